@@ -1,0 +1,55 @@
+"""Exact softmax attention through fused kernels (torch SDPA, xformers)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from attnzoo.backends.base import register
+from attnzoo.backends.config import BackendConfig
+from attnzoo.backends.inputs import AttentionInputs
+from attnzoo.backends.softmax import ExactBackend, check_window
+from attnzoo.ops.flash import IMPLS, FlashInputs, choose_impl, flash_attention
+from attnzoo.state import AttentionOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashConfig(BackendConfig):
+    """Settings of fused softmax attention (arXiv:2205.14135)."""
+
+    impl: Literal["auto", "sdpa", "xformers"] = "auto"
+    # w: a causal query sees the w latest keys, its own included; otherwise w keys to either side
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_window(self)
+
+
+@register("flash")
+class FlashBackend(ExactBackend):
+    """Softmax attention without a score matrix in memory; no kernel takes a soft cap."""
+
+    config_class = FlashConfig
+    impls: ClassVar[tuple[str, ...]] = IMPLS
+    packing = True
+
+    def attend(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Run the fused kernel that the options name, or the one that suits the device and the mask."""
+        inputs, state = self.extend(inputs)
+        impl, reason = self.config.impl, "named in the options"
+        call = FlashInputs(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            inputs.mask,
+            inputs.scale,
+            inputs.bias,
+            inputs.sinks,
+            inputs.dropout,
+        )
+        if impl == "auto":
+            impl, reason = choose_impl(call)
+        out = flash_attention(**call._asdict(), impl=impl)
+        self.record(impl, reason)
+        return AttentionOutput(out, state)

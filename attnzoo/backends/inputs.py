@@ -1,0 +1,74 @@
+"""What one call of a backend is given, and what is checked and cleared before it runs.
+
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size, M hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnzoo.masks import AttentionMask
+
+
+class AttentionInputs(NamedTuple):
+    """All that one call of a backend may be given."""
+
+    q: Tensor  # [B, H, T, D]
+    k: Tensor  # [B, Hkv, S, D]
+    v: Tensor  # [B, Hkv, S, E]
+    mask: AttentionMask
+    scale: float  # multiplies query-key products
+    state: Any | None = None  # what this backend returned for the earlier tokens
+    hidden_states: Tensor | None = None  # [B, S, M]: what the keys were projected from
+    bias: Tensor | None = None  # added to the scores, broadcastable to [B, H, T, S]
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    sinks: Tensor | None = (
+        None  # [H]: a logit per head that takes part in the softmax and has no value
+    )
+    dropout: float = 0.0
+    return_state: bool = False
+
+
+def shape_reasons(inputs: AttentionInputs, dtypes: frozenset[torch.dtype]) -> list[str]:
+    """Say what is wrong with shapes and dtypes."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    reasons = [
+        f"{name} is {x.dtype} (it takes {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))})"
+        for name, x in (("q", q), ("k", k), ("v", v))
+        if x.dtype not in dtypes
+    ]
+    if not q.ndim == k.ndim == v.ndim == 4:
+        return [
+            *reasons,
+            f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} dimensions (4 each are needed)",
+        ]
+    if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
+        reasons.append(
+            f"q has {q.shape[1]} heads, k {k.shape[1]} and v {v.shape[1]} "
+            "(k and v need the same number, and q a multiple of it)"
+        )
+    if q.shape[3] != k.shape[3]:
+        reasons.append(f"q has size {q.shape[3]} per head and k {k.shape[3]} (they must agree)")
+    if k.shape[2] != v.shape[2]:
+        reasons.append(f"k has {k.shape[2]} tokens and v {v.shape[2]} (they must agree)")
+    return reasons
+
+
+def clear_padding(inputs: AttentionInputs) -> AttentionInputs:
+    """Put zeros where the mask says padding, so that nothing that stands there (NaN included) can spread."""
+    real = inputs.mask.padding
+    if real is None:
+        return inputs
+    gone = ~real[:, None, :, None]
+    q, hidden = inputs.q, inputs.hidden_states
+    real_queries = inputs.mask.query_padding(q.shape[2], inputs.k.shape[2])
+    if real_queries is not None:
+        q = q.masked_fill(~real_queries[:, None, :, None], 0)
+    if hidden is not None:
+        hidden = hidden.masked_fill(~real[:, :, None], 0)
+    return inputs._replace(
+        q=q, k=inputs.k.masked_fill(gone, 0), v=inputs.v.masked_fill(gone, 0), hidden_states=hidden
+    )

@@ -1,0 +1,191 @@
+"""The plain-data description of a swap: which backend, with which options, and which layers differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from attnzoo.errors import SpecError, did_you_mean
+from attnzoo.registry import get_backend
+
+VERSION = 1
+_KEYS = ("version", "backend", "options", "layers", "else")
+_RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A backend and its options, for the layers that take them."""
+
+    backend: str
+    options: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data; options only where some were given."""
+        return {
+            "backend": self.backend,
+            **({"options": dict(self.options)} if self.options else {}),
+        }
+
+
+def _layer_spec(value: object, where: str) -> LayerSpec:
+    """Read one backend entry, ``"flash"`` or ``{"backend": "flash", "options": {...}}``, and check it."""
+    if isinstance(value, LayerSpec):
+        value = value.to_dict()
+    if isinstance(value, str):
+        value = {"backend": value}
+    if not isinstance(value, Mapping) or "backend" not in value:
+        raise SpecError(
+            f'{where} must be a backend\'s name or {{"backend": name, "options": {{...}}}}, got {value!r}'
+        )
+    for key in value:
+        if key not in ("backend", "options"):
+            raise SpecError(
+                f"{where} has an unknown key {key!r}.{did_you_mean(str(key), ('backend', 'options'))} "
+                "It takes backend and options."
+            )
+    options = value.get("options") or {}
+    if not isinstance(options, Mapping):
+        raise SpecError(f"{where}: options must map names to values, got {options!r}")
+    config = get_backend(value["backend"]).config_class.from_options(value["backend"], options)
+    return LayerSpec(value["backend"], config.changed_options())
+
+
+def parse_layers(text: str) -> list[int]:
+    """Read layer numbers such as ``"0-1,11"``, both ends of a range included.
+
+    Raises:
+        SpecError: The text is not a list of numbers and ranges.
+    """
+    numbers: list[int] = []
+    for part in str(text).split(","):
+        match = _RANGE.fullmatch(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first:
+            raise SpecError(
+                f"Layers {text!r} are not understood at {part.strip()!r}; write numbers and rising ranges "
+                'separated by commas, such as "0-1,11"'
+            )
+        numbers.extend(range(first, last + 1))
+    return numbers
+
+
+class AttentionSpec:
+    """Which backend every attention layer of a model gets; validated when made, plain data when stored.
+
+    Args:
+        backend: Name of the backend for all layers that ``layers`` does not name.
+        layers: Exceptions: layer numbers such as ``"0-1,11"`` to a backend's name, or to
+            ``{"backend": name, "options": {...}}``.
+        else_: The backend, in the same form, for layers that the chosen one refuses (cross-attention, a sliding
+            window); without it a refusal is an error.
+        **options: Options of ``backend``.
+
+    Raises:
+        UnknownBackendError: No backend has this name.
+        ConfigError: An option has an unknown name, a wrong type or is out of range.
+        SpecError: ``layers`` is malformed or names a layer twice.
+
+    Example:
+        >>> spec = AttentionSpec("linear", feature_map="relu", layers={"0-1": "flash"})
+        >>> spec.for_layer(1).backend, spec.for_layer(2).backend
+        ('flash', 'linear')
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        *,
+        layers: Mapping[str, Any] | None = None,
+        else_: Any | None = None,
+        **options: Any,
+    ) -> None:
+        self.default = _layer_spec({"backend": backend, "options": options}, "The spec")
+        self.else_ = None if else_ is None else _layer_spec(else_, '"else"')
+        if layers is not None and not isinstance(layers, Mapping):
+            raise SpecError(
+                f'layers must map layer numbers to backends, such as {{"0-1": "flash"}}, got {layers!r}'
+            )
+        self.layers: dict[str, LayerSpec] = {}
+        self._by_number: dict[int, LayerSpec] = {}
+        for key, value in (layers or {}).items():
+            entry = self.layers[str(key)] = _layer_spec(value, f"layers[{key!r}]")
+            for number in parse_layers(key):
+                if number in self._by_number:
+                    raise SpecError(
+                        f"Layer {number} is named twice under layers, the second time by {key!r}"
+                    )
+                self._by_number[number] = entry
+
+    def for_layer(self, number: int) -> LayerSpec:
+        """Return the entry of layer ``number``."""
+        return self._by_number.get(number, self.default)
+
+    def check_layers(self, present: Iterable[int]) -> None:
+        """Refuse a spec that names layers which a model does not have.
+
+        Raises:
+            SpecError: A named layer is not among ``present``.
+        """
+        numbers = sorted(set(present))
+        missing = [number for number in self._by_number if number not in numbers]
+        if missing:
+            span = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
+            raise SpecError(
+                f"The spec names layer {', '.join(map(str, missing))}, but the model's attention layers are {span}."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the spec as plain JSON data, as it stands in ``config.attnzoo``."""
+        data: dict[str, Any] = {"version": VERSION, **self.default.to_dict()}
+        if self.layers:
+            data["layers"] = {key: entry.to_dict() for key, entry in self.layers.items()}
+        if self.else_ is not None:
+            data["else"] = self.else_.to_dict()
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Read a spec from plain data.
+
+        Raises:
+            SpecError: The data is malformed or of a newer version.
+            UnknownBackendError: It names an unknown backend.
+            ConfigError: It holds a wrong option.
+        """
+        if not isinstance(data, Mapping) or "backend" not in data:
+            raise SpecError(
+                f'A spec is plain data such as {{"version": {VERSION}, "backend": "linear"}}, got {data!r}'
+            )
+        version = data.get("version", VERSION)
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise SpecError(f"The spec's version must be a number from 1 on, got {version!r}")
+        if version > VERSION:
+            raise SpecError(
+                f"The spec has version {version}, but this attnzoo reads up to {VERSION}; upgrade attnzoo"
+            )
+        for key in data:
+            if key not in _KEYS:
+                raise SpecError(
+                    f"The spec has an unknown key {key!r}.{did_you_mean(str(key), _KEYS)} It takes {', '.join(_KEYS)}."
+                )
+        options = data.get("options") or {}
+        if not isinstance(options, Mapping):
+            raise SpecError(f"The spec's options must map names to values, got {options!r}")
+        spec = cls.__new__(cls)
+        cls.__init__(
+            spec, data["backend"], layers=data.get("layers"), else_=data.get("else"), **options
+        )
+        return spec
+
+    def __eq__(self, other: object) -> bool:
+        """Two specs are equal when their plain data are."""
+        return isinstance(other, AttentionSpec) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """Write the spec as its plain data."""
+        return f"AttentionSpec.from_dict({self.to_dict()!r})"
