@@ -1,0 +1,216 @@
+"""Puts backends into a model's attention layers, and takes them out again."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from attnzoo.backends.base import AttentionBackend
+from attnzoo.errors import SpecError, UnsupportedError
+from attnzoo.integrations import compat
+from attnzoo.integrations.attention import NAME, add_hook
+from attnzoo.integrations.layers import AttentionLayer, attention_layers, whole_model
+from attnzoo.registry import build_backend
+from attnzoo.spec import AttentionSpec
+
+FAMILIES = "BERT, CLIP, Gemma, GPT-2, Llama, Mistral, Phi-3, Qwen, T5, ViT, Whisper"
+
+
+def swap(
+    model: nn.Module, attention: str | AttentionSpec | Mapping[str, Any], **options: Any
+) -> None:
+    """Replace the attention of a model in memory; a swapped model is swapped anew.
+
+    Args:
+        model: A transformers model, or a wrapper around one. Its own weights stay as they are.
+        attention: A spec, its plain data, or a backend's name.
+        **options: With a name: ``layers``, ``else_`` and the backend's options, as in ``AttentionSpec``.
+
+    Raises:
+        SpecError: The spec does not fit the model.
+        UnknownBackendError: The spec names an unknown backend.
+        ConfigError: An option is wrong.
+        UnsupportedError: A backend refuses a layer. In each case the model is left as it was.
+    """
+    spec = read_spec(attention, **options)
+    target = whole_model(model)
+    if target is None:
+        raise SpecError(f"{type(model).__name__} is not a transformers model; swap takes a PreTrainedModel")
+    layers = attention_layers(target)
+    backends = build(target, layers, spec)
+    if not compat.can_set_implementation(target):
+        raise SpecError(_no_layers(target))
+    before = getattr(target, "_attnzoo_before", None)
+    if before is None:
+        before = {id(c): c._attn_implementation for c in compat.sub_configs(target.config)}
+    _detach(target)
+    target._attnzoo_before = before
+    attach(layers, backends)
+    write_config(target.config, spec)
+    target.set_attn_implementation(NAME)
+
+
+def restore(model: nn.Module) -> None:
+    """Give a swapped model its own attention back, bit for bit; warns if it was not swapped."""
+    target = whole_model(model)
+    if target is None or not getattr(target.config, NAME, None):
+        warnings.warn(
+            f"{type(model).__name__} is not swapped, so there is nothing to restore", stacklevel=2
+        )
+        return
+    before = getattr(target, "_attnzoo_before", None)
+    _detach(target)
+    for config in compat.sub_configs(target.config):
+        for name in (NAME, "attn_implementation"):
+            if name in vars(config):
+                delattr(config, name)
+    target._attnzoo_before = None
+    implementations = set(before.values()) if before else {None}
+    if len(implementations) == 1:
+        target.set_attn_implementation(
+            implementations.pop() or target.get_correct_attn_implementation(None)
+        )
+        return
+    target.set_attn_implementation(before[id(target.config)])
+    for config in compat.sub_configs(target.config):
+        config._attn_implementation_internal = before[id(config)]
+
+
+def read_spec(attention: str | AttentionSpec | Mapping[str, Any], **options: Any) -> AttentionSpec:
+    """Make a spec of whatever a user calls one."""
+    if isinstance(attention, str):
+        return AttentionSpec(attention, **options)
+    if options:
+        raise SpecError(
+            f"options ({', '.join(options)}) go with a backend's name; a spec holds its own already"
+        )
+    return attention if isinstance(attention, AttentionSpec) else AttentionSpec.from_dict(attention)
+
+
+def build(
+    model: nn.Module, layers: list[AttentionLayer], spec: AttentionSpec
+) -> list[AttentionBackend]:
+    """Make every layer's backend before any is put in place, so that a refusal changes nothing."""
+    if not layers:
+        raise SpecError(_no_layers(model))
+    spec.check_layers(layer.geometry.layer for layer in layers)
+    backends, refusals = [], []
+    for layer in layers:
+        try:
+            backends.append(_build_one(layer, spec))
+        except UnsupportedError as error:
+            refusals.append(error)
+    if refusals:
+        more = len(refusals) - 1
+        raise UnsupportedError(f"{refusals[0]}" + (f" ({more} more layers likewise.)" if more else ""))
+    return backends
+
+
+def _build_one(layer: AttentionLayer, spec: AttentionSpec) -> AttentionBackend:
+    entry = spec.for_layer(layer.geometry.layer)
+    weight = next((p for p in layer.module.parameters(recurse=True) if p.is_floating_point()), None)
+    with torch.device(weight.device if weight is not None else "cpu"):
+        try:
+            backend = build_backend(entry.backend, dict(entry.options), layer.geometry)
+        except UnsupportedError:
+            if spec.else_ is None:
+                raise
+            backend = build_backend(spec.else_.backend, dict(spec.else_.options), layer.geometry)
+    if weight is not None:
+        backend.to(weight.dtype)
+    return backend.train(layer.module.training)
+
+
+def attach(layers: list[AttentionLayer], backends: list[AttentionBackend]) -> None:
+    """Put each backend into its layer, as the submodule ``attnzoo``, and hook the layer."""
+    for layer, backend in zip(layers, backends, strict=True):
+        layer.module.attnzoo = backend
+        layer.module._attnzoo_hook = add_hook(layer.module)
+
+
+def _detach(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(getattr(module, NAME, None), AttentionBackend):
+            module._attnzoo_hook.remove()
+            del module._attnzoo_hook, module.attnzoo
+            vars(module).pop("_attnzoo_call", None)
+
+
+def write_config(config: Any, spec: AttentionSpec) -> None:
+    """Write the swap into a config so that it is saved.
+
+    ``attn_implementation`` is not saved by itself; as a plain field it is, and then a machine without attnzoo
+    fails to load the model instead of running it with the wrong attention.
+    """
+    setattr(config, NAME, spec.to_dict())
+    config.attn_implementation = NAME
+
+
+def _no_layers(model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} has no attention layers that go through transformers' attention interface, so "
+        f"nothing can be swapped. Families that do, among others: {FAMILIES}."
+    )
+
+
+# -- when a model is built -----------------------------------------------------------------------
+
+
+def attach_when_built(model: PreTrainedModel) -> None:
+    """Give a model under construction the backends that its config asks for; part of ``post_init``."""
+    data = getattr(model.config, NAME, None)
+    implementation = model.config._attn_implementation
+    if data is None and implementation != NAME:
+        return
+    if _enclosing_model(model) is not None:
+        return  # the whole model does it for all its parts
+    if data is None:
+        raise SpecError(
+            "attn_implementation='attnzoo' needs to know which attention: set config.attnzoo = "
+            "attnzoo.AttentionSpec(\"linear\").to_dict() before the model is built, or load the model as it is "
+            "and call attnzoo.swap(model, \"linear\")"
+        )
+    if implementation != NAME:
+        raise SpecError(
+            f"config.attnzoo asks for {data.get('backend') if isinstance(data, Mapping) else data!r}, but "
+            f"attn_implementation is {implementation!r}; pass attn_implementation='attnzoo', or delete "
+            "config.attnzoo to have the model's own attention"
+        )
+    spec = read_spec(data)
+    layers = attention_layers(model)
+    attach(layers, build(model, layers, spec))
+    write_config(model.config, spec)
+
+
+def _enclosing_model(model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return a swapped model that is being constructed around ``model``.
+
+    Parts are built before the whole, and only the whole knows all layers; it is found on the call stack.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__":
+            other = frame.f_locals.get("self")
+            if isinstance(other, PreTrainedModel) and other is not model:
+                config = getattr(other, "config", None)
+                if getattr(config, NAME, None) is not None:
+                    return other
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def initialise_backend(backend: AttentionBackend) -> None:
+    """Give a backend's missing extras their initial values and keep those that were loaded."""
+    tensors = [*backend.named_parameters(), *backend.named_buffers()]
+    loaded = {n: x.detach().clone() for n, x in tensors if getattr(x, "_is_hf_initialized", False)}
+    backend.reset_parameters()
+    with torch.no_grad():
+        for name, x in tensors:
+            if name in loaded:
+                x.copy_(loaded[name])

@@ -1,0 +1,116 @@
+"""Which modules of a model are attention layers, and their geometry, read from the modules themselves."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from attnzoo.backends.config import Geometry
+from attnzoo.integrations import compat
+
+_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
+
+
+class AttentionLayer(NamedTuple):
+    """One attention module of a model."""
+
+    name: str
+    module: nn.Module
+    geometry: Geometry
+
+
+def attention_layers(model: nn.Module) -> list[AttentionLayer]:
+    """Find the modules that call the attention interface, in the model's order."""
+    return [
+        AttentionLayer(name, module, read_geometry(model, name, module))
+        for name, module in model.named_modules()
+        if compat.calls_attention_interface(module)
+    ]
+
+
+def layer_number(name: str, module: nn.Module) -> int:
+    """Return a layer's number: its ``layer_idx``, else the first number in its name (0 without one)."""
+    index = getattr(module, "layer_idx", None)
+    if isinstance(index, int):
+        return index
+    match = _NUMBER.search(name)
+    return int(match[1]) if match else 0
+
+
+def _first(owners: tuple[Any, ...], *names: str) -> Any:
+    for owner in owners:
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return value
+    return None
+
+
+def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
+    """Read heads, sizes and limits of an attention module, from itself first and its config second."""
+    config = getattr(module, "config", None) or getattr(model, "config", None)
+    owners = (module, config)
+    heads = _first(owners, "num_heads", "num_attention_heads", "n_heads", "n_head")
+    hidden = _first(owners, "embed_dim", "hidden_size", "d_model", "dim", "n_embd")
+    number = layer_number(name, module)
+    size = _first((module,), "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+    size = _first((module,), "qk_head_dim") or size
+    if size is None:
+        size = _first((config,), "head_dim") or hidden // heads
+    groups = _first((module,), "num_key_value_groups")
+    key_heads = _first((module,), "num_key_value_heads")
+    if key_heads is None:
+        key_heads = heads // groups if groups else heads
+    cross = bool(_CROSS.search(name) or _CROSS.search(type(module).__name__))
+    cross = cross or getattr(module, "is_cross_attention", False) is True
+    sinks = getattr(module, "sinks", None)
+    return Geometry(
+        num_heads=int(heads),
+        num_key_heads=int(key_heads),
+        head_dim=int(size),
+        value_dim=_first((module,), "v_head_dim"),
+        hidden_size=hidden,
+        causal=is_causal(module, config) and not cross,
+        cross_attention=cross,
+        scale=_first((module,), "scaling", "scale"),
+        window=sliding_window(module, config, number),
+        softcap=_first((module,), "attn_logit_softcapping"),
+        sinks=sinks is not None and not isinstance(sinks, bool | int),
+        max_length=_first((config,), "max_position_embeddings", "n_positions"),
+        layer=number,
+        name=name,
+    )
+
+
+def is_causal(module: nn.Module, config: Any) -> bool:
+    """Whether a layer is causal; a config may switch that off for a decoder used as an encoder."""
+    own = getattr(module, "is_causal", None)
+    if own is not None and not bool(own):
+        return False
+    return bool(getattr(config, "is_causal", True) is not False) and (own is None or bool(own))
+
+
+def sliding_window(module: nn.Module, config: Any, number: int) -> int | None:
+    """Return the model's own sliding window in this layer, if it has one."""
+    if hasattr(module, "sliding_window"):
+        window = module.sliding_window
+        return window if isinstance(window, int) and not isinstance(window, bool) else None
+    if not compat.reads_name(module, "sliding_window"):
+        return None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and number < len(kinds) and "sliding" not in kinds[number]:
+        return None
+    window = getattr(config, "sliding_window", None)
+    return window if isinstance(window, int) else None
+
+
+def whole_model(model: nn.Module) -> PreTrainedModel | None:
+    """Return the outermost transformers model inside a wrapper (PEFT, DDP, torch.compile), or itself."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    return None
