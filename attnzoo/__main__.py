@@ -1,0 +1,5 @@
+"""Runs the command line: ``python -m attnzoo``."""
+
+from attnzoo.cli import main
+
+main()

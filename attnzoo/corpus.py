@@ -1,0 +1,97 @@
+"""Text for training and for judging: the Python standard library's own source, as rows of tokens.
+
+The embedded model was trained on it and is judged on files it never saw. Half of the training
+rows, and all recall rows, carry one segment twice: a model that cannot look back beyond its window
+cannot predict the second copy, so approximations that lose long-range recall show it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HELD_OUT_PERCENT = 5
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a file belongs to the held-out split: by its name alone, so the same everywhere."""
+    return (
+        int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
+    )
+
+
+def standard_library_files(*, held_out: bool) -> list[Path]:
+    """Return one split of the standard library's source, sorted by name.
+
+    Tests and third parties are left out.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if not SKIPPED_FOLDERS & set(name.parts) and is_held_out(name.as_posix()) == held_out:
+            files.append(path)
+    return files
+
+
+def read_bytes(files: list[Path]) -> bytes:
+    """Concatenate files, each ended by a blank line."""
+    return b"\n".join(path.read_bytes() for path in files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat:
+    """Where a row repeats itself: ``length`` tokens at ``first`` stand again at ``second``."""
+
+    first: int
+    second: int
+    length: int
+
+
+def place_repeat(row_length: int, generator: torch.Generator, *, min_distance: int = 96) -> Repeat:
+    """Draw a repeat whose copies lie at least ``min_distance`` tokens apart, end to start."""
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    longest = min(160, (row_length - min_distance) // 3)
+    length = draw(min(48, longest), longest)
+    first = draw(0, row_length - 2 * length - min_distance)
+    second = draw(first + length + min_distance, row_length - length)
+    return Repeat(first=first, second=second, length=length)
+
+
+def cut_rows(tokens: Tensor, count: int, row_length: int, generator: torch.Generator) -> Tensor:
+    """Cut rows at random places of ``tokens [N]``: ``[count, row_length]``."""
+    if len(tokens) < row_length:
+        raise ValueError(
+            f"the text has {len(tokens)} tokens, but one row needs {row_length}; give more text or "
+            "shorter rows"
+        )
+    starts = torch.randint(0, len(tokens) - row_length + 1, (count,), generator=generator)
+    return tokens[starts[:, None] + torch.arange(row_length)]
+
+
+def add_repeats(
+    rows: Tensor, generator: torch.Generator, *, share: float = 1.0
+) -> list[Repeat | None]:
+    """Write one repeat into a share of ``rows [N, T]``, in place; return where, row by row."""
+    repeats: list[Repeat | None] = []
+    for row in rows:
+        if share < 1.0 and float(torch.rand((), generator=generator)) >= share:
+            repeats.append(None)
+            continue
+        repeat = place_repeat(len(row), generator)
+        row[repeat.second : repeat.second + repeat.length] = row[
+            repeat.first : repeat.first + repeat.length
+        ].clone()
+        repeats.append(repeat)
+    return repeats

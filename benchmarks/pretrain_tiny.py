@@ -1,0 +1,129 @@
+"""Train the embedded model: a byte-level Llama on the Python standard library's own source.
+
+    python benchmarks/pretrain_tiny.py --minutes 45 --out attnzoo/assets/tiny-llama
+
+Two CPU cores with bfloat16 products suffice. Half of the rows repeat a segment, so that the model learns to recall.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import typer
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+from attnzoo.corpus import add_repeats, cut_rows, read_bytes, standard_library_files
+
+BYTE_OFFSET = 3  # ByT5's tokens 0, 1, 2 are pad, end and unknown; byte b is token b + 3
+
+
+def byte_tokens(data: bytes) -> Tensor:
+    """Tokens of ``data`` under ByT5's tokenizer, ``[N]``, without its end token."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).long() + BYTE_OFFSET
+
+
+def tiny_config(context: int) -> LlamaConfig:
+    """Return the geometry of the embedded model: 2.9 million parameters, two query heads per key head."""
+    return LlamaConfig(
+        vocab_size=384,
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+
+
+def make_optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
+    others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in n)]
+    return [
+        torch.optim.Muon(matrices, lr=lr, momentum=0.95, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+@torch.no_grad()
+def evaluate(model: LlamaForCausalLM, tokens: Tensor, context: int, rows: int = 64) -> tuple[float, float]:
+    """Bits per byte on held-out rows, and on the second copy of a repeated segment."""
+    generator = torch.Generator().manual_seed(1)
+    plain = cut_rows(tokens, rows, context + 1, generator)
+    twice = plain.clone()
+    repeats = add_repeats(twice, generator)
+    bits, recall = [], []
+    for part, other, where in zip(plain.split(8), twice.split(8), range(0, rows, 8), strict=True):
+        bits.append(token_losses(model, part).mean())
+        losses = token_losses(model, other)
+        for i, loss in enumerate(losses):
+            repeat = repeats[where + i]
+            assert repeat is not None
+            recall.append(loss[repeat.second - 1 : repeat.second - 1 + repeat.length])
+    return float(torch.stack(bits).mean()) / math.log(2), float(torch.cat(recall).mean()) / math.log(2)
+
+
+def token_losses(model: LlamaForCausalLM, rows: Tensor) -> Tensor:
+    """Cross-entropy in nats of every token but the first, ``[N, T - 1]``."""
+    logits = model(rows[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().transpose(1, 2), rows[:, 1:], reduction="none")
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder for the trained model")],
+    minutes: Annotated[float, typer.Option(help="wall-clock time to train")] = 45.0,
+    context: Annotated[int, typer.Option(help="row length in bytes")] = 512,
+    batch: Annotated[int, typer.Option(help="rows per step")] = 24,
+    lr: Annotated[float, typer.Option(help="peak learning rate")] = 4e-3,
+    seed: int = 0,
+) -> None:
+    """Train for a given time with a linear warm-up and a linear decay to zero, then save in bfloat16."""
+    set_seed(seed)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    train = byte_tokens(read_bytes(standard_library_files(held_out=False)))
+    held_out = byte_tokens(read_bytes(standard_library_files(held_out=True)))
+    raw = LlamaForCausalLM(tiny_config(context))
+    optimizers = make_optimizers(raw, lr)
+    model = accelerator.prepare(raw)
+    print(f"{raw.num_parameters():,} parameters, {len(train):,} training bytes, {len(held_out):,} held out", flush=True)
+    generator = torch.Generator().manual_seed(seed)
+    start, step, smooth = time.monotonic(), 0, 0.0
+    while (done := (time.monotonic() - start) / (60 * minutes)) < 1:
+        rows = cut_rows(train, batch, context + 1, generator)
+        add_repeats(rows, generator, share=0.5)
+        loss = token_losses(model, rows).mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(raw.parameters(), 1.0)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min(1.0, (step + 1) / 100) * (1 - done)
+            optimizer.step()
+            optimizer.zero_grad()
+        step += 1
+        smooth = 0.96 * smooth + 0.04 * loss.item() if step > 1 else loss.item()
+        if step % 50 == 0:
+            print(f"step {step} {100 * done:.1f}% {step * batch * context / 1e6:.1f}M bytes, {smooth / math.log(2):.3f} bits", flush=True)
+        if step % 500 == 0:
+            print("  held out %.3f, recall %.3f" % evaluate(raw, held_out, context), flush=True)
+    raw.to(torch.bfloat16).save_pretrained(out)
+    ByT5Tokenizer(model_max_length=context).save_pretrained(out)
+    loaded = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
+    bits, recall = evaluate(loaded, held_out, context, rows=256)
+    print(f"{step} steps, {step * batch * context / 1e6:.1f}M bytes: held out {bits:.3f}, recall {recall:.3f} bits per byte")
+
+
+if __name__ == "__main__":
+    typer.run(main)
