@@ -1,0 +1,60 @@
+# `make demo` and `make test` set up everything they need; a second run installs nothing.
+# Wanted on the machine: Python 3.11 or 3.12, pip, make. PYTHON=... picks an interpreter, ARGS=... goes to the command.
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+EXTRAS := xformers,train,report,dev
+JOBS := 2
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+
+PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
+	if $$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1; \
+	then command -v $$name; break; fi; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench clean
+
+help: ## Say what can be made
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
+	|| sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1: \2/p' Makefile
+
+setup: $(READY) ## Make the virtual environment; every other target does it when it must
+
+demo: $(READY) ## Swap, measure and report on the embedded model: attnzoo-demo/report.html
+	$(BIN)/attnzoo demo $(ARGS)
+
+test: $(READY) ## Run all tests
+	$(BIN)/pytest -n $(JOBS) --dist worksteal --durations 15 --durations-min 2 $(ARGS)
+
+check: $(READY) ## Lint, check the format, check the types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy attnzoo
+
+format: $(READY) ## Format, and mend what the linter can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## Time the operations; JSON lines
+	$(BIN)/python benchmarks/ops.py $(ARGS)
+
+clean: ## Remove what was built and cached, the virtual environment included
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache attnzoo-demo
+	find attnzoo integrations tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first and alone, at its pinned version: what depends on it must not choose another.
+# triton: a CUDA build of torch has brought its own; elsewhere on Linux the version that is tested is added.
+$(READY): pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "Python 3.11 or 3.12 is needed and none was found; name one: make PYTHON=/path/to/python3.11"; exit 1; fi
+	@echo "Setting up $(VENV), once; this takes a few minutes."
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV); $(PYTHON) -m venv $(VENV); } \
+	|| { rm -rf $(VENV); $(PYTHON) -m venv --without-pip $(VENV) \
+		&& $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(PIP) install --quiet --constraint constraints.txt torch setuptools
+	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+		$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("triton") is None)' \
+		|| $(PIP) install --quiet triton==3.6.0; fi
+	@touch $@

@@ -1,0 +1,171 @@
+"""The package as users get it: the list of packages, the wheel, the editable tree, the pins."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
+LINK = Path("attnzoo/integrations")
+
+
+def python(code: str, cwd: Path, *flags: str, path: Path | None = None) -> str:
+    """Run code in a new interpreter and return what it prints."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    if path is not None:
+        env["PYTHONPATH"] = str(path)
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", code], cwd=cwd, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def package_files() -> set[str]:
+    """Return what the wheel must hold, as it is named in there: sources, templates, assets."""
+    files = set()
+    for folder, prefix in (("attnzoo", ""), ("integrations", "attnzoo/")):
+        for path in (ROOT / folder).rglob("*"):  # the link is not followed
+            if path.is_file() and "__pycache__" not in path.parts and path.name[0] != ".":
+                files.add(prefix + path.relative_to(ROOT).as_posix())
+    return files
+
+
+def build_wheel(target: Path, *, link: bool) -> Path:
+    """Build a wheel from a copy of the tree, so that nothing stale enters and nothing is left."""
+    copy = target / "tree"
+    copy.mkdir(parents=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("attnzoo", "integrations"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+    if not link:
+        (copy / LINK).unlink()
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
+    options = ["--no-build-isolation", "--wheel-dir", str(target)]
+    done = subprocess.run([*pip, *options, str(copy)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = target.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["link", "link lost"])
+def wheel(request, tmp_path_factory):
+    """The wheel; also as it is built where the link did not survive (a zip archive, Windows)."""
+    return build_wheel(tmp_path_factory.mktemp("wheel"), link=request.param)
+
+
+def test_packages_are_the_folders():
+    folders = {
+        path.parent for name in ("attnzoo", "integrations") for path in (ROOT / name).rglob("*.py")
+    }
+    for folder in folders:
+        assert (folder / "__init__.py").is_file(), f"{folder.relative_to(ROOT)} has no __init__.py"
+    names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    names = {f"attnzoo.{name}" if name.startswith("integrations") else name for name in names}
+    assert set(PACKAGES) == names
+    assert sorted(PACKAGES) == PACKAGES
+
+
+def test_link_is_kept():
+    assert os.readlink(ROOT / LINK) == os.path.join("..", "integrations")
+
+
+def test_wheel_holds_everything_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (entry_points,) = (n for n in names if n.endswith(".dist-info/entry_points.txt"))
+        scripts = archive.read(entry_points).decode()
+    missing = package_files() - names
+    assert not missing
+    assert {name.split("/")[0] for name in names} == {"attnzoo", entry_points.split("/")[0]}
+    assert any(name.endswith("/LICENSE") for name in names)
+    assert not any(name.endswith((".pyc", ".pyo")) for name in names)
+    for name, target in PROJECT["project"]["scripts"].items():
+        assert f"{name} = {target}" in scripts.splitlines()
+
+
+def test_wheel_imports(wheel, tmp_path):
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    code = "import attnzoo.integrations as i; print(i.__name__, i.__file__)"
+    name, file = python(code, tmp_path, path=site).split()
+    assert name == "attnzoo.integrations"
+    assert Path(file) == site / "attnzoo" / "integrations" / "__init__.py"
+
+
+def test_editable_tree_imports(tmp_path):
+    try:
+        origin = json.loads(distribution("attnzoo").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        pytest.skip("attnzoo is not installed, so there is no editable install to test")
+    if not origin.get("dir_info", {}).get("editable"):
+        pytest.skip("attnzoo is installed from a wheel, so there is no editable install to test")
+    code = "import attnzoo.integrations as i; print(i.__name__, i.__file__)"
+    name, file = python(code, tmp_path).split()
+    assert name == "attnzoo.integrations"
+    assert Path(file).resolve() == ROOT / "integrations" / "__init__.py"
+
+
+def test_bare_tree_imports():
+    """Without an installation, run from the root: libraries are found, but no editable install."""
+    path = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})"
+    code = f"{path}; import attnzoo.integrations as i; print(i.__name__)"
+    assert python(code, ROOT, "-S") == "attnzoo.integrations"
+
+
+def test_integrations_has_one_name():
+    code = """
+try:
+    import integrations
+except ImportError as error:
+    print(error)
+"""
+    assert "import attnzoo.integrations" in python(code, ROOT)
+
+
+def requirements() -> list[Requirement]:
+    """Return every direct dependency, those of the extras included."""
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    lines = [*PROJECT["project"]["dependencies"], *(line for extra in extras for line in extra)]
+    return [Requirement(line) for line in lines]
+
+
+def pins() -> dict[str, str]:
+    """Return name and version by line of constraints.txt, where no other kind of line may stand."""
+    found: dict[str, str] = {}
+    for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines():
+        if line and not line.startswith("#"):
+            match = re.fullmatch(r"([\w.-]+)==([\w.]+)", line)
+            assert match, f"{line!r} is not a plain name==version"
+            assert canonicalize_name(match[1]) not in found, f"{match[1]} is pinned twice"
+            found[canonicalize_name(match[1])] = match[2]
+    return found
+
+
+def test_every_dependency_is_pinned_within_its_range():
+    pinned = pins()
+    for requirement in requirements():
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version is not None, f"{requirement.name} has no pin in constraints.txt"
+        assert requirement.specifier.contains(version), f"{requirement} excludes the pin {version}"
+
+
+def test_what_a_gpu_build_of_torch_brings_is_not_pinned():
+    free = ("triton", "nvidia-", "cuda-")
+    assert not [name for name in pins() if name.startswith(free)]

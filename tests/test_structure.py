@@ -1,0 +1,254 @@
+"""Rules of the tree that no linter knows: who imports whom, sizes, names, no trace of a machine."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# From the bottom up: a module imports from its own row and the rows below, never from above.
+ROWS = (
+    {"autoload", "errors", "masks", "state"},
+    {"kernels"},
+    {"ops"},
+    {"backends"},
+    {"registry"},
+    {"spec", "testing", "corpus", "bench"},
+    {"integrations"},
+    {"demo", "cli", "__main__", "__init__"},  # __init__: the public names, resolved on first use
+)
+ROW = {unit: height for height, row in enumerate(ROWS) for unit in row}
+# What modules below the integrations may import from outside; the last two where installed.
+CORE_LIBRARIES = {"torch", "einops", "triton", "xformers"}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Return the source files under some folders of the tree; links are not followed."""
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("attnzoo", *parts) if parts[0] == "integrations" else parts)
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and dotted name of every import, inside functions and by ``import_module`` too."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            case ast.ImportFrom():
+                start = "." * node.level + (node.module or "")
+                yield from ((node.lineno, f"{start}.{alias.name}") for alias in node.names)
+            case ast.Call(
+                func=ast.Name(id=called) | ast.Attribute(attr=called),
+                args=[ast.Constant(value=str(name)), *_],
+            ) if called in {"import_module", "__import__"}:
+                yield node.lineno, name
+
+
+def unit_of(dotted: str) -> str:
+    """Return the module or folder of attnzoo that a name lies in; public names are __init__'s."""
+    unit = dotted.split(".")[1] if "." in dotted else "__init__"
+    return unit if unit in ROW else "__init__"
+
+
+def wrong_imports(module: str, source: str) -> list[str]:
+    """Say what a module imports and must not."""
+    own = unit_of(module)
+    wrong = []
+    for line, name in imports(ast.parse(source)):
+        top = name.partition(".")[0]
+        if not top:
+            wrong.append(f"{module}:{line} imports {name}, a relative name")
+        elif top == "integrations":
+            wrong.append(f"{module}:{line} imports {name}, which is attnzoo.{name}")
+        elif top == "attnzoo":
+            if ROW[unit_of(name)] > ROW[own]:
+                wrong.append(f"{module}:{line} imports {name}, which is above {own}")
+        elif ROW[own] < ROW["integrations"] and not (
+            top in sys.stdlib_module_names or top in CORE_LIBRARIES
+        ):
+            wrong.append(f"{module}:{line} imports {top}, which only integrations and above may")
+    return wrong
+
+
+def test_every_module_has_a_row():
+    known = set(ROW)
+    found = {module_name(path).split(".")[1] for path in python_files("attnzoo", "integrations")}
+    assert found <= known, f"give {sorted(found - known)} a place in ROWS"
+
+
+def test_imports_point_one_way():
+    wrong = []
+    for path in python_files("attnzoo", "integrations"):
+        wrong += wrong_imports(module_name(path), path.read_text("utf-8"))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("attnzoo.errors", "import attnzoo.ops.linear"),
+        ("attnzoo.kernels.triton.linear", "from attnzoo.ops import linear"),
+        ("attnzoo.ops.linear", "def f():\n    from attnzoo.backends.base import register"),
+        ("attnzoo.backends.linear", "from attnzoo import registry"),
+        ("attnzoo.backends.linear", "from attnzoo import AttentionSpec"),
+        ("attnzoo.registry", "def f():\n    import_module('attnzoo.integrations.attention')"),
+        ("attnzoo.registry", "import importlib\nimportlib.import_module('transformers')"),
+        ("attnzoo.spec", "from transformers import PretrainedConfig"),
+        ("attnzoo.testing", "import accelerate.utils"),
+        ("attnzoo.integrations.attention", "from attnzoo.cli import app"),
+        ("attnzoo.integrations.attention", "from integrations import cache"),
+        ("attnzoo.backends.linear", "from .base import register"),
+    ],
+)
+def test_a_wrong_import_is_found(module, source):
+    assert len(wrong_imports(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("attnzoo.kernels.build", "from attnzoo.errors import UnsupportedError\nimport triton"),
+        ("attnzoo.backends.linear", "from attnzoo.ops.linear import chunk\nfrom torch import nn"),
+        ("attnzoo.registry", "def f(name):\n    return import_module(name)"),
+        ("attnzoo.integrations.cache", "from transformers.cache_utils import Cache"),
+        ("attnzoo.cli", "from attnzoo import AttentionSpec\nimport rich"),
+    ],
+)
+def test_a_right_import_passes(module, source):
+    assert wrong_imports(module, source) == []
+
+
+@pytest.mark.parametrize("module", ["attnzoo", "attnzoo.cli"])
+def test_importing_is_cheap(module):
+    heavy = ["torch", "transformers", "numpy", "accelerate", "datasets", "peft", "plotly", "triton"]
+    code = f"import sys, {module}; print(*[name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+def test_public_names_resolve():
+    import attnzoo
+
+    assert attnzoo.__all__
+    assert set(attnzoo.__all__) <= set(dir(attnzoo))
+    missing = [name for name in attnzoo.__all__ if not hasattr(attnzoo, name)]
+    assert not missing
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = attnzoo.no_such_name
+
+
+@pytest.mark.parametrize("name", ["swap", "describe"])
+def test_first_use_of_a_public_name(name):
+    """In an interpreter where nothing is loaded yet, so that a circle of imports shows."""
+    code = f"import attnzoo; attnzoo.{name}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def too_long(path: Path) -> list[str]:
+    """Say which function of a file, or that the file itself, is too long."""
+    source = path.read_text("utf-8")
+    name = path.relative_to(ROOT)
+    found = []
+    if (lines := len(source.splitlines())) >= MAX_FILE_LINES:
+        found.append(f"{name} has {lines} lines")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines >= MAX_FUNCTION_LINES:
+                found.append(f"{name}:{node.lineno} {node.name} has {lines} lines")
+    return found
+
+
+def test_files_and_functions_are_short():
+    kernels = ROOT / "attnzoo" / "kernels"
+    found = []
+    for path in python_files("attnzoo", "integrations", "benchmarks", "tests"):
+        if not path.is_relative_to(kernels):
+            found += too_long(path)
+    assert not found, "\n".join(found)
+
+
+def test_no_name_hides_a_library():
+    """A script's own folder comes first on the path: ``types.py`` beside it hides the library's."""
+    taken = sys.stdlib_module_names | set(packages_distributions())
+    taken |= CORE_LIBRARIES | {"transformers", "accelerate", "peft", "datasets", "plotly", "jax"}
+    layout = {Path("attnzoo/kernels/triton")}  # beside it lie kernels, which nobody runs as scripts
+    found = set()
+    for path in python_files("attnzoo", "integrations", "benchmarks"):
+        for part in (path.relative_to(ROOT), *path.relative_to(ROOT).parents[:-2]):
+            if part.stem in taken and part.stem != "__init__" and part not in layout:
+                found.add(str(part))
+    assert found <= {"attnzoo/__main__.py"}, sorted(found)
+
+
+def tracked_files() -> list[Path]:
+    """Return what git tracks, or would track on the next ``git add``."""
+    listing = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        done = subprocess.run(
+            ["git", "-c", "safe.directory=*", *listing], cwd=ROOT, capture_output=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this tree is not a git checkout, so no list of its files is at hand")
+    return [ROOT / os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+
+
+def machine_paths() -> re.Pattern[bytes]:
+    """Match the folder this tree lies in, and home folders."""
+    here = {ROOT, ROOT.parent} - {Path("/"), Path(tempfile.gettempdir())}
+    places = "|".join(re.escape(str(path)) for path in sorted(here, reverse=True))
+    homes = r"/(?:root|home/[\w.-]+|Users/[\w.-]+)/"
+    return re.compile(rf"(?<![\w.~-])(?:(?:{places})(?![\w-])|{homes})".encode())
+
+
+def test_no_file_names_a_machine():
+    pattern = machine_paths()
+    found = []
+    for path in tracked_files():
+        if path.is_symlink():
+            content = os.fsencode(os.readlink(path))
+        elif path.is_file():
+            content = path.read_bytes()
+        else:  # deleted, but not yet in git's eyes
+            continue
+        for match in pattern.finditer(content):
+            line = content.count(b"\n", 0, match.start()) + 1
+            found.append(f"{path.relative_to(ROOT)}:{line} has {match.group().decode()}")
+    assert not found, "\n".join(found)
+
+
+def test_a_machine_path_is_found():
+    pattern = machine_paths()
+    assert pattern.search(f"written to {ROOT}/out".encode())
+    assert pattern.search(b"cache in /" + b"root/.cache")
+    assert pattern.search(b"'/" + b"home/me/model'")
+    assert not pattern.search(b"see /usr/bin/chromium and tests/root/x")
+
+
+@pytest.mark.slow
+def test_the_guide_for_a_new_backend_works():
+    """In an interpreter of its own, so that no other test meets the example's backend."""
+    guide = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    assert "@register" in blocks[0]
+    assert "check_backend" in blocks[-1]
+    code = "\n".join(blocks)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
