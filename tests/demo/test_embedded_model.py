@@ -1,0 +1,81 @@
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import attnzoo
+from attnzoo.demo.measure import Result, measure_quality
+from attnzoo.demo.text import embedded_model_path, judge_on
+
+MEGABYTE = 1e6
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Bits per byte and recall of the embedded model, and of its window of 32."""
+    path = embedded_model_path()
+    judged = judge_on(path, None, rows=48, row_length=512, stream=8)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    results = []
+    for window in (None, 32):
+        if window:
+            attnzoo.swap(model, "flash", window=window)
+        result = Result(label=str(window), spec={})
+        measure_quality(model, judged, result, lambda: None)
+        results.append(result)
+    return results
+
+
+def test_it_is_small_and_complete():
+    path = embedded_model_path()
+    assert sum(f.stat().st_size for f in path.iterdir()) <= 8 * MEGABYTE
+    card = (path / "README.md").read_text()
+    for fact in ("licen", "Python standard library", "steps", "bits per byte"):
+        assert fact in card
+    config = json.loads((path / "config.json").read_text())
+    assert config["dtype"] in ("bfloat16", "float16")
+    assert 4 <= config["num_hidden_layers"] <= 6
+    assert config["num_key_value_heads"] < config["num_attention_heads"]
+    assert config["head_dim"] == 64
+    assert config["max_position_embeddings"] >= 512
+
+
+def test_it_has_two_to_four_million_parameters():
+    model = AutoModelForCausalLM.from_pretrained(embedded_model_path())
+    assert 2e6 <= model.num_parameters() <= 4e6
+
+
+def test_it_predicts_text_that_it_never_saw(measured):
+    assert measured[0].bits_per_byte <= 1.75
+
+
+def test_it_recalls(measured):
+    assert measured[0].recall_bits_per_byte <= 1.30
+
+
+def test_a_window_of_32_costs_it_what_it_must(measured):
+    whole, window = measured
+    assert window.bits_per_byte - whole.bits_per_byte >= 0.2
+    assert window.recall_bits_per_byte - whole.recall_bits_per_byte >= 0.6
+
+
+def test_bits_per_byte_is_the_loss_that_transformers_reports():
+    path = embedded_model_path()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    judged = judge_on(path, None, rows=8, row_length=128, stream=8)
+    result = Result(label="", spec={})
+    measure_quality(model, judged, result, lambda: None)
+    with torch.no_grad():
+        loss = model(judged.plain, labels=judged.plain).loss.item()
+    assert result.bits_per_byte == pytest.approx(loss / math.log(2), abs=1e-4)
+
+
+def test_it_writes_python():
+    path = embedded_model_path()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = tokenizer("import os\nimport sy", add_special_tokens=False, return_tensors="pt")
+    out = model.generate(**ids, max_new_tokens=2, do_sample=False)
+    assert tokenizer.decode(out[0]).startswith("import os\nimport sys")

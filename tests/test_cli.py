@@ -1,0 +1,143 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+from attnzoo.cli import app, main
+from attnzoo.registry import available_backends
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A tiny Llama with its tokenizer, on disk."""
+    path = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=384,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    ByT5Tokenizer().save_pretrained(path)
+    return path
+
+
+def run(monkeypatch, capsys, *arguments):
+    """Call the command line in this process; returns exit code, output and errors."""
+    monkeypatch.setattr(sys, "argv", ["attnzoo", *map(str, arguments)])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as stop:
+        main()
+    captured = capsys.readouterr()
+    return stop.value.code, captured.out, captured.err
+
+
+def test_list(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, "list", "--json")
+    assert code == 0
+    rows = json.loads(out)
+    assert [row["name"] for row in rows] == available_backends()
+    assert all(row["summary"] for row in rows)
+
+
+def test_describe(monkeypatch, capsys, saved):
+    code, out, _ = run(monkeypatch, capsys, "describe", saved)
+    assert code == 0
+    assert "model.layers.2.self_attn" in out
+    assert "not swapped" in out
+
+
+def test_swap_writes_a_model_that_loads(monkeypatch, capsys, saved, tmp_path):
+    out = tmp_path / "swapped"
+    code, text, _ = run(
+        monkeypatch,
+        capsys,
+        *("swap", saved, "--attention", "linear", "--set", "feature_map=relu"),
+        *("--layers", "0-1=flash", "--out", out),
+    )
+    assert code == 0
+    assert "feature_map=relu" in text
+    config = json.loads((out / "config.json").read_text())
+    assert config["attnzoo"] == {
+        "version": 1,
+        "backend": "linear",
+        "options": {"feature_map": "relu"},
+        "layers": {"0-1": {"backend": "flash"}},
+    }
+    model = AutoModelForCausalLM.from_pretrained(out)
+    names = [layer.self_attn.attnzoo.name for layer in model.model.layers]
+    assert names == ["flash", "flash", "linear"]
+    assert (out / "tokenizer_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--attention", "linaer"], "Did you mean 'linear'"),
+        (["--attention", "linear", "--set", "feature_mop=relu"], "Did you mean 'feature_map'"),
+        (["--attention", "linear", "--set", "feature_map"], "--set takes NAME=VALUE"),
+        (["--attention", "linear", "--layers", "7=flash"], "layer 7"),
+        (["--attention", "linear", "--layers", "1-0=flash"], "not understood"),
+        (["--attention", "flash", "--set", "window=0"], "at least 1"),
+    ],
+)
+def test_mistakes_are_one_message_and_write_nothing(
+    monkeypatch, capsys, saved, tmp_path, arguments, message
+):
+    out = tmp_path / "out"
+    code, _, err = run(monkeypatch, capsys, "swap", saved, *arguments, "--out", out)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert not out.exists()
+
+
+def test_truncated_weights_write_nothing(monkeypatch, capsys, saved, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in saved.iterdir():
+        data = file.read_bytes()
+        cut = len(data) // 2 if file.suffix == ".safetensors" else len(data)
+        (broken / file.name).write_bytes(data[:cut])
+    out = tmp_path / "out"
+    code, _, err = run(monkeypatch, capsys, "swap", broken, "--attention", "flash", "--out", out)
+    assert code == 2
+    assert "cannot be read" in err
+    assert not out.exists()
+
+
+def test_an_existing_folder_is_kept(monkeypatch, capsys, saved, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    code, _, err = run(
+        monkeypatch, capsys, "swap", saved, "--attention", "flash", "--out", tmp_path
+    )
+    assert code == 2
+    assert "not empty" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_no_model_there(monkeypatch, capsys, tmp_path):
+    code, _, err = run(monkeypatch, capsys, "describe", tmp_path)
+    assert code == 2
+    assert "config.json is not there" in err
+
+
+def test_help_is_quick():
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom attnzoo.cli import app\n"
+        "result = CliRunner().invoke(app, ['--help'])\n"
+        "assert result.exit_code == 0 and 'demo' in result.output\n"
+        "sys.exit(sum(name in sys.modules for name in ('torch', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_commands_are_the_documented_ones():
+    names = {c.name or c.callback.__name__ for c in app.registered_commands}
+    assert names == {"list", "describe", "swap", "demo"}
