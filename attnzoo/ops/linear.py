@@ -1,0 +1,224 @@
+r"""Linear attention: one op for the plain, normalised, gated, causal and bidirectional kinds.
+
+Computes :math:`S_t = e^{g_t} S_{t-1} + k_t v_t^T` and :math:`o_t = q_t S_t`, or, normalised,
+:math:`o_t = q_t S_t / (q_t z_t + \epsilon)` with z the same recurrence over the keys alone. The
+state is updated before it is read. Queries and keys come after the feature map. Not causal, the
+sums run over all keys: :math:`o_t = q_t \sum_j k_j v_j^T / (q_t \sum_j k_j + \epsilon)`.
+
+| form | time | memory beyond the results | for |
+|---|---|---|---|
+| ``parallel`` | O(T^2 D) | O(T^2), times D for vector decay | comparing with |
+| ``recurrent`` | O(T D E), T steps | the state | decoding |
+| ``chunk`` | O(T C D + T D E) | some states and chunks | training, prompts |
+
+Sources: Katharopoulos et al., 2020, arXiv:2006.16236 (the sums); Sun et al., 2023, arXiv:2307.08621
+(decay per head, the chunk form); Yang et al., 2024, arXiv:2312.06635 (decay per key channel).
+Letters: B batch, H heads, Hkv key heads, T queries, S keys, D key size, E value size, C chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attnzoo.errors import UnsupportedError, did_you_mean
+from attnzoo.ops.linear_check import check
+from attnzoo.ops.linear_chunk import linear_chunk
+from attnzoo.ops.linear_reference import (
+    LinearInputs,
+    Result,
+    dense,
+    dense_chunks,
+    empty_state,
+    folded,
+    recurrent,
+    state_dtype,
+    step,
+)
+from attnzoo.state import AttentionOutput, LinearState
+
+CHUNK_SIZE = 64
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    normalize: bool = False,
+    scale: float | None = None,
+    form: str = "chunk",
+    impl: str = "auto",
+    state: LinearState | None = None,
+    return_state: bool = False,
+    chunk_size: int | None = None,
+    causal: bool = True,
+    segment_ids: Tensor | None = None,
+    eps: float = 1e-6,
+) -> AttentionOutput:
+    r"""Attend through sums of keys and values.
+
+    Sums are kept in float32 (float64 for float64 inputs), gradients included. Heads may be grouped:
+    there is one state per *key* head, and keys and values are never repeated.
+
+    Args:
+        q: Queries after the feature map, ``[B, H, T, D]``.
+        k: Keys after the feature map, ``[B, Hkv, S, D]``; H is a multiple of Hkv.
+        v: Values, ``[B, Hkv, S, E]``.
+        log_decay: Natural logarithm of what is left of the state at each token, at most 0:
+            ``[Hkv]`` (constant per head), ``[B, Hkv, S]`` (per token) or ``[B, Hkv, S, D]`` (per
+            key channel). However strong, it neither overflows nor cancels; minus infinity forgets
+            everything.
+        normalize: Divide by ``q_t z_t + eps``; then queries and keys should not be negative.
+        scale: Multiplies q; ``None`` means 1. Where normalised it cancels, but for ``eps``.
+        form: ``"parallel"``, ``"recurrent"`` or ``"chunk"``; see the table above.
+        impl: ``"reference"`` (plain operations, differentiated by autograd), ``"torch"`` (fast, on
+            any device), or ``"auto"`` (see :func:`choose_impl`). A named one is never replaced.
+        state: Sums over the earlier tokens; ``None`` starts a sequence. Gradients flow through it.
+        return_state: Whether to return the sums after the last token.
+        chunk_size: C, in tokens; ``None`` picks one. T need not divide by it.
+        causal: Whether a token sees only itself and the tokens before it; then T equals S.
+        segment_ids: ``[B, S]``, integer, never falling along a row: sequences packed into one row.
+            Nothing passes from one to another; ``state`` belongs to the first, the returned state
+            to the last.
+        eps: Added to the denominator.
+
+    Returns:
+        ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; ``state`` where it was asked for.
+
+    Raises:
+        ValueError: Shapes, types or options do not fit; says what came and what would.
+    """
+    check(q, k, v, log_decay, state, segment_ids, causal)
+    _check_options(form, impl, chunk_size, causal)
+    if state is None:
+        state = empty_state(q, k, v)
+    state = LinearState(*(x.to(state_dtype(q, k, v)) for x in state))
+    scale = 1.0 if scale is None else float(scale)
+    x = LinearInputs(
+        q,
+        k,
+        v,
+        log_decay,
+        normalize,
+        scale,
+        state,
+        chunk_size or CHUNK_SIZE,
+        causal,
+        segment_ids,
+        eps,
+    )
+    if impl == "auto":
+        impl, _ = choose_impl(form)
+    if causal and q.shape[2] == 0:
+        out, last = v.new_zeros(*q.shape[:3], v.shape[3]), state
+    else:
+        out, last = _RUN[form, impl](x)
+    return AttentionOutput(out, last if return_state else None)
+
+
+def choose_impl(form: str) -> tuple[str, str]:
+    """Pick the implementation for ``impl="auto"`` and say why."""
+    if form == "parallel":
+        return "reference", "the parallel form is there to compare with"
+    return "torch", "it runs on every device"
+
+
+def _chunked(x: LinearInputs) -> Result:
+    """Take the tokens chunk by chunk, with a backward pass of its own."""
+    if not x.causal:
+        return _everywhere(x)
+    if x.k.shape[2] == 1:
+        return step(x)
+    out, kv, z = linear_chunk(
+        x.q,
+        x.k,
+        x.v,
+        x.log_decay,
+        *x.state,
+        x.segment_ids,
+        x.scale,
+        x.normalize,
+        x.eps,
+        x.chunk_size,
+    )
+    return out, LinearState(kv, z)
+
+
+def _one_chunk(x: LinearInputs) -> Result:
+    """Take all tokens as one chunk."""
+    return _chunked(x._replace(chunk_size=max(x.k.shape[2], 1)))
+
+
+def _everywhere(x: LinearInputs) -> Result:
+    """Let every token see all keys: two products, and no walk unless sequences are packed."""
+    if x.segment_ids is not None:
+        return _everywhere_packed(x)
+    k, v = x.k.to(x.dtype), x.v.to(x.dtype)
+    last = LinearState(x.state.kv + k.mT @ v, x.state.k + k.sum(2))
+    q = folded(x)
+    out = q @ last.kv
+    if x.normalize:
+        out = out / (q @ last.k.unsqueeze(-1) + x.eps)
+    return out.view(*x.q.shape[:3], v.shape[3]).to(x.v.dtype), last
+
+
+def _everywhere_packed(x: LinearInputs) -> Result:
+    """Let every token see all keys of its segment: those up to it, plus those from it on, less one.
+
+    How many segments there are is known only to the data, so no sum per segment can be made.
+    The denominator is carried as one more value, of ones.
+    """
+    assert x.segment_ids is not None
+    q, k = x.q.to(x.dtype), x.k.to(x.dtype)
+    v = torch.nn.functional.pad(x.v.to(x.dtype), (0, 1), value=1.0)
+    kv = torch.cat([x.state.kv, x.state.k.unsqueeze(-1)], -1)
+    options = (x.scale, False, x.eps, x.chunk_size)
+    up_to, kv, _ = linear_chunk(q, k, v, None, kv, x.state.k, x.segment_ids, *options)
+    backwards = [t.flip(-2) for t in (q, k, v)]
+    nothing = kv.new_zeros(kv.shape), x.state.k.new_zeros(x.state.k.shape)
+    onwards, _, _ = linear_chunk(*backwards, None, *nothing, x.segment_ids.flip(-1), *options)
+    grouped = q.unflatten(1, (k.shape[1], -1)) * x.scale
+    own = (grouped * k.unsqueeze(2)).sum(-1, keepdim=True) * v.unsqueeze(2)
+    out = up_to + onwards.flip(-2) - own.flatten(1, 2)
+    out = out[..., :-1] / (out[..., -1:] + x.eps) if x.normalize else out[..., :-1]
+    return out.to(x.v.dtype), LinearState(kv[..., :-1], kv[..., -1])
+
+
+_RUN: dict[tuple[str, str], Callable[[LinearInputs], Result]] = {
+    ("parallel", "reference"): dense,
+    ("parallel", "torch"): _one_chunk,
+    ("recurrent", "reference"): recurrent,
+    ("recurrent", "torch"): recurrent,
+    ("chunk", "reference"): lambda x: dense_chunks(x) if x.causal else dense(x),
+    ("chunk", "torch"): _chunked,
+}
+FORMS = tuple(dict.fromkeys(form for form, _ in _RUN))
+IMPLS = tuple(dict.fromkeys(impl for _, impl in _RUN))
+
+
+def _check_options(form: str, impl: str, chunk_size: int | None, causal: bool) -> None:
+    """Refuse what no implementation can do, before anything runs."""
+    if form not in FORMS:
+        raise UnsupportedError(
+            f"linear_attention has no form {form!r}.{did_you_mean(form, FORMS)} "
+            f"It has {', '.join(FORMS)}."
+        )
+    if impl not in ("auto", *IMPLS):
+        raise UnsupportedError(
+            f"linear_attention has no impl {impl!r}.{did_you_mean(impl, IMPLS)} "
+            f"It has auto, {', '.join(IMPLS)}."
+        )
+    if not causal and form == "recurrent":
+        raise UnsupportedError(
+            "form='recurrent' takes tokens in order and cannot see the later ones; "
+            "with causal=False use form='chunk'."
+        )
+    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
+        raise UnsupportedError(
+            f"chunk_size counts tokens and must be an integer of at least 1, got {chunk_size!r}; "
+            f"None picks one."
+        )
