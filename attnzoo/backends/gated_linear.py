@@ -1,0 +1,80 @@
+"""Gated linear attention: a linear attention whose state forgets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attnzoo.backends.base import register
+from attnzoo.backends.config import BackendConfig, Geometry
+from attnzoo.backends.gates import get_gate
+from attnzoo.backends.inputs import AttentionInputs
+from attnzoo.backends.recurrent import RecurrentBackend, RecurrentConfig
+from attnzoo.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedLinearConfig(RecurrentConfig):
+    """Settings of gated linear attention (arXiv:2312.06635)."""
+
+    gate: str = "gla"  # the decay, by name; see attnzoo.backends.gates
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            get_gate(self.gate)
+        except ConfigError as error:
+            raise ConfigError(f"{type(self).__name__}.gate: {error}") from None
+
+
+@register("gated_linear")
+class GatedLinearBackend(RecurrentBackend):
+    """Linear attention in which every step keeps only a part of the state; causal."""
+
+    config: GatedLinearConfig
+    config_class = GatedLinearConfig
+    bidirectional = False
+
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
+        gate = get_gate(self.config.gate)
+        self.gate = gate(config, geometry, self.feature_map.size)
+
+    @property
+    def needs_hidden_states(self) -> bool:  # type: ignore[override]
+        """Whether the gate is computed from hidden states; those of fixed decays are not."""
+        return self.gate.needs_hidden_states
+
+    def reset_parameters(self) -> None:
+        """Give the weights of feature map and gate their initial values."""
+        super().reset_parameters()
+        self.gate.reset_parameters()
+
+    def layer_reasons(self) -> list[str]:
+        """Say why this backend cannot serve its layer, all reasons at once."""
+        reasons = super().layer_reasons()
+        if self.needs_hidden_states and self.geometry.hidden_size is None:
+            reasons.append(
+                f"the layer's hidden size is unknown, and gate {self.config.gate!r} needs "
+                "hidden states (gates 'retnet' and 'alibi' do without)"
+            )
+        return reasons
+
+    def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
+        """Say why these inputs cannot run, all reasons at once."""
+        reasons = super().unsupported_reasons(inputs)
+        if not inputs.mask.causal:
+            reasons.append("the mask is not causal (its gates order the tokens)")
+        hidden = inputs.hidden_states
+        if hidden is not None and inputs.k.ndim == 4:
+            expected = (inputs.k.shape[0], inputs.k.shape[2], self.geometry.hidden_size)
+            if tuple(hidden.shape) != expected:
+                reasons.append(
+                    f"hidden_states have shape {tuple(hidden.shape)} (its gate takes {expected})"
+                )
+        return reasons
+
+    def log_decay(self, inputs: AttentionInputs, k: Tensor) -> Tensor:
+        """Return what each step keeps."""
+        return self.gate.log_decay(k, inputs.hidden_states)

@@ -1,0 +1,141 @@
+"""What backends share whose memory is a state of fixed size: feature maps, padding, forms.
+
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, F features.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.base import AttentionBackend
+from attnzoo.backends.config import BackendConfig, Geometry
+from attnzoo.backends.feature_maps import get_feature_map
+from attnzoo.backends.inputs import AttentionInputs
+from attnzoo.errors import ConfigError
+from attnzoo.ops.gates import keep_at_padding
+from attnzoo.ops.linear import choose_impl, linear_attention
+from attnzoo.state import AttentionOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentConfig(BackendConfig):
+    """Settings of attention through feature maps and a state."""
+
+    impl: Literal["auto", "reference", "torch"] = "auto"
+    feature_map: str = "elu+1"  # phi, by name; see attnzoo.backends.feature_maps
+    chunk_size: int | None = None  # tokens per parallel step; None lets the op choose
+    normalize: bool = True  # divide by the sum of weights, so that an output is a mean of values
+    # Added to that sum. Below the 1e-6 of arXiv:2006.16236, which rows of small weights can feel
+    eps: float = 1e-12
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        try:
+            get_feature_map(self.feature_map)
+        except ConfigError as error:
+            raise ConfigError(f"{name}.feature_map: {error}") from None
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise ConfigError(
+                f"{name}.chunk_size must be at least 1 token, got {self.chunk_size}; "
+                "leave it out to let the op choose"
+            )
+        if self.eps <= 0:
+            raise ConfigError(
+                f"{name}.eps must be above 0, got {self.eps}; it keeps rows that see nothing "
+                "from dividing 0 by 0"
+            )
+
+
+class RecurrentBackend(AttentionBackend):
+    """Attention as :math:`o_t = q_t S_t / (q_t z_t + eps)`, over features of queries and keys."""
+
+    config: RecurrentConfig
+    config_class = RecurrentConfig
+    packing = True
+    recurrent = True
+
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
+        self.feature_map = get_feature_map(self.config.feature_map)(config, geometry)
+
+    def reset_parameters(self) -> None:
+        """Give the feature map's weights their initial values."""
+        self.feature_map.reset_parameters()
+
+    def log_decay(self, inputs: AttentionInputs, k: Tensor) -> Tensor | None:
+        """Return what each step keeps, for keys after the feature map; ``None`` keeps all."""
+        return None
+
+    def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
+        """Say why these inputs cannot run, all reasons at once."""
+        reasons = super().unsupported_reasons(inputs)
+        q, k, mask = inputs.q, inputs.k, inputs.mask
+        if not q.ndim == k.ndim == 4:
+            return reasons
+        geometry = self.geometry
+        layer = (geometry.num_heads, geometry.num_key_heads, geometry.head_dim)
+        given = (q.shape[1], k.shape[1], k.shape[3])
+        if given != layer:
+            reasons.append(
+                "{} query and {} key heads of size {} are given".format(*given)
+                + " (the layer has {} and {} of size {})".format(*layer)
+            )
+        if mask.causal and q.shape[2] != k.shape[2]:
+            reasons.append(
+                f"{q.shape[2]} queries and {k.shape[2]} keys are given under a causal mask "
+                "(pass the state of the earlier tokens instead of their keys)"
+            )
+        if not mask.causal and (inputs.state is not None or inputs.return_state):
+            reasons.append("a state is asked for without a causal mask (only causal ones have it)")
+        return reasons
+
+    def attend(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Map queries and keys; run the recurrent form for one token, the chunk form for more."""
+        real, causal = inputs.mask.padding, inputs.mask.causal
+        # Features of 16-bit layers go into the op in float32, in which it works anyway. Rounded to 16
+        # bits they were no faster on a CPU (T=2048, D=64: 40 against 43 ms forward and backward), the
+        # gradients of q and k lost up to twice as much (3.5e-3 against 1.7e-3, the rounding of the
+        # gradients themselves), and features of exp overflow in float16.
+        with full_precision(inputs.q.device):
+            q = self.feature_map.queries(inputs.q, inputs.scale)
+            k = self.feature_map.keys(inputs.k, inputs.scale)
+            log_decay = self.log_decay(inputs, k)
+            if real is not None:  # the features of a zero key are not zero
+                k = k.masked_fill(~real[:, None, :, None], 0)
+                if log_decay is not None:
+                    log_decay = keep_at_padding(log_decay, real)
+            form = "recurrent" if causal and q.shape[2] == 1 else "chunk"
+            impl: str = self.config.impl
+            reason = "named in the options"
+            if impl == "auto":
+                impl, reason = choose_impl(form)
+            output = linear_attention(
+                q,
+                k,
+                inputs.v,
+                log_decay=log_decay,
+                normalize=self.config.normalize,
+                form=form,
+                impl=impl,
+                state=inputs.state,
+                return_state=inputs.return_state,
+                chunk_size=self.config.chunk_size,
+                causal=causal,
+                segment_ids=inputs.mask.segment_ids,
+                eps=self.config.eps,
+            )
+        self.record(impl, f"{form} form; {reason}")
+        return output
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context where autocast leaves the products of features, gates and states wide."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
