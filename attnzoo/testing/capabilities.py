@@ -1,0 +1,224 @@
+"""Rules on what a backend states: what it can do has its effect, what it cannot do is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.errors import UnsupportedError
+from attnzoo.masks import AttentionMask
+from attnzoo.testing.trial import Sequence, Trial
+
+
+def refusals(trial: Trial) -> str | None:
+    """What the backend does not state that it can do is refused, never ignored."""
+    backend, x = trial.backend, trial.sequence(1, 6)
+    square = torch.ones(1, 1, 6, 6, dtype=torch.bool, device=trial.device)
+    zeros = torch.zeros(1, 1, 6, 6, dtype=trial.dtype, device=trial.device)
+    sinks = torch.zeros(trial.geometry.num_heads, dtype=trial.dtype, device=trial.device)
+    for can, what, options in (
+        (backend.arbitrary_mask, "a mask function", {"function": lambda: square}),
+        (backend.windowed, "a sliding window", {"window": (2, 2)}),
+        (backend.additive_bias, "an additive bias", {"bias": zeros}),
+        (backend.softcap, "a soft cap", {"softcap": 30.0}),
+        (backend.sinks, "attention sinks", {"sinks": sinks}),
+        (backend.dropout, "attention dropout", {"dropout": 0.5}),
+        (backend.recurrent, "a state", {"return_state": True}),
+        (backend.causal, "a causal mask", {"causal": True}),
+        (backend.bidirectional, "a mask that is not causal", {"causal": False}),
+    ):
+        if not can:
+            _refused(trial, what, x, **options)
+    short = x._replace(q=x.q[:, :, 4:])
+    if not (backend.cross_attention or backend.keeps_all_keys):
+        _refused(trial, "fewer queries than keys", short, q_offset=4)
+    if backend.needs_hidden_states:
+        _refused(trial, "a call without hidden states", x, hidden_states=None)
+    for dtype in (torch.int64, torch.complex64):
+        changed = x.map(lambda t, dtype=dtype: t.to(dtype))  # type: ignore[misc]
+        _refused(trial, f"dtype {dtype}", changed)
+    heads = trial.geometry.num_key_heads + 1
+    odd = torch.cat([x.q, x.q], 1)[:, : 2 * heads + 1]
+    _refused(
+        trial,
+        f"{odd.shape[1]} query heads over {heads} key heads",
+        x._replace(q=odd, k=torch.cat([x.k, x.k], 1)[:, :heads]),
+    )
+    return None
+
+
+def _refused(trial: Trial, what: str, x: Sequence, **options: Any) -> None:
+    """See that a call raises ``UnsupportedError``."""
+    mask = {k: options.pop(k) for k in ("function", "window", "causal", "q_offset") if k in options}
+    options = {"hidden_states": x.hidden, **options}
+    try:
+        trial.backend(*x[:3], mask=trial.mask(**mask), **options)
+    except UnsupportedError:
+        return
+    trial.fail(f"{what} is not refused, though the backend does not state that it can honour it")
+
+
+def statements(trial: Trial) -> str | None:
+    """What the backend states that it can do has its effect."""
+    backend, length = trial.backend, trial.chunk + 9
+    x = trial.sequence(2, length)
+    plain, told = trial.run(x).out, False
+    heads, last = trial.geometry.num_heads, length - 1
+    if backend.windowed:
+        told = True
+        window = (3, 0 if trial.geometry.causal else 3)
+        far = torch.arange(length, device=trial.device)[None] < last - 3
+        _ignores(trial, "outside the sliding window", x, far, window=window)
+    if backend.arbitrary_mask:
+        told = True
+        seen = trial.mask().dense(length, length, trial.device)
+        hidden = (torch.arange(length, device=trial.device) % 3 == 1)[None]
+        whole = ~hidden[:, None, None] if seen is None else seen & ~hidden[:, None, None]
+        _ignores(trial, "hidden by the mask function", x, hidden, function=lambda: whole)
+    bias = trial.sequence(2, length, seed=7).q[:, :1, :, :1].transpose(2, 3)
+    sinks = torch.linspace(0, 1, heads, dtype=trial.dtype, device=trial.device)
+    for can, what, options in (
+        (backend.additive_bias, "an additive bias", {"bias": bias.expand(-1, -1, length, -1)}),
+        (backend.softcap, "a soft cap", {"softcap": 0.5}),
+        (backend.sinks, "attention sinks", {"sinks": sinks}),
+        (backend.dropout, "attention dropout", {"dropout": 0.5}),
+    ):
+        if can and (what == "attention dropout" or not backend.exact):  # see exactness
+            told = True
+            if torch.equal(trial.run(x, **options).out, plain):
+                trial.fail(f"{what} has no effect, though the backend states that it can honour it")
+    return None if told else "it states nothing beyond padding, packing and its state"
+
+
+def _ignores(trial: Trial, what: str, x: Sequence, where: Tensor, **mask: Any) -> None:
+    """See that keys and values at ``[1, T]`` do not matter to the last query."""
+    scaled = x.fill(where.expand(len(x.q), -1), 3.0)
+    outs = [
+        trial.run(given._replace(q=x.q), **mask).out[:, :, -1].to(trial.wide)
+        for given in (x, scaled)
+    ]
+    trial.agree(f"changing keys and values {what}", *outs)
+
+
+def exactness(trial: Trial) -> str | None:
+    """An exact backend computes softmax attention, with all that it states it can honour."""
+    backend = trial.backend
+    if not backend.exact:
+        return "it does not state that it is exact"
+    length, causal = trial.length, trial.geometry.causal
+    x = trial.sequence(2, length)
+    heads, draw = trial.geometry.num_heads, torch.Generator().manual_seed(8)
+    real = (torch.arange(length) >= torch.tensor([[0], [5]])).to(trial.device)
+    ids = (torch.arange(length) >= length // 3).long().expand(2, -1).to(trial.device)
+    bias = torch.randn(1, heads, length, length, generator=draw).to(x.q)
+    sinks = torch.randn(heads, generator=draw).to(x.q)
+    random = torch.rand(2, 1, length, length, generator=draw).to(trial.device) < 0.5
+    cases: list[tuple[str, bool, dict[str, Any]]] = [
+        ("the plain mask", True, {}),
+        ("left padding", True, {"padding": real}),
+        ("packed segments", True, {"segment_ids": ids}),
+        ("another scale", True, {"scale": 0.3}),
+        ("a narrow window", backend.windowed, {"window": (3, 0 if causal else 2)}),
+        ("a wide window", backend.windowed, {"window": (70, 0 if causal else 70)}),
+        ("a window and padding", backend.windowed, {"window": (9, 9), "padding": real}),
+        ("a window and segments", backend.windowed, {"window": (9, 9), "segment_ids": ids}),
+        ("a bias", backend.additive_bias, {"bias": bias}),
+        ("a bias and padding", backend.additive_bias, {"bias": bias[:, :1], "padding": real}),
+        ("sinks", backend.sinks, {"sinks": sinks}),
+        ("sinks and padding", backend.sinks, {"sinks": sinks, "padding": real}),
+        ("a soft cap", backend.softcap, {"softcap": 2.0}),
+        ("a mask function", backend.arbitrary_mask, {"function": lambda: random}),
+    ]
+    for name, can, options in cases:
+        if can:
+            outs = [trial.run(x, **options).out, *_dense_twice(trial, x, **options)]
+            if "padding" in options:  # what a padded query gets is nobody's concern
+                outs = [out.transpose(1, 2)[real] for out in outs]
+            trial.agree(f"{name}, against the dense formula", *outs)
+    if backend.cross_attention:
+        crossed = x._replace(q=x.q[:, :, :7])
+        ours = trial.run(crossed, causal=False).out
+        trial.agree("cross-attention", ours, *_dense_twice(trial, crossed, causal=False))
+    return None
+
+
+def _dense_twice(trial: Trial, x: Sequence, **options: Any) -> tuple[Tensor, Tensor]:
+    """Compute the dense formula in the widest dtype and, for the budget, in that of the trial."""
+    wide = x.map(lambda t: t.to(trial.wide))
+    return dense(trial, wide, **options), dense(trial, x, **options)
+
+
+def dense(
+    trial: Trial,
+    x: Sequence,
+    *,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    **fields: Any,
+) -> Tensor:
+    """Write softmax attention out, one score for each query and key; a backend's own window too."""
+    g, mask = trial.geometry, trial.mask(**fields)
+    length, keys, groups = x.q.shape[2], x.k.shape[2], g.num_heads // g.num_key_heads
+    k, v = (t.repeat_interleave(groups, 1) for t in (x.k, x.v))
+    scale = g.head_dim**-0.5 if scale is None else scale
+    scores = torch.einsum("bhtd,bhsd->bhts", x.q, k) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if bias is not None:
+        scores = scores + bias.to(scores)
+    scores = scores.masked_fill(~_seen(trial, mask, length, keys), -torch.inf)
+    if sinks is not None:
+        column = sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = torch.softmax(scores, -1).nan_to_num()[..., :keys]
+    return torch.einsum("bhts,bhse->bhte", weights, v)
+
+
+def _seen(trial: Trial, mask: AttentionMask, length: int, keys: int) -> Tensor:
+    """Say which keys each query sees, ``[B, 1, T, S]``, from the words of the mask alone."""
+    t = torch.arange(length, device=trial.device)[:, None]
+    s = torch.arange(keys, device=trial.device)[None]
+    seen = torch.ones(1, 1, length, keys, dtype=torch.bool, device=trial.device)
+    if mask.function is not None:
+        seen = seen & mask.function()
+    elif mask.causal:
+        seen = seen & (s <= t)
+    own = getattr(trial.backend, "window", None)
+    reach = [] if own is None else [(own - 1, 0) if mask.causal else (own, own)]
+    for before, after in [*reach, *([] if mask.window is None else [mask.window])]:
+        seen = seen & (s >= t - before) & (s <= t + after)
+    if mask.padding is not None:
+        seen = seen & mask.padding[:, None, None, :]
+    if mask.segment_ids is not None:
+        ids = mask.segment_ids
+        seen = seen & (ids[:, None, :, None] == ids[:, None, None, :])
+    return seen
+
+
+def weights(trial: Trial) -> str | None:
+    """The matrix that ``return_weights`` gives, applied to the values, is the output."""
+    length = trial.chunk + 3
+    x = trial.sequence(2, length)
+    real = (torch.arange(length) >= torch.tensor([[0], [5]])).to(trial.device)
+    ids = (torch.arange(length) >= length // 3).long().expand(2, -1).to(trial.device)
+    groups = trial.geometry.num_heads // trial.geometry.num_key_heads
+    masks: list[tuple[str, dict[str, Any]]] = [
+        ("the layer's own mask", {}),
+        ("padding", {"padding": real}),
+        ("packing", {"segment_ids": ids}),
+    ]
+    for name, mask in masks:
+        output = trial.run(x, return_weights=True, **mask)
+        shape = (2, trial.geometry.num_heads, length, length)
+        if output.weights is None or tuple(output.weights.shape) != shape:
+            got = None if output.weights is None else tuple(output.weights.shape)
+            trial.fail(f"the weights are {got}, not {shape}")
+        values = x.v.masked_fill(~real[:, None, :, None], 0) if "padding" in mask else x.v
+        applied = output.weights @ values.repeat_interleave(groups, 1)
+        exact = trial.run(x, trial.oracle, **mask).out
+        trial.agree(f"weights applied to the values, with {name}", applied, exact, output.out)
+    return None

@@ -1,0 +1,133 @@
+"""Rules on the backend as a module: repeatability, random numbers, saving, initial values."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.base import AttentionBackend
+from attnzoo.testing.trial import Trial
+
+
+def determinism(trial: Trial) -> str | None:
+    """The same seed gives the same extras, the same input the same output, bit for bit."""
+    first, second = trial.make(seed=1), trial.make(seed=1)
+    for (name, one), two in zip(_tensors(first).items(), _tensors(second).values(), strict=True):
+        if not torch.equal(one, two):
+            trial.fail(f"{name} differs between two backends built under one seed")
+    x = trial.sequence(2, trial.length)
+    out = trial.run(x).out
+    if not torch.equal(out, trial.run(x).out):
+        trial.fail("a second call with the same inputs gives another output")
+    return None
+
+
+def random_state(trial: Trial) -> str | None:
+    """No global random state is touched, except that extras may be drawn from torch's generator.
+
+    Building may draw from torch's global generator, as ``torch.nn.Linear`` does, so that the user's
+    seed decides; it may not seed it. Calls draw nothing (dropout apart).
+    """
+    others = _other_random_states()
+    after = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        trial.cls(trial.config, trial.geometry)
+        after.append(torch.get_rng_state())
+    if torch.equal(*after):
+        trial.fail("building it seeds torch's global generator")
+    if others != _other_random_states():
+        trial.fail("building it draws from Python's or numpy's global generator")
+    before = _torch_random_states()
+    leaves = trial.sequence(1, trial.length).map(lambda t: t.requires_grad_())
+    trial.run(leaves).out.sum().backward()
+    trial.backend.zero_grad()
+    if before != _torch_random_states():
+        trial.fail("a call draws from or seeds torch's global generator")
+    if others != _other_random_states():
+        trial.fail("a call draws from or seeds Python's or numpy's global generator")
+    return None
+
+
+def _torch_random_states() -> list[bytes]:
+    states = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    return [bytes(state.tolist()) for state in states]
+
+
+def _other_random_states() -> str:
+    numpy: Any = sys.modules.get("numpy")  # not needed here; if nobody loaded it, nobody drew
+    return repr((random.getstate(), numpy and numpy.random.get_state(legacy=False)))
+
+
+def saving(trial: Trial) -> str | None:
+    """A state dict carries all that matters: buffers are in it, and outputs come back bit-equal."""
+    ours, other = trial.backend, trial.make(seed=5).to(trial.dtype).eval()
+    saved = ours.state_dict()
+    for name, _ in ours.named_buffers():
+        if name not in saved:
+            trial.fail(f"the buffer {name} is not saved; register it as persistent")
+    if _ties(ours) != _ties(other):
+        trial.fail(f"tied tensors differ between two instances: {_ties(ours)}, {_ties(other)}")
+    other.load_state_dict({name: value.clone() for name, value in saved.items()})
+    if _ties(ours) != _ties(other):
+        trial.fail(f"tied tensors are {_ties(ours)} before loading, {_ties(other)} after it")
+    x = trial.sequence(2, trial.length)
+    out, loaded = trial.run(x).out, _call(trial, other, x)
+    if not torch.equal(out, loaded):
+        worst = float((out - loaded).abs().max())
+        trial.fail(f"an instance that loads the state dict differs by {worst:.2e}; the budget is 0")
+    return None
+
+
+def _call(trial: Trial, backend: AttentionBackend, x: Any) -> Tensor:
+    out: Tensor = backend(*x[:3], hidden_states=x.hidden, mask=trial.mask()).out
+    return out
+
+
+def _tensors(backend: AttentionBackend) -> dict[str, Tensor]:
+    """Return extras and buffers, tied ones under each of their names."""
+    return {
+        **dict(backend.named_parameters(remove_duplicate=False)),
+        **dict(backend.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _ties(backend: AttentionBackend) -> list[list[str]]:
+    """Return the groups of names that stand for one tensor."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in _tensors(backend).items():
+        groups.setdefault(id(tensor), []).append(name)
+    return sorted(group for group in groups.values() if len(group) > 1)
+
+
+def materializing(trial: Trial) -> str | None:
+    """Built on the meta device and reset after memory is there, it has the usual initial values.
+
+    So ``from_pretrained`` makes a model: tensors that the checkpoint lacks come as whatever memory
+    held, and ``reset_parameters`` has the last word.
+    """
+    with torch.device("meta"):
+        late = trial.cls(trial.config, trial.geometry)
+    late.to_empty(device=trial.device)
+    for tensor in _tensors(late).values():
+        tensor.data.fill_(torch.nan if tensor.is_floating_point() else 1)
+    usual, sure = trial.make(seed=1), trial.make(seed=2)
+    built = {name: tensor.clone() for name, tensor in _tensors(usual).items()}
+    for backend in (late, usual):
+        torch.manual_seed(3)
+        backend.reset_parameters()
+    for name, tensor in _tensors(late).items():
+        if not bool(torch.isfinite(tensor).all()):
+            trial.fail(f"reset_parameters leaves {name} without a value")
+        if not torch.equal(tensor, _tensors(usual)[name]):
+            trial.fail(f"reset_parameters gives {name} another value after the meta device")
+        drawn = not torch.equal(built[name], _tensors(sure)[name])
+        if not drawn and not torch.equal(tensor, built[name]):
+            trial.fail(f"reset_parameters gives {name} another value than building does")
+    if _ties(late) != _ties(usual):
+        trial.fail(f"tied tensors are {_ties(usual)}, after the meta device {_ties(late)}")
+    return None

@@ -1,0 +1,114 @@
+"""Rules on what is kept between calls: decoding, batches, beams, the size of a state."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.testing.trial import Sequence, Trial
+
+
+def decoding(trial: Trial) -> str | None:
+    """Prompt and continuation, cut anywhere and in any pieces, equal one pass."""
+    if not trial.geometry.causal:
+        return "the layer is bidirectional"
+    by_state, by_keys = trial.carries_state, trial.backend.keeps_all_keys
+    if not (by_state or by_keys):
+        return "it takes no state and keeps no keys"
+    chunk, length = trial.chunk, trial.length
+    x = trial.sequence(2, length)
+    exact, plain = trial.run(x, trial.oracle).out, trial.run(x).out
+    for cuts in (
+        tuple(range(1, min(9, length))),  # token by token from the first on
+        (chunk - 1, chunk, chunk + 1),  # a chunk ends among single tokens
+        (5, 5 + chunk, 5 + chunk + 2),  # pieces of several tokens
+        (length - 1,),
+    ):
+        cuts = tuple(sorted({cut for cut in cuts if 0 < cut < length}))
+        pieces = list(pairwise((0, *cuts, length)))
+        name = f"one pass cut at {', '.join(map(str, cuts))}"
+        if by_state:
+            trial.agree(name, _by_state(trial, x, pieces), exact, plain)
+        if by_keys:
+            ours = _by_keys(trial, x, pieces)
+            trial.agree(f"{name}, over cached keys", ours, exact, plain)
+    return None
+
+
+def _by_state(trial: Trial, x: Sequence, pieces: list[tuple[int, int]]) -> Tensor:
+    """Run piece after piece, each from the state that the one before it left."""
+    outs: list[Tensor] = []
+    state: Any = None
+    for start, stop in pieces:
+        given = [] if state is None else _fields(trial, state)
+        before = [field.clone() for field in given]
+        output = trial.run(x.tokens(slice(start, stop)), state=state, return_state=True)
+        if not all(torch.equal(now, then) for now, then in zip(given, before, strict=True)):
+            trial.fail("the state that was passed in is changed in place")
+        outs.append(output.out)
+        state = output.state
+    return torch.cat(outs, 2)
+
+
+def _by_keys(trial: Trial, x: Sequence, pieces: list[tuple[int, int]]) -> Tensor:
+    """Run piece after piece of queries over all keys so far, as with an ordinary cache."""
+    outs = []
+    for start, stop in pieces:
+        seen = x.tokens(slice(stop))
+        outs.append(trial.run(seen._replace(q=seen.q[:, :, start:]), q_offset=start).out)
+    return torch.cat(outs, 2)
+
+
+def batching(trial: Trial) -> str | None:
+    """A batch equals its rows one by one; a state follows when beams are reordered."""
+    length = trial.chunk + 2
+    x, later = trial.sequence(4, length), trial.sequence(5, 3, seed=4)
+    output = trial.run(x, return_state=trial.carries_state)
+    for row in range(4):
+        alone = x.rows([row])
+        exact, plain = trial.run(alone, trial.oracle).out, trial.run(alone).out
+        trial.agree(f"row {row} of a batch of 4", output.out[[row]], exact, plain)
+    if not trial.carries_state:
+        return None
+    fields = _fields(trial, output.state)
+    if any(field.shape[:1] != (4,) for field in fields):
+        trial.fail("the batch is not the first dimension of every tensor of the state")
+    beams = torch.tensor([2, 0, 0, 3, 1], device=trial.device)
+    state = type(fields)(*(field.index_select(0, beams) for field in fields))
+    ours = trial.run(later, state=state).out
+    whole = x.rows(beams).join(later)
+    exact, plain = (trial.run(whole, b).out[:, :, length:] for b in (trial.oracle, trial.backend))
+    trial.agree("after reordering the state by beam", ours, exact, plain)
+    return None
+
+
+def _fields(trial: Trial, state: Any) -> Any:
+    """Return a state, once it has the form that caches rely on."""
+    if not isinstance(state, tuple) or not hasattr(state, "_fields"):
+        trial.fail(f"the state is a {type(state).__name__}, not a named tuple of tensors")
+    if not all(isinstance(field, Tensor) for field in state):
+        trial.fail("the state holds something else than tensors")
+    return state
+
+
+def state_size(trial: Trial) -> str | None:
+    """A state that does not keep all keys stops growing."""
+    if not trial.carries_state:
+        return "it carries no state"
+    if trial.backend.keeps_all_keys:
+        return "it keeps every key"
+    window = getattr(trial.config, "window", None)
+    enough = 2 * max(trial.chunk, window if isinstance(window, int) else 0)
+
+    def count(length: int) -> int:
+        state = trial.run(trial.sequence(1, length), return_state=True).state
+        return sum(field.numel() for field in _fields(trial, state))
+
+    sizes = {length: count(length) for length in (enough, enough + 1, 2 * enough + 5)}
+    if len(set(sizes.values())) > 1:
+        told = ", ".join(f"{size} after {length} tokens" for length, size in sizes.items())
+        trial.fail(f"the state grows although keeps_all_keys is false: numbers in it are {told}")
+    return None

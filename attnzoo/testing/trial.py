@@ -1,0 +1,198 @@
+"""What a rule is tried on: one backend, one geometry, one dtype, and the means to judge an answer.
+
+Letters: B batch, H query heads, Hkv key heads, T tokens, D key size, E value size, M hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.base import AttentionBackend
+from attnzoo.backends.config import BackendConfig, Geometry
+from attnzoo.masks import AttentionMask
+from attnzoo.state import AttentionOutput
+
+CHUNK = 128  # tokens per parallel step, where the config does not name its own
+HIDDEN_SIZE = 24
+
+
+class Broken(AssertionError):
+    """A rule does not hold; says what was seen."""
+
+
+class Sequence(NamedTuple):
+    """What a layer is given for some tokens."""
+
+    q: Tensor  # [B, H, T, D]
+    k: Tensor  # [B, Hkv, T, D]
+    v: Tensor  # [B, Hkv, T, E]
+    hidden: Tensor  # [B, T, M]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Sequence:
+        """Apply ``change`` to each tensor."""
+        return Sequence._make(change(x) for x in self)
+
+    def rows(self, index: Any) -> Sequence:
+        """Take some rows of the batch."""
+        return self.map(lambda x: x[index])
+
+    def tokens(self, index: Any) -> Sequence:
+        """Take some tokens of every row: a slice, or a mask ``[T]``."""
+        return Sequence._make((*(x[:, :, index] for x in self[:3]), self.hidden[:, index]))
+
+    def fill(self, where: Tensor, value: float) -> Sequence:
+        """Write ``value`` over the tokens where ``[B, T]`` is true."""
+        heads = (x.masked_fill(where[:, None, :, None], value) for x in self[:3])
+        return Sequence._make((*heads, self.hidden.masked_fill(where[:, :, None], value)))
+
+    def join(self, later: Sequence) -> Sequence:
+        """Put the tokens of ``later`` behind these."""
+        heads = (torch.cat([x, y], 2) for x, y in zip(self[:3], later[:3], strict=True))
+        return Sequence._make((*heads, torch.cat([self.hidden, later.hidden], 1)))
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return self.q.shape[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One backend with one geometry and dtype."""
+
+    cls: type[AttentionBackend]
+    config: BackendConfig
+    geometry: Geometry
+    dtype: torch.dtype
+    device: torch.device
+    low_dtypes: tuple[torch.dtype, ...] = ()  # those whose rounding is judged
+
+    def __str__(self) -> str:
+        """Name geometry and dtype, for messages."""
+        g = self.geometry
+        kind = "causal" if g.causal else "bidirectional"
+        sizes = f"H={g.num_heads}, Hkv={g.num_key_heads}, D={g.head_dim}, E={g.value_dim}"
+        return f"{kind}, {sizes}, {str(self.dtype).removeprefix('torch.')}"
+
+    # -- what is run -----------------------------------------------------------------------------
+
+    def make(self, seed: int = 0) -> AttentionBackend:
+        """Build the backend as a model would, under a seed of its own."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.cls(self.config, self.geometry).to(self.device)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The widest dtype that the backend takes, in which its own rounding does not count."""
+        return torch.float64 if torch.float64 in self.cls.dtypes else torch.float32
+
+    @cached_property
+    def unrounded(self) -> AttentionBackend:
+        """The backend in the widest dtype; its extras lie beside their initial values."""
+        backend = self.make().to(self.wide).eval()
+        noise = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for extra in backend.parameters():
+                extra.add_(0.1 * torch.randn(extra.shape, generator=noise).to(extra))
+        return backend
+
+    @cached_property
+    def backend(self) -> AttentionBackend:
+        """The backend in the dtype of the trial."""
+        return deepcopy(self.unrounded).to(self.dtype)
+
+    @cached_property
+    def oracle(self) -> AttentionBackend:
+        """The backend in the widest dtype, its extras rounded to the dtype of the trial."""
+        return deepcopy(self.unrounded).to(self.dtype).to(self.wide)
+
+    def sequence(self, batch: int, length: int, seed: int = 2, mean: float = 0.0) -> Sequence:
+        """Draw inputs; the values have the given mean."""
+        g, generator = self.geometry, torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            drawn = torch.randn(*shape, generator=generator, dtype=torch.float64)
+            return drawn.to(self.device, self.dtype)
+
+        assert g.value_dim is not None
+        return Sequence(
+            draw(batch, g.num_heads, length, g.head_dim),
+            draw(batch, g.num_key_heads, length, g.head_dim),
+            draw(batch, g.num_key_heads, length, g.value_dim) + mean,
+            draw(batch, length, HIDDEN_SIZE),
+        )
+
+    def mask(self, **fields: Any) -> AttentionMask:
+        """Make the layer's own mask, with some fields given."""
+        return AttentionMask(**{"causal": self.geometry.causal, **fields})
+
+    def run(
+        self, x: Sequence, backend: AttentionBackend | None = None, **options: Any
+    ) -> AttentionOutput:
+        """Call the backend, or the oracle; ``padding`` and the like go to the mask."""
+        fields = {
+            name: options.pop(name)
+            for name in ("causal", "padding", "segment_ids", "window", "q_offset", "function")
+            if name in options
+        }
+        if backend is not None and backend is not self.backend:
+            x = x.map(lambda t: t.to(self.wide))
+        output: AttentionOutput = (backend or self.backend)(
+            x.q, x.k, x.v, hidden_states=x.hidden, mask=self.mask(**fields), **options
+        )
+        return output
+
+    @property
+    def chunk(self) -> int:
+        """Tokens per parallel step."""
+        size = getattr(self.config, "chunk_size", None)
+        return size if isinstance(size, int) else CHUNK
+
+    @property
+    def length(self) -> int:
+        """A length that needs two chunks and a bit."""
+        return 2 * self.chunk + 3
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether a later call can go on from a state."""
+        return self.backend.recurrent and self.geometry.causal
+
+    # -- what is judged --------------------------------------------------------------------------
+
+    def slack(self, size: float) -> float:
+        """Return how far a right answer of this size may lie off, however it is computed."""
+        if self.dtype is torch.float64:  # where rounding is nothing beside a mistake
+            return 1e-9 * max(size, 1.0)
+        units = 64 if self.dtype is torch.float32 else 4  # float32 adds up its own rounding
+        return units * torch.finfo(self.dtype).eps * size
+
+    def agree(self, what: str, ours: Tensor, exact: Tensor, plain: Tensor | None = None) -> None:
+        """Hold ours to twice the error of the plain way, and a little slack."""
+        ours, exact = ours.detach(), exact.detach().to(self.wide)
+        budget = self.slack(float(exact.abs().max())) if exact.numel() else 0.0
+        if plain is not None:
+            budget += 2 * float((plain.detach().to(self.wide) - exact).abs().max())
+        worst = float((ours.to(self.wide) - exact).abs().max()) if exact.numel() else 0.0
+        if not worst <= budget:
+            raise Broken(f"{what}: the worst error is {worst:.2e}, the budget {budget:.2e}")
+
+    def fail(self, message: str) -> NoReturn:
+        """Say that the rule does not hold."""
+        raise Broken(message)
+
+
+@contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """Leave torch's global generator as it was."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        yield

@@ -1,0 +1,283 @@
+"""The conformance suite: built-in backends pass it, and each rule catches a broken backend."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.backends.base import AttentionBackend
+from attnzoo.registry import get_backend
+from attnzoo.state import AttentionOutput
+from attnzoo.testing import RULES, ConformanceError, check_backend
+
+BUILTIN = [
+    ("softmax", {}),
+    ("softmax", {"window": 20}),
+    ("flash", {}),
+    ("flash", {"window": 1}),
+    ("flash", {"window": 20}),
+    ("linear", {}),
+    ("linear", {"feature_map": "relu"}),
+    ("linear", {"feature_map": "exp", "chunk_size": 16}),
+    ("linear", {"feature_map": "hedgehog"}),
+    ("linear", {"normalize": False, "chunk_size": 7}),
+    ("linear", {"impl": "reference", "chunk_size": 16}),
+    ("gated_linear", {}),
+    ("gated_linear", {"gate": "retnet"}),
+    ("gated_linear", {"gate": "alibi", "feature_map": "exp", "chunk_size": 16}),
+    ("gated_linear", {"gate": "gated_retention", "chunk_size": 7}),
+    ("gated_linear", {"gate": "gla", "feature_map": "hedgehog", "chunk_size": 16}),
+    ("gated_linear", {"normalize": False, "feature_map": "relu"}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), BUILTIN, ids=str)
+def test_builtin_backends_conform(name, options):
+    cls = get_backend(name)
+    report = check_backend(cls, config=cls.config_class.from_options(name, options))
+    assert {*report.passed, *report.skipped} == {rule.name for rule in RULES}
+    assert "padding" in report.passed
+
+
+class TinyState(NamedTuple):
+    kv: Tensor  # [B, Hkv, D, E]
+    k: Tensor  # [B, Hkv, D]
+
+
+class Tiny(AttentionBackend):
+    """A right backend, small enough to break in one place: linear attention with a gate."""
+
+    recurrent = True
+    needs_hidden_states = True
+
+    def __init__(self, config, geometry):
+        super().__init__(config, geometry)
+        self.gate = nn.Parameter(torch.empty(geometry.num_key_heads, geometry.hidden_size))
+        self.bias = nn.Parameter(torch.empty(geometry.num_key_heads))
+        self.register_buffer("widths", torch.empty(geometry.num_key_heads, geometry.head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.normal_(self.gate, std=0.1)
+        nn.init.zeros_(self.bias)
+        nn.init.uniform_(self.widths, 0.5, 1.5)
+
+    def keys(self, k, hidden, real):
+        """Return the features of keys, [B, Hkv, S, D]."""
+        features = F.elu(k * self.widths[:, None].to(k)) + 1
+        gate = torch.sigmoid(F.linear(hidden, self.gate.to(hidden), self.bias.to(hidden)))
+        features = features * gate.mT[..., None]
+        return features if real is None else features.masked_fill(~real[:, None, :, None], 0)
+
+    def before(self, state, like):
+        """Return the sums over earlier tokens."""
+        return state if state is not None else TinyState(*(x[:, :, 0] * 0 for x in like))
+
+    def add_up(self, x):
+        """Return the sums over tokens up to each."""
+        return x.cumsum(2)
+
+    def share(self, q, kv, k):
+        """Return what queries take from the sums, [B, Hkv, G, T, E]."""
+        above = torch.einsum("bhgtd,bhtde->bhgte", q, kv)
+        return above / (torch.einsum("bhgtd,bhtd->bhgt", q, k) + 1e-9)[..., None]
+
+    def attend(self, inputs):
+        wide = torch.promote_types(inputs.v.dtype, torch.float32)
+        q, k, v, hidden = (x.to(wide) for x in (*inputs[:3], inputs.hidden_states))
+        k = self.keys(k, hidden, inputs.mask.padding)
+        q = (F.elu(q) + 1).unflatten(1, (k.shape[1], -1))
+        each = TinyState(k[..., None] * v[..., None, :], k)
+        past = self.before(inputs.state, each)
+        if inputs.mask.causal:
+            pairs = zip(each, past, strict=True)
+            sums = TinyState(*(self.add_up(x) + s[:, :, None] for x, s in pairs))
+        else:
+            sums = TinyState(*(x.sum(2, True).expand_as(x) for x in each))
+        state = TinyState(*(x[:, :, -1] for x in sums))
+        return AttentionOutput(self.share(q, *sums).flatten(1, 2).to(inputs.v.dtype), state)
+
+
+def test_the_right_backend_conforms():
+    report = check_backend(Tiny)
+    assert set(report.skipped) == {"statements", "exactness"}
+    assert "does not state that it is exact" in str(report)
+    assert any("bfloat16" in trial for trial in report.trials)
+
+
+class NeedsContiguousInputs(Tiny):
+    def attend(self, inputs):
+        return super().attend(inputs._replace(v=inputs.v.view(-1).view_as(inputs.v)))
+
+
+class RefusesNothing(Tiny):
+    def unsupported_reasons(self, inputs):
+        return []
+
+
+class SeesOneTokenAhead(Tiny):
+    def keys(self, k, hidden, real):
+        ahead = torch.cat([hidden[:, 1:], hidden[:, -1:]], 1)
+        return super().keys(k, ahead, real)
+
+
+class ForgetsItsState(Tiny):
+    def before(self, state, like):
+        return super().before(None, like)
+
+
+class KeepsItsStateToItself(Tiny):
+    memory = None
+
+    def attend(self, inputs):
+        output = super().attend(inputs._replace(state=inputs.state and self.memory))
+        self.memory = output.state
+        return output
+
+
+class KeysState(NamedTuple):
+    kv: Tensor
+    k: Tensor
+    keys: Tensor
+
+
+class StateGrows(Tiny):
+    def attend(self, inputs):
+        state = inputs.state
+        output = super().attend(inputs._replace(state=state and TinyState(*state[:2])))
+        keys = inputs.k if state is None else torch.cat([state.keys, inputs.k], 2)
+        return output._replace(state=KeysState(*output.state, keys))
+
+
+class CountsPadding(Tiny):
+    def keys(self, k, hidden, real):
+        return super().keys(k, hidden, None)
+
+
+class DividesByNothing(Tiny):
+    def share(self, q, kv, k):
+        above = torch.einsum("bhgtd,bhtde->bhgte", q, kv)
+        return above / torch.einsum("bhgtd,bhtd->bhgt", q, k)[..., None]
+
+
+class LeaksAcrossSegments(Tiny):
+    packing = True
+
+
+class IgnoresWindows(Tiny):
+    windowed = True
+
+
+class ClaimsToBeExact(Tiny):
+    exact = True
+
+
+class NormalisesItsOutput(Tiny):
+    def share(self, q, kv, k):
+        out = super().share(q, kv, k)
+        return out * torch.rsqrt(out.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class BackwardForgetsPadding(Tiny):
+    def keys(self, k, hidden, real):
+        right, wrong = super().keys(k, hidden, real), super().keys(k, hidden, None)
+        return right.detach() + wrong - wrong.detach()
+
+
+class DetachesTheDenominator(Tiny):
+    def share(self, q, kv, k):
+        return super().share(q, kv, k.detach())
+
+
+class AddsUpInFewBits(Tiny):
+    def attend(self, inputs):
+        self.narrow = inputs.v.dtype
+        return super().attend(inputs)
+
+    def add_up(self, x):
+        if self.narrow.itemsize > 2:
+            return super().add_up(x)
+        sums = list(x.to(self.narrow).unbind(2))
+        for t in range(1, len(sums)):  # torch's own cumsum adds up in float32
+            sums[t] = sums[t] + sums[t - 1]
+        return torch.stack(sums, 2).to(x.dtype)
+
+
+class OverflowsInFloat16(Tiny):
+    def attend(self, inputs):
+        self.narrow = inputs.v.dtype
+        return super().attend(inputs)
+
+    def share(self, q, kv, k):
+        above = torch.einsum("bhgtd,bhtde->bhgte", q, kv).to(self.narrow)
+        below = torch.einsum("bhgtd,bhtd->bhgt", q, k).to(self.narrow)
+        return above / (below + 1e-6)[..., None]
+
+
+class DrawsAnew(Tiny):
+    def reset_parameters(self):
+        super().reset_parameters()
+        draw = torch.Generator()
+        draw.seed()
+        nn.init.uniform_(self.widths, 0.5, 1.5, generator=draw)
+
+
+class SeedsEverything(Tiny):
+    def __init__(self, config, geometry):
+        torch.manual_seed(0)
+        super().__init__(config, geometry)
+
+
+class DoesNotSaveItsBuffer(Tiny):
+    def __init__(self, config, geometry):
+        super().__init__(config, geometry)
+        self.register_buffer("widths", self.widths, persistent=False)
+
+
+class ResetsHalfOfItself(Tiny):
+    def __init__(self, config, geometry):
+        super().__init__(config, geometry)
+        nn.init.uniform_(self.widths, 0.5, 1.5)
+
+    def reset_parameters(self):
+        nn.init.normal_(self.gate, std=0.1)
+        nn.init.zeros_(self.bias)
+
+
+BROKEN = {
+    "layout": NeedsContiguousInputs,
+    "refusals": RefusesNothing,
+    "causality": SeesOneTokenAhead,
+    "decoding": ForgetsItsState,
+    "batching": KeepsItsStateToItself,
+    "state_size": StateGrows,
+    "padding": CountsPadding,
+    "masked_rows": DividesByNothing,
+    "packing": LeaksAcrossSegments,
+    "statements": IgnoresWindows,
+    "exactness": ClaimsToBeExact,
+    "weights": NormalisesItsOutput,
+    "padding_gradients": BackwardForgetsPadding,
+    "gradients": DetachesTheDenominator,
+    "precision": AddsUpInFewBits,
+    "long_gradients": OverflowsInFloat16,
+    "determinism": DrawsAnew,
+    "random_state": SeedsEverything,
+    "saving": DoesNotSaveItsBuffer,
+    "materializing": ResetsHalfOfItself,
+}
+
+
+def test_every_rule_has_its_broken_backend():
+    assert set(BROKEN) == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_backend_is_caught(rule):
+    with pytest.raises(ConformanceError) as caught:
+        check_backend(BROKEN[rule])
+    assert caught.value.rule == rule, str(caught.value)
+    assert BROKEN[rule].__name__ in str(caught.value)
+    assert "H=4, Hkv=2, D=8, E=12" in str(caught.value)
