@@ -1,4 +1,4 @@
-"""Errors that users can meet; every one is a ``ValueError`` and says what came, what is accepted and what to do."""
+"""Errors that users can meet: each is a ``ValueError`` and says what came and what to do."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ class UnsupportedError(AttnzooError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` when a known name is close to ``name``, else an empty string."""
+    """Return ``" Did you mean 'x'?"`` when a known name is close to ``name``, else nothing."""
     close = get_close_matches(name, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,6 +1,7 @@
-"""Which keys a query may see, as one value: causal, padding, packing, window, or an arbitrary function.
+"""Which keys a query may see, as one value: causal, padding, packing, window, or any function.
 
-A mask is described, not built: nothing quadratic exists until an exact backend asks for :meth:`AttentionMask.dense`.
+A mask is described, not built: nothing quadratic exists until an exact backend asks for
+:meth:`AttentionMask.dense`.
 Letters: B batch, H heads, T queries, S keys.
 """
 
@@ -22,11 +23,15 @@ class AttentionMask:
     Attributes:
         causal: A query sees no key after its own position.
         padding: ``[B, S]`` bool, true where a key is real; ``None`` when all are.
-        segment_ids: ``[B, S]`` integers, non-decreasing; tokens see their own segment only (packed rows).
-        window: ``(before, after)``: a query sees key positions from ``before`` back to ``after`` ahead.
-        q_offset: Keys that stand before the first query: position of query 0 minus position of key 0.
-        function: For masks that the fields above do not describe: returns the whole mask, ``[B, 1 or H, T, S]``
-            bool, all of the above included. Only backends that can take an arbitrary mask accept it.
+        segment_ids: ``[B, S]`` integers, non-decreasing; tokens see their own segment only
+            (packed rows).
+        window: ``(before, after)``: a query sees key positions from ``before`` back to ``after``
+            ahead.
+        q_offset: Keys that stand before the first query: position of query 0 minus position of
+            key 0.
+        function: For masks that the fields above do not describe: returns the whole mask,
+            ``[B, 1 or H, T, S]`` bool, all of the above included. Only backends that can take an
+            arbitrary mask accept it.
         function_name: What that mask is called, for messages.
     """
 
@@ -39,9 +44,9 @@ class AttentionMask:
     function_name: str = ""
 
     def dense(self, q_length: int, kv_length: int, device: torch.device) -> Tensor | None:
-        """Build the mask, ``[1 or B, 1 or H, T, S]`` bool, true where seen; ``None`` if all keys are seen.
+        """Build the mask, ``[1 or B, 1 or H, T, S]`` bool, true where seen.
 
-        Quadratic in memory: for exact backends and oracles.
+        ``None`` if all keys are seen. Quadratic in memory: for exact backends and oracles.
         """
         if self.function is not None:
             return self.function()
@@ -70,7 +75,10 @@ class AttentionMask:
         return whole
 
     def query_padding(self, q_length: int, kv_length: int) -> Tensor | None:
-        """Return which queries are real, ``[B, T]`` bool, when the queries are the last of the keys; else ``None``."""
+        """Return which queries are real, ``[B, T]`` bool.
+
+        ``None`` when all are, or when the queries are not known to be the last of the keys.
+        """
         if (
             self.padding is None
             or not isinstance(self.q_offset, int)
@@ -99,7 +107,7 @@ class AttentionMask:
         return replace(self, window=window)
 
     def of_new_tokens(self, q_length: int) -> AttentionMask:
-        """Return the mask among the T newest tokens, for a layer whose state stands for all earlier ones."""
+        """Return the mask among the T newest tokens; the layer's state stands for all earlier."""
         padding = self.padding
         if padding is not None:
             if isinstance(self.q_offset, int):

@@ -1,4 +1,4 @@
-"""The plain-data description of a swap: which backend, with which options, and which layers differ."""
+"""The plain-data description of a swap: which backend, its options, and which layers differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnzoo.registry import get_backend
 
 VERSION = 1
 _KEYS = ("version", "backend", "options", "layers", "else")
-_RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
+_RANGE = re.compile(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?")
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,23 @@ class LayerSpec:
 
 
 def _layer_spec(value: object, where: str) -> LayerSpec:
-    """Read one backend entry, ``"flash"`` or ``{"backend": "flash", "options": {...}}``, and check it."""
+    """Read and check an entry: ``"flash"`` or ``{"backend": "flash", "options": {...}}``."""
     if isinstance(value, LayerSpec):
         value = value.to_dict()
     if isinstance(value, str):
         value = {"backend": value}
     if not isinstance(value, Mapping) or "backend" not in value:
         raise SpecError(
-            f'{where} must be a backend\'s name or {{"backend": name, "options": {{...}}}}, got {value!r}'
+            f'{where} must be a backend\'s name or {{"backend": name, "options": {{...}}}}, '
+            f"got {value!r}"
         )
     for key in value:
         if key not in ("backend", "options"):
             raise SpecError(
-                f"{where} has an unknown key {key!r}.{did_you_mean(str(key), ('backend', 'options'))} "
-                "It takes backend and options."
+                f"{where} has an unknown key {key!r}."
+                f"{did_you_mean(str(key), ('backend', 'options'))} It takes backend and options."
             )
-    options = value.get("options") or {}
+    options = {} if value.get("options") is None else value["options"]
     if not isinstance(options, Mapping):
         raise SpecError(f"{where}: options must map names to values, got {options!r}")
     config = get_backend(value["backend"]).config_class.from_options(value["backend"], options)
@@ -65,22 +66,22 @@ def parse_layers(text: str) -> list[int]:
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first:
             raise SpecError(
-                f"Layers {text!r} are not understood at {part.strip()!r}; write numbers and rising ranges "
-                'separated by commas, such as "0-1,11"'
+                f"Layers {text!r} are not understood at {part.strip()!r}; write numbers and rising "
+                'ranges separated by commas, such as "0-1,11"'
             )
         numbers.extend(range(first, last + 1))
     return numbers
 
 
 class AttentionSpec:
-    """Which backend every attention layer of a model gets; validated when made, plain data when stored.
+    """Which backend each attention layer of a model gets; validated when made, plain when stored.
 
     Args:
         backend: Name of the backend for all layers that ``layers`` does not name.
         layers: Exceptions: layer numbers such as ``"0-1,11"`` to a backend's name, or to
             ``{"backend": name, "options": {...}}``.
-        else_: The backend, in the same form, for layers that the chosen one refuses (cross-attention, a sliding
-            window); without it a refusal is an error.
+        else_: The backend, in the same form, for layers that the chosen one refuses
+            (cross-attention, a sliding window); without it a refusal is an error.
         **options: Options of ``backend``.
 
     Raises:
@@ -102,11 +103,16 @@ class AttentionSpec:
         else_: Any | None = None,
         **options: Any,
     ) -> None:
+        self._read(backend, options, layers, else_)
+
+    def _read(self, backend: object, options: object, layers: object, else_: object) -> None:
+        """Check all parts and keep them."""
         self.default = _layer_spec({"backend": backend, "options": options}, "The spec")
         self.else_ = None if else_ is None else _layer_spec(else_, '"else"')
         if layers is not None and not isinstance(layers, Mapping):
             raise SpecError(
-                f'layers must map layer numbers to backends, such as {{"0-1": "flash"}}, got {layers!r}'
+                'layers must map layer numbers to backends, such as {"0-1": "flash"}, '
+                f"got {layers!r}"
             )
         self.layers: dict[str, LayerSpec] = {}
         self._by_number: dict[int, LayerSpec] = {}
@@ -134,7 +140,8 @@ class AttentionSpec:
         if missing:
             span = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
             raise SpecError(
-                f"The spec names layer {', '.join(map(str, missing))}, but the model's attention layers are {span}."
+                f"The spec names layer {', '.join(map(str, missing))}, but the model's attention "
+                f"layers are {span}."
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,7 +154,7 @@ class AttentionSpec:
         return data
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: object) -> Self:
         """Read a spec from plain data.
 
         Raises:
@@ -157,27 +164,25 @@ class AttentionSpec:
         """
         if not isinstance(data, Mapping) or "backend" not in data:
             raise SpecError(
-                f'A spec is plain data such as {{"version": {VERSION}, "backend": "linear"}}, got {data!r}'
+                f'A spec is plain data such as {{"version": {VERSION}, "backend": "linear"}}, '
+                f"got {data!r}"
             )
         version = data.get("version", VERSION)
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
             raise SpecError(f"The spec's version must be a number from 1 on, got {version!r}")
         if version > VERSION:
             raise SpecError(
-                f"The spec has version {version}, but this attnzoo reads up to {VERSION}; upgrade attnzoo"
+                f"The spec has version {version}, but this attnzoo reads up to {VERSION}; "
+                "upgrade attnzoo"
             )
         for key in data:
             if key not in _KEYS:
                 raise SpecError(
-                    f"The spec has an unknown key {key!r}.{did_you_mean(str(key), _KEYS)} It takes {', '.join(_KEYS)}."
+                    f"The spec has an unknown key {key!r}.{did_you_mean(str(key), _KEYS)} "
+                    f"It takes {', '.join(_KEYS)}."
                 )
-        options = data.get("options") or {}
-        if not isinstance(options, Mapping):
-            raise SpecError(f"The spec's options must map names to values, got {options!r}")
-        spec = cls.__new__(cls)
-        cls.__init__(
-            spec, data["backend"], layers=data.get("layers"), else_=data.get("else"), **options
-        )
+        spec = cls.__new__(cls)  # options go by mapping: none may pass for an argument
+        spec._read(data["backend"], data.get("options"), data.get("layers"), data.get("else"))
         return spec
 
     def __eq__(self, other: object) -> bool:

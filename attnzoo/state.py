@@ -18,7 +18,7 @@ class LinearState(NamedTuple):
 
 
 class KVState(NamedTuple):
-    """The keys and values seen so far, or the last of them when a window bounds what is seen again."""
+    """The keys and values seen so far, or the last of them when a window lets the others go."""
 
     k: Tensor  # [B, Hkv, S, D]
     v: Tensor  # [B, Hkv, S, E]

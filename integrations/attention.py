@@ -1,7 +1,8 @@
-"""The attention function that transformers calls, and the hook that tells it what transformers does not.
+"""The attention function that transformers calls, and the hook that completes what it is given.
 
-The interface hands over queries, keys, values and a mask. What else a backend may need, the hidden states and the
-layer's entry in the cache, a forward pre-hook on the attention module takes from that module's own arguments.
+The interface hands over queries, keys, values and a mask. What else a backend may need, the hidden
+states and the layer's entry in the cache, a forward pre-hook on the attention module takes from the
+arguments of that module.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import inspect
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import compat
 from attnzoo.integrations.cache import StateLayer, Step, state_layer
-from attnzoo.integrations.masks import given_mask
+from attnzoo.integrations.masks import given_mask, with_boundaries
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput
 
@@ -52,8 +53,8 @@ class Call(NamedTuple):
     cross_attention: bool
 
 
-class Arguments:
-    """Reads a forward's arguments by name, whether they come by position or by keyword."""
+class LayerHook:
+    """A forward pre-hook that reads an attention module's arguments, by position or by keyword."""
 
     HIDDEN = ("hidden_states", "x", "hidden_state")
     CACHE = ("past_key_values", "past_key_value", "layer_past")
@@ -73,23 +74,32 @@ class Arguments:
                 return value
         return None
 
-
-def add_hook(module: nn.Module) -> Any:
-    """Register the pre-hook on an attention module; returns the handle that removes it."""
-    arguments = Arguments(module)
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        backend: AttentionBackend = module.attnzoo  # type: ignore[assignment]
-        cross = arguments.get(Arguments.OTHER, args, kwargs) is not None
-        hidden = arguments.get(Arguments.HIDDEN, args, kwargs) if backend.needs_hidden_states else None
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep for the attention function what it is not given, and put our entry in the cache."""
+        if module.config._attn_implementation != NAME:
+            return  # set_attn_implementation was called: the layer runs its own attention
+        backend = module.attnzoo
+        cross = self.get(self.OTHER, args, kwargs) is not None
+        hidden = self.get(self.HIDDEN, args, kwargs) if backend.needs_hidden_states else None
         layer = None
         if not backend.keeps_all_keys and not cross:
-            cache = arguments.get(Arguments.CACHE, args, kwargs)
+            cache = self.get(self.CACHE, args, kwargs)
             if cache is not None:
-                layer = state_layer(cache, cache_index(module, backend), backend.geometry.name)
-        module._attnzoo_call = Call(hidden, layer, cross)  # type: ignore[assignment]
+                layer = state_layer(cache, cache_index(module, backend), backend)
+        module._attnzoo_call = Call(hidden, layer, cross)
 
-    return module.register_forward_pre_hook(before, with_kwargs=True)
+
+def add_hook(module: nn.Module) -> RemovableHandle:
+    """Register the pre-hook on an attention module; returns the handle that removes it."""
+    return module.register_forward_pre_hook(LayerHook(module), with_kwargs=True)
+
+
+def layer_backend(module: nn.Module) -> Any:
+    """Return the backend in an attention module, also where PEFT has wrapped it, or ``None``."""
+    held = getattr(module, NAME, None)
+    if isinstance(held, AttentionBackend) or hasattr(held, "attend"):
+        return held
+    return None
 
 
 def cache_index(module: nn.Module, backend: AttentionBackend) -> int:
@@ -119,24 +129,13 @@ def attention(
     """Run a layer's backend; registered with transformers' ``AttentionInterface``.
 
     Returns:
-        The output ``[B, T, H, E]``, and the effective attention matrix ``[B, H, T, S]`` if it was asked for.
+        The output ``[B, T, H, E]``, and the effective attention matrix ``[B, H, T, S]`` if it was
+        asked for.
 
     Raises:
         UnsupportedError: The layer has no backend, or something is given that it cannot honour.
     """
-    backend = getattr(module, NAME, None)
-    if backend is None:
-        raise UnsupportedError(
-            f"{type(module).__name__} runs with attn_implementation='attnzoo' but no backend was put into it; "
-            "set config.attnzoo before the model is built, or use attnzoo.swap(model, ...)"
-        )
-    where = backend.geometry.name
-    for name, given in kwargs.items():
-        if given is not None and name not in HARMLESS:
-            raise UnsupportedError(
-                f"{where}: the model passes {name!r} to its attention, which attnzoo does not know and so "
-                "would ignore; keep this model on attn_implementation='eager' or 'sdpa'"
-            )
+    backend = _backend_for(module, kwargs)
     call: Call = getattr(module, "_attnzoo_call", None) or Call(None, None, False)
     module._attnzoo_call = None  # type: ignore[assignment]
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
@@ -147,8 +146,10 @@ def attention(
         q_length=query.shape[2],
         kv_length=key.shape[2],
     )
-    if cu_seq_lens_q is not None and mask.segment_ids is None and mask.padding is None:
-        mask = replace(mask, segment_ids=_segments(cu_seq_lens_q, query.shape[2]))
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        mask = with_boundaries(
+            mask, cu_seq_lens_q, cu_seq_lens_k, (query.shape[0], query.shape[2], key.shape[2])
+        )
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     wants_weights = compat.wants_weights(kwargs)
@@ -168,14 +169,27 @@ def attention(
     return output.out.transpose(1, 2).contiguous(), output.weights if wants_weights else None
 
 
-def _segments(boundaries: Tensor, length: int) -> Tensor:
-    """Turn cumulative lengths ``[N + 1]`` into segment ids, ``[1, T]``."""
-    tokens = torch.arange(length, device=boundaries.device)
-    return torch.searchsorted(boundaries[1:].contiguous(), tokens, right=True)[None]
+def _backend_for(module: nn.Module, kwargs: dict[str, Any]) -> Any:
+    """Return the layer's backend, unless the model passes what nobody here would honour."""
+    backend = layer_backend(module)
+    if backend is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} runs with attn_implementation='attnzoo' but no backend was "
+            "put into it; set config.attnzoo before the model is built, or use "
+            "attnzoo.swap(model, ...)"
+        )
+    for name, given in kwargs.items():
+        if given is not None and name not in HARMLESS:
+            raise UnsupportedError(
+                f"{backend.geometry.name}: the model passes {name!r} to its attention, which "
+                f"backend {backend.name!r} does not know and would ignore; keep this model on "
+                "attn_implementation='eager' or 'sdpa'"
+            )
+    return backend
 
 
 def _with_state(
-    backend: AttentionBackend,
+    backend: Any,
     layer: StateLayer,
     query: Tensor,
     key: Tensor,
@@ -186,8 +200,9 @@ def _with_state(
     """Go on from the state in the cache, and put the new one there."""
     if mask.function is not None:
         raise UnsupportedError(
-            f"{backend.geometry.name}: a cache of constant size cannot follow a mask {mask.function_name}; "
-            "call the model with use_cache=False"
+            f"{backend.geometry.name}: the mask is {mask.function_name}, which backend "
+            f"{backend.name!r} cannot follow with a cache of constant size; call the model with "
+            "use_cache=False"
         )
     mask = mask.of_new_tokens(query.shape[2])
     output: AttentionOutput = backend(

@@ -1,4 +1,4 @@
-"""What differs between transformers versions, and what of its insides we touch: all in this one file.
+"""What differs between transformers versions, and what of its insides we touch: all in this file.
 
 Tested with transformers 5.17 to 5.23.
 """
@@ -7,29 +7,36 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     sdpa_mask,
 )
+from transformers.utils.output_capturing import _active_collector
 
 __all__ = [
+    "all_configs",
     "bidirectional_mask_function",
     "calls_attention_interface",
+    "can_set_implementation",
     "causal_mask_function",
     "function_cells",
+    "is_recording",
+    "materialise_mask",
+    "note_recording",
     "reads_name",
-    "sdpa_mask",
-    "sub_configs",
     "wants_weights",
 ]
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name by which modelling files call the interface
+_RECORDING = "_attnzoo_recording"
 
 
 def _forward_code(module: nn.Module) -> Any:
@@ -52,33 +59,64 @@ def reads_name(module: nn.Module, name: str) -> bool:
 
 
 def function_cells(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return what a nested function closes over, by name; mask functions hide their parameters there."""
+    """Return what a nested function closes over, by name; mask functions hide parameters there."""
     names = function.__code__.co_freevars
     cells = function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def materialise_mask(**arguments: Any) -> Tensor:
+    """Build the whole mask that a mask function stands for, ``[B, 1, T, S]`` bool."""
+    mask = sdpa_mask(**arguments, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    assert mask is not None
+    return mask
 
 
 def wants_weights(kwargs: dict[str, Any]) -> bool:
     """Whether the caller asked for ``output_attentions``; models do not always pass the flag on."""
     if kwargs.get("output_attentions"):
         return True
-    if torch.compiler.is_compiling():
-        return False
-    from transformers.utils.output_capturing import _active_collector
-
-    collected = _active_collector.get()
+    if not torch.compiler.is_compiling():
+        collected = _active_collector.get()
+    else:  # a context variable cannot be traced; while tracing, transformers uses a plain one
+        collected = _active_collector.global_var if _active_collector.compiling else None
     return bool(collected) and any("attentions" in key for key in collected)
 
 
-def sub_configs(config: Any) -> Iterator[Any]:
-    """Yield a config and all configs inside it."""
+def all_configs(model: PreTrainedModel) -> list[Any]:
+    """Return the configs of a model, of all models inside it, and theirs, each once, in order."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            found.update((id(config), config) for config in _with_inner(module.config))
+    return list(found.values())
+
+
+def _with_inner(config: Any) -> Iterator[Any]:
     yield config
     for key in getattr(config, "sub_configs", {}):
         inner = getattr(config, key, None)
         if inner is not None:
-            yield from sub_configs(inner)
+            yield from _with_inner(inner)
 
 
 def can_set_implementation(model: PreTrainedModel) -> bool:
     """Whether the model's code goes through the attention interface at all."""
     return bool(model._can_set_attn_implementation())
+
+
+def note_recording() -> None:
+    """Let a cache remember that it records: it tells only the layers that it has at the time."""
+    activate = Cache.activate_past_recording
+
+    @wraps(activate)
+    def activate_and_note(self: Cache) -> None:
+        setattr(self, _RECORDING, True)
+        activate(self)  # type: ignore[no-untyped-call]
+
+    Cache.activate_past_recording = activate_and_note  # type: ignore[method-assign]
+
+
+def is_recording(cache: Cache) -> bool:
+    """Whether tokens may be taken back from a cache (assisted decoding)."""
+    return bool(getattr(cache, _RECORDING, False))

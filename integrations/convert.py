@@ -19,6 +19,7 @@ from attnzoo.integrations.layers import AttentionLayer, attention_layers, whole_
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
 
+_BEFORE = "_attnzoo_before"  # the implementations before the swap, of all configs in order
 FAMILIES = "BERT, CLIP, Gemma, GPT-2, Llama, Mistral, Phi-3, Qwen, T5, ViT, Whisper"
 
 
@@ -30,7 +31,8 @@ def swap(
     Args:
         model: A transformers model, or a wrapper around one. Its own weights stay as they are.
         attention: A spec, its plain data, or a backend's name.
-        **options: With a name: ``layers``, ``else_`` and the backend's options, as in ``AttentionSpec``.
+        **options: With a name: ``layers``, ``else_`` and the backend's options, as in
+            ``AttentionSpec``.
 
     Raises:
         SpecError: The spec does not fit the model.
@@ -41,16 +43,17 @@ def swap(
     spec = read_spec(attention, **options)
     target = whole_model(model)
     if target is None:
-        raise SpecError(f"{type(model).__name__} is not a transformers model; swap takes a PreTrainedModel")
-    layers = attention_layers(target)
-    backends = build(target, layers, spec)
+        raise SpecError(
+            f"{type(model).__name__} is not a transformers model; swap takes a PreTrainedModel"
+        )
     if not compat.can_set_implementation(target):
         raise SpecError(_no_layers(target))
-    before = getattr(target, "_attnzoo_before", None)
-    if before is None:
-        before = {id(c): c._attn_implementation for c in compat.sub_configs(target.config)}
+    layers = attention_layers(target)
+    backends = build(target, layers, spec)
+    if target.config._attn_implementation != NAME:
+        implementations = [config._attn_implementation for config in compat.all_configs(target)]
+        setattr(target, _BEFORE, implementations)
     _detach(target)
-    target._attnzoo_before = before
     attach(layers, backends)
     write_config(target.config, spec)
     target.set_attn_implementation(NAME)
@@ -64,22 +67,18 @@ def restore(model: nn.Module) -> None:
             f"{type(model).__name__} is not swapped, so there is nothing to restore", stacklevel=2
         )
         return
-    before = getattr(target, "_attnzoo_before", None)
+    configs = compat.all_configs(target)
+    before = vars(target).pop(_BEFORE, None)
     _detach(target)
-    for config in compat.sub_configs(target.config):
+    for config in configs:
         for name in (NAME, "attn_implementation"):
             if name in vars(config):
                 delattr(config, name)
-    target._attnzoo_before = None
-    implementations = set(before.values()) if before else {None}
-    if len(implementations) == 1:
-        target.set_attn_implementation(
-            implementations.pop() or target.get_correct_attn_implementation(None)
-        )
-        return
-    target.set_attn_implementation(before[id(target.config)])
-    for config in compat.sub_configs(target.config):
-        config._attn_implementation_internal = before[id(config)]
+    if before is None:  # it was built swapped
+        target.set_attn_implementation(target.get_correct_attn_implementation(None))
+    else:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
 
 
 def read_spec(attention: str | AttentionSpec | Mapping[str, Any], **options: Any) -> AttentionSpec:
@@ -108,7 +107,9 @@ def build(
             refusals.append(error)
     if refusals:
         more = len(refusals) - 1
-        raise UnsupportedError(f"{refusals[0]}" + (f" ({more} more layers likewise.)" if more else ""))
+        raise UnsupportedError(
+            f"{refusals[0]}" + (f" ({more} more layers likewise.)" if more else "")
+        )
     return backends
 
 
@@ -130,23 +131,23 @@ def _build_one(layer: AttentionLayer, spec: AttentionSpec) -> AttentionBackend:
 def attach(layers: list[AttentionLayer], backends: list[AttentionBackend]) -> None:
     """Put each backend into its layer, as the submodule ``attnzoo``, and hook the layer."""
     for layer, backend in zip(layers, backends, strict=True):
-        layer.module.attnzoo = backend
-        layer.module._attnzoo_hook = add_hook(layer.module)
+        setattr(layer.module, NAME, backend)
+        vars(layer.module)["_attnzoo_hook"] = add_hook(layer.module)
 
 
 def _detach(model: nn.Module) -> None:
     for module in model.modules():
-        if isinstance(getattr(module, NAME, None), AttentionBackend):
-            module._attnzoo_hook.remove()
-            del module._attnzoo_hook, module.attnzoo
+        if "_attnzoo_hook" in vars(module):
+            vars(module).pop("_attnzoo_hook").remove()
             vars(module).pop("_attnzoo_call", None)
+            del module.attnzoo
 
 
 def write_config(config: Any, spec: AttentionSpec) -> None:
     """Write the swap into a config so that it is saved.
 
-    ``attn_implementation`` is not saved by itself; as a plain field it is, and then a machine without attnzoo
-    fails to load the model instead of running it with the wrong attention.
+    ``attn_implementation`` is not saved by itself; as a plain field it is, and then a machine
+    without attnzoo fails to load the model instead of running it with the wrong attention.
     """
     setattr(config, NAME, spec.to_dict())
     config.attn_implementation = NAME
@@ -154,8 +155,8 @@ def write_config(config: Any, spec: AttentionSpec) -> None:
 
 def _no_layers(model: nn.Module) -> str:
     return (
-        f"{type(model).__name__} has no attention layers that go through transformers' attention interface, so "
-        f"nothing can be swapped. Families that do, among others: {FAMILIES}."
+        f"{type(model).__name__} has no attention layers that go through transformers' attention "
+        f"interface, so nothing can be swapped. Families that do, among others: {FAMILIES}."
     )
 
 
@@ -163,7 +164,7 @@ def _no_layers(model: nn.Module) -> str:
 
 
 def attach_when_built(model: PreTrainedModel) -> None:
-    """Give a model under construction the backends that its config asks for; part of ``post_init``."""
+    """Give a model under construction the backends its config asks for; part of ``post_init``."""
     data = getattr(model.config, NAME, None)
     implementation = model.config._attn_implementation
     if data is None and implementation != NAME:
@@ -173,14 +174,15 @@ def attach_when_built(model: PreTrainedModel) -> None:
     if data is None:
         raise SpecError(
             "attn_implementation='attnzoo' needs to know which attention: set config.attnzoo = "
-            "attnzoo.AttentionSpec(\"linear\").to_dict() before the model is built, or load the model as it is "
-            "and call attnzoo.swap(model, \"linear\")"
+            'attnzoo.AttentionSpec("linear").to_dict() before the model is built, or load the '
+            'model as it is and call attnzoo.swap(model, "linear")'
         )
     if implementation != NAME:
+        asked = data.get("backend") if isinstance(data, Mapping) else data
         raise SpecError(
-            f"config.attnzoo asks for {data.get('backend') if isinstance(data, Mapping) else data!r}, but "
-            f"attn_implementation is {implementation!r}; pass attn_implementation='attnzoo', or delete "
-            "config.attnzoo to have the model's own attention"
+            f"config.attnzoo asks for {asked!r}, but attn_implementation is {implementation!r}; "
+            "pass attn_implementation='attnzoo', or delete config.attnzoo to have the model's own "
+            "attention"
         )
     spec = read_spec(data)
     layers = attention_layers(model)
@@ -191,7 +193,8 @@ def attach_when_built(model: PreTrainedModel) -> None:
 def _enclosing_model(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return a swapped model that is being constructed around ``model``.
 
-    Parts are built before the whole, and only the whole knows all layers; it is found on the call stack.
+    Parts are built before the whole, and only the whole knows all layers; it is found on the call
+    stack.
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Which modules of a model are attention layers, and their geometry, read from the modules themselves."""
+"""Which modules of a model are attention layers, and their geometry, read from those modules."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attnzoo.backends.config import Geometry
+from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import compat
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_SIZES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
 
 
@@ -33,7 +35,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
 
 
 def layer_number(name: str, module: nn.Module) -> int:
-    """Return a layer's number: its ``layer_idx``, else the first number in its name (0 without one)."""
+    """Return a layer's number: its ``layer_idx``, else the first number in its name, else 0."""
     index = getattr(module, "layer_idx", None)
     if isinstance(index, int):
         return index
@@ -51,20 +53,27 @@ def _first(owners: tuple[Any, ...], *names: str) -> Any:
 
 
 def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
-    """Read heads, sizes and limits of an attention module, from itself first and its config second."""
+    """Read heads, sizes and limits of an attention module, from itself first and its config second.
+
+    Raises:
+        UnsupportedError: The number of heads or their size is nowhere to be found.
+    """
     config = getattr(module, "config", None) or getattr(model, "config", None)
     owners = (module, config)
+    number = layer_number(name, module)
     heads = _first(owners, "num_heads", "num_attention_heads", "n_heads", "n_head")
     hidden = _first(owners, "embed_dim", "hidden_size", "d_model", "dim", "n_embd")
-    number = layer_number(name, module)
-    size = _first((module,), "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
-    size = _first((module,), "qk_head_dim") or size
-    if size is None:
-        size = _first((config,), "head_dim") or hidden // heads
-    groups = _first((module,), "num_key_value_groups")
+    size = _first((module,), "qk_head_dim", *_SIZES) or _first((config,), "head_dim")
+    if size is None and heads and hidden:
+        size = hidden // heads
+    if not heads or not size:
+        raise UnsupportedError(
+            f"{name}: the number of heads or their size cannot be read from "
+            f"{type(module).__name__} or its config, so no backend can be fitted to it"
+        )
     key_heads = _first((module,), "num_key_value_heads")
     if key_heads is None:
-        key_heads = heads // groups if groups else heads
+        key_heads = heads // (_first((module,), "num_key_value_groups") or 1)
     cross = bool(_CROSS.search(name) or _CROSS.search(type(module).__name__))
     cross = cross or getattr(module, "is_cross_attention", False) is True
     sinks = getattr(module, "sinks", None)
@@ -97,7 +106,7 @@ def is_causal(module: nn.Module, config: Any) -> bool:
 def sliding_window(module: nn.Module, config: Any, number: int) -> int | None:
     """Return the model's own sliding window in this layer, if it has one."""
     if hasattr(module, "sliding_window"):
-        window = module.sliding_window
+        window: Any = module.sliding_window
         return window if isinstance(window, int) and not isinstance(window, bool) else None
     if not compat.reads_name(module, "sliding_window"):
         return None
@@ -109,7 +118,7 @@ def sliding_window(module: nn.Module, config: Any, number: int) -> int | None:
 
 
 def whole_model(model: nn.Module) -> PreTrainedModel | None:
-    """Return the outermost transformers model inside a wrapper (PEFT, DDP, torch.compile), or itself."""
+    """Return the outermost transformers model in a wrapper (PEFT, DDP, compiled), or itself."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module

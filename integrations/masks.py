@@ -1,4 +1,4 @@
-"""From transformers' mask functions to an :class:`AttentionMask`, without building anything quadratic."""
+"""From transformers' mask functions to an :class:`AttentionMask`; nothing quadratic is built."""
 
 from __future__ import annotations
 
@@ -15,21 +15,51 @@ from attnzoo.integrations import compat
 from attnzoo.masks import AttentionMask, Window
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ModelMask(AttentionMask):
     """An :class:`AttentionMask` as it travels through a model, in the place of a mask tensor.
 
-    ``ndim`` is what transformers looks at before it makes a mask: 4 means that there is one already.
+    ``ndim`` is what transformers looks at before it makes a mask; 4 means that there is one.
+    ``shape`` is that of the mask which this one describes.
     """
 
     ndim: int = 4
+    shape: tuple[int, ...] = (1, 1, 0, 0)  # [B, 1, T, S]
+
+    def to(self, device: torch.device | str, **_: Any) -> ModelMask:
+        """Move what is a tensor; a model spread over several devices asks for it."""
+        whole = self.function
+        moved: dict[str, Any] = {
+            name: x.to(device)
+            for name in ("padding", "segment_ids", "q_offset")
+            if isinstance(x := getattr(self, name), Tensor)
+        }
+        if whole is not None:
+            moved["function"] = lambda: whole().to(device)
+        return replace(self, **moved)
+
+    def contiguous(self) -> ModelMask:
+        """Return the mask itself: generation asks this of every mask."""
+        return self
 
     def __getitem__(self, item: object) -> None:
         """Refuse what would change the mask behind our back."""
-        raise UnsupportedError(
-            "this model cuts its attention mask itself, which attnzoo cannot follow; use "
-            "attn_implementation='sdpa' or 'eager' for it"
-        )
+        raise _not_a_tensor("indexing")
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse whatever else a model does to a mask tensor."""
+        raise _not_a_tensor(f".{name}")
+
+
+class _MaskError(UnsupportedError, AttributeError):
+    """Also an ``AttributeError``, so that ``hasattr`` works."""
+
+
+def _not_a_tensor(use: str) -> _MaskError:
+    return _MaskError(
+        f"this model changes its attention mask itself ({use}), which attnzoo cannot follow; use "
+        "attn_implementation='sdpa' or 'eager' for it"
+    )
 
 
 def make_mask(
@@ -62,6 +92,8 @@ def make_mask(
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask
+    if isinstance(q_offset, Tensor):  # a static cache's counter, which changes in place
+        q_offset = q_offset.clone()
     padding = _padding(attention_mask, kv_length, kv_offset)
     read = _read_traced if torch.compiler.is_compiling() else _read
     found = read(mask_function, local_size, use_vmap, batch_size, q_length, device)
@@ -71,11 +103,12 @@ def make_mask(
         segment_ids=found.segment_ids,
         padding=padding,
         q_offset=q_offset - kv_offset,
+        shape=(batch_size, 1, q_length, kv_length),
     )
     if not found.unknown:
         return mask
     whole = partial(
-        compat.sdpa_mask,
+        compat.materialise_mask,
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -83,8 +116,6 @@ def make_mask(
         kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
         use_vmap=use_vmap,
         device=device,
     )
@@ -92,7 +123,7 @@ def make_mask(
 
 
 def _padding(attention_mask: Tensor | None, length: int, offset: int | Tensor) -> Tensor | None:
-    """Bring the padding to one entry per key; ``None`` when all are real and that can be looked up."""
+    """Bring the padding to one entry per key; ``None`` if all are real, where one can look."""
     if attention_mask is None:
         return None
     if isinstance(offset, int) and isinstance(length, int):
@@ -125,7 +156,7 @@ def _read(
     q_length: int,
     device: torch.device | None,
 ) -> Found:
-    """Take a mask function apart by what it closes over; anything not known by name is ``unknown``."""
+    """Take a mask function apart by what it closes over; what has no known name is ``unknown``."""
     found = Found()
     _collect(function, found)
     return found
@@ -171,7 +202,7 @@ def _read_traced(
     if function is compat.bidirectional_mask_function:
         return Found()
     if local_size is not None or use_vmap or not function.__qualname__.startswith("and_masks"):
-        return Found(unknown="a window, chunks or a function of the model's own, under torch.compile")
+        return Found(unknown="a window, chunks or a function of its own, compiled")
     rows = torch.arange(batch_size, device=device)[:, None]
     later = torch.arange(1, q_length, device=device)[None]
     joined = function(rows, 0, later, later - 1)
@@ -198,18 +229,57 @@ def given_mask(
     if isinstance(attention_mask, AttentionMask):
         return attention_mask, None
     if attention_mask is None:
-        causal = causal and q_length > 1
+        if causal and q_length not in (1, kv_length):
+            raise UnsupportedError(
+                f"{q_length} queries meet {kv_length} keys in a causal layer without a mask, which "
+                "does not say where the queries stand; pass attention_mask to the model"
+            )
         reach = None
         if window is not None:
             reach = (window - 1, 0) if causal else (window, window)
-        return AttentionMask(causal=causal, window=reach), None
+        return AttentionMask(causal=causal, window=reach, q_offset=kv_length - q_length), None
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4:
-        shape = f" of shape {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else ""
+        kind = type(attention_mask).__name__
+        if isinstance(attention_mask, Tensor):
+            kind += f" of shape {tuple(attention_mask.shape)}"
         raise UnsupportedError(
-            f"the attention mask is a {type(attention_mask).__name__}{shape}; attnzoo takes a 2-D padding "
-            "mask given to the model, or a 4-D mask [batch, heads, queries, keys]"
+            f"the attention mask is a {kind}; attnzoo takes a 2-D padding mask given to the model, "
+            "or a 4-D mask [batch, heads, queries, keys]"
         )
     tensor = attention_mask[..., :kv_length]
     if tensor.dtype == torch.bool:
         return AttentionMask(function=lambda: tensor, function_name="an arbitrary 4-D tensor"), None
     return AttentionMask(), tensor
+
+
+def with_boundaries(
+    mask: AttentionMask, of_queries: Tensor | None, of_keys: Tensor | None, sizes: tuple[int, ...]
+) -> AttentionMask:
+    """Add packing that is given as cumulative lengths, ``[N + 1]``, as flash attention takes it.
+
+    Args:
+        mask: What the mask says already; packing found in ``position_ids`` is the same packing.
+        of_queries: ``cu_seq_lens_q``.
+        of_keys: ``cu_seq_lens_k``.
+        sizes: Batch, queries and keys.
+
+    Raises:
+        UnsupportedError: The boundaries do not describe the packing of one row.
+    """
+    if mask.segment_ids is not None:
+        return mask
+    boundaries = of_queries if of_queries is not None else of_keys
+    batch, queries, keys = sizes
+    reasons = []
+    if batch != 1:
+        reasons.append(f"there are {batch} rows (put all sequences into one)")
+    if queries != keys:
+        reasons.append(f"{queries} queries meet {keys} keys (packed rows take no cache)")
+    if mask.padding is not None or mask.function is not None:
+        reasons.append("there is an attention mask too (leave it out)")
+    if reasons:
+        raise UnsupportedError(f"cu_seq_lens cannot be honoured: {'; '.join(reasons)}")
+    assert boundaries is not None
+    tokens = torch.arange(queries, device=boundaries.device)
+    ids = torch.searchsorted(boundaries[1:].contiguous(), tokens, right=True)
+    return replace(mask, segment_ids=ids[None])

@@ -1,6 +1,7 @@
 """The contract of a backend, and the table in which backends register themselves.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size, M hidden size.
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
+M hidden size.
 """
 
 from __future__ import annotations
@@ -20,12 +21,23 @@ from attnzoo.state import AttentionOutput
 
 B = TypeVar("B", bound="type[AttentionBackend]")
 BACKENDS: dict[str, type[AttentionBackend]] = {}
+BUILTIN = {  # name to module, imported on first use; no other class may take these names
+    "softmax": "attnzoo.backends.softmax",
+    "flash": "attnzoo.backends.flash",
+    "linear": "attnzoo.backends.linear",
+    "gated_linear": "attnzoo.backends.gated_linear",
+}
 
 
 def register(name: str) -> Callable[[B], B]:
     """Class decorator: make a backend available as ``name``, which no other may hold."""
 
     def add(cls: B) -> B:
+        if BUILTIN.get(name, cls.__module__) != cls.__module__:
+            raise ValueError(
+                f"backend name {name!r} belongs to {BUILTIN[name]}; "
+                f"register {cls.__qualname__} under another name"
+            )
         owner = BACKENDS.setdefault(name, cls)
         if owner is not cls:
             raise ValueError(
@@ -48,9 +60,10 @@ class ImplChoice(NamedTuple):
 class AttentionBackend(nn.Module):
     """One mechanism, brought to one attention layer of a model.
 
-    A subclass implements :meth:`attend` and states what it can do. Everything that it does not state is
-    refused before ``attend`` runs, so ``attend`` never meets what it cannot honour. ``attend`` may rely on
-    checked shapes, and on zeros wherever the mask says padding (queries, keys, values and hidden states).
+    A subclass implements :meth:`attend` and states what it can do. Everything that it does not
+    state is refused before ``attend`` runs, so ``attend`` never meets what it cannot honour.
+    ``attend`` may rely on checked shapes, and on zeros wherever the mask says padding (queries,
+    keys, values and hidden states).
 
     Args:
         config: The backend's options.
@@ -68,9 +81,7 @@ class AttentionBackend(nn.Module):
     causal: ClassVar[bool] = True
     bidirectional: ClassVar[bool] = True
     cross_attention: ClassVar[bool] = False
-    packing: ClassVar[bool] = (
-        False  # takes segment ids; otherwise packed rows are taken apart around it
-    )
+    packing: ClassVar[bool] = False  # takes segment ids; otherwise rows are taken apart around it
     windowed: ClassVar[bool] = False  # honours the mask's sliding window
     arbitrary_mask: ClassVar[bool] = False  # honours a mask function
     additive_bias: ClassVar[bool] = False
@@ -93,10 +104,10 @@ class AttentionBackend(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Give the extras their initial values; called when built and for extras that a checkpoint lacks."""
+        """Give the extras their initial values: when built, and where a checkpoint lacks them."""
 
     def layer_reasons(self) -> list[str]:
-        """Say why this backend cannot serve its layer, all reasons at once; called when it is built."""
+        """Say why this backend cannot serve its layer, all at once; called when it is built."""
         geometry, reasons = self.geometry, []
         if geometry.cross_attention and not self.cross_attention:
             reasons.append("the layer is cross-attention (it attends within one sequence only)")
@@ -118,7 +129,7 @@ class AttentionBackend(nn.Module):
 
     @property
     def keeps_all_keys(self) -> bool:
-        """Whether decoding needs every earlier key and value, so that an ordinary KV cache can hold them."""
+        """Whether decoding needs all earlier keys and values, so that a KV cache can hold them."""
         return not self.recurrent
 
     # -- the way in ------------------------------------------------------------------------------
@@ -155,7 +166,8 @@ class AttentionBackend(nn.Module):
             sinks: A logit per head that takes part in the softmax, ``[H]``.
             dropout: Probability with which attention weights are dropped.
             return_state: Whether to return the state after the last token.
-            return_weights: Whether to return the effective attention matrix, ``[B, H, T, S]``; quadratic.
+            return_weights: Whether to return the effective attention matrix, ``[B, H, T, S]``;
+                quadratic.
 
         Raises:
             UnsupportedError: The backend cannot run these inputs; every reason is given.
@@ -179,7 +191,9 @@ class AttentionBackend(nn.Module):
         reasons = self.unsupported_reasons(inputs)
         if reasons:
             raise UnsupportedError(
-                f"{self.geometry.name}: backend {self.name!r} cannot run this call: {'; '.join(reasons)}."
+                f"{self.geometry.name}: backend {self.name!r} cannot run this call: "
+                + "; ".join(reasons)
+                + "."
             )
         inputs = clear_padding(inputs)
         output = self._attend(inputs)
@@ -188,9 +202,21 @@ class AttentionBackend(nn.Module):
         return output
 
     def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
-        """Say why these inputs cannot run, all reasons at once; an empty list means that they can."""
+        """Say why these inputs cannot run, all at once; an empty list means that they can."""
         reasons = shape_reasons(inputs, self.dtypes)
         mask = inputs.mask
+        if not inputs.q.ndim == inputs.k.ndim == 4:
+            return reasons
+        length, keys = inputs.q.shape[2], inputs.k.shape[2]
+        if length != keys and not (self.cross_attention or self.keeps_all_keys):
+            reasons.append(
+                f"{length} queries and {keys} keys are given (it needs as many of each, "
+                "and a state for what came before)"
+            )
+        if inputs.state is not None and mask.segment_ids is not None:
+            reasons.append(
+                "packed rows cannot go on from a state (run the sequences as rows of a batch)"
+            )
         for given, can, what in (
             (
                 mask.function is not None,
@@ -205,7 +231,11 @@ class AttentionBackend(nn.Module):
             (inputs.bias is not None, self.additive_bias, "an additive bias is given"),
             (inputs.softcap is not None, self.softcap, f"a soft cap of {inputs.softcap} is given"),
             (inputs.sinks is not None, self.sinks, "attention sinks are given"),
-            (inputs.dropout > 0, self.dropout, f"attention dropout of {inputs.dropout} is given"),
+            (
+                inputs.dropout > 0,
+                self.dropout,
+                f"attention dropout of {inputs.dropout} is given (set it to 0 in the config)",
+            ),
             (
                 inputs.state is not None or inputs.return_state,
                 self.recurrent,
@@ -214,6 +244,9 @@ class AttentionBackend(nn.Module):
         ):
             if given and not can:
                 reasons.append(f"{what}, which it cannot honour (softmax and flash can)")
+        if inputs.q.shape[2] > 1 and not (self.causal if mask.causal else self.bidirectional):
+            kind = "causal" if mask.causal else "bidirectional"
+            reasons.append(f"the mask is {kind}, and it has no {kind} form")
         if self.needs_hidden_states and inputs.hidden_states is None:
             reasons.append("hidden_states are missing; its gates are computed from them")
         return reasons
@@ -221,12 +254,12 @@ class AttentionBackend(nn.Module):
     def effective_weights(self, inputs: AttentionInputs) -> Tensor:
         """Return the matrix that this backend applies to the values, ``[B, H, T, S]``.
 
-        Every mechanism here is linear in the values, so attending to an identity matrix reads it off.
+        Every mechanism is linear in the values: attending to an identity matrix reads it off.
         """
         if inputs.state is not None:
             raise UnsupportedError(
-                f"{self.geometry.name}: attention weights over earlier tokens are not kept in a state; "
-                "ask for them without a cache (use_cache=False)"
+                f"{self.geometry.name}: attention weights over earlier tokens are not kept in a "
+                "state; ask for them without a cache (use_cache=False)"
             )
         length = inputs.k.shape[2]
         identity = torch.eye(length, dtype=inputs.v.dtype, device=inputs.v.device)
@@ -239,7 +272,7 @@ class AttentionBackend(nn.Module):
         return self.attend(inputs)
 
     def record(self, impl: str, reason: str) -> None:
-        """Remember which implementation ran; not while compiling, where nothing is known of the run."""
+        """Remember which implementation ran; not while compiling, before anything has run."""
         if not torch.compiler.is_compiling():
             self.ran = ImplChoice(impl, reason)
 

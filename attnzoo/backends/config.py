@@ -12,7 +12,7 @@ from attnzoo.errors import ConfigError, did_you_mean
 
 
 def _accepts(value: object, hint: Any) -> bool:
-    """Whether a plain value fits a type annotation; a bool is no number, and NaN and infinity fit nothing."""
+    """Whether a plain value fits a type annotation; a bool is no number, NaN fits nothing."""
     origin = get_origin(hint)
     if hint is Any:
         return True
@@ -62,7 +62,8 @@ class BackendConfig:
                 object.__setattr__(self, field.name, value)
             if not _accepts(value, hints[field.name]):
                 raise ConfigError(
-                    f"{type(self).__name__}.{field.name} must be {_spell(hints[field.name])}, got {value!r}"
+                    f"{type(self).__name__}.{field.name} must be {_spell(hints[field.name])}, "
+                    f"got {value!r}"
                 )
 
     @classmethod
@@ -76,13 +77,18 @@ class BackendConfig:
         for name in options:
             if name not in known:
                 raise ConfigError(
-                    f"Backend {backend!r} has no option {name!r}.{did_you_mean(name, known)} "
+                    f"Backend {backend!r} has no option {name!r}.{did_you_mean(str(name), known)} "
                     f"It has: {', '.join(known)}."
                 )
         try:
             return cls(**options)
         except ConfigError as error:
             raise ConfigError(f"Backend {backend!r}: {error}") from None
+
+    @classmethod
+    def default_options(cls) -> dict[str, Any]:
+        """Return every option with its default, as plain data."""
+        return {field.name: field.default for field in fields(cls)}
 
     def changed_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, as plain data."""
@@ -132,9 +138,9 @@ class Geometry:
             or self.num_heads % self.num_key_heads
         ):
             raise ConfigError(
-                f"{self.name}: {self.num_heads} query heads over {self.num_key_heads} key heads of size "
-                f"{self.head_dim} do not group; the number of query heads must be a positive multiple of the "
-                "number of key heads"
+                f"{self.name}: {self.num_heads} query heads over {self.num_key_heads} key heads of "
+                f"size {self.head_dim} do not group; the number of query heads must be a positive "
+                "multiple of the number of key heads"
             )
         if self.value_dim is None:
             object.__setattr__(self, "value_dim", self.head_dim)

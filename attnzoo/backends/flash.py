@@ -18,7 +18,8 @@ class FlashConfig(BackendConfig):
     """Settings of fused softmax attention (arXiv:2205.14135)."""
 
     impl: Literal["auto", "sdpa", "xformers"] = "auto"
-    # w: a causal query sees the w latest keys, its own included; otherwise w keys to either side
+    # w: a causal query sees the w latest keys, its own included; otherwise w keys to either side.
+    # Padding does not count, wherever it stands.
     window: int | None = None
 
     def __post_init__(self) -> None:
@@ -34,9 +35,8 @@ class FlashBackend(ExactBackend):
     impls: ClassVar[tuple[str, ...]] = IMPLS
     packing = True
 
-    def attend(self, inputs: AttentionInputs) -> AttentionOutput:
-        """Run the fused kernel that the options name, or the one that suits the device and the mask."""
-        inputs, state = self.extend(inputs)
+    def compute(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Run the fused kernel that the options name, or the one that suits device and mask."""
         impl, reason = self.config.impl, "named in the options"
         call = FlashInputs(
             inputs.q,
@@ -52,4 +52,4 @@ class FlashBackend(ExactBackend):
             impl, reason = choose_impl(call)
         out = flash_attention(**call._asdict(), impl=impl)
         self.record(impl, reason)
-        return AttentionOutput(out, state)
+        return AttentionOutput(out)

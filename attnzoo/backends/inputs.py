@@ -1,6 +1,7 @@
 """What one call of a backend is given, and what is checked and cleared before it runs.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size, M hidden size.
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
+M hidden size.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ class AttentionInputs(NamedTuple):
     hidden_states: Tensor | None = None  # [B, S, M]: what the keys were projected from
     bias: Tensor | None = None  # added to the scores, broadcastable to [B, H, T, S]
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
-    sinks: Tensor | None = (
-        None  # [H]: a logit per head that takes part in the softmax and has no value
-    )
+    sinks: Tensor | None = None  # [H]: logits that take part in the softmax and have no value
     dropout: float = 0.0
     return_state: bool = False
 
@@ -35,8 +34,9 @@ class AttentionInputs(NamedTuple):
 def shape_reasons(inputs: AttentionInputs, dtypes: frozenset[torch.dtype]) -> list[str]:
     """Say what is wrong with shapes and dtypes."""
     q, k, v = inputs.q, inputs.k, inputs.v
+    takes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     reasons = [
-        f"{name} is {x.dtype} (it takes {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))})"
+        f"{name} is {x.dtype} (it takes {takes})"
         for name, x in (("q", q), ("k", k), ("v", v))
         if x.dtype not in dtypes
     ]
@@ -45,6 +45,10 @@ def shape_reasons(inputs: AttentionInputs, dtypes: frozenset[torch.dtype]) -> li
             *reasons,
             f"q, k and v have {q.ndim}, {k.ndim} and {v.ndim} dimensions (4 each are needed)",
         ]
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        reasons.append(
+            f"q, k and v have {q.shape[0]}, {k.shape[0]} and {v.shape[0]} rows (they must agree)"
+        )
     if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         reasons.append(
             f"q has {q.shape[1]} heads, k {k.shape[1]} and v {v.shape[1]} "
@@ -54,11 +58,16 @@ def shape_reasons(inputs: AttentionInputs, dtypes: frozenset[torch.dtype]) -> li
         reasons.append(f"q has size {q.shape[3]} per head and k {k.shape[3]} (they must agree)")
     if k.shape[2] != v.shape[2]:
         reasons.append(f"k has {k.shape[2]} tokens and v {v.shape[2]} (they must agree)")
+    for name, x in (("padding", inputs.mask.padding), ("segment_ids", inputs.mask.segment_ids)):
+        if x is not None and (x.shape[0] not in (1, k.shape[0]) or x.shape[1] != k.shape[2]):
+            reasons.append(
+                f"the mask's {name} is {tuple(x.shape)} ({(k.shape[0], k.shape[2])} is needed)"
+            )
     return reasons
 
 
 def clear_padding(inputs: AttentionInputs) -> AttentionInputs:
-    """Put zeros where the mask says padding, so that nothing that stands there (NaN included) can spread."""
+    """Put zeros where the mask says padding: nothing that stands there, NaN included, spreads."""
     real = inputs.mask.padding
     if real is None:
         return inputs

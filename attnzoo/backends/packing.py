@@ -1,8 +1,8 @@
 """Packed rows taken apart into one sequence per row, and put together again.
 
-For backends without a packed form of their own: each segment becomes a row of a padded batch, so nothing can
-leak between segments, and the cost is that of the separate sequences. Needs the lengths on the host, so it cannot
-be traced by ``torch.compile``.
+For backends without a packed form of their own: each segment becomes a row of a padded batch, so
+nothing can leak between segments, and the cost is that of the separate sequences. Needs the lengths
+on the host, so it cannot be traced by ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -21,17 +21,22 @@ from attnzoo.state import AttentionOutput
 def attend_apart(
     attend: Callable[[AttentionInputs], AttentionOutput], inputs: AttentionInputs
 ) -> AttentionOutput:
-    """Run ``attend`` on every packed segment as a sequence of its own; the state is each row's last segment's."""
+    """Run ``attend`` on every packed segment as a sequence of its own.
+
+    The state is that of each row's last segment.
+    """
     mask = inputs.mask
     assert mask.segment_ids is not None
     if torch.compiler.is_compiling():
         raise UnsupportedError(
-            "packed rows cannot be taken apart under torch.compile; pass attention_mask (all ones when nothing is "
-            "padded) so that position_ids are not read as packing, or do not compile"
+            "packed rows cannot be taken apart under torch.compile; do not compile, or pass "
+            "attention_mask (all ones when nothing is padded) so that position_ids are not read as "
+            "packing"
         )
-    if inputs.state is not None or inputs.q.shape[2] != inputs.k.shape[2]:
+    if inputs.bias is not None or inputs.q.shape[2] != inputs.k.shape[2]:
         raise UnsupportedError(
-            "packed rows cannot go on from a state; run the sequences as rows of a batch"
+            "packed rows cannot be taken apart when a bias is given or the queries are fewer than "
+            "the keys; run the sequences as rows of a batch"
         )
     index, real = segment_index(mask.segment_ids)
     tokens = real.nonzero(as_tuple=True)
@@ -59,11 +64,11 @@ def attend_apart(
             [index[1:, 0] % length == 0, index.new_ones(1, dtype=torch.bool)]
         ).nonzero()[:, 0]
         state = type(state)(*(x.index_select(0, last) for x in state))
-    return AttentionOutput(flat.unflatten(0, (batch, length)).transpose(1, 2), state)
+    return AttentionOutput(flat.view(batch, length, heads, -1).transpose(1, 2), state)
 
 
 def segment_index(segment_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where each segment's tokens stand in the flattened rows ``[N, L]``, and which of them exist."""
+    """Return where each segment's tokens stand in the flattened rows ``[N, L]``; which exist."""
     batch, length = segment_ids.shape
     begins = torch.ones_like(segment_ids, dtype=torch.bool)
     begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]

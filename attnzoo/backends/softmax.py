@@ -12,7 +12,6 @@ from attnzoo.backends.base import AttentionBackend, register
 from attnzoo.backends.config import BackendConfig
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.errors import ConfigError
-from attnzoo.masks import AttentionMask
 from attnzoo.ops.softmax import softmax_attention
 from attnzoo.state import AttentionOutput, KVState
 
@@ -22,7 +21,8 @@ class SoftmaxConfig(BackendConfig):
     """Settings of dense softmax attention (arXiv:1706.03762)."""
 
     impl: Literal["auto", "reference"] = "auto"
-    # w: a causal query sees the w latest keys, its own included; otherwise w keys to either side
+    # w: a causal query sees the w latest keys, its own included; otherwise w keys to either side.
+    # Padding does not count, wherever it stands.
     window: int | None = None
 
     def __post_init__(self) -> None:
@@ -63,32 +63,88 @@ class ExactBackend(AttentionBackend):
         """Only a window lets earlier keys go."""
         return self.window is None
 
-    def extend(self, inputs: AttentionInputs) -> tuple[AttentionInputs, KVState | None]:
-        """Put the keys of the state before the new ones, narrow the mask, and say what to keep."""
-        k, v, mask = inputs.k, inputs.v, inputs.mask
-        real = mask.padding
-        if inputs.state is not None:
-            past: KVState = inputs.state
-            if real is None:
-                real = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
-            k, v = torch.cat([past.k, k], 2), torch.cat([past.v, v], 2)
-            real = torch.cat([past.real, real], 1)
-            mask = replace(mask, padding=real, q_offset=past.k.shape[2])
-        if self.window is not None:
-            before, after = (self.window - 1, 0) if mask.causal else (self.window, self.window)
-            mask = mask.with_window((before, after), inputs.q.shape[2], k.shape[2])
-        state = self._kept(k, v, real, mask) if inputs.return_state else None
-        return inputs._replace(k=k, v=v, mask=mask, state=None), state
+    def compute(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Attend to all the given keys, those from a state included."""
+        raise NotImplementedError
 
-    def _kept(self, k: Tensor, v: Tensor, real: Tensor | None, mask: AttentionMask) -> KVState:
-        if real is None:
-            real = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
-        if mask.segment_ids is not None:  # what comes next belongs to the last segment
-            real = real & (mask.segment_ids == mask.segment_ids[:, -1:])
-        if mask.window is not None and mask.function is None:
-            first = max(k.shape[2] - mask.window[0], 0)
-            k, v, real = k[:, :, first:], v[:, :, first:], real[:, first:]
-        return KVState(k, v, real)
+    def attend(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Attend to the keys of the state and to the new ones."""
+        padded = inputs.mask.padding is not None
+        inputs = _with_past(inputs)
+        order: tuple[Tensor, Tensor] | None = None
+        if self.window is not None:
+            lengths = inputs.q.shape[2], inputs.k.shape[2]
+            order = _padding_first(inputs) if padded else None
+            if order is not None:
+                inputs = _reordered(inputs, *order)
+            reach = (self.window - 1, 0) if inputs.mask.causal else (self.window, self.window)
+            inputs = inputs._replace(mask=inputs.mask.with_window(reach, *lengths))
+        output = self.compute(inputs)
+        if order is not None:
+            output = AttentionOutput(_take(output.out, order[0].argsort(1)))
+        return output._replace(state=_kept(inputs) if inputs.return_state else None)
+
+
+def _with_past(inputs: AttentionInputs) -> AttentionInputs:
+    """Put the keys of the state before the new ones."""
+    if inputs.state is None:
+        return inputs
+    past: KVState = inputs.state
+    real = torch.cat([past.real, _real(inputs)], 1)
+    return inputs._replace(
+        k=torch.cat([past.k, inputs.k], 2),
+        v=torch.cat([past.v, inputs.v], 2),
+        mask=replace(inputs.mask, padding=real, q_offset=past.k.shape[2]),
+        state=None,
+    )
+
+
+def _real(inputs: AttentionInputs) -> Tensor:
+    """Return which keys are real, ``[B, S]`` bool."""
+    batch, _, length, _ = inputs.k.shape
+    if inputs.mask.padding is not None:
+        return inputs.mask.padding.expand(batch, length)
+    return torch.ones(batch, length, dtype=torch.bool, device=inputs.k.device)
+
+
+def _padding_first(inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
+    """Return the order of queries ``[B, T]`` and keys ``[B, S]`` that puts all padding in front.
+
+    In that order the w latest keys are real ones, wherever padding stood, as without padding.
+    ``None`` when something is given for the places as they are.
+    """
+    real = inputs.mask.query_padding(inputs.q.shape[2], inputs.k.shape[2])
+    if real is None or inputs.bias is not None or inputs.mask.function is not None:
+        return None
+    return real.int().argsort(dim=1, stable=True), _real(inputs).int().argsort(dim=1, stable=True)
+
+
+def _reordered(inputs: AttentionInputs, queries: Tensor, keys: Tensor) -> AttentionInputs:
+    """Bring queries, keys and all that belongs to them into another order."""
+    ids = inputs.mask.segment_ids
+    mask = replace(
+        inputs.mask,
+        padding=torch.take_along_dim(_real(inputs), keys, 1),
+        segment_ids=None if ids is None else torch.take_along_dim(ids, keys, 1),
+    )
+    q, k, v = _take(inputs.q, queries), _take(inputs.k, keys), _take(inputs.v, keys)
+    return inputs._replace(q=q, k=k, v=v, mask=mask)
+
+
+def _take(x: Tensor, order: Tensor) -> Tensor:
+    """Bring ``[B, H, T, D]`` into another order of tokens."""
+    return torch.take_along_dim(x, order[:, None, :, None], 2)
+
+
+def _kept(inputs: AttentionInputs) -> KVState:
+    """Return what a later call needs of these keys and values."""
+    k, v, mask, real = inputs.k, inputs.v, inputs.mask, _real(inputs)
+    if mask.segment_ids is not None:  # what comes next belongs to the last segment
+        real = real & (mask.segment_ids == mask.segment_ids[:, -1:])
+    if mask.window is not None and mask.function is None:
+        first = max(k.shape[2] - mask.window[0], 0)
+        k, v, real = k[:, :, first:], v[:, :, first:], real[:, first:]
+    return KVState(k, v, real)
 
 
 @register("softmax")
@@ -100,9 +156,8 @@ class SoftmaxBackend(ExactBackend):
     packing = True
     softcap = True
 
-    def attend(self, inputs: AttentionInputs) -> AttentionOutput:
+    def compute(self, inputs: AttentionInputs) -> AttentionOutput:
         """Compute every score and weigh the values with their softmax."""
-        inputs, state = self.extend(inputs)
         q, k = inputs.q, inputs.k
         output = softmax_attention(
             q,
@@ -116,4 +171,4 @@ class SoftmaxBackend(ExactBackend):
             dropout=inputs.dropout,
         )
         self.record("reference", "the only one")
-        return output._replace(state=state)
+        return output

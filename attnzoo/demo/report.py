@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from attnzoo.demo.measure import Result
@@ -35,23 +36,26 @@ def size(count: int | None) -> str:
 def columns(results: list[Result]) -> list[str]:
     """Return the heads of the table."""
     lengths = _lengths(results)
-    decode = [f"ms/token @{_short(n)}" for n in lengths]
-    cache = [f"cache @{_short(n)}" for n in (lengths[:1] + lengths[-1:])] if lengths else []
-    return ["attention", "extras", "bits/byte", "recall bits/byte", *decode, *cache]
+    decode = [f"ms @{_short(n)}" for n in lengths]
+    cache = [f"cache @{_short(n)}" for n in _ends(lengths)]
+    return ["attention", "extras", "bits/byte", "recall", *decode, *cache]
 
 
 def cells(result: Result, results: list[Result]) -> list[str]:
     """Return one row of the table."""
     lengths = _lengths(results)
-    ends = lengths[:1] + lengths[-1:] if lengths else []
     return [
         result.label,
         f"{result.parameters_added:,}",
         number(result.bits_per_byte),
         number(result.recall_bits_per_byte),
         *(number(result.decode_ms.get(n), 1) for n in lengths),
-        *(size(result.cache_bytes.get(n)) for n in ends),
+        *(size(result.cache_bytes.get(n)) for n in _ends(lengths)),
     ]
+
+
+def _ends(lengths: list[int]) -> list[int]:
+    return sorted({lengths[0], lengths[-1]}) if lengths else []
 
 
 def _lengths(results: list[Result]) -> list[int]:
@@ -64,9 +68,15 @@ def _short(length: int) -> str:
 
 def terminal_table(results: list[Result]) -> Table:
     """Return the results as a table; what was refused stands below with its reason."""
-    table = Table(title="One model, its attention swapped by config, nothing trained")
+    table = Table(
+        title="One model, its attention swapped by config, nothing trained",
+        caption="bits per byte on held-out text and on a second copy (recall); "
+        "ms to decode a token, and bytes of cache, after so many tokens",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for i, head in enumerate(columns(results)):
-        table.add_column(head, justify="left" if i == 0 else "right")
+        table.add_column(head, justify="left" if i == 0 else "right", no_wrap=True)
     for result in results:
         if not result.refused:
             table.add_row(*cells(result, results))
@@ -242,7 +252,7 @@ def _figures(shown: list[Result]) -> list[tuple[str, str, Any]]:
                 x=list(points), y=list(points.values()), name=result.label, mode="lines+markers"
             )
         figure.update_xaxes(type="log", title="tokens seen", tickvals=_lengths(shown))
-        figure.update_yaxes(type="log", title=title)
+        figure.update_yaxes(type="log", title=title, dtick="D2", minor_showgrid=False)
         lines.append(figure)
     return [
         (

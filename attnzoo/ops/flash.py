@@ -4,14 +4,15 @@ The same mathematics as :func:`attnzoo.ops.softmax.softmax_attention`; computed 
 ``scaled_dot_product_attention`` (flash, cuDNN or memory-efficient kernels) or by xformers.
 Time O(T S), memory O(T + S); with a sliding window of w, time and memory O(T w).
 Source: Dao et al., 2022, arXiv:2205.14135; Rabe and Staats, 2021, arXiv:2112.05682.
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size, w window.
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
+w window.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +91,8 @@ def flash_attention(
 def choose_impl(inputs: FlashInputs) -> tuple[str, str]:
     """Pick the implementation for ``impl="auto"`` and say why.
 
-    xformers has kernels for sliding windows that touch only the band; otherwise torch's own are as fast.
+    xformers has kernels for sliding windows that touch only the band; otherwise torch's own are as
+    fast.
     """
     if inputs.q.device.type != "cuda":
         return "sdpa", f"on {inputs.q.device.type}, where xformers has no operator"
@@ -129,19 +131,16 @@ def _grouped_sdpa(
 ) -> Tensor:
     """Share each key head among its group of query heads."""
     q, groups = x.q, x.q.shape[1] // k.shape[1]
-    options = {"dropout_p": x.dropout, "scale": x.scale}
+    attend = partial(F.scaled_dot_product_attention, dropout_p=x.dropout, scale=x.scale)
     if groups == 1:
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)
+        return attend(q, k, v, mask, is_causal=is_causal)
     if q.shape[2] == 1 and (mask is None or mask.shape[1] == 1):  # the group stands in as queries
-        folded = q.view(q.shape[0], k.shape[1], groups, q.shape[3])
-        out = F.scaled_dot_product_attention(folded, k, v, mask, **options)
-        return out.view(q.shape[0], q.shape[1], 1, v.shape[3])
+        folded = q.reshape(q.shape[0], k.shape[1], groups, q.shape[3])
+        return attend(folded, k, v, mask).reshape(q.shape[0], q.shape[1], 1, v.shape[3])
     if q.device.type == "cuda" and mask is None and q.shape[3] == v.shape[3] <= 256:
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=is_causal, enable_gqa=True, **options
-        )
+        return attend(q, k, v, is_causal=is_causal, enable_gqa=True)
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)
+    return attend(q, k, v, mask, is_causal=is_causal)
 
 
 def _masked_sdpa(x: FlashInputs, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -190,6 +189,7 @@ def _sdpa_band(x: FlashInputs) -> Tensor:
     block = max(sum(window), 64)
     q, k, v = band_blocks(x.q, x.k, x.v, block=block, window=window)
     mask = band_mask(length, block=block, window=window, mask=x.mask, device=x.q.device)
+    mask = mask.repeat(q.shape[0] // mask.shape[0], 1, 1, 1)
     out = _masked_sdpa(x, q, k, v, mask)  # [B * N, H, block, E]
     out = out.view(batch, -1, heads, block, v.shape[-1]).transpose(1, 2)
     return out.reshape(batch, heads, -1, v.shape[-1])[:, :, :length]
@@ -205,7 +205,7 @@ def xformers_installed() -> bool:
 
 
 def xformers_reasons(x: FlashInputs) -> list[str]:
-    """Say why xformers cannot run this call, asking xformers itself where it knows; empty if it can."""
+    """Say why xformers cannot run this call, asking it where it knows; empty if it can."""
     if not xformers_installed():
         return ["the package is not installed (pip install attnzoo[xformers])"]
     reasons = []
@@ -234,11 +234,12 @@ def _xformers_layout(x: FlashInputs) -> tuple[Tensor, Tensor, Tensor]:
     groups = x.q.shape[1] // x.k.shape[1]
     if groups == 1:
         return q, k, v
-    q = q.unflatten(2, (x.k.shape[1], groups))
-    return q, *(t[:, :, :, None].expand(-1, -1, -1, groups, -1) for t in (k, v))  # type: ignore[return-value]
+    q = q.view(*q.shape[:2], x.k.shape[1], groups, q.shape[3])
+    k, v = (t[:, :, :, None].expand(-1, -1, -1, groups, -1) for t in (k, v))
+    return q, k, v
 
 
-def _xformers_bias(x: FlashInputs) -> object | None:
+def _xformers_bias(x: FlashInputs) -> Any:
     """Name the mask in xformers' own terms."""
     from xformers.ops.fmha import attn_bias
 
@@ -254,7 +255,7 @@ def _xformers(x: FlashInputs) -> Tensor:
     from xformers.ops import fmha
 
     q, k, v = _xformers_layout(x)
-    out = fmha.memory_efficient_attention(
+    out: Tensor = fmha.memory_efficient_attention(
         q, k, v, attn_bias=_xformers_bias(x), p=x.dropout, scale=x.scale
     )
     return out.flatten(2, -2).transpose(1, 2)

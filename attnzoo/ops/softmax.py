@@ -1,6 +1,6 @@
 r"""Softmax attention, written out: the oracle of every exact implementation.
 
-Computes :math:`o_i = \sum_j a_{ij} v_j` with :math:`a_{ij} = \mathrm{softmax}_j(s\, q_i \cdot k_j)`.
+Computes :math:`o_i = \sum_j a_{ij} v_j`, :math:`a_{ij} = \mathrm{softmax}_j(s\, q_i \cdot k_j)`.
 Time and memory O(T S). Source: Vaswani et al., 2017, arXiv:1706.03762.
 Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size.
 """
@@ -45,9 +45,8 @@ def softmax_attention(
     batch, heads, length, size = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     scale = size**-0.5 if scale is None else scale
-    grouped = q.to(wide).view(
-        batch, k.shape[1], -1, size
-    )  # the heads of a group stand below each other
+    # the heads of a group stand below each other; q may be a transposed view
+    grouped = q.to(wide).reshape(batch, k.shape[1], -1, size)
     scores = (grouped @ k.to(wide).transpose(2, 3)).view(batch, heads, length, -1) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

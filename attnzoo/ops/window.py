@@ -16,15 +16,16 @@ from attnzoo.masks import AttentionMask, Window
 def band_blocks(
     q: Tensor, k: Tensor, v: Tensor, *, block: int, window: Window
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut ``[B, H, T, D]`` into blocks of queries, ``[B * N, H, block, D]``, and their keys and values.
+    """Cut ``[B, H, T, D]`` into blocks of queries, ``[B * N, H, block, D]``, and what they see.
 
     Keys and values come as ``[B * N, Hkv, W, D]`` with ``W = before + block + after``; what lies
     outside the sequence is zero.
     """
-    after_end = -q.shape[2] % block
+    batch, heads, length, size = q.shape
+    after_end = -length % block
     before, after = window
-    q = F.pad(q, (0, 0, 0, after_end))
-    q = q.unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)
+    q = F.pad(q, (0, 0, 0, after_end)).reshape(batch, heads, -1, block, size)
+    q = q.transpose(1, 2).flatten(0, 1)
 
     def beside(x: Tensor) -> Tensor:
         padded = F.pad(x, (0, 0, before, after + after_end))
@@ -51,8 +52,7 @@ def band_mask(
     if mask.padding is not None:
         seen = seen & mask.padding[:, position][:, :, None, :]
     if mask.segment_ids is not None:
-        own = F.pad(mask.segment_ids, (0, blocks * block - length), value=-1).unflatten(
-            1, (-1, block)
-        )
+        own = F.pad(mask.segment_ids, (0, blocks * block - length), value=-1)
+        own = own.view(len(own), blocks, block)
         seen = seen & (own[:, :, :, None] == mask.segment_ids[:, position][:, :, None, :])
     return seen.reshape(-1, 1, block, len(keys))
