@@ -1,0 +1,300 @@
+"""Time and peak memory of every op against SDPA and a plain matrix product, in one run.
+
+    python benchmarks/ops.py                  # 1k to 16k tokens, one thread: a few minutes
+    python benchmarks/ops.py --quick          # 1k and 4k, forward only
+
+At each length all calls take turns, so that a disturbance hits all of them, and ratios are medians
+over the turns. ``OPS`` is the table to extend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+
+from attnzoo.bench import Case, Run, as_row, machine, peak_bytes, time_together, write_lines
+from attnzoo.ops.linear import CHUNK_SIZE, linear_attention
+
+MATMUL = 2048  # rows and columns of the square product that rates are measured against
+Inputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """How to call an op with q, k, v and what ``extras`` adds; all of them are given gradients."""
+
+    attend: Callable[..., Tensor]
+    extras: Callable[[Case], Inputs] = lambda case: ()
+    impl: str = "torch"
+    flops: Callable[[Case], float] | None = None  # of a forward pass, products only, as it is done
+
+
+def chunk_flops(case: Case) -> float:
+    """Count the products of the chunk form, half-empty ones in full."""
+    inside, between = 2 * CHUNK_SIZE * (case.D + case.E), 4 * case.D * case.E
+    return float(case.B * case.H * case.T * (inside + between))
+
+
+def linear(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Call the chunk form, normalised unless told otherwise."""
+    options = {"normalize": True, "log_decay": log_decay} | options
+    return linear_attention(q, k, v, **options).out
+
+
+def per_token(case: Case) -> Inputs:
+    """Return a scalar log decay per token."""
+    return (-0.1 * torch.rand(case.B, case.Hkv, case.T),)
+
+
+def per_channel(case: Case) -> Inputs:
+    """Return a vector log decay per token, as strong as GLA's gates are."""
+    return (-0.1 * torch.rand(case.B, case.Hkv, case.T, case.D),)
+
+
+def per_head(case: Case) -> Inputs:
+    """Return a constant log decay per head."""
+    return (-0.1 * torch.rand(case.Hkv),)
+
+
+OPS: dict[str, Op] = {
+    "sdpa": Op(attend=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
+    "linear": Op(attend=linear, flops=chunk_flops),
+    "linear, not normalised": Op(
+        attend=lambda q, k, v: linear(q, k, v, normalize=False), flops=chunk_flops
+    ),
+    "linear, bidirectional": Op(attend=lambda q, k, v: linear(q, k, v, causal=False)),
+    "retention (decay per head)": Op(attend=linear, extras=per_head),
+    "mamba2 (decay per token)": Op(attend=linear, extras=per_token),
+    "gla (decay per channel)": Op(attend=linear, extras=per_channel),
+}
+GLA = "gla (decay per channel)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What a measured figure is to reach, at one length."""
+
+    op: str
+    mode: str
+    T: int
+    figure: str  # "speedup" over SDPA, "rate" of the matrix product, "extra" memory, "after_256"
+    bound: float
+    at_most: bool = False
+
+    def met(self, value: float) -> bool:
+        """Whether the figure is on the right side of the bound."""
+        return value <= self.bound if self.at_most else value >= self.bound
+
+    def __str__(self) -> str:
+        """Say it as the table does."""
+        return f"{'<=' if self.at_most else '>='} {self.bound:g}"
+
+
+GOALS = [
+    Goal(op="linear", mode="forward", T=1024, figure="speedup", bound=3),
+    Goal(op="linear", mode="forward", T=16384, figure="speedup", bound=35),
+    Goal(op="linear", mode="forward", T=16384, figure="rate", bound=0.7),
+    Goal(op="linear", mode="train", T=16384, figure="speedup", bound=30),
+    Goal(op="linear", mode="train", T=16384, figure="extra", bound=0.25, at_most=True),
+    Goal(op=GLA, mode="forward", T=1024, figure="speedup", bound=1),
+    Goal(op=GLA, mode="forward", T=2048, figure="speedup", bound=1),
+    Goal(op=GLA, mode="forward", T=4096, figure="speedup", bound=1),
+    Goal(op=GLA, mode="forward", T=16384, figure="speedup", bound=10),
+    Goal(op="linear", mode="decode", T=16384, figure="after_256", bound=1.2, at_most=True),
+]
+
+
+def make_inputs(case: Case, op: Op) -> list[Tensor]:
+    """Make positive queries and keys, as feature maps do, values, and what else the op takes."""
+    dtype, device = getattr(torch, case.dtype), case.device
+    q = torch.rand(case.B, case.H, case.T, case.D)
+    k = torch.rand(case.B, case.Hkv, case.T, case.D)
+    v = torch.randn(case.B, case.Hkv, case.T, case.E)
+    needs = case.mode == "train"
+    inputs = (q, k, v, *op.extras(case))
+    return [x.to(device, dtype).requires_grad_(needs) for x in inputs]
+
+
+def make_run(case: Case, op: Op) -> tuple[Run, int]:
+    """Return the call to measure, and the bytes of its inputs, results and gradients."""
+    inputs = make_inputs(case, op)
+    d_out = torch.randn(case.B, case.H, case.T, case.E).to(inputs[0])
+    if case.mode == "train":
+
+        def train() -> Any:
+            out = op.attend(*inputs)
+            return out, torch.autograd.grad(out, inputs, d_out)
+
+        return train, 2 * (sum(x.nbytes for x in inputs) + d_out.nbytes)
+    run: Run = torch.no_grad()(lambda: op.attend(*inputs))
+    return run, sum(x.nbytes for x in inputs) + d_out.nbytes
+
+
+def measure_decode(length: int, base: Case, rounds: int) -> list[dict[str, Any]]:
+    """Time one token after 256 and after ``length``, and weigh the state each leaves."""
+    runs, states = {}, {}
+    for tokens in (256, length):
+        case = replace(base, op="linear", mode="decode", T=tokens)
+        prompt = make_inputs(replace(case, mode="forward"), OPS["linear"])
+        now = make_inputs(replace(case, mode="forward", T=1), OPS["linear"])
+        state = linear_attention(*prompt, normalize=True, return_state=True).state
+        step = lambda now=now, state=state: linear_attention(  # noqa: E731
+            *now, normalize=True, form="recurrent", state=state, return_state=True
+        )
+        runs[str(tokens)] = torch.no_grad()(step)
+        states[str(tokens)] = sum(x.nbytes for x in state)
+    taken = time_together(runs, rounds=max(rounds, 9))
+    rows = []
+    for tokens in (256, length):
+        case = replace(base, op="linear", impl="torch", mode="decode", T=tokens)
+        timing = taken[str(tokens)]
+        ratio = 1 / timing.times_faster_than(taken["256"])
+        rows.append(as_row(case, timing, after_256=ratio, state_bytes=states[str(tokens)]))
+    return rows
+
+
+def measure(base: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
+    """Measure the named ops, SDPA and the matrix product in turns."""
+    cases = {name: replace(base, op=name, impl=OPS[name].impl) for name in names}
+    made = {name: make_run(case, OPS[name]) for name, case in cases.items()}
+    square = torch.randn(MATMUL, MATMUL, device=base.device).to(getattr(torch, base.dtype))
+    runs: dict[str, Run] = {name: run for name, (run, _) in made.items()}
+    taken = time_together({"matmul": lambda: square @ square, **runs}, rounds=rounds)
+    rows = []
+    for name, case in cases.items():
+        run, own = made[name]
+        peak = peak_bytes(run, case.device)
+        results = own // 2 if case.mode == "train" else _out_bytes(case)
+        figures: dict[str, Any] = {"peak_bytes": peak, "extra": max(0, peak - results) / own}
+        figures["speedup"] = taken[name].times_faster_than(taken["sdpa"])
+        flops = OPS[name].flops
+        if flops is not None and case.mode == "forward":
+            figures["gflops"] = flops(case) / taken[name].min_ms / 1e6
+            product = 2 * MATMUL**3 / flops(case)
+            figures["rate"] = taken[name].times_faster_than(taken["matmul"]) / product
+        rows.append(as_row(case, taken[name], **figures))
+    return rows
+
+
+def _out_bytes(case: Case) -> int:
+    return case.B * case.H * case.T * case.E * getattr(torch, case.dtype).itemsize
+
+
+def measure_tiles(base: Case) -> list[dict[str, Any]]:
+    """Time the products of the chunk form by themselves: what its rate could be at best."""
+    n, c, d, e = base.B * base.Hkv, CHUNK_SIZE, base.D, base.E
+    q, k, v, scores, state = (
+        torch.randn(n, *shape) for shape in ((c, d), (c, d), (c, e), (c, c), (d, e))
+    )
+    runs: dict[str, Run] = {
+        "bmm q k^T": lambda: torch.bmm(q, k.mT),
+        "bmm scores v": lambda: torch.bmm(scores, v),
+        "bmm q state": lambda: torch.bmm(q, state),
+        "bmm k^T v": lambda: torch.bmm(k.mT, v),
+    }
+    flops: dict[str, float] = dict(
+        zip(runs, (c * d * c, c * c * e, c * d * e, d * c * e), strict=True)
+    )
+    square = torch.randn(MATMUL, MATMUL)
+    runs["matmul"], flops["matmul"] = lambda: square @ square, MATMUL**3 / n
+    taken = time_together(runs, rounds=5)
+    rows = []
+    for name, timing in taken.items():
+        case = replace(
+            base, op=name, impl="torch", mode="product", T=MATMUL if name == "matmul" else c
+        )
+        rows.append(as_row(case, timing, gflops=2 * n * flops[name] / timing.min_ms / 1e6))
+    return rows
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    """Print what was measured, with the goals beside it."""
+    table = Table(title="float32, 8 heads, d=64" if not rows else _title(rows[0]))
+    for column in ("op", "mode", "T"):
+        table.add_column(column, justify="right" if column == "T" else "left")
+    for column in ("ms", "x SDPA", "GFLOP/s", "of matmul", "extra memory", "goal"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        cells = [row["op"], row["mode"], str(row["T"]), f"{row['median_ms']:.3g}"]
+        cells.append(_cell(row, "speedup", "{:.1f}"))
+        cells.append(_cell(row, "gflops", "{:.0f}"))
+        cells.append(_cell(row, "rate", "{:.0%}"))
+        cells.append(_cell(row, "extra", "{:.1%}"))
+        cells.append(_verdicts(row))
+        table.add_row(*cells)
+    console.print(table)
+
+
+def _title(row: dict[str, Any]) -> str:
+    return f"{row['dtype']}, batch {row['B']}, {row['H']} heads, d={row['D']}, on {row['device']}"
+
+
+def _cell(row: dict[str, Any], name: str, form: str) -> str:
+    return form.format(row[name]) if row.get(name) is not None else ""
+
+
+def _verdicts(row: dict[str, Any]) -> str:
+    """Name the goals of a row, with what was measured of each."""
+    found = []
+    for goal in GOALS:
+        if (goal.op, goal.mode, goal.T) == (row["op"], row["mode"], row["T"]):
+            value = row[goal.figure]
+            colour = "green" if goal.met(value) else "red"
+            found.append(f"[{colour}]{goal.figure} {value:.2f} {goal}[/]")
+    return ", ".join(found)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="JSON lines go here.")] = Path(
+        "benchmarks/results/ops.jsonl"
+    ),
+    lengths: Annotated[str, typer.Option(help="Tokens, separated by commas.")] = (
+        "1024,2048,4096,8192,16384"
+    ),
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
+    key_heads: Annotated[int | None, typer.Option(help="Key heads; as many if not given.")] = None,
+    size: Annotated[int, typer.Option(help="Size of keys and values.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Turns of each call.")] = 5,
+    quick: Annotated[bool, typer.Option(help="1k and 4k, forward only.")] = False,
+    only: Annotated[str, typer.Option(help="Ops whose name contains this.")] = "",
+) -> None:
+    """Measure every op at every length, print a table, write JSON lines."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    tokens = [1024, 4096] if quick else [int(length) for length in lengths.split(",")]
+    modes = ("forward",) if quick else ("forward", "train")
+    names = ["sdpa", *(name for name in OPS if name != "sdpa" and only in name)]
+    base = Case(op="", H=heads, Hkv=key_heads or heads, D=size, E=size, dtype=dtype, device=device)
+    rows = measure_tiles(base) if device == "cpu" and dtype == "float32" else []
+    with Progress(transient=True) as progress:
+        task = progress.add_task("measuring", total=len(tokens) * len(modes))
+        for mode in modes:
+            for length in tokens:
+                progress.update(task, description=f"{mode}, {length} tokens")
+                turns = rounds if length < 16384 else min(rounds, 3)
+                rows += measure(replace(base, mode=mode, T=length), names, turns)
+                progress.advance(task)
+    rows += measure_decode(max(tokens), base, rounds)
+    show(rows, Console())
+    described = machine()
+    write_lines(out, ({**row, "machine": described} for row in rows))
+    typer.echo(f"{len(rows)} lines in {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
