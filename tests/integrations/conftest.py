@@ -1,0 +1,88 @@
+"""Small random models whose attention matters, and padded batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+transformers.logging.set_verbosity_error()
+
+
+def redrawn(model: nn.Module, seed: int = 5) -> nn.Module:
+    """Draw weights so large that scores spread; the usual small ones make all attention uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(1.5 * noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.1 * noise)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def redraw() -> Callable[..., Any]:
+    return redrawn
+
+
+@pytest.fixture(scope="session")
+def llama_config() -> Callable[..., Any]:
+    def make(**changes: Any) -> Any:
+        sizes: dict[str, Any] = {
+            "vocab_size": 99,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 48,
+            "max_position_embeddings": 64,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
+        return transformers.LlamaConfig(**{**sizes, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llama(llama_config: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes a Llama on eager attention, the same one in every call."""
+
+    def make(**changes: Any) -> Any:
+        config = llama_config(**changes)
+        return redrawn(
+            transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def ids() -> Tensor:
+    """Three rows of twelve tokens, none of them special."""
+    return torch.randint(3, 99, (3, 12), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="session")
+def padding() -> Callable[..., Tensor]:
+    """Return a function that masks all but 12, 7 and 1 tokens, or others, on one side."""
+
+    def make(side: str, lengths: tuple[int, ...] = (12, 7, 1), total: int = 12) -> Tensor:
+        steps = torch.arange(total)
+        real = torch.tensor(lengths)[:, None]
+        if side == "left":
+            return (steps >= total - real).long()
+        return (steps < (real if side == "right" else total)).long().expand(len(lengths), -1)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def positions() -> Callable[[Tensor], Tensor]:
+    """Return a function from padding to positions, as generation counts them."""
+    return lambda mask: (mask.cumsum(1) - 1).clamp(min=0)

@@ -1,0 +1,220 @@
+"""A state as an entry of a transformers cache: what may be done to it, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from torch.testing import assert_close
+
+import attnzoo
+from attnzoo.errors import UnsupportedError
+
+RECURRENT = [("linear", {}), ("gated_linear", {"gate": "gla"}), ("flash", {"window": 4})]
+
+
+@pytest.fixture(params=RECURRENT, ids=["linear", "gated_linear", "window"])
+def model(request, llama):
+    model = llama()
+    attnzoo.swap(model, request.param[0], **request.param[1])
+    return model
+
+
+@pytest.fixture(params=["dynamic", "static"])
+def cache(request, model):
+    if request.param == "dynamic":
+        return hf.DynamicCache(config=model.config)
+    return hf.StaticCache(config=model.config, max_cache_len=20)
+
+
+def step(model: Any, cache: Any, tokens: Tensor, **given: Any) -> Tensor:
+    with torch.no_grad():
+        return model(tokens, past_key_values=cache, **given).logits
+
+
+def whole(model: Any, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(tokens, use_cache=False).logits
+
+
+def state_bytes(cache: Any) -> int:
+    tensors = [x for layer in cache.layers for x in layer.state]
+    return sum(x.untyped_storage().nbytes() for x in tensors)
+
+
+@pytest.mark.parametrize("cuts", [(7,), (1, 5), (4, 1, 1)])
+def test_prompt_cut_anywhere(model, cache, ids, cuts):
+    lengths = (*cuts, 12 - sum(cuts))
+    logits = [step(model, cache, tokens) for tokens in ids.split(lengths, 1)]
+    assert_close(torch.cat(logits, 1), whole(model, ids), atol=1e-4, rtol=1e-4)
+    assert int(cache.get_seq_length()) == 12
+
+
+def test_reorder_follows_beams(model, cache, ids):
+    step(model, cache, ids[:, :8])
+    order = torch.tensor([2, 2, 0])
+    cache.reorder_cache(order)
+    found = step(model, cache, ids[:, 8:])
+    mixed = torch.cat([ids[order, :8], ids[:, 8:]], 1)
+    assert_close(found, whole(model, mixed)[:, 8:], atol=1e-4, rtol=1e-4)
+
+
+def test_rows_selected_and_repeated(model, ids):
+    cache = hf.DynamicCache()
+    step(model, cache, ids[:, :8])
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    cache.batch_repeat_interleave(2)
+    assert cache.batch_size == 4
+    rows = torch.tensor([0, 0, 2, 2])
+    found = step(model, cache, ids[rows, 8:])
+    assert_close(found, whole(model, ids[rows])[:, 8:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [3, 1])  # the same batch, and another
+def test_reset_and_reuse(model, cache, ids, rows):
+    step(model, cache, ids)
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+    logits = [step(model, cache, tokens) for tokens in ids[:rows].flip(1).split((8, 4), 1)]
+    assert_close(torch.cat(logits, 1), whole(model, ids[:rows].flip(1)), atol=1e-4, rtol=1e-4)
+
+
+def test_static_state_stays_in_place(model, ids):
+    cache = hf.StaticCache(config=model.config, max_cache_len=20)
+    step(model, cache, ids[:, :8])
+    places = [x.data_ptr() for layer in cache.layers for x in (*layer.state, layer.seen)]
+    step(model, cache, ids[:, 8:9])
+    cache.reset()
+    step(model, cache, ids[:, :8])
+    assert [x.data_ptr() for layer in cache.layers for x in (*layer.state, layer.seen)] == places
+
+
+def test_bytes_do_not_grow(model, cache, ids):
+    sizes = set()
+    for tokens in (ids[:, :8], *ids[:, 8:].split(1, 1)):
+        step(model, cache, tokens)
+        sizes.add(state_bytes(cache))
+    assert len(sizes) == 1
+    assert all(layer.keys is None for layer in cache.layers)
+
+
+def test_bytes_of_stock_keys_do_grow(llama, ids):
+    model = llama()
+    attnzoo.swap(model, "flash")
+    cache = hf.DynamicCache()
+    step(model, cache, ids[:, :8])
+    before = cache.layers[0].keys.numel()
+    step(model, cache, ids[:, 8:])
+    assert cache.layers[0].keys.numel() > before
+
+
+@pytest.mark.parametrize("removed", [0, 1, 4, 6, 10])
+def test_crop_takes_recorded_tokens_back(model, ids, padding, removed):
+    mask = padding("left", (12, 9, 8))
+    cache = hf.DynamicCache()
+    cache.activate_past_recording()
+    step(model, cache, ids[:, :2], attention_mask=mask[:, :2])
+    cache.crop(0)
+    for begin, end in ((2, 7), (7, 8), (8, 12)):
+        step(model, cache, ids[:, begin:end], attention_mask=mask[:, :end])
+    cache.crop(-removed)
+    kept = 12 - removed
+    assert cache.get_seq_length() == kept
+    other = torch.cat([ids[:, :kept], ids.flip(1)[:, :5]], 1)
+    longer = torch.cat([mask[:, :kept], mask.new_ones(3, 5)], 1)
+    found = step(model, cache, other[:, kept:], attention_mask=longer)
+    with torch.no_grad():
+        expected = model(
+            other,
+            attention_mask=longer,
+            position_ids=torch.arange(kept + 5)[None],
+            use_cache=False,
+        ).logits
+    assert_close(found, expected[:, kept:], atol=1e-4, rtol=1e-4)
+
+
+def test_crop_refuses_what_was_not_recorded(model, ids):
+    cache = hf.DynamicCache()
+    step(model, cache, ids)
+    with pytest.raises(UnsupportedError, match=r"3 tokens back .* 0 are recorded"):
+        cache.crop(-3)
+    with pytest.raises(UnsupportedError, match="negative number, got 3"):
+        cache.crop(3)
+    assert cache.get_seq_length() == 12
+
+
+def test_static_cache_takes_nothing_back(model, ids):
+    cache = hf.StaticCache(config=model.config, max_cache_len=20)
+    step(model, cache, ids)
+    with pytest.raises(UnsupportedError, match="DynamicCache"):
+        cache.crop(-1)
+
+
+def test_cache_filled_before_the_swap_is_refused(llama, ids):
+    model = llama()
+    cache = hf.DynamicCache()
+    step(model, cache, ids)
+    attnzoo.swap(model, "linear")
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn.* 12 tokens .*'linear'"):
+        step(model, cache, ids[:, :1])
+
+
+def test_cache_of_another_backend_is_refused(model, cache, ids):
+    step(model, cache, ids)
+    attnzoo.swap(model, "linear", feature_map="relu")
+    with pytest.raises(UnsupportedError, match="cannot go on from it"):
+        step(model, cache, ids[:, :1])
+
+
+@pytest.mark.parametrize("after", ["restore", "flash", "sdpa"])
+def test_state_is_not_taken_for_keys(model, cache, ids, after):
+    step(model, cache, ids)
+    if after == "restore":
+        attnzoo.restore(model)
+    elif after == "flash":
+        attnzoo.swap(model, "flash")
+    else:
+        model.set_attn_implementation("sdpa")
+    with pytest.raises(UnsupportedError, match="holds the state of backend"):
+        step(model, cache, ids[:, :1])
+
+
+def test_setting_another_implementation_sets_the_swap_aside(model, llama, ids):
+    model.set_attn_implementation("eager")
+    cache = hf.DynamicCache()
+    logits = torch.cat([step(model, cache, tokens) for tokens in ids.split((8, 4), 1)], 1)
+    assert_close(logits, whole(llama(), ids), atol=1e-5, rtol=1e-5)
+
+
+def test_same_weights_elsewhere_go_on_from_a_cache(model, cache, ids):
+    import copy
+
+    step(model, cache, ids[:, :8])
+    found = step(copy.deepcopy(model), cache, ids[:, 8:])
+    assert_close(found, whole(model, ids)[:, 8:], atol=1e-4, rtol=1e-4)
+
+
+def test_mixed_layers_share_one_cache(llama, ids, padding):
+    """Masks are sized by the first layer of the cache, whichever kind it is."""
+    mask = padding("left")
+    for layers in ({"0": "flash"}, {"1": "flash"}):
+        model = llama()
+        attnzoo.swap(model, "linear", layers=layers)
+        for cache in (
+            hf.DynamicCache(),
+            hf.StaticCache(config=model.config, max_cache_len=20),
+        ):
+            place = (mask.cumsum(1) - 1).clamp(min=0)
+            logits = []
+            for begin, end in ((0, 8), (8, 9), (9, 12)):
+                given = {
+                    "attention_mask": mask[:, :end],
+                    "position_ids": place[:, begin:end],
+                }
+                logits.append(step(model, cache, ids[:, begin:end], **given))
+            with torch.no_grad():
+                expected = model(ids, attention_mask=mask, position_ids=place, use_cache=False)
+            real = mask.bool()
+            found = torch.cat(logits, 1)[real]
+            assert_close(found, expected.logits[real], atol=1e-4, rtol=1e-4)

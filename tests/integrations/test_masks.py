@@ -1,0 +1,388 @@
+"""The mask object: what it is read from, that nothing quadratic is built, how it travels."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
+
+import attnzoo
+from attnzoo.errors import UnsupportedError
+from attnzoo.integrations.masks import ModelMask, given_mask, make_mask, with_boundaries
+
+EXACT = ["softmax", "flash"]
+ALL = [*EXACT, "linear", "gated_linear"]
+
+
+class Shapes(TorchDispatchMode):
+    """Notes the shape of every tensor that any operation returns, backward included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor):
+                self.seen.add(tuple(x.shape))
+        return out
+
+    def quadratic(self, length: int) -> bool:
+        return any(shape.count(length) > 1 for shape in self.seen)
+
+
+# -- nothing quadratic ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("backend", ["linear", "gated_linear", "softmax"])
+def test_linear_backends_never_build_a_square(backend, padded, llama):
+    length = 61
+    model = llama()
+    options = {} if backend == "softmax" else {"chunk_size": 16}
+    attnzoo.swap(model, backend, **options)
+    ids = torch.randint(3, 99, (2, length))
+    given: dict[str, Any] = {}
+    if padded:
+        given["attention_mask"] = torch.ones(2, length, dtype=torch.long)
+        given["attention_mask"][1, :9] = 0
+    with Shapes() as shapes:
+        model(ids, labels=ids, **given).loss.backward()
+        model.generate(ids, max_new_tokens=2, **given)
+    assert shapes.quadratic(length) == (backend == "softmax")
+
+
+# -- gradient checkpointing ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("backend", ALL)
+def test_gradient_checkpointing(backend, reentrant, llama, ids, padding):
+    gradients = []
+    for checkpointing in (False, True):
+        model = llama().train()
+        attnzoo.swap(model, backend)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        mask = padding("left")
+        model(ids, attention_mask=mask, labels=ids).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert all(g.abs().max() > 0 for name, g in gradients[0].items() if "gate" not in name)
+    assert_close(gradients[1], gradients[0])
+
+
+# -- packed rows ---------------------------------------------------------------------------------
+
+LENGTHS = (4, 1, 7)
+
+
+@pytest.fixture
+def packed():
+    ids = torch.randint(3, 99, (2, sum(LENGTHS)))
+    places = torch.cat([torch.arange(n) for n in LENGTHS]).expand(2, -1)
+    return ids, places
+
+
+def apart(model: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([model(x, use_cache=False).logits for x in ids.split(LENGTHS, 1)], 1)
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_packed_rows_equal_separate_sequences(backend, llama, packed):
+    model = llama()
+    attnzoo.swap(model, backend)
+    ids, places = packed
+    expected = apart(model, ids)
+    with torch.no_grad():
+        found = model(ids, position_ids=places, use_cache=False).logits
+        mixed = model(ids, use_cache=False).logits
+    assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert (mixed - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("backend", EXACT)
+def test_packed_rows_with_a_sliding_window(backend, redraw, packed):
+    config = hf.MistralConfig(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        sliding_window=3,
+    )
+    model = redraw(hf.MistralForCausalLM(config))
+    ids, places = packed
+    with torch.no_grad():
+        expected = apart(model, ids)
+        attnzoo.swap(model, backend)
+        found = model(ids, position_ids=places, use_cache=False).logits
+    assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_packing_given_as_cumulative_lengths(backend, llama, packed):
+    model = llama()
+    attnzoo.swap(model, backend)
+    ids, places = packed[0][:1], packed[1][:1]
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    given: dict[str, Any] = {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": max(LENGTHS),
+        "max_length_k": max(LENGTHS),
+    }
+    with torch.no_grad():
+        found = model(ids, position_ids=places, **given).logits  # as a flattening collator does
+        assert_close(found, apart(model, ids), atol=1e-4, rtol=1e-4)
+        if backend in EXACT:  # whose rotations are relative: the lengths alone must do
+            found = model(ids, **given, use_cache=False).logits
+            assert_close(found, apart(model, ids), atol=1e-4, rtol=1e-4)
+
+
+def test_cumulative_lengths_that_cannot_be_honoured(llama, ids, padding):
+    model = llama()
+    attnzoo.swap(model, "flash")
+    bounds = torch.tensor([0, 5, 12])
+    with pytest.raises(UnsupportedError, match=r"3 rows .* attention mask too"):
+        model(ids, attention_mask=padding("left"), cu_seq_lens_q=bounds)
+    cache = model(ids[:1]).past_key_values
+    with pytest.raises(UnsupportedError, match="1 queries meet 13 keys"):
+        model(ids[:1, :1], past_key_values=cache, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+    plain = attnzoo.AttentionMask(causal=True)
+    assert with_boundaries(plain, None, bounds, (1, 12, 12)).segment_ids.tolist() == [
+        [0] * 5 + [1] * 7
+    ]
+
+
+# -- masks of the user's own ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def odd_mask():
+    """Causal, but for a hole that no window or padding describes; [3, 1, 12, 12]."""
+    seen = torch.ones(3, 1, 12, 12, dtype=torch.bool).tril()
+    seen[1, :, 6:, 2:4] = False
+    return seen
+
+
+@pytest.mark.parametrize("backend", EXACT)
+def test_bool_mask_of_four_dimensions(backend, llama, ids, odd_mask):
+    model = llama()
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        expected = model(ids, attention_mask=odd_mask).logits
+        attnzoo.swap(model, backend)
+        found = model(ids, attention_mask=odd_mask).logits
+        plain = model(ids).logits
+    assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert (plain - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("backend", EXACT)
+def test_additive_mask_of_four_dimensions(backend, llama, ids, odd_mask):
+    model = llama()
+    bias = torch.randn(3, 4, 12, 12).masked_fill(~odd_mask, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=bias).logits
+        attnzoo.swap(model, backend)
+        found = model(ids, attention_mask=bias).logits
+    assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["linear", "gated_linear"])
+def test_linear_backends_refuse_masks_of_four_dimensions(backend, llama, ids, odd_mask):
+    model = llama()
+    attnzoo.swap(model, backend)
+    for cached in (True, False):
+        with pytest.raises(UnsupportedError, match=rf"layers\.0.*'{backend}'") as error:
+            model(ids, attention_mask=odd_mask, use_cache=cached)
+        assert "an arbitrary 4-D tensor" in str(error.value)
+    with pytest.raises(UnsupportedError, match="additive bias"):
+        model(ids, attention_mask=odd_mask.float(), use_cache=False)
+
+
+def test_masks_of_other_dimensions_are_refused(llama, ids):
+    model = llama()
+    attnzoo.swap(model, "flash")
+    with pytest.raises(UnsupportedError, match=r"Tensor of shape \(3, 12, 12\)"):
+        attnzoo.integrations.attention.attention(
+            model.model.layers[0].self_attn,
+            *torch.randn(3, 3, 4, 12, 8),
+            torch.ones(3, 12, 12),
+        )
+
+
+# -- transformers' mask functions ----------------------------------------------------------------
+
+
+def after_four(batch, head, q, kv):
+    return kv < 4
+
+
+def made(config: Any, kind: str, ids: Tensor, **given: Any) -> Any:
+    """Make a mask as a model does, with whatever implementation the config names."""
+    maker = getattr(masking_utils, f"create_{kind}_mask")
+    arguments = {"attention_mask": None, "past_key_values": None, **given}
+    return maker(config, torch.zeros(*ids.shape, 8), **arguments)
+
+
+PACKED = {"position_ids": torch.tensor([[*range(5), *range(7)]])}
+KNOWN = [
+    ("causal", {}),
+    ("causal", PACKED),
+    ("sliding_window_causal", {}),
+    ("sliding_window_causal", PACKED),
+    ("bidirectional", {}),
+    ("bidirectional_sliding_window", {}),
+]
+BLOCKS = torch.tensor([[0, 0, 0, -1, -1, -1, -1, 1, 1, -1, -1, -1]]).expand(3, -1)
+UNKNOWN = [
+    ("causal", {"or_mask_function": after_four}),  # a bidirectional prefix
+    ("causal", {"and_mask_function": after_four}),
+    ("causal", {"block_sequence_ids": BLOCKS}),
+    ("causal", {"or_mask_function": after_four, **PACKED}),
+    ("sliding_window_causal", {"or_mask_function": after_four}),
+    ("bidirectional", {"and_mask_function": after_four}),
+    ("chunked_causal", {}),
+]
+
+
+@pytest.fixture
+def mask_config(llama_config):
+    config = llama_config(sliding_window=3, attention_chunk_size=5)
+    config._attn_implementation = "attnzoo"
+    return config
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("kind", "given"), KNOWN + UNKNOWN)
+def test_masks_are_read_as_sdpa_builds_them(kind, given, padded, mask_config, ids, padding):
+    if padded:  # transformers then does not look for packing
+        given = {**given, "attention_mask": padding("left")}
+    mask = made(mask_config, kind, ids, **given)
+    assert isinstance(mask, ModelMask)
+    mask_config._attn_implementation = "sdpa"
+    expected = made(mask_config, kind, ids, **given)
+    found = mask.dense(*mask.shape[2:], ids.device)
+    every = torch.ones(mask.shape, dtype=torch.bool)
+    if expected is None:  # sdpa leaves the plain ones out
+        expected = every.tril() if "causal" in kind else every
+    assert torch.equal((found if found is not None else every) & every, expected & every)
+
+
+@pytest.mark.parametrize(("kind", "given"), KNOWN)
+def test_known_masks_hold_no_function(kind, given, mask_config, ids):
+    assert made(mask_config, kind, ids, **given).function is None
+
+
+@pytest.mark.parametrize(("kind", "given"), UNKNOWN)
+def test_unknown_masks_are_named(kind, given, mask_config, ids):
+    mask = made(mask_config, kind, ids, **given)
+    assert mask.function is not None
+    assert (
+        "or_masks" in mask.function_name
+        or "overlay" in mask.function_name
+        or ("after_four" in mask.function_name)
+    )
+
+
+@pytest.mark.parametrize(("kind", "given"), UNKNOWN[:3])
+def test_unknown_masks_are_exact_or_refused(kind, given, llama, mask_config, ids):
+    model = llama()
+    mask = made(mask_config, kind, ids, **given)
+    mask_config._attn_implementation = "eager"
+    with torch.no_grad():
+        expected = model(ids, attention_mask=made(mask_config, kind, ids, **given)).logits
+        plain = model(ids).logits
+        for backend in EXACT:
+            attnzoo.swap(model, backend)
+            found = model(ids, attention_mask=mask).logits
+            assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert (plain - expected).abs().max() > 1e-2
+    for backend in ("linear", "gated_linear"):
+        attnzoo.swap(model, backend)
+        for cached in (True, False):
+            with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn.*unusual shape"):
+                model(ids, attention_mask=mask, use_cache=cached)
+
+
+@pytest.mark.parametrize("backend", ["softmax", "flash", "linear"])
+def test_decoder_used_as_an_encoder(backend, llama, ids, padding):
+    model = llama(is_causal=False)
+    mask = padding("right")
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits[0]
+        attnzoo.swap(model, backend)
+        found = model(ids, attention_mask=mask, use_cache=False).logits[0]
+        changed = model(ids.flip(1), attention_mask=mask, use_cache=False).logits[0]
+    if backend != "linear":
+        assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert (changed.flip(0) - found).abs().max() > 1e-2
+
+
+def test_decoder_used_as_an_encoder_has_no_gates(llama):
+    with pytest.raises(UnsupportedError, match="bidirectional"):
+        attnzoo.swap(llama(is_causal=False), "gated_linear")
+
+
+# -- the object itself ---------------------------------------------------------------------------
+
+
+def test_counter_of_a_static_cache_is_read_when_the_mask_is_made():
+    counter = torch.tensor(4)
+    masks = [
+        make_mask(
+            batch_size=1,
+            q_length=1,
+            kv_length=8,
+            q_offset=counter,
+            mask_function=function,
+            device=torch.device("cpu"),
+        )
+        for function in (
+            masking_utils.causal_mask_function,
+            masking_utils.or_masks(masking_utils.causal_mask_function, after_four),
+        )
+    ]
+    counter += 3  # as the first layer's update does, before any backend asks
+    for mask in masks:
+        assert mask.dense(1, 8, counter.device).flatten().tolist() == [True] * 5 + [False] * 3
+
+
+def test_mask_moves_between_devices(ids, padding, mask_config):
+    given = {"attention_mask": padding("left"), "or_mask_function": after_four}
+    mask = made(mask_config, "causal", ids, **given).to("meta")
+    assert mask.padding.device.type == "meta"
+    assert mask.function().device.type == "meta"
+
+
+def test_models_that_cut_their_mask_are_refused():
+    with pytest.raises(UnsupportedError, match="itself [(]indexing"):
+        ModelMask()[:, :, :4]
+    with pytest.raises(UnsupportedError, match=r"itself .\.size."):
+        ModelMask().size()
+    assert not hasattr(ModelMask(), "dtype")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window", "expected"),
+    [((4, 4), None, 10), ((1, 4), None, 4), ((4, 4), 2, 7), ((1, 4), 2, 2)],
+)
+def test_layers_without_a_mask(sizes, window, expected):
+    mask, bias = given_mask(None, causal=True, window=window, q_length=sizes[0], kv_length=sizes[1])
+    assert bias is None
+    assert int(mask.dense(*sizes, torch.device("cpu")).sum()) == expected
+
+
+def test_place_of_queries_must_be_known():
+    with pytest.raises(UnsupportedError, match="3 queries meet 9 keys"):
+        given_mask(None, causal=True, window=None, q_length=3, kv_length=9)
+    mask, _ = given_mask(None, causal=False, window=None, q_length=3, kv_length=9)
+    assert mask.dense(3, 9, torch.device("cpu")) is None
