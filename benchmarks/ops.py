@@ -290,7 +290,9 @@ def main(
                 rows += measure(replace(base, mode=mode, T=length), names, turns)
                 progress.advance(task)
     rows += measure_decode(max(tokens), base, rounds)
-    show(rows, Console())
+    console = Console()
+    console.width = max(console.width, 120)  # where the output is not a terminal
+    show(rows, console)
     described = machine()
     write_lines(out, ({**row, "machine": described} for row in rows))
     typer.echo(f"{len(rows)} lines in {out}")

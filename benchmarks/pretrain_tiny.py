@@ -2,7 +2,8 @@
 
     python benchmarks/pretrain_tiny.py --minutes 45 --out attnzoo/assets/tiny-llama
 
-Two CPU cores with bfloat16 products suffice. Half of the rows repeat a segment, so that the model learns to recall.
+Two CPU cores with bfloat16 products suffice. Half of the rows repeat a segment, so that the model
+learns to recall.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch import Tensor
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from attnzoo.corpus import add_repeats, cut_rows, read_bytes, standard_library_files
+from attnzoo.demo.measure import Result, measure_quality
+from attnzoo.demo.text import Judged
 
 BYTE_OFFSET = 3  # ByT5's tokens 0, 1, 2 are pad, end and unknown; byte b is token b + 3
 
@@ -31,7 +34,7 @@ def byte_tokens(data: bytes) -> Tensor:
 
 
 def tiny_config(context: int) -> LlamaConfig:
-    """Return the geometry of the embedded model: 2.9 million parameters, two query heads per key head."""
+    """Return the embedded model's geometry: 2.9 million parameters, two query heads a key head."""
     return LlamaConfig(
         vocab_size=384,
         hidden_size=256,
@@ -53,27 +56,25 @@ def make_optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Opti
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
     others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in n)]
     return [
-        torch.optim.Muon(matrices, lr=lr, momentum=0.95, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            matrices, lr=lr, momentum=0.95, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+        ),
         torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
-@torch.no_grad()
-def evaluate(model: LlamaForCausalLM, tokens: Tensor, context: int, rows: int = 64) -> tuple[float, float]:
+def evaluate(model: LlamaForCausalLM, tokens: Tensor, context: int, rows: int) -> Result:
     """Bits per byte on held-out rows, and on the second copy of a repeated segment."""
     generator = torch.Generator().manual_seed(1)
-    plain = cut_rows(tokens, rows, context + 1, generator)
+    plain = cut_rows(tokens, rows, context, generator)
     twice = plain.clone()
-    repeats = add_repeats(twice, generator)
-    bits, recall = [], []
-    for part, other, where in zip(plain.split(8), twice.split(8), range(0, rows, 8), strict=True):
-        bits.append(token_losses(model, part).mean())
-        losses = token_losses(model, other)
-        for i, loss in enumerate(losses):
-            repeat = repeats[where + i]
-            assert repeat is not None
-            recall.append(loss[repeat.second - 1 : repeat.second - 1 + repeat.length])
-    return float(torch.stack(bits).mean()) / math.log(2), float(torch.cat(recall).mean()) / math.log(2)
+    repeats = [repeat for repeat in add_repeats(twice, generator) if repeat is not None]
+    judged = Judged(
+        plain=plain, twice=twice, repeats=repeats, bytes_per_token=1.0, stream=tokens[:0]
+    )
+    result = Result(label="trained", spec={})
+    measure_quality(model, judged, result, lambda: None)
+    return result
 
 
 def token_losses(model: LlamaForCausalLM, rows: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def main(
     lr: Annotated[float, typer.Option(help="peak learning rate")] = 4e-3,
     seed: int = 0,
 ) -> None:
-    """Train for a given time with a linear warm-up and a linear decay to zero, then save in bfloat16."""
+    """Train for a given time, warming up and then decaying to zero, and save in bfloat16."""
     set_seed(seed)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     train = byte_tokens(read_bytes(standard_library_files(held_out=False)))
@@ -98,7 +99,8 @@ def main(
     raw = LlamaForCausalLM(tiny_config(context))
     optimizers = make_optimizers(raw, lr)
     model = accelerator.prepare(raw)
-    print(f"{raw.num_parameters():,} parameters, {len(train):,} training bytes, {len(held_out):,} held out", flush=True)
+    sizes = f"{len(train):,} training bytes, {len(held_out):,} held out"
+    print(f"{raw.num_parameters():,} parameters, {sizes}", flush=True)
     generator = torch.Generator().manual_seed(seed)
     start, step, smooth = time.monotonic(), 0, 0.0
     while (done := (time.monotonic() - start) / (60 * minutes)) < 1:
@@ -115,14 +117,15 @@ def main(
         step += 1
         smooth = 0.96 * smooth + 0.04 * loss.item() if step > 1 else loss.item()
         if step % 50 == 0:
-            print(f"step {step} {100 * done:.1f}% {step * batch * context / 1e6:.1f}M bytes, {smooth / math.log(2):.3f} bits", flush=True)
+            seen = f"{step * batch * context / 1e6:.1f}M bytes"
+            print(f"step {step} {done:.1%} {seen}, {smooth / math.log(2):.3f} bits", flush=True)
         if step % 500 == 0:
-            print("  held out %.3f, recall %.3f" % evaluate(raw, held_out, context), flush=True)
+            print(f"  {evaluate(raw, held_out, context, rows=64)}", flush=True)
     raw.to(torch.bfloat16).save_pretrained(out)
     ByT5Tokenizer(model_max_length=context).save_pretrained(out)
     loaded = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
-    bits, recall = evaluate(loaded, held_out, context, rows=256)
-    print(f"{step} steps, {step * batch * context / 1e6:.1f}M bytes: held out {bits:.3f}, recall {recall:.3f} bits per byte")
+    print(f"{step} steps, {step * batch * context / 1e6:.1f}M bytes")
+    print(evaluate(loaded, held_out, context, rows=256))
 
 
 if __name__ == "__main__":

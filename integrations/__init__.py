@@ -6,4 +6,4 @@ if __name__ != "attnzoo.integrations":  # under two names, every class would exi
         "write `import attnzoo.integrations`"
     )
 
-import transformers.modeling_utils  # noqa: E402, F401 - our hooks go in before our modules are under way
+import transformers.modeling_utils  # noqa: F401 - our hooks go in before our modules do

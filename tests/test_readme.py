@@ -1,0 +1,42 @@
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_there_is_code_to_run():
+    assert len(BLOCKS) >= 1
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
+def test_code_runs(code, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def test_files_and_pictures_exist():
+    for target in re.findall(r"\]\((?!https?:|#)([^)]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_every_backend_is_in_the_table():
+    from attnzoo.registry import available_backends
+
+    for name in available_backends():
+        assert re.search(rf"^\| `{name}`", README, re.MULTILINE), name
+
+
+def test_the_essentials_come_first():
+    top = "\n".join(README.splitlines()[:60])
+    for essential in ("make demo", "make test", "```python", "| `linear`", "!["):
+        assert essential in top
