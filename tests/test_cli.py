@@ -4,8 +4,10 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
+from attnzoo import cli
 from attnzoo.cli import app, main
 from attnzoo.registry import available_backends
 
@@ -31,7 +33,8 @@ def saved(tmp_path_factory):
 def run(monkeypatch, capsys, *arguments):
     """Call the command line in this process; returns exit code, output and errors."""
     monkeypatch.setattr(sys, "argv", ["attnzoo", *map(str, arguments)])
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(cli, "console", Console(width=200))
+    monkeypatch.setattr(cli, "problems", Console(width=200, stderr=True))
     with pytest.raises(SystemExit) as stop:
         main()
     captured = capsys.readouterr()

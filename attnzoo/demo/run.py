@@ -20,6 +20,7 @@ from attnzoo.bench import machine
 from attnzoo.demo.measure import Result, measure_decoding, measure_quality
 from attnzoo.demo.text import Judged, embedded_model_path, judge_on, longest_context
 from attnzoo.errors import AttnzooError, SpecError
+from attnzoo.integrations.layers import attention_layers
 from attnzoo.registry import available_backends, get_backend
 from attnzoo.spec import AttentionSpec
 
@@ -62,6 +63,18 @@ def load(path: Path, spec: AttentionSpec) -> Any:
     ).eval()
 
 
+def refuse_encoder(path: Path) -> None:
+    """Refuse a model that sees what comes next: its loss would mean nothing."""
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        layers = attention_layers(AutoModelForCausalLM.from_config(config))
+    if not all(layer.geometry.causal for layer in layers):
+        raise SpecError(
+            f"{str(path)!r} holds a {config.model_type} model that is not causal; the demo "
+            "measures text prediction and decoding, so give --model a decoder"
+        )
+
+
 def run_demo(
     *,
     model: Path | None,
@@ -85,6 +98,7 @@ def run_demo(
         raise SpecError(
             f"{str(path)!r} holds no model (no config.json); give --model a folder that does"
         )
+    refuse_encoder(path)
     rows, lengths = (8, list(LENGTHS[:2])) if quick else (48, list(LENGTHS))
     limit = longest_context(path)
     if limit is not None:

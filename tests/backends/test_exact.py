@@ -1,0 +1,203 @@
+"""The exact backends beyond the conformance suite: state, windows, what is recorded and refused."""
+
+import pytest
+import torch
+
+from attnzoo.backends.base import ImplChoice
+from attnzoo.backends.config import Geometry
+from attnzoo.backends.inputs import AttentionInputs
+from attnzoo.errors import UnsupportedError
+from attnzoo.masks import AttentionMask
+from attnzoo.registry import build_backend
+from attnzoo.state import KVState
+
+NAMES = ["softmax", "flash"]
+CAUSAL = AttentionMask(causal=True)
+
+
+def build(name, *, causal=True, **options):
+    geometry = Geometry(num_heads=4, num_key_heads=2, head_dim=8, causal=causal, name="h.3.attn")
+    return build_backend(name, options, geometry)
+
+
+def qkv(length=9, batch=2, dtype=torch.float64):
+    draw = torch.Generator().manual_seed(0)
+    shapes = (4, length, 8), (2, length, 8), (2, length, 8)
+    return [torch.randn(batch, *shape, generator=draw, dtype=dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_state_is_keys_and_values(name):
+    q, k, v = qkv()
+    state = build(name)(q, k, v, return_state=True).state
+    assert isinstance(state, KVState)
+    assert torch.equal(state.k, k)
+    assert torch.equal(state.v, v)
+    assert state.real.all()
+    assert build(name).keeps_all_keys
+    assert build(name)(q, k, v).state is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("window", [1, 4])
+def test_a_window_lets_earlier_keys_go(name, window):
+    q, k, v = qkv()
+    backend = build(name, window=window)
+    state = backend(q, k, v, return_state=True).state
+    assert torch.equal(state.k, k[:, :, 9 - (window - 1) :])
+    assert not backend.keeps_all_keys
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_window_counts_real_keys_only(name):
+    """Right padding of a prompt does not push its keys out of the window."""
+    q, k, v = qkv()
+    real = torch.arange(9) < torch.tensor([[9], [5]])
+    backend = build(name, window=4)
+    mask = AttentionMask(causal=True, padding=real)
+    state = backend(q, k, v, mask=mask, return_state=True).state
+    assert torch.equal(state.k[1], k[1, :, 2:5])
+    assert torch.equal(state.k[0], k[0, :, 6:])
+    assert state.real.all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_comes_after_packed_rows_belongs_to_the_last(name):
+    q, k, v = qkv()
+    ids = (torch.arange(9) >= 6).long().expand(2, -1)
+    mask = AttentionMask(causal=True, segment_ids=ids)
+    state = build(name)(q, k, v, mask=mask, return_state=True).state
+    assert torch.equal(state.real, ids == 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_narrower_window_counts(name, causal):
+    """The model's own window in the mask, and the one of the options."""
+    q, k, v = qkv()
+    plain = build("softmax", causal=causal)
+    for own, given in ((3, 5), (5, 3)):
+        mask = AttentionMask(causal=causal, window=(given - 1, 0) if causal else (given, given))
+        ours = build(name, causal=causal, window=own)(q, k, v, mask=mask).out
+        reach = (2, 0) if causal else (3, 3)
+        right = plain(q, k, v, mask=AttentionMask(causal=causal, window=reach)).out
+        torch.testing.assert_close(ours, right)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("extra", ["function", "bias"])
+def test_a_window_beside_what_is_given_for_each_place(name, extra):
+    """A mask function and a bias speak of places in the row, so padding keeps its place there."""
+    q, k, v = qkv()
+    real = torch.arange(9) >= torch.tensor([[0], [3]])
+    band = AttentionMask(causal=True, window=(3, 0)).dense(9, 9, q.device)
+    seen = band & real[:, None, None, :]
+    draw = torch.Generator().manual_seed(1)
+    if extra == "function":
+        whole = (torch.rand(2, 1, 9, 9, generator=draw) < 0.7) & real[:, None, None, :]
+        mask, options = AttentionMask(function=lambda: whole, causal=True, padding=real), {}
+        seen = seen & whole
+    else:
+        mask = AttentionMask(causal=True, padding=real)
+        options = {"bias": torch.randn(1, 4, 9, 9, generator=draw, dtype=torch.float64)}
+    ours = build(name, window=4)(q, k, v, mask=mask, **options).out
+    plain = AttentionMask(function=lambda: seen, padding=real)
+    right = build("softmax")(q, k, v, mask=plain, **options).out
+    torch.testing.assert_close(ours.transpose(1, 2)[real], right.transpose(1, 2)[real])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("options", [{}, {"window": 3}], ids=str)
+def test_weights_are_those_of_the_places_given(name, options):
+    q, k, v = qkv()
+    real = torch.rand(2, 9, generator=torch.Generator().manual_seed(4)) < 0.6
+    mask = AttentionMask(causal=True, padding=real)
+    output = build(name, **options)(q, k, v, mask=mask, return_weights=True)
+    assert not output.weights.masked_select(~real[:, None, None, :]).any()
+    repeated = v.repeat_interleave(2, 1)
+    torch.testing.assert_close(output.weights @ repeated, output.out)
+    torch.testing.assert_close(
+        output.weights.sum(-1)[:, 0][real], torch.ones(int(real.sum())).double()
+    )
+
+
+def test_weights_over_a_state():
+    q, k, v = qkv()
+    rest = [x[:, :, 6:] for x in (q, k, v)]
+    first = build("softmax")(*(x[:, :, :6] for x in (q, k, v)), return_state=True)
+    weights = build("softmax")(*rest, state=first.state, return_weights=True).weights
+    whole = build("softmax")(q, k, v, return_weights=True).weights
+    torch.testing.assert_close(weights, whole[:, :, 6:])
+    with pytest.raises(UnsupportedError, match=r"h.3.attn: .*use_cache=False"):
+        build("flash")(*rest, state=first.state, return_weights=True)
+
+
+def test_what_ran_is_recorded():
+    for name, ran in (
+        ("softmax", ImplChoice("reference", "the only one")),
+        ("flash", ImplChoice("sdpa", "on cpu, where xformers has no operator")),
+    ):
+        backend = build(name)
+        assert backend.ran is None
+        backend(*qkv())
+        assert backend.ran == ran
+    backend = build("flash", impl="sdpa")
+    backend(*qkv())
+    assert backend.ran == ImplChoice("sdpa", "named in the options")
+
+
+def test_a_named_impl_is_never_replaced():
+    with pytest.raises(UnsupportedError, match="impl 'xformers' cannot run this call"):
+        build("flash", impl="xformers")(*qkv(dtype=torch.float32))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda q, k, v: (q[0], k[0], v[0]), "3, 3 and 3 dimensions .4 each are needed"),
+        (lambda q, k, v: (q[0, 0, 0], k, v), "1, 4 and 4 dimensions"),
+        (lambda q, k, v: (q[:, :3], k, v), "q has 3 heads, k 2 and v 2"),
+        (lambda q, k, v: (q, k, v[:, :1]), "q has 4 heads, k 2 and v 1"),
+        (lambda q, k, v: (q[..., :5], k, v), "q has size 5 per head and k 8"),
+        (lambda q, k, v: (q, k, v[:, :, 1:]), "k has 9 tokens and v 8"),
+        (lambda q, k, v: (q[:1], k, v), "have 1, 2 and 2 rows"),
+        (lambda q, k, v: (q.long(), k, v), r"q is torch.int64 \(it takes bfloat16, float16, floa"),
+        (lambda q, k, v: (q, k, v.to(torch.complex64)), "v is torch.complex64"),
+        (lambda q, k, v: (q[:, :3], k[..., :4], v), "3 heads.*; q has size 8 per head and k 4"),
+    ],
+)
+def test_wrong_shapes_and_types_are_refused(name, change, words):
+    with pytest.raises(UnsupportedError, match=rf"h.3.attn: backend '{name}' cannot run .*{words}"):
+        build(name)(*change(*qkv()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("field", ["padding", "segment_ids"])
+def test_a_mask_of_another_length_is_refused(name, field):
+    wrong = torch.ones(2, 8, dtype=torch.bool if field == "padding" else torch.long)
+    with pytest.raises(UnsupportedError, match=rf"{field} is \(2, 8\) \(\(2, 9\) is needed\)"):
+        build(name)(*qkv(), mask=AttentionMask(causal=True, **{field: wrong}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_rows_do_not_go_on_from_a_state(name):
+    q, k, v = qkv()
+    backend = build(name)
+    state = backend(q, k, v, return_state=True).state
+    mask = AttentionMask(causal=True, segment_ids=torch.zeros(2, 9, dtype=torch.long))
+    with pytest.raises(UnsupportedError, match="packed rows cannot go on from a state"):
+        backend(q, k, v, mask=mask, state=state)
+
+
+def test_flash_refuses_a_soft_cap():
+    with pytest.raises(UnsupportedError, match=r"a soft cap of 30.0 is given, which it cannot"):
+        build("flash")(*qkv(), softcap=30.0)
+
+
+def test_reasons_come_as_a_list():
+    q, k, v = qkv()
+    inputs = AttentionInputs(q=q, k=k.long(), v=v, mask=CAUSAL, scale=1.0, softcap=2.0)
+    reasons = build("flash").unsupported_reasons(inputs)
+    assert len(reasons) == 2
+    assert build("flash").unsupported_reasons(inputs._replace(k=k, softcap=None)) == []

@@ -1,0 +1,190 @@
+"""From names to backends: built in, registered by hand, and installed as plugins."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnzoo import registry
+from attnzoo.backends.base import BACKENDS, AttentionBackend, register
+from attnzoo.backends.config import Geometry
+from attnzoo.errors import ConfigError, UnknownBackendError, UnsupportedError
+from attnzoo.registry import available_backends, build_backend, get_backend
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYER = Geometry(num_heads=4, num_key_heads=2, head_dim=8, hidden_size=32, layer=3, name="h.3.attn")
+
+
+@pytest.fixture
+def own_name():
+    """A name to register under, free again after the test."""
+    yield "mine"
+    BACKENDS.pop("mine", None)
+
+
+def test_builtin_backends_are_there_by_name():
+    assert {"softmax", "flash", "linear", "gated_linear"} <= set(available_backends())
+    for name in ("softmax", "flash", "linear", "gated_linear"):
+        cls = get_backend(name)
+        assert cls.name == name
+        assert cls.__doc__
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(UnknownBackendError, match=r"'flahs'. Did you mean 'flash'\? Available: "):
+        get_backend("flahs")
+    with pytest.raises(UnknownBackendError, match="by name, got 3 of type int"):
+        get_backend(3)
+
+
+def test_a_registered_class_is_found(own_name):
+    @register(own_name)
+    class Mine(AttentionBackend):
+        pass
+
+    assert get_backend(own_name) is Mine
+    assert Mine.name == own_name
+    assert own_name in available_backends()
+    assert register(own_name)(Mine) is Mine  # again, the same: no conflict
+
+
+def test_a_taken_name_is_refused(own_name):
+    first = register(own_name)(type("First", (AttentionBackend,), {}))
+    with pytest.raises(ValueError, match=r"'mine' belongs to .*First; register Second under"):
+        register(own_name)(type("Second", (AttentionBackend,), {}))
+    assert get_backend(own_name) is first
+
+
+@pytest.mark.parametrize("name", ["softmax", "linear"])
+def test_a_builtin_name_is_refused(name):
+    """Also where the built-in backend is not loaded yet: the module has the say, not the order."""
+    held = BACKENDS.pop(name, None)
+    try:
+        with pytest.raises(ValueError, match=rf"'{name}' belongs to attnzoo.backends.{name}"):
+            register(name)(type("Mine", (AttentionBackend,), {}))
+        assert name not in BACKENDS
+    finally:
+        if held is not None:
+            BACKENDS[name] = held
+
+
+def test_a_backend_is_built_for_a_layer():
+    backend = build_backend("flash", {"window": 8}, LAYER)
+    assert isinstance(backend, get_backend("flash"))
+    assert backend.config.window == 8
+    assert backend.geometry is LAYER
+    assert repr(backend) == "FlashBackend(window=8)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"window": 16}, "sliding window of 16 tokens, which it would ignore"),
+        ({"softcap": 30.0}, "caps its scores at 30.0, which it would ignore"),
+        ({"sinks": True}, "attention sinks, which it would ignore"),
+        ({"causal": False}, "bidirectional .it is causal only."),
+        ({"cross_attention": True}, "cross-attention"),
+    ],
+)
+def test_a_layer_that_cannot_be_served_is_refused(changes, words):
+    layer = Geometry(**{**vars(LAYER), **changes})
+    with pytest.raises(UnsupportedError, match=rf"Layer 3 \(h.3.attn\): .*'gated_linear'.*{words}"):
+        build_backend("gated_linear", {}, layer)
+
+
+def test_all_reasons_are_given_at_once():
+    layer = Geometry(**{**vars(LAYER), "softcap": 30.0, "sinks": True})
+    with pytest.raises(UnsupportedError, match=r"caps its scores.*; .*sinks.*\"else\": \"flash\""):
+        build_backend("linear", {}, layer)
+
+
+def test_a_bidirectional_backend_refuses_a_causal_layer():
+    class Both(AttentionBackend):
+        causal = False
+
+    assert "bidirectional only" in Both(Both.config_class(), LAYER).layer_reasons()[0]
+
+
+# -- plugins -------------------------------------------------------------------------------------
+
+MODULE = """
+from attnzoo.backends.base import AttentionBackend, register
+{decorator}
+class Mine(AttentionBackend):
+    pass
+"""
+
+
+def install(folder: Path, package: str, points: str, module: str = "") -> None:
+    """Lay out a distribution as pip leaves it: metadata with entry points, and a module."""
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[attnzoo.backends]\n{points}\n")
+    (folder / f"{package}.py").write_text(module)
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder in which what is installed is found; forgotten after the test."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = dict(BACKENDS)
+    registry._plugins.cache_clear()
+    yield tmp_path
+    registry._plugins.cache_clear()
+    BACKENDS.clear()
+    BACKENDS.update(before)
+    for name in ("zoo_mine", "zoo_yours"):
+        sys.modules.pop(name, None)
+
+
+def test_an_installed_plugin_is_found_and_loads_on_first_use(tmp_path):
+    """In an interpreter of its own, as a user meets it."""
+    install(
+        tmp_path, "zoo_mine", "mine = zoo_mine:Mine", MODULE.format(decorator="@register('mine')")
+    )
+    code = f"""
+import sys
+sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]
+from attnzoo.registry import available_backends, get_backend
+assert "mine" in available_backends()
+assert "zoo_mine" not in sys.modules
+cls = get_backend("mine")
+assert get_backend("mine") is cls
+print(cls.__module__, cls.name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["zoo_mine", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("points", "decorator", "words"),
+    [
+        ("mine = zoo_mine:Mine", "", "does not register itself under that name"),
+        ("mine = zoo_mine:Mine", "@register('other')", "with @attnzoo.register.'mine'."),
+        ("mine = zoo_mine:Yours", "@register('mine')", "cannot be loaded: "),
+        ("mine = zoo_nowhere:Mine", "", "cannot be loaded: No module named 'zoo_nowhere'"),
+    ],
+)
+def test_a_plugin_that_does_not_deliver_is_refused(site, points, decorator, words):
+    install(site, "zoo_mine", points, MODULE.format(decorator=decorator))
+    with pytest.raises(ConfigError, match=f"'{points.split(' = ')[1]}'.*{words}"):
+        get_backend("mine")
+    assert get_backend("softmax").name == "softmax"  # the others are not harmed
+
+
+def test_two_plugins_of_one_name_are_refused(site):
+    module = MODULE.format(decorator="@register('mine')")
+    install(site, "zoo_mine", "mine = zoo_mine:Mine", module)
+    install(site, "zoo_yours", "mine = zoo_yours:Mine", module)
+    with pytest.raises(ConfigError, match="'zoo_mine:Mine' and held by 'zoo_yours:Mine'; uninst"):
+        get_backend("mine")
+
+
+def test_a_plugin_of_a_builtin_name_is_refused(site):
+    BACKENDS.pop("linear", None)
+    install(site, "zoo_mine", "linear = zoo_mine:Mine", MODULE.format(decorator=""))
+    with pytest.raises(ConfigError, match=r"'zoo_mine:Mine' and held by 'attnzoo.backends.linear'"):
+        get_backend("linear")

@@ -1,0 +1,186 @@
+"""The spec: what it accepts, what it stores, and what it refuses with which words."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from attnzoo.backends.config import BackendConfig, Geometry
+from attnzoo.errors import ConfigError, SpecError, UnknownBackendError
+from attnzoo.registry import get_backend
+from attnzoo.spec import AttentionSpec, LayerSpec, parse_layers
+
+WHOLE = {
+    "version": 1,
+    "backend": "linear",
+    "options": {"feature_map": "relu"},
+    "layers": {"0-1,5": {"backend": "flash"}, "3": {"backend": "flash", "options": {"window": 64}}},
+    "else": {"backend": "softmax"},
+}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        WHOLE,
+        {"version": 1, "backend": "flash"},
+        {"version": 1, "backend": "flash", "options": {"window": 7}},
+        {"version": 1, "backend": "gated_linear", "layers": {"2": {"backend": "softmax"}}},
+    ],
+)
+def test_plain_data_comes_back_as_it_was(data):
+    spec = AttentionSpec.from_dict(data)
+    assert spec.to_dict() == data
+    assert AttentionSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    assert eval(repr(spec), {"AttentionSpec": AttentionSpec}) == spec
+
+
+def test_python_and_json_make_the_same_spec():
+    spec = AttentionSpec(
+        "linear",
+        feature_map="relu",
+        layers={"0-1,5": "flash", 3: {"backend": "flash", "options": {"window": 64}}},
+        else_="softmax",
+    )
+    assert spec.to_dict() == WHOLE
+    assert spec == AttentionSpec.from_dict(WHOLE)
+    assert spec != AttentionSpec("linear")
+    assert spec != WHOLE
+
+
+def test_layers_take_their_own_entry():
+    spec = AttentionSpec.from_dict(WHOLE)
+    names = [spec.for_layer(number).backend for number in range(7)]
+    assert names == ["flash", "flash", "linear", "flash", "linear", "flash", "linear"]
+    assert spec.for_layer(3).options == {"window": 64}
+    assert spec.for_layer(0).options == {}
+    spec.check_layers(range(6))
+
+
+def test_defaults_are_not_stored():
+    spec = AttentionSpec("linear", feature_map="elu+1", impl="auto")
+    assert spec.to_dict() == {"version": 1, "backend": "linear"}
+
+
+@pytest.mark.parametrize("missing", ["version", "options"])
+def test_what_may_be_left_out(missing):
+    data = {"version": 1, "backend": "flash", "options": None}
+    del data[missing]
+    assert AttentionSpec.from_dict(data) == AttentionSpec("flash")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"backend": "lineer"}, UnknownBackendError, "Did you mean 'linear'?"),
+        ({"backend": "xyz"}, UnknownBackendError, "Available: .*flash.*softmax"),
+        ({"backend": 7}, UnknownBackendError, "by name, got 7"),
+        ({"backend": None}, UnknownBackendError, "got None"),
+        ({"backend": ["flash"]}, UnknownBackendError, "got .'flash'."),
+        ({"backend": "flash", "options": {"windw": 3}}, ConfigError, "Did you mean 'window'?"),
+        ({"backend": "flash", "options": {"window": "3"}}, ConfigError, "int or None, got '3'"),
+        ({"backend": "flash", "options": {"window": 3.0}}, ConfigError, "int or None, got 3.0"),
+        ({"backend": "flash", "options": {"window": True}}, ConfigError, "got True"),
+        ({"backend": "flash", "options": {"window": 0}}, ConfigError, "at least 1 token, got 0"),
+        ({"backend": "flash", "options": {"window": float("nan")}}, ConfigError, "got nan"),
+        ({"backend": "flash", "options": {"impl": "sdpaa"}}, ConfigError, "'sdpa' or 'xformers'"),
+        ({"backend": "flash", "options": {3: 4}}, ConfigError, "no option 3"),
+        ({"backend": "flash", "options": {"layers": {}}}, ConfigError, "no option 'layers'"),
+        ({"backend": "flash", "options": {"backend": "x"}}, ConfigError, "no option 'backend'"),
+        ({"backend": "flash", "options": [1]}, SpecError, "must map names to values"),
+        ({"backend": "flash", "options": []}, SpecError, "must map names to values"),
+        ({"backend": "linear", "options": {"eps": float("nan")}}, ConfigError, "float, got nan"),
+        ({"backend": "linear", "options": {"eps": float("inf")}}, ConfigError, "float, got inf"),
+        ({"backend": "linear", "options": {"feature_map": "rela"}}, ConfigError, "mean 'relu'"),
+        ({"backend": "flash", "version": 2}, SpecError, "reads up to 1; upgrade"),
+        ({"backend": "flash", "version": 0}, SpecError, "from 1 on, got 0"),
+        ({"backend": "flash", "version": "1"}, SpecError, "from 1 on, got '1'"),
+        ({"backend": "flash", "version": True}, SpecError, "from 1 on, got True"),
+        ({"backend": "flash", "layer": {}}, SpecError, "Did you mean 'layers'?"),
+        ({"backend": "flash", "layers": ["0"]}, SpecError, "must map layer numbers"),
+        ({"backend": "flash", "layers": {"0": 5}}, SpecError, "layers.'0'. must be a backend"),
+        ({"backend": "flash", "layers": {"0": {"option": {}}}}, SpecError, "must be a backend"),
+        (
+            {"backend": "flash", "layers": {"0": {"backend": "flash", "option": {}}}},
+            SpecError,
+            "Did you mean 'options'?",
+        ),
+        ({"backend": "flash", "layers": {"0": "flsh"}}, UnknownBackendError, "mean 'flash'"),
+        ({"backend": "flash", "layers": {"0-2": "linear", "2": "flash"}}, SpecError, "2 is named"),
+        ({"backend": "flash", "layers": {"1,1": "linear"}}, SpecError, "Layer 1 is named twice"),
+        ({"backend": "flash", "else": {"backend": "nope"}}, UnknownBackendError, "'nope'"),
+        ({"backend": "flash", "else": 3}, SpecError, '"else" must be a backend'),
+        ({"layers": {}}, SpecError, "A spec is plain data"),
+        ("flash", SpecError, "A spec is plain data"),
+        (None, SpecError, "A spec is plain data"),
+    ],
+)
+def test_bad_data_is_refused(given, error, words):
+    with pytest.raises(error, match=words) as caught:
+        AttentionSpec.from_dict(given)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ConfigError, match="Did you mean 'feature_map'"):
+        AttentionSpec("linear", featuremap="relu")
+    with pytest.raises(SpecError, match="must map layer numbers"):
+        AttentionSpec("linear", layers="0-1")
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("0", [0]), ("0-2", [0, 1, 2]), (" 1 , 4 - 5,11", [1, 4, 5, 11]), ("7-7", [7])],
+)
+def test_layer_ranges(text, numbers):
+    assert parse_layers(text) == numbers
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "3-1", "-1", "1-", "1,,2", "1;2", "0x1", "1.5", "0-99999999999", "9" * 5000]
+)
+def test_malformed_ranges_are_refused(text):
+    with pytest.raises(SpecError, match=r'such as "0-1,11"'):
+        parse_layers(text)
+
+
+def test_layers_outside_the_model_are_refused():
+    spec = AttentionSpec("linear", layers={"1,4-5": "flash"})
+    with pytest.raises(SpecError, match=r"names layer 4, 5, but .* are 0 to 3"):
+        spec.check_layers(range(4))
+    with pytest.raises(SpecError, match="are none"):
+        spec.check_layers([])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListConfig(BackendConfig):
+    positions: tuple[int, ...] = ()
+    name: str | None = None
+
+
+def test_lists_from_json_become_tuples():
+    config = ListConfig.from_options("mine", {"positions": [1, 2]})
+    assert config.positions == (1, 2)
+    assert config.changed_options() == {"positions": (1, 2)}
+    stored = LayerSpec("mine", config.changed_options()).to_dict()
+    assert stored == {"backend": "mine", "options": {"positions": [1, 2]}}
+    with pytest.raises(ConfigError, match=r"Backend 'mine': .*positions must be a list of int"):
+        ListConfig.from_options("mine", {"positions": [1, "2"]})
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 3), (0, 1), (4, 0), (-2, 1), (2, 4)])
+def test_odd_head_grouping_is_refused(heads, key_heads):
+    with pytest.raises(ConfigError, match="positive multiple of the number of key heads"):
+        Geometry(num_heads=heads, num_key_heads=key_heads, head_dim=8, name="model.layers.0")
+
+
+def test_geometry_fills_in_what_follows():
+    geometry = Geometry(num_heads=4, num_key_heads=2, head_dim=16)
+    assert (geometry.value_dim, geometry.scale) == (16, 0.25)
+
+
+@pytest.mark.parametrize("name", ["softmax", "flash", "linear", "gated_linear"])
+def test_options_of_every_backend_are_plain_data(name):
+    options = get_backend(name).config_class().changed_options()
+    assert options == {}
+    assert json.loads(json.dumps(AttentionSpec(name).to_dict())) == {"version": 1, "backend": name}
