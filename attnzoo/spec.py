@@ -15,6 +15,13 @@ _KEYS = ("version", "backend", "options", "layers", "else")
 _RANGE = re.compile(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?")
 
 
+def _plain(value: Any) -> Any:
+    """Turn tuples into lists, so that data are the same before and after a trip through JSON."""
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """A backend and its options, for the layers that take them."""
@@ -26,7 +33,7 @@ class LayerSpec:
         """Return plain JSON data; options only where some were given."""
         return {
             "backend": self.backend,
-            **({"options": dict(self.options)} if self.options else {}),
+            **({"options": _plain(self.options)} if self.options else {}),
         }
 
 

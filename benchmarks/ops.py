@@ -53,6 +53,12 @@ def linear(
     return linear_attention(q, k, v, **options).out
 
 
+def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True) -> Tensor:
+    """Call torch's own exact attention."""
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
+
+
 def per_token(case: Case) -> Inputs:
     """Return a scalar log decay per token."""
     return (-0.1 * torch.rand(case.B, case.Hkv, case.T),)
@@ -68,18 +74,16 @@ def per_head(case: Case) -> Inputs:
     return (-0.1 * torch.rand(case.Hkv),)
 
 
+# retention decays by a constant per head, mamba2 by a scalar per token, gla by a vector per token
 OPS: dict[str, Op] = {
-    "sdpa": Op(attend=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
+    "sdpa": Op(attend=sdpa),
     "linear": Op(attend=linear, flops=chunk_flops),
-    "linear, not normalised": Op(
-        attend=lambda q, k, v: linear(q, k, v, normalize=False), flops=chunk_flops
-    ),
-    "linear, bidirectional": Op(attend=lambda q, k, v: linear(q, k, v, causal=False)),
-    "retention (decay per head)": Op(attend=linear, extras=per_head),
-    "mamba2 (decay per token)": Op(attend=linear, extras=per_token),
-    "gla (decay per channel)": Op(attend=linear, extras=per_channel),
+    "unnormalised": Op(attend=lambda q, k, v: linear(q, k, v, normalize=False), flops=chunk_flops),
+    "bidirectional": Op(attend=lambda q, k, v: linear(q, k, v, causal=False)),
+    "retention": Op(attend=linear, extras=per_head),
+    "mamba2": Op(attend=linear, extras=per_token),
+    "gla": Op(attend=linear, extras=per_channel),
 }
-GLA = "gla (decay per channel)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +112,10 @@ GOALS = [
     Goal(op="linear", mode="forward", T=16384, figure="rate", bound=0.7),
     Goal(op="linear", mode="train", T=16384, figure="speedup", bound=30),
     Goal(op="linear", mode="train", T=16384, figure="extra", bound=0.25, at_most=True),
-    Goal(op=GLA, mode="forward", T=1024, figure="speedup", bound=1),
-    Goal(op=GLA, mode="forward", T=2048, figure="speedup", bound=1),
-    Goal(op=GLA, mode="forward", T=4096, figure="speedup", bound=1),
-    Goal(op=GLA, mode="forward", T=16384, figure="speedup", bound=10),
+    Goal(op="gla", mode="forward", T=1024, figure="speedup", bound=1),
+    Goal(op="gla", mode="forward", T=2048, figure="speedup", bound=1),
+    Goal(op="gla", mode="forward", T=4096, figure="speedup", bound=1),
+    Goal(op="gla", mode="forward", T=16384, figure="speedup", bound=10),
     Goal(op="linear", mode="decode", T=16384, figure="after_256", bound=1.2, at_most=True),
 ]
 
@@ -142,26 +146,44 @@ def make_run(case: Case, op: Op) -> tuple[Run, int]:
     return run, sum(x.nbytes for x in inputs) + d_out.nbytes
 
 
-def measure_decode(length: int, base: Case, rounds: int) -> list[dict[str, Any]]:
-    """Time one token after 256 and after ``length``, and weigh the state each leaves."""
-    runs, states = {}, {}
-    for tokens in (256, length):
-        case = replace(base, op="linear", mode="decode", T=tokens)
-        prompt = make_inputs(replace(case, mode="forward"), OPS["linear"])
-        now = make_inputs(replace(case, mode="forward", T=1), OPS["linear"])
-        state = linear_attention(*prompt, normalize=True, return_state=True).state
-        step = lambda now=now, state=state: linear_attention(  # noqa: E731
-            *now, normalize=True, form="recurrent", state=state, return_state=True
+def make_step(case: Case) -> tuple[Run, int]:
+    """Return the call that decodes one token after T, and the bytes kept between calls."""
+    prompt = make_inputs(case, OPS[case.op])
+    now = make_inputs(replace(case, T=1), OPS[case.op])
+    if case.op == "sdpa":
+        q, (_, k, v) = now[0], prompt
+        return torch.no_grad()(lambda: sdpa(q, k, v, is_causal=False)), k.nbytes + v.nbytes
+    options: dict[str, Any] = {"normalize": True, "return_state": True}
+    log_decay = (*now, None)[3]
+    state = linear_attention(*prompt[:3], log_decay=(*prompt, None)[3], **options).state
+    assert state is not None
+
+    def step() -> Any:
+        return linear_attention(
+            *now[:3], log_decay=log_decay, form="recurrent", state=state, **options
         )
-        runs[str(tokens)] = torch.no_grad()(step)
-        states[str(tokens)] = sum(x.nbytes for x in state)
-    taken = time_together(runs, rounds=max(rounds, 9))
+
+    return torch.no_grad()(step), sum(x.nbytes for x in state)
+
+
+def measure_decode(length: int, base: Case, rounds: int) -> list[dict[str, Any]]:
+    """Time one token after 256 and after ``length``, and weigh what is kept."""
+    cases = [
+        replace(base, op=op, impl=OPS[op].impl, mode="decode", T=tokens)
+        for op in ("sdpa", "linear", "gla")
+        for tokens in (256, length)
+    ]
+    made = {f"{case.op} {case.T}": make_step(case) for case in cases}
+    taken = time_together({name: run for name, (run, _) in made.items()}, rounds=max(rounds, 9))
     rows = []
-    for tokens in (256, length):
-        case = replace(base, op="linear", impl="torch", mode="decode", T=tokens)
-        timing = taken[str(tokens)]
-        ratio = 1 / timing.times_faster_than(taken["256"])
-        rows.append(as_row(case, timing, after_256=ratio, state_bytes=states[str(tokens)]))
+    for case in cases:
+        name = f"{case.op} {case.T}"
+        figures = {
+            "speedup": taken[name].times_faster_than(taken[f"sdpa {case.T}"]),
+            "after_256": 1 / taken[name].times_faster_than(taken[f"{case.op} 256"]),
+            "kept_bytes": made[name][1],
+        }
+        rows.append(as_row(case, taken[name], **figures))
     return rows
 
 
@@ -189,7 +211,7 @@ def measure(base: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
 
 
 def _out_bytes(case: Case) -> int:
-    return case.B * case.H * case.T * case.E * getattr(torch, case.dtype).itemsize
+    return case.B * case.H * case.T * case.E * int(getattr(torch, case.dtype).itemsize)
 
 
 def measure_tiles(base: Case) -> list[dict[str, Any]]:
@@ -221,10 +243,10 @@ def measure_tiles(base: Case) -> list[dict[str, Any]]:
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     """Print what was measured, with the goals beside it."""
-    table = Table(title="float32, 8 heads, d=64" if not rows else _title(rows[0]))
+    table = Table(title=_title(rows[-1]))
     for column in ("op", "mode", "T"):
         table.add_column(column, justify="right" if column == "T" else "left")
-    for column in ("ms", "x SDPA", "GFLOP/s", "of matmul", "extra memory", "goal"):
+    for column in ("ms", "x SDPA", "GFLOP/s", "of matmul", "extra memory", "kept", "goal"):
         table.add_column(column, justify="right")
     for row in rows:
         cells = [row["op"], row["mode"], str(row["T"]), f"{row['median_ms']:.3g}"]
@@ -232,6 +254,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         cells.append(_cell(row, "gflops", "{:.0f}"))
         cells.append(_cell(row, "rate", "{:.0%}"))
         cells.append(_cell(row, "extra", "{:.1%}"))
+        cells.append(_cell(row, "kept_bytes", "{:,} B"))
         cells.append(_verdicts(row))
         table.add_row(*cells)
     console.print(table)

@@ -162,10 +162,16 @@ def attention(
         "dropout": dropout,
         "return_weights": wants_weights,
     }
-    if call.layer is None:
-        output = backend(query, key, value, mask=mask, **options)
-    else:
-        output = _with_state(backend, call.layer, query, key, value, mask, options)
+    try:
+        if call.layer is None:
+            output = backend(query, key, value, mask=mask, **options)
+        else:
+            output = _with_state(backend, call.layer, query, key, value, mask, options)
+    except UnsupportedError as error:
+        where = f"{backend.geometry.name}: backend {backend.name!r}"
+        if backend.geometry.name in str(error):
+            raise
+        raise UnsupportedError(f"{where} cannot run this call: {error}") from error  # an op's
     return output.out.transpose(1, 2).contiguous(), output.weights if wants_weights else None
 
 

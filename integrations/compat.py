@@ -6,13 +6,13 @@ Tested with transformers 5.17 to 5.23.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -32,7 +32,9 @@ __all__ = [
     "materialise_mask",
     "note_recording",
     "reads_name",
+    "set_implementation",
     "wants_weights",
+    "write_implementation",
 ]
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name by which modelling files call the interface
@@ -84,12 +86,29 @@ def wants_weights(kwargs: dict[str, Any]) -> bool:
 
 
 def all_configs(model: PreTrainedModel) -> list[Any]:
-    """Return the configs of a model, of all models inside it, and theirs, each once, in order."""
+    """Return the configs of a model, of all modules inside it, and theirs, each once, in order."""
     found: dict[int, Any] = {}
     for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            found.update((id(config), config) for config in _with_inner(module.config))
+        config = vars(module).get("config")
+        if isinstance(config, PreTrainedConfig):
+            found.update((id(inner), inner) for inner in _with_inner(config))
     return list(found.values())
+
+
+def set_implementation(model: PreTrainedModel, name: str, layers: Iterable[nn.Module]) -> None:
+    """Make ``layers``, and the models that make masks for them, run the implementation ``name``.
+
+    Older transformers leave alone what has copied its config, as the halves of T5 have.
+    """
+    model.set_attn_implementation(name)
+    swapped = set(layers)
+    for module in model.modules():
+        makes_masks = isinstance(module, PreTrainedModel) and not swapped.isdisjoint(
+            module.modules()
+        )
+        if makes_masks or module in swapped:
+            config: Any = module.config
+            config._attn_implementation_internal = name
 
 
 def _with_inner(config: Any) -> Iterator[Any]:
@@ -98,6 +117,23 @@ def _with_inner(config: Any) -> Iterator[Any]:
         inner = getattr(config, key, None)
         if inner is not None:
             yield from _with_inner(inner)
+
+
+def write_implementation(name: str) -> None:
+    """Let a config that holds a swap write ``attn_implementation`` too, which none does by itself.
+
+    A model sets it as a plain field, but a config that was loaded and is saved again has lost it.
+    """
+    to_dict = PreTrainedConfig.to_dict
+
+    @wraps(to_dict)
+    def to_dict_with_implementation(self: PreTrainedConfig) -> dict[str, Any]:
+        data = to_dict(self)
+        if name in data and self._attn_implementation == name:
+            data["attn_implementation"] = name
+        return data
+
+    PreTrainedConfig.to_dict = to_dict_with_implementation  # type: ignore[method-assign]
 
 
 def can_set_implementation(model: PreTrainedModel) -> bool:

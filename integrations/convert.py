@@ -56,7 +56,7 @@ def swap(
     _detach(target)
     attach(layers, backends)
     write_config(target.config, spec)
-    target.set_attn_implementation(NAME)
+    compat.set_implementation(target, NAME, (layer.module for layer in layers))
 
 
 def restore(model: nn.Module) -> None:
@@ -67,7 +67,7 @@ def restore(model: nn.Module) -> None:
             f"{type(model).__name__} is not swapped, so there is nothing to restore", stacklevel=2
         )
         return
-    configs = compat.all_configs(target)
+    configs, layers = compat.all_configs(target), attention_layers(target)
     before = vars(target).pop(_BEFORE, None)
     _detach(target)
     for config in configs:
@@ -75,9 +75,10 @@ def restore(model: nn.Module) -> None:
             if name in vars(config):
                 delattr(config, name)
     if before is None:  # it was built swapped
-        target.set_attn_implementation(target.get_correct_attn_implementation(None))
+        default = target.get_correct_attn_implementation(None)
+        compat.set_implementation(target, default, (layer.module for layer in layers))
     else:
-        for config, implementation in zip(configs, before, strict=True):
+        for config, implementation in zip(configs, before, strict=False):
             config._attn_implementation_internal = implementation
 
 
@@ -110,6 +111,8 @@ def build(
         raise UnsupportedError(
             f"{refusals[0]}" + (f" ({more} more layers likewise.)" if more else "")
         )
+    for number, backend in enumerate(backends):
+        backend.share_with(backends[:number])
     return backends
 
 

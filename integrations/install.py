@@ -22,6 +22,7 @@ def install() -> None:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, make_mask)  # without it the mask, and causality, is lost
     compat.note_recording()
+    compat.write_implementation(NAME)
     post_init = PreTrainedModel.post_init
     initialize_weights = PreTrainedModel._initialize_weights
 

@@ -211,9 +211,10 @@ class OverflowsInFloat16(Tiny):
         return super().attend(inputs)
 
     def share(self, q, kv, k):
-        above = torch.einsum("bhgtd,bhtde->bhgte", q, kv).to(self.narrow)
-        below = torch.einsum("bhgtd,bhtd->bhgt", q, k).to(self.narrow)
-        return above / (below + 1e-6)[..., None]
+        q = 4 * q  # cancels, unless something overflows on the way
+        above = torch.einsum("bhgtd,bhtde->bhgte", q, kv)
+        above = above.masked_fill(above.abs() > torch.finfo(self.narrow).max, torch.inf)
+        return above / (torch.einsum("bhgtd,bhtd->bhgt", q, k) + 1e-9)[..., None]
 
 
 class DrawsAnew(Tiny):
@@ -281,3 +282,57 @@ def test_a_broken_backend_is_caught(rule):
     assert caught.value.rule == rule, str(caught.value)
     assert BROKEN[rule].__name__ in str(caught.value)
     assert "H=4, Hkv=2, D=8, E=12" in str(caught.value)
+
+
+class TiedOnce(Tiny):
+    """Has one tensor under two names, and so do the copies that loading makes of it."""
+
+    def __init__(self, config, geometry):
+        super().__init__(config, geometry)
+        self.again = self.gate
+
+
+class Tied(TiedOnce):
+    def reset_parameters(self):
+        super().reset_parameters()
+        self.again = self.gate  # leaving the meta device makes two of it
+
+
+def test_tied_tensors_stay_tied():
+    report = check_backend(Tied, rules=("saving", "materializing", "gradients"))
+    assert report.passed == ("gradients", "saving", "materializing")
+    with pytest.raises(ConformanceError, match="leaves again without a value"):
+        check_backend(TiedOnce)
+
+
+def test_a_backend_that_serves_nothing_is_told_so():
+    class Nothing(Tiny):
+        causal = bidirectional = False
+
+    with pytest.raises(ConformanceError, match="neither a causal nor a bidirectional layer"):
+        check_backend(Nothing)
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"'paddin'. Did you mean 'padding'\?"):
+        check_backend(Tiny, rules=["paddin"])
+    with pytest.raises(ValueError, match=r"Tiny takes none of the dtypes torch\.int64"):
+        check_backend(Tiny, dtypes=[torch.int64])
+
+
+def test_a_narrow_backend_is_checked_in_what_it_takes():
+    class Narrow(Tiny):
+        dtypes = frozenset({torch.float32, torch.bfloat16})
+
+    report = check_backend(Narrow)
+    assert report.skipped["gradients"] == "differences of outputs need float64"
+    assert "precision" in report.passed
+    assert not any("float64" in trial for trial in report.trials)
+
+
+def test_the_check_leaves_random_numbers_and_threads_alone():
+    torch.manual_seed(3)
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    check_backend(Tiny, rules=("layout", "random_state", "determinism"))
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.get_num_threads() == threads

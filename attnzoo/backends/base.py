@@ -6,7 +6,7 @@ M hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -26,6 +26,9 @@ BUILTIN = {  # name to module, imported on first use; no other class may take th
     "flash": "attnzoo.backends.flash",
     "linear": "attnzoo.backends.linear",
     "gated_linear": "attnzoo.backends.gated_linear",
+    "linformer": "attnzoo.backends.linformer",
+    "longformer": "attnzoo.backends.longformer",
+    "performer": "attnzoo.backends.performer",
 }
 
 
@@ -89,6 +92,7 @@ class AttentionBackend(nn.Module):
     sinks: ClassVar[bool] = False
     dropout: ClassVar[bool] = False
     recurrent: ClassVar[bool] = False  # takes and returns a state: decoding goes on from it
+    state_grows: ClassVar[bool] = False  # with the sequence, though by less than its keys
     needs_hidden_states: ClassVar[bool] = False
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
@@ -105,6 +109,9 @@ class AttentionBackend(nn.Module):
 
     def reset_parameters(self) -> None:
         """Give the extras their initial values: when built, and where a checkpoint lacks them."""
+
+    def share_with(self, earlier: Sequence[AttentionBackend]) -> None:
+        """Take over what layers share, given those before this one; once all are built."""
 
     def layer_reasons(self) -> list[str]:
         """Say why this backend cannot serve its layer, all at once; called when it is built."""
@@ -188,6 +195,15 @@ class AttentionBackend(nn.Module):
             dropout=dropout,
             return_state=return_state,
         )
+        self.refuse_unsupported(inputs)
+        inputs = clear_padding(inputs)
+        output = self._attend(inputs)
+        if return_weights and output.weights is None:
+            output = output._replace(weights=self.effective_weights(inputs))
+        return output
+
+    def refuse_unsupported(self, inputs: AttentionInputs) -> None:
+        """Raise with every reason why these inputs cannot run, if there is one."""
         reasons = self.unsupported_reasons(inputs)
         if reasons:
             raise UnsupportedError(
@@ -195,11 +211,6 @@ class AttentionBackend(nn.Module):
                 + "; ".join(reasons)
                 + "."
             )
-        inputs = clear_padding(inputs)
-        output = self._attend(inputs)
-        if return_weights and output.weights is None:
-            output = output._replace(weights=self.effective_weights(inputs))
-        return output
 
     def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
         """Say why these inputs cannot run, all at once; an empty list means that they can."""

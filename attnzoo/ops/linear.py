@@ -20,23 +20,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.ops.linear_check import check
 from attnzoo.ops.linear_chunk import linear_chunk
+from attnzoo.ops.linear_everywhere import everywhere
 from attnzoo.ops.linear_reference import (
     LinearInputs,
     Result,
     dense,
     dense_chunks,
     empty_state,
-    folded,
     recurrent,
     state_dtype,
     step,
 )
+from attnzoo.ops.linear_walk import as_given
 from attnzoo.state import AttentionOutput, LinearState
 
 CHUNK_SIZE = 64
@@ -116,7 +116,8 @@ def linear_attention(
     if causal and q.shape[2] == 0:
         out, last = v.new_zeros(*q.shape[:3], v.shape[3]), state
     else:
-        out, last = _RUN[form, impl](x)
+        with as_given(q):
+            out, last = _RUN[form, impl](x)
     return AttentionOutput(out, last if return_state else None)
 
 
@@ -130,7 +131,7 @@ def choose_impl(form: str) -> tuple[str, str]:
 def _chunked(x: LinearInputs) -> Result:
     """Take the tokens chunk by chunk, with a backward pass of its own."""
     if not x.causal:
-        return _everywhere(x)
+        return everywhere(x)
     if x.k.shape[2] == 1:
         return step(x)
     out, kv, z = linear_chunk(
@@ -151,41 +152,6 @@ def _chunked(x: LinearInputs) -> Result:
 def _one_chunk(x: LinearInputs) -> Result:
     """Take all tokens as one chunk."""
     return _chunked(x._replace(chunk_size=max(x.k.shape[2], 1)))
-
-
-def _everywhere(x: LinearInputs) -> Result:
-    """Let every token see all keys: two products, and no walk unless sequences are packed."""
-    if x.segment_ids is not None:
-        return _everywhere_packed(x)
-    k, v = x.k.to(x.dtype), x.v.to(x.dtype)
-    last = LinearState(x.state.kv + k.mT @ v, x.state.k + k.sum(2))
-    q = folded(x)
-    out = q @ last.kv
-    if x.normalize:
-        out = out / (q @ last.k.unsqueeze(-1) + x.eps)
-    return out.view(*x.q.shape[:3], v.shape[3]).to(x.v.dtype), last
-
-
-def _everywhere_packed(x: LinearInputs) -> Result:
-    """Let every token see all keys of its segment: those up to it, plus those from it on, less one.
-
-    How many segments there are is known only to the data, so no sum per segment can be made.
-    The denominator is carried as one more value, of ones.
-    """
-    assert x.segment_ids is not None
-    q, k = x.q.to(x.dtype), x.k.to(x.dtype)
-    v = torch.nn.functional.pad(x.v.to(x.dtype), (0, 1), value=1.0)
-    kv = torch.cat([x.state.kv, x.state.k.unsqueeze(-1)], -1)
-    options = (x.scale, False, x.eps, x.chunk_size)
-    up_to, kv, _ = linear_chunk(q, k, v, None, kv, x.state.k, x.segment_ids, *options)
-    backwards = [t.flip(-2) for t in (q, k, v)]
-    nothing = kv.new_zeros(kv.shape), x.state.k.new_zeros(x.state.k.shape)
-    onwards, _, _ = linear_chunk(*backwards, None, *nothing, x.segment_ids.flip(-1), *options)
-    grouped = q.unflatten(1, (k.shape[1], -1)) * x.scale
-    own = (grouped * k.unsqueeze(2)).sum(-1, keepdim=True) * v.unsqueeze(2)
-    out = up_to + onwards.flip(-2) - own.flatten(1, 2)
-    out = out[..., :-1] / (out[..., -1:] + x.eps) if x.normalize else out[..., :-1]
-    return out.to(x.v.dtype), LinearState(kv[..., :-1], kv[..., -1])
 
 
 _RUN: dict[tuple[str, str], Callable[[LinearInputs], Result]] = {

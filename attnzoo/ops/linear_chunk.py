@@ -21,7 +21,17 @@ import torch
 from torch import Tensor
 
 from attnzoo.ops import linear_decay as decay
-from attnzoo.ops.linear_walk import Chunk, Sequences, Sums, Walk, times, times_rows
+from attnzoo.ops.linear_walk import (
+    Chunk,
+    Sequences,
+    Sums,
+    Walk,
+    as_given,
+    grouped,
+    own,
+    times,
+    times_rows,
+)
 
 
 @torch.library.custom_op("attnzoo::linear_chunk", mutates_args=())
@@ -39,20 +49,19 @@ def linear_chunk(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output ``[B, H, T, E]`` and the two sums of the state after the last token."""
-    inputs = Sequences(_grouped(q, k), k, v, log_decay, segment_ids, scale, chunk_size, kv.dtype)
+    inputs = Sequences(grouped(q, k), k, v, log_decay, segment_ids, scale, chunk_size, kv.dtype)
     out = v.new_empty(*inputs.q.shape[:-1], v.shape[-1])
-    last_kv, last_z = _own(kv), _own(z).unsqueeze(2)
-    for b, h in inputs.parts():
-        walk = Walk(inputs.part(b, h))
-        outs = walk.cut(out[b, h])
-        sums = Sums(last_kv[b, h].flatten(0, 1), last_z[b, h].flatten(0, 1))
-        for i in range(walk.count):
-            c = walk.chunk(i)
-            rows = torch.bmm(c.reading, sums.kv).baddbmm_(c.scores, c.v)
-            if normalize:
-                rows.div_(_denominator(c, sums.z, eps))
-            walk.store(outs[i], rows, walk.groups)
-            sums.advance(c.writing, c.v, c.carry)
+    last_kv, last_z = own(kv), own(z).unsqueeze(2)
+    with as_given(q):
+        for b, h in inputs.parts():
+            walk = Walk(inputs.part(b, h))
+            outs = walk.cut(out[b, h])
+            sums = Sums(last_kv[b, h].flatten(0, 1), last_z[b, h].flatten(0, 1))
+            for i in range(walk.count):
+                c = walk.chunk(i)
+                rows = torch.bmm(c.reading, sums.kv).baddbmm_(c.scores, c.v)
+                walk.store(outs[i], rows, _denominator(c, sums.z, eps) if normalize else None)
+                sums.advance(c.writing, c.v, c.carry)
     return out.flatten(1, 2), last_kv, last_z.squeeze(2)
 
 
@@ -75,27 +84,28 @@ def linear_chunk_backward(
     want_decay: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients for q, k, v, log_decay (empty if not wanted), kv and z."""
-    inputs = Sequences(_grouped(q, k), k, v, log_decay, segment_ids, scale, chunk_size, kv.dtype)
-    d_out = _grouped(d_out, k)
-    d_kv, d_z, z = _own(d_kv), _own(d_z).unsqueeze(2), z.unsqueeze(2)
+    inputs = Sequences(grouped(q, k), k, v, log_decay, segment_ids, scale, chunk_size, kv.dtype)
+    d_out = grouped(d_out, k)
+    d_kv, d_z, z = own(d_kv), own(d_z).unsqueeze(2), z.unsqueeze(2)
     dq, dk, dv = (x.new_empty(x.shape) for x in inputs[:3])
     d_log = _new_decay_gradient(k, kv.dtype, log_decay if want_decay else None)
-    for b, h in inputs.parts():
-        walk = Walk(inputs.part(b, h))
-        d_outs, dqs, dks, dvs, d_logs = (walk.cut(x[b, h]) for x in (d_out, dq, dk, dv, d_log))
-        d_sums = Sums(d_kv[b, h].flatten(0, 1), d_z[b, h].flatten(0, 1))
-        first = Sums(kv[b, h].flatten(0, 1), z[b, h].flatten(0, 1))
-        for i, before in _states_backwards(walk, first):
-            rows = walk.load(d_outs[i], walk.size(i), walk.groups)
-            c = walk.chunk(i, keep=True)
-            d_rows, d_keys, d_values, d_gates = _chunk_backward(
-                c, rows, before, d_sums, eps if normalize else None, want_decay
-            )
-            walk.store(dqs[i], d_rows.mul_(scale), walk.groups)
-            walk.store(dks[i], d_keys)
-            walk.store(dvs[i], d_values)
-            if d_gates is not None:
-                walk.store(d_logs[i], d_gates)
+    with as_given(q):
+        for b, h in inputs.parts():
+            walk = Walk(inputs.part(b, h))
+            d_outs, dqs, dks, dvs, d_logs = (walk.cut(x[b, h]) for x in (d_out, dq, dk, dv, d_log))
+            d_sums = Sums(d_kv[b, h].flatten(0, 1), d_z[b, h].flatten(0, 1))
+            first = Sums(kv[b, h].flatten(0, 1), z[b, h].flatten(0, 1))
+            for i, before in _states_backwards(walk, first):
+                rows = walk.load(d_outs[i], walk.size(i), walk.groups)
+                c = walk.chunk(i, keep=True)
+                d_rows, d_keys, d_values, d_gates = _chunk_backward(
+                    c, rows, before, d_sums, eps if normalize else None, want_decay
+                )
+                walk.store(dqs[i], d_rows.mul_(scale) if scale != 1.0 else d_rows)
+                walk.store(dks[i], d_keys)
+                walk.store(dvs[i], d_values)
+                if d_gates is not None:
+                    walk.store(d_logs[i], d_gates)
     return (
         dq.flatten(1, 2),
         dk,
@@ -194,17 +204,6 @@ def _denominator(c: Chunk, z: Tensor, eps: float) -> Tensor:
     """Return ``q_t z_t + eps`` of each row, ``[N, C * G, 1]``."""
     inside, carried = c.scores.sum(-1, keepdim=True), (c.reading * z).sum(-1, keepdim=True)
     return inside.add_(carried).add_(eps)
-
-
-def _grouped(x: Tensor, k: Tensor) -> Tensor:
-    """View ``[B, H, T, X]`` as ``[B, Hkv, G, T, X]``."""
-    heads = k.shape[1]
-    return x.view(x.shape[0], heads, x.shape[1] // heads, *x.shape[2:])
-
-
-def _own(x: Tensor) -> Tensor:
-    """Copy what is going to be updated in place."""
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _new_decay_gradient(k: Tensor, dtype: torch.dtype, log_decay: Tensor | None) -> Tensor:

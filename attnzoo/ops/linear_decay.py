@@ -17,6 +17,7 @@ M pairs of blocks of s tokens. Query rows are folded as ``[N, C * G, D]``, token
 
 from __future__ import annotations
 
+from math import exp
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 FORGOTTEN = -1e4  # the exponential of this is zero in every type; what is below stands at it
+FAINTEST = {torch.float32: -87.0, torch.float64: -708.0}  # the exponential is still a normal number
+
+
+def fade(x: Tensor) -> Tensor:
+    """Take exponentials in place; those too faint to be normal numbers are zero.
+
+    Denormal numbers would make every operation on them several times slower.
+    """
+    faintest = FAINTEST[x.dtype]
+    return torch.threshold_(x.clamp_(min=faintest).exp_(), 1.25 * exp(faintest), 0.0)
 
 
 # -- scalar ----------------------------------------------------------------------------------------
@@ -48,7 +59,7 @@ def scalar_spans(log_decay: Tensor, dtype: torch.dtype) -> Spans:
 def scalar_pairs(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight of key j for row i, ``[N, C, C]``, zero ahead; ``sums`` as in Spans."""
     differences = (sums - sums.mT).to(dtype)
-    return differences.clamp_(max=0).exp_().tril_()
+    return fade(differences.clamp_(max=0)).tril_()
 
 
 def scalar_backward(products: Tensor, read: Tensor, written: Tensor, kept: Tensor) -> Tensor:

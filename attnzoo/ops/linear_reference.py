@@ -150,7 +150,7 @@ def step(x: LinearInputs) -> Result:
 
 
 def folded(x: LinearInputs) -> Tensor:
-    """Return the scaled queries with the heads of a group below each other, ``[B, Hkv, G * T, D]``."""
+    """Return the scaled queries, a group's heads below each other, ``[B, Hkv, G * T, D]``."""
     batch, heads, queries, size = x.q.shape
     q = x.q.to(x.dtype).reshape(batch, x.k.shape[1], heads // x.k.shape[1] * queries, size)
     return q if x.scale == 1.0 else q * x.scale

@@ -9,6 +9,7 @@ are kept in.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.functional import pad
 
 from attnzoo.ops import linear_decay as decay
 
-CACHE_BYTES = 2**20  # of one core; the tensors of a chunk should fit
+CACHE_BYTES = 2**21  # of one core, second level and a share of the third: tried 1/4 to 4 MiB
 
 
 class Sequences(NamedTuple):
@@ -50,7 +51,7 @@ class Sequences(NamedTuple):
         batch, heads, groups, tokens, d = self.q.shape
         chunk_size = min(self.chunk_size, tokens)
         at_once = heads_at_once(chunk_size, groups, d, self.v.shape[-1], self.q.device)
-        rows, cols = max(1, at_once // max(heads, 1)), max(1, min(heads, at_once))
+        rows, cols = _even(batch, at_once // heads), _even(heads, at_once)
         for b in range(0, batch, rows):
             for h in range(0, heads, cols):
                 yield slice(b, b + rows), slice(h, h + cols)
@@ -133,41 +134,59 @@ class Walk:
         tokens = self.k[i].shape[-2]
         return 1 << (tokens - 1).bit_length() if self.vector else tokens
 
-    def load(self, piece: Tensor, size: int, groups: int = 1) -> Tensor:
-        """Return a chunk of an input as ``[N, C * G, X]``; a view where that is possible."""
+    def load(self, piece: Tensor, size: int = 0, groups: int = 1) -> Tensor:
+        """Return a chunk of an input as ``[N, C * G, X]``, of ``size`` tokens at least."""
         if groups > 1:
             piece = piece.reshape(self.n, groups, *piece.shape[-2:]).transpose(1, 2)
-        x = piece.reshape(self.n, -1, piece.shape[-1]).to(self.dtype)
+        if piece.dim() > 3:
+            piece = piece.reshape(self.n, -1, piece.shape[-1])
+        x = piece.to(self.dtype)
         short = size * groups - x.shape[1]
-        return pad(x, (0, 0, 0, short)) if short else x
+        return pad(x, (0, 0, 0, short)) if short > 0 else x
 
-    def store(self, piece: Tensor, x: Tensor, groups: int = 1) -> None:
-        """Write ``[N, C * G, X]`` to a chunk of a result, less the padding."""
-        if groups > 1:
-            x = x.unflatten(1, (-1, groups)).transpose(1, 2)
-        piece.copy_(x[..., : piece.shape[-2], :])
+    def queries(self, i: int, size: int = 0) -> Tensor:
+        """Return the scaled queries of chunk i, ``[N, C * G, D]``."""
+        q = self.load(self.q[i], size, self.groups)
+        return q if self.scale == 1.0 else q * self.scale
+
+    def store(self, piece: Tensor, x: Tensor, divisor: Tensor | None = None) -> None:
+        """Write ``[N, C, X]``, or ``[N, C * G, X]``, to a chunk of a result, less the padding."""
+        x = self.laid_out(x, piece)
+        if divisor is None:
+            piece.copy_(x)
+        else:
+            torch.div(x, self.laid_out(divisor, piece), out=piece)
+
+    def laid_out(self, x: Tensor, piece: Tensor) -> Tensor:
+        """View ``[N, C * G, X]`` as ``piece`` is laid out: ``[N, (G,) tokens, X]``."""
+        if piece.dim() == 4:
+            x = x.view(self.n, -1, self.groups, x.shape[-1]).transpose(1, 2)
+        tokens = piece.shape[-2]
+        return x if x.shape[-2] == tokens else x[..., :tokens, :]
 
     def gates(self, i: int) -> Tensor:
         """Return the exponentials of chunk i's vector log decays; padding decays nothing."""
         assert self.log_decay is not None
-        return self.load(self.log_decay[i], self.size(i)).contiguous().exp()
+        log_decay = self.load(self.log_decay[i], self.size(i))
+        return decay.fade(log_decay.clone(memory_format=torch.contiguous_format))
 
     def factors(self, i: int, pairs: bool = True) -> Factors:
         """Return the factors of chunk i, those of pairs only if asked for."""
         tokens = self.k[i].shape[-2]
         if tokens in self.known:
             return self.known[tokens]
-        factors = Factors()
+        factors, weights = Factors(), None
         if self.log_decay is None:
             ones = torch.ones(tokens, tokens, dtype=self.dtype, device=self.k[0].device)
             factors = Factors(ones.tril_().view(1, tokens, 1, tokens))
         elif not self.vector:
             spans = decay.scalar_spans(self.load(self.log_decay[i], tokens), self.dtype)
-            weights = decay.scalar_pairs(spans.sums, self.dtype).unsqueeze(2) if pairs else None
+            if pairs or self.constant:
+                weights = decay.scalar_pairs(spans.sums, self.dtype).unsqueeze(2)
             factors = Factors(weights, spans.reads.unsqueeze(2), spans.writes, spans.carry)
         if self.segment_ids is not None:
             factors = self.fenced(i, factors)
-        if self.constant and pairs:
+        if self.constant:
             self.known[tokens] = factors
         return factors
 
@@ -196,10 +215,7 @@ class Walk:
     def chunk(self, i: int, keep: bool = False) -> Chunk:
         """Load chunk i and work out its scores; ``keep`` what its backward pass needs."""
         size, groups = self.size(i), self.groups
-        q, k = self.load(self.q[i], size, groups), self.load(self.k[i], size)
-        v = self.load(self.v[i], size)
-        if self.scale != 1.0:
-            q = q * self.scale
+        q, k, v = self.queries(i, size), self.load(self.k[i], size), self.load(self.v[i], size)
         factors = self.factors(i)
         gates, carry = None, factors.carry
         joins: list[decay.Join] = []
@@ -226,6 +242,31 @@ class Walk:
         after = Sums(before.kv.clone(), before.z.clone())
         after.advance(times(k, factors.writes), self.load(self.v[i], size), carry)
         return after
+
+
+def as_given(x: Tensor) -> AbstractContextManager[object]:
+    """Keep autocast away: sums are made in float32 and wider whatever surrounds the call."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
+
+
+def grouped(x: Tensor, k: Tensor) -> Tensor:
+    """View ``[B, H, T, X]`` as ``[B, Hkv, G, T, X]``."""
+    heads = k.shape[1]
+    return x.view(x.shape[0], heads, x.shape[1] // heads, *x.shape[2:])
+
+
+def own(x: Tensor) -> Tensor:
+    """Copy what is going to be updated in place."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _even(count: int, most: int) -> int:
+    """Return the size of the largest part when ``count`` is split evenly into parts of ``most``."""
+    parts = -(-count // max(most, 1))
+    return max(1, -(-count // max(parts, 1)))
 
 
 def times(x: Tensor, factor: Tensor | None) -> Tensor:

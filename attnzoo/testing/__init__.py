@@ -18,7 +18,7 @@ from attnzoo.backends.base import AttentionBackend
 from attnzoo.backends.config import BackendConfig, Geometry
 from attnzoo.errors import AttnzooError, did_you_mean
 from attnzoo.testing import capabilities, modules, precision, states, tokens
-from attnzoo.testing.trial import HIDDEN_SIZE, Broken, Trial, own_random_numbers
+from attnzoo.testing.trial import HIDDEN_SIZE, Broken, Trial, apart
 
 __all__ = ["RULES", "ConformanceError", "Report", "Rule", "check_backend"]
 
@@ -134,7 +134,7 @@ def check_backend(
     config = cls.config_class() if config is None else config
     passed: dict[str, None] = {}
     skipped: dict[str, str] = {}
-    with own_random_numbers():
+    with apart():
         trials = list(_trials(cls, config, torch.device(device), dtypes))
         for rule in chosen:
             for trial in trials:

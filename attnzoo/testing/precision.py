@@ -114,7 +114,7 @@ def _narrow(trial: Trial, dtype: torch.dtype, length: int, mean: float) -> None:
     exact = _answers(trial, trial.unrounded, x, upstream)
     plain = _answers(trial, plain_backend, rounded.map(lambda t: t.to(trial.wide)), upstream)
     ours = _answers(trial, ours_backend, rounded, upstream.to(dtype))
-    units = 1 if dtype.itemsize == 2 else 16  # sums in float32 add up their own rounding
+    units = 1 if dtype.itemsize == 2 else 256  # sums in float32 add up their own rounding
     name = f"{str(dtype).removeprefix('torch.')}, {length} tokens with values of mean {mean:g}"
     for what, right in exact.items():
         if float(right.abs().max()) > torch.finfo(dtype).max:

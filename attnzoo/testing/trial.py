@@ -155,7 +155,7 @@ class Trial:
     def chunk(self) -> int:
         """Tokens per parallel step."""
         size = getattr(self.config, "chunk_size", None)
-        return size if isinstance(size, int) else CHUNK
+        return size if isinstance(size, int) else CHUNK // 2 if self.cls.exact else CHUNK
 
     @property
     def length(self) -> int:
@@ -173,8 +173,10 @@ class Trial:
         """Return how far a right answer of this size may lie off, however it is computed."""
         if self.dtype is torch.float64:  # where rounding is nothing beside a mistake
             return 1e-9 * max(size, 1.0)
-        units = 64 if self.dtype is torch.float32 else 4  # float32 adds up its own rounding
-        return units * torch.finfo(self.dtype).eps * size
+        eps = torch.finfo(self.dtype).eps
+        if self.dtype is torch.float32:  # sums add up their own rounding
+            return 256 * eps * max(size, 1.0)
+        return 4 * eps * size
 
     def agree(self, what: str, ours: Tensor, exact: Tensor, plain: Tensor | None = None) -> None:
         """Hold ours to twice the error of the plain way, and a little slack."""
@@ -192,7 +194,12 @@ class Trial:
 
 
 @contextmanager
-def own_random_numbers() -> Iterator[None]:
-    """Leave torch's global generator as it was."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        yield
+def apart() -> Iterator[None]:
+    """Leave torch's global generator as it was, and run on one thread: the layers are small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,5 +1,6 @@
 """A state as an entry of a transformers cache: what may be done to it, and what is refused."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -187,9 +188,17 @@ def test_setting_another_implementation_sets_the_swap_aside(model, llama, ids):
     assert_close(logits, whole(llama(), ids), atol=1e-5, rtol=1e-5)
 
 
-def test_same_weights_elsewhere_go_on_from_a_cache(model, cache, ids):
-    import copy
+def test_copied_cache_serves_several_prompts(model, cache, ids):
+    """The usual way to reuse what a long common prompt left behind."""
+    step(model, cache, ids[:, :8])
+    for rest in (ids[:, 8:], ids[:, 8:].flip(1)):
+        found = step(model, copy.deepcopy(cache), rest)
+        expected = whole(model, torch.cat([ids[:, :8], rest], 1))[:, 8:]
+        assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert int(cache.get_seq_length()) == 8
 
+
+def test_same_weights_elsewhere_go_on_from_a_cache(model, cache, ids):
     step(model, cache, ids[:, :8])
     found = step(copy.deepcopy(model), cache, ids[:, 8:])
     assert_close(found, whole(model, ids)[:, 8:], atol=1e-4, rtol=1e-4)

@@ -173,6 +173,27 @@ def test_encoder_decoder(backend, rest, beams, redraw, ids, padding):
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("backend", ["softmax", "flash"])
+def test_t5(backend, cache, redraw, ids, padding):
+    config = hf.T5Config(
+        vocab_size=99,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=1,
+        num_heads=4,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    model = redraw(hf.T5ForConditionalGeneration(config))
+    options = {"attention_mask": padding("right"), "num_beams": 2}
+    expected = generate(model, ids, **options)
+    attnzoo.swap(model, backend)
+    assert torch.equal(generate(model, ids, **options, cache_implementation=cache), expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
 def test_window_narrower_than_the_models_own(name, cache, redraw, llama_config, ids, padding):
     """The states stand in for sliding layers, whose masks are sized otherwise."""

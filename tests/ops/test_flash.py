@@ -69,7 +69,7 @@ def test_it_equals_the_dense_op(heads, mask, more):
 
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3)], ids=str)
 @pytest.mark.parametrize("queries", [1, 4])
-@pytest.mark.parametrize("offset", [5, torch.tensor(5), 8], ids=str)
+@pytest.mark.parametrize("offset", [5, torch.tensor(5), 7, 8], ids=str)
 @pytest.mark.parametrize("limit", [{}, {"window": (2, 0)}, {"padding": padding(9, 9, 4)}], ids=list)
 def test_queries_may_begin_later(heads, queries, offset, limit):
     q, k, v = qkv(queries, 9, heads=heads)
@@ -83,7 +83,7 @@ def test_queries_may_begin_later(heads, queries, offset, limit):
 def test_the_band_equals_the_square(length, window, limit, causal):
     fields = {}
     if limit == "padding":
-        fields["padding"] = padding(length, length, length - 70)
+        fields["padding"] = torch.rand(2, length, generator=torch.Generator().manual_seed(7)) < 0.7
     if limit == "segments":
         fields["segment_ids"] = (torch.arange(length) // 50).expand(2, -1)
     compare(*qkv(length), AttentionMask(causal=causal, window=window, **fields))

@@ -7,6 +7,7 @@ import torch
 
 from attnzoo.ops.linear import FORMS, IMPLS, choose_impl, linear_attention
 from attnzoo.ops.linear_chunk import linear_chunk, linear_chunk_backward
+from attnzoo.ops.linear_everywhere import linear_everywhere, linear_everywhere_backward
 from attnzoo.state import LinearState
 
 DECAYS = ("none", "head", "token", "channel")
@@ -213,6 +214,20 @@ def test_long_normalised_gradients_where_values_have_a_mean(dtype, decay):
         assert error < max(eps, 1e-4), f"relative error {error:.1e}"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_long_bidirectional_gradients_where_values_have_a_mean(dtype):
+    inputs = make(8192, dtype=dtype, d=16, e=16)[:3]
+    inputs[2] += 1
+    results = []
+    for kind in (torch.float64, dtype):
+        leaves = [x.detach().to(kind).requires_grad_() for x in inputs]
+        out, *_ = run(*leaves, None, normalize=True, causal=False)
+        results.append(gradients([out], leaves))
+    for exact, ours in zip(*results, strict=True):
+        error = (ours.double() - exact).norm() / exact.norm()
+        assert error < max(torch.finfo(dtype).eps, 1e-4), f"relative error {error:.1e}"
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("decay", ["head", "token", "channel"])
@@ -356,17 +371,27 @@ def test_reads_nothing_past_its_inputs(form, decay):
     assert all(x.isfinite().all() for x in gradients(ours, inputs[:3]))
 
 
-@pytest.mark.parametrize("decay", ["none", "channel"])
-def test_any_strides(decay):
-    """Heads beside tokens, as a model's projections leave them, and gradients that are expanded."""
-    inputs = make(21, decay, groups=2)
-    beside = [x if x is None else x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
-    grads = []
-    for leaves in (inputs, beside):
-        leaves = [x if x is None else x.detach().requires_grad_() for x in leaves]
-        out, *_ = run(*leaves, chunk_size=8, normalize=True)
-        grads.append(torch.autograd.grad(out.sum(), [x for x in leaves if x is not None]))
-    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("rows", [1, B])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("decay", [*DECAYS, "bidirectional"])
+def test_any_strides(decay, groups, rows):
+    """Heads beside tokens, as a model's projections leave them, and gradients likewise."""
+
+    def beside(x):
+        return (
+            x.transpose(1, 2).contiguous().transpose(1, 2) if x is not None and x.dim() > 2 else x
+        )
+
+    inputs = [x if x is None or x.dim() < 3 else x[:rows] for x in make(21, decay, groups)]
+    d_out = torch.randn(rows, groups * HKV, 21, E, dtype=torch.float64)
+    results = []
+    for change in (lambda x: x, beside):
+        leaves = [x if x is None else change(x).detach().requires_grad_() for x in inputs]
+        out, *_ = run(*leaves, chunk_size=8, normalize=True, causal=decay != "bidirectional")
+        given = [x for x in leaves if x is not None]
+        results.append((out, *torch.autograd.grad(out, given, change(d_out), retain_graph=True)))
+        torch.autograd.grad(out.sum(), given)  # an expanded gradient
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 def test_many_rows_and_heads_are_walked_in_parts(monkeypatch):
@@ -397,6 +422,29 @@ def test_scale_multiplies_queries():
         torch.testing.assert_close(scaled, run(0.3 * q, k, v, None), rtol=1e-11, atol=1e-11)
     scaled = run(q, k, v, None, causal=False, scale=0.3)
     torch.testing.assert_close(scaled, run(0.3 * q, k, v, None, causal=False))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_autocast_changes_nothing(form, impl, causal):
+    if form == "recurrent":
+        causal = True  # it is never otherwise
+    inputs = make(20, "token" if causal else "none", dtype=torch.float32, grad=True)
+    options = {"form": form, "impl": impl, "causal": causal, "normalize": True, "chunk_size": 8}
+    plain = run(*inputs, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = run(*inputs, **options)
+        if (form, impl) == ("chunk", "torch") and causal:  # its backward pass guards itself too
+            assert all(map(torch.equal, gradients(ours, inputs), gradients(plain, inputs)))
+    assert all(map(torch.equal, ours, plain))
+
+
+def test_second_derivatives_are_refused_by_torch_and_not_wrong():
+    q, k, v, _ = make(9, grad=True)
+    (first,) = torch.autograd.grad(run(q, k, v, None)[0].sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        torch.autograd.grad(first.sum(), k)
 
 
 def test_features_may_be_wider_than_values():
@@ -465,23 +513,34 @@ def test_operators_are_registered_soundly(decay):
     torch.library.opcheck(linear_chunk_backward, (out, kv, z, *args, wanted))
 
 
-@pytest.mark.parametrize("decay", ["none", "channel"])
+def test_bidirectional_operators_are_registered_soundly():
+    (q, *_), (_, k, v, _) = make(9, groups=2, grad=True), make(7, grad=True)
+    args = (q, k, v, *make_state(grad=True), 0.5, True, 1e-6)
+    torch.library.opcheck(linear_everywhere, args)
+    args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
+    out, *sums = linear_everywhere(*args)
+    torch.library.opcheck(linear_everywhere_backward, (out, *sums, *args))
+
+
+@pytest.mark.parametrize("decay", ["none", "channel", "bidirectional"])
 def test_compiles_to_one_graph_without_unrolling(decay):
     nodes = []
 
     def backend(graph, _):
-        nodes.extend(node.name for node in graph.graph.nodes if node.op == "call_function")
+        nodes.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph
 
     inputs = make(200, decay, groups=2, dtype=torch.float32, grad=True)
-    ids = torch.arange(200).div(70, rounding_mode="floor").expand(B, -1)
+    options = {"segment_ids": torch.arange(200).div(70, rounding_mode="floor").expand(B, -1)}
+    if decay == "bidirectional":
+        options = {"causal": False}
 
     def call(*inputs):
-        return run(*inputs, segment_ids=ids, chunk_size=8, normalize=True)
+        return run(*inputs, chunk_size=8, normalize=True, **options)
 
     compiled = torch.compile(call, fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(*inputs), call(*inputs))
-    assert sum("linear_chunk" in name for name in nodes) == 1
+    assert sum("attnzoo" in name for name in nodes) == 1
     assert len(nodes) < 20
 
 
@@ -496,7 +555,12 @@ def test_compiled_gradients_are_the_same(form):
 
     given = [*inputs, *state]
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(gradients(compiled(*given), given), gradients(call(*given), given))
+    exact = gradients(call(*given), given)
+    torch.testing.assert_close(gradients(compiled(*given), given), exact)
+    if form != "recurrent":  # torch compiles the backward pass of plain operations under autocast
+        with torch.autocast("cpu", torch.bfloat16):
+            results = compiled(*given)
+        torch.testing.assert_close(gradients(results, given), exact)
 
 
 def test_a_named_implementation_is_never_replaced(monkeypatch):

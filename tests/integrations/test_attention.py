@@ -1,0 +1,254 @@
+"""The attention function: weights on request, what it honours, what it refuses by name."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch.testing import assert_close
+
+import attnzoo
+from attnzoo.errors import UnsupportedError
+from attnzoo.integrations.attention import attention
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+MODELS = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_key_value_heads=2)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    ),
+    "bert": lambda: hf.BertModel(hf.BertConfig(**SIZES, pad_token_id=0)),
+}
+BACKENDS = ["softmax", "flash", "linear", "gated_linear"]
+
+
+@pytest.fixture(params=MODELS)
+def model(request, redraw):
+    return redraw(MODELS[request.param]())
+
+
+class Values:
+    """Keeps the values and the output of every attention call."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.calls: list[tuple[Any, Any]] = []
+        interface = hf.AttentionInterface._global_mapping
+        original = interface["attnzoo"]
+
+        def spy(module, query, key, value, mask, **given):
+            output = original(module, query, key, value, mask, **given)
+            self.calls.append((value, output[0]))
+            return output
+
+        monkeypatch.setitem(interface, "attnzoo", spy)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_are_what_the_layers_applied(backend, model, ids, padding, monkeypatch):
+    if backend == "gated_linear" and isinstance(model, hf.BertModel):
+        with pytest.raises(UnsupportedError, match="bidirectional"):
+            attnzoo.swap(model, backend)
+        return
+    attnzoo.swap(model, backend)
+    seen, mask = Values(monkeypatch), padding("right")
+    with torch.no_grad():
+        output = model(ids, attention_mask=mask, output_attentions=True)
+    assert len(output.attentions) == len(seen.calls) == 2
+    for weights, (value, out) in zip(output.attentions, seen.calls, strict=True):
+        assert weights.shape == (3, 4, 12, 12)
+        value = value.repeat_interleave(4 // value.shape[1], 1)
+        real = mask.bool()
+        found = (weights @ value).transpose(1, 2)
+        assert_close(found[real], out[real], atol=1e-5, rtol=1e-5)
+        rows = weights.sum(-1).transpose(1, 2)[real]
+        assert_close(rows, torch.ones_like(rows), atol=1e-5, rtol=1e-5)
+        assert not weights[:, :, :, 11][1:].any()  # padding takes no part
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_exact_weights_equal_eager(backend, model, ids, padding):
+    model.set_attn_implementation("eager")
+    mask = padding("right")
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, output_attentions=True).attentions
+        attnzoo.swap(model, backend)
+        found = model(ids, attention_mask=mask, output_attentions=True).attentions
+    real = mask.bool()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours.transpose(1, 2)[real], theirs.transpose(1, 2)[real])
+
+
+@pytest.mark.parametrize("backend", ["softmax", "linear"])
+def test_no_weights_unless_asked(backend, llama, ids):
+    model = llama()
+    attnzoo.swap(model, backend)
+    assert model(ids).attentions is None
+    layer, q = model.model.layers[0].self_attn, torch.randn(1, 4, 5, 8)
+    given = (layer, q, q[:, :2], q[:, :2], None)
+    assert attention(*given)[1] is None
+    assert attention(*given, output_attentions=True)[1] is not None
+
+
+def test_unnormalised_rows_do_not_sum_to_one(llama, ids):
+    model = llama()
+    attnzoo.swap(model, "linear", normalize=False)
+    weights = model(ids, output_attentions=True).attentions[0]
+    assert (weights.sum(-1) - 1).abs().max() > 0.1
+
+
+def test_weights_of_a_prompt_but_not_of_a_state(llama, ids):
+    model = llama()
+    attnzoo.swap(model, "linear")
+    output = model(ids, output_attentions=True, use_cache=True)
+    assert output.attentions[1].shape == (3, 4, 12, 12)
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn.*use_cache=False"):
+        model(ids[:, :1], past_key_values=output.past_key_values, output_attentions=True)
+
+
+# -- what is passed ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layer(llama):
+    model = llama()
+    attnzoo.swap(model, "flash")
+    return model.model.layers[1].self_attn
+
+
+def test_unknown_arguments_are_refused_by_name(layer):
+    q = torch.randn(1, 4, 5, 8)
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.self_attn: .*'indexer'.*'flash'"):
+        attention(layer, q, q, q, None, indexer=torch.ones(1))
+    attention(layer, q, q, q, None, indexer=None, cache_position=torch.arange(5))
+
+
+def test_unknown_arguments_of_a_model_reach_it(llama, ids):
+    model = llama()
+    attnzoo.swap(model, "flash")
+    with pytest.raises(UnsupportedError, match="'temperature'"):
+        model(ids, temperature=2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wrong_dtypes_are_refused(backend, dtype, llama):
+    model = llama()
+    attnzoo.swap(model, backend)
+    layer = model.model.layers[0].self_attn
+    q = torch.ones(1, 4, 5, 8, dtype=dtype)
+    with pytest.raises(UnsupportedError, match=rf"layers\.0.*'{backend}'.*q is {dtype}.*float32"):
+        attention(layer, q, q[:, :2], q[:, :2], None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wrong_head_grouping_is_refused(backend, llama):
+    model = llama()
+    attnzoo.swap(model, backend)
+    q = torch.randn(1, 4, 5, 8)
+    with pytest.raises(UnsupportedError, match=rf"'{backend}'.*q has 4 heads, k 3"):
+        attention(model.model.layers[0].self_attn, q, q[:, :3], q[:, :3], None)
+
+
+def test_layer_without_a_backend_says_what_to_do(llama):
+    model = llama()
+    attnzoo.swap(model, "flash")
+    layer = model.model.layers[0].self_attn
+    attnzoo.restore(model)
+    with pytest.raises(UnsupportedError, match=r"LlamaAttention .* no backend"):
+        attention(layer, *torch.randn(3, 1, 4, 5, 8), None)
+
+
+def test_position_bias_of_t5_is_refused_by_linear(redraw, ids):
+    config = hf.T5Config(
+        vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, pad_token_id=0
+    )
+    model = redraw(hf.T5ForConditionalGeneration(config))
+    attnzoo.swap(model, "linear")
+    with pytest.raises(UnsupportedError, match=r"encoder\.block\.0.*additive bias.*softmax"):
+        model(ids, decoder_input_ids=ids)
+
+
+def test_dropout_in_training(redraw, ids):
+    config = hf.LlamaConfig(**SIZES, attention_dropout=0.5)
+    model = redraw(hf.LlamaForCausalLM(config)).train()
+    for backend in ("softmax", "flash"):
+        attnzoo.swap(model, backend)
+        first, second = (model(ids).logits for _ in range(2))
+        assert not torch.equal(first, second)
+        assert torch.equal(model.eval()(ids).logits, model(ids).logits)
+        model.train()
+    attnzoo.swap(model, "linear")
+    with pytest.raises(UnsupportedError, match=r"dropout of 0\.5 .*set it to 0"):
+        model(ids)
+    model.eval()(ids)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS])
+def test_half_precision(backend, llama, ids, padding):
+    model = llama()
+    attnzoo.swap(model, backend)
+    mask = padding("left")
+    real = mask.bool()
+    with torch.no_grad():
+        wide = model(ids, attention_mask=mask).logits[real]
+        narrow = model.bfloat16()(ids, attention_mask=mask).logits[real].float()
+        attnzoo.restore(model)
+        plain = model(ids, attention_mask=mask).logits[real].float()  # sets the budget
+        exact = model.float()(ids, attention_mask=mask).logits[real]
+    assert narrow.isfinite().all()
+    budget = 2 * (plain - exact).abs().mean()
+    assert (narrow - wide).abs().mean() <= budget
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast(backend, llama, ids, padding):
+    model = llama()
+    mask = padding("left")
+    real = mask.bool()
+
+    def run() -> Any:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return model(ids, attention_mask=mask).logits[real].float()
+
+    with torch.no_grad():
+        plain = run()
+        exact = model(ids, attention_mask=mask).logits[real]
+        attnzoo.swap(model, backend)
+        found = run()
+        wide = model(ids, attention_mask=mask).logits[real]
+    assert found.isfinite().all()
+    assert (found - wide).abs().mean() <= 2 * (plain - exact).abs().mean()
+
+
+def test_cross_attention(redraw, ids):
+    config = hf.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
+    model = redraw(hf.BertModel(config))
+    encoded = torch.randn(3, 5, 32)
+    with pytest.raises(UnsupportedError, match=r"crossattention.*'gated_linear'.*cross-attention"):
+        attnzoo.swap(model, "gated_linear")
+    with torch.no_grad():
+        expected = model(ids, encoder_hidden_states=encoded).last_hidden_state
+        attnzoo.swap(model, "flash")
+        found = model(ids, encoder_hidden_states=encoded).last_hidden_state
+    assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    attnzoo.swap(model, "gated_linear", else_="flash")
+    kinds = {name: m.attnzoo.name for name, m in model.named_modules() if hasattr(m, "attnzoo")}
+    assert all((kind == "flash") == ("cross" in name) for name, kind in kinds.items())
+    with torch.no_grad():
+        one = model(ids, encoder_hidden_states=encoded, use_cache=False).last_hidden_state
+        first = model(ids[:, :7], encoder_hidden_states=encoded, use_cache=True)
+        rest = model(
+            ids[:, 7:],
+            encoder_hidden_states=encoded,
+            past_key_values=first.past_key_values,
+            use_cache=True,
+        )
+    two = torch.cat([first.last_hidden_state, rest.last_hidden_state], 1)
+    assert_close(two, one, atol=1e-4, rtol=1e-4)

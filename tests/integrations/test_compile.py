@@ -1,0 +1,141 @@
+"""torch.compile of swapped models: one graph, the same numbers."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch._dynamo.utils import counters
+from torch.testing import assert_close
+
+import attnzoo
+from attnzoo.errors import UnsupportedError
+
+BACKENDS = ["softmax", "flash", "linear", "gated_linear"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forward_is_one_graph(backend, llama, ids, padding):
+    model = llama()
+    attnzoo.swap(model, backend)
+    whole = compiled(model)
+    with torch.no_grad():
+        for given in ({}, {"attention_mask": padding("left")}):
+            expected = model(ids, use_cache=False, **given).logits
+            found = whole(ids, use_cache=False, **given).logits
+            real = given.get("attention_mask", torch.ones_like(ids)).bool()
+            assert_close(found[real], expected[real], atol=1e-5, rtol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_training_step(backend, llama, ids, padding):
+    model = llama()
+    attnzoo.swap(model, backend)
+    given = {"attention_mask": padding("left"), "labels": ids, "use_cache": False}
+    gradients = []
+    for run in (model, compiled(model)):
+        model.zero_grad()
+        run(ids, **given).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_static_decoding_compiles_once(backend, llama, ids, padding):
+    model = llama()
+    attnzoo.swap(model, backend)
+    config = hf.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    options = {
+        "attention_mask": padding("left"),
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    expected = model.generate(ids, **options)
+    for _ in range(2):  # and again with a new cache
+        found = model.generate(ids, **options, cache_implementation="static", compile_config=config)
+        assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=1e-4, rtol=1e-4)
+        assert torch.equal(found.sequences, expected.sequences)
+    assert 1 <= counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.parametrize("backend", ["softmax", "flash"])
+def test_sliding_windows_compile(backend, redraw, ids, padding):
+    config = hf.Gemma3TextConfig(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        head_dim=8,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    model = redraw(hf.Gemma3ForCausalLM(config))
+    with torch.no_grad():
+        expected = model(ids, attention_mask=padding("right"), use_cache=False).logits
+        attnzoo.swap(model, backend)
+        found = compiled(model)(ids, attention_mask=padding("right"), use_cache=False).logits
+    real = padding("right").bool()
+    assert_close(found[real], expected[real], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_rows_compile(backend, llama):
+    model = llama()
+    attnzoo.swap(model, backend)
+    ids = torch.randint(3, 99, (2, 12))
+    places = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
+    with torch.no_grad():
+        expected = model(ids, position_ids=places, use_cache=False).logits
+        found = compiled(model)(ids, position_ids=places, use_cache=False).logits
+    assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_swap_of_a_compiled_model(llama, ids):
+    model = llama()
+    whole = compiled(model)
+    with torch.no_grad():
+        stock = whole(ids, use_cache=False).logits
+        for backend in ("linear", "flash"):
+            attnzoo.swap(whole, backend)
+            expected = model(ids, use_cache=False).logits
+            assert_close(whole(ids, use_cache=False).logits, expected, atol=1e-5, rtol=1e-5)
+        attnzoo.restore(whole)
+        assert_close(whole(ids, use_cache=False).logits, stock, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["flash", "linear"])
+def test_weights_on_request_compile(backend, llama, ids):
+    model = llama()
+    attnzoo.swap(model, backend)
+    with torch.no_grad():
+        expected = model(ids, output_attentions=True, use_cache=False).attentions
+        whole = torch.compile(model, backend="aot_eager")  # capturing outputs takes graph breaks
+        found = whole(ids, output_attentions=True, use_cache=False).attentions
+    assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_refusals_stay_readable(llama, ids):
+    model = llama()
+    attnzoo.swap(model, "linear")
+    mask = torch.ones(3, 1, 12, 12, dtype=torch.bool).tril()
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn.*arbitrary 4-D tensor"):
+        torch.compile(model, backend="aot_eager")(ids, attention_mask=mask, use_cache=False)
