@@ -1,7 +1,7 @@
 """Efficient attention for Hugging Face transformers: swap it by config, recover, compare.
 
-Importing this package is cheap: names are resolved on first use, and the hooks in transformers are installed when
-transformers itself is imported.
+Importing this package is cheap: names are resolved on first use, and the hooks in transformers are
+installed when transformers itself is imported.
 """
 
 from importlib import import_module

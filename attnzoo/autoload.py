@@ -1,4 +1,4 @@
-"""Runs our set-up when another package is imported, so that importing attnzoo need not import it."""
+"""Runs our set-up when another package is imported: importing attnzoo need not import it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Finder(MetaPathFinder):
 
 
 def after_import(awaited: str, module: str, function: str) -> None:
-    """Call ``module.function()`` once ``awaited`` is imported: now if it already is, else when it will be."""
+    """Call ``module.function()`` once ``awaited`` is imported, which may be now."""
     if awaited in sys.modules:
         getattr(import_module(module), function)()
     else:

@@ -47,6 +47,14 @@ def read_bytes(files: list[Path]) -> bytes:
     return b"\n".join(path.read_bytes() for path in files)
 
 
+BYTE_OFFSET = 3  # ByT5's tokens 0, 1, 2 are pad, end and unknown; byte b is token b + 3
+
+
+def byte_tokens(data: bytes) -> Tensor:
+    """Tokens of ``data`` under ByT5's tokenizer, ``[N]``, without its end token."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).long() + BYTE_OFFSET
+
+
 @dataclass(frozen=True, kw_only=True)
 class Repeat:
     """Where a row repeats itself: ``length`` tokens at ``first`` stand again at ``second``."""

@@ -21,16 +21,15 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
-from attnzoo.corpus import add_repeats, cut_rows, read_bytes, standard_library_files
+from attnzoo.corpus import (
+    add_repeats,
+    byte_tokens,
+    cut_rows,
+    read_bytes,
+    standard_library_files,
+)
 from attnzoo.demo.measure import Result, measure_quality
 from attnzoo.demo.text import Judged
-
-BYTE_OFFSET = 3  # ByT5's tokens 0, 1, 2 are pad, end and unknown; byte b is token b + 3
-
-
-def byte_tokens(data: bytes) -> Tensor:
-    """Tokens of ``data`` under ByT5's tokenizer, ``[N]``, without its end token."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).long() + BYTE_OFFSET
 
 
 def tiny_config(context: int) -> LlamaConfig:

@@ -2,7 +2,14 @@ import pytest
 import torch
 from transformers import ByT5Tokenizer
 
-from attnzoo.corpus import add_repeats, cut_rows, is_held_out, place_repeat, standard_library_files
+from attnzoo.corpus import (
+    add_repeats,
+    byte_tokens,
+    cut_rows,
+    is_held_out,
+    place_repeat,
+    standard_library_files,
+)
 
 
 def test_splits_share_no_file_and_leave_tests_out():
@@ -52,8 +59,6 @@ def test_a_short_text_is_refused():
 
 
 def test_training_tokens_are_the_tokenizers_own():
-    from benchmarks.pretrain_tiny import byte_tokens
-
     text = "def f(x):\n    return 'é€'\n"
     own = ByT5Tokenizer()(text, add_special_tokens=False)["input_ids"]
     assert byte_tokens(text.encode()).tolist() == own

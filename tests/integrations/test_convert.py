@@ -146,6 +146,19 @@ def test_restore_reaches_configs_that_parts_have_copied(redraw):
     assert model.encoder.config._attn_implementation == "sdpa"
 
 
+def test_layer_with_a_config_of_its_own_is_swapped_too(llama, ids):
+    """Some models copy their config for a part, which a setting of the whole does not reach."""
+    model, plain = llama(), llama()
+    layer = model.model.layers[1].self_attn
+    layer.config = copy.deepcopy(layer.config)
+    for each in (model, plain):
+        attnzoo.swap(each, "linear")
+    assert torch.equal(logits(model, ids), logits(plain, ids))
+    attnzoo.restore(model)
+    assert layer.config._attn_implementation == "eager"
+    assert torch.equal(logits(model, ids), logits(llama(), ids))
+
+
 # -- specs ---------------------------------------------------------------------------------------
 
 
