@@ -26,7 +26,6 @@ BUILTIN = {  # name to module, imported on first use; no other class may take th
     "flash": "attnzoo.backends.flash",
     "linear": "attnzoo.backends.linear",
     "gated_linear": "attnzoo.backends.gated_linear",
-    "linformer": "attnzoo.backends.linformer",
     "longformer": "attnzoo.backends.longformer",
     "performer": "attnzoo.backends.performer",
 }

@@ -73,13 +73,18 @@ def terminal_table(results: list[Result]) -> Table:
         caption="bits per byte on held-out text and on a second copy (recall); "
         "ms to decode a token, and bytes of cache, after so many tokens",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
+        pad_edge=False,
     )
-    for i, head in enumerate(columns(results)):
-        table.add_column(head, justify="left" if i == 0 else "right", no_wrap=True)
+    heads = columns(results)
+    shown = [i for i, head in enumerate(heads) if i != heads.index("extras")]
+    shown = [i for i in shown if not heads[i].startswith("cache") or i == len(heads) - 1]
+    for i in shown:  # what fits into 80 columns
+        table.add_column(heads[i], justify="left" if i == 0 else "right", no_wrap=True)
     for result in results:
         if not result.refused:
-            table.add_row(*cells(result, results))
+            row = cells(result, results)
+            table.add_row(*(row[i] for i in shown))
     return table
 
 

@@ -30,6 +30,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "flash": ({}, {"window": WINDOW}),
     "linear": ({}, {"feature_map": "exp"}, {"feature_map": "hedgehog"}),
     "gated_linear": ({"gate": "alibi"}, {"gate": "gla"}),
+    "longformer": ({"window": 128},),
 }
 
 
