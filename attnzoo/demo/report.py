@@ -256,7 +256,13 @@ def _figures(shown: list[Result]) -> list[tuple[str, str, Any]]:
             figure.add_scatter(
                 x=list(points), y=list(points.values()), name=result.label, mode="lines+markers"
             )
-        figure.update_xaxes(type="log", title="tokens seen", tickvals=_lengths(shown))
+        lengths = _lengths(shown)
+        figure.update_xaxes(
+            type="log",
+            title="tokens seen",
+            tickvals=lengths,
+            ticktext=[_short(n) for n in lengths],
+        )
         figure.update_yaxes(type="log", title=title, dtick="D2", minor_showgrid=False)
         lines.append(figure)
     return [
