@@ -85,10 +85,11 @@ def build_backend(name: str, options: dict[str, object], geometry: Geometry) -> 
     backend = cls(cls.config_class.from_options(name, options), geometry)
     reasons = backend.layer_reasons()
     if reasons:
+        exact = "softmax" if name == "flash" else "flash"  # what else the user could take
         raise UnsupportedError(
             f"Layer {geometry.layer} ({geometry.name}): backend {name!r} cannot serve it: "
             f"{'; '.join(reasons)}. "
-            'Keep such layers exact with "else": "flash" in the spec (else_="flash" in Python), or '
-            "name another backend for them under layers."
+            f'Keep such layers exact with "else": "{exact}" in the spec (else_="{exact}" in '
+            "Python), or name another backend for them under layers."
         )
     return backend

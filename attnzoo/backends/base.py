@@ -195,7 +195,7 @@ class AttentionBackend(nn.Module):
             return_state=return_state,
         )
         self.refuse_unsupported(inputs)
-        inputs = clear_padding(inputs)
+        inputs = clear_padding(inputs, cross_attention=self.geometry.cross_attention)
         output = self._attend(inputs)
         if return_weights and output.weights is None:
             output = output._replace(weights=self.effective_weights(inputs))

@@ -13,7 +13,7 @@ Letters: B batch, H heads, T tokens, D head size, F features.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -64,10 +64,16 @@ class FeatureMap(nn.Module):
 class FunctionMap(FeatureMap):
     """One function of the head size for queries and keys alike, which takes no scale."""
 
+    registered: ClassVar[str] = ""
+
     @staticmethod
     def function(x: Tensor) -> Tensor:
         """Map ``[..., D]`` to ``[..., F]``."""
         raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Callable[[str], FunctionMap], tuple[str], dict[str, Any]]:
+        """Pickle by the registered name: the class was made from a function and has none."""
+        return _empty_map, (self.registered,), self.__dict__
 
     @property
     def size(self) -> int:
@@ -88,6 +94,13 @@ M = TypeVar("M", bound="type[FeatureMap] | Callable[[Tensor], Tensor]")
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {}
 
 
+def _empty_map(name: str) -> FunctionMap:
+    """Make a map to be filled by unpickling."""
+    cls = get_feature_map(name)
+    assert issubclass(cls, FunctionMap)
+    return cls.__new__(cls)
+
+
 def register_feature_map(name: str) -> Callable[[M], M]:
     """Decorator: make a map available as ``feature_map=name``, which no other may hold."""
 
@@ -101,7 +114,8 @@ def register_feature_map(name: str) -> Callable[[M], M]:
         if isinstance(given, type):
             FEATURE_MAPS[name] = given
         else:
-            members = {"function": staticmethod(given), "__module__": given.__module__}
+            members = {"function": staticmethod(given), "registered": name}
+            members["__module__"] = given.__module__
             FEATURE_MAPS[name] = type(given.__name__, (FunctionMap,), members)
         return given
 

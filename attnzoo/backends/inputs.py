@@ -66,15 +66,18 @@ def shape_reasons(inputs: AttentionInputs, dtypes: frozenset[torch.dtype]) -> li
     return reasons
 
 
-def clear_padding(inputs: AttentionInputs) -> AttentionInputs:
-    """Put zeros where the mask says padding: nothing that stands there, NaN included, spreads."""
+def clear_padding(inputs: AttentionInputs, *, cross_attention: bool = False) -> AttentionInputs:
+    """Put zeros where the mask says padding: nothing that stands there, NaN included, spreads.
+
+    In cross-attention it speaks of the keys only, be the queries as many as they may.
+    """
     real = inputs.mask.padding
     if real is None:
         return inputs
     gone = ~real[:, None, :, None]
     q, hidden = inputs.q, inputs.hidden_states
     real_queries = inputs.mask.query_padding(q.shape[2], inputs.k.shape[2])
-    if real_queries is not None:
+    if real_queries is not None and not cross_attention:
         q = q.masked_fill(~real_queries[:, None, :, None], 0)
     if hidden is not None:
         hidden = hidden.masked_fill(~real[:, :, None], 0)

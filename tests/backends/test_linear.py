@@ -1,6 +1,7 @@
 """The linear backend against a dense formula written here, and what else is its own."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -378,3 +379,12 @@ def test_refusals():
     assert "4 query and 2 key heads of size 4" in message
     assert "2 query and 2 key heads" in refused(build(), q[:, :2], k, v)
     assert "(softmax and flash can)" in refused(build(), q, k, v, softcap=5.0, dropout=0.1)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_backend_can_be_pickled(name):
+    backend = build(feature_map=name)
+    again = pickle.loads(pickle.dumps(backend))
+    q, k = torch.randn(1, H, 5, D).double(), torch.randn(1, HKV, 5, D).double()
+    v = torch.randn(1, HKV, 5, E).double()
+    assert torch.equal(again(q, k, v).out, backend(q, k, v).out)
