@@ -141,30 +141,35 @@ def _real(x: Step) -> Tensor:
 
 def _dense_step(x: Step, state: LongformerState) -> Tensor:
     """Attend to the first keys, the latest and the new ones, each under its rank."""
-    real, count, device = _real(x), state.seen[:, None], x.k.device
+    real, seen, device = _real(x), state.seen[:, None], x.k.device
     prefix, room = state.first_k.shape[2], state.k.shape[2]
-    new = count + real.cumsum(1) - 1
-    early = torch.arange(prefix, device=device).expand(len(count), -1)
-    late = count - room + torch.arange(room, device=device)
-    ranks = torch.cat([early, late, new], 1)
-    exists = torch.cat([early < count, late >= 0, real], 1)
+    new = seen + real.cumsum(1) - 1
+    late = seen - room + torch.arange(room, device=device)
+    ranks, exists = torch.cat([late, new], 1), torch.cat([late >= 0, real], 1)
+    if prefix:
+        early = torch.arange(prefix, device=device).expand(len(seen), -1)
+        ranks, exists = torch.cat([early, ranks], 1), torch.cat([early < seen, exists], 1)
     distance = (new[:, :, None] - ranks[:, None, :])[:, None]  # [B, 1, T, P + R + T]
-    before = exists[:, None, None, :] & (distance >= 0)
-    is_global = global_at(ranks, x.positions)
+    may = exists[:, None, None, :]
+    if x.real is not None:
+        may = may & real[:, None, :, None]
+    near = x.pattern.within(distance)
+    if not prefix:
+        keys, values = torch.cat([state.k, x.k], 2), torch.cat([state.v, x.v], 2)
+        return _attend(x.q, keys, values, may & near, x.scale)
     # a global key is seen among the first ones or the new, any other among the latest or the new
+    is_global = global_at(ranks, x.positions)
     place = torch.arange(prefix + room + x.k.shape[2], device=device)
     in_first, in_latest = place < prefix, (place >= prefix) & (place < prefix + room)
-    as_global = (is_global & ~in_latest)[:, None, None, :]
-    as_local = (~is_global & ~in_first)[:, None, None, :]
-    mask = before & (as_global | (as_local & x.pattern.within(distance)))
+    as_global = (is_global & ~in_latest)[:, None, None, :] & (distance >= 0)
+    as_local = (~is_global & ~in_first)[:, None, None, :] & near
+    mask = may & (as_global | as_local)
     row_global = global_at(new, x.positions)[:, None, :, None]
-    everything = before & ~in_latest  # before a global token, all are among the first P
+    everything = may & (distance >= 0) & ~in_latest  # before it, all are among the first P
     keys = torch.cat([state.first_k, state.k, x.k], 2)
     values = torch.cat([state.first_v, state.v, x.v], 2)
     if x.own is None:
-        if x.positions:
-            mask = torch.where(row_global, everything, mask)
-        return _attend(x.q, keys, values, mask, x.scale)
+        return _attend(x.q, keys, values, torch.where(row_global, everything, mask), x.scale)
     out = _attend(x.q, keys, values, mask, x.scale)
     if not torch.compiler.is_compiling() and not bool(row_global.any()):
         return out

@@ -240,8 +240,13 @@ def test_projections_become_those_of_transformers():
 
 @pytest.mark.parametrize(
     "options",
-    [{"window": 5}, {"window": [1, 5, 2, 3], "dilation": [1, 2, 4, 1], "num_global": 2}, PROJECTED],
-    ids=["window", "heads", "projected"],
+    [
+        {"window": 5},
+        {"window": [1, 5, 2, 3], "dilation": [1, 2, 4, 1], "num_global": 2},
+        {"window": 4, "global_positions": [3, 13]},
+        PROJECTED,
+    ],
+    ids=["window", "heads", "positions", "projected"],
 )
 def test_the_state_has_one_size_and_serves_long_pieces(options):
     length = PIECE + 40  # more than one piece of new tokens
@@ -262,6 +267,28 @@ def test_the_state_has_one_size_and_serves_long_pieces(options):
     reach = backend.config.window if isinstance(backend.config.window, int) else 9
     assert state.k.shape[2] == reach - 1
     assert state.seen.tolist() == [length] * 2
+
+
+def test_a_mask_for_one_token_need_not_say_that_it_is_causal():
+    x, _ = inputs(12)
+    backend = build(window=4)
+    state = backend(*(t[:, :, :11] for t in x), return_state=True).state
+    step = backend(*(t[:, :, 11:] for t in x), mask=AttentionMask(), state=state)
+    assert_close(step.out, backend(*x).out[:, :, 11:])
+
+
+@pytest.mark.parametrize("options", [{"window": 4}, {"window": 4, "num_global": 2}], ids=str)
+def test_padding_after_a_state_gives_zeros_and_does_not_count(options):
+    x, _ = inputs(12)
+    backend, real = build(**options), torch.ones(2, 12, dtype=torch.bool)
+    real[0, 7:9] = False
+    whole = backend(*x, mask=AttentionMask(causal=True, padding=real), return_state=True)
+    first = backend(*(t[:, :, :6] for t in x), return_state=True)
+    mask = AttentionMask(causal=True, padding=real[:, 6:])
+    rest = backend(*(t[:, :, 6:] for t in x), mask=mask, state=first.state, return_state=True)
+    assert_close(torch.cat([first.out, rest.out], 2), whole.out)
+    for ours, expected in zip(rest.state, whole.state, strict=True):
+        assert_close(ours, expected)
 
 
 def test_a_state_holds_no_more_than_it_shows():

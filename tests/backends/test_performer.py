@@ -137,13 +137,13 @@ def test_huge_inputs_stay_finite(causal, size):
     assert out.max() <= high
 
 
-def test_a_large_key_has_the_right_weight():
+@pytest.mark.parametrize(("size", "length"), [(64, 200), (256, 130)])
+def test_large_keys_have_the_right_weight(size, length):
     """At a squared length of 200 after scaling, features lie about exp(-100) below one."""
-    geometry = Geometry(num_heads=1, num_key_heads=1, head_dim=64)
+    geometry = Geometry(num_heads=1, num_key_heads=1, head_dim=size)
     backend = build_backend("performer", {"num_features": 64}, geometry)
-    k = torch.randn(1, 1, 20, 64)
-    k *= math.sqrt(200 * 8) / k.norm(dim=-1, keepdim=True)
-    q, v = torch.randn(1, 1, 20, 64), torch.randn(1, 1, 20, 64)
+    q, k, v = torch.randn(3, 1, 1, 20, size)
+    k *= math.sqrt(length * size**0.5) / k.norm(dim=-1, keepdim=True)
     exact = backend.double()(q.double(), k.double(), v.double()).out
     assert_close(backend.float()(q, k, v).out.double(), exact, atol=1e-3, rtol=1e-3)
     assert exact[..., -1, :].abs().max() > 0.1

@@ -106,7 +106,7 @@ WINDOWS = {
     "plain": {"window": 5, "dilation": 1},
     "one": {"window": 1, "dilation": 1},
     "per head": {"window": [1, 3, 3, 9], "dilation": [1, 3, 3, 2]},
-    "shared keys apart": {"window": [2, 4, 4, 2], "dilation": 2},
+    "shared keys apart": {"window": [2, 4, 4, 4], "dilation": 2},
     "longer than the sequence": {"window": 50, "dilation": [1, 1, 60, 2]},
 }
 
