@@ -29,6 +29,7 @@ from attnzoo.ops.linear_walk import (
     as_given,
     grouped,
     own,
+    room,
     times,
     times_rows,
 )
@@ -50,7 +51,7 @@ def linear_chunk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output ``[B, H, T, E]`` and the two sums of the state after the last token."""
     inputs = Sequences(grouped(q, k), k, v, log_decay, segment_ids, scale, chunk_size, kv.dtype)
-    out = v.new_empty(*inputs.q.shape[:-1], v.shape[-1])
+    out = room(v, (*inputs.q.shape[:-1], v.shape[-1]))
     last_kv, last_z = own(kv), own(z).unsqueeze(2)
     with as_given(q):
         for b, h in inputs.parts():
@@ -87,7 +88,7 @@ def linear_chunk_backward(
     inputs = Sequences(grouped(q, k), k, v, log_decay, segment_ids, scale, chunk_size, kv.dtype)
     d_out = grouped(d_out, k)
     d_kv, d_z, z = own(d_kv), own(d_z).unsqueeze(2), z.unsqueeze(2)
-    dq, dk, dv = (x.new_empty(x.shape) for x in inputs[:3])
+    dq, dk, dv = (room(x, x.shape) for x in inputs[:3])
     d_log = _new_decay_gradient(k, kv.dtype, log_decay if want_decay else None)
     with as_given(q):
         for b, h in inputs.parts():
@@ -211,7 +212,7 @@ def _new_decay_gradient(k: Tensor, dtype: torch.dtype, log_decay: Tensor | None)
     if log_decay is None:
         return k.new_empty(*k.shape[:3], 0)
     if log_decay.dim() == 4:
-        return log_decay.new_empty(log_decay.shape)
+        return room(log_decay, log_decay.shape)
     return k.new_empty(*k.shape[:3], 1, dtype=dtype)
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from attnzoo.ops.linear_chunk import linear_chunk
 from attnzoo.ops.linear_reference import LinearInputs, Result
-from attnzoo.ops.linear_walk import Sequences, Sums, Walk, as_given, grouped, own
+from attnzoo.ops.linear_walk import Sequences, Sums, Walk, as_given, grouped, own, room
 from attnzoo.state import LinearState
 
 STRETCH = 128  # tokens at a time
@@ -44,7 +44,7 @@ def linear_everywhere(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output ``[B, H, T, E]`` and the two sums, those given included."""
     inputs = Sequences(grouped(q, k), k, v, None, None, scale, STRETCH, kv.dtype)
-    out = v.new_empty(*inputs.q.shape[:-1], v.shape[-1])
+    out = room(v, (*inputs.q.shape[:-1], v.shape[-1]))
     kv, z = own(kv), own(z).unsqueeze(2)
     with as_given(q):
         for b, h in inputs.parts():
@@ -77,7 +77,7 @@ def linear_everywhere_backward(
     inputs = Sequences(grouped(q, k), k, v, None, None, scale, STRETCH, kv.dtype)
     d_out, z = grouped(d_out, k), z.unsqueeze(2)
     d_kv, d_z = own(d_kv), own(d_z).unsqueeze(2)
-    dq, dk, dv = (x.new_empty(x.shape) for x in inputs[:3])
+    dq, dk, dv = (room(x, x.shape) for x in inputs[:3])
     with as_given(q):
         for b, h in inputs.parts():
             walk = Walk(inputs.part(b, h))

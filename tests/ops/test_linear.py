@@ -131,8 +131,8 @@ def test_bidirectional_equals_formula(form, impl, queries):
         if packed:
             ids = torch.tensor([[0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 5, 5, 5], [1] * 13])[:, :keys]
         options = {"normalize": normalize, "state": state, "causal": False, "segment_ids": ids}
-        ours = run(q, k, v, None, form=form, impl=impl, chunk_size=4, **options)
-        exact = formula(q, k, v, **options)
+        ours = run(q, k, v, None, form=form, impl=impl, chunk_size=4, scale=0.7, **options)
+        exact = formula(0.7 * q, k, v, **options)
         torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
         leaves = [q, k, v, *state]
         ours, exact = gradients(ours, leaves), gradients(exact, leaves)
@@ -405,6 +405,16 @@ def test_many_rows_and_heads_are_walked_in_parts(monkeypatch):
         torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
         ours = gradients(parts, [*inputs, *state])
         torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
+
+
+def test_huge_pages_change_nothing(monkeypatch):
+    inputs = make(700, "channel", dtype=torch.float32, grad=True)
+    results = []
+    for least in (2**40, 1):
+        monkeypatch.setattr("attnzoo.ops.linear_walk.HUGE_BYTES", least)
+        out = run(*inputs)
+        results.append((*out, *gradients(out, inputs)))
+    assert all(map(torch.equal, *results))
 
 
 def test_same_call_same_bits_and_no_random_state_touched():
