@@ -15,9 +15,10 @@ from torch.compiler import is_compiling
 from attnzoo.backends.base import AttentionBackend, register
 from attnzoo.backends.config import BackendConfig, Geometry
 from attnzoo.backends.inputs import AttentionInputs
-from attnzoo.backends.recurrent import RecurrentBackend, full_precision
+from attnzoo.backends.recurrent import RecurrentBackend, WindowConfig, full_precision
 from attnzoo.errors import ConfigError
 from attnzoo.ops.favor import favor_attention
+from attnzoo.ops.hybrid import FarKeys
 from attnzoo.ops.linear import choose_impl, linear_attention
 from attnzoo.ops.random_features import (
     key_shift,
@@ -26,6 +27,7 @@ from attnzoo.ops.random_features import (
     positive_queries,
     random_projection,
     relu_features,
+    scaled_queries,
 )
 from attnzoo.state import AttentionOutput
 
@@ -33,7 +35,7 @@ PART = 2**21  # features that are made at a time on a CPU: 8 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerformerConfig(BackendConfig):
+class PerformerConfig(WindowConfig):
     """Settings of Performer's attention, FAVOR+ (arXiv:2009.14794)."""
 
     impl: Literal["auto", "reference", "torch"] = "auto"
@@ -77,6 +79,12 @@ class PerformerConfig(BackendConfig):
                 f"PerformerConfig.floor goes with kernel='softmax', got floor={self.floor} with "
                 f"kernel={self.kernel!r}, which has a floor of its own; leave it out"
             )
+        if self.window is not None and (self.floor or self.kernel != "softmax"):
+            raise ConfigError(
+                "PerformerConfig.window goes with kernel='softmax' and no floor, whose features "
+                f"have the scale of the window's weights, got kernel={self.kernel!r} and "
+                f"floor={self.floor}; leave one of them out"
+            )
         if self.eps <= 0:
             raise ConfigError(
                 f"PerformerConfig.eps must be above 0, got {self.eps}; it keeps rows that see "
@@ -103,18 +111,24 @@ class PerformerBackend(RecurrentBackend):
         shape = self.config.num_features, geometry.head_dim
         self.register_buffer("projection", torch.empty(shape))
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.add_window()
         self.reset_parameters()
 
     @property
     def packing(self) -> bool:  # type: ignore[override]
         """Whether packed rows go as they are; with a floor, every sequence's stabiliser counts."""
-        return not self.config.floor
+        return not self.config.floor and self.config.window is None
 
     def reset_parameters(self) -> None:
         """Draw the first projection."""
         with torch.no_grad():
             self.calls.zero_()
             self.projection.copy_(self.draw(0))
+        self.reset_window()
+
+    def typical_product(self) -> float:
+        """Return one: the estimate of softmax's weights has their scale."""
+        return 1.0
 
     def draw(self, number: int) -> Tensor:
         """Return the projection of draw ``number``, ``[M, D]``, on the CPU: equal on every rank."""
@@ -168,6 +182,10 @@ class PerformerBackend(RecurrentBackend):
         impl, reason = str(config.impl), "named in the options"
         if impl == "auto":
             impl, reason = choose_impl(form)
+        if config.window is not None:
+            self.record(impl, f"softmax in a window of {config.window}; {reason}")
+            with full_precision(inputs.q.device):
+                return self.attend_hybrid(inputs, self.far_estimate(inputs, impl), impl)
         plain = config.kernel == "softmax" and not config.floor and impl == "torch"
         fused = plain and not mask.causal and mask.segment_ids is None and not is_compiling()
         self.record(impl, f"{'fused' if fused else form} form; {reason}")
@@ -184,6 +202,17 @@ class PerformerBackend(RecurrentBackend):
                 eps=config.eps,
             )
         return AttentionOutput(out)
+
+    def far_estimate(self, inputs: AttentionInputs, impl: str) -> FarKeys:
+        """Map queries and keys so that their products estimate the weights of softmax itself."""
+        assert self.far_log_weight is not None
+        scale, shift = inputs.scale, key_shift(self.projection)
+        q, log_scale = scaled_queries(inputs.q, self.projection, shift, scale=scale)
+        k = positive_keys(inputs.k, self.projection, shift, scale=scale, impl=impl)
+        if inputs.mask.padding is not None:
+            k = k.masked_fill(~inputs.mask.padding[:, None, :, None], 0)
+        weight = log_scale + self.far_log_weight.to(q.dtype).view(1, -1, 1, 1)
+        return FarKeys(q, k, weight, relative=False)
 
     def attend_in_parts(self, inputs: AttentionInputs, impl: str, form: str) -> AttentionOutput:
         """Run linear attention, on a CPU over a part of the tokens after the other.

@@ -5,12 +5,13 @@ Letters: B batch, H query heads, Hkv key heads, T queries, S keys, F features.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.backends.config import BackendConfig, Geometry
@@ -18,12 +19,46 @@ from attnzoo.backends.feature_maps import get_feature_map
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.errors import ConfigError
 from attnzoo.ops.gates import keep_at_padding
+from attnzoo.ops.hybrid import FarKeys, hybrid_attention
 from attnzoo.ops.linear import choose_impl, linear_attention
 from attnzoo.state import AttentionOutput
 
+# What the far keys of a gated layer weigh together is bounded by its memory, which is learned. This
+# many keys share far_weight before training; without gates all far keys do, however many they are.
+GATED_KEYS = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentConfig(BackendConfig):
+class WindowConfig(BackendConfig):
+    """Settings of a softmax window beside linear attention."""
+
+    # The latest keys, or those on each side, that are attended to exactly; None is none
+    window: int | None = None
+    # What the keys beyond it weigh together beside the window, about, before training
+    far_weight: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        if self.window is not None and self.window < 1:
+            raise ConfigError(
+                f"{name}.window must be at least 1 token, got {self.window}; 32 to 128 is usual, "
+                "and None attends to nothing exactly"
+            )
+        if self.far_weight <= 0:
+            raise ConfigError(
+                f"{name}.far_weight must be above 0, got {self.far_weight}; it is learned on a "
+                "logarithmic scale, and a small start such as 0.01 is close to the window alone"
+            )
+        if self.window is None and self.far_weight != WindowConfig.far_weight:
+            raise ConfigError(
+                f"{name}.far_weight goes with a window, got far_weight={self.far_weight} with "
+                "window=None; set window, or leave it out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentConfig(WindowConfig):
     """Settings of attention through feature maps and a state."""
 
     impl: Literal["auto", "reference", "torch"] = "auto"
@@ -51,6 +86,11 @@ class RecurrentConfig(BackendConfig):
                 f"{name}.eps must be above 0, got {self.eps}; it keeps rows that see nothing "
                 "from dividing 0 by 0"
             )
+        if self.window is not None and not self.normalize:
+            raise ConfigError(
+                f"{name}.window needs normalize=True, for near and far weights share one "
+                "denominator; leave one of the two out"
+            )
 
 
 class RecurrentBackend(AttentionBackend):
@@ -58,20 +98,64 @@ class RecurrentBackend(AttentionBackend):
 
     config: RecurrentConfig
     config_class: ClassVar[type[BackendConfig]] = RecurrentConfig
-    packing = True
     recurrent = True
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)
         self.feature_map = get_feature_map(self.config.feature_map)(config, geometry)
+        self.add_window()
+
+    def add_window(self) -> None:
+        """Make the weight of far keys beside the window, one for each query head."""
+        self.far_log_weight: nn.Parameter | None = None
+        if self.config.window is not None:
+            self.far_log_weight = nn.Parameter(torch.empty(self.geometry.num_heads))
+            self.reset_window()
+
+    @property
+    def packing(self) -> bool:  # type: ignore[override]
+        """Whether packed rows need not be taken apart: each segment has a window of its own."""
+        return self.config.window is None
 
     def reset_parameters(self) -> None:
         """Give the feature map's weights their initial values."""
         self.feature_map.reset_parameters()
+        self.reset_window()
+
+    def reset_window(self) -> None:
+        """Have the far keys weigh ``far_weight`` together, were queries and keys normal numbers."""
+        if self.far_log_weight is None or self.far_log_weight.is_meta:
+            return
+        with torch.no_grad():
+            typical = self.typical_product()
+            self.far_log_weight.fill_(math.log(self.config.far_weight / typical))
+
+    def typical_product(self) -> float:
+        """Return what a far key weighs about, beside the window, with a logarithmic weight of 0."""
+        size, scale = self.geometry.head_dim, self.geometry.scale
+        assert scale is not None
+        assert self.far_log_weight is not None
+        generator = torch.Generator("cpu").manual_seed(0)
+        heads, key_heads = self.geometry.num_heads, self.geometry.num_key_heads
+        q, k = (
+            torch.randn(1, n, 64, size, generator=generator, device="cpu")
+            for n in (heads, key_heads)
+        )
+        device = self.far_log_weight.device
+        q = self.feature_map.queries(q.to(device), scale).mean((0, 1, 2))
+        k = self.feature_map.keys(k.to(device), scale).mean((0, 1, 2))
+        return max(float(q @ k), 1e-6)
 
     def log_decay(self, inputs: AttentionInputs, k: Tensor) -> Tensor | None:
         """Return what each step keeps, for keys after the feature map; ``None`` keeps all."""
         return None
+
+    def layer_reasons(self) -> list[str]:
+        """Say why this backend cannot serve its layer, all reasons at once."""
+        reasons = super().layer_reasons()
+        if self.config.window is not None and self.geometry.cross_attention:
+            reasons.append("a window lies around a token of its own sequence (leave window out)")
+        return reasons
 
     def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
         """Say why these inputs cannot run, all reasons at once."""
@@ -116,6 +200,9 @@ class RecurrentBackend(AttentionBackend):
             reason = "named in the options"
             if impl == "auto":
                 impl, reason = choose_impl(form)
+            if self.config.window is not None:
+                self.record(impl, f"softmax in a window of {self.config.window}; {reason}")
+                return self.attend_hybrid(inputs, self.far_keys(q, k, log_decay), impl)
             output = linear_attention(
                 q,
                 k,
@@ -133,6 +220,32 @@ class RecurrentBackend(AttentionBackend):
             )
         self.record(impl, f"{form} form; {reason}")
         return output
+
+    def far_keys(self, q: Tensor, k: Tensor, log_decay: Tensor | None) -> FarKeys:
+        """Weigh far keys beside the whole window: a feature map has no scale of its own."""
+        assert self.far_log_weight is not None
+        weight = self.far_log_weight.to(q.dtype)
+        if log_decay is not None:
+            weight = weight - math.log(GATED_KEYS)
+        return FarKeys(q, k, weight.view(1, -1, 1, 1), log_decay, mean=log_decay is None)
+
+    def attend_hybrid(self, inputs: AttentionInputs, far: FarKeys, impl: str) -> AttentionOutput:
+        """Attend exactly inside the window and by features outside."""
+        assert self.config.window is not None
+        return hybrid_attention(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            far,
+            window=self.config.window,
+            scale=inputs.scale,
+            causal=inputs.mask.causal,
+            real=inputs.mask.padding,
+            state=inputs.state,
+            return_state=inputs.return_state,
+            impl=impl,
+            chunk_size=self.config.chunk_size,
+        )
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

@@ -245,7 +245,7 @@ def _banded(x: _Call, seen: Tensor | None, places: Globals | None) -> Tensor:
         )
         q, k, v = _heads(x, heads) if len(groups) > 1 else (x.q, x.k, x.v)
         outs.append(
-            walk_attention(q, k, v, plan) if walk else blocks_attention(q, k, v, plan, x.dropout)
+            walk_attention(q, k, v, plan)[0] if walk else blocks_attention(q, k, v, plan, x.dropout)
         )
     if len(outs) == 1:
         return outs[0]

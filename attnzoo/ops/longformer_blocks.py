@@ -18,9 +18,7 @@ from attnzoo.masks import AttentionMask, Window
 from attnzoo.ops.flash import flash_attention
 from attnzoo.ops.longformer_pattern import take
 from attnzoo.ops.longformer_walk import Plan
-from attnzoo.ops.window import band_blocks, band_mask
-
-SHORTEST = 64  # C is the width of the band, but not below this
+from attnzoo.ops.window import SHORTEST, band_blocks, band_mask
 
 
 def blocks_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:

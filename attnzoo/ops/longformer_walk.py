@@ -36,9 +36,10 @@ class Plan:
     seen: Tensor | None = None  # [B, T] bool: keys that the band may see; None when all
     places: Globals | None = None  # of the global keys
     segments: Tensor | None = None  # [B, T] integers: only keys of the query's own are seen
+    with_lse: bool = False  # whether the logarithm of the sum of weights is wanted too
 
 
-def walk_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+def walk_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """Attend within a band and to global keys.
 
     Args:
@@ -48,7 +49,8 @@ def walk_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         plan: What is seen. A query that sees nothing gets something finite.
 
     Returns:
-        ``[B, H, T, E]`` in the dtype of ``v``.
+        ``[B, H, T, E]`` in the dtype of ``v``, and the logarithm of the sum of each query's
+        weights, ``[B, H, T, 1]`` in float32 or wider, which is empty unless the plan asks for it.
     """
     batch, heads, length, size = q.shape
     rows = batch * k.shape[1]
@@ -58,7 +60,7 @@ def walk_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         k_global, v_global = (
             take(x, plan.places.place).to(wide).reshape(rows, -1, x.shape[3]) for x in (k, v)
         )
-    out: Tensor = _Walk.apply(  # type: ignore[no-untyped-call]
+    out, lse = _Walk.apply(  # type: ignore[no-untyped-call]
         q.to(wide).reshape(rows, -1, length, size),
         k.to(wide).reshape(rows, length, size),
         v.to(wide).reshape(rows, length, -1),
@@ -66,7 +68,8 @@ def walk_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         v_global,
         plan,
     )
-    return out.view(batch, heads, length, -1).to(v.dtype)
+    lse = lse.view(batch, heads, length, 1) if plan.with_lse else lse
+    return out.view(batch, heads, length, -1).to(v.dtype), lse
 
 
 class _Block:
@@ -187,21 +190,22 @@ class _Walk(torch.autograd.Function):
     """Keeps its inputs only: q ``[N, g, T, D]``, k, v, and the global keys and values."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
         """Walk over the blocks; the plan comes last."""
         *tensors, plan = given
         ctx.save_for_backward(*tensors)
         ctx.plan = plan
         q, _, v, *_ = tensors
         out: Tensor = v.new_empty(*q.shape[:3], v.shape[2])
+        lse: Tensor = out.new_empty((*q.shape[:3], 1) if plan.with_lse else (0,))
         with torch.autocast(q.device.type, enabled=False):
             for phase in _phases(plan, q):
                 inputs, outs = phase.part(tensors), out[:, :, phase.tokens]
+                logs = lse[:, :, phase.tokens] if plan.with_lse else None
                 for rows in _row_chunks(q, plan):
                     for block in phase.blocks():
-                        here = outs[rows, :, block.start : block.stop]
-                        here.copy_(_block_output(inputs, block, rows).view_as(here))
-        return out
+                        _block_output(inputs, outs, logs, block, rows)
+        return out, lse
 
     @staticmethod
     @once_differentiable
@@ -214,52 +218,71 @@ class _Walk(torch.autograd.Function):
             for phase in _phases(plan, q):
                 inputs, outs = phase.part(tensors), phase.part(grads)
                 above = upstream[0][:, :, phase.tokens]
+                logs = upstream[1][:, :, phase.tokens] if plan.with_lse else None
                 for rows in _row_chunks(q, plan):
                     for block in phase.blocks():
-                        _block_gradients(inputs, outs, above, block, rows)
+                        _block_gradients(inputs, outs, (above, logs), block, rows)
         return (*grads, None)
 
 
-def _weights(
+def _scores(
     q: Tensor, k: Tensor, k_global: Tensor | None, block: _Block, rows: slice
 ) -> tuple[Tensor, Tensor]:
-    """Return the scaled queries ``[n, g C, D]`` and the softmax ``[n, g C, G + W]`` of a block."""
+    """Return the scaled queries ``[n, g C, D]`` and the scores ``[n, g C, G + W]`` of a block."""
     queries = (q[rows, :, block.start : block.stop] * block.phase.plan.scale).flatten(1, 2)
     scores = torch.bmm(queries, k[rows, block.low : block.high].mT)
     if k_global is not None:
         scores = torch.cat([torch.bmm(queries, k_global[rows].mT), scores], -1)
     block.mask(scores, rows)
-    return queries, torch.softmax(scores, -1)
+    return queries, scores
 
 
-def _block_output(inputs: tuple[Any, ...], block: _Block, rows: slice) -> Tensor:
-    """Return what the queries of one block get, ``[n, g C, E]``."""
+def _block_output(
+    inputs: tuple[Any, ...], outs: Tensor, logs: Tensor | None, block: _Block, rows: slice
+) -> None:
+    """Write what the queries of one block get, and the logarithm of the sum of their weights."""
     q, k, v, k_global, v_global = inputs
-    _, weights = _weights(q, k, k_global, block, rows)
-    first = block.phase.num_global
+    _, scores = _scores(q, k, k_global, block, rows)
+    weights, first = torch.softmax(scores, -1), block.phase.num_global
     out = torch.bmm(weights[..., first:], v[rows, block.low : block.high])
     if v_global is not None:
         out.baddbmm_(weights[..., :first], v_global[rows])
-    return out
+    here = outs[rows, :, block.start : block.stop]
+    here.copy_(out.view_as(here))
+    if logs is not None:
+        here = logs[rows, :, block.start : block.stop]
+        here.copy_(scores.logsumexp(-1).view_as(here))
 
 
 def _block_gradients(
-    inputs: tuple[Any, ...], grads: tuple[Any, ...], upstream: Tensor, block: _Block, rows: slice
+    inputs: tuple[Any, ...],
+    grads: tuple[Any, ...],
+    upstream: tuple[Tensor, Tensor | None],
+    block: _Block,
+    rows: slice,
 ) -> None:
     """Add what one block gives to the gradients of q, k, v and the global keys and values."""
     q, k, v, k_global, v_global = inputs
     to_q, to_k, to_v, to_k_global, to_v_global = grads
-    queries, weights = _weights(q, k, k_global, block, rows)
-    first, beside, size = block.phase.num_global, slice(block.low, block.high), queries.shape[1]
-    above = upstream[rows, :, block.start : block.stop].reshape(len(queries), size, -1).contiguous()
+    queries, scores = _scores(q, k, k_global, block, rows)
+    weights = torch.softmax(scores, -1)
+    first, beside = block.phase.num_global, slice(block.low, block.high)
+
+    def of_block(x: Tensor) -> Tensor:  # [n, g C, ...]
+        return x[rows, :, block.start : block.stop].reshape(*queries.shape[:2], -1).contiguous()
+
+    above = of_block(upstream[0])
     to_v[rows, beside].add_(torch.bmm(weights[..., first:].mT, above))
     change = torch.bmm(above, v[rows, beside].mT)
     if v_global is not None:
         to_v_global[rows].add_(torch.bmm(weights[..., :first].mT, above))
         change = torch.cat([torch.bmm(above, v_global[rows].mT), change], -1)
-    # through the softmax: dS = P dP - P sum(P dP)
+    # through the softmax: dS = P dP - P sum(P dP), and P where the logarithm of the sum counts
     change.mul_(weights)
-    change.addcmul_(weights, change.sum(-1, keepdim=True), value=-1)
+    total = change.sum(-1, keepdim=True)
+    if upstream[1] is not None:
+        total.sub_(of_block(upstream[1]))
+    change.addcmul_(weights, total, value=-1)
     of_queries = torch.bmm(change[..., first:], k[rows, beside])
     to_k[rows, beside].add_(torch.bmm(change[..., first:].mT, queries))
     if k_global is not None:

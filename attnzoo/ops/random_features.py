@@ -197,6 +197,30 @@ def positive_queries(
     return (projected - norm - projected.amax(-1, keepdim=True)).exp() + floor
 
 
+def scaled_queries(
+    q: Tensor, projection: Tensor, shift: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    r"""Return :math:`\phi_m(q) e^{c_m}` over the row's sum, and the logarithm of that sum over M.
+
+    The products of the features with those of :func:`positive_keys`, times the exponential of the
+    second result, estimate :math:`\exp(s\, q \cdot k)` itself, not just up to a factor per row.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``.
+        projection: ``[M, D]``.
+        shift: c, from :func:`key_shift`, without a floor.
+        scale: s, as for the keys.
+
+    Returns:
+        ``[B, H, T, M]`` and ``[B, H, T, 1]``, float32 or wider.
+    """
+    q = widen(q)
+    exponent = q @ scaled(projection, scale).T + shift
+    log_sum = exponent.logsumexp(-1, keepdim=True)
+    norm = q.square().sum(-1, keepdim=True) * (scale / 2)
+    return (exponent - log_sum).exp(), log_sum - norm - math.log(len(projection))
+
+
 def relu_features(x: Tensor, projection: Tensor, *, scale: float) -> Tensor:
     r"""Return :math:`\max(w_m \cdot x', 0)` plus a floor: the paper's other kernel, not softmax's.
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from attnzoo.masks import AttentionMask, Window
 
+SHORTEST = 64  # queries of a block are as many as the band is wide, but not fewer than this
+
 
 def band_blocks(
     q: Tensor, k: Tensor, v: Tensor, *, block: int, window: Window
@@ -56,3 +58,41 @@ def band_mask(
         own = own.view(len(own), blocks, block)
         seen = seen & (own[:, :, :, None] == mask.segment_ids[:, position][:, :, None, :])
     return seen.reshape(-1, 1, block, len(keys))
+
+
+def band_softmax(
+    q: Tensor, k: Tensor, v: Tensor, *, window: Window, scale: float, mask: AttentionMask
+) -> tuple[Tensor, Tensor]:
+    """Attend within a band, in plain operations that run and compile on every device.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``.
+        k: Keys, ``[B, Hkv, T, D]``.
+        v: Values, ``[B, Hkv, T, E]``.
+        window: Positions that are seen before and after the query's own.
+        scale: Multiplies the products.
+        mask: Padding and segments; a query that sees nothing gets something finite.
+
+    Returns:
+        ``[B, H, T, E]``, and the logarithm of the sum of weights, ``[B, H, T, 1]``, both in float32
+        or wider. Memory O(T w).
+    """
+    batch, heads, length, _ = q.shape
+    window = (min(window[0], length - 1), min(window[1], length - 1))
+    block = max(sum(window), SHORTEST)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    queries, keys, values = (x.to(wide) for x in band_blocks(q, k, v, block=block, window=window))
+    seen = band_mask(length, block=block, window=window, mask=mask, device=q.device)
+    seen = seen.repeat(len(queries) // len(seen), 1, 1, 1)
+    grouped = queries.reshape(len(queries), k.shape[1], -1, q.shape[3]) * scale
+    scores = (grouped @ keys.mT).view(*queries.shape[:3], -1)
+    scores = scores.masked_fill(~seen, torch.finfo(wide).min / 8)
+    lse = scores.logsumexp(-1, keepdim=True)
+    weights = (scores - lse).exp().view(len(queries), k.shape[1], -1, keys.shape[2])
+    out = (weights @ values).view(*queries.shape[:3], -1)
+
+    def whole(x: Tensor) -> Tensor:  # [B N, H, C, X] -> [B, H, T, X]
+        x = x.view(batch, -1, heads, block, x.shape[3]).transpose(1, 2)
+        return x.flatten(2, 3)[:, :, :length]
+
+    return whole(out), whole(lse)

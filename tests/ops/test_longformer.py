@@ -27,7 +27,7 @@ def attend(request, monkeypatch):
     if request.param == "blocks":
 
         def blocks(q, k, v, plan):
-            return op.blocks_attention(q, k, v, plan)
+            return op.blocks_attention(q, k, v, plan), None
 
         monkeypatch.setattr(op, "walk_attention", blocks)
     elif request.param == "flex":  # uncompiled, which is dense, but runs on the CPU

@@ -1,0 +1,331 @@
+r"""The window hybrid: softmax inside a window, linear attention outside, one denominator.
+
+Computes, with N the window of query i (the W latest keys, or W on each side) and F the keys beyond,
+
+.. math:: o_i = \frac{\sum_{j \in N} e^{s\, q_i k_j} v_j + e^{f_i} \sum_{j \in F} w_{ij} v_j}
+                     {\sum_{j \in N} e^{s\, q_i k_j} + e^{f_i} \sum_{j \in F} w_{ij}}, \qquad
+          w_{ij} = d_{ij}\, \phi(q_i) \cdot \phi(k_j),
+
+where f is the logarithm of what a far weight counts beside a near one, and :math:`d_{ij}` the
+product of the decays at the tokens after the one at which key j left the window, up to token i. The
+larger of the two sums' logarithms is subtracted, so nothing overflows.
+
+Time O(T (W D + C F + F E)), memory O(T D) on a CPU; the state has a fixed size. Far keys enter the
+state W tokens late: queries are paired with the keys that leave their window, and no key is copied.
+Source: Zhang et al., 2024, arXiv:2410.10254 (LoLCATs), where :math:`e^{f_i}` is a factor of the
+window's largest term.
+Letters: B batch, H query heads, Hkv key heads, T queries, D key size, E value size, F features of a
+key, W window.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo.masks import AttentionMask
+from attnzoo.ops.linear import linear_attention
+from attnzoo.ops.longformer_pattern import Band, take
+from attnzoo.ops.longformer_walk import Plan, walk_attention
+from attnzoo.ops.window import band_softmax
+from attnzoo.state import AttentionOutput, LinearState
+
+SMALLEST = 1e-30  # a sum of far weights below this, before they are scaled, is none
+
+
+class HybridState(NamedTuple):
+    """The keys of the window and the sums over all that have left it; of a fixed size."""
+
+    k: Tensor  # [B, Hkv, W, D]: the latest keys, the newest last; zeros where there were fewer
+    v: Tensor  # [B, Hkv, W, E]
+    features: Tensor  # [B, Hkv, W, F]: the same keys after the feature map
+    kv: Tensor  # [B, Hkv, F, E + 1]: the decayed sum of k v^T and, in the last column, of k
+    z: Tensor  # [B, Hkv, F]: the decayed sum of k
+    seen: Tensor  # [B], int64: real tokens so far
+
+
+class FarKeys(NamedTuple):
+    """Queries and keys after the feature map, and what a far key's weight is multiplied by.
+
+    ``log_weight`` is f, broadcastable to ``[B, H, T, 1]``. With ``relative`` it counts beside the
+    whole window: the logarithm of the window's sum of weights is added to it. With ``mean`` far
+    keys share it: their sums are divided by their number.
+    """
+
+    q: Tensor  # [B, H, T, F], not negative
+    k: Tensor  # [B, Hkv, T, F], not negative, zero at padding
+    log_weight: Tensor
+    log_decay: Tensor | None = None  # as in linear_attention; 0 at padding
+    relative: bool = True
+    mean: bool = False
+
+
+def hybrid_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    far: FarKeys,
+    *,
+    window: int,
+    scale: float,
+    causal: bool = True,
+    real: Tensor | None = None,
+    state: HybridState | None = None,
+    return_state: bool = False,
+    impl: str = "auto",
+    chunk_size: int | None = None,
+) -> AttentionOutput:
+    """Attend exactly to a window, and by feature maps to what lies beyond it.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``.
+        k: Keys, ``[B, Hkv, T, D]``; H is a multiple of Hkv.
+        v: Values, ``[B, Hkv, T, E]``.
+        far: Features of queries and keys, their weight and decay.
+        window: W, in real tokens: the W latest keys, the query's own included, or as many on each
+            side where the future is seen.
+        scale: s, which multiplies query-key products in the window.
+        causal: Whether a query sees only keys up to its own position.
+        real: ``[B, T]``, false at padding, whose rows come out as zeros.
+        state: What an earlier causal call returned.
+        return_state: Whether to return the state after the last token.
+        impl: ``"reference"`` (plain operations, differentiated by autograd), ``"torch"``, or
+            ``"auto"``, which takes the latter.
+        chunk_size: As in :func:`attnzoo.ops.linear.linear_attention`.
+
+    Returns:
+        ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; ``state`` where it was asked for.
+    """
+    assert causal or not (state is not None or return_state or far.log_decay is not None)
+    order = None
+    if real is not None:  # real tokens first, in their order: the W latest keys are neighbours
+        order = real.int().argsort(dim=1, descending=True, stable=True)
+        q, k, v = (take(x, order) for x in (q, k, v))
+        far, real = _reordered(far, order), real.gather(1, order)
+    wide = torch.promote_types(v.dtype, torch.float32)
+    ones = v.new_ones(*v.shape[:3], 1, dtype=wide)
+    x = Call(q, k, torch.cat([v.to(wide), ones], 3), far, window, scale, real, impl, chunk_size)
+    if causal:
+        near, lse = x.near(state)
+        sums, counts, kv = x.behind(state, keep=return_state)
+    else:
+        near, lse = x.near_both()
+        sums, counts, kv = x.around()
+    out = _joined(near, lse, sums, counts, far).to(v.dtype)
+    if order is not None and real is not None:
+        out = take(out.masked_fill(~real[:, None, :, None], 0), order.argsort(1))
+    after = x.state_after(state, kv) if return_state else None
+    return AttentionOutput(out, after)
+
+
+class Call(NamedTuple):
+    """One call, its tokens in order and padding at the end."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor  # [B, Hkv, T, E + 1], float32 or wider, a column of ones at the end
+    far: FarKeys
+    window: int
+    scale: float
+    real: Tensor | None
+    impl: str
+    chunk_size: int | None
+
+    def near(self, state: HybridState | None) -> tuple[Tensor, Tensor]:
+        """Return softmax attention to the W latest keys, and the logarithm of its sum."""
+        q, k, v, real = self.q, self.k, self.v[..., :-1], self.real
+        old = 0
+        if state is not None:
+            old = self.window
+            if q.shape[2] == 1:
+                return self.one_step(state)
+            q = F.pad(q, (0, 0, old, 0))
+            k = torch.cat([state.k.to(k.dtype), k], 2)
+            v = torch.cat([state.v.to(v.dtype), v], 2)
+            now = real if real is not None else _all(self.k)
+            real = torch.cat([_held(state), now], 1)
+        out, lse = _band(q, k, v, (self.window - 1, 0), self.scale, real, self.impl)
+        return out[:, :, old:], lse[:, :, old:]
+
+    def one_step(self, state: HybridState) -> tuple[Tensor, Tensor]:
+        """Attend from one token to itself and to all but the oldest of the keys in the state."""
+        seen = _held(state)[:, 1:]
+        seen = torch.cat([seen, self.real if self.real is not None else _all(self.k)], 1)
+        k = torch.cat([state.k[:, :, 1:], self.k], 2)
+        v = torch.cat([state.v[:, :, 1:], self.v[..., :-1]], 2)
+        return _dense(self.q, k, v, seen[:, None, None], self.scale)
+
+    def near_both(self) -> tuple[Tensor, Tensor]:
+        """Return softmax attention to W keys on either side, and the logarithm of its sum."""
+        reach = (self.window, self.window)
+        return _band(self.q, self.k, self.v[..., :-1], reach, self.scale, self.real, self.impl)
+
+    def behind(
+        self, state: HybridState | None, keep: bool
+    ) -> tuple[Tensor, Tensor | None, LinearState | None]:
+        """Return the sums over what has left the window, ``[B, H, T, E + 1]``, and their state.
+
+        Token t of the linear attention is the query at t with the key that stands W before it.
+        """
+        far, length, size = self.far, self.q.shape[2], self.window
+        log_decay, real = far.log_decay, self.real
+        if state is None:
+            keys, values = far.k[:, :, : length - size], self.v[:, :, : length - size]
+            if length <= size:
+                keys, values = keys[:, :, :0], values[:, :, :0]
+            queries, first = far.q[:, :, size:], size
+            if log_decay is not None and log_decay.dim() > 1:
+                log_decay = log_decay[:, :, size:]
+            sums = None
+        else:
+            old = F.pad(state.v, (0, 1), value=1.0).to(self.v.dtype)
+            keys = torch.cat([state.features.to(far.k.dtype), far.k], 2)[:, :, :length]
+            values = torch.cat([old, self.v], 2)[:, :, :length]
+            queries, first, sums = far.q, 0, LinearState(state.kv, state.z)
+        if real is not None:  # no key enters at padding
+            keys = keys.masked_fill(~real[:, None, first:, None], 0)
+        out, after, _ = linear_attention(
+            queries,
+            keys,
+            values,
+            log_decay=log_decay,
+            form="recurrent" if queries.shape[2] == 1 else "chunk",
+            impl=self.impl,
+            state=sums,
+            return_state=keep,
+            chunk_size=self.chunk_size,
+        )
+        out = F.pad(out, (0, 0, min(first, length), 0))
+        counts = None
+        if far.mean:
+            begun = torch.arange(length, device=self.q.device) + 1 - size
+            counts = begun.expand(len(self.q), length)
+            if state is not None:
+                counts = counts + state.seen[:, None]
+        return out, counts, after
+
+    def around(self) -> tuple[Tensor, Tensor | None, None]:
+        """Return the sums over what lies before and after the window."""
+        far, length, skip = self.far, self.q.shape[2], self.window + 1
+        k = far.k
+        if self.real is not None:
+            k = k.masked_fill(~self.real[:, None, :, None], 0)
+        total = far.q.new_zeros(*self.q.shape[:3], self.v.shape[3], dtype=self.v.dtype)
+        if length > skip:
+            options: dict[str, Any] = {"impl": self.impl, "chunk_size": self.chunk_size}
+            earlier = linear_attention(
+                far.q[:, :, skip:], k[:, :, :-skip], self.v[:, :, :-skip], **options
+            ).out
+            later = linear_attention(
+                far.q[:, :, :-skip].flip(2),
+                k[:, :, skip:].flip(2),
+                self.v[:, :, skip:].flip(2),
+                **options,
+            ).out.flip(2)
+            total = F.pad(earlier, (0, 0, skip, 0)) + F.pad(later, (0, 0, 0, skip))
+        counts = None
+        if far.mean:
+            place = torch.arange(length, device=k.device)
+            many = length if self.real is None else self.real.sum(1, keepdim=True)
+            before = (place - self.window).clamp(min=0)
+            counts = (before + (many - 1 - place - self.window).clamp(min=0)).expand(len(k), -1)
+        return total, counts, None
+
+    def state_after(self, state: HybridState | None, sums: LinearState | None) -> HybridState:
+        """Return the state after the last real token; what was passed in stays as it is."""
+        assert sums is not None
+        size, length = self.window, self.q.shape[2]
+        if state is None:
+            held = [F.pad(x, (0, 0, size, 0)) for x in (self.k, self.v[..., :-1], self.far.k)]
+            seen = torch.zeros(len(self.q), dtype=torch.long, device=self.q.device)
+        else:
+            seen = state.seen
+            pairs = zip(state[:3], (self.k, self.v[..., :-1], self.far.k), strict=True)
+            held = [torch.cat([old.to(new.dtype), new], 2) for old, new in pairs]
+        if self.real is None:
+            kept = [x[:, :, length:].clone() for x in held]
+            count = torch.full_like(seen, length)
+        else:
+            count = self.real.sum(1)
+            place = count[:, None] + torch.arange(size, device=seen.device)
+            kept = [take(x, place) for x in held]
+        k, v, features = kept
+        return HybridState(k, v, features, sums.kv, sums.k, seen + count)
+
+
+def _joined(near: Tensor, lse: Tensor, sums: Tensor, counts: Tensor | None, far: FarKeys) -> Tensor:
+    """Put both kinds of weights over one denominator, the larger logarithm subtracted."""
+    weight = far.log_weight.to(lse.dtype)
+    if counts is not None:
+        weight = weight - counts.clamp(min=1).to(lse.dtype).log()[:, None, :, None]
+    values, total = sums[..., :-1], sums[..., -1:]
+    if far.relative:
+        lse = torch.zeros_like(lse)  # what the window's sum is divided by cancels
+    some = total > SMALLEST
+    log_total = total.clamp(min=SMALLEST).log()
+    top = torch.where(some, torch.maximum(lse, weight + log_total), lse).detach()
+    share = (weight - top).masked_fill(~some, -torch.inf).exp()
+    window = (lse - top).exp()
+    return (window * near + share * values) / (window + share * total)
+
+
+def _band(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    reach: tuple[int, int],
+    scale: float,
+    real: Tensor | None,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """Attend within a band; returns the output and the logarithm of the sum of weights."""
+    length = q.shape[2]
+    reach = (min(reach[0], length - 1), min(reach[1], length - 1))
+    mask = AttentionMask(window=reach, padding=real)
+    if impl == "reference":
+        seen = mask.dense(length, length, q.device)
+        assert seen is not None
+        return _dense(q, k, v, seen, scale)
+    if q.device.type != "cpu" or torch.compiler.is_compiling():
+        return band_softmax(q, k, v, window=reach, scale=scale, mask=mask)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    plan = Plan(Band(*reach, 1), reach[1] == 0, scale, seen=real, with_lse=True)
+    return walk_attention(q.to(wide), k.to(wide), v.to(wide), plan)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend with a materialised score matrix; a row that sees nothing gets something finite."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q = q.to(wide).unflatten(1, (k.shape[1], -1)) * scale
+    scores = (q @ k.to(wide).unsqueeze(2).mT).flatten(1, 2)
+    scores = scores.masked_fill(~seen, torch.finfo(wide).min / 8)
+    lse = scores.logsumexp(-1, keepdim=True)
+    weights = (scores - lse).exp().unflatten(1, (k.shape[1], -1))
+    return (weights @ v.to(wide).unsqueeze(2)).flatten(1, 2), lse
+
+
+def _held(state: HybridState) -> Tensor:
+    """Return which places of the window are taken, ``[B, W]`` bool."""
+    place = torch.arange(state.k.shape[2], device=state.seen.device)
+    return place >= len(place) - state.seen[:, None]
+
+
+def _all(k: Tensor) -> Tensor:
+    return torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
+
+
+def _reordered(far: FarKeys, order: Tensor) -> FarKeys:
+    """Bring all that belongs to tokens into another order."""
+    log_decay, weight = far.log_decay, far.log_weight
+    if log_decay is not None and log_decay.dim() == 3:
+        log_decay = torch.take_along_dim(log_decay, order[:, None], 2)
+    elif log_decay is not None and log_decay.dim() == 4:
+        log_decay = take(log_decay, order)
+    if weight.dim() == 4 and weight.shape[2] > 1:
+        weight = take(weight, order)
+    return far._replace(
+        q=take(far.q, order), k=take(far.k, order), log_decay=log_decay, log_weight=weight
+    )
