@@ -117,7 +117,7 @@ class PerformerBackend(RecurrentBackend):
     @property
     def packing(self) -> bool:  # type: ignore[override]
         """Whether packed rows go as they are; with a floor, every sequence's stabiliser counts."""
-        return not self.config.floor and self.config.window is None
+        return not self.config.floor
 
     def reset_parameters(self) -> None:
         """Draw the first projection."""

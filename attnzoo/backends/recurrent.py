@@ -98,6 +98,7 @@ class RecurrentBackend(AttentionBackend):
 
     config: RecurrentConfig
     config_class: ClassVar[type[BackendConfig]] = RecurrentConfig
+    packing = True
     recurrent = True
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
@@ -111,11 +112,6 @@ class RecurrentBackend(AttentionBackend):
         if self.config.window is not None:
             self.far_log_weight = nn.Parameter(torch.empty(self.geometry.num_heads))
             self.reset_window()
-
-    @property
-    def packing(self) -> bool:  # type: ignore[override]
-        """Whether packed rows need not be taken apart: each segment has a window of its own."""
-        return self.config.window is None
 
     def reset_parameters(self) -> None:
         """Give the feature map's weights their initial values."""
@@ -241,6 +237,7 @@ class RecurrentBackend(AttentionBackend):
             scale=inputs.scale,
             causal=inputs.mask.causal,
             real=inputs.mask.padding,
+            segment_ids=inputs.mask.segment_ids,
             state=inputs.state,
             return_state=inputs.return_state,
             impl=impl,

@@ -73,6 +73,7 @@ def hybrid_attention(
     scale: float,
     causal: bool = True,
     real: Tensor | None = None,
+    segment_ids: Tensor | None = None,
     state: HybridState | None = None,
     return_state: bool = False,
     impl: str = "auto",
@@ -90,7 +91,9 @@ def hybrid_attention(
         scale: s, which multiplies query-key products in the window.
         causal: Whether a query sees only keys up to its own position.
         real: ``[B, T]``, false at padding, whose rows come out as zeros.
-        state: What an earlier causal call returned.
+        segment_ids: ``[B, T]``, integer, never falling along a row: sequences packed into one row,
+            each with a window of its own; the returned state is that of the last.
+        state: What an earlier causal call returned; not together with ``segment_ids``.
         return_state: Whether to return the state after the last token.
         impl: ``"reference"`` (plain operations, differentiated by autograd), ``"torch"``, or
             ``"auto"``, which takes the latter.
@@ -100,25 +103,28 @@ def hybrid_attention(
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; ``state`` where it was asked for.
     """
     assert causal or not (state is not None or return_state or far.log_decay is not None)
-    order = None
+    assert state is None or segment_ids is None
+    order, ids = None, segment_ids
     if real is not None:  # real tokens first, in their order: the W latest keys are neighbours
         order = real.int().argsort(dim=1, descending=True, stable=True)
         q, k, v = (take(x, order) for x in (q, k, v))
         far, real = _reordered(far, order), real.gather(1, order)
-    wide = torch.promote_types(v.dtype, torch.float32)
-    ones = v.new_ones(*v.shape[:3], 1, dtype=wide)
-    x = Call(q, k, torch.cat([v.to(wide), ones], 3), far, window, scale, real, impl, chunk_size)
+        if ids is not None:
+            ids = ids.gather(1, order)
+            ids = torch.where(real, ids, (ids * real).amax(1, keepdim=True))
+    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+    v = torch.cat([v.to(wide), v.new_ones(*v.shape[:3], 1, dtype=wide)], 3)
+    x = Call(q, k, v, far, window, scale, real, ids, impl, chunk_size)
     if causal:
         near, lse = x.near(state)
         sums, counts, kv = x.behind(state, keep=return_state)
     else:
         near, lse = x.near_both()
         sums, counts, kv = x.around()
-    out = _joined(near, lse, sums, counts, far).to(v.dtype)
+    out = _joined(near, lse, sums, counts, far).to(dtype)
     if order is not None and real is not None:
         out = take(out.masked_fill(~real[:, None, :, None], 0), order.argsort(1))
-    after = x.state_after(state, kv) if return_state else None
-    return AttentionOutput(out, after)
+    return AttentionOutput(out, x.state_after(state, kv) if return_state else None)
 
 
 class Call(NamedTuple):
@@ -131,6 +137,7 @@ class Call(NamedTuple):
     window: int
     scale: float
     real: Tensor | None
+    ids: Tensor | None
     impl: str
     chunk_size: int | None
 
@@ -147,7 +154,7 @@ class Call(NamedTuple):
             v = torch.cat([state.v.to(v.dtype), v], 2)
             now = real if real is not None else _all(self.k)
             real = torch.cat([_held(state), now], 1)
-        out, lse = _band(q, k, v, (self.window - 1, 0), self.scale, real, self.impl)
+        out, lse = self.band(q, k, v, (self.window - 1, 0), real)
         return out[:, :, old:], lse[:, :, old:]
 
     def one_step(self, state: HybridState) -> tuple[Tensor, Tensor]:
@@ -161,7 +168,26 @@ class Call(NamedTuple):
     def near_both(self) -> tuple[Tensor, Tensor]:
         """Return softmax attention to W keys on either side, and the logarithm of its sum."""
         reach = (self.window, self.window)
-        return _band(self.q, self.k, self.v[..., :-1], reach, self.scale, self.real, self.impl)
+        return self.band(self.q, self.k, self.v[..., :-1], reach, self.real)
+
+    def band(
+        self, q: Tensor, k: Tensor, v: Tensor, reach: tuple[int, int], real: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attend within a band; returns the output and the logarithm of the sum of weights."""
+        length = q.shape[2]
+        reach = (min(reach[0], length - 1), min(reach[1], length - 1))
+        mask = AttentionMask(window=reach, padding=real, segment_ids=self.ids)
+        if self.impl == "reference":
+            seen = mask.dense(length, length, q.device)
+            assert seen is not None
+            return _dense(q, k, v, seen, self.scale)
+        if q.device.type != "cpu" or torch.compiler.is_compiling():
+            return band_softmax(q, k, v, window=reach, scale=self.scale, mask=mask)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        plan = Plan(
+            Band(*reach, 1), reach[1] == 0, self.scale, real, segments=self.ids, with_lse=True
+        )
+        return walk_attention(q.to(wide), k.to(wide), v.to(wide), plan)
 
     def behind(
         self, state: HybridState | None, keep: bool
@@ -171,7 +197,7 @@ class Call(NamedTuple):
         Token t of the linear attention is the query at t with the key that stands W before it.
         """
         far, length, size = self.far, self.q.shape[2], self.window
-        log_decay, real = far.log_decay, self.real
+        log_decay, real, ids = far.log_decay, self.real, None
         if state is None:
             keys, values = far.k[:, :, : length - size], self.v[:, :, : length - size]
             if length <= size:
@@ -187,6 +213,9 @@ class Call(NamedTuple):
             queries, first, sums = far.q, 0, LinearState(state.kv, state.z)
         if real is not None:  # no key enters at padding
             keys = keys.masked_fill(~real[:, None, first:, None], 0)
+        if self.ids is not None:  # nor one of another sequence
+            ids = self.ids[:, size:]
+            keys = keys.masked_fill((ids != self.ids[:, : len(ids[0])])[:, None, :, None], 0)
         out, after, _ = linear_attention(
             queries,
             keys,
@@ -197,42 +226,60 @@ class Call(NamedTuple):
             state=sums,
             return_state=keep,
             chunk_size=self.chunk_size,
+            segment_ids=ids,
         )
         out = F.pad(out, (0, 0, min(first, length), 0))
         counts = None
         if far.mean:
-            begun = torch.arange(length, device=self.q.device) + 1 - size
-            counts = begun.expand(len(self.q), length)
+            counts = self.places()[0] + 1 - size
             if state is not None:
                 counts = counts + state.seen[:, None]
         return out, counts, after
 
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Return how many tokens of its own sequence stand before each, and how many after."""
+        batch, length = len(self.q), self.q.shape[2]
+        place = torch.arange(length, device=self.q.device)
+        many = torch.full((batch, 1), length, device=place.device)
+        if self.real is not None:
+            many = self.real.sum(1, keepdim=True)
+        if self.ids is None:
+            return place.expand(batch, length), (many - 1 - place).clamp(min=0)
+        changes = self.ids[:, 1:] != self.ids[:, :-1]
+        first = F.pad(place[1:] * changes, (1, 0)).cummax(1).values
+        last = F.pad(torch.where(changes, place[:-1], length - 1), (0, 1), value=length - 1)
+        last = torch.minimum(last.flip(1).cummin(1).values.flip(1), many - 1)
+        return place - first, (last - place).clamp(min=0)
+
     def around(self) -> tuple[Tensor, Tensor | None, None]:
         """Return the sums over what lies before and after the window."""
         far, length, skip = self.far, self.q.shape[2], self.window + 1
-        k = far.k
+        k, counts = far.k, None
         if self.real is not None:
             k = k.masked_fill(~self.real[:, None, :, None], 0)
         total = far.q.new_zeros(*self.q.shape[:3], self.v.shape[3], dtype=self.v.dtype)
         if length > skip:
-            options: dict[str, Any] = {"impl": self.impl, "chunk_size": self.chunk_size}
-            earlier = linear_attention(
-                far.q[:, :, skip:], k[:, :, :-skip], self.v[:, :, :-skip], **options
-            ).out
-            later = linear_attention(
-                far.q[:, :, :-skip].flip(2),
-                k[:, :, skip:].flip(2),
-                self.v[:, :, skip:].flip(2),
-                **options,
-            ).out.flip(2)
-            total = F.pad(earlier, (0, 0, skip, 0)) + F.pad(later, (0, 0, 0, skip))
-        counts = None
+            early, late = slice(length - skip), slice(skip, length)
+            total = F.pad(self.sums(k, late, early), (0, 0, skip, 0))
+            total = total + F.pad(self.sums(k, early, late), (0, 0, 0, skip))
         if far.mean:
-            place = torch.arange(length, device=k.device)
-            many = length if self.real is None else self.real.sum(1, keepdim=True)
-            before = (place - self.window).clamp(min=0)
-            counts = (before + (many - 1 - place - self.window).clamp(min=0)).expand(len(k), -1)
+            before, after = self.places()
+            counts = (before - self.window).clamp(min=0) + (after - self.window).clamp(min=0)
         return total, counts, None
+
+    def sums(self, k: Tensor, queries: slice, keys: slice) -> Tensor:
+        """Pair some queries with the keys that end their windows, and sum over all beyond."""
+        q, k, v = self.far.q[:, :, queries], k[:, :, keys], self.v[:, :, keys]
+        backwards, ids = queries.start is None, None
+        if self.ids is not None:
+            ids = self.ids[:, queries]
+            k = k.masked_fill((ids != self.ids[:, keys])[:, None, :, None], 0)
+            ids = (ids.amax() - ids).flip(1) if backwards else ids
+        if backwards:
+            q, k, v = q.flip(2), k.flip(2), v.flip(2)
+        options: dict[str, Any] = {"impl": self.impl, "chunk_size": self.chunk_size}
+        out = linear_attention(q, k, v, segment_ids=ids, **options).out
+        return out.flip(2) if backwards else out
 
     def state_after(self, state: HybridState | None, sums: LinearState | None) -> HybridState:
         """Return the state after the last real token; what was passed in stays as it is."""
@@ -252,8 +299,14 @@ class Call(NamedTuple):
             count = self.real.sum(1)
             place = count[:, None] + torch.arange(size, device=seen.device)
             kept = [take(x, place) for x in held]
+        if self.ids is not None:  # what comes next belongs to the last sequence
+            alike = self.ids == self.ids[:, -1:]
+            count = (alike if self.real is None else alike & self.real).sum(1)
         k, v, features = kept
-        return HybridState(k, v, features, sums.kv, sums.k, seen + count)
+        after = HybridState(k, v, features, sums.kv, sums.k, seen + count)
+        if self.ids is None:
+            return after
+        return after._replace(features=features * _held(after)[:, None, :, None])
 
 
 def _joined(near: Tensor, lse: Tensor, sums: Tensor, counts: Tensor | None, far: FarKeys) -> Tensor:
@@ -270,30 +323,6 @@ def _joined(near: Tensor, lse: Tensor, sums: Tensor, counts: Tensor | None, far:
     share = (weight - top).masked_fill(~some, -torch.inf).exp()
     window = (lse - top).exp()
     return (window * near + share * values) / (window + share * total)
-
-
-def _band(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    reach: tuple[int, int],
-    scale: float,
-    real: Tensor | None,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    """Attend within a band; returns the output and the logarithm of the sum of weights."""
-    length = q.shape[2]
-    reach = (min(reach[0], length - 1), min(reach[1], length - 1))
-    mask = AttentionMask(window=reach, padding=real)
-    if impl == "reference":
-        seen = mask.dense(length, length, q.device)
-        assert seen is not None
-        return _dense(q, k, v, seen, scale)
-    if q.device.type != "cpu" or torch.compiler.is_compiling():
-        return band_softmax(q, k, v, window=reach, scale=scale, mask=mask)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    plan = Plan(Band(*reach, 1), reach[1] == 0, scale, seen=real, with_lse=True)
-    return walk_attention(q.to(wide), k.to(wide), v.to(wide), plan)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,18 @@ from torch.testing import assert_close
 import attnzoo
 from attnzoo.errors import UnsupportedError
 
-RECURRENT = [("linear", {}), ("gated_linear", {"gate": "gla"}), ("flash", {"window": 4})]
+RECURRENT = [
+    ("linear", {}),
+    ("gated_linear", {"gate": "gla"}),
+    ("flash", {"window": 4}),
+    ("longformer", {"window": 4, "num_global": 2}),
+    ("performer", {"num_features": 16}),
+    ("linear", {"window": 4}),
+]
+NAMES = ["linear", "gated_linear", "window", "longformer", "performer", "hybrid"]
 
 
-@pytest.fixture(params=RECURRENT, ids=["linear", "gated_linear", "window"])
+@pytest.fixture(params=RECURRENT, ids=NAMES)
 def model(request, llama):
     model = llama()
     attnzoo.swap(model, request.param[0], **request.param[1])

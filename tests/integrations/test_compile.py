@@ -11,7 +11,15 @@ from torch.testing import assert_close
 import attnzoo
 from attnzoo.errors import UnsupportedError
 
-BACKENDS = ["softmax", "flash", "linear", "gated_linear"]
+BACKENDS = {
+    "softmax": {},
+    "flash": {},
+    "linear": {},
+    "gated_linear": {},
+    "longformer": {"window": 4, "num_global": 2},
+    "performer": {"num_features": 16},
+    "hybrid": {"window": 4},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +30,10 @@ def _fresh():
     torch._dynamo.reset()
 
 
+def swap(model: Any, name: str) -> None:
+    attnzoo.swap(model, "gated_linear" if name == "hybrid" else name, **BACKENDS[name])
+
+
 def compiled(model: Any) -> Any:
     return torch.compile(model, backend="aot_eager", fullgraph=True)
 
@@ -29,7 +41,7 @@ def compiled(model: Any) -> Any:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_forward_is_one_graph(backend, llama, ids, padding):
     model = llama()
-    attnzoo.swap(model, backend)
+    swap(model, backend)
     whole = compiled(model)
     with torch.no_grad():
         for given in ({}, {"attention_mask": padding("left")}):
@@ -44,7 +56,7 @@ def test_forward_is_one_graph(backend, llama, ids, padding):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_training_step(backend, llama, ids, padding):
     model = llama()
-    attnzoo.swap(model, backend)
+    swap(model, backend)
     given = {"attention_mask": padding("left"), "labels": ids, "use_cache": False}
     gradients = []
     for run in (model, compiled(model)):
@@ -57,7 +69,7 @@ def test_training_step(backend, llama, ids, padding):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_static_decoding_compiles_once(backend, llama, ids, padding):
     model = llama()
-    attnzoo.swap(model, backend)
+    swap(model, backend)
     config = hf.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
     config._compile_all_devices = True
     options = {
@@ -100,7 +112,7 @@ def test_sliding_windows_compile(backend, redraw, ids, padding):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_packed_rows_compile(backend, llama):
     model = llama()
-    attnzoo.swap(model, backend)
+    swap(model, backend)
     ids = torch.randint(3, 99, (2, 12))
     places = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
     with torch.no_grad():

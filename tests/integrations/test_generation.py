@@ -11,9 +11,24 @@ import attnzoo
 from attnzoo.integrations.cache import StateLayer, StaticStateLayer
 
 # Every kind of state: sums, decayed sums from the hidden states, the last keys; and stock keys
-RECURRENT = [("linear", {}), ("gated_linear", {}), ("flash", {"window": 4})]
-ALL = [*RECURRENT, ("flash", {}), ("softmax", {})]
-NAMES = ["linear", "gated_linear", "window", "flash", "softmax"]
+RECURRENT = [
+    ("linear", {}),
+    ("gated_linear", {}),
+    ("flash", {"window": 4}),
+    ("longformer", {"window": 4, "num_global": 2}),
+    ("gated_linear", {"window": 4}),
+]
+ALL = [*RECURRENT, ("performer", {"num_features": 16}), ("flash", {}), ("softmax", {})]
+NAMES = [
+    "linear",
+    "gated_linear",
+    "window",
+    "longformer",
+    "hybrid",
+    "performer",
+    "flash",
+    "softmax",
+]
 NEW = 6
 
 
@@ -24,7 +39,7 @@ def model(request, llama):
     return model
 
 
-@pytest.fixture(params=RECURRENT, ids=NAMES[:3])
+@pytest.fixture(params=RECURRENT, ids=NAMES[: len(RECURRENT)])
 def recurrent(request, llama):
     model = llama()
     attnzoo.swap(model, request.param[0], **request.param[1])

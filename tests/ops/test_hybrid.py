@@ -124,6 +124,25 @@ def test_a_sequence_may_be_cut_anywhere(decay, padded):
         assert_close(torch.cat(outs, 2), exact)
 
 
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_sequences_are_apart(causal, impl):
+    ids = torch.tensor([[0] * 9 + [3] * 2 + [4] * 11, [1] * 3 + [2] * 19])
+    x = make(22, "token" if causal else None, padded=True, mean=True)
+    options = {"causal": causal, "impl": impl, "return_state": causal}
+    packed = run(x, 4, segment_ids=ids, **options)
+    for row, starts in enumerate([(0, 9, 11, 22), (0, 3, 22)]):
+        for start, stop in pairwise(starts):
+            apart = run(tokens(x, slice(start, stop)), 4, **options)
+            assert_close(packed.out[row, :, start:stop], apart.out[row])
+        if causal:
+            for ours, exact in zip(packed.state[3:], apart.state[3:], strict=True):
+                assert_close(ours[row], exact[row])
+            later = make(3, "token", mean=True)
+            one, other = (run(later, 4, state=given.state).out for given in (packed, apart))
+            assert_close(one[row], other[row])
+
+
 def test_the_state_has_one_size():
     sizes = {
         tuple(field.shape for field in run(make(n), 4, return_state=True).state)
