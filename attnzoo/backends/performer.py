@@ -47,6 +47,7 @@ class PerformerConfig(WindowConfig):
     seed: int = 0  # names the draws, together with the layer's number
     floor: float = 0.0  # added to features, as 1e-4 is in the paper's code; biases towards the mean
     chunk_size: int | None = None  # tokens per parallel step; None lets the op choose
+    far_weight: float = 0.01  # of what softmax gives the far keys; the estimate is rough
     # Added to the sum of weights, for rows that see nothing. Weights of large keys get tiny: at a
     # squared length of 200 after scaling, about 1e-26
     eps: float = 1e-30

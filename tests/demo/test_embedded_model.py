@@ -61,6 +61,33 @@ def test_a_window_of_32_costs_it_what_it_must(measured):
     assert window.recall_bits_per_byte - whole.recall_bits_per_byte >= 0.6
 
 
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("linear", {"feature_map": "elu+1"}),
+        ("linear", {"feature_map": "exp"}),
+        ("linear", {"feature_map": "hedgehog"}),
+        ("gated_linear", {"gate": "gla"}),
+        ("gated_linear", {"gate": "retnet", "feature_map": "hedgehog"}),
+        ("performer", {}),
+    ],
+    ids=str,
+)
+def test_a_raw_hybrid_is_not_far_worse_than_its_window(backend, options):
+    path = embedded_model_path()
+    judged = judge_on(path, None, rows=8, row_length=512, stream=8)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    losses = []
+    for name, given in (("flash", {}), (backend, options)):
+        attnzoo.swap(model, name, window=32, **given)
+        result = Result(label=name, spec={})
+        measure_quality(model, judged, result, lambda: None)
+        losses.append((result.bits_per_byte, result.recall_bits_per_byte))
+    (window, window_recall), (hybrid, hybrid_recall) = losses
+    assert hybrid <= window + 0.01
+    assert hybrid_recall <= window_recall + 0.01
+
+
 def test_bits_per_byte_is_the_loss_that_transformers_reports():
     path = embedded_model_path()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
