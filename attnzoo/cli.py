@@ -94,17 +94,8 @@ def swap(
     """Write a copy of a model with its attention swapped; from_pretrained gives it back."""
     from attnzoo.integrations.describe import describe as describe_model
     from attnzoo.integrations.files import swap_files
-    from attnzoo.spec import AttentionSpec
 
-    spec = AttentionSpec(
-        attention,
-        layers=dict(_pair(text, "--layers", "0-1=flash") for text in layers or ()),
-        else_=else_,
-        **{
-            name: _value(value)
-            for name, value in (_pair(text, "--set", "feature_map=elu+1") for text in option or ())
-        },
-    )
+    spec = _spec(attention, option, layers, else_)
     console.print(describe_model(swap_files(path, spec, out)).table())
     console.print(f"Written to {out}; load it with from_pretrained after `import attnzoo`.")
 
@@ -137,6 +128,93 @@ def demo(
     page = write_report(out, results)
     missing = "no report without plotly (pip install attnzoo[report])"
     console.print(f"Report:  {page}" if page else missing, markup=False)
+
+
+@app.command()
+def recover(
+    path: Annotated[Path, typer.Argument(help="folder of a saved causal model, not swapped")],
+    data: Annotated[list[Path], typer.Option(help="text, .jsonl, .parquet, or folders of them")],
+    out: Annotated[Path, typer.Option(help="new folder for the recovered model")],
+    attention: Annotated[str | None, typer.Option(help="backend for every other layer")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--set", help="option of the backend: NAME=VALUE")
+    ] = None,
+    layers: Annotated[
+        list[str] | None, typer.Option(help="exceptions: LAYERS=BACKEND, such as 0-1,11=flash")
+    ] = None,
+    else_: Annotated[
+        str | None, typer.Option("--else", help="backend for layers that the first one refuses")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="a spec in JSON, instead of these")] = None,
+    transfer_steps: Annotated[int, typer.Option(help="of what backends added, by layer")] = 100,
+    distil_steps: Annotated[int, typer.Option(help="towards what softmax predicts")] = 100,
+    train: Annotated[str, typer.Option(help="in distillation: extras, lora or full")] = "lora",
+    batch: Annotated[int, typer.Option(help="rows of a step, over all processes")] = 8,
+    accumulate: Annotated[int, typer.Option(help="parts that a batch is taken in")] = 1,
+    length: Annotated[int, typer.Option(help="tokens of a row")] = 512,
+    column: Annotated[str, typer.Option(help="field of JSON and parquet with the text")] = "text",
+    seed: int = 0,
+    resume: Annotated[bool, typer.Option(help="go on from the last checkpoint in --out")] = False,
+) -> None:
+    """Swap a model and bring its quality back: transfer, distillation, an honest account."""
+    from attnzoo.training.loop import LoopConfig
+    from attnzoo.training.recover import RecoverConfig
+    from attnzoo.training.recover import recover as recover_model
+    from attnzoo.training.report import lines_table, progress_bar
+
+    if (attention is None) == (plan is None):
+        raise SpecError("recover takes either --attention (with --set, --layers) or --plan FILE")
+    spec = _read_plan(plan) if plan else _spec(str(attention), option, layers, else_)
+    config = RecoverConfig(
+        transfer_steps=transfer_steps,
+        distil_steps=distil_steps,
+        train=train,  # type: ignore[arg-type]
+        row_length=length,
+        loop=LoopConfig(batch_size=batch, accumulate=accumulate, seed=seed),
+    )
+    with progress_bar(console, {"transfer": transfer_steps, "distil": distil_steps}) as bar:
+        results = recover_model(
+            path,
+            spec,
+            data,
+            out,
+            config,
+            column=column,
+            resume=resume,
+            tell=bar.tell,
+            tick=bar.tick,
+        )
+    if bar.main:
+        console.print(lines_table(results))
+        console.print(results["verdict"], style="bold", soft_wrap=True)
+        console.print(f"Written to {out}; load it with from_pretrained after `import attnzoo`.")
+
+
+def _spec(
+    attention: str, option: list[str] | None, layers: list[str] | None, else_: str | None
+) -> Any:
+    """Make a spec of what the command line says."""
+    from attnzoo.spec import AttentionSpec
+
+    return AttentionSpec(
+        attention,
+        layers=dict(_pair(text, "--layers", "0-1=flash") for text in layers or ()),
+        else_=else_,
+        **{
+            name: _value(value)
+            for name, value in (_pair(text, "--set", "feature_map=elu+1") for text in option or ())
+        },
+    )
+
+
+def _read_plan(path: Path) -> Any:
+    """Read a spec from a file of JSON."""
+    from attnzoo.spec import AttentionSpec
+
+    try:
+        return AttentionSpec.from_dict(json.loads(path.read_text("utf-8")))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise SpecError(f"{str(path)!r} is no plan ({error}); a plan is a spec in JSON") from None
 
 
 def _pair(text: str, option: str, example: str) -> tuple[str, str]:

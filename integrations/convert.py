@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,6 +81,28 @@ def restore(model: nn.Module) -> None:
     else:
         for config, implementation in zip(configs, before, strict=False):
             config._attn_implementation_internal = implementation
+
+
+@contextmanager
+def own_attention(model: nn.Module) -> Iterator[None]:
+    """Let a swapped model run its own attention for a while, extras in place and at rest.
+
+    Raises:
+        SpecError: The model is not swapped.
+    """
+    target = whole_model(model)
+    if target is None or target.config._attn_implementation != NAME:
+        raise SpecError(f"{type(model).__name__} is not swapped: it runs its own attention already")
+    configs = compat.all_configs(target)
+    default = target.get_correct_attn_implementation(None)
+    before = vars(target).get(_BEFORE) or [default] * len(configs)
+    try:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
+        yield
+    finally:
+        for config in configs:
+            config._attn_implementation_internal = NAME
 
 
 def read_spec(attention: str | AttentionSpec | Mapping[str, Any], **options: Any) -> AttentionSpec:

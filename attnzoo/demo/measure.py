@@ -47,11 +47,12 @@ def measure_quality(model: PreTrainedModel, judged: Judged, result: Result, tick
     for first in range(0, len(judged.plain), 8):
         plain.append(token_losses(model, judged.plain[first : first + 8]).flatten())
         losses = token_losses(model, judged.twice[first : first + 8])
-        for loss, repeat in zip(losses, judged.repeats[first : first + 8], strict=True):
+        for loss, repeat in zip(losses, judged.repeats[first : first + 8], strict=False):
             recall.append(loss[repeat.second - 1 : repeat.second - 1 + repeat.length])
         tick()
     result.bits_per_byte = float(torch.cat(plain).mean()) * to_bits
-    result.recall_bits_per_byte = float(torch.cat(recall).mean()) * to_bits
+    if recall:
+        result.recall_bits_per_byte = float(torch.cat(recall).mean()) * to_bits
 
 
 def measure_decoding(

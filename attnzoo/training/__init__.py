@@ -1,0 +1,1 @@
+"""Brings back the quality of a swapped model: attention transfer, distillation, fine-tuning."""

@@ -1,0 +1,95 @@
+r"""Distillation: the swapped model learns to predict what the model predicts with softmax.
+
+.. math:: \ell = \frac{1}{T} \sum_t \mathrm{KL}\big(p^*(\cdot \mid x_{\le t}) \,\big\|\,
+          p(\cdot \mid x_{\le t})\big)
+
+Where the model's own weights stay as they are, or only adapters beside them learn, the teacher is
+the same model with its own attention, adapters off: no second copy is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.integrations.convert import own_attention, restore
+from attnzoo.training.data import IGNORED
+from attnzoo.training.loop import Loss
+
+Teacher = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]  # logits, [B, T, V]
+
+
+def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a model's forward is given of a batch."""
+    return {name: batch[name] for name in ("input_ids", "position_ids")}
+
+
+def own_teacher(model: nn.Module, *, weights_change: bool) -> Teacher:
+    """Return what gives softmax's logits for a swapped model.
+
+    Args:
+        model: As it is trained, not yet wrapped for several processes; PEFT may be around it.
+        weights_change: Whether its own weights are trained: then a copy of them is made.
+    """
+    frozen: Any = None
+    if weights_change:
+        frozen = deepcopy(model).requires_grad_(False).eval()
+        restore(frozen)
+
+    @torch.no_grad()
+    def logits(student: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        inputs = model_inputs(batch)
+        if frozen is not None:
+            found: Tensor = frozen.to(inputs["input_ids"].device)(**inputs, use_cache=False).logits
+            return found
+        without: Any = getattr(model, "disable_adapter", nullcontext)
+        with own_attention(model), without():
+            found = model(**inputs, use_cache=False).logits
+            return found
+
+    return logits
+
+
+def divergence(student: Tensor, teacher: Tensor, real: Tensor) -> Tensor:
+    """Return the mean KL of the student's prediction from the teacher's, in nats, a scalar.
+
+    Args:
+        student: Logits, ``[B, T, V]``.
+        teacher: Logits, ``[B, T, V]``.
+        real: ``[B, T]``, which predictions count.
+    """
+    student, teacher = (x.float().log_softmax(-1) for x in (student, teacher))
+    each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+    return (each * real).sum() / real.sum().clamp(min=1)
+
+
+def distil_loss(teacher: Teacher | None, *, cross_entropy: float = 0.0) -> Loss:
+    """Return a loss: the divergence from a teacher, or cross-entropy, or a mix of both.
+
+    Args:
+        teacher: Gives the logits to come to; ``None`` with ``cross_entropy=1``.
+        cross_entropy: Share of the text's own next token in the loss, from 0 to 1.
+    """
+
+    def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        # the last token predicts what is not there, the end of a document another's beginning
+        labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+        target = None if teacher is None else teacher(model, batch)
+        logits: Tensor = model(**model_inputs(batch), use_cache=False).logits
+        total = logits.new_zeros((), dtype=torch.float32)
+        if target is not None and cross_entropy < 1:
+            total = (1 - cross_entropy) * divergence(logits, target, labels != IGNORED)
+        if cross_entropy > 0:
+            each = F.cross_entropy(
+                logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED
+            )
+            total = total + cross_entropy * each
+        return total
+
+    return loss

@@ -1,0 +1,80 @@
+"""What a run of recovery shows in a terminal: progress, and a table of what came out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+
+class ProgressBar:
+    """A bar for every stage, with its loss; shown by the main process alone."""
+
+    def __init__(self, console: Console, stages: Mapping[str, int]) -> None:
+        self.console, self.stages = console, stages
+        self.main = os.environ.get("RANK", "0") == "0"
+        self.progress = Progress(
+            TextColumn("{task.description:<24}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not self.main,
+        )
+        self.tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Show it."""
+        self.progress.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave it as it stands."""
+        self.progress.__exit__(kind, error, trace)
+
+    def tell(self, text: str) -> None:
+        """Print a line above the bars."""
+        if self.main:
+            self.progress.console.print(text)
+
+    def tick(self, stage: str, step: int, loss: float) -> None:
+        """Show that a step was taken."""
+        if stage not in self.tasks:
+            self.tasks[stage] = self.progress.add_task(stage, total=self.stages[stage])
+        self.progress.update(
+            self.tasks[stage], completed=step + 1, description=f"{stage}, loss {loss:.4f}"
+        )
+
+
+def progress_bar(console: Console, stages: Mapping[str, int]) -> ProgressBar:
+    """Return a bar for stages of so many steps."""
+    return ProgressBar(console, stages)
+
+
+def lines_table(results: Mapping[str, Any]) -> Table:
+    """Lay out every line of ``recovery.json``: loss, recall, and how much of each is recovered."""
+    table = Table(title="bits per byte on held-out text")
+    table.add_column("")
+    for head in ("loss", "recovered", "recall", "recovered"):
+        table.add_column(head, justify="right")
+    for name, line in results["lines"].items():
+        cells = [f"{line['loss']:.3f}", _share(line["loss_share"])]
+        recall = line["recall"]
+        cells += ["" if recall is None else f"{recall:.3f}", _share(line["recall_share"])]
+        label = f"window alone ({results['window']})" if name == "window alone" else name
+        table.add_row(label, *cells)
+    return table
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"

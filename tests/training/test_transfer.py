@@ -1,0 +1,144 @@
+import pytest
+import torch
+import transformers as hf
+
+import attnzoo
+from attnzoo.errors import SpecError
+from attnzoo.masks import AttentionMask
+from attnzoo.training.transfer import Transfer, extras, relative_error, swapped_layers
+
+IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
+OPTIONS = {"feature_map": "hedgehog", "window": 4}
+
+
+def test_the_whole_model_runs_softmax_meanwhile(model):
+    exact = model(IDS).logits
+    attnzoo.swap(model, "linear", **OPTIONS)
+    swapped = model(IDS).logits
+    with Transfer(model):
+        torch.testing.assert_close(model(IDS).logits, exact, atol=1e-5, rtol=1e-4)
+    assert torch.equal(model(IDS).logits, swapped)
+    assert not torch.allclose(swapped, exact, atol=1e-3)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_loss_is_each_layers_own_error(model, side):
+    """Written out from what the layers are given; padding does not count."""
+    mask = torch.ones_like(IDS)
+    mask[0, :7] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    attnzoo.swap(model, "linear", **OPTIONS)
+    seen, handles = {}, []
+    for name, backend in swapped_layers(model).items():
+
+        def keep(module, args, kwargs, output, name=name):
+            seen[name] = (args, kwargs, output.out)
+
+        handles.append(backend.register_forward_hook(keep, with_kwargs=True))
+    with Transfer(model) as transfer:
+        model(IDS, attention_mask=mask)
+        found = dict(transfer.errors)
+    for handle in handles:
+        handle.remove()
+    assert set(found) == set(seen)
+    for name, (args, kwargs, out) in seen.items():
+        q, k, v = (x.double() for x in args)
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        see = torch.ones(24, 24, dtype=torch.bool).tril() & mask.bool()[:, None, None]
+        scores = (q @ k.mT * kwargs["scale"]).masked_fill(~see, -torch.inf)
+        exact = scores.softmax(-1) @ v
+        real = mask.bool()[:, None, :, None].expand_as(out)
+        error = (out - exact)[real].square().sum() / exact[real].square().sum()
+        torch.testing.assert_close(found[name].double(), error, rtol=1e-4, atol=1e-7)
+        assert error > 1e-5
+
+
+def test_only_the_extras_of_its_own_layer_learn(model):
+    attnzoo.swap(model, "linear", **OPTIONS)
+    with Transfer(model) as transfer:
+        model(IDS)
+        transfer.errors["model.layers.1.self_attn"].backward()
+    learned = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert learned == {name for name in extras(model) if "layers.1." in name}
+
+
+def test_it_learns(model):
+    attnzoo.swap(model, "linear", **OPTIONS)
+    optimizer = torch.optim.Adam(extras(model).values(), lr=0.03)
+    losses = []
+    with Transfer(model) as transfer:
+        for _ in range(40):
+            model(IDS)
+            loss = transfer.loss()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_gradient_checkpointing_changes_nothing(model):
+    attnzoo.swap(model, "linear", **OPTIONS)
+    model.train()
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        with Transfer(model) as transfer:
+            model(IDS, use_cache=False)
+            loss = transfer.loss()
+            loss.backward()
+            assert not transfer.errors  # what is computed again for the backward pass
+        gradients.append([loss.detach(), *(p.grad for p in extras(model).values())])
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_some_layers_may_learn_alone(model):
+    attnzoo.swap(model, "linear", **OPTIONS)
+    with Transfer(model, layers=["model.layers.0.self_attn"]) as transfer:
+        model(IDS)
+        assert list(transfer.errors) == ["model.layers.0.self_attn"]
+
+
+def test_an_encoder_is_taught_too():
+    config = hf.BertConfig(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = hf.BertModel(config).eval()
+    ids = IDS % 99
+    exact = model(ids).last_hidden_state
+    attnzoo.swap(model, "linear", feature_map="hedgehog")
+    with Transfer(model) as transfer:
+        torch.testing.assert_close(model(ids).last_hidden_state, exact, atol=1e-5, rtol=1e-4)
+        transfer.loss().backward()
+    assert all(p.grad.abs().sum() > 0 for p in extras(model).values())
+
+
+def test_what_cannot_be_taught_is_refused(model):
+    with pytest.raises(SpecError, match="is not swapped"):
+        Transfer(model)
+    attnzoo.swap(model, "linear")
+    with pytest.raises(SpecError, match=r"None of its layers has parameters .*\(linear\)"):
+        Transfer(model)
+    attnzoo.swap(model, "linear", **OPTIONS)
+    with pytest.raises(SpecError, match="None of the layers nowhere"):
+        Transfer(model, layers=["nowhere"])
+    with Transfer(model) as transfer, pytest.raises(SpecError, match="after a forward pass"):
+        transfer.loss()
+
+
+def test_relative_error():
+    exact = torch.randn(2, 3, 5, 4)
+    assert relative_error(exact, exact, None) == 0
+    assert relative_error(0.5 * exact, exact, None).item() == pytest.approx(0.25)
+    padding = torch.tensor([[True] * 5, [True, True, False, False, False]])
+    mask = AttentionMask(causal=True, padding=padding)
+    out = exact.clone()
+    out[1, :, 2:] = 1e6
+    assert relative_error(out, exact, mask) == 0
