@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from attnzoo.backends import recurrence_gates  # noqa: F401  (registers its gates)
 from attnzoo.backends.base import register
 from attnzoo.backends.config import BackendConfig, Geometry
+from attnzoo.backends.feature_maps import get_feature_map
 from attnzoo.backends.gates import get_gate
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.backends.recurrent import RecurrentBackend, RecurrentConfig
-from attnzoo.errors import ConfigError
+from attnzoo.errors import ConfigError, UnsupportedError
+from attnzoo.state import AttentionOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +25,23 @@ class GatedLinearConfig(RecurrentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        name, defaults = type(self).__name__, self.default_options()
         try:
-            get_gate(self.gate)
+            gate = get_gate(self.gate)
         except ConfigError as error:
-            raise ConfigError(f"{type(self).__name__}.gate: {error}") from None
+            raise ConfigError(f"{name}.gate: {error}") from None
+        for option, why in gate.fixed.items():
+            if (given := getattr(self, option)) != defaults[option]:
+                raise ConfigError(
+                    f"{name}.{option} must stay {defaults[option]!r} with gate={self.gate!r}, "
+                    f"which {why}, got {given!r}; leave it out"
+                )
+        if not gate.plain and get_feature_map(self.feature_map).positional:
+            raise ConfigError(
+                f"{name}.feature_map={self.feature_map!r} counts tokens in the state, and "
+                f"gate={self.gate!r} has a state of its own without a count; take another map, or "
+                "a gate that is a decay, such as 'gla'"
+            )
 
 
 @register("gated_linear")
@@ -75,6 +91,25 @@ class GatedLinearBackend(RecurrentBackend):
                 )
         return reasons
 
-    def log_decay(self, inputs: AttentionInputs, k: Tensor) -> Tensor:
-        """Return what each step keeps."""
-        return self.gate.log_decay(k, inputs.hidden_states)
+    def effective_weights(self, inputs: AttentionInputs) -> Tensor:
+        """Return the matrix that this backend applies to the values, if it applies one to all."""
+        if "chunk" not in self.gate.forms:
+            raise UnsupportedError(
+                f"{self.geometry.name}: there is no one matrix of attention weights under gate "
+                f"{self.config.gate!r}, which weighs every value channel differently; call the "
+                "model without output_attentions"
+            )
+        return super().effective_weights(inputs)
+
+    def form(self, inputs: AttentionInputs) -> str:
+        """Return the form to run, of those that the gate has."""
+        form = super().form(inputs)
+        return form if form in self.gate.forms else self.gate.forms[0]
+
+    def sum_up(
+        self, q: Tensor, k: Tensor, inputs: AttentionInputs, *, form: str, impl: str
+    ) -> AttentionOutput:
+        """Run the op as the gate has it."""
+        options = self.op_options(inputs, form=form, impl=impl)
+        output: AttentionOutput = self.gate(q, k, inputs, options)
+        return output

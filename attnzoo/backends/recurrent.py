@@ -7,27 +7,27 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.backends.config import BackendConfig, Geometry
-from attnzoo.backends.feature_maps import get_feature_map
+from attnzoo.backends.feature_map_config import FeatureMapConfig
+from attnzoo.backends.feature_maps import FeatureMap, get_feature_map
 from attnzoo.backends.inputs import AttentionInputs
+from attnzoo.backends.positions import count_tokens, with_count, without_count
 from attnzoo.errors import ConfigError
-from attnzoo.ops.gates import keep_at_padding
 from attnzoo.ops.linear import choose_impl, linear_attention
 from attnzoo.state import AttentionOutput
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentConfig(BackendConfig):
+class RecurrentConfig(FeatureMapConfig):
     """Settings of attention through feature maps and a state."""
 
     impl: Literal["auto", "reference", "torch"] = "auto"
-    feature_map: str = "elu+1"  # phi, by name; see attnzoo.backends.feature_maps
     chunk_size: int | None = None  # tokens per parallel step; None lets the op choose
     normalize: bool = True  # divide by the sum of weights, so that an output is a mean of values
     # Added to that sum. Not the 1e-6 of arXiv:2006.16236: where hedgehog meets queries and keys of
@@ -37,10 +37,6 @@ class RecurrentConfig(BackendConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         name = type(self).__name__
-        try:
-            get_feature_map(self.feature_map)
-        except ConfigError as error:
-            raise ConfigError(f"{name}.feature_map: {error}") from None
         if self.chunk_size is not None and self.chunk_size < 1:
             raise ConfigError(
                 f"{name}.chunk_size must be at least 1 token, got {self.chunk_size}; "
@@ -69,9 +65,10 @@ class RecurrentBackend(AttentionBackend):
         """Give the feature map's weights their initial values."""
         self.feature_map.reset_parameters()
 
-    def log_decay(self, inputs: AttentionInputs, k: Tensor) -> Tensor | None:
-        """Return what each step keeps, for keys after the feature map; ``None`` keeps all."""
-        return None
+    def layer_reasons(self) -> list[str]:
+        """Say why this backend cannot serve its layer, all reasons at once."""
+        maps = (part for part in self.children() if isinstance(part, FeatureMap))
+        return super().layer_reasons() + [why for part in maps for why in part.layer_reasons()]
 
     def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
         """Say why these inputs cannot run, all reasons at once."""
@@ -98,41 +95,51 @@ class RecurrentBackend(AttentionBackend):
 
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
         """Map queries and keys; run the recurrent form for one token, the chunk form for more."""
-        real, causal = inputs.mask.padding, inputs.mask.causal
+        real = inputs.mask.padding
         # Features of 16-bit layers go into the op in float32, in which it works anyway. Rounded to
         # 16 bits they were no faster on a CPU (T=2048, D=64, both passes: 43 ms against 40), the
         # gradients of q and k lost up to twice as much (3.5e-3 against 1.7e-3, which is the
         # rounding of the gradients themselves), and features of exp overflow in float16.
         with full_precision(inputs.q.device):
-            q = self.feature_map.queries(inputs.q, inputs.scale)
-            k = self.feature_map.keys(inputs.k, inputs.scale)
-            log_decay = self.log_decay(inputs, k)
+            places = count_tokens(inputs) if self.feature_map.positional else None
+            options: dict[str, Any] = {"positions": places.positions} if places else {}
+            q = self.feature_map(inputs.q, inputs.scale, of="queries", **options)
+            k = self.feature_map(inputs.k, inputs.scale, of="keys", **options)
             if real is not None:  # the features of a zero key are not zero
                 k = k.masked_fill(~real[:, None, :, None], 0)
-                if log_decay is not None:
-                    log_decay = keep_at_padding(log_decay, real)
-            form = "recurrent" if causal and q.shape[2] == 1 else "chunk"
+            form = self.form(inputs)
             impl: str = self.config.impl
             reason = "named in the options"
             if impl == "auto":
                 impl, reason = choose_impl(form)
-            output = linear_attention(
-                q,
-                k,
-                inputs.v,
-                log_decay=log_decay,
-                normalize=self.config.normalize,
-                form=form,
-                impl=impl,
-                state=inputs.state,
-                return_state=inputs.return_state,
-                chunk_size=self.config.chunk_size,
-                causal=causal,
-                segment_ids=inputs.mask.segment_ids,
-                eps=self.config.eps,
+            output = self.sum_up(
+                q, k, without_count(inputs) if places else inputs, form=form, impl=impl
             )
         self.record(impl, f"{form} form; {reason}")
-        return output
+        return with_count(output, places) if places else output
+
+    def form(self, inputs: AttentionInputs) -> str:
+        """Return the form to run: recurrent for one token, chunk for more."""
+        return "recurrent" if inputs.mask.causal and inputs.q.shape[2] == 1 else "chunk"
+
+    def sum_up(
+        self, q: Tensor, k: Tensor, inputs: AttentionInputs, *, form: str, impl: str
+    ) -> AttentionOutput:
+        """Run the op on queries ``[B, H, T, F]`` and keys ``[B, Hkv, S, F]``, zero in padding."""
+        options = self.op_options(inputs, form=form, impl=impl)
+        return linear_attention(q, k, inputs.v, causal=inputs.mask.causal, **options)
+
+    def op_options(self, inputs: AttentionInputs, **chosen: str) -> dict[str, Any]:
+        """Return what every op of a gated or plain linear attention is told."""
+        return {
+            "normalize": self.config.normalize,
+            "state": inputs.state,
+            "return_state": inputs.return_state,
+            "chunk_size": self.config.chunk_size,
+            "segment_ids": inputs.mask.segment_ids,
+            "eps": self.config.eps,
+            **chosen,
+        }
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
