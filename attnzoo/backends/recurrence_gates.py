@@ -62,7 +62,8 @@ class RWKV6Gate(LowRankGate):
 class MLSTMGate(LearnedGate):
     """A sigmoid forget gate and an exponential input gate per token and head (arXiv:2405.04517).
 
-    Divides by the sum of weights, but not by less than 1.
+    Divides by the sum of weights, but not by less than 1. The input gate has no bias: a factor that
+    all weights share cancels in that quotient.
     """
 
     plain = False
@@ -77,14 +78,13 @@ class MLSTMGate(LearnedGate):
         self.forget_weight = nn.Parameter(torch.empty(heads, self.hidden_size))
         self.forget_bias = nn.Parameter(torch.empty(heads))
         self.input_weight = nn.Parameter(torch.empty(heads, self.hidden_size))
-        self.input_bias = nn.Parameter(torch.empty(heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Start with the same long memory, and the same weight, for every token."""
         nn.init.constant_(self.forget_bias, -math.log(math.expm1(LOSS)))
-        for weight in (self.forget_weight, self.input_weight, self.input_bias):
-            nn.init.zeros_(weight)
+        nn.init.zeros_(self.forget_weight)
+        nn.init.zeros_(self.input_weight)
 
     def forward(
         self, q: Tensor, k: Tensor, inputs: AttentionInputs, options: dict[str, Any]
@@ -92,14 +92,9 @@ class MLSTMGate(LearnedGate):
         """Attend under this gate."""
         assert inputs.hidden_states is not None
         x, real = widen(inputs.hidden_states), inputs.mask.padding
-        forget, write = (
-            F.linear(x, weight.to(x.dtype), bias.to(x.dtype)).transpose(1, 2)
-            for weight, bias in (
-                (self.forget_weight, self.forget_bias),
-                (self.input_weight, self.input_bias),
-            )
-        )
-        forget = F.logsigmoid(forget)
+        weight, bias = self.forget_weight.to(x.dtype), self.forget_bias.to(x.dtype)
+        forget = F.logsigmoid(F.linear(x, weight, bias)).transpose(1, 2)
+        write = F.linear(x, self.input_weight.to(x.dtype)).transpose(1, 2)
         if real is not None:
             gone = ~real[:, None]
             forget, write = forget.masked_fill(gone, 0), write.masked_fill(gone, NOTHING)

@@ -22,7 +22,6 @@ from attnzoo.ops.linear_reference import empty_state
 from attnzoo.state import AttentionOutput, LinearState, StabilizedState
 
 NOTHING = -1e30  # the logarithm of no weight: finite, so that no difference of two is NaN
-NEW = 1e6  # beside this, no m of one packed sequence reaches into the next
 FAINTEST = -87.0  # exp(87) is still a number in float32
 
 
@@ -88,10 +87,11 @@ def mlstm_attention(
 def stabilizer(
     log_forget: Tensor, log_input: Tensor, first: Tensor, begins: Tensor | None
 ) -> Tensor:
-    """Return m of every token, ``[B, Hkv, T]``, in the dtype of the gates.
+    r"""Return m of every token, ``[B, Hkv, T]``, in the dtype of the gates.
 
-    The output does not depend on it, so it has no gradient. With F the sum of the log forgets,
-    ``m_t = F_t + max(m_0, max_j (i_j - F_j))``.
+    The output does not depend on it, so it has no gradient. Each step is a function
+    :math:`m \mapsto \max(a + m, b)`; two in a row are one of the same kind, so log2(T) rounds give
+    all of them, without the difference of two long sums.
 
     Args:
         log_forget: ``[B, Hkv, T]``.
@@ -99,10 +99,14 @@ def stabilizer(
         first: m before the first token, ``[B, Hkv]``.
         begins: Where another packed sequence begins, with m = 0 before it, ``[B, 1, T]``.
     """
-    forget, write = log_forget.double(), log_input.double()
+    a, b = log_forget.double(), log_input.double()
     if begins is not None:
-        write = torch.where(begins, torch.maximum(write, forget), write)
-        forget = forget.masked_fill(begins, -NEW)
-    total = forget.cumsum(2)
-    highest = torch.maximum((write - total).cummax(2).values, first.double().unsqueeze(2))
-    return (total + highest).to(log_forget.dtype)
+        b = torch.where(begins, torch.maximum(a, b), b)
+        a = a.masked_fill(begins, -torch.inf)
+    span = 1
+    while span < a.shape[2]:
+        earlier_a = F.pad(a[:, :, :-span], (span, 0))
+        earlier_b = F.pad(b[:, :, :-span], (span, 0), value=-torch.inf)
+        a, b = earlier_a + a, torch.maximum(earlier_b + a, b)
+        span *= 2
+    return torch.maximum(first.double().unsqueeze(2) + a, b).to(log_forget.dtype)
