@@ -13,7 +13,7 @@ from attnzoo.backends.feature_maps import get_feature_map
 from attnzoo.backends.gates import get_gate
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.backends.recurrent import RecurrentBackend, RecurrentConfig
-from attnzoo.errors import ConfigError, UnsupportedError
+from attnzoo.errors import ConfigError
 from attnzoo.state import AttentionOutput
 
 
@@ -62,6 +62,11 @@ class GatedLinearBackend(RecurrentBackend):
         """Whether the gate is computed from hidden states; those of fixed decays are not."""
         return self.gate.needs_hidden_states
 
+    @property
+    def has_weights(self) -> bool:  # type: ignore[override]
+        """Whether one matrix of weights serves all value channels."""
+        return self.gate.has_weights
+
     def reset_parameters(self) -> None:
         """Give the weights of feature map and gate their initial values."""
         super().reset_parameters()
@@ -90,16 +95,6 @@ class GatedLinearBackend(RecurrentBackend):
                     f"hidden_states have shape {tuple(hidden.shape)} (its gate takes {expected})"
                 )
         return reasons
-
-    def effective_weights(self, inputs: AttentionInputs) -> Tensor:
-        """Return the matrix that this backend applies to the values, if it applies one to all."""
-        if "chunk" not in self.gate.forms:
-            raise UnsupportedError(
-                f"{self.geometry.name}: there is no one matrix of attention weights under gate "
-                f"{self.config.gate!r}, which weighs every value channel differently; call the "
-                "model without output_attentions"
-            )
-        return super().effective_weights(inputs)
 
     def form(self, inputs: AttentionInputs) -> str:
         """Return the form to run, of those that the gate has."""

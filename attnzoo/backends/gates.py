@@ -53,6 +53,7 @@ class Gate(nn.Module):
 
     needs_hidden_states: ClassVar[bool] = False
     plain: ClassVar[bool] = True  # a decay of the sums, and nothing else
+    has_weights: ClassVar[bool] = True  # one matrix of weights for all value channels
     forms: ClassVar[tuple[str, ...]] = ("recurrent", "chunk")
     fixed: ClassVar[Mapping[str, str]] = {}  # options that must stay as they are, and why
 

@@ -110,6 +110,7 @@ class MatrixGate(LearnedGate):
     """
 
     plain = False
+    has_weights = False
     forms = ("recurrent",)
     fixed: ClassVar = {"chunk_size": "runs token by token and has no chunks"}
 
