@@ -238,8 +238,8 @@ def _imported(name: str) -> Any:
     ):
         return found
     raise ConfigError(
-        f"The feature map {name!r} is {found!r}; it must be a function of one tensor, or a class "
-        "derived from attnzoo.backends.feature_maps.FeatureMap"
+        f"The feature map {name!r} is {found!r}; it must be a Python function of one tensor, or a "
+        "class derived from attnzoo.backends.feature_maps.FeatureMap"
     )
 
 

@@ -160,7 +160,7 @@ def dpfp(x: Tensor, nu: int) -> Tensor:
     r"""Return :math:`r_i r_{i-j}` for all i and j from 1 to nu, where r is relu(x) after relu(-x).
 
     Deterministic and without parameters; indices go round. Few features of a row are not zero, so
-    that rows overlap little; all are only where D is odd and the signs of the entries alternate.
+    that rows overlap little: a query that shares none with any key has weights of zero alone.
     Source: DPFP, Schlag et al., 2021, arXiv:2102.11174.
 
     Args:
