@@ -138,10 +138,12 @@ class MatrixGate(LearnedGate):
         inner = F.linear(x, self.down.to(x.dtype))
         up, bias = self.up.to(x.dtype), self.bias.to(x.dtype)
 
-        def log_decay(t: int) -> Tensor:
-            logits = F.linear(inner[:, t], up, bias.flatten()).unflatten(1, bias.shape)
-            gate = F.logsigmoid(logits) / TEMPERATURE
-            return gate if real is None else gate.masked_fill(~real[:, t, None, None, None], 0)
+        def log_decay(start: int, stop: int) -> Tensor:
+            logits = F.linear(inner[:, start:stop], up, bias.flatten()).unflatten(2, bias.shape)
+            gate = F.logsigmoid(logits).transpose(1, 2) / TEMPERATURE
+            if real is not None:
+                gate = gate.masked_fill(~real[:, None, start:stop, None, None], 0)
+            return gate
 
         told = {n: x for n, x in options.items() if n not in ("form", "impl", "chunk_size")}
         return matrix_gated_attention(q, k, inputs.v, log_decay=log_decay, **told)

@@ -15,10 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.ops.linear_reference import state_dtype
 from attnzoo.state import AttentionOutput, MatrixState
+
+TOKENS = 16  # whose gates are made at a time
 
 
 def matrix_gated_attention(
@@ -26,7 +29,7 @@ def matrix_gated_attention(
     k: Tensor,
     v: Tensor,
     *,
-    log_decay: Callable[[int], Tensor],
+    log_decay: Callable[[int, int], Tensor],
     normalize: bool = False,
     state: MatrixState | None = None,
     return_state: bool = False,
@@ -39,8 +42,8 @@ def matrix_gated_attention(
         q: Queries after the feature map, ``[B, H, T, D]``.
         k: Keys after the feature map, ``[B, Hkv, T, D]``, zero in padding.
         v: Values, ``[B, Hkv, T, E]``.
-        log_decay: Returns G of a token, ``[B, Hkv, D, E]``, at most 0; 0 where it is padding. A
-            function, for those of all tokens would be T matrices.
+        log_decay: Returns G of the tokens from one to before another, ``[B, Hkv, n, D, E]``, at
+            most 0; 0 where one is padding. A function, for those of all would be T matrices.
         normalize: Divide by the sum of weights plus ``eps``.
         state: Sums over the earlier tokens.
         return_state: Whether to return the sums after the last token.
@@ -50,25 +53,28 @@ def matrix_gated_attention(
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; ``state`` where it was asked for.
     """
-    dtype = state_dtype(q, k, v)
-    shape = (*k.shape[:2], k.shape[3], v.shape[3])
+    dtype, (heads, tokens, size) = state_dtype(q, k, v), v.shape[1:]
     if state is None:
-        state = MatrixState(*(torch.zeros(shape, dtype=dtype, device=v.device) for _ in range(2)))
-    kv, z = (x.to(dtype) for x in state)
-    rows = q.to(dtype).unflatten(1, (k.shape[1], -1)).transpose(2, 3)  # [B, Hkv, T, G, D]
-    keys, values = k.to(dtype).unsqueeze(-1), v.to(dtype).unsqueeze(3)
+        empty = torch.zeros(*k.shape[:2], k.shape[3], size, dtype=dtype, device=v.device)
+        state = MatrixState(empty, empty)
+    both = torch.cat([x.to(dtype) for x in state], -1)  # [B, Hkv, D, 2 E]: z is of values of one
+    rows = q.to(dtype).unflatten(1, (heads, -1)).unbind(3)
+    keys = k.to(dtype).unsqueeze(-1).unbind(2)
+    values = F.pad(v.to(dtype), (0, size), value=1.0).unsqueeze(3).unbind(2)
     outs = []
-    for t in range(k.shape[2]):
-        kept = log_decay(t).exp()
-        if segment_ids is not None and t > 0:
-            same = segment_ids[:, t] == segment_ids[:, t - 1]
-            kept = kept * same[:, None, None, None]
-        kv = torch.addcmul(keys[:, :, t] * values[:, :, t], kept, kv)
-        z = torch.addcmul(keys[:, :, t], kept, z)
-        out = rows[:, :, t] @ kv
-        outs.append(out / (rows[:, :, t] @ z + eps) if normalize else out)
-    if outs:
-        result = torch.stack(outs, 3).flatten(1, 2).to(v.dtype)
-    else:
-        result = v.new_empty(q.shape[0], q.shape[1], 0, v.shape[3])
-    return AttentionOutput(result, MatrixState(kv, z) if return_state else None)
+    for start in range(0, tokens, TOKENS):
+        stop = min(start + TOKENS, tokens)
+        kept = log_decay(start, stop).to(dtype).exp()
+        if segment_ids is not None and stop > 1:
+            later = segment_ids[:, max(start, 1) : stop]
+            same = later == segment_ids[:, max(start, 1) - 1 : stop - 1]
+            same = F.pad(same, (1, 0), value=True) if start == 0 else same
+            kept = kept * same[:, None, :, None, None]
+        for t, gate in enumerate(torch.cat([kept, kept], -1).unbind(2), start):
+            both = torch.addcmul(keys[t] * values[t], gate, both)
+            outs.append(rows[t] @ both)
+    out = torch.stack(outs, 3) if outs else both.new_empty(*q.shape[:2], 1, 0, 2 * size)
+    above, below = out.chunk(2, -1)
+    out = above / (below + eps) if normalize else above
+    last = MatrixState(*both.chunk(2, -1)) if return_state else None
+    return AttentionOutput(out.flatten(1, 2).to(v.dtype), last)
