@@ -91,7 +91,11 @@ class FeatureMap(nn.Module):
         return mapped(x, scale, positions) if self.positional else mapped(x, scale)
 
     def queries(self, q: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
-        """Map ``[B, H, T, D]`` to ``[B, H, T, F]``, float32 or wider."""
+        """Map ``[B, H, T, D]`` to ``[B, H, T, F]``, float32 or wider.
+
+        Products with the features of keys are weights; where these are normalised, they should not
+        be negative.
+        """
         raise NotImplementedError
 
     def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
@@ -352,8 +356,9 @@ class RandomMap(SameMap):
 
     The frequencies, one draw for all heads of a layer, are a persistent buffer drawn from the seed
     and the layer's number. Weights below zero are left as they are: a bound would put another wrong
-    weight in their place. With 256 features of 64 entries, a sum over a single key lies 2.6
-    standard deviations above zero even where the two point apart, and more keys lift it further.
+    weight in their place. With 256 features of 64 entries, the weight of a key that points against
+    the query, the smallest there is, lies 2.7 standard deviations above zero (measured: 1 in 400
+    is below), and a sum over several keys lies further up.
     """
 
     options: ClassVar = {"num_features": 256, "seed": 0}

@@ -62,7 +62,8 @@ class RWKV6Gate(LowRankGate):
 class MLSTMGate(LearnedGate):
     """A sigmoid forget gate and an exponential input gate per token and head (arXiv:2405.04517).
 
-    Divides by the sum of weights, but not by less than 1. The input gate has no bias: a factor that
+    Divides by the sum of weights, but not by less than 1; features of keys stand for its keys over
+    the root of their size. The input gate has no bias: a factor that
     all weights share cancels in that quotient.
     """
 
