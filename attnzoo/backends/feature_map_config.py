@@ -38,11 +38,12 @@ class FeatureMapConfig(BackendConfig):
             if callable(self.feature_map):
                 object.__setattr__(self, "feature_map", feature_map_name(self.feature_map))
             super().__post_init__()
-            takes = get_feature_map(self.feature_map).options
+            chosen = get_feature_map(self.feature_map)
         except ConfigError as error:
             told = str(error)
             where = "" if told.startswith(name) else f"{name}.feature_map: "
             raise ConfigError(f"{where}{told}") from None
+        takes = chosen.options
         for option, smallest in SMALLEST.items():
             value = getattr(self, option)
             if value is None:
@@ -53,13 +54,11 @@ class FeatureMapConfig(BackendConfig):
                     f"{name}.{option} goes with feature_map={' or '.join(takers)}, got {value} "
                     f"with feature_map={self.feature_map!r}; leave it out"
                 )
+            default = "the model's own" if takes[option] is None else takes[option]
             if value < smallest:
                 raise ConfigError(
                     f"{name}.{option} must be at least {smallest}, got {value}; leave it out to "
-                    f"have {takes[option] or 'the length that the model was made for'}"
+                    f"have {default}"
                 )
-        if self.num_features is not None and self.num_features % 2:
-            raise ConfigError(
-                f"{name}.num_features must be even, for every frequency has a cosine and a sine, "
-                f"got {self.num_features}; take {self.num_features + 1}"
-            )
+            if why := chosen.option_reason(option, value):
+                raise ConfigError(f"{name}.{option} {why}, got {value}; the default is {default}")

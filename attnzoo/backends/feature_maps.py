@@ -58,6 +58,11 @@ class FeatureMap(nn.Module):
         self.geometry = geometry
         self.given = {name: getattr(config, name, None) for name in self.options}
 
+    @classmethod
+    def option_reason(cls, name: str, value: int) -> str:
+        """Say what is wrong with an option's value, beyond being too small; "" if nothing is."""
+        return ""
+
     def option(self, name: str) -> int:
         """Return an option of the config, or this map's default."""
         given = self.given[name]
@@ -363,6 +368,12 @@ class RandomMap(SameMap):
 
     options: ClassVar = {"num_features": 256, "seed": 0}
     frequencies: Tensor  # [M, D], half as many as features
+
+    @classmethod
+    def option_reason(cls, name: str, value: int) -> str:
+        """Say what is wrong with an option's value."""
+        odd = name == "num_features" and value % 2
+        return "must be even, for every frequency has a cosine and a sine" if odd else ""
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)

@@ -213,9 +213,15 @@ def test_random_draws_by_seed_and_layer():
         ({"feature_map": "dpfp", "seed": 0}, "seed goes with feature_map='random', got 0"),
         ({"feature_map": "dpfp", "nu": 0}, "nu must be at least 1, got 0"),
         ({"feature_map": "dpfp", "nu": 1.5}, "LinearConfig.nu must be int or None, got 1.5"),
-        ({"feature_map": "random", "num_features": 7}, "must be even"),
+        (
+            {"feature_map": "random", "num_features": 7},
+            "num_features must be even, for every frequency has a cosine and a sine, got 7",
+        ),
         ({"feature_map": "random", "num_features": -2}, "num_features must be at least 2, got -2"),
-        ({"feature_map": "random", "seed": -1}, "seed must be at least 0"),
+        (
+            {"feature_map": "random", "seed": -1},
+            "seed must be at least 0, got -1; leave it out to have 0",
+        ),
         ({"feature_map": "cosine", "max_length": 0}, "max_length must be at least 1, got 0"),
         ({"feature_map": "hedgehog_join"}, "Did you mean 'hedgehog_joint'"),
     ],
@@ -319,3 +325,21 @@ def test_names_that_cannot_be_imported(name, message, own_module):
     with pytest.raises(ConfigError, match=r"'linear': LinearConfig\.feature_map") as caught:
         build(feature_map=name)
     assert message in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_new_maps")
+def test_a_map_of_ones_own_takes_options():
+    @attnzoo.register_feature_map("powers")
+    class Powers(feature_maps.SameMap):
+        options = {"nu": 2}  # noqa: RUF012
+
+        def features(self, x, scale, positions=None):
+            return x.abs() ** self.option("nu")
+
+    for options, power in (({}, 2), ({"nu": 3}, 3)):
+        backend, (q, k, v) = build(feature_map="powers", normalize=False, **options), qkv(6)
+        k = k.repeat_interleave(2, 1)
+        matrix = (q.abs() ** power @ (k.abs() ** power).mT).tril()
+        torch.testing.assert_close(backend(q, k[:, ::2], v).out, matrix @ v.repeat_interleave(2, 1))
+    with pytest.raises(ConfigError, match="seed goes with feature_map='random'"):
+        build(feature_map="powers", seed=1)

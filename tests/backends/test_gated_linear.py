@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from attnzoo.backends import feature_maps
+import attnzoo
+from attnzoo.backends import feature_maps, gates
 from attnzoo.backends.config import Geometry
 from attnzoo.backends.feature_maps import register_feature_map
 from attnzoo.errors import ConfigError, UnsupportedError
@@ -369,6 +370,23 @@ def test_equals_flash_linear_attention(gate, naive):
         decay = decay.repeat_interleave(2, 1).transpose(1, 2)
         theirs, _ = naive("ops/simple_gla/naive.py").naive_recurrent_simple_gla(q, k, v, decay)
     assert_close_to_float32(out, theirs)
+
+
+def test_a_gate_of_ones_own(monkeypatch):
+    monkeypatch.setattr(gates, "GATES", dict(gates.GATES))
+
+    @attnzoo.register_gate("halving")
+    class Halving(gates.Gate):
+        def log_decay(self, k, hidden_states):
+            return k.new_full((k.shape[1],), math.log(0.5))
+
+    backend, (x, _) = build(gate="halving", normalize=False), inputs(9)
+    q, k, v = phi("elu+1", x[0]), phi("elu+1", x[1]), x[2]
+    since = (torch.arange(9)[:, None] - torch.arange(9)).double()
+    matrix = q @ k.repeat_interleave(2, 1).mT * (0.5**since).tril()
+    torch.testing.assert_close(backend(*x).out, matrix @ v.repeat_interleave(2, 1))
+    with pytest.raises(ValueError, match="gate 'gla' belongs to"):
+        attnzoo.register_gate("gla")(Halving)
 
 
 def test_matrix_has_no_matrix_of_weights():
