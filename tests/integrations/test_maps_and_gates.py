@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import attnzoo
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing. is deprecated:FutureWarning")
 # Each new map and gate once; those with a state of their own together with a map that is learned
 SWAPS: dict[str, tuple[str, dict[str, Any]]] = {
     "cosine": ("linear", {"feature_map": "cosine"}),
@@ -25,7 +26,7 @@ SWAPS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(params=SWAPS)
-def model(request, llama, redraw):
+def model(request, llama):
     model = llama()
     backend, options = SWAPS[request.param]
     attnzoo.swap(model, backend, **options)
