@@ -23,6 +23,8 @@ _PUBLIC = {
     "describe": "attnzoo.integrations.describe",
     "get_backend": "attnzoo.registry",
     "register": "attnzoo.backends.base",
+    "register_feature_map": "attnzoo.backends.feature_maps",
+    "register_gate": "attnzoo.backends.gates",
     "restore": "attnzoo.integrations.convert",
     "swap": "attnzoo.integrations.convert",
 }
@@ -30,6 +32,8 @@ _PUBLIC = {
 if TYPE_CHECKING:
     from attnzoo.backends.base import AttentionBackend, register
     from attnzoo.backends.config import BackendConfig, Geometry
+    from attnzoo.backends.feature_maps import register_feature_map
+    from attnzoo.backends.gates import register_gate
     from attnzoo.backends.inputs import AttentionInputs
     from attnzoo.integrations.convert import restore, swap
     from attnzoo.integrations.describe import describe
@@ -50,6 +54,8 @@ __all__ = [
     "describe",
     "get_backend",
     "register",
+    "register_feature_map",
+    "register_gate",
     "restore",
     "swap",
 ]

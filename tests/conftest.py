@@ -1,6 +1,8 @@
 """What every test runs under: no network, its share of the cores, a fixed seed."""
 
+import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 
@@ -15,3 +17,23 @@ def _seeded():
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def naive():
+    """Return a function that loads a file of flash-linear-attention alone.
+
+    Importing the package would load transformers and look for a GPU: seven seconds.
+    """
+
+    def load(path):
+        package = importlib.util.find_spec("fla")
+        if package is None:
+            pytest.skip("flash-linear-attention is not installed; fla-core is in the extra 'dev'")
+        file = Path(package.submodule_search_locations[0], path)
+        spec = importlib.util.spec_from_file_location(f"naive_{file.parent.name}", file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load

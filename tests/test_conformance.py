@@ -30,6 +30,16 @@ BUILTIN = [
     ("gated_linear", {"gate": "gated_retention", "chunk_size": 7}),
     ("gated_linear", {"gate": "gla", "feature_map": "hedgehog", "chunk_size": 16}),
     ("gated_linear", {"normalize": False, "feature_map": "relu"}),
+    ("linear", {"feature_map": "cosine", "max_length": 200, "chunk_size": 16}),
+    ("linear", {"feature_map": "taylor", "chunk_size": 16}),
+    ("gated_linear", {"gate": "mamba2", "feature_map": "dpfp", "chunk_size": 16}),
+    (
+        "gated_linear",
+        {"gate": "hgrn2", "feature_map": "random", "num_features": 16, "chunk_size": 16},
+    ),
+    ("gated_linear", {"gate": "rwkv6", "feature_map": "t2r", "chunk_size": 16}),
+    ("gated_linear", {"gate": "mlstm", "feature_map": "hedgehog_joint", "chunk_size": 16}),
+    ("gated_linear", {"gate": "matrix", "feature_map": "softmax", "impl": "reference"}),
 ]
 
 

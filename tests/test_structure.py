@@ -23,7 +23,13 @@ ROWS = (
     {"registry"},
     {"spec", "testing", "corpus", "bench"},
     {"integrations"},
-    {"demo", "training", "cli", "__main__", "__init__"},  # __init__: the public names, resolved on first use
+    {
+        "demo",
+        "training",
+        "cli",
+        "__main__",
+        "__init__",
+    },  # __init__: the public names, resolved on first use
 )
 ROW = {unit: height for height, row in enumerate(ROWS) for unit in row}
 # What modules below the integrations may import from outside; the last two where installed.

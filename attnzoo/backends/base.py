@@ -93,6 +93,7 @@ class AttentionBackend(nn.Module):
     recurrent: ClassVar[bool] = False  # takes and returns a state: decoding goes on from it
     state_grows: ClassVar[bool] = False  # with the sequence, though by less than its keys
     needs_hidden_states: ClassVar[bool] = False
+    has_weights: ClassVar[bool] = True  # one matrix of weights per head, for all value channels
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__()
@@ -266,6 +267,12 @@ class AttentionBackend(nn.Module):
 
         Every mechanism is linear in the values: attending to an identity matrix reads it off.
         """
+        if not self.has_weights:
+            raise UnsupportedError(
+                f"{self.geometry.name}: backend {self.name!r} ({self.extra_repr()}) has no one "
+                "matrix of attention weights, for it weighs every value channel differently; "
+                "do not ask for weights (output_attentions=False)"
+            )
         if inputs.state is not None:
             raise UnsupportedError(
                 f"{self.geometry.name}: attention weights over earlier tokens are not kept in a "

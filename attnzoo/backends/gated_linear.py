@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from attnzoo.backends import recurrence_gates  # noqa: F401  (registers its gates)
 from attnzoo.backends.base import register
 from attnzoo.backends.config import BackendConfig, Geometry
+from attnzoo.backends.feature_maps import get_feature_map
 from attnzoo.backends.gates import get_gate
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.backends.recurrent import RecurrentBackend, RecurrentConfig
 from attnzoo.errors import ConfigError
+from attnzoo.ops.hybrid import FarKeys
+from attnzoo.state import AttentionOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +27,28 @@ class GatedLinearConfig(RecurrentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        name, defaults = type(self).__name__, self.default_options()
         try:
-            get_gate(self.gate)
+            gate = get_gate(self.gate)
         except ConfigError as error:
-            raise ConfigError(f"{type(self).__name__}.gate: {error}") from None
+            raise ConfigError(f"{name}.gate: {error}") from None
+        for option, why in gate.fixed.items():
+            if (given := getattr(self, option)) != defaults[option]:
+                raise ConfigError(
+                    f"{name}.{option} must stay {defaults[option]!r} with gate={self.gate!r}, "
+                    f"which {why}, got {given!r}; leave it out"
+                )
+        if not gate.plain and self.window is not None:
+            raise ConfigError(
+                f"{name}.window goes with gates that are a decay, such as 'gla', and not with "
+                f"gate={self.gate!r}, which has a state of its own; leave one of the two out"
+            )
+        if not gate.plain and get_feature_map(self.feature_map).positional:
+            raise ConfigError(
+                f"{name}.feature_map={self.feature_map!r} counts tokens in the state, and "
+                f"gate={self.gate!r} has a state of its own without a count; take another map, or "
+                "a gate that is a decay, such as 'gla'"
+            )
 
 
 @register("gated_linear")
@@ -45,6 +68,11 @@ class GatedLinearBackend(RecurrentBackend):
     def needs_hidden_states(self) -> bool:  # type: ignore[override]
         """Whether the gate is computed from hidden states; those of fixed decays are not."""
         return self.gate.needs_hidden_states
+
+    @property
+    def has_weights(self) -> bool:  # type: ignore[override]
+        """Whether one matrix of weights serves all value channels."""
+        return self.gate.has_weights
 
     def reset_parameters(self) -> None:
         """Give the weights of feature map and gate their initial values."""
@@ -75,6 +103,22 @@ class GatedLinearBackend(RecurrentBackend):
                 )
         return reasons
 
-    def log_decay(self, inputs: AttentionInputs, k: Tensor) -> Tensor:
-        """Return what each step keeps."""
-        return self.gate.log_decay(k, inputs.hidden_states)
+    def form(self, inputs: AttentionInputs) -> str:
+        """Return the form to run, of those that the gate has."""
+        form = super().form(inputs)
+        return form if form in self.gate.forms else self.gate.forms[0]
+
+    def sum_up(
+        self, q: Tensor, k: Tensor, inputs: AttentionInputs, *, form: str, impl: str
+    ) -> AttentionOutput:
+        """Run the op as the gate has it."""
+        options = self.op_options(inputs, form=form, impl=impl)
+        attend = None
+        if self.far_log_weight is not None:
+            weight = self.far_log_weight.to(q.dtype).view(1, -1, 1, 1) - math.log(self.gate.memory)
+
+            def attend(k: Tensor, log_decay: Tensor) -> AttentionOutput:
+                return self.attend_hybrid(inputs, FarKeys(q, k, weight, log_decay), impl)
+
+        output: AttentionOutput = self.gate(q, k, inputs, options, attend)
+        return output

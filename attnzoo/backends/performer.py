@@ -15,7 +15,8 @@ from torch.compiler import is_compiling
 from attnzoo.backends.base import AttentionBackend, register
 from attnzoo.backends.config import BackendConfig, Geometry
 from attnzoo.backends.inputs import AttentionInputs
-from attnzoo.backends.recurrent import RecurrentBackend, WindowConfig, full_precision
+from attnzoo.backends.recurrent import RecurrentBackend, full_precision
+from attnzoo.backends.window_config import WindowConfig
 from attnzoo.errors import ConfigError
 from attnzoo.ops.favor import favor_attention
 from attnzoo.ops.hybrid import FarKeys

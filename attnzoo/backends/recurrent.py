@@ -8,63 +8,29 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.backends.config import BackendConfig, Geometry
-from attnzoo.backends.feature_maps import get_feature_map
+from attnzoo.backends.feature_map_config import FeatureMapConfig
+from attnzoo.backends.feature_maps import FeatureMap, get_feature_map
 from attnzoo.backends.inputs import AttentionInputs
+from attnzoo.backends.positions import count_tokens, with_count, without_count
+from attnzoo.backends.window_config import WindowConfig
 from attnzoo.errors import ConfigError
-from attnzoo.ops.gates import keep_at_padding
 from attnzoo.ops.hybrid import FarKeys, hybrid_attention
 from attnzoo.ops.linear import choose_impl, linear_attention
 from attnzoo.state import AttentionOutput
 
-# What the far keys of a gated layer weigh together is bounded by its memory, which is learned. This
-# many keys share far_weight before training; without gates all far keys do, however many they are.
-GATED_KEYS = 1024
-
 
 @dataclass(frozen=True, kw_only=True)
-class WindowConfig(BackendConfig):
-    """Settings of a softmax window beside linear attention."""
-
-    # The latest keys, or those on each side, that are attended to exactly; None is none
-    window: int | None = None
-    # What the keys beyond it weigh together beside the window, about, before training. On the
-    # embedded model, window 32, nothing trained: 0.1 is below the window's loss for every map and
-    # gate, by up to 0.012 bits per byte; 0.3 is above it by up to 0.044 where nothing decays
-    far_weight: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        name = type(self).__name__
-        if self.window is not None and self.window < 1:
-            raise ConfigError(
-                f"{name}.window must be at least 1 token, got {self.window}; 32 to 128 is usual, "
-                "and None attends to nothing exactly"
-            )
-        if self.far_weight <= 0:
-            raise ConfigError(
-                f"{name}.far_weight must be above 0, got {self.far_weight}; it is learned on a "
-                "logarithmic scale, and a small start such as 0.1 is close to the window alone"
-            )
-        if self.window is None and self.far_weight != type(self).far_weight:
-            raise ConfigError(
-                f"{name}.far_weight goes with a window, got far_weight={self.far_weight} with "
-                "window=None; set window, or leave it out"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecurrentConfig(WindowConfig):
+class RecurrentConfig(WindowConfig, FeatureMapConfig):
     """Settings of attention through feature maps and a state."""
 
     impl: Literal["auto", "reference", "torch"] = "auto"
-    feature_map: str = "elu+1"  # phi, by name; see attnzoo.backends.feature_maps
     chunk_size: int | None = None  # tokens per parallel step; None lets the op choose
     normalize: bool = True  # divide by the sum of weights, so that an output is a mean of values
     # Added to that sum. Not the 1e-6 of arXiv:2006.16236: where hedgehog meets queries and keys of
@@ -74,10 +40,6 @@ class RecurrentConfig(WindowConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         name = type(self).__name__
-        try:
-            get_feature_map(self.feature_map)
-        except ConfigError as error:
-            raise ConfigError(f"{name}.feature_map: {error}") from None
         if self.chunk_size is not None and self.chunk_size < 1:
             raise ConfigError(
                 f"{name}.chunk_size must be at least 1 token, got {self.chunk_size}; "
@@ -92,6 +54,11 @@ class RecurrentConfig(WindowConfig):
             raise ConfigError(
                 f"{name}.window needs normalize=True, for near and far weights share one "
                 "denominator; leave one of the two out"
+            )
+        if self.window is not None and get_feature_map(self.feature_map).positional:
+            raise ConfigError(
+                f"{name}.window and feature_map={self.feature_map!r} do not go together: the map "
+                "fades by distance, and so does leaving the window; take another map, or no window"
             )
 
 
@@ -140,17 +107,14 @@ class RecurrentBackend(AttentionBackend):
             for n in (heads, key_heads)
         )
         device = self.far_log_weight.device
-        q = self.feature_map.queries(q.to(device), scale).mean((0, 1, 2))
-        k = self.feature_map.keys(k.to(device), scale).mean((0, 1, 2))
+        q = self.feature_map(q.to(device), scale, of="queries").mean((0, 1, 2))
+        k = self.feature_map(k.to(device), scale, of="keys").mean((0, 1, 2))
         return max(float(q @ k), 1e-6)
-
-    def log_decay(self, inputs: AttentionInputs, k: Tensor) -> Tensor | None:
-        """Return what each step keeps, for keys after the feature map; ``None`` keeps all."""
-        return None
 
     def layer_reasons(self) -> list[str]:
         """Say why this backend cannot serve its layer, all reasons at once."""
-        reasons = super().layer_reasons()
+        maps = (part for part in self.children() if isinstance(part, FeatureMap))
+        reasons = super().layer_reasons() + [why for part in maps for why in part.layer_reasons()]
         if self.config.window is not None and self.geometry.cross_attention:
             reasons.append("a window lies around a token of its own sequence (leave window out)")
         return reasons
@@ -180,52 +144,55 @@ class RecurrentBackend(AttentionBackend):
 
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
         """Map queries and keys; run the recurrent form for one token, the chunk form for more."""
-        real, causal = inputs.mask.padding, inputs.mask.causal
+        real = inputs.mask.padding
         # Features of 16-bit layers go into the op in float32, in which it works anyway. Rounded to
         # 16 bits they were no faster on a CPU (T=2048, D=64, both passes: 43 ms against 40), the
         # gradients of q and k lost up to twice as much (3.5e-3 against 1.7e-3, which is the
         # rounding of the gradients themselves), and features of exp overflow in float16.
         with full_precision(inputs.q.device):
-            q = self.feature_map.queries(inputs.q, inputs.scale)
-            k = self.feature_map.keys(inputs.k, inputs.scale)
-            log_decay = self.log_decay(inputs, k)
+            places = count_tokens(inputs) if self.feature_map.positional else None
+            options: dict[str, Any] = {"positions": places.positions} if places else {}
+            q = self.feature_map(inputs.q, inputs.scale, of="queries", **options)
+            k = self.feature_map(inputs.k, inputs.scale, of="keys", **options)
             if real is not None:  # the features of a zero key are not zero
                 k = k.masked_fill(~real[:, None, :, None], 0)
-                if log_decay is not None:
-                    log_decay = keep_at_padding(log_decay, real)
-            form = "recurrent" if causal and q.shape[2] == 1 else "chunk"
+            form = self.form(inputs)
             impl: str = self.config.impl
             reason = "named in the options"
             if impl == "auto":
                 impl, reason = choose_impl(form)
-            if self.config.window is not None:
-                self.record(impl, f"softmax in a window of {self.config.window}; {reason}")
-                return self.attend_hybrid(inputs, self.far_keys(q, k, log_decay), impl)
-            output = linear_attention(
-                q,
-                k,
-                inputs.v,
-                log_decay=log_decay,
-                normalize=self.config.normalize,
-                form=form,
-                impl=impl,
-                state=inputs.state,
-                return_state=inputs.return_state,
-                chunk_size=self.config.chunk_size,
-                causal=causal,
-                segment_ids=inputs.mask.segment_ids,
-                eps=self.config.eps,
+            output = self.sum_up(
+                q, k, without_count(inputs) if places else inputs, form=form, impl=impl
             )
-        self.record(impl, f"{form} form; {reason}")
-        return output
+        what = f"{form} form" if self.config.window is None else "a softmax window beside it"
+        self.record(impl, f"{what}; {reason}")
+        return with_count(output, places) if places else output
 
-    def far_keys(self, q: Tensor, k: Tensor, log_decay: Tensor | None) -> FarKeys:
-        """Weigh far keys beside the whole window: a feature map has no scale of its own."""
-        assert self.far_log_weight is not None
-        weight = self.far_log_weight.to(q.dtype)
-        if log_decay is not None:
-            weight = weight - math.log(GATED_KEYS)
-        return FarKeys(q, k, weight.view(1, -1, 1, 1), log_decay, mean=log_decay is None)
+    def form(self, inputs: AttentionInputs) -> str:
+        """Return the form to run: recurrent for one token, chunk for more."""
+        return "recurrent" if inputs.mask.causal and inputs.q.shape[2] == 1 else "chunk"
+
+    def sum_up(
+        self, q: Tensor, k: Tensor, inputs: AttentionInputs, *, form: str, impl: str
+    ) -> AttentionOutput:
+        """Run the op on queries ``[B, H, T, F]`` and keys ``[B, Hkv, S, F]``, zero in padding."""
+        if self.far_log_weight is not None:
+            weight = self.far_log_weight.to(q.dtype).view(1, -1, 1, 1)
+            return self.attend_hybrid(inputs, FarKeys(q, k, weight, mean=True), impl)
+        options = self.op_options(inputs, form=form, impl=impl)
+        return linear_attention(q, k, inputs.v, causal=inputs.mask.causal, **options)
+
+    def op_options(self, inputs: AttentionInputs, **chosen: str) -> dict[str, Any]:
+        """Return what every op of a gated or plain linear attention is told."""
+        return {
+            "normalize": self.config.normalize,
+            "state": inputs.state,
+            "return_state": inputs.return_state,
+            "chunk_size": self.config.chunk_size,
+            "segment_ids": inputs.mask.segment_ids,
+            "eps": self.config.eps,
+            **chosen,
+        }
 
     def attend_hybrid(self, inputs: AttentionInputs, far: FarKeys, impl: str) -> AttentionOutput:
         """Attend exactly inside the window and by features outside."""

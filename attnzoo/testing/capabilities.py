@@ -201,6 +201,9 @@ def _seen(trial: Trial, mask: AttentionMask, length: int, keys: int) -> Tensor:
 
 def weights(trial: Trial) -> str | None:
     """The matrix that ``return_weights`` gives, applied to the values, is the output."""
+    if not trial.backend.has_weights:
+        _refused(trial, "a call for weights", trial.sequence(1, 6), return_weights=True)
+        return "it states that there is no one matrix of weights"
     length = trial.chunk + 3
     x = trial.sequence(2, length)
     real = (torch.arange(length) >= torch.tensor([[0], [5]])).to(trial.device)

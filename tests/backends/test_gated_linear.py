@@ -6,14 +6,18 @@ import pytest
 import torch
 from torch import nn
 
+import attnzoo
+from attnzoo.backends import feature_maps, gates
 from attnzoo.backends.config import Geometry
+from attnzoo.backends.feature_maps import register_feature_map
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 
 H, HKV, D, E, M = 4, 2, 8, 6, 12
-GATES = ["retnet", "alibi", "gated_retention", "gla"]
-LEARNED = ["gated_retention", "gla"]
+GATES = ["retnet", "alibi", "gated_retention", "gla", "mamba2", "hgrn2"]  # a decay of the sums
+LEARNED = ["gated_retention", "gla", "mamba2", "hgrn2"]
+OWN = ["rwkv6", "mlstm", "matrix"]  # a recurrence of their own
 
 
 def geometry(**changes):
@@ -28,7 +32,7 @@ def build(dtype=torch.float64, *, strong=True, **options):
             for name, x in backend.named_parameters():
                 x.add_(torch.randn_like(x))
                 if name == "gate.bias":
-                    x.sub_(5.0)
+                    x.add_(5.0 if backend.config.gate == "mamba2" else -5.0)
     return backend.to(dtype)
 
 
@@ -55,8 +59,35 @@ def log_decay(backend, hidden, features):
                 1 / 16
             )
             return alpha.log().view(batch, length, HKV, features).transpose(1, 2)
+        case "mamba2":
+            gate = -w["log_rate"].exp() * step(w, hidden)
+        case "hgrn2":
+            return (1 - room(w, hidden, features)).log()
     gate = torch.as_tensor(gate, dtype=hidden.dtype).expand(batch, length, HKV)
     return gate.transpose(1, 2)[..., None].expand(batch, HKV, length, features)
+
+
+def step(w, hidden):
+    """Write out Mamba-2's step, [B, T, HKV]."""
+    return (1 + (hidden @ w["weight"].mT + w["bias"]).exp()).log()
+
+
+def room(w, hidden, features):
+    """Write out what HGRN-2 forgets, [B, HKV, T, features]."""
+    bound = torch.sigmoid(w["bound"])
+    logits = (hidden @ w["down"].mT @ w["up"].mT).unflatten(2, (HKV, features)) + w["bias"]
+    return (1 - (bound + (1 - bound) * torch.sigmoid(logits))).transpose(1, 2)
+
+
+def written(backend, hidden, features):
+    """Write out what keys are multiplied with, broadcastable to [B, HKV, T, features]."""
+    w = {name: x.to(hidden.dtype) for name, x in backend.gate.named_parameters()}
+    match backend.config.gate:
+        case "mamba2":
+            return step(w, hidden).transpose(1, 2)[..., None]
+        case "hgrn2":
+            return room(w, hidden, features)
+    return hidden.new_ones(())
 
 
 def phi(name, x):
@@ -68,7 +99,8 @@ def phi(name, x):
 def dense(backend, q, k, v, hidden):
     """Attend token by token: every weight is a product of what each step in between keeps."""
     name, group = backend.config.feature_map, H // HKV
-    q, k = phi(name, q), phi(name, k).repeat_interleave(group, 1)
+    q, k = phi(name, q), phi(name, k)
+    k = (k * written(backend, hidden, k.shape[-1])).repeat_interleave(group, 1)
     decay = log_decay(backend, hidden, k.shape[-1]).repeat_interleave(group, 1)
     v, out = v.repeat_interleave(group, 1), []
     for t in range(q.shape[2]):
@@ -230,6 +262,165 @@ def test_compiles_whole(length):
     torch.testing.assert_close(ours, plain)
 
 
+# -- gates with a recurrence of their own ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature_map", ["elu+1", "hedgehog"])
+@pytest.mark.parametrize("gate", OWN)
+def test_own_recurrence(gate, feature_map):
+    """Token by token, as the papers write it, with every head's own key and value heads."""
+    backend, (x, hidden) = build(gate=gate, feature_map=feature_map, strong=False), inputs(37)
+    with torch.no_grad():
+        for p in backend.gate.parameters():
+            p.add_(0.5 * torch.randn_like(p))
+    w, group = dict(backend.gate.named_parameters()), H // HKV
+    q, k, v = phi(feature_map, x[0]), phi(feature_map, x[1]), x[2]
+    if feature_map == "hedgehog":
+        k = backend.feature_map.keys(x[1], 1.0)
+    features, outs, kv, z = k.shape[-1], [], 0, 0
+    for t in range(37):
+        new = k[:, :, t, :, None] * v[:, :, t, None]
+        match gate:
+            case "rwkv6":
+                logits = torch.tanh(hidden[:, t] @ w["down"].mT) @ w["up"].mT
+                kept = (-(logits.view(2, HKV, features) + w["bias"]).exp()).exp()[..., None]
+                bonus = w["log_bonus"].exp()[..., None]
+                seen, weight = kv + bonus * new, z + bonus * k[:, :, t, :, None]
+                kv, z = kept * kv + new, kept * z + k[:, :, t, :, None]
+            case "mlstm":
+                write = (hidden[:, t] @ w["input_weight"].mT).exp()[..., None, None]
+                kept = torch.sigmoid(hidden[:, t] @ w["forget_weight"].mT + w["forget_bias"])
+                kept = kept[..., None, None]
+                kv, z = kept * kv + write * new, kept * z + write * k[:, :, t, :, None]
+                seen, weight = kv, z
+            case "matrix":
+                logits = hidden[:, t] @ w["down"].mT @ w["up"].mT
+                kept = torch.sigmoid(logits.view(2, HKV, features, E) + w["bias"]) ** (1 / 16)
+                kv, z = kept * kv + new, kept * z + k[:, :, t, :, None]
+                seen, weight = kv, z
+        rows = q[:, :, t].unflatten(1, (HKV, group))
+        below = rows @ weight
+        out = rows @ seen / (below.abs().clamp(min=1) if gate == "mlstm" else below)
+        outs.append(out.flatten(1, 2))
+    ours = backend(*x, hidden_states=hidden).out
+    torch.testing.assert_close(ours, torch.stack(outs, 2))
+
+
+@pytest.mark.parametrize("gate", GATES + OWN)
+def test_a_raw_swap_hardly_forgets(gate):
+    """After 30 tokens the first still counts three quarters and more; all is finite."""
+    backend, (x, hidden) = build(gate=gate, strong=False), inputs(30)
+    if gate in ("retnet", "alibi"):
+        return
+    state = backend(*x, hidden_states=hidden, return_state=True).state
+    k = backend.feature_map.keys(x[1], 1.0)
+    sums = state.k * (state.m.exp()[..., None] if gate == "mlstm" else 1)
+    sums = sums[..., 0] if gate == "matrix" else sums
+    if gate in ("mamba2", "hgrn2"):
+        sums = sums / written(backend, hidden, D).flatten()[0]
+    share = sums / k.sum(2)
+    assert share.min() > 0.75
+    assert share.max() <= 1 + 1e-9
+
+
+def assert_close_to_float32(ours, theirs):
+    """Compare with what was summed up in float32, however exact the inputs."""
+    worst = (ours - theirs).abs().max()
+    budget = 256 * torch.finfo(torch.float32).eps * theirs.abs().max()
+    assert worst <= budget, f"error {worst:.2e} exceeds {budget:.2e}"
+
+
+def test_hgrn2_of_ones_is_hgrn2(naive, monkeypatch):
+    """Where features are ones, the key is 1 less the forget gate; over 100 tokens, in chunks."""
+    monkeypatch.setattr(feature_maps, "FEATURE_MAPS", dict(feature_maps.FEATURE_MAPS))
+    register_feature_map("ones")(torch.ones_like)
+    backend = build(gate="hgrn2", normalize=False, feature_map="ones")
+    x, hidden = inputs(100)
+    with torch.no_grad():
+        forget = backend.gate.gated(torch.ones_like(x[1]), hidden)[1]
+        out, (kv, _) = backend(*x, hidden_states=hidden, return_state=True)[:2]
+    tokens = [
+        y.repeat_interleave(H // HKV, 1).transpose(1, 2) for y in (1 - forget.exp(), x[2], forget)
+    ]
+    q = torch.ones(2, 100, H, D) * D**0.5  # theirs divides by that
+    theirs, last = naive("ops/gla/naive.py").naive_recurrent_gla(q, *tokens, None, True)
+    assert_close_to_float32(out.transpose(1, 2), theirs)
+    assert_close_to_float32(kv, last[:, :: H // HKV])
+
+
+@pytest.mark.parametrize("gate", ["retnet", "gated_retention", "mamba2", "gla"])
+def test_equals_flash_linear_attention(gate, naive):
+    """Not normalised, on the same features, over 100 tokens in chunks of 32."""
+    backend = build(gate=gate, normalize=False, chunk_size=32, strong=gate == "mamba2")
+    x, hidden = inputs(100)
+    k = phi("elu+1", x[1])
+    with torch.no_grad():
+        out = backend(*x, hidden_states=hidden).out.transpose(1, 2)
+        k, decay = backend.gate.gated(k, hidden)
+    k, v = (y.repeat_interleave(H // HKV, 1).transpose(1, 2) for y in (k, x[2]))
+    q = phi("elu+1", x[0]).transpose(1, 2) * D**0.5  # theirs divides by that
+    if gate == "retnet":  # a decay per query head there
+        parts = [y[:, :, ::2].transpose(1, 2) for y in (q, k, v)]
+        theirs = naive("ops/retention/naive.py").naive_retention(*parts).transpose(1, 2)
+        out = out[:, :, ::2]
+    elif gate == "gla":
+        decay = decay.repeat_interleave(2, 1).transpose(1, 2)
+        theirs, _ = naive("ops/gla/naive.py").naive_recurrent_gla(q, k, v, decay)
+    else:
+        decay = decay.repeat_interleave(2, 1).transpose(1, 2)
+        theirs, _ = naive("ops/simple_gla/naive.py").naive_recurrent_simple_gla(q, k, v, decay)
+    assert_close_to_float32(out, theirs)
+
+
+def test_a_gate_of_ones_own(monkeypatch):
+    monkeypatch.setattr(gates, "GATES", dict(gates.GATES))
+
+    @attnzoo.register_gate("halving")
+    class Halving(gates.Gate):
+        def log_decay(self, k, hidden_states):
+            return k.new_full((k.shape[1],), math.log(0.5))
+
+    backend, (x, _) = build(gate="halving", normalize=False), inputs(9)
+    q, k, v = phi("elu+1", x[0]), phi("elu+1", x[1]), x[2]
+    since = (torch.arange(9)[:, None] - torch.arange(9)).double()
+    matrix = q @ k.repeat_interleave(2, 1).mT * (0.5**since).tril()
+    torch.testing.assert_close(backend(*x).out, matrix @ v.repeat_interleave(2, 1))
+    with pytest.raises(ValueError, match="gate 'gla' belongs to"):
+        attnzoo.register_gate("gla")(Halving)
+
+
+def test_matrix_has_no_matrix_of_weights():
+    backend, (x, hidden) = build(gate="matrix"), inputs(5)
+    backend(*x, hidden_states=hidden)
+    assert "recurrent" in backend.ran.reason
+    with pytest.raises(UnsupportedError, match=r"layer\.attn.*'gated_linear'.*every value channel"):
+        backend(*x, hidden_states=hidden, return_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gate": "mlstm", "normalize": False}, "normalize must stay True with gate='mlstm'"),
+        ({"gate": "mlstm", "eps": 1e-3}, "divides by max(|q n|, 1) and needs none, got 0.001"),
+        ({"gate": "matrix", "chunk_size": 16}, "runs token by token and has no chunks, got 16"),
+        ({"gate": "rwkv6", "feature_map": "cosine"}, "counts tokens in the state"),
+    ],
+)
+def test_options_that_a_gate_does_not_take(options, message):
+    with pytest.raises(ConfigError, match="GatedLinearConfig") as caught:
+        build(**options)
+    assert message in str(caught.value)
+
+
+def test_hooks_on_the_gate_run():
+    """Offloading moves a module's weights in from such a hook."""
+    backend, (x, hidden) = build(gate="gla"), inputs(3)
+    seen = []
+    backend.gate.register_forward_pre_hook(lambda module, args: seen.append(module))
+    backend(*x, hidden_states=hidden)
+    assert seen == [backend.gate]
+
+
 # -- weights ------------------------------------------------------------------------------------
 
 
@@ -238,9 +429,9 @@ def test_a_raw_swap_remembers_long():
     for gate in LEARNED:
         backend, (x, hidden) = build(torch.float32, gate=gate, strong=False), inputs(5)
         k = backend.feature_map.keys(x[1].float(), 1.0)
-        decay = backend.gate.log_decay(k, hidden.float())
+        _, decay = backend.gate.gated(k, hidden.float())
         assert decay.unique().numel() == 1
-        assert -1 / decay.unique().item() == pytest.approx(126.06, rel=1e-3)
+        assert -1 / decay.unique().item() == pytest.approx(126.06, rel=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +441,44 @@ def test_a_raw_swap_remembers_long():
         ("alibi", {}),
         ("gated_retention", {"gate.weight": (HKV, M), "gate.bias": (HKV,)}),
         ("gla", {"gate.down": (16, M), "gate.up": (HKV * D, 16), "gate.bias": (HKV, D)}),
+        (
+            "mamba2",
+            {"gate.weight": (HKV, M), "gate.bias": (HKV,), "gate.log_rate": (HKV,)},
+        ),
+        (
+            "hgrn2",
+            {
+                "gate.down": (16, M),
+                "gate.up": (HKV * D, 16),
+                "gate.bias": (HKV, D),
+                "gate.bound": (HKV, D),
+            },
+        ),
+        (
+            "rwkv6",
+            {
+                "gate.down": (16, M),
+                "gate.up": (HKV * D, 16),
+                "gate.bias": (HKV, D),
+                "gate.log_bonus": (HKV, D),
+            },
+        ),
+        (
+            "mlstm",
+            {
+                "gate.forget_weight": (HKV, M),
+                "gate.forget_bias": (HKV,),
+                "gate.input_weight": (HKV, M),
+            },
+        ),
+        (
+            "matrix",
+            {
+                "gate.down": (16, M),
+                "gate.up": (HKV * D * E, 16),
+                "gate.bias": (HKV, D, E),
+            },
+        ),
     ],
 )
 def test_reset_after_meta(gate, shapes):
@@ -264,7 +493,7 @@ def test_reset_after_meta(gate, shapes):
     fresh = build(torch.float32, gate=gate, strong=False)
     for name, x in backend.named_parameters():
         assert torch.equal(x, fresh.get_parameter(name))
-        if name == "gate.bias":
+        if name == "gate.bias" and gate in ("gla", "gated_retention", "matrix"):
             assert x.eq(2).all()
 
 
@@ -282,7 +511,7 @@ def test_loaded_weights_survive_a_guarded_reset():
         assert torch.equal(x, before[name])
 
 
-@pytest.mark.parametrize("gate", LEARNED)
+@pytest.mark.parametrize("gate", LEARNED + OWN)
 def test_every_weight_learns(gate):
     """From the second step on; in the first, the gate's output weights are zero."""
     backend, (x, hidden) = build(torch.float32, gate=gate, strong=False), inputs(9, torch.float32)

@@ -19,6 +19,8 @@ WINDOWED = [
     ("linear", {"feature_map": "exp", "window": 5, "impl": "reference"}),
     ("gated_linear", {"window": 5, "chunk_size": 16}),
     ("gated_linear", {"gate": "retnet", "window": 20}),
+    ("gated_linear", {"gate": "mamba2", "window": 5, "feature_map": "taylor"}),
+    ("gated_linear", {"gate": "hgrn2", "window": 5}),
     ("performer", {"num_features": 16, "window": 5}),
 ]
 ALIKE = [(name, options) for name, options in WINDOWED if options["window"] == 5]
@@ -141,6 +143,10 @@ def test_bad_windows_are_refused():
             build(name, {"far_weight": 0.5})
     with pytest.raises(ConfigError, match=r"window needs normalize=True"):
         build("linear", {"window": 4, "normalize": False})
+    with pytest.raises(ConfigError, match=r"window and feature_map='cosine' do not go together"):
+        build("linear", {"window": 4, "feature_map": "cosine", "max_length": 9})
+    with pytest.raises(ConfigError, match=r"window goes with gates that are a decay.*'mlstm'"):
+        build("gated_linear", {"window": 4, "gate": "mlstm"})
     with pytest.raises(ConfigError, match=r"window goes with kernel='softmax'"):
         build("performer", {"window": 4, "kernel": "relu"})
     with pytest.raises(UnsupportedError, match=r"a window lies around a token of its own sequence"):
