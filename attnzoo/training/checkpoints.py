@@ -32,12 +32,11 @@ class Checkpoints:
     def __init__(self, out: Path, run: Mapping[str, Any], *, keep: int = 2) -> None:
         self.out, self.run, self.keep = out, json.loads(json.dumps(run)), keep
 
-    def begin(self, *, resume: bool, main: bool = True) -> dict[str, Any] | None:
-        """Start a new run, or find where an earlier one stopped.
+    def begin(self, *, resume: bool) -> dict[str, Any] | None:
+        """Start a new run, or find where an earlier one stopped; called by one process.
 
         Args:
             resume: Whether to go on from the last checkpoint.
-            main: Whether this process writes.
 
         Returns:
             The progress of the last whole checkpoint, with its ``path``; ``None`` at the start.
@@ -62,9 +61,8 @@ class Checkpoints:
             raise CheckpointError(
                 f"There is no run in {str(self.out)!r} to go on with; leave --resume out to start"
             )
-        if main:
-            self.out.mkdir(parents=True, exist_ok=True)
-            write_whole(known, json.dumps(self.run, indent=2))
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_whole(known, json.dumps(self.run, indent=2))
         return None
 
     def _check(self, known: Path) -> None:

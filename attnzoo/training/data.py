@@ -22,6 +22,7 @@ from attnzoo.errors import AttnzooError
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # all else is plain text
 HELD_OUT = 20  # one document in so many is kept to judge on
+REPEATS_FROM = 256  # tokens of a row that has room for a segment twice, far enough apart
 IGNORED = -100  # a label that no loss counts, as transformers has it
 
 
@@ -189,9 +190,9 @@ def pack(documents: Sequence[str], tokenizer: Any, *, row_length: int, vocab_siz
 def with_repeats(rows: Rows, share: float, seed: int = 0) -> Rows:
     """Write a segment a second time into a share of the rows, so that recall can be learned.
 
-    Such a row is one document afterwards.
+    Such a row is one document afterwards. Rows below 256 tokens are too short and stay as they are.
     """
-    if share <= 0:
+    if share <= 0 or rows.tokens.shape[1] < REPEATS_FROM:
         return rows
     tokens, positions = rows.tokens.clone(), rows.positions.clone()
     repeats = add_repeats(tokens, torch.Generator().manual_seed(seed), share=share)

@@ -15,7 +15,7 @@ from attnzoo.corpus import add_repeats
 from attnzoo.demo.measure import Result, measure_quality
 from attnzoo.demo.text import Judged
 from attnzoo.integrations.convert import own_attention
-from attnzoo.training.data import Rows
+from attnzoo.training.data import REPEATS_FROM, Rows
 from attnzoo.training.transfer import swapped_layers
 
 NEAR, FAR = -1e4, 1e4  # logarithmic weights of far keys that leave one branch alone
@@ -50,7 +50,7 @@ def judged_rows(rows: Rows, count: int, seed: int = 0) -> Judged:
     """Take held-out rows to judge on, as they are and with a segment repeated."""
     plain = rows.tokens[:count]
     twice, repeats = plain.clone(), []
-    if plain.shape[1] >= 256:
+    if plain.shape[1] >= REPEATS_FROM:
         repeats = add_repeats(twice, torch.Generator().manual_seed(seed))
     return Judged(
         plain=plain,

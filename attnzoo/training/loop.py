@@ -172,7 +172,8 @@ class Loop:
                 "processes; make batch_size a multiple of accumulate times the processes, and give "
                 f"at least that many rows of text (there are {len(self.rows)})"
             )
-        return DataLoader(self.rows, batch_size=size, shuffle=True, drop_last=True)
+        own = torch.Generator().manual_seed(self.config.seed)  # the global one stays in step
+        return DataLoader(self.rows, batch_size=size, shuffle=True, drop_last=True, generator=own)
 
     def _batches(self, loader: Any, done: int) -> Iterator[list[Mapping[str, Tensor]]]:
         """Yield the parts of every batch after the first ``done``, epoch after epoch.

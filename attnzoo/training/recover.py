@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -20,7 +21,14 @@ from attnzoo.integrations.convert import swap
 from attnzoo.integrations.files import read_config
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.checkpoints import Checkpoints, write_whole
-from attnzoo.training.data import Rows, pack, read_documents, split_documents, with_repeats
+from attnzoo.training.data import (
+    REPEATS_FROM,
+    Rows,
+    pack,
+    read_documents,
+    split_documents,
+    with_repeats,
+)
 from attnzoo.training.distil import distil_loss, model_inputs, own_teacher
 from attnzoo.training.evaluate import (
     Quality,
@@ -79,6 +87,7 @@ def load_rows(
     path: Path, data: list[Path], column: str, config: RecoverConfig
 ) -> tuple[Rows, Rows]:
     """Return rows to train on and rows held out, in a model's tokens."""
+    read_config(path)  # says so if there is no model
     tokenizer = AutoTokenizer.from_pretrained(path)
     vocab_size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
     train, held_out = (
@@ -152,9 +161,11 @@ def recover(
         "data": train.fingerprint,
     }
     checkpoints = Checkpoints(out, made_from, keep=loop.keep)
-    progress = checkpoints.begin(resume=resume, main=accelerator.is_main_process)
-    accelerator.wait_for_everyone()
+    found = [checkpoints.begin(resume=resume) if accelerator.is_main_process else None]
+    (progress,) = broadcast_object_list(found)
     tell(f"{len(train)} rows to train on, {len(held_out)} held out")
+    if config.row_length < REPEATS_FROM:
+        tell(f"recall is neither trained nor judged: rows are shorter than {REPEATS_FROM} tokens")
     judged = judged_rows(held_out, config.judged_rows)
     model.to(accelerator.device)
     lines = {"softmax": softmax_quality(model, judged), "raw swap": quality(model, judged)}
@@ -217,6 +228,7 @@ def _distil(
     trained: Any = model
     known = {id(p) for p in added}
     if config.train == "lora":
+        torch.manual_seed(config.loop.seed)  # for the adapters, however the run came here
         trained = with_adapters(model, config.lora_rank)
     teacher = own_teacher(trained, weights_change=config.train == "full")
     groups = [{"params": added, "lr": config.extras_lr}] if added else []

@@ -1,0 +1,215 @@
+"""The whole way, on a tiny model: what is trained, saved, told, and gone on with."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers as hf
+
+import attnzoo
+from attnzoo.errors import ConfigError, SpecError
+from attnzoo.training.checkpoints import CheckpointError
+from attnzoo.training.data import DataError
+from attnzoo.training.loop import LoopConfig, read_losses
+from attnzoo.training.recover import RecoverConfig, recover
+
+STEPS = {"transfer_steps": 5, "distil_steps": 6, "row_length": 32, "judged_rows": 2}
+
+
+def config(train="lora", **changes):
+    loop = {"batch_size": 4, "checkpoint_every": 2, **changes}
+    return RecoverConfig(**STEPS, train=train, loop=LoopConfig(**loop))
+
+
+class Stop(Exception):
+    pass
+
+
+def losses(out):
+    return [(line["stage"], line["step"], line["loss"]) for line in read_losses(out)]
+
+
+def weights(folder):
+    return hf.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+@pytest.mark.parametrize("train", ["extras", "lora", "full"])
+def test_what_is_trained(saved, text, spec, tmp_path, train):
+    results = recover(saved, spec, [text], tmp_path / "out", config(train))
+    before, after = weights(saved), weights(tmp_path / "out")
+    changed = {name for name, x in before.items() if not torch.equal(x, after[name])}
+    if train == "extras":
+        assert not changed
+    else:
+        assert any("q_proj" in name for name in changed)
+        assert any("embed_tokens" in name for name in changed) == (train == "full")
+    raw = hf.AutoModelForCausalLM.from_pretrained(saved)
+    attnzoo.swap(raw, spec)
+    start = raw.state_dict()
+    assert any("attnzoo" in n and not torch.equal(x, start[n]) for n, x in after.items())
+    assert json.loads((tmp_path / "out" / "recovery.json").read_text()) == json.loads(
+        json.dumps(results)
+    )
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_the_account_is_of_the_saved_model(saved, text, spec, tmp_path):
+    from attnzoo.training.evaluate import judged_rows, quality
+    from attnzoo.training.recover import load_rows
+
+    results = recover(saved, spec, [text], tmp_path / "out", config())
+    _, held_out = load_rows(saved, [text], "text", config())
+    judged = judged_rows(held_out, 2)
+    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert quality(model, judged).loss == pytest.approx(results["lines"]["result"]["loss"])
+    stock = hf.AutoModelForCausalLM.from_pretrained(saved)
+    assert quality(stock, judged).loss == pytest.approx(results["lines"]["softmax"]["loss"])
+    attnzoo.swap(stock, "flash", window=4)
+    window = results["lines"]["window alone"]["loss"]
+    assert quality(stock, judged).loss == pytest.approx(window)
+    assert {"near branch alone", "far branch alone"} <= set(results["lines"])
+    assert results["window"] == 4
+
+
+@pytest.mark.parametrize("at", [2, 4, 6, 9])
+def test_a_run_that_is_stopped_goes_on_to_the_same_losses(saved, text, spec, tmp_path, at):
+    recover(saved, spec, [text], tmp_path / "whole", config())
+    taken = []
+
+    def stop(stage, step, loss):
+        taken.append(loss)
+        if len(taken) == at:
+            raise Stop
+
+    with pytest.raises(Stop):
+        recover(saved, spec, [text], tmp_path / "out", config(), tick=stop)
+    recover(saved, spec, [text], tmp_path / "out", config(), resume=True)
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+    ours, exact = weights(tmp_path / "out"), weights(tmp_path / "whole")
+    assert all(torch.equal(x, ours[name]) for name, x in exact.items())
+
+
+def test_a_killed_process_leaves_a_checkpoint_to_go_on_from(saved, text, tmp_path):
+    arguments = [
+        *("recover", str(saved), "--data", str(text), "--out", str(tmp_path / "out")),
+        *("--attention", "linear", "--set", "feature_map=hedgehog", "--length", "32"),
+        *("--transfer-steps", "300", "--distil-steps", "3", "--batch", "2"),
+    ]
+    command = [sys.executable, "-m", "attnzoo", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
+        checkpoint = tmp_path / "out" / "checkpoints" / "step-000100"
+        while not checkpoint.is_dir():
+            assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+    done = len(losses(tmp_path / "out"))
+    assert 100 <= done < 300
+    finished = subprocess.run(
+        [*command, "--resume"], env=env, capture_output=True, text=True, check=True
+    )
+    assert [step for _, step, _ in losses(tmp_path / "out")] == [*range(300), *range(3)]
+    assert "softmax" in finished.stdout
+
+
+def test_parts_of_a_batch_add_up(saved, text, spec, tmp_path):
+    """Transfer's loss is relative to each part's own size, so only distillation is exact."""
+    found = []
+    for parts in (1, 2):
+        out = tmp_path / str(parts)
+        options = {**STEPS, "transfer_steps": 0, "repeat_share": 0.0}
+        loop = LoopConfig(batch_size=4, accumulate=parts)
+        recover(saved, spec, [text], out, RecoverConfig(**options, train="full", loop=loop))
+        found.append([loss for *_, loss in losses(out)])
+    assert found[1] == pytest.approx(found[0], rel=2e-3)
+
+
+def test_two_processes_take_the_steps_of_one(saved, text, tmp_path):
+    def run(out, launcher):
+        command = [
+            *(sys.executable, *launcher, "-m", "attnzoo", "recover", str(saved)),
+            *("--data", str(text), "--out", str(out), "--attention", "performer"),
+            *("--set", "window=4", "--length", "32", "--batch", "4"),
+            *("--transfer-steps", "2", "--distil-steps", "4", "--train", "full"),
+        ]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+        subprocess.run(command, env=env, check=True, capture_output=True, timeout=200)
+        return [loss for *_, loss in losses(out)]
+
+    one = run(tmp_path / "one", [])
+    two = run(tmp_path / "two", ["-m", "torch.distributed.run", "--nproc-per-node", "2"])
+    assert len(one) == 6
+    assert two == pytest.approx(one, rel=0.05)
+    assert two[2:] == pytest.approx(one[2:], rel=0.01)
+
+
+def test_another_run_may_not_go_on(saved, text, spec, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(CheckpointError, match=r"no run in .* to go on with"):
+        recover(saved, spec, [text], out, config(), resume=True)
+    recover(saved, spec, [text], out, config())
+    with pytest.raises(CheckpointError, match="holds this run already; give --resume"):
+        recover(saved, spec, [text], out, config())
+    with pytest.raises(CheckpointError, match="holds another run: config was"):
+        recover(saved, spec, [text], out, config("full"), resume=True)
+    (out / "run.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"run\.json' is damaged"):
+        recover(saved, spec, [text], out, config(), resume=True)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").write_text("")
+    with pytest.raises(CheckpointError, match="exists and holds no run"):
+        recover(saved, spec, [text], tmp_path / "used", config())
+
+
+def test_a_torn_checkpoint_is_passed_over(saved, text, spec, tmp_path):
+    out, taken = tmp_path / "out", []
+
+    def stop(stage, step, loss):
+        taken.append(loss)
+        if len(taken) == 5:
+            raise Stop
+
+    with pytest.raises(Stop):
+        recover(saved, spec, [text], out, config(), tick=stop)
+    last = out / "checkpoints" / "step-000004"
+    assert last.is_dir()
+    last.rename(last.with_name("step-000004.partial"))
+    (last.with_name("step-000004.partial") / "progress.json").unlink()
+    recover(saved, spec, [text], out, config(), resume=True)
+    assert len(losses(out)) == 11
+
+
+def test_what_cannot_be_recovered_is_refused(saved, text, spec, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(DataError, match="no file or folder"):
+        recover(saved, spec, [tmp_path / "absent"], out, config())
+    with pytest.raises(SpecError, match="holds no saved model"):
+        recover(tmp_path / "absent", spec, [text], out, config())
+    model = hf.AutoModelForCausalLM.from_pretrained(saved)
+    attnzoo.swap(model, "linear")
+    model.save_pretrained(tmp_path / "swapped")
+    hf.AutoTokenizer.from_pretrained(saved).save_pretrained(tmp_path / "swapped")
+    with pytest.raises(SpecError, match="is swapped already"):
+        recover(tmp_path / "swapped", spec, [text], out, config())
+    with pytest.raises(ConfigError, match="make batch_size a multiple"):
+        recover(saved, spec, [text], out, config(batch_size=4, accumulate=3))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"transfer_steps": -1}, "transfer_steps must not be negative, got -1"),
+        ({"lora_rank": 0}, "lora_rank must be at least 1, got 0"),
+        ({"extras_lr": 0.0}, "extras_lr must be above 0"),
+        ({"row_length": 4}, "row_length must be at least 8 tokens"),
+        ({"cross_entropy": 1.5}, "cross_entropy is a share"),
+        ({"train": "all"}, "train must be 'extras', 'lora' or 'full', got 'all'"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        RecoverConfig(**options)
