@@ -131,6 +131,54 @@ def demo(
 
 
 @app.command()
+def plan(
+    path: Annotated[Path, typer.Argument(help="folder of a saved causal model, not swapped")],
+    data: Annotated[list[Path], typer.Option(help="text, .jsonl, .parquet, or folders of them")],
+    keep_softmax: Annotated[
+        float, typer.Option(help="share or number of layers kept exact")
+    ] = 0.25,
+    out: Annotated[Path | None, typer.Option(help="file for the plan; not written without")] = None,
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(help="BACKEND or BACKEND:NAME=VALUE,NAME=VALUE (repeatable)"),
+    ] = None,
+    rows: Annotated[int, typer.Option(help="rows to measure on")] = 8,
+    length: Annotated[int, typer.Option(help="tokens of a row")] = 512,
+    window: Annotated[int, typer.Option(help="tokens beyond which attention is far")] = 32,
+    column: Annotated[str, typer.Option(help="field of JSON and parquet with the text")] = "text",
+) -> None:
+    """Measure which layers can do without softmax, and choose an attention for each."""
+    from attnzoo.training.plan import CANDIDATES, make_plan
+    from attnzoo.training.recover import RecoverConfig, load_rows, weights_of
+    from attnzoo.training.report import plan_table
+
+    specs = {text: _candidate(text) for text in candidate or CANDIDATES}
+    train, _ = load_rows(path, data, column, RecoverConfig(row_length=length, repeat_share=1.0))
+    with console.status("") as status:
+        made = make_plan(
+            path,
+            train.tokens[:rows],
+            specs,
+            keep_softmax=keep_softmax,
+            weights=weights_of(path),
+            window=window,
+            tick=status.update,
+        )
+    console.print(plan_table(made))
+    if out is None:
+        console.print("Nothing was written; give --out FILE to keep the plan.")
+        return
+    made.write(out)
+    console.print(f"Written to {out}; go on with: attnzoo recover {path} --plan {out} ...")
+
+
+def _candidate(text: str) -> Any:
+    """Read a backend with options."""
+    name, _, options = text.partition(":")
+    return _spec(name, [part for part in options.split(",") if part], None, None)
+
+
+@app.command()
 def recover(
     path: Annotated[Path, typer.Argument(help="folder of a saved causal model, not swapped")],
     data: Annotated[list[Path], typer.Option(help="text, .jsonl, .parquet, or folders of them")],
@@ -145,7 +193,7 @@ def recover(
     else_: Annotated[
         str | None, typer.Option("--else", help="backend for layers that the first one refuses")
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="a spec in JSON, instead of these")] = None,
+    plan: Annotated[Path | None, typer.Option(help="what `attnzoo plan` wrote")] = None,
     transfer_steps: Annotated[int, typer.Option(help="of what backends added, by layer")] = 100,
     distil_steps: Annotated[int, typer.Option(help="towards what softmax predicts")] = 100,
     train: Annotated[str, typer.Option(help="in distillation: extras, lora or full")] = "lora",
@@ -158,13 +206,17 @@ def recover(
 ) -> None:
     """Swap a model and bring its quality back: transfer, distillation, an honest account."""
     from attnzoo.training.loop import LoopConfig
+    from attnzoo.training.plan import read_plan
     from attnzoo.training.recover import RecoverConfig
     from attnzoo.training.recover import recover as recover_model
     from attnzoo.training.report import lines_table, progress_bar
 
     if (attention is None) == (plan is None):
         raise SpecError("recover takes either --attention (with --set, --layers) or --plan FILE")
-    spec = _read_plan(plan) if plan else _spec(str(attention), option, layers, else_)
+    if plan:
+        spec, weights = read_plan(plan)
+    else:
+        spec, weights = _spec(str(attention), option, layers, else_), None
     config = RecoverConfig(
         transfer_steps=transfer_steps,
         distil_steps=distil_steps,
@@ -181,6 +233,7 @@ def recover(
             config,
             column=column,
             resume=resume,
+            weights=weights,
             tell=bar.tell,
             tick=bar.tick,
         )
@@ -205,16 +258,6 @@ def _spec(
             for name, value in (_pair(text, "--set", "feature_map=elu+1") for text in option or ())
         },
     )
-
-
-def _read_plan(path: Path) -> Any:
-    """Read a spec from a file of JSON."""
-    from attnzoo.spec import AttentionSpec
-
-    try:
-        return AttentionSpec.from_dict(json.loads(path.read_text("utf-8")))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SpecError(f"{str(path)!r} is no plan ({error}); a plan is a spec in JSON") from None
 
 
 def _pair(text: str, option: str, example: str) -> tuple[str, str]:

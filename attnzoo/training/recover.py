@@ -121,6 +121,7 @@ def recover(
     *,
     column: str = "text",
     resume: bool = False,
+    weights: str | None = None,
     tell: Tell = lambda text: None,
     tick: Callable[[str, int, float], None] = lambda stage, step, loss: None,
 ) -> dict[str, Any]:
@@ -134,6 +135,7 @@ def recover(
         config: How; defaults without.
         column: Field of JSON and parquet that holds the text.
         resume: Go on from the last checkpoint in ``out``.
+        weights: Names the weights that the spec was planned for, if it was.
         tell: Called with what is going on.
         tick: Called after every step with the stage, its step and the loss.
 
@@ -154,8 +156,14 @@ def recover(
     torch.manual_seed(loop.seed)
     train, held_out = load_rows(path, data, column, config)
     model: Any = load_swapped(path, spec)
+    name = _weights_name(model)
+    if weights is not None and weights != name:
+        raise SpecError(
+            f"The plan was made for a model with other weights than those in {str(path)!r}; make "
+            "one for this model with `attnzoo plan`"
+        )
     made_from = {
-        "model": _weights_name(model),
+        "model": name,
         "spec": spec.to_dict(),
         "config": asdict(config),
         "data": train.fingerprint,
@@ -266,6 +274,12 @@ def _window_alone(path: Path, window: int, judged: Any, device: torch.device) ->
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     swap(model.to(device), "flash", window=window)
     return quality(model, judged)
+
+
+def weights_of(path: Path) -> str:
+    """Name the weights of a saved model by what is in them."""
+    read_config(path)
+    return _weights_name(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
 
 
 def _weights_name(model: nn.Module) -> str:

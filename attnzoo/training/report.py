@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from attnzoo.training.plan import Plan
+
 
 class ProgressBar:
     """A bar for every stage, with its loss; shown by the main process alone."""
@@ -74,6 +76,38 @@ def lines_table(results: Mapping[str, Any]) -> Table:
         label = f"window alone ({results['window']})" if name == "window alone" else name
         table.add_row(label, *cells)
     return table
+
+
+def plan_table(plan: Plan) -> Table:
+    """Lay out what a plan was chosen from: a row a layer, a column a candidate, the choice bold."""
+    table = Table(
+        title="nats by which predictions change when one layer alone is swapped",
+        caption=f"under the plan, untrained: {plan.divergence:.4f} nats",
+    )
+    names = list(plan.layers[0].alone)
+    for head in ("layer", f"beyond {plan.window}", "entropy", *names, "gets"):
+        table.add_column(head, justify="left" if head == "gets" else "right", overflow="fold")
+    worst = max(max(layer.alone.values()) for layer in plan.layers)
+    for layer in plan.layers:
+        entry = plan.spec.for_layer(layer.layer)
+        options = ", ".join(f"{k}={v}" for k, v in entry.options.items())
+        cells = [
+            f"[{_heat(value / worst if worst else 0)}]{value:.4f}[/]"
+            for value in layer.alone.values()
+        ]
+        table.add_row(
+            str(layer.layer),
+            f"{layer.beyond:.0%}",
+            f"{layer.entropy:.2f}",
+            *cells,
+            f"[bold]{entry.backend}[/] {options}",
+        )
+    return table
+
+
+def _heat(share: float) -> str:
+    """Return a colour from green, nothing lost, to red."""
+    return "red" if share > 0.5 else "yellow" if share > 0.1 else "green"
 
 
 def _share(value: float | None) -> str:

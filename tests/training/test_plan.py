@@ -1,0 +1,106 @@
+import json
+from itertools import combinations
+
+import pytest
+import torch
+import transformers as hf
+
+import attnzoo
+from attnzoo.demo.text import embedded_model_path, judge_on
+from attnzoo.errors import ConfigError, SpecError
+from attnzoo.training.plan import Planner, kept_layers, make_plan, read_plan
+from attnzoo.training.recover import RecoverConfig, recover, weights_of
+
+ROWS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(2))
+CANDIDATES = {
+    "near": attnzoo.AttentionSpec("longformer", window=16),
+    "linear": attnzoo.AttentionSpec("linear"),
+}
+
+
+@torch.no_grad()
+def test_measures_are_what_they_say(model):
+    exact = model(ROWS).logits.log_softmax(-1)
+    planner = Planner(model, ROWS, CANDIDATES, window=5)
+    first, second = planner.measure()
+    for measure, alone, other in ((first, 0, 1), (second, 1, 0)):
+        assert measure.layer == alone
+        for name, spec in CANDIDATES.items():
+            data = spec.default.to_dict()
+            for found, number in ((measure.alone[name], alone), (measure.restored[name], other)):
+                attnzoo.swap(model, attnzoo.AttentionSpec("flash", layers={str(number): data}))
+                swapped = model(ROWS).logits.log_softmax(-1)
+                attnzoo.restore(model)
+                kl = (exact.exp() * (exact - swapped)).sum(-1).mean()
+                assert found == pytest.approx(float(kl), rel=1e-3, abs=1e-6)
+
+
+def test_attention_beyond_the_window_and_entropy(model):
+    attnzoo.swap(model, "softmax")
+    weights = model(ROWS[:1], output_attentions=True, use_cache=False).attentions
+    attnzoo.restore(model)
+    looks = Planner(model, ROWS, CANDIDATES, window=5).attention()
+    for number, weight in enumerate(weights):
+        beyond = [weight[0, :, t, : t - 4].sum(-1) for t in range(5, 40)]
+        entropy = -(weight * weight.clamp(min=1e-30).log()).sum(-1).mean()
+        assert looks[number][0] == pytest.approx(float(torch.stack(beyond).mean()), abs=1e-5)
+        assert looks[number][1] == pytest.approx(float(entropy), abs=1e-4)
+
+
+def test_a_model_is_left_as_it_was(model):
+    before = model(ROWS).logits
+    Planner(model, ROWS, CANDIDATES, window=5).measure()
+    assert torch.equal(model(ROWS).logits, before)
+    assert not hasattr(model.config, "attnzoo")
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_the_embedded_model_keeps_the_layers_that_it_needs(kept):
+    """No choice of as many layers changes the predictions less."""
+    path = embedded_model_path()
+    model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    rows = judge_on(path, None, rows=3, row_length=384, stream=8).twice
+    candidates = {"window": attnzoo.AttentionSpec("flash", window=32)}
+    planner = Planner(model, rows, candidates)
+    chosen = planner.choose(planner.measure(), kept)
+    found = planner.divergence(chosen)
+    every = [
+        planner.divergence(dict.fromkeys(swapped, "window"))
+        for swapped in combinations(range(4), 4 - kept)
+    ]
+    assert found == pytest.approx(min(every), rel=1e-6)
+    assert found < 0.5 * max(every)
+
+
+def test_layers_may_be_kept_by_share_or_number():
+    assert [kept_layers(x, 8) for x in (0, 0.25, 0.5, 1, 3, 8)] == [0, 2, 4, 1, 3, 8]
+    for wrong in (-1, 9, 1.5):
+        with pytest.raises(ConfigError, match="is a share of the layers"):
+            kept_layers(wrong, 8)
+
+
+def test_a_plan_is_written_read_and_followed(saved, text, tmp_path):
+    options = {"keep_softmax": 1, "weights": weights_of(saved), "window": 5}
+    plan = make_plan(saved, ROWS, CANDIDATES, **options)
+    plan.write(tmp_path / "plan.json")
+    spec, weights = read_plan(tmp_path / "plan.json")
+    assert spec.to_dict() == plan.spec.to_dict()
+    assert [spec.for_layer(n).backend for n in (0, 1)].count("flash") == 1
+    config = RecoverConfig(transfer_steps=0, distil_steps=2, row_length=32, judged_rows=2)
+    recover(saved, spec, [text], tmp_path / "out", config, weights=weights)
+    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.attnzoo == spec.to_dict()
+    with pytest.raises(SpecError, match="made for a model with other weights"):
+        recover(saved, spec, [text], tmp_path / "other", config, weights="0123")
+    (tmp_path / "bare.json").write_text(json.dumps(spec.to_dict()))
+    assert read_plan(tmp_path / "bare.json")[1] is None
+
+
+def test_bad_plans_are_refused(model, tmp_path):
+    with pytest.raises(SpecError, match="is no plan"):
+        read_plan(tmp_path / "absent.json")
+    (tmp_path / "torn.json").write_text('{"spec": ')
+    with pytest.raises(SpecError, match="is no plan"):
+        read_plan(tmp_path / "torn.json")
+    with pytest.raises(SpecError, match="at least one candidate"):
+        Planner(model, ROWS, {})
