@@ -1,0 +1,51 @@
+"""A swapped model is an ordinary one: transformers' Trainer trains it, with PEFT or without."""
+
+import pytest
+import torch
+import transformers as hf
+
+import attnzoo
+from attnzoo.training.data import pack
+from attnzoo.training.recover import with_adapters
+from attnzoo.training.transfer import extras
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "lora"])
+def test_trainer_trains_a_swapped_model(model, saved, tmp_path, adapters):
+    attnzoo.swap(model, "gated_linear", feature_map="hedgehog", window=4)
+    before = {name: p.detach().clone() for name, p in extras(model).items()}
+    trained = with_adapters(model, 4) if adapters else model
+    for parameter in extras(trained).values():
+        parameter.requires_grad_(True)  # PEFT freezes what it does not know
+    tokenizer = hf.AutoTokenizer.from_pretrained(saved)
+    rows = pack(["to and fro and " * 40] * 8, tokenizer, row_length=48, vocab_size=384)
+    arguments = hf.TrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        max_steps=30,
+        learning_rate=1e-2,
+        per_device_train_batch_size=4,
+        logging_steps=5,
+        save_steps=30,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = hf.Trainer(model=trained, args=arguments, train_dataset=rows)
+    trainer.train()
+    logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert logged[-1] < 0.7 * logged[0]
+    after = extras(model)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    if not adapters:
+        again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-30")
+        ids = rows.tokens[:2]
+        torch.testing.assert_close(again(ids).logits, trained.eval()(ids).logits)
+
+
+def test_adapters_go_beside_the_model_and_not_into_backends(model):
+    attnzoo.swap(model, "gated_linear", feature_map="hedgehog", window=4)
+    trained = with_adapters(model, 4)
+    names = [name for name, _ in trained.named_parameters() if "lora_" in name]
+    assert any("q_proj" in name for name in names)
+    assert any("down_proj" in name for name in names)
+    assert not any("attnzoo" in name for name in names)
