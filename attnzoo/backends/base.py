@@ -27,6 +27,7 @@ BUILTIN = {  # name to module, imported on first use; no other class may take th
     "linear": "attnzoo.backends.linear",
     "gated_linear": "attnzoo.backends.gated_linear",
     "longformer": "attnzoo.backends.longformer",
+    "linformer": "attnzoo.backends.linformer",
     "performer": "attnzoo.backends.performer",
 }
 

@@ -10,10 +10,16 @@ from torch.testing import assert_close
 import attnzoo
 from attnzoo.integrations.cache import StateLayer, StaticStateLayer
 
-# Every kind of state: sums, decayed sums from the hidden states, the last keys; and stock keys
-RECURRENT = [("linear", {}), ("gated_linear", {}), ("flash", {"window": 4})]
+# Every kind of state: sums, decayed sums from the hidden states, the last keys, rows of finished
+# blocks; and stock keys
+RECURRENT = [
+    ("linear", {}),
+    ("gated_linear", {}),
+    ("flash", {"window": 4}),
+    ("linformer", {"block": 5, "num_rows": 2}),
+]
 ALL = [*RECURRENT, ("flash", {}), ("softmax", {})]
-NAMES = ["linear", "gated_linear", "window", "flash", "softmax"]
+NAMES = ["linear", "gated_linear", "window", "linformer", "flash", "softmax"]
 NEW = 6
 
 
@@ -24,7 +30,7 @@ def model(request, llama):
     return model
 
 
-@pytest.fixture(params=RECURRENT, ids=NAMES[:3])
+@pytest.fixture(params=RECURRENT, ids=NAMES[:4])
 def recurrent(request, llama):
     model = llama()
     attnzoo.swap(model, request.param[0], **request.param[1])
