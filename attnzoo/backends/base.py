@@ -132,6 +132,8 @@ class AttentionBackend(nn.Module):
             )
         if geometry.sinks and not self.sinks:
             reasons.append("the layer has attention sinks, which it would ignore")
+        if geometry.position_bias and not self.additive_bias:
+            reasons.append("the layer adds a position bias to its scores, which it would ignore")
         return reasons
 
     @property
