@@ -120,6 +120,14 @@ def test_grouped_heads_have_rows_per_key_head():
     assert backend(*(x.float() for x in qkv(7, heads=2))).out.shape == (2, H, 7, D)
 
 
+@pytest.mark.parametrize("length", [3, 9])
+def test_rows_always_get_a_gradient(length):
+    """Also before a block is finished: parameters without one stop distributed training."""
+    backend = build(place=geometry(causal=True), block=8, num_rows=2)
+    backend(*qkv(length)).out.sum().backward()
+    assert all((x.grad != 0).any() == (length > 8) for x in backend.parameters())
+
+
 # -- against the linformer package ---------------------------------------------------------------
 
 
