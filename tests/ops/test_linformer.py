@@ -216,7 +216,7 @@ def test_later_tokens_change_nothing(dtype, length):
     tensors = [x.to(dtype) for x in qkv(length)]
     rows = [x.to(dtype) for x in rows_of(1, BLOCK, ROWS)]
     out = linformer_block_attention(*tensors, *rows, scale=SCALE, pooling=True).out
-    for cut in range(1, length):
+    for cut in (*range(1, length, 4), length - 1):
         changed = [x.clone() for x in tensors]
         for x in changed:
             x[:, :, cut:] *= -50
@@ -298,9 +298,9 @@ def test_dropout_takes_the_walk_that_autograd_knows():
     plain = linformer_block_attention(q, k, v, *rows, scale=SCALE).out
     torch.manual_seed(0)
     total = torch.zeros_like(plain)
-    for _ in range(400):
+    for _ in range(100):
         total += linformer_block_attention(q, k, v, *rows, scale=SCALE, dropout=0.2).out.detach()
-    assert (total / 400 - plain).abs().mean() < 0.05
+    assert (total / 100 - plain).abs().mean() < 0.03
     torch.manual_seed(0)
     out = linformer_block_attention(q, k, v, *rows, scale=SCALE, dropout=0.2).out
     weights = torch.autograd.grad(out.sum(), v)[0].sum()  # those that were not dropped
