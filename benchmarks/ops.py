@@ -1,31 +1,40 @@
 """Time and peak memory of every op against SDPA and a plain matrix product, in one run.
 
-    python benchmarks/ops.py                  # 1k to 16k tokens, one thread: a few minutes
+    python benchmarks/ops.py                  # 1k to 16k tokens, one thread: half an hour
     python benchmarks/ops.py --quick          # 1k and 4k, forward only
 
 At each length all calls take turns, so that a disturbance hits all of them, and ratios are medians
-over the turns. ``OPS`` is the table to extend.
+over the turns. Slopes go on to 32k, without SDPA; ``peers`` are public implementations of the same
+mechanisms. ``OPS`` is the table to extend, and ``goals.py`` has what is to be reached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 import typer
+from goals import LONGEST, SUBQUADRATIC, show
+from peers import PEERS, measure_peer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 
+from attnzoo.backends.config import Geometry
 from attnzoo.bench import Case, Run, as_row, machine, peak_bytes, time_together, write_lines
 from attnzoo.ops.linear import CHUNK_SIZE, linear_attention
+from attnzoo.ops.linformer import linformer_attention
+from attnzoo.ops.linformer_blocks import linformer_block_attention
+from attnzoo.ops.longformer import longformer_attention
+from attnzoo.registry import build_backend
 
 MATMUL = 2048  # rows and columns of the square product that rates are measured against
+SLOPE_LENGTHS = (4096, 8192, 16384, LONGEST)
 Inputs = tuple[Tensor, ...]
 
 
@@ -74,6 +83,44 @@ def per_head(case: Case) -> Inputs:
     return (-0.1 * torch.rand(case.Hkv),)
 
 
+def longformer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """See 256 tokens on either side."""
+    return longformer_attention(q, k, v, window=256)
+
+
+def linformer(q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> Tensor:
+    """See rows that all tokens are projected to."""
+    return linformer_attention(q, k, v, *rows, scale=q.shape[3] ** -0.5)
+
+
+def linformer_blocks(q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> Tensor:
+    """See rows of finished blocks, and the current block; quadratic, but in blocks."""
+    return linformer_block_attention(q, k, v, *rows, scale=q.shape[3] ** -0.5).out
+
+
+def rows_of(tokens: int | None, count: int) -> Callable[[Case], Inputs]:
+    """Return how to draw projections of ``tokens``, or of all, to rows."""
+
+    def draw(case: Case) -> Inputs:
+        shape = 1, tokens or case.T, count
+        return tuple(torch.randn(shape) * count**-0.5 for _ in range(2))
+
+    return draw
+
+
+@cache
+def performer_layer(heads: int, key_heads: int, size: int, causal: bool) -> Any:
+    """Make a layer with 128 features."""
+    place = Geometry(num_heads=heads, num_key_heads=key_heads, head_dim=size, causal=causal)
+    return build_backend("performer", {"num_features": 128}, place)
+
+
+def performer(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    """Map to random features and run the chunk form, or the fused one where all keys are seen."""
+    out: Tensor = performer_layer(q.shape[1], k.shape[1], q.shape[3], causal).to(q)(q, k, v).out
+    return out
+
+
 # "linear 128" shows how well the machine can be used: larger chunks make more products, at a better
 # rate, and end later than the default ones. retention decays by a constant per head, mamba2 by a
 # scalar per token, gla by a vector per token.
@@ -89,41 +136,12 @@ OPS: dict[str, Op] = {
     "retention": Op(attend=linear, extras=per_head),
     "mamba2": Op(attend=linear, extras=per_token),
     "gla": Op(attend=linear, extras=per_channel),
+    "longformer": Op(attend=longformer),
+    "linformer": Op(attend=linformer, extras=rows_of(None, 256)),
+    "linformer, blocks": Op(attend=linformer_blocks, extras=rows_of(256, 32)),
+    "performer": Op(attend=performer),
+    "performer, bidirectional": Op(attend=partial(performer, causal=False)),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Goal:
-    """What a measured figure is to reach, at one length."""
-
-    op: str
-    mode: str
-    T: int
-    figure: str  # "speedup" over SDPA, "rate" of the matrix product, "extra" memory, "after_256"
-    bound: float
-    at_most: bool = False
-
-    def met(self, value: float) -> bool:
-        """Whether the figure is on the right side of the bound."""
-        return value <= self.bound if self.at_most else value >= self.bound
-
-    def __str__(self) -> str:
-        """Say it as the table does."""
-        return f"{'<=' if self.at_most else '>='} {self.bound:g}"
-
-
-GOALS = [
-    Goal(op="linear", mode="forward", T=1024, figure="speedup", bound=3),
-    Goal(op="linear", mode="forward", T=16384, figure="speedup", bound=35),
-    Goal(op="linear 128", mode="forward", T=16384, figure="rate", bound=0.7),
-    Goal(op="linear", mode="train", T=16384, figure="speedup", bound=30),
-    Goal(op="linear", mode="train", T=16384, figure="extra", bound=0.25, at_most=True),
-    Goal(op="gla", mode="forward", T=1024, figure="speedup", bound=1),
-    Goal(op="gla", mode="forward", T=2048, figure="speedup", bound=1),
-    Goal(op="gla", mode="forward", T=4096, figure="speedup", bound=1),
-    Goal(op="gla", mode="forward", T=16384, figure="speedup", bound=10),
-    Goal(op="linear", mode="decode", T=16384, figure="after_256", bound=1.2, at_most=True),
-]
 
 
 def make_inputs(case: Case, op: Op) -> list[Tensor]:
@@ -247,42 +265,17 @@ def measure_tiles(base: Case) -> list[dict[str, Any]]:
     return rows
 
 
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print what was measured, with the goals beside it."""
-    table = Table(title=_title(rows[-1]))
-    for column in ("op", "mode", "T"):
-        table.add_column(column, justify="right" if column == "T" else "left")
-    for column in ("ms", "x SDPA", "GFLOP/s", "of matmul", "extra memory", "kept", "goal"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        cells = [row["op"], row["mode"], str(row["T"]), f"{row['median_ms']:.3g}"]
-        cells.append(_cell(row, "speedup", "{:.1f}"))
-        cells.append(_cell(row, "gflops", "{:.0f}"))
-        cells.append(_cell(row, "rate", "{:.0%}"))
-        cells.append(_cell(row, "extra", "{:.1%}"))
-        cells.append(_cell(row, "kept_bytes", "{:,} B"))
-        cells.append(_verdicts(row))
-        table.add_row(*cells)
-    console.print(table)
-
-
-def _title(row: dict[str, Any]) -> str:
-    return f"{row['dtype']}, batch {row['B']}, {row['H']} heads, d={row['D']}, on {row['device']}"
-
-
-def _cell(row: dict[str, Any], name: str, form: str) -> str:
-    return form.format(row[name]) if row.get(name) is not None else ""
-
-
-def _verdicts(row: dict[str, Any]) -> str:
-    """Name the goals of a row, with what was measured of each."""
-    found = []
-    for goal in GOALS:
-        if (goal.op, goal.mode, goal.T) == (row["op"], row["mode"], row["T"]):
-            value = row[goal.figure]
-            colour = "green" if goal.met(value) else "red"
-            found.append(f"[{colour}]{goal.figure} {value:.2f} {goal}[/]")
-    return ", ".join(found)
+def measure_slopes(base: Case, name: str, rounds: int) -> list[dict[str, Any]]:
+    """Fit how log time grows with log length, from the rounds that were disturbed least."""
+    cases = {str(length): replace(base, op=name, T=length) for length in SLOPE_LENGTHS}
+    runs = {length: make_run(case, OPS[name])[0] for length, case in cases.items()}
+    taken = time_together(runs, rounds=rounds)
+    times = torch.tensor([timing.min_ms for timing in taken.values()]).log()
+    lengths = torch.tensor(SLOPE_LENGTHS).log()
+    lengths -= lengths.mean()
+    slope = float(lengths @ times / lengths.square().sum())  # 1 is linear, 2 quadratic
+    last = str(LONGEST)
+    return [as_row(cases[last], taken[last], slope=slope)]
 
 
 def main(
@@ -311,16 +304,29 @@ def main(
     base = Case(op="", H=heads, Hkv=key_heads or heads, D=size, E=size, dtype=dtype, device=device)
     rows = measure_tiles(base) if device == "cpu" and dtype == "float32" else []
     with Progress(transient=True) as progress:
-        task = progress.add_task("measuring", total=len(tokens) * len(modes))
+        slopes = [] if quick else [name for name in SUBQUADRATIC if only in name]
+        compared = device == "cpu" and dtype == "float32" and not quick
+        peers = [name for name in PEERS if only in name] if compared else []
+        steps = len(modes) * (len(tokens) + len(slopes) + len(peers))
+        task = progress.add_task("measuring", total=steps)
+        for name in peers:  # first: in a large heap, their page faults would no longer count
+            for mode in modes:
+                progress.update(task, description=f"{mode}, {name}, and its peer")
+                rows += measure_peer(name, replace(base, mode=mode), rounds)
+                progress.advance(task)
         for mode in modes:
             for length in tokens:
                 progress.update(task, description=f"{mode}, {length} tokens")
                 turns = rounds if length < 16384 else min(rounds, 3)
                 rows += measure(replace(base, mode=mode, T=length), names, turns)
                 progress.advance(task)
+            for name in slopes:
+                progress.update(task, description=f"{mode}, slope of {name}")
+                rows += measure_slopes(replace(base, mode=mode), name, rounds)
+                progress.advance(task)
     rows += measure_decode(max(tokens), base, rounds)
     console = Console()
-    console.width = max(console.width, 120)  # where the output is not a terminal
+    console.width = max(console.width, 180)  # where the output is not a terminal
     show(rows, console)
     described = machine()
     write_lines(out, ({**row, "machine": described} for row in rows))

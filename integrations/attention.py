@@ -18,6 +18,7 @@ from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import compat
 from attnzoo.integrations.cache import StateLayer, Step, state_layer
+from attnzoo.integrations.layers import position_bias_is_zero
 from attnzoo.integrations.masks import given_mask, with_boundaries
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput
@@ -150,7 +151,8 @@ def attention(
         mask = with_boundaries(
             mask, cu_seq_lens_q, cu_seq_lens_k, (query.shape[0], query.shape[2], key.shape[2])
         )
-    if position_bias is not None:
+    no_bias = position_bias_is_zero(module, cross_attention=call.cross_attention)
+    if position_bias is not None and not no_bias:
         bias = position_bias if bias is None else bias + position_bias
     wants_weights = compat.wants_weights(kwargs)
     options = {

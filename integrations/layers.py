@@ -76,20 +76,23 @@ def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
         key_heads = heads // (_first((module,), "num_key_value_groups") or 1)
     cross = bool(_CROSS.search(name) or _CROSS.search(type(module).__name__))
     cross = cross or getattr(module, "is_cross_attention", False) is True
+    causal = is_causal(module, config) and not cross
     sinks = getattr(module, "sinks", None)
+    longest = "max_target_positions" if causal else "max_source_positions"
     return Geometry(
         num_heads=int(heads),
         num_key_heads=int(key_heads),
         head_dim=int(size),
         value_dim=_first((module,), "v_head_dim"),
         hidden_size=hidden,
-        causal=is_causal(module, config) and not cross,
+        causal=causal,
         cross_attention=cross,
         scale=_first((module,), "scaling", "scale"),
         window=sliding_window(module, config, number),
         softcap=_first((module,), "attn_logit_softcapping"),
         sinks=sinks is not None and not isinstance(sinks, bool | int),
-        max_length=_first((config,), "max_position_embeddings", "n_positions"),
+        position_bias=has_position_bias(module, cross_attention=cross),
+        max_length=_first((config,), "max_position_embeddings", "n_positions", longest),
         layer=number,
         name=name,
     )
@@ -101,6 +104,19 @@ def is_causal(module: nn.Module, config: Any) -> bool:
     if own is not None and not bool(own):
         return False
     return bool(getattr(config, "is_causal", True) is not False) and (own is None or bool(own))
+
+
+def has_position_bias(module: nn.Module, *, cross_attention: bool) -> bool:
+    """Whether a layer hands the attention function a bias made from relative positions."""
+    if not compat.reads_name(module, "position_bias"):
+        return False
+    kind = str(getattr(module, "position_embeddings_type", "relative"))  # some may be set to others
+    return "relative" in kind and not position_bias_is_zero(module, cross_attention=cross_attention)
+
+
+def position_bias_is_zero(module: nn.Module, *, cross_attention: bool) -> bool:
+    """Whether the position bias that a layer hands over is all zeros: in T5's cross-attention."""
+    return cross_attention and getattr(module, "has_relative_attention_bias", None) is False
 
 
 def sliding_window(module: nn.Module, config: Any, number: int) -> int | None:

@@ -161,6 +161,20 @@ class StateGrows(Tiny):
         return output._replace(state=KeysState(*output.state, keys))
 
 
+class GrowsAsItSays(StateGrows):
+    state_grows = True  # it keeps the keys, and not the values
+
+
+class GrowsToMoreThanItSays(StateGrows):
+    state_grows = True
+
+    def attend(self, inputs):
+        output = super().attend(inputs)
+        return output._replace(
+            state=output.state._replace(keys=output.state.keys.repeat(1, 1, 1, 3))
+        )
+
+
 class CountsPadding(Tiny):
     def keys(self, k, hidden, real):
         return super().keys(k, hidden, None)
@@ -292,6 +306,13 @@ def test_a_broken_backend_is_caught(rule):
     assert caught.value.rule == rule, str(caught.value)
     assert BROKEN[rule].__name__ in str(caught.value)
     assert "H=4, Hkv=2, D=8, E=12" in str(caught.value)
+
+
+def test_a_state_that_grows_is_smaller_than_keys_and_values():
+    assert check_backend(GrowsAsItSays, rules=["state_size"]).passed == ("state_size",)
+    with pytest.raises(ConformanceError, match="no smaller than their keys and values") as caught:
+        check_backend(GrowsToMoreThanItSays, rules=["state_size"])
+    assert caught.value.rule == "state_size"
 
 
 class TiedOnce(Tiny):

@@ -27,6 +27,7 @@ BUILTIN = {  # name to module, imported on first use; no other class may take th
     "linear": "attnzoo.backends.linear",
     "gated_linear": "attnzoo.backends.gated_linear",
     "longformer": "attnzoo.backends.longformer",
+    "linformer": "attnzoo.backends.linformer",
     "performer": "attnzoo.backends.performer",
 }
 
@@ -132,6 +133,8 @@ class AttentionBackend(nn.Module):
             )
         if geometry.sinks and not self.sinks:
             reasons.append("the layer has attention sinks, which it would ignore")
+        if geometry.position_bias and not self.additive_bias:
+            reasons.append("the layer adds a position bias to its scores, which it would ignore")
         return reasons
 
     @property

@@ -112,6 +112,7 @@ class Geometry:
         window: The model's own sliding window in this layer, if it has one.
         softcap: The model's own bound on attention scores in this layer, if it has one.
         sinks: Whether the model adds a learned sink to each head's softmax in this layer.
+        position_bias: Whether the model adds a bias to the scores in this layer, as T5 does.
         max_length: The longest sequence that the model was made for, if it says.
         layer: Number of the layer in the model.
         name: Qualified name of the attention module, for messages.
@@ -128,6 +129,7 @@ class Geometry:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    position_bias: bool = False
     max_length: int | None = None
     layer: int = 0
     name: str = "attention"

@@ -31,6 +31,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "linear": ({}, {"feature_map": "exp"}, {"feature_map": "hedgehog"}),
     "gated_linear": ({"gate": "alibi"}, {"gate": "gla"}),
     "longformer": ({"window": 128},),
+    "linformer": ({"block": 64},),
 }
 
 

@@ -95,7 +95,7 @@ def _fields(trial: Trial, state: Any) -> Any:
 
 
 def state_size(trial: Trial) -> str | None:
-    """A state that does not keep all keys stops growing."""
+    """A state that does not keep all keys stops growing, or is smaller where it says it grows."""
     if not trial.carries_state:
         return "it carries no state"
     if trial.backend.keeps_all_keys:
@@ -107,7 +107,17 @@ def state_size(trial: Trial) -> str | None:
         state = trial.run(trial.sequence(1, length), return_state=True).state
         return sum(field.numel() for field in _fields(trial, state))
 
-    sizes = {length: count(length) for length in (enough, enough + 1, 2 * enough + 5)}
+    longest = 2 * enough + 5
+    if trial.backend.state_grows:
+        x, size = trial.sequence(1, longest), count(longest)
+        keys = x.k.numel() + x.v.numel()
+        if size >= keys:
+            trial.fail(
+                f"the state of {longest} tokens is no smaller than their keys and values: "
+                f"{size} numbers against {keys}"
+            )
+        return None
+    sizes = {length: count(length) for length in (enough, enough + 1, longest)}
     if len(set(sizes.values())) > 1:
         told = ", ".join(f"{size} after {length} tokens" for length, size in sizes.items())
         trial.fail(f"the state grows although keeps_all_keys is false: numbers in it are {told}")

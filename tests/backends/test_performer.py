@@ -97,6 +97,21 @@ def test_causal_in_parts_is_the_same(monkeypatch):
         assert_close(one, parts)
 
 
+def test_gradients_of_parts_are_joined_once(monkeypatch):
+    """That of a slice is as long as the whole, which would take time as T^2."""
+    monkeypatch.setattr(performer, "PART", 1)
+    inputs = [x.requires_grad_() for x in qkv(700)]
+    left, seen = [build()(*inputs).out.grad_fn], set()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [before for before, _ in node.next_functions]
+    kinds = [node.name() for node in seen]
+    assert kinds.count("SplitBackward0") == 3
+    assert "SliceBackward0" not in kinds
+
+
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 @pytest.mark.parametrize(("length", "keys"), [(31, 31), (7, 40), (40, 7)])
 def test_all_keys_are_seen_where_nothing_is_causal(options, length, keys):

@@ -165,16 +165,6 @@ def test_layer_without_a_backend_says_what_to_do(llama):
         attention(layer, *torch.randn(3, 1, 4, 5, 8), None)
 
 
-def test_position_bias_of_t5_is_refused_by_linear(redraw, ids):
-    config = hf.T5Config(
-        vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, pad_token_id=0
-    )
-    model = redraw(hf.T5ForConditionalGeneration(config))
-    attnzoo.swap(model, "linear")
-    with pytest.raises(UnsupportedError, match=r"encoder\.block\.0.*additive bias.*softmax"):
-        model(ids, decoder_input_ids=ids)
-
-
 def test_dropout_in_training(redraw, ids):
     config = hf.LlamaConfig(**SIZES, attention_dropout=0.5)
     model = redraw(hf.LlamaForCausalLM(config)).train()

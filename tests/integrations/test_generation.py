@@ -10,25 +10,19 @@ from torch.testing import assert_close
 import attnzoo
 from attnzoo.integrations.cache import StateLayer, StaticStateLayer
 
-# Every kind of state: sums, decayed sums from the hidden states, the last keys; and stock keys
+# Every kind of state: sums, decayed sums from the hidden states, the last keys, rows of finished
+# blocks; and stock keys
 RECURRENT = [
     ("linear", {}),
     ("gated_linear", {}),
     ("flash", {"window": 4}),
     ("longformer", {"window": 4, "num_global": 2}),
     ("gated_linear", {"window": 4}),
+    ("linformer", {"block": 5, "num_rows": 2}),
 ]
 ALL = [*RECURRENT, ("performer", {"num_features": 16}), ("flash", {}), ("softmax", {})]
-NAMES = [
-    "linear",
-    "gated_linear",
-    "window",
-    "longformer",
-    "hybrid",
-    "performer",
-    "flash",
-    "softmax",
-]
+NAMES = ["linear", "gated_linear", "window", "longformer", "hybrid", "linformer"]
+NAMES += ["performer", "flash", "softmax"]
 NEW = 6
 
 

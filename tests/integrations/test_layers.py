@@ -91,6 +91,40 @@ def test_encoder_decoder():
     }
 
 
+def test_longest_sequences_of_whisper():
+    config = hf.WhisperConfig(
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        max_source_positions=20,
+        max_target_positions=32,
+    )
+    found = geometries(hf.WhisperModel(config))
+    assert {name: g.max_length for name, g in found.items()} == {
+        "encoder.layers.0.self_attn": 20,
+        "decoder.layers.0.self_attn": 32,
+        "decoder.layers.0.encoder_attn": 20,
+    }
+
+
+def test_position_bias():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    found = geometries(hf.T5Model(hf.T5Config(vocab_size=99, **sizes)))
+    assert len(found) == 6
+    for name, geometry in found.items():  # all layers have that of the first one
+        assert geometry.position_bias == ("EncDecAttention" not in name)
+    for kind, expected in (("relative", True), ("relative_key", True), ("rotary", False)):
+        config = hf.Wav2Vec2BertConfig(**{**SIZES, "num_hidden_layers": 1, "vocab_size": None})
+        config.position_embeddings_type = kind
+        (geometry,) = geometries(hf.Wav2Vec2BertModel(config)).values()
+        assert geometry.position_bias == expected
+    assert not any(
+        g.position_bias for g in geometries(hf.BertModel(hf.BertConfig(**SIZES))).values()
+    )
+
+
 def test_decoder_used_as_an_encoder_is_not_causal():
     model = hf.LlamaModel(hf.LlamaConfig(**SIZES, is_causal=False))
     assert not any(g.causal for g in geometries(model).values())

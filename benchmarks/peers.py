@@ -1,0 +1,170 @@
+"""Our ops beside public implementations of the same mechanisms: same inputs, weights and work.
+
+Each pair is first held to equal results, within what the peer adds to its own (named there). Where
+a peer is a module with projections, ours gets the very same ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from linformer import LinformerSelfAttention
+from performer_pytorch.performer_pytorch import FastAttention
+from torch import Tensor
+from transformers import LongformerConfig
+from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+
+from attnzoo.backends.config import Geometry
+from attnzoo.bench import Case, Run, Timing, as_row, time_together
+from attnzoo.ops.linformer import linformer_attention
+from attnzoo.ops.longformer import longformer_attention
+from attnzoo.registry import build_backend
+
+
+class Pair(NamedTuple):
+    """Two ways to do the same, what both are called with, and how far they may lie apart."""
+
+    ours: Callable[..., Tensor]
+    theirs: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]  # of the peer, used by both; given gradients, as the inputs are
+    apart: float  # of the peer's own size
+    shared: Callable[..., tuple[Tensor, ...]] | None = None  # what both do before and after
+
+
+def longformer(case: Case) -> Pair:
+    """See 256 tokens on either side; both project a hidden state to queries, keys and values."""
+    config = LongformerConfig(
+        hidden_size=case.H * case.D,
+        num_attention_heads=case.H,
+        num_hidden_layers=1,
+        attention_window=[512],
+    )
+    peer = LongformerSelfAttention(config, 0).eval()
+    every = torch.zeros(case.B, case.T)
+    nothing = torch.zeros(case.B, case.T, dtype=torch.bool)
+
+    def ours(x: Tensor) -> Tensor:
+        q, k, v = (heads(project(x), case) for project in (peer.query, peer.key, peer.value))
+        return longformer_attention(q, k, v, window=256).transpose(1, 2).flatten(2)
+
+    def theirs(x: Tensor) -> Tensor:
+        return peer(  # type: ignore[no-any-return]
+            x,
+            every,
+            is_index_masked=nothing,
+            is_index_global_attn=nothing,
+            is_global_attn=False,
+        )[0]
+
+    layers = peer.query, peer.key, peer.value
+    weights = tuple(p for layer in layers for p in layer.parameters())
+    return Pair(ours, theirs, (hidden(case),), weights, 1e-4, lambda x: tuple(f(x) for f in layers))
+
+
+def linformer(case: Case) -> Pair:
+    """See 256 rows; both project a hidden state four times: queries, keys, values and outputs."""
+    peer = LinformerSelfAttention(case.H * case.D, case.T, k=256, heads=case.H).eval()
+
+    def ours(x: Tensor) -> Tensor:
+        q, k, v = (heads(project(x), case) for project in (peer.to_q, peer.to_k, peer.to_v))
+        rows = peer.proj_k[None], peer.proj_v[None]
+        out = linformer_attention(q, k, v, *rows, scale=case.D**-0.5)
+        return peer.to_out(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def shared(x: Tensor) -> tuple[Tensor, ...]:
+        return peer.to_out(peer.to_q(x)), peer.to_k(x), peer.to_v(x)
+
+    return Pair(ours, peer, (hidden(case),), tuple(peer.parameters()), 1e-4, shared)
+
+
+def performer(case: Case, *, causal: bool) -> Pair:
+    """Attend through the same 128 features, to which the peer adds 1e-4: small inputs hide it."""
+    place = Geometry(num_heads=case.H, num_key_heads=case.H, head_dim=case.D, causal=causal)
+    backend: Any = build_backend("performer", {"num_features": 128}, place)
+    with contextlib.redirect_stdout(None):  # it says that it found no CUDA code
+        peer = FastAttention(case.D, nb_features=128, causal=causal)
+    peer.projection_matrix.copy_(backend.projection)
+    q, k, v = (torch.randn(case.B, case.H, case.T, case.D) for _ in range(3))
+    return Pair(lambda *x: backend(*x).out, peer, (0.2 * q, 0.2 * k, v), (), 0.05)
+
+
+def hidden(case: Case) -> Tensor:
+    """Draw a hidden state, ``[B, T, H D]``."""
+    return torch.randn(case.B, case.T, case.H * case.D)
+
+
+def heads(x: Tensor, case: Case) -> Tensor:
+    """Cut ``[B, T, H D]`` into heads, ``[B, H, T, D]``."""
+    return x.unflatten(-1, (case.H, case.D)).transpose(1, 2)
+
+
+# Name: the peer, the tokens, how to make both, and the most rounds. The causal one takes long; it
+# comes last, for it leaves so large a heap that page faults no longer count for what follows.
+PEERS: dict[str, tuple[str, int, Callable[[Case], Pair], int]] = {
+    "longformer, with projections": ("transformers LongformerSelfAttention", 4096, longformer, 9),
+    "linformer, with projections": ("linformer LinformerSelfAttention", 4096, linformer, 9),
+    "performer, all keys": (
+        "performer-pytorch FastAttention, all keys",
+        8192,
+        partial(performer, causal=False),
+        9,
+    ),
+    "performer, causal": (
+        "performer-pytorch FastAttention, causal",
+        8192,
+        partial(performer, causal=True),
+        2,
+    ),
+}
+
+
+def measure_peer(name: str, base: Case, rounds: int) -> list[dict[str, Any]]:
+    """Check that a pair agrees, and time one beside the other."""
+    peer, length, make, most = PEERS[name]
+    case = replace(base, op=name, impl="torch", T=length)
+    pair = make(case)
+    with torch.no_grad():
+        right = pair.theirs(*pair.inputs)
+        worst = float((pair.ours(*pair.inputs) - right).norm() / right.norm())
+    if worst > pair.apart:
+        raise SystemExit(f"{name} and {peer} are {worst:.2g} apart: they do not do the same work")
+    runs = {name: _run(pair.ours, pair, case), peer: _run(pair.theirs, pair, case)}
+    if pair.shared is not None:
+        runs["shared"] = _run(pair.shared, pair, case)
+    taken = time_together(runs, rounds=min(rounds, most), seconds=0.01)
+    figures = {"over_peer": taken[name].times_faster_than(taken[peer])}
+    if pair.shared is not None:
+        ours, theirs = (_beyond(taken[x], taken["shared"]) for x in (name, peer))
+        figures["over_peer_alone"] = ours.times_faster_than(theirs)
+    return [
+        as_row(case, taken[name], **figures),
+        as_row(replace(case, op=peer, impl="peer"), taken[peer]),
+    ]
+
+
+def _beyond(whole: Timing, part: Timing) -> Timing:
+    """Return what the whole takes beside a part of it, round by round."""
+    pairs = zip(whole.rounds_ms, part.rounds_ms, strict=True)
+    return Timing(rounds_ms=tuple(a - b for a, b in pairs))
+
+
+def _run(attend: Callable[..., Any], pair: Pair, case: Case) -> Run:
+    if case.mode == "forward":
+        run: Run = torch.no_grad()(lambda: attend(*pair.inputs))
+        return run
+    leaves = [x.detach().requires_grad_() for x in pair.inputs]
+    outs = attend(*leaves)
+    upstream = [torch.randn_like(x) for x in (outs if isinstance(outs, tuple) else (outs,))]
+
+    def train() -> Any:
+        given = [*leaves, *pair.weights]
+        # the projections alone do not use all weights
+        return torch.autograd.grad(attend(*leaves), given, upstream, allow_unused=True)
+
+    return train
