@@ -28,6 +28,7 @@ BUILTIN = {  # name to module, imported on first use; no other class may take th
     "gated_linear": "attnzoo.backends.gated_linear",
     "longformer": "attnzoo.backends.longformer",
     "performer": "attnzoo.backends.performer",
+    "reformer": "attnzoo.backends.reformer",
 }
 
 
