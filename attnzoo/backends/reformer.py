@@ -18,6 +18,11 @@ from attnzoo.errors import ConfigError
 from attnzoo.ops.reformer import IMPLS, lsh_attention, shared_qk_attention
 from attnzoo.state import AttentionOutput
 
+NOT_CAUSAL = (
+    "form='shared_qk' sorts all tokens at once, so that later ones would decide which keys an "
+    "earlier one meets; form='asymmetric' is causal"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReformerConfig(BackendConfig):
@@ -102,11 +107,6 @@ class ReformerBackend(AttentionBackend):
         super().__init__(config, geometry)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
-    @property
-    def causal(self) -> bool:  # type: ignore[override]
-        """Whether earlier tokens can be kept from depending on later ones."""
-        return self.config.form != "shared_qk"
-
     def reset_parameters(self) -> None:
         """Begin with the first draw."""
         with torch.no_grad():
@@ -115,11 +115,8 @@ class ReformerBackend(AttentionBackend):
     def layer_reasons(self) -> list[str]:
         """Say why this backend cannot serve its layer, all reasons at once."""
         reasons = super().layer_reasons()
-        if self.geometry.causal and not self.causal:
-            reasons.append(
-                "form='shared_qk' sorts all tokens at once, so later ones would decide which "
-                "earlier keys a token meets (form='asymmetric' is causal)"
-            )
+        if self.geometry.causal and self.config.form == "shared_qk":
+            reasons.append(f"the layer is causal ({NOT_CAUSAL})")
         return reasons
 
     def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
@@ -133,6 +130,8 @@ class ReformerBackend(AttentionBackend):
                 f"{length} queries and {keys} keys are given without a causal mask "
                 "(it needs as many of each)"
             )
+        if self._is_causal(inputs) and self.config.form == "shared_qk":
+            reasons.append(f"the mask is causal ({NOT_CAUSAL})")
         return reasons
 
     def _is_causal(self, inputs: AttentionInputs) -> bool:

@@ -259,8 +259,8 @@ def hash_rounds(
         count = rule.buckets or min(max(1, int(fineness * length) // rule.chunk), MOST)
         count = min(count, past - first)
         draw = torch.rand(rounds, count, generator=named_generator(*seed, past, kind))
-        share = (torch.arange(count) + draw.double()) / count  # one from each stretch of the past
-        index = first + (share * (past - first)).long().clamp_max(past - first - 1)
+        edges = first + (past - first) * torch.arange(count + 1) // count
+        index = edges[:-1] + (draw.double() * edges.diff()).long()  # one from each stretch
         pivots = k[:, index.flatten().to(k.device)] - center  # [U, rounds P, D]
         offset = (pivots * (center + pivots / 2)).sum(-1)
         nearest = best_pivots(k, pivots, -offset, rounds)
