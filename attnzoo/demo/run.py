@@ -31,6 +31,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "linear": ({}, {"feature_map": "exp"}, {"feature_map": "hedgehog"}),
     "gated_linear": ({"gate": "alibi"}, {"gate": "gla"}),
     "longformer": ({"window": 128},),
+    "reformer": ({"chunk_size": 16},),  # 8 rounds, window 32: of 512 keys, 164 are met at most
 }
 
 

@@ -17,12 +17,11 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.ops.reformer_blocks import Sums
-from attnzoo.ops.reformer_parts import KEYS, QUERIES, Hashing, Share, as_rows, parts
+from attnzoo.ops.reformer_parts import KEYS, QUERIES, Hashing, Segments, Share, as_rows, parts
 from attnzoo.ops.reformer_rule import Rule
 from attnzoo.ops.softmax import softmax_attention
 
@@ -40,7 +39,7 @@ def lsh_attention(
     window: int = 32,
     first_tokens: int = 4,
     causal: bool = True,
-    lengths: Tensor | None = None,
+    segments: tuple[Tensor, Tensor] | None = None,
     scale: float | None = None,
     seed: int | Tensor = 0,
     impl: str = "auto",
@@ -63,8 +62,9 @@ def lsh_attention(
         window: w; a causal query sees the w latest keys, its own included, another w on each side.
         first_tokens: How many keys at the beginning are seen by all.
         causal: Whether a query sees only keys up to its own position.
-        lengths: ``[B, 2]``, how many keys and how many queries of each row are real; they stand
-            first. The others are never looked at, and such queries get zeros.
+        segments: Which sequence each query ``[B, T]`` and each key ``[B, S]`` belongs to, by number
+            within its row, where it sees no other; what has a negative one is never looked at, and
+            such queries get zeros.
         scale: Multiplies the products; ``None`` means ``D ** -0.5``.
         seed: Decides which keys are drawn as pivots; a tensor of integers is read when it runs.
         impl: ``"torch"`` works block by block; ``"reference"`` writes the whole matrix out;
@@ -83,7 +83,7 @@ def lsh_attention(
         )
     rule = Rule(False, causal, rounds, chunk_size, num_buckets or 0, window, first_tokens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _attend(q, k, v, lengths, None, _named(seed), [], scale, rule, impl)
+    return _attend(q, k, v, segments, None, _named(seed), [], scale, rule, impl)
 
 
 def shared_qk_attention(
@@ -95,7 +95,7 @@ def shared_qk_attention(
     chunk_size: int = 64,
     num_buckets: int | Sequence[int] | None = None,
     causal: bool = True,
-    lengths: Tensor | None = None,
+    segments: tuple[Tensor, Tensor] | None = None,
     seed: int | Tensor = 0,
     rotations: Tensor | None = None,
     impl: str = "auto",
@@ -116,7 +116,7 @@ def shared_qk_attention(
         num_buckets: Buckets of a round, even, or factors of them; ``None`` has about two for each
             chunk.
         causal: Whether a query sees only keys up to its own position.
-        lengths: ``[B, 2]``, how many tokens of each row are real, twice; they stand first.
+        segments: As in :func:`lsh_attention`.
         seed: Decides the rotations; a tensor of integers is read when it runs.
         rotations: ``[Hkv, D, r, num_buckets / 2]``, in place of drawn ones.
         impl: As in :func:`lsh_attention`.
@@ -135,7 +135,7 @@ def shared_qk_attention(
     given = num_buckets if isinstance(num_buckets, Sequence) else [num_buckets or 0]
     factors = [factor for factor in given if factor]
     rule = Rule(True, causal, rounds, chunk_size)
-    return _attend(q, k, v, lengths, rotations, _named(seed), factors, 1.0, rule, impl)
+    return _attend(q, k, v, segments, rotations, _named(seed), factors, 1.0, rule, impl)
 
 
 def _named(seed: int | Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lengths: Tensor | None,
+    segments: tuple[Tensor, Tensor] | None,
     rotations: Tensor | None,
     seed: Tensor,
     factors: list[int],
@@ -155,17 +155,15 @@ def _attend(
     impl: str,
 ) -> Tensor:
     """Run an impl by name."""
-    numbers = list(map(int, rule))
+    whom = (*(segments or (None, None)), rotations, seed, factors, list(map(int, rule)))
     if impl in ("auto", "torch"):
-        return cast(
-            Tensor, lsh_blocks(q, k, v, lengths, rotations, seed, factors, scale, numbers)[0]
-        )
+        return cast(Tensor, lsh_blocks(q, k, v, scale, *whom)[0])
     if impl != "reference":
         raise UnsupportedError(
             f"Reformer's attention has no impl {impl!r}.{did_you_mean(impl, IMPLS)} "
             f"It has auto, {', '.join(IMPLS)}."
         )
-    met = lsh_meetings(q.detach(), k.detach(), lengths, rotations, seed, factors, numbers)
+    met = lsh_meetings(q.detach(), k.detach(), *whom)
     bias = met.clamp_min(1).to(torch.promote_types(q.dtype, torch.float32)).log()
     if rule.shared:
         wide = k.to(bias.dtype)
@@ -176,27 +174,35 @@ def _attend(
 # -- operators, so that torch.compile sees one call each -------------------------------------------
 
 
+def unrounded(device: torch.device) -> torch.autocast:
+    """Return a context where autocast leaves products as they are: a part has one dtype."""
+    return torch.autocast(device.type, enabled=False)
+
+
 @torch.library.custom_op("attnzoo::lsh_blocks", mutates_args=())
 def lsh_blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lengths: Tensor | None,
+    scale: float,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
     rotations: Tensor | None,
     seed: Tensor,
     factors: list[int],
-    scale: float,
     rule: list[int],
 ) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, T, E]`` and the log of the sum of weights, ``[B, H, T, 1]``."""
     hashing = Hashing(Rule.read(rule), tuple(seed.tolist()), rotations, factors)
+    segments = Segments.of(query_segments, key_segments)
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
     lse = q.new_zeros(*q.shape[:3], 1, dtype=wide)
-    for part in parts(q, k, lengths, hashing.rule):
-        sums = Share.of(part, hashing, q, k, v, scale).attend()
-        part.add(sums.out[:-1], out, QUERIES)
-        part.add(sums.lse[:-1], lse, QUERIES)
+    with unrounded(q.device):
+        for part in parts(q, k, segments, hashing.rule):
+            sums = Share.of(part, hashing, q, k, v, scale).attend()
+            part.add(sums.out[:-1], out, QUERIES)
+            part.add(sums.lse[:-1], lse, QUERIES)
     return out.to(v.dtype), lse
 
 
@@ -208,23 +214,26 @@ def lsh_blocks_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lengths: Tensor | None,
+    scale: float,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
     rotations: Tensor | None,
     seed: Tensor,
     factors: list[int],
-    scale: float,
     rule: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; who meets whom is found again."""
     hashing = Hashing(Rule.read(rule), tuple(seed.tolist()), rotations, factors)
+    segments = Segments.of(query_segments, key_segments)
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-    for part in parts(q, k, lengths, hashing.rule):
-        d_rows, rows, log = (as_rows(part.take(x, QUERIES)) for x in (d_out, out, lse))
-        share = Share.of(part, hashing, q, k, v, scale)
-        gradients = share.backward(d_rows, Sums(rows, log[:, 0]))
-        part.add(gradients[0].mul_(scale), dq, QUERIES)
-        part.add(gradients[1], dk, KEYS)
-        part.add(gradients[2], dv, KEYS)
+    with unrounded(q.device):
+        for part in parts(q, k, segments, hashing.rule):
+            d_rows, rows, log = (as_rows(part.take(x, QUERIES)) for x in (d_out, out, lse))
+            share = Share.of(part, hashing, q, k, v, scale)
+            gradients = share.backward(d_rows, Sums(rows, log[:, 0]))
+            part.add(gradients[0].mul_(scale), dq, QUERIES)
+            part.add(gradients[1], dk, KEYS)
+            part.add(gradients[2], dv, KEYS)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -232,7 +241,8 @@ def lsh_blocks_backward(
 def lsh_meetings(
     q: Tensor,
     k: Tensor,
-    lengths: Tensor | None,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
     rotations: Tensor | None,
     seed: Tensor,
     factors: list[int],
@@ -240,19 +250,25 @@ def lsh_meetings(
 ) -> Tensor:
     """Return how often each query meets each key, ``[B, H, T, S]``: quadratic."""
     hashing = Hashing(Rule.read(rule), tuple(seed.tolist()), rotations, factors)
+    segments = Segments.of(query_segments, key_segments)
     met = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.long, device=q.device)
-    for part in parts(q, k, lengths, hashing.rule):
+    for part in parts(q, k, segments, hashing.rule):
         queries, keys = part.take(q, QUERIES), part.take(k, KEYS)[:, 0]
         units, groups, length, _ = queries.shape
         counts = met.new_zeros(units * groups * length + 1, keys.shape[1])
-        for step in hashing.steps(part, queries, keys):
+        with unrounded(q.device):
+            found = list(hashing.steps(part, queries, keys))
+        for step in found:
             at = (step.keys % keys.shape[1])[:, None, :].expand_as(step.penalty)
             rows = step.queries[:, :, None].expand_as(step.penalty)
             counts.index_put_((rows, at), (step.penalty <= 0).long(), accumulate=True)
         counts = counts[:-1].view(units, groups, length, -1)
         if hashing.rule.shared:  # who meets no other key sees its own
             counts += torch.eye(length, device=q.device).long() * (counts.sum(-1, True) == 0)
-        part.add(F.pad(counts, (0, k.shape[2] - keys.shape[1])), met, QUERIES)
+        whole = met.new_zeros(*counts.shape[:3], k.shape[2])
+        part.add(
+            whole.scatter_(3, part.key_places(q.device).expand_as(counts), counts), met, QUERIES
+        )
     return met
 
 
@@ -275,14 +291,14 @@ def _(q: Tensor, k: Tensor, *options: Any) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:6], *output)
-    ctx.options = inputs[6:]
+    q, k, v, ctx.scale, query_segments, key_segments, rotations, seed, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, query_segments, key_segments, rotations, seed, *output)
 
 
 def _backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Any, ...]:
-    *inputs, out, lse = ctx.saved_tensors
-    gradients = lsh_blocks_backward(d_out, out, lse, *inputs, *ctx.options)
-    return (*gradients, *[None] * (len(inputs) - 3 + len(ctx.options)))
+    q, k, v, *whom, out, lse = ctx.saved_tensors
+    gradients = lsh_blocks_backward(d_out, out, lse, q, k, v, ctx.scale, *whom, *ctx.options)
+    return (*gradients, *[None] * (1 + len(whom) + len(ctx.options)))
 
 
 lsh_blocks.register_autograd(_backward, setup_context=_keep)

@@ -43,57 +43,103 @@ class Hashing(NamedTuple):
         return chunk_steps(q, k, rotations, factors, chunk=rule.chunk, causal=rule.causal)
 
 
-class Part(NamedTuple):
-    """Rows of one length, a level of their queries with the keys they may see, some key heads."""
+class Rows(NamedTuple):
+    """Sequences of one length: where their tokens stand."""
 
-    rows: slice | Tensor
+    batch: Tensor  # [R, 1]: the row of each sequence
+    queries: Tensor  # [R, queries]: places in that row, the last of the sequence
+    keys: Tensor  # [R, length]
+
+
+class Part(NamedTuple):
+    """Sequences of one length, a level of their queries with the keys they may see, key heads."""
+
+    rows: Rows | None  # None: every row is a sequence
     heads: slice
     key_heads: int
     level: Level
     offset: int  # position of the first query of all
+    dtype: torch.dtype  # in which all of it is computed
 
     def take(self, x: Tensor, queries: bool) -> Tensor:
-        """Take its share of ``[B, H, T, D]``, as ``[U, G, T, D]`` in float32 or wider."""
-        share = x.unflatten(1, (self.key_heads, -1))[self._where(queries)]
-        wide: Tensor = share.flatten(0, 1).to(torch.promote_types(x.dtype, torch.float32))
+        """Take its share of ``[B, H, T, D]``, as ``[U, G, T, D]`` in the dtype of the work."""
+        share = self._tokens_first(x)[self._where(queries)]
+        wide: Tensor = share.permute(0, 2, 3, 1, 4).flatten(0, 1).to(self.dtype)
         return wide
 
     def add(self, share: Tensor, into: Tensor, queries: bool) -> None:
         """Add its share to ``[B, H, T, D]``."""
-        whole, where = into.unflatten(1, (self.key_heads, -1)), self._where(queries)
-        whole[where] += share.view(whole[where].shape)
+        whole, where = self._tokens_first(into), self._where(queries)
+        found = whole[where]
+        groups, (batch, tokens, heads, _, size) = whole.shape[3], found.shape
+        share = share.view(batch, heads, groups, tokens, size).permute(0, 3, 1, 2, 4)
+        whole[where] = found + share
 
-    def _where(self, queries: bool) -> tuple[slice | Tensor, ...]:
+    def key_places(self, device: torch.device) -> Tensor:
+        """Return where the part's keys stand among those given, ``[U or 1, 1, 1, S]``."""
+        if self.rows is None:
+            return torch.arange(self.level.keys, device=device)[None, None, None]
+        places = self.rows.keys[:, : self.level.keys]
+        return places.repeat_interleave(len(range(self.key_heads)[self.heads]), 0)[:, None, None]
+
+    def _tokens_first(self, x: Tensor) -> Tensor:
+        """View ``[B, H, T, D]`` as ``[B, T, heads, G, D]``."""
+        heads: Tensor = x.unflatten(1, (self.key_heads, -1))[:, self.heads]
+        return heads.permute(0, 3, 1, 2, 4)
+
+    def _where(self, queries: bool) -> tuple[slice | Tensor, slice | Tensor]:
         begin, end = self.level.begin - self.offset, self.level.end - self.offset
         tokens = slice(begin, end) if queries else slice(self.level.keys)
-        return self.rows, self.heads, slice(None), tokens
+        if self.rows is None:
+            return slice(None), tokens
+        return self.rows.batch, (self.rows.queries if queries else self.rows.keys)[:, tokens]
 
 
-def parts(q: Tensor, k: Tensor, lengths: Tensor | None, rule: Rule) -> Iterator[Part]:
-    """Split the work; rows without a real query are left out.
+class Segments(NamedTuple):
+    """Which sequence each token belongs to, by number; negative where it is padding."""
+
+    queries: Tensor  # [B, T]
+    keys: Tensor  # [B, S]
+
+    @classmethod
+    def of(cls, queries: Tensor | None, keys: Tensor | None) -> Segments | None:
+        """Make it of what an operator is given."""
+        return None if queries is None or keys is None else cls(queries, keys)
+
+    def rows(self) -> Iterator[Rows]:
+        """Yield the sequences, those of one length together; those without a query are left out."""
+        groups: dict[tuple[int, int], list[tuple[int, Tensor, Tensor]]] = {}
+        for row, (queries, keys) in enumerate(zip(self.queries, self.keys, strict=True)):
+            for number in queries[queries >= 0].unique().tolist():
+                its_queries, its_keys = ((x == number).nonzero()[:, 0] for x in (queries, keys))
+                found = groups.setdefault((len(its_keys), len(its_queries)), [])
+                found.append((row, its_queries, its_keys))
+        for _, found in sorted(groups.items()):
+            rows, queries, keys = zip(*found, strict=True)
+            batch = torch.tensor(rows, device=self.keys.device)[:, None]
+            yield Rows(batch, torch.stack(queries), torch.stack(keys))
+
+
+def parts(q: Tensor, k: Tensor, segments: Segments | None, rule: Rule) -> Iterator[Part]:
+    """Split the work.
 
     Args:
-        q: Queries, ``[B, H, T, D]``.
+        q: Queries, ``[B, H, T, D]``; in each sequence the last of its keys' positions.
         k: Keys, ``[B, Hkv, S, D]``.
-        lengths: How many keys and how many queries of each row are real, ``[B, 2]``; they stand
-            first, and the queries are the last of the keys' positions. ``None`` means all.
+        segments: Which sequence each token belongs to; ``None`` has a sequence in every row.
         rule: Whom queries meet.
     """
-    groups: list[tuple[slice | Tensor, int, int, int]]
-    groups = [(slice(None), len(k), k.shape[2], q.shape[2])] if q.shape[2] else []
-    if lengths is not None:
-        real: list[list[int]] = lengths.tolist()
-        groups = []
-        for pair in sorted(map(list, {(keys, queries) for keys, queries in real if queries})):
-            rows = [row for row, its in enumerate(real) if its == pair]
-            groups.append((torch.tensor(rows, device=k.device), len(rows), pair[0], pair[1]))
-    for rows_, count, length, queries in groups:
+    whole = [None] if q.shape[2] else []
+    wide = torch.promote_types(q.dtype, torch.float32)
+    for rows in whole if segments is None else segments.rows():
+        count, length, queries = len(k), k.shape[2], q.shape[2]
+        if rows is not None:
+            (count, length), queries = rows.keys.shape, rows.queries.shape[1]
         for level in levels(rule, length - queries, length):
-            held = count * level.keys * k.shape[3]
-            step = max(1, HELD // held)
+            step = max(1, HELD // (count * level.keys * k.shape[3]))
             for head in range(0, k.shape[1], step):
                 heads = slice(head, min(head + step, k.shape[1]))
-                yield Part(rows_, heads, k.shape[1], level, length - queries)
+                yield Part(rows, heads, k.shape[1], level, length - queries, wide)
 
 
 class Share(NamedTuple):

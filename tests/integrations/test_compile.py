@@ -11,7 +11,7 @@ from torch.testing import assert_close
 import attnzoo
 from attnzoo.errors import UnsupportedError
 
-BACKENDS = ["softmax", "flash", "linear", "gated_linear"]
+BACKENDS = ["softmax", "flash", "linear", "gated_linear", "reformer"]
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,9 @@ from attnzoo.integrations.cache import StateLayer, StaticStateLayer
 
 # Every kind of state: sums, decayed sums from the hidden states, the last keys; and stock keys
 RECURRENT = [("linear", {}), ("gated_linear", {}), ("flash", {"window": 4})]
-ALL = [*RECURRENT, ("flash", {}), ("softmax", {})]
-NAMES = ["linear", "gated_linear", "window", "flash", "softmax"]
+HASHED = {"num_hashes": 2, "chunk_size": 2, "window": 2, "first_tokens": 1}
+ALL = [*RECURRENT, ("flash", {}), ("softmax", {}), ("reformer", HASHED)]
+NAMES = ["linear", "gated_linear", "window", "flash", "softmax", "reformer"]
 NEW = 6
 
 

@@ -70,7 +70,7 @@ def keys_met(q, k, t, *, rounds, chunk_size, window, first_tokens, causal, bucke
 
 def met_by(q, k, rule):
     """Return the meetings of an operator, for all rows and heads."""
-    return lsh_meetings(q, k, None, None, torch.tensor([0]), [], list(map(int, rule)))
+    return lsh_meetings(q, k, None, None, None, torch.tensor([0]), [], list(map(int, rule)))
 
 
 @pytest.mark.parametrize("buckets", [None, 5])
@@ -150,20 +150,32 @@ def test_the_last_queries_get_what_they_get_in_one_pass(impl):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_rows_of_several_lengths_equal_the_rows_alone(causal):
+@pytest.mark.parametrize("form", ["asymmetric", "shared"])
+def test_sequences_of_a_row_equal_the_sequences_alone(form, causal):
     q, k, v = (x.requires_grad_() for x in qkv(70, batch=4))
-    lengths = torch.tensor([[70, 70], [33, 33], [0, 0], [33, 33]])
-    out = lsh_attention(q, k, v, **SMALL, causal=causal, lengths=lengths)
+    ids = torch.full((4, 70), -1)
+    ids[0], ids[1, :33], ids[3, 4:70:2] = 5, 0, 0  # two of one length, and a row of padding
+    ids[3, 5:70:2] = 1  # whatever lies between
+    ids[3, 60:] = -1
+
+    def run(*x, segments=None):
+        if form == "shared":
+            return shared_qk_attention(*x, rounds=2, chunk_size=4, causal=causal, segments=segments)
+        return lsh_attention(*x, **SMALL, causal=causal, segments=segments)
+
+    out = run(q, k, v, segments=(ids, ids))
     out.square().sum().backward()
-    for row, (length, _) in enumerate(lengths.tolist()):
-        alone = [x[[row], :, :length].detach().requires_grad_() for x in (q, k, v)]
-        expected = lsh_attention(*alone, **SMALL, causal=causal)
+    for row, number in ((0, 5), (1, 0), (3, 0), (3, 1)):
+        where = ids[row] == number
+        alone = [x[[row]][:, :, where].detach().requires_grad_() for x in (q, k, v)]
+        expected = run(*alone)
         expected.square().sum().backward()
-        assert_close(out[[row], :, :length], expected)
-        assert (out[row, :, length:] == 0).all()
+        assert_close(out[[row]][:, :, where], expected)
         for mine, its in zip((q, k, v), alone, strict=True):
-            assert_close(mine.grad[[row], :, :length], its.grad)
-            assert (mine.grad[row, :, length:] == 0).all()
+            assert_close(mine.grad[[row]][:, :, where], its.grad)
+    nothing = (ids < 0)[:, None, :, None]
+    assert (out.masked_select(nothing) == 0).all()
+    assert all((x.grad.masked_select(nothing) == 0).all() for x in (q, k, v))
 
 
 def test_a_seed_decides_and_nothing_else():
@@ -289,9 +301,9 @@ def test_padding_has_a_bucket_of_its_own_as_in_transformers(causal):
     with torch.random.fork_rng():
         theirs = layer(hidden, attention_mask=real).hidden_states
     q, v = split(layer.query_key(hidden), 2), split(layer.value(hidden), 2)
-    lengths = real.sum(1, keepdim=True).expand(-1, 2)
+    segments = (real.long() - 1, real.long() - 1)
     options = {"rounds": 3, "chunk_size": 8, "num_buckets": 8, "causal": causal}
-    ours = shared_qk_attention(q, q, v, **options, rotations=rotations, lengths=lengths)
+    ours = shared_qk_attention(q, q, v, **options, rotations=rotations, segments=segments)
     assert_close(ours.transpose(1, 2).flatten(2)[real], theirs[real], atol=1e-9, rtol=1e-9)
 
 
@@ -313,7 +325,7 @@ def test_other_keys_than_queries_are_sorted_apart():
     q, k, v = qkv(100, batch=1, size=16)
     out = shared_qk_attention(q, k, v, rounds=2, chunk_size=8)
     met = lsh_meetings(
-        q, k, None, None, torch.tensor([0]), [], list(map(int, Rule(True, True, 2, 8)))
+        q, k, None, None, None, torch.tensor([0]), [], list(map(int, Rule(True, True, 2, 8)))
     )
     unit = k / k.norm(dim=-1, keepdim=True)
     dense = softmax_attention(q, unit, v, scale=1.0, mask=met > 0, bias=met.clamp_min(1).log()).out
@@ -345,7 +357,8 @@ def test_empty_sequences_work():
 def test_the_operator_keeps_its_promises_to_the_compiler(shared):
     q, k, v = (x.float().requires_grad_() for x in qkv(40))
     rule = Rule(shared, True, 2, 4, 0, 3, 0)
-    given = (q, k, v, None, None, torch.tensor([1]), [], 0.5, list(map(int, rule)))
+    ids = torch.zeros(2, 40, dtype=torch.long)
+    given = (q, k, v, 0.5, ids, ids, None, torch.tensor([1]), [], list(map(int, rule)))
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(lsh_blocks, given, test_utils=checks)
 
