@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,8 +25,10 @@ from torch import Tensor
 
 from attnzoo.bench import Case, Run, as_row, machine, peak_bytes, time_together, write_lines
 from attnzoo.ops.linear import CHUNK_SIZE, linear_attention
+from attnzoo.ops.reformer import lsh_attention, shared_qk_attention
 
 MATMUL = 2048  # rows and columns of the square product that rates are measured against
+ROUNDS, CHUNK = 4, 64  # of hashing
 Inputs = tuple[Tensor, ...]
 
 
@@ -37,6 +40,7 @@ class Op:
     extras: Callable[[Case], Inputs] = lambda case: ()
     impl: str = "torch"
     flops: Callable[[Case], float] | None = None  # of a forward pass, products only, as it is done
+    peer: str = ""  # the op of another package that does the same work
 
 
 def chunk_flops(case: Case) -> float:
@@ -74,6 +78,42 @@ def per_head(case: Case) -> Inputs:
     return (-0.1 * torch.rand(case.Hkv),)
 
 
+def reformer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Hash queries and keys that differ."""
+    return lsh_attention(q, k, v, rounds=ROUNDS, chunk_size=CHUNK)
+
+
+def reformer_shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Hash as the paper does, with keys of their own so that they have a gradient."""
+    return shared_qk_attention(q, k, v, rounds=ROUNDS, chunk_size=CHUNK)
+
+
+@cache
+def lsh_layer(heads: int, size: int, length: int) -> Any:
+    """Make transformers' layer; its projections are a small part of its work."""
+    from transformers import ReformerConfig
+    from transformers.models.reformer.modeling_reformer import LSHSelfAttention
+
+    config = ReformerConfig(
+        attention_head_size=size,
+        num_attention_heads=heads,
+        hidden_size=heads * size,
+        num_hashes=ROUNDS,
+        lsh_attn_chunk_length=CHUNK,
+        is_decoder=True,
+        lsh_attention_probs_dropout_prob=0.0,
+        max_position_embeddings=length,
+    )
+    return LSHSelfAttention(config)
+
+
+def reformer_transformers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Call transformers' layer on hidden states made of all three, so that all have gradients."""
+    hidden = (q + k + v).transpose(1, 2).flatten(2)
+    out: Tensor = lsh_layer(q.shape[1], q.shape[3], q.shape[2])(hidden).hidden_states
+    return out.unflatten(2, q.shape[1::2]).transpose(1, 2)
+
+
 # retention decays by a constant per head, mamba2 by a scalar per token, gla by a vector per token
 OPS: dict[str, Op] = {
     "sdpa": Op(attend=sdpa),
@@ -83,6 +123,9 @@ OPS: dict[str, Op] = {
     "retention": Op(attend=linear, extras=per_head),
     "mamba2": Op(attend=linear, extras=per_token),
     "gla": Op(attend=linear, extras=per_channel),
+    "reformer": Op(attend=reformer),
+    "reformer_shared": Op(attend=reformer_shared, peer="reformer_transformers"),
+    "reformer_transformers": Op(attend=reformer_transformers, impl="transformers"),
 }
 
 
@@ -93,7 +136,7 @@ class Goal:
     op: str
     mode: str
     T: int
-    figure: str  # "speedup" over SDPA, "rate" of the matrix product, "extra" memory, "after_256"
+    figure: str  # "speedup" over SDPA, "over_peer", "rate" of the product, "extra", "after_256"
     bound: float
     at_most: bool = False
 
@@ -116,6 +159,10 @@ GOALS = [
     Goal(op="gla", mode="forward", T=2048, figure="speedup", bound=1),
     Goal(op="gla", mode="forward", T=4096, figure="speedup", bound=1),
     Goal(op="gla", mode="forward", T=16384, figure="speedup", bound=10),
+    Goal(op="reformer", mode="forward", T=4096, figure="speedup", bound=1),
+    Goal(op="reformer_shared", mode="forward", T=4096, figure="speedup", bound=1),
+    Goal(op="reformer_shared", mode="forward", T=8192, figure="over_peer", bound=4),
+    Goal(op="reformer_shared", mode="train", T=8192, figure="over_peer", bound=4),
     Goal(op="linear", mode="decode", T=16384, figure="after_256", bound=1.2, at_most=True),
 ]
 
@@ -201,6 +248,8 @@ def measure(base: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
         results = own // 2 if case.mode == "train" else _out_bytes(case)
         figures: dict[str, Any] = {"peak_bytes": peak, "extra": max(0, peak - results) / own}
         figures["speedup"] = taken[name].times_faster_than(taken["sdpa"])
+        if OPS[name].peer in taken:
+            figures["over_peer"] = taken[name].times_faster_than(taken[OPS[name].peer])
         flops = OPS[name].flops
         if flops is not None and case.mode == "forward":
             figures["gflops"] = flops(case) / taken[name].min_ms / 1e6
