@@ -75,7 +75,7 @@ class Order(NamedTuple):
 
 
 class Orders:
-    """All orders of a level: as it stands for the window and the first tokens, then the rounds.
+    """All orders of a level: as it stands for the window, then the rounds.
 
     Args:
         q: Queries of the level, ``[U, G, T, D]``.
@@ -92,14 +92,14 @@ class Orders:
         self.units, self.groups = q.shape[:2]
         self.q, self.k = q.flatten(1, 2), k
         self.positions = torch.arange(level.begin, level.end, device=k.device)
+        self.first = rule.first if level.past else 0  # keys that are seen beside the window
         self.list = [self._window()]
         if level.past:
-            self.list += [self._first(), *self._rounds()]
+            self.list += self._rounds()
 
     def earlier(self, index: int) -> list[int]:
         """Return the orders that may have met the same keys before; intervals may exclude it."""
-        window = [] if self.rule.causal or not index else [0]
-        return [*window, *range(2, index)]
+        return list(range(1 if self.rule.causal else 0, index))
 
     def _as_it_stands(self, begin: Tensor, end: Tensor) -> Order:
         """Make an order of the keys as they stand, with intervals by position, ``[T]``."""
@@ -117,12 +117,6 @@ class Orders:
             before = length
         end = t + 1 if self.rule.causal else (t + before + 1).clamp_max(length)
         return self._as_it_stands((t - before).clamp_min(0), end)
-
-    def _first(self) -> Order:
-        end = torch.full_like(self.positions, self.rule.first)
-        if self.rule.causal:  # behind the window
-            end = (self.positions + 1 - self.rule.window).clamp(0, self.rule.first)
-        return self._as_it_stands(torch.zeros_like(end), end)
 
     def _rounds(self) -> list[Order]:
         found = hash_rounds(self.q, self.k, self.rule, self.level, self.seed)
@@ -181,9 +175,14 @@ class Spread:
 
 
 class Layout:
-    """An order laid out for steps: blocks of queries, the widest stretches of places first."""
+    """An order laid out for steps: blocks of queries, the widest stretches of places first.
 
-    def __init__(self, order: Order) -> None:
+    Args:
+        order: The order.
+        multiple: Of what the places of blocks begin at a multiple.
+    """
+
+    def __init__(self, order: Order, multiple: int) -> None:
         units, count = order.begin.shape
         unit = torch.arange(units, device=order.begin.device)[:, None]
         size, room = order.places.shape[1], order.keys.shape[1]
@@ -197,7 +196,7 @@ class Layout:
         unit = unit.repeat_interleave(order.blocks.shape[1], 0)  # [blocks, 1]
         queries = torch.where(stands, blocks + count * unit, units * count)
         begin, end = (F.pad(x.flatten(), (0, 1)).take(queries) for x in (order.begin, order.end))
-        begin, end = begin[:, 0] // LANES * LANES, end.amax(-1)
+        begin, end = begin[:, 0] // multiple * multiple, end.amax(-1)
         widths, widest = (end - begin).sort(descending=True, stable=True)
         self.widths: list[int] = widths.tolist()
         self.queries = queries.index_select(0, widest)  # [blocks, C]
@@ -225,21 +224,30 @@ def steps(orders: Orders) -> Iterator[Step]:
     """
     layouts: list[Layout] = []
     for index, order in enumerate(orders.list):
-        layout = Layout(order)
+        layout = Layout(order, LANES if index else 1)
         layouts.append(layout)
         middle, half = layout.intervals(layout.queries)
         earlier = [layouts[i] for i in orders.earlier(index)]
         others = [(other.places, *other.intervals(layout.queries)) for other in earlier]
-        reach = (orders.rule.window + BLOCK, orders.rule.first, orders.rule.chunk)[min(index, 2)]
-        tile = torch.arange(-(-max(reach, 1) // LANES) * LANES, device=orders.device)
+        reach = orders.rule.chunk if index else orders.rule.window + BLOCK - 1
+        tile = torch.arange(_round_up(reach, LANES), device=orders.device)
         for at, ahead in layout.batches(len(tile)):
-            places = layout.begin[at] + tile.add(ahead)
-            keys = layout.keys.take(places.clamp_max(layout.room - 1).add_(layout.first[at]))
-            away = (places[:, None, :] - middle[at]).abs_().sub_(half[at])
+            keys = layout.begin[at] + tile.add(ahead)  # places, up to the next line but one
+            away = (keys[:, None, :] - middle[at]).abs_().sub_(half[at])
+            keys = layout.keys.take(keys.clamp_max_(layout.room - 1).add_(layout.first[at]))
             for where, its_middle, its_half in others:
                 inside = (where.take(keys)[:, None, :] - its_middle[at]).abs_()
                 torch.maximum(away, torch.sub(its_half[at], inside, out=inside), out=away)
+            if orders.first and not index and not ahead:
+                first = torch.arange(_round_up(orders.first, LANES), device=orders.device)
+                inside = half[at] - (first - middle[at]).abs_()
+                away = torch.cat([torch.maximum(inside, first - orders.first + 0.5), away], 2)
+                keys = torch.cat([layout.first[at] + first.clamp_max_(layout.room - 1), keys], 1)
             yield Step(layout.queries[at], keys, away.clamp_min_(0))
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def hash_rounds(

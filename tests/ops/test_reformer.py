@@ -94,6 +94,18 @@ def test_queries_meet_the_keys_that_the_rule_says(causal, buckets):
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [9, 12, 60])
+def test_more_first_tokens_than_all_else(length, causal):
+    q, k, v = qkv(length, batch=1, heads=1, key_heads=1)
+    options = {"rounds": 1, "chunk_size": 1, "window": 1, "first_tokens": 5}
+    seen = torch.zeros(1, 1, length, length, dtype=torch.bool)
+    for t in range(length):
+        seen[0, 0, t, list(keys_met(q[0, 0, t], k[0, 0], t, **options, causal=causal))] = True
+    found = lsh_attention(q, k, v, **options, causal=causal)
+    assert_close(found, softmax_attention(q, k, v, mask=seen).out)
+
+
+@pytest.mark.parametrize("causal", [True, False])
 def test_a_sequence_that_the_rounds_would_meet_whole_is_attended_to_in_full(causal):
     reach = 17 if causal else 21
     q, k, v = qkv(reach)
@@ -212,7 +224,7 @@ def test_work_per_query_does_not_grow():
         for level in levels(rule, 0, length):
             part, keys = q[:, :, level.begin : level.end], q[:, 0, : level.keys]
             for order in Orders(part, keys, rule, level, (0,)).list:
-                layout = Layout(order)
+                layout = Layout(order, 16)
                 for at, _ in layout.batches(64):
                     count += 64 * layout.queries[at].numel()
         scores.append(count / length)
