@@ -31,6 +31,7 @@ from attnzoo.ops.linear import CHUNK_SIZE, linear_attention
 from attnzoo.ops.linformer import linformer_attention
 from attnzoo.ops.linformer_blocks import linformer_block_attention
 from attnzoo.ops.longformer import longformer_attention
+from attnzoo.ops.reformer import lsh_attention
 from attnzoo.registry import build_backend
 
 MATMUL = 2048  # rows and columns of the square product that rates are measured against
@@ -121,6 +122,11 @@ def performer(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
     return out
 
 
+def reformer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Hash four times, to meet 64 keys each time."""
+    return lsh_attention(q, k, v, rounds=4, chunk_size=64)
+
+
 # "linear 128" shows how well the machine can be used: larger chunks make more products, at a better
 # rate, and end later than the default ones. retention decays by a constant per head, mamba2 by a
 # scalar per token, gla by a vector per token.
@@ -141,6 +147,7 @@ OPS: dict[str, Op] = {
     "linformer, blocks": Op(attend=linformer_blocks, extras=rows_of(256, 32)),
     "performer": Op(attend=performer),
     "performer, bidirectional": Op(attend=partial(performer, causal=False)),
+    "reformer": Op(attend=reformer),
 }
 
 

@@ -16,13 +16,15 @@ import torch
 from linformer import LinformerSelfAttention
 from performer_pytorch.performer_pytorch import FastAttention
 from torch import Tensor
-from transformers import LongformerConfig
+from transformers import LongformerConfig, ReformerConfig
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 from attnzoo.backends.config import Geometry
 from attnzoo.bench import Case, Run, Timing, as_row, time_together
 from attnzoo.ops.linformer import linformer_attention
 from attnzoo.ops.longformer import longformer_attention
+from attnzoo.ops.reformer import shared_qk_attention
 from attnzoo.registry import build_backend
 
 
@@ -50,7 +52,7 @@ def longformer(case: Case) -> Pair:
     nothing = torch.zeros(case.B, case.T, dtype=torch.bool)
 
     def ours(x: Tensor) -> Tensor:
-        q, k, v = (heads(project(x), case) for project in (peer.query, peer.key, peer.value))
+        q, k, v = (heads(project(f, x), case) for f in (peer.query, peer.key, peer.value))
         return longformer_attention(q, k, v, window=256).transpose(1, 2).flatten(2)
 
     def theirs(x: Tensor) -> Tensor:
@@ -72,7 +74,7 @@ def linformer(case: Case) -> Pair:
     peer = LinformerSelfAttention(case.H * case.D, case.T, k=256, heads=case.H).eval()
 
     def ours(x: Tensor) -> Tensor:
-        q, k, v = (heads(project(x), case) for project in (peer.to_q, peer.to_k, peer.to_v))
+        q, k, v = (heads(project(f, x), case) for f in (peer.to_q, peer.to_k, peer.to_v))
         rows = peer.proj_k[None], peer.proj_v[None]
         out = linformer_attention(q, k, v, *rows, scale=case.D**-0.5)
         return peer.to_out(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -81,6 +83,49 @@ def linformer(case: Case) -> Pair:
         return peer.to_out(peer.to_q(x)), peer.to_k(x), peer.to_v(x)
 
     return Pair(ours, peer, (hidden(case),), tuple(peer.parameters()), 1e-4, shared)
+
+
+def reformer(case: Case) -> Pair:
+    """Hash four times into chunks of 64, with the same rotations; both project to queries, values.
+
+    Scores of two buckets may be equal up to rounding, and then a token goes to another one.
+    """
+    config = ReformerConfig(
+        attention_head_size=case.D,
+        num_attention_heads=case.H,
+        hidden_size=case.H * case.D,
+        num_hashes=4,
+        num_buckets=[16, 16],
+        lsh_attn_chunk_length=64,
+        is_decoder=True,
+        lsh_attention_probs_dropout_prob=0.0,
+        max_position_embeddings=case.T,
+        hash_seed=0,
+    )
+    peer = LSHSelfAttention(config).eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        rotations = torch.randn(case.H, case.D, 4, 16)
+
+    def ours(x: Tensor) -> Tensor:
+        q, v = heads(project(peer.query_key, x), case), heads(project(peer.value, x), case)
+        out = shared_qk_attention(
+            q, q, v, rounds=4, chunk_size=64, num_buckets=[16, 16], rotations=rotations
+        )
+        return out.transpose(1, 2).flatten(2)
+
+    def theirs(x: Tensor) -> Tensor:
+        return peer(x).hidden_states  # type: ignore[no-any-return]
+
+    layers = peer.query_key, peer.value
+    weights = tuple(p for layer in layers for p in layer.parameters())
+    return Pair(ours, theirs, (hidden(case),), weights, 0.02, lambda x: tuple(f(x) for f in layers))
+
+
+def project(layer: Any, x: Tensor) -> Tensor:
+    """Apply a projection of the peer's."""
+    out: Tensor = layer(x)
+    return out
 
 
 def performer(case: Case, *, causal: bool) -> Pair:
@@ -109,6 +154,7 @@ def heads(x: Tensor, case: Case) -> Tensor:
 PEERS: dict[str, tuple[str, int, Callable[[Case], Pair], int]] = {
     "longformer, with projections": ("transformers LongformerSelfAttention", 4096, longformer, 9),
     "linformer, with projections": ("linformer LinformerSelfAttention", 4096, linformer, 9),
+    "reformer, with projections": ("transformers LSHSelfAttention", 8192, reformer, 5),
     "performer, all keys": (
         "performer-pytorch FastAttention, all keys",
         8192,

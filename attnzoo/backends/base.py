@@ -29,6 +29,7 @@ BUILTIN = {  # name to module, imported on first use; no other class may take th
     "longformer": "attnzoo.backends.longformer",
     "linformer": "attnzoo.backends.linformer",
     "performer": "attnzoo.backends.performer",
+    "reformer": "attnzoo.backends.reformer",
 }
 
 

@@ -32,6 +32,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "gated_linear": ({"gate": "alibi"}, {"gate": "gla"}),
     "longformer": ({"window": 128},),
     "linformer": ({"block": 64},),
+    "reformer": ({"chunk_size": 16},),  # 8 rounds, window 32: of 512 keys, 164 are met at most
 }
 
 

@@ -88,6 +88,27 @@ def test_a_raw_hybrid_is_not_far_worse_than_its_window(backend, options):
     assert hybrid_recall <= window_recall + 0.01
 
 
+def test_hashing_recovers_what_a_window_of_32_loses():
+    """Of the distance to softmax; 8 rounds of 16 keys meet 164 of 512 keys at most."""
+    path = embedded_model_path()
+    judged = judge_on(path, None, rows=8, row_length=512, stream=8)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    results = []
+    for name, options in (
+        ("softmax", {}),
+        ("flash", {"window": 32}),
+        ("reformer", {"num_hashes": 8, "window": 32, "chunk_size": 16}),
+    ):
+        attnzoo.swap(model, name, **options)
+        result = Result(label=name, spec={})
+        measure_quality(model, judged, result, lambda: None)
+        results.append((result.bits_per_byte, result.recall_bits_per_byte))
+    whole, window, found = results
+    loss, recall = ((window[i] - found[i]) / (window[i] - whole[i]) for i in (0, 1))
+    assert loss >= 0.95
+    assert recall >= 0.93
+
+
 def test_bits_per_byte_is_the_loss_that_transformers_reports():
     path = embedded_model_path()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()

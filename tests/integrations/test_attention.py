@@ -26,7 +26,7 @@ MODELS = {
     ),
     "bert": lambda: hf.BertModel(hf.BertConfig(**SIZES, pad_token_id=0)),
 }
-BACKENDS = ["softmax", "flash", "linear", "gated_linear"]
+BACKENDS = ["softmax", "flash", "linear", "gated_linear", "reformer"]
 
 
 @pytest.fixture(params=MODELS)

@@ -19,6 +19,7 @@ BACKENDS = {
     "longformer": {"window": 4},
     "performer": {"num_features": 16},
     "hybrid": {"window": 4},
+    "reformer": {},
 }
 
 

@@ -20,9 +20,11 @@ RECURRENT = [
     ("gated_linear", {"window": 4}),
     ("linformer", {"block": 5, "num_rows": 2}),
 ]
+HASHED = {"num_hashes": 2, "chunk_size": 2, "window": 2, "first_tokens": 1}
 ALL = [*RECURRENT, ("performer", {"num_features": 16}), ("flash", {}), ("softmax", {})]
+ALL += [("reformer", HASHED)]
 NAMES = ["linear", "gated_linear", "window", "longformer", "hybrid", "linformer"]
-NAMES += ["performer", "flash", "softmax"]
+NAMES += ["performer", "flash", "softmax", "reformer"]
 NEW = 6
 
 

@@ -15,7 +15,7 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.integrations.masks import ModelMask, given_mask, make_mask, with_boundaries
 
 EXACT = ["softmax", "flash"]
-ALL = [*EXACT, "linear", "gated_linear"]
+ALL = [*EXACT, "linear", "gated_linear", "reformer"]
 
 
 class Shapes(TorchDispatchMode):

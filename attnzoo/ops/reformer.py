@@ -1,0 +1,304 @@
+r"""Attention to the keys that hashing brings together (Reformer), in both of its forms.
+
+:func:`lsh_attention` is for models whose queries and keys differ, as pretrained ones do: softmax
+over a window, the first tokens and, round by round, the keys whose bucket a query shares, under one
+denominator in which no key counts twice (see :mod:`attnzoo.ops.reformer_asymmetric`).
+
+:func:`shared_qk_attention` is the paper's, for models whose keys are their queries (see
+:mod:`attnzoo.ops.reformer_shared`).
+
+Source: Kitaev et al., 2020, arXiv:2001.04451; Daras et al., 2020, arXiv:2010.05315.
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from attnzoo.errors import UnsupportedError, did_you_mean
+from attnzoo.ops.reformer_blocks import Sums
+from attnzoo.ops.reformer_parts import KEYS, QUERIES, Hashing, Segments, Share, as_rows, parts
+from attnzoo.ops.reformer_rule import Rule
+from attnzoo.ops.softmax import softmax_attention
+
+IMPLS = ("reference", "torch")
+
+
+def lsh_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rounds: int = 8,
+    chunk_size: int = 64,
+    num_buckets: int | None = None,
+    window: int = 32,
+    first_tokens: int = 4,
+    causal: bool = True,
+    segments: tuple[Tensor, Tensor] | None = None,
+    scale: float | None = None,
+    seed: int | Tensor = 0,
+    impl: str = "auto",
+) -> Tensor:
+    r"""Attend to a window, the first tokens, and the keys that share a bucket in one of the rounds.
+
+    Time :math:`O(T (r c + w) D)` and what finding buckets takes, memory O(T); the backward pass
+    keeps inputs and output. Sequences so short that the rounds would meet most keys anyway are
+    attended to in full, and so are the first queries of a long causal one. No later token changes
+    a bit of what an earlier one gets. One query at the end of S keys meets what it would meet in a
+    whole pass; to find it, all keys are hashed, which costs more than attending to them all.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``; the last T positions of a causal sequence.
+        k: Keys, ``[B, Hkv, S, D]``.
+        v: Values, ``[B, Hkv, S, E]``.
+        rounds: r, how often keys are hashed.
+        chunk_size: c, how many keys a query meets in a round at most.
+        num_buckets: Buckets of a round; ``None`` has them grow with the position of the query.
+        window: w; a causal query sees the w latest keys, its own included, another w on each side.
+        first_tokens: How many keys at the beginning are seen by all.
+        causal: Whether a query sees only keys up to its own position.
+        segments: Which sequence each query ``[B, T]`` and each key ``[B, S]`` belongs to, by number
+            within its row, where it sees no other; what has a negative one is never looked at, and
+            such queries get zeros.
+        scale: Multiplies the products; ``None`` means ``D ** -0.5``.
+        seed: Decides which keys are drawn as pivots; a tensor of integers is read when it runs.
+        impl: ``"torch"`` works block by block; ``"reference"`` writes the whole matrix out;
+            ``"auto"`` takes the block form.
+
+    Returns:
+        ``[B, H, T, E]`` in the dtype of ``v``.
+
+    Raises:
+        UnsupportedError: There is no such ``impl``, or queries and keys do not go together.
+    """
+    if q.shape[2] > k.shape[2] or (q.shape[2] < k.shape[2] and not causal):
+        raise UnsupportedError(
+            f"{q.shape[2]} queries and {k.shape[2]} keys are given (fewer queries than keys go "
+            "with causal=True, where they are the last of the sequence; else as many are needed)"
+        )
+    rule = Rule(False, causal, rounds, chunk_size, num_buckets or 0, window, first_tokens)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _attend(q, k, v, segments, None, _named(seed), [], scale, rule, impl)
+
+
+def shared_qk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rounds: int = 4,
+    chunk_size: int = 64,
+    num_buckets: int | Sequence[int] | None = None,
+    causal: bool = True,
+    segments: tuple[Tensor, Tensor] | None = None,
+    seed: int | Tensor = 0,
+    rotations: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    r"""Attend as Reformer does: to unit keys, sorted into chunks of like ones round by round.
+
+    The score is :math:`q \cdot k / |k|`, without a scale. A query sees its own key only where it
+    sees no other. Which keys share a chunk depends on all tokens, as in the paper, though no query
+    sees a later one. Time :math:`O(T r c D)`, memory O(T); the backward pass keeps inputs and
+    output.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``.
+        k: Keys, ``[B, Hkv, T, D]``: the queries, in models that share them.
+        v: Values, ``[B, Hkv, T, E]``.
+        rounds: r, how often tokens are hashed.
+        chunk_size: c, in tokens; a query sees its own chunk and the one before.
+        num_buckets: Buckets of a round, even, or factors of them; ``None`` has about two for each
+            chunk.
+        causal: Whether a query sees only keys up to its own position.
+        segments: As in :func:`lsh_attention`.
+        seed: Decides the rotations; a tensor of integers is read when it runs.
+        rotations: ``[Hkv, D, r, num_buckets / 2]``, in place of drawn ones.
+        impl: As in :func:`lsh_attention`.
+
+    Returns:
+        ``[B, H, T, E]`` in the dtype of ``v``.
+
+    Raises:
+        UnsupportedError: There is no such ``impl``, or queries and keys do not go together.
+    """
+    if q.shape[2] != k.shape[2]:
+        raise UnsupportedError(
+            f"{q.shape[2]} queries and {k.shape[2]} keys are given (each token has one of both; "
+            "to go on from earlier keys, the whole sequence is needed)"
+        )
+    given = num_buckets if isinstance(num_buckets, Sequence) else [num_buckets or 0]
+    factors = [factor for factor in given if factor]
+    rule = Rule(True, causal, rounds, chunk_size)
+    return _attend(q, k, v, segments, rotations, _named(seed), factors, 1.0, rule, impl)
+
+
+def _named(seed: int | Tensor) -> Tensor:
+    return seed.flatten() if isinstance(seed, Tensor) else torch.tensor([seed], device="cpu")
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: tuple[Tensor, Tensor] | None,
+    rotations: Tensor | None,
+    seed: Tensor,
+    factors: list[int],
+    scale: float,
+    rule: Rule,
+    impl: str,
+) -> Tensor:
+    """Run an impl by name."""
+    whom = (*(segments or (None, None)), rotations, seed, factors, list(map(int, rule)))
+    if impl in ("auto", "torch"):
+        return cast(Tensor, lsh_blocks(q, k, v, scale, *whom)[0])
+    if impl != "reference":
+        raise UnsupportedError(
+            f"Reformer's attention has no impl {impl!r}.{did_you_mean(impl, IMPLS)} "
+            f"It has auto, {', '.join(IMPLS)}."
+        )
+    met = lsh_meetings(q.detach(), k.detach(), *whom)
+    bias = met.clamp_min(1).to(torch.promote_types(q.dtype, torch.float32)).log()
+    if rule.shared:
+        wide = k.to(bias.dtype)
+        k = wide / (wide.square().sum(-1, keepdim=True) + 1e-6 * k.shape[3]).sqrt()
+    return softmax_attention(q, k, v, scale=scale, mask=met > 0, bias=bias).out
+
+
+# -- operators, so that torch.compile sees one call each -------------------------------------------
+
+
+def unrounded(device: torch.device) -> torch.autocast:
+    """Return a context where autocast leaves products as they are: a part has one dtype."""
+    return torch.autocast(device.type, enabled=False)
+
+
+@torch.library.custom_op("attnzoo::lsh_blocks", mutates_args=())
+def lsh_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
+    rotations: Tensor | None,
+    seed: Tensor,
+    factors: list[int],
+    rule: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Return the output ``[B, H, T, E]`` and the log of the sum of weights, ``[B, H, T, 1]``."""
+    hashing = Hashing(Rule.read(rule), tuple(seed.tolist()), rotations, factors)
+    segments = Segments.of(query_segments, key_segments)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
+    lse = q.new_zeros(*q.shape[:3], 1, dtype=wide)
+    with unrounded(q.device):
+        for part in parts(q, k, segments, hashing.rule):
+            sums = Share.of(part, hashing, q, k, v, scale).attend()
+            part.add(sums.out[:-1], out, QUERIES)
+            part.add(sums.lse[:-1], lse, QUERIES)
+    return out.to(v.dtype), lse
+
+
+@torch.library.custom_op("attnzoo::lsh_blocks_backward", mutates_args=())
+def lsh_blocks_backward(
+    d_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
+    rotations: Tensor | None,
+    seed: Tensor,
+    factors: list[int],
+    rule: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v; who meets whom is found again."""
+    hashing = Hashing(Rule.read(rule), tuple(seed.tolist()), rotations, factors)
+    segments = Segments.of(query_segments, key_segments)
+    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    with unrounded(q.device):
+        for part in parts(q, k, segments, hashing.rule):
+            d_rows, rows, log = (as_rows(part.take(x, QUERIES)) for x in (d_out, out, lse))
+            share = Share.of(part, hashing, q, k, v, scale)
+            gradients = share.backward(d_rows, Sums(rows, log[:, 0]))
+            part.add(gradients[0].mul_(scale), dq, QUERIES)
+            part.add(gradients[1], dk, KEYS)
+            part.add(gradients[2], dv, KEYS)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+@torch.library.custom_op("attnzoo::lsh_meetings", mutates_args=())
+def lsh_meetings(
+    q: Tensor,
+    k: Tensor,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
+    rotations: Tensor | None,
+    seed: Tensor,
+    factors: list[int],
+    rule: list[int],
+) -> Tensor:
+    """Return how often each query meets each key, ``[B, H, T, S]``: quadratic."""
+    hashing = Hashing(Rule.read(rule), tuple(seed.tolist()), rotations, factors)
+    segments = Segments.of(query_segments, key_segments)
+    met = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.long, device=q.device)
+    for part in parts(q, k, segments, hashing.rule):
+        queries, keys = part.take(q, QUERIES), part.take(k, KEYS)[:, 0]
+        units, groups, length, _ = queries.shape
+        counts = met.new_zeros(units * groups * length + 1, keys.shape[1])
+        with unrounded(q.device):
+            found = list(hashing.steps(part, queries, keys))
+        for step in found:
+            at = (step.keys % keys.shape[1])[:, None, :].expand_as(step.penalty)
+            rows = step.queries[:, :, None].expand_as(step.penalty)
+            counts.index_put_((rows, at), (step.penalty <= 0).long(), accumulate=True)
+        counts = counts[:-1].view(units, groups, length, -1)
+        if hashing.rule.shared:  # who meets no other key sees its own
+            counts += torch.eye(length, device=q.device).long() * (counts.sum(-1, True) == 0)
+        whole = met.new_zeros(*counts.shape[:3], k.shape[2])
+        part.add(
+            whole.scatter_(3, part.key_places(q.device).expand_as(counts), counts), met, QUERIES
+        )
+    return met
+
+
+@lsh_blocks.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return v.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], 1, dtype=wide)
+
+
+@lsh_blocks_backward.register_fake
+def _(
+    d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+@lsh_meetings.register_fake
+def _(q: Tensor, k: Tensor, *options: Any) -> Tensor:
+    return q.new_empty(*q.shape[:3], k.shape[2], dtype=torch.long)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.scale, query_segments, key_segments, rotations, seed, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, query_segments, key_segments, rotations, seed, *output)
+
+
+def _backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, k, v, *whom, out, lse = ctx.saved_tensors
+    gradients = lsh_blocks_backward(d_out, out, lse, q, k, v, ctx.scale, *whom, *ctx.options)
+    return (*gradients, *[None] * (1 + len(whom) + len(ctx.options)))
+
+
+lsh_blocks.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,200 @@
+"""What Reformer's attention works on at once: rows of one length, a stretch of queries, some heads.
+
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size;
+in a part, U key heads of all its rows, G query heads that share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnzoo.ops.reformer_asymmetric import Level, Orders, levels, steps
+from attnzoo.ops.reformer_blocks import NOTHING, Step, Sums, attend, attend_backward
+from attnzoo.ops.reformer_rule import Rule
+from attnzoo.ops.reformer_shared import bucket_factors, chunk_steps, draw_rotations
+
+HELD = 2**21  # numbers of keys worked on at once
+QUERIES, KEYS = True, False
+
+
+class Hashing(NamedTuple):
+    """How both passes find who meets whom."""
+
+    rule: Rule
+    seed: tuple[int, ...]  # numbers that name the draws
+    rotations: Tensor | None  # of the shared form, in place of drawn ones
+    factors: list[int]  # buckets of the shared form; none has their number follow the length
+
+    def steps(self, part: Part, q: Tensor, k: Tensor) -> Iterator[Step]:
+        """Cut the work on queries ``[U, G, T, D]`` and keys ``[U, S, D]`` into steps."""
+        q, k, rule = q.float(), k.float(), self.rule
+        if not rule.shared:
+            return steps(Orders(q, k, rule, part.level, self.seed))
+        factors, rotations = self.factors or bucket_factors(k.shape[1], rule.chunk), self.rotations
+        if rotations is None:
+            heads = part.key_heads
+            rotations = draw_rotations(heads, k.shape[2], rule.rounds, factors, self.seed)
+        rotations = rotations.to(k)[part.heads]
+        rotations = rotations.repeat(len(k) // len(rotations), 1, 1, 1)
+        return chunk_steps(q, k, rotations, factors, chunk=rule.chunk, causal=rule.causal)
+
+
+class Rows(NamedTuple):
+    """Sequences of one length: where their tokens stand."""
+
+    batch: Tensor  # [R, 1]: the row of each sequence
+    queries: Tensor  # [R, queries]: places in that row, the last of the sequence
+    keys: Tensor  # [R, length]
+
+
+class Part(NamedTuple):
+    """Sequences of one length, a level of their queries with the keys they may see, key heads."""
+
+    rows: Rows | None  # None: every row is a sequence
+    heads: slice
+    key_heads: int
+    level: Level
+    offset: int  # position of the first query of all
+    dtype: torch.dtype  # in which all of it is computed
+
+    def take(self, x: Tensor, queries: bool) -> Tensor:
+        """Take its share of ``[B, H, T, D]``, as ``[U, G, T, D]`` in the dtype of the work."""
+        share = self._tokens_first(x)[self._where(queries)]
+        wide: Tensor = share.permute(0, 2, 3, 1, 4).flatten(0, 1).to(self.dtype)
+        return wide
+
+    def add(self, share: Tensor, into: Tensor, queries: bool) -> None:
+        """Add its share to ``[B, H, T, D]``."""
+        whole, where = self._tokens_first(into), self._where(queries)
+        found = whole[where]
+        groups, (batch, tokens, heads, _, size) = whole.shape[3], found.shape
+        share = share.view(batch, heads, groups, tokens, size).permute(0, 3, 1, 2, 4)
+        whole[where] = found + share
+
+    def key_places(self, device: torch.device) -> Tensor:
+        """Return where the part's keys stand among those given, ``[U or 1, 1, 1, S]``."""
+        if self.rows is None:
+            return torch.arange(self.level.keys, device=device)[None, None, None]
+        places = self.rows.keys[:, : self.level.keys]
+        return places.repeat_interleave(len(range(self.key_heads)[self.heads]), 0)[:, None, None]
+
+    def _tokens_first(self, x: Tensor) -> Tensor:
+        """View ``[B, H, T, D]`` as ``[B, T, heads, G, D]``."""
+        heads: Tensor = x.unflatten(1, (self.key_heads, -1))[:, self.heads]
+        return heads.permute(0, 3, 1, 2, 4)
+
+    def _where(self, queries: bool) -> tuple[slice | Tensor, slice | Tensor]:
+        begin, end = self.level.begin - self.offset, self.level.end - self.offset
+        tokens = slice(begin, end) if queries else slice(self.level.keys)
+        if self.rows is None:
+            return slice(None), tokens
+        return self.rows.batch, (self.rows.queries if queries else self.rows.keys)[:, tokens]
+
+
+class Segments(NamedTuple):
+    """Which sequence each token belongs to, by number; negative where it is padding."""
+
+    queries: Tensor  # [B, T]
+    keys: Tensor  # [B, S]
+
+    @classmethod
+    def of(cls, queries: Tensor | None, keys: Tensor | None) -> Segments | None:
+        """Make it of what an operator is given."""
+        return None if queries is None or keys is None else cls(queries, keys)
+
+    def rows(self) -> Iterator[Rows]:
+        """Yield the sequences, those of one length together; those without a query are left out."""
+        groups: dict[tuple[int, int], list[tuple[int, Tensor, Tensor]]] = {}
+        for row, (queries, keys) in enumerate(zip(self.queries, self.keys, strict=True)):
+            for number in queries[queries >= 0].unique().tolist():
+                its_queries, its_keys = ((x == number).nonzero()[:, 0] for x in (queries, keys))
+                found = groups.setdefault((len(its_keys), len(its_queries)), [])
+                found.append((row, its_queries, its_keys))
+        for _, found in sorted(groups.items()):
+            rows, queries, keys = zip(*found, strict=True)
+            batch = torch.tensor(rows, device=self.keys.device)[:, None]
+            yield Rows(batch, torch.stack(queries), torch.stack(keys))
+
+
+def parts(q: Tensor, k: Tensor, segments: Segments | None, rule: Rule) -> Iterator[Part]:
+    """Split the work.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``; in each sequence the last of its keys' positions.
+        k: Keys, ``[B, Hkv, S, D]``.
+        segments: Which sequence each token belongs to; ``None`` has a sequence in every row.
+        rule: Whom queries meet.
+    """
+    whole = [None] if q.shape[2] else []
+    wide = torch.promote_types(q.dtype, torch.float32)
+    for rows in whole if segments is None else segments.rows():
+        count, length, queries = len(k), k.shape[2], q.shape[2]
+        if rows is not None:
+            (count, length), queries = rows.keys.shape, rows.queries.shape[1]
+        for level in levels(rule, length - queries, length):
+            step = max(1, HELD // (count * level.keys * k.shape[3]))
+            for head in range(0, k.shape[1], step):
+                heads = slice(head, min(head + step, k.shape[1]))
+                yield Part(rows, heads, k.shape[1], level, length - queries, wide)
+
+
+class Share(NamedTuple):
+    """Queries, keys and values of a part, as rows, and who meets whom."""
+
+    q: Tensor  # [U G T + 1, D], scaled; the last fills blocks up
+    k: Tensor  # [U S, D]; of length 1 in the shared form
+    v: Tensor  # [U S, E]
+    norm: Tensor | None  # [U S, 1], what keys were divided by in the shared form
+    group: tuple[int, int]  # G and T
+    steps: Iterator[Step]
+
+    @classmethod
+    def of(
+        cls, part: Part, hashing: Hashing, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Share:
+        """Take a part's share."""
+        q, k, v = part.take(q, QUERIES), part.take(k, KEYS), part.take(v, KEYS)
+        found, norm, group = hashing.steps(part, q, k[:, 0]), None, (q.shape[1], q.shape[2])
+        k, v = k.flatten(0, 2), v.flatten(0, 2)
+        if hashing.rule.shared:
+            norm = k.square().sum(1, keepdim=True).add_(1e-6 * k.shape[1]).sqrt_()
+            k = k / norm
+        return cls(as_rows(q * scale if scale != 1 else q), k, v, norm, group, found)
+
+    def attend(self) -> Sums:
+        """Attend; in the shared form, who meets no other key sees its own."""
+        sums = attend(self.q, self.k, self.v, self.steps)
+        queries, keys = self._alone(sums)
+        sums.out[queries] = self.v[keys]
+        return sums
+
+    def backward(self, d_out: Tensor, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries, without the last row and before scaling, k and v.
+
+        ``d_out`` is changed.
+        """
+        queries, keys = self._alone(sums)
+        d_own = d_out[queries]
+        d_out[queries] = 0
+        dq, dk, dv = attend_backward(d_out, sums, self.q, self.k, self.v, self.steps)
+        dv.index_add_(0, keys, d_own)
+        if self.norm is not None:
+            along = (self.k * dk).sum(1, keepdim=True)
+            dk.addcmul_(self.k, along, value=-1).div_(self.norm)
+        return dq[:-1], dk, dv
+
+    def _alone(self, sums: Sums) -> tuple[Tensor, Tensor]:
+        """Return the queries that meet no other key, and the rows of their own."""
+        groups, length = self.group
+        alone = (sums.lse[:-1] <= NOTHING / 2) & (self.norm is not None)
+        queries = alone.nonzero()[:, 0]
+        return queries, queries // (groups * length) * length + queries % length
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Make rows of ``[U, G, T, D]``, and one more of zeros, which fills blocks up."""
+    return torch.cat([x.reshape(-1, x.shape[-1]), x.new_zeros(1, x.shape[-1])])

@@ -1,0 +1,132 @@
+r"""Reformer's own rounds: shared queries and keys, sorted by bucket, in chunks that look one back.
+
+Each round rotates queries and keys at random; the largest of the rotated coordinates and their
+negatives names the bucket. Tokens are sorted by bucket, then position, and cut into chunks. A query
+sees the keys of its own chunk and of the chunk before it; the first chunk of a round looks back to
+the last of the round before, as in the paper's code. Neither its own key nor later ones nor padding
+are seen. A key that is met in several rounds counts in each.
+
+Time O(T rounds (chunk D + D sqrt(buckets))). Source: Kitaev et al., 2020, arXiv:2001.04451, and
+its code in trax; hashing from Andoni et al., 2015, arXiv:1509.02897.
+Letters: U key heads at hand, G query heads that share one, T tokens, R rounds, N chunks,
+C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo.ops.reformer_blocks import Step
+from attnzoo.ops.reformer_rule import named_generator
+
+STEP = 2**18  # scores of a step: small enough for the cache of a core
+
+
+def bucket_factors(length: int, chunk: int) -> tuple[int, ...]:
+    """Return how many buckets suit a length, about two for a chunk; many as a product of two."""
+    power = max((2 * (length // chunk)).bit_length() - 1, 1)
+    if 2**power <= 2 * max(chunk, 8):
+        return (2**power,)
+    return (2 ** (power // 2), 2 ** (power - power // 2))
+
+
+def draw_rotations(
+    heads: int, size: int, rounds: int, factors: Sequence[int], seed: tuple[int, ...]
+) -> Tensor:
+    """Draw the rotations of all rounds, ``[heads, D, R, sum(factors) / 2]``."""
+    return torch.randn(heads, size, rounds, sum(factors) // 2, generator=named_generator(*seed))
+
+
+def rotation_buckets(x: Tensor, rotations: Tensor, factors: Sequence[int]) -> Tensor:
+    """Return the bucket of each vector in each round, ``[U, R, T]``.
+
+    Args:
+        x: ``[U, T, D]``; its length does not matter.
+        rotations: ``[U, D, R, sum(factors) / 2]``.
+        factors: Their product is the number of buckets.
+    """
+    rounds, length = rotations.shape[2], x.shape[1]
+    out = torch.zeros(len(x), length, rounds, dtype=torch.long, device=x.device)
+    flat = rotations.flatten(2)
+    step = max(1, STEP // (len(x) * flat.shape[2]))
+    for part, into in zip(x.split(step, 1), out.split(step, 1), strict=True):
+        rotated = torch.bmm(part, flat).unflatten(-1, (rounds, -1))
+        product = 1
+        columns = rotated.split([factor // 2 for factor in factors], -1)
+        for factor, its_columns in zip(factors, columns, strict=True):
+            into += product * _largest(its_columns)
+            product *= factor
+    return out.transpose(1, 2)
+
+
+def _largest(x: Tensor) -> Tensor:
+    """Return the place of the largest of x and, behind them, their negatives."""
+    place = x.abs().max(-1, keepdim=True).indices
+    return (place + x.shape[-1] * (x.gather(-1, place) < 0)).squeeze(-1)
+
+
+def chunk_steps(
+    q: Tensor, k: Tensor, rotations: Tensor, factors: Sequence[int], *, chunk: int, causal: bool
+) -> Iterator[Step]:
+    """Sort into buckets, cut into chunks, and say who sees whom, round by round.
+
+    Args:
+        q: Queries, ``[U, G, T, D]``.
+        k: Keys, ``[U, T, D]``.
+        rotations: ``[U, D, R, sum(factors) / 2]``.
+        factors: Numbers of buckets.
+        chunk: C, in tokens.
+        causal: Whether a query sees no key after its own position.
+    """
+    units, groups, length, _ = q.shape
+    alone = length <= chunk  # one chunk for all: every round would see the same
+    rounds = 1 if alone else rotations.shape[2]
+    key_order = _sorted(rotation_buckets(k, rotations[:, :, :rounds], factors))
+    turned = rotations[:, :, :rounds].repeat_interleave(groups, 0)
+    query_order = _sorted(rotation_buckets(q.flatten(0, 1), turned, factors))
+    none = units * groups * length
+    queries = _chunks(query_order, chunk, length)  # [U G, R, N, C]; the length where there is none
+    keys = _chunks(key_order, chunk, length)
+    if not alone:  # chunk 0 of a round looks back to the last of the round before
+        keys = torch.cat([keys, keys.flatten(1, 2).roll(1, 1).view_as(keys)], -1)
+    heads = torch.arange(units * groups, device=q.device)[:, None, None]
+    keys = keys.repeat_interleave(groups, 0)
+    count = max(1, STEP // (chunk * keys.shape[-1]))
+    for r in range(rounds):
+        at, seen = queries[:, r], keys[:, r]  # [U G, N, C or 2 C]
+        rows = torch.where(at < length, at + heads * length, none).flatten(0, 1)
+        beside = (seen.clamp_max(length - 1) + heads // groups * length).flatten(0, 1)
+        at, seen = at.flatten(0, 1).float(), seen.flatten(0, 1).float()
+        for part in torch.arange(len(rows), device=q.device).split(count):
+            penalty = _penalty(at[part], seen[part], length, causal=causal)
+            yield Step(rows[part], beside[part], penalty)
+
+
+def _sorted(buckets: Tensor) -> Tensor:
+    """Return positions by bucket, and by position inside a bucket."""
+    length = buckets.shape[-1]
+    positions = torch.arange(length, device=buckets.device)
+    order: Tensor = (buckets * length + positions).sort(-1).indices
+    return order
+
+
+def _chunks(order: Tensor, chunk: int, length: int) -> Tensor:
+    """Cut ``[U, R, T]`` into chunks; what fills the last one up stands at position T."""
+    more = -length % chunk
+    chunks: Tensor = F.pad(order, (0, more), value=length).unflatten(-1, (-1, chunk))
+    return chunks
+
+
+def _penalty(queries: Tensor, keys: Tensor, length: int, *, causal: bool) -> Tensor:
+    """Take away a query's own key, and what it must not see, ``[n, C, W]``, by positions."""
+    ahead = keys[:, None, :] - queries[:, :, None]
+    if causal:
+        return ahead.add_(1).clamp_(0, 1)  # 0 at -1 and before
+    itself = ahead.abs_().neg_().add_(1).clamp_min_(0)
+    if length % queries.shape[1]:
+        itself.add_((keys - (length - 1)).clamp_(0, 1)[:, None, :])
+    return itself

@@ -1,0 +1,272 @@
+"""The reformer backend: options, draws, cached keys, and its life inside transformers' models."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+import transformers as hf
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import attnzoo
+from attnzoo.backends.config import Geometry
+from attnzoo.backends.reformer import ReformerBackend, ReformerConfig
+from attnzoo.errors import ConfigError, UnsupportedError
+from attnzoo.masks import AttentionMask
+from attnzoo.ops.reformer import lsh_attention, shared_qk_attention
+from attnzoo.registry import build_backend
+from attnzoo.testing import RULES, check_backend
+
+H, HKV, D, E = 4, 2, 8, 6
+SMALL = {"chunk_size": 4, "num_hashes": 2, "window": 3, "first_tokens": 2}
+
+
+def build(dtype=torch.float64, *, causal=True, layer=0, **options):
+    geometry = Geometry(
+        num_heads=H,
+        num_key_heads=HKV,
+        head_dim=D,
+        value_dim=E,
+        causal=causal,
+        layer=layer,
+        name="layer.attn",
+    )
+    return build_backend("reformer", options, geometry).to(dtype)
+
+
+def inputs(length, batch=2, dtype=torch.float64):
+    shapes = (batch, H, length, D), (batch, HKV, length, D), (batch, HKV, length, E)
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+CONFIGS = [  # all but the first hash the suite's short sequences
+    ({}, None),
+    ({"chunk_size": 7, "num_hashes": 2, "window": 3}, None),
+    ({"chunk_size": 16, "num_hashes": 1, "window": 1, "first_tokens": 0}, [torch.float32]),
+    ({"chunk_size": 7, "num_hashes": 2, "window": 3, "impl": "reference"}, [torch.float64]),
+    ({"chunk_size": 7, "num_hashes": 2, "form": "shared_qk"}, None),
+]
+
+
+@pytest.mark.parametrize(("options", "dtypes"), CONFIGS, ids=str)
+def test_it_conforms(options, dtypes):
+    config = ReformerConfig.from_options("reformer", options)
+    given = {} if dtypes is None else {"dtypes": dtypes}
+    report = check_backend(ReformerBackend, config=config, **given)
+    causal = set() if config.form == "shared_qk" else {"causality", "decoding"}
+    assert {"padding", "packing", "batching", "weights", *causal} <= set(report.passed)
+    assert {*report.passed, *report.skipped} == {rule.name for rule in RULES}
+
+
+# -- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_hashes": 0}, r"ReformerConfig\.num_hashes must be at least 1 round, got 0; .* 8"),
+        ({"chunk_size": -1}, r"ReformerConfig\.chunk_size must be at least 1 token, got -1"),
+        ({"num_buckets": 0}, r"ReformerConfig\.num_buckets must be at least 1 bucket, got 0"),
+        ({"window": 0}, r"ReformerConfig\.window must be at least 1 token, got 0"),
+        ({"redraw": 0}, r"ReformerConfig\.redraw must be at least 1 call, got 0"),
+        ({"first_tokens": -1}, r"ReformerConfig\.first_tokens must be 0 or more, got -1"),
+        ({"window": 2.5}, r"ReformerConfig\.window must be int, got 2\.5"),
+        ({"form": "shared"}, "must be 'asymmetric' or 'shared_qk', got 'shared'"),
+        ({"form": "shared_qk", "num_buckets": 3}, "must be even with form='shared_qk'.*take 4"),
+        ({"form": "shared_qk", "window": 8}, "window goes with form='asymmetric', got window=8"),
+        ({"form": "shared_qk", "first_tokens": 1}, "first_tokens goes with form='asymmetric'"),
+        ({"rounds": 3}, "has no option 'rounds'"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ConfigError, match=message):
+        attnzoo.AttentionSpec("reformer", **options)
+
+
+def test_a_spec_survives_json():
+    spec = attnzoo.AttentionSpec("reformer", num_hashes=2, form="shared_qk", num_buckets=6)
+    assert attnzoo.AttentionSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+def test_the_papers_form_is_refused_where_later_tokens_must_not_matter():
+    with pytest.raises(UnsupportedError, match=r"layer\.attn.*later ones would decide"):
+        build(form="shared_qk")
+    backend = build(form="shared_qk", causal=False)
+    with pytest.raises(UnsupportedError, match=r"the mask is causal.*form='asymmetric' is causal"):
+        backend(*inputs(9), mask=AttentionMask(causal=True))
+
+
+def test_what_it_cannot_honour_is_refused():
+    q, k, v = inputs(9)
+    with pytest.raises(UnsupportedError, match="5 queries and 9 keys are given without a causal"):
+        build(causal=False)(q[:, :, :5], k, v)
+    with pytest.raises(UnsupportedError, match="sliding window"):
+        build()(q, k, v, mask=AttentionMask(causal=True, window=(3, 0)))
+
+
+def test_it_runs_what_the_options_say():
+    x = inputs(40)
+    named = torch.tensor([5, 3, 0])  # the seed, the layer, the draw
+    options = {"rounds": 2, "chunk_size": 4, "window": 3, "first_tokens": 2, "num_buckets": 6}
+    expected = lsh_attention(*x, **options, scale=0.3, seed=named)
+    backend = build(**SMALL, num_buckets=6, seed=5, layer=3)
+    assert_close(backend(*x, scale=0.3).out, expected)
+    assert backend.ran == ("torch", "blocks of the buckets, on cpu")
+    shared = build(form="shared_qk", chunk_size=4, num_hashes=2, causal=False, impl="reference")
+    expected = shared_qk_attention(
+        *x, rounds=2, chunk_size=4, causal=False, seed=torch.tensor([0, 0, 0])
+    )
+    assert_close(shared(*x).out, expected)
+    assert shared.ran == ("reference", "named in the options")
+
+
+def test_layers_hash_apart():
+    x = inputs(60)
+    assert not torch.equal(build(**SMALL)(*x).out, build(**SMALL, layer=1)(*x).out)
+
+
+# -- draws in training ---------------------------------------------------------------------------
+
+
+def test_it_draws_anew_in_training_after_so_many_calls():
+    x, backend = inputs(60), build(**SMALL, redraw=2)
+    state = torch.get_rng_state()
+    outs = [backend(*x).out for _ in range(6)]
+    same = [torch.equal(one, other) for one, other in pairwise(outs)]
+    assert same == [True, False, True, False, True]
+    assert torch.equal(outs[0], build(**SMALL)(*x).out)
+    assert torch.equal(torch.get_rng_state(), state)
+    backend.eval()
+    assert torch.equal(backend(*x).out, outs[-1])  # what was trained last stays
+    other = build(**SMALL, redraw=2)  # on another rank, or after a restart
+    other.load_state_dict(backend.state_dict())
+    assert torch.equal(other.eval()(*x).out, outs[-1])
+    other.reset_parameters()
+    assert torch.equal(other(*x).out, outs[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_call_is_repeated_with_the_same_draw(reentrant):
+    x = [t.requires_grad_() for t in inputs(60)]
+    gradients = []
+    for repeat in (False, True):
+        backend = build(**SMALL, redraw=1)
+        call = lambda *x, backend=backend: backend(*x).out.square().sum()  # noqa: E731
+        for _ in range(3):
+            loss = checkpoint(call, *x, use_reentrant=reentrant) if repeat else call(*x)
+            gradient = torch.autograd.grad(loss, x) if not reentrant else None
+            if reentrant:
+                loss.backward()
+                gradient = [t.grad.clone() for t in x]
+                for t in x:
+                    t.grad = None
+        gradients.append(gradient)
+        assert int(backend.calls) == 3
+    assert_close(gradients[0], gradients[1])
+
+
+def test_backward_after_a_later_call_hashes_as_its_own_forward_did():
+    x, backend = [t.requires_grad_() for t in inputs(60)], build(**SMALL, redraw=1)
+    first = backend(*x).out
+    expected = torch.autograd.grad(first.sum(), x, retain_graph=True)
+    backend(*x)
+    assert_close(torch.autograd.grad(first.sum(), x), expected, atol=0, rtol=0)
+
+
+# -- cached keys ---------------------------------------------------------------------------------
+
+
+def test_a_static_cache_whose_end_is_not_written_yet():
+    q, k, v = inputs(60)
+    backend = build(**SMALL)
+    whole = backend(q, k, v).out
+    real = torch.ones(2, 60, dtype=torch.bool)
+    real[1, :9] = False
+    padded = backend(q, k, v, mask=AttentionMask(causal=True, padding=real)).out
+    for at in (torch.tensor(41), 41):
+        unwritten = [torch.cat([x[:, :, :44], torch.zeros_like(x[:, :, 44:])], 2) for x in (k, v)]
+        step = q[:, :, 41:44]
+        found = backend(step, *unwritten, mask=AttentionMask(causal=True, q_offset=at)).out
+        assert_close(found, whole[:, :, 41:44])
+        mask = AttentionMask(causal=True, padding=real, q_offset=at)
+        assert_close(backend(step, *unwritten, mask=mask).out, padded[:, :, 41:44])
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llama():
+    config = hf.LlamaConfig(
+        vocab_size=60,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    model = hf.LlamaForCausalLM(config)
+    with torch.no_grad():  # so large that scores spread
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(1.5 * torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    return model.eval()
+
+
+def test_generation_equals_one_pass(llama, tmp_path):
+    attnzoo.swap(llama, "reformer", **SMALL)
+    ids, mask = torch.randint(1, 60, (2, 40)), torch.ones(2, 40, dtype=torch.long)
+    mask[1, :13] = 0
+    given = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    traced = {"output_logits": True, "return_dict_in_generate": True}
+    steps = llama.generate(ids, **given, **traced)
+    longer = torch.cat([mask, mask.new_ones(2, 6)], 1)
+    place = (longer.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        whole = llama(
+            steps.sequences, attention_mask=longer, position_ids=place, use_cache=False
+        ).logits
+    assert_close(torch.stack(steps.logits, 1), whole[:, 39:-1], atol=1e-4, rtol=1e-4)
+    alone = llama.generate(ids[1:, 13:], max_new_tokens=6, do_sample=False)
+    assert torch.equal(alone[0], steps.sequences[1, 13:])
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(llama.generate(ids, **given, **static), steps.sequences)
+    llama.save_pretrained(tmp_path)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.generate(ids, **given), steps.sequences)
+    attnzoo.restore(llama)
+    with torch.no_grad():
+        stock = llama(steps.sequences, attention_mask=longer, position_ids=place).logits
+    assert (stock - whole)[longer.bool()].abs().max() > 0.1  # keys were left out
+
+
+def test_a_chunk_over_everything_is_the_model_itself(llama):
+    ids = torch.randint(1, 60, (2, 20))
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    with torch.no_grad():
+        stock = llama(ids, attention_mask=mask).logits
+        attnzoo.swap(llama, "reformer")
+        swapped = llama(ids, attention_mask=mask).logits
+    assert_close(swapped[mask.bool()], stock[mask.bool()], atol=1e-4, rtol=1e-4)
+
+
+def test_a_swapped_model_compiles_without_a_break(llama):
+    torch._dynamo.reset()
+    attnzoo.swap(llama, "reformer", **SMALL)
+    ids = torch.randint(1, 60, (2, 40))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    compiled = torch.compile(llama, backend="aot_eager", fullgraph=True)
+    given = {"attention_mask": mask, "labels": ids, "use_cache": False}
+    gradients = []
+    for model in (llama, compiled):
+        llama.zero_grad()
+        model(ids, **given).loss.backward()
+        gradients.append([p.grad.clone() for p in llama.parameters()])
+    assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
+    torch._dynamo.reset()

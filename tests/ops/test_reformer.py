@@ -1,0 +1,388 @@
+"""Reformer's attention against the rule written out, and against transformers' own."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import ReformerConfig
+from transformers.models.reformer.modeling_reformer import LSHSelfAttention
+
+from attnzoo.errors import UnsupportedError
+from attnzoo.ops.reformer import lsh_attention, lsh_blocks, lsh_meetings, shared_qk_attention
+from attnzoo.ops.reformer_asymmetric import FINENESS, MOST, Layout, Orders, levels
+from attnzoo.ops.reformer_rule import Rule, named_generator
+from attnzoo.ops.softmax import softmax_attention
+
+SMALL = {"rounds": 3, "chunk_size": 4, "window": 3, "first_tokens": 2}
+
+
+def fenced(*shape, dtype=torch.float64):
+    """Return random numbers in storage that goes on with NaN, so that a read past the end shows."""
+    x = torch.randn(shape, dtype=dtype)
+    room = torch.full((x.numel() + 4096,), torch.nan, dtype=dtype)
+    room[: x.numel()] = x.flatten()
+    return room[: x.numel()].view(shape)
+
+
+def qkv(length, *, batch=2, heads=4, key_heads=2, size=8, value_size=6, dtype=torch.float64):
+    q = fenced(batch, heads, length, size, dtype=dtype)
+    shift = torch.randn(batch, key_heads, 1, size, dtype=dtype)  # as pretrained keys have
+    k = fenced(batch, key_heads, length, size, dtype=dtype).add_(shift)
+    return q, k, fenced(batch, key_heads, length, value_size, dtype=dtype)
+
+
+# -- the asymmetric form, as the documentation has it, query by query ------------------------------
+
+
+def keys_met(q, k, t, *, rounds, chunk_size, window, first_tokens, causal, buckets=None, seed=0):
+    """Return which keys ``[S, D]`` the query ``[D]`` at position t meets, as a set."""
+    length = len(k)
+    reach = rounds * chunk_size + first_tokens + (window if causal else 2 * window + 1)
+    if t < reach if causal else length <= reach:
+        return set(range(t + 1 if causal else length))
+    past = reach * 2 ** int(math.log2(t / reach) + 1e-9) if causal else length
+    near = range(max(t - window + 1, 0), t + 1) if causal else range(t - window, t + window + 1)
+    met = {j for j in near if 0 <= j < length} | set(range(first_tokens))
+    center = k[:past].mean(0)
+    for kind, fineness in enumerate(FINENESS):
+        its_rounds = len(range(kind, rounds, len(FINENESS)))
+        span = 2 * past if causal else past
+        count = buckets or min(max(1, int(fineness * span) // chunk_size), MOST)
+        count = min(count, past - first_tokens)
+        draw = torch.rand(its_rounds, count, generator=named_generator(seed, past, kind)).double()
+        for r in range(its_rounds):
+            edges = [first_tokens + (past - first_tokens) * i // count for i in range(count + 1)]
+            stretches = zip(edges[:-1], edges[1:], draw[r].tolist(), strict=True)
+            pivots = k[[low + int(x * (high - low)) for low, high, x in stretches]]
+            distance = (k[:, None] - pivots).square().sum(-1)  # [S, P]
+            home = distance.argmin(1)
+            mine = ((pivots - center) @ q).argmax()
+            bucket = [j for j in range(first_tokens, length) if home[j] == mine]
+            if causal:  # the latest behind the window
+                met |= set([j for j in bucket if j <= t - window][-chunk_size:])
+            else:  # those around it
+                at = sum(j <= t for j in bucket) - chunk_size // 2
+                at = max(min(at, len(bucket) - chunk_size), 0)
+                met |= set(bucket[at : at + chunk_size])
+    return met
+
+
+def met_by(q, k, rule):
+    """Return the meetings of an operator, for all rows and heads."""
+    return lsh_meetings(q, k, None, None, None, torch.tensor([0]), [], list(map(int, rule)))
+
+
+@pytest.mark.parametrize("buckets", [None, 5])
+@pytest.mark.parametrize("causal", [True, False])
+def test_queries_meet_the_keys_that_the_rule_says(causal, buckets):
+    q, k, v = qkv(61, batch=1)
+    rule = Rule(False, causal, 3, 4, buckets or 0, 3, 2)
+    met = met_by(q, k, rule)
+    expected = torch.zeros_like(met)
+    for head in range(4):
+        for t in range(61):
+            keys = keys_met(
+                q[0, head, t], k[0, head // 2], t, **SMALL, causal=causal, buckets=buckets
+            )
+            expected[0, head, t, list(keys)] = 1
+    assert torch.equal(met, expected)  # each key once, though several rounds find it
+    right = softmax_attention(q, k, v, mask=expected > 0).out
+    for impl in ("torch", "reference"):
+        found = lsh_attention(q, k, v, **SMALL, causal=causal, num_buckets=buckets, impl=impl)
+        assert_close(found, right, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [9, 12, 60])
+def test_more_first_tokens_than_all_else(length, causal):
+    q, k, v = qkv(length, batch=1, heads=1, key_heads=1)
+    options = {"rounds": 1, "chunk_size": 1, "window": 1, "first_tokens": 5}
+    seen = torch.zeros(1, 1, length, length, dtype=torch.bool)
+    for t in range(length):
+        seen[0, 0, t, list(keys_met(q[0, 0, t], k[0, 0], t, **options, causal=causal))] = True
+    found = lsh_attention(q, k, v, **options, causal=causal)
+    assert_close(found, softmax_attention(q, k, v, mask=seen).out)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_sequence_that_the_rounds_would_meet_whole_is_attended_to_in_full(causal):
+    reach = 17 if causal else 21
+    q, k, v = qkv(reach)
+    mask = torch.ones(reach, reach, dtype=torch.bool).tril() if causal else None
+    found = lsh_attention(q, k, v, **SMALL, causal=causal)
+    assert_close(found, softmax_attention(q, k, v, mask=mask).out)
+    q, k, v = qkv(reach + 8)
+    mask = torch.ones(reach + 8, reach + 8, dtype=torch.bool).tril() if causal else None
+    whole = softmax_attention(q, k, v, mask=mask).out
+    assert (lsh_attention(q, k, v, **SMALL, causal=causal) - whole).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", ["asymmetric", "shared"])
+def test_rounding_costs_no_more_than_in_the_reference(form, dtype):
+    inputs = qkv(300, dtype=dtype, size=16)
+
+    def run(x, impl):
+        if form == "shared":
+            return shared_qk_attention(*x, rounds=2, chunk_size=16, impl=impl)
+        return lsh_attention(*x, **{**SMALL, "chunk_size": 16}, impl=impl)
+
+    exact = run([x.double() for x in inputs], "reference")
+    plain, ours = run(inputs, "reference"), run(inputs, "torch")
+    budget = 2 * (plain - exact).abs().max() + 2 * torch.finfo(dtype).eps * exact.abs().max()
+    assert (ours - exact).abs().max() <= budget
+
+
+@pytest.mark.parametrize(
+    ("chunk", "length", "dtype"),
+    [(4, 300, torch.float32), (4, 300, torch.float64), (64, 1100, torch.float32)],
+)
+def test_later_tokens_change_no_bit(chunk, length, dtype):
+    """Whatever they become: blocks, lanes and shapes of products depend on the past alone."""
+    size = 64 if chunk == 64 else 8
+    x = qkv(length, batch=1, heads=2, key_heads=1, size=size, value_size=size, dtype=dtype)
+    options = {"rounds": 2, "chunk_size": chunk, "window": 9}
+    out = lsh_attention(*x, **options)
+    for cut in (length // 3, length // 2 + 1, length - 1):
+        for change in (lambda later: 6 * later, lambda later: 3 * torch.randn_like(later)):
+            changed = [torch.cat([t[:, :, :cut], change(t[:, :, cut:])], 2) for t in x]
+            found = lsh_attention(*changed, **options)
+            assert torch.equal(found[:, :, :cut], out[:, :, :cut])
+            assert not torch.equal(found[:, :, cut:], out[:, :, cut:])
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_the_last_queries_get_what_they_get_in_one_pass(impl):
+    q, k, v = qkv(90)
+    whole = lsh_attention(q, k, v, **SMALL, impl=impl)
+    for count in (1, 7, 40, 89):
+        found = lsh_attention(q[:, :, -count:], k, v, **SMALL, impl=impl)
+        assert_close(found, whole[:, :, -count:])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("form", ["asymmetric", "shared"])
+def test_sequences_of_a_row_equal_the_sequences_alone(form, causal):
+    q, k, v = (x.requires_grad_() for x in qkv(70, batch=4))
+    ids = torch.full((4, 70), -1)
+    ids[0], ids[1, :33], ids[3, 4:70:2] = 5, 0, 0  # two of one length, and a row of padding
+    ids[3, 5:70:2] = 1  # whatever lies between
+    ids[3, 60:] = -1
+
+    def run(*x, segments=None):
+        if form == "shared":
+            return shared_qk_attention(*x, rounds=2, chunk_size=4, causal=causal, segments=segments)
+        return lsh_attention(*x, **SMALL, causal=causal, segments=segments)
+
+    out = run(q, k, v, segments=(ids, ids))
+    out.square().sum().backward()
+    for row, number in ((0, 5), (1, 0), (3, 0), (3, 1)):
+        where = ids[row] == number
+        alone = [x[[row]][:, :, where].detach().requires_grad_() for x in (q, k, v)]
+        expected = run(*alone)
+        expected.square().sum().backward()
+        assert_close(out[[row]][:, :, where], expected)
+        for mine, its in zip((q, k, v), alone, strict=True):
+            assert_close(mine.grad[[row]][:, :, where], its.grad)
+    nothing = (ids < 0)[:, None, :, None]
+    assert (out.masked_select(nothing) == 0).all()
+    assert all((x.grad.masked_select(nothing) == 0).all() for x in (q, k, v))
+
+
+def test_a_seed_decides_and_nothing_else():
+    x, state = qkv(200), torch.get_rng_state()
+    first, again, other = (lsh_attention(*x, **SMALL, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    named = lsh_attention(*x, **SMALL, seed=torch.tensor([1]))
+    assert torch.equal(named, first)
+    shared = [shared_qk_attention(*x, chunk_size=8, seed=seed) for seed in (1, 1, 2)]
+    assert torch.equal(shared[0], shared[1])
+    assert not torch.equal(shared[0], shared[2])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("form", ["asymmetric", "shared"])
+def test_gradients(form, causal):
+    x = [t.requires_grad_() for t in qkv(40, batch=1, heads=2, key_heads=1, size=4, value_size=3)]
+
+    def run(*x):
+        if form == "shared":
+            return shared_qk_attention(*x, rounds=2, chunk_size=8, causal=causal)
+        return lsh_attention(*x, **SMALL, causal=causal, scale=0.7)
+
+    assert torch.autograd.gradcheck(run, x, fast_mode=True)
+
+
+def test_work_per_query_does_not_grow():
+    """What remains is hashing, with a bounded number of pivots; benchmarks/ops.py times it."""
+    rule, scores = Rule(False, True, 2, 64, 0, 32, 4), []
+    for length in (2048, 16384):
+        q, count = torch.randn(1, 1, length, 16), 0
+        for level in levels(rule, 0, length):
+            part, keys = q[:, :, level.begin : level.end], q[:, 0, : level.keys]
+            for order in Orders(part, keys, rule, level, (0,)).list:
+                layout = Layout(order, 16)
+                for at, _ in layout.batches(64):
+                    count += 64 * layout.queries[at].numel()
+        scores.append(count / length)
+    assert scores[1] <= 1.05 * scores[0] <= 1.05 * 2 * (2 * 2 * 64 + 3 * 32)
+
+
+# -- the paper's form, as transformers has it ------------------------------------------------------
+
+
+def peer(length, *, chunk, rounds, buckets, causal, heads=2, size=8, std=0.5):
+    """Return transformers' layer in float64 and, once it has run, the rotations that it drew."""
+    config = ReformerConfig(
+        attention_head_size=size,
+        num_attention_heads=heads,
+        hidden_size=heads * size,
+        num_hashes=rounds,
+        num_buckets=buckets,
+        lsh_attn_chunk_length=chunk,
+        is_decoder=causal,
+        lsh_attention_probs_dropout_prob=0.0,
+        max_position_embeddings=length,
+        hash_seed=3,
+    )
+    layer = LSHSelfAttention(config).double()
+    torch.nn.init.normal_(layer.query_key.weight, std=std)
+    torch.nn.init.normal_(layer.value.weight, std=std)
+    columns = sum([buckets] if isinstance(buckets, int) else buckets) // 2
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        rotations = torch.randn(heads, size, rounds, columns, dtype=torch.float64)
+    return layer, rotations
+
+
+def split(x, heads):
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("length", "chunk", "rounds", "buckets"),
+    [(64, 8, 1, 8), (64, 8, 3, 8), (64, 8, 2, [2, 4]), (48, 16, 4, 6), (16, 8, 2, 2), (8, 8, 2, 2)],
+)
+def test_it_is_what_transformers_computes(length, chunk, rounds, buckets, causal, impl):
+    layer, rotations = peer(length, chunk=chunk, rounds=rounds, buckets=buckets, causal=causal)
+    hidden = torch.randn(2, length, 16, dtype=torch.float64)
+    with torch.random.fork_rng():
+        theirs = layer(hidden).hidden_states
+        their_gradient = torch.autograd.grad(theirs.square().sum(), layer.parameters())
+    q, v = split(layer.query_key(hidden), 2), split(layer.value(hidden), 2)
+    options = {"rounds": rounds, "chunk_size": chunk, "num_buckets": buckets, "impl": impl}
+    ours = shared_qk_attention(q, q, v, **options, causal=causal, rotations=rotations)
+    ours = ours.transpose(1, 2).flatten(2)
+    assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
+    gradient = torch.autograd.grad(ours.square().sum(), layer.parameters())
+    assert_close(gradient, their_gradient, atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_it_is_what_transformers_computes_in_float32(causal):
+    layer, rotations = peer(1024, chunk=64, rounds=4, buckets=32, causal=causal, size=32, std=0.1)
+    layer, hidden = layer.float(), torch.randn(1, 1024, 64)
+    layer.hash_seed = None  # it draws float32 numbers here, which are others
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(3)
+        rotations = torch.randn(2, 32, 4, 16)
+        torch.manual_seed(3)
+        theirs = layer(hidden).hidden_states
+        q, v = split(layer.query_key(hidden), 2), split(layer.value(hidden), 2)
+        options = {"rounds": 4, "chunk_size": 64, "num_buckets": 32, "causal": causal}
+        ours = shared_qk_attention(q, q, v, **options, rotations=rotations)
+    # Who meets no other key there weighs its rounds by logs of sums of -1e5, rounded to 0.008
+    alone = (ours - v).abs().amax(-1, keepdim=True) < 1e-6
+    assert alone[:, :, 0].all() or not causal
+    assert alone.sum() <= 8
+    error = (ours - split(theirs, 2)).masked_fill(alone, 0)
+    assert error.abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_has_a_bucket_of_its_own_as_in_transformers(causal):
+    length, real = 64, torch.ones(2, 64, dtype=torch.bool)
+    real[1, 58:] = False  # within the last chunk
+    layer, rotations = peer(length, chunk=8, rounds=3, buckets=8, causal=causal)
+    hidden = torch.randn(2, length, 16, dtype=torch.float64)
+    with torch.random.fork_rng():
+        theirs = layer(hidden, attention_mask=real).hidden_states
+    q, v = split(layer.query_key(hidden), 2), split(layer.value(hidden), 2)
+    segments = (real.long() - 1, real.long() - 1)
+    options = {"rounds": 3, "chunk_size": 8, "num_buckets": 8, "causal": causal}
+    ours = shared_qk_attention(q, q, v, **options, rotations=rotations, segments=segments)
+    assert_close(ours.transpose(1, 2).flatten(2)[real], theirs[real], atol=1e-9, rtol=1e-9)
+
+
+def test_the_first_token_sees_itself_and_no_other_sees_its_own():
+    q, _, v = qkv(64, heads=2, key_heads=2)
+    options = {"rounds": 2, "chunk_size": 8, "num_buckets": 4}
+    assert_close(shared_qk_attention(q, q, v, **options)[:, :, 0], v[:, :, 0])
+    for causal in (True, False):
+        eye = torch.eye(64, dtype=torch.float64).expand(2, 2, -1, -1)
+        weights = shared_qk_attention(q, q, eye, **options, causal=causal)
+        own = weights.diagonal(dim1=2, dim2=3)
+        alone = (own - 1).abs() < 1e-12
+        assert ((own == 0) | alone).all()
+        assert alone[:, :, 0].all() or not causal
+        assert causal == bool(alone.any())
+
+
+def test_other_keys_than_queries_are_sorted_apart():
+    q, k, v = qkv(100, batch=1, size=16)
+    out = shared_qk_attention(q, k, v, rounds=2, chunk_size=8)
+    met = lsh_meetings(
+        q, k, None, None, None, torch.tensor([0]), [], list(map(int, Rule(True, True, 2, 8)))
+    )
+    unit = k / k.norm(dim=-1, keepdim=True)
+    dense = softmax_attention(q, unit, v, scale=1.0, mask=met > 0, bias=met.clamp_min(1).log()).out
+    assert_close(out, dense, atol=1e-5, rtol=1e-5)  # beside what guards a division by zero
+    assert met.sum(-1).max() <= 2 * 2 * 8
+
+
+# -- what goes with them ---------------------------------------------------------------------------
+
+
+def test_what_does_not_go_together_is_refused():
+    q, k, v = qkv(9)
+    with pytest.raises(UnsupportedError, match="Did you mean 'torch'"):
+        lsh_attention(q, k, v, impl="troch")
+    with pytest.raises(UnsupportedError, match="5 queries and 9 keys"):
+        lsh_attention(q[:, :, :5], k, v, causal=False)
+    with pytest.raises(UnsupportedError, match="9 queries and 5 keys"):
+        lsh_attention(q, k[:, :, :5], v[:, :, :5])
+    with pytest.raises(UnsupportedError, match="1 queries and 9 keys"):
+        shared_qk_attention(q[:, :, :1], k, v)
+
+
+def test_empty_sequences_work():
+    out = lsh_attention(*(x[:, :, :0] for x in qkv(3)))
+    assert out.shape == (2, 4, 0, 6)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_operator_keeps_its_promises_to_the_compiler(shared):
+    q, k, v = (x.float().requires_grad_() for x in qkv(40))
+    rule = Rule(shared, True, 2, 4, 0, 3, 0)
+    ids = torch.zeros(2, 40, dtype=torch.long)
+    given = (q, k, v, 0.5, ids, ids, None, torch.tensor([1]), [], list(map(int, rule)))
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(lsh_blocks, given, test_utils=checks)
+
+
+def test_it_compiles_without_a_break():
+    torch._dynamo.reset()
+    x = [t.requires_grad_() for t in qkv(60)]
+    compiled = torch.compile(lsh_attention, backend="aot_eager", fullgraph=True)
+    for impl in ("torch", "reference"):
+        expected = lsh_attention(*x, **SMALL, impl=impl)
+        found = compiled(*x, **SMALL, impl=impl)
+        assert_close(found, expected)
+        gradients = [torch.autograd.grad(out.sum(), x) for out in (found, expected)]
+        assert_close(*gradients)
+    torch._dynamo.reset()
