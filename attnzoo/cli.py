@@ -213,10 +213,7 @@ def recover(
 
     if (attention is None) == (plan is None):
         raise SpecError("recover takes either --attention (with --set, --layers) or --plan FILE")
-    if plan:
-        spec, weights = read_plan(plan)
-    else:
-        spec, weights = _spec(str(attention), option, layers, else_), None
+    spec, weights = read_plan(plan) if plan else (_spec(attention, option, layers, else_), None)
     config = RecoverConfig(
         transfer_steps=transfer_steps,
         distil_steps=distil_steps,
@@ -244,11 +241,12 @@ def recover(
 
 
 def _spec(
-    attention: str, option: list[str] | None, layers: list[str] | None, else_: str | None
+    attention: str | None, option: list[str] | None, layers: list[str] | None, else_: str | None
 ) -> Any:
     """Make a spec of what the command line says."""
     from attnzoo.spec import AttentionSpec
 
+    assert attention is not None
     return AttentionSpec(
         attention,
         layers=dict(_pair(text, "--layers", "0-1=flash") for text in layers or ()),

@@ -18,9 +18,14 @@ from transformers.utils import logging as transformers_logging
 import attnzoo
 from attnzoo.bench import machine
 from attnzoo.demo.measure import Result, measure_decoding, measure_quality
-from attnzoo.demo.text import Judged, embedded_model_path, judge_on, longest_context
+from attnzoo.demo.text import (
+    Judged,
+    embedded_model_path,
+    judge_on,
+    longest_context,
+    refuse_encoder,
+)
 from attnzoo.errors import AttnzooError, SpecError
-from attnzoo.integrations.layers import attention_layers
 from attnzoo.registry import available_backends, get_backend
 from attnzoo.spec import AttentionSpec
 
@@ -28,8 +33,8 @@ WINDOW = 32  # of the control: a model that sees this many tokens and nothing el
 LENGTHS = (256, 1024, 4096, 16384)
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "flash": ({}, {"window": WINDOW}),
-    "linear": ({}, {"feature_map": "exp"}, {"feature_map": "hedgehog"}),
-    "gated_linear": ({"gate": "alibi"}, {"gate": "gla"}),
+    "linear": ({}, {"feature_map": "hedgehog"}, {"feature_map": "hedgehog", "window": WINDOW}),
+    "gated_linear": ({"gate": "alibi"}, {"gate": "gla"}, {"gate": "gla", "window": WINDOW}),
     "longformer": ({"window": 128},),
     "linformer": ({"block": 64},),
     "reformer": ({"chunk_size": 16},),  # 8 rounds, window 32: of 512 keys, 164 are met at most
@@ -66,18 +71,6 @@ def load(path: Path, spec: AttentionSpec) -> Any:
     ).eval()
 
 
-def refuse_encoder(path: Path) -> None:
-    """Refuse a model that sees what comes next: its loss would mean nothing."""
-    config = AutoConfig.from_pretrained(path)
-    with torch.device("meta"):
-        layers = attention_layers(AutoModelForCausalLM.from_config(config))
-    if not all(layer.geometry.causal for layer in layers):
-        raise SpecError(
-            f"{str(path)!r} holds a {config.model_type} model that is not causal; the demo "
-            "measures text prediction and decoding, so give --model a decoder"
-        )
-
-
 def run_demo(
     *,
     model: Path | None,
@@ -101,7 +94,7 @@ def run_demo(
         raise SpecError(
             f"{str(path)!r} holds no model (no config.json); give --model a folder that does"
         )
-    refuse_encoder(path)
+    refuse_encoder(path, "the demo measures text prediction and decoding")
     rows, lengths = (8, list(LENGTHS[:2])) if quick else (48, list(LENGTHS))
     limit = longest_context(path)
     if limit is not None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from attnzoo.corpus import Repeat, add_repeats, cut_rows, read_bytes, standard_library_files
 from attnzoo.errors import SpecError
+from attnzoo.integrations.layers import attention_layers
 
 EMBEDDED = "assets/tiny-llama"
 
@@ -78,3 +79,20 @@ def longest_context(path: Path) -> int | None:
     rotary = any(getattr(config, name, None) for name in ("rope_parameters", "rope_theta"))
     limit = getattr(config, "max_position_embeddings", None)
     return None if rotary or limit is None else int(limit)
+
+
+def refuse_encoder(path: Path, what: str) -> None:
+    """Refuse a model that sees what comes next: its loss would mean nothing.
+
+    Args:
+        path: Folder of a saved model.
+        what: What was to be done with it, for the message.
+    """
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        layers = attention_layers(AutoModelForCausalLM.from_config(config))
+    if not all(layer.geometry.causal for layer in layers):
+        raise SpecError(
+            f"{str(path)!r} holds a {config.model_type} model that is not causal; {what}, so give "
+            "a decoder"
+        )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from attnzoo.demo.text import refuse_encoder
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.integrations.convert import restore, swap
 from attnzoo.integrations.layers import attention_layers
@@ -256,6 +257,7 @@ def make_plan(
         window: Tokens beyond which attention counts as far.
         tick: Called with what is being measured.
     """
+    refuse_encoder(path, "a plan measures text prediction")
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     planner = Planner(model, rows, candidates, window=window, tick=tick)
     kept = kept_layers(keep_softmax, len(planner.numbers))

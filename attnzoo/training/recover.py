@@ -15,6 +15,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from attnzoo.demo.text import refuse_encoder
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.integrations.attention import NAME
 from attnzoo.integrations.convert import swap
@@ -105,6 +106,7 @@ def load_swapped(path: Path, spec: AttentionSpec) -> PreTrainedModel:
             f"{str(path)!r} is swapped already; give the model as it was before, whose attention "
             "is to be recovered"
         )
+    refuse_encoder(path, "recovery trains text prediction")
     config.attnzoo = spec.to_dict()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         path, config=config, attn_implementation=NAME, dtype=torch.float32
@@ -147,13 +149,7 @@ def recover(
     """
     config = config or RecoverConfig()
     loop = config.loop
-    accelerator = Accelerator(
-        dataloader_config=DataLoaderConfiguration(
-            split_batches=True, use_seedable_sampler=True, data_seed=loop.seed
-        ),
-        step_scheduler_with_optimizer=False,
-    )
-    torch.manual_seed(loop.seed)
+    accelerator = make_accelerator(loop.seed)
     train, held_out = load_rows(path, data, column, config)
     model: Any = load_swapped(path, spec)
     name = _weights_name(model)
@@ -194,6 +190,17 @@ def recover(
         checkpoints.clear()
     accelerator.wait_for_everyone()
     return results
+
+
+def make_accelerator(seed: int) -> Accelerator:
+    """Return what splits every batch over the processes, in an order that the seed decides."""
+    torch.manual_seed(seed)
+    return Accelerator(
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=True, use_seedable_sampler=True, data_seed=seed
+        ),
+        step_scheduler_with_optimizer=False,
+    )
 
 
 def _transfer(model: PreTrainedModel, loop: Loop, config: RecoverConfig, tell: Tell) -> None:
