@@ -34,7 +34,7 @@ from attnzoo.ops.reformer_blocks import Step
 from attnzoo.ops.reformer_rule import Rule, named_generator
 
 BLOCK = 32  # queries of a block
-LANES = 16  # numbers in the widest vector registers; see Spread
+LANES = 16  # numbers in the widest vector registers; tiles of keys are as wide or a multiple
 STEP = 2**17  # scores of a step: small enough for the cache of a core
 GROWTH = 2  # the length of one level over that of the one before
 MOST = 256  # pivots of a round, lest the cost of finding them outgrow that of attending
@@ -67,7 +67,7 @@ def levels(rule: Rule, begin: int, length: int) -> Iterator[Level]:
 class Order(NamedTuple):
     """An order of keys, the interval of its places that each query sees, and queries in blocks."""
 
-    keys: Tensor  # [U, places]: the key in each place; any key where nothing stands
+    keys: Tensor  # [U, S]: the key in each place
     places: Tensor  # [U, S]: the place of each key
     blocks: Tensor  # [U, blocks, C]: queries of a bucket by rising intervals; -1: none
     begin: Tensor  # [U, N]: the interval of each query
@@ -128,14 +128,12 @@ class Orders:
         edges = length * torch.arange(count + 2, device=self.device).expand(self.units, -1)
         positions = torch.arange(length, device=self.device)
         codes, keys = (key_buckets * length + positions).sort(-1)
-        spread = Spread(torch.searchsorted(codes, edges), LANES, length)
-        at = spread.places(codes // length)
-        places = torch.empty_like(keys).scatter_(1, keys, at)
-        keys = torch.zeros_like(keys[:, :1]).repeat(1, spread.room).scatter_(1, at, keys)
+        places = torch.empty_like(keys).scatter_(1, keys, positions.expand_as(keys))
         t = self.positions.repeat(self.groups)
         wanted, queries = (query_buckets * length + t).sort(dim=-1, stable=True)
         bucket = wanted // length
-        low, high = spread.old.gather(1, bucket), spread.old.gather(1, bucket + 1)
+        starts = torch.searchsorted(codes, edges)
+        low, high = starts.gather(1, bucket), starts.gather(1, bucket + 1)
         if rule.causal:  # the latest of the bucket that stand behind the window
             end = torch.searchsorted(codes, wanted - rule.window, right=True).maximum(low)
             begin = torch.maximum(end - rule.chunk, low)
@@ -143,51 +141,38 @@ class Orders:
             here = torch.searchsorted(codes, wanted, right=True) - rule.chunk // 2
             begin = torch.maximum(torch.minimum(here, high - rule.chunk), low)
             end = torch.minimum(begin + rule.chunk, high)
-        shift = spread.new.gather(1, bucket) - low
-        begin, end = (torch.empty_like(x).scatter_(1, queries, x + shift) for x in (begin, end))
-        blocks = Spread(torch.searchsorted(wanted, edges), BLOCK, queries.shape[1])
-        slots = torch.full_like(queries[:, :1], -1).repeat(1, blocks.room)
-        slots.scatter_(1, blocks.places(bucket), queries)
-        return Order(keys, places, slots.unflatten(1, (-1, BLOCK)), begin, end)
+        begin, end = (torch.empty_like(x).scatter_(1, queries, x) for x in (begin, end))
+        blocks = in_blocks(queries, bucket, torch.searchsorted(wanted, edges))
+        return Order(keys, places, blocks, begin, end)
 
 
-class Spread:
-    """Sorted things with gaps behind each bucket, so that every bucket begins at a multiple.
+def in_blocks(queries: Tensor, bucket: Tensor, starts: Tensor) -> Tensor:
+    """Put sorted queries into blocks of one bucket each, ``[U, blocks, C]``, -1 where none stands.
 
-    So what shares a block, and the lane of a vector register in which a number is summed, depend
-    on a bucket's earlier things alone: no later token changes a bit of what an earlier one gets.
+    So the blocks of a query, the first key beside it, and with both the order in which its sums are
+    made, depend on its bucket's earlier queries and keys alone: no later token changes a bit of it.
 
     Args:
-        starts: Where each bucket begins among the sorted things, and the last one ends.
-        multiple: Of what buckets begin at a multiple.
-        count: How many things there are.
+        queries: ``[U, N]``.
+        bucket: The bucket of each.
+        starts: Where each bucket begins among them, and the last one ends.
     """
-
-    def __init__(self, starts: Tensor, multiple: int, count: int) -> None:
-        sizes = -(-starts.diff(dim=-1) // multiple) * multiple
-        self.old, self.new = starts, F.pad(sizes.cumsum(-1), (1, 0))
-        self.room = (-(-count // multiple) + starts.shape[-1] - 1) * multiple  # enough in any case
-
-    def places(self, bucket: Tensor) -> Tensor:
-        """Return where each thing stands, given the bucket of each sorted one."""
-        shift = (self.new - self.old).gather(1, bucket)
-        return torch.arange(bucket.shape[1], device=bucket.device) + shift
+    sizes = -(-starts.diff(dim=-1) // BLOCK) * BLOCK
+    shift = F.pad(sizes.cumsum(-1), (1, 0)) - starts
+    places = torch.arange(queries.shape[1], device=queries.device) + shift.gather(1, bucket)
+    room = BLOCK * (-(-queries.shape[1] // BLOCK) + starts.shape[1] - 1)  # enough in any case
+    slots = queries.new_full((len(queries), room), -1).scatter_(1, places, queries)
+    return slots.view(len(queries), -1, BLOCK)
 
 
 class Layout:
-    """An order laid out for steps: blocks of queries, the widest stretches of places first.
+    """An order laid out for steps: blocks of queries, the widest stretches of places first."""
 
-    Args:
-        order: The order.
-        multiple: Of what the places of blocks begin at a multiple.
-    """
-
-    def __init__(self, order: Order, multiple: int) -> None:
+    def __init__(self, order: Order) -> None:
         units, count = order.begin.shape
         unit = torch.arange(units, device=order.begin.device)[:, None]
-        size, room = order.places.shape[1], order.keys.shape[1]
-        self.room = room
-        self.keys = (order.keys + size * unit).flatten()  # [U places]: the key in each place
+        self.size = order.keys.shape[1]
+        self.keys = (order.keys + self.size * unit).flatten()  # [U S]: the key in each place
         self.places = order.places.flatten().float()  # [U S]: the place of each key
         # of the interval that each query sees, and of one more that stands for none, [U N + 1]
         self.middle = F.pad((order.begin + order.end - 1).flatten().float() / 2, (0, 1))
@@ -196,12 +181,12 @@ class Layout:
         unit = unit.repeat_interleave(order.blocks.shape[1], 0)  # [blocks, 1]
         queries = torch.where(stands, blocks + count * unit, units * count)
         begin, end = (F.pad(x.flatten(), (0, 1)).take(queries) for x in (order.begin, order.end))
-        begin, end = begin[:, 0] // multiple * multiple, end.amax(-1)
+        begin, end = begin[:, 0], end.amax(-1)
         widths, widest = (end - begin).sort(descending=True, stable=True)
         self.widths: list[int] = widths.tolist()
         self.queries = queries.index_select(0, widest)  # [blocks, C]
         self.begin = begin.take(widest)[:, None]  # [blocks, 1]: the first place
-        self.first = (room * unit).take(widest)[:, None]
+        self.first = (self.size * unit).take(widest)[:, None]
 
     def batches(self, tile: int) -> Iterator[tuple[slice, int]]:
         """Yield the blocks of one step, and the first of ``tile`` places after a block's."""
@@ -224,7 +209,7 @@ def steps(orders: Orders) -> Iterator[Step]:
     """
     layouts: list[Layout] = []
     for index, order in enumerate(orders.list):
-        layout = Layout(order, LANES if index else 1)
+        layout = Layout(order)
         layouts.append(layout)
         middle, half = layout.intervals(layout.queries)
         earlier = [layouts[i] for i in orders.earlier(index)]
@@ -234,7 +219,7 @@ def steps(orders: Orders) -> Iterator[Step]:
         for at, ahead in layout.batches(len(tile)):
             keys = layout.begin[at] + tile.add(ahead)  # places, up to the next line but one
             away = (keys[:, None, :] - middle[at]).abs_().sub_(half[at])
-            keys = layout.keys.take(keys.clamp_max_(layout.room - 1).add_(layout.first[at]))
+            keys = layout.keys.take(keys.clamp_max_(layout.size - 1).add_(layout.first[at]))
             for where, its_middle, its_half in others:
                 inside = (where.take(keys)[:, None, :] - its_middle[at]).abs_()
                 torch.maximum(away, torch.sub(its_half[at], inside, out=inside), out=away)
@@ -242,7 +227,7 @@ def steps(orders: Orders) -> Iterator[Step]:
                 first = torch.arange(_round_up(orders.first, LANES), device=orders.device)
                 inside = half[at] - (first - middle[at]).abs_()
                 away = torch.cat([torch.maximum(inside, first - orders.first + 0.5), away], 2)
-                keys = torch.cat([layout.first[at] + first.clamp_max_(layout.room - 1), keys], 1)
+                keys = torch.cat([layout.first[at] + first.clamp_max_(layout.size - 1), keys], 1)
             yield Step(layout.queries[at], keys, away.clamp_min_(0))
 
 

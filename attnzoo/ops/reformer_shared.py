@@ -107,11 +107,14 @@ def chunk_steps(
 
 
 def _sorted(buckets: Tensor) -> Tensor:
-    """Return positions by bucket, and by position inside a bucket."""
-    length = buckets.shape[-1]
-    positions = torch.arange(length, device=buckets.device)
-    order: Tensor = (buckets * length + positions).sort(-1).indices
-    return order
+    """Return positions by bucket, and by position inside a bucket.
+
+    All rows go into one sort of whole numbers, which is several times faster than one for each.
+    """
+    rows = buckets.flatten(0, 1)
+    row = torch.arange(len(rows), device=rows.device)[:, None]
+    order = (rows + row * (rows.amax() + 1)).flatten().sort(stable=True).indices
+    return (order.view(rows.shape) - row * rows.shape[1]).view(buckets.shape)
 
 
 def _chunks(order: Tensor, chunk: int, length: int) -> Tensor:

@@ -224,7 +224,7 @@ def test_work_per_query_does_not_grow():
         for level in levels(rule, 0, length):
             part, keys = q[:, :, level.begin : level.end], q[:, 0, : level.keys]
             for order in Orders(part, keys, rule, level, (0,)).list:
-                layout = Layout(order, 16)
+                layout = Layout(order)
                 for at, _ in layout.batches(64):
                     count += 64 * layout.queries[at].numel()
         scores.append(count / length)
