@@ -93,6 +93,7 @@ class AttentionBackend(nn.Module):
     sinks: ClassVar[bool] = False
     dropout: ClassVar[bool] = False
     recurrent: ClassVar[bool] = False  # takes and returns a state: decoding goes on from it
+    exact_steps: ClassVar[bool] = False  # a single new token sees all cached keys, as softmax does
     state_grows: ClassVar[bool] = False  # with the sequence, though by less than its keys
     needs_hidden_states: ClassVar[bool] = False
     has_weights: ClassVar[bool] = True  # one matrix of weights per head, for all value channels

@@ -1,6 +1,7 @@
 """The reformer backend: options, draws, cached keys, and its life inside transformers' models."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -15,8 +16,9 @@ from attnzoo.backends.reformer import ReformerBackend, ReformerConfig
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
 from attnzoo.ops.reformer import lsh_attention, shared_qk_attention
+from attnzoo.ops.softmax import softmax_attention
 from attnzoo.registry import build_backend
-from attnzoo.testing import RULES, check_backend
+from attnzoo.testing import RULES, ConformanceError, check_backend
 
 H, HKV, D, E = 4, 2, 8, 6
 SMALL = {"chunk_size": 4, "num_hashes": 2, "window": 3, "first_tokens": 2}
@@ -43,6 +45,7 @@ def inputs(length, batch=2, dtype=torch.float64):
 CONFIGS = [  # all but the first hash the suite's short sequences
     ({}, None),
     ({"chunk_size": 7, "num_hashes": 2, "window": 3}, None),
+    ({"chunk_size": 7, "num_hashes": 2, "window": 3, "decoding": "hashed"}, [torch.float64]),
     ({"chunk_size": 16, "num_hashes": 1, "window": 1, "first_tokens": 0}, [torch.float32]),
     ({"chunk_size": 7, "num_hashes": 2, "window": 3, "impl": "reference"}, [torch.float64]),
     ({"chunk_size": 7, "num_hashes": 2, "form": "shared_qk"}, None),
@@ -57,6 +60,39 @@ def test_it_conforms(options, dtypes):
     causal = set() if config.form == "shared_qk" else {"causality", "decoding"}
     assert {"padding", "packing", "batching", "weights", *causal} <= set(report.passed)
     assert {*report.passed, *report.skipped} == {rule.name for rule in RULES}
+
+
+class HashesAll(ReformerBackend):
+    """Says that single tokens are exact, and hashes them all the same."""
+
+    def attend(self, inputs):
+        now, self.config = self.config, replace(self.config, decoding="hashed")
+        try:
+            return super().attend(inputs)
+        finally:
+            self.config = now
+
+
+def test_steps_that_are_not_as_exact_as_they_say_are_caught():
+    config = ReformerConfig(chunk_size=7, num_hashes=1, window=1, first_tokens=0)
+    with pytest.raises(ConformanceError, match="over cached keys") as caught:
+        check_backend(HashesAll, config=config, rules=("decoding",), dtypes=[torch.float64])
+    assert caught.value.rule == "decoding"
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_single_new_token_attends_exactly_to_all_cached_keys(padded):
+    q, k, v = inputs(40)
+    real = torch.ones(2, 40, dtype=torch.bool)
+    real[1, :9] = not padded
+    mask = AttentionMask(causal=True, q_offset=39, padding=real if padded else None)
+    backend = build(**SMALL)
+    out = backend(q[:, :, -1:], k, v, mask=mask).out
+    exact = softmax_attention(q[:, :, -1:], k, v, mask=real[:, None, None]).out
+    assert_close(out, exact)
+    assert backend.ran.impl == "sdpa"
+    hashed = build(**SMALL, decoding="hashed")(q[:, :, -1:], k, v, mask=mask).out
+    assert not torch.allclose(hashed, exact, atol=1e-3)
 
 
 # -- options -------------------------------------------------------------------------------------
@@ -218,7 +254,7 @@ def llama():
 
 
 def test_generation_equals_one_pass(llama, tmp_path):
-    attnzoo.swap(llama, "reformer", **SMALL)
+    attnzoo.swap(llama, "reformer", **SMALL, decoding="hashed")
     ids, mask = torch.randint(1, 60, (2, 40)), torch.ones(2, 40, dtype=torch.long)
     mask[1, :13] = 0
     given = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}

@@ -20,7 +20,7 @@ RECURRENT = [
     ("gated_linear", {"window": 4}),
     ("linformer", {"block": 5, "num_rows": 2}),
 ]
-HASHED = {"num_hashes": 2, "chunk_size": 2, "window": 2, "first_tokens": 1}
+HASHED = {"num_hashes": 2, "chunk_size": 2, "window": 2, "first_tokens": 1, "decoding": "hashed"}
 ALL = [*RECURRENT, ("performer", {"num_features": 16}), ("flash", {}), ("softmax", {})]
 ALL += [("reformer", HASHED)]
 NAMES = ["linear", "gated_linear", "window", "longformer", "hybrid", "linformer"]
