@@ -240,6 +240,25 @@ def recover(
         console.print(f"Written to {out}; load it with from_pretrained after `import attnzoo`.")
 
 
+@app.command()
+def evaluate(
+    path: Annotated[Path, typer.Argument(help="folder of a saved causal model that is swapped")],
+    data: Annotated[list[Path], typer.Option(help="text, .jsonl, .parquet, or folders of them")],
+    rows: Annotated[int, typer.Option(help="held-out rows to judge on")] = 32,
+    length: Annotated[int, typer.Option(help="tokens of a row")] = 512,
+    column: Annotated[str, typer.Option(help="field of JSON and parquet with the text")] = "text",
+) -> None:
+    """Judge a swapped model against its own attention, the window alone, and each branch."""
+    from attnzoo.training.recover import evaluate as evaluate_model
+    from attnzoo.training.report import lines_table
+
+    results = evaluate_model(
+        path, data, column=column, row_length=length, rows=rows, tell=console.print
+    )
+    console.print(lines_table(results))
+    console.print(results["verdict"], style="bold", soft_wrap=True)
+
+
 def _spec(
     attention: str | None, option: list[str] | None, layers: list[str] | None, else_: str | None
 ) -> Any:

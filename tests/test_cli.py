@@ -143,4 +143,42 @@ def test_help_is_quick():
 
 def test_commands_are_the_documented_ones():
     names = {c.name or c.callback.__name__ for c in app.registered_commands}
-    assert names == {"list", "describe", "swap", "demo", "plan", "recover"}
+    assert names == {"list", "describe", "swap", "demo", "plan", "recover", "evaluate"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for name in "ab":
+        (folder / f"{name}.txt").write_text(f"{name} says to {name} " * 40)
+    return folder
+
+
+def test_plan_recover_evaluate(saved, text, tmp_path, monkeypatch, capsys):
+    plan, out = tmp_path / "plan.json", tmp_path / "out"
+    data = ["--data", text, "--length", 48]
+    near, far = "longformer:window=4", "linear:feature_map=hedgehog,window=8"
+    given = ["plan", saved, *data, "--rows", 2, "--candidate", near, "--candidate", far]
+    code, printed, _ = run(monkeypatch, capsys, *given, "--keep-softmax", 1)
+    assert code in (0, None)
+    assert "Nothing was written" in printed
+    code, printed, _ = run(monkeypatch, capsys, *given, "--keep-softmax", 1, "--out", plan)
+    assert printed.count("flash") == 1
+    assert json.loads(plan.read_text())["spec"]["backend"] == "flash"
+    steps = ["--transfer-steps", 1, "--distil-steps", 1, "--batch", 2]
+    code, printed, _ = run(
+        monkeypatch, capsys, "recover", saved, *data, "--plan", plan, "--out", out, *steps
+    )
+    assert "raw swap" in printed
+    assert "far branch alone" in printed or "hedgehog" not in plan.read_text()
+    code, printed, _ = run(monkeypatch, capsys, "evaluate", out, *data)
+    assert code in (0, None)
+    assert "window alone" in printed
+
+
+def test_recover_wants_one_spec(saved, text, tmp_path, monkeypatch, capsys):
+    data = ["recover", saved, "--data", text, "--out", tmp_path / "out"]
+    for more in ([], ["--attention", "linear", "--plan", "plan.json"]):
+        code, _, problem = run(monkeypatch, capsys, *data, *more)
+        assert code == 2
+        assert "either --attention (with --set, --layers) or --plan FILE" in problem

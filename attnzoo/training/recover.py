@@ -192,6 +192,54 @@ def recover(
     return results
 
 
+def evaluate(
+    path: Path,
+    data: list[Path],
+    *,
+    column: str = "text",
+    row_length: int = 512,
+    rows: int = 32,
+    tell: Tell = lambda text: None,
+) -> dict[str, Any]:
+    """Judge a saved, swapped model on held-out text, beside its own attention and the window alone.
+
+    All lines have the saved weights: ``softmax`` is the model with its own attention, which after
+    training is not the model that it was made from.
+
+    Args:
+        path: Folder of a saved causal model that is swapped.
+        data: Text files, JSON lines, parquet, or folders of them; what :func:`recover` held out of
+            them is held out here.
+        column: Field of JSON and parquet that holds the text.
+        row_length: Tokens of a row.
+        rows: How many rows to judge on.
+        tell: Called with what is going on.
+
+    Returns:
+        ``verdict``, ``window`` and ``lines``, as in ``recovery.json``.
+
+    Raises:
+        AttnzooError: Something that was given cannot be used.
+    """
+    if getattr(read_config(path), NAME, None) is None:
+        raise SpecError(
+            f"{str(path)!r} is not swapped, so there is nothing to compare; `attnzoo recover` and "
+            "`attnzoo swap` write swapped models"
+        )
+    refuse_encoder(path, "this judges text prediction")
+    config = RecoverConfig(row_length=row_length, judged_rows=rows, repeat_share=0.0)
+    _, held_out = load_rows(path, data, column, config)
+    judged = judged_rows(held_out, rows)
+    tell(f"{len(judged.plain)} rows that were held out")
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    lines = {"softmax": softmax_quality(model, judged), "result": quality(model, judged)}
+    lines |= branch_qualities(model, judged)
+    window = window_of(model)
+    swap(model, "flash", window=window)
+    lines["window alone"] = quality(model, judged)
+    return {"verdict": verdict(lines), "window": window, "lines": as_data(lines)}
+
+
 def make_accelerator(seed: int) -> Accelerator:
     """Return what splits every batch over the processes, in an order that the seed decides."""
     torch.manual_seed(seed)

@@ -15,7 +15,7 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.training.checkpoints import CheckpointError
 from attnzoo.training.data import DataError
 from attnzoo.training.loop import LoopConfig, read_losses
-from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.training.recover import RecoverConfig, evaluate, recover
 
 STEPS = {"transfer_steps": 5, "distil_steps": 6, "row_length": 32, "judged_rows": 2}
 
@@ -73,6 +73,17 @@ def test_the_account_is_of_the_saved_model(saved, text, spec, tmp_path):
     assert quality(stock, judged).loss == pytest.approx(window)
     assert {"near branch alone", "far branch alone"} <= set(results["lines"])
     assert results["window"] == 4
+
+
+def test_a_saved_model_is_judged_as_it_was_when_made(saved, text, spec, tmp_path):
+    made = recover(saved, spec, [text], tmp_path / "out", config("extras"))
+    found = evaluate(tmp_path / "out", [text], row_length=32, rows=2)
+    assert found["window"] == made["window"]
+    for name in ("softmax", "window alone", "result", "near branch alone", "far branch alone"):
+        assert found["lines"][name]["loss"] == pytest.approx(made["lines"][name]["loss"])
+    assert found["verdict"] == made["verdict"]
+    with pytest.raises(SpecError, match="is not swapped, so there is nothing to compare"):
+        evaluate(saved, [text], row_length=32)
 
 
 @pytest.mark.parametrize("at", [2, 4, 6, 9])
