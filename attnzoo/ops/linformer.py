@@ -155,8 +155,9 @@ def project(x: Tensor, rows: Tensor, real: Tensor | None, share: Tensor | None) 
 def _sum_tokens(weights: Tensor, x: Tensor) -> Tensor:
     """Multiply ``[1 or Hkv, S, R]`` transposed with ``[B, Hkv, S, D]``."""
     batch, heads, tokens, size = x.shape
-    if weights.shape[0] == 1 and x.transpose(1, 2).is_contiguous():
-        # One product for all heads, which lie side by side in memory as models make them
+    if weights.shape[0] == 1:
+        # One product for all heads, which lie side by side in memory as models make them; where
+        # they do not, a copy costs less than a gradient of the weights for every head
         flat = weights[0].mT @ x.transpose(1, 2).reshape(batch, tokens, heads * size)
         return flat.view(batch, -1, heads, size).transpose(1, 2)
     return weights.mT @ x

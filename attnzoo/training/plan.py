@@ -31,6 +31,7 @@ EXACT = "flash"
 CANDIDATES = (  # what a plan chooses from unless told
     "longformer:window=128",
     "gated_linear:feature_map=hedgehog,window=32",
+    "reformer:chunk_size=16",
 )
 Tick = Callable[[str], None]
 
