@@ -251,10 +251,16 @@ def _figures(shown: list[Result]) -> list[tuple[str, str, Any]]:
     lines = []
     for name, title in (("decode_ms", "ms per token"), ("cache_bytes", "bytes")):
         figure = go.Figure(layout=clear)
-        for result in shown:
+        for number, result in enumerate(shown):
             points = getattr(result, name)
             figure.add_scatter(
-                x=list(points), y=list(points.values()), name=result.label, mode="lines+markers"
+                x=list(points),
+                y=list(points.values()),
+                name=result.label,
+                mode="lines+markers",
+                # colours come again after ten
+                line_dash="solid" if number < 10 else "dot",
+                marker_symbol="circle" if number < 10 else "diamond",
             )
         lengths = _lengths(shown)
         figure.update_xaxes(
