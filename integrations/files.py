@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from attnzoo.errors import SpecError
@@ -26,6 +25,13 @@ def read_config(path: Path) -> Any:
     if not (path / "config.json").is_file():
         raise SpecError(f"{str(path)!r} holds no saved model: config.json is not there")
     return AutoConfig.from_pretrained(path)
+
+
+def asks_for_swap(path: Any, config: Any = None) -> bool:
+    """Whether a saved model is loaded with a swap: by a given config, or by its own."""
+    if config is None and isinstance(path, str | Path) and (Path(path) / "config.json").is_file():
+        config = AutoConfig.from_pretrained(path)
+    return getattr(config, NAME, None) is not None
 
 
 def model_class(config: Any, path: Path) -> type[PreTrainedModel]:
@@ -64,10 +70,9 @@ def swap_files(path: Path, spec: AttentionSpec, out: Path) -> PreTrainedModel:
     config.attnzoo = spec.to_dict()
     try:
         model = cls.from_pretrained(path, config=config, attn_implementation=NAME)
-    except (SafetensorError, OSError, RuntimeError) as error:
+    except OSError as error:
         raise SpecError(
-            f"The weights in {str(path)!r} cannot be read ({error}). They may be cut short or "
-            "belong to another model; nothing was written."
+            f"The weights in {str(path)!r} cannot be read ({error}); nothing was written."
         ) from error
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:

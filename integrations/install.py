@@ -5,13 +5,16 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from attnzoo.backends.base import AttentionBackend
+from attnzoo.errors import SpecError
 from attnzoo.integrations import compat
 from attnzoo.integrations.attention import NAME, attention
 from attnzoo.integrations.convert import attach_when_built, initialise_backend
+from attnzoo.integrations.files import asks_for_swap
 from attnzoo.integrations.masks import make_mask
 
 
@@ -23,6 +26,7 @@ def install() -> None:
     AttentionMaskInterface.register(NAME, make_mask)  # without it the mask, and causality, is lost
     compat.note_recording()
     compat.write_implementation(NAME)
+    from_pretrained: Any = vars(PreTrainedModel)["from_pretrained"].__func__
     post_init = PreTrainedModel.post_init
     initialize_weights = PreTrainedModel._initialize_weights
 
@@ -41,6 +45,22 @@ def install() -> None:
             initialise_backend(module)  # after its children, so it has the last word
             vars(module)["_is_hf_initialized"] = True
 
+    @wraps(from_pretrained)
+    def from_pretrained_or_say_why(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return from_pretrained(cls, *args, **kwargs)
+        except (SafetensorError, RuntimeError) as error:
+            path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+            known = isinstance(error, SafetensorError) or "mismatch" in str(error)
+            if not known or not asks_for_swap(path, kwargs.get("config")):
+                raise
+            raise SpecError(
+                f"The weights in {str(path)!r} cannot be loaded into {cls.__name__} with the swap "
+                f"that its config asks for ({error}). They may be cut short, or saved under "
+                "another swap; nothing was loaded."
+            ) from error
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained_or_say_why)  # type: ignore[method-assign, assignment]
     PreTrainedModel.post_init = post_init_with_backends  # type: ignore[method-assign]
     PreTrainedModel._initialize_weights = initialize_backends_too  # type: ignore[method-assign]
     PreTrainedModel._attnzoo_installed = True  # type: ignore[attr-defined]

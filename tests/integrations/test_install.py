@@ -11,6 +11,7 @@ import accelerate
 import pytest
 import torch
 import transformers as hf
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing import assert_close
@@ -247,8 +248,12 @@ def test_truncated_file(saved):
     file = saved / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
-    with pytest.raises(Exception, match=r"(?i)incomplete|invalid|truncated|buffer"):
+    with pytest.raises(
+        SpecError, match=r"saved' cannot be loaded into LlamaForCausalLM .* cut short"
+    ):
         load(saved)
+    with pytest.raises(SpecError, match="cut short"):
+        hf.LlamaForCausalLM.from_pretrained(pretrained_model_name_or_path=saved)
 
 
 @pytest.fixture
@@ -267,7 +272,7 @@ def test_mismatching_extras_are_named(saved, report):
     name = next(n for n in tensors if n.endswith("layers.1.self_attn.attnzoo.gate.bias"))
     tensors[name] = torch.zeros(3, 3)
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(RuntimeError, match="mismatch"):
+    with pytest.raises(SpecError, match=r"(?s)mismatch.*saved under another swap"):
         load(saved)
     assert "attnzoo.gate.bias" in "".join(report)
 
@@ -276,8 +281,15 @@ def test_extras_of_another_spec_are_not_taken(saved, tmp_path):
     config = json.loads((saved / "config.json").read_text())
     config["attnzoo"]["options"] = {"gate": "gated_retention"}  # whose weights have other shapes
     (saved / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RuntimeError, match="mismatch"):
+    with pytest.raises(SpecError, match=r"(?s)mismatch.*saved under another swap"):
         load(saved)
+
+
+def test_files_without_a_swap_fail_as_they_do_in_transformers(stock):
+    file = stock / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(SafetensorError):
+        hf.AutoModelForCausalLM.from_pretrained(stock)
 
 
 # -- specs that do not fit -----------------------------------------------------------------------
