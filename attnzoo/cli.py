@@ -149,7 +149,7 @@ def plan(
 ) -> None:
     """Measure which layers can do without softmax, and choose an attention for each."""
     from attnzoo.training.plan import CANDIDATES, make_plan
-    from attnzoo.training.recover import RecoverConfig, load_rows, weights_of
+    from attnzoo.training.recover import RecoverConfig, load_rows
     from attnzoo.training.report import plan_table
 
     specs = {text: _candidate(text) for text in candidate or CANDIDATES}
@@ -160,7 +160,6 @@ def plan(
             train.tokens[:rows],
             specs,
             keep_softmax=keep_softmax,
-            weights=weights_of(path),
             window=window,
             tick=status.update,
         )
@@ -209,7 +208,7 @@ def recover(
     from attnzoo.training.plan import read_plan
     from attnzoo.training.recover import RecoverConfig
     from attnzoo.training.recover import recover as recover_model
-    from attnzoo.training.report import lines_table, progress_bar
+    from attnzoo.training.report import ProgressBar, lines_table
 
     if (attention is None) == (plan is None):
         raise SpecError("recover takes either --attention (with --set, --layers) or --plan FILE")
@@ -221,7 +220,7 @@ def recover(
         row_length=length,
         loop=LoopConfig(batch_size=batch, accumulate=accumulate, seed=seed),
     )
-    with progress_bar(console, {"transfer": transfer_steps, "distil": distil_steps}) as bar:
+    with ProgressBar(console, {"transfer": transfer_steps, "distil": distil_steps}) as bar:
         results = recover_model(
             path,
             spec,

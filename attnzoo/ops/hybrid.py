@@ -199,9 +199,8 @@ class Call(NamedTuple):
         far, length, size = self.far, self.q.shape[2], self.window
         log_decay, real, ids = far.log_decay, self.real, None
         if state is None:
-            keys, values = far.k[:, :, : length - size], self.v[:, :, : length - size]
-            if length <= size:
-                keys, values = keys[:, :, :0], values[:, :, :0]
+            leave = max(length - size, 0)
+            keys, values = far.k[:, :, :leave], self.v[:, :, :leave]
             queries, first = far.q[:, :, size:], size
             if log_decay is not None and log_decay.dim() > 1:
                 log_decay = log_decay[:, :, size:]
@@ -215,7 +214,7 @@ class Call(NamedTuple):
             keys = keys.masked_fill(~real[:, None, first:, None], 0)
         if self.ids is not None:  # nor one of another sequence
             ids = self.ids[:, size:]
-            keys = keys.masked_fill((ids != self.ids[:, : len(ids[0])])[:, None, :, None], 0)
+            keys = keys.masked_fill((ids != self.ids[:, : ids.shape[1]])[:, None, :, None], 0)
         out, after, _ = linear_attention(
             queries,
             keys,
@@ -254,22 +253,20 @@ class Call(NamedTuple):
     def around(self) -> tuple[Tensor, Tensor | None, None]:
         """Return the sums over what lies before and after the window."""
         far, length, skip = self.far, self.q.shape[2], self.window + 1
-        k, counts = far.k, None
-        if self.real is not None:
-            k = k.masked_fill(~self.real[:, None, :, None], 0)
+        counts = None
         total = far.q.new_zeros(*self.q.shape[:3], self.v.shape[3], dtype=self.v.dtype)
         if length > skip:
             early, late = slice(length - skip), slice(skip, length)
-            total = F.pad(self.sums(k, late, early), (0, 0, skip, 0))
-            total = total + F.pad(self.sums(k, early, late), (0, 0, 0, skip))
+            total = F.pad(self.sums(late, early), (0, 0, skip, 0))
+            total = total + F.pad(self.sums(early, late), (0, 0, 0, skip))
         if far.mean:
             before, after = self.places()
             counts = (before - self.window).clamp(min=0) + (after - self.window).clamp(min=0)
         return total, counts, None
 
-    def sums(self, k: Tensor, queries: slice, keys: slice) -> Tensor:
+    def sums(self, queries: slice, keys: slice) -> Tensor:
         """Pair some queries with the keys that end their windows, and sum over all beyond."""
-        q, k, v = self.far.q[:, :, queries], k[:, :, keys], self.v[:, :, keys]
+        q, k, v = self.far.q[:, :, queries], self.far.k[:, :, keys], self.v[:, :, keys]
         backwards, ids = queries.start is None, None
         if self.ids is not None:
             ids = self.ids[:, queries]

@@ -9,6 +9,7 @@ Letters: B batch, H heads, T tokens.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnzoo.demo.text import refuse_encoder
@@ -123,6 +124,16 @@ def kept_layers(keep_softmax: float, count: int) -> int:
     return kept
 
 
+def weights_name(model: nn.Module) -> str:
+    """Name a model's weights by what is in them, those of backends aside."""
+    digest = hashlib.sha256()
+    for name, x in sorted(model.state_dict().items()):
+        if ".attnzoo." not in name:
+            digest.update(name.encode())
+            digest.update(x.detach().float().sum().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 class Planner:
     """Measures a causal model under many swaps.
 
@@ -153,7 +164,7 @@ class Planner:
         self.numbers = sorted({x.geometry.layer for x in attention_layers(model)})
         if not self.numbers:
             raise SpecError(f"{type(model).__name__} has no attention layers to plan for")
-        self.exact = self._log_probabilities()
+        self.exact = self._logits()
 
     def spec_of(self, chosen: Mapping[int, str]) -> AttentionSpec:
         """Return the spec that gives layers their candidates and all others exact attention."""
@@ -226,9 +237,6 @@ class Planner:
             found[number] = (float(beyond), float(entropy))
         return found
 
-    def _log_probabilities(self) -> list[Tensor]:
-        return list(self._logits())
-
     @torch.no_grad()
     def _logits(self) -> list[Tensor]:
         return [
@@ -243,7 +251,6 @@ def make_plan(
     candidates: Mapping[str, AttentionSpec],
     *,
     keep_softmax: float,
-    weights: str,
     window: int = 32,
     tick: Tick = lambda text: None,
 ) -> Plan:
@@ -254,7 +261,6 @@ def make_plan(
         rows: Tokens to measure on, ``[B, T]``.
         candidates: Specs of one backend, by name.
         keep_softmax: Share or number of layers that stay exact.
-        weights: Names the model's weights, for those who read the plan.
         window: Tokens beyond which attention counts as far.
         tick: Called with what is being measured.
     """
@@ -269,5 +275,5 @@ def make_plan(
         divergence=planner.divergence(chosen),
         window=window,
         layers=measures,
-        weights=weights,
+        weights=weights_name(model),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -42,6 +41,7 @@ from attnzoo.training.evaluate import (
     window_of,
 )
 from attnzoo.training.loop import Loop, LoopConfig, Loss, Stage
+from attnzoo.training.plan import weights_name
 from attnzoo.training.transfer import Transfer, extras
 
 RESULTS = "recovery.json"
@@ -152,7 +152,7 @@ def recover(
     accelerator = make_accelerator(loop.seed)
     train, held_out = load_rows(path, data, column, config)
     model: Any = load_swapped(path, spec)
-    name = _weights_name(model)
+    name = weights_name(model)
     if weights is not None and weights != name:
         raise SpecError(
             f"The plan was made for a model with other weights than those in {str(path)!r}; make "
@@ -329,22 +329,6 @@ def _window_alone(path: Path, window: int, judged: Any, device: torch.device) ->
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     swap(model.to(device), "flash", window=window)
     return quality(model, judged)
-
-
-def weights_of(path: Path) -> str:
-    """Name the weights of a saved model by what is in them."""
-    read_config(path)
-    return _weights_name(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
-
-
-def _weights_name(model: nn.Module) -> str:
-    """Name a model's weights by what is in them, those of backends aside."""
-    digest = hashlib.sha256()
-    for name, x in sorted(model.state_dict().items()):
-        if ".attnzoo." not in name:
-            digest.update(name.encode())
-            digest.update(x.detach().float().sum().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _save(model: PreTrainedModel, path: Path, out: Path, results: dict[str, Any]) -> None:

@@ -58,11 +58,6 @@ class ProgressBar:
         )
 
 
-def progress_bar(console: Console, stages: Mapping[str, int]) -> ProgressBar:
-    """Return a bar for stages of so many steps."""
-    return ProgressBar(console, stages)
-
-
 def lines_table(results: Mapping[str, Any]) -> Table:
     """Lay out every line of ``recovery.json``: loss, recall, and how much of each is recovered."""
     table = Table(title="bits per byte on held-out text")

@@ -8,8 +8,8 @@ import transformers as hf
 import attnzoo
 from attnzoo.demo.text import embedded_model_path, judge_on
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.training.plan import Planner, kept_layers, make_plan, read_plan
-from attnzoo.training.recover import RecoverConfig, recover, weights_of
+from attnzoo.training.plan import Planner, kept_layers, make_plan, read_plan, weights_name
+from attnzoo.training.recover import RecoverConfig, recover
 
 ROWS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(2))
 CANDIDATES = {
@@ -80,8 +80,7 @@ def test_layers_may_be_kept_by_share_or_number():
 
 
 def test_a_plan_is_written_read_and_followed(saved, text, tmp_path):
-    options = {"keep_softmax": 1, "weights": weights_of(saved), "window": 5}
-    plan = make_plan(saved, ROWS, CANDIDATES, **options)
+    plan = make_plan(saved, ROWS, CANDIDATES, keep_softmax=1, window=5)
     plan.write(tmp_path / "plan.json")
     spec, weights = read_plan(tmp_path / "plan.json")
     assert spec.to_dict() == plan.spec.to_dict()
@@ -94,6 +93,15 @@ def test_a_plan_is_written_read_and_followed(saved, text, tmp_path):
         recover(saved, spec, [text], tmp_path / "other", config, weights="0123")
     (tmp_path / "bare.json").write_text(json.dumps(spec.to_dict()))
     assert read_plan(tmp_path / "bare.json")[1] is None
+
+
+def test_weights_are_named_by_what_is_in_them(model):
+    name = weights_name(model)
+    attnzoo.swap(model, "linear", feature_map="hedgehog")
+    assert weights_name(model) == name  # what a backend adds does not count
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    assert weights_name(model) != name
 
 
 def test_bad_plans_are_refused(model, tmp_path):
