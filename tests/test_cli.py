@@ -4,11 +4,10 @@ import sys
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
-from attnzoo import cli
 from attnzoo.cli import app, main
+from attnzoo.commands import terminal
 from attnzoo.registry import available_backends
 
 
@@ -33,8 +32,8 @@ def saved(tmp_path_factory):
 def run(monkeypatch, capsys, *arguments):
     """Call the command line in this process; returns exit code, output and errors."""
     monkeypatch.setattr(sys, "argv", ["attnzoo", *map(str, arguments)])
-    monkeypatch.setattr(cli, "console", Console(width=200))
-    monkeypatch.setattr(cli, "problems", Console(width=200, stderr=True))
+    monkeypatch.setattr(terminal.console, "width", 200)
+    monkeypatch.setattr(terminal.problems, "width", 200)
     with pytest.raises(SystemExit) as stop:
         main()
     captured = capsys.readouterr()
