@@ -29,10 +29,10 @@ from attnzoo.ops.linear_walk import (
     as_given,
     grouped,
     own,
-    room,
     times,
     times_rows,
 )
+from attnzoo.ops.room import room
 
 
 @torch.library.custom_op("attnzoo::linear_chunk", mutates_args=())

@@ -17,7 +17,8 @@ from torch.nn.functional import pad
 
 from attnzoo.ops.linear_chunk import linear_chunk
 from attnzoo.ops.linear_reference import LinearInputs, Result
-from attnzoo.ops.linear_walk import Sequences, Sums, Walk, as_given, grouped, own, room
+from attnzoo.ops.linear_walk import Sequences, Sums, Walk, as_given, grouped, own
+from attnzoo.ops.room import room
 from attnzoo.state import LinearState
 
 STRETCH = 128  # tokens at a time

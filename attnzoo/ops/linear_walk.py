@@ -8,12 +8,8 @@ are kept in.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from mmap import PAGESIZE
 from typing import NamedTuple
 
 import torch
@@ -22,7 +18,6 @@ from torch.nn.functional import pad
 
 from attnzoo.ops import linear_decay as decay
 
-HUGE_BYTES, MADV_HUGEPAGE = 2**22, 14
 CACHE_BYTES = 2**21  # of one core, second level and a share of the third: tried 1/4 to 4 MiB
 
 
@@ -261,25 +256,6 @@ def grouped(x: Tensor, k: Tensor) -> Tensor:
     """View ``[B, H, T, X]`` as ``[B, Hkv, G, T, X]``."""
     heads = k.shape[1]
     return x.view(x.shape[0], heads, x.shape[1] // heads, *x.shape[2:])
-
-
-def room(like: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """Return an empty tensor for a result, in huge pages where the system has them on request.
-
-    Large blocks come fresh from the system, and the first touch of each ordinary page of 4 KiB
-    costs microseconds: a sixth of a forward pass over 16k tokens.
-    """
-    x = like.new_empty(shape)
-    if x.device.type == "cpu" and x.nbytes >= HUGE_BYTES and sys.platform == "linux":
-        start = -(-x.data_ptr() // PAGESIZE) * PAGESIZE
-        length = (x.data_ptr() + x.nbytes - start) // PAGESIZE * PAGESIZE
-        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE)
-    return x
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
 
 
 def own(x: Tensor) -> Tensor:

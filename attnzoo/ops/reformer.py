@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.errors import UnsupportedError, did_you_mean
-from attnzoo.ops.reformer_blocks import Sums
 from attnzoo.ops.reformer_parts import KEYS, QUERIES, Hashing, Segments, Share, as_rows, parts
 from attnzoo.ops.reformer_rule import Rule
+from attnzoo.ops.room import room
 from attnzoo.ops.softmax import softmax_attention
 
 IMPLS = ("reference", "torch")
@@ -179,6 +179,12 @@ def unrounded(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
+def by_tokens(like: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Return an empty ``[B, H, T, size]``, token after token, as the layers around it want it."""
+    batch, heads, length, _ = like.shape
+    return room(like, (batch, length, heads, size), dtype).transpose(1, 2)
+
+
 @torch.library.custom_op("attnzoo::lsh_blocks", mutates_args=())
 def lsh_blocks(
     q: Tensor,
@@ -192,17 +198,19 @@ def lsh_blocks(
     factors: list[int],
     rule: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Return the output ``[B, H, T, E]`` and the log of the sum of weights, ``[B, H, T, 1]``."""
+    """Return the output ``[B, H, T, E]`` and what :class:`Sums` calls lse, ``[B, H, T, 1]``."""
     hashing = Hashing(Rule.read(rule), tuple(seed.tolist()), rotations, factors)
     segments = Segments.of(query_segments, key_segments)
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
+    out = by_tokens(q, v.shape[3], wide)
     lse = q.new_zeros(*q.shape[:3], 1, dtype=wide)
+    if segments is not None:  # padding belongs to no part
+        out.zero_()
     with unrounded(q.device):
         for part in parts(q, k, segments, hashing.rule):
             sums = Share.of(part, hashing, q, k, v, scale).attend()
-            part.add(sums.out[:-1], out, QUERIES)
-            part.add(sums.lse[:-1], lse, QUERIES)
+            part.put(sums.out[:-1], out)
+            part.put(sums.lse[:-1], lse)
     return out.to(v.dtype), lse
 
 
@@ -225,15 +233,16 @@ def lsh_blocks_backward(
     """Return the gradients of q, k and v; who meets whom is found again."""
     hashing = Hashing(Rule.read(rule), tuple(seed.tolist()), rotations, factors)
     segments = Segments.of(query_segments, key_segments)
-    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    dq, dk, dv = (by_tokens(x, x.shape[3], lse.dtype).zero_() for x in (q, k, v))
+    delta = (d_out.to(lse.dtype) * out).sum(-1, keepdim=True)
     with unrounded(q.device):
         for part in parts(q, k, segments, hashing.rule):
-            d_rows, rows, log = (as_rows(part.take(x, QUERIES)) for x in (d_out, out, lse))
+            d_rows, sums, log = (as_rows(part.take(x, QUERIES)) for x in (d_out, delta, lse))
             share = Share.of(part, hashing, q, k, v, scale)
-            gradients = share.backward(d_rows, Sums(rows, log[:, 0]))
-            part.add(gradients[0].mul_(scale), dq, QUERIES)
-            part.add(gradients[1], dk, KEYS)
-            part.add(gradients[2], dv, KEYS)
+            gradients = share.backward(d_rows, sums, log)
+            part.put(gradients[0].mul_(scale) if scale != 1 else gradients[0], dq)
+            part.add(gradients[1], dk)
+            part.add(gradients[2], dv)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -259,30 +268,35 @@ def lsh_meetings(
         with unrounded(q.device):
             found = list(hashing.steps(part, queries, keys))
         for step in found:
-            at = (step.keys % keys.shape[1])[:, None, :].expand_as(step.penalty)
-            rows = step.queries[:, :, None].expand_as(step.penalty)
-            counts.index_put_((rows, at), (step.penalty <= 0).long(), accumulate=True)
+            at = step.windows(step.keys.flatten() % keys.shape[1])[:, None].expand_as(step.bias)
+            rows = step.queries[:, :, None].expand_as(step.bias)
+            counts.index_put_((rows, at), (step.bias >= 0).long(), accumulate=True)
         counts = counts[:-1].view(units, groups, length, -1)
         if hashing.rule.shared:  # who meets no other key sees its own
             counts += torch.eye(length, device=q.device).long() * (counts.sum(-1, True) == 0)
         whole = met.new_zeros(*counts.shape[:3], k.shape[2])
-        part.add(
-            whole.scatter_(3, part.key_places(q.device).expand_as(counts), counts), met, QUERIES
-        )
+        part.put(whole.scatter_(3, part.key_places(q.device).expand_as(counts), counts), met)
     return met
+
+
+def _shaped(like: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Return what :func:`by_tokens` does, of no memory."""
+    batch, heads, length, _ = like.shape
+    return like.new_empty(batch, length, heads, size, dtype=dtype).transpose(1, 2)
 
 
 @lsh_blocks.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    return v.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(*q.shape[:3], 1, dtype=wide)
+    return _shaped(q, v.shape[3], v.dtype), q.new_empty(*q.shape[:3], 1, dtype=wide)
 
 
 @lsh_blocks_backward.register_fake
 def _(
     d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = (_shaped(x, x.shape[3], x.dtype) for x in (q, k, v))
+    return dq, dk, dv
 
 
 @lsh_meetings.register_fake

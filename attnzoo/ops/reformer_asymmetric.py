@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.ops.reformer_blocks import Step
+from attnzoo.ops.reformer_blocks import AWAY, Step
 from attnzoo.ops.reformer_rule import Rule, named_generator
 
 BLOCK = 32  # queries of a block
@@ -228,7 +228,7 @@ def steps(orders: Orders) -> Iterator[Step]:
                 inside = half[at] - (first - middle[at]).abs_()
                 away = torch.cat([torch.maximum(inside, first - orders.first + 0.5), away], 2)
                 keys = torch.cat([layout.first[at] + first.clamp_max_(layout.size - 1), keys], 1)
-            yield Step(layout.queries[at], keys, away.clamp_min_(0))
+            yield Step(layout.queries[at], keys, away.mul_(-AWAY).clamp_max_(0))
 
 
 def _round_up(count: int, multiple: int) -> int:

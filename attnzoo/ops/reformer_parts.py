@@ -15,9 +15,15 @@ from torch import Tensor
 from attnzoo.ops.reformer_asymmetric import Level, Orders, levels, steps
 from attnzoo.ops.reformer_blocks import NOTHING, Step, Sums, attend, attend_backward
 from attnzoo.ops.reformer_rule import Rule
-from attnzoo.ops.reformer_shared import bucket_factors, chunk_steps, draw_rotations
+from attnzoo.ops.reformer_shared import (
+    bucket_factors,
+    chunk_steps,
+    draw_rotations,
+    same_memory,
+)
+from attnzoo.ops.room import room
 
-HELD = 2**21  # numbers of keys worked on at once
+HELD = 2**19  # numbers of keys worked on at once
 QUERIES, KEYS = True, False
 
 
@@ -67,13 +73,19 @@ class Part(NamedTuple):
         wide: Tensor = share.permute(0, 2, 3, 1, 4).flatten(0, 1).to(self.dtype)
         return wide
 
-    def add(self, share: Tensor, into: Tensor, queries: bool) -> None:
-        """Add its share to ``[B, H, T, D]``."""
-        whole, where = self._tokens_first(into), self._where(queries)
-        found = whole[where]
-        groups, (batch, tokens, heads, _, size) = whole.shape[3], found.shape
-        share = share.view(batch, heads, groups, tokens, size).permute(0, 3, 1, 2, 4)
-        whole[where] = found + share
+    def put(self, share: Tensor, into: Tensor) -> None:
+        """Write its queries' share of ``[B, H, T, D]``, ``[U G T, D]``: no other part has any."""
+        whole, where = self._tokens_first(into), self._where(QUERIES)
+        whole[where] = self._by_tokens(share, whole[where].shape)
+
+    def add(self, share: Tensor, into: Tensor) -> None:
+        """Add its keys' share to ``[B, Hkv, S, D]``, ``[U S, D]``."""
+        whole, where = self._tokens_first(into), self._where(KEYS)
+        share = self._by_tokens(share, whole[where].shape)
+        if self.rows is None:
+            whole[where].add_(share)
+        else:
+            whole[where] = whole[where] + share
 
     def key_places(self, device: torch.device) -> Tensor:
         """Return where the part's keys stand among those given, ``[U or 1, 1, 1, S]``."""
@@ -81,6 +93,10 @@ class Part(NamedTuple):
             return torch.arange(self.level.keys, device=device)[None, None, None]
         places = self.rows.keys[:, : self.level.keys]
         return places.repeat_interleave(len(range(self.key_heads)[self.heads]), 0)[:, None, None]
+
+    def _by_tokens(self, share: Tensor, shape: torch.Size) -> Tensor:
+        batch, tokens, heads, groups, size = shape
+        return share.view(batch, heads, groups, tokens, size).permute(0, 3, 1, 2, 4)
 
     def _tokens_first(self, x: Tensor) -> Tensor:
         """View ``[B, H, T, D]`` as ``[B, T, heads, G, D]``."""
@@ -157,44 +173,52 @@ class Share(NamedTuple):
         cls, part: Part, hashing: Hashing, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> Share:
         """Take a part's share."""
-        q, k, v = part.take(q, QUERIES), part.take(k, KEYS), part.take(v, KEYS)
+        one = hashing.rule.shared and same_memory(q, k)
+        q, v = part.take(q, QUERIES), part.take(v, KEYS).flatten(0, 2)
+        k = q if one else part.take(k, KEYS)
         found, norm, group = hashing.steps(part, q, k[:, 0]), None, (q.shape[1], q.shape[2])
-        k, v = k.flatten(0, 2), v.flatten(0, 2)
+        q_rows = as_rows(q)
+        k = q_rows[:-1] if one else k.flatten(0, 2)
         if hashing.rule.shared:
-            norm = k.square().sum(1, keepdim=True).add_(1e-6 * k.shape[1]).sqrt_()
-            k = k / norm
-        return cls(as_rows(q * scale if scale != 1 else q), k, v, norm, group, found)
+            norm = torch.linalg.vector_norm(k, dim=1, keepdim=True)
+            norm = norm.square_().add_(1e-6 * k.shape[1]).sqrt_()
+            k = torch.div(k, norm, out=room(k, k.shape))
+        return cls(q_rows.mul_(scale) if scale != 1 else q_rows, k, v, norm, group, found)
 
     def attend(self) -> Sums:
         """Attend; in the shared form, who meets no other key sees its own."""
         sums = attend(self.q, self.k, self.v, self.steps)
-        queries, keys = self._alone(sums)
+        queries, keys = self._alone(sums.lse)
         sums.out[queries] = self.v[keys]
         return sums
 
-    def backward(self, d_out: Tensor, sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, d_out: Tensor, delta: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of queries, without the last row and before scaling, k and v.
 
         ``d_out`` is changed.
         """
-        queries, keys = self._alone(sums)
+        queries, keys = self._alone(lse)
         d_own = d_out[queries]
         d_out[queries] = 0
-        dq, dk, dv = attend_backward(d_out, sums, self.q, self.k, self.v, self.steps)
+        dq, dk, dv = attend_backward(d_out, delta, lse, self.q, self.k, self.v, self.steps)
         dv.index_add_(0, keys, d_own)
         if self.norm is not None:
             along = (self.k * dk).sum(1, keepdim=True)
             dk.addcmul_(self.k, along, value=-1).div_(self.norm)
         return dq[:-1], dk, dv
 
-    def _alone(self, sums: Sums) -> tuple[Tensor, Tensor]:
+    def _alone(self, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries that meet no other key, and the rows of their own."""
         groups, length = self.group
-        alone = (sums.lse[:-1] <= NOTHING / 2) & (self.norm is not None)
+        alone = (lse[:-1, 0] <= NOTHING / 2) & (self.norm is not None)
         queries = alone.nonzero()[:, 0]
         return queries, queries // (groups * length) * length + queries % length
 
 
 def as_rows(x: Tensor) -> Tensor:
     """Make rows of ``[U, G, T, D]``, and one more of zeros, which fills blocks up."""
-    return torch.cat([x.reshape(-1, x.shape[-1]), x.new_zeros(1, x.shape[-1])])
+    size = x.shape[-1]
+    rows = room(x, (x.numel() // size + 1, size))
+    rows[:-1].view(x.shape).copy_(x)
+    rows[-1] = 0
+    return rows

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.ops.reformer_blocks import Step
+from attnzoo.ops.reformer_blocks import AWAY, Step
 from attnzoo.ops.reformer_rule import named_generator
 
 STEP = 2**18  # scores of a step: small enough for the cache of a core
@@ -50,23 +50,29 @@ def rotation_buckets(x: Tensor, rotations: Tensor, factors: Sequence[int]) -> Te
         factors: Their product is the number of buckets.
     """
     rounds, length = rotations.shape[2], x.shape[1]
-    out = torch.zeros(len(x), length, rounds, dtype=torch.long, device=x.device)
-    flat = rotations.flatten(2)
-    step = max(1, STEP // (len(x) * flat.shape[2]))
-    for part, into in zip(x.split(step, 1), out.split(step, 1), strict=True):
-        rotated = torch.bmm(part, flat).unflatten(-1, (rounds, -1))
+    out = torch.zeros(len(x), rounds, length, dtype=torch.long, device=x.device)
+    flat = rotations.flatten(2).mT
+    step = max(1, STEP // (len(x) * flat.shape[1]))
+    for part, into in zip(x.split(step, 1), out.split(step, 2), strict=True):
+        rotated = torch.bmm(flat, part.mT).unflatten(1, (rounds, -1))  # [U, R, F, tokens]
         product = 1
-        columns = rotated.split([factor // 2 for factor in factors], -1)
-        for factor, its_columns in zip(factors, columns, strict=True):
-            into += product * _largest(its_columns)
+        rows = rotated.split([factor // 2 for factor in factors], 2)
+        for factor, its_rows in zip(factors, rows, strict=True):
+            into += product * _largest(its_rows)
             product *= factor
-    return out.transpose(1, 2)
+    return out
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Return the place of the largest of x and, behind them, their negatives."""
-    place = x.abs().max(-1, keepdim=True).indices
-    return (place + x.shape[-1] * (x.gather(-1, place) < 0)).squeeze(-1)
+    """Return the place of the largest of F rows and, behind them, their negatives, ``[U, R, T]``.
+
+    The first of several; asking for places straight away would take several times as long.
+    """
+    size, count = x.abs(), x.shape[2]
+    largest = size == size.amax(2, keepdim=True)
+    rows = torch.arange(2 * count, count, -1, dtype=x.dtype, device=x.device)[:, None]
+    from_behind = (rows - count * (x < 0)) * largest
+    return 2 * count - from_behind.amax(2).long()
 
 
 def chunk_steps(
@@ -86,24 +92,40 @@ def chunk_steps(
     alone = length <= chunk  # one chunk for all: every round would see the same
     rounds = 1 if alone else rotations.shape[2]
     key_order = _sorted(rotation_buckets(k, rotations[:, :, :rounds], factors))
-    turned = rotations[:, :, :rounds].repeat_interleave(groups, 0)
-    query_order = _sorted(rotation_buckets(q.flatten(0, 1), turned, factors))
+    query_order = key_order
+    if not same_memory(q.flatten(0, 1), k):
+        turned = rotations[:, :, :rounds].repeat_interleave(groups, 0)
+        query_order = _sorted(rotation_buckets(q.flatten(0, 1), turned, factors))
     none = units * groups * length
     queries = _chunks(query_order, chunk, length)  # [U G, R, N, C]; the length where there is none
-    keys = _chunks(key_order, chunk, length)
+    keys = _chunks(key_order, chunk, length).flatten(2)
     if not alone:  # chunk 0 of a round looks back to the last of the round before
-        keys = torch.cat([keys, keys.flatten(1, 2).roll(1, 1).view_as(keys)], -1)
+        keys = torch.cat([keys[..., -chunk:].roll(1, 1), keys], -1)
     heads = torch.arange(units * groups, device=q.device)[:, None, None]
     keys = keys.repeat_interleave(groups, 0)
-    count = max(1, STEP // (chunk * keys.shape[-1]))
+    rows = torch.where(queries < length, queries + heads[..., None] * length, none)
+    beside = keys.clamp_max(length - 1) + heads // groups * length
+    reach = chunk if alone else 2 * chunk
     for r in range(rounds):
-        at, seen = queries[:, r], keys[:, r]  # [U G, N, C or 2 C]
-        rows = torch.where(at < length, at + heads * length, none).flatten(0, 1)
-        beside = (seen.clamp_max(length - 1) + heads // groups * length).flatten(0, 1)
-        at, seen = at.flatten(0, 1).float(), seen.flatten(0, 1).float()
-        for part in torch.arange(len(rows), device=q.device).split(count):
-            penalty = _penalty(at[part], seen[part], length, causal=causal)
-            yield Step(rows[part], beside[part], penalty)
+        for some, blocks in _stretches(units * groups, queries.shape[2], STEP // (chunk * reach)):
+            at = queries[some, r, blocks].flatten(0, 1)
+            stretch = slice(blocks.start * chunk, (blocks.stop - 1) * chunk + reach)
+            seen = keys[some, r, stretch].unfold(1, reach, chunk).flatten(0, 1)
+            bias = _bias(at.float(), seen.float(), length, causal=causal)
+            yield Step(rows[some, r, blocks].flatten(0, 1), beside[some, r, stretch], bias)
+
+
+def same_memory(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors are one, as where a model's keys are its queries."""
+    return x.data_ptr() == y.data_ptr() and (x.shape, x.stride()) == (y.shape, y.stride())
+
+
+def _stretches(heads: int, blocks: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """Cut the blocks of all heads into parts of about ``most``: whole heads, or parts of one."""
+    some = max(1, most // blocks)
+    for head in range(0, heads, some):
+        for begin in range(0, blocks, max(most, 1)):
+            yield slice(head, head + some), slice(begin, min(begin + max(most, 1), blocks))
 
 
 def _sorted(buckets: Tensor) -> Tensor:
@@ -124,12 +146,12 @@ def _chunks(order: Tensor, chunk: int, length: int) -> Tensor:
     return chunks
 
 
-def _penalty(queries: Tensor, keys: Tensor, length: int, *, causal: bool) -> Tensor:
+def _bias(queries: Tensor, keys: Tensor, length: int, *, causal: bool) -> Tensor:
     """Take away a query's own key, and what it must not see, ``[n, C, W]``, by positions."""
-    ahead = keys[:, None, :] - queries[:, :, None]
-    if causal:
-        return ahead.add_(1).clamp_(0, 1)  # 0 at -1 and before
-    itself = ahead.abs_().neg_().add_(1).clamp_min_(0)
+    if causal:  # 0 to half a place below a query; what fills up the last chunk is ahead of all
+        places = ((queries - 0.5) * AWAY)[:, :, None]
+        return (places - (keys * AWAY)[:, None, :]).clamp_max_(0)
+    itself = (queries[:, :, None] - keys[:, None, :]).abs_().sub_(1).clamp_max_(0)
     if length % queries.shape[1]:
-        itself.add_((keys - (length - 1)).clamp_(0, 1)[:, None, :])
-    return itself
+        itself.sub_((keys - (length - 1)).clamp_(0, 1)[:, None, :])
+    return itself.mul_(AWAY)

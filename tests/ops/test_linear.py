@@ -411,7 +411,7 @@ def test_huge_pages_change_nothing(monkeypatch):
     inputs = make(700, "channel", dtype=torch.float32, grad=True)
     results = []
     for least in (2**40, 1):
-        monkeypatch.setattr("attnzoo.ops.linear_walk.HUGE_BYTES", least)
+        monkeypatch.setattr("attnzoo.ops.room.HUGE_BYTES", least)
         out = run(*inputs)
         results.append((*out, *gradients(out, inputs)))
     assert all(map(torch.equal, *results))

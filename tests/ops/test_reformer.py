@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
 from transformers import ReformerConfig
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
@@ -386,3 +387,33 @@ def test_it_compiles_without_a_break():
         gradients = [torch.autograd.grad(out.sum(), x) for out in (found, expected)]
         assert_close(*gradients)
     torch._dynamo.reset()
+
+
+def test_large_inputs_trace():
+    """Shapes and strides of results are told without their memory, however large they are."""
+    with FakeTensorMode():
+        q = torch.empty(1, 4096, 8, 64).transpose(1, 2)  # as projections leave it; 8 MiB
+        out = shared_qk_attention(q, q, q, rounds=2)
+        assert out.stride() == q.stride()
+    q = torch.randn(1, 64, 2, 16).transpose(1, 2)
+    assert shared_qk_attention(q, q, q, rounds=2, chunk_size=16).stride() == q.stride()
+
+
+@pytest.mark.parametrize("length", [40, 43])
+@pytest.mark.parametrize("causal", [True, False])
+def test_shared_rounds_are_cut_anywhere(monkeypatch, length, causal):
+    """Parts of one head, whole heads, all at once; one tensor for both or two: all the same."""
+    q, k, v = qkv(length, heads=2, key_heads=2)
+    del q
+    found = []
+    for scores, keys in ((64, k), (3 * 64, k), (2**18, k), (2**18, k.clone())):
+        monkeypatch.setattr("attnzoo.ops.reformer_shared.STEP", scores)
+        inputs = [x.detach().requires_grad_() for x in (k, keys, v)]
+        if keys is k:
+            inputs[1] = inputs[0]
+        out = shared_qk_attention(*inputs, rounds=3, chunk_size=4, causal=causal, seed=1)
+        grads = torch.autograd.grad(out.square().sum(), inputs)
+        of_both = grads[0] if keys is k else grads[0] + grads[1]
+        found.append((out, of_both, grads[2]))
+    for other in found[1:]:
+        assert_close(other, found[0], rtol=1e-10, atol=1e-10)
