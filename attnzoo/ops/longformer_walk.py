@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnzoo.ops.longformer_pattern import Band, Globals, take
+from attnzoo.ops.room import room
 
 BLOCK = 64  # C: 32 to 64 measured best; a longer block wastes more at the corners of the band
 ROOM = 2**19  # scores at a time: 2 MB of float32, what an inner cache holds
@@ -67,6 +68,7 @@ def walk_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor,
         k_global,
         v_global,
         plan,
+        batch == 1,
     )
     lse = lse.view(batch, heads, length, 1) if plan.with_lse else lse
     return out.view(batch, heads, length, -1).to(v.dtype), lse
@@ -186,17 +188,31 @@ def _row_chunks(q: Tensor, plan: Plan) -> Iterator[slice]:
     return (slice(start, start + count) for start in range(0, rows, count))
 
 
+def _empty_output(q: Tensor, size: int, one_row: bool) -> Tensor:
+    """Return room for the output, ``[N, g, T, E]``; token after token where a batch is one row.
+
+    So the layer behind it joins its heads without a copy.
+    """
+    rows, groups, length, _ = q.shape
+    if one_row:
+        return room(q, (length, rows, groups, size)).permute(1, 2, 0, 3)
+    return room(q, (rows, groups, length, size))
+
+
 class _Walk(torch.autograd.Function):
-    """Keeps its inputs only: q ``[N, g, T, D]``, k, v, and the global keys and values."""
+    """Keeps its inputs only: q ``[N, g, T, D]``, k, v, and the global keys and values.
+
+    Behind them come the plan, and whether the batch is one row.
+    """
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        """Walk over the blocks; the plan comes last."""
-        *tensors, plan = given
+        """Walk over the blocks."""
+        *tensors, plan, one_row = given
         ctx.save_for_backward(*tensors)
         ctx.plan = plan
         q, _, v, *_ = tensors
-        out: Tensor = v.new_empty(*q.shape[:3], v.shape[2])
+        out = _empty_output(q, v.shape[2], one_row)
         lse: Tensor = out.new_empty((*q.shape[:3], 1) if plan.with_lse else (0,))
         with torch.autocast(q.device.type, enabled=False):
             for phase in _phases(plan, q):
@@ -222,19 +238,29 @@ class _Walk(torch.autograd.Function):
                 for rows in _row_chunks(q, plan):
                     for block in phase.blocks():
                         _block_gradients(inputs, outs, (above, logs), block, rows)
-        return (*grads, None)
+        return (*grads, None, None)
+
+
+def _queries(q: Tensor, block: _Block, rows: slice) -> Tensor:
+    """Return the queries of a block, ``[n, g C, D]``: a view, where keys are not shared."""
+    return q[rows, :, block.start : block.stop].flatten(1, 2)
 
 
 def _scores(
-    q: Tensor, k: Tensor, k_global: Tensor | None, block: _Block, rows: slice
-) -> tuple[Tensor, Tensor]:
-    """Return the scaled queries ``[n, g C, D]`` and the scores ``[n, g C, G + W]`` of a block."""
-    queries = (q[rows, :, block.start : block.stop] * block.phase.plan.scale).flatten(1, 2)
-    scores = torch.bmm(queries, k[rows, block.low : block.high].mT)
+    queries: Tensor, k: Tensor, k_global: Tensor | None, block: _Block, rows: slice
+) -> Tensor:
+    """Return the scores of a block, ``[n, g C, G + W]``."""
+    scale = block.phase.plan.scale
+
+    def scaled(keys: Tensor) -> Tensor:
+        scores = queries.new_empty(*queries.shape[:2], keys.shape[1])
+        return scores.baddbmm_(queries, keys.mT, beta=0, alpha=scale)
+
+    scores = scaled(k[rows, block.low : block.high])
     if k_global is not None:
-        scores = torch.cat([torch.bmm(queries, k_global[rows].mT), scores], -1)
+        scores = torch.cat([scaled(k_global[rows]), scores], -1)
     block.mask(scores, rows)
-    return queries, scores
+    return scores
 
 
 def _block_output(
@@ -242,13 +268,16 @@ def _block_output(
 ) -> None:
     """Write what the queries of one block get, and the logarithm of the sum of their weights."""
     q, k, v, k_global, v_global = inputs
-    _, scores = _scores(q, k, k_global, block, rows)
+    scores = _scores(_queries(q, block, rows), k, k_global, block, rows)
     weights, first = torch.softmax(scores, -1), block.phase.num_global
-    out = torch.bmm(weights[..., first:], v[rows, block.low : block.high])
+    here = outs[rows, :, block.start : block.stop]
+    alone = here.shape[1] == 1  # a query head for each key head: straight to its place
+    out = here[:, 0] if alone else scores.new_empty(*scores.shape[:2], v.shape[2])
+    out.baddbmm_(weights[..., first:], v[rows, block.low : block.high], beta=0)
     if v_global is not None:
         out.baddbmm_(weights[..., :first], v_global[rows])
-    here = outs[rows, :, block.start : block.stop]
-    here.copy_(out.view_as(here))
+    if not alone:
+        here.copy_(out.view_as(here))
     if logs is not None:
         here = logs[rows, :, block.start : block.stop]
         here.copy_(scores.logsumexp(-1).view_as(here))
@@ -264,8 +293,8 @@ def _block_gradients(
     """Add what one block gives to the gradients of q, k, v and the global keys and values."""
     q, k, v, k_global, v_global = inputs
     to_q, to_k, to_v, to_k_global, to_v_global = grads
-    queries, scores = _scores(q, k, k_global, block, rows)
-    weights = torch.softmax(scores, -1)
+    queries = _queries(q, block, rows)
+    weights = torch.softmax(_scores(queries, k, k_global, block, rows), -1)
     first, beside = block.phase.num_global, slice(block.low, block.high)
 
     def of_block(x: Tensor) -> Tensor:  # [n, g C, ...]
@@ -283,10 +312,11 @@ def _block_gradients(
     if upstream[1] is not None:
         total.sub_(of_block(upstream[1]))
     change.addcmul_(weights, total, value=-1)
+    scale = block.phase.plan.scale
     of_queries = torch.bmm(change[..., first:], k[rows, beside])
-    to_k[rows, beside].add_(torch.bmm(change[..., first:].mT, queries))
+    to_k[rows, beside].add_(torch.bmm(change[..., first:].mT, queries), alpha=scale)
     if k_global is not None:
         of_queries.baddbmm_(change[..., :first], k_global[rows])
-        to_k_global[rows].add_(torch.bmm(change[..., :first].mT, queries))
+        to_k_global[rows].add_(torch.bmm(change[..., :first].mT, queries), alpha=scale)
     here = to_q[rows, :, block.start : block.stop]
-    here.copy_(of_queries.mul_(block.phase.plan.scale).view_as(here))
+    here.copy_(of_queries.mul_(scale).view_as(here))
