@@ -204,7 +204,10 @@ class AttentionBackend(nn.Module):
         inputs = clear_padding(inputs, cross_attention=self.geometry.cross_attention)
         output = self._attend(inputs)
         if return_weights and output.weights is None:
-            output = output._replace(weights=self.effective_weights(inputs))
+            weights = self.effective_weights(inputs)
+            output = output._replace(weights=weights)
+            if inputs.dropout > 0:  # they were drawn again: the output is what they give
+                output = output._replace(out=_weighted(weights, inputs.v))
         return output
 
     def refuse_unsupported(self, inputs: AttentionInputs) -> None:
@@ -303,3 +306,8 @@ class AttentionBackend(nn.Module):
         return ", ".join(
             f"{name}={value!r}" for name, value in self.config.changed_options().items()
         )
+
+
+def _weighted(weights: Tensor, v: Tensor) -> Tensor:
+    """Weigh values ``[B, Hkv, S, E]`` by a matrix ``[B, H, T, S]``."""
+    return weights @ v.repeat_interleave(weights.shape[1] // v.shape[1], 1)

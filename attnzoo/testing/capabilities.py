@@ -224,4 +224,10 @@ def weights(trial: Trial) -> str | None:
         applied = output.weights @ values.repeat_interleave(groups, 1)
         exact = trial.run(x, trial.oracle, **mask).out
         trial.agree(f"weights applied to the values, with {name}", applied, exact, output.out)
+    if trial.backend.dropout:
+        output = trial.run(x, return_weights=True, dropout=0.5)
+        assert output.weights is not None
+        applied = output.weights @ x.v.repeat_interleave(groups, 1)
+        if not torch.allclose(applied, output.out, rtol=1e-3, atol=1e-3):
+            trial.fail("with dropout, the weights are not those that gave the output")
     return None
