@@ -21,6 +21,8 @@ app.command("plan")(recovery.plan)
 app.command("recover")(recovery.recover)
 app.command("evaluate")(recovery.evaluate)
 app.command("compare")(compare.compare)
+app.command("tasks")(compare.tasks)
+app.command("inspect")(compare.inspect)
 
 
 def main() -> None:
