@@ -58,9 +58,9 @@ def speedups(curves: Sequence[Curve], length: int) -> dict[str, float]:
     if length not in exact:
         return {}
     return {
-        curve.attention: exact[length] / curve.ms[length]
+        curve.attention: exact[length] / curve.least_ms[length]
         for curve in curves
-        if length in curve.ms and not curve.exact
+        if length in curve.least_ms and not curve.exact
     }
 
 
@@ -79,19 +79,22 @@ def headline(curves: Sequence[Curve], judged: dict[str, Judged], mode: str) -> s
     good = {k: x for k, x in faster.items() if k in judged and judged[k].cost <= BEARABLE}
     pool = good or faster
     best = max(pool, key=lambda name: pool[name])
-    costs = {curve.attention: curve.ms for curve in curves}
+    costs = {curve.attention: curve.least_ms for curve in curves}
     start = crossover(costs[best], exact)
     assert start is not None  # it is faster at the longest
     since = f"From {'at most ' if start.at_most else ''}{short(start.length)} tokens on"
-    told = f"{since}, {best} is the faster: at {short(longest)} by {figures(pool[best], 2)} times"
+    told = (
+        f"{since}, {best} is faster than exact attention, at {short(longest)} "
+        f"{figures(pool[best], 2)} times"
+    )
     if best not in judged:
         return f"{told}; what it costs in quality was not measured (give --text FILE)."
     cost = judged[best].cost
     if best in good:
-        return f"{told}, and costs {cost:+.3f} bits per byte untrained."
+        return f"{told}, and costs {cost:+.3f} bits per byte without training."
     return (
-        f"{told}, but swapped without training it costs {cost:+.2f} bits per byte, and everything "
-        "that is faster costs too much: train it, or keep flash."
+        f"{told}, but costs {cost:+.2f} bits per byte without training, and so does all that is "
+        f"faster (more than {BEARABLE}): train it, or keep flash."
     )
 
 

@@ -66,7 +66,7 @@ def _time(curves: Sequence[Curve]) -> Any:
             **line_style(index),
         )
         last = max(curve.ms)
-        predicted = predict(curve.ms, ahead)
+        predicted = curve.predicted_ms(ahead)
         if predicted is not None:
             _add_extra(
                 figure,
@@ -76,7 +76,7 @@ def _time(curves: Sequence[Curve]) -> Any:
                 [curve.ms[last], predicted],
                 "predicted",
             )
-        start = crossover(curve.ms, exact) if not curve.exact else None
+        start = crossover(curve.least_ms, exact) if not curve.exact else None
         if start is not None and not start.at_most:
             height = _between(curve.ms, start.length)
             _add_extra(

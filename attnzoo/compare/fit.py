@@ -1,6 +1,7 @@
 """Curves of cost over length: exponents, crossovers, predictions.
 
-All costs are of one row, so that cases with many short rows compare with one long row.
+All costs are of one row, so that cases with many short rows compare with one long row. Tables show
+medians; what is derived from them rests on the rounds that were disturbed least.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Curve:
     Attributes:
         attention: As tables call it.
         exact: Whether it is softmax attention over all keys.
-        ms: Milliseconds a row, by length.
+        ms: Milliseconds a row, by length: the median of the rounds.
+        least_ms: The shortest round.
         peak_bytes: Of memory, a row.
         kept_bytes: Between steps of decoding, a row.
         spread: Of the rounds, as a share of the median.
@@ -33,6 +35,7 @@ class Curve:
     attention: str
     exact: bool
     ms: dict[int, float] = field(default_factory=dict)
+    least_ms: dict[int, float] = field(default_factory=dict)
     peak_bytes: dict[int, float] = field(default_factory=dict)
     kept_bytes: dict[int, float] = field(default_factory=dict)
     spread: dict[int, float] = field(default_factory=dict)
@@ -41,11 +44,11 @@ class Curve:
     @property
     def exponent(self) -> float | None:
         """With which power of the length time grows at the longest ones; 2 is quadratic."""
-        return exponent(self.ms)
+        return exponent(self.least_ms)
 
     def predicted_ms(self, length: int) -> float | None:
         """Extend the fitted power from the longest length; ``None`` where nothing was fitted."""
-        return predict(self.ms, length)
+        return predict(self.least_ms, length)
 
 
 def make_curves(rows: Iterable[Row]) -> list[Curve]:
@@ -60,6 +63,7 @@ def make_curves(rows: Iterable[Row]) -> list[Curve]:
             curve.missing[length] = ": ".join(filter(None, [row["status"], row.get("reason")]))
             continue
         curve.ms[length] = row["median_ms"] / count
+        curve.least_ms[length] = row["min_ms"] / count
         curve.peak_bytes[length] = row["peak_bytes"] / count
         curve.spread[length] = row["spread"]
         if row.get("kept_bytes") is not None:
@@ -93,7 +97,7 @@ def best_exact(curves: Iterable[Curve]) -> dict[int, float]:
     best: dict[int, float] = {}
     for curve in curves:
         if curve.exact:
-            for length, ms in curve.ms.items():
+            for length, ms in curve.least_ms.items():
                 best[length] = min(ms, best.get(length, math.inf))
     return best
 
@@ -130,5 +134,7 @@ def crossover(costs: Mapping[int, float], exact: Mapping[int, float]) -> Crossov
     own, other = exponent(costs), exponent(exact)
     if own is None or other is None or own >= other:
         return None
-    ahead = last * math.exp(gap[last] / (other - own))
-    return Crossover(length=ahead, predicted=True) if ahead <= AHEAD * last else None
+    ahead = gap[last] / (other - own)  # a logarithm: the powers of slow attentions meet far away
+    if ahead > math.log(AHEAD):
+        return None
+    return Crossover(length=last * math.exp(ahead), predicted=True)

@@ -21,6 +21,7 @@ from attnzoo.compare.show import (
     quality_table,
 )
 from attnzoo.report import page
+from attnzoo.report.picture import write_pictures
 
 PAGE = "report.html"
 
@@ -50,6 +51,11 @@ def advice(rows: Sequence[Row], mode: str, model: str) -> str:
     return f"{group_title(*group)}. {told}"
 
 
+def wide(console: Console) -> Console:
+    """Return a console with room for a table, where the output is no terminal or a narrow one."""
+    return Console(file=console.file, width=max(console.width, 150), quiet=console.quiet)
+
+
 def show(console: Console, rows: Sequence[Row], mode: str, model: str) -> None:
     """Print tables, what could not be measured, and the advice."""
     tables = []
@@ -59,16 +65,15 @@ def show(console: Console, rows: Sequence[Row], mode: str, model: str) -> None:
     head, body = quality_table(rows)
     if body:
         tables.append(as_table("Quality, nothing trained", head, body))
-    wide = Console(file=console.file, width=max(console.width, 150), quiet=console.quiet)
-    for table in tables:  # as wide as they are, where the output is no terminal
-        wide.print(table)
+    for table in tables:
+        wide(console).print(table)
     for name, why in missing(rows):
-        console.print(f"[bold]{name}[/]: {why}", soft_wrap=True, highlight=False)
-    console.print(advice(rows, mode, model), soft_wrap=True, highlight=False)
+        console.print(f"{name}: {why}", soft_wrap=True, highlight=False, markup=False)
+    console.print(advice(rows, mode, model), soft_wrap=True, highlight=False, markup=False)
 
 
 def write_report(out: Path, rows: Sequence[Row], mode: str, model: str) -> Path | None:
-    """Write ``report.html``; ``None`` without plotly."""
+    """Write ``report.html`` and its plots as PNG; ``None`` without plotly."""
     if not page.can_plot():
         return None
     groups = groups_of(rows)
@@ -78,16 +83,19 @@ def write_report(out: Path, rows: Sequence[Row], mode: str, model: str) -> Path 
         page.paragraph(_subject(rows), soft=True),
         page.paragraph(advice(rows, mode, model)),
     ]
-    if lead is not None:
-        body.append(page.plots_html(quality_plots(rows, lead, groups[lead])))
+    drawn = [] if lead is None else quality_plots(rows, lead, groups[lead])
+    body.append(page.plots_html(drawn))
     head, table = quality_table(rows)
     if table:
         body += [page.heading("Quality, nothing trained"), page.table(head, table)]
     for group, curves in groups.items():
         if any(curve.ms for curve in curves):
-            body.append(page.plots_html(cost_plots(group, curves)))
+            made = cost_plots(group, curves)
+            drawn += made
+            body.append(page.plots_html(made))
             body.append(page.table(*cost_table(curves, group[2])))
     body += [page.reasons("Not measured", missing(rows)), page.footer(_footer(rows))]
+    write_pictures(out, drawn)
     return page.write_page(out / PAGE, title="attnzoo compare", body=body)
 
 

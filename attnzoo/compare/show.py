@@ -76,7 +76,7 @@ def _start(curve: Curve, exact: dict[int, float]) -> str:
     """Say from which length on an attention is faster; what was not measured is marked by ~."""
     if curve.exact:
         return ""
-    found = crossover(curve.ms, exact)
+    found = crossover(curve.least_ms, exact)
     if found is None:
         return "not seen"
     sign = "~" if found.predicted else "<= " if found.at_most else ""

@@ -63,6 +63,7 @@ def row(attention, T, ms, *, exact=False, B=1, status="ok"):
         "T": T,
         "B": B,
         "median_ms": ms,
+        "min_ms": ms,
         "spread": 0.01,
         "peak_bytes": 8 * T * B,
         "kept_bytes": None,
