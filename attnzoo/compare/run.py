@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from attnzoo.compare.cases import (
     is_exact,
     make_cases,
 )
-from attnzoo.compare.measure import NOT_RUN, OUT_OF_MEMORY, TIMED_OUT, measure_case
+from attnzoo.compare.measure import NOT_RUN, OK, OUT_OF_MEMORY, TIMED_OUT, measure_case
 from attnzoo.compare.process import Workers
 from attnzoo.compare.quality import Asked, measure_quality, quality_inputs
 from attnzoo.compare.results import FORMAT, Row, append, commit, prepare
@@ -37,6 +38,7 @@ from attnzoo.spec import AttentionSpec
 
 EMBEDDED = "embedded"  # the name of the model that ships with the package
 STOPS = {OUT_OF_MEMORY, TIMED_OUT}  # what ends a curve: longer cases are not tried
+CALLS = 3  # that a slow case consists of: one to warm up, two that are timed
 Tell = Callable[[int, int, str], None]  # cases done, of how many, and what comes now
 
 
@@ -251,25 +253,50 @@ def _scale(
     """Measure every case that has no row, and append its row."""
     known = {row["key"]: row for row in rows if row["kind"] == "cost"}
     failed: dict[tuple[str, ...], Case] = {}
+    taken: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
     found = []
     for number, case in enumerate(cases):
         tell(number, f"{case.level}, {case.T} tokens, {case.attention}")
         curve = (case.device, case.level, case.mode, json.dumps(case.spec))
         row = known.get(case.key())
         if row is None:
-            if curve in failed:
-                shorter = failed[curve]
-                reason = f"at {shorter.T} tokens it came to an end before"
-                result = {"status": NOT_RUN, "reason": reason}
-            else:
-                result = workers.run(measure_case, case, subject)
+            reason = (
+                f"at {failed[curve].T} tokens it came to an end before"
+                if curve in failed
+                else too_long(taken[curve], case, workers.timeout)
+            )
+            result = (
+                {"status": NOT_RUN, "reason": reason}
+                if reason
+                else workers.run(measure_case, case, subject)
+            )
             row = {**about, "kind": "cost", "key": case.key(), **asdict(case), **result}
             row = append(out, row | {"exact": is_exact(case.spec)})
         if row["status"] in STOPS:
             failed.setdefault(curve, case)
+        elif row["status"] == OK:
+            taken[curve][case.T] = row["median_ms"] / 1000
         found.append(row)
     keys = {row["key"] for row in found}
     return [row for row in rows if row["key"] not in keys] + found
+
+
+def too_long(taken: dict[int, float], case: Case, limit: float) -> str:
+    """Say why a case would not end in time, if its calls go on growing as the last two did.
+
+    Args:
+        taken: Seconds a call, by length, of the same attention.
+        case: What comes next.
+        limit: Seconds that a case may take.
+    """
+    if len(taken) < 2:
+        return ""
+    before, last = sorted(taken)[-2:]
+    power = math.log(taken[last] / taken[before]) / math.log(last / before)
+    expected = CALLS * taken[last] * (case.T / last) ** max(power, 1.0)
+    if expected <= limit:
+        return ""
+    return f"it would take {expected:.0f} s, as it grew from {before} to {last} tokens"
 
 
 def _judge(

@@ -9,12 +9,13 @@ from transformers import BertConfig, BertModel, ByT5Tokenizer, LlamaConfig, Llam
 import attnzoo
 from attnzoo.compare import run as run_module
 from attnzoo.compare.advice import qualities
+from attnzoo.compare.cases import make_cases
 from attnzoo.compare.lengths import parse_lengths
 from attnzoo.compare.measure import FAILED, OK, OUT_OF_MEMORY, REFUSED, TIMED_OUT
 from attnzoo.compare.process import Workers
 from attnzoo.compare.report import advice, groups_of, write_report
 from attnzoo.compare.results import FILE, read
-from attnzoo.compare.run import Plan, compare, find_subject
+from attnzoo.compare.run import Plan, compare, find_subject, too_long
 from attnzoo.errors import SpecError
 from attnzoo.spec import AttentionSpec
 
@@ -221,6 +222,18 @@ def test_longer_cases_are_not_tried_after_one_ran_out(llama, tmp_path, monkeypat
     assert status == {64: OK, 128: OUT_OF_MEMORY, 256: "not run"}
     ((_, (flash, _)),) = groups_of(rows).items()
     assert flash.missing[256].startswith("not run: at 128 tokens")
+
+
+def test_a_case_that_would_take_too_long_is_not_tried():
+    def case(length):
+        specs = [AttentionSpec("softmax")]
+        given = {"levels": ["op"], "mode": "forward", "tokens": 1, "batch": 1}
+        return make_cases(specs, [length], dtype="float32", device="cpu", **given)[0]
+
+    quadratic = {1024: 1.0, 2048: 4.0}
+    assert too_long(quadratic, case(4096), 49) == ""  # 16 s, three times
+    assert "48 s, as it grew from 1024 to 2048" in too_long(quadratic, case(4096), 47)
+    assert too_long({2048: 100.0}, case(4096), 1) == ""  # nothing is known of how it grows
 
 
 def test_a_file_of_another_version_is_refused(llama, tmp_path):
