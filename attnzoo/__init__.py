@@ -21,6 +21,7 @@ _PUBLIC = {
     "Geometry": "attnzoo.backends.config",
     "available_backends": "attnzoo.registry",
     "describe": "attnzoo.integrations.describe",
+    "extend_positions": "attnzoo.integrations.positions",
     "get_backend": "attnzoo.registry",
     "register": "attnzoo.backends.base",
     "register_feature_map": "attnzoo.backends.feature_maps",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from attnzoo.backends.inputs import AttentionInputs
     from attnzoo.integrations.convert import restore, swap
     from attnzoo.integrations.describe import describe
+    from attnzoo.integrations.positions import extend_positions
     from attnzoo.masks import AttentionMask
     from attnzoo.registry import available_backends, get_backend
     from attnzoo.spec import AttentionSpec
@@ -52,6 +54,7 @@ __all__ = [
     "Geometry",
     "available_backends",
     "describe",
+    "extend_positions",
     "get_backend",
     "register",
     "register_feature_map",

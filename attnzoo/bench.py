@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,6 +46,11 @@ class Timing:
         return median(self.rounds_ms)
 
     @property
+    def spread(self) -> float:
+        """The distance from the shortest round to the longest, as a share of the median."""
+        return (max(self.rounds_ms) - self.min_ms) / self.median_ms
+
+    @property
     def min_ms(self) -> float:
         """The round that was disturbed least."""
         return min(self.rounds_ms)
@@ -78,12 +84,53 @@ def time_together(
     return {name: Timing(rounds_ms=tuple(ms)) for name, ms in taken.items()}
 
 
-def peak_bytes(run: Run, device: str = "cpu") -> int:
+def measure_alone(
+    run: Run, device: str = "cpu", *, seconds: float = 0.8, most: int = 9
+) -> tuple[Timing, int]:
+    """Time one call by itself, and return the most memory it holds, as ``peak_bytes`` does.
+
+    A call that takes more than half of ``seconds`` has its memory measured while it warms up.
+
+    Args:
+        run: What to call; a GPU is waited for.
+        device: Where it runs.
+        seconds: How long all rounds last together; two take longer where they must.
+        most: Rounds at most; a quick call is repeated within a round.
+    """
+    peaks: list[int] = []
+    first = _seconds(lambda: peaks.append(peak_bytes(run, device, warm=True)), 1, device)
+    if first < seconds / 2:  # measured again, without buffers that the first call made
+        peaks.append(peak_bytes(run, device, warm=True))
+    once = _seconds(run, 1, device)
+    taken = [once] if once > seconds else []
+    rounds = max(2, min(most, int(seconds / max(once, 1e-9)))) - len(taken)
+    repeats = max(1, int(seconds / (most * max(once, 1e-9))))
+    taken += [_seconds(run, repeats, device) for _ in range(rounds)]
+    return Timing(rounds_ms=tuple(1e3 * each for each in taken)), peaks[-1]
+
+
+def _seconds(run: Run, repeats: int, device: str) -> float:
+    """Return how long a call takes; one timed by torch's Timer would warm up anew every time."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+def peak_bytes(run: Run, device: str = "cpu", *, warm: bool = False) -> int:
     """Return the most memory that a call holds at once, its results included, beyond what was held.
 
     On a CPU this sums what torch's allocator gives and takes back; on a GPU it asks the allocator.
+
+    Args:
+        run: What to call.
+        device: Where it runs.
+        warm: Whether it was called before.
     """
-    run()  # buffers that live on are made by the first call
+    if not warm:
+        run()  # buffers that live on are made by the first call
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
         held = torch.cuda.memory_allocated()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from attnzoo.commands import models, recovery, terminal
+from attnzoo.commands import compare, models, recovery, terminal
 from attnzoo.errors import AttnzooError
 
 app = typer.Typer(
@@ -20,6 +20,9 @@ app.command("demo")(models.demo)
 app.command("plan")(recovery.plan)
 app.command("recover")(recovery.recover)
 app.command("evaluate")(recovery.evaluate)
+app.command("compare")(compare.compare)
+app.command("tasks")(compare.tasks)
+app.command("inspect")(compare.inspect)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,47 @@ def naive():
         return module
 
     return load
+
+
+@pytest.fixture
+def open_page():
+    """Return a function that opens a report without network, checks it, and returns its tab.
+
+    Nothing but the file is asked for, nothing is said on the console, nothing is wider than the
+    window, and text and plots have the colours of the scheme.
+    """
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("no Chromium on this machine to open the report in")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+
+        def check(page, *, width, scheme, plots):
+            errors, requests = [], []
+            tab = browser.new_page(
+                viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
+            )
+            tab.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+            tab.on("pageerror", lambda error: errors.append(str(error)))
+            tab.on("request", lambda request: requests.append(request.url))
+            tab.goto(page.as_uri())
+            tab.wait_for_function(f"document.querySelectorAll('.main-svg').length >= {plots}")
+            tab.wait_for_timeout(200)
+            assert errors == []
+            here = ("file:", "data:", "blob:")
+            assert [url for url in requests if not url.startswith(here)] == []
+            assert tab.locator(".js-plotly-plot").count() == plots
+            overflow = "document.documentElement.scrollWidth - window.innerWidth"
+            assert tab.evaluate(overflow) <= 0
+            background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert background == ("rgb(13, 17, 23)" if scheme == "dark" else "rgb(255, 255, 255)")
+            inks = tab.evaluate(
+                "[...document.querySelectorAll('.js-plotly-plot')].map(p => p.layout.font.color)"
+            )
+            assert set(inks) == {"#e6edf3" if scheme == "dark" else "#1b1f24"}
+            return tab
+
+        yield check
+        browser.close()

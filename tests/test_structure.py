@@ -23,7 +23,14 @@ ROWS = (
     {"registry"},
     {"spec", "testing", "corpus", "bench"},
     {"integrations"},
-    {"demo", "training", "__init__"},  # __init__: the public names, resolved on first use
+    {"report"},
+    {
+        "demo",
+        "training",
+        "compare",
+        "tasks",
+        "__init__",
+    },  # __init__: the public names, resolved on first use
     {"commands"},
     {"cli", "__main__"},
 )

@@ -93,6 +93,7 @@ def demo(
     """Swap every attention into one model; show quality, recall, decoding speed and cache size."""
     from attnzoo.demo.report import summary, terminal_table, write_report
     from attnzoo.demo.run import run_demo
+    from attnzoo.report.page import WITHOUT_PLOTLY
 
     results = run_demo(
         model=model, text=text, out=out, names=attention, quick=quick, console=console
@@ -104,5 +105,4 @@ def demo(
     console.print(summary(results))
     console.print(f"Numbers: {out / 'results.json'}")
     page = write_report(out, results)
-    missing = "no report without plotly (pip install attnzoo[report])"
-    console.print(f"Report:  {page}" if page else missing, markup=False)
+    console.print(f"Report:  {page}" if page else WITHOUT_PLOTLY, markup=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from pathlib import Path
 from typing import Any
@@ -12,32 +11,17 @@ from rich.table import Table
 
 from attnzoo.demo.measure import Result
 from attnzoo.demo.run import WINDOW
+from attnzoo.report import page
+from attnzoo.report.text import number, short, size
 
 CONTROL = f"flash window {WINDOW}"
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """Write a number, or a dash where there is none."""
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def size(count: int | None) -> str:
-    """Write a number of bytes with its unit."""
-    if count is None:
-        return "-"
-    value, units = float(count), ["B", "KiB", "MiB", "GiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return (
-        f"{value:.0f} {units[0]}" if value >= 10 or units[0] == "B" else f"{value:.1f} {units[0]}"
-    )
 
 
 def columns(results: list[Result]) -> list[str]:
     """Return the heads of the table."""
     lengths = _lengths(results)
-    decode = [f"ms @{_short(n)}" for n in lengths]
-    cache = [f"cache @{_short(n)}" for n in _ends(lengths)]
+    decode = [f"ms @{short(n)}" for n in lengths]
+    cache = [f"cache @{short(n)}" for n in _ends(lengths)]
     return ["attention", "extras", "bits/byte", "recall", *decode, *cache]
 
 
@@ -60,10 +44,6 @@ def _ends(lengths: list[int]) -> list[int]:
 
 def _lengths(results: list[Result]) -> list[int]:
     return sorted({n for result in results for n in result.decode_ms})
-
-
-def _short(length: int) -> str:
-    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
 
 
 def terminal_table(results: list[Result]) -> Table:
@@ -119,7 +99,7 @@ def summary(results: list[Result]) -> str:
         last = lengths[-1]
         best = min(flat, key=lambda r: r.decode_ms[last])
         parts.append(
-            f"At {_short(last)} tokens {best.label} decodes "
+            f"At {short(last)} tokens {best.label} decodes "
             f"{exact.decode_ms[last] / best.decode_ms[last]:.1f}x as fast as softmax and keeps "
             f"{exact.cache_bytes[last] / best.cache_bytes[last]:.0f}x fewer bytes."
         )
@@ -128,94 +108,24 @@ def summary(results: list[Result]) -> str:
 
 # -- HTML ----------------------------------------------------------------------------------------
 
-_STYLE = """
-:root { color-scheme: light dark;
-  --ink: #1b1f24; --paper: #ffffff; --line: #d0d7de; --soft: #57606a; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --paper: #0d1117; --line: #30363d; --soft: #9da7b1; }
-}
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-  max-width: 1100px; margin: 0 auto; padding: 24px 16px; }
-h1 { font-size: 1.6em; margin: 0 0 .2em; } h2 { font-size: 1.15em; margin: 2em 0 .3em; }
-p.soft, footer { color: var(--soft); }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: .35em .6em; border-bottom: 1px solid var(--line);
-  text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-.plot { width: 100%; height: 420px; }
-"""
-
-_SCRIPT = """
-const dark = window.matchMedia('(prefers-color-scheme: dark)');
-function ink() {
-  const style = getComputedStyle(document.documentElement);
-  const color = style.getPropertyValue('--ink').trim();
-  const line = style.getPropertyValue('--line').trim();
-  document.querySelectorAll('.js-plotly-plot').forEach(plot => Plotly.relayout(plot, {
-    'font.color': color, 'xaxis.gridcolor': line, 'yaxis.gridcolor': line,
-    'xaxis.linecolor': line, 'yaxis.linecolor': line}));
-}
-dark.addEventListener('change', ink);
-window.addEventListener('load', ink);
-"""
-
 
 def write_report(out: Path, results: list[Result]) -> Path | None:
     """Write ``report.html``, with everything it needs inside; ``None`` without plotly."""
-    try:
-        import plotly.io as pio
-        from plotly.offline import get_plotlyjs
-    except ImportError:
+    if not page.can_plot():
         return None
     data = json.loads((out / "results.json").read_text())
     shown = [r for r in results if not r.refused]
-    plots = "".join(
-        f"<h2>{html.escape(title)}</h2><p class='soft'>{html.escape(text)}</p>"
-        + pio.to_html(
-            figure,
-            include_plotlyjs=False,
-            full_html=False,
-            config={"displaylogo": False, "responsive": True},
-            default_height="420px",
-        )
-        for title, text, figure in _figures(shown)
-    )
-    page = f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>attnzoo demo</title><style>{_STYLE}</style>
-<script>{get_plotlyjs()}</script></head><body>
-<h1>Which attention, at what price?</h1>
-<p class="soft">{html.escape(_subject(data))}</p>
-<p>{html.escape(summary(results))}</p>
-<div class="scroll">{_html_table(shown, results)}</div>
-{_refused(results)}{plots}
-<footer><p>{html.escape(_footer(data))}</p></footer>
-<script>{_SCRIPT}</script></body></html>
-"""
-    temporary = out / "report.html.tmp"
-    temporary.write_text(page, encoding="utf-8")
-    return temporary.replace(out / "report.html")
-
-
-def _html_table(shown: list[Result], results: list[Result]) -> str:
-    head = "".join(f"<th>{html.escape(c)}</th>" for c in columns(results))
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells(r, results)) + "</tr>"
-        for r in shown
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _refused(results: list[Result]) -> str:
-    rows = "".join(
-        f"<li><b>{html.escape(r.label)}</b>: {html.escape(r.refused)}</li>"
-        for r in results
-        if r.refused
-    )
-    return f"<h2>Refused</h2><ul>{rows}</ul>" if rows else ""
+    refused = [(r.label, r.refused) for r in results if r.refused]
+    body = [
+        page.heading("Which attention, at what price?", 1),
+        page.paragraph(_subject(data), soft=True),
+        page.paragraph(summary(results)),
+        page.table(columns(results), [cells(r, results) for r in shown]),
+        page.reasons("Refused", refused),
+        page.plots_html(_plots(shown)),
+        page.footer(_footer(data)),
+    ]
+    return page.write_page(out / "report.html", title="attnzoo demo", body=body)
 
 
 def _subject(data: dict[str, Any]) -> str:
@@ -231,18 +141,10 @@ def _footer(data: dict[str, Any]) -> str:
     return f"attnzoo {data['attnzoo']}; {facts}; measured in {data['seconds']:.0f} s."
 
 
-def _figures(shown: list[Result]) -> list[tuple[str, str, Any]]:
+def _plots(shown: list[Result]) -> list[page.Plot]:
     """Make the three plots: quality, decoding time, cache size."""
-    import plotly.graph_objects as go
-
-    clear = {
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "margin": {"l": 60, "r": 10, "t": 10, "b": 50},
-        "legend": {"orientation": "h", "y": -0.2},
-    }
     labels = [r.label for r in shown]
-    quality = go.Figure(layout=clear)
+    quality = page.clear_figure()
     quality.add_bar(x=labels, y=[r.bits_per_byte for r in shown], name="held-out text")
     quality.add_bar(
         x=labels, y=[r.recall_bits_per_byte for r in shown], name="second copy (recall)"
@@ -250,33 +152,24 @@ def _figures(shown: list[Result]) -> list[tuple[str, str, Any]]:
     quality.update_yaxes(title="bits per byte, lower is better")
     lines = []
     for name, title in (("decode_ms", "ms per token"), ("cache_bytes", "bytes")):
-        figure = go.Figure(layout=clear)
-        for number, result in enumerate(shown):
+        figure = page.clear_figure()
+        for index, result in enumerate(shown):
             points = getattr(result, name)
             figure.add_scatter(
                 x=list(points),
                 y=list(points.values()),
                 name=result.label,
-                mode="lines+markers",
-                # colours come again after ten
-                line_dash="solid" if number < 10 else "dot",
-                marker_symbol="circle" if number < 10 else "diamond",
+                **page.line_style(index),
             )
-        lengths = _lengths(shown)
-        figure.update_xaxes(
-            type="log",
-            title="tokens seen",
-            tickvals=lengths,
-            ticktext=[_short(n) for n in lengths],
-        )
+        page.length_axis(figure, _lengths(shown), "tokens seen")
         figure.update_yaxes(type="log", title=title, dtick="D2", minor_showgrid=False)
         lines.append(figure)
+    told = (
+        ("quality", "Quality", "Text that the model never saw, and the second copy of a segment."),
+        ("decoding", "Decoding one token", "Median time per token after so many tokens."),
+        ("cache", "Cache", "What is kept between tokens: softmax grows, a state does not."),
+    )
     return [
-        (
-            "Quality",
-            "Text that the model never saw, and the second copy of a repeated segment.",
-            quality,
-        ),
-        ("Decoding one token", "Median time per token after so many tokens.", lines[0]),
-        ("Cache", "What is kept between tokens: softmax grows, a state does not.", lines[1]),
+        page.Plot(name=name, title=title, text=text, figure=figure)
+        for (name, title, text), figure in zip(told, (quality, *lines), strict=True)
     ]

@@ -5,10 +5,11 @@ import torch
 from rich.console import Console
 from transformers import BertConfig, BertModel, ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
 
-from attnzoo.demo.report import columns, size, summary, terminal_table, write_report
+from attnzoo.demo.report import columns, summary, terminal_table, write_report
 from attnzoo.demo.run import LENGTHS, default_specs, label, run_demo
 from attnzoo.errors import AttnzooError, SpecError, UnknownBackendError
 from attnzoo.registry import available_backends
+from attnzoo.report.text import size
 
 QUIET = Console(quiet=True)
 

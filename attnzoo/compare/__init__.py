@@ -1,0 +1,1 @@
+"""Time, memory and quality over length: which attention, from where on, at what price."""

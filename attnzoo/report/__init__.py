@@ -1,0 +1,1 @@
+"""What reports are made with: numbers as text, self-contained pages, pictures."""

@@ -1,0 +1,1 @@
+"""Small tasks that tell mechanisms apart: generated, seeded, trained from scratch."""

@@ -1,0 +1,52 @@
+"""Loss against length, before and after extend_positions, on the embedded model.
+
+    python benchmarks/positions.py
+
+The model was trained on rows of 512 bytes. Rows of 4096 held-out bytes show what each method does
+near, and beyond.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+import attnzoo
+from attnzoo.corpus import byte_tokens, cut_rows, read_bytes, standard_library_files
+from attnzoo.demo.measure import token_losses
+from attnzoo.demo.text import embedded_model_path
+
+BUCKETS = (0, 256, 512, 1024, 2048, 4096)
+
+
+def main(
+    rows: Annotated[int, typer.Option(help="rows to judge on")] = 8,
+    threads: Annotated[int, typer.Option(help="threads of torch")] = 1,
+) -> None:
+    """Print bits per byte by position, for the model as it is and extended by every method."""
+    torch.set_num_threads(threads)
+    text = byte_tokens(read_bytes(standard_library_files(held_out=True)))
+    tokens = cut_rows(text, rows, BUCKETS[-1], torch.Generator().manual_seed(0))
+    table = Table("positions", *(f"to {end}" for end in BUCKETS[1:]))
+    for method in (None, "linear", "dynamic", "yarn"):
+        model = AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=torch.float32)
+        if method is not None:
+            attnzoo.extend_positions(model, BUCKETS[-1], method=method)
+        losses = torch.cat([token_losses(model.eval(), row[None]) for row in tokens])
+        bits = [
+            float(losses[:, start:end].mean()) / math.log(2)
+            for start, end in itertools.pairwise(BUCKETS)
+        ]
+        table.add_row(method or "as it is", *(f"{value:.3f}" for value in bits))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

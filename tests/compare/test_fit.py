@@ -1,0 +1,90 @@
+import pytest
+
+from attnzoo.compare.fit import best_exact, crossover, exponent, make_curves, predict
+
+LENGTHS = [1024, 2048, 4096, 8192, 16384]
+
+
+def power(factor, exponent):
+    return {n: factor * (n / 1024) ** exponent for n in LENGTHS}
+
+
+@pytest.mark.parametrize("true", [1.0, 1.19, 2.0])
+def test_a_power_is_found_again(true):
+    assert exponent(power(3.0, true)) == pytest.approx(true)
+    assert predict(power(3.0, true), 65536) == pytest.approx(3.0 * 64**true)
+
+
+def test_short_lengths_do_not_count():
+    """What costs a fixed time at short lengths is as steep as its longest ones say."""
+    costs = power(1.0, 2.0) | {1024: 500.0}
+    assert exponent(costs) == pytest.approx(2.0)
+
+
+def test_two_lengths_are_too_few():
+    assert exponent({1024: 1.0, 2048: 2.0}) is None
+    assert predict({1024: 1.0, 2048: 2.0}, 4096) is None
+
+
+def test_crossover_lies_where_the_powers_meet():
+    """20 n meets 4 n^2 at n = 5, in units of 1024 tokens."""
+    found = crossover(power(20.0, 1.0), power(4.0, 2.0))
+    assert found.length == pytest.approx(5 * 1024)
+    assert not found.predicted
+    assert not found.at_most
+
+
+def test_crossover_is_the_last_one():
+    exact = power(1.0, 2.0)
+    costs = {
+        n: ms * factor for (n, ms), factor in zip(exact.items(), [0.5, 2, 0.5, 2, 0.5], strict=True)
+    }
+    found = crossover(costs, exact)
+    assert 8192 < found.length < 16384
+
+
+def test_crossover_beyond_what_was_measured_is_a_prediction():
+    found = crossover(power(32.0, 1.0), power(1.0, 2.0))  # at 32k
+    assert found.predicted
+    assert found.length == pytest.approx(32 * 1024)
+    assert crossover(power(32000.0, 1.0), power(1.0, 2.0)) is None  # too far to say
+    assert crossover(power(5.0, 2.0), power(1.0, 2.0)) is None
+
+
+def test_faster_everywhere():
+    found = crossover(power(0.5, 1.0), power(1.0, 2.0))
+    assert found.at_most
+    assert found.length == 1024
+
+
+def row(attention, T, ms, *, exact=False, B=1, status="ok"):
+    return {
+        "attention": attention,
+        "T": T,
+        "B": B,
+        "median_ms": ms,
+        "min_ms": ms,
+        "spread": 0.01,
+        "peak_bytes": 8 * T * B,
+        "kept_bytes": None,
+        "exact": exact,
+        "status": status,
+    }
+
+
+def test_curves_are_of_one_row():
+    curves = make_curves(
+        [row("flash", 1024, 40.0, B=4, exact=True), row("softmax", 1024, 12.0, exact=True)]
+    )
+    flash, softmax = curves
+    assert flash.ms == {1024: 10.0}
+    assert flash.peak_bytes == {1024: 8192.0}
+    assert best_exact(curves) == {1024: 10.0}
+    assert softmax.ms == {1024: 12.0}
+
+
+def test_what_failed_is_missing_with_its_reason():
+    failed = row("linear", 2048, None, status="timed out") | {"reason": "slow"}
+    (curve,) = make_curves([row("linear", 1024, 1.0), failed])
+    assert curve.ms == {1024: 1.0}
+    assert curve.missing == {2048: "timed out: slow"}

@@ -1,0 +1,126 @@
+import json
+
+import pytest
+import torch
+
+import attnzoo
+from attnzoo.compare.maps import (
+    Maps,
+    difference,
+    distance_edges,
+    entropy,
+    make_maps,
+    mass_by_distance,
+    summary,
+    write_maps,
+)
+from attnzoo.errors import SpecError
+from attnzoo.spec import AttentionSpec
+
+
+def test_entropy_and_difference():
+    alike, sharp = torch.full((1, 8), 1 / 8), torch.eye(8)[:1]
+    assert float(entropy(alike)) == pytest.approx(3.0, abs=1e-5)
+    assert float(entropy(sharp)) == pytest.approx(0.0, abs=1e-5)
+    assert float(difference(alike, sharp)) == pytest.approx(7 / 8)
+    assert float(difference(alike, alike)) == 0
+
+
+def test_mass_by_distance():
+    """Each of nine queries puts half on itself and half on the key three before it."""
+    weights = torch.eye(9) / 2
+    weights[range(3, 9), range(6)] = 0.5
+    mass = mass_by_distance(weights)
+    edges = distance_edges(9)
+    assert edges == [0, 1, 3, 7, 15]
+    expected = torch.tensor([4.5, 0, 3.0, 0, 0]) / 7.5
+    torch.testing.assert_close(mass, expected)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return {
+        name: make_maps(
+            "embedded", AttentionSpec(name, **options), text=None, layer=2, head=3, tokens=96
+        )
+        for name, options in (("flash", {}), ("longformer", {"window": 16}), ("linear", {}))
+    }
+
+
+def test_the_asked_head_comes_first_and_all_are_there(found):
+    for maps in found.values():
+        assert [one.head for one in maps] == [3, 0, 1, 2]
+        assert {one.layer for one in maps} == {2}
+
+
+def test_exact_attention_differs_from_itself_by_rounding(found):
+    for maps in found["flash"]:
+        torch.testing.assert_close(maps.exact, maps.approximate, rtol=0, atol=1e-5)
+        assert maps.facts()["difference"] == 0
+        assert maps.facts()["same_favourite"] == 1
+
+
+def test_both_maps_are_of_the_same_queries_and_keys(found):
+    """A window's map is the exact one, cut off and normalised anew: only so if its inputs are."""
+    near = torch.ones(96, 96, dtype=torch.bool).tril().triu(-15)
+    for maps in found["longformer"]:
+        cut = maps.exact * near
+        expected = cut / cut.sum(1, keepdim=True)
+        torch.testing.assert_close(maps.approximate, expected, rtol=0, atol=1e-5)
+        assert sum(maps.facts()["mass_approximate"][5:]) == 0
+
+
+def test_rows_of_all_maps_are_weights(found):
+    for maps in (one for group in found.values() for one in group):
+        torch.testing.assert_close(maps.approximate.sum(1), torch.ones(96), rtol=0, atol=1e-3)
+        assert maps.exact.triu(1).abs().max() == 0
+
+
+def test_what_is_written(found, tmp_path):
+    page = write_maps(tmp_path, found["linear"])
+    facts = json.loads((tmp_path / "maps.json").read_text())
+    assert facts["attnzoo"] == attnzoo.__version__
+    assert len(facts["heads"]) == 4
+    assert page.read_text().count("plotly-graph-div") >= 5
+    pictures = {path.stem for path in (tmp_path / "pictures").glob("*.png")}
+    assert pictures == {"exact", "approximate", "difference", "entropy", "distance"}
+    assert "linear puts" in summary(found["linear"][0])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"layer": 4}, "one of 0 to 3"),
+        ({"head": 4}, "0 to 3"),
+        ({"tokens": 1}, "2 or more"),
+        ({"model": "nowhere", "text": "x"}, "no saved model"),
+        ({"text": "nowhere.txt"}, "cannot be read"),
+    ],
+)
+def test_mistakes(given, message, tmp_path):
+    asked = {"model": "embedded", "text": None, "layer": 0, "head": 0, "tokens": 8} | given
+    if asked["text"]:
+        asked["text"] = tmp_path / asked["text"]
+    model = asked.pop("model")
+    with pytest.raises(SpecError, match=message):
+        make_maps(model, AttentionSpec("linear"), **asked)
+
+
+def test_a_folder_that_cannot_be_written(found, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SpecError, match="cannot be written"):
+        write_maps(tmp_path / "file" / "out", found["flash"])
+
+
+def test_negative_weights_count_by_size():
+    maps = Maps(
+        exact=torch.eye(4),
+        approximate=torch.eye(4) * 2 - 0.25,
+        tokens=list("abcd"),
+        attention="odd",
+        layer=0,
+        head=0,
+    )
+    facts = maps.facts()
+    assert all(share >= 0 for share in facts["mass_approximate"])
+    assert sum(facts["mass_approximate"]) == pytest.approx(1, abs=1e-3)

@@ -1,0 +1,199 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnzoo.compare.results import FILE
+from attnzoo.errors import AttnzooError, SpecError
+from attnzoo.spec import AttentionSpec
+from attnzoo.tasks import listops
+from attnzoo.tasks.base import ASKED_NOTHING, find_task
+from attnzoo.tasks.documents import LIBRARIES, texts
+from attnzoo.tasks.recall import TRIGGER
+from attnzoo.tasks.run import HASHED, Spread, TaskPlan, run_tasks, tabulate, tabulate_rounds
+from attnzoo.tasks.train import losses, make_model, sizes_at, train
+
+NAMES = ["mqar", "duplication", "induction", "listops", "bytes"]
+
+
+def draw(name, count=8, size=None, seed=0, held_out=False):
+    task = find_task(name)
+    generator = torch.Generator().manual_seed(seed)
+    return task.draw(count, size or task.train_sizes[-1], generator, held_out)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_seeded_and_in_the_vocabulary(name):
+    task, rows = find_task(name), draw(name)
+    again, other = draw(name), draw(name, seed=1)
+    assert torch.equal(rows.tokens, again.tokens)
+    assert torch.equal(rows.labels, again.labels)
+    assert not torch.equal(rows.tokens, other.tokens)
+    assert 0 <= rows.tokens.min() <= rows.tokens.max() < task.vocabulary
+    asked = rows.labels[rows.labels != ASKED_NOTHING]
+    assert len(asked) >= 8
+    assert 0 <= asked.min() <= asked.max() < task.vocabulary
+
+
+def test_mqar_asks_for_the_value_that_stood_behind_the_key():
+    rows = draw("mqar", size=8)
+    for tokens, labels in zip(rows.tokens.tolist(), rows.labels.tolist(), strict=True):
+        pairs = dict(zip(tokens[:16:2], tokens[1:16:2], strict=True))
+        assert len(pairs) == 8
+        asked = [i for i, label in enumerate(labels) if label != ASKED_NOTHING]
+        assert asked == list(range(16, 32, 2))
+        assert all(labels[i] == pairs[tokens[i]] == tokens[i + 1] for i in asked)
+
+
+def test_duplication_asks_for_the_word():
+    rows = draw("duplication", size=15)
+    for tokens, labels in zip(rows.tokens.tolist(), rows.labels.tolist(), strict=True):
+        assert tokens[:16] == tokens[16:]
+        assert labels[16:31] == tokens[1:16]
+        assert set(labels[:16]) == {ASKED_NOTHING}
+        assert labels[31] == ASKED_NOTHING
+
+
+def test_induction_asks_for_what_came_after_the_trigger():
+    rows = draw("induction", size=16, count=64)
+    for tokens, labels in zip(rows.tokens.tolist(), rows.labels.tolist(), strict=True):
+        first = tokens.index(TRIGGER)
+        assert tokens[-1] == TRIGGER
+        assert first < 14
+        assert labels[-1] == tokens[first + 1]
+        assert tokens.count(TRIGGER) == 2
+
+
+def evaluate(names):
+    """Compute a ListOps expression from its text, by a stack: another way than the generator's."""
+    stack = []
+    for name in names:
+        if name == "]":
+            values = []
+            while not isinstance(stack[-1], str):
+                values.append(stack.pop())
+            operator = stack.pop()
+            values = sorted(values)
+            stack.append(
+                {
+                    "[MIN": lambda v: v[0],
+                    "[MAX": lambda v: v[-1],
+                    "[MED": lambda v: v[(len(v) - 1) // 2],
+                    "[SM": lambda v: sum(v) % 10,
+                }[operator](values)
+            )
+        else:
+            stack.append(int(name) if name.isdigit() else name)
+    (value,) = stack
+    return value
+
+
+def test_listops_values_are_right():
+    rows = draw("listops", count=64, size=24)
+    nested = 0
+    for tokens, labels in zip(rows.tokens.tolist(), rows.labels.tolist(), strict=True):
+        names = [listops.NAMES[t] for t in tokens if t != listops.PAD]
+        assert names.pop() == "="
+        assert 12 <= len(names) <= 24
+        nested += sum(name.startswith("[") for name in names) > 1
+        assert labels[-1] == evaluate(names)
+    assert nested > 10
+    values = draw("listops", count=200).labels[:, -1]
+    assert len(values.unique()) == 10
+
+
+def test_documents_are_held_out_whole():
+    train_texts, held_out = texts(False), texts(True)
+    assert len(train_texts) == len(held_out) == len(LIBRARIES)
+    assert all(len(text) > 4096 for text in (*train_texts, *held_out))
+    rows = draw("bytes", count=4, size=64, held_out=True)
+    for tokens, label in zip(rows.tokens[:, :-1], rows.labels[:, -1].tolist(), strict=True):
+        whole = bytes(held_out[label].tolist())
+        assert bytes(tokens.tolist()) in whole
+        assert bytes(tokens.tolist()) not in bytes(train_texts[label].tolist())
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Judge on a few rows: what is tested here is not how good a model is."""
+    monkeypatch.setattr("attnzoo.tasks.train.TESTED", 4)
+    monkeypatch.setattr("attnzoo.tasks.train.PIECE", 4)
+
+
+def test_the_same_seed_is_the_same_model_and_the_same_rows_for_all(few):
+    task = replace(find_task("induction"), batch=16)
+    flash, linear = AttentionSpec("flash"), AttentionSpec("linear")
+    weights = [make_model(task, spec, 3).model.embed_tokens.weight for spec in (flash, linear)]
+    assert torch.equal(*weights)
+    state = torch.random.get_rng_state()
+    first = train(task, flash, seed=3, steps=3)[1]
+    second = train(task, flash, seed=3, steps=3)[1]
+    assert (first.accuracy, first.loss) == (second.accuracy, second.loss)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_losses_are_of_what_is_asked():
+    task = find_task("mqar")
+    model = make_model(task, AttentionSpec("flash"), 0)
+    rows = draw("mqar", size=8)
+    found, _ = losses(model, rows)
+    logits = model(rows.tokens).logits.flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(
+        logits, rows.labels.flatten(), ignore_index=ASKED_NOTHING
+    )
+    assert len(found) == 64
+    torch.testing.assert_close(found.mean(), expected)
+
+
+def test_sizes_join_one_by_one():
+    task = find_task("mqar")
+    assert sizes_at(task, 0) == sizes_at(task, 0.39) == (8,)
+    assert sizes_at(task, 0.5) == (8, 16)
+    assert sizes_at(task, 0.75) == sizes_at(task, 1) == (8, 16, 32)
+
+
+def test_runs_are_kept_and_gone_on_from(tmp_path, monkeypatch, few):
+    specs = [AttentionSpec("flash"), *HASHED[:1]]
+    plan = TaskPlan(task="duplication", specs=specs, seeds=1, steps=1, out=tmp_path)
+    rows = run_tasks(plan)
+    assert [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()] == rows
+    monkeypatch.setattr("attnzoo.tasks.run.train", None)  # it would fail if it were called
+    assert run_tasks(plan) == rows
+    head, body = tabulate(find_task("duplication"), rows)
+    assert head == ["attention", "15 symbols", "31 symbols", "63 symbols", "s a run"]
+    assert [row[0] for row in body] == ["flash", "reformer num_hashes 1 chunk_size 16 window 8"]
+    head, body = tabulate_rounds(rows)
+    assert head[1:] == ["judged with 1", "judged with 2", "judged with 4", "judged with 8"]
+    assert len(body) == 1
+
+
+def test_spread():
+    assert str(Spread(values=(0.9, 1.0, 0.95))) == "95 ± 5"
+
+
+def test_mistakes_come_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("attnzoo.tasks.run.train", None)
+    out = tmp_path / "out"
+    with pytest.raises(SpecError, match="Did you mean 'mqar'"):
+        run_tasks(TaskPlan(task="mqra", out=out))
+    with pytest.raises(SpecError, match="1 or more"):
+        run_tasks(TaskPlan(task="mqar", seeds=0, out=out))
+    with pytest.raises(AttnzooError, match="window"):
+        run_tasks(TaskPlan(task="mqar", specs=[AttentionSpec("linear", window=0)], out=out))
+    assert not out.exists()
+    out.mkdir()
+    (out / FILE).write_text("cut off")
+    with pytest.raises(SpecError, match="cut off"):
+        run_tasks(TaskPlan(task="mqar", out=out))
+
+
+@pytest.mark.slow
+def test_exact_attention_learns_to_look_back_and_a_short_window_does_not():
+    task = replace(find_task("induction"), train_sizes=(16,), test_sizes=(16,), batch=64)
+    found = {
+        name: train(task, AttentionSpec(name, **options), seed=0, steps=200)[1].accuracy[16]
+        for name, options in (("flash", {}), ("longformer", {"window": 2}))
+    }
+    assert found["flash"] > 0.9
+    assert found["longformer"] < 0.5
