@@ -49,6 +49,7 @@ class FeatureMap(nn.Module):
     """
 
     learned: ClassVar[bool] = False
+    fused: ClassVar[str] = ""  # what ops.linear calls it, where kernels apply it themselves
     positional: ClassVar[bool] = False  # whether ``queries`` and ``keys`` take ``positions`` too
     # The options of the config that it takes, and their defaults
     options: ClassVar[Mapping[str, int | None]] = {}
@@ -256,11 +257,14 @@ def _imported(name: str) -> Any:
 
 register_feature_map("elu+1")(elu_plus_one)
 register_feature_map("relu")(relu)
+FEATURE_MAPS["elu+1"].fused, FEATURE_MAPS["relu"].fused = "elu+1", "relu"
 
 
 @register_feature_map("exp")
 class ExpMap(FeatureMap):
     """The exponential of every entry, with the layer's scale; see :func:`exp_queries`."""
+
+    fused = "exp"
 
     def queries(self, q: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
         """Map queries, each row divided by its largest feature."""
@@ -278,8 +282,7 @@ register_feature_map("softmax")(softmax)
 class CosineMap(SameMap):
     """Relu, with nearer keys weighing more by a cosine of the distance; see :func:`cosine`.
 
-    Its ``max_length`` is M, by default the longest sequence that the model was made for. Tokens are
-    counted over the real ones of each sequence, and a state goes on counting.
+    ``max_length`` is M, by default the model's longest; real tokens count, and a state goes on.
     """
 
     positional = True
@@ -362,8 +365,7 @@ class RandomMap(SameMap):
     The frequencies, one draw for all heads of a layer, are a persistent buffer drawn from the seed
     and the layer's number. Weights below zero are left as they are: a bound would put another wrong
     weight in their place. With 256 features of 64 entries, the weight of a key that points against
-    the query, the smallest there is, lies 2.7 standard deviations above zero (measured: 1 in 400
-    is below), and a sum over several keys lies further up.
+    the query, the smallest, lies 2.7 standard deviations above zero (1 in 400 is below).
     """
 
     options: ClassVar = {"num_features": 256, "seed": 0}

@@ -55,6 +55,7 @@ class Gate(nn.Module):
 
     needs_hidden_states: ClassVar[bool] = False
     plain: ClassVar[bool] = True  # a decay of the sums, and nothing else
+    writes: ClassVar[bool] = False  # decides what is written, too: ``gated`` changes the keys
     # How many keys share ``far_weight`` beside a window, before training: what a state weighs is
     # bounded by its memory, and without gates by nothing, where the far keys share it themselves
     memory: ClassVar[float] = 1024
@@ -77,13 +78,18 @@ class Gate(nn.Module):
         """Attend under this gate. Backends call this, so that hooks on the module run.
 
         Args:
-            q: Queries after the feature map, ``[B, H, T, F]``, float32 or wider.
-            k: Keys after the feature map, ``[B, Hkv, S, F]``, zero in padding.
+            q: Queries after the feature map, ``[B, H, T, F]``, float32 or wider; before it where
+                ``options`` name it.
+            k: Keys, ``[B, Hkv, S, F]``, likewise, zero in padding.
             inputs: What the backend was given.
             options: What the op is told, as by ``RecurrentBackend.op_options``.
             attend: Takes keys and log decay in place of the op; given to plain gates only.
         """
-        k, log_decay = self.gated(k, inputs.hidden_states)
+        if options.get("feature_map"):  # k is still to be mapped: only its shape is of use
+            of = k.new_zeros((), dtype=torch.promote_types(k.dtype, torch.float32)).expand(k.shape)
+            log_decay = self.log_decay(of, inputs.hidden_states)
+        else:
+            k, log_decay = self.gated(k, inputs.hidden_states)
         if inputs.mask.padding is not None:
             log_decay = keep_at_padding(log_decay, inputs.mask.padding)
         if attend is not None:
@@ -234,6 +240,7 @@ class GLAGate(LowRankGate):
 class Mamba2Gate(LearnedGate):
     """A step per token and key head, by which it forgets and writes (arXiv:2405.21060)."""
 
+    writes = True
     memory = 1  # a state weighs what it forgets
 
     def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
@@ -265,6 +272,7 @@ class HGRN2Gate(LowRankGate):
     learned: 1 - f multiplies its features, and where those are ones it is HGRN-2 itself.
     """
 
+    writes = True
     memory = 1  # a state weighs what it forgets
 
     start = math.log(0.5 / LOSS - 1)  # beside a bound of 1/2, where half of the range is left

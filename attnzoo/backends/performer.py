@@ -39,7 +39,7 @@ PART = 2**21  # features that are made at a time on a CPU: 8 MiB
 class PerformerConfig(WindowConfig):
     """Settings of Performer's attention, FAVOR+ (arXiv:2009.14794)."""
 
-    impl: Literal["auto", "reference", "torch"] = "auto"
+    impl: Literal["auto", "reference", "torch", "triton"] = "auto"
     num_features: int = 256  # M; the error of the estimate falls as 1 / M
     kernel: Literal["softmax", "relu"] = "softmax"  # what the features estimate
     orthogonal: bool = True  # rows of the projection, in blocks of D; less variance, no more cost
@@ -160,6 +160,7 @@ class PerformerBackend(RecurrentBackend):
     def features(self, inputs: AttentionInputs, impl: str) -> tuple[Tensor, Tensor]:
         """Map queries to ``[B, H, T, M]`` and keys to ``[B, Hkv, S, M]``; padding to zeros."""
         mask, projection, floor = inputs.mask, self.projection, self.config.floor
+        impl = "torch" if impl == "triton" else impl  # the sums are a kernel's, features are not
         if self.config.kernel == "relu":
             q = relu_features(inputs.q, projection, scale=inputs.scale)
             k = relu_features(inputs.k, projection, scale=inputs.scale)
@@ -183,7 +184,8 @@ class PerformerBackend(RecurrentBackend):
         form = "recurrent" if mask.causal and inputs.q.shape[2] == 1 else "chunk"
         impl, reason = str(config.impl), "named in the options"
         if impl == "auto":
-            impl, reason = choose_impl(form)
+            given = () if config.window is not None else inputs[:3]
+            impl, reason = choose_impl(form, *given, causal=mask.causal)
         if config.window is not None:
             self.record(impl, f"softmax in a window of {config.window}; {reason}")
             with full_precision(inputs.q.device):

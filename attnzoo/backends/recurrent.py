@@ -30,7 +30,7 @@ from attnzoo.state import AttentionOutput
 class RecurrentConfig(WindowConfig, FeatureMapConfig):
     """Settings of attention through feature maps and a state."""
 
-    impl: Literal["auto", "reference", "torch"] = "auto"
+    impl: Literal["auto", "reference", "torch", "triton"] = "auto"
     chunk_size: int | None = None  # tokens per parallel step; None lets the op choose
     normalize: bool = True  # divide by the sum of weights, so that an output is a mean of values
     # Added to that sum. Not the 1e-6 of arXiv:2006.16236: where hedgehog meets queries and keys of
@@ -115,6 +115,8 @@ class RecurrentBackend(AttentionBackend):
         """Say why this backend cannot serve its layer, all reasons at once."""
         maps = (part for part in self.children() if isinstance(part, FeatureMap))
         reasons = super().layer_reasons() + [why for part in maps for why in part.layer_reasons()]
+        if self.config.impl == "triton":
+            reasons += [f"impl 'triton' cannot: {why}" for why in self.kernels]
         if self.config.window is not None and self.geometry.cross_attention:
             reasons.append("a window lies around a token of its own sequence (leave window out)")
         return reasons
@@ -149,6 +151,13 @@ class RecurrentBackend(AttentionBackend):
         # 16 bits they were no faster on a CPU (T=2048, D=64, both passes: 43 ms against 40), the
         # gradients of q and k lost up to twice as much (3.5e-3 against 1.7e-3, which is the
         # rounding of the gradients themselves), and features of exp overflow in float16.
+        form = self.form(inputs)
+        impl, reason = self.choose_impl(inputs, form)
+        if impl == "triton" and self.fused_map:  # raw, for the kernels map on the way
+            with full_precision(inputs.q.device):
+                output = self.sum_up(inputs.q, inputs.k, inputs, form=form, impl=impl)
+            self.record(impl, f"{form} form, {self.fused_map} fused; {reason}")
+            return output
         with full_precision(inputs.q.device):
             places = count_tokens(inputs) if self.feature_map.positional else None
             options: dict[str, Any] = {"positions": places.positions} if places else {}
@@ -156,17 +165,33 @@ class RecurrentBackend(AttentionBackend):
             k = self.feature_map(inputs.k, inputs.scale, of="keys", **options)
             if real is not None:  # the features of a zero key are not zero
                 k = k.masked_fill(~real[:, None, :, None], 0)
-            form = self.form(inputs)
-            impl: str = self.config.impl
-            reason = "named in the options"
-            if impl == "auto":
-                impl, reason = choose_impl(form)
             output = self.sum_up(
                 q, k, without_count(inputs) if places else inputs, form=form, impl=impl
             )
         what = f"{form} form" if self.config.window is None else "a softmax window beside it"
         self.record(impl, f"{what}; {reason}")
         return with_count(output, places) if places else output
+
+    @property
+    def kernels(self) -> list[str]:
+        """Why this layer's options rule the kernels out; empty if they do not."""
+        if self.config.window is not None:
+            return ["a softmax window is beside the state (window=None)"]
+        return []
+
+    @property
+    def fused_map(self) -> str:
+        """The feature map that kernels may apply themselves, or "" where only the module can."""
+        plain = not (self.feature_map._forward_hooks or self.feature_map._forward_pre_hooks)
+        return self.feature_map.fused if plain else ""
+
+    def choose_impl(self, inputs: AttentionInputs, form: str) -> tuple[str, str]:
+        """Return the implementation to run, and why."""
+        if self.config.impl != "auto":
+            return self.config.impl, "named in the options"
+        if inputs.q.device.type == "cuda" and self.kernels:
+            return "torch", f"triton cannot: {'; '.join(self.kernels)}"
+        return choose_impl(form, inputs.q, inputs.k, inputs.v, causal=inputs.mask.causal)
 
     def form(self, inputs: AttentionInputs) -> str:
         """Return the form to run: recurrent for one token, chunk for more."""
@@ -184,7 +209,7 @@ class RecurrentBackend(AttentionBackend):
 
     def op_options(self, inputs: AttentionInputs, **chosen: str) -> dict[str, Any]:
         """Return what every op of a gated or plain linear attention is told."""
-        return {
+        options: dict[str, Any] = {
             "normalize": self.config.normalize,
             "state": inputs.state,
             "return_state": inputs.return_state,
@@ -193,6 +218,11 @@ class RecurrentBackend(AttentionBackend):
             "eps": self.config.eps,
             **chosen,
         }
+        if chosen["impl"] == "triton" and self.fused_map:
+            options["feature_map"] = self.fused_map
+            options["feature_scale"] = inputs.scale
+            options["real"] = inputs.mask.padding
+        return options
 
     def attend_hybrid(self, inputs: AttentionInputs, far: FarKeys, impl: str) -> AttentionOutput:
         """Attend exactly inside the window and by features outside."""

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from attnzoo.errors import UnsupportedError, did_you_mean
+from attnzoo.ops.feature_maps import elu_plus_one, exp_keys, exp_queries, relu
 from attnzoo.ops.linear_check import check
 from attnzoo.ops.linear_chunk import linear_chunk
 from attnzoo.ops.linear_everywhere import everywhere
@@ -36,6 +37,7 @@ from attnzoo.ops.linear_reference import (
     state_dtype,
     step,
 )
+from attnzoo.ops.linear_triton import Fused, refuse_triton, run_triton, triton_reasons
 from attnzoo.ops.linear_walk import as_given
 from attnzoo.state import AttentionOutput, LinearState
 
@@ -58,6 +60,9 @@ def linear_attention(
     causal: bool = True,
     segment_ids: Tensor | None = None,
     eps: float = 1e-6,
+    feature_map: str = "identity",
+    feature_scale: float = 1.0,
+    real: Tensor | None = None,
 ) -> AttentionOutput:
     r"""Attend through sums of keys and values.
 
@@ -65,8 +70,8 @@ def linear_attention(
     there is one state per *key* head, and keys and values are never repeated.
 
     Args:
-        q: Queries after the feature map, ``[B, H, T, D]``.
-        k: Keys after the feature map, ``[B, Hkv, S, D]``; H is a multiple of Hkv.
+        q: Queries, ``[B, H, T, D]``; after the feature map, unless it is named.
+        k: Keys, ``[B, Hkv, S, D]``, likewise; H is a multiple of Hkv.
         v: Values, ``[B, Hkv, S, E]``.
         log_decay: Natural logarithm of what is left of the state at each token, at most 0:
             ``[Hkv]`` (constant per head), ``[B, Hkv, S]`` (per token) or ``[B, Hkv, S, D]`` (per
@@ -76,15 +81,21 @@ def linear_attention(
         scale: Multiplies q; ``None`` means 1. Where normalised it cancels, but for ``eps``.
         form: ``"parallel"``, ``"recurrent"`` or ``"chunk"``; see the table above.
         impl: ``"reference"`` (plain operations, differentiated by autograd), ``"torch"`` (fast, on
-            any device), or ``"auto"`` (see :func:`choose_impl`). A named one is never replaced.
+            any device), ``"triton"`` (causal, on NVIDIA GPUs), or ``"auto"`` (see
+            :func:`choose_impl`). A named one is never replaced.
         state: Sums over the earlier tokens; ``None`` starts a sequence. Gradients flow through it.
         return_state: Whether to return the sums after the last token.
-        chunk_size: C, in tokens; ``None`` picks one. T need not divide by it.
+        chunk_size: C, in tokens; ``None`` picks one. T need not divide by it. Of ``"triton"``, 16,
+            32 or 64.
         causal: Whether a token sees only itself and the tokens before it; then T equals S.
         segment_ids: ``[B, S]``, integer, never falling along a row: sequences packed into one row.
             Nothing passes from one to another; ``state`` belongs to the first, the returned state
             to the last.
         eps: Added to the denominator.
+        feature_map: What queries and keys pass through first, so that a kernel can do it on the
+            way: ``"identity"``, ``"elu+1"``, ``"relu"`` or ``"exp"`` (:data:`FEATURE_MAPS`).
+        feature_scale: s of ``"exp"``; see :func:`attnzoo.ops.feature_maps.exp_queries`.
+        real: ``[B, S]`` bool, false where a key is padding: its features are zero.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; ``state`` where it was asked for.
@@ -93,7 +104,11 @@ def linear_attention(
         ValueError: Shapes, types or options do not fit; says what came and what would.
     """
     check(q, k, v, log_decay, state, segment_ids, causal)
-    _check_options(form, impl, chunk_size, causal)
+    _check_options(form, impl, chunk_size, causal, feature_map)
+    if impl == "auto":
+        impl, _ = choose_impl(form, q, k, v, causal=causal)
+    if impl != "triton":
+        q, k = map_features(q, k, Fused(feature_map, feature_scale, real))
     if state is None:
         state = empty_state(q, k, v)
     state = LinearState(*(x.to(state_dtype(q, k, v)) for x in state))
@@ -111,21 +126,48 @@ def linear_attention(
         segment_ids,
         eps,
     )
-    if impl == "auto":
-        impl, _ = choose_impl(form)
+    if impl == "triton":
+        refuse_triton(x, form)
     if causal and q.shape[2] == 0:
         out, last = v.new_zeros(*q.shape[:3], v.shape[3]), state
     else:
         with as_given(q):
-            out, last = _RUN[form, impl](x)
+            if impl == "triton":
+                out, last = run_triton(x, Fused(feature_map, feature_scale, real), chunk_size)
+            else:
+                out, last = _RUN[form, impl](x)
     return AttentionOutput(out, last if return_state else None)
 
 
-def choose_impl(form: str) -> tuple[str, str]:
-    """Pick the implementation for ``impl="auto"`` and say why."""
+def choose_impl(
+    form: str,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    causal: bool = True,
+) -> tuple[str, str]:
+    """Pick the implementation for ``impl="auto"`` and say why; without tensors, one for any."""
     if form == "parallel":
         return "reference", "the parallel form is there to compare with"
-    return "torch", "it runs on every device"
+    if q is None or k is None or v is None or q.device.type != "cuda":
+        return "torch", "it runs on every device"
+    reasons = triton_reasons(q, k, v, form=form, causal=causal)
+    if reasons:
+        return "torch", f"triton cannot: {'; '.join(reasons)}"
+    return "triton", "it is made for this GPU"
+
+
+def map_features(q: Tensor, k: Tensor, fused: Fused) -> tuple[Tensor, Tensor]:
+    """Apply the named feature map to queries and keys, and clear the features of padding."""
+    if fused.name == "exp":
+        q, k = exp_queries(q, fused.scale), exp_keys(k, fused.scale)
+    elif fused.name != "identity":
+        phi = {"elu+1": elu_plus_one, "relu": relu}[fused.name]
+        q, k = phi(q), phi(k)
+    if fused.real is not None:
+        k = k.masked_fill(~fused.real[:, None, :, None], 0)
+    return q, k
 
 
 def _chunked(x: LinearInputs) -> Result:
@@ -163,10 +205,13 @@ _RUN: dict[tuple[str, str], Callable[[LinearInputs], Result]] = {
     ("chunk", "torch"): _chunked,
 }
 FORMS = tuple(dict.fromkeys(form for form, _ in _RUN))
-IMPLS = tuple(dict.fromkeys(impl for _, impl in _RUN))
+IMPLS = (*dict.fromkeys(impl for _, impl in _RUN), "triton")
+FEATURE_MAPS = ("identity", "elu+1", "relu", "exp")  # that kernels apply on the way
 
 
-def _check_options(form: str, impl: str, chunk_size: int | None, causal: bool) -> None:
+def _check_options(
+    form: str, impl: str, chunk_size: int | None, causal: bool, feature_map: str
+) -> None:
     """Refuse what no implementation can do, before anything runs."""
     if form not in FORMS:
         raise UnsupportedError(
@@ -182,6 +227,12 @@ def _check_options(form: str, impl: str, chunk_size: int | None, causal: bool) -
         raise UnsupportedError(
             "form='recurrent' takes tokens in order and cannot see the later ones; "
             "with causal=False use form='chunk'."
+        )
+    if feature_map not in FEATURE_MAPS:
+        raise UnsupportedError(
+            f"linear_attention applies no feature map {feature_map!r}."
+            f"{did_you_mean(feature_map, FEATURE_MAPS)} It applies {', '.join(FEATURE_MAPS)}; "
+            "apply others to q and k before."
         )
     if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
         raise UnsupportedError(

@@ -1,0 +1,1 @@
+"""Code for one kind of device: called by ops, imports nothing above itself."""
