@@ -19,6 +19,7 @@ app.command("swap")(models.swap)
 app.command("demo")(models.demo)
 app.command("plan")(recovery.plan)
 app.command("recover")(recovery.recover)
+app.command("finetune")(recovery.finetune)
 app.command("evaluate")(recovery.evaluate)
 
 

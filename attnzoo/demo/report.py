@@ -161,16 +161,38 @@ window.addEventListener('load', ink);
 """
 
 
-def write_report(out: Path, results: list[Result]) -> Path | None:
-    """Write ``report.html``, with everything it needs inside; ``None`` without plotly."""
-    try:
-        import plotly.io as pio
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        return None
-    data = json.loads((out / "results.json").read_text())
-    shown = [r for r in results if not r.refused]
-    plots = "".join(
+CLEAR = {  # a plot's layout, on the page's own ground
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "margin": {"l": 60, "r": 10, "t": 10, "b": 50},
+    "legend": {"orientation": "h", "y": -0.2},
+}
+
+
+def html_page(title: str, body: str, script: str) -> str:
+    """Return a page that needs no other file, light or dark as its reader has it.
+
+    Args:
+        title: Plain text.
+        body: HTML.
+        script: plotly's own, which the plots in the body need.
+    """
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{html.escape(title)}</title><style>{_STYLE}</style>
+<script>{script}</script></head><body>
+{body}
+<script>{_SCRIPT}</script></body></html>
+"""
+
+
+def html_plots(figures: list[tuple[str, str, Any]]) -> str:
+    """Return plots of plotly as HTML, each under its title and a line of text."""
+    import plotly.io as pio
+
+    return "".join(
         f"<h2>{html.escape(title)}</h2><p class='soft'>{html.escape(text)}</p>"
         + pio.to_html(
             figure,
@@ -179,22 +201,26 @@ def write_report(out: Path, results: list[Result]) -> Path | None:
             config={"displaylogo": False, "responsive": True},
             default_height="420px",
         )
-        for title, text, figure in _figures(shown)
+        for title, text, figure in figures
     )
-    page = f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>attnzoo demo</title><style>{_STYLE}</style>
-<script>{get_plotlyjs()}</script></head><body>
-<h1>Which attention, at what price?</h1>
+
+
+def write_report(out: Path, results: list[Result]) -> Path | None:
+    """Write ``report.html``, with everything it needs inside; ``None`` without plotly."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        return None
+    data = json.loads((out / "results.json").read_text())
+    shown = [r for r in results if not r.refused]
+    plots = html_plots(_figures(shown))
+    body = f"""<h1>Which attention, at what price?</h1>
 <p class="soft">{html.escape(_subject(data))}</p>
 <p>{html.escape(summary(results))}</p>
 <div class="scroll">{_html_table(shown, results)}</div>
 {_refused(results)}{plots}
-<footer><p>{html.escape(_footer(data))}</p></footer>
-<script>{_SCRIPT}</script></body></html>
-"""
+<footer><p>{html.escape(_footer(data))}</p></footer>"""
+    page = html_page("attnzoo demo", body, get_plotlyjs())
     temporary = out / "report.html.tmp"
     temporary.write_text(page, encoding="utf-8")
     return temporary.replace(out / "report.html")
@@ -235,14 +261,8 @@ def _figures(shown: list[Result]) -> list[tuple[str, str, Any]]:
     """Make the three plots: quality, decoding time, cache size."""
     import plotly.graph_objects as go
 
-    clear = {
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "margin": {"l": 60, "r": 10, "t": 10, "b": 50},
-        "legend": {"orientation": "h", "y": -0.2},
-    }
     labels = [r.label for r in shown]
-    quality = go.Figure(layout=clear)
+    quality = go.Figure(layout=CLEAR)
     quality.add_bar(x=labels, y=[r.bits_per_byte for r in shown], name="held-out text")
     quality.add_bar(
         x=labels, y=[r.recall_bits_per_byte for r in shown], name="second copy (recall)"
@@ -250,7 +270,7 @@ def _figures(shown: list[Result]) -> list[tuple[str, str, Any]]:
     quality.update_yaxes(title="bits per byte, lower is better")
     lines = []
     for name, title in (("decode_ms", "ms per token"), ("cache_bytes", "bytes")):
-        figure = go.Figure(layout=clear)
+        figure = go.Figure(layout=CLEAR)
         for number, result in enumerate(shown):
             points = getattr(result, name)
             figure.add_scatter(
