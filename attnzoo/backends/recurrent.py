@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,22 @@ class RecurrentConfig(WindowConfig, FeatureMapConfig):
             )
 
 
+class WindowDropout(NamedTuple):
+    """Which share of the heads trains without its window now (arXiv:2510.05901).
+
+    A hybrid otherwise learns to rely on its window alone. All rows and processes, and a pass that
+    gradient checkpointing repeats, draw the same heads.
+    """
+
+    share: float
+    seed: int  # another one for every step
+
+    def heads(self, count: int, layer: int, device: torch.device) -> Tensor:
+        """Draw the heads of a layer that see far keys only, ``[H]`` bool."""
+        generator = torch.Generator("cpu").manual_seed(1000 * self.seed + layer)
+        return (torch.rand(count, generator=generator, device="cpu") < self.share).to(device)
+
+
 class RecurrentBackend(AttentionBackend):
     """Attention as :math:`o_t = q_t S_t / (q_t z_t + eps)`, over features of queries and keys."""
 
@@ -69,6 +85,7 @@ class RecurrentBackend(AttentionBackend):
     config_class: ClassVar[type[BackendConfig]] = RecurrentConfig
     packing = True
     recurrent = True
+    window_dropout: WindowDropout | None = None  # set from outside, step by step; in training only
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)
@@ -227,6 +244,11 @@ class RecurrentBackend(AttentionBackend):
     def attend_hybrid(self, inputs: AttentionInputs, far: FarKeys, impl: str) -> AttentionOutput:
         """Attend exactly inside the window and by features outside."""
         assert self.config.window is not None
+        if self.training and self.window_dropout is not None and self.window_dropout.share > 0:
+            heads = self.window_dropout.heads(
+                self.geometry.num_heads, self.geometry.layer, inputs.q.device
+            )
+            far = far._replace(alone=heads)
         return hybrid_attention(
             inputs.q,
             inputs.k,

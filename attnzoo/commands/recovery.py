@@ -1,4 +1,4 @@
-"""Commands that bring quality back after a swap: plan, recover, evaluate."""
+"""Commands that bring quality back after a swap: plan, recover, finetune, evaluate."""
 
 from __future__ import annotations
 
@@ -11,10 +11,43 @@ from attnzoo.commands.spec_options import spec_of
 from attnzoo.commands.terminal import console
 from attnzoo.errors import SpecError
 
+Data = Annotated[list[Path], typer.Option(help="text, .jsonl, .parquet, or folders of them")]
+Column = Annotated[str, typer.Option(help="field of JSON and parquet with the text")]
+Length = Annotated[int, typer.Option(help="tokens of a row")]
+Control = Annotated[
+    int | None, typer.Option(help="tokens that the control sees; the swap's window without")
+]
+Out = Annotated[Path, typer.Option(help="new folder for the model")]
+Attention = Annotated[str | None, typer.Option(help="backend for every other layer")]
+Options = Annotated[
+    list[str] | None, typer.Option("--set", help="option of the backend: NAME=VALUE")
+]
+Layers = Annotated[
+    list[str] | None, typer.Option(help="exceptions: LAYERS=BACKEND, such as 0-1,11=flash")
+]
+Else = Annotated[
+    str | None, typer.Option("--else", help="backend for layers that the first one refuses")
+]
+Train = Annotated[str, typer.Option(help="extras, lora or full")]
+Batch = Annotated[int, typer.Option(help="rows of a step, over all processes")]
+Accumulate = Annotated[int, typer.Option(help="parts that a batch is taken in")]
+Precision = Annotated[str, typer.Option(help="of products: no (float32) or bf16")]
+Dropout = Annotated[
+    float, typer.Option(help="share of a hybrid's heads that start a stage without their window")
+]
+Checkpointing = Annotated[
+    bool, typer.Option("--gradient-checkpointing", help="compute layers twice, to save memory")
+]
+ReportTo = Annotated[
+    str | None, typer.Option(help="a tracker of Accelerate, such as tensorboard; logs in --out")
+]
+Rate = Annotated[float | None, typer.Option(help="learning rate of adapters, or of all weights")]
+Resume = Annotated[bool, typer.Option(help="go on from the last checkpoint in --out")]
+
 
 def plan(
     path: Annotated[Path, typer.Argument(help="folder of a saved causal model, not swapped")],
-    data: Annotated[list[Path], typer.Option(help="text, .jsonl, .parquet, or folders of them")],
+    data: Data,
     keep_softmax: Annotated[
         float, typer.Option(help="share or number of layers kept exact")
     ] = 0.25,
@@ -24,17 +57,21 @@ def plan(
         typer.Option(help="BACKEND or BACKEND:NAME=VALUE,NAME=VALUE (repeatable)"),
     ] = None,
     rows: Annotated[int, typer.Option(help="rows to measure on")] = 8,
-    length: Annotated[int, typer.Option(help="tokens of a row")] = 512,
+    length: Length = 512,
     window: Annotated[int, typer.Option(help="tokens beyond which attention is far")] = 32,
-    column: Annotated[str, typer.Option(help="field of JSON and parquet with the text")] = "text",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="measure and show, write nothing")] = (
+        False
+    ),
+    column: Column = "text",
 ) -> None:
     """Measure which layers can do without softmax, and choose an attention for each."""
+    from attnzoo.training.pages import write_plan_page
     from attnzoo.training.plan import CANDIDATES, make_plan
-    from attnzoo.training.recover import RecoverConfig, load_rows
     from attnzoo.training.report import plan_table
+    from attnzoo.training.runs import TrainConfig, load_rows
 
     specs = {text: _candidate(text) for text in candidate or CANDIDATES}
-    train, _ = load_rows(path, data, column, RecoverConfig(row_length=length, repeat_share=1.0))
+    train, _ = load_rows(path, data, column, TrainConfig(row_length=length, repeat_share=1.0))
     with console.status("") as status:
         made = make_plan(
             path,
@@ -45,11 +82,13 @@ def plan(
             tick=status.update,
         )
     console.print(plan_table(made))
-    if out is None:
+    if out is None or dry_run:
         console.print("Nothing was written; give --out FILE to keep the plan.")
         return
     made.write(out)
-    console.print(f"Written to {out}; go on with: attnzoo recover {path} --plan {out} ...")
+    picture = write_plan_page(out.with_suffix(".html"), made)
+    console.print(f"Written to {out}" + (f", and drawn in {picture}" if picture else ""))
+    console.print(f"Go on with: attnzoo recover {path} --plan {out} ...")
 
 
 def _candidate(text: str) -> Any:
@@ -60,59 +99,121 @@ def _candidate(text: str) -> Any:
 
 def recover(
     path: Annotated[Path, typer.Argument(help="folder of a saved causal model, not swapped")],
-    data: Annotated[list[Path], typer.Option(help="text, .jsonl, .parquet, or folders of them")],
-    out: Annotated[Path, typer.Option(help="new folder for the recovered model")],
-    attention: Annotated[str | None, typer.Option(help="backend for every other layer")] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--set", help="option of the backend: NAME=VALUE")
-    ] = None,
-    layers: Annotated[
-        list[str] | None, typer.Option(help="exceptions: LAYERS=BACKEND, such as 0-1,11=flash")
-    ] = None,
-    else_: Annotated[
-        str | None, typer.Option("--else", help="backend for layers that the first one refuses")
-    ] = None,
+    data: Data,
+    out: Out,
+    attention: Attention = None,
+    option: Options = None,
+    layers: Layers = None,
+    else_: Else = None,
     plan: Annotated[Path | None, typer.Option(help="what `attnzoo plan` wrote")] = None,
     transfer_steps: Annotated[int, typer.Option(help="of what backends added, by layer")] = 100,
+    layers_at_once: Annotated[
+        int | None, typer.Option(help="layers that transfer teaches at once; all without")
+    ] = None,
     distil_steps: Annotated[int, typer.Option(help="towards what softmax predicts")] = 100,
-    train: Annotated[str, typer.Option(help="in distillation: extras, lora or full")] = "lora",
-    batch: Annotated[int, typer.Option(help="rows of a step, over all processes")] = 8,
-    accumulate: Annotated[int, typer.Option(help="parts that a batch is taken in")] = 1,
-    length: Annotated[int, typer.Option(help="tokens of a row")] = 512,
-    column: Annotated[str, typer.Option(help="field of JSON and parquet with the text")] = "text",
+    top_k: Annotated[
+        int | None, typer.Option(help="of softmax's predictions that count one by one")
+    ] = None,
+    cross_entropy: Annotated[
+        float, typer.Option(help="share of the text's next token in distillation")
+    ] = 0.0,
+    train: Train = "lora",
+    weights_lr: Rate = None,
+    batch: Batch = 8,
+    accumulate: Accumulate = 1,
+    length: Length = 512,
+    control: Control = None,
+    window_dropout: Dropout = 0.0,
+    precision: Precision = "no",
+    gradient_checkpointing: Checkpointing = False,
+    report_to: ReportTo = None,
+    column: Column = "text",
     seed: int = 0,
-    resume: Annotated[bool, typer.Option(help="go on from the last checkpoint in --out")] = False,
+    resume: Resume = False,
 ) -> None:
     """Swap a model and bring its quality back: transfer, distillation, an honest account."""
+    from attnzoo.training import recover as recovery
     from attnzoo.training.loop import LoopConfig
     from attnzoo.training.plan import read_plan
-    from attnzoo.training.recover import RecoverConfig
-    from attnzoo.training.recover import recover as recover_model
-    from attnzoo.training.report import ProgressBar, lines_table
 
     if (attention is None) == (plan is None):
         raise SpecError("recover takes either --attention (with --set, --layers) or --plan FILE")
     spec, weights = read_plan(plan) if plan else (spec_of(attention, option, layers, else_), None)
-    config = RecoverConfig(
+    config = recovery.RecoverConfig(
         transfer_steps=transfer_steps,
+        layers_at_once=layers_at_once,
         distil_steps=distil_steps,
+        top_k=top_k,
+        cross_entropy=cross_entropy,
         train=train,  # type: ignore[arg-type]
+        weights_lr=weights_lr,
         row_length=length,
-        loop=LoopConfig(batch_size=batch, accumulate=accumulate, seed=seed),
+        control=control,
+        window_dropout=window_dropout,
+        gradient_checkpointing=gradient_checkpointing,
+        report_to=report_to,
+        loop=LoopConfig(batch_size=batch, accumulate=accumulate, seed=seed, precision=precision),
     )
-    with ProgressBar(console, {"transfer": transfer_steps, "distil": distil_steps}) as bar:
-        results = recover_model(
-            path,
-            spec,
-            data,
-            out,
-            config,
-            column=column,
-            resume=resume,
-            weights=weights,
-            tell=bar.tell,
-            tick=bar.tick,
-        )
+    stages = {"transfer": transfer_steps, "distil": distil_steps}
+    given: dict[str, Any] = {"column": column, "resume": resume, "weights": weights}
+    _run(stages, out, lambda to: recovery.recover(path, spec, data, out, config, **given, **to))
+
+
+def finetune(
+    path: Annotated[Path, typer.Argument(help="folder of a saved causal model, swapped or not")],
+    data: Data,
+    out: Out,
+    attention: Attention = None,
+    option: Options = None,
+    layers: Layers = None,
+    else_: Else = None,
+    steps: Annotated[int, typer.Option(help="of training")] = 200,
+    compare: Annotated[bool, typer.Option(help="train softmax as long, to compare with")] = True,
+    train: Train = "full",
+    weights_lr: Rate = None,
+    batch: Batch = 8,
+    accumulate: Accumulate = 1,
+    length: Length = 512,
+    control: Control = None,
+    window_dropout: Dropout = 0.0,
+    precision: Precision = "no",
+    gradient_checkpointing: Checkpointing = False,
+    report_to: ReportTo = None,
+    column: Column = "text",
+    seed: int = 0,
+    resume: Resume = False,
+) -> None:
+    """Train a swapped model on text; without --attention, one that is swapped already."""
+    from attnzoo.training.finetune import FinetuneConfig
+    from attnzoo.training.finetune import finetune as finetune_model
+    from attnzoo.training.loop import LoopConfig
+
+    if attention is None and (option or layers or else_):
+        raise SpecError("--set, --layers and --else go with --attention, which is not given")
+    spec = None if attention is None else spec_of(attention, option, layers, else_)
+    config = FinetuneConfig(
+        steps=steps,
+        tune_softmax=compare,
+        train=train,  # type: ignore[arg-type]
+        weights_lr=weights_lr,
+        row_length=length,
+        control=control,
+        window_dropout=window_dropout,
+        gradient_checkpointing=gradient_checkpointing,
+        report_to=report_to,
+        loop=LoopConfig(batch_size=batch, accumulate=accumulate, seed=seed, precision=precision),
+    )
+    stages = {"softmax": steps, "finetune": steps}
+    given: dict[str, Any] = {"column": column, "resume": resume}
+    _run(stages, out, lambda ways: finetune_model(path, spec, data, out, config, **given, **ways))
+
+
+def _run(stages: dict[str, int], out: Path, train: Any) -> None:
+    """Run a training command under a progress bar, and tell what came out."""
+    from attnzoo.training.report import ProgressBar, lines_table
+
+    with ProgressBar(console, stages) as bar:
+        results = train({"tell": bar.tell, "tick": bar.tick})
     if bar.main:
         console.print(lines_table(results))
         console.print(results["verdict"], style="bold", soft_wrap=True)
@@ -121,17 +222,18 @@ def recover(
 
 def evaluate(
     path: Annotated[Path, typer.Argument(help="folder of a saved causal model that is swapped")],
-    data: Annotated[list[Path], typer.Option(help="text, .jsonl, .parquet, or folders of them")],
+    data: Data,
     rows: Annotated[int, typer.Option(help="held-out rows to judge on")] = 32,
-    length: Annotated[int, typer.Option(help="tokens of a row")] = 512,
-    column: Annotated[str, typer.Option(help="field of JSON and parquet with the text")] = "text",
+    length: Length = 512,
+    control: Control = None,
+    column: Column = "text",
 ) -> None:
     """Judge a swapped model against its own attention, the window alone, and each branch."""
-    from attnzoo.training.recover import evaluate as evaluate_model
+    from attnzoo.training.judge import evaluate as evaluate_model
     from attnzoo.training.report import lines_table
 
     results = evaluate_model(
-        path, data, column=column, row_length=length, rows=rows, tell=console.print
+        path, data, column=column, row_length=length, rows=rows, control=control, tell=console.print
     )
     console.print(lines_table(results))
     console.print(results["verdict"], style="bold", soft_wrap=True)

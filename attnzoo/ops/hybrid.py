@@ -52,7 +52,8 @@ class FarKeys(NamedTuple):
 
     ``log_weight`` is f, broadcastable to ``[B, H, T, 1]``. With ``relative`` it counts beside the
     whole window: the logarithm of the window's sum of weights is added to it. With ``mean`` far
-    keys share it: their sums are divided by their number.
+    keys share it: their sums are divided by their number. Heads under ``alone``, ``[H]`` bool, see
+    far keys only, where there are any.
     """
 
     q: Tensor  # [B, H, T, F], not negative
@@ -61,6 +62,7 @@ class FarKeys(NamedTuple):
     log_decay: Tensor | None = None  # as in linear_attention; 0 at padding
     relative: bool = True
     mean: bool = False
+    alone: Tensor | None = None
 
 
 def hybrid_attention(
@@ -315,6 +317,8 @@ def _joined(near: Tensor, lse: Tensor, sums: Tensor, counts: Tensor | None, far:
     if far.relative:
         lse = torch.zeros_like(lse)  # what the window's sum is divided by cancels
     some = total > SMALLEST
+    if far.alone is not None:
+        lse = lse.masked_fill(some & far.alone.view(1, -1, 1, 1), -torch.inf)
     log_total = total.clamp(min=SMALLEST).log()
     top = torch.where(some, torch.maximum(lse, weight + log_total), lse).detach()
     share = (weight - top).masked_fill(~some, -torch.inf).exp()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +104,13 @@ class Checkpoints:
         """
         final = self.out / FOLDER / f"step-{progress['total']:06d}"
         made = final.with_name(f"{final.name}.partial")
-        save(made)
-        if not main:
-            return
-        write_whole(made / DONE, json.dumps(progress))
-        shutil.rmtree(final, ignore_errors=True)
-        made.rename(final)
+        with explained(self):
+            save(made)
+            if not main:
+                return
+            write_whole(made / DONE, json.dumps(progress))
+            shutil.rmtree(final, ignore_errors=True)
+            made.rename(final)
         whole = sorted(p for p in (self.out / FOLDER).glob("step-*") if p.suffix != ".partial")
         for path in whole[: -self.keep]:
             shutil.rmtree(path)
@@ -116,6 +118,26 @@ class Checkpoints:
     def clear(self) -> None:
         """Remove all checkpoints: the run is done."""
         shutil.rmtree(self.out / FOLDER, ignore_errors=True)
+
+
+@contextmanager
+def explained(checkpoints: Checkpoints) -> Iterator[None]:
+    """Say what remains of a run whose files cannot be written, as when a disk fills up.
+
+    Raises:
+        CheckpointError: In place of what the writer raised.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch raises the latter where a file is cut short
+        if isinstance(error, RuntimeError) and "write" not in str(error):
+            raise
+        last = checkpoints.latest()
+        kept = f"the last checkpoint, {str(last['path'])!r}, is whole" if last else "none was kept"
+        raise CheckpointError(
+            f"{str(checkpoints.out)!r} cannot be written ({str(error).splitlines()[0]}); {kept}. "
+            "Make room on the disk, then go on with --resume"
+        ) from error
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -56,25 +56,39 @@ def own_teacher(model: nn.Module, *, weights_change: bool) -> Teacher:
     return logits
 
 
-def divergence(student: Tensor, teacher: Tensor, real: Tensor) -> Tensor:
+def divergence(student: Tensor, teacher: Tensor, real: Tensor, top_k: int | None = None) -> Tensor:
     """Return the mean KL of the student's prediction from the teacher's, in nats, a scalar.
 
     Args:
         student: Logits, ``[B, T, V]``.
         teacher: Logits, ``[B, T, V]``.
         real: ``[B, T]``, which predictions count.
+        top_k: How many of the teacher's likeliest tokens count one by one; all others count as
+            one outcome, so the result is still a divergence, and at most the full one.
     """
     student, teacher = (x.float().log_softmax(-1) for x in (student, teacher))
+    if top_k is not None and top_k < student.shape[-1]:
+        teacher, places = teacher.topk(top_k, -1)
+        student, teacher = (_with_rest(x) for x in (student.gather(-1, places), teacher))
     each = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
     return (each * real).sum() / real.sum().clamp(min=1)
 
 
-def distil_loss(teacher: Teacher | None, *, cross_entropy: float = 0.0) -> Loss:
+def _with_rest(logs: Tensor) -> Tensor:
+    """Append the logarithm of what some outcomes' probabilities leave of 1."""
+    rest = (1 - logs.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(logs.dtype).eps)
+    return torch.cat([logs, rest.log()], -1)
+
+
+def distil_loss(
+    teacher: Teacher | None, *, cross_entropy: float = 0.0, top_k: int | None = None
+) -> Loss:
     """Return a loss: the divergence from a teacher, or cross-entropy, or a mix of both.
 
     Args:
         teacher: Gives the logits to come to; ``None`` with ``cross_entropy=1``.
         cross_entropy: Share of the text's own next token in the loss, from 0 to 1.
+        top_k: As in :func:`divergence`.
     """
 
     def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -84,7 +98,7 @@ def distil_loss(teacher: Teacher | None, *, cross_entropy: float = 0.0) -> Loss:
         logits: Tensor = model(**model_inputs(batch), use_cache=False).logits
         total = logits.new_zeros((), dtype=torch.float32)
         if target is not None and cross_entropy < 1:
-            total = (1 - cross_entropy) * divergence(logits, target, labels != IGNORED)
+            total = (1 - cross_entropy) * divergence(logits, target, labels != IGNORED, top_k)
         if cross_entropy > 0:
             each = F.cross_entropy(
                 logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED

@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader
 from transformers.optimization import get_cosine_schedule_with_warmup
 
 from attnzoo.errors import ConfigError
-from attnzoo.training.checkpoints import Checkpoints, write_whole
+from attnzoo.training.checkpoints import Checkpoints, explained, write_whole
 from attnzoo.training.data import Rows
+from attnzoo.training.sharding import REDUCED, SHARDED, filled
 
 LOSSES = "losses.jsonl"
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]  # of a wrapped model on one batch
@@ -38,12 +39,14 @@ class Stage:
         steps: Steps of the optimiser.
         groups: Parameters with their learning rates, as torch's optimisers take them.
         loss: Given the wrapped model and a batch, returns a scalar.
+        before: Called with the step before each, for what changes along the way.
     """
 
     name: str
     steps: int
     groups: list[dict[str, Any]]
     loss: Loss
+    before: Callable[[int], None] = lambda step: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,7 @@ class LoopConfig:
     seed: int = 0
     checkpoint_every: int = 50  # steps
     keep: int = 2  # checkpoints
+    precision: str = "no"  # of products: "no" is float32, "bf16" autocasts; weights stay float32
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -79,6 +83,8 @@ class LoopConfig:
             )
         if self.clip <= 0:
             raise ConfigError(f"clip must be above 0, got {self.clip}; 1.0 is usual")
+        if self.precision not in ("no", "bf16"):
+            raise ConfigError(f"precision must be 'no' or 'bf16', got {self.precision!r}")
 
 
 class Loop:
@@ -108,12 +114,22 @@ class Loop:
         if accelerator.is_main_process:
             _cut_losses(checkpoints.out / LOSSES, progress["total"] if progress else 0)
 
-    def run(self, model: nn.Module, stage: Stage) -> None:
-        """Train a model through one stage; what the stage does not name is left alone."""
+    def run(self, model: nn.Module, stage: Stage, rebuild: Callable[[], nn.Module]) -> Any:
+        """Train a model through one stage; what the stage does not name is left alone.
+
+        Args:
+            model: As the stage's parameters belong to it.
+            stage: What to do.
+            rebuild: Makes such a model anew. Where the weights are sharded over the processes, it
+                is called at the end and given them, so that what follows has them whole.
+
+        Returns:
+            The trained model, whole on every process: ``model``, or the one that was rebuilt.
+        """
         first, self.total = self.total, self.total + stage.steps
         done = 0 if self.progress is None else int(self.progress["total"])
         if done > self.total or stage.steps == 0:
-            return  # a later checkpoint holds what this stage did
+            return model  # a later checkpoint holds what this stage did
         chosen = {id(p) for group in stage.groups for p in group["params"]}
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
@@ -131,19 +147,26 @@ class Loop:
         model.train()
         batches = self._batches(loader, max(done, first))
         for step in range(max(done - first, 0), stage.steps):
+            stage.before(step)
             loss = self._step(wrapped, optimizer, next(batches), stage)
             schedule.step()
             now = first + step + 1
             if self.accelerator.is_main_process:
-                _append(
-                    self.checkpoints.out / LOSSES,
-                    {"total": now, "stage": stage.name, "step": step, "loss": loss},
+                line = {"total": now, "stage": stage.name, "step": step, "loss": loss}
+                with explained(self.checkpoints):
+                    _append(self.checkpoints.out / LOSSES, line)
+            if self.accelerator.trackers:
+                rate = schedule.get_last_lr()[0]
+                self.accelerator.log(
+                    {f"{stage.name}/loss": loss, f"{stage.name}/learning_rate": rate}, step=now
                 )
             self.tick(stage.name, step, loss)
             if now % self.config.checkpoint_every == 0 or step + 1 == stage.steps:
                 self._save({"total": now, "stage": stage.name})
+        if self.accelerator.distributed_type in SHARDED:
+            model = filled(self.accelerator, wrapped, rebuild())
         self.accelerator.free_memory()
-        model.requires_grad_(False)
+        return model.requires_grad_(False)
 
     def _step(
         self, model: nn.Module, optimizer: Any, batches: list[Mapping[str, Tensor]], stage: Stage
@@ -155,6 +178,8 @@ class Loop:
             with nullcontext() if last else self.accelerator.no_sync(model):
                 with self.accelerator.autocast():
                     loss = stage.loss(model, batch)
+                if self.accelerator.distributed_type in REDUCED:
+                    loss = loss + touched(stage)
                 self.accelerator.backward(loss / len(batches))
             total += loss.detach() / len(batches)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -206,6 +231,19 @@ class Loop:
 
         self.checkpoints.write(progress, save, main=self.accelerator.is_main_process)
         self.accelerator.wait_for_everyone()
+
+
+def touched(stage: Stage) -> Tensor:
+    """Return a zero that depends on all that a stage trains.
+
+    Every parameter then has a gradient in every step, if only of zeros: the processes wait for each
+    other's, and those of a layer that a row did not reach would never come.
+    """
+    found = torch.zeros((), device=stage.groups[0]["params"][0].device)
+    for group in stage.groups:
+        for parameter in group["params"]:
+            found = found + 0 * parameter.float().sum()
+    return found
 
 
 def _append(path: Path, line: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from attnzoo.training.pages import HEADS, lines_cells
 from attnzoo.training.plan import Plan
 
 
@@ -52,7 +53,8 @@ class ProgressBar:
     def tick(self, stage: str, step: int, loss: float) -> None:
         """Show that a step was taken."""
         if stage not in self.tasks:
-            self.tasks[stage] = self.progress.add_task(stage, total=self.stages[stage])
+            total = self.stages[stage.split()[0]]  # "transfer 4" is the block from layer 4 on
+            self.tasks[stage] = self.progress.add_task(stage, total=total)
         self.progress.update(
             self.tasks[stage], completed=step + 1, description=f"{stage}, loss {loss:.4f}"
         )
@@ -61,15 +63,10 @@ class ProgressBar:
 def lines_table(results: Mapping[str, Any]) -> Table:
     """Lay out every line of ``recovery.json``: loss, recall, and how much of each is recovered."""
     table = Table(title="bits per byte on held-out text")
-    table.add_column("")
-    for head in ("loss", "recovered", "recall", "recovered"):
-        table.add_column(head, justify="right")
-    for name, line in results["lines"].items():
-        cells = [f"{line['loss']:.3f}", _share(line["loss_share"])]
-        recall = line["recall"]
-        cells += ["" if recall is None else f"{recall:.3f}", _share(line["recall_share"])]
-        label = f"window alone ({results['window']})" if name == "window alone" else name
-        table.add_row(label, *cells)
+    for head in HEADS:
+        table.add_column(head, justify="right" if head else "left")
+    for cells in lines_cells(results):
+        table.add_row(*cells)
     return table
 
 
@@ -103,7 +100,3 @@ def plan_table(plan: Plan) -> Table:
 def _heat(share: float) -> str:
     """Return a colour from green, nothing lost, to red."""
     return "red" if share > 0.5 else "yellow" if share > 0.1 else "green"
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"

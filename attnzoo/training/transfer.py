@@ -24,6 +24,7 @@ from attnzoo.errors import SpecError
 from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 from attnzoo.state import AttentionOutput
+from attnzoo.training.sharding import is_sharded
 
 
 def swapped_layers(model: nn.Module) -> dict[str, AttentionBackend]:
@@ -38,6 +39,12 @@ def extras(model: nn.Module) -> dict[str, nn.Parameter]:
         if isinstance(module, AttentionBackend):
             found.update({f"{prefix}.{name}": p for name, p in module.named_parameters()})
     return found
+
+
+def learning_layers(model: nn.Module) -> list[str]:
+    """Return the names of the swapped layers whose backends have parameters, in order."""
+    layers = swapped_layers(model)
+    return [name for name, backend in layers.items() if any(True for _ in backend.parameters())]
 
 
 class Transfer:
@@ -65,11 +72,7 @@ class Transfer:
                 f"{type(model).__name__} is not swapped, so there is nothing to transfer to; "
                 'call attnzoo.swap(model, "linear", ...) first'
             )
-        able = [
-            name
-            for name, backend in self.backends.items()
-            if any(True for _ in backend.parameters())
-        ]
+        able = learning_layers(model)
         self.learning = able if layers is None else [name for name in layers if name in able]
         if not self.learning:
             which = "its layers" if layers is None else f"the layers {', '.join(layers)}"
@@ -79,11 +82,13 @@ class Transfer:
                 "backend that has (hedgehog features, learned gates, a window), or go on to "
                 "fine-tuning"
             )
+        self.model = model
         self.errors: dict[str, Tensor] = {}  # relative squared error of each learning layer
+        self.sharded = False
 
     def __enter__(self) -> Self:
         """Hook the backends."""
-        self.handles = []
+        self.handles = [self.model.register_forward_pre_hook(self._look)]
         for name, backend in self.backends.items():
             teacher = build_backend("flash", {}, backend.geometry)
             self.handles += [
@@ -102,6 +107,9 @@ class Transfer:
         for handle in self.handles:
             handle.remove()
 
+    def _look(self, model: nn.Module, args: Any) -> None:
+        self.sharded = is_sharded(model)
+
     def _hook(self, name: str, teacher: AttentionBackend) -> Any:
         def hook(
             backend: nn.Module, args: Any, kwargs: dict[str, Any], output: AttentionOutput
@@ -114,12 +122,19 @@ class Transfer:
                 # a pass that gradient checkpointing repeats, in a backward pass, counts once
                 if torch._C._current_graph_task_id() == -1:
                     self.errors[name] = error
+                if self.sharded:
+                    exact = exact + 0 * error
             return output._replace(out=exact)
 
         return hook
 
-    def loss(self) -> Tensor:
+    def loss(self, logits: Tensor | None = None) -> Tensor:
         """Return the mean of the learning layers' errors in the last forward pass, a scalar.
+
+        Args:
+            logits: What the model gave, needed where FSDP2 shards it. FSDP2 gathers a layer's
+                weights for the backward pass when a gradient arrives at what the layer gave, so
+                one of zeros is sent through the model.
 
         Raises:
             SpecError: Nothing has run since the last call.
@@ -128,6 +143,8 @@ class Transfer:
             raise SpecError("Transfer.loss() comes after a forward pass of the model")
         total = torch.stack(list(self.errors.values())).mean()
         self.errors = {}
+        if self.sharded and logits is not None:
+            total = total + 0 * logits.float().sum()
         return total
 
 

@@ -14,8 +14,9 @@ import attnzoo
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.training.checkpoints import CheckpointError
 from attnzoo.training.data import DataError
+from attnzoo.training.judge import evaluate
 from attnzoo.training.loop import LoopConfig, read_losses
-from attnzoo.training.recover import RecoverConfig, evaluate, recover
+from attnzoo.training.recover import RecoverConfig, recover
 
 STEPS = {"transfer_steps": 5, "distil_steps": 6, "row_length": 32, "judged_rows": 2}
 
@@ -59,7 +60,7 @@ def test_what_is_trained(saved, text, spec, tmp_path, train):
 
 def test_the_account_is_of_the_saved_model(saved, text, spec, tmp_path):
     from attnzoo.training.evaluate import judged_rows, quality
-    from attnzoo.training.recover import load_rows
+    from attnzoo.training.runs import load_rows
 
     results = recover(saved, spec, [text], tmp_path / "out", config())
     _, held_out = load_rows(saved, [text], "text", config())

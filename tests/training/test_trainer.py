@@ -6,7 +6,7 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.training.data import pack
-from attnzoo.training.recover import with_adapters
+from attnzoo.training.runs import with_adapters
 from attnzoo.training.transfer import extras
 
 

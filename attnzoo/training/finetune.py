@@ -1,0 +1,116 @@
+"""Plain fine-tuning of a swapped model on text, and of softmax beside it, to be fair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from attnzoo.errors import ConfigError, SpecError
+from attnzoo.integrations.convert import restore
+from attnzoo.spec import AttentionSpec
+from attnzoo.training.account import account
+from attnzoo.training.distil import distil_loss
+from attnzoo.training.evaluate import branch_qualities, quality
+from attnzoo.training.loop import Stage
+from attnzoo.training.runs import Run, Tell, Tick, TrainConfig
+from attnzoo.training.transfer import extras
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig(TrainConfig):
+    """How a swapped model is fine-tuned."""
+
+    steps: int = 200
+    tune_softmax: bool = True  # as many steps of the model with its own attention, to compare with
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps < 1:
+            raise ConfigError(f"steps must be at least 1, got {self.steps}")
+
+
+def finetune(
+    path: Path,
+    spec: AttentionSpec | None,
+    data: list[Path],
+    out: Path,
+    config: FinetuneConfig | None = None,
+    *,
+    column: str = "text",
+    resume: bool = False,
+    tell: Tell = lambda text: None,
+    tick: Tick = lambda stage, step, loss: None,
+) -> dict[str, Any]:
+    """Train a swapped causal model to predict text, judge it, and save it to ``out``.
+
+    Args:
+        path: Folder of a saved model.
+        spec: The swap; ``None`` for a model that is swapped already.
+        data: Text files, JSON lines, parquet, or folders of them.
+        out: A new folder for the model; ``finetuning.json`` in it says how good it is.
+        config: How; defaults without.
+        column: Field of JSON and parquet that holds the text.
+        resume: Go on from the last checkpoint in ``out``.
+        tell: Called with what is going on.
+        tick: Called after every step with the stage, its step and the loss.
+
+    Returns:
+        What ``finetuning.json`` holds.
+
+    Raises:
+        AttnzooError: Something that was given cannot be used.
+    """
+    config = config or FinetuneConfig()
+    run = Run(
+        path,
+        spec,
+        data,
+        out,
+        config,
+        column=column,
+        resume=resume,
+        weights=None,
+        tell=tell,
+        tick=tick,
+    )
+    run.judge_before()
+    if config.train == "extras" and not extras(run.model):
+        raise SpecError(
+            "The backends have no parameters of their own, so train='extras' has nothing to do; "
+            "take 'lora' or 'full'"
+        )
+    if config.tune_softmax and config.train != "extras":
+        _softmax_tuned(run, config)
+    model = _tuned(run.model, run, config, "finetune")
+    lines = {**run.lines.known, "result": quality(model, run.judged)}
+    lines |= branch_qualities(model, run.judged)
+    results = account(run, model, lines)
+    run.save(model, results, "finetune")
+    return results
+
+
+def _softmax_tuned(run: Run, config: FinetuneConfig) -> None:
+    """Train the model with its own attention by the same steps, and judge it."""
+    model = run.fresh()
+    restore(model)
+    model = _tuned(model, run, config, "softmax", swapped=False)
+    run.lines.judge("softmax tuned", lambda: quality(model, run.judged))
+
+
+def _tuned(
+    model: PreTrainedModel, run: Run, config: FinetuneConfig, name: str, *, swapped: bool = True
+) -> PreTrainedModel:
+    def fresh() -> PreTrainedModel:
+        found = run.fresh()
+        if not swapped:
+            restore(found)
+        return found
+
+    trained, groups = run.prepared(model)
+    loss = distil_loss(None, cross_entropy=1.0)
+    before = run.window_schedule(model, config.steps) if swapped else lambda step: None
+    stage = Stage(name=name, steps=config.steps, groups=groups, loss=loss, before=before)
+    return run.merged(run.loop.run(trained, stage, lambda: run.prepared(fresh())[0]))
