@@ -159,9 +159,7 @@ def attention(
         )
     if indices is not None:
         mask = with_selection(mask, indices, key.shape[2])
-    zero = position_bias_is_zero(module, cross_attention=call.cross_attention)
-    if position_bias is not None and not zero:
-        bias = position_bias if bias is None else bias + position_bias
+    bias = _whole_bias(module, bias, position_bias, call)
     options = {
         "scale": scaling,
         "hidden_states": call.hidden_states,
@@ -179,10 +177,24 @@ def attention(
     except UnsupportedError as error:
         if backend.geometry.name in str(error):
             raise
-        where = f"{backend.geometry.name}: backend {backend.name!r}"  # an op does not know
-        raise UnsupportedError(f"{where} cannot run this call: {error}") from error
+        raise _named(backend, error) from error
     weights = output.weights if options["return_weights"] else None
     return output.out.transpose(1, 2).contiguous(), weights
+
+
+def _whole_bias(
+    module: nn.Module, bias: Tensor | None, position_bias: Tensor | None, call: Call
+) -> Tensor | None:
+    """Add what a layer makes of relative positions to a mask that came as a tensor."""
+    if position_bias is None or position_bias_is_zero(module, cross_attention=call.cross_attention):
+        return bias
+    return position_bias if bias is None else bias + position_bias
+
+
+def _named(backend: Any, error: UnsupportedError) -> UnsupportedError:
+    """Say of an op's refusal in which layer it came up."""
+    where = f"{backend.geometry.name}: backend {backend.name!r}"
+    return UnsupportedError(f"{where} cannot run this call: {error}")
 
 
 def _backend_for(module: nn.Module, kwargs: dict[str, Any]) -> Any:
