@@ -19,7 +19,7 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import compat
 from attnzoo.integrations.cache import StateLayer, Step, state_layer
 from attnzoo.integrations.layers import position_bias_is_zero
-from attnzoo.integrations.masks import given_mask, with_boundaries
+from attnzoo.integrations.masks import given_mask, with_boundaries, with_selection
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput
 
@@ -31,6 +31,7 @@ HARMLESS = frozenset(
         "cache_position",
         "deterministic",
         "layer_idx",
+        "logits_to_keep",
         "max_length_k",
         "max_length_q",
         "max_seqlen",
@@ -54,10 +55,14 @@ class Call(NamedTuple):
     cross_attention: bool
 
 
+NO_CALL = Call(None, None, False)
+TAKEN = Call(None, None, True)  # the state has been given to a call of the attention already
+
+
 class LayerHook:
     """A forward pre-hook that reads an attention module's arguments, by position or by keyword."""
 
-    HIDDEN = ("hidden_states", "x", "hidden_state")
+    HIDDEN = ("hidden_states", "x", "hidden_state", "k")
     CACHE = ("past_key_values", "past_key_value", "layer_past")
     OTHER = ("key_value_states", "encoder_hidden_states")
 
@@ -122,6 +127,8 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
@@ -137,8 +144,7 @@ def attention(
         UnsupportedError: The layer has no backend, or something is given that it cannot honour.
     """
     backend = _backend_for(module, kwargs)
-    call: Call = getattr(module, "_attnzoo_call", None) or Call(None, None, False)
-    module._attnzoo_call = None  # type: ignore[assignment]
+    call = _take_call(module, backend)
     causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
     mask, bias = given_mask(
         attention_mask,
@@ -151,18 +157,17 @@ def attention(
         mask = with_boundaries(
             mask, cu_seq_lens_q, cu_seq_lens_k, (query.shape[0], query.shape[2], key.shape[2])
         )
-    no_bias = position_bias_is_zero(module, cross_attention=call.cross_attention)
-    if position_bias is not None and not no_bias:
-        bias = position_bias if bias is None else bias + position_bias
-    wants_weights = compat.wants_weights(kwargs)
+    if indices is not None:
+        mask = with_selection(mask, indices, key.shape[2])
+    bias = _whole_bias(module, bias, position_bias, call)
     options = {
         "scale": scaling,
         "hidden_states": call.hidden_states,
         "bias": bias,
         "softcap": softcap,
-        "sinks": s_aux,
+        "sinks": s_aux if sinks is None else sinks,
         "dropout": dropout,
-        "return_weights": wants_weights,
+        "return_weights": compat.wants_weights(kwargs),
     }
     try:
         if call.layer is None:
@@ -170,11 +175,26 @@ def attention(
         else:
             output = _with_state(backend, call.layer, query, key, value, mask, options)
     except UnsupportedError as error:
-        where = f"{backend.geometry.name}: backend {backend.name!r}"
         if backend.geometry.name in str(error):
             raise
-        raise UnsupportedError(f"{where} cannot run this call: {error}") from error  # an op's
-    return output.out.transpose(1, 2).contiguous(), output.weights if wants_weights else None
+        raise _named(backend, error) from error
+    weights = output.weights if options["return_weights"] else None
+    return output.out.transpose(1, 2).contiguous(), weights
+
+
+def _whole_bias(
+    module: nn.Module, bias: Tensor | None, position_bias: Tensor | None, call: Call
+) -> Tensor | None:
+    """Add what a layer makes of relative positions to a mask that came as a tensor."""
+    if position_bias is None or position_bias_is_zero(module, cross_attention=call.cross_attention):
+        return bias
+    return position_bias if bias is None else bias + position_bias
+
+
+def _named(backend: Any, error: UnsupportedError) -> UnsupportedError:
+    """Say of an op's refusal in which layer it came up."""
+    where = f"{backend.geometry.name}: backend {backend.name!r}"
+    return UnsupportedError(f"{where} cannot run this call: {error}")
 
 
 def _backend_for(module: nn.Module, kwargs: dict[str, Any]) -> Any:
@@ -194,6 +214,19 @@ def _backend_for(module: nn.Module, kwargs: dict[str, Any]) -> Any:
                 "attn_implementation='eager' or 'sdpa'"
             )
     return backend
+
+
+def _take_call(module: nn.Module, backend: Any) -> Call:
+    """Return what the hook saw, once: a state cannot stand for two calls in the same forward."""
+    call: Call = getattr(module, "_attnzoo_call", None) or NO_CALL
+    if call is TAKEN:
+        raise UnsupportedError(
+            f"{backend.geometry.name}: the layer calls its attention more than once, and backend "
+            f"{backend.name!r} keeps one state of constant size; call the model with "
+            "use_cache=False, or give this layer an exact backend"
+        )
+    module._attnzoo_call = TAKEN if call.layer is not None else None  # type: ignore[assignment]
+    return call
 
 
 def _with_state(

@@ -55,7 +55,12 @@ class StateLayer(CacheLayerMixin):
     # -- what the attention layer calls ----------------------------------------------------------
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note the batch; there is nothing to allocate before the backend has run."""
+        """Note the batch; there is nothing to allocate before the backend has run.
+
+        Models that ask the layer for its keys find that there are none.
+        """
+        self.keys = key_states.new_empty(*key_states.shape[:2], 0, key_states.shape[3])
+        self.values = value_states.new_empty(*value_states.shape[:2], 0, value_states.shape[3])
         self.batch_size = key_states.shape[0]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True

@@ -100,7 +100,8 @@ def set_implementation(model: PreTrainedModel, name: str, layers: Iterable[nn.Mo
 
     Older transformers leave alone what has copied its config, as the halves of T5 have.
     """
-    model.set_attn_implementation(name)
+    if can_set_implementation(model):  # of a whole whose parts alone go through the interface
+        model.set_attn_implementation(name)
     swapped = set(layers)
     for module in model.modules():
         makes_masks = isinstance(module, PreTrainedModel) and not swapped.isdisjoint(

@@ -47,8 +47,6 @@ def swap(
         raise SpecError(
             f"{type(model).__name__} is not a transformers model; swap takes a PreTrainedModel"
         )
-    if not compat.can_set_implementation(target):
-        raise SpecError(_no_layers(target))
     layers = attention_layers(target)
     backends = build(target, layers, spec)
     if target.config._attn_implementation != NAME:

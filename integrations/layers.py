@@ -14,6 +14,10 @@ from attnzoo.integrations import compat
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _SIZES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+_HEADS = (
+    *("num_heads", "num_attention_heads", "n_heads", "n_head", "groups"),
+    "decoder_self_attention_heads",
+)
 _CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
 
 
@@ -61,7 +65,7 @@ def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
     config = getattr(module, "config", None) or getattr(model, "config", None)
     owners = (module, config)
     number = layer_number(name, module)
-    heads = _first(owners, "num_heads", "num_attention_heads", "n_heads", "n_head")
+    heads = _first(owners, *_HEADS)
     hidden = _first(owners, "embed_dim", "hidden_size", "d_model", "dim", "n_embd")
     size = _first((module,), "qk_head_dim", *_SIZES) or _first((config,), "head_dim")
     if size is None and heads and hidden:
@@ -71,9 +75,10 @@ def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
             f"{name}: the number of heads or their size cannot be read from "
             f"{type(module).__name__} or its config, so no backend can be fitted to it"
         )
+    groups = _first((module,), "num_key_value_groups") or 1
     key_heads = _first((module,), "num_key_value_heads")
-    if key_heads is None:
-        key_heads = heads // (_first((module,), "num_key_value_groups") or 1)
+    if key_heads is None or getattr(module, "num_key_value_groups", None) == 1:
+        key_heads = heads // groups  # a layer may have repeated its keys before it attends
     cross = bool(_CROSS.search(name) or _CROSS.search(type(module).__name__))
     cross = cross or getattr(module, "is_cross_attention", False) is True
     causal = is_causal(module, config) and not cross

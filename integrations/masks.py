@@ -20,11 +20,15 @@ class ModelMask(AttentionMask):
     """An :class:`AttentionMask` as it travels through a model, in the place of a mask tensor.
 
     ``ndim`` is what transformers looks at before it makes a mask; 4 means that there is one.
-    ``shape`` is that of the mask which this one describes.
+    ``shape`` is that of the mask which this one describes. A model that goes on to compute with its
+    mask (adds to it, cuts it, joins it with another) gets the tensor that eager attention would
+    have; what comes out of that is an additive bias, which exact backends take.
     """
 
     ndim: int = 4
     shape: tuple[int, ...] = (1, 1, 0, 0)  # [B, 1, T, S]
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
 
     def to(self, device: torch.device | str, **_: Any) -> ModelMask:
         """Move what is a tensor; a model spread over several devices asks for it."""
@@ -36,30 +40,56 @@ class ModelMask(AttentionMask):
         }
         if whole is not None:
             moved["function"] = lambda: whole().to(device)
-        return replace(self, **moved)
+        return replace(self, device=device, **moved)
 
     def contiguous(self) -> ModelMask:
         """Return the mask itself: generation asks this of every mask."""
         return self
 
-    def __getitem__(self, item: object) -> None:
-        """Refuse what would change the mask behind our back."""
-        raise _not_a_tensor("indexing")
+    def additive(self) -> Tensor:
+        """Build the tensor of eager attention, ``[B, 1, T, S]``: 0 where seen, else the least."""
+        seen = self.dense(self.shape[2], self.shape[3], torch.device(self.device))
+        if seen is None:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        hidden = torch.finfo(self.dtype).min
+        zero = torch.zeros((), dtype=self.dtype, device=seen.device)
+        return torch.where(seen, zero, hidden).expand(self.shape)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Take part in torch's functions as the tensor that this mask describes."""
+        return function(*_as_tensors(args), **_as_tensors(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse whatever else a model does to a mask tensor."""
-        raise _not_a_tensor(f".{name}")
+        """Offer whatever else a tensor has."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.additive(), name)
 
 
-class _MaskError(UnsupportedError, AttributeError):
-    """Also an ``AttributeError``, so that ``hasattr`` works."""
+def _as_tensors(value: Any) -> Any:
+    """Build every :class:`ModelMask` inside the arguments of a torch function."""
+    if isinstance(value, ModelMask):
+        return value.additive()
+    if isinstance(value, dict):
+        return {name: _as_tensors(part) for name, part in value.items()}
+    return type(value)(map(_as_tensors, value)) if type(value) in (list, tuple) else value
 
 
-def _not_a_tensor(use: str) -> _MaskError:
-    return _MaskError(
-        f"this model changes its attention mask itself ({use}), which attnzoo cannot follow; use "
-        "attn_implementation='sdpa' or 'eager' for it"
-    )
+def _operator(name: str) -> Callable[..., Any]:
+    def apply(self: ModelMask, *others: Any) -> Any:
+        return getattr(self.additive(), name)(*_as_tensors(others))
+
+    return apply
+
+
+# Without these, an operator would miss ``__getattr__``, and a comparison be quietly False.
+_ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "invert", "and", "or")
+_OTHER = ("eq", "ne", "lt", "le", "gt", "ge", "getitem", "len", "iter", "bool", "contains")
+for _name in (*_ARITHMETIC, *_OTHER):
+    setattr(ModelMask, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def make_mask(
@@ -74,6 +104,7 @@ def make_mask(
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
     **_: Any,
 ) -> ModelMask:
     """Describe a mask that transformers asks for; registered with its ``AttentionMaskInterface``.
@@ -89,6 +120,7 @@ def make_mask(
         local_size: The model's sliding window or chunk.
         use_vmap: Whether the function was combined with one of the model's own.
         device: Where the mask would be built.
+        dtype: What the mask would be built in.
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask
@@ -104,6 +136,8 @@ def make_mask(
         padding=padding,
         q_offset=q_offset - kv_offset,
         shape=(batch_size, 1, q_length, kv_length),
+        dtype=dtype,
+        device=device or "cpu",
     )
     if not found.unknown:
         return mask
@@ -235,8 +269,8 @@ def given_mask(
                 "does not say where the queries stand; pass attention_mask to the model"
             )
         reach = None
-        if window is not None:
-            reach = (window - 1, 0) if causal else (window, window)
+        if window is not None and causal:  # otherwise no mask means every key, as it does in eager
+            reach = (window - 1, 0)
         return AttentionMask(causal=causal, window=reach, q_offset=kv_length - q_length), None
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4:
         kind = type(attention_mask).__name__
@@ -250,6 +284,25 @@ def given_mask(
     if tensor.dtype == torch.bool:
         return AttentionMask(function=lambda: tensor, function_name="an arbitrary 4-D tensor"), None
     return AttentionMask(), tensor
+
+
+def with_selection(mask: AttentionMask, indices: Tensor, kv_length: int) -> AttentionMask:
+    """Narrow a mask to the keys that a sparse indexer selected.
+
+    Args:
+        mask: What the mask says already.
+        indices: The selected keys of each query, ``[B, T, N]``, the same for all heads.
+        kv_length: S.
+    """
+    batch, queries, _ = indices.shape
+
+    def whole() -> Tensor:
+        chosen = torch.zeros(batch, queries, kv_length, dtype=torch.bool, device=indices.device)
+        chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+        seen = mask.dense(queries, kv_length, indices.device)
+        return chosen if seen is None else chosen & seen
+
+    return replace(mask, function=whole, function_name="a sparse indexer's selection of keys")
 
 
 def with_boundaries(

@@ -24,13 +24,8 @@ ROWS = (
     {"spec", "testing", "corpus", "bench"},
     {"integrations"},
     {"report"},
-    {
-        "demo",
-        "training",
-        "compare",
-        "tasks",
-        "__init__",
-    },  # __init__: the public names, resolved on first use
+    # __init__: the public names, resolved on first use
+    {"demo", "training", "families", "compare", "tasks", "__init__"},
     {"commands"},
     {"cli", "__main__"},
 )

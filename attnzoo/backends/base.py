@@ -175,7 +175,8 @@ class AttentionBackend(nn.Module):
             hidden_states: ``[B, S, M]``, for backends that compute gates.
             bias: Added to the scores, broadcastable to ``[B, H, T, S]``.
             softcap: Bound on the scores.
-            sinks: A logit per head that takes part in the softmax, ``[H]``.
+            sinks: A logit that takes part in the softmax, per head ``[H]``, or per head and query
+                ``[B, H, T, 1]``.
             dropout: Probability with which attention weights are dropped.
             return_state: Whether to return the state after the last token.
             return_weights: Whether to return the effective attention matrix, ``[B, H, T, S]``;

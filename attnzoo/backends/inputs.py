@@ -26,7 +26,7 @@ class AttentionInputs(NamedTuple):
     hidden_states: Tensor | None = None  # [B, S, M]: what the keys were projected from
     bias: Tensor | None = None  # added to the scores, broadcastable to [B, H, T, S]
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
-    sinks: Tensor | None = None  # [H]: logits that take part in the softmax and have no value
+    sinks: Tensor | None = None  # [H] or [B, H, T, 1]: logits in the softmax that have no value
     dropout: float = 0.0
     return_state: bool = False
 

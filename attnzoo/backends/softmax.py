@@ -114,7 +114,9 @@ def _padding_first(inputs: AttentionInputs) -> tuple[Tensor, Tensor] | None:
     ``None`` when something is given for the places as they are.
     """
     real = inputs.mask.query_padding(inputs.q.shape[2], inputs.k.shape[2])
-    if real is None or inputs.bias is not None or inputs.mask.function is not None:
+    sinks_by_query = inputs.sinks is not None and inputs.sinks.ndim == 4
+    fixed = sinks_by_query or inputs.bias is not None or inputs.mask.function is not None
+    if real is None or fixed:
         return None
     return real.int().argsort(dim=1, stable=True), _real(inputs).int().argsort(dim=1, stable=True)
 

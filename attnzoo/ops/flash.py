@@ -20,6 +20,7 @@ from torch import Tensor
 
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.masks import AttentionMask, Window
+from attnzoo.ops.softmax import sink_column
 from attnzoo.ops.window import band_blocks, band_mask
 
 IMPLS = ("sdpa", "xformers")
@@ -59,7 +60,8 @@ def flash_attention(
         mask: Which keys are seen; a row that sees nothing gives zeros.
         scale: Multiplies the products; ``None`` means ``D ** -0.5``.
         bias: Added to the scores, broadcastable to ``[B, H, T, S]``.
-        sinks: A logit per head, ``[H]``, that takes part in the softmax and carries no value.
+        sinks: A logit per head, ``[H]``, or per head and query, ``[B, H, T, 1]``, that takes part
+            in the softmax and carries no value.
         dropout: Probability with which a weight is dropped.
         impl: ``"sdpa"``, ``"xformers"``, or ``"auto"`` (see :func:`choose_impl`).
 
@@ -162,9 +164,8 @@ def _biased_sdpa(x: FlashInputs, mask: Tensor | None) -> Tensor:
         bias = torch.where(mask | ~sees, bias, -torch.inf)
     k, v = x.k, x.v
     if x.sinks is not None:
-        bias = bias.expand(bias.shape[0], heads, length, -1)
-        column = x.sinks.to(bias.dtype).view(1, heads, 1, 1).expand(bias.shape[0], heads, length, 1)
-        bias = torch.cat([bias, column], -1)
+        column = sink_column(x.sinks.to(bias.dtype), batch, heads, length)
+        bias = torch.cat([bias.expand(batch, heads, length, -1), column], -1)
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     bias = bias.expand(batch, -1, -1, -1)
     out = _grouped_sdpa(x, k, v, bias, is_causal=False)

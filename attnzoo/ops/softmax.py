@@ -13,6 +13,12 @@ from torch import Tensor
 from attnzoo.state import AttentionOutput
 
 
+def sink_column(sinks: Tensor, batch: int, heads: int, length: int) -> Tensor:
+    """Bring sinks, ``[H]`` or ``[B, H, T, 1]``, to the scores of one more key, ``[B, H, T, 1]``."""
+    column = sinks if sinks.ndim == 4 else sinks.view(1, heads, 1, 1)
+    return column.expand(batch, heads, length, 1)
+
+
 def softmax_attention(
     q: Tensor,
     k: Tensor,
@@ -36,7 +42,8 @@ def softmax_attention(
             gives zeros.
         bias: Added to the scores, broadcastable to ``[B, H, T, S]``.
         softcap: Scores become ``softcap * tanh(scores / softcap)``.
-        sinks: A logit per head, ``[H]``, that takes part in the softmax and carries no value.
+        sinks: A logit per head, ``[H]``, or per head and query, ``[B, H, T, 1]``, that takes part
+            in the softmax and carries no value.
         dropout: Probability with which a weight is dropped.
 
     Returns:
@@ -57,7 +64,7 @@ def softmax_attention(
         sees = mask.any(-1, keepdim=True)
         scores = scores.masked_fill(~(mask | ~sees), -torch.inf)
     if sinks is not None:
-        column = sinks.to(wide).view(1, heads, 1, 1).expand(batch, heads, length, 1)
+        column = sink_column(sinks.to(wide), batch, heads, length)
         weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
     else:
         weights = torch.softmax(scores, -1)

@@ -162,8 +162,7 @@ def write_plan_page(path: Path, plan: Plan) -> Path | None:
     body = [
         page.heading("Which layer gets what", 1),
         page.paragraph(
-            "Under the plan, nothing trained, predictions change by "
-            f"{plan.divergence:.4f} nats."
+            f"Under the plan, nothing trained, predictions change by {plan.divergence:.4f} nats."
         ),
         page.table(heads, gets),
         page.plots_html(figures),

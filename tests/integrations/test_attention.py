@@ -10,6 +10,7 @@ from torch.testing import assert_close
 import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations.attention import attention
+from attnzoo.integrations.masks import make_mask
 
 SIZES: dict[str, Any] = {
     "vocab_size": 99,
@@ -89,7 +90,7 @@ def test_exact_weights_equal_eager(backend, model, ids, padding):
 def test_no_weights_unless_asked(backend, llama, ids):
     model = llama()
     attnzoo.swap(model, backend)
-    assert model(ids).attentions is None
+    assert model(ids, use_cache=False).attentions is None
     layer, q = model.model.layers[0].self_attn, torch.randn(1, 4, 5, 8)
     given = (layer, q, q[:, :2], q[:, :2], None)
     assert attention(*given)[1] is None
@@ -242,3 +243,35 @@ def test_cross_attention(redraw, ids):
         )
     two = torch.cat([first.last_hidden_state, rest.last_hidden_state], 1)
     assert_close(two, one, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("exact", ["softmax", "flash"])
+def test_sinks_by_query_join_the_softmax(exact, llama):
+    """Inkling computes a sink's logit from each token, where others have one per head."""
+    model = llama()
+    attnzoo.swap(model, exact)
+    layer, q, kv = model.model.layers[0].self_attn, torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    sinks = torch.randn(2, 4, 5, 1)
+    mask = make_mask(batch_size=2, q_length=5, kv_length=5)
+    out, _ = attention(layer, q, kv, kv, mask, sinks=sinks, scaling=1.0)
+    keys = kv.repeat_interleave(2, 1)
+    scores = (q @ keys.transpose(2, 3)).masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf)
+    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    torch.testing.assert_close(out, (weights @ keys).transpose(1, 2))
+
+
+def test_a_state_stands_for_one_call_per_forward():
+    config = hf.DiffLlamaConfig(
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+    )
+    model = hf.DiffLlamaForCausalLM(config).eval()
+    attnzoo.swap(model, "linear")
+    ids = torch.randint(3, 99, (1, 6))
+    assert model(ids, use_cache=False).logits.isfinite().all()
+    with pytest.raises(UnsupportedError, match="calls its attention more than once"):
+        model(ids, use_cache=True)

@@ -12,7 +12,9 @@ from transformers import masking_utils
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
+from attnzoo.integrations.attention import attention
 from attnzoo.integrations.masks import ModelMask, given_mask, make_mask, with_boundaries
+from attnzoo.ops.softmax import softmax_attention
 
 EXACT = ["softmax", "flash"]
 ALL = [*EXACT, "linear", "gated_linear", "reformer"]
@@ -364,12 +366,56 @@ def test_mask_moves_between_devices(ids, padding, mask_config):
     assert mask.function().device.type == "meta"
 
 
-def test_models_that_cut_their_mask_are_refused():
-    with pytest.raises(UnsupportedError, match=r"itself \(indexing"):
-        ModelMask()[:, :, :4]
-    with pytest.raises(UnsupportedError, match=r"itself .\.size."):
-        ModelMask().size()
-    assert not hasattr(ModelMask(), "dtype")
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mask: mask[:, :, :2, 1:],
+        lambda mask: 1 + mask,
+        lambda mask: mask * 2,
+        lambda mask: mask == 0,
+        lambda mask: mask < 0,
+        lambda mask: torch.cat([mask, mask], -1),
+        lambda mask: torch.where(mask == 0, mask, 3.0),
+        lambda mask: torch.ones(2, 1, 4, 4) + mask,
+        lambda mask: mask.repeat(1, 3, 1, 1),
+        lambda mask: mask.size(),
+        lambda mask: mask.dtype,
+        lambda mask: [float(row.sum()) for row in mask],
+    ],
+)
+def test_models_that_compute_with_their_mask_get_the_eager_one(use):
+    padding = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]]).bool()
+    asked: dict[str, Any] = {"batch_size": 2, "q_length": 4, "kv_length": 4}
+    mask = make_mask(**asked, attention_mask=padding, dtype=torch.float32)
+    found, expected = use(mask), use(masking_utils.eager_mask(**asked, attention_mask=padding))
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(found, expected)
+    else:
+        assert found == expected
+    assert not hasattr(mask, "no_such_thing")
+
+
+def test_a_model_mask_keeps_its_dtype_where_it_is_built():
+    mask = make_mask(batch_size=1, q_length=3, kv_length=3, dtype=torch.bfloat16)
+    assert mask.additive().dtype == torch.bfloat16
+    assert float(mask[0, 0, 0, 1]) == torch.finfo(torch.bfloat16).min
+
+
+def test_an_indexers_selection_is_honoured_by_exact_backends_and_refused_by_others(llama):
+    model = llama()
+    module = model.model.layers[0].self_attn
+    q, kv = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8)
+    mask = make_mask(batch_size=2, q_length=3, kv_length=3)
+    chosen = torch.tensor([[0, 2], [0, 1], [0, 2]]).expand(2, 3, 2).int()
+    attnzoo.swap(model, "softmax")
+    out, _ = attention(module, q, kv, kv, mask, indices=chosen)
+    torch.testing.assert_close(out[:, 0, 0], kv[:, 0, 0])  # it sees key 0 alone
+    seen = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
+    right = softmax_attention(q, kv, kv, mask=seen[None, None]).out
+    torch.testing.assert_close(out, right.transpose(1, 2))
+    attnzoo.swap(model, "linear")
+    with pytest.raises(UnsupportedError, match="sparse indexer's selection"):
+        attention(module, q, kv, kv, mask, indices=chosen)
 
 
 @pytest.mark.parametrize(
