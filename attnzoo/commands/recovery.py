@@ -31,7 +31,9 @@ Else = Annotated[
 Train = Annotated[str, typer.Option(help="extras, lora or full")]
 Batch = Annotated[int, typer.Option(help="rows of a step, over all processes")]
 Accumulate = Annotated[int, typer.Option(help="parts that a batch is taken in")]
-Precision = Annotated[str, typer.Option(help="of products: no (float32) or bf16")]
+Precision = Annotated[
+    str | None, typer.Option(help="of products: no (float32) or bf16; as launched without")
+]
 Dropout = Annotated[
     float, typer.Option(help="share of a hybrid's heads that start a stage without their window")
 ]
@@ -124,7 +126,7 @@ def recover(
     length: Length = 512,
     control: Control = None,
     window_dropout: Dropout = 0.0,
-    precision: Precision = "no",
+    precision: Precision = None,
     gradient_checkpointing: Checkpointing = False,
     report_to: ReportTo = None,
     column: Column = "text",
@@ -176,7 +178,7 @@ def finetune(
     length: Length = 512,
     control: Control = None,
     window_dropout: Dropout = 0.0,
-    precision: Precision = "no",
+    precision: Precision = None,
     gradient_checkpointing: Checkpointing = False,
     report_to: ReportTo = None,
     column: Column = "text",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from transformers.optimization import get_cosine_schedule_with_warmup
 from attnzoo.errors import ConfigError
 from attnzoo.training.checkpoints import Checkpoints, explained, write_whole
 from attnzoo.training.data import Rows
-from attnzoo.training.sharding import REDUCED, SHARDED, filled
+from attnzoo.training.sharding import SHARDED, filled
 
 LOSSES = "losses.jsonl"
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]  # of a wrapped model on one batch
@@ -61,7 +61,8 @@ class LoopConfig:
     seed: int = 0
     checkpoint_every: int = 50  # steps
     keep: int = 2  # checkpoints
-    precision: str = "no"  # of products: "no" is float32, "bf16" autocasts; weights stay float32
+    # Of products: "no" is float32, "bf16" autocasts, weights stay float32; None is as launched
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -83,7 +84,7 @@ class LoopConfig:
             )
         if self.clip <= 0:
             raise ConfigError(f"clip must be above 0, got {self.clip}; 1.0 is usual")
-        if self.precision not in ("no", "bf16"):
+        if self.precision not in (None, "no", "bf16"):
             raise ConfigError(f"precision must be 'no' or 'bf16', got {self.precision!r}")
 
 
@@ -176,9 +177,9 @@ class Loop:
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
             with nullcontext() if last else self.accelerator.no_sync(model):
-                with self.accelerator.autocast():
+                with self.accelerator.autocast(), self._precision():
                     loss = stage.loss(model, batch)
-                if self.accelerator.distributed_type in REDUCED:
+                if self.accelerator.distributed_type not in SHARDED:
                     loss = loss + touched(stage)
                 self.accelerator.backward(loss / len(batches))
             total += loss.detach() / len(batches)
@@ -188,6 +189,13 @@ class Loop:
         optimizer.zero_grad()
         mean: Tensor = self.accelerator.reduce(total, "mean")
         return float(mean)
+
+    def _precision(self) -> AbstractContextManager[object]:
+        """Return the autocast that was asked for, over that of the launch."""
+        if self.config.precision is None:
+            return nullcontext()
+        wanted = self.config.precision == "bf16"
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=wanted)
 
     def _loader(self) -> DataLoader[Any]:
         size = min(self.config.batch_size, len(self.rows)) // self.config.accumulate
@@ -236,8 +244,8 @@ class Loop:
 def touched(stage: Stage) -> Tensor:
     """Return a zero that depends on all that a stage trains.
 
-    Every parameter then has a gradient in every step, if only of zeros: the processes wait for each
-    other's, and those of a layer that a row did not reach would never come.
+    Every parameter then has a gradient in every step, if only of zeros. A window that covers whole
+    rows leaves the linear branch without, and torch's DistributedDataParallel waits for all.
     """
     found = torch.zeros((), device=stage.groups[0]["params"][0].device)
     for group in stage.groups:

@@ -118,7 +118,6 @@ def make_accelerator(config: TrainConfig, out: Path) -> Accelerator:
     seed = config.loop.seed
     torch.manual_seed(seed)
     return Accelerator(
-        mixed_precision=config.loop.precision,
         log_with=config.report_to,
         project_dir=str(out / "logs") if config.report_to else None,
         dataloader_config=DataLoaderConfiguration(

@@ -9,13 +9,6 @@ from accelerate.utils import DistributedType, broadcast
 from torch import nn
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
-# torch's DistributedDataParallel waits for the gradient of every parameter
-REDUCED = (
-    DistributedType.MULTI_CPU,
-    DistributedType.MULTI_GPU,
-    DistributedType.MULTI_NPU,
-    DistributedType.MULTI_XPU,
-)
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attnzoo.backends.config import Geometry
+from attnzoo.backends.recurrent import WindowDropout
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
 from attnzoo.ops.softmax import softmax_attention
@@ -159,3 +160,32 @@ def test_a_state_without_a_causal_mask_is_refused():
         build("linear", {"window": 4}, causal=False)(
             q, k, v, mask=AttentionMask(), return_state=True
         )
+
+
+@pytest.mark.parametrize("name", ["linear", "gated_linear", "performer"])
+def test_heads_may_train_without_their_window(name):
+    """Dropped heads give what far keys alone give, where there are any; other heads do not move."""
+    options = {"window": 4} if name == "performer" else {"feature_map": "hedgehog", "window": 4}
+    backend = build(name, options)
+    q, k, v, given = inputs(20)
+    whole = backend.eval()(q, k, v, **given).out
+    with torch.no_grad():
+        weight = backend.far_log_weight.clone()
+        backend.far_log_weight.fill_(60.0)
+        far = backend(q, k, v, **given).out
+        backend.far_log_weight.copy_(weight)
+    backend.window_dropout = WindowDropout(0.5, 3)
+    assert torch.equal(backend(q, k, v, **given).out, whole)  # in training only
+    backend.train()
+    dropped = backend.window_dropout.heads(H, backend.geometry.layer, torch.device("cpu"))
+    assert 0 < dropped.sum() < H
+    found = backend(q, k, v, **given).out
+    torch.testing.assert_close(found[:, ~dropped], whole[:, ~dropped])
+    torch.testing.assert_close(found[:, dropped, :4], whole[:, dropped, :4])
+    torch.testing.assert_close(found[:, dropped, 4:], far[:, dropped, 4:])
+    assert not torch.allclose(found[:, dropped, 4:], whole[:, dropped, 4:])
+    found.sum().backward()
+    assert all(p.grad.isfinite().all() for p in backend.parameters() if p.grad is not None)
+    assert torch.equal(backend(q, k, v, **given).out, found)
+    backend.window_dropout = WindowDropout(0.5, 4)
+    assert not torch.equal(backend(q, k, v, **given).out, found)

@@ -8,7 +8,8 @@ import transformers as hf
 import attnzoo
 from attnzoo.demo.text import embedded_model_path, judge_on
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.training.plan import Planner, kept_layers, make_plan, read_plan, weights_name
+from attnzoo.training.pages import write_plan_page
+from attnzoo.training.plan import Plan, Planner, kept_layers, make_plan, read_plan, weights_name
 from attnzoo.training.recover import RecoverConfig, recover
 
 ROWS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(2))
@@ -102,6 +103,29 @@ def test_weights_are_named_by_what_is_in_them(model):
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
     assert weights_name(model) != name
+    with torch.no_grad():  # the same numbers in another order
+        model.model.layers[1].mlp.up_proj.weight[0, 0] -= 1
+        restored = weights_name(model)
+        rows = model.model.layers[1].mlp.up_proj.weight
+        rows.copy_(rows.flip(0).clone())
+    assert weights_name(model) != restored
+
+
+def test_a_plan_is_drawn(model, tmp_path):
+    planner = Planner(model, ROWS, CANDIDATES, window=5)
+    layers = planner.measure()
+    made = Plan(
+        spec=planner.spec_of({0: "near"}),
+        divergence=0.5,
+        window=5,
+        layers=layers,
+        weights=weights_name(model),
+    )
+    page = write_plan_page(tmp_path / "plan.html", made).read_text()
+    assert page.count("plotly-graph-div") == 2
+    assert all(f"{layer.alone['linear']:.4f}" in page for layer in layers)
+    assert all(f"{layer.restored['near']:.4f}" in page for layer in layers)
+    assert "longformer" in page
 
 
 def test_bad_plans_are_refused(model, tmp_path):

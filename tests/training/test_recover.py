@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -194,6 +195,78 @@ def test_a_torn_checkpoint_is_passed_over(saved, text, spec, tmp_path):
     assert len(losses(out)) == 11
 
 
+def test_what_was_judged_is_not_judged_again(saved, text, spec, tmp_path, monkeypatch):
+    def stop(stage, step, loss):
+        if step == 3:
+            raise Stop
+
+    with pytest.raises(Stop):
+        recover(saved, spec, [text], tmp_path / "out", config(), tick=stop)
+    told = json.loads((tmp_path / "out" / "checkpoints" / "lines.json").read_text())
+    assert set(told) == {"softmax", "raw swap", "window alone"}
+    monkeypatch.delattr("attnzoo.training.runs.quality")
+    monkeypatch.delattr("attnzoo.training.runs.softmax_quality")
+    results = recover(saved, spec, [text], tmp_path / "out", config(), resume=True)
+    assert {name: results["lines"][name]["loss"] for name in told} == {
+        name: line["loss"] for name, line in told.items()
+    }
+
+
+def test_layers_may_be_taught_in_blocks(saved, text, spec, tmp_path):
+    """What a layer learns does not depend on those that learn beside it."""
+    steps = {"transfer_steps": 4, "distil_steps": 0, "row_length": 32, "judged_rows": 2}
+    loop = LoopConfig(batch_size=4, clip=1e9)
+    for name, size in (("all", None), ("one", 1)):
+        options = RecoverConfig(**steps, layers_at_once=size, loop=loop)
+        recover(saved, spec, [text], tmp_path / name, options)
+    stages = [line["stage"] for line in read_losses(tmp_path / "one")]
+    assert stages == ["transfer 0"] * 4 + ["transfer 1"] * 4
+    together, apart = weights(tmp_path / "all"), weights(tmp_path / "one")
+    first = [name for name in apart if "layers.0.self_attn.attnzoo" in name]
+    assert first
+    for name in first:  # the second block meets later rows
+        torch.testing.assert_close(apart[name], together[name], atol=5e-3, rtol=0.1)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(saved, text, spec, tmp_path):
+    """The limit on a file's size stands in for it: a write fails in the middle."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    out = tmp_path / "out"
+
+    def fill(stage, step, loss):
+        if (stage, step) == ("transfer", 2):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be written .*step-000002', is whole"):
+            recover(saved, spec, [text], out, config(), tick=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    recover(saved, spec, [text], out, config(), resume=True)
+    recover(saved, spec, [text], tmp_path / "whole", config())
+    assert losses(out) == losses(tmp_path / "whole")
+
+
+def test_a_tracker_is_told(saved, text, spec, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    options = RecoverConfig(**STEPS, report_to="tensorboard", loop=LoopConfig(batch_size=4))
+    recover(saved, spec, [text], tmp_path / "out", options)
+    events = EventAccumulator(str(tmp_path / "out" / "logs" / "attnzoo")).Reload()
+    for stage in ("transfer", "distil"):
+        told = [event.value for event in events.Scalars(f"{stage}/loss")]
+        expected = [loss for name, _, loss in losses(tmp_path / "out") if name == stage]
+        assert told == pytest.approx(expected)
+
+
+def test_a_control_of_another_width(saved, text, spec, tmp_path):
+    options = RecoverConfig(**STEPS, control=9)
+    results = recover(saved, spec, [text], tmp_path / "out", options)
+    assert results["window"] == 9
+    found = evaluate(tmp_path / "out", [text], row_length=32, rows=2, control=9)
+    assert found["window"] == 9
+
+
 def test_what_cannot_be_recovered_is_refused(saved, text, spec, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(DataError, match="no file or folder"):
@@ -219,6 +292,10 @@ def test_what_cannot_be_recovered_is_refused(saved, text, spec, tmp_path):
         ({"extras_lr": 0.0}, "extras_lr must be above 0"),
         ({"row_length": 4}, "row_length must be at least 8 tokens"),
         ({"cross_entropy": 1.5}, "cross_entropy is a share"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"layers_at_once": 0}, "layers_at_once must be at least 1, got 0"),
+        ({"window_dropout": 2}, "window_dropout is a share"),
+        ({"control": 0}, "control must be at least 1 token, got 0"),
         ({"train": "all"}, "train must be 'extras', 'lora' or 'full', got 'all'"),
     ],
 )

@@ -1,0 +1,104 @@
+"""Many processes: the configs for Accelerate, weights in parts, gradients that do not come."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
+
+import attnzoo
+from attnzoo.training.loop import LoopConfig, read_losses
+from attnzoo.training.recover import RecoverConfig, recover
+
+LAUNCH = Path(__file__).resolve().parents[2] / "integrations" / "launch"
+TYPES = {
+    "ddp": DistributedType.MULTI_GPU,
+    "fsdp2": DistributedType.FSDP,
+    "deepspeed_zero2": DistributedType.DEEPSPEED,
+    "deepspeed_zero3": DistributedType.DEEPSPEED,
+}
+
+
+def test_every_config_is_tested():
+    assert {path.stem for path in LAUNCH.iterdir()} == set(TYPES)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_accelerate_reads_the_configs(name):
+    """By its own loader, which refuses fields that it does not know."""
+    config = load_config_from_file(str(LAUNCH / f"{name}.yaml"))
+    assert config.distributed_type == TYPES[name]
+    arguments = launch_command_parser().parse_args(
+        ["--config_file", str(LAUNCH / f"{name}.yaml"), "-m", "attnzoo"]
+    )
+    arguments, read, _ = _validate_launch_command(arguments)
+    assert read.num_processes == 2
+    assert arguments.mixed_precision == "bf16"
+    if name == "fsdp2":
+        assert int(arguments.fsdp_version) == 2
+    if name.startswith("deepspeed"):
+        assert arguments.zero_stage == int(name[-1])
+
+
+def run(check, *paths):
+    """Run a check of ``two_processes.py`` in two processes."""
+    script = Path(__file__).with_name("two_processes.py")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, *launcher, str(script), check, *map(str, paths)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_weights_in_parts_train_as_whole_ones(saved, text, spec, tmp_path):
+    """Through both stages, saved whole, and read again with the swap and its extras."""
+    run("sharded", saved, text, tmp_path)
+    for train in ("full", "lora"):
+        options = {"transfer_steps": 3, "distil_steps": 4, "row_length": 32, "judged_rows": 2}
+        loop = LoopConfig(batch_size=4)
+        one = tmp_path / f"one-{train}"
+        results = recover(
+            saved, spec, [text], one, RecoverConfig(**options, train=train, loop=loop)
+        )
+        found, expected = read_losses(tmp_path / train), read_losses(one)
+        assert [x["loss"] for x in found] == pytest.approx([x["loss"] for x in expected], rel=0.05)
+        told = json.loads((tmp_path / train / "recovery.json").read_text())
+        for name in ("softmax", "raw swap", "window alone"):
+            assert told["lines"][name]["loss"] == pytest.approx(results["lines"][name]["loss"])
+        line = told["lines"]["result"]["loss"]
+        assert line == pytest.approx(results["lines"]["result"]["loss"], rel=2e-3)
+        model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / train)
+        assert model.config.attnzoo == spec.to_dict()
+        ours, whole = model.state_dict(), hf.AutoModelForCausalLM.from_pretrained(one).state_dict()
+        raw = hf.AutoModelForCausalLM.from_pretrained(saved)
+        attnzoo.swap(raw, spec)
+        start = raw.state_dict()
+        assert ours.keys() == whole.keys()
+        for part in (".attnzoo.", ".mlp."):  # Adam's first steps magnify what is nearly zero
+            a, b = (
+                torch.cat([(x[n] - start[n]).flatten() for n in start if part in n])
+                for x in (ours, whole)
+            )
+            assert float(torch.cosine_similarity(a, b, 0)) > 0.98
+
+
+@pytest.mark.slow
+def test_extras_without_gradient_do_not_stop_processes(saved, text, tmp_path):
+    run("idle", saved, text, tmp_path)
+    assert len(read_losses(tmp_path / "idle")) == 7
+
+
+@pytest.mark.slow
+def test_processes_draw_the_same_features_and_hashes(saved, text, tmp_path):
+    """Though their global random states differ."""
+    run("draws", saved, text, tmp_path)
+    first, second = (json.loads((tmp_path / f"draws-{n}.json").read_text()) for n in (0, 1))
+    assert first == second
