@@ -23,7 +23,12 @@ ROWS = (
     {"registry"},
     {"spec", "testing", "corpus", "bench"},
     {"integrations"},
-    {"demo", "families", "training", "__init__"},  # __init__: the public names, resolved on first use
+    {
+        "demo",
+        "families",
+        "training",
+        "__init__",
+    },  # __init__: the public names, resolved on first use
     {"commands"},
     {"cli", "__main__"},
 )
