@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from itertools import chain, repeat
+from typing import Any, NamedTuple, Self
 
 from attnzoo.errors import SpecError, did_you_mean
 from attnzoo.registry import get_backend
@@ -13,6 +14,8 @@ from attnzoo.registry import get_backend
 VERSION = 1
 _KEYS = ("version", "backend", "options", "layers", "else")
 _RANGE = re.compile(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?")
+_MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")  # "encoder_attn", "decoder.layers.0.self_attn"
+_PART = re.compile(r"(?P<part>[A-Za-z_]\w*(?:\.\w+)*)\.(?P<numbers>[\d\s,-]+)")
 
 
 def _plain(value: Any) -> Any:
@@ -80,13 +83,64 @@ def parse_layers(text: str) -> list[int]:
     return numbers
 
 
+class LayerKey(NamedTuple):
+    """What a key of ``layers`` names: numbers, numbers within a part, or modules by their name."""
+
+    part: str  # "" with plain numbers
+    numbers: tuple[int, ...] | None  # None where the key is a module's name, or the end of one
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Read a key: ``"0-1,11"``, ``"decoder.0-1"`` or ``"encoder_attn"``.
+
+        Raises:
+            SpecError: It is none of them, or names a layer twice.
+        """
+        match = _PART.fullmatch(text)
+        if match is None and _MODULE.fullmatch(text):
+            return cls(text, None)
+        part, numbers = (match["part"], match["numbers"]) if match else ("", text)
+        found = parse_layers(numbers)
+        twice = [number for number in found if found.count(number) > 1]
+        if twice:
+            raise SpecError(f"Layer {twice[0]} is named twice in {text!r}")
+        return cls(part, tuple(found))
+
+    def names(self, number: int, name: str) -> bool:
+        """Whether the key names the layer ``number``, the module ``name``."""
+        if self.numbers is None:
+            return f".{name}".endswith(f".{self.part}")
+        return number in self.numbers and self._within(name)
+
+    def _within(self, name: str) -> bool:
+        return not self.part or f".{self.part}." in f".{name}."
+
+    def refuse_missing(self, text: str, present: list[tuple[int, str]]) -> None:
+        """Refuse the key, written ``text``, if a model does not have what it names."""
+        if self.numbers is None:
+            if not any(self.names(*layer) for layer in present):
+                ends = sorted({name.rpartition(".")[2] for _, name in present})
+                raise SpecError(
+                    f"The spec names {text!r}, but no attention module of the model is called so; "
+                    f"their names end in {', '.join(ends) or 'nothing, for there are none'}"
+                )
+            return
+        numbers = sorted({number for number, name in present if self._within(name)})
+        missing = [str(number) for number in self.numbers if number not in numbers]
+        if missing:
+            span = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
+            whose = f"those within {self.part!r}" if self.part else "the model's attention layers"
+            raise SpecError(f"The spec names layer {', '.join(missing)}, but {whose} are {span}.")
+
+
 class AttentionSpec:
     """Which backend each attention layer of a model gets; validated when made, plain when stored.
 
     Args:
         backend: Name of the backend for all layers that ``layers`` does not name.
-        layers: Exceptions: layer numbers such as ``"0-1,11"`` to a backend's name, or to
-            ``{"backend": name, "options": {...}}``.
+        layers: Exceptions: layers to a backend's name, or to ``{"backend": name, "options":
+            {...}}``. Layers are named by number, ``"0-1,11"``; by number within a part of the
+            model, ``"decoder.0-1"``; or by the end of a module's name, ``"encoder_attn"``.
         else_: The backend, in the same form, for layers that the chosen one refuses
             (cross-attention, a sliding window); without it a refusal is an error.
         **options: Options of ``backend``.
@@ -122,34 +176,45 @@ class AttentionSpec:
                 f"got {layers!r}"
             )
         self.layers: dict[str, LayerSpec] = {}
-        self._by_number: dict[int, LayerSpec] = {}
-        for key, value in (layers or {}).items():
-            entry = self.layers[str(key)] = _layer_spec(value, f"layers[{key!r}]")
-            for number in parse_layers(key):
-                if number in self._by_number:
-                    raise SpecError(
-                        f"Layer {number} is named twice under layers, the second time by {key!r}"
-                    )
-                self._by_number[number] = entry
+        self._keys: dict[str, LayerKey] = {}
+        plain: set[int] = set()
+        for given, value in (layers or {}).items():
+            text = str(given)
+            self.layers[text] = _layer_spec(value, f"layers[{given!r}]")
+            key = self._keys[text] = LayerKey.read(text)
+            numbers = () if key.part else key.numbers or ()
+            for number in plain.intersection(numbers):
+                raise SpecError(
+                    f"Layer {number} is named twice under layers, the second time by {text!r}"
+                )
+            plain.update(numbers)
 
-    def for_layer(self, number: int) -> LayerSpec:
-        """Return the entry of layer ``number``."""
-        return self._by_number.get(number, self.default)
+    def for_layer(self, number: int, name: str = "") -> LayerSpec:
+        """Return the entry of layer ``number``, the attention module ``name``."""
+        named = (text for text, key in self._keys.items() if key.names(number, name))
+        return self.layers.get(next(named, ""), self.default)
 
-    def check_layers(self, present: Iterable[int]) -> None:
-        """Refuse a spec that names layers which a model does not have.
+    def check_layers(self, numbers: Iterable[int], names: Iterable[str] = ()) -> None:
+        """Refuse a spec that names layers which a model does not have, or one of them twice.
+
+        Args:
+            numbers: The number of each of the model's attention layers.
+            names: The name of each of their modules.
 
         Raises:
-            SpecError: A named layer is not among ``present``.
+            SpecError: A key names no layer, or two keys name the same one.
         """
-        numbers = sorted(set(present))
-        missing = [number for number in self._by_number if number not in numbers]
-        if missing:
-            span = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
-            raise SpecError(
-                f"The spec names layer {', '.join(map(str, missing))}, but the model's attention "
-                f"layers are {span}."
-            )
+        names = chain(names, repeat(""))
+        present = list(zip(numbers, names, strict=False))
+        for text, key in self._keys.items():
+            key.refuse_missing(text, present)
+        for number, name in present:
+            by = [text for text, key in self._keys.items() if key.names(number, name)]
+            if len(by) > 1:
+                raise SpecError(
+                    f"Layer {number} ({name}) is named twice under layers, by {by[0]!r} and "
+                    f"{by[1]!r}"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the spec as plain JSON data, as it stands in ``config.attnzoo``."""

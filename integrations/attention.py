@@ -19,7 +19,12 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import compat
 from attnzoo.integrations.cache import StateLayer, Step, state_layer
 from attnzoo.integrations.layers import position_bias_is_zero
-from attnzoo.integrations.masks import given_mask, with_boundaries, with_selection
+from attnzoo.integrations.masks import (
+    given_mask,
+    refuse_other_keys,
+    with_boundaries,
+    with_selection,
+)
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput
 
@@ -171,6 +176,7 @@ def attention(
     }
     try:
         if call.layer is None:
+            refuse_other_keys(mask, key.shape[2])
             output = backend(query, key, value, mask=mask, **options)
         else:
             output = _with_state(backend, call.layer, query, key, value, mask, options)

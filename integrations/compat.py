@@ -8,9 +8,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -27,12 +29,16 @@ __all__ = [
     "calls_attention_interface",
     "can_set_implementation",
     "causal_mask_function",
+    "family_uses_interface",
     "function_cells",
     "is_recording",
     "materialise_mask",
+    "models",
     "note_recording",
+    "parts",
     "reads_name",
     "set_implementation",
+    "sub_configs",
     "wants_weights",
     "write_implementation",
 ]
@@ -49,6 +55,12 @@ def calls_attention_interface(module: nn.Module) -> bool:
     """Whether a module's own forward hands queries, keys and values to the attention interface."""
     code = _forward_code(module)
     return code is not None and INTERFACE in code.co_names
+
+
+def family_uses_interface(family: str) -> bool:
+    """Whether modelling code in one of transformers' model folders names the interface."""
+    folder = Path(transformers.__file__).parent / "models" / family
+    return any(INTERFACE in path.read_text("utf-8") for path in folder.glob("modeling_*.py"))
 
 
 def reads_name(module: nn.Module, name: str) -> bool:
@@ -95,6 +107,27 @@ def all_configs(model: PreTrainedModel) -> list[Any]:
     return list(found.values())
 
 
+def models(model: nn.Module) -> list[PreTrainedModel]:
+    """Return a model and the models inside it, from the outermost inwards."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+def sub_configs(config: Any) -> dict[str, Any]:
+    """Return the sub-configs that a config holds, by field."""
+    found = {key: getattr(config, key, None) for key in getattr(config, "sub_configs", {})}
+    return {key: inner for key, inner in found.items() if inner is not None}
+
+
+def parts(model: nn.Module, config: Any) -> list[PreTrainedModel]:
+    """Return the outermost models inside ``model`` that were built from a sub-config, or a copy."""
+    found: list[PreTrainedModel] = []
+    for part in models(model):
+        same = part.config is config or type(part.config) is type(config)
+        if same and not any(part in set(outer.modules()) for outer in found):
+            found.append(part)
+    return found
+
+
 def set_implementation(model: PreTrainedModel, name: str, layers: Iterable[nn.Module]) -> None:
     """Make ``layers``, and the models that make masks for them, run the implementation ``name``.
 
@@ -114,24 +147,30 @@ def set_implementation(model: PreTrainedModel, name: str, layers: Iterable[nn.Mo
 
 def _with_inner(config: Any) -> Iterator[Any]:
     yield config
-    for key in getattr(config, "sub_configs", {}):
-        inner = getattr(config, key, None)
-        if inner is not None:
-            yield from _with_inner(inner)
+    for inner in sub_configs(config).values():
+        yield from _with_inner(inner)
 
 
 def write_implementation(name: str) -> None:
     """Let a config that holds a swap write ``attn_implementation`` too, which none does by itself.
 
     A model sets it as a plain field, but a config that was loaded and is saved again has lost it.
+    Where only parts are swapped, it is a mapping by sub-config, the form in which it is asked for:
+    a config resets what its sub-configs say.
     """
     to_dict = PreTrainedConfig.to_dict
 
+    def asked(config: Any) -> str | dict[str, Any] | None:
+        if getattr(config, name, None) is not None and config._attn_implementation == name:
+            return name
+        found = {key: asked(inner) for key, inner in sub_configs(config).items()}
+        return {key: inner for key, inner in found.items() if inner is not None} or None
+
     @wraps(to_dict)
     def to_dict_with_implementation(self: PreTrainedConfig) -> dict[str, Any]:
-        data = to_dict(self)
-        if name in data and self._attn_implementation == name:
-            data["attn_implementation"] = name
+        data, implementation = to_dict(self), asked(self)
+        if implementation is not None:
+            data["attn_implementation"] = implementation
         return data
 
     PreTrainedConfig.to_dict = to_dict_with_implementation  # type: ignore[method-assign]

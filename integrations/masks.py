@@ -286,6 +286,20 @@ def given_mask(
     return AttentionMask(), tensor
 
 
+def refuse_other_keys(mask: AttentionMask, kv_length: int) -> None:
+    """Refuse a mask that is not of the keys which are given.
+
+    Raises:
+        UnsupportedError: A model made keys of its own, compressed ones perhaps, and says only in a
+            mask tensor which of them are seen.
+    """
+    if isinstance(mask, ModelMask) and mask.shape[-1] != kv_length:
+        raise UnsupportedError(
+            f"the mask is of {mask.shape[-1]} keys, but {kv_length} are given, which the model "
+            "made itself; use attn_implementation='sdpa' or 'eager' for it"
+        )
+
+
 def with_selection(mask: AttentionMask, indices: Tensor, kv_length: int) -> AttentionMask:
     """Narrow a mask to the keys that a sparse indexer selected.
 

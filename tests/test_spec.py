@@ -184,3 +184,60 @@ def test_options_of_every_backend_are_plain_data(name):
     options = get_backend(name).config_class().changed_options()
     assert options == {}
     assert json.loads(json.dumps(AttentionSpec(name).to_dict())) == {"version": 1, "backend": name}
+
+
+ENCODER_DECODER = [
+    (0, "model.encoder.layers.0.self_attn"),
+    (1, "model.encoder.layers.1.self_attn"),
+    (0, "model.decoder.layers.0.self_attn"),
+    (0, "model.decoder.layers.0.encoder_attn"),
+    (1, "model.decoder.layers.1.self_attn"),
+    (1, "model.decoder.layers.1.encoder_attn"),
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("0", [0, 2, 3]),
+        ("encoder.0", [0]),
+        ("decoder.0-1", [2, 3, 4, 5]),
+        ("model.decoder.layers.1", [4, 5]),
+        ("encoder_attn", [3, 5]),
+        ("layers.1.self_attn", [1, 4]),
+        ("model.decoder.layers.0.self_attn", [2]),
+    ],
+)
+def test_layers_are_told_apart_by_part_and_by_name(key, named):
+    spec = AttentionSpec("linear", layers={key: "flash"})
+    spec.check_layers(*zip(*ENCODER_DECODER, strict=True))
+    flash = [i for i, at in enumerate(ENCODER_DECODER) if spec.for_layer(*at).backend == "flash"]
+    assert flash == named
+    assert AttentionSpec.from_dict(spec.to_dict()) == spec
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ({"decoder.2": "flash"}, r"layer 2, but those within 'decoder' are 0 to 1"),
+        ({"coder.0": "flash"}, r"within 'coder' are none"),
+        ({"attn": "flash"}, r"'attn', but no .* end in encoder_attn, self_attn"),
+        (
+            {"0": "flash", "decoder.0": "softmax"},
+            r"Layer 0 .model.decoder.* by '0' and 'decoder.0'",
+        ),
+        ({"decoder.1": "flash", "encoder_attn": "softmax"}, r"Layer 1 .* is named twice"),
+    ],
+)
+def test_keys_that_name_nothing_or_too_much_are_refused(layers, words):
+    spec = AttentionSpec("linear", layers=layers)
+    with pytest.raises(SpecError, match=words):
+        spec.check_layers(*zip(*ENCODER_DECODER, strict=True))
+
+
+@pytest.mark.parametrize(
+    "text", ["decoder.", ".0", "decoder.0-", "a b", "decoder.1-0", "0.decoder"]
+)
+def test_malformed_keys_are_refused(text):
+    with pytest.raises(SpecError, match=r'such as "0-1,11"'):
+        AttentionSpec("linear", layers={text: "flash"})
