@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from torch.compiler import is_compiling
+
 from attnzoo.backends.base import register
 from attnzoo.backends.config import BackendConfig
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.backends.softmax import ExactBackend, check_window
-from attnzoo.ops.flash import IMPLS, FlashInputs, choose_impl, flash_attention
+from attnzoo.ops.flash import IMPLS, FlashInputs, choose_impl, flash_attention, ran_kernel
 from attnzoo.state import AttentionOutput
 
 
@@ -51,5 +53,7 @@ class FlashBackend(ExactBackend):
         if impl == "auto":
             impl, reason = choose_impl(call)
         out = flash_attention(**call._asdict(), impl=impl)
+        if impl == "sdpa" and inputs.q.device.type == "cuda" and not is_compiling():
+            reason = f"{ran_kernel(call)}; {reason}"
         self.record(impl, reason)
         return AttentionOutput(out)

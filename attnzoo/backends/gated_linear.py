@@ -69,18 +69,16 @@ class GatedLinearBackend(RecurrentBackend):
         """Whether the gate is computed from hidden states; those of fixed decays are not."""
         return self.gate.needs_hidden_states
 
-    @property
-    def kernels(self) -> list[str]:
+    def kernel_reasons(self) -> list[str]:
         """Why this layer's options rule the kernels out."""
-        reasons = super().kernels
+        reasons = super().kernel_reasons()
         if not self.gate.plain:
             reasons.append(f"gate {self.config.gate!r} has a state of its own (gate='gla' has not)")
         return reasons
 
-    @property
     def fused_map(self) -> str:
         """The feature map that kernels may apply; none where the gate multiplies the features."""
-        return "" if self.gate.writes else super().fused_map
+        return "" if self.gate.writes else super().fused_map()
 
     @property
     def has_weights(self) -> bool:  # type: ignore[override]

@@ -133,7 +133,7 @@ class RecurrentBackend(AttentionBackend):
         maps = (part for part in self.children() if isinstance(part, FeatureMap))
         reasons = super().layer_reasons() + [why for part in maps for why in part.layer_reasons()]
         if self.config.impl == "triton":
-            reasons += [f"impl 'triton' cannot: {why}" for why in self.kernels]
+            reasons += [f"impl 'triton' cannot: {why}" for why in self.kernel_reasons()]
         if self.config.window is not None and self.geometry.cross_attention:
             reasons.append("a window lies around a token of its own sequence (leave window out)")
         return reasons
@@ -170,10 +170,10 @@ class RecurrentBackend(AttentionBackend):
         # rounding of the gradients themselves), and features of exp overflow in float16.
         form = self.form(inputs)
         impl, reason = self.choose_impl(inputs, form)
-        if impl == "triton" and self.fused_map:  # raw, for the kernels map on the way
+        if impl == "triton" and self.fused_map():  # raw, for the kernels map on the way
             with full_precision(inputs.q.device):
                 output = self.sum_up(inputs.q, inputs.k, inputs, form=form, impl=impl)
-            self.record(impl, f"{form} form, {self.fused_map} fused; {reason}")
+            self.record(impl, f"{form} form, {self.fused_map()} fused; {reason}")
             return output
         with full_precision(inputs.q.device):
             places = count_tokens(inputs) if self.feature_map.positional else None
@@ -189,14 +189,12 @@ class RecurrentBackend(AttentionBackend):
         self.record(impl, f"{what}; {reason}")
         return with_count(output, places) if places else output
 
-    @property
-    def kernels(self) -> list[str]:
+    def kernel_reasons(self) -> list[str]:
         """Why this layer's options rule the kernels out; empty if they do not."""
         if self.config.window is not None:
             return ["a softmax window is beside the state (window=None)"]
         return []
 
-    @property
     def fused_map(self) -> str:
         """The feature map that kernels may apply themselves, or "" where only the module can."""
         plain = not (self.feature_map._forward_hooks or self.feature_map._forward_pre_hooks)
@@ -206,8 +204,8 @@ class RecurrentBackend(AttentionBackend):
         """Return the implementation to run, and why."""
         if self.config.impl != "auto":
             return self.config.impl, "named in the options"
-        if inputs.q.device.type == "cuda" and self.kernels:
-            return "torch", f"triton cannot: {'; '.join(self.kernels)}"
+        if inputs.q.device.type == "cuda" and self.kernel_reasons():
+            return "torch", f"triton cannot: {'; '.join(self.kernel_reasons())}"
         return choose_impl(form, inputs.q, inputs.k, inputs.v, causal=inputs.mask.causal)
 
     def form(self, inputs: AttentionInputs) -> str:
@@ -235,8 +233,8 @@ class RecurrentBackend(AttentionBackend):
             "eps": self.config.eps,
             **chosen,
         }
-        if chosen["impl"] == "triton" and self.fused_map:
-            options["feature_map"] = self.fused_map
+        if chosen["impl"] == "triton" and self.fused_map():
+            options["feature_map"] = self.fused_map()
             options["feature_scale"] = inputs.scale
             options["real"] = inputs.mask.padding
         return options

@@ -33,27 +33,31 @@ class Shape(NamedTuple):
     kernel: str  # of KERNELS
     decay: str  # of DECAYS
     wide: bool  # operands are float32, not bfloat16
+    plain: bool  # columns fill their blocks, key heads serve one query head, nothing is masked
     size: int  # rows of the state: the size of what is multiplied inside, a power of two
 
 
 def default_config(shape: Shape, capability: int) -> Config:
     """Return the shipped config for a compute capability, 80 or 90 and later."""
-    vector, scalar = shape.decay == "vector", shape.decay == "scalar"
+    small = shape.wide or shape.decay == "vector" or not shape.plain or shape.size > 128
     if capability < 90:
-        chunk = 16 if shape.wide or vector or scalar else 32
-        return Config(chunk, 8, 2 if vector and shape.kernel == "dv" else 1)
-    chunk = 16 if shape.wide or vector or (scalar and shape.kernel == "dk") else 32
-    return Config(chunk, 8, 2)
+        stages = 2 if shape.decay == "vector" and shape.kernel == "dv" else 1
+        return Config(16 if small or shape.decay == "scalar" else 32, 8, stages)
+    small = small or (shape.decay == "scalar" and shape.kernel == "dk")
+    deep = shape.decay == "vector" and shape.size > 128 and shape.kernel in ("out", "shared", "dv")
+    return Config(16 if small else 32, 8, 3 if deep else 2)
 
 
-def state_tile(x: int, u: int, wide: bool, capability: int) -> tuple[int, int]:
-    """Return the block of a state that one program keeps, for its padded sizes.
+def state_tile(shape: Shape, u: int, capability: int) -> int:
+    """Return the columns of a state that one program keeps, of ``u``, a power of two.
 
     8192 float32 numbers are 32 registers for each thread of eight warps; what is left holds a block
-    of scores, rows of a result, and features and products on their way.
+    of scores, rows of a result, and features and products on their way, addresses and masks.
     """
-    room = 4096 if wide or capability < 90 else 8192
-    return x, min(u, max(16, room // x))
+    roomy = capability >= 90 and shape.plain and not shape.wide and shape.size <= 128
+    inner = shape.kernel in ("out", "shared", "dv")  # whose keys, and their decays, are whole
+    crowded = inner and shape.decay == "vector" and not shape.plain and shape.size <= 128
+    return min(u, max(16, (8192 if roomy else 2048 if crowded else 4096) // shape.size))
 
 
 @cache
@@ -66,7 +70,8 @@ def measured_table(path: str) -> dict[str, Config]:
 def key(shape: Shape, capability: int) -> str:
     """Name a choice in a table."""
     operands = "wide" if shape.wide else "bf16"
-    return f"sm_{capability} {shape.kernel} {shape.decay} {operands} {shape.size}"
+    kind = "plain" if shape.plain else "other"
+    return f"sm_{capability} {shape.kernel} {shape.decay} {operands} {kind} {shape.size}"
 
 
 def config(shape: Shape, capability: int) -> Config:

@@ -10,6 +10,7 @@ w window.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -17,13 +18,23 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.masks import AttentionMask, Window
+from attnzoo.ops.flash_packed import packed_attention, packing_reasons
 from attnzoo.ops.softmax import sink_column
 from attnzoo.ops.window import band_blocks, band_mask
 
 IMPLS = ("sdpa", "xformers")
+
+# Torch's kernels on a GPU, fastest first, and what reports call them
+KERNELS = {
+    SDPBackend.CUDNN_ATTENTION: "cuDNN's",
+    SDPBackend.FLASH_ATTENTION: "the flash",
+    SDPBackend.EFFICIENT_ATTENTION: "the memory-efficient",
+    SDPBackend.MATH: "the plain",
+}
 
 
 class FlashInputs(NamedTuple):
@@ -76,7 +87,8 @@ def flash_attention(
     if impl == "auto":
         impl, _ = choose_impl(inputs)
     if impl == "sdpa":
-        return _sdpa(inputs)
+        with _fastest_first(q.device):
+            return _sdpa(inputs)
     if impl == "xformers":
         reasons = xformers_reasons(inputs)
         if reasons:
@@ -109,9 +121,44 @@ def choose_impl(inputs: FlashInputs) -> tuple[str, str]:
 # -- torch ---------------------------------------------------------------------------------------
 
 
+def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, masked: bool = False) -> str:
+    """Name the kernel that torch picks for a call, as reports do."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = (x[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (k, v))
+    mask = q.new_zeros(1, 1, 1, 1).expand(1, 1, q.shape[2], k.shape[2]) if masked else None
+    with _fastest_first(q.device):
+        choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, is_causal and not masked)
+    return KERNELS[SDPBackend(choice)]
+
+
+def ran_kernel(x: FlashInputs) -> str:
+    """Say which of torch's kernels a call of ``impl="sdpa"`` ran."""
+    if _packs(x):
+        return "the flash kernel, padding taken out"
+    plain = x.mask.is_plain and x.bias is None and x.sinks is None
+    name = sdpa_backend(x.q, x.k, x.v, is_causal=x.mask.causal, masked=not plain)
+    return f"{name} kernel"
+
+
+def _fastest_first(device: torch.device) -> AbstractContextManager[object]:
+    """Have torch try its kernels in the order of :data:`KERNELS`, where it has a choice."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return nullcontext()
+    return sdpa_kernel(list(KERNELS), set_priority=True)
+
+
+def _packs(x: FlashInputs) -> bool:
+    """Whether padding is taken out of a call instead of being masked."""
+    alone = x.bias is None and x.sinks is None and x.dropout == 0
+    return alone and not packing_reasons(x.q, x.k, x.v, x.mask)
+
+
 def _sdpa(x: FlashInputs) -> Tensor:
     """Give the call to torch in the form that keeps its fastest kernel."""
     length, keys = x.q.shape[2], x.k.shape[2]
+    if _packs(x):
+        return packed_attention(x.q, x.k, x.v, x.mask, x.scale)
     if _banded(x):
         return _sdpa_band(x)
     window = x.mask.window

@@ -55,12 +55,21 @@ def triton_reasons(
     narrow = any(x.dtype in (torch.bfloat16, torch.float16) for x in (q, k, v))
     if narrow and any(size % 2 for size in sizes):
         reasons.append(f"sizes {sizes[0]} and {sizes[1]} are given in 16 bit (they must be even)")
-    return reasons + list(_device_reasons(q.device))
+    return [*reasons, *_device_reasons(q.device)]
 
 
-@cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _device_reasons(device: torch.device) -> tuple[str, ...]:
     """Say why kernels cannot run on a device; asked once, for what it looks at does not change."""
+    if device not in _DEVICE_REASONS:
+        _DEVICE_REASONS[device] = _ask_device(device)
+    return _DEVICE_REASONS[device]
+
+
+_DEVICE_REASONS: dict[torch.device, tuple[str, ...]] = {}
+
+
+def _ask_device(device: torch.device) -> tuple[str, ...]:
     if find_spec("triton") is None:
         return ("triton is not installed (pip install triton)",)
     from attnzoo.kernels.triton.interpreter import interpreted

@@ -1,17 +1,20 @@
 """Kernels run in Triton's interpreter here: on the CPU, on any machine."""
 
-import os
+import importlib
 
 import pytest
 
-given = os.environ.get("TRITON_INTERPRET")
-os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported, and never again
-import triton.experimental.gluon  # noqa: E402, F401  (the first launch imports it otherwise)
-
-if given is None:
-    del os.environ["TRITON_INTERPRET"]
-else:
-    os.environ["TRITON_INTERPRET"] = given
+# The variable is read when kernels are imported, and never again: other tests do not see it. The
+# first launch would import the last of these.
+INTERPRETED = (
+    "attnzoo.kernels.triton.linear",
+    "attnzoo.kernels.triton.linear_step",
+    "triton.experimental.gluon",
+)
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")
+    for name in INTERPRETED:
+        importlib.import_module(name)
 
 
 @pytest.fixture(autouse=True)

@@ -294,9 +294,9 @@ def test_inputs_that_kernels_cannot_take_are_refused(shape, dtype, match):
 @pytest.fixture
 def _no_interpreter(monkeypatch):
     monkeypatch.setattr("attnzoo.kernels.triton.interpreter.interpreted", lambda: False)
-    ops_triton._device_reasons.cache_clear()
+    ops_triton._DEVICE_REASONS.clear()
     yield
-    ops_triton._device_reasons.cache_clear()
+    ops_triton._DEVICE_REASONS.clear()
 
 
 @pytest.mark.usefixtures("_no_interpreter")

@@ -5,7 +5,7 @@ import torch
 
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
-from attnzoo.ops import flash
+from attnzoo.ops import flash, flash_packed
 from attnzoo.ops.flash import FlashInputs, choose_impl, flash_attention, xformers_reasons
 from attnzoo.ops.softmax import softmax_attention
 
@@ -214,3 +214,69 @@ def test_what_xformers_would_be_given(heads):
             assert bias is None
         else:
             assert torch.equal(bias.materialize((9, 9)) == 0, dense[0, 0])
+
+
+# -- padding taken out -----------------------------------------------------------------------------
+
+
+def end_to_end(q, k, v, packed, causal, scale):
+    """What the GPU's kernel computes for sequences end to end, one by one."""
+    outs = []
+    for start, stop in zip(packed.borders[:-1], packed.borders[1:], strict=True):
+        assert 0 < stop - start <= packed.longest
+        rows = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]
+        mask = AttentionMask(causal=causal)
+        out = flash_attention(*rows, mask=mask, scale=scale, impl="sdpa")
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"padding": padding(9, 9, 4)},
+        {"causal": True, "padding": torch.rand(2, 9) > 0.4},
+        {"causal": True, "padding": padding(9, 3, 0)},
+        {"causal": True, "segment_ids": (torch.arange(9) >= torch.tensor([[4], [7]])).long()},
+        {"segment_ids": torch.arange(9).expand(2, -1), "padding": padding(9, 9, 6)},
+    ],
+    ids=str,
+)
+def test_rows_without_their_padding_give_what_a_mask_gives(mask, monkeypatch):
+    monkeypatch.setattr(flash_packed, "end_to_end", end_to_end)
+    mask, (q, k, v) = AttentionMask(**mask), qkv()
+    ours = flash_packed.packed_attention(q, k, v, mask, 0.3)
+    dense = softmax_attention(q, k, v, scale=0.3, mask=mask.dense(9, 9, q.device)).out
+    if mask.padding is not None:  # a padded query is no query here
+        dense = dense * mask.padding[:, None, :, None]
+    torch.testing.assert_close(ours, dense)
+
+
+def test_torch_is_called_as_this_version_of_it_is(monkeypatch):
+    asked = {}
+
+    def older(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+        asked.update(is_causal=is_causal, heads=k.shape[1], q=q)
+        return q
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
+    q, k = torch.ones(5, 4, 16), torch.ones(5, 2, 16)
+    packed = flash_packed.Packed(torch.arange(5), torch.tensor([0, 2, 5]), 3)
+    flash_packed.end_to_end(q, k, k, packed, True, 0.5)
+    assert asked["is_causal"]
+    assert asked["heads"] == 4
+    assert torch.equal(asked["q"], 2 * q)  # the kernel multiplies by 16 ** -0.5 itself
+
+
+def test_only_a_gpu_takes_padding_out():
+    (reason,) = flash_packed.packing_reasons(
+        *(x[..., :6].repeat(1, 1, 1, 4).to(torch.bfloat16) for x in qkv()),
+        AttentionMask(causal=True, padding=padding(9, 4, 0)),
+    )
+    assert "cpu" in reason
+
+
+def test_the_kernel_that_ran_has_a_name():
+    q, k, v = (x.float() for x in qkv())
+    assert "kernel" in flash.ran_kernel(call(q, k, v, AttentionMask(causal=True)))
+    assert "kernel" in flash.ran_kernel(call(q, k, v, AttentionMask(padding=padding(9, 4, 0))))

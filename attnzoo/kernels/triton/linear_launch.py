@@ -63,18 +63,6 @@ class Call:
         self.real = nothing if given.real is None else given.real.to(torch.int8).contiguous()
         self.capability, processors = _device(self.q.device)
         self.wide, precision = _operands(self.q, self.k, self.v)
-        tiles = self._tiles(True)["TILES"]
-        self.span = span or _span(self.batch * self.key_heads * tiles, self.tokens, processors)
-        self.spans = max(1, -(-self.tokens // self.span))
-        self.numbers = {
-            **dict(zip(("gate_batch", "gate_head", "gate_token"), gate_strides, strict=True)),
-            "tokens": self.tokens,
-            "span": self.span,
-            "spans": self.spans,
-            "key_heads": self.key_heads,
-            "scale": scale,
-            "map_scale": map_scale,
-        }
         self.constants = {
             "D": self.d,
             "E": self.e,
@@ -87,6 +75,18 @@ class Call:
             "WANT_DECAY": want_decay,
             "OPERAND": tl.float32 if self.wide else tl.bfloat16,
             "PRECISION": precision,
+        }
+        tiles = self._tiles("out")["TILES"]
+        self.span = span or _span(self.batch * self.key_heads * tiles, self.tokens, processors)
+        self.spans = max(1, -(-self.tokens // self.span))
+        self.numbers = {
+            **dict(zip(("gate_batch", "gate_head", "gate_token"), gate_strides, strict=True)),
+            "tokens": self.tokens,
+            "span": self.span,
+            "spans": self.spans,
+            "key_heads": self.key_heads,
+            "scale": scale,
+            "map_scale": map_scale,
         }
 
     # -- passes ------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Call:
         dq, dk = _room(self.q, self.heads, self.d), _room(self.k, self.key_heads, self.d)
         dv = _room(self.v, self.key_heads, self.e)
         first = torch.empty_like(self.kv), torch.empty_like(self.z)
-        parts = (self._tiles(False)["TILES"], 1) if self.decay != "vector" else (1, self.d)
+        parts = (self._tiles("dq")["TILES"], 1) if self.decay != "vector" else (1, self.d)
         shape = (parts[0], self.batch, self.key_heads, self.tokens, parts[1])
         products = self.z.new_empty(shape if want_decay else 1)
         with _on(self.q.device):
@@ -136,7 +136,7 @@ class Call:
             return {"inverse": self.z, "shared": self.z, "tops": self.z}
         inverse = self.z.new_empty(self.batch, self.heads, self.tokens)
         tops = self.z.new_empty((2, *inverse.shape) if exp else 1)
-        parts = self.z.new_empty(self._tiles(True)["TILES"], *inverse.shape)
+        parts = self.z.new_empty(self._tiles("shared")["TILES"], *inverse.shape)
         self._sweep("shared", parts, starts, d_out=d_out, inverse=inverse, tops=tops)
         return {"inverse": inverse, "shared": parts.sum(0), "tops": tops}
 
@@ -214,17 +214,24 @@ class Call:
     def _grid(self, blocks: dict[str, Any]) -> tuple[int]:
         return (self.batch * self.key_heads * self.spans * blocks["TILES"],)
 
-    def _tiles(self, inner: bool) -> dict[str, int]:
+    def _shape(self, kernel: str) -> Shape:
+        """Return what a kernel's config depends on."""
+        inner = _padded(self.d if kernel not in ("dq", "dk") else self.e)
+        filled = (self.d, self.e) == (_padded(self.d), _padded(self.e))
+        masked = self.constants["PACKED"] or self.constants["PADDED"]
+        plain = filled and self.heads == self.key_heads and not masked
+        return Shape(kernel, self.decay, self.wide, plain, inner)
+
+    def _tiles(self, kernel: str) -> dict[str, int]:
         """Return the columns of x, of a tile of u, and how many tiles there are."""
-        x, u = (self.d, self.e) if inner else (self.e, self.d)
-        width, tile = state_tile(_padded(x), _padded(u), self.wide, self.capability)
-        return {"BX": width, "BU": tile, "TILES": -(-u // tile)}
+        shape = self._shape(kernel)
+        u = self.e if kernel not in ("dq", "dk") else self.d
+        tile = state_tile(shape, _padded(u), self.capability)
+        return {"BX": shape.size, "BU": tile, "TILES": -(-u // tile)}
 
     def _config(self, kernel: str) -> tuple[dict[str, int], dict[str, Any]]:
         """Return launch options and blocks."""
-        blocks = self._tiles(kernel not in ("dq", "dk"))
-        shape = Shape(kernel, self.decay, self.wide, blocks["BX"])
-        chosen = config(shape, self.capability)
+        blocks, chosen = self._tiles(kernel), config(self._shape(kernel), self.capability)
         blocks["C"] = self.chunk_size or chosen.chunk
         return {"num_warps": chosen.warps, "num_stages": chosen.stages}, blocks
 

@@ -20,9 +20,9 @@ INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
 #
 # Operands are bfloat16 for bfloat16 inputs and float32 for all others (tf32 for float16 inputs:
 # its mantissa with the range of float32, which features and sums need). Sums are float32.
-# SPLIT names the side, "left" or "right", that is float32 and must not be rounded to an operand: it
-# is taken as the sum of two, which leaves an error of 2**-17. Where gradients of a normalised
-# output nearly cancel (values with a mean), rounding the state would be all that is left of them.
+# SPLIT names the side, "left", "right" or "both", that is float32 and must not be rounded to an
+# operand: it is taken as the sum of two, which leaves an error of 2**-17. Where gradients of a
+# normalised output nearly cancel (values with a mean), rounding errors would be all that is left.
 
 
 @triton.jit
@@ -42,9 +42,9 @@ def product(a, b, total, OPERAND: tl.constexpr, PRECISION: tl.constexpr, SPLIT: 
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision=finer)
     left, right = rounded(a, OPERAND), rounded(b, OPERAND)
     total = tl.dot(left, right, total)
-    if SPLIT == "left":
+    if SPLIT == "left" or SPLIT == "both":
         total = tl.dot(rounded(a - left.to(tl.float32), OPERAND), right, total)
-    if SPLIT == "right":
+    if SPLIT == "right" or SPLIT == "both":
         total = tl.dot(left, rounded(b - right.to(tl.float32), OPERAND), total)
     return total
 
@@ -275,19 +275,19 @@ def vector_scores(
 @triton.jit
 def vector_sums(
     scores, u, total, gates, later, LEVELS: tl.constexpr, REVERSE: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Add to ``total`` the rows of u ``[C, BU]`` weighed by scores and by the decay between."""
     C: tl.constexpr = u.shape[0]
     BU: tl.constexpr = u.shape[1]
     a, b = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     own = tl.sum(tl.where(a == b, scores, 0.0), 1)
-    total += own.to(OPERAND).to(tl.float32)[:, None] * u.to(tl.float32)
+    total += own[:, None] * u.to(tl.float32)
     for level in tl.static_range(LEVELS):
         since, until = since_block(gates, 2**level), until_block_end(later, 2**level)
-        right = (u * (since if REVERSE else until)).to(OPERAND)
+        right = u * (since if REVERSE else until)
         meet = joined(b, a, 2**level) if REVERSE else joined(a, b, 2**level)
         part = tl.zeros((C, BU), tl.float32)
-        part = product(tl.where(meet, scores, 0.0), right, part, OPERAND, PRECISION, "")
+        part = product(tl.where(meet, scores, 0.0), right, part, OPERAND, PRECISION, SPLIT)
         total += part * (until if REVERSE else since)
     return total

@@ -129,6 +129,8 @@ def sweep_kernel(
     LESS: tl.constexpr = NORMALIZE and not INNER
     CANCELS: tl.constexpr = (MODE == "shared") or LESS or (WANT_DECAY and not INNER)
     FINE: tl.constexpr = "right" if CANCELS else ""
+    ALONE: tl.constexpr = "both" if VECTOR and not INNER else "left"
+    WEIGHTS: tl.constexpr = ALONE if CANCELS else ""
     EXACT: tl.constexpr = "right" if WANT_DECAY and (not INNER) and (VECTOR or SCALAR) else ""
     XS: tl.constexpr = D if INNER else E
     US: tl.constexpr = E if INNER else D
@@ -307,11 +309,10 @@ def sweep_kernel(
                         total *= reads[:, None]
             if VECTOR and not INNER:
                 total = vector_sums(
-                    scores, u, total, gates, later, LEVELS, REVERSE, OPERAND, PRECISION
+                    scores, u, total, gates, later, LEVELS, REVERSE, OPERAND, PRECISION, WEIGHTS
                 )
             else:
-                side: tl.constexpr = "left" if MODE == "shared" else ""
-                total = product(scores, u, total, OPERAND, PRECISION, side)
+                total = product(scores, u, total, OPERAND, PRECISION, WEIGHTS)
 
             if DIVIDE:
                 if VECTOR:
