@@ -1,9 +1,9 @@
-"""Recovery of the embedded model, several seeds: the share of what the window loses that comes back.
+"""Recovery of the embedded model, by seed: the share of what the window loses that comes back.
 
-    python benchmarks/recover.py --seeds 0 --seeds 1 --seeds 2 --out benchmarks/results/recover.jsonl
+    python benchmarks/recover.py --seeds 0 --seeds 1 --out benchmarks/results/recover.jsonl
 
-Text: json, asyncio, email, http, unittest and xml of the standard library. One JSON line a run, with
-the seconds it took; the control is the window of 32 in every case. ``--only NAME`` picks cases.
+Text: json, asyncio, email, http, unittest and xml of the standard library. One JSON line a run,
+with the seconds it took; the control is the window of 32 in every case. ``--only NAME`` picks.
 """
 
 from __future__ import annotations
