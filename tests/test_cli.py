@@ -180,7 +180,7 @@ def test_plan_under_a_budget(saved, text, tmp_path, monkeypatch, capsys):
     data = ["plan", saved, "--data", text, "--length", 48, "--rows", 2]
     data += ["--candidate", "longformer:window=4", "--out", tmp_path / "plan.json"]
     budget = ["--cache-bytes", "40KiB", "--cache-length", 200]
-    code, printed, _ = run(monkeypatch, capsys, *data, *budget)
+    code, _, _ = run(monkeypatch, capsys, *data, *budget)
     assert code in (0, None)
     layers = json.loads((tmp_path / "plan.json").read_text())["spec"].get("layers", {})
     assert len(layers) == 2  # 25,600 bytes a layer that stays exact, of three
