@@ -176,6 +176,39 @@ def test_plan_recover_evaluate(saved, text, tmp_path, monkeypatch, capsys):
     assert "window alone" in printed
 
 
+def test_plan_under_a_budget(saved, text, tmp_path, monkeypatch, capsys):
+    data = ["plan", saved, "--data", text, "--length", 48, "--rows", 2]
+    data += ["--candidate", "longformer:window=4", "--out", tmp_path / "plan.json"]
+    budget = ["--cache-bytes", "40KiB", "--cache-length", 200]
+    code, _, _ = run(monkeypatch, capsys, *data, *budget)
+    assert code in (0, None)
+    layers = json.loads((tmp_path / "plan.json").read_text())["spec"].get("layers", {})
+    assert len(layers) == 2  # 25,600 bytes a layer that stays exact, of three
+    assert (tmp_path / "plan.html").is_file()
+    code, _, problem = run(monkeypatch, capsys, *data, "--cache-bytes", "10")
+    assert (code, "smallest candidates keep" in problem) == (2, True)
+    code, _, problem = run(monkeypatch, capsys, *data, *budget, "--keep-softmax", 1)
+    assert "either --keep-softmax or --cache-bytes" in problem
+    code, _, problem = run(monkeypatch, capsys, *data, "--keep-softmax", 4)
+    assert "keep_softmax is a share of the layers" in problem
+    assert "for 3 layers" in problem
+
+
+def test_finetune(saved, text, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    data = ["finetune", saved, "--data", text, "--length", 48, "--batch", 2, "--steps", 2]
+    swap = ["--attention", "longformer", "--set", "window=4", "--out", out]
+    code, printed, _ = run(monkeypatch, capsys, *data, *swap)
+    assert code in (0, None)
+    assert "softmax tuned" in printed
+    assert (out / "README.md").read_text().count("softmax tuned") == 1
+    code, _, problem = run(monkeypatch, capsys, *data, *swap)
+    assert "give --resume to go on with it" in problem
+    more = ["--out", tmp_path / "more", "--set", "window=4"]
+    code, _, problem = run(monkeypatch, capsys, *data, *more)
+    assert "go with --attention" in problem
+
+
 def test_recover_wants_one_spec(saved, text, tmp_path, monkeypatch, capsys):
     data = ["recover", saved, "--data", text, "--out", tmp_path / "out"]
     for more in ([], ["--attention", "linear", "--plan", "plan.json"]):

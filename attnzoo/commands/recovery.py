@@ -51,8 +51,12 @@ def plan(
     path: Annotated[Path, typer.Argument(help="folder of a saved causal model, not swapped")],
     data: Data,
     keep_softmax: Annotated[
-        float, typer.Option(help="share or number of layers kept exact")
-    ] = 0.25,
+        float | None, typer.Option(help="share or number of layers kept exact; 0.25 without")
+    ] = None,
+    cache_bytes: Annotated[
+        str | None, typer.Option(help="in its place: what the cache may hold, such as 1MiB")
+    ] = None,
+    cache_length: Annotated[str, typer.Option(help="after so many tokens")] = "16k",
     out: Annotated[Path | None, typer.Option(help="file for the plan; not written without")] = None,
     candidate: Annotated[
         list[str] | None,
@@ -67,11 +71,18 @@ def plan(
     column: Column = "text",
 ) -> None:
     """Measure which layers can do without softmax, and choose an attention for each."""
+    from attnzoo.training.budget import CacheBudget, read_size
     from attnzoo.training.pages import write_plan_page
     from attnzoo.training.plan import CANDIDATES, make_plan
     from attnzoo.training.report import plan_table
     from attnzoo.training.runs import TrainConfig, load_rows
 
+    if keep_softmax is not None and cache_bytes is not None:
+        raise SpecError("plan takes either --keep-softmax or --cache-bytes")
+    budget = None
+    if cache_bytes is not None:
+        length_then = read_size(cache_length, "--cache-length")
+        budget = CacheBudget(bytes=read_size(cache_bytes, "--cache-bytes"), length=length_then)
     specs = {text: _candidate(text) for text in candidate or CANDIDATES}
     train, _ = load_rows(path, data, column, TrainConfig(row_length=length, repeat_share=1.0))
     with console.status("") as status:
@@ -79,7 +90,8 @@ def plan(
             path,
             train.tokens[:rows],
             specs,
-            keep_softmax=keep_softmax,
+            keep_softmax=0.25 if keep_softmax is None else keep_softmax,
+            budget=budget,
             window=window,
             tick=status.update,
         )

@@ -88,10 +88,12 @@ def _decode_ms(
 
 def cache_bytes(cache: DynamicCache) -> int:
     """Return the bytes of all tensors that a cache keeps from one token to the next."""
-    total = 0
-    for layer in cache.layers:
-        state = getattr(layer, "state", None)
-        stock = (getattr(layer, "keys", None), getattr(layer, "values", None))
-        tensors = stock if state is None else state
-        total += sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))
-    return total
+    return sum(layer_bytes(layer) for layer in cache.layers)
+
+
+def layer_bytes(layer: Any) -> int:
+    """Return the bytes of one layer of a cache."""
+    state = getattr(layer, "state", None)
+    stock = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    tensors = stock if state is None else state
+    return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))

@@ -129,9 +129,7 @@ def explained(checkpoints: Checkpoints) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch raises the latter where a file is cut short
-        if isinstance(error, RuntimeError) and "write" not in str(error):
-            raise
+    except (OSError, RuntimeError) as error:  # torch raises the latter
         last = checkpoints.latest()
         kept = f"the last checkpoint, {str(last['path'])!r}, is whole" if last else "none was kept"
         raise CheckpointError(

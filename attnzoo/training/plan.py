@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -248,12 +248,20 @@ class Planner:
         ]
 
 
+class Budget(Protocol):
+    """What a choice of attentions may cost."""
+
+    def choose(self, planner: Planner, measures: Sequence[LayerMeasure]) -> dict[int, str]:
+        """Return the candidates of the layers that do not stay exact, by number."""
+
+
 def make_plan(
     path: Path,
     rows: Tensor,
     candidates: Mapping[str, AttentionSpec],
     *,
-    keep_softmax: float,
+    keep_softmax: float = 0.25,
+    budget: Budget | None = None,
     window: int = 32,
     tick: Tick = lambda text: None,
 ) -> Plan:
@@ -263,7 +271,8 @@ def make_plan(
         path: Folder of a saved causal model that is not swapped.
         rows: Tokens to measure on, ``[B, T]``.
         candidates: Specs of one backend, by name.
-        keep_softmax: Share or number of layers that stay exact.
+        keep_softmax: Share or number of layers that stay exact; not with a budget.
+        budget: Chooses in its place, as :class:`attnzoo.training.budget.CacheBudget` does.
         window: Tokens beyond which attention counts as far.
         tick: Called with what is being measured.
     """
@@ -272,7 +281,7 @@ def make_plan(
     planner = Planner(model, rows, candidates, window=window, tick=tick)
     kept = kept_layers(keep_softmax, len(planner.numbers))
     measures = planner.measure()
-    chosen = planner.choose(measures, kept)
+    chosen = budget.choose(planner, measures) if budget else planner.choose(measures, kept)
     return Plan(
         spec=planner.spec_of(chosen),
         divergence=planner.divergence(chosen),

@@ -224,8 +224,11 @@ def test_layers_may_be_taught_in_blocks(saved, text, spec, tmp_path):
     together, apart = weights(tmp_path / "all"), weights(tmp_path / "one")
     first = [name for name in apart if "layers.0.self_attn.attnzoo" in name]
     assert first
-    for name in first:  # the second block meets later rows
-        torch.testing.assert_close(apart[name], together[name], atol=5e-3, rtol=0.1)
+    start = hf.AutoModelForCausalLM.from_pretrained(saved)
+    attnzoo.swap(start, spec)
+    start = start.state_dict()
+    a, b = (torch.cat([(x[n] - start[n]).flatten() for n in first]) for x in (together, apart))
+    assert float(torch.cosine_similarity(a, b, 0)) > 0.99
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(saved, text, spec, tmp_path):
