@@ -85,7 +85,7 @@ def time_together(
 
 
 def measure_alone(
-    run: Run, device: str = "cpu", *, seconds: float = 0.8, most: int = 9
+    run: Run, device: str = "cpu", *, seconds: float = 0.5, most: int = 9
 ) -> tuple[Timing, int]:
     """Time one call by itself, and return the most memory it holds, as ``peak_bytes`` does.
 

@@ -138,6 +138,7 @@ class Subject:
         sha: Names its config and the sizes of its weights.
         geometry: Of its first attention layer.
         causal: Whether every layer is.
+        generates: Whether it predicts the next token, too.
         longest: The length beyond which it has no positions, if there is one.
         trained: Positions that it was made for, if its config says.
         text_model: Whether it takes token numbers, so that layers and the whole can run.
@@ -149,6 +150,7 @@ class Subject:
     sha: str
     geometry: Geometry
     causal: bool
+    generates: bool
     longest: int | None
     trained: int | None
     text_model: bool

@@ -41,6 +41,7 @@ def run_limited(
     arguments: tuple[Any, ...],
     threads: int,
     memory_bytes: int | None,
+    device: str,
     reply: Connection,
 ) -> None:
     """Do some work in this process, which is its own, and send what came of it.
@@ -49,7 +50,8 @@ def run_limited(
         work: Returns what was measured.
         arguments: Of it.
         threads: Of torch.
-        memory_bytes: How much this process may allocate, on a CPU and on a GPU.
+        memory_bytes: How much this process may allocate on the device.
+        device: Where the work is done.
         reply: Where the result goes: what was measured, and a status; before it, a sign of life.
     """
     reply.send({})
@@ -58,7 +60,7 @@ def run_limited(
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if memory_bytes is not None:
-        limit_memory(memory_bytes)
+        limit_memory(memory_bytes, device)
     try:
         result: Measured = {"status": OK, **work(*arguments)}
     except AttnzooError as error:
@@ -77,12 +79,12 @@ def _is_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
-def limit_memory(memory_bytes: int) -> None:
+def limit_memory(memory_bytes: int, device: str) -> None:
     """Bound what this process can allocate: on Linux by the kernel, on a GPU by torch."""
-    if sys.platform == "linux":
+    if device != "cpu":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total))
+    elif sys.platform == "linux":  # elsewhere the limit has no effect, or is not there
         import resource
 
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    if torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attnzoo.compare.measure import FAILED, OUT_OF_MEMORY, TIMED_OUT, Measured, run_limited
@@ -17,7 +17,7 @@ class Workers:
     Args:
         threads: Of torch, in each.
         timeout: Seconds that a piece of work may take.
-        memory_bytes: What it may allocate; ``None`` sets no bound.
+        memory_bytes: What it may allocate, by device; no bound where none is named.
         preload: Modules to load once for all.
     """
 
@@ -26,7 +26,7 @@ class Workers:
         *,
         threads: int,
         timeout: float,
-        memory_bytes: int | None,
+        memory_bytes: Mapping[str, int],
         preload: Sequence[str] = (),
     ) -> None:
         methods = multiprocessing.get_all_start_methods()
@@ -36,12 +36,13 @@ class Workers:
             self.context.set_forkserver_preload(["attnzoo.compare.measure", *preload])
         self.threads, self.timeout, self.memory_bytes = threads, timeout, memory_bytes
 
-    def run(self, work: Callable[..., Measured], *arguments: Any) -> Measured:
+    def run(self, work: Callable[..., Measured], *arguments: Any, device: str = "cpu") -> Measured:
         """Do some work in a process of its own; what becomes of that is the ``status``."""
+        limit = self.memory_bytes.get(device)
         mine, theirs = self.context.Pipe(duplex=False)
         process = self.context.Process(
             target=run_limited,
-            args=(work, arguments, self.threads, self.memory_bytes, theirs),
+            args=(work, arguments, self.threads, limit, device, theirs),
             daemon=True,
         )
         process.start()

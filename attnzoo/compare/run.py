@@ -61,7 +61,8 @@ class Plan:
         quality: Whether quality is judged.
         quality_length: Tokens of a row that is judged.
         timeout: Seconds a case may take.
-        memory_gib: What a case may allocate; three quarters of what is free when ``None``.
+        memory_gib: What a case may allocate; three quarters of what is free on a CPU, and all of
+            a GPU, when ``None``.
         threads: Of torch.
         fresh: Whether earlier results are set aside.
     """
@@ -96,6 +97,7 @@ def find_subject(model: str) -> Subject:
     layers = attention_layers(empty)
     if not layers:
         raise SpecError(f"{model!r} has no attention layer that goes through transformers")
+    causal = all(layer.geometry.causal for layer in layers)
     sizes = [(name, tuple(x.shape)) for name, x in empty.state_dict().items()]
     config = (path / "config.json").read_bytes()
     return Subject(
@@ -103,7 +105,8 @@ def find_subject(model: str) -> Subject:
         name=path.resolve().name if model != EMBEDDED else "the embedded model",
         sha=hashlib.sha256(config + repr(sizes).encode()).hexdigest()[:12],
         geometry=layers[0].geometry,
-        causal=all(layer.geometry.causal for layer in layers),
+        causal=causal,
+        generates=causal and empty.can_generate(),
         longest=longest_context(path),
         trained=layers[0].geometry.max_length,
         text_model=hasattr(empty.config, "vocab_size")
@@ -127,10 +130,11 @@ def check(plan: Plan, subject: Subject) -> tuple[list[AttentionSpec], list[str]]
                 f"No {what} is called {value!r}.{did_you_mean(value, known)} "
                 f"Available: {', '.join(known)}."
             )
-    if plan.mode == "decode" and not subject.causal:
+    if plan.mode == "decode" and not subject.generates:
+        lacks = "has no head that predicts tokens" if subject.causal else "is not causal"
         raise SpecError(
-            f"{subject.name} is not causal, so it cannot decode; use --mode forward or train, or "
-            "give a decoder"
+            f"{subject.name} {lacks}, so it cannot decode; use --mode forward or train, or give a "
+            "causal language model"
         )
     if not subject.text_model and set(plan.levels) - {"op"}:
         raise SpecError(
@@ -139,8 +143,11 @@ def check(plan: Plan, subject: Subject) -> tuple[list[AttentionSpec], list[str]]
         )
     if plan.dtype is not None and not isinstance(getattr(torch, plan.dtype, None), torch.dtype):
         raise SpecError(f"No dtype is called {plan.dtype!r}; float32 and bfloat16 are usual")
-    if min(plan.tokens, plan.batch or 1, plan.timeout, plan.threads or 1) <= 0:
-        raise SpecError("tokens, batch, timeout and threads must be above 0")
+    numbers = ("tokens", "batch", "timeout", "threads", "memory_gib", "quality_length")
+    for name in numbers:
+        value = getattr(plan, name)
+        if value is not None and value <= 0:
+            raise SpecError(f"{name} must be above 0, got {value}")
     devices = list(plan.devices or ("cpu", *(["cuda"] if torch.cuda.is_available() else [])))
     if "cuda" in devices and not torch.cuda.is_available():
         raise SpecError("There is no CUDA device here that torch can use; use --device cpu")
@@ -169,11 +176,13 @@ def compare(plan: Plan, tell: Tell = lambda done, total, name: None) -> list[Row
                 "--out another folder, or --fresh to set them aside"
             )
     rows = [row for row in earlier if row["machine"] == about["machine"]]
-    memory = plan.memory_gib * 2**30 if plan.memory_gib else 0.75 * _free_memory()
+    memory = {"cpu": int(0.75 * _free_memory())}  # a GPU's own is bound enough
+    if plan.memory_gib:
+        memory = dict.fromkeys(devices, int(plan.memory_gib * 2**30))
     workers = Workers(
         threads=about["machine"]["threads"],
         timeout=plan.timeout,
-        memory_bytes=int(memory) or None,
+        memory_bytes={device: count for device, count in memory.items() if count},
         preload=[subject.module],
     )
     total = len(cases) + (len(specs) if asked else 0)
@@ -198,7 +207,7 @@ def _cases(plan: Plan, specs: list[AttentionSpec], device: str) -> list[Case]:
 
 def _judged(plan: Plan, subject: Subject) -> Asked | None:
     """Prepare text to judge quality on, where that can be done; refuses a text that cannot be."""
-    if not plan.quality or not subject.causal or not subject.text_model:
+    if not plan.quality or not subject.generates or not subject.text_model:
         return None
     if plan.text is None and plan.model != EMBEDDED:
         return None
@@ -268,7 +277,7 @@ def _scale(
             result = (
                 {"status": NOT_RUN, "reason": reason}
                 if reason
-                else workers.run(measure_case, case, subject)
+                else workers.run(measure_case, case, subject, device=case.device)
             )
             row = {**about, "kind": "cost", "key": case.key(), **asdict(case), **result}
             row = append(out, row | {"exact": is_exact(case.spec)})
@@ -293,7 +302,8 @@ def too_long(taken: dict[int, float], case: Case, limit: float) -> str:
         return ""
     before, last = sorted(taken)[-2:]
     power = math.log(taken[last] / taken[before]) / math.log(last / before)
-    expected = CALLS * taken[last] * (case.T / last) ** max(power, 1.0)
+    power = min(max(power, 1.0), 2.0)  # what is beyond was a disturbance
+    expected = CALLS * taken[last] * (case.T / last) ** power
     if expected <= limit:
         return ""
     return f"it would take {expected:.0f} s, as it grew from {before} to {last} tokens"

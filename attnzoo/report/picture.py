@@ -97,11 +97,16 @@ def _draw_matrix(made: Any, axes: Any, trace: Any) -> None:
 
 def _set_axes(axes: Any, layout: Any) -> None:
     """Take over titles, scales and ticks."""
+    from matplotlib.ticker import LogLocator
+
     for axis, own, name in ((layout.xaxis, axes.xaxis, "x"), (layout.yaxis, axes.yaxis, "y")):
         if axis.title.text:
             own.set_label_text(axis.title.text)
         if axis.type == "log":
-            getattr(axes, f"set_{name}scale")("log", base=2 if name == "x" else 10)
+            getattr(axes, f"set_{name}scale")("log", base=10)
+            own.set_minor_locator(LogLocator(subs=(2, 5)))
+            for place in (own.set_major_formatter, own.set_minor_formatter):
+                place(lambda value, _: f"{value:g}")  # 20, not 2 x 10^1
         if axis.tickvals is not None:
             own.set_ticks(list(axis.tickvals), labels=list(axis.ticktext), minor=False)
             own.set_ticks([], minor=True)

@@ -4,7 +4,14 @@ import time
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertModel,
+    ByT5Tokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+)
 
 import attnzoo
 from attnzoo.compare import run as run_module
@@ -112,7 +119,7 @@ def test_quality_is_judged_inside_and_beyond_the_trained_length(measured):
 def test_a_second_run_measures_nothing(measured, monkeypatch):
     asked, rows = measured
 
-    def fails(*_):
+    def fails(*_, **__):
         raise AssertionError("it was measured already")
 
     monkeypatch.setattr(Workers, "run", fails)
@@ -124,7 +131,7 @@ def test_a_run_that_was_cut_goes_on(llama, tmp_path, monkeypatch):
     class Killed(BaseException):
         pass
 
-    def stop(self, work, case, *rest):
+    def stop(self, work, case, *rest, **named):
         raise Killed
 
     asked = plan(llama, tmp_path, lengths=[64, 128], levels=["op"], quality=False)
@@ -195,7 +202,7 @@ def test_an_encoder_is_measured(tmp_path):
 
 def test_what_fails_is_a_status():
     """Work of libraries, for another process cannot import this file."""
-    workers = Workers(threads=1, timeout=3, memory_bytes=3 * 2**30)
+    workers = Workers(threads=1, timeout=3, memory_bytes={"cpu": 3 * 2**30})
     assert workers.run(dict, [("sum", 10)]) == {"status": OK, "sum": 10}
     assert workers.run(time.sleep, 60)["status"] == TIMED_OUT
     assert workers.run(torch.ones, 2**31)["status"] == OUT_OF_MEMORY
@@ -209,7 +216,7 @@ def test_what_fails_is_a_status():
 def test_longer_cases_are_not_tried_after_one_ran_out(llama, tmp_path, monkeypatch):
     tried = []
 
-    def out_of_memory(self, work, case, subject):
+    def out_of_memory(self, work, case, subject, device):
         tried.append((case.attention, case.T))
         full = case.attention == "flash" and case.T >= 128
         good = {"median_ms": 1.0, "min_ms": 1.0, "spread": 0.0, "peak_bytes": 1, "kept_bytes": None}
@@ -288,7 +295,8 @@ def test_a_folder_that_cannot_be_written(llama, tmp_path):
         ({"mode": "decoed"}, "Did you mean 'decode'"),
         ({"levels": ["opp"]}, "Did you mean 'op'"),
         ({"dtype": "float33"}, "float33"),
-        ({"tokens": 0}, "above 0"),
+        ({"tokens": 0}, "tokens must be above 0, got 0"),
+        ({"memory_gib": -1.0}, "memory_gib must be above 0"),
         ({"devices": ["cuda"]}, "no CUDA"),
         ({"text": "nowhere.txt"}, "cannot be read"),
     ],
@@ -308,6 +316,17 @@ def test_too_little_text(llama, tmp_path):
     (tmp_path / "text.txt").write_text("short")
     with pytest.raises(SpecError, match="has 5 tokens"):
         compare(plan(llama, tmp_path / "out", text=tmp_path / "text.txt"))
+
+
+def test_a_model_without_a_head(llama, text, tmp_path):
+    """Its layers are causal, but it predicts nothing: no decoding, no quality."""
+    LlamaModel.from_pretrained(llama).save_pretrained(tmp_path / "base")
+    with pytest.raises(SpecError, match="no head that predicts tokens"):
+        compare(plan(tmp_path / "base", tmp_path / "out", mode="decode"))
+    rows = compare(
+        plan(tmp_path / "base", tmp_path / "out", levels=["model"], lengths=[64], text=text)
+    )
+    assert [(row["kind"], row["status"]) for row in rows] == [("cost", OK)] * 2
 
 
 def test_exact_attention_is_added_where_none_was_named(llama):
