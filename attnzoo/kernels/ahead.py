@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.triton import linear_launch
 from attnzoo.kernels.triton.interpreter import interpreted
+from attnzoo.kernels.triton.linear_step import take_step
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # that one block may have
 LENGTH = 2048  # tokens: several spans, so that their kernels are launched too
@@ -137,7 +138,7 @@ def compiling(capability: int) -> Iterator[list[tuple[str, Any]]]:
 
 
 def launch(case: Case) -> None:
-    """Launch both passes of a case, as a call of the operator would."""
+    """Launch both passes of a case, as a call of the operator would, and a step of decoding."""
     heads, t = 1, LENGTH
     q = torch.empty(1, t, heads * case.groups, case.d, dtype=case.dtype).transpose(1, 2)
     k = torch.empty(1, t, heads, case.d, dtype=case.dtype).transpose(1, 2)
@@ -157,6 +158,11 @@ def launch(case: Case) -> None:
     out, *last = linear_launch.Call(given, *options).forward()
     call = linear_launch.Call(given, *options, want_decay=shape is not None)
     call.backward(torch.empty_like(out), *last, (last[0], last[1]))
+    one = [x[:, :, :1] for x in given[:3]]
+    gates = None if given.log_decay is None else given.log_decay[:, :, :1]
+    real = None if given.real is None else given.real[:, :1]
+    step_options = (case.feature_map, 1.0, 1.0, case.normalize, 1e-6)
+    take_step(*one, gates, given.kv, given.z, real, *step_options)
 
 
 def resources(name: str, case: str, kernel: Any) -> Resources:
@@ -211,7 +217,7 @@ def wrong(row: Resources) -> list[str]:
         reasons.append(
             f"{row.shared_bytes} bytes of shared memory ({SHARED_BYTES[row.capability]})"
         )
-    if row.kernel != "span_scan" and not row.tensor_core:
+    if row.kernel not in ("span_scan", "step") and not row.tensor_core:
         reasons.append("no tensor-core instruction")
     return reasons
 

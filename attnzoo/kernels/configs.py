@@ -42,7 +42,8 @@ def default_config(shape: Shape, capability: int) -> Config:
     small = shape.wide or shape.decay == "vector" or not shape.plain or shape.size > 128
     if capability < 90:
         stages = 2 if shape.decay == "vector" and shape.kernel == "dv" else 1
-        return Config(16 if small or shape.decay == "scalar" else 32, 8, stages)
+        warps = 8 if shape.size > 16 else 4
+        return Config(16 if small or shape.decay == "scalar" else 32, warps, stages)
     small = small or (shape.decay == "scalar" and shape.kernel == "dk")
     deep = shape.decay == "vector" and shape.size > 128 and shape.kernel in ("out", "shared", "dv")
     return Config(16 if small else 32, 8, 3 if deep else 2)
@@ -56,7 +57,8 @@ def state_tile(shape: Shape, u: int, capability: int) -> int:
     """
     roomy = capability >= 90 and shape.plain and not shape.wide and shape.size <= 128
     inner = shape.kernel in ("out", "shared", "dv")  # whose keys, and their decays, are whole
-    crowded = inner and shape.decay == "vector" and not shape.plain and shape.size <= 128
+    crowded = shape.decay == "vector" and shape.size <= 128
+    crowded = crowded and (capability < 90 or (inner and not shape.plain))
     return min(u, max(16, (8192 if roomy else 2048 if crowded else 4096) // shape.size))
 
 

@@ -79,6 +79,40 @@ def step_kernel(
         tl.store(out + (bh * G + g) * E + e, row.to(out.dtype.element_ty), mask=e < E)
 
 
+def take_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    kv: Tensor,
+    z: Tensor,
+    real: Tensor | None,
+    feature_map: str,
+    map_scale: float,
+    scale: float,
+    normalize: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernel; see :func:`linear_triton_step`."""
+    q, k, v, kv, z = _dense(q), _dense(k), _dense(v), kv.contiguous(), z.contiguous()
+    (batch, heads, _, d), key_heads, e = q.shape, k.shape[1], v.shape[3]
+    out = v.new_empty(batch, heads, 1, e)
+    kv_next, z_next = torch.empty_like(kv), torch.empty_like(z)
+    gate, decay, (gate_batch, gate_head, _) = _gates(log_decay, k)
+    bd = _padded(d)
+    be = min(_padded(e), max(16, TILE // bd))
+    tiles = -(-e // be)
+    here = z if real is None else real.reshape(-1).to(torch.int8).expand(batch).contiguous()
+    with _on(q.device):
+        step_kernel[(batch * key_heads * tiles,)](
+            q, k, v, out, gate, here, kv, z, kv_next, z_next, *q.stride()[:2], *k.stride()[:2],
+            *v.stride()[:2], gate_batch, gate_head, key_heads, scale, map_scale, eps,
+            D=d, E=e, G=heads // key_heads, BD=bd, BE=be, TILES=tiles, MAP=feature_map,
+            DECAY=decay, NORMALIZE=normalize, PADDED=real is not None, num_warps=WARPS,
+        )  # fmt: skip
+    return out, kv_next, z_next
+
+
 @torch.library.custom_op("attnzoo::linear_triton_step", mutates_args=())
 def linear_triton_step(
     q: Tensor,
@@ -99,23 +133,7 @@ def linear_triton_step(
     Arguments are those of ``linear_triton``, of one token. Nothing waits for the device, and shapes
     are fixed, so a CUDA graph can hold it.
     """
-    q, k, v, kv, z = _dense(q), _dense(k), _dense(v), kv.contiguous(), z.contiguous()
-    (batch, heads, _, d), key_heads, e = q.shape, k.shape[1], v.shape[3]
-    out = v.new_empty(batch, heads, 1, e)
-    kv_next, z_next = torch.empty_like(kv), torch.empty_like(z)
-    gate, decay, (gate_batch, gate_head, _) = _gates(log_decay, k)
-    bd = _padded(d)
-    be = min(_padded(e), max(16, TILE // bd))
-    tiles = -(-e // be)
-    here = z if real is None else real.reshape(-1).to(torch.int8).expand(batch).contiguous()
-    with _on(q.device):
-        step_kernel[(batch * key_heads * tiles,)](
-            q, k, v, out, gate, here, kv, z, kv_next, z_next, *q.stride()[:2], *k.stride()[:2],
-            *v.stride()[:2], gate_batch, gate_head, key_heads, scale, map_scale, eps,
-            D=d, E=e, G=heads // key_heads, BD=bd, BE=be, TILES=tiles, MAP=feature_map,
-            DECAY=decay, NORMALIZE=normalize, PADDED=real is not None, num_warps=WARPS,
-        )  # fmt: skip
-    return out, kv_next, z_next
+    return take_step(q, k, v, log_decay, kv, z, real, feature_map, map_scale, scale, normalize, eps)
 
 
 @linear_triton_step.register_fake
