@@ -215,3 +215,23 @@ def test_recover_wants_one_spec(saved, text, tmp_path, monkeypatch, capsys):
         code, _, problem = run(monkeypatch, capsys, *data, *more)
         assert code == 2
         assert "either --attention (with --set, --layers) or --plan FILE" in problem
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "--lengths", "many"], "not understood at 'many'"),
+        (["compare", "--attention", "linaer"], "Did you mean 'linear'"),
+        (["compare", "--attention", "linear:window=0"], "at least 1"),
+        (["compare", "nowhere"], "config.json is not there"),
+        (["compare", "--mode", "decoed"], "Did you mean 'decode'"),
+        (["tasks", "--task", "mqra"], "Did you mean 'mqar'"),
+        (["tasks", "--task", "mqar", "--seeds", 0], "must be 1 or more"),
+        (["inspect", "--layer", 9], "one of 0 to 3"),
+    ],
+)
+def test_mistakes_of_what_measures(monkeypatch, capsys, tmp_path, arguments, message):
+    code, _, err = run(monkeypatch, capsys, *arguments, "--out", tmp_path / "out")
+    assert code == 2
+    assert message in err
+    assert not (tmp_path / "out").exists()

@@ -106,7 +106,7 @@ def paragraph(curves: Sequence[Curve], rows: Sequence[Row], mode: str, model: st
     if exact:
         longest = max(exact)
         fast = speedups(curves, longest)
-        if fast:
+        if max(fast.values(), default=0.0) >= WORTH:
             best = max(fast, key=lambda name: fast[name])
             parts.append(
                 f"The fastest at {short(longest)} is {best}, {figures(fast[best], 2)} times"
