@@ -40,7 +40,7 @@ bench: $(READY) ## Time the operations; JSON lines
 	$(BIN)/python benchmarks/ops.py $(ARGS)
 
 clean: ## Remove what was built and cached, the virtual environment included
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache attnzoo-demo
+	rm -rf $(VENV) .nox build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache attnzoo-demo
 	find attnzoo integrations tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone, at its pinned version: what depends on it must not choose another.

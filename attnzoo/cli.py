@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from attnzoo.commands import compare, models, recovery, terminal
+from attnzoo.commands import compare, families, models, recovery, terminal
 from attnzoo.errors import AttnzooError
 
 app = typer.Typer(
@@ -17,6 +17,7 @@ app.command("list")(models.list_backends)
 app.command("describe")(models.describe)
 app.command("swap")(models.swap)
 app.command("demo")(models.demo)
+app.command("families")(families.families)
 app.command("plan")(recovery.plan)
 app.command("recover")(recovery.recover)
 app.command("finetune")(recovery.finetune)

@@ -1,6 +1,8 @@
 """Composite models: one part swapped, by module or by sub-config; encoders and decoders apart."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -188,3 +190,18 @@ def test_encoder_and_decoder_layers_are_told_apart(redraw, tmp_path):
     assert found["model.decoder.layers.1.self_attn"] == "linear"
     with pytest.raises(SpecError, match="layer 2, but those within 'decoder' are 0 to 1"):
         attnzoo.swap(model, "linear", layers={"decoder.2": "flash"})
+
+
+def test_without_attnzoo_a_swapped_part_fails_loudly(llava, tmp_path):
+    attnzoo.swap(llava.model.language_model, "linear")
+    llava.save_pretrained(tmp_path)
+    code = (
+        "import sys\n"
+        "from transformers import LlavaForConditionalGeneration as Llava\n"
+        "assert 'attnzoo' not in sys.modules\n"
+        "Llava.from_pretrained(sys.argv[1])\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode != 0
+    assert 'attn_implementation="attnzoo"' in done.stderr

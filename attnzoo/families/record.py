@@ -1,0 +1,142 @@
+"""The recorded sweep: read, summed up by family, and written as the page that docs/ has of it.
+
+Nothing here needs torch. One file per transformers version stands in ``attnzoo/assets/families``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from attnzoo.errors import SpecError, did_you_mean
+
+FOLDER = Path(__file__).parents[1] / "assets" / "families"
+GOOD = ("equal", "runs", "in part")
+# The outcome of a family is the worst of what its checked model types have, but a part of a family
+# that is refused does not hide that others are not.
+WORST_FIRST = ("failed", "different", "equal", "runs", "in part", "unproven", "refused")
+
+
+def versions() -> list[str]:
+    """Return the transformers versions that there is a record of, the newest first."""
+    found = [path.stem for path in FOLDER.glob("*.json")]
+    return sorted(found, key=lambda text: [int(part) for part in text.split(".")], reverse=True)
+
+
+def read(version: str = "") -> dict[str, Any]:
+    """Read the record of a transformers version, or the newest.
+
+    Raises:
+        SpecError: There is none.
+    """
+    known = versions()
+    if version not in ("", *known):
+        raise SpecError(
+            f"No sweep of transformers {version} is recorded; there are {', '.join(known)}"
+        )
+    record: dict[str, Any] = json.loads((FOLDER / f"{version or known[0]}.json").read_text("utf-8"))
+    return record
+
+
+def write(record: dict[str, Any]) -> Path:
+    """Write a record to its place, an entry a line."""
+    FOLDER.mkdir(exist_ok=True)
+    path = FOLDER / f"{record['transformers']}.json"
+    types = record["types"]
+    lines = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in types.items()]
+    head = json.dumps({**record, "types": {}}, indent=1).removesuffix("{}\n}")
+    path.write_text(head + "{\n" + ",\n".join(lines) + "\n }\n}\n", "utf-8")
+    return path
+
+
+def model_type_entry(record: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """Return the entry of a model type.
+
+    Raises:
+        SpecError: The record has none of that name.
+    """
+    types = record["types"]
+    if model_type not in types:
+        raise SpecError(
+            f"transformers {record['transformers']} has no model type {model_type!r}."
+            f"{did_you_mean(model_type, types)}"
+        )
+    entry: dict[str, Any] = types[model_type]
+    return entry
+
+
+def short_reason(reason: str) -> str:
+    """Leave out of a refusal where it came up and what to do about it."""
+    kept = re.split(r"cannot serve it: |cannot run this call: ", reason)[-1]
+    return kept.split(". Keep such layers")[0].rstrip(".")
+
+
+def by_family(record: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the entries of model types by family, families on the interface only."""
+    families: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, entry in record["types"].items():
+        families.setdefault(entry["family"], {})[name] = entry
+    return {
+        family: entries
+        for family, entries in sorted(families.items())
+        if any(entry["outcome"] == "checked" for entry in entries.values())
+        or any(entry.get("interface") for entry in entries.values())
+    }
+
+
+def family_outcome(entries: Iterable[dict[str, Any]], backend: str) -> str:
+    """Return what became of a family under a backend; ``"not built"`` where nothing was checked."""
+    found = {
+        entry["backends"][backend]["outcome"] for entry in entries if entry["outcome"] == "checked"
+    }
+    return next((outcome for outcome in WORST_FIRST if outcome in found), "not built")
+
+
+def backends(record: dict[str, Any]) -> list[str]:
+    """Return the backends that a record is of."""
+    checked = (entry for entry in record["types"].values() if entry["outcome"] == "checked")
+    return list(next(checked)["backends"])
+
+
+def counts(record: dict[str, Any]) -> dict[str, Counter[str]]:
+    """Count the outcomes of families, by backend."""
+    families = by_family(record)
+    return {
+        backend: Counter(family_outcome(entries.values(), backend) for entries in families.values())
+        for backend in backends(record)
+    }
+
+
+def generating(record: dict[str, Any], backend: str) -> int:
+    """Count the families that generate under a backend, in all layers or in some."""
+    return sum(
+        any(
+            "generate" in entry["backends"][backend].get("checked", ())
+            for entry in entries.values()
+            if entry["outcome"] == "checked"
+        )
+        for entries in by_family(record).values()
+    )
+
+
+def summary(record: dict[str, Any]) -> str:
+    """Say in one sentence what the sweep found."""
+    families, found = by_family(record), counts(record)
+    off = len({entry["family"] for entry in record["types"].values()}) - len(families)
+    wrong = sum(count["different"] + count["failed"] for count in found.values())
+    exact = ", ".join(
+        f"{found[name]['equal']} equal under `{name}`" for name in ("softmax", "flash")
+    )
+    causal = " and ".join(
+        f"{generating(record, name)} under `{name}`" for name in ("linear", "gated_linear")
+    )
+    return (
+        f"Of the {len(families)} model families of transformers {record['transformers']} on the "
+        f"attention interface ({off} are not), {found['softmax']['not built']} were not built; "
+        f"{exact}; {causal} generate, some of them with refused layers kept exact; "
+        f"{wrong} silently different."
+    )

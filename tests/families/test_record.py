@@ -1,0 +1,90 @@
+"""The recorded sweep: it meets the goals, and page, README line and command agree with it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from attnzoo.cli import app
+from attnzoo.commands import terminal
+from attnzoo.errors import SpecError
+from attnzoo.families import page, record
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSIONS = record.versions()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_nothing_is_silently_different(version):
+    found = record.read(version)
+    for name, entry in found["types"].items():
+        for backend, result in entry.get("backends", {}).items():
+            assert result["outcome"] not in ("different", "failed"), (name, backend, result)
+            if result["outcome"] in ("refused", "in part"):
+                assert len(result["reason"]) > 20, (name, backend)
+            for what, why in result.get("refused", {}).items():
+                assert len(why) > 20, (name, backend, what)
+        assert entry["outcome"] != "not built" or entry["reason"], name
+
+
+def test_goals():
+    newest = record.read()
+    counts = record.counts(newest)
+    assert counts["softmax"]["equal"] >= 200
+    assert counts["flash"]["equal"] >= 200
+    assert len(record.by_family(newest)) >= 347
+
+
+def test_the_newest_record_is_of_the_newest_supported_version():
+    assert VERSIONS[0].rpartition(".")[0] == "5.23"
+
+
+def test_page_and_readme_agree_with_the_record():
+    found = record.read()
+    hint = "run: python -c 'from attnzoo.families.page import write_pages; write_pages()'"
+    assert (ROOT / "docs" / "families.md").read_text("utf-8") == page.page(found), hint
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert page.update_readme(readme, found) == readme, hint
+    assert record.summary(found) in readme
+
+
+def test_writing_and_reading(tmp_path, monkeypatch):
+    found = record.read()
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
+    record.write(found)
+    assert record.read() == found
+    assert record.versions() == [found["transformers"]]
+    with pytest.raises(SpecError, match=r"No sweep of transformers 4\.0"):
+        record.read("4.0")
+
+
+def run(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(terminal.console, "_width", 200)
+    app(["families", *arguments], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_command(monkeypatch, capsys):
+    out = run(monkeypatch, capsys)
+    assert "gated_linear" in out
+    assert "llama" in out
+    assert "silently different" in out
+    out = run(monkeypatch, capsys, "--backend", "linear")
+    assert "sliding window" in out
+    out = run(monkeypatch, capsys, "--model-type", "gemma2")
+    assert "caps its scores" in out
+    out = run(monkeypatch, capsys, "--model-type", "llama", "--backend", "linear", "--json")
+    assert json.loads(out)["types"]["llama"]["backends"]["linear"]["outcome"] == "runs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "liner"], "Did you mean 'linear'"),
+        (["--model-type", "lama"], "Did you mean 'llama'"),
+        (["--transformers", "5.1"], "No sweep of transformers 5.1"),
+    ],
+)
+def test_command_says_what_is_wrong(arguments, message):
+    with pytest.raises(SpecError, match=message):
+        app(["families", *arguments], standalone_mode=False)
