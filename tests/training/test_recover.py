@@ -153,7 +153,9 @@ def test_two_processes_take_the_steps_of_one(saved, text, tmp_path):
         return [loss for *_, loss in losses(out)]
 
     one = run(tmp_path / "one", [])
-    two = run(tmp_path / "two", ["-m", "torch.distributed.run", "--nproc-per-node", "2"])
+    two = run(
+        tmp_path / "two", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    )
     assert len(one) == 6
     assert two == pytest.approx(one, rel=0.05)
     assert two[2:] == pytest.approx(one[2:], rel=0.01)
