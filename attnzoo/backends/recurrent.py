@@ -55,6 +55,11 @@ class RecurrentConfig(WindowConfig, FeatureMapConfig):
                 f"{name}.window needs normalize=True, for near and far weights share one "
                 "denominator; leave one of the two out"
             )
+        if self.window is not None and self.eps != type(self).eps:
+            raise ConfigError(
+                f"{name}.eps goes without a window, got eps={self.eps} with window={self.window}: "
+                "the window's own weights keep the sum above 0; leave one of the two out"
+            )
         if self.window is not None and get_feature_map(self.feature_map).positional:
             raise ConfigError(
                 f"{name}.window and feature_map={self.feature_map!r} do not go together: the map "

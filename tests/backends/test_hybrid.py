@@ -142,6 +142,9 @@ def test_bad_windows_are_refused():
             build(name, {"window": 4, "far_weight": -1.0})
         with pytest.raises(ConfigError, match=r"far_weight goes with a window"):
             build(name, {"far_weight": 0.5})
+    for name in ("linear", "gated_linear"):
+        with pytest.raises(ConfigError, match=r"eps goes without a window, got eps=0.1"):
+            build(name, {"window": 4, "eps": 0.1})
     with pytest.raises(ConfigError, match=r"window needs normalize=True"):
         build("linear", {"window": 4, "normalize": False})
     with pytest.raises(ConfigError, match=r"window and feature_map='cosine' do not go together"):
