@@ -305,6 +305,12 @@ def state_layer(cache: Cache, index: int, backend: AttentionBackend) -> StateLay
 
 def _replacement(layer: Any, backend: AttentionBackend) -> StateLayer:
     """Make the state's layer in the image of an empty stock one."""
+    if hasattr(layer, "update_conv_state"):
+        raise UnsupportedError(
+            f"{backend.geometry.name}: the cache keeps a {type(layer).__name__} for this layer, "
+            f"more than keys and values; the state of backend {backend.name!r} cannot take its "
+            "place. Call the model with use_cache=False, or give this layer an exact backend"
+        )
     seen = int(layer.get_seq_length()) if getattr(layer, "keys", None) is not None else 0
     if seen > 0:
         raise UnsupportedError(
