@@ -287,6 +287,12 @@ def state_layer(cache: Cache, index: int, backend: AttentionBackend) -> StateLay
         cache = cache.self_attention_cache
     while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
         cache.layers.append(cache.layer_class_to_replicate())
+    if index >= len(cache.layers):
+        raise UnsupportedError(
+            f"{backend.geometry.name}: the cache has {len(cache.layers)} layers and none for this "
+            f"one, which takes its keys from another; the state of backend {backend.name!r} has no "
+            "place. Call the model with use_cache=False, or give this layer an exact backend"
+        )
     layer: Any = cache.layers[index]
     if not isinstance(layer, StateLayer):
         layer = cache.layers[index] = _replacement(layer, backend)
