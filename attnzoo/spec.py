@@ -122,7 +122,8 @@ class LayerKey(NamedTuple):
                 ends = sorted({name.rpartition(".")[2] for _, name in present})
                 raise SpecError(
                     f"The spec names {text!r}, but no attention module of the model is called so; "
-                    f"their names end in {', '.join(ends) or 'nothing, for there are none'}"
+                    f"their names end in {', '.join(ends) or 'nothing, for there are none'}. "
+                    'Layers go by number too, such as "0-1,11" or "decoder.0-1"'
                 )
             return
         numbers = sorted({number for number, name in present if self._within(name)})

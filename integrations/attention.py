@@ -18,6 +18,7 @@ from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import compat
 from attnzoo.integrations.cache import StateLayer, Step, state_layer
+from attnzoo.integrations.layers import is_causal as layer_is_causal
 from attnzoo.integrations.layers import position_bias_is_zero
 from attnzoo.integrations.masks import (
     given_mask,
@@ -150,7 +151,7 @@ def attention(
     """
     backend = _backend_for(module, kwargs)
     call = _take_call(module, backend)
-    causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+    causal = is_causal if is_causal is not None else layer_is_causal(module, None)
     mask, bias = given_mask(
         attention_mask,
         causal=causal and not call.cross_attention,

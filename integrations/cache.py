@@ -287,6 +287,12 @@ def state_layer(cache: Cache, index: int, backend: AttentionBackend) -> StateLay
         cache = cache.self_attention_cache
     while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
         cache.layers.append(cache.layer_class_to_replicate())
+    if index >= len(cache.layers):
+        raise UnsupportedError(
+            f"{backend.geometry.name}: the cache has {len(cache.layers)} layers and none for this "
+            f"one, which takes its keys from another; the state of backend {backend.name!r} has no "
+            "place. Call the model with use_cache=False, or give this layer an exact backend"
+        )
     layer: Any = cache.layers[index]
     if not isinstance(layer, StateLayer):
         layer = cache.layers[index] = _replacement(layer, backend)
@@ -305,6 +311,12 @@ def state_layer(cache: Cache, index: int, backend: AttentionBackend) -> StateLay
 
 def _replacement(layer: Any, backend: AttentionBackend) -> StateLayer:
     """Make the state's layer in the image of an empty stock one."""
+    if hasattr(layer, "update_conv_state"):
+        raise UnsupportedError(
+            f"{backend.geometry.name}: the cache keeps a {type(layer).__name__} for this layer, "
+            f"more than keys and values; the state of backend {backend.name!r} cannot take its "
+            "place. Call the model with use_cache=False, or give this layer an exact backend"
+        )
     seen = int(layer.get_seq_length()) if getattr(layer, "keys", None) is not None else 0
     if seen > 0:
         raise UnsupportedError(

@@ -108,6 +108,8 @@ def is_causal(module: nn.Module, config: Any) -> bool:
     own = getattr(module, "is_causal", None)
     if own is not None and not bool(own):
         return False
+    if getattr(module, "is_decoder", None) is False:  # an encoder's layer that says it is causal
+        return False
     return bool(getattr(config, "is_causal", True) is not False) and (own is None or bool(own))
 
 

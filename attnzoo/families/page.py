@@ -98,7 +98,7 @@ def _refusals(record: dict[str, Any]) -> str:
             result = entry.get("backends", {}).get(backend, {})
             if result.get("outcome") in ("refused", "in part"):
                 reasons.update({_general(part) for part in _parts(result["reason"])})
-        for reason, count in reasons.most_common(8):
+        for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0]))[:8]:
             text += f"| {backend} | {count} | {reason} |\n"
     return text
 

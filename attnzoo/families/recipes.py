@@ -111,7 +111,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     # what has no default
-    "informer": {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2]},
     "autoformer": {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2]},
     "time_series_transformer": {
         "prediction_length": 4,

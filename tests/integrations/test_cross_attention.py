@@ -15,7 +15,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import attnzoo
+from attnzoo.backends.config import Geometry
 from attnzoo.errors import UnsupportedError
+from attnzoo.integrations.cache import state_layer
+from attnzoo.registry import build_backend
 
 SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 COUPLED: dict[str, Any] = {
@@ -243,3 +246,35 @@ def test_position_bias_of_t5_is_refused_at_the_swap(backend, make, ids):
     with pytest.raises(UnsupportedError, match=r"encoder\.block\.0.*position bias to its scores"):
         attnzoo.swap(model, backend)
     assert kinds(model) == {"self": set(), "cross": set()}
+
+
+def test_an_encoders_layer_without_a_mask_sees_every_key(redraw):
+    """BridgeTower's own layers say that they are causal, and get no mask: eager sees all."""
+    text = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 99}
+    sight = {"hidden_size": 64, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
+    config = hf.BridgeTowerConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_hidden_layers=1,
+        intermediate_size=48,
+        text_config=text,
+        vision_config=sight,
+    )
+    model = redraw(hf.BridgeTowerModel._from_config(config, attn_implementation="eager"))
+    ids = torch.randint(3, 99, (2, 6), generator=torch.Generator().manual_seed(1))
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = model(input_ids=ids, pixel_values=pixels).image_features
+        attnzoo.swap(model, "softmax")
+        found = model(input_ids=ids, pixel_values=pixels).image_features
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_cache_of_more_than_keys_and_values_is_not_replaced():
+    """In Zamba 2 one layer of the cache holds keys and values and a convolution's past."""
+    layer = hf.cache_utils.LinearAttentionAndFullAttentionLayer()
+    backend = build_backend("linear", {}, Geometry(num_heads=2, num_key_heads=2, head_dim=4))
+    cache = hf.DynamicCache()
+    cache.layers.append(layer)
+    with pytest.raises(UnsupportedError, match="more than keys and values"):
+        state_layer(cache, 0, backend)
