@@ -235,7 +235,7 @@ def end_to_end(q, k, v, packed, causal, scale):
     "mask",
     [
         {"padding": padding(9, 9, 4)},
-        {"causal": True, "padding": torch.rand(2, 9) > 0.4},
+        {"causal": True, "padding": torch.arange(18).view(2, 9) % 5 % 3 != 1},
         {"causal": True, "padding": padding(9, 3, 0)},
         {"causal": True, "segment_ids": (torch.arange(9) >= torch.tensor([[4], [7]])).long()},
         {"segment_ids": torch.arange(9).expand(2, -1), "padding": padding(9, 9, 6)},
