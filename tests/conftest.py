@@ -1,5 +1,6 @@
 """What every test runs under: no network, its share of the cores, a fixed seed."""
 
+import importlib
 import importlib.util
 import os
 import shutil
@@ -11,6 +12,20 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALL
 # Set before torch loads, and by name, so that the processes a test starts keep to the share too.
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // _workers))
+
+# Kernels run in Triton's interpreter, on the CPU. The variable is read when Triton and kernels are
+# imported, and never again: before any test module imports Triton for another reason, and unseen by
+# what tests start. The first launch would import the last of these.
+INTERPRETED = (
+    "attnzoo.kernels.triton.linear",
+    "attnzoo.kernels.triton.linear_step",
+    "triton.experimental.gluon",
+)
+if importlib.util.find_spec("triton"):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        for name in INTERPRETED:
+            importlib.import_module(name)
 
 
 @pytest.fixture(autouse=True)

@@ -156,8 +156,8 @@ def test_advice_recommends_what_was_measured_only(measured):
 
 def test_decoding_keeps_a_state_of_constant_size(llama, tmp_path):
     rows = compare(plan(llama, tmp_path, mode="decode", lengths=[64, 256], quality=False))
-    kept = {(row["level"], row["attention"], row["T"]): row["kept_bytes"] for row in rows}
     assert all(row["status"] == OK for row in rows), rows
+    kept = {(row["level"], row["attention"], row["T"]): row["kept_bytes"] for row in rows}
     for level in ("op", "layer", "model"):
         assert kept[level, "linear", 64] == kept[level, "linear", 256]
         assert kept[level, "flash", 256] == pytest.approx(4 * kept[level, "flash", 64], rel=0.1)

@@ -1,20 +1,6 @@
-"""Kernels run in Triton's interpreter here: on the CPU, on any machine."""
-
-import importlib
+"""Kernels run in Triton's interpreter here, as the conftest above had them imported."""
 
 import pytest
-
-# The variable is read when kernels are imported, and never again: other tests do not see it. The
-# first launch would import the last of these.
-INTERPRETED = (
-    "attnzoo.kernels.triton.linear",
-    "attnzoo.kernels.triton.linear_step",
-    "triton.experimental.gluon",
-)
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")
-    for name in INTERPRETED:
-        importlib.import_module(name)
 
 
 @pytest.fixture(autouse=True)

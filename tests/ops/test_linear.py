@@ -650,7 +650,6 @@ def wrong(**changes):
             r"no form 'chunks'. Did you mean 'chunk'\? It has parallel, recurrent, c",
         ),
         ({"impl": "tork"}, r"no impl 'tork'. Did you mean 'torch'\? It has auto, reference, torch"),
-        ({"impl": "triton"}, r"no impl 'triton'"),
         ({"form": "recurrent", "causal": False}, r"cannot see the later ones; .* form='chunk'"),
         ({"chunk_size": 0}, r"integer of at least 1, got 0; None picks one"),
         ({"chunk_size": 2.0}, r"integer of at least 1, got 2.0"),
