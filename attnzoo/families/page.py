@@ -74,6 +74,7 @@ def page(record: dict[str, Any]) -> str:
         text += _row(outcome, [str(found[name][outcome]) for name in names])
     text += _row("generate", [str(generating(record, name)) for name in names])
     text += _other_versions(record) + _refusals(record) + _unbuilt(record) + _unfelt(record)
+    text += _uncalled(record)
     text += f"\n## All families\n\n| family | {' | '.join(names)} |\n|---|{'---|' * len(names)}\n"
     for family, entries in by_family(record).items():
         text += _row(family, [SIGNS[family_outcome(entries.values(), name)] for name in names])
@@ -138,6 +139,22 @@ def _unfelt(record: dict[str, Any]) -> str:
         return ""
     head = "\n## Not felt\n\nWhat moves the outputs by less than a hundred times the tolerance.\n\n"
     return head + "| model type | layer or feature |\n|---|---|\n" + "".join(rows)
+
+
+def _uncalled(record: dict[str, Any]) -> str:
+    """List the types of which the sweep's inputs reach some layers only."""
+    rows = [
+        f"| {name} | {entry['layers'][0]} of {entry['layers'][1]} |\n"
+        for name, entry in record["types"].items()
+        if entry.get("layers") and entry["layers"][0] < entry["layers"][1]
+    ]
+    if not rows:
+        return ""
+    head = (
+        "\n## Called in part\n\nThe inputs drawn reach these layers only (towers that wait for "
+        "images or sounds, and the like); what stands above is true of them.\n\n"
+    )
+    return head + "| model type | attention layers called |\n|---|---|\n" + "".join(rows)
 
 
 def update_readme(text: str, record: dict[str, Any]) -> str:
