@@ -24,6 +24,7 @@ from gpu_peers import PEERS, Skip, call, copy_gigabytes, inputs_of, ours
 from rich.console import Console
 from rich.table import Table
 
+from attnzoo import bench
 from attnzoo.bench import machine, write_lines
 
 RESERVE_SECONDS = 15  # for what is running when time is up, and for writing
@@ -72,14 +73,7 @@ def median_ms(runs: list[Any], device: torch.device) -> float | None:
 
 def peak_bytes(run: Any, device: torch.device) -> int | None:
     """Return what a call holds at most, beyond its inputs."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - held
+    return bench.peak_bytes(run, "cuda", warm=True) if device.type == "cuda" else None
 
 
 def check_accuracy(session: Session, small: bool) -> bool:

@@ -27,6 +27,7 @@ from attnzoo.demo.text import (
 )
 from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.registry import available_backends, get_backend
+from attnzoo.report.whole import write_whole
 from attnzoo.spec import AttentionSpec
 
 WINDOW = 32  # of the control: a model that sees this many tokens and nothing else
@@ -161,6 +162,4 @@ def write_results(
         "machine": machine(),
         "results": [asdict(result) for result in results],
     }
-    temporary = out / "results.json.tmp"
-    temporary.write_text(json.dumps(data, indent=2) + "\n")
-    temporary.replace(out / "results.json")
+    write_whole(out / "results.json", json.dumps(data, indent=2) + "\n")

@@ -11,6 +11,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from attnzoo.report.whole import write_whole
+
 COLOURS = 10  # after which they come again, with other dashes
 WITHOUT_PLOTLY = "no report without plotly (pip install attnzoo[report])"
 
@@ -56,9 +58,8 @@ def write_page(path: Path, *, title: str, body: Sequence[str]) -> Path:
         "body": "\n".join(body),
     }
     page = Template((here / "page.html").read_text("utf-8")).substitute(parts)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(page, encoding="utf-8")
-    return temporary.replace(path)
+    write_whole(path, page)
+    return path
 
 
 def heading(text: str, level: int = 2) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attnzoo.errors import AttnzooError
+from attnzoo.report.whole import write_whole
 
 RUN = "run.json"
 FOLDER = "checkpoints"
@@ -136,13 +136,3 @@ def explained(checkpoints: Checkpoints) -> Iterator[None]:
             f"{str(checkpoints.out)!r} cannot be written ({str(error).splitlines()[0]}); {kept}. "
             "Make room on the disk, then go on with --resume"
         ) from error
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all, also when the disk is full."""
-    made = path.with_name(path.name + ".partial")
-    with made.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    made.replace(path)

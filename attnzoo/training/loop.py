@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 from transformers.optimization import get_cosine_schedule_with_warmup
 
 from attnzoo.errors import ConfigError
-from attnzoo.training.checkpoints import Checkpoints, explained, write_whole
+from attnzoo.report.whole import write_whole
+from attnzoo.training.checkpoints import Checkpoints, explained
 from attnzoo.training.data import Rows
 from attnzoo.training.sharding import SHARDED, filled
 

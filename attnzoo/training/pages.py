@@ -9,7 +9,7 @@ from typing import Any
 
 from attnzoo.report import page
 from attnzoo.report.text import number, size
-from attnzoo.training.checkpoints import write_whole
+from attnzoo.report.whole import write_whole
 from attnzoo.training.plan import Plan
 
 HEADS = ("", "loss", "recovered", "recall", "recovered")

@@ -24,8 +24,8 @@ from attnzoo.demo.text import refuse_encoder
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.integrations.convert import restore, swap
 from attnzoo.integrations.layers import attention_layers
+from attnzoo.report.whole import write_whole
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.checkpoints import write_whole
 from attnzoo.training.distil import divergence
 
 EXACT = "flash"

@@ -20,8 +20,9 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.integrations.attention import NAME
 from attnzoo.integrations.convert import swap
 from attnzoo.integrations.files import read_config
+from attnzoo.report.whole import write_whole
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.checkpoints import FOLDER, Checkpoints, explained, write_whole
+from attnzoo.training.checkpoints import FOLDER, Checkpoints, explained
 from attnzoo.training.data import (
     REPEATS_FROM,
     Rows,
