@@ -24,8 +24,9 @@ _PUBLIC = {
     "extend_positions": "attnzoo.integrations.positions",
     "get_backend": "attnzoo.registry",
     "register": "attnzoo.backends.base",
-    "register_feature_map": "attnzoo.backends.feature_maps",
-    "register_gate": "attnzoo.backends.gates",
+    # where our own are registered already, so that one of yours cannot take their names
+    "register_feature_map": "attnzoo.backends.feature_map_config",
+    "register_gate": "attnzoo.backends.gated_linear",
     "restore": "attnzoo.integrations.convert",
     "swap": "attnzoo.integrations.convert",
 }

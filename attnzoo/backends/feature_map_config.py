@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnzoo.backends import learned_feature_maps  # noqa: F401  (registers its maps)
+from attnzoo.backends import fixed_feature_maps, learned_feature_maps  # noqa: F401  (registers)
 from attnzoo.backends.config import BackendConfig
-from attnzoo.backends.feature_maps import FEATURE_MAPS, feature_map_name, get_feature_map
+from attnzoo.backends.feature_maps import (  # noqa: F401  (the decorator, for users)
+    FEATURE_MAPS,
+    feature_map_name,
+    get_feature_map,
+    register_feature_map,
+)
 from attnzoo.errors import ConfigError
 
 # What maps can be set by: the smallest value of each

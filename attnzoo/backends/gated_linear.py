@@ -11,7 +11,12 @@ from attnzoo.backends import recurrence_gates  # noqa: F401  (registers its gate
 from attnzoo.backends.base import register
 from attnzoo.backends.config import BackendConfig, Geometry
 from attnzoo.backends.feature_maps import get_feature_map
-from attnzoo.backends.gates import get_gate
+from attnzoo.backends.gates import (  # noqa: F401  (the decorator, for users)
+    GATES,
+    Gate,
+    get_gate,
+    register_gate,
+)
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.backends.recurrent import RecurrentBackend, RecurrentConfig
 from attnzoo.errors import ConfigError
@@ -49,6 +54,11 @@ class GatedLinearConfig(RecurrentConfig):
                 f"gate={self.gate!r} has a state of its own without a count; take another map, or "
                 "a gate that is a decay, such as 'gla'"
             )
+
+    @property
+    def divides(self) -> bool:
+        """Whether outputs are divided by the sum of their weights, and not by the gate's own."""
+        return self.normalize and "normalize" not in GATES.get(self.gate, Gate).fixed
 
 
 @register("gated_linear")

@@ -50,6 +50,11 @@ class RecurrentConfig(WindowConfig, FeatureMapConfig):
                 f"{name}.eps must be above 0, got {self.eps}; it keeps rows that see nothing "
                 "from dividing 0 by 0"
             )
+        if get_feature_map(self.feature_map).signed and self.divides:
+            raise ConfigError(
+                f"{name}.feature_map={self.feature_map!r} needs normalize=False and no window: its "
+                "weights have any sign, and their sum may be zero; set that, or take another map"
+            )
         if self.window is not None and not self.normalize:
             raise ConfigError(
                 f"{name}.window needs normalize=True, for near and far weights share one "
@@ -65,6 +70,11 @@ class RecurrentConfig(WindowConfig, FeatureMapConfig):
                 f"{name}.window and feature_map={self.feature_map!r} do not go together: the map "
                 "fades by distance, and so does leaving the window; take another map, or no window"
             )
+
+    @property
+    def divides(self) -> bool:
+        """Whether outputs are divided by the sum of their weights."""
+        return self.normalize
 
 
 class WindowDropout(NamedTuple):

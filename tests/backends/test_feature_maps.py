@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import pickle
+import subprocess
 import sys
 
 import pytest
@@ -22,6 +23,7 @@ from attnzoo.registry import build_backend
 
 H, HKV, D, E = 4, 2, 8, 6
 OPTIONS = {
+    "identity": {"normalize": False},
     "softmax": {},
     "cosine": {"max_length": 30},
     "taylor": {},
@@ -31,6 +33,7 @@ OPTIONS = {
     "t2r": {},
 }
 SIZES = {
+    "identity": D,
     "softmax": D,
     "cosine": 2 * D,
     "taylor": 1 + D + D * (D + 1) // 2,
@@ -68,6 +71,8 @@ def weights(backend, q, k):
         return torch.einsum("hfd,bhtd->bhtf", matrix, x) + bias[:, None]
 
     match backend.config.feature_map:
+        case "identity":
+            return q @ k.mT / D**0.5
         case "softmax":
             return q.softmax(-1) @ k.softmax(-1).mT
         case "cosine":
@@ -95,13 +100,14 @@ def weights(backend, q, k):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "normalize"),
+    [(n, z) for n in OPTIONS for z in (True, False) if OPTIONS[n].get("normalize", z) == z],
+)
 def test_dense(name, normalize, causal):
     """Over more tokens than ``cosine`` has positions for."""
-    backend = build(
-        feature_map=name, normalize=normalize, geometry={"causal": causal}, **OPTIONS[name]
-    )
+    options = {**OPTIONS[name], "normalize": normalize}
+    backend = build(feature_map=name, geometry={"causal": causal}, **options)
     q, k, v = qkv(70)
     matrix = weights(backend, q, k)
     matrix = matrix.tril() if causal else matrix
@@ -109,6 +115,23 @@ def test_dense(name, normalize, causal):
         matrix = matrix / (matrix.sum(-1, keepdim=True) + 1e-12)
     expected = matrix @ v.repeat_interleave(H // HKV, 1)
     torch.testing.assert_close(backend(q, k, v).out, expected)
+
+
+@pytest.mark.parametrize(
+    ("decorator", "name"), [("register_feature_map", "hedgehog"), ("register_gate", "rwkv6")]
+)
+def test_names_of_ours_are_taken_before_anything_ran(decorator, name):
+    """In a process of its own, where nothing has been imported yet."""
+    code = f"import attnzoo\nattnzoo.{decorator}({name!r})(type('Own', (), {{}}))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert f"{name!r} belongs to attnzoo.backends." in ran.stderr
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 4}])
+def test_signed_weights_are_not_divided_by_their_sum(options):
+    with pytest.raises(ConfigError, match=r"'identity' needs normalize=False and no window"):
+        build(feature_map="identity", **options)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -404,12 +404,21 @@ def test_matrix_has_no_matrix_of_weights():
         ({"gate": "mlstm", "eps": 1e-3}, "divides by max(|q n|, 1) and needs none, got 0.001"),
         ({"gate": "matrix", "chunk_size": 16}, "runs token by token and has no chunks, got 16"),
         ({"gate": "rwkv6", "feature_map": "cosine"}, "counts tokens in the state"),
+        ({"feature_map": "identity"}, "'identity' needs normalize=False and no window"),
     ],
 )
 def test_options_that_a_gate_does_not_take(options, message):
     with pytest.raises(ConfigError, match="GatedLinearConfig") as caught:
         build(**options)
     assert message in str(caught.value)
+
+
+def test_a_gate_that_divides_in_its_own_way_takes_signed_features():
+    """Without decay and with equal weights, mLSTM divides by the size of its sum or 1."""
+    backend, (x, hidden) = build(gate="mlstm", feature_map="identity"), inputs(9)
+    output = backend(*x, hidden_states=hidden, return_weights=True)
+    assert (output.weights < 0).any()
+    assert output.weights.sum(-1).abs().max() <= 1 + 1e-9
 
 
 def test_hooks_on_the_gate_run():
