@@ -18,36 +18,20 @@ from attnzoo.ops.feature_maps import (
     elu_plus_one,
     exp_keys,
     exp_queries,
+    identity,
     random_fourier,
     relu,
     softmax,
     taylor,
-    widen,
 )
 from attnzoo.ops.random_features import random_projection
 
 register_feature_map("elu+1")(elu_plus_one)
 register_feature_map("relu")(relu)
-FEATURE_MAPS["elu+1"].fused, FEATURE_MAPS["relu"].fused = "elu+1", "relu"
-
-
-@register_feature_map("identity")
-class IdentityMap(FeatureMap):
-    """Queries and keys as they are, with the layer's scale: what is trained so from scratch.
-
-    So do RetNet (arXiv:2307.08621), GLA (arXiv:2312.06635) and Mamba-2 (arXiv:2405.21060). The
-    products have any sign, and are not divided by their sum.
-    """
-
-    signed = True
-
-    def queries(self, q: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
-        """Scale queries."""
-        return widen(q) * scale
-
-    def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
-        """Leave keys."""
-        return widen(k)
+register_feature_map("identity")(identity)
+for name in ("elu+1", "relu", "identity"):
+    FEATURE_MAPS[name].fused = name
+FEATURE_MAPS["identity"].signed = True
 
 
 @register_feature_map("exp")

@@ -48,6 +48,21 @@ def elu_plus_one(x: Tensor) -> Tensor:
     return F.elu(widen(x)).add_(1)
 
 
+def identity(x: Tensor) -> Tensor:
+    """Map x to itself; products have any sign, and are not to be divided by their sum.
+
+    Models trained from scratch have it: RetNet (arXiv:2307.08621), GLA (arXiv:2312.06635), Mamba-2
+    (arXiv:2405.21060).
+
+    Args:
+        x: ``[..., D]``.
+
+    Returns:
+        ``[..., D]``.
+    """
+    return x
+
+
 def relu(x: Tensor) -> Tensor:
     r"""Return :math:`\max(x, 0)` plus :data:`RELU_FLOOR`.
 

@@ -23,13 +23,16 @@ from attnzoo.tasks.train import judge, make_model, train
 Options = dict[str, Any]
 Tell = Callable[[str, float], None]  # what runs, and which share of everything is done
 
-# What --attention NAME means here: rows have 32 to 256 tokens, so windows and chunks are small.
+# What --attention NAME means here: rows have 32 to 256 tokens, so windows and chunks are small, and
+# models are trained from scratch, so that products need not be those of a softmax.
+FROM_SCRATCH: Options = {"feature_map": "identity", "normalize": False}
 VARIANTS: dict[str, tuple[Options, ...]] = {
     "longformer": ({"window": 16},),
     "reformer": ({"num_hashes": 4, "chunk_size": 16, "window": 8},),
     "performer": ({"num_features": 64},),
     "linformer": ({"block": 16},),
-    "gated_linear": ({"gate": "gla"},),
+    "linear": (FROM_SCRATCH,),
+    "gated_linear": ({"gate": "retnet", **FROM_SCRATCH}, {"gate": "gla", **FROM_SCRATCH}),
 }
 MECHANISMS = ("flash", "reformer", "longformer", "linear", "gated_linear", "performer")
 ROUNDS = (1, 2, 4, 8)  # of hashing, with which a trained reformer is judged on duplication

@@ -72,7 +72,7 @@ def weights(backend, q, k):
 
     match backend.config.feature_map:
         case "identity":
-            return q @ k.mT / D**0.5
+            return q @ k.mT
         case "softmax":
             return q.softmax(-1) @ k.softmax(-1).mT
         case "cosine":

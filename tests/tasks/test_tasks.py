@@ -10,9 +10,9 @@ from attnzoo.spec import AttentionSpec
 from attnzoo.tasks import listops
 from attnzoo.tasks.base import ASKED_NOTHING, find_task
 from attnzoo.tasks.documents import LIBRARIES, texts
-from attnzoo.tasks.recall import TRIGGER
+from attnzoo.tasks.recall import SYMBOLS, TRIGGER
 from attnzoo.tasks.run import HASHED, Spread, TaskPlan, run_tasks, tabulate, tabulate_rounds
-from attnzoo.tasks.train import losses, make_model, sizes_at, train
+from attnzoo.tasks.train import losses, make_model, make_optimizers, sizes_at, train
 
 NAMES = ["mqar", "duplication", "induction", "listops", "bytes"]
 
@@ -124,13 +124,51 @@ def few(monkeypatch):
 def test_the_same_seed_is_the_same_model_and_the_same_rows_for_all(few):
     task = replace(find_task("induction"), batch=16)
     flash, linear = AttentionSpec("flash"), AttentionSpec("linear")
-    weights = [make_model(task, spec, 3).model.embed_tokens.weight for spec in (flash, linear)]
-    assert torch.equal(*weights)
+    weights = [make_model(task, spec, 3).state_dict() for spec in (flash, linear)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, x in weights[0].items():
+        assert torch.equal(x, weights[1][name]), name
     state = torch.random.get_rng_state()
     first = train(task, flash, seed=3, steps=3)[1]
     second = train(task, flash, seed=3, steps=3)[1]
     assert (first.accuracy, first.loss) == (second.accuracy, second.loss)
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_no_position_but_by_order():
+    """What stands further back than the convolution sees is an unordered set to one layer."""
+    task = find_task("induction")
+    model = make_model(task, AttentionSpec("flash"), 0).eval()
+    model.model.layers = model.model.layers[:1]
+    tokens = torch.randint(SYMBOLS, (1, 12), generator=torch.Generator().manual_seed(0))
+    moved = tokens[:, [3, 4, 5, 6, 0, 1, 2, 7, 8, 9, 10, 11]]
+    alike, other = (model.model(x).last_hidden_state[0, -1] for x in (tokens, moved))
+    assert (alike - other).abs().max() > 0  # the convolution at the seams
+    model.model.embed_tokens.convolution.weight.data.zero_()
+    alike, other = (model.model(x).last_hidden_state[0, -1] for x in (tokens, moved))
+    torch.testing.assert_close(alike, other)
+
+
+def test_the_convolution_is_causal():
+    model = make_model(find_task("induction"), AttentionSpec("flash"), 0)
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    later = tokens.clone()
+    later[:, 5] = 1
+    changed = (model.model.embed_tokens(tokens) != model.model.embed_tokens(later)).any(-1)[0]
+    assert changed.tolist() == [False] * 5 + [True] * 3  # itself, and the two that see it
+
+
+def test_muon_has_the_models_own_matrices_and_nothing_that_a_backend_adds():
+    spec = AttentionSpec("gated_linear", gate="gla", feature_map="hedgehog")
+    model = make_model(find_task("mqar"), spec, 0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    muon, adamw = (
+        [names[id(p)] for group in one.param_groups for p in group["params"]]
+        for one in make_optimizers(model)
+    )
+    assert sorted(muon + adamw) == sorted(names.values())
+    assert len(muon) == 2 * 7  # four projections and three of the MLP
+    assert not [name for name in muon if "attnzoo" in name]
 
 
 def test_losses_are_of_what_is_asked():
