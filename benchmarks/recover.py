@@ -31,7 +31,7 @@ CASES: dict[str, tuple[float | None, int, int, dict[str, Any]]] = {
     "half exact": (0.5, 40, 0, {}),
     "quarter exact": (0.25, 40, 60, {}),
     "none exact": (0.0, 0, 0, {}),
-    "gated hybrid": (None, 60, 150, {}),
+    "gated hybrid": (None, 60, 80, {**FAR, "train": "full", "weights_lr": 5e-4}),
     # the far branch alone tells what window dropout does, at equal steps
     "gated hybrid, short": (None, 20, 30, {"train": "extras"}),
     "gated hybrid, short, window dropout": (
