@@ -12,9 +12,12 @@ import json
 import sysconfig
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from attnzoo.demo.text import embedded_model_path
@@ -25,20 +28,49 @@ from attnzoo.training.recover import RecoverConfig, recover
 from attnzoo.training.runs import TrainConfig, load_rows
 
 FOLDERS = ("json", "asyncio", "email", "http", "unittest", "xml")
-HYBRID: dict[str, Any] = {"feature_map": "hedgehog", "window": 32}
-# share of layers that stay exact (None: not planned), transfer steps, distillation steps, the rest
-CASES: dict[str, tuple[float | None, int, int, dict[str, Any]]] = {
-    "half exact": (0.5, 40, 0, {}),
-    "quarter exact": (0.25, 40, 60, {}),
-    "none exact": (0.0, 0, 0, {}),
-    "gated hybrid": (None, 60, 150, {}),
+HEDGEHOG: dict[str, Any] = {"feature_map": "hedgehog", "window": 32}
+EXPONENTIALS: dict[str, Any] = {
+    "feature_map": "hedgehog_exp",
+    "gate": "gated_retention",
+    "window": 32,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One recipe."""
+
+    keep: float | None = None  # share of layers that stay exact; None: not planned
+    transfer: int  # steps
+    distil: int  # steps
+    swap: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of gated_linear, where nothing is planned
+    options: Mapping[str, Any] = field(default_factory=dict)  # of RecoverConfig
+    precision: str | None = None
+
+
+CASES = {
+    "half exact": Case(keep=0.5, transfer=40, distil=0),
+    "quarter exact": Case(keep=0.25, transfer=40, distil=60),
+    "none exact": Case(keep=0.0, transfer=0, distil=0),
+    "gated hybrid": Case(
+        transfer=60,
+        distil=80,
+        swap=EXPONENTIALS,
+        options={
+            "transfer_target": "attention",
+            "train": "full",
+            "weights_lr": 5e-4,
+            "repeat_share": 0.5,
+        },
+        precision="bf16",
+    ),
+    "gated hybrid, hedgehog": Case(transfer=60, distil=150, swap=HEDGEHOG),
     # the far branch alone tells what window dropout does, at equal steps
-    "gated hybrid, short": (None, 20, 30, {"train": "extras"}),
-    "gated hybrid, short, window dropout": (
-        None,
-        20,
-        30,
-        {"train": "extras", "window_dropout": 0.9},
+    "gated hybrid, short": Case(transfer=20, distil=30, swap=HEDGEHOG, options={"train": "extras"}),
+    "gated hybrid, short, window dropout": Case(
+        transfer=20, distil=30, swap=HEDGEHOG, options={"train": "extras", "window_dropout": 0.9}
     ),
 }
 
@@ -55,28 +87,28 @@ def read_candidate(text: str) -> AttentionSpec:
     return AttentionSpec(name, **{k: int(v) if v.isdigit() else v for k, v in pairs})
 
 
-def spec_for(keep: float | None) -> AttentionSpec:
+def spec_for(case: Case) -> AttentionSpec:
     """Return the swap of a case, planned where it says how much stays exact."""
-    if keep is None:
-        return AttentionSpec("gated_linear", **HYBRID)
+    if case.keep is None:
+        return AttentionSpec("gated_linear", **case.swap)
     path = embedded_model_path()
     train, _ = load_rows(path, data(), "text", TrainConfig(repeat_share=1.0))
     candidates = {text: read_candidate(text) for text in CANDIDATES}
-    return make_plan(path, train.tokens[:8], candidates, keep_softmax=keep).spec
+    return make_plan(path, train.tokens[:8], candidates, keep_softmax=case.keep).spec
 
 
 def run(name: str, seed: int) -> dict[str, Any]:
     """Run one case; returns its line."""
-    keep, transfer, distil, options = CASES[name]
+    case = CASES[name]
     started = time.perf_counter()
-    spec = spec_for(keep)
-    planned = time.perf_counter()
+    spec = spec_for(case)
+    planned, worked = time.perf_counter(), time.process_time()
     config = RecoverConfig(
-        transfer_steps=transfer,
-        distil_steps=distil,
+        transfer_steps=case.transfer,
+        distil_steps=case.distil,
         control=32,
-        loop=LoopConfig(seed=seed),
-        **options,
+        loop=LoopConfig(seed=seed, precision=case.precision),
+        **case.options,
     )
     with tempfile.TemporaryDirectory() as folder:
         results = recover(embedded_model_path(), spec, data(), Path(folder) / "out", config)
@@ -87,6 +119,8 @@ def run(name: str, seed: int) -> dict[str, Any]:
         "recall_share": results["lines"]["result"]["recall_share"],
         "plan_seconds": round(planned - started, 1),
         "recover_seconds": round(time.perf_counter() - planned, 1),
+        "processor_seconds": round(time.process_time() - worked, 1),  # of all threads, recover's
+        "threads": torch.get_num_threads(),
         "lines": results["lines"],
         "spec": results["spec"],
     }
@@ -104,7 +138,7 @@ def main(
             with out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             shares = [line["loss_share"], line["recall_share"]]
-            print(name, seed, shares, line["recover_seconds"], flush=True)
+            print(name, seed, shares, line["processor_seconds"], flush=True)
 
 
 if __name__ == "__main__":

@@ -167,6 +167,7 @@ def test_plan_recover_evaluate(saved, text, tmp_path, monkeypatch, capsys):
     assert printed.count("flash") == 1
     assert json.loads(plan.read_text())["spec"]["backend"] == "flash"
     steps = ["--transfer-steps", 1, "--distil-steps", 1, "--batch", 2]
+    steps += ["--transfer-target", "attention", "--extras-lr", 0.01, "--repeat-share", 0.5]
     code, printed, _ = run(
         monkeypatch, capsys, "recover", saved, *data, "--plan", plan, "--out", out, *steps
     )

@@ -22,6 +22,7 @@ BUILTIN = [
     ("linear", {"feature_map": "relu"}),
     ("linear", {"feature_map": "exp", "chunk_size": 16}),
     ("linear", {"feature_map": "hedgehog"}),
+    ("linear", {"feature_map": "hedgehog_exp", "num_features": 12}),
     ("linear", {"normalize": False, "chunk_size": 7}),
     ("linear", {"impl": "reference", "chunk_size": 16}),
     ("gated_linear", {}),

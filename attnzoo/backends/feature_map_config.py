@@ -26,8 +26,8 @@ class FeatureMapConfig(BackendConfig):
         feature_map: phi, by name (see :mod:`attnzoo.backends.feature_maps`), or ``"module:name"``
             of a function or a class; in Python, the function or the class itself.
         nu: Neighbours that ``dpfp`` multiplies an entry with.
-        num_features: Features that ``random`` makes, an even number.
-        seed: Names the draw of ``random``, together with the layer's number.
+        num_features: Features that ``hedgehog_exp`` makes, or ``random``, there an even number.
+        seed: Names the draw of either, together with the layer's number.
         max_length: Tokens over which ``cosine`` fades; later ones count as the last.
     """
 

@@ -43,7 +43,21 @@ Checkpointing = Annotated[
 ReportTo = Annotated[
     str | None, typer.Option(help="a tracker of Accelerate, such as tensorboard; logs in --out")
 ]
+TransferTarget = Annotated[
+    str, typer.Option(help="of softmax, what a layer learns to equal: its output, or its attention")
+]
+LayersAtOnce = Annotated[
+    int | None, typer.Option(help="layers that transfer teaches at once; all without")
+]
+TopK = Annotated[int | None, typer.Option(help="of softmax's predictions that count one by one")]
+CrossEntropy = Annotated[float, typer.Option(help="share of the text's next token in distillation")]
 Rate = Annotated[float | None, typer.Option(help="learning rate of adapters, or of all weights")]
+ExtrasRate = Annotated[
+    float, typer.Option(help="learning rate of what backends added, beside them")
+]
+Repeats = Annotated[
+    float, typer.Option(help="share of the rows in which a segment is repeated, to learn recall")
+]
 Resume = Annotated[bool, typer.Option(help="go on from the last checkpoint in --out")]
 
 
@@ -121,18 +135,15 @@ def recover(
     else_: Else = None,
     plan: Annotated[Path | None, typer.Option(help="what `attnzoo plan` wrote")] = None,
     transfer_steps: Annotated[int, typer.Option(help="of what backends added, by layer")] = 100,
-    layers_at_once: Annotated[
-        int | None, typer.Option(help="layers that transfer teaches at once; all without")
-    ] = None,
+    transfer_target: TransferTarget = "output",
+    layers_at_once: LayersAtOnce = None,
     distil_steps: Annotated[int, typer.Option(help="towards what softmax predicts")] = 100,
-    top_k: Annotated[
-        int | None, typer.Option(help="of softmax's predictions that count one by one")
-    ] = None,
-    cross_entropy: Annotated[
-        float, typer.Option(help="share of the text's next token in distillation")
-    ] = 0.0,
+    top_k: TopK = None,
+    cross_entropy: CrossEntropy = 0.0,
     train: Train = "lora",
     weights_lr: Rate = None,
+    extras_lr: ExtrasRate = 5e-3,
+    repeat_share: Repeats = 0.25,
     batch: Batch = 8,
     accumulate: Accumulate = 1,
     length: Length = 512,
@@ -155,12 +166,15 @@ def recover(
     spec, weights = read_plan(plan) if plan else (spec_of(attention, option, layers, else_), None)
     config = recovery.RecoverConfig(
         transfer_steps=transfer_steps,
+        transfer_target=transfer_target,  # type: ignore[arg-type]
         layers_at_once=layers_at_once,
         distil_steps=distil_steps,
         top_k=top_k,
         cross_entropy=cross_entropy,
         train=train,  # type: ignore[arg-type]
         weights_lr=weights_lr,
+        extras_lr=extras_lr,
+        repeat_share=repeat_share,
         row_length=length,
         control=control,
         window_dropout=window_dropout,
@@ -185,6 +199,8 @@ def finetune(
     compare: Annotated[bool, typer.Option(help="train softmax as long, to compare with")] = True,
     train: Train = "full",
     weights_lr: Rate = None,
+    extras_lr: ExtrasRate = 5e-3,
+    repeat_share: Repeats = 0.25,
     batch: Batch = 8,
     accumulate: Accumulate = 1,
     length: Length = 512,
@@ -210,6 +226,8 @@ def finetune(
         tune_softmax=compare,
         train=train,  # type: ignore[arg-type]
         weights_lr=weights_lr,
+        extras_lr=extras_lr,
+        repeat_share=repeat_share,
         row_length=length,
         control=control,
         window_dropout=window_dropout,

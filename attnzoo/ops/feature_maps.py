@@ -250,6 +250,30 @@ def hedgehog_joint(x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
     return torch.cat([y, -y], -1).softmax(-1)
 
 
+def learned_exp(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    r"""Return :math:`\exp(\min(Wx + b, 30))`: as many features as W has rows, no scale.
+
+    Unlike the softmaxes of :func:`hedgehog` it leaves each row its size: a key may weigh more than
+    others whatever the query, and a query say how much its far keys weigh beside a window. Bounded
+    as :func:`exp_keys` is.
+    Source: the first form of Zhang et al., 2024, arXiv:2402.04347; with normal rows in W, the
+    features of :mod:`attnzoo.ops.random_features` but for their norms.
+
+    Args:
+        x: Queries or keys, ``[B, H, T, D]``.
+        weight: W, ``[H, F, D]``.
+        bias: b, ``[H, F]``.
+
+    Returns:
+        ``[B, H, T, F]``, positive, at most exp(30), float32 or wider.
+    """
+    x = widen(x)
+    # b as one more column: its gradient is then part of a product, a sum would take twice as long
+    rows = torch.cat([weight, bias.unsqueeze(-1)], -1).to(x.dtype)
+    y = F.pad(x, (0, 1), value=1.0) @ rows.transpose(1, 2)
+    return y.clamp(max=EXP_BOUND).exp()
+
+
 def learned_relu(x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
     r"""Return :math:`\max((I + R)x + b, 0)` plus :data:`RELU_FLOOR`.
 

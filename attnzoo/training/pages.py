@@ -96,7 +96,10 @@ def _curves(losses: Iterable[Mapping[str, Any]]) -> page.Plot:
         )
     figure.update_xaxes(title="step of the stage")
     figure.update_yaxes(title="loss", type="log")
-    text = "Transfer: relative squared error of a layer. Distil: nats of KL. Else cross-entropy."
+    text = (
+        "Transfer: a layer's relative squared error, or nats of its attention. Distil: nats of KL. "
+        "Else cross-entropy."
+    )
     return page.Plot(name="losses", title="Training", text=text, figure=figure)
 
 

@@ -17,7 +17,7 @@ from attnzoo.training.distil import distil_loss, model_inputs, own_teacher
 from attnzoo.training.evaluate import branch_qualities, quality
 from attnzoo.training.loop import Loss, Stage
 from attnzoo.training.runs import Run, Tell, Tick, TrainConfig
-from attnzoo.training.transfer import Transfer, extras, learning_layers
+from attnzoo.training.transfer import Target, Transfer, extras, learning_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,8 @@ class RecoverConfig(TrainConfig):
 
     transfer_steps: int = 100  # of every block of layers
     distil_steps: int = 100
-    transfer_lr: float = 2e-2  # of what backends added, layer by layer
+    transfer_lr: float | None = None  # 2e-2 towards outputs, 5e-2 towards attention without
+    transfer_target: Target = "output"  # of each layer; or its "attention" weights
     layers_at_once: int | None = None  # that transfer teaches; None teaches all together
     cross_entropy: float = 0.0  # share of the text's own next token in the distillation loss
     top_k: int | None = None  # of the teacher's predictions that count one by one; None: all
@@ -39,8 +40,12 @@ class RecoverConfig(TrainConfig):
         for name in ("layers_at_once", "top_k"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.transfer_lr <= 0:
+        if self.transfer_lr is not None and self.transfer_lr <= 0:
             raise ConfigError(f"transfer_lr must be above 0, got {self.transfer_lr}")
+        if self.transfer_target not in ("output", "attention"):
+            raise ConfigError(
+                f"transfer_target must be 'output' or 'attention', got {self.transfer_target!r}"
+            )
         if not 0 <= self.cross_entropy <= 1:
             raise ConfigError(f"cross_entropy is a share, from 0 to 1, got {self.cross_entropy}")
 
@@ -110,16 +115,17 @@ def _transfer(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTra
         run.tell("no transfer: " + ("0 steps" if able else "the backends have nothing to learn"))
         return model
     size = config.layers_at_once or len(able)
+    rate = config.transfer_lr or (2e-2 if config.transfer_target == "output" else 5e-2)
     for name, layers in _blocks(able, size):
-        with Transfer(model, layers) as transfer:
+        with Transfer(model, layers, target=config.transfer_target) as transfer:
             chosen = tuple(f"{layer}." for layer in layers)
             parameters = [p for n, p in extras(model).items() if _bare(n).startswith(chosen)]
             stage = Stage(
                 name=name,
                 steps=config.transfer_steps,
-                groups=[{"params": parameters, "lr": config.transfer_lr}],
+                groups=[{"params": parameters, "lr": rate}],
                 loss=transfer_loss(transfer),
-                before=run.window_schedule(model, config.transfer_steps),
+                before=told(transfer, run.window_schedule(model, config.transfer_steps)),
             )
             model = run.loop.run(model, stage, run.fresh)
     return model
@@ -128,6 +134,16 @@ def _transfer(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTra
 def _blocks(layers: list[str], size: int) -> Iterator[tuple[str, list[str]]]:
     for at in range(0, len(layers), size):
         yield "transfer" if size >= len(layers) else f"transfer {at}", layers[at : at + size]
+
+
+def told(transfer: Transfer, before: Callable[[int], None]) -> Callable[[int], None]:
+    """Tell a transfer its step, too."""
+
+    def tell(step: int) -> None:
+        transfer.step = step
+        before(step)
+
+    return tell
 
 
 def _bare(name: str) -> str:

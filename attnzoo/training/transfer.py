@@ -8,13 +8,24 @@ the model as it was, for every layer passes *softmax's* output on; what its own 
 is the loss of that layer, and only what the backend added is trained by it. So all layers learn at
 once, none from the mistakes of another, and nothing but the backends needs a backward pass.
 Source: the first stage of Zhang et al., 2024, arXiv:2410.10254 (LoLCATs).
+
+The loss may be about the weights a that give the output instead: their divergence from softmax's,
+
+.. math:: \ell = \frac{1}{T} \sum_{t,j} a^*_{tj} \log \frac{a^*_{tj}}{a_{tj}} - a^*_{tj} + a_{tj},
+
+each term of which is at least zero. A far key that matters and is missed then costs its logarithm,
+where an output hides it among others. Every mechanism is linear in the values, so columns that are
+one at some keys and zero elsewhere are put beside them and read the weights of those keys: in a
+step every n-th key, in the next its neighbour. Time is that of twice as many values.
+Source: Zhang et al., 2024, arXiv:2402.04347 (Hedgehog), who take the cross-entropy of all weights.
+Letters: B batch, H heads, T queries, S keys, E value size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +36,9 @@ from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 from attnzoo.state import AttentionOutput
 from attnzoo.training.sharding import is_sharded
+
+SMALLEST = 1e-20  # a weight below this counts as this, and learns nothing: it may be negative
+Target = Literal["output", "attention"]
 
 
 def swapped_layers(model: nn.Module) -> dict[str, AttentionBackend]:
@@ -60,12 +74,23 @@ class Transfer:
         model: A swapped model, or a wrapper around one.
         layers: Names of the layers that learn, for models that do not fit at once; all of them
             that have something to learn without.
+        target: What is compared: the layer's ``"output"``, or its ``"attention"``.
+
+    Attributes:
+        step: Set it before every step: it decides which keys' weights are compared.
 
     Raises:
-        SpecError: The model is not swapped, or no named layer has anything to learn.
+        SpecError: The model is not swapped, no named layer has anything to learn, or one of them
+            has no attention weights.
     """
 
-    def __init__(self, model: nn.Module, layers: Iterable[str] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Iterable[str] | None = None,
+        *,
+        target: Target = "output",
+    ) -> None:
         self.backends = swapped_layers(model)
         if not self.backends:
             raise SpecError(
@@ -82,7 +107,13 @@ class Transfer:
                 "backend that has (hedgehog features, learned gates, a window), or go on to "
                 "fine-tuning"
             )
-        self.model = model
+        without = [name for name in self.learning if not self.backends[name].has_weights]
+        if target == "attention" and without:
+            raise SpecError(
+                f"The backends of {', '.join(without)} have no attention weights to compare; take "
+                "target='output'"
+            )
+        self.model, self.target, self.step = model, target, 0
         self.errors: dict[str, Tensor] = {}  # relative squared error of each learning layer
         self.sharded = False
 
@@ -91,8 +122,11 @@ class Transfer:
         self.handles = [self.model.register_forward_pre_hook(self._look)]
         for name, backend in self.backends.items():
             teacher = build_backend("flash", {}, backend.geometry)
+            given: Any = self._detached
+            if self.target == "attention" and name in self.learning:
+                given = self._with_columns
             self.handles += [
-                backend.register_forward_pre_hook(_detached, with_kwargs=True),
+                backend.register_forward_pre_hook(given, with_kwargs=True),
                 backend.register_forward_hook(self._hook(name, teacher), with_kwargs=True),
             ]
         return self
@@ -110,21 +144,50 @@ class Transfer:
     def _look(self, model: nn.Module, args: Any) -> None:
         self.sharded = is_sharded(model)
 
+    def _detached(
+        self, backend: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cut a backend's inputs off the model: the loss of a layer is about that layer alone."""
+
+        def cut(x: Any) -> Any:
+            return x.detach() if isinstance(x, Tensor) else x
+
+        return tuple(map(cut, args)), {name: cut(x) for name, x in kwargs.items()}
+
+    def _with_columns(
+        self, backend: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put columns that read the weights of some keys beside the values, as many again."""
+        (q, k, v), kwargs = self._detached(backend, args, kwargs)
+        columns = key_columns(v.shape[2], v.shape[3], self.step).to(v)
+        return (q, k, torch.cat([v, columns.expand_as(v)], 3)), kwargs
+
     def _hook(self, name: str, teacher: AttentionBackend) -> Any:
+        learns = name in self.learning
+        read = learns and self.target == "attention"
+
         def hook(
             backend: nn.Module, args: Any, kwargs: dict[str, Any], output: AttentionOutput
         ) -> AttentionOutput:
+            q, k, values = args
+            pieces = values.chunk(2, 3) if read else [values]
             with torch.no_grad():
                 own = {k: x for k, x in kwargs.items() if k not in ("state", "return_state")}
-                exact = teacher(*args, **{**own, "return_weights": False}).out
-            if name in self.learning:
-                error = relative_error(output.out, exact, kwargs.get("mask"))
+                own["return_weights"] = False
+                exact = [teacher(q, k, x, **own).out for x in pieces]
+            if learns:
+                mask, given = kwargs.get("mask"), output.out.chunk(len(exact), 3)
+                if read:
+                    error = weights_error(given[1], exact[1], mask)
+                    error = error * key_stride(*pieces[1].shape[2:])
+                else:
+                    error = relative_error(given[0], exact[0], mask)
                 # a pass that gradient checkpointing repeats, in a backward pass, counts once
                 if torch._C._current_graph_task_id() == -1:
                     self.errors[name] = error
                 if self.sharded:
-                    exact = exact + 0 * error
-            return output._replace(out=exact)
+                    exact[0] = exact[0] + 0 * error
+            return output._replace(out=exact[0])
 
         return hook
 
@@ -163,12 +226,44 @@ def relative_error(out: Tensor, exact: Tensor, mask: AttentionMask | None) -> Te
     return difference.sum() / size.sum().clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _detached(
-    backend: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cut a backend's inputs off the model: the loss of a layer is about that layer alone."""
+def key_stride(length: int, count: int) -> int:
+    """Return n, where ``count`` columns read the weights of every n-th of ``length`` keys."""
+    return -(-length // count)
 
-    def cut(x: Any) -> Any:
-        return x.detach() if isinstance(x, Tensor) else x
 
-    return tuple(map(cut, args)), {name: cut(x) for name, x in kwargs.items()}
+def key_columns(length: int, count: int, step: int) -> Tensor:
+    """Return values that read the weights of some keys off an output: those of a step.
+
+    Args:
+        length: S.
+        count: How many columns; those that are not needed stay zero.
+        step: Another one begins at another key, until all had their turn.
+
+    Returns:
+        ``[S, count]``, one where a column's key stands.
+    """
+    stride = key_stride(length, count)
+    place = torch.arange(step % stride, length, stride)
+    columns = torch.zeros(length, count)
+    columns[place, torch.arange(len(place))] = 1
+    return columns
+
+
+def weights_error(weights: Tensor, exact: Tensor, mask: AttentionMask | None) -> Tensor:
+    """Return what some keys add to the divergence of the weights from what is right, in nats.
+
+    Args:
+        weights: What a layer gives some keys, ``[B, H, T, n]``.
+        exact: What softmax gives them, the same shape.
+        mask: Whose padding does not count.
+
+    Returns:
+        The mean over queries and heads, a float32 scalar.
+    """
+    weights, exact = weights.float().clamp(min=SMALLEST), exact.float()
+    logs = exact.clamp(min=SMALLEST).log() - weights.log()
+    each = (exact * logs - exact + weights).sum(-1)
+    real = None if mask is None else mask.query_padding(*each.shape[2:] * 2)
+    if real is None:
+        return each.mean()
+    return (each * real[:, None]).sum() / (real.sum() * each.shape[1]).clamp(min=1)

@@ -31,6 +31,7 @@ OPTIONS = {
     "random": {"num_features": 64, "seed": 3},
     "hedgehog_joint": {},
     "t2r": {},
+    "hedgehog_exp": {"num_features": 12, "seed": 3},
 }
 SIZES = {
     "identity": D,
@@ -41,6 +42,7 @@ SIZES = {
     "random": 64,
     "hedgehog_joint": 2 * D,
     "t2r": D,
+    "hedgehog_exp": 12,
 }
 
 
@@ -95,6 +97,13 @@ def weights(backend, q, k):
                 torch.cat([2 * q, -2 * q], -1).softmax(-1)
                 @ torch.cat([2 * k, -2 * k], -1).softmax(-1).mT
             )
+        case "hedgehog_exp":
+            q, k = (
+                torch.einsum("hfd,bhtd->bhtf", w[f"{name}_weight"].repeat_interleave(n, 0), x)
+                + w[f"{name}_bias"].repeat_interleave(n, 0)[:, None]
+                for name, x, n in (("query", q, 1), ("key", k, H // HKV))
+            )
+            return (q[:, :, :, None] + k[:, :, None]).exp().sum(-1)
         case "t2r":
             return (affine(q, "query").relu() + 1e-3) @ (affine(k, "key").relu() + 1e-3).mT
 
@@ -229,11 +238,33 @@ def test_random_draws_by_seed_and_layer():
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_directions_are_drawn_by_seed_layer_and_key_head():
+    layer = {"num_heads": H, "num_key_heads": HKV, "head_dim": D, "value_dim": E, "name": "attn"}
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    one, same, other, seed = (
+        build_backend(
+            "linear", {"feature_map": "hedgehog_exp", **options}, Geometry(**layer, **given)
+        ).feature_map
+        for given, options in (({}, {}), ({}, {}), ({"layer": 1}, {}), ({}, {"seed": 1}))
+    )
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(one.key_weight, same.key_weight)
+    for different in (other.key_weight, seed.key_weight, one.key_weight.flip(0)):
+        assert not torch.equal(one.key_weight, different)
+    assert torch.equal(one.query_weight, one.key_weight.repeat_interleave(2, 0))
+    block = one.key_weight[0, :D]
+    torch.testing.assert_close(block @ block.mT, torch.eye(D), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"nu": 2}, "LinearConfig.nu goes with feature_map='dpfp', got 2"),
-        ({"feature_map": "dpfp", "seed": 0}, "seed goes with feature_map='random', got 0"),
+        (
+            {"feature_map": "dpfp", "seed": 0},
+            "seed goes with feature_map='random' or 'hedgehog_exp', got 0",
+        ),
         ({"feature_map": "dpfp", "nu": 0}, "nu must be at least 1, got 0"),
         ({"feature_map": "dpfp", "nu": 1.5}, "LinearConfig.nu must be int or None, got 1.5"),
         (
@@ -364,5 +395,5 @@ def test_a_map_of_ones_own_takes_options():
         k = k.repeat_interleave(2, 1)
         matrix = (q.abs() ** power @ (k.abs() ** power).mT).tril()
         torch.testing.assert_close(backend(q, k[:, ::2], v).out, matrix @ v.repeat_interleave(2, 1))
-    with pytest.raises(ConfigError, match="seed goes with feature_map='random'"):
+    with pytest.raises(ConfigError, match="seed goes with feature_map='random' or 'hedgehog_exp'"):
         build(feature_map="powers", seed=1)

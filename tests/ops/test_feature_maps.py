@@ -17,6 +17,7 @@ from attnzoo.ops.feature_maps import (
     exp_queries,
     hedgehog,
     hedgehog_joint,
+    learned_exp,
     learned_relu,
     random_fourier,
     relu,
@@ -29,6 +30,8 @@ SCALE = 16**-0.5
 RESIDUAL = 0.3 * torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(1))
 BIAS = 0.3 * torch.randn(3, 16, generator=torch.Generator().manual_seed(2))
 FREQUENCIES = random_projection(32, 16)
+ROWS = 0.3 * torch.randn(3, 40, 16, generator=torch.Generator().manual_seed(3))
+ROWS_BIAS = 0.3 * torch.randn(3, 40, generator=torch.Generator().manual_seed(4))
 MAPS = {
     "elu+1": elu_plus_one,
     "relu": relu,
@@ -37,6 +40,7 @@ MAPS = {
     "hedgehog": lambda x: hedgehog(x, RESIDUAL),
     "hedgehog_joint": lambda x: hedgehog_joint(x, RESIDUAL, BIAS),
     "t2r": lambda x: learned_relu(x, RESIDUAL, BIAS),
+    "hedgehog_exp": lambda x: learned_exp(x, ROWS, ROWS_BIAS),
     "softmax": softmax,
     "cosine": lambda x: cosine(x, torch.arange(x.shape[2]).expand(len(x), -1), 4),
     "taylor": lambda x: taylor(x, SCALE),
@@ -129,6 +133,15 @@ def test_hedgehog_joint_is_one_softmax():
         both = torch.cat([2 * y, -2 * y], 1).exp()
         ours = hedgehog_joint(x, residual, bias)[0, head]
         torch.testing.assert_close(ours, both / both.sum(1, True))
+
+
+def test_learned_exponentials_are_bounded():
+    x, weight, bias = entries(2.0), ROWS.double(), ROWS_BIAS.double()
+    for head in range(3):
+        expected = (x[0, head] @ weight[head].mT + bias[head]).exp()
+        torch.testing.assert_close(learned_exp(x, weight, bias)[0, head], expected)
+    far = learned_exp(1e3 * x, weight, bias)
+    assert far.max() == math.exp(EXP_BOUND)
 
 
 def test_the_forms_of_hedgehog_differ():

@@ -17,14 +17,15 @@ from attnzoo.training.checkpoints import CheckpointError
 from attnzoo.training.data import DataError
 from attnzoo.training.judge import evaluate
 from attnzoo.training.loop import LoopConfig, read_losses
-from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.training.recover import RecoverConfig, recover, told
+from attnzoo.training.transfer import Transfer
 
 STEPS = {"transfer_steps": 5, "distil_steps": 6, "row_length": 32, "judged_rows": 2}
 
 
-def config(train="lora", **changes):
+def config(train="lora", target="output", **changes):
     loop = {"batch_size": 4, "checkpoint_every": 2, **changes}
-    return RecoverConfig(**STEPS, train=train, loop=LoopConfig(**loop))
+    return RecoverConfig(**STEPS, train=train, transfer_target=target, loop=LoopConfig(**loop))
 
 
 class Stop(Exception):
@@ -88,9 +89,20 @@ def test_a_saved_model_is_judged_as_it_was_when_made(saved, text, spec, tmp_path
         evaluate(saved, [text], row_length=32)
 
 
-@pytest.mark.parametrize("at", [2, 4, 6, 9])
-def test_a_run_that_is_stopped_goes_on_to_the_same_losses(saved, text, spec, tmp_path, at):
-    recover(saved, spec, [text], tmp_path / "whole", config())
+def test_transfer_knows_its_step(model):
+    attnzoo.swap(model, "linear", feature_map="hedgehog")
+    transfer, seen = Transfer(model), []
+    told(transfer, seen.append)(7)
+    assert (transfer.step, seen) == (7, [7])
+
+
+@pytest.mark.parametrize(
+    ("at", "target"), [(2, "output"), (3, "attention"), (6, "output"), (9, "output")]
+)
+def test_a_run_that_is_stopped_goes_on_to_the_same_losses(saved, text, spec, tmp_path, at, target):
+    """In transfer, which compares other keys in each step, and in distillation."""
+    options = config(target=target)
+    recover(saved, spec, [text], tmp_path / "whole", options)
     taken = []
 
     def stop(stage, step, loss):
@@ -99,8 +111,8 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_losses(saved, text, spec, tmp
             raise Stop
 
     with pytest.raises(Stop):
-        recover(saved, spec, [text], tmp_path / "out", config(), tick=stop)
-    recover(saved, spec, [text], tmp_path / "out", config(), resume=True)
+        recover(saved, spec, [text], tmp_path / "out", options, tick=stop)
+    recover(saved, spec, [text], tmp_path / "out", options, resume=True)
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
     ours, exact = weights(tmp_path / "out"), weights(tmp_path / "whole")
     assert all(torch.equal(x, ours[name]) for name, x in exact.items())
@@ -301,6 +313,7 @@ def test_what_cannot_be_recovered_is_refused(saved, text, spec, tmp_path):
         ({"layers_at_once": 0}, "layers_at_once must be at least 1, got 0"),
         ({"window_dropout": 2}, "window_dropout is a share"),
         ({"control": 0}, "control must be at least 1 token, got 0"),
+        ({"transfer_target": "keys"}, "transfer_target must be 'output' or 'attention'"),
         ({"train": "all"}, "train must be 'extras', 'lora' or 'full', got 'all'"),
     ],
 )

@@ -11,11 +11,12 @@ IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 OPTIONS = {"feature_map": "hedgehog", "window": 4}
 
 
-def test_the_whole_model_runs_softmax_meanwhile(model):
+@pytest.mark.parametrize("target", ["output", "attention"])
+def test_the_whole_model_runs_softmax_meanwhile(model, target):
     exact = model(IDS).logits
     attnzoo.swap(model, "linear", **OPTIONS)
     swapped = model(IDS).logits
-    with Transfer(model):
+    with Transfer(model, target=target):
         torch.testing.assert_close(model(IDS).logits, exact, atol=1e-5, rtol=1e-4)
     assert torch.equal(model(IDS).logits, swapped)
     assert not torch.allclose(swapped, exact, atol=1e-3)
@@ -53,6 +54,46 @@ def test_the_loss_is_each_layers_own_error(model, side):
         assert error > 1e-5
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_attention_is_compared_key_by_key(model, side):
+    """Over as many steps as it takes to meet every key, the mean is the divergence of all."""
+    mask = torch.ones_like(IDS)
+    mask[0, :7] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    attnzoo.swap(model, "linear", **OPTIONS)
+    seen, handles = {}, []
+    for name, backend in swapped_layers(model).items():
+
+        def keep(module, args, kwargs, output, name=name):
+            seen[name] = (args, kwargs)
+
+        handles.append(backend.register_forward_hook(keep, with_kwargs=True))
+    with Transfer(model):  # as later layers are then given what softmax passes on
+        model(IDS, attention_mask=mask)
+    for handle in handles:
+        handle.remove()
+    stride = -(-24 // seen["model.layers.0.self_attn"][0][2].shape[3])
+    assert stride > 1
+    found = []
+    with Transfer(model, target="attention") as transfer:
+        for step in range(stride):
+            transfer.step = step
+            model(IDS, attention_mask=mask)
+            found.append(transfer.errors)
+            transfer.errors = {}
+    for name, backend in swapped_layers(model).items():
+        (q, k, v), kwargs = seen[name]
+        ours = backend(q, k, v, **{**kwargs, "return_weights": True}).weights.double()
+        see = torch.ones(24, 24, dtype=torch.bool).tril() & mask.bool()[:, None, None]
+        scores = q.double() @ k.double().repeat_interleave(2, 1).mT * kwargs["scale"]
+        exact = scores.masked_fill(~see, -torch.inf).softmax(-1)
+        each = torch.where(see, exact * (exact / ours).log() - exact + ours, 0).sum(-1)
+        expected = each[mask.bool()[:, None].expand_as(each)].mean()
+        mean = torch.stack([errors[name] for errors in found]).double().mean()
+        torch.testing.assert_close(mean, expected, rtol=1e-4, atol=1e-6)
+        assert not torch.allclose(found[0][name], found[1][name], rtol=1e-3)
+
+
 def test_only_the_extras_of_its_own_layer_learn(model):
     attnzoo.swap(model, "linear", **OPTIONS)
     with Transfer(model) as transfer:
@@ -62,12 +103,14 @@ def test_only_the_extras_of_its_own_layer_learn(model):
     assert learned == {name for name in extras(model) if "layers.1." in name}
 
 
-def test_it_learns(model):
+@pytest.mark.parametrize("target", ["output", "attention"])
+def test_it_learns(model, target):
     attnzoo.swap(model, "linear", **OPTIONS)
     optimizer = torch.optim.Adam(extras(model).values(), lr=0.03)
     losses = []
-    with Transfer(model) as transfer:
-        for _ in range(40):
+    with Transfer(model, target=target) as transfer:
+        for step in range(40):
+            transfer.step = 2 * step
             model(IDS)
             loss = transfer.loss()
             optimizer.zero_grad()
@@ -131,6 +174,9 @@ def test_what_cannot_be_taught_is_refused(model):
         Transfer(model, layers=["nowhere"])
     with Transfer(model) as transfer, pytest.raises(SpecError, match="after a forward pass"):
         transfer.loss()
+    attnzoo.swap(model, "gated_linear", gate="matrix")
+    with pytest.raises(SpecError, match=r"model.layers.0.self_attn.* take target='output'"):
+        Transfer(model, target="attention")
 
 
 def test_relative_error():
