@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from torch.nn.functional import pad
 
 from attnzoo.masks import AttentionMask
 from attnzoo.ops.linear_decay import FORGOTTEN
+from attnzoo.ops.linear_sums import decayed_sums
 from attnzoo.state import LinearState, MatrixState, StabilizedState
 
 GONE = -1e30  # the logarithm of no weight: finite, so that no difference of two is NaN
@@ -243,17 +244,18 @@ def earlier_sums(
     """
     assert causal or (log_decay is None and shard.segment_ids is None)
     k, v = (x.to(_wide(k, v)) for x in (k, v))
-    decay = None
-    if log_decay is not None or shard.segment_ids is not None:
-        decay = _spans(log_decay, k, shard)
-        k = k * decay.later.exp()
-    sums = torch.cat([k.mT @ v, k.sum(2).unsqueeze(3)], 3)
-    if decay is None:
+    k = _of_last_sequence(k, shard, 0)
+    if log_decay is None:
+        kv, z, carry = k.mT @ v, k.sum(2), k.new_zeros(*k.shape[:2], 1)
+    else:
+        kv, z, carry = decayed_sums(k, v, _per_token(log_decay, k))
+    sums = torch.cat([kv, z.unsqueeze(3)], 3)
+    if log_decay is None and shard.segment_ids is None:
         total = torch.zeros_like(sums)
         for (other,) in _gathered([sums], shard, from_later=not causal):
             total = total + other
     else:
-        total = _folded(sums, decay.carry.exp().unsqueeze(3), shard)
+        total = _folded(sums, _kept(carry, shard).exp().unsqueeze(3), shard)
     return LinearState(total[..., :-1], total[..., -1])
 
 
@@ -273,15 +275,18 @@ def earlier_stabilized(
         The sums in float32 or wider, divided by ``exp(m)``.
     """
     k, v = (x.to(_wide(k, v)) for x in (k, v))
-    decay = _spans(log_forget, k, shard)
-    weight = (decay.later + log_input.to(k.dtype).unsqueeze(3)).clamp(min=GONE)
+    # from the end, so that the weights that count come from short sums
+    onwards = log_forget.to(k.dtype).clamp(min=FORGOTTEN).flip(2).cumsum(2).flip(2).unsqueeze(3)
+    later, carry = pad(onwards[:, :, 1:], (0, 0, 0, 1)), _kept(onwards[:, :, 0], shard)
+    weight = (later + log_input.to(k.dtype).unsqueeze(3)).clamp(min=GONE)
+    weight = _of_last_sequence(weight, shard, GONE)
     top = weight.detach().amax(2)  # [B, Hkv, 1]
     k = k * (weight - top.unsqueeze(2)).exp()
     sums = torch.cat([k.mT @ v, k.sum(2).unsqueeze(3)], 3)
     total, m = torch.zeros_like(sums), torch.zeros_like(top)
-    for other, carry, peak in _gathered([sums, decay.carry, top], shard):
-        higher = torch.maximum(carry.detach() + m, peak)
-        kept, added = (carry + m - higher).exp(), (peak - higher).exp()
+    for other, left, peak in _gathered([sums, carry, top], shard):
+        higher = torch.maximum(left.detach() + m, peak)
+        kept, added = (left + m - higher).exp(), (peak - higher).exp()
         total, m = total * kept.unsqueeze(3) + other * added.unsqueeze(3), higher
     total, m = (_begun(x, shard) for x in (total, m.squeeze(2).detach()))
     return StabilizedState(total[..., :-1], total[..., -1], m)
@@ -292,40 +297,35 @@ def earlier_matrices(last: MatrixState, carry: Tensor, shard: Shard) -> MatrixSt
 
     Args:
         last: What this share's tokens leave from nothing; packed, those of its last sequence.
-        carry: What a state has left after the share, ``[B, Hkv, D, E]``.
+        carry: The sums of the share's log decays, ``[B, Hkv, D, E]``.
         shard: The share.
     """
-    if (borders := shard.borders()) is not None:
-        fresh, inner = (x[:, shard.rank] for x in borders)
-        carry = carry.masked_fill((fresh | inner)[:, None, None, None], 0)
+    carry = _kept(carry, shard).exp()
     total = _folded(torch.cat(list(last), 3), torch.cat([carry, carry], 3), shard)
     return MatrixState(*total.chunk(2, 3))
 
 
-class _Spans(NamedTuple):
-    """What a share's log decays leave, in the type of the sums."""
-
-    later: Tensor  # of each token at the end of the share, [B, Hkv, T, F]
-    carry: Tensor  # of the state that the share starts from, [B, Hkv, F]
-
-
-def _spans(log_decay: Tensor | None, k: Tensor, shard: Shard) -> _Spans:
-    """Sum up a share's log decays; of packed sequences, only the last is left at its end."""
-    if log_decay is None:
-        log_decay = k.new_zeros(k.shape[1])
+def _per_token(log_decay: Tensor, k: Tensor) -> Tensor:
+    """Return log decays of any accepted shape as ``[B, Hkv, T, F]``."""
     if log_decay.dim() == 1:
         log_decay = log_decay[None, :, None].expand(k.shape[:3])
-    each = log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(3)
-    # from the end, so that the weights that count come from short sums
-    onwards = each.to(k.dtype).clamp(min=FORGOTTEN).flip(2).cumsum(2).flip(2)
-    later, carry = pad(onwards[:, :, 1:], (0, 0, 0, 1)), onwards[:, :, 0]
-    if (borders := shard.borders()) is not None:
-        assert shard.segment_ids is not None
-        ids = shard.own(shard.segment_ids)
-        later = later.masked_fill((ids != ids[:, -1:])[:, None, :, None], GONE)
-        fresh, inner = (x[:, shard.rank] for x in borders)
-        carry = carry.masked_fill((fresh | inner)[:, None, None], GONE)
-    return _Spans(later, carry)
+    return log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(3)
+
+
+def _of_last_sequence(x: Tensor, shard: Shard, cleared: float) -> Tensor:
+    """Clear ``[B, Hkv, T, X]`` where packed sequences end in this share: the last one goes on."""
+    if shard.segment_ids is None:
+        return x
+    ids = shard.own(shard.segment_ids)
+    return x.masked_fill((ids != ids[:, -1:])[:, None, :, None], cleared)
+
+
+def _kept(carry: Tensor, shard: Shard) -> Tensor:
+    """Return the logarithm of what a state has left after this share, gone where another begins."""
+    if (borders := shard.borders()) is None:
+        return carry
+    fresh, inner = (x[:, shard.rank] for x in borders)
+    return carry.masked_fill((fresh | inner).view(-1, *(1 for _ in carry.shape[1:])), GONE)
 
 
 def _gathered(

@@ -101,4 +101,4 @@ def _earlier(
     assert left is not None
     starts = range(0, k.shape[2], TOKENS)
     stretches = [log_decay(t, min(t + TOKENS, k.shape[2])).sum(2) for t in starts]
-    return earlier_matrices(left, torch.stack(stretches).sum(0).to(left.kv.dtype).exp(), shard)
+    return earlier_matrices(left, torch.stack(stretches).sum(0).to(left.kv.dtype), shard)
