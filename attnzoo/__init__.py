@@ -20,6 +20,7 @@ _PUBLIC = {
     "BackendConfig": "attnzoo.backends.config",
     "Geometry": "attnzoo.backends.config",
     "available_backends": "attnzoo.registry",
+    "context_parallel": "attnzoo.integrations.context_parallel",
     "describe": "attnzoo.integrations.describe",
     "extend_positions": "attnzoo.integrations.positions",
     "get_backend": "attnzoo.registry",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from attnzoo.backends.feature_maps import register_feature_map
     from attnzoo.backends.gates import register_gate
     from attnzoo.backends.inputs import AttentionInputs
+    from attnzoo.integrations.context_parallel import context_parallel
     from attnzoo.integrations.convert import restore, swap
     from attnzoo.integrations.describe import describe
     from attnzoo.integrations.positions import extend_positions
@@ -54,6 +56,7 @@ __all__ = [
     "BackendConfig",
     "Geometry",
     "available_backends",
+    "context_parallel",
     "describe",
     "extend_positions",
     "get_backend",

@@ -18,6 +18,7 @@ from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import compat
 from attnzoo.integrations.cache import StateLayer, Step, state_layer
+from attnzoo.integrations.context_parallel import refuse_torchs
 from attnzoo.integrations.layers import is_causal as layer_is_causal
 from attnzoo.integrations.layers import position_bias_is_zero
 from attnzoo.integrations.masks import (
@@ -48,6 +49,7 @@ HARMLESS = frozenset(
         "position_embeddings",
         "position_ids",
         "return_dict",
+        "shift_labels",
         "use_cache",
     }
 )
@@ -160,9 +162,9 @@ def attention(
         kv_length=key.shape[2],
     )
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        mask = with_boundaries(
-            mask, cu_seq_lens_q, cu_seq_lens_k, (query.shape[0], query.shape[2], key.shape[2])
-        )
+        sizes = query.shape[0], query.shape[2], key.shape[2]
+        shared = backend.shard is not None
+        mask = with_boundaries(mask, cu_seq_lens_q, cu_seq_lens_k, sizes, shared=shared)
     if indices is not None:
         mask = with_selection(mask, indices, key.shape[2])
     bias = _whole_bias(module, bias, position_bias, call)
@@ -174,6 +176,7 @@ def attention(
         "sinks": s_aux if sinks is None else sinks,
         "dropout": dropout,
         "return_weights": compat.wants_weights(kwargs),
+        "shard": backend.shard,
     }
     try:
         if call.layer is None:
@@ -213,6 +216,7 @@ def _backend_for(module: nn.Module, kwargs: dict[str, Any]) -> Any:
             "put into it; set config.attnzoo before the model is built, or use "
             "attnzoo.swap(model, ...)"
         )
+    refuse_torchs(backend.geometry.name)
     for name, given in kwargs.items():
         if given is not None and name not in HARMLESS:
             raise UnsupportedError(

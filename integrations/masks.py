@@ -320,7 +320,12 @@ def with_selection(mask: AttentionMask, indices: Tensor, kv_length: int) -> Atte
 
 
 def with_boundaries(
-    mask: AttentionMask, of_queries: Tensor | None, of_keys: Tensor | None, sizes: tuple[int, ...]
+    mask: AttentionMask,
+    of_queries: Tensor | None,
+    of_keys: Tensor | None,
+    sizes: tuple[int, ...],
+    *,
+    shared: bool = False,
 ) -> AttentionMask:
     """Add packing that is given as cumulative lengths, ``[N + 1]``, as flash attention takes it.
 
@@ -329,11 +334,12 @@ def with_boundaries(
         of_queries: ``cu_seq_lens_q``.
         of_keys: ``cu_seq_lens_k``.
         sizes: Batch, queries and keys.
+        shared: Whether these are a share of rows that lie on several processes.
 
     Raises:
         UnsupportedError: The boundaries do not describe the packing of one row.
     """
-    if mask.segment_ids is not None:
+    if mask.segment_ids is not None and not shared:
         return mask
     boundaries = of_queries if of_queries is not None else of_keys
     batch, queries, keys = sizes
@@ -342,6 +348,8 @@ def with_boundaries(
         reasons.append(f"there are {batch} rows (put all sequences into one)")
     if queries != keys:
         reasons.append(f"{queries} queries meet {keys} keys (packed rows take no cache)")
+    if shared:
+        reasons.append("rows lie on several processes (say it by position_ids)")
     if mask.padding is not None or mask.function is not None:
         reasons.append("there is an attention mask too (leave it out)")
     if reasons:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.backends.config import BackendConfig, Geometry
-from attnzoo.backends.inputs import AttentionInputs, clear_padding, shape_reasons
+from attnzoo.backends.inputs import AttentionInputs, call_reasons, clear_padding, shape_reasons
 from attnzoo.backends.packing import attend_apart
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
+from attnzoo.ops.context_parallel import Shard
 from attnzoo.state import AttentionOutput
 
 B = TypeVar("B", bound="type[AttentionBackend]")
@@ -97,12 +98,16 @@ class AttentionBackend(nn.Module):
     state_grows: ClassVar[bool] = False  # with the sequence, though by less than its keys
     needs_hidden_states: ClassVar[bool] = False
     has_weights: ClassVar[bool] = True  # one matrix of weights per head, for all value channels
+    # takes a share of the rows, while others lie on other processes; else why not
+    context_parallel: ClassVar[bool] = False
+    needs_whole_rows: ClassVar[str] = "it needs whole rows in one process"
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__()
         self.config = config
         self.geometry = geometry
         self.ran: ImplChoice | None = None
+        self.shard: Shard | None = None  # set from outside, while rows lie on several processes
 
     # -- what a backend implements ---------------------------------------------------------------
 
@@ -139,6 +144,15 @@ class AttentionBackend(nn.Module):
             reasons.append("the layer adds a position bias to its scores, which it would ignore")
         return reasons
 
+    def shard_reasons(self) -> list[str]:
+        """Say why this layer cannot run on a share of its rows, all at once."""
+        reasons = []
+        if not self.context_parallel:
+            reasons.append(f"the rows lie on several processes ({self.needs_whole_rows})")
+        if self.geometry.cross_attention:
+            reasons.append("the layer is cross-attention, whose other rows are not in shares")
+        return reasons
+
     @property
     def keeps_all_keys(self) -> bool:
         """Whether decoding needs all earlier keys and values, so that a KV cache can hold them."""
@@ -162,6 +176,7 @@ class AttentionBackend(nn.Module):
         dropout: float = 0.0,
         return_state: bool = False,
         return_weights: bool = False,
+        shard: Shard | None = None,
     ) -> AttentionOutput:
         """Check the inputs, clear what stands in padding, and compute the mechanism.
 
@@ -181,6 +196,7 @@ class AttentionBackend(nn.Module):
             return_state: Whether to return the state after the last token.
             return_weights: Whether to return the effective attention matrix, ``[B, H, T, S]``;
                 quadratic.
+            shard: The share of the rows that the tokens are, where others lie on other processes.
 
         Raises:
             UnsupportedError: The backend cannot run these inputs; every reason is given.
@@ -200,8 +216,16 @@ class AttentionBackend(nn.Module):
             sinks=sinks,
             dropout=dropout,
             return_state=return_state,
+            shard=shard,
         )
         self.refuse_unsupported(inputs)
+        if shard is not None:
+            if return_weights:
+                raise UnsupportedError(
+                    f"{self.geometry.name}: attention weights over rows that lie on several "
+                    "processes are nowhere whole; ask for them on one (output_attentions=False)"
+                )
+            inputs = inputs._replace(mask=shard.mask(inputs.mask))
         inputs = clear_padding(inputs, cross_attention=self.geometry.cross_attention)
         output = self._attend(inputs)
         if return_weights and output.weights is None:
@@ -269,6 +293,10 @@ class AttentionBackend(nn.Module):
             reasons.append(f"the mask is {kind}, and it has no {kind} form")
         if self.needs_hidden_states and inputs.hidden_states is None:
             reasons.append("hidden_states are missing; its gates are computed from them")
+        if inputs.shard is not None:
+            reasons += self.shard_reasons() + call_reasons(inputs, inputs.shard)
+            if inputs.shard.segment_ids is not None and not self.packing:
+                reasons.append("packed rows are taken apart, but lie on several processes")
         return reasons
 
     def effective_weights(self, inputs: AttentionInputs) -> Tensor:

@@ -86,9 +86,9 @@ class GatedLinearBackend(RecurrentBackend):
             reasons.append(f"gate {self.config.gate!r} has a state of its own (gate='gla' has not)")
         return reasons
 
-    def fused_map(self) -> str:
+    def fused_map(self, inputs: AttentionInputs) -> str:
         """The feature map that kernels may apply; none where the gate multiplies the features."""
-        return "" if self.gate.writes else super().fused_map()
+        return "" if self.gate.writes else super().fused_map(inputs)
 
     @property
     def has_weights(self) -> bool:  # type: ignore[override]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.masks import AttentionMask
+from attnzoo.ops.context_parallel import Shard
 
 
 class AttentionInputs(NamedTuple):
@@ -29,6 +30,7 @@ class AttentionInputs(NamedTuple):
     sinks: Tensor | None = None  # [H] or [B, H, T, 1]: logits in the softmax that have no value
     dropout: float = 0.0
     return_state: bool = False
+    shard: Shard | None = None  # the share of the rows that this process holds, if not all
 
 
 def shape_reasons(inputs: AttentionInputs, dtypes: frozenset[torch.dtype]) -> list[str]:
@@ -63,6 +65,38 @@ def shape_reasons(inputs: AttentionInputs, dtypes: frozenset[torch.dtype]) -> li
             reasons.append(
                 f"the mask's {name} is {tuple(x.shape)} ({(k.shape[0], k.shape[2])} is needed)"
             )
+    return reasons
+
+
+def call_reasons(inputs: AttentionInputs, shard: Shard) -> list[str]:
+    """Say what a call on a share of the rows cannot have, whatever the backend."""
+    mask, lengths = inputs.mask, (inputs.q.shape[2], inputs.k.shape[2])
+    reasons = []
+    if lengths != (shard.length, shard.length):
+        reasons.append(
+            "{} queries and {} keys are given".format(*lengths)
+            + f" (a share of the rows has {shard.length} tokens)"
+        )
+    for given, what in (
+        (
+            inputs.state is not None or inputs.return_state,
+            "a cache is asked for (call the model with use_cache=False)",
+        ),
+        (mask.function is not None, f"the mask is {mask.function_name or 'arbitrary'}"),
+        (inputs.bias is not None, "an additive bias is given"),
+        (
+            (mask.padding is not None and shard.padding is None)
+            or (mask.segment_ids is not None and shard.segment_ids is None),
+            "padding or packing of the share is given, but not of the whole rows (give "
+            "attention_mask or position_ids with the batch)",
+        ),
+        (
+            shard.segment_ids is not None and not mask.causal,
+            "rows are packed without a causal mask",
+        ),
+    ):
+        if given:
+            reasons.append(f"{what}, while the rows lie on several processes")
     return reasons
 
 

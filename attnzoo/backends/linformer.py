@@ -67,6 +67,7 @@ class LinformerBackend(AttentionBackend):
     dropout = True
     recurrent = True
     state_grows = True  # by R rows per finished block
+    needs_whole_rows = "its rows are projected from whole rows of keys"
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)

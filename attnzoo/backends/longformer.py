@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.backends.base import AttentionBackend, register
@@ -13,6 +14,7 @@ from attnzoo.backends.config import BackendConfig, Geometry
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
+from attnzoo.ops.context_parallel import Shard, with_neighbours
 from attnzoo.ops.longformer import IMPLS, GlobalTokens, choose_impl, longformer_attention
 from attnzoo.ops.longformer_flex import flex_reasons
 from attnzoo.ops.longformer_pattern import Pattern, check_positive, find_globals, per_head, take
@@ -130,6 +132,7 @@ class LongformerBackend(AttentionBackend):
     impls: ClassVar[tuple[str, ...]] = IMPLS
     dropout = True
     recurrent = True
+    context_parallel = True
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)
@@ -182,6 +185,8 @@ class LongformerBackend(AttentionBackend):
             reasons.append("a state is asked for without a causal mask (only causal ones have it)")
         if inputs.state is not None and inputs.dropout > 0:
             reasons.append("attention dropout is given with a state (set it to 0 to decode)")
+        if isinstance(mask, GlobalMask) and inputs.shard is not None:
+            reasons.append("global_tokens are given, while the rows lie on several processes")
         if isinstance(mask, GlobalMask):
             reasons += self._global_mask_reasons(mask, inputs, keeps=keeps)
         if self.config.impl == "flex" and inputs.state is None:
@@ -214,6 +219,16 @@ class LongformerBackend(AttentionBackend):
         """Whether nothing later is seen; a mask for one token need not say so."""
         return inputs.mask.causal or (self.geometry.causal and inputs.q.shape[2] == 1)
 
+    def shard_reasons(self) -> list[str]:
+        """Say why this layer cannot run on a share of its rows, all at once."""
+        reasons = super().shard_reasons()
+        if self.config.positions:
+            reasons.append(
+                "the rows lie on several processes, and global tokens see all of a row and are "
+                "seen by all of it (num_global=0 and no global_positions)"
+            )
+        return reasons
+
     # -- the computation -------------------------------------------------------------------------
 
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
@@ -245,6 +260,9 @@ class LongformerBackend(AttentionBackend):
         reason = "named in the options"
         if impl == "auto":
             impl, reason = choose_impl(inputs.q)
+        length, start = inputs.q.shape[2], 0
+        if inputs.shard is not None:
+            inputs, start = self._with_neighbours(inputs, inputs.shard)
         out = longformer_attention(
             inputs.q,
             inputs.k,
@@ -261,7 +279,27 @@ class LongformerBackend(AttentionBackend):
             impl=impl,
         )
         self.record(impl, reason)
-        return out
+        return out[:, :, start : start + length]
+
+    def _with_neighbours(
+        self, inputs: AttentionInputs, shard: Shard
+    ) -> tuple[AttentionInputs, int]:
+        """Put the tokens beside a share at its ends, as keys; return where the share begins."""
+        causal, config = self._is_causal(inputs), self.config
+        pattern = Pattern.of(
+            config.window,
+            config.dilation,
+            heads=inputs.q.shape[1],
+            causal=causal,
+            limit=inputs.mask.window,
+        )
+        ahead = max(band.after * band.dilation for band in pattern.bands)
+        sides = shard.reach(pattern.reach), shard.reach(ahead)
+        before, after = shard.beside(*sides)
+        k, v = with_neighbours((inputs.k, inputs.v), shard, *sides)
+        q = F.pad(inputs.q, (0, 0, before, after))
+        mask = shard.mask(inputs.mask, before=before, after=after)
+        return inputs._replace(q=q, k=k, v=v, mask=mask), before
 
     def _global_tokens(self, inputs: AttentionInputs) -> GlobalTokens | None:
         """Say which of the given tokens are global: by the mask, or by rank among real tokens."""

@@ -121,6 +121,16 @@ class PerformerBackend(RecurrentBackend):
         """Whether packed rows go as they are; with a floor, every sequence's stabiliser counts."""
         return not self.config.floor
 
+    def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
+        """Say why these inputs cannot run, all reasons at once."""
+        reasons = super().unsupported_reasons(inputs)
+        if inputs.shard is not None and self.config.floor and not inputs.mask.causal:
+            reasons.append(
+                "the rows lie on several processes, and a floor stands beside the largest feature "
+                "of a whole row (floor=0)"
+            )
+        return reasons
+
     def reset_parameters(self) -> None:
         """Draw the first projection."""
         with torch.no_grad():
@@ -166,7 +176,7 @@ class PerformerBackend(RecurrentBackend):
             k = relu_features(inputs.k, projection, scale=inputs.scale)
         else:
             options = {"scale": inputs.scale, "floor": floor}
-            if mask.causal or mask.segment_ids is not None:
+            if mask.causal or mask.segment_ids is not None or inputs.shard is not None:
                 shift = key_shift(projection, floor=floor)
             else:
                 shift = measured_shift(inputs.k, projection, real=mask.padding, **options)
@@ -191,7 +201,8 @@ class PerformerBackend(RecurrentBackend):
             with full_precision(inputs.q.device):
                 return self.attend_hybrid(inputs, self.far_estimate(inputs, impl), impl)
         plain = config.kernel == "softmax" and not config.floor and impl == "torch"
-        fused = plain and not mask.causal and mask.segment_ids is None and not is_compiling()
+        together = mask.segment_ids is None and inputs.shard is None
+        fused = plain and not mask.causal and together and not is_compiling()
         self.record(impl, f"{'fused' if fused else form} form; {reason}")
         with full_precision(inputs.q.device):
             if not fused:
@@ -227,6 +238,7 @@ class PerformerBackend(RecurrentBackend):
         """
         batch, heads = inputs.q.shape[:2]
         whole = inputs.q.device.type != "cpu" or not inputs.mask.causal or is_compiling()
+        whole = whole or inputs.shard is not None  # the state of all tokens is sent at once
         if whole or inputs.mask.segment_ids is not None or impl != "torch":
             return self.attend_to_part(inputs, impl, form)
         tokens = max(1, PART // (batch * heads * self.config.num_features * 256)) * 256
@@ -254,6 +266,7 @@ class PerformerBackend(RecurrentBackend):
             causal=inputs.mask.causal,
             segment_ids=inputs.mask.segment_ids,
             eps=self.config.eps,
+            shard=inputs.shard,
         )
 
 

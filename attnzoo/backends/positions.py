@@ -12,6 +12,8 @@ from torch import Tensor
 
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.errors import UnsupportedError
+from attnzoo.masks import AttentionMask
+from attnzoo.ops.context_parallel import Shard
 from attnzoo.state import AttentionOutput, CountedLinearState, LinearState
 
 
@@ -34,6 +36,8 @@ def count_tokens(inputs: AttentionInputs) -> Places:
             f"{queries} queries and {length} keys are given, and the positions of the queries are "
             "not known (feature map 'cosine' weighs by distance; other maps do not)"
         )
+    if inputs.shard is not None:
+        return _count_whole_rows(inputs, inputs.shard)
     mask, device = inputs.mask, inputs.k.device
     real = torch.ones(batch, length, dtype=torch.long, device=device)
     if mask.padding is not None:
@@ -50,6 +54,15 @@ def count_tokens(inputs: AttentionInputs) -> Places:
     else:
         seen = positions[:, -1] + real[:, -1]
     return Places(positions, seen)
+
+
+def _count_whole_rows(inputs: AttentionInputs, shard: Shard) -> Places:
+    """Count the tokens of rows that lie on several processes, and take this one's."""
+    width = shard.size * shard.length
+    whole = inputs.k.new_empty(()).expand(inputs.k.shape[0], 1, width, 1)
+    mask = AttentionMask(causal=True, padding=shard.padding, segment_ids=shard.segment_ids)
+    places = count_tokens(AttentionInputs(whole, whole, whole, mask, inputs.scale))
+    return places._replace(positions=shard.own(places.positions))
 
 
 def without_count(inputs: AttentionInputs) -> AttentionInputs:

@@ -100,6 +100,7 @@ class RecurrentBackend(AttentionBackend):
     config_class: ClassVar[type[BackendConfig]] = RecurrentConfig
     packing = True
     recurrent = True
+    context_parallel = True
     window_dropout: WindowDropout | None = None  # set from outside, step by step; in training only
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
@@ -174,6 +175,11 @@ class RecurrentBackend(AttentionBackend):
             )
         if not mask.causal and (inputs.state is not None or inputs.return_state):
             reasons.append("a state is asked for without a causal mask (only causal ones have it)")
+        if inputs.shard is not None and self.config.window is not None and not mask.causal:
+            reasons.append(
+                "the rows lie on several processes, and a window to both sides lies beside the "
+                "sums (longformer, or window=None)"
+            )
         return reasons
 
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
@@ -185,10 +191,10 @@ class RecurrentBackend(AttentionBackend):
         # rounding of the gradients themselves), and features of exp overflow in float16.
         form = self.form(inputs)
         impl, reason = self.choose_impl(inputs, form)
-        if impl == "triton" and self.fused_map():  # raw, for the kernels map on the way
+        if impl == "triton" and self.fused_map(inputs):  # raw, for the kernels map on the way
             with full_precision(inputs.q.device):
                 output = self.sum_up(inputs.q, inputs.k, inputs, form=form, impl=impl)
-            self.record(impl, f"{form} form, {self.fused_map()} fused; {reason}")
+            self.record(impl, f"{form} form, {self.fused_map(inputs)} fused; {reason}")
             return output
         with full_precision(inputs.q.device):
             places = count_tokens(inputs) if self.feature_map.positional else None
@@ -210,8 +216,10 @@ class RecurrentBackend(AttentionBackend):
             return ["a softmax window is beside the state (window=None)"]
         return []
 
-    def fused_map(self) -> str:
+    def fused_map(self, inputs: AttentionInputs) -> str:
         """The feature map that kernels may apply themselves, or "" where only the module can."""
+        if inputs.shard is not None:  # what goes to other processes is made of features
+            return ""
         plain = not (self.feature_map._forward_hooks or self.feature_map._forward_pre_hooks)
         return self.feature_map.fused if plain else ""
 
@@ -246,10 +254,11 @@ class RecurrentBackend(AttentionBackend):
             "chunk_size": self.config.chunk_size,
             "segment_ids": inputs.mask.segment_ids,
             "eps": self.config.eps,
+            "shard": inputs.shard,
             **chosen,
         }
-        if chosen["impl"] == "triton" and self.fused_map():
-            options["feature_map"] = self.fused_map()
+        if chosen["impl"] == "triton" and self.fused_map(inputs):
+            options["feature_map"] = self.fused_map(inputs)
             options["feature_scale"] = inputs.scale
             options["real"] = inputs.mask.padding
         return options
@@ -276,6 +285,7 @@ class RecurrentBackend(AttentionBackend):
             return_state=inputs.return_state,
             impl=impl,
             chunk_size=self.config.chunk_size,
+            shard=inputs.shard,
         )
 
 

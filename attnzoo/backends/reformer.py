@@ -97,6 +97,7 @@ class ReformerBackend(AttentionBackend):
     config_class = ReformerConfig
     impls: ClassVar[tuple[str, ...]] = IMPLS
     packing = True
+    needs_whole_rows: ClassVar[str] = "its buckets sort the tokens of a whole row"
     calls: Tensor  # training calls so far, a scalar
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:

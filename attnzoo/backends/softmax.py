@@ -12,6 +12,7 @@ from attnzoo.backends.base import AttentionBackend, register
 from attnzoo.backends.config import BackendConfig
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.errors import ConfigError
+from attnzoo.ops.context_parallel import Shard, with_neighbours
 from attnzoo.ops.softmax import softmax_attention
 from attnzoo.state import AttentionOutput, KVState
 
@@ -51,6 +52,7 @@ class ExactBackend(AttentionBackend):
     sinks = True
     dropout = True
     recurrent = True
+    context_parallel = True
 
     @property
     def window(self) -> int | None:
@@ -67,8 +69,21 @@ class ExactBackend(AttentionBackend):
         """Attend to all the given keys, those from a state included."""
         raise NotImplementedError
 
+    def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
+        """Say why these inputs cannot run, all reasons at once."""
+        reasons = super().unsupported_reasons(inputs)
+        windowed = self.window is not None or inputs.mask.window is not None
+        if inputs.shard is not None and windowed and not inputs.mask.causal:
+            reasons.append(
+                "the rows lie on several processes, and a window to both sides is given "
+                "(longformer has one)"
+            )
+        return reasons
+
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
         """Attend to the keys of the state and to the new ones."""
+        if inputs.shard is not None:
+            inputs = self._with_other_keys(inputs, inputs.shard)
         padded = inputs.mask.padding is not None
         inputs = _with_past(inputs)
         order: tuple[Tensor, Tensor] | None = None
@@ -83,6 +98,29 @@ class ExactBackend(AttentionBackend):
         if order is not None:
             output = AttentionOutput(_take(output.out, order[0].argsort(1)))
         return output._replace(state=_kept(inputs) if inputs.return_state else None)
+
+    def _with_other_keys(self, inputs: AttentionInputs, shard: Shard) -> AttentionInputs:
+        """Put the keys that lie on other processes before the share's own."""
+        whole, mask = (shard.size - 1) * shard.length, inputs.mask
+        if mask.causal:
+            windows = [self.window, None if mask.window is None else mask.window[0]]
+            reach = shard.reach(min((w for w in windows if w is not None), default=whole))
+            held, _ = shard.beside(reach)
+            k, v = with_neighbours((inputs.k, inputs.v), shard, reach)
+            return inputs._replace(
+                k=k, v=v, mask=replace(shard.mask(mask, before=held), q_offset=held)
+            )
+        before, after = shard.beside(whole, whole)
+        k, v = with_neighbours((inputs.k, inputs.v), shard, whole, whole)
+
+        def own_last(x: Tensor, dim: int) -> Tensor:
+            """Bring keys into the order that masks expect: the last ones are the queries' own."""
+            left, own, right = x.split([before, shard.length, after], dim)
+            return torch.cat([left, right, own], dim)
+
+        padding = None if shard.padding is None else own_last(shard.padding, 1)
+        mask = replace(mask, padding=padding, q_offset=whole)
+        return inputs._replace(k=own_last(k, 2), v=own_last(v, 2), mask=mask)
 
 
 def _with_past(inputs: AttentionInputs) -> AttentionInputs:

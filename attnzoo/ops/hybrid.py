@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.masks import AttentionMask
+from attnzoo.ops.context_parallel import Shard, latest_before
 from attnzoo.ops.linear import linear_attention
 from attnzoo.ops.longformer_pattern import Band, take
 from attnzoo.ops.longformer_walk import Plan, walk_attention
@@ -80,6 +81,7 @@ def hybrid_attention(
     return_state: bool = False,
     impl: str = "auto",
     chunk_size: int | None = None,
+    shard: Shard | None = None,
 ) -> AttentionOutput:
     """Attend exactly to a window, and by feature maps to what lies beyond it.
 
@@ -100,12 +102,16 @@ def hybrid_attention(
         impl: ``"reference"`` (plain operations, differentiated by autograd), ``"torch"``, or
             ``"auto"``, which takes the latter.
         chunk_size: As in :func:`attnzoo.ops.linear.linear_attention`.
+        shard: The share of the rows that these tokens are, in place of ``state``; causal.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; ``state`` where it was asked for.
     """
-    assert causal or not (state is not None or return_state or far.log_decay is not None)
+    one_way = state is not None or return_state or far.log_decay is not None or shard is not None
+    assert causal or not one_way
     assert state is None or segment_ids is None
+    if shard is not None:
+        state = _window_before(k, v, far.k, window, shard)
     order, ids = None, segment_ids
     if real is not None:  # real tokens first, in their order: the W latest keys are neighbours
         order = real.int().argsort(dim=1, descending=True, stable=True)
@@ -116,7 +122,7 @@ def hybrid_attention(
             ids = torch.where(real, ids, (ids * real).amax(1, keepdim=True))
     dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
     v = torch.cat([v.to(wide), v.new_ones(*v.shape[:3], 1, dtype=wide)], 3)
-    x = Call(q, k, v, far, window, scale, real, ids, impl, chunk_size)
+    x = Call(q, k, v, far, window, scale, real, ids, impl, chunk_size, shard)
     if causal:
         near, lse = x.near(state)
         sums, counts, kv = x.behind(state, keep=return_state)
@@ -142,6 +148,7 @@ class Call(NamedTuple):
     ids: Tensor | None
     impl: str
     chunk_size: int | None
+    shard: Shard | None
 
     def near(self, state: HybridState | None) -> tuple[Tensor, Tensor]:
         """Return softmax attention to the W latest keys, and the logarithm of its sum."""
@@ -156,7 +163,7 @@ class Call(NamedTuple):
             v = torch.cat([state.v.to(v.dtype), v], 2)
             now = real if real is not None else _all(self.k)
             real = torch.cat([_held(state), now], 1)
-        out, lse = self.band(q, k, v, (self.window - 1, 0), real)
+        out, lse = self.band(q, k, v, (self.window - 1, 0), real, old)
         return out[:, :, old:], lse[:, :, old:]
 
     def one_step(self, state: HybridState) -> tuple[Tensor, Tensor]:
@@ -173,12 +180,20 @@ class Call(NamedTuple):
         return self.band(self.q, self.k, self.v[..., :-1], reach, self.real)
 
     def band(
-        self, q: Tensor, k: Tensor, v: Tensor, reach: tuple[int, int], real: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        reach: tuple[int, int],
+        real: Tensor | None,
+        old: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Attend within a band; returns the output and the logarithm of the sum of weights."""
-        length = q.shape[2]
+        length, ids = q.shape[2], self.ids
         reach = (min(reach[0], length - 1), min(reach[1], length - 1))
-        mask = AttentionMask(window=reach, padding=real, segment_ids=self.ids)
+        if ids is not None and old:  # the state is of the first sequence
+            ids = torch.cat([ids[:, :1].expand(-1, old), ids], 1)
+        mask = AttentionMask(window=reach, padding=real, segment_ids=ids)
         if self.impl == "reference":
             seen = mask.dense(length, length, q.device)
             assert seen is not None
@@ -186,9 +201,7 @@ class Call(NamedTuple):
         if q.device.type != "cpu" or torch.compiler.is_compiling():
             return band_softmax(q, k, v, window=reach, scale=self.scale, mask=mask)
         wide = torch.promote_types(q.dtype, torch.float32)
-        plan = Plan(
-            Band(*reach, 1), reach[1] == 0, self.scale, real, segments=self.ids, with_lse=True
-        )
+        plan = Plan(Band(*reach, 1), reach[1] == 0, self.scale, real, segments=ids, with_lse=True)
         return walk_attention(q.to(wide), k.to(wide), v.to(wide), plan)
 
     def behind(
@@ -215,8 +228,11 @@ class Call(NamedTuple):
         if real is not None:  # no key enters at padding
             keys = keys.masked_fill(~real[:, None, first:, None], 0)
         if self.ids is not None:  # nor one of another sequence
-            ids = self.ids[:, size:]
-            keys = keys.masked_fill((ids != self.ids[:, : ids.shape[1]])[:, None, :, None], 0)
+            ids, of_keys = self.ids[:, first:], self.ids
+            if state is not None:
+                of_keys = torch.cat([of_keys[:, :1].expand(-1, size), of_keys], 1)
+            others = ids != of_keys[:, : ids.shape[1]]
+            keys = keys.masked_fill(others[:, None, :, None], 0)
         out, after, _ = linear_attention(
             queries,
             keys,
@@ -224,17 +240,21 @@ class Call(NamedTuple):
             log_decay=log_decay,
             form="recurrent" if queries.shape[2] == 1 else "chunk",
             impl=self.impl,
-            state=sums,
+            state=None if self.shard is not None else sums,
             return_state=keep,
             chunk_size=self.chunk_size,
             segment_ids=ids,
+            shard=self.shard,
         )
         out = F.pad(out, (0, 0, min(first, length), 0))
         counts = None
         if far.mean:
             counts = self.places()[0] + 1 - size
             if state is not None:
-                counts = counts + state.seen[:, None]
+                earlier = state.seen[:, None]
+                if self.ids is not None:
+                    earlier = earlier * (self.ids == self.ids[:, :1])
+                counts = counts + earlier
         return out, counts, after
 
     def places(self) -> tuple[Tensor, Tensor]:
@@ -324,6 +344,15 @@ def _joined(near: Tensor, lse: Tensor, sums: Tensor, counts: Tensor | None, far:
     share = (weight - top).masked_fill(~some, -torch.inf).exp()
     window = (lse - top).exp()
     return (window * near + share * values) / (window + share * total)
+
+
+def _window_before(k: Tensor, v: Tensor, far: Tensor, window: int, shard: Shard) -> HybridState:
+    """Return the window that a share starts with; the sums beside it are left to the op."""
+    seen = shard.seen(len(k), k.device)
+    k, v, far = latest_before((k, v, far), shard, window)
+    nothing = far.new_zeros(0)
+    state = HybridState(k, v, far, nothing, nothing, seen)
+    return state._replace(features=far * _held(state)[:, None, :, None])
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from attnzoo.errors import UnsupportedError, did_you_mean
+from attnzoo.ops.context_parallel import Shard, earlier_sums
 from attnzoo.ops.feature_maps import elu_plus_one, exp_keys, exp_queries, relu
 from attnzoo.ops.linear_check import check
 from attnzoo.ops.linear_chunk import linear_chunk
@@ -63,6 +64,7 @@ def linear_attention(
     feature_map: str = "identity",
     feature_scale: float = 1.0,
     real: Tensor | None = None,
+    shard: Shard | None = None,
 ) -> AttentionOutput:
     r"""Attend through sums of keys and values.
 
@@ -96,6 +98,8 @@ def linear_attention(
             way: ``"identity"``, ``"elu+1"``, ``"relu"`` or ``"exp"`` (:data:`FEATURE_MAPS`).
         feature_scale: s of ``"exp"``; see :func:`attnzoo.ops.feature_maps.exp_queries`.
         real: ``[B, S]`` bool, false where a key is padding: its features are zero.
+        shard: The share of the rows that these tokens are, where others lie on other processes;
+            in place of ``state``, and with ``feature_map="identity"``.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; ``state`` where it was asked for.
@@ -109,6 +113,10 @@ def linear_attention(
         impl, _ = choose_impl(form, q, k, v, causal=causal)
     if impl != "triton":
         q, k = map_features(q, k, Fused(feature_map, feature_scale, real))
+    if shard is not None:
+        assert state is None
+        assert feature_map == "identity"
+        state = earlier_sums(k, v, log_decay, shard, causal=causal)
     if state is None:
         state = empty_state(q, k, v)
     state = LinearState(*(x.to(state_dtype(q, k, v)) for x in state))

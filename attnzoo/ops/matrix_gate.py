@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.ops.context_parallel import Shard, earlier_matrices
 from attnzoo.ops.linear_reference import state_dtype
 from attnzoo.state import AttentionOutput, MatrixState
 
@@ -35,6 +36,7 @@ def matrix_gated_attention(
     return_state: bool = False,
     segment_ids: Tensor | None = None,
     eps: float = 1e-6,
+    shard: Shard | None = None,
 ) -> AttentionOutput:
     """Attend token by token; causal.
 
@@ -49,11 +51,15 @@ def matrix_gated_attention(
         return_state: Whether to return the sums after the last token.
         segment_ids: ``[B, T]``: sequences packed into one row.
         eps: Added to the sum of weights.
+        shard: The share of the rows that these tokens are, in place of ``state``; its tokens are
+            taken twice, first for what they leave to the next.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; ``state`` where it was asked for.
     """
     dtype, (heads, tokens, size) = state_dtype(q, k, v), v.shape[1:]
+    if shard is not None:
+        state = _earlier(k, v, log_decay, segment_ids, shard)
     if state is None:
         empty = torch.zeros(*k.shape[:2], k.shape[3], size, dtype=dtype, device=v.device)
         state = MatrixState(empty, empty)
@@ -78,3 +84,21 @@ def matrix_gated_attention(
     out = above / (below + eps) if normalize else above
     last = MatrixState(*both.chunk(2, -1)) if return_state else None
     return AttentionOutput(out.flatten(1, 2).to(v.dtype), last)
+
+
+def _earlier(
+    k: Tensor,
+    v: Tensor,
+    log_decay: Callable[[int, int], Tensor],
+    segment_ids: Tensor | None,
+    shard: Shard,
+) -> MatrixState:
+    """Return the state that the tokens of earlier processes leave for this share."""
+    none = torch.zeros_like(k)
+    left = matrix_gated_attention(
+        none, k, v, log_decay=log_decay, return_state=True, segment_ids=segment_ids
+    ).state
+    assert left is not None
+    starts = range(0, k.shape[2], TOKENS)
+    stretches = [log_decay(t, min(t + TOKENS, k.shape[2])).sum(2) for t in starts]
+    return earlier_matrices(left, torch.stack(stretches).sum(0).to(left.kv.dtype), shard)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.ops.context_parallel import Shard, earlier_stabilized
 from attnzoo.ops.linear import linear_attention
 from attnzoo.ops.linear_reference import empty_state
 from attnzoo.state import AttentionOutput, LinearState, StabilizedState
@@ -35,6 +36,7 @@ def mlstm_attention(
     state: StabilizedState | None = None,
     return_state: bool = False,
     segment_ids: Tensor | None = None,
+    shard: Shard | None = None,
     **options: Any,
 ) -> AttentionOutput:
     """Attend under exponential input gates; causal.
@@ -48,12 +50,15 @@ def mlstm_attention(
         state: Sums over the earlier tokens.
         return_state: Whether to return the sums after the last token.
         segment_ids: ``[B, T]``: sequences packed into one row.
+        shard: The share of the rows that these tokens are, in place of ``state``.
         **options: ``form``, ``impl`` and ``chunk_size``, as for ``linear_attention``.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; ``state`` where it was asked for.
     """
     values = v.to(torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32))
+    if shard is not None:
+        state = earlier_stabilized(k, values, log_forget, log_input, shard)
     if state is None:
         kv, z = empty_state(q, k, values)
         state = StabilizedState(kv, z, z.new_zeros(k.shape[:2]))

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.ops.context_parallel import Shard, earlier_sums
 from attnzoo.ops.linear import linear_attention
 from attnzoo.ops.linear_reference import empty_state
 from attnzoo.state import AttentionOutput, LinearState
@@ -33,6 +34,7 @@ def rwkv6_attention(
     return_state: bool = False,
     segment_ids: Tensor | None = None,
     eps: float = 1e-6,
+    shard: Shard | None = None,
     **options: Any,
 ) -> AttentionOutput:
     """Attend to the tokens before each, and to itself with a bonus; causal.
@@ -50,6 +52,7 @@ def rwkv6_attention(
         return_state: Whether to return the sums after the last token.
         segment_ids: ``[B, T]``: sequences packed into one row.
         eps: Added to the sum of weights.
+        shard: The share of the rows that these tokens are, in place of ``state``.
         **options: ``form``, ``impl`` and ``chunk_size``, as for ``linear_attention``.
 
     Returns:
@@ -57,6 +60,8 @@ def rwkv6_attention(
     """
     wide = torch.promote_types(q.dtype, v.dtype)
     values = v.to(torch.promote_types(wide, torch.float32))
+    if shard is not None:
+        state = earlier_sums(k, values, log_decay, shard)
     if state is None:
         state = empty_state(q, k, values)
     kv, z = state

@@ -1,0 +1,152 @@
+"""What backends send each other when rows lie on two processes: bytes, and time beside one process.
+
+    torchrun --nproc-per-node 2 benchmarks/context_parallel.py
+
+Predicted, for one layer of 8 heads of 64 in float32 and T tokens of which each process holds half,
+sent by the first process: a state has 64 (64 + 1) numbers a head, 133,120 bytes at any T; a window
+of 256 has 256 keys and values, 1 MiB; all keys and values of 8,192 tokens are 32 MiB, 252 times the
+state. The time of a collective should follow the bytes; a layer with states should take half the
+time of one process and a fifth more, for each share's keys are summed up once before. With causal
+keys from everywhere, the second process has three quarters of the work.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from attnzoo.backends.config import Geometry
+from attnzoo.ops import context_parallel as cp
+from attnzoo.registry import build_backend
+
+HEADS, SIZE = 8, 64
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("linear", {}),
+    "gated_linear (gla)": ("gated_linear", {"gate": "gla"}),
+    "performer, 128 features": ("performer", {"num_features": 128}),
+    "longformer, window 256": ("longformer", {"window": 256}),
+    "linear, window 256": ("linear", {"window": 256}),
+    "flash, all keys": ("flash", {}),
+}
+
+
+class Counted:
+    """Counts the bytes that this process sends, and the collectives."""
+
+    def __init__(self) -> None:
+        self.bytes = self.calls = 0
+        self.send = cp._all_to_all
+
+    def __call__(self, flat: Tensor, *how: Any) -> Tensor:
+        """Send, and count."""
+        self.bytes, self.calls = self.bytes + flat.numel() * flat.element_size(), self.calls + 1
+        return self.send(flat, *how)
+
+
+def seconds(work: Callable[[], Any], repeats: int) -> float:
+    """Return the median time of the slowest process."""
+    times = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        work()
+        slowest = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        times.append(float(slowest))
+    return statistics.median(times[1:])
+
+
+def layer(name: str, options: dict[str, Any], tokens: int, shard: Any) -> Callable[[bool], None]:
+    """Return what runs a layer on so many tokens, forward or both ways."""
+    torch.manual_seed(0)
+    geometry = Geometry(
+        num_heads=HEADS,
+        num_key_heads=HEADS,
+        head_dim=SIZE,
+        hidden_size=HEADS * SIZE,
+        causal=True,
+        name="a layer",
+    )
+    backend = build_backend(name, options, geometry)
+    inputs = [torch.randn(1, HEADS, tokens, SIZE, requires_grad=True) for _ in range(3)]
+    hidden, above = torch.randn(1, tokens, HEADS * SIZE), torch.randn(1, HEADS, tokens, SIZE)
+
+    def run(both: bool) -> None:
+        with torch.set_grad_enabled(both):
+            out = backend(*inputs, hidden_states=hidden, shard=shard).out
+        if both:
+            out.backward(above)
+
+    return run
+
+
+def sent_by(run: Callable[[bool], None]) -> tuple[int, int]:
+    """Return the bytes that this process sends in a forward pass, and in how many collectives."""
+    counted = Counted()
+    cp._all_to_all = counted
+    run(False)
+    cp._all_to_all = counted.send
+    return counted.bytes, counted.calls
+
+
+def exchanged(sent: int, rank: int) -> Callable[[], Any]:
+    """Return what sends so many bytes from the first process to the second."""
+    count = torch.tensor(sent // 4)
+    dist.broadcast(count, 0)
+    flat = torch.zeros(int(count) if rank == 0 else 0)
+    to, got = ([0, int(count)], [0, 0]) if rank == 0 else ([0, 0], [int(count), 0])
+    return lambda: cp._all_to_all(flat, None, to, got)
+
+
+def measured(name: str, options: dict[str, Any], shard: cp.Shard, repeats: int) -> list[str]:
+    """Return a case's cells."""
+    run = layer(name, options, shard.length, shard)
+    whole = layer(name, options, shard.length * shard.size, None)
+    sent, calls = sent_by(run)
+    cells = [str(calls), f"{sent:,}"]
+    cells.append(f"{1000 * seconds(exchanged(sent, shard.rank), repeats):.2f}")
+    for both in (False, True):
+        shared = seconds(partial(run, both), repeats)
+        one = seconds(partial(whole, both) if shard.rank == 0 else bool, repeats)
+        cells.append(f"{1000 * one:.0f}, {1000 * shared:.0f} ({shared / one:.2f})")
+    return cells
+
+
+def main(
+    length: Annotated[int, typer.Option(help="T, tokens of a row, over both processes")] = 16384,
+    repeats: Annotated[int, typer.Option(help="runs, of which the median counts")] = 3,
+    only: Annotated[list[str] | None, typer.Option(help="cases (repeatable)")] = None,
+) -> None:
+    """Print bytes and times of every case, and of gathering all keys and values."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shard = cp.Shard(group=None, rank=rank, size=size, length=length // size)
+    times = "one process, two (ratio)"
+    columns = "collectives", "bytes sent", "ms", f"forward, ms: {times}", f"both ways, ms: {times}"
+    table = Table("layer", *columns)
+    for case, (name, options) in CASES.items():
+        if not only or case in only:
+            table.add_row(case, *measured(name, options, shard, repeats))
+    keys = torch.zeros(HEADS * shard.length * SIZE * 2)
+    gathered = [torch.empty_like(keys) for _ in range(size)]
+    taken = seconds(lambda: dist.all_gather(gathered, keys), repeats)
+    table.add_row("all_gather of all keys", "1", f"{4 * keys.numel():,}", f"{1000 * taken:.2f}")
+    if rank == 0:
+        Console(width=120).print(table)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,240 @@
+"""What tests start under torchrun: backends and models on shares of rows, against one process.
+
+torchrun --nproc-per-node 4 shares.py OUT
+
+Writes to ``OUT/RANK.json``, for every case and number of processes, the largest errors of outputs,
+of gradients of the inputs (of models: of the loss), and of the parameters' gradients.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers as hf
+from accelerate import ParallelismConfig
+
+import attnzoo
+from attnzoo.backends.base import AttentionBackend
+from attnzoo.backends.config import Geometry
+from attnzoo.masks import AttentionMask
+from attnzoo.ops.context_parallel import Shard
+from attnzoo.registry import build_backend
+
+B, H, HKV, D, M, T = 2, 4, 2, 8, 16, 48
+PLAIN, LEFT, RIGHT, HOLES, PACKED = "plain", "left", "right", "holes", "packed"
+ALL = (PLAIN, LEFT, RIGHT, HOLES, PACKED)
+GATES = ("retnet", "gated_retention", "mamba2", "gla", "hgrn2", "rwkv6", "mlstm", "matrix")
+HEADS = {"window": [3, 3, 9, 9], "dilation": [1, 2, 1, 2]}
+CASES = {
+    "linear": ("linear", {"feature_map": "hedgehog"}, True, ALL),
+    "linear cosine": ("linear", {"feature_map": "cosine", "max_length": 64}, True, ALL),
+    "linear exp": ("linear", {"feature_map": "exp", "normalize": False}, True, (PLAIN,)),
+    "linear everywhere": ("linear", {}, False, (PLAIN, LEFT, HOLES)),
+    "linear hybrid": ("linear", {"window": 5}, True, ALL),
+    "linear wide hybrid": ("linear", {"window": 17}, True, ALL),
+    **{f"gated {g}": ("gated_linear", {"gate": g}, True, (PLAIN, HOLES, PACKED)) for g in GATES},
+    "gated hybrid": ("gated_linear", {"gate": "gla", "window": 5}, True, ALL),
+    "gated wide hybrid": ("gated_linear", {"gate": "mamba2", "window": 30}, True, (PLAIN, HOLES)),
+    "performer": ("performer", {"num_features": 32}, True, (PLAIN, HOLES, PACKED)),
+    "performer floor": ("performer", {"num_features": 32, "floor": 1e-4}, True, (PLAIN,)),
+    "performer everywhere": ("performer", {"num_features": 32}, False, (PLAIN, LEFT)),
+    "performer hybrid": ("performer", {"num_features": 32, "window": 5}, True, (PLAIN, PACKED)),
+    "longformer": ("longformer", {"window": 5}, True, ALL),
+    "longformer wide": ("longformer", {"window": 30}, True, ALL),
+    "longformer heads": ("longformer", HEADS, True, (PLAIN, HOLES)),
+    "longformer both sides": ("longformer", {"window": 5}, False, (PLAIN, LEFT, RIGHT, HOLES)),
+    "longformer both sides wide": ("longformer", {"window": 20}, False, (PLAIN, HOLES)),
+    "flash": ("flash", {}, True, ALL),
+    "flash window": ("flash", {"window": 7}, True, ALL),
+    "flash everywhere": ("flash", {}, False, (PLAIN, LEFT, HOLES)),
+    "softmax": ("softmax", {}, True, (PLAIN, HOLES, PACKED)),
+}  # fmt: skip
+
+
+def limits(kind):
+    """Return padding and segment ids of whole rows."""
+    real = torch.ones(B, T, dtype=torch.bool)
+    if kind == LEFT:
+        real[0, :15] = False
+    elif kind == RIGHT:
+        real[1, 33:] = False
+    elif kind == HOLES:
+        real[0, 10:21], real[1, ::3] = False, False
+    elif kind == PACKED:  # a border between shares, some within, a sequence over three of four
+        begins = torch.zeros(B, T, dtype=torch.long)
+        begins[0, [5, 24, 40]], begins[1, 10] = 1, 1
+        return None, begins.cumsum(1)
+    return (None, None) if kind == PLAIN else (real, None)
+
+
+def made(name, options, causal, dtype):
+    torch.manual_seed(0)
+    geometry = Geometry(
+        num_heads=H, num_key_heads=HKV, head_dim=D, hidden_size=M, causal=causal, name="a layer"
+    )
+    backend = build_backend(name, options, geometry)
+    with torch.no_grad():
+        for p in backend.parameters():  # from where they are of no account
+            p.add_(0.3 * torch.randn(p.shape))
+    return backend.to(dtype)
+
+
+def run(backend, inputs, mask, real, shard=None):
+    """Return the outputs and all gradients of a loss that weighs every output differently."""
+    *given, weight = inputs
+    given = [x.clone().requires_grad_() for x in given]
+    q, k, v, hidden = given
+    out = backend(q, k, v, mask=mask, hidden_states=hidden, shard=shard).out
+    if real is not None:
+        out = out * real[:, None, :, None]
+    (out * weight).sum().backward()
+    zero = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
+    params = [torch.zeros_like(p) if p.grad is None else p.grad for p in backend.parameters()]
+    return [out.detach(), *zero], params
+
+
+def errors(case, kind, group):
+    """Return the largest errors of a case's outputs, gradients, and parameters' gradients."""
+    name, options, causal, _ = CASES[case]
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    padding, ids = limits(kind)
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(B, H, T, D), (B, HKV, T, D), (B, HKV, T, D), (B, T, M), (B, H, T, D)]
+    whole = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    mask = AttentionMask(causal=causal, padding=padding, segment_ids=ids)
+    backend = made(name, options, causal, torch.float64)
+    expected, grads = run(backend, whole, mask, padding)
+    length = T // size
+    here = slice(rank * length, (rank + 1) * length)
+    shard = Shard(
+        group=group, rank=rank, size=size, length=length, padding=padding, segment_ids=ids
+    )
+    parts = [(x[:, here] if x.dim() == 3 else x[:, :, here]).float() for x in whole]
+    backend = made(name, options, causal, torch.float32)
+    real = None if padding is None else padding[:, here]
+    found, params = run(backend, parts, AttentionMask(causal=causal), real, shard)
+    own = [x[:, here] if x.dim() == 3 else x[:, :, here] for x in expected]
+    for x in params:
+        dist.all_reduce(x, group=group)
+
+    return [worst(found[:1], own[:1]), worst(found[1:], own[1:]), worst(params, grads)]
+
+
+# -- models --------------------------------------------------------------------------------------
+
+MIXED = {"layers": {"1": "longformer", "2": "performer", "3": "flash"}}
+MODELS = {
+    "llama": ("llama", attnzoo.AttentionSpec("gated_linear", window=5, **MIXED)),
+    "llama padded": ("llama", attnzoo.AttentionSpec("linear", window=5, **MIXED)),
+    "llama packed": ("llama", attnzoo.AttentionSpec("linear", window=5, **MIXED)),
+    "llama repeated": ("llama", attnzoo.AttentionSpec("gated_linear", gate="mlstm", **MIXED)),
+    "mistral": ("mistral", attnzoo.AttentionSpec("longformer", window=9, layers={"1": "softmax"})),
+    "bert": ("bert", attnzoo.AttentionSpec("linear", **MIXED)),
+}
+
+
+def model_of(kind, spec):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if kind == "bert":
+        config = hf.BertConfig(
+            **sizes, num_attention_heads=4, hidden_dropout_prob=0, attention_probs_dropout_prob=0
+        )
+        model = hf.BertForMaskedLM(config)
+    elif kind == "mistral":
+        model = hf.MistralForCausalLM(hf.MistralConfig(**sizes, **heads, sliding_window=7))
+    else:
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **heads))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)
+    attnzoo.swap(model, spec)
+    return model.train()
+
+
+def batch_of(case):
+    ids = torch.randint(64, (B, T), generator=torch.Generator().manual_seed(2))
+    batch = {"input_ids": ids}
+    if case == "bert":
+        return {**batch, "position_ids": torch.arange(T)[None], "attention_mask": limits(HOLES)[0]}
+    labels = ids.clone()
+    labels[0, :20] = -100  # so that processes have different numbers of them
+    if case == "llama padded":
+        real = limits(LEFT)[0]
+        batch |= {"attention_mask": real.long(), "position_ids": real.cumsum(1) - 1}
+        labels = labels.masked_fill(~real, -100)
+    elif case == "llama packed":
+        segments = limits(PACKED)[1]
+        places = [(row == row[:, None]).tril().sum(1) - 1 for row in segments]
+        batch["position_ids"] = torch.stack(places)
+    return {**batch, "labels": labels}
+
+
+def loss_of(model, batch):
+    out = model(**batch, use_cache=False)
+    if "input_ids" in batch and "labels" in batch:
+        return out.loss, out.logits
+    weight = torch.linspace(-1, 1, out.logits.shape[-1])
+    real = batch["attention_mask"][..., None]
+    return (out.logits * weight * real).square().sum() / 1000, out.logits * real
+
+
+def model_errors(case, mesh):
+    """Return the largest errors of a model's logits, its loss and its parameters' gradients."""
+    kind, spec = MODELS[case]
+    rank, size = mesh.get_local_rank(), mesh.size()
+    model, batch = model_of(kind, spec), batch_of(case)
+    loss, logits = loss_of(model, batch)
+    loss.backward()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    other = model_of(kind, spec)
+    if case == "llama repeated":
+        other.gradient_checkpointing_enable()
+    with attnzoo.context_parallel(other, batch, mesh) as share:
+        ours, own = loss_of(other, share)
+        ours.backward()
+    assert all(b.shard is None for b in other.modules() if isinstance(b, AttentionBackend))
+    length = T // size
+    here = logits[:, rank * length : (rank + 1) * length]
+    if "attention_mask" in batch:
+        real = batch["attention_mask"][:, rank * length : (rank + 1) * length, None]
+        here, own = here * real, own * real
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in other.parameters()]
+    ours = ours.detach()
+    for x in (ours, *found):
+        dist.all_reduce(x, group=mesh.get_group())
+        if "labels" in batch:  # the mean is what DDP and Accelerate make of them
+            x.div_(size)
+    return [worst([own], [here]), worst([ours], [loss]), worst(found, grads)]
+
+
+def worst(ours, exact):
+    pairs = zip(ours, exact, strict=True)
+    found = [float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs]
+    return max(found, default=0.0)
+
+
+def main(out, only):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    two = ParallelismConfig(dp_shard_size=2, cp_size=2).get_device_mesh("cpu")["cp"]
+    four = ParallelismConfig(cp_size=4).get_device_mesh("cpu")["cp"]
+    found = {}
+    for mesh in (two, four):
+        size = mesh.size()
+        for case, (*_, kinds) in CASES.items():
+            for kind in kinds if not only or case in only else ():
+                found[f"{case}/{kind}/{size}"] = errors(case, kind, mesh.get_group())
+        for case in MODELS:
+            if not only or case in only:
+                found[f"{case}/model/{size}"] = model_errors(case, mesh)
+    Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,232 @@
+"""Rows on several processes: outputs, losses and gradients of one; what cannot be is refused."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+
+import attnzoo
+from attnzoo.backends.config import Geometry
+from attnzoo.errors import AttnzooError, SpecError, UnsupportedError
+from attnzoo.integrations import context_parallel as cp
+from attnzoo.integrations.convert import own_attention
+from attnzoo.masks import AttentionMask
+from attnzoo.ops.context_parallel import Shard
+from attnzoo.registry import build_backend
+
+SCRIPT = Path(__file__).with_name("shares.py")
+MOST = 1e-5  # of what one process has in float64
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("shares", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SHARES = load()
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    """Run every case in groups of 2 and of 4 processes; returns the largest errors of any."""
+    out = tmp_path_factory.mktemp("shares")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "4", str(SCRIPT), str(out)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(4)]
+    return {name: [max(x) for x in zip(*(r[name] for r in ranks))] for name in ranks[0]}  # noqa: B905
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", SHARES.CASES)
+def test_a_backend_on_shares_equals_one_process(errors, case, size):
+    kinds = SHARES.CASES[case][-1]
+    wrong = {k: e for k in kinds if max(e := errors[f"{case}/{k}/{size}"]) > MOST}
+    assert not wrong, "outputs, gradients of inputs, of parameters: " + str(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", SHARES.MODELS)
+def test_a_model_on_shares_equals_one_process(errors, case, size):
+    """Logits, the mean of the losses and of the gradients, through Accelerate's device meshes."""
+    found = errors[f"{case}/model/{size}"]
+    assert max(found) <= MOST, found
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def shard(**changes):
+    return Shard(**{"group": None, "rank": 0, "size": 2, "length": 8, **changes})
+
+
+def call(name, options=None, *, causal=True, mask=None, shard=None, **given):
+    geometry = Geometry(
+        num_heads=2,
+        num_key_heads=2,
+        head_dim=4,
+        hidden_size=8,
+        causal=causal,
+        max_length=64,
+        name="a layer",
+    )
+    backend = build_backend(name, options or {}, geometry)
+    q, k, v = torch.randn(3, 1, 2, 8, 4)
+    mask = mask or AttentionMask(causal=causal)
+    return backend(q, k, v, mask=mask, shard=shard, hidden_states=torch.randn(1, 8, 8), **given)
+
+
+IDS = torch.tensor([[0] * 5 + [1] * 11])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "given", "message"),
+    [
+        ("linformer", {"block": 4}, {}, "projected from whole rows"),
+        ("linformer", {}, {"causal": False}, "projected from whole rows"),
+        ("reformer", {}, {}, "buckets sort the tokens"),
+        ("longformer", {"num_global": 1}, {}, "global tokens see all of a row"),
+        ("linear", {}, {"return_state": True}, "use_cache=False"),
+        ("linear", {"window": 3}, {"causal": False}, "window to both sides"),
+        ("flash", {"window": 3}, {"causal": False}, "window to both sides"),
+        ("performer", {"floor": 1e-4}, {"causal": False}, "floor"),
+        ("linear", {}, {"shard": shard(length=9)}, "a share of the rows has 9 tokens"),
+        ("linear", {}, {"causal": False, "shard": shard(segment_ids=IDS)}, "packed without"),
+        ("performer", {"floor": 1e-4}, {"shard": shard(segment_ids=IDS)}, "taken apart"),
+        ("linear", {}, {"mask": AttentionMask(causal=True, padding=IDS[:, :8] == 0)}, "not of the"),
+        ("flash", {}, {"bias": torch.zeros(1, 1, 8, 8)}, "additive bias"),
+        ("softmax", {}, {"return_weights": True}, "nowhere whole"),
+    ],
+)
+def test_what_needs_whole_rows_is_refused(name, options, given, message):
+    given = {"shard": shard(), **given}
+    with pytest.raises(UnsupportedError, match=message):
+        call(name, options, **given)
+
+
+def llama(**changes):
+    config = hf.LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        **changes,
+    )
+    return hf.LlamaForCausalLM(config)
+
+
+def swapped(attention="linear", **options):
+    model = llama()
+    attnzoo.swap(model, attention, **options)
+    return model
+
+
+ROWS = {"input_ids": torch.arange(12).view(1, 12)}
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """Be the first of two processes, as far as it can be told without the other."""
+    monkeypatch.setattr(cp, "_group", lambda group: None)
+    monkeypatch.setattr(cp.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(cp.dist, "get_world_size", lambda group: 2)
+
+
+def refuse(model, batch, message, kind=UnsupportedError):
+    with pytest.raises(kind, match=message), attnzoo.context_parallel(model, batch):
+        pass
+
+
+@pytest.mark.usefixtures("two")
+def test_models_that_cannot_run_on_shares_are_refused():
+    refuse(llama(), ROWS, "not swapped", SpecError)
+    refuse(swapped(layers={"1": "reformer"}), ROWS, "layers.1.self_attn.*reformer.*buckets")
+    model = swapped()
+    with own_attention(model):
+        refuse(model, ROWS, "runs its own attention", SpecError)
+    t5 = hf.T5ForConditionalGeneration(
+        hf.T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    )
+    attnzoo.swap(t5, "flash", else_="softmax")
+    refuse(t5, ROWS, "an encoder and a decoder")
+    model = swapped()
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    refuse(model, ROWS, "outside of attention too.*linear_attention")
+    model = swapped()
+    model.conv = torch.nn.Conv1d(1, 1, 2)
+    refuse(model, ROWS, "Conv1d")
+
+
+@pytest.mark.usefixtures("two")
+def test_batches_that_cannot_be_cut_are_refused():
+    model, ids = swapped(), ROWS["input_ids"]
+    refuse(model, {"input_ids": ids[:, :11]}, "11 tokens do not divide over 2.*pad them to 12")
+    refuse(model, {**ROWS, "cache_position": ids[0]}, "'cache_position' is given")
+    refuse(model, {**ROWS, "attention_mask": torch.ones(1, 1, 12, 12)}, "attention_mask is not")
+    padded = torch.ones(1, 12)
+    padded[0, 0] = 0
+    refuse(model, {**ROWS, "attention_mask": padded}, "position_ids are missing")
+    refuse(model, {**ROWS, "position_ids": ids[None]}, "position_ids are")
+    bert = hf.BertForMaskedLM(
+        hf.BertConfig(
+            vocab_size=16,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    )
+    attnzoo.swap(bert, "linear")
+    refuse(bert, {**ROWS, "position_ids": ids, "labels": ids}, "not a causal LM")
+
+
+@pytest.mark.usefixtures("two")
+def test_labels_are_shifted_over_whole_rows():
+    labels = ROWS["input_ids"].clone()
+    labels[0, 2] = -100
+    with attnzoo.context_parallel(swapped(), {**ROWS, "labels": labels}) as share:
+        assert share["input_ids"].tolist() == [[0, 1, 2, 3, 4, 5]]
+        assert share["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]]
+        assert share["shift_labels"].tolist() == [[1, -100, 3, 4, 5, 6]]
+        assert float(share["num_items_in_batch"]) == 10 / 2
+
+
+def test_without_processes_nothing_is_cut():
+    refuse(swapped(), ROWS, "torch.distributed is not initialised")
+
+
+@pytest.mark.usefixtures("two")
+def test_boundaries_of_a_share_are_refused():
+    model = swapped()
+    ends = torch.tensor([0, 2, 6], dtype=torch.int32)
+    refused = pytest.raises(AttnzooError, match="say it by position_ids")
+    with attnzoo.context_parallel(model, ROWS) as share, refused:
+        model(**share, use_cache=False, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+
+
+def test_torchs_own_context_parallel_is_refused(monkeypatch):
+    """It cuts rows in another order, and leaves all but torch's own attention to see one share."""
+    import torch.distributed.tensor.experimental._context_parallel._attention as torchs
+
+    def taken(*args, **options):
+        pytest.fail("never called")
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", taken)
+    monkeypatch.setitem(torchs._replaced_functions, taken, ("scaled_dot_product_attention", None))
+    with pytest.raises(UnsupportedError, match="torch's context_parallel"):
+        swapped()(**ROWS)
