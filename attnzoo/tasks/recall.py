@@ -55,11 +55,11 @@ MQAR = Task(
     about="multi-query associative recall (arXiv:2312.04927): the value of every key again",
     vocabulary=KEYS + VALUES,
     draw=draw_mqar,
-    train_sizes=(8, 16, 32),
+    train_sizes=(4, 8, 16, 32),
     test_sizes=(8, 16, 32),
     size_is="pairs",
     steps=1200,
-    batch=64,
+    batch=128,
     chance=1 / VALUES,
 )
 DUPLICATION = Task(

@@ -21,7 +21,7 @@ KERNEL = 3  # tokens that the convolution before the first layer sees
 MATRIX_RATE = 0.02  # of Muon, for the matrices inside the layers
 RATE = 3e-3  # of AdamW, for all else
 WARM_UP = 0.05  # of the steps
-ALONE = 0.4  # of the steps on the smallest size alone; the others join one by one
+ALONE = 0.3  # of the steps on the smallest size alone; the others join one by one
 TESTED, PIECE = 256, 64  # rows to judge on, in all and at a time
 
 
@@ -118,8 +118,8 @@ def make_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
 def sizes_at(task: Task, done: float) -> tuple[int, ...]:
     """Return the sizes that are trained on: the smallest first, then one more at a time.
 
-    Exact attention learned to recall 8 pairs within 400 steps, and 32 at once then; among all sizes
-    from the start it had learned nothing after 2000.
+    Among all sizes from the start, exact attention had learned nothing of associative recall after
+    2000 steps. From 8 pairs, gates and no gates learned it on two seeds of three, from 4 on all.
 
     Args:
         task: What is trained.

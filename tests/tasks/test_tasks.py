@@ -186,9 +186,10 @@ def test_losses_are_of_what_is_asked():
 
 def test_sizes_join_one_by_one():
     task = find_task("mqar")
-    assert sizes_at(task, 0) == sizes_at(task, 0.39) == (8,)
-    assert sizes_at(task, 0.5) == (8, 16)
-    assert sizes_at(task, 0.75) == sizes_at(task, 1) == (8, 16, 32)
+    assert sizes_at(task, 0) == sizes_at(task, 0.29) == (4,)
+    assert sizes_at(task, 0.5) == (4, 8)
+    assert sizes_at(task, 0.6) == (4, 8, 16)
+    assert sizes_at(task, 0.8) == sizes_at(task, 1) == (4, 8, 16, 32)
 
 
 def test_runs_are_kept_and_gone_on_from(tmp_path, monkeypatch, few):
