@@ -266,11 +266,11 @@ def lsh_meetings(
         units, groups, length, _ = queries.shape
         counts = met.new_zeros(units * groups * length + 1, keys.shape[1])
         with unrounded(q.device):
-            found = list(hashing.steps(part, queries, keys))
+            found = list(hashing.plan(part, queries, keys).steps)
         for step in found:
-            at = step.windows(step.keys.flatten() % keys.shape[1])[:, None].expand_as(step.bias)
-            rows = step.queries[:, :, None].expand_as(step.bias)
-            counts.index_put_((rows, at), (step.bias >= 0).long(), accumulate=True)
+            at = step.windows(step.keys.flatten() % keys.shape[1])[:, :, None].expand_as(step.away)
+            rows = step.queries[:, None].expand_as(step.away)
+            counts.index_put_((rows, at), (step.away == 0).long(), accumulate=True)
         counts = counts[:-1].view(units, groups, length, -1)
         if hashing.rule.shared:  # who meets no other key sees its own
             counts += torch.eye(length, device=q.device).long() * (counts.sum(-1, True) == 0)

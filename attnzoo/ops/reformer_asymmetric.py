@@ -12,13 +12,14 @@ pivots among the first L keys, 2 L / chunk or half as many, so that buckets stay
 length; the first queries, as many as the keys that a query meets at most, see every key, which
 costs no more.
 
-Every stretch is an interval of places in some order of the keys, the window and the first tokens
-being intervals of the order as it stands. Whether one of the earlier rounds has met a key already
-is then a comparison of numbers, and no key counts twice.
+Every stretch is an interval of places in some order of the keys, the window being one of the order
+as it stands. Whether one of the earlier rounds has met a key already is then a comparison of
+numbers, and no key counts twice.
 
 Time O(rounds T (chunk D + pivots D + log T)). Source: arXiv:2001.04451 (LSH attention),
 arXiv:2010.05315 (asymmetric transforms, balanced clusters).
-Letters: U key heads at hand, G query heads that share one, T queries, S keys, P pivots, N = G T.
+Letters: U key heads at hand, G query heads that share one, T queries, S keys, N = G T, R rounds,
+P pivots of all of them.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.ops.reformer_blocks import AWAY, Step
 from attnzoo.ops.reformer_rule import Rule, named_generator
 
-BLOCK = 32  # queries of a block
-LANES = 16  # numbers in the widest vector registers; tiles of keys are as wide or a multiple
+BLOCK = 32  # queries of a block: as many lanes as products and sums over keys run well with
+TILE = 32  # keys beside a block are a multiple of this
+LANES = 16  # numbers in the widest vector registers; rows of scores are multiples of it
+REACH = 4 * TILE  # and seldom more than these
 STEP = 2**17  # scores of a step: small enough for the cache of a core
 GROWTH = 2  # the length of one level over that of the one before
 MOST = 256  # pivots of a round, lest the cost of finding them outgrow that of attending
@@ -65,17 +67,20 @@ def levels(rule: Rule, begin: int, length: int) -> Iterator[Level]:
 
 
 class Order(NamedTuple):
-    """An order of keys, the interval of its places that each query sees, and queries in blocks."""
+    """A round: keys sorted by bucket and position, and of each query the interval that it sees."""
 
-    keys: Tensor  # [U, S]: the key in each place
-    places: Tensor  # [U, S]: the place of each key
-    blocks: Tensor  # [U, blocks, C]: queries of a bucket by rising intervals; -1: none
-    begin: Tensor  # [U, N]: the interval of each query
-    end: Tensor  # [U, N]: the place behind it
+    chunk: int  # places that an interval has at most
+    keys: Tensor  # [U S]: the row of the key in each place
+    places: Tensor  # [U S]: the place of each key's row, with ``chunk`` places between buckets
+    middles: Tensor  # [U N + 1]: of each query's row, of an interval ``chunk`` long, and of none
+    queries: Tensor  # [U N]: rows, sorted as keys are
+    buckets: Tensor  # [U N]: the bucket of each of those, in this order
+    begin: Tensor  # [U N]: its interval, in places of ``keys``
+    end: Tensor  # [U N]
 
 
 class Orders:
-    """All orders of a level: as it stands for the window, then the rounds.
+    """All rounds of a level, and what is seen beside them.
 
     Args:
         q: Queries of the level, ``[U, G, T, D]``.
@@ -89,196 +94,188 @@ class Orders:
         self, q: Tensor, k: Tensor, rule: Rule, level: Level, seed: tuple[int, ...]
     ) -> None:
         self.rule, self.level, self.seed, self.device = rule, level, seed, k.device
-        self.units, self.groups = q.shape[:2]
+        self.units, self.groups, self.length = q.shape[:3]
         self.q, self.k = q.flatten(1, 2), k
         self.positions = torch.arange(level.begin, level.end, device=k.device)
         self.first = rule.first if level.past else 0  # keys that are seen beside the window
-        self.list = [self._window()]
-        if level.past:
-            self.list += self._rounds()
+        self.list = self._rounds() if level.past else []
 
-    def earlier(self, index: int) -> list[int]:
-        """Return the orders that may have met the same keys before; intervals may exclude it."""
-        return list(range(1 if self.rule.causal else 0, index))
+    @property
+    def none(self) -> int:
+        """The row behind all queries, which stands for none."""
+        return self.units * self.groups * self.length
 
-    def _as_it_stands(self, begin: Tensor, end: Tensor) -> Order:
-        """Make an order of the keys as they stand, with intervals by position, ``[T]``."""
-        keys = torch.arange(self.level.keys, device=self.device).expand(self.units, -1)
-        queries = torch.arange(self.groups * len(begin), device=self.device)
-        blocks = queries.view(self.groups, -1).t().flatten()
-        blocks = F.pad(blocks, (0, -len(blocks) % BLOCK), value=-1).view(1, -1, BLOCK)
-        begin, end = (x.repeat(self.groups).expand(self.units, -1) for x in (begin, end))
-        return Order(keys, keys, blocks.expand(self.units, -1, -1), begin, end)
-
-    def _window(self) -> Order:
+    def window(self) -> tuple[Tensor, Tensor]:
+        """Return middle and half length of the interval of positions that each query sees, [T]."""
         t, length = self.positions, self.level.keys
         before = self.rule.window - 1 if self.rule.causal else self.rule.window
         if not self.level.past:
             before = length
+        begin = (t - before).clamp_min(0)
         end = t + 1 if self.rule.causal else (t + before + 1).clamp_max(length)
-        return self._as_it_stands((t - before).clamp_min(0), end)
+        return (begin + end - 1).float() / 2, (end - begin).float() / 2
 
     def _rounds(self) -> list[Order]:
-        found = hash_rounds(self.q, self.k, self.rule, self.level, self.seed)
-        return [self._round(*buckets) for buckets in found]
+        """Sort keys and queries of all rounds at once, by bucket and position.
 
-    def _round(self, key_buckets: Tensor, query_buckets: Tensor, count: int) -> Order:
-        """Sort one round, and find each query's stretch of its bucket."""
-        rule, length = self.rule, self.level.keys
-        edges = length * torch.arange(count + 2, device=self.device).expand(self.units, -1)
-        positions = torch.arange(length, device=self.device)
-        codes, keys = (key_buckets * length + positions).sort(-1)
-        places = torch.empty_like(keys).scatter_(1, keys, positions.expand_as(keys))
-        t = self.positions.repeat(self.groups)
-        wanted, queries = (query_buckets * length + t).sort(dim=-1, stable=True)
-        bucket = wanted // length
-        starts = torch.searchsorted(codes, edges)
-        low, high = starts.gather(1, bucket), starts.gather(1, bucket + 1)
+        A query stands behind the last key that it may meet, so counting keys tells where it ends.
+        """
+        rule, size, chunk = self.rule, self.level.keys, self.rule.chunk
+        nearest, highest, buckets = hash_rounds(self.q, self.k, rule, self.level, self.seed)
+        rounds, units, count = highest.shape
+        rows = rounds * units
+        row = torch.arange(rows, device=self.device)[:, None]
+        positions = torch.arange(size, device=self.device)
+        last = self.positions - (rule.window if rule.causal else 0)
+        times = torch.cat([2 * positions, (2 * last + 1).repeat(self.groups)])
+        times = times.sort(stable=True).indices
+        narrow = torch.int16 if rows * buckets < 2**15 else torch.int32  # sorted byte by byte
+        codes = torch.cat([nearest, highest], 2).flatten(0, 1).add_(row.int() * buckets).to(narrow)
+        codes, source = codes.index_select(1, times).flatten().sort(stable=True)
+        source = times.take(source.view(rows, -1).sub_(row * len(times)))
+        is_key = source < size
+        key, query = (x.flatten().nonzero().view(rows, -1) for x in (is_key, ~is_key))
+        keys, queries = source.take(key), source.take(query).sub_(size)
+        home, bucket = (codes.take(x).long().sub_(row * buckets) for x in (key, query))
+        seen = is_key.cumsum(1).take(query)
+        edges = torch.arange(buckets + 1, device=self.device).repeat(rows, 1)
+        starts = torch.searchsorted(home, edges)
+        low = starts.gather(1, bucket)
         if rule.causal:  # the latest of the bucket that stand behind the window
-            end = torch.searchsorted(codes, wanted - rule.window, right=True).maximum(low)
-            begin = torch.maximum(end - rule.chunk, low)
-        else:
-            here = torch.searchsorted(codes, wanted, right=True) - rule.chunk // 2
-            begin = torch.maximum(torch.minimum(here, high - rule.chunk), low)
-            end = torch.minimum(begin + rule.chunk, high)
-        begin, end = (torch.empty_like(x).scatter_(1, queries, x) for x in (begin, end))
-        blocks = in_blocks(queries, bucket, torch.searchsorted(wanted, edges))
-        return Order(keys, places, blocks, begin, end)
-
-
-def in_blocks(queries: Tensor, bucket: Tensor, starts: Tensor) -> Tensor:
-    """Put sorted queries into blocks of one bucket each, ``[U, blocks, C]``, -1 where none stands.
-
-    So the blocks of a query, the first key beside it, and with both the order in which its sums are
-    made, depend on its bucket's earlier queries and keys alone: no later token changes a bit of it.
-
-    Args:
-        queries: ``[U, N]``.
-        bucket: The bucket of each.
-        starts: Where each bucket begins among them, and the last one ends.
-    """
-    sizes = -(-starts.diff(dim=-1) // BLOCK) * BLOCK
-    shift = F.pad(sizes.cumsum(-1), (1, 0)) - starts
-    places = torch.arange(queries.shape[1], device=queries.device) + shift.gather(1, bucket)
-    room = BLOCK * (-(-queries.shape[1] // BLOCK) + starts.shape[1] - 1)  # enough in any case
-    slots = queries.new_full((len(queries), room), -1).scatter_(1, places, queries)
-    return slots.view(len(queries), -1, BLOCK)
+            begin, end = torch.maximum(seen - chunk, low), seen
+        else:  # those around it
+            high = starts.gather(1, bucket + 1)
+            begin = torch.maximum(torch.minimum(seen - chunk // 2, high - chunk), low)
+            end = torch.minimum(begin + chunk, high)
+        places = torch.empty(rows, size, device=self.device)
+        places.scatter_(1, keys, home.mul_(chunk).add_(positions).float())
+        middles = torch.empty(rows, count, device=self.device)
+        middles.scatter_(1, queries, (end + bucket * chunk).float().sub_((chunk + 1) / 2))
+        unit = row % units
+        found = (
+            keys.add_(unit * size),
+            places,
+            F.pad(middles.view(rounds, -1), (0, 1)),
+            queries.add_(unit * count),
+            bucket.add_(unit * buckets),
+            begin.add_(unit * size),
+            end.add_(unit * size),
+        )
+        each = zip(*(x.view(rounds, -1) for x in found), strict=True)
+        return [Order._make((chunk, *its)) for its in each]
 
 
 class Layout:
-    """An order laid out for steps: blocks of queries, the widest stretches of places first."""
+    """A round laid out for steps: blocks of queries beside few keys, those beside most first.
+
+    A block has up to ``BLOCK`` queries of one bucket, as they follow each other, whose intervals
+    lie within ``reach`` places; those that lie further on go into a block of their own. Which block
+    a query is in and which key is the first beside it depends on earlier queries and keys of its
+    bucket alone, and with both the order in which its sums are made.
+    """
 
     def __init__(self, order: Order) -> None:
-        units, count = order.begin.shape
-        unit = torch.arange(units, device=order.begin.device)[:, None]
-        self.size = order.keys.shape[1]
-        self.keys = (order.keys + self.size * unit).flatten()  # [U S]: the key in each place
-        self.places = order.places.flatten().float()  # [U S]: the place of each key
-        # of the interval that each query sees, and of one more that stands for none, [U N + 1]
-        self.middle = F.pad((order.begin + order.end - 1).flatten().float() / 2, (0, 1))
-        self.half = F.pad((order.end - order.begin).flatten().float() / 2, (0, 1))
-        blocks, stands = order.blocks.flatten(0, 1), order.blocks.flatten(0, 1) >= 0
-        unit = unit.repeat_interleave(order.blocks.shape[1], 0)  # [blocks, 1]
-        queries = torch.where(stands, blocks + count * unit, units * count)
-        begin, end = (F.pad(x.flatten(), (0, 1)).take(queries) for x in (order.begin, order.end))
-        begin, end = begin[:, 0], end.amax(-1)
-        widths, widest = (end - begin).sort(descending=True, stable=True)
-        self.widths: list[int] = widths.tolist()
-        self.queries = queries.index_select(0, widest)  # [blocks, C]
-        self.begin = begin.take(widest)[:, None]  # [blocks, 1]: the first place
-        self.first = (self.size * unit).take(widest)[:, None]
+        self.order, chunk, none = order, order.chunk, len(order.middles) - 1
+        reach = max(REACH, -(-2 * chunk // TILE) * TILE)
+        advance = reach - chunk
+        at = torch.arange(len(order.queries), device=order.queries.device)
+        start = torch.where(_changes(order.buckets), at, 0).cummax(0).values
+        rank = (at - start) % BLOCK
+        base = order.begin.take(at - rank)
+        ahead = (order.begin - base).div_(advance, rounding_mode="floor").add_(1)
+        ahead.mul_(order.end - base > reach)
+        block = _changes(ahead).logical_or_(rank == 0)
+        firsts = block.nonzero()[:, 0]
+        lasts = F.pad(firsts, (0, 1), value=len(at))[1:] - 1
+        base = base.take(firsts) + advance * (ahead.take(firsts) - 1).clamp_min_(0)
+        self.widths, widest = (order.end.take(lasts) - base).sort(descending=True, stable=True)
+        slots = order.queries.new_full((len(firsts), BLOCK), none)
+        slots.view(-1)[(block.cumsum(0) - 1) * BLOCK + rank] = order.queries
+        self.queries = slots.index_select(0, widest)  # [blocks, C]
+        self.begin = base.take(widest)[:, None]  # [blocks, 1]: the first place
+
+    @property
+    def slots(self) -> int:
+        """Return how many places for queries its blocks have, without those beside no key."""
+        return BLOCK * int(self.widths.count_nonzero())
 
     def batches(self, tile: int) -> Iterator[tuple[slice, int]]:
-        """Yield the blocks of one step, and the first of ``tile`` places after a block's."""
-        step = max(1, STEP // (BLOCK * tile))
-        for ahead in range(0, max(self.widths, default=0), tile):
-            count = sum(width > ahead for width in self.widths)
-            for at in range(0, count, step):
-                yield slice(at, min(at + step, count)), ahead
-
-    def intervals(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Return middle and half length of the intervals of queries, ``[blocks, C, 1]``."""
-        return self.middle.take(queries)[:, :, None], self.half.take(queries)[:, :, None]
+        """Yield the blocks that as many tiles of keys are beside, and how many keys those are."""
+        counts = torch.bincount(-(-self.widths // tile)).tolist()
+        at = 0
+        for tiles in reversed(range(1, len(counts))):
+            if counts[tiles]:
+                yield slice(at, at + counts[tiles]), tile * tiles
+                at += counts[tiles]
 
 
-def steps(orders: Orders) -> Iterator[Step]:
-    """Cut the orders of a level into steps; rows are ``[U N + 1]`` queries and ``[U S]`` keys.
-
-    How far a place lies from the middle of an interval, less half its length, is 0.5 or more
-    outside and -0.5 or less inside: what is away is outside its own order's, or inside another's.
-    """
-    layouts: list[Layout] = []
-    for index, order in enumerate(orders.list):
-        layout = Layout(order)
-        layouts.append(layout)
-        middle, half = layout.intervals(layout.queries)
-        earlier = [layouts[i] for i in orders.earlier(index)]
-        others = [(other.places, *other.intervals(layout.queries)) for other in earlier]
-        reach = orders.rule.chunk if index else orders.rule.window + BLOCK - 1
-        tile = torch.arange(_round_up(reach, LANES), device=orders.device)
-        for at, ahead in layout.batches(len(tile)):
-            keys = layout.begin[at] + tile.add(ahead)  # places, up to the next line but one
-            away = (keys[:, None, :] - middle[at]).abs_().sub_(half[at])
-            keys = layout.keys.take(keys.clamp_max_(layout.size - 1).add_(layout.first[at]))
-            for where, its_middle, its_half in others:
-                inside = (where.take(keys)[:, None, :] - its_middle[at]).abs_()
-                torch.maximum(away, torch.sub(its_half[at], inside, out=inside), out=away)
-            if orders.first and not index and not ahead:
-                first = torch.arange(_round_up(orders.first, LANES), device=orders.device)
-                inside = half[at] - (first - middle[at]).abs_()
-                away = torch.cat([torch.maximum(inside, first - orders.first + 0.5), away], 2)
-                keys = torch.cat([layout.first[at] + first.clamp_max_(layout.size - 1), keys], 1)
-            yield Step(layout.queries[at], keys, away.mul_(-AWAY).clamp_max_(0))
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+def _changes(x: Tensor) -> Tensor:
+    """Say where a number differs from the one before it."""
+    changes = torch.ones_like(x, dtype=torch.bool)
+    torch.ne(x[1:], x[:-1], out=changes[1:])
+    return changes
 
 
 def hash_rounds(
     q: Tensor, k: Tensor, rule: Rule, level: Level, seed: tuple[int, ...]
-) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield the buckets of keys ``[U, S]`` and of queries ``[U, N]`` of each round, and how many.
+) -> tuple[Tensor, Tensor, int]:
+    """Return the buckets of keys ``[R, U, S]`` and queries ``[R, U, N]``, and how many there are.
 
     The first tokens go to a bucket behind all others, where no query looks.
     """
     first, past = rule.first, level.past
     length = GROWTH * past if rule.causal else past
-    center = k[:, :past].mean(1, keepdim=True)
+    kinds, index = [], []
     for kind, fineness in enumerate(FINENESS):
         rounds = len(range(kind, rule.rounds, len(FINENESS)))
-        if not rounds:
-            continue
         count = rule.buckets or min(max(1, int(fineness * length) // rule.chunk), MOST)
         count = min(count, past - first)
         draw = torch.rand(rounds, count, generator=named_generator(*seed, past, kind))
         edges = first + (past - first) * torch.arange(count + 1) // count
-        index = edges[:-1] + (draw.double() * edges.diff()).long()  # one from each stretch
-        pivots = k[:, index.flatten().to(k.device)] - center  # [U, rounds P, D]
-        offset = (pivots * (center + pivots / 2)).sum(-1)
-        nearest = best_pivots(k, pivots, -offset, rounds)
-        highest = best_pivots(q, pivots, torch.zeros_like(offset), rounds)
-        nearest[:, :first] = count
-        for r in range(rounds):
-            yield nearest[..., r], highest[..., r], count
+        index.append((edges[:-1] + (draw.double() * edges.diff()).long()).flatten())
+        kinds.append((rounds, count))  # one pivot from each stretch between edges
+    center = k[:, :past].mean(1, keepdim=True)
+    pivots = k.index_select(1, torch.cat(index).to(k.device)) - center  # [U, P, D]
+    offset = (pivots * (center + pivots / 2)).sum(-1, keepdim=True)
+    nearest, highest = best_pivots(k, pivots, offset, kinds), best_pivots(q, pivots, None, kinds)
+    most = max(count for _, count in kinds)
+    nearest[:, :, :first] = most
+    return nearest, highest, most + 1
 
 
-def best_pivots(x: Tensor, pivots: Tensor, offset: Tensor, rounds: int) -> Tensor:
-    """Return the pivot of highest ``x p + offset`` for each round, ``[U, T, rounds]``.
+def best_pivots(
+    x: Tensor, pivots: Tensor, offset: Tensor | None, kinds: list[tuple[int, int]]
+) -> Tensor:
+    """Return the pivot of highest ``x p - offset`` in each round, ``[R, U, T]``.
 
     The last bits of the scores hold the pivots' numbers, so that a maximum, which is far faster
     than looking for its place, tells which it was.
+
+    Args:
+        x: ``[U, T, D]``.
+        pivots: ``[U, P, D]``, those of one round after those of another.
+        offset: ``[U, P, 1]``.
+        kinds: Numbers of rounds that have as many pivots, and how many.
     """
     units, length, _ = x.shape
-    count = pivots.shape[1] // rounds
-    bits = (count - 1).bit_length()
-    numbers = torch.arange(count, dtype=torch.int32, device=x.device)
-    out = torch.empty(units, length, rounds, dtype=torch.long, device=x.device)
-    step = max(1, STEP // (units * rounds * count))
-    for part, into in zip(x.split(step, 1), out.split(step, 1), strict=True):
-        scores = torch.baddbmm(offset[:, None], part, pivots.transpose(1, 2))
-        codes = scores.view(torch.int32).unflatten(-1, (rounds, count))
-        codes.bitwise_and_(-(1 << bits)).bitwise_or_(numbers)
-        best = codes.view(torch.float32).amax(-1).view(torch.int32)
-        into.copy_(best.bitwise_and_((1 << bits) - 1))
+    numbers = torch.cat([torch.arange(count).repeat(rounds) for rounds, count in kinds])
+    numbers = numbers.to(x.device, torch.int32)[:, None]
+    bits = (max(count for _, count in kinds) - 1).bit_length()
+    line = 4 * LANES  # shorter or uneven rows take longer
+    step = max(1, 2 * STEP // (units * pivots.shape[1] * line)) * line
+    out = numbers.new_empty(sum(rounds for rounds, _ in kinds), units, length)
+    buffer = x.new_empty(units, pivots.shape[1], step)
+    for part, into in zip(x.split(step, 1), out.split(step, 2), strict=True):
+        whole = part.shape[1] == step
+        scores = torch.bmm(pivots, part.mT, out=buffer if whole else None)
+        if offset is not None:
+            scores.sub_(offset)
+        scores.view(torch.int32).bitwise_and_(-1 << bits).bitwise_or_(numbers)
+        its = scores.split([rounds * count for rounds, count in kinds], 1)
+        row = 0
+        for (rounds, count), some in zip(kinds, its, strict=True):
+            best = some.unflatten(1, (rounds, count)).amax(2).transpose(0, 1)  # [rounds, U, t]
+            best = best.view(torch.int32)
+            torch.bitwise_and(best, (1 << bits) - 1, out=into[row : row + rounds])
+            row += rounds
     return out

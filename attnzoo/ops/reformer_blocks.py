@@ -15,11 +15,14 @@ of a block, W keys beside them, D key size, E value size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from attnzoo.ops.room import room
 
 LOG2_E = 1 / math.log(2)  # exp2 takes 0.2 ns an element, exp 9 where a key is far below the others
 AWAY = 2.0**31  # what half a place outside takes from a score is half of it; a power, so exact
@@ -35,20 +38,23 @@ class Step(NamedTuple):
 
     queries: Tensor  # [n, C], rows of q; the last row of q stands for none
     keys: Tensor  # [s, m], rows of k and v
-    bias: Tensor  # [n, C, W]: 0, or far below any score where a key is not seen; taken over
+    away: Tensor  # [n, W, C]: 0, or a quarter or more where a key is not seen; taken over
+    turn: int = 0  # steps of one turn have no query in common
 
     @property
     def advance(self) -> int:
         """Return by how many keys the window of a block lies behind that of the one before."""
-        (stretches, length), (blocks, _, width) = self.keys.shape, self.bias.shape
+        (stretches, length), (blocks, width, _) = self.keys.shape, self.away.shape
         others = blocks // stretches - 1
         return (length - width) // others if others else width
 
     def windows(self, x: Tensor) -> Tensor:
-        """View what belongs to the keys, ``[s m, ...]``, as each block has it: ``[n, ..., W]``."""
-        stretches = x.unflatten(0, self.keys.shape)
-        windows: Tensor = stretches.unfold(1, self.bias.shape[2], self.advance)
-        return windows.flatten(0, 1)
+        """View what belongs to the keys, ``[s m, ...]``, as each block has it: ``[n, W, ...]``."""
+        x, width = x.unflatten(0, self.keys.shape), self.away.shape[1]
+        if len(x) == len(self.away):
+            return x
+        windows: Tensor = x.unfold(1, width, self.advance).flatten(0, 1)
+        return windows.movedim(-1, 1)
 
     def gathered(self, x: Tensor) -> Tensor:
         """Add up by key what blocks have, ``[n, W, D]``; returns ``[s m, D]``."""
@@ -66,6 +72,14 @@ class Step(NamedTuple):
         return total.flatten(0, 1)
 
 
+class Plan(NamedTuple):
+    """All that is to be attended to."""
+
+    slots: int  # places in the blocks of all steps
+    turns: int
+    steps: Iterator[Step]
+
+
 class Sums(NamedTuple):
     """What attending gives."""
 
@@ -73,33 +87,43 @@ class Sums(NamedTuple):
     lse: Tensor  # [M, 1], log of the sum of weights
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, steps: Iterable[Step]) -> Sums:
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Sums:
     """Attend to the keys of all steps.
+
+    Every place in a block has a share of the result; those of a query are added up in the end.
 
     Args:
         q: Queries, scaled, ``[M, D]``; the last one fills up blocks and has no result.
         k: Keys, ``[S, D]``.
         v: Values, ``[S, E]``.
-        steps: Who sees whom.
+        plan: Who sees whom.
 
     Returns:
         Output and log of the sum of weights, in the dtype of the inputs.
     """
-    out, lse = v.new_zeros(len(q), v.shape[1]), v.new_full((len(q), 1), NOTHING)
-    for step in steps:
-        rows = step.queries.flatten()
-        scores = _scores(_gather(q, step.queries), step.windows(_rows(k, step.keys)), step.bias)
-        top = scores.amax(-1, keepdim=True)
+    shares = room(v, (plan.slots + 1, v.shape[1]))
+    tops, sums = v.new_empty(2, plan.slots + 1)
+    shares[0], tops[0], sums[0] = 0, -math.inf, 1  # of a turn in which a query has no place
+    slots = torch.arange(plan.slots + 1, device=q.device)
+    places = slots.new_zeros(plan.turns, len(q))
+    begin = 1
+    for step in plan.steps:
+        rows, shape = step.queries.flatten(), step.queries.shape
+        here = slice(begin, begin + len(rows))
+        scores = _scores(_rows(q, rows, shape), step.windows(_rows(k, step.keys)), step.away)
+        top = torch.amax(scores, 1, keepdim=True, out=tops[here].view(shape[0], 1, -1))
         weights = scores.sub_(top).exp2_()
-        total = weights.sum(-1, keepdim=True)
-        share = torch.bmm(weights, step.windows(_rows(v, step.keys)).mT).div_(total).flatten(0, 1)
-        own = total.log2_().add_(top).clamp_min_(NOTHING).view(-1, 1)
-        before = lse.index_select(0, rows)
-        both = torch.logaddexp2(before, own)
-        merged = out.index_select(0, rows).lerp_(share, own.sub_(both).exp2_())
-        out.index_copy_(0, rows, merged)
-        lse.index_copy_(0, rows, both)
-    return Sums(out, lse)
+        torch.sum(weights, 1, out=sums[here].view(shape))
+        values = step.windows(_rows(v, step.keys))
+        torch.bmm(weights.mT, values, out=shares[here].view(*shape, -1))
+        places[step.turn].index_copy_(0, rows, slots[here])
+        begin = here.stop
+    logs = (sums.log2_() + tops).take(places)
+    most = logs.amax(0)
+    lse = logs.sub_(most).exp2_().sum(0).log2_().add_(most).clamp_min_(NOTHING)
+    weights = tops.take(places).sub_(lse).exp2_().t().contiguous()
+    out = F.embedding_bag(places.t().contiguous(), shares, per_sample_weights=weights, mode="sum")
+    return Sums(out, lse[:, None])
 
 
 def attend_backward(
@@ -124,26 +148,35 @@ def attend_backward(
     """
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for step in steps:
-        rows, keys = step.queries.flatten(), step.keys.flatten()
-        queries, beside = _gather(q, step.queries), step.windows(_rows(k, step.keys))
-        weights = _scores(queries, beside, step.bias).sub_(_gather(lse, step.queries)).exp2_()
-        d_rows = _gather(d_out, step.queries)
-        dv.index_add_(0, keys, step.gathered(torch.bmm(weights.mT, d_rows)))
-        d_scores = torch.bmm(d_rows, step.windows(_rows(v, step.keys)))
-        d_scores.sub_(_gather(delta, step.queries)).mul_(weights)
-        dq.index_add_(0, rows, torch.bmm(d_scores, beside.mT).flatten(0, 1))
-        dk.index_add_(0, keys, step.gathered(torch.bmm(d_scores.mT, queries)))
+        rows, keys, shape = step.queries.flatten(), step.keys.flatten(), step.queries.shape
+        queries, beside = _rows(q, rows, shape), step.windows(_rows(k, keys))
+        weights = _scores(queries, beside, step.away).sub_(_rows(lse, rows, shape).mT).exp2_()
+        d_rows = _rows(d_out, rows, shape)
+        dv.index_add_(0, keys, step.gathered(torch.bmm(weights, d_rows)))
+        d_scores = torch.bmm(step.windows(_rows(v, keys)), d_rows.mT)
+        d_scores.sub_(_rows(delta, rows, shape).mT).mul_(weights)
+        dq.index_add_(0, rows, torch.bmm(d_scores.mT, beside).flatten(0, 1))
+        dk.index_add_(0, keys, step.gathered(torch.bmm(d_scores, queries)))
     return dq, dk, dv
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-    """Return ``[n, C, W]`` for keys ``[n, D, W]``, in logs of 2; made where the bias is."""
-    return bias.to(q.dtype).baddbmm_(q, k, alpha=LOG2_E)
+def stretches(heads: int, blocks: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """Cut the blocks of all heads into parts of about ``most``: whole heads, or parts of one."""
+    some = max(1, most // blocks)
+    for head in range(0, heads, some):
+        for begin in range(0, blocks, max(most, 1)):
+            yield (
+                slice(head, min(head + some, heads)),
+                slice(begin, min(begin + max(most, 1), blocks)),
+            )
 
 
-def _rows(x: Tensor, rows: Tensor) -> Tensor:
-    return x.index_select(0, rows.flatten())
+def _scores(q: Tensor, k: Tensor, away: Tensor) -> Tensor:
+    """Return ``[n, W, C]`` for keys ``[n, W, D]``, in logs of 2; made where ``away`` is."""
+    return away.to(q.dtype).baddbmm_(k, q.mT, beta=-AWAY, alpha=LOG2_E)
 
 
-def _gather(x: Tensor, rows: Tensor) -> Tensor:
-    return _rows(x, rows).view(*rows.shape, -1)
+def _rows(x: Tensor, rows: Tensor, shape: torch.Size | None = None) -> Tensor:
+    """Return rows of x, ``[rows, D]`` or ``[*shape, D]``."""
+    found = x.index_select(0, rows if rows.ndim == 1 else rows.flatten())
+    return found if shape is None else found.view(*shape, -1)

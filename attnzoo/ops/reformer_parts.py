@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.ops.reformer_asymmetric import Level, Orders, levels, steps
-from attnzoo.ops.reformer_blocks import NOTHING, Step, Sums, attend, attend_backward
+from attnzoo.ops.reformer_asymmetric import Level, Orders, levels
+from attnzoo.ops.reformer_blocks import NOTHING, Plan, Sums, attend, attend_backward
 from attnzoo.ops.reformer_rule import Rule
 from attnzoo.ops.reformer_shared import (
     bucket_factors,
@@ -21,9 +21,10 @@ from attnzoo.ops.reformer_shared import (
     draw_rotations,
     same_memory,
 )
+from attnzoo.ops.reformer_steps import steps
 from attnzoo.ops.room import room
 
-HELD = 2**19  # numbers of keys worked on at once
+HELD = 2**20  # numbers of keys worked on at once
 QUERIES, KEYS = True, False
 
 
@@ -35,7 +36,7 @@ class Hashing(NamedTuple):
     rotations: Tensor | None  # of the shared form, in place of drawn ones
     factors: list[int]  # buckets of the shared form; none has their number follow the length
 
-    def steps(self, part: Part, q: Tensor, k: Tensor) -> Iterator[Step]:
+    def plan(self, part: Part, q: Tensor, k: Tensor) -> Plan:
         """Cut the work on queries ``[U, G, T, D]`` and keys ``[U, S, D]`` into steps."""
         q, k, rule = q.float(), k.float(), self.rule
         if not rule.shared:
@@ -166,7 +167,7 @@ class Share(NamedTuple):
     v: Tensor  # [U S, E]
     norm: Tensor | None  # [U S, 1], what keys were divided by in the shared form
     group: tuple[int, int]  # G and T
-    steps: Iterator[Step]
+    plan: Plan
 
     @classmethod
     def of(
@@ -176,18 +177,18 @@ class Share(NamedTuple):
         one = hashing.rule.shared and same_memory(q, k)
         q, v = part.take(q, QUERIES), part.take(v, KEYS).flatten(0, 2)
         k = q if one else part.take(k, KEYS)
-        found, norm, group = hashing.steps(part, q, k[:, 0]), None, (q.shape[1], q.shape[2])
+        plan, norm, group = hashing.plan(part, q, k[:, 0]), None, (q.shape[1], q.shape[2])
         q_rows = as_rows(q)
         k = q_rows[:-1] if one else k.flatten(0, 2)
         if hashing.rule.shared:
             norm = torch.linalg.vector_norm(k, dim=1, keepdim=True)
             norm = norm.square_().add_(1e-6 * k.shape[1]).sqrt_()
             k = torch.div(k, norm, out=room(k, k.shape))
-        return cls(q_rows.mul_(scale) if scale != 1 else q_rows, k, v, norm, group, found)
+        return cls(q_rows.mul_(scale) if scale != 1 else q_rows, k, v, norm, group, plan)
 
     def attend(self) -> Sums:
         """Attend; in the shared form, who meets no other key sees its own."""
-        sums = attend(self.q, self.k, self.v, self.steps)
+        sums = attend(self.q, self.k, self.v, self.plan)
         queries, keys = self._alone(sums.lse)
         sums.out[queries] = self.v[keys]
         return sums
@@ -200,7 +201,7 @@ class Share(NamedTuple):
         queries, keys = self._alone(lse)
         d_own = d_out[queries]
         d_out[queries] = 0
-        dq, dk, dv = attend_backward(d_out, delta, lse, self.q, self.k, self.v, self.steps)
+        dq, dk, dv = attend_backward(d_out, delta, lse, self.q, self.k, self.v, self.plan.steps)
         dv.index_add_(0, keys, d_own)
         if self.norm is not None:
             along = (self.k * dk).sum(1, keepdim=True)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.ops.reformer_blocks import AWAY, Step
+from attnzoo.ops.reformer_blocks import Plan, Step, stretches
 from attnzoo.ops.reformer_rule import named_generator
 
 STEP = 2**18  # scores of a step: small enough for the cache of a core
@@ -77,7 +77,7 @@ def _largest(x: Tensor) -> Tensor:
 
 def chunk_steps(
     q: Tensor, k: Tensor, rotations: Tensor, factors: Sequence[int], *, chunk: int, causal: bool
-) -> Iterator[Step]:
+) -> Plan:
     """Sort into buckets, cut into chunks, and say who sees whom, round by round.
 
     Args:
@@ -106,26 +106,23 @@ def chunk_steps(
     rows = torch.where(queries < length, queries + heads[..., None] * length, none)
     beside = keys.clamp_max(length - 1) + heads // groups * length
     reach = chunk if alone else 2 * chunk
-    for r in range(rounds):
-        for some, blocks in _stretches(units * groups, queries.shape[2], STEP // (chunk * reach)):
-            at = queries[some, r, blocks].flatten(0, 1)
-            stretch = slice(blocks.start * chunk, (blocks.stop - 1) * chunk + reach)
-            seen = keys[some, r, stretch].unfold(1, reach, chunk).flatten(0, 1)
-            bias = _bias(at.float(), seen.float(), length, causal=causal)
-            yield Step(rows[some, r, blocks].flatten(0, 1), beside[some, r, stretch], bias)
+    most = STEP // (chunk * reach)
+
+    def found() -> Iterator[Step]:
+        for r in range(rounds):
+            for some, blocks in stretches(units * groups, queries.shape[2], most):
+                at = queries[some, r, blocks].flatten(0, 1)
+                stretch = slice(blocks.start * chunk, (blocks.stop - 1) * chunk + reach)
+                seen = keys[some, r, stretch].unfold(1, reach, chunk).flatten(0, 1)
+                away = _away(at.float(), seen.float(), length, causal=causal)
+                yield Step(rows[some, r, blocks].flatten(0, 1), beside[some, r, stretch], away, r)
+
+    return Plan(rounds * rows[:, 0].numel(), rounds, found())
 
 
 def same_memory(x: Tensor, y: Tensor) -> bool:
     """Return whether two tensors are one, as where a model's keys are its queries."""
     return x.data_ptr() == y.data_ptr() and (x.shape, x.stride()) == (y.shape, y.stride())
-
-
-def _stretches(heads: int, blocks: int, most: int) -> Iterator[tuple[slice, slice]]:
-    """Cut the blocks of all heads into parts of about ``most``: whole heads, or parts of one."""
-    some = max(1, most // blocks)
-    for head in range(0, heads, some):
-        for begin in range(0, blocks, max(most, 1)):
-            yield slice(head, head + some), slice(begin, min(begin + max(most, 1), blocks))
 
 
 def _sorted(buckets: Tensor) -> Tensor:
@@ -146,12 +143,12 @@ def _chunks(order: Tensor, chunk: int, length: int) -> Tensor:
     return chunks
 
 
-def _bias(queries: Tensor, keys: Tensor, length: int, *, causal: bool) -> Tensor:
-    """Take away a query's own key, and what it must not see, ``[n, C, W]``, by positions."""
-    if causal:  # 0 to half a place below a query; what fills up the last chunk is ahead of all
-        places = ((queries - 0.5) * AWAY)[:, :, None]
-        return (places - (keys * AWAY)[:, None, :]).clamp_max_(0)
-    itself = (queries[:, :, None] - keys[:, None, :]).abs_().sub_(1).clamp_max_(0)
-    if length % queries.shape[1]:
-        itself.sub_((keys - (length - 1)).clamp_(0, 1)[:, None, :])
-    return itself.mul_(AWAY)
+def _away(queries: Tensor, keys: Tensor, length: int, *, causal: bool) -> Tensor:
+    """Mark a query's own key, and what it must not see, ``[n, W, C]``, by positions."""
+    queries, keys = queries[:, None, :], keys[:, :, None]
+    if causal:  # half a place at least; what fills up the last chunk is ahead of all
+        return (keys - (queries - 0.5)).clamp_min_(0)
+    itself = (queries - keys).abs_().neg_().add_(1).clamp_min_(0)
+    if length % queries.shape[2]:
+        itself.add_((keys - (length - 1)).clamp_(0, 1))
+    return itself
