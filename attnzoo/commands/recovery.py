@@ -126,7 +126,7 @@ def _candidate(text: str) -> Any:
 
 
 def recover(
-    path: Annotated[Path, typer.Argument(help="folder of a saved causal model, not swapped")],
+    path: Annotated[Path, typer.Argument(help="folder of a saved model, not swapped")],
     data: Data,
     out: Out,
     attention: Attention = None,

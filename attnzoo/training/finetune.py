@@ -13,7 +13,7 @@ from attnzoo.integrations.convert import restore
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.account import account
 from attnzoo.training.distil import distil_loss
-from attnzoo.training.evaluate import branch_qualities, quality
+from attnzoo.training.evaluate import branch_qualities
 from attnzoo.training.loop import Stage
 from attnzoo.training.runs import Run, Tell, Tick, TrainConfig
 from attnzoo.training.transfer import extras
@@ -85,8 +85,8 @@ def finetune(
     if config.tune_softmax and config.train != "extras":
         _softmax_tuned(run, config)
     model = _tuned(run.model, run, config, "finetune")
-    lines = {**run.lines.known, "result": quality(model, run.judged)}
-    lines |= branch_qualities(model, run.judged)
+    lines = {**run.lines.known, "result": run.quality(model)}
+    lines |= branch_qualities(model, run.quality)
     results = account(run, model, lines)
     run.save(model, results, "finetune")
     return results
@@ -97,7 +97,7 @@ def _softmax_tuned(run: Run, config: FinetuneConfig) -> None:
     model = run.fresh()
     restore(model)
     model = _tuned(model, run, config, "softmax", swapped=False)
-    run.lines.judge("softmax tuned", lambda: quality(model, run.judged))
+    run.lines.judge("softmax tuned", lambda: run.quality(model))
 
 
 def _tuned(
@@ -111,6 +111,6 @@ def _tuned(
 
     trained, groups = run.prepared(model)
     loss = distil_loss(None, cross_entropy=1.0)
-    before = run.window_schedule(model, config.steps) if swapped else lambda step: None
+    before = run.schedule(model, config.steps) if swapped else lambda step: None
     stage = Stage(name=name, steps=config.steps, groups=groups, loss=loss, before=before)
     return run.merged(run.loop.run(trained, stage, lambda: run.prepared(fresh())[0]))
