@@ -182,7 +182,7 @@ def recover(
         report_to=report_to,
         loop=LoopConfig(batch_size=batch, accumulate=accumulate, seed=seed, precision=precision),
     )
-    stages = {"transfer": transfer_steps, "distil": distil_steps}
+    stages = {"softmax": distil_steps, "transfer": transfer_steps, "distil": distil_steps}
     given: dict[str, Any] = {"column": column, "resume": resume, "weights": weights}
     _run(stages, out, lambda to: recovery.recover(path, spec, data, out, config, **given, **to))
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from attnzoo.integrations.convert import own_attention, restore
 from attnzoo.training.data import IGNORED
 from attnzoo.training.loop import Loss
+from attnzoo.training.transfer import swapped_layers
 
 Read = Callable[[Any, Mapping[str, Tensor]], Tensor]  # of a model on a batch
 Teacher = Read  # logits, [B, T, V], or hidden states, [B, T, M]
@@ -52,21 +53,24 @@ def own_teacher(model: nn.Module, *, weights_change: bool, read: Read = read_log
     """Return what gives softmax's logits, or hidden states, for a swapped model.
 
     Args:
-        model: As it is trained, not yet wrapped for several processes; PEFT may be around it.
+        model: As it is trained, not yet wrapped for several processes; PEFT may be around it. One
+            that is not swapped teaches as it is now.
         weights_change: Whether its own weights are trained: then a copy of them is made.
         read: What of it is given.
     """
+    swapped = bool(swapped_layers(model))
     frozen: Any = None
     if weights_change:
         frozen = deepcopy(model).requires_grad_(False).eval()
-        restore(frozen)
+        if swapped:
+            restore(frozen)
 
     @torch.no_grad()
     def teach(student: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         if frozen is not None:
             return read(frozen.to(batch["input_ids"].device), batch)
         without: Any = getattr(model, "disable_adapter", nullcontext)
-        with own_attention(model), without():
+        with own_attention(model) if swapped else nullcontext(), without():
             return read(model, batch)
 
     return teach

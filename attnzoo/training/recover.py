@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from attnzoo.errors import ConfigError
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.account import account
+from attnzoo.training.control import tune_softmax
 from attnzoo.training.distil import (
     distil_loss,
     hidden_loss,
@@ -111,10 +112,12 @@ def recover(
         tick=tick,
     )
     run.judge_before()
+    if config.cross_entropy and config.distil_steps and config.train != "extras":
+        tune_softmax(run, config.distil_steps, lambda trained: _distil_loss(trained, run, config))
     model = _distil(_transfer(run.model, run, config), run, config)
     lines = dict(run.lines.known)
-    if not config.cross_entropy:  # its own predictions are all that softmax would have learned
-        lines["softmax tuned"] = lines["softmax"]
+    # without the text's own tokens, its own predictions are all that softmax would have learned
+    lines.setdefault("softmax tuned", lines["softmax"])
     lines["result"] = run.quality(model)
     lines |= branch_qualities(model, run.quality)
     results = account(run, model, lines)
@@ -183,22 +186,26 @@ def transfer_loss(transfer: Transfer) -> Loss:
     return loss
 
 
+def _distil_loss(trained: Any, run: Run, config: RecoverConfig) -> Loss:
+    """Return the loss of distillation, for a model as it is trained."""
+    read = read_hidden if run.encoder else read_logits
+    teacher = own_teacher(trained, weights_change=config.train == "full", read=read)
+    if run.encoder:
+        return hidden_loss(teacher)
+    return distil_loss(teacher, cross_entropy=config.cross_entropy, top_k=config.top_k)
+
+
 def _distil(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrainedModel:
     """Train to predict as with softmax; returns the model with adapters merged into it."""
     if not config.distil_steps or (config.train == "extras" and not extras(model)):
         run.tell("no distillation: " + ("nothing to learn" if config.distil_steps else "0 steps"))
         return model
     trained, groups = run.prepared(model)
-    read = read_hidden if run.encoder else read_logits
-    teacher = own_teacher(trained, weights_change=config.train == "full", read=read)
-    loss = distil_loss(teacher, cross_entropy=config.cross_entropy, top_k=config.top_k)
-    if run.encoder:
-        loss = hidden_loss(teacher)
     stage = Stage(
         name="distil",
         steps=config.distil_steps,
         groups=groups,
-        loss=loss,
+        loss=_distil_loss(trained, run, config),
         before=run.schedule(model, config.distil_steps),
     )
     rebuild: Callable[[], nn.Module] = lambda: run.prepared(run.fresh())[0]  # noqa: E731
