@@ -114,8 +114,8 @@ def plan(
         console.print("Nothing was written; give --out FILE to keep the plan.")
         return
     made.write(out)
-    picture = write_plan_page(out.with_suffix(".html"), made)
-    console.print(f"Written to {out}" + (f", and drawn in {picture}" if picture else ""))
+    drawn = ", ".join(map(str, write_plan_page(out.with_suffix(".html"), made)))
+    console.print(f"Written to {out}" + (f", and drawn in {drawn}" if drawn else ""))
     console.print(f"Go on with: attnzoo recover {path} --plan {out} ...")
 
 

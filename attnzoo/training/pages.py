@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attnzoo.report import page
+from attnzoo.report.picture import can_draw, write_picture
 from attnzoo.report.text import number, size
 from attnzoo.report.whole import write_whole
 from attnzoo.training.plan import Plan
@@ -148,10 +149,18 @@ def _markdown(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def write_plan_page(path: Path, plan: Plan) -> Path | None:
-    """Write a picture of a plan, layers by candidates, as HTML; ``None`` without plotly."""
+def write_plan_page(path: Path, plan: Plan) -> list[Path]:
+    """Write a picture of a plan, layers by candidates: HTML, and PNG where matplotlib is installed.
+
+    Args:
+        path: Of the HTML; pictures stand beside it, and begin with its name.
+        plan: What to draw.
+
+    Returns:
+        What was written; nothing without plotly.
+    """
     if not page.can_plot():
-        return None
+        return []
     names = list(plan.layers[0].alone)
     figures = []
     for measure, title, text in (
@@ -193,4 +202,7 @@ def write_plan_page(path: Path, plan: Plan) -> Path | None:
         page.table(heads, gets),
         page.plots_html(figures),
     ]
-    return page.write_page(path, title="attnzoo plan", body=body)
+    written = [page.write_page(path, title="attnzoo plan", body=body)]
+    if can_draw():
+        written += [write_picture(path.with_name(f"{path.stem}-{x.name}.png"), x) for x in figures]
+    return written
