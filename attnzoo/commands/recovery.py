@@ -114,8 +114,8 @@ def plan(
         console.print("Nothing was written; give --out FILE to keep the plan.")
         return
     made.write(out)
-    picture = write_plan_page(out.with_suffix(".html"), made)
-    console.print(f"Written to {out}" + (f", and drawn in {picture}" if picture else ""))
+    drawn = ", ".join(map(str, write_plan_page(out.with_suffix(".html"), made)))
+    console.print(f"Written to {out}" + (f", and drawn in {drawn}" if drawn else ""))
     console.print(f"Go on with: attnzoo recover {path} --plan {out} ...")
 
 
@@ -126,7 +126,7 @@ def _candidate(text: str) -> Any:
 
 
 def recover(
-    path: Annotated[Path, typer.Argument(help="folder of a saved causal model, not swapped")],
+    path: Annotated[Path, typer.Argument(help="folder of a saved model, not swapped")],
     data: Data,
     out: Out,
     attention: Attention = None,
@@ -182,7 +182,7 @@ def recover(
         report_to=report_to,
         loop=LoopConfig(batch_size=batch, accumulate=accumulate, seed=seed, precision=precision),
     )
-    stages = {"transfer": transfer_steps, "distil": distil_steps}
+    stages = {"softmax": distil_steps, "transfer": transfer_steps, "distil": distil_steps}
     given: dict[str, Any] = {"column": column, "resume": resume, "weights": weights}
     _run(stages, out, lambda to: recovery.recover(path, spec, data, out, config, **given, **to))
 

@@ -14,6 +14,11 @@ _MARKERS = {"circle": "o", "circle-open": "o", "diamond": "D", "star": "*", "sta
 _DASHES = {"solid": "-", "dot": ":", "dash": "--"}
 
 
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
 def write_pictures(out: Path, plots: Sequence[Plot]) -> list[Path]:
     """Write one PNG a plot into ``out/pictures``; none without matplotlib.
 
@@ -21,16 +26,17 @@ def write_pictures(out: Path, plots: Sequence[Plot]) -> list[Path]:
         out: Folder of the page.
         plots: What the page shows.
     """
-    if find_spec("matplotlib") is None:
+    if not can_draw():
         return []
     folder = out / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    made = []
-    for plot in plots:
-        path = folder / f"{plot.name}.png"
-        _draw(plot).savefig(path, dpi=110)
-        made.append(path)
-    return made
+    return [write_picture(folder / f"{plot.name}.png", plot) for plot in plots]
+
+
+def write_picture(path: Path, plot: Plot) -> Path:
+    """Write one plot as a PNG; matplotlib must be there."""
+    _draw(plot).savefig(path, dpi=110)
+    return path
 
 
 def _draw(plot: Plot) -> Any:
@@ -50,6 +56,8 @@ def _draw(plot: Plot) -> Any:
     for line in plot.figure.layout.shapes or ():
         axes.axhline(line.y0, color="gray", linestyle="--", linewidth=1)
     _set_axes(axes, plot.figure.layout)
+    if axes.images:
+        axes.grid(visible=False)
     axes.set_title(plot.title, fontsize=11, loc="left")
     if axes.get_legend_handles_labels()[0]:
         made.legend(loc="outside right upper", fontsize=8, frameon=False)
@@ -92,7 +100,17 @@ def _draw_matrix(made: Any, axes: Any, trace: Any) -> None:
         aspect="auto",
         interpolation="nearest",
     )
-    made.colorbar(image, ax=axes, label=trace.colorbar.title.text or "")
+    if trace.showscale is not False:
+        made.colorbar(image, ax=axes, label=trace.colorbar.title.text or "")
+    for axis, names in ((axes.xaxis, trace.x), (axes.yaxis, trace.y)):
+        if names is not None and isinstance(names[0], str):
+            axis.set_ticks(range(len(names)), labels=list(names), fontsize=8)
+    for row, texts in enumerate(trace.text if trace.text is not None else ()):
+        for column, text in enumerate(texts):
+            dark = image.norm(trace.z[row][column]) < 0.5  # viridis is light above
+            axes.text(
+                column, row, text, ha="center", va="center", color="white" if dark else "black"
+            )
 
 
 def _set_axes(axes: Any, layout: Any) -> None:

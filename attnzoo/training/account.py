@@ -10,13 +10,12 @@ from transformers import PreTrainedModel
 from attnzoo.demo.measure import Result, measure_decoding
 from attnzoo.demo.text import longest_context
 from attnzoo.integrations.convert import own_attention
-from attnzoo.training.evaluate import Quality, as_data, verdict
 from attnzoo.training.runs import Run
 
 LENGTHS = (256, 1024, 4096)  # tokens after which a step of decoding is timed
 
 
-def account(run: Run, model: PreTrainedModel, lines: dict[str, Quality]) -> dict[str, Any]:
+def account(run: Run, model: PreTrainedModel, lines: dict[str, Any]) -> dict[str, Any]:
     """Return all that is told of a run's result, as plain data.
 
     Args:
@@ -24,11 +23,12 @@ def account(run: Run, model: PreTrainedModel, lines: dict[str, Quality]) -> dict
         model: Its result, whole on this process.
         lines: ``softmax``, ``window alone``, ``raw swap``, ``result`` and what else was judged.
     """
+    decodes = not run.encoder and run.accelerator.is_main_process
     return {
-        "verdict": verdict(lines),
+        "verdict": run.verdict(lines),
         "window": run.window,
-        "lines": as_data(lines),
-        "decoding": decoding(model, run) if run.accelerator.is_main_process else {},
+        "lines": run.as_data(lines),
+        "decoding": decoding(model, run) if decodes else {},
         **run.made_from,
     }
 

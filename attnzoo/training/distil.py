@@ -3,6 +3,8 @@ r"""Distillation: the swapped model learns to predict what the model predicts wi
 .. math:: \ell = \frac{1}{T} \sum_t \mathrm{KL}\big(p^*(\cdot \mid x_{\le t}) \,\big\|\,
           p(\cdot \mid x_{\le t})\big)
 
+An encoder predicts nothing: it learns the last hidden states that it has with softmax.
+
 Where the model's own weights stay as they are, or only adapters beside them learn, the teacher is
 the same model with its own attention, adapters off: no second copy is held.
 """
@@ -21,39 +23,57 @@ from torch import Tensor, nn
 from attnzoo.integrations.convert import own_attention, restore
 from attnzoo.training.data import IGNORED
 from attnzoo.training.loop import Loss
+from attnzoo.training.transfer import swapped_layers
 
-Teacher = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]  # logits, [B, T, V]
-
-
-def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what a model's forward is given of a batch."""
-    return {name: batch[name] for name in ("input_ids", "position_ids")}
+Read = Callable[[Any, Mapping[str, Tensor]], Tensor]  # of a model on a batch
+Teacher = Read  # logits, [B, T, V], or hidden states, [B, T, M]
 
 
-def own_teacher(model: nn.Module, *, weights_change: bool) -> Teacher:
-    """Return what gives softmax's logits for a swapped model.
+def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what a model's forward is given of a batch; only rows of decoders have labels."""
+    inputs: dict[str, Any] = {name: x for name, x in batch.items() if name != "labels"}
+    return {**inputs, "use_cache": False} if "labels" in batch else inputs
+
+
+def read_logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return what a model predicts, ``[B, T, V]``."""
+    logits: Tensor = model(**model_inputs(batch)).logits
+    return logits
+
+
+def read_hidden(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return what comes out of an encoder's last layer, whatever its head, ``[B, T, M]``."""
+    states: tuple[Tensor, ...] = model(
+        **model_inputs(batch), output_hidden_states=True
+    ).hidden_states
+    return states[-1]
+
+
+def own_teacher(model: nn.Module, *, weights_change: bool, read: Read = read_logits) -> Teacher:
+    """Return what gives softmax's logits, or hidden states, for a swapped model.
 
     Args:
-        model: As it is trained, not yet wrapped for several processes; PEFT may be around it.
+        model: As it is trained, not yet wrapped for several processes; PEFT may be around it. One
+            that is not swapped teaches as it is now.
         weights_change: Whether its own weights are trained: then a copy of them is made.
+        read: What of it is given.
     """
+    swapped = bool(swapped_layers(model))
     frozen: Any = None
     if weights_change:
         frozen = deepcopy(model).requires_grad_(False).eval()
-        restore(frozen)
+        if swapped:
+            restore(frozen)
 
     @torch.no_grad()
-    def logits(student: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        inputs = model_inputs(batch)
+    def teach(student: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         if frozen is not None:
-            found: Tensor = frozen.to(inputs["input_ids"].device)(**inputs, use_cache=False).logits
-            return found
+            return read(frozen.to(batch["input_ids"].device), batch)
         without: Any = getattr(model, "disable_adapter", nullcontext)
-        with own_attention(model), without():
-            found = model(**inputs, use_cache=False).logits
-            return found
+        with own_attention(model) if swapped else nullcontext(), without():
+            return read(model, batch)
 
-    return logits
+    return teach
 
 
 def divergence(student: Tensor, teacher: Tensor, real: Tensor, top_k: int | None = None) -> Tensor:
@@ -95,7 +115,7 @@ def distil_loss(
         # the last token predicts what is not there, the end of a document another's beginning
         labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
         target = None if teacher is None else teacher(model, batch)
-        logits: Tensor = model(**model_inputs(batch), use_cache=False).logits
+        logits = read_logits(model, batch)
         total = logits.new_zeros((), dtype=torch.float32)
         if target is not None and cross_entropy < 1:
             total = (1 - cross_entropy) * divergence(logits, target, labels != IGNORED, top_k)
@@ -105,5 +125,21 @@ def distil_loss(
             )
             total = total + cross_entropy * each
         return total
+
+    return loss
+
+
+def hidden_loss(teacher: Teacher) -> Loss:
+    """Return a loss: the relative squared error of an encoder's last hidden states.
+
+    Args:
+        teacher: Gives the hidden states to come to.
+    """
+
+    def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        exact = teacher(model, batch).float()
+        real = batch["attention_mask"].unsqueeze(-1)
+        difference = (read_hidden(model, batch).float() - exact).square() * real
+        return difference.sum() / (exact.square() * real).sum()
 
     return loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -90,14 +90,16 @@ def softmax_quality(model: PreTrainedModel, judged: Judged) -> Quality:
         return quality(model, judged)
 
 
-def branch_qualities(model: PreTrainedModel, judged: Judged) -> dict[str, Quality]:
+def branch_qualities(
+    model: PreTrainedModel, judge: Callable[[PreTrainedModel], Any]
+) -> dict[str, Any]:
     """Judge each branch of a window hybrid alone; empty for a model without one."""
     found = {}
     for name, weight in (("near branch alone", NEAR), ("far branch alone", FAR)):
         weights = [p for n, p in model.named_parameters() if n.endswith("attnzoo.far_log_weight")]
         if weights:
             with _filled(weights, weight):
-                found[name] = quality(model, judged)
+                found[name] = judge(model)
     return found
 
 

@@ -9,11 +9,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.integrations.convert import restore
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.account import account
+from attnzoo.training.control import tune_softmax
 from attnzoo.training.distil import distil_loss
-from attnzoo.training.evaluate import branch_qualities, quality
+from attnzoo.training.evaluate import branch_qualities
 from attnzoo.training.loop import Stage
 from attnzoo.training.runs import Run, Tell, Tick, TrainConfig
 from attnzoo.training.transfer import extras
@@ -83,34 +83,22 @@ def finetune(
             "take 'lora' or 'full'"
         )
     if config.tune_softmax and config.train != "extras":
-        _softmax_tuned(run, config)
-    model = _tuned(run.model, run, config, "finetune")
-    lines = {**run.lines.known, "result": quality(model, run.judged)}
-    lines |= branch_qualities(model, run.judged)
+        tune_softmax(run, config.steps, lambda trained: distil_loss(None, cross_entropy=1.0))
+    model = _tuned(run, config)
+    lines = {**run.lines.known, "result": run.quality(model)}
+    lines |= branch_qualities(model, run.quality)
     results = account(run, model, lines)
     run.save(model, results, "finetune")
     return results
 
 
-def _softmax_tuned(run: Run, config: FinetuneConfig) -> None:
-    """Train the model with its own attention by the same steps, and judge it."""
-    model = run.fresh()
-    restore(model)
-    model = _tuned(model, run, config, "softmax", swapped=False)
-    run.lines.judge("softmax tuned", lambda: quality(model, run.judged))
-
-
-def _tuned(
-    model: PreTrainedModel, run: Run, config: FinetuneConfig, name: str, *, swapped: bool = True
-) -> PreTrainedModel:
-    def fresh() -> PreTrainedModel:
-        found = run.fresh()
-        if not swapped:
-            restore(found)
-        return found
-
-    trained, groups = run.prepared(model)
-    loss = distil_loss(None, cross_entropy=1.0)
-    before = run.window_schedule(model, config.steps) if swapped else lambda step: None
-    stage = Stage(name=name, steps=config.steps, groups=groups, loss=loss, before=before)
-    return run.merged(run.loop.run(trained, stage, lambda: run.prepared(fresh())[0]))
+def _tuned(run: Run, config: FinetuneConfig) -> PreTrainedModel:
+    trained, groups = run.prepared(run.model)
+    stage = Stage(
+        name="finetune",
+        steps=config.steps,
+        groups=groups,
+        loss=distil_loss(None, cross_entropy=1.0),
+        before=run.schedule(run.model, config.steps),
+    )
+    return run.merged(run.loop.run(trained, stage, lambda: run.prepared(run.fresh())[0]))

@@ -68,7 +68,7 @@ def evaluate(
     tell(f"{len(judged.plain)} rows that were held out")
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     lines = {"softmax": softmax_quality(model, judged), "result": quality(model, judged)}
-    lines |= branch_qualities(model, judged)
+    lines |= branch_qualities(model, lambda model: quality(model, judged))
     window = control or window_of(model)
     swap(model, "flash", window=window)
     lines["window alone"] = quality(model, judged)

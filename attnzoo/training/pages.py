@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from attnzoo.report import page
+from attnzoo.report.picture import can_draw, write_picture
 from attnzoo.report.text import number, size
 from attnzoo.report.whole import write_whole
 from attnzoo.training.plan import Plan
 
 HEADS = ("", "loss", "recovered", "recall", "recovered")
+ENCODER_HEADS = ("", "mean cosine", "least")
 
 
 def write_pages(
@@ -33,19 +35,35 @@ def write_pages(
     body = [
         page.heading(_headline(results), 1),
         page.paragraph(_subject(results, command), soft=True),
-        page.table(HEADS, lines_cells(results)),
+        page.table(heads(results), lines_cells(results)),
         page.heading("Decoding") + page.table(DECODING, decoding) if decoding else "",
         page.plots_html([_curves(losses)]),
     ]
     page.write_page(out / "report.html", title=f"attnzoo {command}", body=body)
 
 
+def is_encoder(results: Mapping[str, Any]) -> bool:
+    """Whether an account is of an encoder, whose lines are cosines."""
+    return "cosine" in results["lines"]["result"]
+
+
+def heads(results: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what stands above the cells of an account's lines."""
+    return ENCODER_HEADS if is_encoder(results) else HEADS
+
+
 def lines_cells(results: Mapping[str, Any]) -> list[list[str]]:
-    """Return every line of an account as text: name, loss, recall, how much of each came back."""
+    """Return every line of an account as text: name, loss, recall, how much of each came back.
+
+    Of an encoder: name, mean and least cosine.
+    """
     rows = []
     for name, line in results["lines"].items():
         label = f"window alone ({results['window']})" if name == "window alone" else name
         cells = [label]
+        if is_encoder(results):
+            rows.append([label, number(line["cosine"]), number(line["least"])])
+            continue
         for what in ("loss", "recall"):
             share = line[f"{what}_share"]
             cells += [number(line[what]), "" if share is None else f"{share:.0%}"]
@@ -77,11 +95,16 @@ def _headline(results: Mapping[str, Any]) -> str:
 
 
 def _subject(results: Mapping[str, Any], command: str) -> str:
-    return (
-        f"attnzoo {command}. Bits per byte on held-out text (loss) and on the second copy of a "
-        "repeated segment (recall); recovered is the share of the distance from the window alone "
-        f"to softmax. The swap: {json.dumps(results['spec'])}"
+    told = (
+        "Bits per byte on held-out text (loss) and on the second copy of a repeated segment "
+        "(recall); recovered is the share of the distance from the window alone to softmax."
     )
+    if is_encoder(results):
+        told = (
+            "Cosine between the embeddings of held-out texts, each the mean of its tokens' last "
+            "hidden states, and those of the model as it was."
+        )
+    return f"attnzoo {command}. {told} The swap: {json.dumps(results['spec'])}"
 
 
 def _curves(losses: Iterable[Mapping[str, Any]]) -> page.Plot:
@@ -97,8 +120,8 @@ def _curves(losses: Iterable[Mapping[str, Any]]) -> page.Plot:
     figure.update_xaxes(title="step of the stage")
     figure.update_yaxes(title="loss", type="log")
     text = (
-        "Transfer: a layer's relative squared error, or nats of its attention. Distil: nats of KL. "
-        "Else cross-entropy."
+        "Transfer: a layer's relative squared error, or nats of its attention. Distil: nats of KL, "
+        "or an encoder's relative squared error. Else cross-entropy."
     )
     return page.Plot(name="losses", title="Training", text=text, figure=figure)
 
@@ -106,13 +129,14 @@ def _curves(losses: Iterable[Mapping[str, Any]]) -> page.Plot:
 def card(results: Mapping[str, Any], command: str) -> str:
     """Return the model card: the verdict first, then every line that it rests on."""
     spec = results["spec"]
+    kind = "feature-extraction" if is_encoder(results) else "text-generation"
     parts = [
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [attnzoo]\n---\n",
+        f"---\nlibrary_name: transformers\npipeline_tag: {kind}\ntags: [attnzoo]\n---\n",
         "# A model whose attention was swapped\n",
         f"**{results['verdict']}**\n",
         "Load it with `from_pretrained` after `import attnzoo`.\n",
         _subject(results, command).rpartition(" The swap:")[0] + "\n",
-        _markdown(HEADS, lines_cells(results)),
+        _markdown(heads(results), lines_cells(results)),
         _markdown(DECODING, _decoding_cells(results)) if results.get("decoding") else "",
         f"The swap:\n\n```json\n{json.dumps(spec, indent=2)}\n```\n",
     ]
@@ -125,10 +149,18 @@ def _markdown(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def write_plan_page(path: Path, plan: Plan) -> Path | None:
-    """Write a picture of a plan, layers by candidates, as HTML; ``None`` without plotly."""
+def write_plan_page(path: Path, plan: Plan) -> list[Path]:
+    """Write a picture of a plan, layers by candidates: HTML, and PNG where matplotlib is installed.
+
+    Args:
+        path: Of the HTML; pictures stand beside it, and begin with its name.
+        plan: What to draw.
+
+    Returns:
+        What was written; nothing without plotly.
+    """
     if not page.can_plot():
-        return None
+        return []
     names = list(plan.layers[0].alone)
     figures = []
     for measure, title, text in (
@@ -170,4 +202,7 @@ def write_plan_page(path: Path, plan: Plan) -> Path | None:
         page.table(heads, gets),
         page.plots_html(figures),
     ]
-    return page.write_page(path, title="attnzoo plan", body=body)
+    written = [page.write_page(path, title="attnzoo plan", body=body)]
+    if can_draw():
+        written += [write_picture(path.with_name(f"{path.stem}-{x.name}.png"), x) for x in figures]
+    return written

@@ -13,8 +13,17 @@ from transformers import PreTrainedModel
 from attnzoo.errors import ConfigError
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.account import account
-from attnzoo.training.distil import distil_loss, model_inputs, own_teacher
-from attnzoo.training.evaluate import branch_qualities, quality
+from attnzoo.training.control import tune_softmax
+from attnzoo.training.distil import (
+    distil_loss,
+    hidden_loss,
+    model_inputs,
+    own_teacher,
+    read_hidden,
+    read_logits,
+)
+from attnzoo.training.encoder import EncoderRun, is_encoder
+from attnzoo.training.evaluate import branch_qualities
 from attnzoo.training.loop import Loss, Stage
 from attnzoo.training.runs import Run, Tell, Tick, TrainConfig
 from attnzoo.training.transfer import Target, Transfer, extras, learning_layers
@@ -63,10 +72,13 @@ def recover(
     tell: Tell = lambda text: None,
     tick: Tick = lambda stage, step, loss: None,
 ) -> dict[str, Any]:
-    """Swap a saved causal model, bring its quality back, judge it, and save it to ``out``.
+    """Swap a saved model, bring its quality back, judge it, and save it to ``out``.
+
+    A causal model is judged by loss and recall, an encoder by how near its embeddings come to what
+    they were.
 
     Args:
-        path: Folder of a saved model that is not swapped.
+        path: Folder of a saved model that is not swapped, a decoder or an encoder.
         spec: The swap.
         data: Text files, JSON lines, parquet, or folders of them.
         out: A new folder for the model; ``recovery.json`` in it says how good it is.
@@ -84,7 +96,10 @@ def recover(
         AttnzooError: Something that was given cannot be used.
     """
     config = config or RecoverConfig()
-    run = Run(
+    encoder = is_encoder(path)
+    if encoder:
+        _refuse_text_loss(config)
+    run = (EncoderRun if encoder else Run)(
         path,
         spec,
         data,
@@ -97,15 +112,26 @@ def recover(
         tick=tick,
     )
     run.judge_before()
+    if config.cross_entropy and config.distil_steps and config.train != "extras":
+        tune_softmax(run, config.distil_steps, lambda trained: _distil_loss(trained, run, config))
     model = _distil(_transfer(run.model, run, config), run, config)
     lines = dict(run.lines.known)
-    if not config.cross_entropy:  # its own predictions are all that softmax would have learned
-        lines["softmax tuned"] = lines["softmax"]
-    lines["result"] = quality(model, run.judged)
-    lines |= branch_qualities(model, run.judged)
+    # without the text's own tokens, its own predictions are all that softmax would have learned
+    lines.setdefault("softmax tuned", lines["softmax"])
+    lines["result"] = run.quality(model)
+    lines |= branch_qualities(model, run.quality)
     results = account(run, model, lines)
     run.save(model, results, "recover")
     return results
+
+
+def _refuse_text_loss(config: RecoverConfig) -> None:
+    for name, none in (("cross_entropy", 0.0), ("top_k", None)):
+        if getattr(config, name) != none:
+            raise ConfigError(
+                f"{name} is about predicted text, and an encoder is distilled to its hidden "
+                "states; leave it out"
+            )
 
 
 def _transfer(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrainedModel:
@@ -125,7 +151,7 @@ def _transfer(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTra
                 steps=config.transfer_steps,
                 groups=[{"params": parameters, "lr": rate}],
                 loss=transfer_loss(transfer),
-                before=told(transfer, run.window_schedule(model, config.transfer_steps)),
+                before=told(transfer, run.schedule(model, config.transfer_steps)),
             )
             model = run.loop.run(model, stage, run.fresh)
     return model
@@ -155,10 +181,18 @@ def transfer_loss(transfer: Transfer) -> Loss:
     """Return the loss of a model whose layers are being taught, for a :class:`Stage`."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        output = model(**model_inputs(batch), use_cache=False)
-        return transfer.loss(output.logits)
+        return transfer.loss(model(**model_inputs(batch))[0])
 
     return loss
+
+
+def _distil_loss(trained: Any, run: Run, config: RecoverConfig) -> Loss:
+    """Return the loss of distillation, for a model as it is trained."""
+    read = read_hidden if run.encoder else read_logits
+    teacher = own_teacher(trained, weights_change=config.train == "full", read=read)
+    if run.encoder:
+        return hidden_loss(teacher)
+    return distil_loss(teacher, cross_entropy=config.cross_entropy, top_k=config.top_k)
 
 
 def _distil(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrainedModel:
@@ -167,14 +201,12 @@ def _distil(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrain
         run.tell("no distillation: " + ("nothing to learn" if config.distil_steps else "0 steps"))
         return model
     trained, groups = run.prepared(model)
-    teacher = own_teacher(trained, weights_change=config.train == "full")
-    loss = distil_loss(teacher, cross_entropy=config.cross_entropy, top_k=config.top_k)
     stage = Stage(
         name="distil",
         steps=config.distil_steps,
         groups=groups,
-        loss=loss,
-        before=run.window_schedule(model, config.distil_steps),
+        loss=_distil_loss(trained, run, config),
+        before=run.schedule(model, config.distil_steps),
     )
     rebuild: Callable[[], nn.Module] = lambda: run.prepared(run.fresh())[0]  # noqa: E731
     return run.merged(run.loop.run(trained, stage, rebuild))

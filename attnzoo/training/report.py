@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from attnzoo.training.pages import HEADS, lines_cells
+from attnzoo.training.pages import heads, is_encoder, lines_cells
 from attnzoo.training.plan import Plan
 
 
@@ -62,8 +62,9 @@ class ProgressBar:
 
 def lines_table(results: Mapping[str, Any]) -> Table:
     """Lay out every line of ``recovery.json``: loss, recall, and how much of each is recovered."""
-    table = Table(title="bits per byte on held-out text")
-    for head in HEADS:
+    cosines = "embeddings of held-out text, cosine to softmax's"
+    table = Table(title=cosines if is_encoder(results) else "bits per byte on held-out text")
+    for head in heads(results):
         table.add_column(head, justify="right" if head else "left")
     for cells in lines_cells(results):
         table.add_row(*cells)

@@ -18,7 +18,7 @@ from attnzoo.backends.recurrent import RecurrentBackend, WindowDropout
 from attnzoo.demo.text import Judged, refuse_encoder
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.integrations.attention import NAME
-from attnzoo.integrations.convert import swap
+from attnzoo.integrations.convert import own_attention, swap
 from attnzoo.integrations.files import read_config
 from attnzoo.report.whole import write_whole
 from attnzoo.spec import AttentionSpec
@@ -31,7 +31,14 @@ from attnzoo.training.data import (
     split_documents,
     with_repeats,
 )
-from attnzoo.training.evaluate import Quality, judged_rows, quality, softmax_quality, window_of
+from attnzoo.training.evaluate import (
+    Quality,
+    as_data,
+    judged_rows,
+    quality,
+    verdict,
+    window_of,
+)
 from attnzoo.training.loop import Loop, LoopConfig, read_losses
 from attnzoo.training.pages import write_pages
 from attnzoo.training.plan import weights_name
@@ -91,7 +98,19 @@ def load_rows(path: Path, data: list[Path], column: str, config: TrainConfig) ->
 
 
 def load_swapped(path: Path, spec: AttentionSpec | None) -> PreTrainedModel:
-    """Load a causal model in float32, its attention swapped, or as its own config has it.
+    """Load a causal model in float32; see :func:`load_model`."""
+    read_config(path)  # says so if there is no model
+    refuse_encoder(path, "training is on text prediction")
+    return load_model(path, spec, AutoModelForCausalLM)
+
+
+def load_model(path: Path, spec: AttentionSpec | None, cls: Any) -> PreTrainedModel:
+    """Load a model in float32, its attention swapped, or as its own config has it.
+
+    Args:
+        path: Folder of a saved model.
+        spec: The swap; ``None`` for a model that is swapped already.
+        cls: What to load it with.
 
     Raises:
         SpecError: It is swapped already and a spec is given, or neither.
@@ -105,10 +124,9 @@ def load_swapped(path: Path, spec: AttentionSpec | None) -> PreTrainedModel:
         )
     if known is None and spec is None:
         raise SpecError(f"{str(path)!r} is not swapped; say with which attention to swap it")
-    refuse_encoder(path, "training is on text prediction")
     if spec is not None:
         config.attnzoo = spec.to_dict()
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    model: PreTrainedModel = cls.from_pretrained(
         path, config=config, attn_implementation=NAME, dtype=torch.float32
     )
     return model
@@ -129,15 +147,21 @@ def make_accelerator(config: TrainConfig, out: Path) -> Accelerator:
 
 
 class Lines:
-    """What a run's model is judged against, line by line; a resumed run judges none twice."""
+    """What a run's model is judged against, line by line; a resumed run judges none twice.
 
-    def __init__(self, accelerator: Accelerator, path: Path) -> None:
+    Args:
+        accelerator: Of the run.
+        path: The file that keeps them.
+        kind: What a line is: a dataclass.
+    """
+
+    def __init__(self, accelerator: Accelerator, path: Path, kind: Any) -> None:
         self.accelerator, self.path = accelerator, path
         found = [_read(path) if accelerator.is_main_process else None]
         (known,) = broadcast_object_list(found)
-        self.known = {name: Quality(**line) for name, line in known.items()}
+        self.known: dict[str, Any] = {name: kind(**line) for name, line in known.items()}
 
-    def judge(self, name: str, judged: Callable[[], Quality]) -> None:
+    def judge(self, name: str, judged: Callable[[], Any]) -> None:
         """Have a line, from the run's folder or by judging; all processes take part."""
         if name in self.known:
             return
@@ -158,6 +182,8 @@ def _read(path: Path) -> dict[str, Any]:
 class Run:
     """One run in a folder of its own: text, model, steps, and the lines to beat.
 
+    Made for causal models; what is another for encoders, they replace in a class of their own.
+
     Args:
         path: Folder of a saved causal model.
         spec: The swap; ``None`` for a model that is swapped already.
@@ -173,6 +199,12 @@ class Run:
     Raises:
         AttnzooError: Something that was given cannot be used.
     """
+
+    line: Any = Quality  # what the model is judged by
+    encoder = False
+    task = "CAUSAL_LM"  # as PEFT calls it
+    verdict: Any = staticmethod(verdict)
+    as_data: Any = staticmethod(as_data)
 
     def __init__(
         self,
@@ -190,8 +222,8 @@ class Run:
     ) -> None:
         self.path, self.spec, self.out, self.config, self.tell = path, spec, out, config, tell
         self.accelerator = make_accelerator(config, out)
-        train, held_out = load_rows(path, data, column, config)
-        self.model: Any = load_swapped(path, spec)
+        train, held_out = self.load_rows(data, column)
+        self.model: Any = self.fresh()
         name = weights_name(self.model)
         if weights is not None and weights != name:
             raise SpecError(
@@ -210,27 +242,40 @@ class Run:
             [self.checkpoints.begin(resume=resume) if main else None]
         )
         tell(f"{len(train)} rows to train on, {len(held_out)} held out")
-        if config.row_length < REPEATS_FROM:
-            tell(f"no recall: rows are shorter than {REPEATS_FROM} tokens")
-        self.judged: Judged = judged_rows(held_out, config.judged_rows)
-        self.lines = Lines(self.accelerator, out / FOLDER / LINES)
+        self.lines = Lines(self.accelerator, out / FOLDER / LINES, self.line)
         self.window = config.control or window_of(self.model)
         self.model.to(self.accelerator.device)
+        self.judge_on(held_out)
         if config.report_to:
             self.accelerator.init_trackers("attnzoo")
         self.loop = Loop(self.accelerator, train, config.loop, self.checkpoints, progress, tick)
 
+    def load_rows(self, data: list[Path], column: str) -> tuple[Any, Any]:
+        """Return rows to train on, and rows held out."""
+        return load_rows(self.path, data, column, self.config)
+
+    def judge_on(self, held_out: Any) -> None:
+        """Take what the model is judged on from the rows that were held out."""
+        if self.config.row_length < REPEATS_FROM:
+            self.tell(f"no recall: rows are shorter than {REPEATS_FROM} tokens")
+        self.judged: Judged = judged_rows(held_out, self.config.judged_rows)
+
+    def quality(self, model: PreTrainedModel) -> Any:
+        """Judge a model as it is."""
+        return quality(model, self.judged)
+
     def judge_before(self) -> None:
         """Judge the model with softmax, with its swap, and with the window alone."""
-        model, judged, lines = self.model, self.judged, self.lines
+        model, lines = self.model, self.lines
         spec = getattr(model.config, NAME)
         if "window alone" in lines.known:
             return
-        lines.judge("softmax", lambda: softmax_quality(model, judged))
-        lines.judge("raw swap", lambda: quality(model, judged))
+        with own_attention(model):
+            lines.judge("softmax", lambda: self.quality(model))
+        lines.judge("raw swap", lambda: self.quality(model))
         kept = {n: x.clone() for n, x in model.state_dict().items() if ".attnzoo." in n}
         swap(model, "flash", window=self.window)
-        lines.judge("window alone", lambda: quality(model, judged))
+        lines.judge("window alone", lambda: self.quality(model))
         swap(model, spec)
         model.load_state_dict(kept, strict=False)
         model.to(self.accelerator.device)
@@ -250,7 +295,7 @@ class Run:
         trained: Any = model
         if config.train == "lora":
             torch.manual_seed(config.loop.seed)  # for the adapters, however the run came here
-            trained = with_adapters(model, config.lora_rank)
+            trained = with_adapters(model, config.lora_rank, self.task)
         groups = [{"params": added, "lr": config.extras_lr}] if added else []
         if config.train != "extras":
             own = [
@@ -264,7 +309,7 @@ class Run:
             model.gradient_checkpointing_enable()
         return trained, groups
 
-    def window_schedule(self, model: nn.Module, steps: int) -> Callable[[int], None]:
+    def schedule(self, model: nn.Module, steps: int) -> Callable[[int], None]:
         """Return what drops windows of hybrids, from ``window_dropout`` down to none, step by step.
 
         Source: scheduled sliding-window dropout, arXiv:2510.05901.
@@ -316,7 +361,7 @@ class Run:
         self.accelerator.wait_for_everyone()
 
 
-def with_adapters(model: nn.Module, rank: int) -> Any:
+def with_adapters(model: nn.Module, rank: int, task: str) -> Any:
     """Put LoRA adapters beside every linear layer of a model but those of backends."""
     from peft import LoraConfig, get_peft_model
 
@@ -327,6 +372,6 @@ def with_adapters(model: nn.Module, rank: int) -> Any:
             lora_alpha=2 * rank,
             target_modules="all-linear",
             exclude_modules=r".*\.attnzoo(\..*)?",
-            task_type="CAUSAL_LM",
+            task_type=task,
         ),
     )

@@ -121,7 +121,16 @@ def test_a_plan_is_drawn(model, tmp_path):
         layers=layers,
         weights=weights_name(model),
     )
-    page = write_plan_page(tmp_path / "plan.html", made).read_text()
+    written = write_plan_page(tmp_path / "plan.html", made)
+    assert [path.name for path in written] == [
+        "plan.html",
+        "plan-alone.png",
+        "plan-restored.png",
+    ]
+    for path in written[1:]:
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert path.stat().st_size > 5000
+    page = written[0].read_text()
     assert page.count("plotly-graph-div") == 2
     assert all(f"{layer.alone['linear']:.4f}" in page for layer in layers)
     assert all(f"{layer.restored['near']:.4f}" in page for layer in layers)

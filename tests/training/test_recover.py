@@ -78,6 +78,21 @@ def test_the_account_is_of_the_saved_model(saved, text, spec, tmp_path):
     assert results["window"] == 4
 
 
+@pytest.mark.parametrize("train", ["extras", "lora", "full"])
+def test_softmax_is_tuned_by_the_text_too(saved, text, spec, tmp_path, train):
+    """By the same loss; with no weights of its own in training it stays as it is."""
+    loop = LoopConfig(batch_size=4)
+    options = {**STEPS, "train": train, "weights_lr": 3e-2, "cross_entropy": 0.5, "loop": loop}
+    results = recover(saved, spec, [text], tmp_path / "out", RecoverConfig(**options))
+    tuned, softmax = (results["lines"][name]["loss"] for name in ("softmax tuned", "softmax"))
+    if train == "extras":
+        assert tuned == softmax
+    else:
+        assert tuned < softmax - 0.1
+    stages = [stage for stage, step, _ in losses(tmp_path / "out") if step == 0]
+    assert stages == ["softmax"] * (train != "extras") + ["transfer", "distil"]
+
+
 def test_a_saved_model_is_judged_as_it_was_when_made(saved, text, spec, tmp_path):
     made = recover(saved, spec, [text], tmp_path / "out", config("extras"))
     found = evaluate(tmp_path / "out", [text], row_length=32, rows=2)

@@ -14,7 +14,7 @@ from attnzoo.training.transfer import extras
 def test_trainer_trains_a_swapped_model(model, saved, tmp_path, adapters):
     attnzoo.swap(model, "gated_linear", feature_map="hedgehog", window=4)
     before = {name: p.detach().clone() for name, p in extras(model).items()}
-    trained = with_adapters(model, 4) if adapters else model
+    trained = with_adapters(model, 4, "CAUSAL_LM") if adapters else model
     for parameter in extras(trained).values():
         parameter.requires_grad_(True)  # PEFT freezes what it does not know
     tokenizer = hf.AutoTokenizer.from_pretrained(saved)
@@ -44,7 +44,7 @@ def test_trainer_trains_a_swapped_model(model, saved, tmp_path, adapters):
 
 def test_adapters_go_beside_the_model_and_not_into_backends(model):
     attnzoo.swap(model, "gated_linear", feature_map="hedgehog", window=4)
-    trained = with_adapters(model, 4)
+    trained = with_adapters(model, 4, "CAUSAL_LM")
     names = [name for name, _ in trained.named_parameters() if "lora_" in name]
     assert any("q_proj" in name for name in names)
     assert any("down_proj" in name for name in names)

@@ -1,0 +1,181 @@
+"""Recovery of encoders, on a tiny BERT: what is judged, what is trained, what is refused."""
+
+import json
+
+import pytest
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+import attnzoo
+from attnzoo.demo.text import embedded_model_path
+from attnzoo.errors import ConfigError, SpecError
+from attnzoo.training.data import DataError
+from attnzoo.training.encoder import Closeness, Texts, cut, embeddings, is_encoder, verdict
+from attnzoo.training.loop import LoopConfig, read_losses
+from attnzoo.training.recover import RecoverConfig, recover
+
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "alpha", "beta", "gamma", "delta"]
+SPEC = attnzoo.AttentionSpec("linear", feature_map="hedgehog", window=2)
+
+
+@pytest.fixture
+def encoder(tmp_path):
+    """Return the folder of a tiny encoder, with dropout, and a tokenizer of four words."""
+    torch.manual_seed(0)
+    config = hf.BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.5,
+        attention_probs_dropout_prob=0.5,
+    )
+    model = hf.BertForMaskedLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # attention is far from uniform
+            parameter.mul_(10 if parameter.ndim == 2 else 1)
+    tokens = Tokenizer(models.WordLevel({w: n for n, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokens.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    path = tmp_path / "encoder"
+    model.save_pretrained(path)
+    hf.PreTrainedTokenizerFast(
+        tokenizer_object=tokens, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
+    ).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Return a file of texts of 3 to 40 words."""
+    generator = torch.Generator().manual_seed(0)
+    path = tmp_path / "texts.jsonl"
+    texts = []
+    for _ in range(48):
+        count = int(torch.randint(3, 41, (), generator=generator))
+        picks = torch.randint(4, 8, (count,), generator=generator).tolist()
+        texts.append(json.dumps({"text": " ".join(WORDS[n] for n in picks)}))
+    path.write_text("\n".join(texts))
+    return path
+
+
+def config(**options):
+    loop = LoopConfig(batch_size=8, checkpoint_every=2)
+    given = {"transfer_steps": 4, "distil_steps": 4, "row_length": 16, "judged_rows": 8}
+    return RecoverConfig(**{**given, "loop": loop, **options})
+
+
+@pytest.mark.parametrize("train", ["extras", "lora", "full"])
+def test_the_account_is_of_the_saved_model(encoder, lines, tmp_path, train):
+    out = tmp_path / "out"
+    results = recover(encoder, SPEC, [lines], out, config(train=train))
+    assert results == json.loads((out / "recovery.json").read_text())
+    assert results["lines"]["softmax"]["cosine"] == pytest.approx(1, abs=1e-6)
+    assert set(results["lines"]) >= {"raw swap", "window alone", "near branch alone", "result"}
+    saved, exact = (hf.AutoModelForMaskedLM.from_pretrained(p) for p in (out, encoder))
+    assert type(saved) is hf.BertForMaskedLM
+    changed = {
+        name
+        for name, x in exact.state_dict().items()
+        if not torch.equal(x, saved.state_dict()[name])
+    }
+    assert any("query" in name for name in changed) == (train != "extras")
+    assert any("word_embeddings" in name for name in changed) == (train == "full")
+    assert "mean cosine" in (out / "README.md").read_text()
+
+
+def test_it_learns(encoder, lines, tmp_path):
+    results = recover(
+        encoder,
+        SPEC,
+        [lines],
+        tmp_path / "out",
+        config(transfer_steps=30, distil_steps=30, train="full", weights_lr=3e-3),
+    )
+    raw, result = (results["lines"][name]["cosine"] for name in ("raw swap", "result"))
+    assert 1 - result < 0.5 * (1 - raw)
+
+
+def test_a_resumed_run_ends_alike(encoder, lines, tmp_path):
+    whole = recover(encoder, SPEC, [lines], tmp_path / "whole", config(train="full"))
+    taken = []
+
+    def stop(stage, step, loss):
+        taken.append(loss)
+        if len(taken) == 7:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        recover(encoder, SPEC, [lines], out, config(train="full"), tick=stop)
+    again = recover(encoder, SPEC, [lines], out, config(train="full"), resume=True)
+    assert read_losses(out) == read_losses(tmp_path / "whole")
+    assert again == whole
+
+
+def test_dropout_rests(encoder, lines, tmp_path):
+    """An exact swap has nothing to learn from its teacher, unless either drops something."""
+    flash = attnzoo.AttentionSpec("flash")
+    options = config(transfer_steps=0, distil_steps=2, train="lora")
+    recover(encoder, flash, [lines], tmp_path / "out", options)
+    assert all(line["loss"] < 1e-9 for line in read_losses(tmp_path / "out"))
+
+
+def test_texts_are_cut_whole_and_padded(encoder):
+    fast = hf.AutoTokenizer.from_pretrained(encoder)
+    texts = cut(["alpha beta gamma delta alpha", "beta"], fast, row_length=5, vocab_size=8)
+    assert texts.tokens.tolist() == [[1, 4, 5, 6, 2], [1, 7, 4, 2, 0], [1, 5, 2, 0, 0]]
+    assert texts.real.tolist() == [[1] * 5, [1] * 4 + [0], [1] * 3 + [0] * 2]
+    slow = hf.AutoTokenizer.from_pretrained(embedded_model_path())
+    texts = cut(["abcd"], slow, row_length=3, vocab_size=384)
+    assert texts.tokens.tolist() == [[100, 101, 1], [102, 103, 1]]
+    with pytest.raises(DataError, match="gives token 7, but the model knows 6"):
+        cut(["delta"], fast, row_length=5, vocab_size=6)
+    fast.pad_token = None
+    with pytest.raises(DataError, match="no padding token"):
+        cut(["delta"], fast, row_length=5, vocab_size=8)
+
+
+def test_embeddings_are_means_over_real_tokens(encoder):
+    model = hf.AutoModel.from_pretrained(encoder).train()
+    tokens = torch.tensor([[1, 4, 5, 2, 0, 0], [1, 6, 2, 0, 0, 0]])
+    found = embeddings(model, Texts(tokens=tokens, real=(tokens != 0).long()))
+    assert model.training
+    model.eval()
+    for row, count in ((0, 4), (1, 3)):
+        expected = model(tokens[row : row + 1, :count]).last_hidden_state.mean(1)[0]
+        torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_verdict_begins_with_bad_news():
+    lines = {
+        name: Closeness(cosine=cosine, least=0.0)
+        for name, cosine in (("window alone", 0.8), ("raw swap", 0.5), ("result", 0.7))
+    }
+    assert verdict(lines).startswith("The result is worse than its window alone")
+    lines["result"] = Closeness(cosine=0.9, least=0.1)
+    assert "0.900 to softmax's; the raw swap's 0.500, the window's 0.800" in verdict(lines)
+
+
+def test_what_makes_no_sense_is_refused(encoder, lines, saved, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"cross_entropy is about predicted text"):
+        recover(encoder, SPEC, [lines], out, config(cross_entropy=0.5))
+    with pytest.raises(ConfigError, match=r"top_k is about predicted text"):
+        recover(encoder, SPEC, [lines], out, config(top_k=4))
+    with pytest.raises(SpecError, match="take accumulate to save memory"):
+        recover(encoder, SPEC, [lines], out, config(gradient_checkpointing=True))
+    assert not out.exists()
+    assert is_encoder(encoder)
+    assert not is_encoder(saved)
+    both = hf.T5Config(
+        vocab_size=8, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4, pad_token_id=0
+    )
+    hf.T5ForConditionalGeneration(both).save_pretrained(tmp_path / "both")
+    with pytest.raises(SpecError, match="both kinds of attention layers"):
+        is_encoder(tmp_path / "both")
