@@ -56,7 +56,7 @@ DOCUMENTS = Task(
     train_sizes=(256,),
     test_sizes=(256,),
     size_is="bytes",
-    steps=500,
+    steps=300,
     batch=32,
     chance=1 / len(LIBRARIES),
 )

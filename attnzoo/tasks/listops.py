@@ -72,7 +72,7 @@ LISTOPS = Task(
     train_sizes=(12, 24),
     test_sizes=(12, 24),
     size_is="tokens",
-    steps=1500,
+    steps=800,
     batch=64,
     chance=0.1,
 )
