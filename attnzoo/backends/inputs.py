@@ -14,6 +14,11 @@ from torch import Tensor
 from attnzoo.masks import AttentionMask
 from attnzoo.ops.context_parallel import Shard
 
+MASK_IN_BIAS = (
+    "an additive mask is given to a causal layer, which does not tell causality from bias (give "
+    "the model a 2-D padding mask, or none)"
+)
+
 
 class AttentionInputs(NamedTuple):
     """All that one call of a backend may be given."""

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from attnzoo.backends.base import AttentionBackend, register
 from attnzoo.backends.config import BackendConfig, Geometry
-from attnzoo.backends.inputs import AttentionInputs
+from attnzoo.backends.inputs import MASK_IN_BIAS, AttentionInputs
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
 from attnzoo.ops.context_parallel import Shard, with_neighbours
 from attnzoo.ops.longformer import IMPLS, GlobalTokens, choose_impl, longformer_attention
-from attnzoo.ops.longformer_flex import flex_reasons
+from attnzoo.ops.longformer_flex import NO_BIAS, flex_reasons
 from attnzoo.ops.longformer_pattern import Pattern, check_positive, find_globals, per_head, take
 from attnzoo.ops.longformer_state import Step, attend_from, global_at, state_after
 from attnzoo.state import AttentionOutput
@@ -125,13 +125,15 @@ def _split(x: Tensor, like: Tensor) -> Tensor:
 
 @register("longformer")
 class LongformerBackend(AttentionBackend):
-    """Softmax over a window and global tokens; decoding keeps the window's keys and the global."""
+    """Softmax over a window and global tokens; decoding keeps the window's keys and the global.
+
+    In a layer with a position bias decoding keeps all keys, for the bias comes with those.
+    """
 
     config: LongformerConfig
     config_class = LongformerConfig
     impls: ClassVar[tuple[str, ...]] = IMPLS
     dropout = True
-    recurrent = True
     context_parallel = True
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
@@ -142,6 +144,16 @@ class LongformerBackend(AttentionBackend):
         self.global_projections: GlobalProjections | None = None
         if self.config.global_projections and geometry.hidden_size is not None:
             self.global_projections = GlobalProjections(geometry)
+
+    @property
+    def recurrent(self) -> bool:  # type: ignore[override]
+        """Whether decoding keeps a state: a bias is known for keys in a cache, not in a state."""
+        return not self.geometry.position_bias
+
+    @property
+    def additive_bias(self) -> bool:  # type: ignore[override]
+        """Whether the layer adds a bias to its scores; other layers could only be given a mask."""
+        return self.geometry.position_bias
 
     @property
     def windowed(self) -> bool:  # type: ignore[override]
@@ -183,6 +195,14 @@ class LongformerBackend(AttentionBackend):
         keeps = inputs.state is not None or inputs.return_state
         if keeps and not self._is_causal(inputs):
             reasons.append("a state is asked for without a causal mask (only causal ones have it)")
+        causal = self._is_causal(inputs)
+        if inputs.bias is not None and self.geometry.causal and not causal:
+            reasons.append(MASK_IN_BIAS)
+        if q.shape[2] != inputs.k.shape[2] and not causal:
+            reasons.append(
+                f"{q.shape[2]} queries and {inputs.k.shape[2]} keys are given without a causal "
+                "mask (it needs as many of each)"
+            )
         if inputs.state is not None and inputs.dropout > 0:
             reasons.append("attention dropout is given with a state (set it to 0 to decode)")
         if isinstance(mask, GlobalMask) and inputs.shard is not None:
@@ -190,7 +210,8 @@ class LongformerBackend(AttentionBackend):
         if isinstance(mask, GlobalMask):
             reasons += self._global_mask_reasons(mask, inputs, keeps=keeps)
         if self.config.impl == "flex" and inputs.state is None:
-            reasons += [f"impl 'flex': {reason}" for reason in flex_reasons(q, inputs.dropout)]
+            found = flex_reasons(q, inputs.dropout) + [NO_BIAS] * (inputs.bias is not None)
+            reasons += [f"impl 'flex': {reason}" for reason in found]
         hidden = inputs.hidden_states
         if self.global_projections is not None and hidden is not None:
             expected = (q.shape[0], inputs.k.shape[2], self.geometry.hidden_size)
@@ -261,6 +282,7 @@ class LongformerBackend(AttentionBackend):
         if impl == "auto":
             impl, reason = choose_impl(inputs.q)
         length, start = inputs.q.shape[2], 0
+        few = inputs.mask.causal and length != inputs.k.shape[2]
         if inputs.shard is not None:
             inputs, start = self._with_neighbours(inputs, inputs.shard)
         out = longformer_attention(
@@ -275,6 +297,8 @@ class LongformerBackend(AttentionBackend):
             global_tokens=tokens,
             segment_ids=inputs.mask.segment_ids,
             limit=inputs.mask.window,
+            bias=inputs.bias,
+            offset=inputs.mask.q_offset if few else None,
             dropout=inputs.dropout,
             impl=impl,
         )

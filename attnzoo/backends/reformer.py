@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnzoo.backends.base import AttentionBackend, register
 from attnzoo.backends.config import BackendConfig, Geometry
-from attnzoo.backends.inputs import AttentionInputs
+from attnzoo.backends.inputs import MASK_IN_BIAS, AttentionInputs
 from attnzoo.errors import ConfigError
 from attnzoo.ops.flash import flash_attention
 from attnzoo.ops.reformer import IMPLS, lsh_attention, shared_qk_attention
@@ -114,6 +114,11 @@ class ReformerBackend(AttentionBackend):
         """Whether a single new token sees all cached keys."""
         return self.config.form == "asymmetric" and self.config.decoding == "exact"
 
+    @property
+    def additive_bias(self) -> bool:  # type: ignore[override]
+        """Whether the layer adds a bias to its scores; other layers could only be given a mask."""
+        return self.geometry.position_bias
+
     def layer_reasons(self) -> list[str]:
         """Say why this backend cannot serve its layer, all reasons at once."""
         reasons = super().layer_reasons()
@@ -132,6 +137,8 @@ class ReformerBackend(AttentionBackend):
                 f"{length} queries and {keys} keys are given without a causal mask "
                 "(it needs as many of each)"
             )
+        if inputs.bias is not None and self.geometry.causal and not self._is_causal(inputs):
+            reasons.append(MASK_IN_BIAS)
         if self._is_causal(inputs) and self.config.form == "shared_qk":
             reasons.append(f"the mask is causal ({NOT_CAUSAL})")
         return reasons
@@ -169,7 +176,8 @@ class ReformerBackend(AttentionBackend):
         if self.exact_steps and q.shape[2] == 1 and self._is_causal(inputs):
             self.record("sdpa", "a single new token attends exactly to all cached keys")
             mask = replace(inputs.mask, causal=True)
-            out = flash_attention(q, k, v, mask=mask, scale=inputs.scale, impl="sdpa")
+            scale, bias = inputs.scale, inputs.bias
+            out = flash_attention(q, k, v, mask=mask, scale=scale, bias=bias, impl="sdpa")
             return AttentionOutput(out)
         impl: str = config.impl
         reason = "named in the options"
@@ -185,6 +193,7 @@ class ReformerBackend(AttentionBackend):
                 num_buckets=config.num_buckets,
                 causal=False,
                 segments=self._segments(inputs),
+                bias=inputs.bias,
                 seed=self.draw(),
                 impl=impl,
             )
@@ -201,6 +210,7 @@ class ReformerBackend(AttentionBackend):
                 causal=self._is_causal(inputs),
                 segments=self._segments(inputs),
                 scale=inputs.scale,
+                bias=inputs.bias,
                 seed=self.draw(),
                 impl=impl,
             )

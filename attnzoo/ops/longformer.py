@@ -7,6 +7,7 @@ a global token sees everything. With :math:`A_i` the keys that token i sees, non
 Global tokens may have queries of their own, and keys and values that they alone see.
 Where attention is causal, no token sees a later one, global or not.
 Padding does not count: windows and distances are over real tokens, wherever padding stands.
+A bias that depends on positions is added to the scores of what is seen.
 Time O(T (w + G) D), memory O(T D).
 Source: Beltagy et al., 2020, arXiv:2004.05150.
 Letters: B batch, H query heads, Hkv key heads, T tokens, D key size, E value size, w window,
@@ -15,6 +16,7 @@ d dilation, G global tokens.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,8 +26,18 @@ from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.masks import AttentionMask, Window
 from attnzoo.ops.flash import flash_attention
 from attnzoo.ops.longformer_blocks import blocks_attention
-from attnzoo.ops.longformer_flex import flex_local, flex_reasons
-from attnzoo.ops.longformer_pattern import Band, Globals, Pattern, PerHead, find_globals, take
+from attnzoo.ops.longformer_flex import NO_BIAS, flex_local, flex_reasons
+from attnzoo.ops.longformer_pattern import (
+    Band,
+    Globals,
+    Pattern,
+    PerHead,
+    bias_at,
+    find_globals,
+    take,
+    whole_bias,
+)
+from attnzoo.ops.longformer_state import PIECE
 from attnzoo.ops.longformer_walk import Plan, walk_attention
 from attnzoo.ops.softmax import softmax_attention
 
@@ -54,6 +66,8 @@ class _Call(NamedTuple):
     tokens: GlobalTokens | None
     segments: Tensor | None  # [B, T] integers
     dropout: float
+    bias: Tensor | None  # [1 or B, H, 1 or T, S]
+    offset: int | Tensor  # position of the first query
 
 
 def longformer_attention(
@@ -69,26 +83,32 @@ def longformer_attention(
     global_tokens: Tensor | GlobalTokens | None = None,
     segment_ids: Tensor | None = None,
     limit: Window | None = None,
+    bias: Tensor | None = None,
+    offset: int | Tensor | None = None,
     dropout: float = 0.0,
     impl: str = "auto",
 ) -> Tensor:
     """Attend within a sliding window and to global tokens.
 
     Args:
-        q: Queries, ``[B, H, T, D]``.
-        k: Keys, ``[B, Hkv, T, D]``; every group of H / Hkv query heads shares one.
-        v: Values, ``[B, Hkv, T, E]``.
+        q: Queries, ``[B, H, T, D]``; where causal, they may be fewer than the keys.
+        k: Keys, ``[B, Hkv, S, D]``; every group of H / Hkv query heads shares one.
+        v: Values, ``[B, Hkv, S, E]``.
         window: w, for all heads or for each: keys to either side; or, where causal, the number of
             keys seen, the query's own included.
         dilation: d, for all heads or for each: only every d-th key is seen, as far as w d
             (w d - d where causal).
         causal: Whether nothing later than the query is seen.
         scale: Multiplies the products; ``None`` means ``D ** -0.5``.
-        padding: ``[B, T]`` bool, true where a token is real; other queries give zeros.
-        global_tokens: ``[B, T]`` bool, true where a token is global; or :class:`GlobalTokens`.
-        segment_ids: ``[B, T]`` integers, for packed rows without global tokens: a token sees its
+        padding: ``[B, S]`` bool, true where a token is real; other queries give zeros.
+        global_tokens: ``[B, S]`` bool, true where a token is global; or :class:`GlobalTokens`.
+        segment_ids: ``[B, S]`` integers, for packed rows without global tokens: a token sees its
             own segment only.
         limit: Tokens before and after the query beyond which no head sees.
+        bias: Added to the scores, broadcastable to ``[B, H, T, S]``, and read where a query sees a
+            key; one for all queries, such as ALiBi's, is read as it is.
+        offset: Position of the first query; ``None`` has the queries last. Fewer than the keys
+            attend densely to what their windows reach.
         dropout: Probability with which a weight is dropped.
         impl: ``"reference"``, ``"torch"``, ``"flex"``, or ``"auto"`` (see :func:`choose_impl`).
 
@@ -111,13 +131,24 @@ def longformer_attention(
             "global tokens are given together with segment_ids, which it cannot follow; run the "
             "sequences as rows of a batch"
         )
-    call = _Call(q, k, v, pattern, scale, padding, tokens, segment_ids, dropout)
+    if bias is not None:
+        bias = whole_bias(bias, q.shape[1], k.shape[2])
+    few = q.shape[2] != k.shape[2]
+    if few and not causal:
+        raise UnsupportedError(
+            f"{q.shape[2]} queries and {k.shape[2]} keys are given (fewer queries go with "
+            "causal=True, where each has its place; else as many are needed)"
+        )
+    first = (k.shape[2] - q.shape[2]) if offset is None else offset
+    call = _Call(q, k, v, pattern, scale, padding, tokens, segment_ids, dropout, bias, first)
+    if few and impl in ("reference", "torch"):
+        return _few(call)
     if impl == "reference":
         return _reference(call)
     if impl == "torch":
         return _fast(call, flex=False)
     if impl == "flex":
-        reasons = flex_reasons(q, dropout)
+        reasons = flex_reasons(q, dropout) + [NO_BIAS] * (bias is not None)
         if reasons:
             raise UnsupportedError(
                 f"impl 'flex' cannot run this call: {'; '.join(reasons)}. "
@@ -141,28 +172,49 @@ def choose_impl(q: Tensor) -> tuple[str, str]:
 
 
 def _reference(x: _Call) -> Tensor:
-    """Build every mask whole: time and memory O(T^2). Distances are over ranks of real tokens."""
-    batch, _, length, _ = x.q.shape
+    """Build every mask whole: time and memory O(T S). Distances are over ranks of real tokens."""
+    batch, _, length, _ = x.k.shape
     every = torch.ones(batch, length, dtype=torch.bool, device=x.q.device)
     real = every if x.real is None else x.real.expand(batch, length)
     rank = real.cumsum(1) - 1
-    distance = (rank[:, :, None] - rank[:, None, :])[:, None]
-    allowed = real[:, None, None, :] & real[:, None, :, None]
+    here = x.offset + torch.arange(x.q.shape[2], device=x.q.device)
+
+    def of_queries(t: Tensor) -> Tensor:  # [B, S] -> [B, 1, T, 1]
+        return t.index_select(1, here)[:, None, :, None]
+
+    distance = of_queries(rank) - rank[:, None, None, :]
+    allowed = real[:, None, None, :] & of_queries(real)
     if x.pattern.causal:
         allowed = allowed & (distance >= 0)
     if x.segments is not None:
-        allowed = allowed & (x.segments[:, None, :, None] == x.segments[:, None, None, :])
+        allowed = allowed & (of_queries(x.segments) == x.segments[:, None, None, :])
     sees, dropout = x.pattern.within(distance), x.dropout
     if x.tokens is None:
         return softmax_attention(
-            x.q, x.k, x.v, scale=x.scale, mask=sees & allowed, dropout=dropout
+            x.q, x.k, x.v, scale=x.scale, mask=sees & allowed, bias=x.bias, dropout=dropout
         ).out
     where = x.tokens.where
     sees = (sees | where[:, None, None, :]) & allowed
-    local = softmax_attention(x.q, x.k, x.v, scale=x.scale, mask=sees, dropout=dropout).out
-    own = _own(x)
-    rows = softmax_attention(*own, scale=x.scale, mask=allowed, dropout=dropout).out
-    return torch.where(where[:, None, :, None], rows, local)
+    attend = partial(softmax_attention, scale=x.scale, bias=x.bias, dropout=dropout)
+    local, rows = attend(x.q, x.k, x.v, mask=sees).out, attend(*_own(x), mask=allowed).out
+    return torch.where(of_queries(where), rows, local)
+
+
+def _few(x: _Call) -> Tensor:
+    """Attend densely, a piece of the queries at a time, to all that their windows reach."""
+    outs = []
+    for start in range(0, x.q.shape[2], PIECE):
+        q, bias, first = x.q[:, :, start : start + PIECE], x.bias, x.offset + start
+        if bias is not None and bias.shape[2] > 1:
+            bias = bias[:, :, start : start + PIECE]
+        k, v, low = x.k, x.v, 0
+        if isinstance(first, int) and x.real is None and x.tokens is None and x.segments is None:
+            low = max(first - x.pattern.reach, 0)
+            at = slice(low, first + q.shape[2])
+            k, v = k[:, :, at], v[:, :, at]
+            bias = None if bias is None else bias[..., at]
+        outs.append(_reference(x._replace(q=q, k=k, v=v, bias=bias, offset=first - low)))
+    return torch.cat(outs, 2)
 
 
 def _own(x: _Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,7 +281,10 @@ def _reordered(x: _Call, order: Tensor) -> _Call:
     q, k, v = (take(t, order) for t in (x.q, x.k, x.v))
     real = x.real.expand(order.shape).gather(1, order)
     ids = None if x.segments is None else x.segments.expand(order.shape).gather(1, order)
-    return x._replace(q=q, k=k, v=v, real=real, tokens=tokens, segments=ids)
+    bias = x.bias
+    if bias is not None:
+        bias = bias_at(bias, None if bias.shape[2] == 1 else order, order)
+    return x._replace(q=q, k=k, v=v, real=real, tokens=tokens, segments=ids, bias=bias)
 
 
 def _banded(x: _Call, seen: Tensor | None, places: Globals | None) -> Tensor:
@@ -243,9 +298,15 @@ def _banded(x: _Call, seen: Tensor | None, places: Globals | None) -> Tensor:
         plan = Plan(
             _within(band, x.q.shape[2]), x.pattern.causal, x.scale, seen, places, x.segments
         )
-        q, k, v = _heads(x, heads) if len(groups) > 1 else (x.q, x.k, x.v)
+        some = len(groups) > 1
+        q, k, v = _heads(x, heads) if some else (x.q, x.k, x.v)
+        its = {}
+        if x.bias is not None:
+            its["bias"] = x.bias[:, torch.tensor(heads, device=q.device)] if some else x.bias
         outs.append(
-            walk_attention(q, k, v, plan)[0] if walk else blocks_attention(q, k, v, plan, x.dropout)
+            walk_attention(q, k, v, plan, **its)[0]
+            if walk
+            else blocks_attention(q, k, v, plan, x.dropout, **its)
         )
     if len(outs) == 1:
         return outs[0]
@@ -281,12 +342,16 @@ def _with_global_rows(x: _Call, out: Tensor, places: Globals) -> Tensor:
     if x.pattern.causal:
         sees = sees & (torch.arange(length, device=q.device) <= place[:, None, :, None])
     sees = sees.expand(len(x.q), 1, place.shape[1], length)
+    bias = x.bias
+    if bias is not None and bias.shape[2] > 1:
+        bias = bias_at(bias, place, None)
     rows = flash_attention(
         take(q, place),
         k,
         v,
         mask=AttentionMask(function=lambda: sees),
         scale=x.scale,
+        bias=bias,
         dropout=x.dropout,
         impl="sdpa",
     )

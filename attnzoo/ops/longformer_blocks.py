@@ -16,12 +16,14 @@ from torch import Tensor
 
 from attnzoo.masks import AttentionMask, Window
 from attnzoo.ops.flash import flash_attention
-from attnzoo.ops.longformer_pattern import take
+from attnzoo.ops.longformer_pattern import bias_at, take
 from attnzoo.ops.longformer_walk import Plan
 from attnzoo.ops.window import SHORTEST, band_blocks, band_mask
 
 
-def blocks_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0) -> Tensor:
+def blocks_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float = 0.0, bias: Tensor | None = None
+) -> Tensor:
     """Attend within a band and to global keys.
 
     Args:
@@ -30,6 +32,7 @@ def blocks_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float
         v: Values, ``[B, Hkv, T, E]``.
         plan: What is seen; a query that sees nothing gives zeros.
         dropout: Probability with which a weight is dropped.
+        bias: Added to the scores, ``[1 or B, H, 1 or T, T]``.
 
     Returns:
         ``[B, H, T, E]`` in the dtype of ``v``.
@@ -57,12 +60,15 @@ def blocks_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, dropout: float
             for x, beside in ((k, keys), (v, values))
         )
         mask = torch.cat([_global_mask(plan, step, length, block, batch), mask], 3)
+    if bias is not None:
+        bias = _beside(bias, plan, step, length, block, window, batch)
     out = flash_attention(
         queries,
         keys,
         values,
         mask=AttentionMask(function=lambda: mask),
         scale=plan.scale,
+        bias=bias,
         dropout=dropout,
         impl="sdpa",
     )  # [B d N, H, C, E]
@@ -111,3 +117,27 @@ def _global_mask(plan: Plan, step: int, length: int, block: int, batch: int) -> 
         position = position.view(1, step, blocks, block, 1)
         seen = seen & (place[:, None, None, None, :] <= position)
     return seen.reshape(batch * step * blocks, 1, block, -1)
+
+
+def _beside(
+    bias: Tensor, plan: Plan, step: int, length: int, block: int, window: Window, batch: int
+) -> Tensor:
+    """Return what of a bias ``[1 or B, H, 1 or T, T]`` blocks meet, ``[B d N, H, 1 or C, G + W]``.
+
+    Beyond the ends of the sequence it is something, of keys that are not seen.
+    """
+    blocks, device, last = -(-length // block), bias.device, bias.shape[3] - 1
+    first = block * torch.arange(blocks, device=device)[:, None]
+    phase = torch.arange(step, device=device)[:, None, None]
+
+    def places(begin: int, end: int) -> Tensor:  # [d, N, ...]
+        return (phase + step * (first + torch.arange(begin, end, device=device))).clamp(0, last)
+
+    keys, queries = places(-window[0], block + window[1])[:, :, None, :], places(0, block)
+    queries = queries[..., None] if bias.shape[2] > 1 else queries.new_zeros(1, 1, 1, 1)
+    found = bias[:, :, queries, keys].expand(batch, *[-1] * 5)  # [B, H, d, N, 1 or C, W]
+    if plan.places is not None:
+        of_globals = bias_at(bias, None, plan.places.place)[:, :, queries[..., 0]]
+        of_globals = of_globals.expand(*found.shape[:4], -1, -1)  # [B, H, d, N, 1 or C, G]
+        found = torch.cat([of_globals, found], 5)
+    return found.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)

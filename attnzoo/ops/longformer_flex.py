@@ -23,6 +23,9 @@ BLOCK = 128  # tokens: the block of FlexAttention's own masks
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+NO_BIAS = "a bias is given, which its kernel does not add"
+
+
 def flex_reasons(q: Tensor, dropout: float) -> list[str]:
     """Say why FlexAttention cannot run this call; empty if it can."""
     reasons = []

@@ -150,3 +150,16 @@ def find_globals(is_global: Tensor, most: int | None = None) -> Globals | None:
 def take(x: Tensor, index: Tensor) -> Tensor:
     """Take the tokens at ``[B, N]`` out of ``[B, H, S, D]``."""
     return torch.take_along_dim(x, index[:, None, :, None], 2)
+
+
+def whole_bias(bias: Tensor, heads: int, keys: int) -> Tensor:
+    """View a bias that can be broadcast to ``[B, H, T, S]`` as ``[1 or B, H, 1 or T, S]``."""
+    bias = bias[(None,) * (4 - bias.ndim)]
+    return bias.expand(-1, heads, -1, keys)
+
+
+def bias_at(bias: Tensor, queries: Tensor | None, keys: Tensor | None) -> Tensor:
+    """Take the rows and columns ``[B, N]`` out of ``[1 or B, H, T, S]``; ``None`` takes all."""
+    if queries is not None:
+        bias = torch.take_along_dim(bias, queries[:, None, :, None], 2)
+    return bias if keys is None else torch.take_along_dim(bias, keys[:, None, None, :], 3)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attnzoo.ops.longformer_pattern import Band, Globals, take
+from attnzoo.ops.longformer_pattern import Band, Globals, bias_at, take
 from attnzoo.ops.room import room
 
 BLOCK = 64  # C: 32 to 64 measured best; a longer block wastes more at the corners of the band
@@ -40,7 +40,9 @@ class Plan:
     with_lse: bool = False  # whether the logarithm of the sum of weights is wanted too
 
 
-def walk_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def walk_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attend within a band and to global keys.
 
     Args:
@@ -48,6 +50,7 @@ def walk_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor,
         k: Keys, ``[B, Hkv, T, D]``.
         v: Values, ``[B, Hkv, T, E]``.
         plan: What is seen. A query that sees nothing gets something finite.
+        bias: Added to the scores, ``[1 or B, H, 1 or T, T]``; read in the band only.
 
     Returns:
         ``[B, H, T, E]`` in the dtype of ``v``, and the logarithm of the sum of each query's
@@ -61,12 +64,20 @@ def walk_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor,
         k_global, v_global = (
             take(x, plan.places.place).to(wide).reshape(rows, -1, x.shape[3]) for x in (k, v)
         )
+    bias_global = None
+    if bias is not None:
+        if plan.places is not None:
+            bias_global = bias_at(bias, None, plan.places.place).to(wide)
+            bias_global = bias_global.reshape(rows, -1, *bias_global.shape[2:])
+        bias = bias.to(wide).unflatten(1, (k.shape[1], -1))  # [1 or B, Hkv, g, 1 or T, T]
     out, lse = _Walk.apply(  # type: ignore[no-untyped-call]
         q.to(wide).reshape(rows, -1, length, size),
         k.to(wide).reshape(rows, length, size),
         v.to(wide).reshape(rows, length, -1),
         k_global,
         v_global,
+        bias,
+        bias_global,
         plan,
         batch == 1,
     )
@@ -150,12 +161,17 @@ class _Phase:
         return bias.masked_fill_(hide, self.hidden).repeat_interleave(rows // len(hide), 0)
 
     def part(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Return the phase's own tokens of q, k and v; the global keys belong to every phase."""
-        q, k, v, *rest = tensors
+        """Return the phase's own tokens; the global keys and values belong to every phase."""
+        q, k, v, k_global, v_global, bias, bias_global = tensors
         assert q is not None
         assert k is not None
         assert v is not None
-        return (q[:, :, self.tokens], k[:, self.tokens], v[:, self.tokens], *rest)
+        if bias is not None:
+            bias = _of_queries(bias, self.tokens)[..., self.tokens]
+        if bias_global is not None:
+            bias_global = _of_queries(bias_global, self.tokens)
+        own = q[:, :, self.tokens], k[:, self.tokens], v[:, self.tokens]
+        return (*own, k_global, v_global, bias, bias_global)
 
     def position(self, step: Any) -> Any:
         """Return where a token of this phase stands in the whole sequence."""
@@ -200,9 +216,10 @@ def _empty_output(q: Tensor, size: int, one_row: bool) -> Tensor:
 
 
 class _Walk(torch.autograd.Function):
-    """Keeps its inputs only: q ``[N, g, T, D]``, k, v, and the global keys and values.
+    """Keeps its inputs only: q ``[N, g, T, D]``, k, v, the global keys and values, the bias.
 
-    Behind them come the plan, and whether the batch is one row.
+    The bias is ``[1 or B, Hkv, g, 1 or T, T]``, that of global keys ``[N, g, 1 or T, G]``. Behind
+    them come the plan, and whether the batch is one row.
     """
 
     @staticmethod
@@ -229,7 +246,10 @@ class _Walk(torch.autograd.Function):
         """Walk again: weights are computed anew, a block at a time."""
         tensors, plan = ctx.saved_tensors, ctx.plan
         q = tensors[0]
-        grads = [None if x is None else torch.zeros_like(x) for x in tensors]
+        wanted = [x is not None for x in tensors[:5]] + list(ctx.needs_input_grad[5:7])
+        grads = [
+            x.new_zeros(x.shape) if want else None for x, want in zip(tensors, wanted, strict=True)
+        ]
         with torch.autocast(q.device.type, enabled=False):
             for phase in _phases(plan, q):
                 inputs, outs = phase.part(tensors), phase.part(grads)
@@ -241,16 +261,55 @@ class _Walk(torch.autograd.Function):
         return (*grads, None, None)
 
 
+def _of_queries(bias: Tensor, tokens: slice) -> Tensor:
+    """Take the rows of some queries from ``[..., 1 or T, S]``, which one for all queries has."""
+    return bias if bias.shape[-2] == 1 else bias[..., tokens, :]
+
+
+def _owners(bias: Tensor, count: int, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return row of the batch and key head of each row, in ``[1 or B, Hkv, ...]``."""
+    row = torch.arange(count, device=bias.device)[rows]
+    return row // bias.shape[1] * (len(bias) > 1), row % bias.shape[1]
+
+
+def _add_bias(scores: Tensor, inputs: tuple[Any, ...], block: _Block, rows: slice) -> None:
+    """Add the bias to the scores ``[n, g C, G + W]`` of a block."""
+    q, *_, bias, bias_global = inputs
+    queries, first = slice(block.start, block.stop), block.phase.num_global
+    by_head = scores.view(len(scores), q.shape[1], -1, scores.shape[2])
+    if bias is not None:
+        beside = _of_queries(bias, queries)[..., block.low : block.high]
+        by_head[..., first:].add_(beside[_owners(bias, len(q), rows)])
+    if bias_global is not None:
+        by_head[..., :first].add_(_of_queries(bias_global[rows], queries))
+
+
+def _bias_gradients(
+    change: Tensor, grads: tuple[Any, ...], block: _Block, rows: slice, count: int
+) -> None:
+    """Add the gradients of scores ``[n, g, C, G + W]`` to those of the bias."""
+    *_, to_bias, to_bias_global = grads
+    queries, first = slice(block.start, block.stop), block.phase.num_global
+    for into, part in ((to_bias, change[..., first:]), (to_bias_global, change[..., :first])):
+        if into is None:
+            continue
+        here = _of_queries(into, queries)
+        part = part.sum(2, keepdim=True) if here.shape[-2] == 1 else part
+        if into is to_bias:
+            here = here[..., block.low : block.high]
+            here.index_put_(_owners(into, count, rows), part, accumulate=True)
+        else:
+            here[rows].add_(part)
+
+
 def _queries(q: Tensor, block: _Block, rows: slice) -> Tensor:
     """Return the queries of a block, ``[n, g C, D]``: a view, where keys are not shared."""
     return q[rows, :, block.start : block.stop].flatten(1, 2)
 
 
-def _scores(
-    queries: Tensor, k: Tensor, k_global: Tensor | None, block: _Block, rows: slice
-) -> Tensor:
+def _scores(queries: Tensor, inputs: tuple[Any, ...], block: _Block, rows: slice) -> Tensor:
     """Return the scores of a block, ``[n, g C, G + W]``."""
-    scale = block.phase.plan.scale
+    scale, (_, k, _, k_global, *_) = block.phase.plan.scale, inputs
 
     def scaled(keys: Tensor) -> Tensor:
         scores = queries.new_empty(*queries.shape[:2], keys.shape[1])
@@ -259,6 +318,7 @@ def _scores(
     scores = scaled(k[rows, block.low : block.high])
     if k_global is not None:
         scores = torch.cat([scaled(k_global[rows]), scores], -1)
+    _add_bias(scores, inputs, block, rows)
     block.mask(scores, rows)
     return scores
 
@@ -267,8 +327,8 @@ def _block_output(
     inputs: tuple[Any, ...], outs: Tensor, logs: Tensor | None, block: _Block, rows: slice
 ) -> None:
     """Write what the queries of one block get, and the logarithm of the sum of their weights."""
-    q, k, v, k_global, v_global = inputs
-    scores = _scores(_queries(q, block, rows), k, k_global, block, rows)
+    q, _, v, _, v_global, *_ = inputs
+    scores = _scores(_queries(q, block, rows), inputs, block, rows)
     weights, first = torch.softmax(scores, -1), block.phase.num_global
     here = outs[rows, :, block.start : block.stop]
     alone = here.shape[1] == 1  # a query head for each key head: straight to its place
@@ -291,10 +351,10 @@ def _block_gradients(
     rows: slice,
 ) -> None:
     """Add what one block gives to the gradients of q, k, v and the global keys and values."""
-    q, k, v, k_global, v_global = inputs
-    to_q, to_k, to_v, to_k_global, to_v_global = grads
+    q, k, v, k_global, v_global, *_ = inputs
+    to_q, to_k, to_v, to_k_global, to_v_global, *_ = grads
     queries = _queries(q, block, rows)
-    weights = torch.softmax(_scores(queries, k, k_global, block, rows), -1)
+    weights = torch.softmax(_scores(queries, inputs, block, rows), -1)
     first, beside = block.phase.num_global, slice(block.low, block.high)
 
     def of_block(x: Tensor) -> Tensor:  # [n, g C, ...]
@@ -312,6 +372,7 @@ def _block_gradients(
     if upstream[1] is not None:
         total.sub_(of_block(upstream[1]))
     change.addcmul_(weights, total, value=-1)
+    _bias_gradients(change.unflatten(1, (q.shape[1], -1)), grads, block, rows, len(q))
     scale = block.phase.plan.scale
     of_queries = torch.bmm(change[..., first:], k[rows, beside])
     to_k[rows, beside].add_(torch.bmm(change[..., first:].mT, queries), alpha=scale)

@@ -41,6 +41,7 @@ def lsh_attention(
     causal: bool = True,
     segments: tuple[Tensor, Tensor] | None = None,
     scale: float | None = None,
+    bias: Tensor | None = None,
     seed: int | Tensor = 0,
     impl: str = "auto",
 ) -> Tensor:
@@ -66,6 +67,8 @@ def lsh_attention(
             within its row, where it sees no other; what has a negative one is never looked at, and
             such queries get zeros.
         scale: Multiplies the products; ``None`` means ``D ** -0.5``.
+        bias: Added to the scores, broadcastable to ``[B, H, T, S]``, and read where a query meets a
+            key; whom it meets does not depend on it.
         seed: Decides which keys are drawn as pivots; a tensor of integers is read when it runs.
         impl: ``"torch"`` works block by block; ``"reference"`` writes the whole matrix out;
             ``"auto"`` takes the block form.
@@ -83,7 +86,7 @@ def lsh_attention(
         )
     rule = Rule(False, causal, rounds, chunk_size, num_buckets or 0, window, first_tokens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _attend(q, k, v, segments, None, _named(seed), [], scale, rule, impl)
+    return _attend(q, k, v, segments, None, _named(seed), [], scale, rule, impl, bias)
 
 
 def shared_qk_attention(
@@ -96,6 +99,7 @@ def shared_qk_attention(
     num_buckets: int | Sequence[int] | None = None,
     causal: bool = True,
     segments: tuple[Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
     seed: int | Tensor = 0,
     rotations: Tensor | None = None,
     impl: str = "auto",
@@ -117,6 +121,7 @@ def shared_qk_attention(
             chunk.
         causal: Whether a query sees only keys up to its own position.
         segments: As in :func:`lsh_attention`.
+        bias: As in :func:`lsh_attention`.
         seed: Decides the rotations; a tensor of integers is read when it runs.
         rotations: ``[Hkv, D, r, num_buckets / 2]``, in place of drawn ones.
         impl: As in :func:`lsh_attention`.
@@ -135,7 +140,7 @@ def shared_qk_attention(
     given = num_buckets if isinstance(num_buckets, Sequence) else [num_buckets or 0]
     factors = [factor for factor in given if factor]
     rule = Rule(True, causal, rounds, chunk_size)
-    return _attend(q, k, v, segments, rotations, _named(seed), factors, 1.0, rule, impl)
+    return _attend(q, k, v, segments, rotations, _named(seed), factors, 1.0, rule, impl, bias)
 
 
 def _named(seed: int | Tensor) -> Tensor:
@@ -153,20 +158,22 @@ def _attend(
     scale: float,
     rule: Rule,
     impl: str,
+    bias: Tensor | None,
 ) -> Tensor:
     """Run an impl by name."""
     whom = (*(segments or (None, None)), rotations, seed, factors, list(map(int, rule)))
     if impl in ("auto", "torch"):
-        return cast(Tensor, lsh_blocks(q, k, v, scale, *whom)[0])
+        return cast(Tensor, lsh_blocks(q, k, v, scale, *whom, bias)[0])
     if impl != "reference":
         raise UnsupportedError(
             f"Reformer's attention has no impl {impl!r}.{did_you_mean(impl, IMPLS)} "
             f"It has auto, {', '.join(IMPLS)}."
         )
     met = lsh_meetings(q.detach(), k.detach(), *whom)
-    bias = met.clamp_min(1).to(torch.promote_types(q.dtype, torch.float32)).log()
+    times = met.clamp_min(1).to(torch.promote_types(q.dtype, torch.float32)).log()
+    bias = times if bias is None else times + bias
     if rule.shared:
-        wide = k.to(bias.dtype)
+        wide = k.to(times.dtype)
         k = wide / (wide.square().sum(-1, keepdim=True) + 1e-6 * k.shape[3]).sqrt()
     return softmax_attention(q, k, v, scale=scale, mask=met > 0, bias=bias).out
 
@@ -197,6 +204,7 @@ def lsh_blocks(
     seed: Tensor,
     factors: list[int],
     rule: list[int],
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, T, E]`` and what :class:`Sums` calls lse, ``[B, H, T, 1]``."""
     hashing = Hashing(Rule.read(rule), tuple(seed.tolist()), rotations, factors)
@@ -208,7 +216,7 @@ def lsh_blocks(
         out.zero_()
     with unrounded(q.device):
         for part in parts(q, k, segments, hashing.rule):
-            sums = Share.of(part, hashing, q, k, v, scale).attend()
+            sums = Share.of(part, hashing, q, k, v, scale, bias).attend()
             part.put(sums.out[:-1], out)
             part.put(sums.lse[:-1], lse)
     return out.to(v.dtype), lse
@@ -229,21 +237,27 @@ def lsh_blocks_backward(
     seed: Tensor,
     factors: list[int],
     rule: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; who meets whom is found again."""
+    bias: Tensor | None,
+    of_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and bias, if asked; who meets whom is found again."""
     hashing = Hashing(Rule.read(rule), tuple(seed.tolist()), rotations, factors)
     segments = Segments.of(query_segments, key_segments)
     dq, dk, dv = (by_tokens(x, x.shape[3], lse.dtype).zero_() for x in (q, k, v))
+    d_bias = bias.new_zeros(bias.numel(), dtype=lse.dtype) if bias is not None and of_bias else None
     delta = (d_out.to(lse.dtype) * out).sum(-1, keepdim=True)
     with unrounded(q.device):
         for part in parts(q, k, segments, hashing.rule):
             d_rows, sums, log = (as_rows(part.take(x, QUERIES)) for x in (d_out, delta, lse))
-            share = Share.of(part, hashing, q, k, v, scale)
-            gradients = share.backward(d_rows, sums, log)
+            share = Share.of(part, hashing, q, k, v, scale, bias)
+            gradients = share.backward(d_rows, sums, log, d_bias)
             part.put(gradients[0].mul_(scale) if scale != 1 else gradients[0], dq)
             part.add(gradients[1], dk)
             part.add(gradients[2], dv)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    to_bias = q.new_empty(0)
+    if bias is not None and d_bias is not None:
+        to_bias = d_bias.to(bias.dtype).view(bias.shape)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), to_bias
 
 
 @torch.library.custom_op("attnzoo::lsh_meetings", mutates_args=())
@@ -294,9 +308,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
 @lsh_blocks_backward.register_fake
 def _(
     d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (_shaped(x, x.shape[3], x.dtype) for x in (q, k, v))
-    return dq, dk, dv
+    bias, of_bias = options[-2:]
+    return dq, dk, dv, bias.new_empty(bias.shape) if of_bias else q.new_empty(0)
 
 
 @lsh_meetings.register_fake
@@ -305,14 +320,17 @@ def _(q: Tensor, k: Tensor, *options: Any) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.scale, query_segments, key_segments, rotations, seed, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, query_segments, key_segments, rotations, seed, *output)
+    q, k, v, ctx.scale, query_segments, key_segments, rotations, seed, *ctx.options, bias = inputs
+    ctx.of_bias = bias is not None and bias.requires_grad
+    ctx.save_for_backward(q, k, v, bias, query_segments, key_segments, rotations, seed, *output)
 
 
 def _backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Any, ...]:
-    q, k, v, *whom, out, lse = ctx.saved_tensors
-    gradients = lsh_blocks_backward(d_out, out, lse, q, k, v, ctx.scale, *whom, *ctx.options)
-    return (*gradients, *[None] * (1 + len(whom) + len(ctx.options)))
+    q, k, v, bias, *whom, out, lse = ctx.saved_tensors
+    options = (ctx.scale, *whom, *ctx.options, bias, ctx.of_bias)
+    *gradients, to_bias = lsh_blocks_backward(d_out, out, lse, q, k, v, *options)
+    rest = [None] * (1 + len(whom) + len(ctx.options))
+    return (*gradients, *rest, to_bias if ctx.of_bias else None)
 
 
 lsh_blocks.register_autograd(_backward, setup_context=_keep)

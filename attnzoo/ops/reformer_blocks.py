@@ -80,6 +80,19 @@ class Plan(NamedTuple):
     steps: Iterator[Step]
 
 
+class PairBias(NamedTuple):
+    """A bias of pairs of queries and keys, read where they meet."""
+
+    values: Tensor  # of all pairs that differ, in one line
+    queries: Tensor  # [M]: where those of a query's row begin
+    keys: Tensor  # [S]: how far behind it a key's row has its own
+
+    def places(self, step: Step) -> Tensor:
+        """Return which values the pairs of a step have, ``[n, W, C]``."""
+        keys = step.windows(self.keys.take(step.keys.flatten()))
+        return keys[:, :, None] + self.queries.take(step.queries)[:, None]
+
+
 class Sums(NamedTuple):
     """What attending gives."""
 
@@ -87,7 +100,7 @@ class Sums(NamedTuple):
     lse: Tensor  # [M, 1], log of the sum of weights
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Sums:
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, bias: PairBias | None = None) -> Sums:
     """Attend to the keys of all steps.
 
     Every place in a block has a share of the result; those of a query are added up in the end.
@@ -97,6 +110,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Sums:
         k: Keys, ``[S, D]``.
         v: Values, ``[S, E]``.
         plan: Who sees whom.
+        bias: Added to the scores.
 
     Returns:
         Output and log of the sum of weights, in the dtype of the inputs.
@@ -110,7 +124,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Sums:
     for step in plan.steps:
         rows, shape = step.queries.flatten(), step.queries.shape
         here = slice(begin, begin + len(rows))
-        scores = _scores(_rows(q, rows, shape), step.windows(_rows(k, step.keys)), step.away)
+        beside, its_bias = step.windows(_rows(k, step.keys)), _values(bias, step)
+        scores = _scores(_rows(q, rows, shape), beside, step.away, its_bias)
         top = torch.amax(scores, 1, keepdim=True, out=tops[here].view(shape[0], 1, -1))
         weights = scores.sub_(top).exp2_()
         torch.sum(weights, 1, out=sums[here].view(shape))
@@ -134,6 +149,8 @@ def attend_backward(
     k: Tensor,
     v: Tensor,
     steps: Iterable[Step],
+    bias: PairBias | None = None,
+    d_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v.
 
@@ -145,18 +162,23 @@ def attend_backward(
         k: Keys.
         v: Values.
         steps: Who sees whom.
+        bias: Added to the scores.
+        d_bias: Where the gradient of its values is added up, if it is wanted.
     """
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for step in steps:
         rows, keys, shape = step.queries.flatten(), step.keys.flatten(), step.queries.shape
         queries, beside = _rows(q, rows, shape), step.windows(_rows(k, keys))
-        weights = _scores(queries, beside, step.away).sub_(_rows(lse, rows, shape).mT).exp2_()
+        weights = _scores(queries, beside, step.away, _values(bias, step))
+        weights.sub_(_rows(lse, rows, shape).mT).exp2_()
         d_rows = _rows(d_out, rows, shape)
         dv.index_add_(0, keys, step.gathered(torch.bmm(weights, d_rows)))
         d_scores = torch.bmm(step.windows(_rows(v, keys)), d_rows.mT)
         d_scores.sub_(_rows(delta, rows, shape).mT).mul_(weights)
         dq.index_add_(0, rows, torch.bmm(d_scores.mT, beside).flatten(0, 1))
         dk.index_add_(0, keys, step.gathered(torch.bmm(d_scores, queries)))
+        if bias is not None and d_bias is not None:
+            d_bias.index_add_(0, bias.places(step).flatten(), d_scores.flatten())
     return dq, dk, dv
 
 
@@ -171,9 +193,14 @@ def stretches(heads: int, blocks: int, most: int) -> Iterator[tuple[slice, slice
             )
 
 
-def _scores(q: Tensor, k: Tensor, away: Tensor) -> Tensor:
+def _values(bias: PairBias | None, step: Step) -> Tensor | None:
+    return None if bias is None else bias.values.take(bias.places(step))
+
+
+def _scores(q: Tensor, k: Tensor, away: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``[n, W, C]`` for keys ``[n, W, D]``, in logs of 2; made where ``away`` is."""
-    return away.to(q.dtype).baddbmm_(k, q.mT, beta=-AWAY, alpha=LOG2_E)
+    scores = away.to(q.dtype).baddbmm_(k, q.mT, beta=-AWAY, alpha=LOG2_E)
+    return scores if bias is None else scores.add_(bias, alpha=LOG2_E)
 
 
 def _rows(x: Tensor, rows: Tensor, shape: torch.Size | None = None) -> Tensor:

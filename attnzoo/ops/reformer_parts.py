@@ -6,6 +6,7 @@ in a part, U key heads of all its rows, G query heads that share one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.ops.reformer_asymmetric import Level, Orders, levels
-from attnzoo.ops.reformer_blocks import NOTHING, Plan, Sums, attend, attend_backward
+from attnzoo.ops.reformer_blocks import NOTHING, PairBias, Plan, Sums, attend, attend_backward
 from attnzoo.ops.reformer_rule import Rule
 from attnzoo.ops.reformer_shared import (
     bucket_factors,
@@ -70,9 +71,28 @@ class Part(NamedTuple):
 
     def take(self, x: Tensor, queries: bool) -> Tensor:
         """Take its share of ``[B, H, T, D]``, as ``[U, G, T, D]`` in the dtype of the work."""
+        return self._share(x, queries).to(self.dtype)
+
+    def _share(self, x: Tensor, queries: bool) -> Tensor:
         share = self._tokens_first(x)[self._where(queries)]
-        wide: Tensor = share.permute(0, 2, 3, 1, 4).flatten(0, 1).to(self.dtype)
-        return wide
+        return share.permute(0, 2, 3, 1, 4).flatten(0, 1)
+
+    def pair_bias(self, bias: Tensor, q: Tensor, k: Tensor) -> PairBias:
+        """Say where its rows read ``bias``, broadcastable to ``[B, H, T, S]`` and contiguous."""
+        shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
+        sizes = (*q.shape[:3], k.shape[2])
+        steps = [math.prod(shape[i + 1 :]) * (shape[i] > 1) for i in range(4)]
+        row, head, query, key = (
+            step * torch.arange(size, device=bias.device)
+            for step, size in zip(steps, sizes, strict=True)
+        )
+        queries = row[:, None, None] + head[:, None] + query
+        keys = key.expand(*k.shape[:2], -1)
+        return PairBias(
+            bias.flatten().to(self.dtype),
+            as_rows(self._share(queries[..., None], QUERIES)).flatten(),
+            self._share(keys[..., None], KEYS).flatten(),
+        )
 
     def put(self, share: Tensor, into: Tensor) -> None:
         """Write its queries' share of ``[B, H, T, D]``, ``[U G T, D]``: no other part has any."""
@@ -168,12 +188,21 @@ class Share(NamedTuple):
     norm: Tensor | None  # [U S, 1], what keys were divided by in the shared form
     group: tuple[int, int]  # G and T
     plan: Plan
+    bias: PairBias | None
 
     @classmethod
     def of(
-        cls, part: Part, hashing: Hashing, q: Tensor, k: Tensor, v: Tensor, scale: float
+        cls,
+        part: Part,
+        hashing: Hashing,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        bias: Tensor | None,
     ) -> Share:
         """Take a part's share."""
+        pairs = None if bias is None else part.pair_bias(bias, q, k)
         one = hashing.rule.shared and same_memory(q, k)
         q, v = part.take(q, QUERIES), part.take(v, KEYS).flatten(0, 2)
         k = q if one else part.take(k, KEYS)
@@ -184,24 +213,27 @@ class Share(NamedTuple):
             norm = torch.linalg.vector_norm(k, dim=1, keepdim=True)
             norm = norm.square_().add_(1e-6 * k.shape[1]).sqrt_()
             k = torch.div(k, norm, out=room(k, k.shape))
-        return cls(q_rows.mul_(scale) if scale != 1 else q_rows, k, v, norm, group, plan)
+        return cls(q_rows.mul_(scale) if scale != 1 else q_rows, k, v, norm, group, plan, pairs)
 
     def attend(self) -> Sums:
         """Attend; in the shared form, who meets no other key sees its own."""
-        sums = attend(self.q, self.k, self.v, self.plan)
+        sums = attend(self.q, self.k, self.v, self.plan, self.bias)
         queries, keys = self._alone(sums.lse)
         sums.out[queries] = self.v[keys]
         return sums
 
-    def backward(self, d_out: Tensor, delta: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, d_out: Tensor, delta: Tensor, lse: Tensor, d_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of queries, without the last row and before scaling, k and v.
 
-        ``d_out`` is changed.
+        ``d_out`` is changed, and what the bias gets is added to ``d_bias``.
         """
         queries, keys = self._alone(lse)
         d_own = d_out[queries]
         d_out[queries] = 0
-        dq, dk, dv = attend_backward(d_out, delta, lse, self.q, self.k, self.v, self.plan.steps)
+        given = (self.q, self.k, self.v, self.plan.steps, self.bias, d_bias)
+        dq, dk, dv = attend_backward(d_out, delta, lse, *given)
         dv.index_add_(0, keys, d_own)
         if self.norm is not None:
             along = (self.k * dk).sum(1, keepdim=True)
