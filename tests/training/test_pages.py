@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from attnzoo.training.pages import card, write_pages
+from attnzoo.training.report import lines_table
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 VERDICT = "The result is worse than its window alone: recall is <1.6>"
@@ -28,6 +29,21 @@ LOSSES = [
     {"total": n + 1, "stage": stage, "step": n % 3, "loss": 1 / (n + 1)}
     for n, stage in enumerate(["transfer"] * 3 + ["distil"] * 3)
 ]
+
+
+def test_an_encoder_is_told_in_cosines():
+    names = ("softmax", "window alone", "raw swap", "result")
+    lines = {name: {"cosine": 0.9 - n / 10, "least": 0.5} for n, name in enumerate(names)}
+    results = {**RESULTS, "lines": lines, "decoding": {}}
+    text = card(results, "recover")
+    assert "pipeline_tag: feature-extraction" in text
+    assert "|  | mean cosine | least |" in text
+    assert "| window alone (32) | 0.800 | 0.500 |" in text
+    assert "Bits per byte" not in text
+    assert "Bits per byte" in card(RESULTS, "recover")
+    table = lines_table(results)
+    assert [column.header for column in table.columns] == ["", "mean cosine", "least"]
+    assert list(table.columns[1].cells) == ["0.900", "0.800", "0.700", "0.600"]
 
 
 def test_the_card_begins_with_the_verdict():
