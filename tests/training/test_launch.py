@@ -14,6 +14,9 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType
 
 import attnzoo
+from attnzoo.errors import ConfigError
+from attnzoo.training import account
+from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.recover import RecoverConfig, recover
 
@@ -88,6 +91,48 @@ def test_weights_in_parts_train_as_whole_ones(saved, text, spec, tmp_path):
                 for x in (ours, whole)
             )
             assert float(torch.cosine_similarity(a, b, 0)) > 0.98
+
+
+@pytest.mark.slow
+def test_rows_in_parts_train_as_whole_ones(saved, text, tmp_path, monkeypatch):
+    """Every stage, teachers and softmax's own tuning included, takes the steps of one process."""
+    monkeypatch.setattr(account, "LENGTHS", (16,))  # how fast it decodes is not the question
+    run("shared", saved, text, tmp_path)
+    spec = attnzoo.AttentionSpec(
+        "gated_linear", feature_map="hedgehog", window=4, layers={1: "flash"}
+    )
+    loop = LoopConfig(batch_size=4, accumulate=2)
+    options = {"row_length": 32, "judged_rows": 2, "loop": loop}
+    steps = {"transfer_steps": 3, "distil_steps": 4}
+    one = tmp_path / "one"
+    lora = RecoverConfig(**options, **steps, train="lora", cross_entropy=0.5)
+    recover(saved, spec, [text], one / "lora", lora)
+    full = RecoverConfig(**options, **steps, train="full")
+    recover(saved, spec, [text], one / "full", full)
+    tuned = FinetuneConfig(**options, steps=3, train="full")
+    finetune(saved, spec, [text], one / "finetune", tuned)
+    for name, count in (("lora", 7), ("full", 7), ("finetune", 6)):
+        found, expected = read_losses(tmp_path / name), read_losses(one / name)
+        assert len(found) == count
+        assert [x["loss"] for x in found] == pytest.approx([x["loss"] for x in expected], rel=1e-4)
+        model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert model.config.attnzoo == spec.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"cp_size": 2}, "divide into groups of cp_size=2"), ({"cp_size": 5}, "32 tokens does not")],
+)
+def test_processes_that_cannot_share_rows(saved, text, spec, tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        recover(
+            saved,
+            spec,
+            [text],
+            tmp_path / "out",
+            RecoverConfig(row_length=32, loop=LoopConfig(**changes)),
+        )
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

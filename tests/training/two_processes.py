@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 
 import attnzoo
-from attnzoo.training import runs
+from attnzoo.training import account, runs
+from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.recover import RecoverConfig, recover
 from attnzoo.training.sharding import is_sharded
@@ -69,6 +70,19 @@ def sharded(model, text, out):
     recover(model, SPEC, [text], out / "lora", config(train="lora"))
 
 
+def shared(model, text, out):
+    """Each process holds half of every row; the last layer stays exact."""
+    account.LENGTHS = (16,)
+    loop = LoopConfig(batch_size=4, accumulate=2, cp_size=2)
+    spec = attnzoo.AttentionSpec(
+        "gated_linear", feature_map="hedgehog", window=4, layers={1: "flash"}
+    )
+    recover(model, spec, [text], out / "lora", config(train="lora", loop=loop, cross_entropy=0.5))
+    recover(model, spec, [text], out / "full", config(loop=loop, gradient_checkpointing=True))
+    tuned = FinetuneConfig(steps=3, row_length=32, judged_rows=2, train="full", loop=loop)
+    finetune(model, spec, [text], out / "finetune", tuned)
+
+
 def idle(model, text, out):
     """Rows end within the window, so what the linear branch has never gets a gradient."""
     spec = attnzoo.AttentionSpec("linear", feature_map="hedgehog", window=64)
@@ -100,4 +114,5 @@ if __name__ == "__main__":
     check, *paths = sys.argv[1:]
     if check == "draws":
         dist.init_process_group("gloo")
-    {"sharded": sharded, "idle": idle, "draws": draws}[check](*map(Path, paths))
+    checks = {"sharded": sharded, "shared": shared, "idle": idle, "draws": draws}
+    checks[check](*map(Path, paths))
