@@ -192,7 +192,8 @@ class Loop:
                     loss = loss + touched(stage)
                 self.accelerator.backward(loss / len(batches))
             total += loss.detach() / len(batches)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # in the model's order: Accelerate compares them with its, one by one, under FSDP2
+        parameters = [p for p in model.parameters() if p.requires_grad]
         self.accelerator.clip_grad_norm_(parameters, self.config.clip)
         optimizer.step()
         optimizer.zero_grad()

@@ -61,8 +61,13 @@ def run(check, *paths):
 
 
 @pytest.mark.slow
-def test_weights_in_parts_train_as_whole_ones(saved, text, spec, tmp_path):
-    """Through both stages, saved whole, and read again with the swap and its extras."""
+def test_weights_in_parts_train_as_whole_ones(saved, text, spec, tmp_path, monkeypatch):
+    """Through both stages, saved whole, and read again with the swap and its extras.
+
+    By Accelerate's own FSDP2, its checkpoints included: stopped twice, a run ends with the same
+    losses to the last bit. With rows in parts too, the steps are those of one process.
+    """
+    monkeypatch.setattr(account, "LENGTHS", (16,))  # how fast it decodes is not the question
     run("sharded", saved, text, tmp_path)
     for train in ("full", "lora"):
         options = {"transfer_steps": 3, "distil_steps": 4, "row_length": 32, "judged_rows": 2}
@@ -73,6 +78,10 @@ def test_weights_in_parts_train_as_whole_ones(saved, text, spec, tmp_path):
         )
         found, expected = read_losses(tmp_path / train), read_losses(one)
         assert [x["loss"] for x in found] == pytest.approx([x["loss"] for x in expected], rel=0.05)
+        assert found == read_losses(tmp_path / f"{train}-again")
+        if train == "full":
+            both = [x["loss"] for x in read_losses(tmp_path / "shared")]
+            assert both == pytest.approx([x["loss"] for x in expected], rel=1e-4)
         told = json.loads((tmp_path / train / "recovery.json").read_text())
         for name in ("softmax", "raw swap", "window alone"):
             assert told["lines"][name]["loss"] == pytest.approx(results["lines"][name]["loss"])
@@ -107,11 +116,9 @@ def test_rows_in_parts_train_as_whole_ones(saved, text, tmp_path, monkeypatch):
     one = tmp_path / "one"
     lora = RecoverConfig(**options, **steps, train="lora", cross_entropy=0.5)
     recover(saved, spec, [text], one / "lora", lora)
-    full = RecoverConfig(**options, **steps, train="full")
-    recover(saved, spec, [text], one / "full", full)
     tuned = FinetuneConfig(**options, steps=3, train="full")
     finetune(saved, spec, [text], one / "finetune", tuned)
-    for name, count in (("lora", 7), ("full", 7), ("finetune", 6)):
+    for name, count in (("lora", 7), ("finetune", 6)):
         found, expected = read_losses(tmp_path / name), read_losses(one / name)
         assert len(found) == count
         assert [x["loss"] for x in found] == pytest.approx([x["loss"] for x in expected], rel=1e-4)
