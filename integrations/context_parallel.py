@@ -77,9 +77,7 @@ def context_parallel(
         SpecError: The model, or a part of it, is not swapped.
         UnsupportedError: It cannot run on shares of these rows; every reason is given.
     """
-    target = whole_model(model)
-    _refuse_model(model, target)
-    assert target is not None
+    target = refuse_model(model)
     group = _group(group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     whole = _whole(target, dict(batch), size)
@@ -129,8 +127,17 @@ def _group(group: Any | None) -> Any:
     return dist.group.WORLD if group is None else group
 
 
-def _refuse_model(model: nn.Module, target: PreTrainedModel | None) -> None:
-    """Refuse a model whose tokens meet where no backend of ours sees to it."""
+def refuse_model(model: nn.Module) -> PreTrainedModel:
+    """Refuse a model whose tokens meet where no backend of ours sees to it.
+
+    Returns:
+        The transformers model in it.
+
+    Raises:
+        SpecError: The model, or a part of it, is not swapped.
+        UnsupportedError: It cannot run on shares of its rows; every reason is given.
+    """
+    target = whole_model(model)
     backends = [module for module in model.modules() if isinstance(module, AttentionBackend)]
     if target is None or not backends:
         raise SpecError(
@@ -164,6 +171,7 @@ def _refuse_model(model: nn.Module, target: PreTrainedModel | None) -> None:
             f"{type(target).__name__} cannot run on shares of its rows: {'; '.join(reasons)}. "
             "Backends that can: linear, gated_linear, performer, longformer, and flash or softmax."
         )
+    return target
 
 
 def _block_types(config: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,40 +10,16 @@ import typer
 
 from attnzoo.commands.spec_options import spec_of
 from attnzoo.commands.terminal import console
+from attnzoo.commands.train_options import (
+    Column,
+    Control,
+    Data,
+    Length,
+    TrainOptions,
+    with_train_options,
+)
 from attnzoo.errors import SpecError
 
-Data = Annotated[list[Path], typer.Option(help="text, .jsonl, .parquet, or folders of them")]
-Column = Annotated[str, typer.Option(help="field of JSON and parquet with the text")]
-Length = Annotated[int, typer.Option(help="tokens of a row")]
-Control = Annotated[
-    int | None, typer.Option(help="tokens that the control sees; the swap's window without")
-]
-Out = Annotated[Path, typer.Option(help="new folder for the model")]
-Attention = Annotated[str | None, typer.Option(help="backend for every other layer")]
-Options = Annotated[
-    list[str] | None, typer.Option("--set", help="option of the backend: NAME=VALUE")
-]
-Layers = Annotated[
-    list[str] | None, typer.Option(help="exceptions: LAYERS=BACKEND, such as 0-1,11=flash")
-]
-Else = Annotated[
-    str | None, typer.Option("--else", help="backend for layers that the first one refuses")
-]
-Train = Annotated[str, typer.Option(help="extras, lora or full")]
-Batch = Annotated[int, typer.Option(help="rows of a step, over all processes")]
-Accumulate = Annotated[int, typer.Option(help="parts that a batch is taken in")]
-Precision = Annotated[
-    str | None, typer.Option(help="of products: no (float32) or bf16; as launched without")
-]
-Dropout = Annotated[
-    float, typer.Option(help="share of a hybrid's heads that start a stage without their window")
-]
-Checkpointing = Annotated[
-    bool, typer.Option("--gradient-checkpointing", help="compute layers twice, to save memory")
-]
-ReportTo = Annotated[
-    str | None, typer.Option(help="a tracker of Accelerate, such as tensorboard; logs in --out")
-]
 TransferTarget = Annotated[
     str, typer.Option(help="of softmax, what a layer learns to equal: its output, or its attention")
 ]
@@ -51,14 +28,7 @@ LayersAtOnce = Annotated[
 ]
 TopK = Annotated[int | None, typer.Option(help="of softmax's predictions that count one by one")]
 CrossEntropy = Annotated[float, typer.Option(help="share of the text's next token in distillation")]
-Rate = Annotated[float | None, typer.Option(help="learning rate of adapters, or of all weights")]
-ExtrasRate = Annotated[
-    float, typer.Option(help="learning rate of what backends added, beside them")
-]
-Repeats = Annotated[
-    float, typer.Option(help="share of the rows in which a segment is repeated, to learn recall")
-]
-Resume = Annotated[bool, typer.Option(help="go on from the last checkpoint in --out")]
+Train = Annotated[str, typer.Option(help="extras, lora or full")]
 
 
 def plan(
@@ -125,14 +95,9 @@ def _candidate(text: str) -> Any:
     return spec_of(name, [part for part in options.split(",") if part], None, None)
 
 
+@with_train_options
 def recover(
     path: Annotated[Path, typer.Argument(help="folder of a saved model, not swapped")],
-    data: Data,
-    out: Out,
-    attention: Attention = None,
-    option: Options = None,
-    layers: Layers = None,
-    else_: Else = None,
     plan: Annotated[Path | None, typer.Option(help="what `attnzoo plan` wrote")] = None,
     transfer_steps: Annotated[int, typer.Option(help="of what backends added, by layer")] = 100,
     transfer_target: TransferTarget = "output",
@@ -141,29 +106,16 @@ def recover(
     top_k: TopK = None,
     cross_entropy: CrossEntropy = 0.0,
     train: Train = "lora",
-    weights_lr: Rate = None,
-    extras_lr: ExtrasRate = 5e-3,
-    repeat_share: Repeats = 0.25,
-    batch: Batch = 8,
-    accumulate: Accumulate = 1,
-    length: Length = 512,
-    control: Control = None,
-    window_dropout: Dropout = 0.0,
-    precision: Precision = None,
-    gradient_checkpointing: Checkpointing = False,
-    report_to: ReportTo = None,
-    column: Column = "text",
-    seed: int = 0,
-    resume: Resume = False,
+    *,
+    options: TrainOptions,
 ) -> None:
     """Swap a model and bring its quality back: transfer, distillation, an honest account."""
     from attnzoo.training import recover as recovery
-    from attnzoo.training.loop import LoopConfig
     from attnzoo.training.plan import read_plan
 
-    if (attention is None) == (plan is None):
+    if (options.attention is None) == (plan is None):
         raise SpecError("recover takes either --attention (with --set, --layers) or --plan FILE")
-    spec, weights = read_plan(plan) if plan else (spec_of(attention, option, layers, else_), None)
+    spec, weights = read_plan(plan) if plan else (options.spec(), None)
     config = recovery.RecoverConfig(
         transfer_steps=transfer_steps,
         transfer_target=transfer_target,  # type: ignore[arg-type]
@@ -172,80 +124,47 @@ def recover(
         top_k=top_k,
         cross_entropy=cross_entropy,
         train=train,  # type: ignore[arg-type]
-        weights_lr=weights_lr,
-        extras_lr=extras_lr,
-        repeat_share=repeat_share,
-        row_length=length,
-        control=control,
-        window_dropout=window_dropout,
-        gradient_checkpointing=gradient_checkpointing,
-        report_to=report_to,
-        loop=LoopConfig(batch_size=batch, accumulate=accumulate, seed=seed, precision=precision),
+        **options.config(),
     )
     stages = {"softmax": distil_steps, "transfer": transfer_steps, "distil": distil_steps}
-    given: dict[str, Any] = {"column": column, "resume": resume, "weights": weights}
-    _run(stages, out, lambda to: recovery.recover(path, spec, data, out, config, **given, **to))
+    start = partial(recovery.recover, path, spec, weights=weights)
+    _run(start, config, stages, options)
 
 
+@with_train_options
 def finetune(
     path: Annotated[Path, typer.Argument(help="folder of a saved causal model, swapped or not")],
-    data: Data,
-    out: Out,
-    attention: Attention = None,
-    option: Options = None,
-    layers: Layers = None,
-    else_: Else = None,
     steps: Annotated[int, typer.Option(help="of training")] = 200,
     compare: Annotated[bool, typer.Option(help="train softmax as long, to compare with")] = True,
     train: Train = "full",
-    weights_lr: Rate = None,
-    extras_lr: ExtrasRate = 5e-3,
-    repeat_share: Repeats = 0.25,
-    batch: Batch = 8,
-    accumulate: Accumulate = 1,
-    length: Length = 512,
-    control: Control = None,
-    window_dropout: Dropout = 0.0,
-    precision: Precision = None,
-    gradient_checkpointing: Checkpointing = False,
-    report_to: ReportTo = None,
-    column: Column = "text",
-    seed: int = 0,
-    resume: Resume = False,
+    *,
+    options: TrainOptions,
 ) -> None:
     """Train a swapped model on text; without --attention, one that is swapped already."""
     from attnzoo.training.finetune import FinetuneConfig
     from attnzoo.training.finetune import finetune as finetune_model
-    from attnzoo.training.loop import LoopConfig
 
-    if attention is None and (option or layers or else_):
+    if options.attention is None and (options.option or options.layers or options.else_):
         raise SpecError("--set, --layers and --else go with --attention, which is not given")
-    spec = None if attention is None else spec_of(attention, option, layers, else_)
+    spec = None if options.attention is None else options.spec()
     config = FinetuneConfig(
         steps=steps,
         tune_softmax=compare,
         train=train,  # type: ignore[arg-type]
-        weights_lr=weights_lr,
-        extras_lr=extras_lr,
-        repeat_share=repeat_share,
-        row_length=length,
-        control=control,
-        window_dropout=window_dropout,
-        gradient_checkpointing=gradient_checkpointing,
-        report_to=report_to,
-        loop=LoopConfig(batch_size=batch, accumulate=accumulate, seed=seed, precision=precision),
+        **options.config(),
     )
     stages = {"softmax": steps, "finetune": steps}
-    given: dict[str, Any] = {"column": column, "resume": resume}
-    _run(stages, out, lambda ways: finetune_model(path, spec, data, out, config, **given, **ways))
+    _run(partial(finetune_model, path, spec), config, stages, options)
 
 
-def _run(stages: dict[str, int], out: Path, train: Any) -> None:
+def _run(start: Any, config: Any, stages: dict[str, int], options: TrainOptions) -> None:
     """Run a training command under a progress bar, and tell what came out."""
     from attnzoo.training.report import ProgressBar, lines_table
 
+    out = options.out
     with ProgressBar(console, stages) as bar:
-        results = train({"tell": bar.tell, "tick": bar.tick})
+        given = {"column": options.column, "resume": options.resume}
+        results = start(options.data, out, config, **given, tell=bar.tell, tick=bar.tick)
     if bar.main:
         console.print(lines_table(results))
         console.print(results["verdict"], style="bold", soft_wrap=True)

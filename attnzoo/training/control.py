@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import PreTrainedModel
-
-from attnzoo.integrations.convert import restore
 from attnzoo.training.loop import Loss, Stage
 from attnzoo.training.runs import Run
 
@@ -23,13 +20,7 @@ def tune_softmax(run: Run, steps: int, loss_of: Callable[[Any], Loss]) -> None:
         steps: As many as the swapped model takes.
         loss_of: Returns the loss of those steps, given the model as it is trained.
     """
-
-    def fresh() -> PreTrainedModel:
-        model = run.fresh()
-        restore(model)
-        return model
-
-    trained, groups = run.prepared(fresh())
+    trained, groups = run.prepared(run.softmax())
     stage = Stage(name="softmax", steps=steps, groups=groups, loss=loss_of(trained))
-    tuned = run.merged(run.loop.run(trained, stage, lambda: run.prepared(fresh())[0]))
+    tuned = run.merged(run.loop.run(trained, stage, lambda: run.prepared(run.softmax())[0]))
     run.lines.judge("softmax tuned", lambda: run.quality(tuned))

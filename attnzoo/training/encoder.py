@@ -174,6 +174,11 @@ class EncoderRun(Run):
                 "gradient_checkpointing needs the passes of training, and encoders are recovered "
                 "without their dropout, in those of evaluation; take accumulate to save memory"
             )
+        if config.loop.cp_size > 1:
+            raise SpecError(
+                "cp_size has processes share long rows, and an encoder's texts are rows of their "
+                "own, each as long as it is; leave it out"
+            )
         tokenizer = AutoTokenizer.from_pretrained(path)
         vocab_size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
         train, held_out = (

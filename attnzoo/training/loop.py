@@ -18,14 +18,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import skip_first_batches
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 from transformers.optimization import get_cosine_schedule_with_warmup
 
 from attnzoo.errors import ConfigError
+from attnzoo.integrations.context_parallel import context_parallel
 from attnzoo.report.whole import write_whole
 from attnzoo.training.checkpoints import Checkpoints, explained
 from attnzoo.training.data import Rows
-from attnzoo.training.sharding import SHARDED, filled
+from attnzoo.training.sharding import SHARDED, filled, same_rows
 
 LOSSES = "losses.jsonl"
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]  # of a wrapped model on one batch
@@ -64,6 +66,7 @@ class LoopConfig:
     keep: int = 2  # checkpoints
     # Of products: "no" is float32, "bf16" autocasts, weights stay float32; None is as launched
     precision: str | None = None
+    cp_size: int = 1  # processes that share every row; each holds an equal part of its tokens
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -71,6 +74,7 @@ class LoopConfig:
             ("accumulate", 1),
             ("checkpoint_every", 1),
             ("keep", 1),
+            ("cp_size", 1),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
@@ -99,6 +103,7 @@ class Loop:
         checkpoints: Where the run is kept.
         progress: Where it stopped, as :meth:`Checkpoints.begin` returns it.
         tick: Called after every step with the stage's name, the step and the loss.
+        mesh: The processes by row and by share of a row, where rows are shared.
     """
 
     def __init__(
@@ -109,9 +114,11 @@ class Loop:
         checkpoints: Checkpoints,
         progress: Mapping[str, Any] | None = None,
         tick: Callable[[str, int, float], None] = lambda stage, step, loss: None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.accelerator, self.rows, self.config = accelerator, rows, config
         self.checkpoints, self.progress, self.tick = checkpoints, progress, tick
+        self.mesh = mesh
         self.total = 0  # steps of all stages so far
         if accelerator.is_main_process:
             _cut_losses(checkpoints.out / LOSSES, progress["total"] if progress else 0)
@@ -177,19 +184,29 @@ class Loop:
         total = torch.zeros((), device=self.accelerator.device)
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
-            with nullcontext() if last else self.accelerator.no_sync(model):
+            alone = nullcontext() if last else self.accelerator.no_sync(model)
+            with alone, self._share(model, batch) as share:
                 with self.accelerator.autocast(), self._precision():
-                    loss = stage.loss(model, batch)
+                    loss = stage.loss(model, share)
                 if self.accelerator.distributed_type not in SHARDED:
                     loss = loss + touched(stage)
                 self.accelerator.backward(loss / len(batches))
             total += loss.detach() / len(batches)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # in the model's order: Accelerate compares them with its, one by one, under FSDP2
+        parameters = [p for p in model.parameters() if p.requires_grad]
         self.accelerator.clip_grad_norm_(parameters, self.config.clip)
         optimizer.step()
         optimizer.zero_grad()
         mean: Tensor = self.accelerator.reduce(total, "mean")
         return float(mean)
+
+    def _share(
+        self, model: nn.Module, batch: Mapping[str, Tensor]
+    ) -> AbstractContextManager[Mapping[str, Any]]:
+        """Return this process's share of a batch, where rows are shared."""
+        if self.mesh is None:
+            return nullcontext(batch)
+        return context_parallel(model, batch, self.mesh["cp"])
 
     def _precision(self) -> AbstractContextManager[object]:
         """Return the autocast that was asked for, over that of the launch."""
@@ -200,14 +217,18 @@ class Loop:
 
     def _loader(self) -> DataLoader[Any]:
         size = min(self.config.batch_size, len(self.rows)) // self.config.accumulate
-        if size < 1 or size % self.accelerator.num_processes:
+        parts = self.accelerator.num_processes // self.config.cp_size
+        if size < 1 or size % parts:
             raise ConfigError(
-                f"{size} rows at a time do not divide over {self.accelerator.num_processes} "
-                "processes; make batch_size a multiple of accumulate times the processes, and give "
-                f"at least that many rows of text (there are {len(self.rows)})"
+                f"{size} rows at a time do not divide over {parts} processes, or groups that share "
+                "rows; make batch_size a multiple of accumulate times these, and give at least "
+                f"that many rows of text (there are {len(self.rows)})"
             )
         own = torch.Generator().manual_seed(self.config.seed)  # the global one stays in step
-        return DataLoader(self.rows, batch_size=size, shuffle=True, drop_last=True, generator=own)
+        loader: DataLoader[Any] = DataLoader(
+            self.rows, batch_size=size, shuffle=True, drop_last=True, generator=own
+        )
+        return loader if self.mesh is None else same_rows(self.accelerator, loader, self.mesh)
 
     def _batches(self, loader: Any, done: int) -> Iterator[list[Mapping[str, Tensor]]]:
         """Yield the parts of every batch after the first ``done``, epoch after epoch.

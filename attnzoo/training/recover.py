@@ -189,7 +189,8 @@ def transfer_loss(transfer: Transfer) -> Loss:
 def _distil_loss(trained: Any, run: Run, config: RecoverConfig) -> Loss:
     """Return the loss of distillation, for a model as it is trained."""
     read = read_hidden if run.encoder else read_logits
-    teacher = own_teacher(trained, weights_change=config.train == "full", read=read)
+    shared, full = config.loop.cp_size > 1, config.train == "full"
+    teacher = own_teacher(trained, weights_change=full, read=read, shared=shared)
     if run.encoder:
         return hidden_loss(teacher)
     return distil_loss(teacher, cross_entropy=config.cross_entropy, top_k=config.top_k)

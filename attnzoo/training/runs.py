@@ -18,7 +18,8 @@ from attnzoo.backends.recurrent import RecurrentBackend, WindowDropout
 from attnzoo.demo.text import Judged, refuse_encoder
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.integrations.attention import NAME
-from attnzoo.integrations.convert import own_attention, swap
+from attnzoo.integrations.context_parallel import refuse_model
+from attnzoo.integrations.convert import own_attention, restore, swap
 from attnzoo.integrations.files import read_config
 from attnzoo.report.whole import write_whole
 from attnzoo.spec import AttentionSpec
@@ -42,6 +43,7 @@ from attnzoo.training.evaluate import (
 from attnzoo.training.loop import Loop, LoopConfig, read_losses
 from attnzoo.training.pages import write_pages
 from attnzoo.training.plan import weights_name
+from attnzoo.training.sharding import context_mesh
 from attnzoo.training.transfer import extras, swapped_layers
 
 RESULTS = {"recover": "recovery.json", "finetune": "finetuning.json"}
@@ -78,6 +80,11 @@ class TrainConfig:
             raise ConfigError(f"control must be at least 1 token, got {self.control}")
         if self.row_length < 8:
             raise ConfigError(f"row_length must be at least 8 tokens, got {self.row_length}")
+        if self.row_length % self.loop.cp_size:
+            raise ConfigError(
+                f"A row of {self.row_length} tokens does not divide over cp_size="
+                f"{self.loop.cp_size} processes; make row_length a multiple"
+            )
         for name in ("repeat_share", "window_dropout"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is a share, from 0 to 1, got {getattr(self, name)}")
@@ -224,6 +231,9 @@ class Run:
         self.accelerator = make_accelerator(config, out)
         train, held_out = self.load_rows(data, column)
         self.model: Any = self.fresh()
+        self.mesh = context_mesh(self.accelerator, config.loop.cp_size)
+        if self.mesh is not None:
+            refuse_model(self.model)
         name = weights_name(self.model)
         if weights is not None and weights != name:
             raise SpecError(
@@ -248,7 +258,9 @@ class Run:
         self.judge_on(held_out)
         if config.report_to:
             self.accelerator.init_trackers("attnzoo")
-        self.loop = Loop(self.accelerator, train, config.loop, self.checkpoints, progress, tick)
+        self.loop = Loop(
+            self.accelerator, train, config.loop, self.checkpoints, progress, tick, self.mesh
+        )
 
     def load_rows(self, data: list[Path], column: str) -> tuple[Any, Any]:
         """Return rows to train on, and rows held out."""
@@ -283,6 +295,15 @@ class Run:
     def fresh(self) -> PreTrainedModel:
         """Return the model as it was loaded, for weights to be filled in."""
         return load_swapped(self.path, self.spec)
+
+    def softmax(self) -> PreTrainedModel:
+        """Return the model with softmax: its own, or flash, which runs on shares of rows too."""
+        model = self.fresh()
+        if self.mesh is None:
+            restore(model)
+        else:
+            swap(model, "flash")
+        return model
 
     def prepared(self, model: PreTrainedModel) -> tuple[Any, list[dict[str, Any]]]:
         """Return a model with what is trained of it, in groups with learning rates.

@@ -28,11 +28,13 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import SpecError
 from attnzoo.masks import AttentionMask
+from attnzoo.ops.context_parallel import Shard
 from attnzoo.registry import build_backend
 from attnzoo.state import AttentionOutput
 from attnzoo.training.sharding import is_sharded
@@ -159,7 +161,11 @@ class Transfer:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put columns that read the weights of some keys beside the values, as many again."""
         (q, k, v), kwargs = self._detached(backend, args, kwargs)
-        columns = key_columns(v.shape[2], v.shape[3], self.step).to(v)
+        shard = kwargs.get("shard")
+        whole = v.shape[2] if shard is None else shard.size * shard.length
+        columns = key_columns(whole, v.shape[3], self.step).to(v)
+        if shard is not None:
+            columns = shard.own(columns[None])[0]
         return (q, k, torch.cat([v, columns.expand_as(v)], 3)), kwargs
 
     def _hook(self, name: str, teacher: AttentionBackend) -> Any:
@@ -177,11 +183,13 @@ class Transfer:
                 exact = [teacher(q, k, x, **own).out for x in pieces]
             if learns:
                 mask, given = kwargs.get("mask"), output.out.chunk(len(exact), 3)
+                shard = kwargs.get("shard")
                 if read:
-                    error = weights_error(given[1], exact[1], mask)
-                    error = error * key_stride(*pieces[1].shape[2:])
+                    length, count = pieces[1].shape[2:]
+                    error = weights_error(given[1], exact[1], mask, shard)
+                    error = error * key_stride(length * (shard.size if shard else 1), count)
                 else:
-                    error = relative_error(given[0], exact[0], mask)
+                    error = relative_error(given[0], exact[0], mask, shard)
                 # a pass that gradient checkpointing repeats, in a backward pass, counts once
                 if torch._C._current_graph_task_id() == -1:
                     self.errors[name] = error
@@ -211,19 +219,33 @@ class Transfer:
         return total
 
 
-def relative_error(out: Tensor, exact: Tensor, mask: AttentionMask | None) -> Tensor:
+def relative_error(
+    out: Tensor, exact: Tensor, mask: AttentionMask | None, shard: Shard | None = None
+) -> Tensor:
     """Return the squared difference over the square of what is right, a float32 scalar.
 
     Args:
         out: What a layer gave, ``[B, H, T, E]``.
         exact: What softmax gives, the same shape.
         mask: Whose padding does not count.
+        shard: The share of the rows that these tokens are: the mean over its processes is what one
+            process has.
     """
     real = None if mask is None else mask.query_padding(out.shape[2], out.shape[2])
     difference, size = (out.float() - exact.float()).square(), exact.float().square()
     if real is not None:
         difference, size = (x * real[:, None, :, None] for x in (difference, size))
-    return difference.sum() / size.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    total = _mean(size.sum(), shard)
+    return difference.sum() / total.clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _mean(x: Tensor, shard: Shard | None) -> Tensor:
+    """Return the mean of a number without gradient over the processes that share rows."""
+    if shard is None:
+        return x
+    total = x.detach().clone()
+    dist.all_reduce(total, group=shard.group)
+    return total / shard.size
 
 
 def key_stride(length: int, count: int) -> int:
@@ -249,13 +271,16 @@ def key_columns(length: int, count: int, step: int) -> Tensor:
     return columns
 
 
-def weights_error(weights: Tensor, exact: Tensor, mask: AttentionMask | None) -> Tensor:
+def weights_error(
+    weights: Tensor, exact: Tensor, mask: AttentionMask | None, shard: Shard | None = None
+) -> Tensor:
     """Return what some keys add to the divergence of the weights from what is right, in nats.
 
     Args:
         weights: What a layer gives some keys, ``[B, H, T, n]``.
         exact: What softmax gives them, the same shape.
         mask: Whose padding does not count.
+        shard: As in :func:`relative_error`.
 
     Returns:
         The mean over queries and heads, a float32 scalar.
@@ -266,4 +291,5 @@ def weights_error(weights: Tensor, exact: Tensor, mask: AttentionMask | None) ->
     real = None if mask is None else mask.query_padding(*each.shape[2:] * 2)
     if real is None:
         return each.mean()
-    return (each * real[:, None]).sum() / (real.sum() * each.shape[1]).clamp(min=1)
+    count = _mean((real.sum() * each.shape[1]).float(), shard)
+    return (each * real[:, None]).sum() / count.clamp(min=1)

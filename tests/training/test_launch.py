@@ -14,6 +14,9 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType
 
 import attnzoo
+from attnzoo.errors import ConfigError
+from attnzoo.training import account
+from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.recover import RecoverConfig, recover
 
@@ -58,8 +61,13 @@ def run(check, *paths):
 
 
 @pytest.mark.slow
-def test_weights_in_parts_train_as_whole_ones(saved, text, spec, tmp_path):
-    """Through both stages, saved whole, and read again with the swap and its extras."""
+def test_weights_in_parts_train_as_whole_ones(saved, text, spec, tmp_path, monkeypatch):
+    """Through both stages, saved whole, and read again with the swap and its extras.
+
+    By Accelerate's own FSDP2, its checkpoints included: stopped twice, a run ends with the same
+    losses to the last bit. With rows in parts too, the steps are those of one process.
+    """
+    monkeypatch.setattr(account, "LENGTHS", (16,))  # how fast it decodes is not the question
     run("sharded", saved, text, tmp_path)
     for train in ("full", "lora"):
         options = {"transfer_steps": 3, "distil_steps": 4, "row_length": 32, "judged_rows": 2}
@@ -70,6 +78,10 @@ def test_weights_in_parts_train_as_whole_ones(saved, text, spec, tmp_path):
         )
         found, expected = read_losses(tmp_path / train), read_losses(one)
         assert [x["loss"] for x in found] == pytest.approx([x["loss"] for x in expected], rel=0.05)
+        assert found == read_losses(tmp_path / f"{train}-again")
+        if train == "full":
+            both = [x["loss"] for x in read_losses(tmp_path / "shared")]
+            assert both == pytest.approx([x["loss"] for x in expected], rel=1e-4)
         told = json.loads((tmp_path / train / "recovery.json").read_text())
         for name in ("softmax", "raw swap", "window alone"):
             assert told["lines"][name]["loss"] == pytest.approx(results["lines"][name]["loss"])
@@ -88,6 +100,46 @@ def test_weights_in_parts_train_as_whole_ones(saved, text, spec, tmp_path):
                 for x in (ours, whole)
             )
             assert float(torch.cosine_similarity(a, b, 0)) > 0.98
+
+
+@pytest.mark.slow
+def test_rows_in_parts_train_as_whole_ones(saved, text, tmp_path, monkeypatch):
+    """Every stage, teachers and softmax's own tuning included, takes the steps of one process."""
+    monkeypatch.setattr(account, "LENGTHS", (16,))  # how fast it decodes is not the question
+    run("shared", saved, text, tmp_path)
+    spec = attnzoo.AttentionSpec(
+        "gated_linear", feature_map="hedgehog", window=4, layers={1: "flash"}
+    )
+    loop = LoopConfig(batch_size=4, accumulate=2)
+    options = {"row_length": 32, "judged_rows": 2, "loop": loop}
+    steps = {"transfer_steps": 3, "distil_steps": 4}
+    one = tmp_path / "one"
+    lora = RecoverConfig(**options, **steps, train="lora", cross_entropy=0.5)
+    recover(saved, spec, [text], one / "lora", lora)
+    tuned = FinetuneConfig(**options, steps=3, train="full")
+    finetune(saved, spec, [text], one / "finetune", tuned)
+    for name, count in (("lora", 7), ("finetune", 6)):
+        found, expected = read_losses(tmp_path / name), read_losses(one / name)
+        assert len(found) == count
+        assert [x["loss"] for x in found] == pytest.approx([x["loss"] for x in expected], rel=1e-4)
+        model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert model.config.attnzoo == spec.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"cp_size": 2}, "divide into groups of cp_size=2"), ({"cp_size": 5}, "32 tokens does not")],
+)
+def test_processes_that_cannot_share_rows(saved, text, spec, tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        recover(
+            saved,
+            spec,
+            [text],
+            tmp_path / "out",
+            RecoverConfig(row_length=32, loop=LoopConfig(**changes)),
+        )
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

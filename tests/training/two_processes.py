@@ -6,52 +6,42 @@ torchrun --nproc-per-node 2 two_processes.py CHECK MODEL TEXT OUT
 import hashlib
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import transformers as hf
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
 
 import attnzoo
-from attnzoo.training import runs
+from attnzoo.training import account, runs
+from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.recover import RecoverConfig, recover
-from attnzoo.training.sharding import is_sharded
 
 
-class ShardingAccelerator(Accelerator):
-    """Shards by torch's ``fully_shard``, as Accelerate does on GPUs; on CPUs it would not."""
-
-    distributed_type = DistributedType.FSDP
-
-    def prepare(self, model, optimizer, schedule, loader):
-        names = {id(p): name for name, p in model.named_parameters()}
-        for layer in model.get_decoder().layers:
-            fully_shard(layer)
-        fully_shard(model)
-        assert is_sharded(model)
-        sharded = dict(model.named_parameters())
-        for group in optimizer.param_groups:
-            group["params"] = [sharded[names[id(p)]] for p in group["params"]]
-        return model, optimizer, schedule, self.prepare_data_loader(loader)
-
-    def backward(self, loss):
-        loss.backward()
-
-    def clip_grad_norm_(self, parameters, norm):
-        torch.nn.utils.clip_grad_norm_(parameters, norm)
-
-    def save_state(self, path, **options):  # Accelerate's own business
-        pass
-
-    def get_state_dict(self, model):
-        return get_model_state_dict(
-            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )
+def sharding(**options):
+    """Make an Accelerator with FSDP2, which on CPUs it would not take: its states are told."""
+    accelerator = Accelerator(**options)
+    parallel = ParallelismConfig(dp_shard_size=accelerator.num_processes)
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state.update(
+        distributed_type=DistributedType.FSDP,
+        parallelism_config=parallel,
+        device_mesh=parallel.get_device_mesh("cpu"),
+        fsdp_plugin=FullyShardedDataParallelPlugin(  # as in integrations/launch/fsdp2.yaml
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            reshard_after_forward=True,
+            state_dict_type="SHARDED_STATE_DICT",
+            cpu_ram_efficient_loading=False,
+        ),
+    )
+    assert accelerator.is_fsdp2
+    return accelerator
 
 
 def config(**changes):
@@ -63,10 +53,49 @@ def config(**changes):
 SPEC = attnzoo.AttentionSpec("gated_linear", feature_map="hedgehog", window=4)
 
 
+class Stopped(Exception):
+    pass
+
+
+def stop_at(total):
+    """Return what stops a run after so many steps, in all processes."""
+    steps = iter(range(1, total + 1))
+
+    def tick(stage, step, loss):
+        if next(steps) == total:
+            raise Stopped
+
+    return tick
+
+
 def sharded(model, text, out):
-    runs.Accelerator = ShardingAccelerator
-    recover(model, SPEC, [text], out / "full", config())
-    recover(model, SPEC, [text], out / "lora", config(train="lora"))
+    """Weights in parts; each run again, stopped after a checkpoint and before the next."""
+    runs.Accelerator, account.LENGTHS = sharding, (16,)
+    loop = LoopConfig(batch_size=4, checkpoint_every=2)
+    for train in ("full", "lora"):
+        given = model, SPEC, [text]
+        recover(*given, out / train, config(train=train, loop=loop))
+        again = out / f"{train}-again"
+        for total in (3, 6):  # in the first stage, and in the second
+            with suppress(Stopped):
+                tick = stop_at(total if total == 3 else 4)
+                recover(*given, again, config(train=train, loop=loop), resume=total > 3, tick=tick)
+        recover(*given, again, config(train=train, loop=loop), resume=True)
+    both = LoopConfig(batch_size=4, cp_size=2)
+    recover(model, SPEC, [text], out / "shared", config(loop=both))
+
+
+def shared(model, text, out):
+    """Each process holds half of every row; the last layer stays exact."""
+    account.LENGTHS = (16,)
+    loop = LoopConfig(batch_size=4, accumulate=2, cp_size=2)
+    spec = attnzoo.AttentionSpec(
+        "gated_linear", feature_map="hedgehog", window=4, layers={1: "flash"}
+    )
+    given = {"train": "lora", "cross_entropy": 0.5, "gradient_checkpointing": True}
+    recover(model, spec, [text], out / "lora", config(loop=loop, **given))
+    tuned = FinetuneConfig(steps=3, row_length=32, judged_rows=2, train="full", loop=loop)
+    finetune(model, spec, [text], out / "finetune", tuned)
 
 
 def idle(model, text, out):
@@ -100,4 +129,5 @@ if __name__ == "__main__":
     check, *paths = sys.argv[1:]
     if check == "draws":
         dist.init_process_group("gloo")
-    {"sharded": sharded, "idle": idle, "draws": draws}[check](*map(Path, paths))
+    checks = {"sharded": sharded, "shared": shared, "idle": idle, "draws": draws}
+    checks[check](*map(Path, paths))
