@@ -82,7 +82,7 @@ def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
     cross = bool(_CROSS.search(name) or _CROSS.search(type(module).__name__))
     cross = cross or getattr(module, "is_cross_attention", False) is True
     causal = is_causal(module, config) and not cross
-    sinks = getattr(module, "sinks", None)
+    sinks = getattr(module, "sinks", getattr(module, "sink_proj", None))  # or one for each query
     longest = "max_target_positions" if causal else "max_source_positions"
     return Geometry(
         num_heads=int(heads),

@@ -65,6 +65,10 @@ def test_windows_caps_and_sinks():
     )
     assert [g.window for g in oss.values()] == [5, None]
     assert all(g.sinks for g in oss.values())
+    layer = hf.LlamaModel(hf.LlamaConfig(**SIZES)).layers[0].self_attn
+    assert not read_geometry(layer, "layers.0.self_attn", layer).sinks
+    layer.sink_proj = nn.Linear(4, 4)  # Inkling 2 makes them of each query's token
+    assert read_geometry(layer, "layers.0.self_attn", layer).sinks
     mistral = hf.MistralForCausalLM(
         hf.MistralConfig(**{k: v for k, v in sizes.items() if k != "head_dim"})
     )
