@@ -87,7 +87,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="cases; all without")] = None,
     transfer_steps: Annotated[int, typer.Option(help="of what backends added")] = 60,
     distil_steps: Annotated[int, typer.Option(help="of all weights, to hidden states")] = 100,
-    weights_lr: Annotated[float, typer.Option(help="learning rate of these")] = 2e-4,
+    weights_lr: Annotated[float, typer.Option(help="learning rate of these")] = 5e-4,
 ) -> None:
     """Run every case with every seed."""
     config = {

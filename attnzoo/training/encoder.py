@@ -122,13 +122,13 @@ def embeddings(model: PreTrainedModel, texts: Texts) -> Tensor:
     training, means = model.training, []
     device = next(model.parameters()).device
     model.eval()
-    for at in range(0, len(texts), 16):
-        batch = {name: x.to(device) for name, x in texts[slice(at, at + 16)].items()}  # type: ignore[index]
-        longest = int(batch["attention_mask"].sum(1).max())
-        if texts.real[:, 0].all():  # padded on the right: most rows are shorter than the longest
-            batch = {name: x[:, :longest] for name, x in batch.items()}
-        real = batch["attention_mask"].unsqueeze(-1)
-        means.append(((read_hidden(model, batch).float() * real).sum(1) / real.sum(1)).cpu())
+    for tokens, real in zip(texts.tokens.split(16), texts.real.split(16), strict=True):
+        longest = int(real.sum(1).max())
+        if real[:, 0].all():  # padded on the right: most rows are shorter than the longest
+            tokens, real = tokens[:, :longest], real[:, :longest]
+        batch = {"input_ids": tokens.to(device), "attention_mask": real.to(device)}
+        hidden, weight = read_hidden(model, batch).float(), batch["attention_mask"].unsqueeze(-1)
+        means.append(((hidden * weight).sum(1) / weight.sum(1)).cpu())
     model.train(training)
     return torch.cat(means)
 
