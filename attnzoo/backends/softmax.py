@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.backends.base import AttentionBackend, register
@@ -97,6 +98,8 @@ class ExactBackend(AttentionBackend):
         output = self.compute(inputs)
         if order is not None:
             output = AttentionOutput(_take(output.out, order[0].argsort(1)))
+        if inputs.shard is not None:
+            output = AttentionOutput(output.out[:, :, -inputs.shard.length :])
         return output._replace(state=_kept(inputs) if inputs.return_state else None)
 
     def _with_other_keys(self, inputs: AttentionInputs, shard: Shard) -> AttentionInputs:
@@ -107,9 +110,10 @@ class ExactBackend(AttentionBackend):
             reach = shard.reach(min((w for w in windows if w is not None), default=whole))
             held, _ = shard.beside(reach)
             k, v = with_neighbours((inputs.k, inputs.v), shard, reach)
-            return inputs._replace(
-                k=k, v=v, mask=replace(shard.mask(mask, before=held), q_offset=held)
-            )
+            mask = shard.mask(mask, before=held)
+            if reach < whole:  # a band of as many queries takes O(T w), fewer queries O(T^2)
+                return inputs._replace(q=F.pad(inputs.q, (0, 0, held, 0)), k=k, v=v, mask=mask)
+            return inputs._replace(k=k, v=v, mask=replace(mask, q_offset=held))
         before, after = shard.beside(whole, whole)
         k, v = with_neighbours((inputs.k, inputs.v), shard, whole, whole)
 

@@ -11,6 +11,7 @@ w window.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from attnzoo.ops.softmax import sink_column
 from attnzoo.ops.window import band_blocks, band_mask
 
 IMPLS = ("sdpa", "xformers")
+BLOCK = 1024  # C, queries at a time where they follow earlier keys
 
 # Torch's kernels on a GPU, fastest first, and what reports call them
 KERNELS = {
@@ -169,10 +171,34 @@ def _sdpa(x: FlashInputs) -> Tensor:
         if x.mask.q_offset >= keys - 1:
             return _grouped_sdpa(x, x.k, x.v, None, is_causal=False)
     assert window is None or len(window) == 2
+    if _goes_on(x):
+        return _sdpa_blocks(x)
     mask = x.mask.dense(length, keys, x.q.device)
     if x.sinks is not None or x.bias is not None:
         return _biased_sdpa(x, mask)
     return _masked_sdpa(x, x.q, x.k, x.v, mask)
+
+
+def _goes_on(x: FlashInputs) -> bool:
+    """Whether many causal queries follow earlier keys, so that their mask would be large."""
+    mask, length, keys = x.mask, x.q.shape[2], x.k.shape[2]
+    alone = mask.causal and mask.function is None and x.bias is None and x.sinks is None
+    follows = isinstance(mask.q_offset, int) and mask.q_offset == keys - length > 0
+    return alone and follows and length > BLOCK
+
+
+def _sdpa_blocks(x: FlashInputs) -> Tensor:
+    """Take the queries block by block, each with the keys up to its end: masks are O(C S)."""
+    first, outs = x.k.shape[2] - x.q.shape[2], []
+    for start in range(0, x.q.shape[2], BLOCK):
+        q = x.q[:, :, start : start + BLOCK]
+        end = first + start + q.shape[2]
+        padding, ids = (
+            None if part is None else part[:, :end] for part in (x.mask.padding, x.mask.segment_ids)
+        )
+        mask = replace(x.mask, padding=padding, segment_ids=ids, q_offset=first + start)
+        outs.append(_sdpa(x._replace(q=q, k=x.k[:, :, :end], v=x.v[:, :, :end], mask=mask)))
+    return torch.cat(outs, 2)
 
 
 def _grouped_sdpa(

@@ -76,6 +76,33 @@ def test_queries_may_begin_later(heads, queries, offset, limit):
     compare(q, k, v, AttentionMask(causal=True, q_offset=offset, **limit))
 
 
+@pytest.mark.parametrize(
+    "limit",
+    [
+        {},
+        {"window": (6, 0)},
+        {"padding": padding(30, 30, 4)},
+        {"segment_ids": (torch.arange(30) >= 14).long().expand(2, -1)},
+    ],
+    ids=list,
+)
+def test_many_queries_after_earlier_keys_go_by_blocks(limit, monkeypatch):
+    """No mask is larger than a block of queries times the keys."""
+    monkeypatch.setattr(flash, "BLOCK", 8)
+    built, dense = [], AttentionMask.dense
+
+    def counted(mask, queries, keys, device):
+        built.append((queries, keys))
+        return dense(mask, queries, keys, device)
+
+    q, k, v = qkv(21, 30)
+    mask = AttentionMask(causal=True, q_offset=9, **limit)
+    monkeypatch.setattr(AttentionMask, "dense", counted)
+    compare(q, k, v, mask)
+    assert built[0] == (21, 30)  # the oracle's
+    assert built[1:] == [(8, 17), (8, 25), (5, 30)]
+
+
 @pytest.mark.parametrize("length", [129, 130, 192, 193, 300])  # blocks of 64 and more
 @pytest.mark.parametrize("window", [(0, 0), (5, 0), (31, 31), (64, 3), (100, 0)], ids=str)
 @pytest.mark.parametrize("limit", ["", "padding", "segments"])
