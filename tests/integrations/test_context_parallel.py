@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,15 @@ def test_models_that_cannot_run_on_shares_are_refused():
     model = swapped()
     model.config.layer_types = ["full_attention", "linear_attention"]
     refuse(model, ROWS, "outside of attention too.*linear_attention")
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = llama(rope_parameters=dynamic)
+    attnzoo.swap(model, "linear")
+    refuse(model, ROWS, "follow the longest position")
+    model = swapped()
+    model.model.layers[0].self_attn.attnzoo.geometry = replace(
+        model.model.layers[0].self_attn.attnzoo.geometry, position_bias=True
+    )
+    refuse(model, ROWS, "adds a position bias")
     model = swapped()
     model.conv = torch.nn.Conv1d(1, 1, 2)
     refuse(model, ROWS, "Conv1d")
