@@ -123,8 +123,14 @@ def _group(group: Any | None) -> Any:
                 f"The device mesh has {group.ndim} dimensions ({group.mesh_dim_names}); give the "
                 'one along which rows are cut, such as mesh["cp"]'
             )
-        return group.get_group()
-    return dist.group.WORLD if group is None else group
+        group = group.get_group()
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise UnsupportedError(
+            f"This process ({dist.get_rank()}) is not in the group that shares rows; give the one "
+            'that it is in, such as mesh["cp"]'
+        )
+    return group
 
 
 def refuse_model(model: nn.Module) -> PreTrainedModel:

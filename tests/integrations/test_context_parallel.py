@@ -220,6 +220,14 @@ def test_without_processes_nothing_is_cut():
     refuse(swapped(), ROWS, "torch.distributed is not initialised")
 
 
+def test_a_process_outside_of_the_group_is_refused(monkeypatch):
+    monkeypatch.setattr(cp.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(cp.dist, "get_rank", lambda group=None: 5 if group is None else -1)
+    refused = pytest.raises(UnsupportedError, match=r"This process \(5\) is not in the group")
+    with refused, attnzoo.context_parallel(swapped(), ROWS, object()):
+        pass
+
+
 @pytest.mark.usefixtures("two")
 def test_boundaries_of_a_share_are_refused():
     model = swapped()
