@@ -123,8 +123,14 @@ def _group(group: Any | None) -> Any:
                 f"The device mesh has {group.ndim} dimensions ({group.mesh_dim_names}); give the "
                 'one along which rows are cut, such as mesh["cp"]'
             )
-        return group.get_group()
-    return dist.group.WORLD if group is None else group
+        group = group.get_group()
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise UnsupportedError(
+            f"This process ({dist.get_rank()}) is not in the group that shares rows; give the one "
+            'that it is in, such as mesh["cp"]'
+        )
+    return group
 
 
 def refuse_model(model: nn.Module) -> PreTrainedModel:
@@ -164,6 +170,8 @@ def refuse_model(model: nn.Module) -> PreTrainedModel:
     mixing += sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Conv1d)})
     if mixing:
         reasons.append(f"tokens meet outside of attention too ({', '.join(mixing)})")
+    if kinds := {"dynamic", "longrope"} & _rope_types(config):
+        reasons.append(f"rotary positions ({kinds.pop()}) follow the longest position of a call")
     if "position_ids" not in inspect.signature(target.forward).parameters:
         reasons.append("the model takes no position_ids, and would count every share from 0")
     if reasons:
@@ -178,6 +186,13 @@ def _block_types(config: Any) -> list[str]:
     """Return the kinds of layers of a config that has other names for them."""
     found = getattr(config, "layers_block_type", None) or getattr(config, "block_types", None)
     return [str(kind) for kind in found or ()]
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Return the kinds of rotary positions of a config, of which it may have one per layer type."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parts = [given, *(part for part in given.values() if isinstance(part, dict))]
+    return {str(part.get("rope_type", "default")) for part in parts}
 
 
 def _whole(target: PreTrainedModel, batch: dict[str, Any], size: int) -> dict[str, Any]:

@@ -209,6 +209,9 @@ def test_finetune(saved, text, tmp_path, monkeypatch, capsys):
     more = ["--out", tmp_path / "more", "--set", "window=4"]
     code, _, problem = run(monkeypatch, capsys, *data, *more)
     assert "go with --attention" in problem
+    alone = ["--attention", "linear", "--out", tmp_path / "shared", "--cp-size", 2]
+    code, _, problem = run(monkeypatch, capsys, *data, *alone)
+    assert (code, "such as torchrun --nproc-per-node 2" in problem) == (2, True)
 
 
 def test_recover_wants_one_spec(saved, text, tmp_path, monkeypatch, capsys):

@@ -151,6 +151,8 @@ class AttentionBackend(nn.Module):
             reasons.append(f"the rows lie on several processes ({self.needs_whole_rows})")
         if self.geometry.cross_attention:
             reasons.append("the layer is cross-attention, whose other rows are not in shares")
+        if self.geometry.position_bias:
+            reasons.append("the layer adds a position bias, which is made for one share only")
         return reasons
 
     @property

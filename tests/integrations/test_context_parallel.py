@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,15 @@ def test_models_that_cannot_run_on_shares_are_refused():
     model = swapped()
     model.config.layer_types = ["full_attention", "linear_attention"]
     refuse(model, ROWS, "outside of attention too.*linear_attention")
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = llama(rope_parameters=dynamic)
+    attnzoo.swap(model, "linear")
+    refuse(model, ROWS, "follow the longest position")
+    model = swapped()
+    model.model.layers[0].self_attn.attnzoo.geometry = replace(
+        model.model.layers[0].self_attn.attnzoo.geometry, position_bias=True
+    )
+    refuse(model, ROWS, "adds a position bias")
     model = swapped()
     model.conv = torch.nn.Conv1d(1, 1, 2)
     refuse(model, ROWS, "Conv1d")
@@ -208,6 +218,14 @@ def test_labels_are_shifted_over_whole_rows():
 
 def test_without_processes_nothing_is_cut():
     refuse(swapped(), ROWS, "torch.distributed is not initialised")
+
+
+def test_a_process_outside_of_the_group_is_refused(monkeypatch):
+    monkeypatch.setattr(cp.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(cp.dist, "get_rank", lambda group=None: 5 if group is None else -1)
+    refused = pytest.raises(UnsupportedError, match=r"This process \(5\) is not in the group")
+    with refused, attnzoo.context_parallel(swapped(), ROWS, object()):
+        pass
 
 
 @pytest.mark.usefixtures("two")
