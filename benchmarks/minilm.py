@@ -29,7 +29,9 @@ from attnzoo.training.recover import RecoverConfig, recover
 WORDS = 32  # a docstring has at least so many
 CASES: dict[str, AttentionSpec] = {
     "hedgehog": AttentionSpec("linear", feature_map="hedgehog"),
-    "hedgehog, window 16": AttentionSpec("linear", feature_map="hedgehog", window=16),
+    "hedgehog, window 16": AttentionSpec(
+        "linear", feature_map="hedgehog", window=16, far_weight=1.0
+    ),
     "performer": AttentionSpec("performer", num_features=256),
     "linformer": AttentionSpec("linformer", num_rows=32, max_length=128),
 }
