@@ -29,7 +29,9 @@ from attnzoo.training.recover import RecoverConfig, recover
 WORDS = 32  # a docstring has at least so many
 CASES: dict[str, AttentionSpec] = {
     "hedgehog": AttentionSpec("linear", feature_map="hedgehog"),
-    "hedgehog, window 16": AttentionSpec("linear", feature_map="hedgehog", window=16),
+    "hedgehog, window 16": AttentionSpec(
+        "linear", feature_map="hedgehog", window=16, far_weight=1.0
+    ),
     "performer": AttentionSpec("performer", num_features=256),
     "linformer": AttentionSpec("linformer", num_rows=32, max_length=128),
 }
@@ -85,9 +87,9 @@ def main(
     out: Annotated[Path, typer.Option(help="JSON lines are appended to it")],
     seeds: Annotated[list[int] | None, typer.Option(help="repeatable")] = None,
     only: Annotated[list[str] | None, typer.Option(help="cases; all without")] = None,
-    transfer_steps: Annotated[int, typer.Option(help="of what backends added")] = 60,
-    distil_steps: Annotated[int, typer.Option(help="of all weights, to hidden states")] = 100,
-    weights_lr: Annotated[float, typer.Option(help="learning rate of these")] = 5e-4,
+    transfer_steps: Annotated[int, typer.Option(help="of what backends added")] = 120,
+    distil_steps: Annotated[int, typer.Option(help="of all weights, to hidden states")] = 40,
+    weights_lr: Annotated[float, typer.Option(help="learning rate of these")] = 1e-4,
 ) -> None:
     """Run every case with every seed."""
     config = {
