@@ -33,7 +33,7 @@ CASES: dict[str, AttentionSpec] = {
         "linear", feature_map="hedgehog", window=16, far_weight=1.0
     ),
     "performer": AttentionSpec("performer", num_features=256),
-    "linformer": AttentionSpec("linformer", num_rows=32, max_length=128),
+    "linformer": AttentionSpec("linformer", num_rows=64, max_length=128),
 }
 
 

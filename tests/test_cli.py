@@ -46,6 +46,8 @@ def test_list(monkeypatch, capsys):
     rows = json.loads(out)
     assert [row["name"] for row in rows] == available_backends()
     assert all(row["summary"] for row in rows)
+    assert {row["name"] for row in rows if row["recurrent"]} >= {"linear", "longformer"}
+    assert not next(row["recurrent"] for row in rows if row["name"] == "reformer")
 
 
 def test_describe(monkeypatch, capsys, saved):

@@ -28,7 +28,8 @@ def list_backends(
                 "summary": (backend.__doc__ or "").strip().splitlines()[0],
                 "options": backend.config_class.default_options(),
                 "impls": list(backend.impls),
-                **{flag: getattr(backend, flag) for flag in flags},
+                # what depends on the layer or on options is a property of classes: it can be had
+                **{flag: bool(getattr(backend, flag)) for flag in flags},
             }
         )
     if as_json:
