@@ -13,8 +13,10 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
+from attnzoo.training import runs
 from attnzoo.training.checkpoints import CheckpointError
 from attnzoo.training.data import DataError
+from attnzoo.training.evaluate import quality
 from attnzoo.training.judge import evaluate
 from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.recover import RecoverConfig, recover, told
@@ -233,9 +235,11 @@ def test_what_was_judged_is_not_judged_again(saved, text, spec, tmp_path, monkey
         recover(saved, spec, [text], tmp_path / "out", config(), tick=stop)
     told = json.loads((tmp_path / "out" / "checkpoints" / "lines.json").read_text())
     assert set(told) == {"softmax", "raw swap", "window alone"}
-    monkeypatch.delattr("attnzoo.training.runs.quality")
-    monkeypatch.delattr("attnzoo.training.runs.softmax_quality")
+    judged = []
+    monkeypatch.setattr(runs, "quality", lambda *given: judged.append(1) or quality(*given))
     results = recover(saved, spec, [text], tmp_path / "out", config(), resume=True)
+    new = set(results["lines"]) - {*told, "softmax tuned"}  # which is softmax's own line here
+    assert len(judged) == len(new) == 3
     assert {name: results["lines"][name]["loss"] for name in told} == {
         name: line["loss"] for name, line in told.items()
     }
