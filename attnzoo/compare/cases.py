@@ -23,7 +23,8 @@ VARIANTS: dict[str, tuple[Options, ...]] = {
     "gated_linear": ({"gate": "gla"}, {"gate": "gla", "window": 32}),
     "performer": ({"num_features": 128},),
     "longformer": ({"window": 512},),
-    "linformer": ({"block": 512, "num_rows": 8},),  # quadratic by its rows: the fewer, the later
+    # quadratic by its rows, the fewer the later; a block as long as the trained rows is exact
+    "linformer": ({"block": 256, "num_rows": 8},),
     "reformer": ({"num_hashes": 4},),
 }
 OF_ENCODERS: dict[str, tuple[Options, ...]] = {
