@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,7 +18,7 @@ def list_backends(
     """List the attention backends: what they are, and what they can do."""
     from attnzoo.registry import available_backends, get_backend
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in available_backends():
         backend = get_backend(name)
         flags = ("exact", "causal", "bidirectional", "cross_attention", "recurrent")
