@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, SmolLM3Config, SmolLM3ForCausalLM
 
-from attnzoo.backends.base import AttentionBackend
 from attnzoo.integrations.convert import swap
 from attnzoo.spec import AttentionSpec
 from attnzoo.tasks.base import ASKED_NOTHING, Rows, Task
+from attnzoo.training.transfer import extras
 
 WIDTH, LAYERS, HEADS = 64, 2, 2
 KERNEL = 3  # tokens that the convolution before the first layer sees
@@ -104,9 +104,10 @@ def make_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     adds is not Muon's: gates whose biases, ``[H, F]``, it took for matrices recalled less than
     attention without gates, where they recall more.
     """
-    added = {id(m) for m in model.modules() if isinstance(m, AttentionBackend) for m in m.modules()}
-    layers = (m for name, m in model.named_modules() if ".layers." in name and id(m) not in added)
-    matrices = [m.weight for m in layers if isinstance(m, nn.Linear)]
+    added = {id(p) for p in extras(model).values()}
+    layers = (m for name, m in model.named_modules() if ".layers." in name)
+    linears = (m.weight for m in layers if isinstance(m, nn.Linear))
+    matrices = [p for p in linears if id(p) not in added]
     known = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in known]
     return [

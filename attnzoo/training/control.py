@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from attnzoo.training.loop import Loss, Stage
+from attnzoo.training.loop import Loss
 from attnzoo.training.runs import Run
 
 
@@ -20,7 +20,5 @@ def tune_softmax(run: Run, steps: int, loss_of: Callable[[Any], Loss]) -> None:
         steps: As many as the swapped model takes.
         loss_of: Returns the loss of those steps, given the model as it is trained.
     """
-    trained, groups = run.prepared(run.softmax())
-    stage = Stage(name="softmax", steps=steps, groups=groups, loss=loss_of(trained))
-    tuned = run.merged(run.loop.run(trained, stage, lambda: run.prepared(run.softmax())[0]))
+    tuned = run.trained(run.softmax(), "softmax", steps, loss_of, run.softmax)
     run.lines.judge("softmax tuned", lambda: run.quality(tuned))

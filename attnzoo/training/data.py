@@ -148,6 +148,19 @@ def split_documents(documents: Sequence[str]) -> tuple[list[str], list[str]]:
     )
 
 
+def refuse_unknown(token: int, vocab_size: int) -> None:
+    """Refuse the largest token of a text where the model has no row for it.
+
+    Raises:
+        DataError: The tokenizer's tokens are not the model's.
+    """
+    if token >= vocab_size:
+        raise DataError(
+            f"The tokenizer gives token {token}, but the model knows {vocab_size} only; the "
+            "tokenizer belongs to another model"
+        )
+
+
 def pack(documents: Sequence[str], tokenizer: Any, *, row_length: int, vocab_size: int) -> Rows:
     """Tokenize documents and put them into rows of one length, one after the other.
 
@@ -170,11 +183,7 @@ def pack(documents: Sequence[str], tokenizer: Any, *, row_length: int, vocab_siz
             f"The text has {len(tokens)} tokens, but a row takes {row_length}; give more text, or "
             "shorter rows"
         )
-    if max(tokens) >= vocab_size:
-        raise DataError(
-            f"The tokenizer gives token {max(tokens)}, but the model knows {vocab_size} only; the "
-            "tokenizer belongs to another model"
-        )
+    refuse_unknown(max(tokens), vocab_size)
     within = torch.cat(positions)[: count * row_length].view(count, row_length)
     # a document that goes on in the next row begins anew there: its start is out of sight
     place = torch.arange(row_length)

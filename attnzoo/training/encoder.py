@@ -17,20 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from attnzoo.errors import SpecError
 from attnzoo.integrations.convert import own_attention
 from attnzoo.integrations.files import model_class, read_config
 from attnzoo.integrations.layers import attention_layers
-from attnzoo.training.data import DataError, read_documents, split_documents
+from attnzoo.training.data import DataError, refuse_unknown
 from attnzoo.training.distil import read_hidden
-from attnzoo.training.runs import Run, load_model
+from attnzoo.training.runs import Run, load_model, split_rows
 from attnzoo.training.transfer import swapped_layers
 
 
@@ -99,11 +94,7 @@ def cut(documents: Sequence[str], tokenizer: Any, *, row_length: int, vocab_size
             ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             for at in range(0, len(ids), size):
                 rows.append(tokenizer.prepare_for_model(ids[at : at + size])["input_ids"])
-    if max(map(max, rows)) >= vocab_size:
-        raise DataError(
-            f"The tokenizer gives token {max(map(max, rows))}, but the model knows {vocab_size} "
-            "only; the tokenizer belongs to another model"
-        )
+    refuse_unknown(max(map(max, rows)), vocab_size)
     made = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
     return Texts(tokens=made["input_ids"], real=made["attention_mask"])
 
@@ -168,7 +159,7 @@ class EncoderRun(Run):
 
     def load_rows(self, data: list[Path], column: str) -> tuple[Texts, Texts]:
         """Return texts to train on, and texts held out."""
-        path, config = self.path, self.config
+        config = self.config
         if config.gradient_checkpointing:
             raise SpecError(
                 "gradient_checkpointing needs the passes of training, and encoders are recovered "
@@ -179,13 +170,7 @@ class EncoderRun(Run):
                 "cp_size has processes share long rows, and an encoder's texts are rows of their "
                 "own, each as long as it is; leave it out"
             )
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        vocab_size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
-        train, held_out = (
-            cut(texts, tokenizer, row_length=config.row_length, vocab_size=vocab_size)
-            for texts in split_documents(read_documents(data, column))
-        )
-        return train, held_out
+        return split_rows(self.path, data, column, config, cut)
 
     def fresh(self) -> PreTrainedModel:
         """Return the model as it was loaded, of the class that it was saved as."""

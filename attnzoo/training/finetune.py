@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.account import account
 from attnzoo.training.control import tune_softmax
 from attnzoo.training.distil import distil_loss
 from attnzoo.training.evaluate import branch_qualities
-from attnzoo.training.loop import Stage
 from attnzoo.training.runs import Run, Tell, Tick, TrainConfig
 from attnzoo.training.transfer import extras
 
@@ -82,23 +79,15 @@ def finetune(
             "The backends have no parameters of their own, so train='extras' has nothing to do; "
             "take 'lora' or 'full'"
         )
+    loss = distil_loss(None, cross_entropy=1.0)
     if config.tune_softmax and config.train != "extras":
-        tune_softmax(run, config.steps, lambda trained: distil_loss(None, cross_entropy=1.0))
-    model = _tuned(run, config)
+        tune_softmax(run, config.steps, lambda trained: loss)
+    before = run.schedule(run.model, config.steps)
+    model = run.trained(
+        run.model, "finetune", config.steps, lambda trained: loss, run.fresh, before
+    )
     lines = {**run.lines.known, "result": run.quality(model)}
     lines |= branch_qualities(model, run.quality)
     results = account(run, model, lines)
     run.save(model, results, "finetune")
     return results
-
-
-def _tuned(run: Run, config: FinetuneConfig) -> PreTrainedModel:
-    trained, groups = run.prepared(run.model)
-    stage = Stage(
-        name="finetune",
-        steps=config.steps,
-        groups=groups,
-        loss=distil_loss(None, cross_entropy=1.0),
-        before=run.schedule(run.model, config.steps),
-    )
-    return run.merged(run.loop.run(trained, stage, lambda: run.prepared(run.fresh())[0]))

@@ -201,13 +201,11 @@ def _distil(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrain
     if not config.distil_steps or (config.train == "extras" and not extras(model)):
         run.tell("no distillation: " + ("nothing to learn" if config.distil_steps else "0 steps"))
         return model
-    trained, groups = run.prepared(model)
-    stage = Stage(
-        name="distil",
-        steps=config.distil_steps,
-        groups=groups,
-        loss=_distil_loss(trained, run, config),
-        before=run.schedule(model, config.distil_steps),
+    return run.trained(
+        model,
+        "distil",
+        config.distil_steps,
+        lambda trained: _distil_loss(trained, run, config),
+        run.fresh,
+        run.schedule(model, config.distil_steps),
     )
-    rebuild: Callable[[], nn.Module] = lambda: run.prepared(run.fresh())[0]  # noqa: E731
-    return run.merged(run.loop.run(trained, stage, rebuild))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -40,14 +40,15 @@ from attnzoo.training.evaluate import (
     verdict,
     window_of,
 )
-from attnzoo.training.loop import Loop, LoopConfig, read_losses
+from attnzoo.training.lines import LINES, Lines
+from attnzoo.training.loop import Loop, LoopConfig, Loss, Stage, read_losses
 from attnzoo.training.pages import write_pages
 from attnzoo.training.plan import weights_name
 from attnzoo.training.sharding import context_mesh
 from attnzoo.training.transfer import extras, swapped_layers
 
 RESULTS = {"recover": "recovery.json", "finetune": "finetuning.json"}
-LINES = "lines.json"  # what was judged already, beside the checkpoints
+R = TypeVar("R")
 Tell = Callable[[str], None]
 Tick = Callable[[str, int, float], None]  # the stage, its step and the loss
 
@@ -92,15 +93,23 @@ class TrainConfig:
             raise ConfigError(f"train must be 'extras', 'lora' or 'full', got {self.train!r}")
 
 
-def load_rows(path: Path, data: list[Path], column: str, config: TrainConfig) -> tuple[Rows, Rows]:
-    """Return rows to train on and rows held out, in a model's tokens."""
+def split_rows(
+    path: Path, data: list[Path], column: str, config: TrainConfig, make: Callable[..., R]
+) -> tuple[R, R]:
+    """Return rows to train on and rows held out, as ``make`` makes them of documents."""
     read_config(path)  # says so if there is no model
     tokenizer = AutoTokenizer.from_pretrained(path)
     vocab_size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
     train, held_out = (
-        pack(texts, tokenizer, row_length=config.row_length, vocab_size=vocab_size)
+        make(texts, tokenizer, row_length=config.row_length, vocab_size=vocab_size)
         for texts in split_documents(read_documents(data, column))
     )
+    return train, held_out
+
+
+def load_rows(path: Path, data: list[Path], column: str, config: TrainConfig) -> tuple[Rows, Rows]:
+    """Return rows to train on and rows held out, in a model's tokens."""
+    train, held_out = split_rows(path, data, column, config, pack)
     return with_repeats(train, config.repeat_share, config.loop.seed), held_out
 
 
@@ -151,39 +160,6 @@ def make_accelerator(config: TrainConfig, out: Path) -> Accelerator:
         ),
         step_scheduler_with_optimizer=False,
     )
-
-
-class Lines:
-    """What a run's model is judged against, line by line; a resumed run judges none twice.
-
-    Args:
-        accelerator: Of the run.
-        path: The file that keeps them.
-        kind: What a line is: a dataclass.
-    """
-
-    def __init__(self, accelerator: Accelerator, path: Path, kind: Any) -> None:
-        self.accelerator, self.path = accelerator, path
-        found = [_read(path) if accelerator.is_main_process else None]
-        (known,) = broadcast_object_list(found)
-        self.known: dict[str, Any] = {name: kind(**line) for name, line in known.items()}
-
-    def judge(self, name: str, judged: Callable[[], Any]) -> None:
-        """Have a line, from the run's folder or by judging; all processes take part."""
-        if name in self.known:
-            return
-        self.known[name] = judged()
-        if self.accelerator.is_main_process:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            lines = {name: asdict(line) for name, line in self.known.items()}
-            write_whole(self.path, json.dumps(lines))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return found
 
 
 class Run:
@@ -329,6 +305,29 @@ class Run:
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         return trained, groups
+
+    def trained(
+        self,
+        model: PreTrainedModel,
+        name: str,
+        steps: int,
+        loss_of: Callable[[Any], Loss],
+        fresh: Callable[[], PreTrainedModel],
+        before: Callable[[int], None] = lambda step: None,
+    ) -> PreTrainedModel:
+        """Train a model through one stage; returns it with adapters merged into it.
+
+        Args:
+            model: What is trained.
+            name: Of the stage.
+            steps: How many.
+            loss_of: Returns the loss, given the model as it is trained.
+            fresh: Returns the model as it was loaded, for weights to be filled in.
+            before: Called before every step.
+        """
+        made, groups = self.prepared(model)
+        stage = Stage(name=name, steps=steps, groups=groups, loss=loss_of(made), before=before)
+        return self.merged(self.loop.run(made, stage, lambda: self.prepared(fresh())[0]))
 
     def schedule(self, model: nn.Module, steps: int) -> Callable[[int], None]:
         """Return what drops windows of hybrids, from ``window_dropout`` down to none, step by step.

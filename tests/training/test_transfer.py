@@ -22,13 +22,14 @@ def test_the_whole_model_runs_softmax_meanwhile(model, target):
     assert not torch.allclose(swapped, exact, atol=1e-3)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_the_loss_is_each_layers_own_error(model, side):
-    """Written out from what the layers are given; padding does not count."""
+def padded(side):
     mask = torch.ones_like(IDS)
     mask[0, :7] = 0
-    mask = mask if side == "left" else mask.flip(1)
-    attnzoo.swap(model, "linear", **OPTIONS)
+    return mask if side == "left" else mask.flip(1)
+
+
+def watched(model, mask):
+    """Return the errors of a transfer's pass, and what each layer was given and gave in it."""
     seen, handles = {}, []
     for name, backend in swapped_layers(model).items():
 
@@ -36,11 +37,20 @@ def test_the_loss_is_each_layers_own_error(model, side):
             seen[name] = (args, kwargs, output.out)
 
         handles.append(backend.register_forward_hook(keep, with_kwargs=True))
-    with Transfer(model) as transfer:
+    with Transfer(model) as transfer:  # later layers are given what softmax passes on
         model(IDS, attention_mask=mask)
-        found = dict(transfer.errors)
+        errors = dict(transfer.errors)
     for handle in handles:
         handle.remove()
+    return errors, seen
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_loss_is_each_layers_own_error(model, side):
+    """Written out from what the layers are given; padding does not count."""
+    mask = padded(side)
+    attnzoo.swap(model, "linear", **OPTIONS)
+    found, seen = watched(model, mask)
     assert set(found) == set(seen)
     for name, (args, kwargs, out) in seen.items():
         q, k, v = (x.double() for x in args)
@@ -57,21 +67,9 @@ def test_the_loss_is_each_layers_own_error(model, side):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_attention_is_compared_key_by_key(model, side):
     """Over as many steps as it takes to meet every key, the mean is the divergence of all."""
-    mask = torch.ones_like(IDS)
-    mask[0, :7] = 0
-    mask = mask if side == "left" else mask.flip(1)
+    mask = padded(side)
     attnzoo.swap(model, "linear", **OPTIONS)
-    seen, handles = {}, []
-    for name, backend in swapped_layers(model).items():
-
-        def keep(module, args, kwargs, output, name=name):
-            seen[name] = (args, kwargs)
-
-        handles.append(backend.register_forward_hook(keep, with_kwargs=True))
-    with Transfer(model):  # as later layers are then given what softmax passes on
-        model(IDS, attention_mask=mask)
-    for handle in handles:
-        handle.remove()
+    _, seen = watched(model, mask)
     stride = -(-24 // seen["model.layers.0.self_attn"][0][2].shape[3])
     assert stride > 1
     found = []
@@ -82,7 +80,7 @@ def test_attention_is_compared_key_by_key(model, side):
             found.append(transfer.errors)
             transfer.errors = {}
     for name, backend in swapped_layers(model).items():
-        (q, k, v), kwargs = seen[name]
+        (q, k, v), kwargs, _ = seen[name]
         ours = backend(q, k, v, **{**kwargs, "return_weights": True}).weights.double()
         see = torch.ones(24, 24, dtype=torch.bool).tril() & mask.bool()[:, None, None]
         scores = q.double() @ k.double().repeat_interleave(2, 1).mT * kwargs["scale"]
