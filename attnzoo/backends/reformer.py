@@ -16,7 +16,7 @@ from attnzoo.backends.config import BackendConfig, Geometry
 from attnzoo.backends.inputs import MASK_IN_BIAS, AttentionInputs
 from attnzoo.errors import ConfigError
 from attnzoo.ops.flash import flash_attention
-from attnzoo.ops.reformer import IMPLS, lsh_attention, shared_qk_attention
+from attnzoo.ops.reformer import IMPLS, choose_impl, lsh_attention, shared_qk_attention
 from attnzoo.state import AttentionOutput
 
 NOT_CAUSAL = (
@@ -29,7 +29,7 @@ NOT_CAUSAL = (
 class ReformerConfig(BackendConfig):
     """Settings of attention by locality-sensitive hashing (arXiv:2001.04451, arXiv:2010.05315)."""
 
-    impl: Literal["auto", "reference", "torch"] = "auto"
+    impl: Literal["auto", "reference", "torch", "cpp"] = "auto"
     # asymmetric: queries and keys that differ, as in pretrained models, are hashed each in its way,
     # and a window is seen beside the buckets. shared_qk: as in the paper, for layers whose keys are
     # their queries; the scores have no scale, and a sort of all tokens allows no causal layer.
@@ -179,10 +179,7 @@ class ReformerBackend(AttentionBackend):
             scale, bias = inputs.scale, inputs.bias
             out = flash_attention(q, k, v, mask=mask, scale=scale, bias=bias, impl="sdpa")
             return AttentionOutput(out)
-        impl: str = config.impl
-        reason = "named in the options"
-        if impl == "auto":
-            impl, reason = "torch", f"blocks of the buckets, on {q.device.type}"
+        impl, reason = choose_impl(config.impl, q, config.form == "shared_qk", inputs.bias)
         if config.form == "shared_qk":
             out = shared_qk_attention(
                 q,

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from attnzoo.errors import UnsupportedError, did_you_mean
+from attnzoo.ops.reformer_cpp import CompiledShare, why_not
 from attnzoo.ops.reformer_parts import KEYS, QUERIES, Hashing, Segments, Share, as_rows, parts
 from attnzoo.ops.reformer_rule import Rule
 from attnzoo.ops.room import room
 from attnzoo.ops.softmax import softmax_attention
 
-IMPLS = ("reference", "torch")
+IMPLS = ("reference", "torch", "cpp")
 
 
 def lsh_attention(
@@ -162,13 +163,9 @@ def _attend(
 ) -> Tensor:
     """Run an impl by name."""
     whom = (*(segments or (None, None)), rotations, seed, factors, list(map(int, rule)))
-    if impl in ("auto", "torch"):
-        return cast(Tensor, lsh_blocks(q, k, v, scale, *whom, bias)[0])
+    impl, _ = choose_impl(impl, q, rule.shared, bias)
     if impl != "reference":
-        raise UnsupportedError(
-            f"Reformer's attention has no impl {impl!r}.{did_you_mean(impl, IMPLS)} "
-            f"It has auto, {', '.join(IMPLS)}."
-        )
+        return cast(Tensor, lsh_blocks(q, k, v, scale, *whom, bias, impl)[0])
     met = lsh_meetings(q.detach(), k.detach(), *whom)
     times = met.clamp_min(1).to(torch.promote_types(q.dtype, torch.float32)).log()
     bias = times if bias is None else times + bias
@@ -176,6 +173,31 @@ def _attend(
         wide = k.to(times.dtype)
         k = wide / (wide.square().sum(-1, keepdim=True) + 1e-6 * k.shape[3]).sqrt()
     return softmax_attention(q, k, v, scale=scale, mask=met > 0, bias=bias).out
+
+
+def choose_impl(impl: str, q: Tensor, shared: bool, bias: Tensor | None) -> tuple[str, str]:
+    """Return who computes attention, and why.
+
+    Args:
+        impl: One of ``IMPLS``, or ``"auto"``, which takes the fastest that can.
+        q: Queries.
+        shared: Whether they are the keys.
+        bias: Added to the scores.
+
+    Raises:
+        UnsupportedError: There is no such impl, or the one that is named cannot run.
+    """
+    if impl not in ("auto", *IMPLS):
+        raise UnsupportedError(
+            f"Reformer's attention has no impl {impl!r}.{did_you_mean(impl, IMPLS)} "
+            f"It has auto, {', '.join(IMPLS)}."
+        )
+    reason = why_not(q, shared, bias) if impl in ("auto", "cpp") else ""
+    if impl == "cpp" and reason:
+        raise UnsupportedError(f"impl='cpp' cannot run: {reason}. impl='torch' can.")
+    if impl == "auto":
+        return ("torch", f"not cpp: {reason}") if reason else ("cpp", "compiled for this CPU")
+    return impl, "named in the options"
 
 
 # -- operators, so that torch.compile sees one call each -------------------------------------------
@@ -205,6 +227,7 @@ def lsh_blocks(
     factors: list[int],
     rule: list[int],
     bias: Tensor | None = None,
+    impl: str = "torch",
 ) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, T, E]`` and what :class:`Sums` calls lse, ``[B, H, T, 1]``."""
     hashing = Hashing(Rule.read(rule), tuple(seed.tolist()), rotations, factors)
@@ -214,11 +237,12 @@ def lsh_blocks(
     lse = q.new_zeros(*q.shape[:3], 1, dtype=wide)
     if segments is not None:  # padding belongs to no part
         out.zero_()
+    take = CompiledShare.of if impl == "cpp" else Share.of
     with unrounded(q.device):
         for part in parts(q, k, segments, hashing.rule):
-            sums = Share.of(part, hashing, q, k, v, scale, bias).attend()
-            part.put(sums.out[:-1], out)
-            part.put(sums.lse[:-1], lse)
+            sums = take(part, hashing, q, k, v, scale, bias).attend()
+            part.put(sums.out, out)
+            part.put(sums.lse, lse)
     return out.to(v.dtype), lse
 
 
@@ -238,6 +262,7 @@ def lsh_blocks_backward(
     factors: list[int],
     rule: list[int],
     bias: Tensor | None,
+    impl: str,
     of_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and bias, if asked; who meets whom is found again."""
@@ -246,12 +271,13 @@ def lsh_blocks_backward(
     dq, dk, dv = (by_tokens(x, x.shape[3], lse.dtype).zero_() for x in (q, k, v))
     d_bias = bias.new_zeros(bias.numel(), dtype=lse.dtype) if bias is not None and of_bias else None
     delta = (d_out.to(lse.dtype) * out).sum(-1, keepdim=True)
+    take = CompiledShare.of if impl == "cpp" else Share.of
     with unrounded(q.device):
         for part in parts(q, k, segments, hashing.rule):
             d_rows, sums, log = (as_rows(part.take(x, QUERIES)) for x in (d_out, delta, lse))
-            share = Share.of(part, hashing, q, k, v, scale, bias)
+            share = take(part, hashing, q, k, v, scale, bias)
             gradients = share.backward(d_rows, sums, log, d_bias)
-            part.put(gradients[0].mul_(scale) if scale != 1 else gradients[0], dq)
+            part.put(gradients[0], dq)
             part.add(gradients[1], dk)
             part.add(gradients[2], dv)
     to_bias = q.new_empty(0)
@@ -310,7 +336,7 @@ def _(
     d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (_shaped(x, x.shape[3], x.dtype) for x in (q, k, v))
-    bias, of_bias = options[-2:]
+    bias, _, of_bias = options[-3:]
     return dq, dk, dv, bias.new_empty(bias.shape) if of_bias else q.new_empty(0)
 
 
@@ -320,17 +346,18 @@ def _(q: Tensor, k: Tensor, *options: Any) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.scale, query_segments, key_segments, rotations, seed, *ctx.options, bias = inputs
+    q, k, v, ctx.scale, query_segments, key_segments, rotations, seed, *ctx.options = inputs[:-2]
+    bias, ctx.impl = inputs[-2:]
     ctx.of_bias = bias is not None and bias.requires_grad
     ctx.save_for_backward(q, k, v, bias, query_segments, key_segments, rotations, seed, *output)
 
 
 def _backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, bias, *whom, out, lse = ctx.saved_tensors
-    options = (ctx.scale, *whom, *ctx.options, bias, ctx.of_bias)
+    options = (ctx.scale, *whom, *ctx.options, bias, ctx.impl, ctx.of_bias)
     *gradients, to_bias = lsh_blocks_backward(d_out, out, lse, q, k, v, *options)
     rest = [None] * (1 + len(whom) + len(ctx.options))
-    return (*gradients, *rest, to_bias if ctx.of_bias else None)
+    return (*gradients, *rest, to_bias if ctx.of_bias else None, None)
 
 
 lsh_blocks.register_autograd(_backward, setup_context=_keep)

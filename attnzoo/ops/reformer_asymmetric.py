@@ -24,7 +24,7 @@ P pivots of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,9 @@ GROWTH = 2  # the length of one level over that of the one before
 MOST = 256  # pivots of a round, lest the cost of finding them outgrow that of attending
 # Pivots of a round over chunks of keys, in turns: few reach far within a bucket, many far back
 FINENESS = (0.5, 1.0)
+
+
+Best = Callable[[Tensor, Tensor, Tensor | None, list[tuple[int, int]]], Tensor]
 
 
 class Level(NamedTuple):
@@ -88,12 +91,20 @@ class Orders:
         rule: Whom they meet.
         level: Where they stand.
         seed: Numbers that name the draw of pivots.
+        best: Finds the best pivots as :func:`best_pivots` does.
     """
 
     def __init__(
-        self, q: Tensor, k: Tensor, rule: Rule, level: Level, seed: tuple[int, ...]
+        self,
+        q: Tensor,
+        k: Tensor,
+        rule: Rule,
+        level: Level,
+        seed: tuple[int, ...],
+        best: Best | None = None,
     ) -> None:
         self.rule, self.level, self.seed, self.device = rule, level, seed, k.device
+        self.best = best or best_pivots
         self.units, self.groups, self.length = q.shape[:3]
         self.q, self.k = q.flatten(1, 2), k
         self.positions = torch.arange(level.begin, level.end, device=k.device)
@@ -121,7 +132,9 @@ class Orders:
         A query stands behind the last key that it may meet, so counting keys tells where it ends.
         """
         rule, size, chunk = self.rule, self.level.keys, self.rule.chunk
-        nearest, highest, buckets = hash_rounds(self.q, self.k, rule, self.level, self.seed)
+        nearest, highest, buckets = hash_rounds(
+            self.q, self.k, rule, self.level, self.seed, self.best
+        )
         rounds, units, count = highest.shape
         rows = rounds * units
         row = torch.arange(rows, device=self.device)[:, None]
@@ -217,7 +230,7 @@ def _changes(x: Tensor) -> Tensor:
 
 
 def hash_rounds(
-    q: Tensor, k: Tensor, rule: Rule, level: Level, seed: tuple[int, ...]
+    q: Tensor, k: Tensor, rule: Rule, level: Level, seed: tuple[int, ...], best: Best
 ) -> tuple[Tensor, Tensor, int]:
     """Return the buckets of keys ``[R, U, S]`` and queries ``[R, U, N]``, and how many there are.
 
@@ -237,7 +250,7 @@ def hash_rounds(
     center = k[:, :past].mean(1, keepdim=True)
     pivots = k.index_select(1, torch.cat(index).to(k.device)) - center  # [U, P, D]
     offset = (pivots * (center + pivots / 2)).sum(-1, keepdim=True)
-    nearest, highest = best_pivots(k, pivots, offset, kinds), best_pivots(q, pivots, None, kinds)
+    nearest, highest = best(k, pivots, offset, kinds), best(q, pivots, None, kinds)
     most = max(count for _, count in kinds)
     nearest[:, :, :first] = most
     return nearest, highest, most + 1

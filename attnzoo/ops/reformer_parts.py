@@ -25,7 +25,7 @@ from attnzoo.ops.reformer_shared import (
 from attnzoo.ops.reformer_steps import steps
 from attnzoo.ops.room import room
 
-HELD = 2**20  # numbers of keys worked on at once
+HELD = 2**20  # numbers of keys worked on at once by each thread
 QUERIES, KEYS = True, False
 
 
@@ -166,14 +166,14 @@ def parts(q: Tensor, k: Tensor, segments: Segments | None, rule: Rule) -> Iterat
         segments: Which sequence each token belongs to; ``None`` has a sequence in every row.
         rule: Whom queries meet.
     """
-    whole = [None] if q.shape[2] else []
+    whole, threads = [None] if q.shape[2] else [], torch.get_num_threads()
     wide = torch.promote_types(q.dtype, torch.float32)
     for rows in whole if segments is None else segments.rows():
         count, length, queries = len(k), k.shape[2], q.shape[2]
         if rows is not None:
             (count, length), queries = rows.keys.shape, rows.queries.shape[1]
         for level in levels(rule, length - queries, length):
-            step = max(1, HELD // (count * level.keys * k.shape[3]))
+            step = max(1, threads * HELD // (count * level.keys * k.shape[3]))
             for head in range(0, k.shape[1], step):
                 heads = slice(head, min(head + step, k.shape[1]))
                 yield Part(rows, heads, k.shape[1], level, length - queries, wide)
@@ -185,6 +185,7 @@ class Share(NamedTuple):
     q: Tensor  # [U G T + 1, D], scaled; the last fills blocks up
     k: Tensor  # [U S, D]; of length 1 in the shared form
     v: Tensor  # [U S, E]
+    scale: float  # that of q
     norm: Tensor | None  # [U S, 1], what keys were divided by in the shared form
     group: tuple[int, int]  # G and T
     plan: Plan
@@ -213,21 +214,24 @@ class Share(NamedTuple):
             norm = torch.linalg.vector_norm(k, dim=1, keepdim=True)
             norm = norm.square_().add_(1e-6 * k.shape[1]).sqrt_()
             k = torch.div(k, norm, out=room(k, k.shape))
-        return cls(q_rows.mul_(scale) if scale != 1 else q_rows, k, v, norm, group, plan, pairs)
+        if scale != 1:
+            q_rows.mul_(scale)
+        return cls(q_rows, k, v, scale, norm, group, plan, pairs)
 
     def attend(self) -> Sums:
         """Attend; in the shared form, who meets no other key sees its own."""
         sums = attend(self.q, self.k, self.v, self.plan, self.bias)
         queries, keys = self._alone(sums.lse)
         sums.out[queries] = self.v[keys]
-        return sums
+        return Sums(sums.out[:-1], sums.lse[:-1])
 
     def backward(
         self, d_out: Tensor, delta: Tensor, lse: Tensor, d_bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries, without the last row and before scaling, k and v.
+        """Return the gradients of queries, k and v.
 
-        ``d_out`` is changed, and what the bias gets is added to ``d_bias``.
+        What is given has the row more that :func:`as_rows` makes. ``d_out`` is changed, and what
+        the bias gets is added to ``d_bias``.
         """
         queries, keys = self._alone(lse)
         d_own = d_out[queries]
@@ -238,7 +242,7 @@ class Share(NamedTuple):
         if self.norm is not None:
             along = (self.k * dk).sum(1, keepdim=True)
             dk.addcmul_(self.k, along, value=-1).div_(self.norm)
-        return dq[:-1], dk, dv
+        return dq[:-1].mul_(self.scale) if self.scale != 1 else dq[:-1], dk, dv
 
     def _alone(self, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries that meet no other key, and the rows of their own."""

@@ -113,7 +113,7 @@ def _round(orders: Orders, layout: Layout, index: int) -> Iterator[Step]:
     order, limit = layout.order, (orders.rule.chunk / 2) ** 2
     earlier = [(x.places, x.middles) for x in orders.list[:index]]
     if not orders.rule.causal:
-        earlier.append(_window_order(orders))
+        earlier.append(window_order(orders))
     for some, width in layout.batches(TILE):
         begin, queries = layout.begin[some], layout.queries[some]
         tile = torch.arange(width, device=orders.device)
@@ -139,7 +139,7 @@ def _squares(places: Tensor, middles: Tensor) -> Tensor:
     return squares
 
 
-def _window_order(orders: Orders) -> tuple[Tensor, Tensor]:
+def window_order(orders: Orders) -> tuple[Tensor, Tensor]:
     """Return places of keys and middles of queries in the order as it stands, scaled."""
     t, rule = orders.positions, orders.rule
     scale = rule.chunk / (2 * rule.window + 1)

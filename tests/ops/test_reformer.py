@@ -10,12 +10,24 @@ from transformers import ReformerConfig
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 from attnzoo.errors import UnsupportedError
+from attnzoo.kernels import cpp
+from attnzoo.ops import reformer_cpp
 from attnzoo.ops.reformer import lsh_attention, lsh_blocks, lsh_meetings, shared_qk_attention
-from attnzoo.ops.reformer_asymmetric import FINENESS, MOST, Layout, Orders, levels
+from attnzoo.ops.reformer_asymmetric import FINENESS, MOST, Layout, Orders, best_pivots, levels
 from attnzoo.ops.reformer_rule import Rule, named_generator
 from attnzoo.ops.softmax import softmax_attention
 
 SMALL = {"rounds": 3, "chunk_size": 4, "window": 3, "first_tokens": 2}
+NO_KERNEL = cpp.why_not("lsh") or cpp.why_not("pivots")
+CPP = pytest.param("cpp", marks=pytest.mark.skipif(bool(NO_KERNEL), reason=NO_KERNEL))
+FORMS = pytest.mark.parametrize(
+    ("form", "impl"),
+    [
+        pytest.param("asymmetric", "torch"),
+        pytest.param("asymmetric", "cpp", marks=CPP.marks),
+        pytest.param("shared", "torch"),
+    ],
+)
 
 
 def fenced(*shape, dtype=torch.float64):
@@ -74,9 +86,10 @@ def met_by(q, k, rule):
     return lsh_meetings(q, k, None, None, None, torch.tensor([0]), [], list(map(int, rule)))
 
 
+@pytest.mark.parametrize("impl", ["torch", CPP, "reference"])
 @pytest.mark.parametrize("buckets", [None, 5])
 @pytest.mark.parametrize("causal", [True, False])
-def test_queries_meet_the_keys_that_the_rule_says(causal, buckets):
+def test_queries_meet_the_keys_that_the_rule_says(causal, buckets, impl):
     q, k, v = qkv(61, batch=1)
     rule = Rule(False, causal, 3, 4, buckets or 0, 3, 2)
     met = met_by(q, k, rule)
@@ -89,39 +102,41 @@ def test_queries_meet_the_keys_that_the_rule_says(causal, buckets):
             expected[0, head, t, list(keys)] = 1
     assert torch.equal(met, expected)  # each key once, though several rounds find it
     right = softmax_attention(q, k, v, mask=expected > 0).out
-    for impl in ("torch", "reference"):
-        found = lsh_attention(q, k, v, **SMALL, causal=causal, num_buckets=buckets, impl=impl)
-        assert_close(found, right, atol=1e-12, rtol=1e-12)
+    found = lsh_attention(q, k, v, **SMALL, causal=causal, num_buckets=buckets, impl=impl)
+    assert_close(found, right, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("impl", ["torch", CPP])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("length", [9, 12, 60])
-def test_more_first_tokens_than_all_else(length, causal):
+@pytest.mark.parametrize(("length", "first"), [(9, 5), (12, 5), (60, 5), (400, 200)])
+def test_more_first_tokens_than_all_else(length, first, causal, impl):
     q, k, v = qkv(length, batch=1, heads=1, key_heads=1)
-    options = {"rounds": 1, "chunk_size": 1, "window": 1, "first_tokens": 5}
+    options = {"rounds": 1, "chunk_size": 1, "window": 1, "first_tokens": first}
     seen = torch.zeros(1, 1, length, length, dtype=torch.bool)
     for t in range(length):
         seen[0, 0, t, list(keys_met(q[0, 0, t], k[0, 0], t, **options, causal=causal))] = True
-    found = lsh_attention(q, k, v, **options, causal=causal)
+    found = lsh_attention(q, k, v, **options, causal=causal, impl=impl)
     assert_close(found, softmax_attention(q, k, v, mask=seen).out)
 
 
+@pytest.mark.parametrize("impl", ["torch", CPP])
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_sequence_that_the_rounds_would_meet_whole_is_attended_to_in_full(causal):
+def test_a_sequence_that_the_rounds_would_meet_whole_is_attended_to_in_full(causal, impl):
     reach = 17 if causal else 21
     q, k, v = qkv(reach)
     mask = torch.ones(reach, reach, dtype=torch.bool).tril() if causal else None
-    found = lsh_attention(q, k, v, **SMALL, causal=causal)
+    found = lsh_attention(q, k, v, **SMALL, causal=causal, impl=impl)
     assert_close(found, softmax_attention(q, k, v, mask=mask).out)
     q, k, v = qkv(reach + 8)
     mask = torch.ones(reach + 8, reach + 8, dtype=torch.bool).tril() if causal else None
     whole = softmax_attention(q, k, v, mask=mask).out
-    assert (lsh_attention(q, k, v, **SMALL, causal=causal) - whole).abs().max() > 1e-3
+    found = lsh_attention(q, k, v, **SMALL, causal=causal, impl=impl)
+    assert (found - whole).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("form", ["asymmetric", "shared"])
-def test_rounding_costs_no_more_than_in_the_reference(form, dtype):
+@FORMS
+def test_rounding_costs_no_more_than_in_the_reference(form, impl, dtype):
     inputs = qkv(300, dtype=dtype, size=16)
 
     def run(x, impl):
@@ -130,20 +145,21 @@ def test_rounding_costs_no_more_than_in_the_reference(form, dtype):
         return lsh_attention(*x, **{**SMALL, "chunk_size": 16}, impl=impl)
 
     exact = run([x.double() for x in inputs], "reference")
-    plain, ours = run(inputs, "reference"), run(inputs, "torch")
+    plain, ours = run(inputs, "reference"), run(inputs, impl)
     budget = 2 * (plain - exact).abs().max() + 2 * torch.finfo(dtype).eps * exact.abs().max()
     assert (ours - exact).abs().max() <= budget
 
 
+@pytest.mark.parametrize("impl", ["torch", CPP])
 @pytest.mark.parametrize(
     ("chunk", "length", "dtype"),
     [(4, 300, torch.float32), (4, 300, torch.float64), (64, 1100, torch.float32)],
 )
-def test_later_tokens_change_no_bit(chunk, length, dtype):
+def test_later_tokens_change_no_bit(chunk, length, dtype, impl):
     """Whatever they become: blocks, lanes and shapes of products depend on the past alone."""
     size = 64 if chunk == 64 else 8
     x = qkv(length, batch=1, heads=2, key_heads=1, size=size, value_size=size, dtype=dtype)
-    options = {"rounds": 2, "chunk_size": chunk, "window": 9}
+    options = {"rounds": 2, "chunk_size": chunk, "window": 9, "impl": impl}
     out = lsh_attention(*x, **options)
     for cut in (length // 3, length // 2 + 1, length - 1):
         for change in (lambda later: 6 * later, lambda later: 3 * torch.randn_like(later)):
@@ -153,7 +169,7 @@ def test_later_tokens_change_no_bit(chunk, length, dtype):
             assert not torch.equal(found[:, :, cut:], out[:, :, cut:])
 
 
-@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("impl", ["torch", CPP, "reference"])
 def test_the_last_queries_get_what_they_get_in_one_pass(impl):
     q, k, v = qkv(90)
     whole = lsh_attention(q, k, v, **SMALL, impl=impl)
@@ -163,8 +179,8 @@ def test_the_last_queries_get_what_they_get_in_one_pass(impl):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("form", ["asymmetric", "shared"])
-def test_sequences_of_a_row_equal_the_sequences_alone(form, causal):
+@FORMS
+def test_sequences_of_a_row_equal_the_sequences_alone(form, impl, causal):
     q, k, v = (x.requires_grad_() for x in qkv(70, batch=4))
     ids = torch.full((4, 70), -1)
     ids[0], ids[1, :33], ids[3, 4:70:2] = 5, 0, 0  # two of one length, and a row of padding
@@ -174,7 +190,7 @@ def test_sequences_of_a_row_equal_the_sequences_alone(form, causal):
     def run(*x, segments=None):
         if form == "shared":
             return shared_qk_attention(*x, rounds=2, chunk_size=4, causal=causal, segments=segments)
-        return lsh_attention(*x, **SMALL, causal=causal, segments=segments)
+        return lsh_attention(*x, **SMALL, causal=causal, segments=segments, impl=impl)
 
     out = run(q, k, v, segments=(ids, ids))
     out.square().sum().backward()
@@ -191,30 +207,92 @@ def test_sequences_of_a_row_equal_the_sequences_alone(form, causal):
     assert all((x.grad.masked_select(nothing) == 0).all() for x in (q, k, v))
 
 
-def test_a_seed_decides_and_nothing_else():
+@FORMS
+def test_a_seed_decides_and_nothing_else(form, impl):
     x, state = qkv(200), torch.get_rng_state()
-    first, again, other = (lsh_attention(*x, **SMALL, seed=seed) for seed in (1, 1, 2))
+
+    def run(seed):
+        if form == "shared":
+            return shared_qk_attention(*x, chunk_size=8, seed=seed)
+        return lsh_attention(*x, **SMALL, seed=seed, impl=impl)
+
+    first, again, other = map(run, (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    named = lsh_attention(*x, **SMALL, seed=torch.tensor([1]))
-    assert torch.equal(named, first)
-    shared = [shared_qk_attention(*x, chunk_size=8, seed=seed) for seed in (1, 1, 2)]
-    assert torch.equal(shared[0], shared[1])
-    assert not torch.equal(shared[0], shared[2])
+    assert torch.equal(run(torch.tensor([1])), first)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("form", ["asymmetric", "shared"])
-def test_gradients(form, causal):
+@FORMS
+def test_gradients(form, impl, causal):
     x = [t.requires_grad_() for t in qkv(40, batch=1, heads=2, key_heads=1, size=4, value_size=3)]
 
     def run(*x):
         if form == "shared":
             return shared_qk_attention(*x, rounds=2, chunk_size=8, causal=causal)
-        return lsh_attention(*x, **SMALL, causal=causal, scale=0.7)
+        return lsh_attention(*x, **SMALL, causal=causal, scale=0.7, impl=impl)
 
     assert torch.autograd.gradcheck(run, x, fast_mode=True)
+
+
+@pytest.mark.skipif(bool(NO_KERNEL), reason=NO_KERNEL)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_blocks_of_any_shape_are_the_same_in_both_impls(dtype, causal, threads):
+    """Lengths, sizes and chunks that fill no vector, no tile and no block; several threads."""
+    now = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for length, size, chunk, window in ((777, 40, 16, 300), (901, 17, 100, 5), (33, 64, 1, 2)):
+            x = qkv(length, batch=1, size=size, value_size=size + 9, dtype=dtype)
+            x = [t.requires_grad_() for t in x]
+            weight = torch.randn(1, 4, length, size + 9, dtype=dtype)
+            options = {"rounds": 3, "chunk_size": chunk, "window": window, "causal": causal}
+            outs = [lsh_attention(*x, **options, impl=impl) for impl in ("torch", "cpp")]
+            gradients = [torch.autograd.grad((out * weight).sum(), x) for out in outs]
+            eps = 50 * torch.finfo(dtype).eps
+            for a, b in zip((outs[0], *gradients[0]), (outs[1], *gradients[1]), strict=True):
+                assert (a - b).abs().max() <= eps * a.abs().max()
+    finally:
+        torch.set_num_threads(now)
+
+
+@pytest.mark.skipif(bool(NO_KERNEL), reason=NO_KERNEL)
+def test_the_kernel_refuses_what_it_cannot_do():
+    q, k, v = qkv(5)
+    with pytest.raises(UnsupportedError, match="impl='cpp' cannot run: it adds no bias"):
+        lsh_attention(q, k, v, bias=torch.zeros(5, 5), impl="cpp")
+    with pytest.raises(UnsupportedError, match="no form whose keys are the queries"):
+        shared_qk_attention(q, q[:, :2], v, impl="cpp")
+    with pytest.raises(UnsupportedError, match="the inputs are on meta"):
+        lsh_attention(*(x.to("meta") for x in (q, k, v)), impl="cpp")
+
+
+@pytest.mark.parametrize(
+    "best",
+    [
+        best_pivots,
+        pytest.param(
+            reformer_cpp.best_pivots,
+            marks=pytest.mark.skipif(bool(NO_KERNEL), reason=NO_KERNEL),
+        ),
+    ],
+)
+def test_a_token_is_hashed_to_the_pivot_of_highest_score(best):
+    """To 2^-18 of the scores, as their last bits hold the pivots' numbers."""
+    kinds = [(2, 3), (1, 11)]
+    x, pivots, offset = torch.randn(2, 1000, 24), torch.randn(2, 17, 24), torch.randn(2, 17, 1)
+    for its in (offset, None):
+        found = best(x, pivots, its, kinds).long()
+        assert found.shape == (3, 2, 1000)
+        scores = pivots.double() @ x.double().mT - (0 if its is None else its.double())
+        for mine, of_round in zip(found, scores.split([3, 3, 11], 1), strict=True):
+            assert mine.min() == 0
+            assert mine.max() == of_round.shape[1] - 1
+            missed = of_round.amax(1) - of_round.gather(1, mine[:, None])[:, 0]
+            assert (missed <= 2**-18 * of_round.abs().amax(1)).all()
 
 
 def test_work_per_query_does_not_grow():
@@ -366,26 +444,25 @@ def test_empty_sequences_work():
     assert out.shape == (2, 4, 0, 6)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_the_operator_keeps_its_promises_to_the_compiler(shared):
+@FORMS
+def test_the_operator_keeps_its_promises_to_the_compiler(form, impl):
     q, k, v = (x.float().requires_grad_() for x in qkv(40))
-    rule = Rule(shared, True, 2, 4, 0, 3, 0)
+    rule = Rule(form == "shared", True, 2, 4, 0, 3, 0)
     ids = torch.zeros(2, 40, dtype=torch.long)
-    given = (q, k, v, 0.5, ids, ids, None, torch.tensor([1]), [], list(map(int, rule)))
+    given = (q, k, v, 0.5, ids, ids, None, torch.tensor([1]), [], list(map(int, rule)), None, impl)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(lsh_blocks, given, test_utils=checks)
 
 
-def test_it_compiles_without_a_break():
+@pytest.mark.parametrize("impl", ["auto", "torch", CPP, "reference"])
+def test_it_compiles_without_a_break(impl):
     torch._dynamo.reset()
     x = [t.requires_grad_() for t in qkv(60)]
     compiled = torch.compile(lsh_attention, backend="aot_eager", fullgraph=True)
-    for impl in ("torch", "reference"):
-        expected = lsh_attention(*x, **SMALL, impl=impl)
-        found = compiled(*x, **SMALL, impl=impl)
-        assert_close(found, expected)
-        gradients = [torch.autograd.grad(out.sum(), x) for out in (found, expected)]
-        assert_close(*gradients)
+    expected, found = (run(*x, **SMALL, impl=impl) for run in (lsh_attention, compiled))
+    assert_close(found, expected)
+    gradients = [torch.autograd.grad(out.sum(), x) for out in (found, expected)]
+    assert_close(*gradients)
     torch._dynamo.reset()
 
 
