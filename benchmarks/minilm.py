@@ -87,9 +87,9 @@ def main(
     out: Annotated[Path, typer.Option(help="JSON lines are appended to it")],
     seeds: Annotated[list[int] | None, typer.Option(help="repeatable")] = None,
     only: Annotated[list[str] | None, typer.Option(help="cases; all without")] = None,
-    transfer_steps: Annotated[int, typer.Option(help="of what backends added")] = 120,
-    distil_steps: Annotated[int, typer.Option(help="of all weights, to hidden states")] = 40,
-    weights_lr: Annotated[float, typer.Option(help="learning rate of these")] = 1e-4,
+    transfer_steps: Annotated[int, typer.Option(help="of what backends added")] = 60,
+    distil_steps: Annotated[int, typer.Option(help="of all weights, to hidden states")] = 200,
+    weights_lr: Annotated[float, typer.Option(help="learning rate of these")] = 2e-4,
 ) -> None:
     """Run every case with every seed."""
     config = {

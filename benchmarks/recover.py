@@ -56,7 +56,7 @@ CASES = {
     "none exact": Case(keep=0.0, transfer=0, distil=0),
     "gated hybrid": Case(
         transfer=60,
-        distil=80,
+        distil=70,
         swap=EXPONENTIALS,
         options={
             "transfer_target": "attention",

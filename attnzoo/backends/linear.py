@@ -19,3 +19,4 @@ class LinearBackend(RecurrentBackend):
 
     config_class = LinearConfig
     cross_attention = True
+    plain_sums = True

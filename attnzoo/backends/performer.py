@@ -170,7 +170,8 @@ class PerformerBackend(RecurrentBackend):
     def features(self, inputs: AttentionInputs, impl: str) -> tuple[Tensor, Tensor]:
         """Map queries to ``[B, H, T, M]`` and keys to ``[B, Hkv, S, M]``; padding to zeros."""
         mask, projection, floor = inputs.mask, self.projection, self.config.floor
-        impl = "torch" if impl == "triton" else impl  # the sums are a kernel's, features are not
+        # the sums are a kernel's, features are not
+        impl = "torch" if impl in ("triton", "cpp") else impl
         if self.config.kernel == "relu":
             q = relu_features(inputs.q, projection, scale=inputs.scale)
             k = relu_features(inputs.k, projection, scale=inputs.scale)
@@ -195,7 +196,10 @@ class PerformerBackend(RecurrentBackend):
         impl, reason = str(config.impl), "named in the options"
         if impl == "auto":
             given = () if config.window is not None else inputs[:3]
-            impl, reason = choose_impl(form, *given, causal=mask.causal)
+            plain = config.window is None and mask.segment_ids is None
+            impl, reason = choose_impl(
+                form, *given, causal=mask.causal, plain=plain, key_size=config.num_features
+            )
         if config.window is not None:
             self.record(impl, f"softmax in a window of {config.window}; {reason}")
             with full_precision(inputs.q.device):
@@ -239,7 +243,7 @@ class PerformerBackend(RecurrentBackend):
         batch, heads = inputs.q.shape[:2]
         whole = inputs.q.device.type != "cpu" or not inputs.mask.causal or is_compiling()
         whole = whole or inputs.shard is not None  # the state of all tokens is sent at once
-        if whole or inputs.mask.segment_ids is not None or impl != "torch":
+        if whole or inputs.mask.segment_ids is not None or impl not in ("torch", "cpp"):
             return self.attend_to_part(inputs, impl, form)
         tokens = max(1, PART // (batch * heads * self.config.num_features * 256)) * 256
         outs, state, parts = [], inputs.state, _parts(inputs, tokens)

@@ -98,6 +98,7 @@ class RecurrentBackend(AttentionBackend):
 
     config: RecurrentConfig
     config_class: ClassVar[type[BackendConfig]] = RecurrentConfig
+    plain_sums: ClassVar[bool] = False  # whether nothing but a window ever comes to the sums
     packing = True
     recurrent = True
     context_parallel = True
@@ -229,7 +230,14 @@ class RecurrentBackend(AttentionBackend):
             return self.config.impl, "named in the options"
         if inputs.q.device.type == "cuda" and self.kernel_reasons():
             return "torch", f"triton cannot: {'; '.join(self.kernel_reasons())}"
-        return choose_impl(form, inputs.q, inputs.k, inputs.v, causal=inputs.mask.causal)
+        plain = self.plain_sums and self.config.window is None and inputs.mask.segment_ids is None
+        return choose_impl(
+            form,
+            *inputs[:3],
+            causal=inputs.mask.causal,
+            plain=plain,
+            key_size=self.feature_map.size,
+        )
 
     def form(self, inputs: AttentionInputs) -> str:
         """Return the form to run: recurrent for one token, chunk for more."""

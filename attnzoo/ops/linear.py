@@ -27,6 +27,7 @@ from attnzoo.ops.context_parallel import Shard, earlier_sums
 from attnzoo.ops.feature_maps import elu_plus_one, exp_keys, exp_queries, relu
 from attnzoo.ops.linear_check import check
 from attnzoo.ops.linear_chunk import linear_chunk
+from attnzoo.ops.linear_cpp import cpp_reasons
 from attnzoo.ops.linear_everywhere import everywhere
 from attnzoo.ops.linear_reference import (
     LinearInputs,
@@ -43,6 +44,7 @@ from attnzoo.ops.linear_walk import as_given
 from attnzoo.state import AttentionOutput, LinearState
 
 CHUNK_SIZE = 64
+COMPILED = "the forward pass is compiled for this CPU"
 
 
 def linear_attention(
@@ -83,8 +85,9 @@ def linear_attention(
         scale: Multiplies q; ``None`` means 1. Where normalised it cancels, but for ``eps``.
         form: ``"parallel"``, ``"recurrent"`` or ``"chunk"``; see the table above.
         impl: ``"reference"`` (plain operations, differentiated by autograd), ``"torch"`` (fast, on
-            any device), ``"triton"`` (causal, on NVIDIA GPUs), or ``"auto"`` (see
-            :func:`choose_impl`). A named one is never replaced.
+            any device), ``"triton"`` (causal, on NVIDIA GPUs), ``"cpp"`` (the chunk form without
+            decay, on CPUs; the backward pass is torch's), or ``"auto"`` (see :func:`choose_impl`).
+            A named one is never replaced.
         state: Sums over the earlier tokens; ``None`` starts a sequence. Gradients flow through it.
         return_state: Whether to return the sums after the last token.
         chunk_size: C, in tokens; ``None`` picks one. T need not divide by it. Of ``"triton"``, 16,
@@ -110,7 +113,8 @@ def linear_attention(
     check(q, k, v, log_decay, state, segment_ids, causal)
     _check_options(form, impl, chunk_size, causal, feature_map)
     if impl == "auto":
-        impl, _ = choose_impl(form, q, k, v, causal=causal)
+        plain = log_decay is None and segment_ids is None
+        impl, _ = choose_impl(form, q, k, v, causal=causal, plain=plain)
     if impl != "triton":
         q, k = map_features(q, k, Fused(feature_map, feature_scale, real))
     if shard is not None:
@@ -136,6 +140,8 @@ def linear_attention(
     )
     if impl == "triton":
         refuse_triton(x, form)
+    if impl == "cpp":
+        refuse_cpp(x, form)
     if causal and q.shape[2] == 0:
         out, last = v.new_zeros(*q.shape[:3], v.shape[3]), state
     else:
@@ -154,12 +160,27 @@ def choose_impl(
     v: Tensor | None = None,
     *,
     causal: bool = True,
+    plain: bool = False,
+    key_size: int | None = None,
 ) -> tuple[str, str]:
-    """Pick the implementation for ``impl="auto"`` and say why; without tensors, one for any."""
+    """Pick the implementation for ``impl="auto"`` and say why; without tensors, one for any.
+
+    Args:
+        form: As in :func:`linear_attention`.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        causal: As there.
+        plain: Whether there is neither a decay nor a border between packed sequences.
+        key_size: D, where the feature map is still to come.
+    """
     if form == "parallel":
         return "reference", "the parallel form is there to compare with"
-    if q is None or k is None or v is None or q.device.type != "cuda":
+    if q is None or k is None or v is None or (q.device.type != "cuda" and not plain):
         return "torch", "it runs on every device"
+    if q.device.type != "cuda":
+        reasons = cpp_reasons(q, k, v, form=form, causal=causal, plain=plain, key_size=key_size)
+        return ("torch", f"cpp cannot: {'; '.join(reasons)}") if reasons else ("cpp", COMPILED)
     reasons = triton_reasons(q, k, v, form=form, causal=causal)
     if reasons:
         return "torch", f"triton cannot: {'; '.join(reasons)}"
@@ -178,7 +199,19 @@ def map_features(q: Tensor, k: Tensor, fused: Fused) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def _chunked(x: LinearInputs) -> Result:
+def refuse_cpp(x: LinearInputs, form: str) -> None:
+    """Raise ``UnsupportedError`` if the C++ kernel cannot run a call."""
+    plain = x.log_decay is None and x.segment_ids is None
+    reasons = cpp_reasons(x.q, x.k, x.v, form=form, causal=x.causal, plain=plain)
+    if reasons:
+        raise UnsupportedError(f"impl='cpp' cannot run: {'; '.join(reasons)}.")
+
+
+def _compiled(x: LinearInputs) -> Result:
+    return _chunked(x, compiled=True)
+
+
+def _chunked(x: LinearInputs, compiled: bool = False) -> Result:
     """Take the tokens chunk by chunk, with a backward pass of its own."""
     if not x.causal:
         return everywhere(x)
@@ -195,6 +228,7 @@ def _chunked(x: LinearInputs) -> Result:
         x.normalize,
         x.eps,
         x.chunk_size,
+        compiled,
     )
     return out, LinearState(kv, z)
 
@@ -211,6 +245,7 @@ _RUN: dict[tuple[str, str], Callable[[LinearInputs], Result]] = {
     ("recurrent", "torch"): recurrent,
     ("chunk", "reference"): lambda x: dense_chunks(x) if x.causal else dense(x),
     ("chunk", "torch"): _chunked,
+    ("chunk", "cpp"): _compiled,
 }
 FORMS = tuple(dict.fromkeys(form for form, _ in _RUN))
 IMPLS = (*dict.fromkeys(impl for _, impl in _RUN), "triton")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.ops import linear_decay as decay
+from attnzoo.ops.linear_cpp import linear_walk
 from attnzoo.ops.linear_walk import (
     Chunk,
     Sequences,
@@ -48,8 +49,11 @@ def linear_chunk(
     normalize: bool,
     eps: float,
     chunk_size: int,
+    compiled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output ``[B, H, T, E]`` and the two sums of the state after the last token."""
+    if compiled:
+        return linear_walk(q, k, v, kv, z, scale, eps if normalize else None)
     inputs = Sequences(grouped(q, k), k, v, log_decay, segment_ids, scale, chunk_size, kv.dtype)
     out = room(v, (*inputs.q.shape[:-1], v.shape[-1]))
     last_kv, last_z = own(kv), own(z).unsqueeze(2)
@@ -242,7 +246,7 @@ def _linear_chunk_backward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[:7])
-    ctx.options = inputs[7:]
+    *ctx.options, _ = inputs[7:]
 
 
 def _backward(ctx: Any, d_out: Tensor, d_kv: Tensor, d_z: Tensor) -> tuple[Tensor | None, ...]:
@@ -250,7 +254,7 @@ def _backward(ctx: Any, d_out: Tensor, d_kv: Tensor, d_z: Tensor) -> tuple[Tenso
     want_decay = ctx.needs_input_grad[3]
     grads = linear_chunk_backward(d_out, d_kv, d_z, *saved, *ctx.options, want_decay)
     wanted = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
-    return *wanted, None, *(None for _ in ctx.options)
+    return *wanted, None, *(None for _ in ctx.options), None
 
 
 linear_chunk.register_autograd(_backward, setup_context=_setup_context)

@@ -86,13 +86,10 @@ struct Math {
     // into[r][:] = scale[r] into[r][:] + sum over i from .. to - 1 of weights[r across + i down]
     // rows[i][:], for FLAT rows and some columns.
     template <int V>
-    static void add_columns(Real* const* into, const Real* scale, const Real* weights, int across,
-                            int down, const Real* const* rows, std::pair<int, int> some,
+    static void add_columns(Real* const* into, const Real* scale, const Real* weights,
+                            int64_t across, int64_t down, const Real* const* rows, std::pair<int, int> some,
                             int64_t column) {
-        Reals sums[FLAT][V];
-        for (int r = 0; r < FLAT; ++r)
-            for (int j = 0; j < V; ++j)
-                sums[r][j] = load(into[r] + column + j * LANES) * (scale ? scale[r] : Real(1));
+        Reals sums[FLAT][V] = {};
         for (int i = some.first; i < some.second; ++i) {
             Reals row[V];
             for (int j = 0; j < V; ++j) row[j] = load(rows[i] + column + j * LANES);
@@ -100,11 +97,14 @@ struct Math {
                 for (int j = 0; j < V; ++j) sums[r][j] += weights[r * across + i * down] * row[j];
         }
         for (int r = 0; r < FLAT; ++r)
-            for (int j = 0; j < V; ++j) store(into[r] + column + j * LANES, sums[r][j]);
+            for (int j = 0; j < V; ++j) {
+                Real* at = into[r] + column + j * LANES;
+                store(at, load(at) * (scale ? scale[r] : Real(1)) + sums[r][j]);
+            }
     }
 
-    static void add(Real* const* into, const Real* scale, const Real* weights, int across, int down,
-                    const Real* const* rows, std::pair<int, int> some, int64_t size) {
+    static void add(Real* const* into, const Real* scale, const Real* weights, int64_t across,
+                    int64_t down, const Real* const* rows, std::pair<int, int> some, int64_t size) {
         int64_t column = 0;
         for (; column + 4 * LANES <= size; column += 4 * LANES)
             add_columns<4>(into, scale, weights, across, down, rows, some, column);

@@ -1,0 +1,157 @@
+"""Linear attention in C++ against the dense form in float64."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from attnzoo.errors import UnsupportedError
+from attnzoo.kernels import cpp
+from attnzoo.ops.linear import COMPILED, choose_impl, linear_attention
+from attnzoo.state import LinearState
+
+REASON = cpp.why_not("linear")
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+
+def fenced(*shape, dtype=torch.float64):
+    """Return random numbers between NaN, tokens before heads, so that a wrong read shows."""
+    batch, heads, tokens, size = shape
+    room = torch.full((batch, tokens + 2, heads, size + 8), torch.nan, dtype=dtype)
+    x = room.transpose(1, 2)[:, :, 1:-1, 4:-4]
+    return x.copy_(torch.rand(shape, dtype=dtype))
+
+
+def make(batch, heads, key_heads, tokens, size, value_size, dtype=torch.float64):
+    q, k = (fenced(batch, n, tokens, size, dtype=dtype) for n in (heads, key_heads))
+    v = fenced(batch, key_heads, tokens, value_size, dtype=dtype) - 0.3
+    kv = torch.rand(batch, key_heads, size, value_size, dtype=dtype)
+    return q, k, v, LinearState(kv, torch.rand(batch, key_heads, size, dtype=dtype))
+
+
+SHAPES = [  # batch, heads, key heads, tokens, D, E: chunks are of 32
+    (2, 4, 2, 100, 16, 32),
+    (1, 6, 1, 33, 64, 64),
+    (1, 1, 1, 32, 48, 80),
+    (3, 2, 2, 7, 32, 16),
+]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_equals_the_dense_form(shape, normalize, threads):
+    now = torch.get_num_threads()
+    torch.set_num_threads(threads)  # six heads on one key head are two pieces of work, or three
+    try:
+        q, k, v, state = make(*shape)
+        options = {"normalize": normalize, "scale": 0.7, "eps": 0.1, "return_state": True}
+        exact = linear_attention(q, k, v, state=state, form="parallel", impl="reference", **options)
+        found = linear_attention(q, k, v, state=state, impl="cpp", **options)
+        assert_close(found.out, exact.out, atol=1e-12, rtol=1e-12)
+        assert_close(tuple(found.state), tuple(exact.state), atol=1e-11, rtol=1e-12)
+        fresh = linear_attention(q, k, v, impl="cpp", **options)
+        exact = linear_attention(q, k, v, form="parallel", impl="reference", **options)
+        assert_close(fresh.out, exact.out, atol=1e-12, rtol=1e-12)
+    finally:
+        torch.set_num_threads(now)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_rounding_costs_no_more_than_in_torch(normalize):
+    x = make(1, 4, 2, 3000, 64, 64)[:3]
+    exact = linear_attention(*x, normalize=normalize).out
+    narrow = [t.float() for t in x]
+    plain, ours = (
+        linear_attention(*narrow, normalize=normalize, impl=impl).out for impl in ("torch", "cpp")
+    )
+    budget = (
+        2 * (plain - exact).abs().max() + 2 * torch.finfo(torch.float32).eps * exact.abs().max()
+    )
+    assert (ours - exact).abs().max() <= budget
+
+
+def test_gradients_are_those_of_the_formula():
+    q, k, v, state = make(1, 2, 1, 37, 16, 16)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, *state)]
+
+    def run(q, k, v, kv, z):
+        found = linear_attention(
+            *(q, k, v),
+            state=LinearState(kv, z),
+            return_state=True,
+            normalize=True,
+            impl="cpp",
+        )
+        return found.out, *found.state
+
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+
+
+def test_later_tokens_change_no_bit():
+    q, k, v, _ = make(1, 2, 1, 90, 16, 16, torch.float32)
+    out = linear_attention(q, k, v, normalize=True, impl="cpp").out
+    for cut in (1, 31, 32, 50):
+        later = [torch.cat([x[:, :, :cut], 3 * x[:, :, cut:] + 1], 2) for x in (q, k, v)]
+        found = linear_attention(*later, normalize=True, impl="cpp").out
+        assert torch.equal(found[:, :, :cut], out[:, :, :cut])
+        assert not torch.equal(found[:, :, cut:], out[:, :, cut:])
+
+
+def test_no_tokens_and_one_are_no_special_case():
+    q, k, v, state = make(2, 4, 2, 5, 16, 16)
+    options = {"state": state, "return_state": True, "normalize": True, "impl": "cpp"}
+    none = linear_attention(*(x[:, :, :0] for x in (q, k, v)), **options)
+    assert none.out.shape == (2, 4, 0, 16)
+    assert_close(tuple(none.state), tuple(state))
+    whole, outs = linear_attention(q, k, v, **options), []
+    for t in range(5):
+        now = linear_attention(*(x[:, :, t : t + 1] for x in (q, k, v)), **options)
+        options["state"] = now.state
+        outs.append(now.out)
+    assert_close(torch.cat(outs, 2), whole.out)
+    assert_close(tuple(now.state), tuple(whole.state))
+
+
+def test_it_compiles_without_a_break():
+    torch._dynamo.reset()
+    x = [t.clone().requires_grad_() for t in make(1, 2, 1, 40, 16, 16)[:3]]
+    run = torch.compile(linear_attention, backend="aot_eager", fullgraph=True)
+    for impl in ("auto", "cpp"):
+        expected = linear_attention(*x, normalize=True, impl=impl).out
+        found = run(*x, normalize=True, impl=impl).out
+        assert_close(found, expected)
+        assert_close(*(torch.autograd.grad(out.sum(), x) for out in (found, expected)))
+    torch._dynamo.reset()
+
+
+def test_auto_takes_it_where_it_can():
+    q, k, v, _ = make(1, 2, 1, 40, 16, 16, torch.float32)
+    assert choose_impl("chunk", q, k, v, plain=True) == ("cpp", COMPILED)
+    assert choose_impl("chunk", q, k, v)[0] == "torch"
+    assert choose_impl("recurrent", q, k, v, plain=True)[0] == "torch"
+    impl, reason = choose_impl("chunk", q, k, v, plain=True, key_size=20)
+    assert (impl, reason) == (
+        "torch",
+        "cpp cannot: keys of 20 and values of 16 are given (it takes multiples of 16)",
+    )
+    found = linear_attention(q, k, v, normalize=True)
+    assert torch.equal(found.out, linear_attention(q, k, v, normalize=True, impl="cpp").out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"log_decay": -torch.ones(1)}, "there is a decay, or rows are packed"),
+        ({"segment_ids": torch.zeros(1, 6, dtype=torch.long)}, "rows are packed"),
+        ({"causal": False}, "all keys are seen"),
+        ({"form": "recurrent"}, "form='recurrent' is asked for"),
+        ({"v": torch.rand(1, 1, 6, 20)}, "values of 20 are given"),
+        ({"v": torch.rand(1, 1, 6, 16).bfloat16()}, "bfloat16, float32 is given"),
+        ({"form": "recurrent", "v": torch.rand(1, 1, 6, 20)}, "recurrent.*values of 20"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_it_cannot_do_is_refused_with_all_reasons(changes, message):
+    given = {name: torch.rand(1, 1, 6, 16) for name in ("q", "k", "v")} | changes
+    with pytest.raises(UnsupportedError, match=f"impl='cpp' cannot run: .*{message}"):
+        linear_attention(given.pop("q"), given.pop("k"), given.pop("v"), **given, impl="cpp")
