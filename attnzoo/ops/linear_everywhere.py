@@ -152,7 +152,7 @@ def _packed(x: LinearInputs) -> Result:
     q, k = x.q.to(x.dtype), x.k.to(x.dtype)
     v = pad(x.v.to(x.dtype), (0, 1), value=1.0)
     kv = torch.cat([x.state.kv, x.state.k.unsqueeze(-1)], -1)
-    options = (x.scale, False, x.eps, x.chunk_size)
+    options = (x.scale, False, x.eps, x.chunk_size, False)
     up_to, kv, _ = linear_chunk(q, k, v, None, kv, x.state.k, x.segment_ids, *options)
     backwards = [t.flip(-2) for t in (q, k, v)]
     nothing = kv.new_zeros(kv.shape), x.state.k.new_zeros(x.state.k.shape)

@@ -7,6 +7,7 @@ from torch.testing import assert_close
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels import cpp
 from attnzoo.ops.linear import COMPILED, choose_impl, linear_attention
+from attnzoo.ops.linear_chunk import linear_chunk
 from attnzoo.state import LinearState
 
 REASON = cpp.why_not("linear")
@@ -122,6 +123,14 @@ def test_it_compiles_without_a_break():
         assert_close(found, expected)
         assert_close(*(torch.autograd.grad(out.sum(), x) for out in (found, expected)))
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_operator_keeps_its_promises_to_the_compiler(dtype):
+    q, k, v, state = make(1, 2, 1, 40, 16, 32, dtype)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, *state)]
+    args = (*leaves[:3], None, *leaves[3:], None, 0.5, True, 1e-6, 64, True)
+    torch.library.opcheck(linear_chunk, args)
 
 
 def test_auto_takes_it_where_it_can():

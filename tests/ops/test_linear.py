@@ -517,12 +517,12 @@ def test_operators_are_registered_soundly(decay):
     q, k, v, log_decay = make(9, decay, groups=2, dtype=torch.float32, grad=True)
     kv, z = make_state(torch.float32, grad=True)
     ids = torch.tensor([[0] * 4 + [1] * 5]).expand(B, -1).contiguous()
-    args = (q, k, v, log_decay, kv, z, ids, 0.5, True, 1e-6, 4)
+    args = (q, k, v, log_decay, kv, z, ids, 0.5, True, 1e-6, 4, False)
     torch.library.opcheck(linear_chunk, args)
     args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
     out, kv, z = linear_chunk(*args)
     wanted = decay != "none"
-    torch.library.opcheck(linear_chunk_backward, (out, kv, z, *args, wanted))
+    torch.library.opcheck(linear_chunk_backward, (out, kv, z, *args[:-1], wanted))
 
 
 def test_bidirectional_operators_are_registered_soundly():
