@@ -27,7 +27,9 @@ from torch import Tensor
 
 from attnzoo.backends.config import Geometry
 from attnzoo.bench import Case, Run, as_row, machine, peak_bytes, time_together, write_lines
+from attnzoo.kernels import cpp
 from attnzoo.ops.linear import CHUNK_SIZE, linear_attention
+from attnzoo.ops.linear_cpp import CPP_CHUNK
 from attnzoo.ops.linformer import linformer_attention
 from attnzoo.ops.linformer_blocks import linformer_block_attention
 from attnzoo.ops.longformer import longformer_attention
@@ -49,8 +51,11 @@ class Op:
     flops: Callable[[Case], float] | None = None  # of a forward pass, products only, as it is done
 
 
-def chunk_flops(case: Case, chunk_size: int = CHUNK_SIZE) -> float:
+def chunk_flops(case: Case, chunk_size: int | None = None) -> float:
     """Count the products of the chunk form, half-empty ones in full."""
+    if chunk_size is None:
+        compiled = case.device == "cpu" and not cpp.why_not("linear")
+        chunk_size = CPP_CHUNK if compiled else CHUNK_SIZE
     inside, between = 2 * chunk_size * (case.D + case.E), 4 * case.D * case.E
     return float(case.B * case.H * case.T * (inside + between))
 
@@ -127,12 +132,16 @@ def reformer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return lsh_attention(q, k, v, rounds=4, chunk_size=64)
 
 
-# "linear 128" shows how well the machine can be used: larger chunks make more products, at a better
-# rate, and end later than the default ones. retention decays by a constant per head, mamba2 by a
-# scalar per token, gla by a vector per token.
+# "linear 64" and "linear 128" are torch's, as what trains is: larger chunks make more products, at a
+# better rate. retention decays by a constant per head, mamba2 by a scalar per token, gla by a vector
+# per token.
 OPS: dict[str, Op] = {
     "sdpa": Op(attend=sdpa),
     "linear": Op(attend=linear, flops=chunk_flops),
+    "linear 64": Op(
+        attend=lambda q, k, v: linear(q, k, v, chunk_size=64),
+        flops=lambda case: chunk_flops(case, 64),
+    ),
     "linear 128": Op(
         attend=lambda q, k, v: linear(q, k, v, chunk_size=128),
         flops=lambda case: chunk_flops(case, 128),

@@ -21,6 +21,7 @@ from attnzoo.errors import ConfigError
 from attnzoo.ops.favor import favor_attention
 from attnzoo.ops.hybrid import FarKeys
 from attnzoo.ops.linear import choose_impl, linear_attention
+from attnzoo.ops.linear_cpp import CPP_CHUNK
 from attnzoo.ops.random_features import (
     key_shift,
     measured_shift,
@@ -197,6 +198,7 @@ class PerformerBackend(RecurrentBackend):
         if impl == "auto":
             given = () if config.window is not None else inputs[:3]
             plain = config.window is None and mask.segment_ids is None
+            plain = plain and config.chunk_size in (None, CPP_CHUNK)
             impl, reason = choose_impl(
                 form, *given, causal=mask.causal, plain=plain, key_size=config.num_features
             )

@@ -23,6 +23,7 @@ from attnzoo.backends.window_config import WindowConfig
 from attnzoo.errors import ConfigError
 from attnzoo.ops.hybrid import FarKeys, hybrid_attention
 from attnzoo.ops.linear import choose_impl, linear_attention
+from attnzoo.ops.linear_cpp import CPP_CHUNK
 from attnzoo.state import AttentionOutput
 
 
@@ -230,7 +231,9 @@ class RecurrentBackend(AttentionBackend):
             return self.config.impl, "named in the options"
         if inputs.q.device.type == "cuda" and self.kernel_reasons():
             return "torch", f"triton cannot: {'; '.join(self.kernel_reasons())}"
-        plain = self.plain_sums and self.config.window is None and inputs.mask.segment_ids is None
+        config = self.config
+        plain = self.plain_sums and config.window is None and inputs.mask.segment_ids is None
+        plain = plain and config.chunk_size in (None, CPP_CHUNK)
         return choose_impl(
             form,
             *inputs[:3],

@@ -27,7 +27,7 @@ from attnzoo.ops.context_parallel import Shard, earlier_sums
 from attnzoo.ops.feature_maps import elu_plus_one, exp_keys, exp_queries, relu
 from attnzoo.ops.linear_check import check
 from attnzoo.ops.linear_chunk import linear_chunk
-from attnzoo.ops.linear_cpp import cpp_reasons
+from attnzoo.ops.linear_cpp import CPP_CHUNK, cpp_reasons
 from attnzoo.ops.linear_everywhere import everywhere
 from attnzoo.ops.linear_reference import (
     LinearInputs,
@@ -86,8 +86,8 @@ def linear_attention(
         form: ``"parallel"``, ``"recurrent"`` or ``"chunk"``; see the table above.
         impl: ``"reference"`` (plain operations, differentiated by autograd), ``"torch"`` (fast, on
             any device), ``"triton"`` (causal, on NVIDIA GPUs), ``"cpp"`` (the chunk form without
-            decay, on CPUs; the backward pass is torch's), or ``"auto"`` (see :func:`choose_impl`).
-            A named one is never replaced.
+            decay, in chunks of 32, on CPUs; the backward pass is torch's), or ``"auto"`` (see
+            :func:`choose_impl`). A named one is never replaced.
         state: Sums over the earlier tokens; ``None`` starts a sequence. Gradients flow through it.
         return_state: Whether to return the sums after the last token.
         chunk_size: C, in tokens; ``None`` picks one. T need not divide by it. Of ``"triton"``, 16,
@@ -113,7 +113,7 @@ def linear_attention(
     check(q, k, v, log_decay, state, segment_ids, causal)
     _check_options(form, impl, chunk_size, causal, feature_map)
     if impl == "auto":
-        plain = log_decay is None and segment_ids is None
+        plain = log_decay is None and segment_ids is None and chunk_size in (None, CPP_CHUNK)
         impl, _ = choose_impl(form, q, k, v, causal=causal, plain=plain)
     if impl != "triton":
         q, k = map_features(q, k, Fused(feature_map, feature_scale, real))
@@ -141,7 +141,7 @@ def linear_attention(
     if impl == "triton":
         refuse_triton(x, form)
     if impl == "cpp":
-        refuse_cpp(x, form)
+        refuse_cpp(x, form, chunk_size)
     if causal and q.shape[2] == 0:
         out, last = v.new_zeros(*q.shape[:3], v.shape[3]), state
     else:
@@ -171,7 +171,8 @@ def choose_impl(
         k: Keys.
         v: Values.
         causal: As there.
-        plain: Whether there is neither a decay nor a border between packed sequences.
+        plain: Whether there is neither a decay, nor a border between packed sequences, nor a length
+            of chunks that torch alone takes.
         key_size: D, where the feature map is still to come.
     """
     if form == "parallel":
@@ -199,10 +200,12 @@ def map_features(q: Tensor, k: Tensor, fused: Fused) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def refuse_cpp(x: LinearInputs, form: str) -> None:
+def refuse_cpp(x: LinearInputs, form: str, chunk_size: int | None) -> None:
     """Raise ``UnsupportedError`` if the C++ kernel cannot run a call."""
     plain = x.log_decay is None and x.segment_ids is None
     reasons = cpp_reasons(x.q, x.k, x.v, form=form, causal=x.causal, plain=plain)
+    if chunk_size not in (None, CPP_CHUNK):
+        reasons.append(f"chunks of {chunk_size} are asked for (it takes {CPP_CHUNK})")
     if reasons:
         raise UnsupportedError(f"impl='cpp' cannot run: {'; '.join(reasons)}.")
 

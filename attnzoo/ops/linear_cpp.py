@@ -14,6 +14,7 @@ from attnzoo.kernels import cpp
 from attnzoo.ops.room import room
 
 LANES = 16  # sizes are multiples of it
+CPP_CHUNK = 32  # tokens
 NAMES = {torch.float32: "linear_float", torch.float64: "linear_double"}
 
 

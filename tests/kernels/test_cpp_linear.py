@@ -154,6 +154,7 @@ def test_auto_takes_it_where_it_can():
         ({"segment_ids": torch.zeros(1, 6, dtype=torch.long)}, "rows are packed"),
         ({"causal": False}, "all keys are seen"),
         ({"form": "recurrent"}, "form='recurrent' is asked for"),
+        ({"chunk_size": 64}, "chunks of 64 are asked for"),
         ({"v": torch.rand(1, 1, 6, 20)}, "values of 20 are given"),
         ({"v": torch.rand(1, 1, 6, 16).bfloat16()}, "bfloat16, float32 is given"),
         ({"form": "recurrent", "v": torch.rand(1, 1, 6, 20)}, "recurrent.*values of 20"),

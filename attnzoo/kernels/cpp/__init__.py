@@ -15,7 +15,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
 CACHE = "ATTNZOO_CACHE"  # environment variable: a folder
 
 
@@ -35,7 +35,8 @@ def load(name: str) -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or "c++"
     try:
         about = _run(compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
-        made_of = hashlib.sha256(code + about.encode()).hexdigest()[:16]
+        told = (*FLAGS, about)
+        made_of = hashlib.sha256(code + repr(told).encode()).hexdigest()[:16]
         folder = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "attnzoo")
         library = folder / f"{name}-{made_of}.so"
         if not library.is_file():
