@@ -132,9 +132,9 @@ def reformer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return lsh_attention(q, k, v, rounds=4, chunk_size=64)
 
 
-# "linear 64" and "linear 128" are torch's, as what trains is: larger chunks make more products, at a
-# better rate. retention decays by a constant per head, mamba2 by a scalar per token, gla by a vector
-# per token.
+# "linear 64" and "linear 128" are torch's, as what trains is: larger chunks make more products, at
+# a better rate. retention decays by a constant per head, mamba2 by a scalar per token, gla by a
+# vector per token.
 OPS: dict[str, Op] = {
     "sdpa": Op(attend=sdpa),
     "linear": Op(attend=linear, flops=chunk_flops),

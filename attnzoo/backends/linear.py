@@ -19,4 +19,3 @@ class LinearBackend(RecurrentBackend):
 
     config_class = LinearConfig
     cross_attention = True
-    plain_sums = True

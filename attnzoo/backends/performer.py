@@ -21,7 +21,6 @@ from attnzoo.errors import ConfigError
 from attnzoo.ops.favor import favor_attention
 from attnzoo.ops.hybrid import FarKeys
 from attnzoo.ops.linear import choose_impl, linear_attention
-from attnzoo.ops.linear_cpp import CPP_CHUNK
 from attnzoo.ops.random_features import (
     key_shift,
     measured_shift,
@@ -171,8 +170,7 @@ class PerformerBackend(RecurrentBackend):
     def features(self, inputs: AttentionInputs, impl: str) -> tuple[Tensor, Tensor]:
         """Map queries to ``[B, H, T, M]`` and keys to ``[B, Hkv, S, M]``; padding to zeros."""
         mask, projection, floor = inputs.mask, self.projection, self.config.floor
-        # the sums are a kernel's, features are not
-        impl = "torch" if impl in ("triton", "cpp") else impl
+        impl = _of_features(impl)
         if self.config.kernel == "relu":
             q = relu_features(inputs.q, projection, scale=inputs.scale)
             k = relu_features(inputs.k, projection, scale=inputs.scale)
@@ -196,12 +194,8 @@ class PerformerBackend(RecurrentBackend):
         form = "recurrent" if mask.causal and inputs.q.shape[2] == 1 else "chunk"
         impl, reason = str(config.impl), "named in the options"
         if impl == "auto":
-            given = () if config.window is not None else inputs[:3]
-            plain = config.window is None and mask.segment_ids is None
-            plain = plain and config.chunk_size in (None, CPP_CHUNK)
-            impl, reason = choose_impl(
-                form, *given, causal=mask.causal, plain=plain, key_size=config.num_features
-            )
+            options = {"causal": mask.causal, "chunk_size": config.chunk_size}
+            impl, reason = choose_impl(form, *inputs[:3], **options)
         if config.window is not None:
             self.record(impl, f"softmax in a window of {config.window}; {reason}")
             with full_precision(inputs.q.device):
@@ -229,7 +223,7 @@ class PerformerBackend(RecurrentBackend):
         assert self.far_log_weight is not None
         scale, shift = inputs.scale, key_shift(self.projection)
         q, log_scale = scaled_queries(inputs.q, self.projection, shift, scale=scale)
-        k = positive_keys(inputs.k, self.projection, shift, scale=scale, impl=impl)
+        k = positive_keys(inputs.k, self.projection, shift, scale=scale, impl=_of_features(impl))
         if inputs.mask.padding is not None:
             k = k.masked_fill(~inputs.mask.padding[:, None, :, None], 0)
         weight = log_scale + self.far_log_weight.to(q.dtype).view(1, -1, 1, 1)
@@ -274,6 +268,11 @@ class PerformerBackend(RecurrentBackend):
             eps=self.config.eps,
             shard=inputs.shard,
         )
+
+
+def _of_features(impl: str) -> str:
+    """Return who makes features: sums are a kernel's, features are not."""
+    return "torch" if impl in ("triton", "cpp") else impl
 
 
 def _parts(inputs: AttentionInputs, tokens: int) -> list[AttentionInputs]:

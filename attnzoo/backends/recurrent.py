@@ -23,7 +23,6 @@ from attnzoo.backends.window_config import WindowConfig
 from attnzoo.errors import ConfigError
 from attnzoo.ops.hybrid import FarKeys, hybrid_attention
 from attnzoo.ops.linear import choose_impl, linear_attention
-from attnzoo.ops.linear_cpp import CPP_CHUNK
 from attnzoo.state import AttentionOutput
 
 
@@ -99,7 +98,6 @@ class RecurrentBackend(AttentionBackend):
 
     config: RecurrentConfig
     config_class: ClassVar[type[BackendConfig]] = RecurrentConfig
-    plain_sums: ClassVar[bool] = False  # whether nothing but a window ever comes to the sums
     packing = True
     recurrent = True
     context_parallel = True
@@ -231,15 +229,11 @@ class RecurrentBackend(AttentionBackend):
             return self.config.impl, "named in the options"
         if inputs.q.device.type == "cuda" and self.kernel_reasons():
             return "torch", f"triton cannot: {'; '.join(self.kernel_reasons())}"
-        config = self.config
-        plain = self.plain_sums and config.window is None and inputs.mask.segment_ids is None
-        plain = plain and config.chunk_size in (None, CPP_CHUNK)
         return choose_impl(
             form,
             *inputs[:3],
             causal=inputs.mask.causal,
-            plain=plain,
-            key_size=self.feature_map.size,
+            chunk_size=self.config.chunk_size,
         )
 
     def form(self, inputs: AttentionInputs) -> str:

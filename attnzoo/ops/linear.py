@@ -27,7 +27,7 @@ from attnzoo.ops.context_parallel import Shard, earlier_sums
 from attnzoo.ops.feature_maps import elu_plus_one, exp_keys, exp_queries, relu
 from attnzoo.ops.linear_check import check
 from attnzoo.ops.linear_chunk import linear_chunk
-from attnzoo.ops.linear_cpp import CPP_CHUNK, cpp_reasons
+from attnzoo.ops.linear_cpp import cpp_reasons
 from attnzoo.ops.linear_everywhere import everywhere
 from attnzoo.ops.linear_reference import (
     LinearInputs,
@@ -85,9 +85,9 @@ def linear_attention(
         scale: Multiplies q; ``None`` means 1. Where normalised it cancels, but for ``eps``.
         form: ``"parallel"``, ``"recurrent"`` or ``"chunk"``; see the table above.
         impl: ``"reference"`` (plain operations, differentiated by autograd), ``"torch"`` (fast, on
-            any device), ``"triton"`` (causal, on NVIDIA GPUs), ``"cpp"`` (the chunk form without
-            decay, in chunks of 32, on CPUs; the backward pass is torch's), or ``"auto"`` (see
-            :func:`choose_impl`). A named one is never replaced.
+            any device), ``"triton"`` (causal, on NVIDIA GPUs), ``"cpp"`` (the chunk form, on CPUs;
+            the backward pass is torch's), or ``"auto"`` (see :func:`choose_impl`). A named one is
+            never replaced.
         state: Sums over the earlier tokens; ``None`` starts a sequence. Gradients flow through it.
         return_state: Whether to return the sums after the last token.
         chunk_size: C, in tokens; ``None`` picks one. T need not divide by it. Of ``"triton"``, 16,
@@ -113,8 +113,7 @@ def linear_attention(
     check(q, k, v, log_decay, state, segment_ids, causal)
     _check_options(form, impl, chunk_size, causal, feature_map)
     if impl == "auto":
-        plain = log_decay is None and segment_ids is None and chunk_size in (None, CPP_CHUNK)
-        impl, _ = choose_impl(form, q, k, v, causal=causal, plain=plain)
+        impl, _ = choose_impl(form, q, k, v, causal=causal, chunk_size=chunk_size)
     if impl != "triton":
         q, k = map_features(q, k, Fused(feature_map, feature_scale, real))
     if shard is not None:
@@ -160,8 +159,7 @@ def choose_impl(
     v: Tensor | None = None,
     *,
     causal: bool = True,
-    plain: bool = False,
-    key_size: int | None = None,
+    chunk_size: int | None = None,
 ) -> tuple[str, str]:
     """Pick the implementation for ``impl="auto"`` and say why; without tensors, one for any.
 
@@ -171,16 +169,16 @@ def choose_impl(
         k: Keys.
         v: Values.
         causal: As there.
-        plain: Whether there is neither a decay, nor a border between packed sequences, nor a length
-            of chunks that torch alone takes.
-        key_size: D, where the feature map is still to come.
+        chunk_size: C, if one is asked for.
     """
     if form == "parallel":
         return "reference", "the parallel form is there to compare with"
-    if q is None or k is None or v is None or (q.device.type != "cuda" and not plain):
+    if q is None or k is None or v is None:
         return "torch", "it runs on every device"
+    if q.device.type != "cuda" and form == "recurrent":
+        return "torch", "the step of a token is torch's"
     if q.device.type != "cuda":
-        reasons = cpp_reasons(q, k, v, form=form, causal=causal, plain=plain, key_size=key_size)
+        reasons = cpp_reasons(q, form=form, causal=causal, chunk_size=chunk_size)
         return ("torch", f"cpp cannot: {'; '.join(reasons)}") if reasons else ("cpp", COMPILED)
     reasons = triton_reasons(q, k, v, form=form, causal=causal)
     if reasons:
@@ -202,10 +200,7 @@ def map_features(q: Tensor, k: Tensor, fused: Fused) -> tuple[Tensor, Tensor]:
 
 def refuse_cpp(x: LinearInputs, form: str, chunk_size: int | None) -> None:
     """Raise ``UnsupportedError`` if the C++ kernel cannot run a call."""
-    plain = x.log_decay is None and x.segment_ids is None
-    reasons = cpp_reasons(x.q, x.k, x.v, form=form, causal=x.causal, plain=plain)
-    if chunk_size not in (None, CPP_CHUNK):
-        reasons.append(f"chunks of {chunk_size} are asked for (it takes {CPP_CHUNK})")
+    reasons = cpp_reasons(x.q, form=form, causal=x.causal, chunk_size=chunk_size)
     if reasons:
         raise UnsupportedError(f"impl='cpp' cannot run: {'; '.join(reasons)}.")
 
@@ -248,6 +243,7 @@ _RUN: dict[tuple[str, str], Callable[[LinearInputs], Result]] = {
     ("recurrent", "torch"): recurrent,
     ("chunk", "reference"): lambda x: dense_chunks(x) if x.causal else dense(x),
     ("chunk", "torch"): _chunked,
+    ("recurrent", "cpp"): _compiled,
     ("chunk", "cpp"): _compiled,
 }
 FORMS = tuple(dict.fromkeys(form for form, _ in _RUN))

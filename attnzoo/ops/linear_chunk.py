@@ -53,7 +53,8 @@ def linear_chunk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output ``[B, H, T, E]`` and the two sums of the state after the last token."""
     if compiled:
-        return linear_walk(q, k, v, kv, z, scale, eps if normalize else None)
+        options = (segment_ids, scale, eps if normalize else None, chunk_size)
+        return linear_walk(q, k, v, log_decay, kv, z, *options)
     inputs = Sequences(grouped(q, k), k, v, log_decay, segment_ids, scale, chunk_size, kv.dtype)
     out = room(v, (*inputs.q.shape[:-1], v.shape[-1]))
     last_kv, last_z = own(kv), own(z).unsqueeze(2)

@@ -8,65 +8,49 @@ from __future__ import annotations
 import ctypes
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.kernels import cpp
 from attnzoo.ops.room import room
 
-LANES = 16  # sizes are multiples of it
-CPP_CHUNK = 32  # tokens
+LANES = 16  # sizes are filled up to multiples of it
+CPP_CHUNK = 32  # tokens, at most
 NAMES = {torch.float32: "linear_float", torch.float64: "linear_double"}
 
 
 class _Task(ctypes.Structure):
     _fields_ = [
         *cpp.fields(
-            ctypes.c_int64, "threads batch heads groups tokens key_size value_size normalize"
+            ctypes.c_int64,
+            "threads batch heads groups tokens key_size value_size normalize chunk decays",
         ),
-        *cpp.fields(ctypes.c_int64 * 3, "q_steps k_steps v_steps out_steps"),
+        *cpp.fields(ctypes.c_int64 * 3, "q_steps k_steps v_steps decay_steps out_steps"),
         *cpp.fields(ctypes.c_double, "scale eps"),
-        *cpp.fields(ctypes.c_void_p, "q k v kv z out last_kv last_z"),
+        *cpp.fields(ctypes.c_void_p, "q k v log_decay kv z out last_kv last_z ids"),
     ]
 
 
 def cpp_reasons(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    form: str = "chunk",
-    causal: bool = True,
-    plain: bool = True,
-    key_size: int | None = None,
+    q: Tensor, *, form: str = "chunk", causal: bool = True, chunk_size: int | None = None
 ) -> list[str]:
     """Say why the C++ kernel cannot run a call, all reasons at once; empty if it can.
 
     Args:
         q: Queries, ``[B, H, T, D]``.
-        k: Keys, ``[B, Hkv, T, D]``.
-        v: Values, ``[B, Hkv, T, E]``.
         form: As in ``linear_attention``.
         causal: Whether a token sees only itself and the tokens before it.
-        plain: Whether there is neither a decay nor a border between packed sequences.
-        key_size: D, where the feature map is still to come.
+        chunk_size: C, if one is asked for.
     """
-    reasons, kinds = [], {q.dtype, k.dtype, v.dtype}
+    reasons = []
     if q.device.type != "cpu":
         reasons.append(f"the tensors are on {q.device.type}")
-    if form != "chunk":
-        reasons.append(f"form={form!r} is asked for (it has the chunk form)")
+    if form == "parallel":
+        reasons.append("the parallel form is there to compare with (form='chunk' runs)")
     if not causal:
         reasons.append("all keys are seen (it is causal)")
-    if not plain:
-        reasons.append("there is a decay, or rows are packed (impl='torch' takes both)")
-    if len(kinds) > 1 or not kinds <= NAMES.keys():
-        names = sorted(str(kind).removeprefix("torch.") for kind in kinds)
-        reasons.append(f"{', '.join(names)} is given (it takes float32, or float64)")
-    sizes = (key_size or k.shape[3], v.shape[3])
-    if any(size % LANES for size in sizes):
-        reasons.append(
-            f"keys of {sizes[0]} and values of {sizes[1]} are given (it takes multiples of {LANES})"
-        )
+    if chunk_size is not None and chunk_size > CPP_CHUNK:
+        reasons.append(f"chunks of {chunk_size} are asked for (up to {CPP_CHUNK})")
     return reasons or list(_no_kernel())
 
 
@@ -77,7 +61,16 @@ def _no_kernel() -> tuple[str, ...]:
 
 
 def linear_walk(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, z: Tensor, scale: float, eps: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    kv: Tensor,
+    z: Tensor,
+    segment_ids: Tensor | None,
+    scale: float,
+    eps: float | None,
+    chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output ``[B, H, T, E]`` and the sums after the last token.
 
@@ -85,21 +78,56 @@ def linear_walk(
         q: Queries, ``[B, H, T, D]``.
         k: Keys, ``[B, Hkv, T, D]``.
         v: Values, ``[B, Hkv, T, E]``.
+        log_decay: ``[Hkv]``, ``[B, Hkv, T]`` or ``[B, Hkv, T, D]``.
         kv: The sums before the first token, ``[B, Hkv, D, E]``.
         z: Those of the keys alone, ``[B, Hkv, D]``.
+        segment_ids: ``[B, T]``, sequences packed into a row.
         scale: Multiplies q.
         eps: Added to what the output is divided by; ``None`` divides by nothing.
+        chunk_size: C, in tokens; more than :data:`CPP_CHUNK` are as many.
     """
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    kv, z = kv.contiguous(), z.contiguous()
-    batch, heads, tokens, size = k.shape
+    (size, keys), kind, dtype = (v.shape[3], k.shape[3]), v.dtype, kv.dtype
+    q, k, v, kv = (_lanes(x.to(dtype)) for x in (q, k, v, kv))
+    kv, z = F.pad(kv, (0, 0, 0, k.shape[3] - kv.shape[2])).contiguous(), _lanes(z).contiguous()
+    batch, heads, tokens, wide = k.shape
     out = room(v, (*q.shape[:3], v.shape[3]))
     last_kv, last_z = torch.empty_like(kv), torch.empty_like(z)
-    steps = [(ctypes.c_int64 * 3)(*x.stride()[:3]) for x in (q, k, v, out)]
+    gates, ids = _per_token(log_decay, k), segment_ids
+    if ids is not None:
+        ids = ids.to(torch.int64).contiguous()
+    steps = [(ctypes.c_int64 * 3)(*x.stride()[:3]) for x in (q, k, v, gates, out)]
     task = _Task(
-        *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, tokens, size, v.shape[3]),
-        *(eps is not None, *steps, scale, eps or 0.0),
-        *(x.data_ptr() for x in (q, k, v, kv, z, out, last_kv, last_z)),
+        *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, tokens, wide, v.shape[3]),
+        *(eps is not None, min(chunk_size, CPP_CHUNK), gates.shape[3], *steps, scale, eps or 0.0),
+        *(x.data_ptr() for x in (q, k, v, gates, kv, z, out, last_kv, last_z)),
+        None if ids is None else ids.data_ptr(),
     )
-    getattr(cpp.load("linear"), NAMES[v.dtype])(ctypes.byref(task))
-    return out, last_kv, last_z
+    getattr(cpp.load("linear"), NAMES[dtype])(ctypes.byref(task))
+    return (
+        _cut(out, size).to(kind),
+        _cut(last_kv, size)[:, :, :keys].contiguous(),
+        _cut(last_z, keys),
+    )
+
+
+def _lanes(x: Tensor) -> Tensor:
+    """Fill rows up to whole vectors, each of one piece."""
+    if x.shape[-1] % LANES:
+        return F.pad(x, (0, -x.shape[-1] % LANES))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _cut(x: Tensor, size: int) -> Tensor:
+    return x if x.shape[-1] == size else x[..., :size].contiguous()
+
+
+def _per_token(log_decay: Tensor | None, k: Tensor) -> Tensor:
+    """Return what is left at every token, ``[B, Hkv, T, 0]``, 1 or D of them, in the type of k."""
+    shape = k.shape[:3]
+    if log_decay is None:
+        return k.new_empty(*shape, 0)
+    if log_decay.dim() == 4:
+        return _lanes(log_decay.to(k.dtype))
+    if log_decay.dim() == 1:
+        log_decay = log_decay[:, None].expand(shape)
+    return log_decay.to(k.dtype).unsqueeze(3)

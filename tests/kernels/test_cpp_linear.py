@@ -29,23 +29,34 @@ def make(batch, heads, key_heads, tokens, size, value_size, dtype=torch.float64)
     return q, k, v, LinearState(kv, torch.rand(batch, key_heads, size, dtype=dtype))
 
 
-SHAPES = [  # batch, heads, key heads, tokens, D, E: chunks are of 32
+SHAPES = [  # batch, heads, key heads, tokens, D, E: chunks are of 32, vectors of 4 to 16 numbers
     (2, 4, 2, 100, 16, 32),
+    (1, 14, 2, 70, 20, 65),
     (1, 6, 1, 33, 64, 64),
     (1, 1, 1, 32, 48, 80),
     (3, 2, 2, 7, 32, 16),
 ]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_equals_the_dense_form(shape, normalize, threads):
+def test_it_equals_the_dense_form(shape, normalize, threads, decay, packed):
     now = torch.get_num_threads()
     torch.set_num_threads(threads)  # six heads on one key head are two pieces of work, or three
     try:
         q, k, v, state = make(*shape)
         options = {"normalize": normalize, "scale": 0.7, "eps": 0.1, "return_state": True}
+        if decay != "none":
+            log = -fenced(*k.shape) if decay == "channel" else -torch.rand(k.shape[:3]).double()
+            options["log_decay"] = log[0, :, 0] if decay == "head" else log
+        if packed:  # borders at the ends of chunks, inside of them, and of one token
+            ids = torch.zeros(k.shape[0], k.shape[2], dtype=torch.long)
+            for border in (1, 2, 20, 32, 33, 64, 69):
+                ids[:, border:] += 1
+            options["segment_ids"] = ids
         exact = linear_attention(q, k, v, state=state, form="parallel", impl="reference", **options)
         found = linear_attention(q, k, v, state=state, impl="cpp", **options)
         assert_close(found.out, exact.out, atol=1e-12, rtol=1e-12)
@@ -135,14 +146,14 @@ def test_the_operator_keeps_its_promises_to_the_compiler(dtype):
 
 def test_auto_takes_it_where_it_can():
     q, k, v, _ = make(1, 2, 1, 40, 16, 16, torch.float32)
-    assert choose_impl("chunk", q, k, v, plain=True) == ("cpp", COMPILED)
-    assert choose_impl("chunk", q, k, v)[0] == "torch"
-    assert choose_impl("recurrent", q, k, v, plain=True)[0] == "torch"
-    impl, reason = choose_impl("chunk", q, k, v, plain=True, key_size=20)
-    assert (impl, reason) == (
+    assert choose_impl("chunk", q, k, v) == ("cpp", COMPILED)
+    assert choose_impl("chunk", q, k, v, chunk_size=32)[0] == "cpp"
+    assert choose_impl("recurrent", q, k, v)[0] == "torch"
+    assert choose_impl("chunk", q, k, v, chunk_size=33) == (
         "torch",
-        "cpp cannot: keys of 20 and values of 16 are given (it takes multiples of 16)",
+        "cpp cannot: chunks of 33 are asked for (up to 32)",
     )
+    assert choose_impl("chunk", q, k, v, causal=False)[0] == "torch"
     found = linear_attention(q, k, v, normalize=True)
     assert torch.equal(found.out, linear_attention(q, k, v, normalize=True, impl="cpp").out)
 
@@ -150,18 +161,16 @@ def test_auto_takes_it_where_it_can():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"log_decay": -torch.ones(1)}, "there is a decay, or rows are packed"),
-        ({"segment_ids": torch.zeros(1, 6, dtype=torch.long)}, "rows are packed"),
         ({"causal": False}, "all keys are seen"),
-        ({"form": "recurrent"}, "form='recurrent' is asked for"),
+        ({"form": "parallel"}, "the parallel form is there to compare with"),
         ({"chunk_size": 64}, "chunks of 64 are asked for"),
-        ({"v": torch.rand(1, 1, 6, 20)}, "values of 20 are given"),
-        ({"v": torch.rand(1, 1, 6, 16).bfloat16()}, "bfloat16, float32 is given"),
-        ({"form": "recurrent", "v": torch.rand(1, 1, 6, 20)}, "recurrent.*values of 20"),
+        ({"causal": False, "chunk_size": 64}, "all keys are seen.*chunks of 64"),
+        ({"device": "meta"}, "the tensors are on meta"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_what_it_cannot_do_is_refused_with_all_reasons(changes, message):
-    given = {name: torch.rand(1, 1, 6, 16) for name in ("q", "k", "v")} | changes
+    device = changes.pop("device", "cpu")
+    x = [torch.rand(1, 1, 6, 16, device=device) for _ in range(3)]
     with pytest.raises(UnsupportedError, match=f"impl='cpp' cannot run: .*{message}"):
-        linear_attention(given.pop("q"), given.pop("k"), given.pop("v"), **given, impl="cpp")
+        linear_attention(*x, **changes, impl="cpp")

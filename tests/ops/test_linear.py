@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 
+from attnzoo.kernels import cpp
 from attnzoo.ops import linear
 from attnzoo.ops.linear import FORMS, choose_impl, linear_attention
 from attnzoo.ops.linear_chunk import linear_chunk, linear_chunk_backward
@@ -14,6 +15,8 @@ from attnzoo.state import LinearState
 DECAYS = ("none", "head", "token", "channel")
 IMPLS = tuple(i for i in linear.IMPLS if i not in ("triton", "cpp"))  # tests/kernels has those
 WAYS = list(product(FORMS, IMPLS))
+if not cpp.why_not("linear"):
+    WAYS += [("recurrent", "cpp"), ("chunk", "cpp")]
 B, HKV, D, E = 2, 2, 5, 3  # odd sizes, and keys and values of different size
 
 
@@ -470,7 +473,7 @@ def test_features_may_be_wider_than_values():
 @pytest.mark.parametrize("causal", [True, False])
 def test_nothing_in_nothing_out(causal):
     state = make_state()
-    ways = [(form, impl) for form, impl in WAYS if causal or form != "recurrent"]
+    ways = [way for way in WAYS if causal or not ("recurrent" in way or "cpp" in way)]
     for form, impl in ways:
         options = {"form": form, "impl": impl, "causal": causal, "state": state}
         q, k, v, _ = make(0, groups=3)
