@@ -194,8 +194,8 @@ class PerformerBackend(RecurrentBackend):
         form = "recurrent" if mask.causal and inputs.q.shape[2] == 1 else "chunk"
         impl, reason = str(config.impl), "named in the options"
         if impl == "auto":
-            options = {"causal": mask.causal, "chunk_size": config.chunk_size}
-            impl, reason = choose_impl(form, *inputs[:3], **options)
+            chunk_size, given = config.chunk_size, inputs[:3]
+            impl, reason = choose_impl(form, *given, causal=mask.causal, chunk_size=chunk_size)
         if config.window is not None:
             self.record(impl, f"softmax in a window of {config.window}; {reason}")
             with full_precision(inputs.q.device):
