@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.ops.room import joined
+
 # Added to relu so that no row vanishes: a row of zeros has no normaliser and no gradient. The value
 # is that of the ReLU kernel in Performer's own code (arXiv:2009.14794).
 RELU_FLOOR = 1e-3
@@ -227,7 +229,7 @@ def hedgehog(x: Tensor, residual: Tensor) -> Tensor:
         ``[B, H, T, 2 D]``, each half summing to 1, float32 or wider.
     """
     x = _mapped(x, residual)
-    return torch.cat([x.softmax(-1), (-x).softmax(-1)], -1)
+    return joined([x.softmax(-1), (-x).softmax(-1)], -1)
 
 
 def hedgehog_joint(x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:

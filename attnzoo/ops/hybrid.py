@@ -31,6 +31,7 @@ from attnzoo.ops.context_parallel import Shard, latest_before
 from attnzoo.ops.linear import linear_attention
 from attnzoo.ops.longformer_pattern import Band, take
 from attnzoo.ops.longformer_walk import Plan, walk_attention
+from attnzoo.ops.room import joined
 from attnzoo.ops.window import band_softmax
 from attnzoo.state import AttentionOutput, LinearState
 
@@ -121,7 +122,7 @@ def hybrid_attention(
             ids = ids.gather(1, order)
             ids = torch.where(real, ids, (ids * real).amax(1, keepdim=True))
     dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
-    v = torch.cat([v.to(wide), v.new_ones(*v.shape[:3], 1, dtype=wide)], 3)
+    v = joined([v.to(wide), v.new_ones(*v.shape[:3], 1, dtype=wide)], 3)
     x = Call(q, k, v, far, window, scale, real, ids, impl, chunk_size, shard)
     if causal:
         near, lse = x.near(state)

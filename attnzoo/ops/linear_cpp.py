@@ -112,13 +112,17 @@ def linear_walk(
 
 def _lanes(x: Tensor) -> Tensor:
     """Fill rows up to whole vectors, each of one piece."""
-    if x.shape[-1] % LANES:
-        return F.pad(x, (0, -x.shape[-1] % LANES))
-    return x if x.stride(-1) == 1 else x.contiguous()
+    size = x.shape[-1]
+    if size % LANES == 0:
+        return x if x.stride(-1) == 1 else x.contiguous()
+    whole = room(x, (*x.shape[:-1], size + -size % LANES))
+    whole[..., :size] = x
+    whole[..., size:] = 0
+    return whole
 
 
 def _cut(x: Tensor, size: int) -> Tensor:
-    return x if x.shape[-1] == size else x[..., :size].contiguous()
+    return x if x.shape[-1] == size else room(x, (*x.shape[:-1], size)).copy_(x[..., :size])
 
 
 def _per_token(log_decay: Tensor | None, k: Tensor) -> Tensor:

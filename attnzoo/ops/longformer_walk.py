@@ -340,7 +340,8 @@ def _block_output(
         here.copy_(out.view_as(here))
     if logs is not None:
         here = logs[rows, :, block.start : block.stop]
-        here.copy_(scores.logsumexp(-1).view_as(here))
+        # from the weight of the highest score: exponentials are made once
+        here.copy_(scores.amax(-1).sub_(weights.amax(-1).log_()).view_as(here))
 
 
 def _block_gradients(

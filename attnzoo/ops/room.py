@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from functools import cache
 from mmap import PAGESIZE
 
@@ -27,6 +28,16 @@ def room(
         length = (x.data_ptr() + x.nbytes - start) // PAGESIZE * PAGESIZE
         _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE)
     return x
+
+
+def joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Join tensors of one dtype, in such pages where no gradient is wanted of them."""
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if wanted or torch.compiler.is_compiling() or tensors[0].device.type != "cpu":
+        return torch.cat(list(tensors), dim)
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(x.shape[dim] for x in tensors)
+    return torch.cat(list(tensors), dim, out=room(tensors[0], tuple(shape)))
 
 
 @cache
