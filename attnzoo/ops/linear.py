@@ -137,10 +137,7 @@ def linear_attention(
         segment_ids,
         eps,
     )
-    if impl == "triton":
-        refuse_triton(x, form)
-    if impl == "cpp":
-        refuse_cpp(x, form, chunk_size)
+    _refuse(impl, x, form, chunk_size)
     if causal and q.shape[2] == 0:
         out, last = v.new_zeros(*q.shape[:3], v.shape[3]), state
     else:
@@ -198,8 +195,12 @@ def map_features(q: Tensor, k: Tensor, fused: Fused) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def refuse_cpp(x: LinearInputs, form: str, chunk_size: int | None) -> None:
-    """Raise ``UnsupportedError`` if the C++ kernel cannot run a call."""
+def _refuse(impl: str, x: LinearInputs, form: str, chunk_size: int | None) -> None:
+    """Raise ``UnsupportedError`` if the named implementation cannot run a call."""
+    if impl == "triton":
+        refuse_triton(x, form)
+    if impl != "cpp":
+        return
     reasons = cpp_reasons(x.q, form=form, causal=x.causal, chunk_size=chunk_size)
     if reasons:
         raise UnsupportedError(f"impl='cpp' cannot run: {'; '.join(reasons)}.")
