@@ -289,6 +289,8 @@ def best_pivots(
         for (rounds, count), some in zip(kinds, its, strict=True):
             best = some.unflatten(1, (rounds, count)).amax(2).transpose(0, 1)  # [rounds, U, t]
             best = best.view(torch.int32)
-            torch.bitwise_and(best, (1 << bits) - 1, out=into[row : row + rounds])
+            its_numbers = into[row : row + rounds]
+            torch.bitwise_and(best, (1 << bits) - 1, out=its_numbers)
+            its_numbers.clamp_(max=count - 1)  # that of what is not a number may be any
             row += rounds
     return out

@@ -259,6 +259,18 @@ def test_blocks_of_any_shape_are_the_same_in_both_impls(dtype, causal, threads):
         torch.set_num_threads(now)
 
 
+@pytest.mark.parametrize("impl", ["torch", CPP])
+def test_what_is_not_a_number_is_not_hidden(impl):
+    q, k, v = qkv(200, batch=1, heads=2, key_heads=2, dtype=torch.float32)
+    q[0, 0, 150], k[0, 1, 190] = torch.nan, torch.nan
+    out = lsh_attention(q, k, v, **SMALL, impl=impl)
+    assert out[0, 0, 150].isnan().all()
+    assert not out[0, 0, :150].isnan().any()
+    assert out[0, 1, 190:193].isnan().all()  # the window's
+    if impl == "cpp":  # in torch, what it is beside has it too
+        assert not out[0, 1, :190].isnan().any()
+
+
 @pytest.mark.skipif(bool(NO_KERNEL), reason=NO_KERNEL)
 def test_the_kernel_refuses_what_it_cannot_do():
     q, k, v = qkv(5)

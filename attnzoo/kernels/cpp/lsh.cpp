@@ -111,8 +111,8 @@ class Worker : Math<Real> {
         std::fill(out, out + count_ * t.value_size, Real(0));
         walk([this](int round) { attend(round); });
         for (int64_t i = 0; i < count_; ++i, out += t.value_size) {
-            const Real share = sum_[i] > 0 ? 1 / sum_[i] : 0;
-            x.lse[begin_ + i] = sum_[i] > 0 ? top_[i] + std::log2(sum_[i]) : NOTHING;
+            const Real share = sum_[i] == 0 ? 0 : 1 / sum_[i];  // what is not a number remains so
+            x.lse[begin_ + i] = sum_[i] == 0 ? NOTHING : top_[i] + std::log2(sum_[i]);
             for (int64_t e = 0; e < t.value_size; ++e) out[e] *= share;
         }
     }
@@ -264,7 +264,7 @@ class Worker : Math<Real> {
             Reals sum{};
             for (int at = lane; at < block_.width * BLOCK; at += BLOCK) {
                 const Reals score = load(&p_[at]);
-                const Reals weight = score > Real(LOWEST) ? exp2(score - top) : Reals{};
+                const Reals weight = score == Real(LOWEST) ? Reals{} : exp2(score - top);
                 store(&p_[at], weight);
                 sum += weight;
             }
