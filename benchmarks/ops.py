@@ -105,11 +105,15 @@ def linformer_blocks(q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> Tensor:
 
 
 def rows_of(tokens: int | None, count: int) -> Callable[[Case], Inputs]:
-    """Return how to draw projections of ``tokens``, or of all, to rows."""
+    """Return how to draw projections of ``tokens``, or of all, to rows as large as keys are.
+
+    Larger rows make scores so far apart that weights underflow, whose products take ten times as
+    long.
+    """
 
     def draw(case: Case) -> Inputs:
         shape = 1, tokens or case.T, count
-        return tuple(torch.randn(shape) * count**-0.5 for _ in range(2))
+        return tuple(torch.randn(shape) * shape[1] ** -0.5 for _ in range(2))
 
     return draw
 
