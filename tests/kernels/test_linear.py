@@ -304,7 +304,7 @@ def test_without_a_gpu_or_an_interpreter_kernels_are_refused_and_auto_goes_on():
     x = torch.randn(1, 1, 8, 8)
     with pytest.raises(UnsupportedError, match=r"on cpu .*TRITON_INTERPRET=1"):
         linear_attention(x, x, x, impl="triton")
-    assert choose_impl("chunk", x, x, x)[0] == "torch"
+    assert choose_impl("chunk", x, x, x)[0] in ("cpp", "torch")
     torch.testing.assert_close(
         linear_attention(x, x, x).out, linear_attention(x, x, x, impl="reference").out
     )
