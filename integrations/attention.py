@@ -216,7 +216,7 @@ def _backend_for(module: nn.Module, kwargs: dict[str, Any]) -> Any:
             "put into it; set config.attnzoo before the model is built, or use "
             "attnzoo.swap(model, ...)"
         )
-    refuse_torchs(backend.geometry.name)
+    refuse_torchs(backend)
     for name, given in kwargs.items():
         if given is not None and name not in HARMLESS:
             raise UnsupportedError(

@@ -92,21 +92,27 @@ def context_parallel(
             backend.shard = None
 
 
-def refuse_torchs(name: str) -> None:
+def refuse_torchs(backend: AttentionBackend) -> None:
     """Refuse to run while torch's own ``context_parallel`` holds the rows' shares.
+
+    All but ``flash`` without a window: that calls the function which torch then makes ring
+    attention of, where torch has it (on GPUs).
 
     Raises:
         UnsupportedError: It cuts rows in another order, and knows of no states.
     """
     if torch.compiler.is_compiling():
         return
+    if backend.name == "flash" and "window" not in backend.config.changed_options():
+        return
     for module in TORCHS:
         held = getattr(sys.modules.get(module), "_replaced_functions", ())
         if F.scaled_dot_product_attention in held:
             raise UnsupportedError(
-                f"{name}: torch's context_parallel (accelerator.maybe_context_parallel) is active, "
-                "which serves torch's own attention only; use attnzoo.context_parallel(model, "
-                "batch, mesh) in its place"
+                f"{backend.geometry.name}: torch's context_parallel "
+                "(accelerator.maybe_context_parallel) is active, which serves torch's own "
+                "attention, here backend 'flash' without a window, and no other; use "
+                "attnzoo.context_parallel(model, batch, mesh) in its place"
             )
 
 

@@ -246,5 +246,23 @@ def test_torchs_own_context_parallel_is_refused(monkeypatch):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", taken)
     monkeypatch.setitem(torchs._replaced_functions, taken, ("scaled_dot_product_attention", None))
-    with pytest.raises(UnsupportedError, match="torch's context_parallel"):
-        swapped()(**ROWS)
+    for attention, options in (("linear", {}), ("softmax", {}), ("flash", {"window": 4})):
+        with pytest.raises(UnsupportedError, match="torch's context_parallel"):
+            swapped(attention, **options)(**ROWS)
+
+
+def test_flash_goes_to_what_torchs_own_makes_ring_attention_of(monkeypatch):
+    import torch.distributed.tensor.experimental._context_parallel._attention as torchs
+
+    calls, plain = [], F.scaled_dot_product_attention
+
+    def ring(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+        calls.append((attn_mask, is_causal))
+        return plain(q, k, v, attn_mask, dropout_p, is_causal, **options)
+
+    model = swapped("flash")
+    expected = model(**ROWS).logits
+    monkeypatch.setattr(F, "scaled_dot_product_attention", ring)
+    monkeypatch.setitem(torchs._replaced_functions, ring, ("scaled_dot_product_attention", None))
+    torch.testing.assert_close(model(**ROWS).logits, expected)
+    assert calls == [(None, True)] * model.config.num_hidden_layers
