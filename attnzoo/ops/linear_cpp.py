@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.kernels import cpp
-from attnzoo.ops.room import room
+from attnzoo.ops.room import in_lanes, room
 
-LANES = 16  # sizes are filled up to multiples of it
 CPP_CHUNK = 32  # tokens, at most
 NAMES = {torch.float32: "linear_float", torch.float64: "linear_double"}
 
@@ -87,8 +86,8 @@ def linear_walk(
         chunk_size: C, in tokens; more than :data:`CPP_CHUNK` are as many.
     """
     (size, keys), kind, dtype = (v.shape[3], k.shape[3]), v.dtype, kv.dtype
-    q, k, v, kv = (_lanes(x.to(dtype)) for x in (q, k, v, kv))
-    kv, z = F.pad(kv, (0, 0, 0, k.shape[3] - kv.shape[2])).contiguous(), _lanes(z).contiguous()
+    q, k, v, kv = (in_lanes(x.to(dtype)) for x in (q, k, v, kv))
+    kv, z = F.pad(kv, (0, 0, 0, k.shape[3] - kv.shape[2])).contiguous(), in_lanes(z).contiguous()
     batch, heads, tokens, wide = k.shape
     out = room(v, (*q.shape[:3], v.shape[3]))
     last_kv, last_z = torch.empty_like(kv), torch.empty_like(z)
@@ -110,17 +109,6 @@ def linear_walk(
     )
 
 
-def _lanes(x: Tensor) -> Tensor:
-    """Fill rows up to whole vectors, each of one piece."""
-    size = x.shape[-1]
-    if size % LANES == 0:
-        return x if x.stride(-1) == 1 else x.contiguous()
-    whole = room(x, (*x.shape[:-1], size + -size % LANES))
-    whole[..., :size] = x
-    whole[..., size:] = 0
-    return whole
-
-
 def _cut(x: Tensor, size: int) -> Tensor:
     return x if x.shape[-1] == size else room(x, (*x.shape[:-1], size)).copy_(x[..., :size])
 
@@ -131,7 +119,7 @@ def _per_token(log_decay: Tensor | None, k: Tensor) -> Tensor:
     if log_decay is None:
         return k.new_empty(*shape, 0)
     if log_decay.dim() == 4:
-        return _lanes(log_decay.to(k.dtype))
+        return in_lanes(log_decay.to(k.dtype))
     if log_decay.dim() == 1:
         log_decay = log_decay[:, None].expand(shape)
     return log_decay.to(k.dtype).unsqueeze(3)

@@ -32,10 +32,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.ops.reformer_rule import Rule, named_generator
+from attnzoo.ops.room import LANES
 
 BLOCK = 32  # queries of a block: as many lanes as products and sums over keys run well with
 TILE = 32  # keys beside a block are a multiple of this
-LANES = 16  # numbers in the widest vector registers; rows of scores are multiples of it
 REACH = 4 * TILE  # and seldom more than these
 STEP = 2**17  # scores of a step: small enough for the cache of a core
 GROWTH = 2  # the length of one level over that of the one before

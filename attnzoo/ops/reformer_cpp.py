@@ -11,15 +11,14 @@ from __future__ import annotations
 import ctypes
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.kernels import cpp
-from attnzoo.ops.reformer_asymmetric import LANES, REACH, Orders
+from attnzoo.ops.reformer_asymmetric import REACH, Orders
 from attnzoo.ops.reformer_blocks import Sums
 from attnzoo.ops.reformer_parts import KEYS, QUERIES, Hashing, Part
 from attnzoo.ops.reformer_steps import window_order
-from attnzoo.ops.room import room
+from attnzoo.ops.room import LANES, in_lanes, room
 
 NAMES = {torch.float32: "float", torch.float64: "double"}
 
@@ -109,7 +108,7 @@ class CompiledShare:
         rule, level = orders.rule, orders.level
         self.name = NAMES[q.dtype]
         self.size, self.value_size = q.shape[1], v.shape[1]
-        self.given = [_lanes(x) for x in (q, k, v)]
+        self.given = [in_lanes(x).contiguous() for x in (q, k, v)]
         names = [name for name, _ in _Round._fields_]
         rounds = [_Round(*(getattr(x, name).data_ptr() for name in names)) for x in orders.list]
         others = [window_order(orders)] if rounds and not rule.causal else []
@@ -168,15 +167,12 @@ class CompiledShare:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of queries, k and v."""
         dq, dk, dv = (room(x, x.shape).zero_() for x in self.given)
-        self._run("backward", [*self.given, None, lse, _lanes(d_out), delta, dq, dk, dv])
+        self._run(
+            "backward", [*self.given, None, lse, in_lanes(d_out).contiguous(), delta, dq, dk, dv]
+        )
         return dq[:, : self.size], dk[:, : self.size], dv[:, : self.value_size]
 
     def _run(self, which: str, tensors: list[Tensor | None]) -> None:
         call = getattr(cpp.load("lsh"), f"lsh_{which}_{self.name}")
         rows = _Rows(*(None if x is None else x.data_ptr() for x in tensors))
         call(ctypes.byref(self.task), ctypes.byref(rows))
-
-
-def _lanes(x: Tensor) -> Tensor:
-    """Fill rows up to whole vectors."""
-    return F.pad(x, (0, -x.shape[1] % LANES)).contiguous()

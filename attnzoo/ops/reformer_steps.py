@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.ops.reformer_asymmetric import BLOCK, LANES, STEP, TILE, Layout, Orders
+from attnzoo.ops.reformer_asymmetric import BLOCK, STEP, TILE, Layout, Orders
 from attnzoo.ops.reformer_blocks import Plan, Step, stretches
+from attnzoo.ops.room import LANES
 
 
 def steps(orders: Orders) -> Plan:

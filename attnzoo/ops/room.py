@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 HUGE_BYTES, MADV_HUGEPAGE = 2**22, 14
+LANES = 16  # numbers in the widest vector registers
 
 
 def room(
@@ -28,6 +29,17 @@ def room(
         length = (x.data_ptr() + x.nbytes - start) // PAGESIZE * PAGESIZE
         _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE)
     return x
+
+
+def in_lanes(x: Tensor) -> Tensor:
+    """Fill rows up with zeros to whole vectors, each row of one piece."""
+    size = x.shape[-1]
+    if size % LANES == 0:
+        return x if x.stride(-1) == 1 else x.contiguous()
+    whole = room(x, (*x.shape[:-1], size + -size % LANES))
+    whole[..., :size] = x
+    whole[..., size:] = 0
+    return whole
 
 
 def joined(tensors: Sequence[Tensor], dim: int) -> Tensor:

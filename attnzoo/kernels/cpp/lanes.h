@@ -28,6 +28,7 @@ struct Vectors<double> {
     typedef int64_t Ints __attribute__((vector_size(BYTES)));
 };
 
+constexpr double LOG2_E = 1.4426950408889634;
 constexpr int BLOCK = 32;  // lanes at hand: whole vectors of any kind
 
 template <class Real>

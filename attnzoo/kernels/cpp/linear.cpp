@@ -17,8 +17,6 @@
 #include "lanes.h"
 #include "threads.h"
 
-constexpr double LOG2_E = 1.4426950408889634;
-
 template <class Real>
 struct Task {
     int64_t threads, batch, heads, groups, tokens, key_size, value_size, normalize;
@@ -45,7 +43,8 @@ class Walk : Math<Real> {
         : t(task), row_(row), head_(head), first_(first), last_(last), size_(t.key_size),
           kv_(size_ * t.value_size), z_(size_), own_kv_(t.decays ? kv_.size() : 0),
           own_z_(t.decays ? size_ : 0), step_(t.decays ? BLOCK * size_ : 0), since_(step_.size()),
-          weights_((size_ + BLOCK) * BLOCK), faded_(size_), spare_(t.value_size), rows_(size_ + BLOCK) {
+          weights_((size_ + BLOCK) * BLOCK), faded_(size_), spare_(t.value_size),
+          divisors_(t.normalize ? t.groups * BLOCK : 0), rows_(size_ + BLOCK) {
         const int64_t unit = row * t.heads + head;
         std::copy_n(t.kv + unit * kv_.size(), kv_.size(), kv_.data());
         std::copy_n(t.z + unit * size_, size_, z_.data());
@@ -70,7 +69,7 @@ class Walk : Math<Real> {
             for (int w = 0; w < count_; ++w) rows_[size_ + w] = v_ + w * t.v_steps[2];
             if (t.decays) fade(at);
             for (int64_t group = first_; group < last_; ++group) read(group);
-            t.decays ? step_through() : write(kv_, z_);
+            t.decays ? step_through() : write();
             if (t.normalize)
                 for (int64_t group = first_; group < last_; ++group) divide(group);
         }
@@ -88,7 +87,7 @@ class Walk : Math<Real> {
     std::vector<Real> kv_, z_, own_kv_, own_z_;  // the state before the chunk, and the chunk's own
     std::vector<Real> step_, since_;             // [BLOCK, D]: decay of a token, and up to it
     std::vector<Real> weights_;                  // [D + BLOCK, BLOCK]: of rows_
-    std::vector<Real> faded_;                    // [D]: a query as it meets the state before
+    std::vector<Real> faded_;  // [D]: logs so far, then a query as it meets the state before
     std::vector<Real> spare_;                    // where lanes without a query write
     std::vector<Real> divisors_;                 // [G, BLOCK]
     std::vector<const Real*> rows_;              // of the state, and values
@@ -100,12 +99,12 @@ class Walk : Math<Real> {
     void fade(int64_t at) {
         const Real* logs = t.log_decay + row_ * t.decay_steps[0] + head_ * t.decay_steps[1] +
                            at * t.decay_steps[2];
-        std::vector<Real> sum(size_);
+        std::fill(faded_.begin(), faded_.end(), Real(0));
         for (int c = 0; c < count_; ++c, logs += t.decay_steps[2])
             for (int64_t d = 0; d < size_; d += LANES) {
                 const Reals now = t.decays == 1 ? all(*logs) : load(logs + d);
-                const Reals so_far = load(&sum[d]) + now;
-                store(&sum[d], so_far);
+                const Reals so_far = load(&faded_[d]) + now;
+                store(&faded_[d], so_far);
                 store(&step_[c * size_ + d], exp2(now * Real(LOG2_E)));
                 store(&since_[c * size_ + d], exp2(so_far * Real(LOG2_E)));
             }
@@ -147,7 +146,6 @@ class Walk : Math<Real> {
 
     // The sums of the weights that were read.
     void sum_up(int64_t group, const Real* scores) {
-        divisors_.resize(t.groups * BLOCK);
         for (int lane = 0; lane < count_; lane += LANES) {
             Reals before{}, inside{};
             for (int64_t d = 0; d < size_; ++d)
@@ -179,17 +177,17 @@ class Walk : Math<Real> {
                       number + i * LANES >= w + r ? sums[r][i] : Reals{});
     }
 
-    // Take the chunk's keys and values into a state.
-    void write(std::vector<Real>& kv, std::vector<Real>& z) {
+    // Take the chunk's keys and values into the state.
+    void write() {
         for (int64_t d = 0; d < size_; d += FLAT) {
             Real* into[FLAT];
-            for (int r = 0; r < FLAT; ++r) into[r] = &kv[(d + r) * t.value_size];
+            for (int r = 0; r < FLAT; ++r) into[r] = &kv_[(d + r) * t.value_size];
             add(into, nullptr, k_ + d, 1, t.k_steps[2], &rows_[size_], {0, count_}, t.value_size);
         }
         for (int64_t d = 0; d < size_; d += LANES) {
             Reals sum{};
             for (int w = 0; w < count_; ++w) sum += load(k_ + w * t.k_steps[2] + d);
-            store(&z[d], load(&z[d]) + sum);
+            store(&z_[d], load(&z_[d]) + sum);
         }
     }
 
@@ -201,24 +199,14 @@ class Walk : Math<Real> {
             int64_t column = 0;
             for (; column + 4 * LANES <= t.value_size; column += 4 * LANES) step<4>(c, column);
             for (; column < t.value_size; column += LANES) step<1>(c, column);
-            if (t.normalize) step_sums(c);
+            step_keys(c);
         }
         const Real* left = &since_[(count_ - 1) * size_];
         for (int64_t d = 0; d < size_; ++d) {
             Real *kv = &kv_[d * t.value_size], *own = &own_kv_[d * t.value_size];
             for (int64_t e = 0; e < t.value_size; ++e) kv[e] = kv[e] * left[d] + own[e];
         }
-        for (int64_t d = 0; d < size_; ++d) {
-            if (!t.normalize) own_z_[d] = own_keys(d);
-            z_[d] = z_[d] * left[d] + own_z_[d];
-        }
-    }
-
-    // The sum of the chunk's keys, faded.
-    Real own_keys(int64_t d) const {
-        Real sum = 0;
-        for (int c = 0; c < count_; ++c) sum = sum * step_[c * size_ + d] + k_[c * t.k_steps[2] + d];
-        return sum;
+        for (int64_t d = 0; d < size_; ++d) z_[d] = z_[d] * left[d] + own_z_[d];
     }
 
     // One token and V vectors of values, for all query heads.
@@ -260,12 +248,12 @@ class Walk : Math<Real> {
         return G;
     }
 
-    // The same for the keys alone, and for the sums of weights.
-    void step_sums(int c) {
+    // The same for the keys alone, which the sums of weights are read of.
+    void step_keys(int c) {
         const Real *k = k_ + c * t.k_steps[2], *kept = &step_[c * size_];
         for (int64_t d = 0; d < size_; d += LANES)
             store(&own_z_[d], load(&own_z_[d]) * load(kept + d) + load(k + d));
-        for (int64_t group = first_; group < last_; ++group) {
+        for (int64_t group = first_; t.normalize && group < last_; ++group) {
             const Real* q = q_ + group * t.q_steps[1] + c * t.q_steps[2];
             Reals sum{};
             for (int64_t d = 0; d < size_; d += LANES) sum += load(q + d) * load(&own_z_[d]);

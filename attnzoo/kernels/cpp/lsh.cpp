@@ -19,7 +19,6 @@
 #include "lanes.h"
 #include "threads.h"
 
-constexpr double LOG2_E = 1.4426950408889634;
 constexpr double NOTHING = -1e8;  // as in attnzoo/ops/reformer_blocks.py
 constexpr double LOWEST = -1e30;  // below every score
 
