@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -27,16 +23,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from attnzoo.errors import UnsupportedError
+from attnzoo.kernels.configs import SHARED_BYTES
+from attnzoo.kernels.machine_code import loop_instructions, registers
 from attnzoo.kernels.triton import linear_launch
 from attnzoo.kernels.triton.interpreter import interpreted
 from attnzoo.kernels.triton.linear_step import take_step
 
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # that one block may have
+SCHEDULERS = 4  # of one processor, each issues an instruction a cycle
 LENGTH = 2048  # tokens: several spans, so that their kernels are launched too
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """What a call is given."""
 
     d: int = 128
@@ -50,6 +47,14 @@ class Case:
     padded: bool = False
 
 
+class Compiled(NamedTuple):
+    """A kernel, and what it was launched with."""
+
+    name: str
+    kernel: Any
+    options: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Resources:
     """What one compiled kernel takes of a GPU."""
@@ -59,11 +64,14 @@ class Resources:
     case: str
     warps: int
     stages: int
+    chunk: int
+    tile: int
     registers: int
     stack_bytes: int  # above zero where registers are spilled
     shared_bytes: int
     tensor_core: str  # "wgmma", "mma" or ""
     products: int  # tensor-core instructions in the text
+    slots: float  # instructions that each of a processor's schedulers issues for a token of a head
 
 
 QUICK = tuple(Case(decay=decay) for decay in ("none", "scalar", "vector"))
@@ -115,19 +123,21 @@ class _Driver:
 
 
 @contextmanager
-def compiling(capability: int) -> Iterator[list[tuple[str, Any]]]:
-    """Compile, and collect by kernel's name, what is launched inside; results are not computed."""
+def compiling(capability: int, only: Container[str] | None = None) -> Iterator[list[Compiled]]:
+    """Compile and collect what is launched inside, or those kernels only; nothing is computed."""
     if interpreted():
         raise UnsupportedError(
             "kernels cannot be compiled where TRITON_INTERPRET is set, which settles that they are "
             "interpreted; unset it and start again"
         )
-    found: list[tuple[str, Any]] = []
+    found: list[Compiled] = []
     launch = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        kernel = launch(self, *args, grid=grid, warmup=True, **options)
-        found.append((options.get("MODE", self.__name__.removesuffix("_kernel")), kernel))
+        name = options.get("MODE", self.__name__.removesuffix("_kernel"))
+        if only is None or name in only:
+            kernel = launch(self, *args, grid=grid, warmup=True, **options)
+            found.append(Compiled(name, kernel, options))
 
     with (
         mock.patch.object(triton.runtime.driver, "_active", _Driver(capability)),
@@ -165,31 +175,34 @@ def launch(case: Case) -> None:
     take_step(*one, gates, given.kv, given.z, real, *step_options)
 
 
-def resources(name: str, case: str, kernel: Any) -> Resources:
+def resources(case: str, found: Compiled) -> Resources:
     """Read a compiled kernel's demands from its machine code."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        text = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found is not None
-    ptx = kernel.asm["ptx"]
-    counts = {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync")}
+    name, kernel, options = found
+    used, stack = registers(kernel.asm["cubin"])
+    counts = {
+        "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
+        "mma": kernel.asm["ptx"].count("mma.sync"),
+    }
     best = next((kind for kind, count in counts.items() if count), "")
+    warps, slots = kernel.metadata.num_warps, 0.0
+    if "C" in options:
+        tokens = options["C"] * (options["G"] if name in ("out", "shared", "dq") else 1)
+        issued = loop_instructions(kernel.asm["cubin"]) * warps / SCHEDULERS
+        slots = issued * options["TILES"] / tokens
     return Resources(
         kernel.metadata.target.arch,
         name,
         case,
-        kernel.metadata.num_warps,
+        warps,
         kernel.metadata.num_stages,
-        int(found[1]),
-        int(found[2]),
+        options.get("C", 0),
+        options.get("BU", 0),
+        used,
+        stack,
         kernel.metadata.shared,
         best,
         counts.get(best, 0),
+        round(slots, 1),
     )
 
 
@@ -199,13 +212,13 @@ def sweep(cases: tuple[Case, ...], capability: int) -> Iterator[Resources]:
     for case in cases:
         with compiling(capability) as found:
             launch(case)
-        default = asdict(Case())
-        changed = {k: v for k, v in asdict(case).items() if v != default[k]}
+        default = Case()._asdict()
+        changed = {k: v for k, v in case._asdict().items() if v != default[k]}
         label = " ".join(f"{k}={str(v).removeprefix('torch.')}" for k, v in changed.items())
-        for name, kernel in found:
-            if kernel.hash not in seen:
-                seen.add(kernel.hash)
-                yield resources(name, label or "plain", kernel)
+        for compiled in found:
+            if compiled.kernel.hash not in seen:
+                seen.add(compiled.kernel.hash)
+                yield resources(label or "plain", compiled)
 
 
 def wrong(row: Resources) -> list[str]:
@@ -238,9 +251,10 @@ def main() -> int:
                 print(json.dumps({**asdict(row), "wrong": reasons}), flush=True)
             else:
                 print(
-                    f"sm_{row.capability} {row.kernel:10} {row.case:45} warps {row.warps} "
-                    f"stages {row.stages} registers {row.registers:3} shared {row.shared_bytes:6} "
-                    f"{row.tensor_core:5} {row.products:4} {'; '.join(reasons)}",
+                    f"sm_{row.capability} {row.kernel:10} {row.case:45} chunk {row.chunk:2} "
+                    f"tile {row.tile:3} warps {row.warps} stages {row.stages} registers "
+                    f"{row.registers:3} shared {row.shared_bytes:6} {row.tensor_core:5} "
+                    f"{row.products:4} slots {row.slots:6.1f} {'; '.join(reasons)}",
                     flush=True,
                 )
     return 1 if failed else 0

@@ -3,8 +3,9 @@
     python -m attnzoo.kernels.tune table.json
     ATTNZOO_KERNEL_TABLE=table.json python train.py
 
-For each kernel, kind of decay and head size, every candidate runs alone in a real call; one that
-spills registers is left out, unless all do. Takes a few minutes.
+For each kernel, kind of decay and head size, every candidate runs alone in a real call, with the
+tile of the shipped config; one that spills registers is left out, unless all do. Calls that are
+masked, grouped or of float32 keep the shipped configs. Takes a few minutes.
 """
 
 from __future__ import annotations
@@ -23,15 +24,14 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from attnzoo.errors import UnsupportedError
-from attnzoo.kernels.configs import DECAYS, Config, Shape, default_config, key
+from attnzoo.kernels.configs import DECAYS, SIZES, Config, Shape, default_config, key
 from attnzoo.kernels.triton import linear_launch
 
-CANDIDATES = tuple(Config(*given) for given in product((16, 32, 64), (4, 8), (1, 2, 3)))
-SIZES = (64, 128, 256)
+CANDIDATES = tuple(product((16, 32, 64), (4, 8), (1, 2, 3)))  # chunk, warps, stages
 
 
-def call(decay: str, size: int, device: torch.device) -> linear_launch.Call:
-    """Return a call whose kernels have enough to do: 64 heads of 4096 tokens."""
+def call(decay: str, kind: str, size: int, device: torch.device) -> linear_launch.Call:
+    """Return a call of a kind whose kernels have enough to do: 64 heads of 4096 tokens."""
     shape = (1, 4096, 64, size)
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     q, k, v = (torch.randn(shape, **options).transpose(1, 2) for _ in range(3))
@@ -39,8 +39,9 @@ def call(decay: str, size: int, device: torch.device) -> linear_launch.Call:
     log_decay = None if gates is None else -torch.rand(gates, device=device) / 16
     state = torch.zeros(1, 64, size, size, device=device), torch.zeros(1, 64, size, device=device)
     given = linear_launch.Given(q, k, v, log_decay, *state, None, None)
+    feature_map = "elu+1" if kind == "mapped" else "identity"
     return linear_launch.Call(
-        given, "elu+1", 1.0, 1.0, True, 1e-6, 0, 1024, want_decay=gates is not None
+        given, feature_map, 1.0, 1.0, kind == "mapped", 1e-6, 0, 1024, want_decay=gates is not None
     )
 
 
@@ -69,8 +70,6 @@ def launches(call: linear_launch.Call) -> Iterator[tuple[Shape, Any]]:
             chosen: Config, kernel: Any = kernel, args: Any = args, options: Any = options
         ) -> tuple[float, bool]:
             blocks = {"C": chosen.chunk, "num_warps": chosen.warps, "num_stages": chosen.stages}
-            if "LEVELS" in options:
-                blocks["LEVELS"] = chosen.chunk.bit_length() - 1
             compiled = launch(kernel, *args, **{**options, **blocks})
             median = triton.testing.do_bench(
                 lambda: launch(kernel, *args, **{**options, **blocks}), return_mode="median"
@@ -84,7 +83,7 @@ def fastest(shape: Shape, timed: Any, capability: int) -> tuple[Config, float, f
     """Return the fastest candidate, its milliseconds, and those of the shipped config."""
     shipped = default_config(shape, capability)
     times: dict[Config, tuple[bool, float]] = {}
-    for chosen in {shipped, *CANDIDATES}:
+    for chosen in {shipped, *(Config(*blocks, shipped.tile) for blocks in CANDIDATES)}:
         try:
             median_ms, spills = timed(chosen)
         except OutOfResources:
@@ -106,13 +105,13 @@ def main() -> int:
         )
     device = torch.device("cuda")
     major, minor = torch.cuda.get_device_capability(device)
-    capability, rows = 10 * major + minor, []
-    for decay, size in product(DECAYS, SIZES):
-        for shape, timed in launches(call(decay, size, device)):
+    capability, rows = 10 * major + minor, {}
+    for decay, kind, size in product(DECAYS, ("bare", "mapped"), SIZES):
+        for shape, timed in launches(call(decay, kind, size, device)):
             best, best_ms, shipped_ms = fastest(shape, timed, capability)
             name = key(shape, capability)
             print(f"{name}: {best} {best_ms:.3f} ms (shipped {shipped_ms:.3f} ms)", flush=True)
-            rows.append({"key": name, "config": list(best), "median_ms": best_ms})
+            rows[name] = list(best)
     given.table.write_text(
         json.dumps({"device": torch.cuda.get_device_name(device), "configs": rows}, indent=1),
         "utf-8",

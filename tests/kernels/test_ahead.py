@@ -49,11 +49,11 @@ def test_tuning_needs_a_gpu(tmp_path):
 
 
 def test_a_table_of_ones_own_is_used(tmp_path, monkeypatch):
-    shape = Shape("out", "none", False, True, 128)
-    own = Config(16, 4, 3)
+    shape = Shape("out", "none", "bare", 128)
+    own = Config(16, 4, 3, 64)
     assert own != default_config(shape, 90)
     table = tmp_path / "table.json"
-    table.write_text(json.dumps({"configs": [{"key": key(shape, 90), "config": list(own)}]}))
+    table.write_text(json.dumps({"configs": {key(shape, 90): list(own)}}))
     monkeypatch.setenv("ATTNZOO_KERNEL_TABLE", str(table))
     assert config(shape, 90) == own
     assert config(shape, 80) == default_config(shape, 80)  # which the table does not have

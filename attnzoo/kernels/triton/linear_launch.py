@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.kernels.configs import Shape, config, state_tile
+from attnzoo.kernels.configs import Shape, config
 from attnzoo.kernels.triton.linear_spans import span_scan_kernel, span_sums_kernel
 from attnzoo.kernels.triton.linear_sweep import sweep_kernel
 
@@ -55,7 +55,9 @@ class Call:
         self.kv, self.z = given.kv.contiguous(), given.z.contiguous()
         self.batch, self.heads, self.tokens, self.d = self.q.shape
         self.key_heads, self.e = self.k.shape[1], self.v.shape[3]
-        self.chunk_size, self.normalize, self.eps = chunk_size, normalize, eps
+        self.chunk_size, self.normalize = chunk_size, normalize
+        # scale n / (scale d + eps) is n / (d + eps / scale); else it multiplies the results
+        self.scale, self.eps = (1.0, eps / scale) if normalize else (scale, eps)
         self.gate, self.decay, gate_strides = _gates(given.log_decay, self.k)
         self.gate_shape = None if given.log_decay is None else given.log_decay.shape
         nothing = self.q.new_empty(1, dtype=torch.int8)
@@ -75,17 +77,19 @@ class Call:
             "WANT_DECAY": want_decay,
             "OPERAND": tl.float32 if self.wide else tl.bfloat16,
             "PRECISION": precision,
+            "gate_token": gate_strides[2],
+            "key_heads": self.key_heads,
         }
         tiles = self._tiles("out")["TILES"]
         self.span = span or _span(self.batch * self.key_heads * tiles, self.tokens, processors)
         self.spans = max(1, -(-self.tokens // self.span))
         self.numbers = {
-            **dict(zip(("gate_batch", "gate_head", "gate_token"), gate_strides, strict=True)),
+            "gate_batch": gate_strides[0],
+            "gate_head": gate_strides[1],
             "tokens": self.tokens,
             "span": self.span,
             "spans": self.spans,
-            "key_heads": self.key_heads,
-            "scale": scale,
+            "scale": self.scale,
             "map_scale": map_scale,
         }
 
@@ -116,7 +120,8 @@ class Call:
             rows = self._rows(d_out, starts)
             shared = {"d_out": d_out, **rows, "products": products}
             self._sweep("dq", dq, starts, **shared)
-            ends = self._span_states((d_kv.contiguous(), d_z.contiguous()), self.q, d_out, rows)
+            given = (d_kv / self.scale).contiguous(), (d_z / self.scale).contiguous()
+            ends = self._span_states(given, self.q, d_out, rows)
             after = last
             if want_decay and self.spans > 1:
                 after = tuple(
@@ -127,7 +132,7 @@ class Call:
             self._sweep("dk", dk, ends, last=first, ends=after, d_log_decay=d_log, **shared)
             self._sweep("dv", dv, ends, last=first, **shared)
         dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
-        return dq, dk, dv, self._shaped(d_log), *first
+        return dq, dk, dv, self._shaped(d_log), *(x * self.scale for x in first)
 
     def _rows(self, d_out: Tensor, starts: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """Return what each row's weights share, where anything needs it."""
@@ -166,13 +171,14 @@ class Call:
         names = ("d_out", "inverse", "shared", "tops", "products", "d_log_decay")
         d_out, *rest = (given.get(name, self.z if name != "d_out" else self.v) for name in names)
         launch, blocks = self._config(mode)
-        blocks |= {"LEVELS": blocks["C"].bit_length() - 1, "MODE": mode}
+        blocks["MODE"] = mode
         tensors = {"q": self.q, "k": self.k, "v": self.v, "o": d_out}
-        strides = [s for x in tensors.values() for s in x.stride()[:3]]
+        strides = [s for x in tensors.values() for s in x.stride()[:2]]
+        steps = {f"{name}_token": x.stride(2) for name, x in tensors.items()}
         sweep_kernel[self._grid(blocks)](
             self.q, self.k, self.v, d_out, result, self.gate, self.ids, self.real,
             *states, *(last or states), *(ends or states), *rest, *strides,
-            **self.numbers, eps=self.eps, **self.constants, **blocks, **launch,
+            **self.numbers, eps=self.eps, **steps, **self.constants, **blocks, **launch,
         )  # fmt: skip
 
     def _span_states(
@@ -200,8 +206,8 @@ class Call:
         launch, blocks = self._config("sums")
         span_sums_kernel[self._grid(blocks)](
             x, y, self.gate, self.ids, self.real, inverse, shared, kv, z, carries,
-            *x.stride()[:3], *y.stride()[:3], **self.numbers, **self.constants, **blocks, **launch,
-            REVERSE=reverse,
+            *x.stride()[:2], *y.stride()[:2], **self.numbers, **self.constants, **blocks, **launch,
+            x_token=x.stride(2), y_token=y.stride(2), REVERSE=reverse,
         )  # fmt: skip
         for sums, start, e in ((kv, given[0], self.e), (z, given[1], 1)):
             grid = (self.batch * self.key_heads, -(-self.d * e // SCAN_BLOCK))
@@ -217,16 +223,23 @@ class Call:
     def _shape(self, kernel: str) -> Shape:
         """Return what a kernel's config depends on."""
         inner = _padded(self.d if kernel not in ("dq", "dk") else self.e)
+        return Shape(kernel, self.decay, self._kind(), inner)
+
+    def _kind(self) -> str:
+        """Return one of ``configs.KINDS``."""
+        if self.wide:
+            return "wide"
         filled = (self.d, self.e) == (_padded(self.d), _padded(self.e))
         masked = self.constants["PACKED"] or self.constants["PADDED"]
-        plain = filled and self.heads == self.key_heads and not masked
-        return Shape(kernel, self.decay, self.wide, plain, inner)
+        if masked or not filled:
+            return "any"
+        return "mapped" if self.normalize or self.constants["MAP"] != "identity" else "bare"
 
     def _tiles(self, kernel: str) -> dict[str, int]:
         """Return the columns of x, of a tile of u, and how many tiles there are."""
         shape = self._shape(kernel)
         u = self.e if kernel not in ("dq", "dk") else self.d
-        tile = state_tile(shape, _padded(u), self.capability)
+        tile = min(config(shape, self.capability).tile, _padded(u))
         return {"BX": shape.size, "BU": tile, "TILES": -(-u // tile)}
 
     def _config(self, kernel: str) -> tuple[dict[str, int], dict[str, Any]]:

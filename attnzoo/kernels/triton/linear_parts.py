@@ -12,6 +12,7 @@ from attnzoo.kernels.triton.interpreter import interpreted
 
 FORGOTTEN: tl.constexpr = tl.constexpr(-1e4)  # exp of it is zero in every type
 EXP_BOUND: tl.constexpr = tl.constexpr(30.0)  # as in ops.feature_maps
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 RELU_FLOOR: tl.constexpr = tl.constexpr(1e-3)
 INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
 
@@ -47,6 +48,64 @@ def product(a, b, total, OPERAND: tl.constexpr, PRECISION: tl.constexpr, SPLIT: 
     if SPLIT == "right" or SPLIT == "both":
         total = tl.dot(left, rounded(b - right.to(tl.float32), OPERAND), total)
     return total
+
+
+@triton.jit
+def alike(x, axis: tl.constexpr):
+    """Return one of the columns (axis 1) or rows (axis 0), which are all the same."""
+    return tl.max(x, axis)
+
+
+@triton.jit
+def row_sums_of(x, z, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Return ``x @ z`` for a vector z of float32: a product with 16 columns, all alike.
+
+    With few rows it would have the compiler give all products of the chunk to the same few warps.
+    """
+    C: tl.constexpr = x.shape[0]
+    if C < 64 or tl.float32 == OPERAND:
+        return tl.sum(x.to(tl.float32) * z[None, :], 1)
+    columns = tl.broadcast_to(z[:, None], (z.shape[0], 16))
+    total = product(x, columns, tl.zeros((C, 16), tl.float32), OPERAND, PRECISION, "right")
+    return alike(total, 1)
+
+
+@triton.jit
+def column_sums(
+    x, weights, OF_ROWS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of ``[C, columns]`` over its rows, each row times its weight.
+
+    A product with 16 columns, all alike, costs less than a sum across threads. ``OF_ROWS`` says
+    whether the result is to scale rows of a state, or columns; ``SPLIT`` which of x and weights
+    must not be rounded, ``"left"``, ``"right"`` or ``"both"``, in this order.
+    """
+    C: tl.constexpr = x.shape[0]
+    W: tl.constexpr = x.shape[1]
+    if C < 32 or tl.float32 == OPERAND:
+        return tl.sum(x.to(tl.float32) * weights[:, None], 0)
+    if OF_ROWS:
+        ones = tl.broadcast_to(weights[:, None], (C, 16))
+        total = tl.zeros((W, 16), tl.float32)
+        return alike(product(tl.trans(x), ones, total, OPERAND, PRECISION, SPLIT), 1)
+    ones = tl.broadcast_to(weights[None, :], (16, C))
+    other: tl.constexpr = "right" if SPLIT == "left" else "left" if SPLIT == "right" else SPLIT
+    total = tl.zeros((16, W), tl.float32)
+    return alike(product(ones, x, total, OPERAND, PRECISION, other), 0)
+
+
+@triton.jit
+def pinned(x):
+    """Return ``x``, which the compiler then computes once.
+
+    Where two products want a tile in different registers, it would map features twice.
+    """
+    if INTERPRETED:
+        return x
+    if x.dtype.primitive_bitwidth == 32:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 1)
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 2)
 
 
 # -- loads -----------------------------------------------------------------------------------------
@@ -96,6 +155,15 @@ def store_tile(x, value, at, row, column, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 
 @triton.jit
+def power(x):
+    """Return e to the power of x; what is too small for a normal number becomes zero.
+
+    One instruction and a product, where ``tl.exp`` takes five for numbers that nobody would miss.
+    """
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
 def largest(x, column, map_scale, COLUMNS: tl.constexpr):
     """Return each row's largest exponent, and how many entries tie for it."""
     x = tl.where((column < COLUMNS)[None, :], x * map_scale, -float("inf"))
@@ -104,19 +172,17 @@ def largest(x, column, map_scale, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def features(
-    x, top, inside, column, map_scale, MAP: tl.constexpr, OF: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Map ``[C, columns]``, float32; tokens not ``inside`` and padding columns become zeros."""
+def features(x, top, column, map_scale, MAP: tl.constexpr, OF: tl.constexpr, COLUMNS: tl.constexpr):
+    """Map ``[C, columns]``, float32; padding columns become zeros."""
     if MAP == "elu+1":
-        x = tl.where(x > 0, x + 1, tl.exp(tl.minimum(x, 0.0)))
+        x = tl.maximum(x, 0.0) + power(tl.minimum(x, 0.0))
     if MAP == "relu":
         x = tl.maximum(x, 0.0) + RELU_FLOOR
     if MAP == "exp":
         x = x * map_scale
-        x = tl.exp(x - top[:, None] if OF == "queries" else tl.minimum(x, EXP_BOUND))
-    if MAP != "identity":
-        x = tl.where(rows_mask(column, inside, COLUMNS), x, 0.0)
+        x = power(x - top[:, None] if OF == "queries" else tl.minimum(x, EXP_BOUND))
+    if ((column.shape[0] - 1) & COLUMNS) != 0:
+        x = tl.where((column < COLUMNS)[None, :], x, 0.0)
     return x
 
 
@@ -128,166 +194,15 @@ def features_backward(d_phi, x, top, share, map_scale, MAP: tl.constexpr, OF: tl
     among those that tie.
     """
     if MAP == "elu+1":
-        d_phi = d_phi * tl.where(x > 0, 1.0, tl.exp(tl.minimum(x, 0.0)))
+        d_phi = d_phi * power(tl.minimum(x, 0.0))
     if MAP == "relu":
         d_phi = tl.where(x > 0, d_phi, 0.0)
     if MAP == "exp":
         x = x * map_scale
         if OF == "queries":
-            d_phi = d_phi * tl.exp(x - top[:, None])
+            d_phi = d_phi * power(x - top[:, None])
             d_phi = tl.where(x == top[:, None], d_phi - share[:, None], d_phi)
         else:
-            d_phi = tl.where(x <= EXP_BOUND, d_phi * tl.exp(tl.minimum(x, EXP_BOUND)), 0.0)
+            d_phi = tl.where(x <= EXP_BOUND, d_phi * power(tl.minimum(x, EXP_BOUND)), 0.0)
         d_phi = d_phi * map_scale
     return d_phi
-
-
-# -- decay -----------------------------------------------------------------------------------------
-#
-# Row i reads key j with the weight exp(sum of the log decays of the tokens j + 1 .. i). A border
-# between packed sequences is a token that forgets everything.
-#
-# SCALAR (one decay per token): sums and their differences are float64, few as they are; nothing
-# overflows, nothing cancels.
-# VECTOR (one per key channel): blocks of 1, 2, 4 .. tokens are joined in pairs, as on the CPU
-# (ops.linear_decay). What the second block reads in the first is a product of rows decayed from the
-# border between them and keys decayed to it; all factors are at most one, however strong the gates.
-# Each of the log2(C) joins is one product of all rows with all keys, of which the mask keeps the
-# pairs that meet in this join.
-
-
-@triton.jit
-def forgets(segment_ids, token, tokens):
-    """Tell which tokens begin another packed sequence; the first token never does."""
-    inside = token < tokens
-    now = tl.load(segment_ids + token, mask=inside, other=0)
-    before = tl.load(segment_ids + tl.maximum(token - 1, 0), mask=inside, other=0)
-    return inside & (now != before)
-
-
-@triton.jit
-def scalar_gates(
-    log_decay, token_stride, segment_ids, first, key, tokens,
-    DECAY: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Load a log decay per token, ``[C]``, float64; past the end nothing decays."""
-    gates = tl.zeros(key.shape, tl.float64)
-    if DECAY == "scalar":
-        log_decay += first.to(tl.int64) * token_stride
-        loaded = tl.load(log_decay + key * token_stride, mask=key < tokens - first, other=0.0)
-        gates = tl.maximum(loaded.to(tl.float32), FORGOTTEN).to(tl.float64)
-    if PACKED:
-        gates += tl.where(forgets(segment_ids, first + key, tokens), FORGOTTEN, 0.0).to(tl.float64)
-    return gates
-
-
-@triton.jit
-def scalar_spans(gates):
-    """Return the running sum, and what is left from the start, to the end, from end to end."""
-    sums, total = tl.cumsum(gates, 0), tl.sum(gates, 0)
-    reads = tl.exp(sums.to(tl.float32))
-    writes = tl.exp(tl.minimum((total - sums).to(tl.float32), 0.0))
-    return sums, reads, writes, tl.exp(total.to(tl.float32))
-
-
-@triton.jit
-def scalar_pairs(differences, seen):
-    """Return the weights for sums of log decays; zero if not seen."""
-    return tl.where(seen, tl.exp(tl.minimum(differences.to(tl.float32), 0.0)), 0.0)
-
-
-@triton.jit
-def vector_gates(
-    log_decay, token_stride, segment_ids, first, ahead, key, column, tokens,
-    PACKED: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Load log decays, ``[C, columns]``, float32, of tokens ``ahead`` of the chunk's.
-
-    Past the end nothing decays.
-    """
-    inside = key < tokens - first - ahead
-    log_decay += (first + ahead).to(tl.int64) * token_stride
-    gates = load_rows(log_decay, key, token_stride, column, inside, COLUMNS)
-    gates = tl.maximum(gates.to(tl.float32), FORGOTTEN)
-    if PACKED:
-        border = forgets(segment_ids, first + ahead + key, tokens)
-        gates += tl.where(border, FORGOTTEN, 0.0)[:, None]
-    return gates
-
-
-@triton.jit
-def since_block(gates, SIZE: tl.constexpr):
-    """Return what is left from the start of a token's block through the token, ``[C, BD]``."""
-    C: tl.constexpr = gates.shape[0]
-    BD: tl.constexpr = gates.shape[1]
-    if SIZE > 1:
-        blocks = tl.cumsum(tl.reshape(gates, (C // SIZE, SIZE, BD)), 1)
-        gates = tl.reshape(blocks, (C, BD))
-    return tl.exp(gates)
-
-
-@triton.jit
-def until_block_end(next_gates, SIZE: tl.constexpr):
-    """Return what is left past a token to the end of its block; given the next tokens' gates.
-
-    Summed from the end, not taken as a difference, so that a gate of -1e4 spoils no other.
-    """
-    C: tl.constexpr = next_gates.shape[0]
-    BD: tl.constexpr = next_gates.shape[1]
-    place = tl.arange(0, C) % SIZE
-    within = tl.where((place < SIZE - 1)[:, None], next_gates, 0.0)
-    if SIZE > 1:
-        blocks = tl.cumsum(tl.reshape(within, (C // SIZE, SIZE, BD)), 1, reverse=True)
-        within = tl.reshape(blocks, (C, BD))
-    return tl.exp(within)
-
-
-@triton.jit
-def joined(later, earlier, SIZE: tl.constexpr):
-    """Tell which pairs meet when blocks of SIZE tokens are joined; the two broadcast."""
-    return ((later // SIZE) % 2 == 1) & (later // SIZE == earlier // SIZE + 1)
-
-
-@triton.jit
-def vector_scores(
-    x, y, gates, later, LEVELS: tl.constexpr, REVERSE: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return the decayed products of rows ``[C, BX]`` with each other, zero where not seen.
-
-    Rows of x read those of y before them, or, REVERSE, are read by those of y after them.
-    """
-    C: tl.constexpr = x.shape[0]
-    a, b = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    own = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
-    scores = tl.where(a == b, own[:, None], 0.0)
-    for level in tl.static_range(LEVELS):
-        since, until = since_block(gates, 2**level), until_block_end(later, 2**level)
-        left = (x * (until if REVERSE else since)).to(OPERAND)
-        right = (y * (since if REVERSE else until)).to(OPERAND)
-        block = tl.zeros((C, C), tl.float32)
-        block = product(left, tl.trans(right), block, OPERAND, PRECISION, "")
-        meet = joined(b, a, 2**level) if REVERSE else joined(a, b, 2**level)
-        scores += tl.where(meet, block, 0.0)
-    return scores
-
-
-@triton.jit
-def vector_sums(
-    scores, u, total, gates, later, LEVELS: tl.constexpr, REVERSE: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Add to ``total`` the rows of u ``[C, BU]`` weighed by scores and by the decay between."""
-    C: tl.constexpr = u.shape[0]
-    BU: tl.constexpr = u.shape[1]
-    a, b = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    own = tl.sum(tl.where(a == b, scores, 0.0), 1)
-    total += own[:, None] * u.to(tl.float32)
-    for level in tl.static_range(LEVELS):
-        since, until = since_block(gates, 2**level), until_block_end(later, 2**level)
-        right = u * (since if REVERSE else until)
-        meet = joined(b, a, 2**level) if REVERSE else joined(a, b, 2**level)
-        part = tl.zeros((C, BU), tl.float32)
-        part = product(tl.where(meet, scores, 0.0), right, part, OPERAND, PRECISION, SPLIT)
-        total += part * (until if REVERSE else since)
-    return total

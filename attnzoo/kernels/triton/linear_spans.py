@@ -13,17 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.triton.linear_parts import (
-    load_rows,
-    product,
-    scalar_gates,
-    scalar_spans,
-    since_block,
-    store_tile,
-    until_block_end,
-    vector_gates,
-)
-from attnzoo.kernels.triton.linear_sweep import divided, key_features, query_features
+from attnzoo.kernels.triton.linear_chunk import divided, key_features, query_features
+from attnzoo.kernels.triton.linear_decays import borders, scalar_gates, through, vector_gates
+from attnzoo.kernels.triton.linear_parts import column_sums, load_rows, product, store_tile
 
 
 # Span sums: what the tokens of a span add to the state.                       (arXiv:2006.16236)
@@ -37,11 +29,13 @@ from attnzoo.kernels.triton.linear_sweep import divided, key_features, query_fea
 # writes   kv [B, Hkv, N, D, E], z [B, Hkv, N, D], carry [B, Hkv, N, F]; float32
 # limits   D, E <= 256; C a power of two; span a multiple of C
 # oracle   ops.linear, impl="reference"
-@triton.jit(do_not_specialize=["tokens", "spans", "key_heads"])
+@triton.jit(do_not_specialize=["tokens", "spans"])
 def span_sums_kernel(
     x, y, log_decay, segment_ids, real, inverse, shared, kv_sums, z_sums, carries,
-    x_batch, x_head, x_token, y_batch, y_head, y_token, gate_batch, gate_head, gate_token,
-    tokens, span, spans, key_heads, scale, map_scale,
+    x_batch, x_head, y_batch, y_head, gate_batch, gate_head,
+    tokens, span, spans, scale, map_scale,
+    x_token: tl.constexpr, y_token: tl.constexpr,
+    gate_token: tl.constexpr, key_heads: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
     BX: tl.constexpr, BU: tl.constexpr, TILES: tl.constexpr,
     MAP: tl.constexpr, DECAY: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -49,10 +43,10 @@ def span_sums_kernel(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum up one span; see above."""
-    SCALAR: tl.constexpr = (DECAY == "scalar") or (PACKED and DECAY == "none")
+    SCALAR: tl.constexpr = DECAY == "scalar"
     VECTOR: tl.constexpr = DECAY == "vector"
     HEADS: tl.constexpr = G if REVERSE else 1  # of x and y, for each key head
-    EXACT: tl.constexpr = "left" if WANT_DECAY and (VECTOR or SCALAR) else ""
+    EXACT: tl.constexpr = ("left" if VECTOR else "right") if WANT_DECAY else ""
     tile = tl.program_id(0) % TILES
     place = (tl.program_id(0) // TILES).to(tl.int64)
     n, bh = place % spans, place // spans
@@ -71,37 +65,56 @@ def span_sums_kernel(
     chunks = tl.where(unread, 0, chunks)
     kv, z = tl.zeros((BX, BU), tl.float32), tl.zeros((BX,), tl.float32)
     carried = tl.full((BX,), 1.0, tl.float32)
+    if REVERSE:  # what is left from the start of a chunk to a token, or of a token at its end
+        left_by = key[:, None] >= key[None, :]
+    else:
+        left_by = key[:, None] < key[None, :]
     for i in range(chunks):
         first = start + ((chunks - 1 - i) if REVERSE else i) * C
         here = first.to(tl.int64)
         inside = key < tokens - first
         if PADDED and not REVERSE:
             inside = inside & (tl.load(real + here + key, mask=inside, other=0) != 0)
+        weights = tl.full((C,), 1.0, tl.float32)
         if VECTOR:
-            gates = vector_gates(
-                log_decay, gate_token, segment_ids, first, 0, key, d, tokens, PACKED, D
-            )
-            later = vector_gates(
-                log_decay, gate_token, segment_ids, first, 1, key, d, tokens, PACKED, D
-            )
-            left = since_block(gates, C) if REVERSE else until_block_end(later, C)
-            carry = tl.exp(tl.sum(gates, 0))
-            kv *= carry[:, None]
+            log_decays = log_decay + here * gate_token
+            gates = vector_gates(log_decays, gate_token, key, d, tokens - first, D)
+            if C >= 32:
+                left = tl.exp2(through(gates, left_by, OPERAND, PRECISION))
+            elif REVERSE:
+                left = tl.exp2(tl.cumsum(gates, 0))
+            else:
+                later = vector_gates(
+                    log_decays + gate_token, gate_token, key, d, stop - first - 1, D
+                )
+                later = tl.where((key < C - 1)[:, None], later, 0.0)
+                left = tl.exp2(tl.cumsum(later, 0, reverse=True))
+            carry = tl.exp2(column_sums(gates, weights, True, OPERAND, PRECISION, "left"))
         if SCALAR:
-            gates = scalar_gates(
-                log_decay, gate_token, segment_ids, first, key, tokens, DECAY, PACKED
-            )
-            sums, reads, writes, carry = scalar_spans(gates)
-            left = (reads if REVERSE else writes)[:, None]
-            kv *= carry
-        if VECTOR or SCALAR:
+            gates = scalar_gates(log_decay + here * gate_token, gate_token, key, tokens - first)
+            if REVERSE:
+                weights = tl.exp2(tl.cumsum(gates, 0).to(tl.float32))
+            else:  # nothing is taken from the sum of all: that would cancel
+                later = scalar_gates(
+                    log_decay + (here + 1) * gate_token, gate_token, key, stop - first - 1
+                )
+                later = tl.where(key < C - 1, later, 0.0)
+                weights = tl.exp2(tl.cumsum(later, 0, reverse=True).to(tl.float32))
+            carry = tl.exp2(tl.sum(gates, 0).to(tl.float32))
+        if PACKED:
+            part, last_part = borders(segment_ids, first, key, key < tokens - first)
+            joined = (last_part == 0).to(tl.float32)
+            weights *= ((part == 0) if REVERSE else (part == last_part)).to(tl.float32)
+            carry = carry * joined if VECTOR or SCALAR else joined
+        if VECTOR or SCALAR or PACKED:
+            kv *= carry[:, None] if VECTOR else carry
             z *= carry
             carried *= carry
         for g in range(HEADS):
             at = (bh * HEADS + g) * tokens + here
             if REVERSE:
                 raw, xs, top, ties = query_features(
-                    x + g * x_head + here * x_token, x, key, x_token, d, inside, scale, map_scale,
+                    x + g * x_head + here * x_token, x, key, x_token, d, inside, map_scale,
                     MAP, True, D, OPERAND,
                 )  # fmt: skip
                 ys = divided(
@@ -117,18 +130,20 @@ def span_sums_kernel(
                 )
             else:
                 raw, xs = key_features(
-                    x + here * x_token, key, x_token, d, inside, map_scale, MAP, D, OPERAND
+                    x + here * x_token, key, x_token, d, inside, map_scale, MAP, PADDED, D, OPERAND
                 )
                 ys = load_rows(y + here * y_token, key, y_token, e, inside, E).to(OPERAND)
-            weighed = xs.to(tl.float32)
-            if VECTOR or SCALAR:
-                weighed = weighed * left
-            kv = product(tl.trans(weighed), ys, kv, OPERAND, PRECISION, EXACT)
+            if VECTOR:
+                xs = xs * left
+            if SCALAR or PACKED:
+                ys = ys * weights[:, None]
+            kv = product(tl.trans(xs), ys, kv, OPERAND, PRECISION, EXACT)
             if REVERSE and NORMALIZE:
                 common = tl.load(shared + at + key, mask=inside, other=0.0)
-                z -= tl.sum(weighed * common[:, None], 0)
+                z -= column_sums(xs, common * weights, True, OPERAND, PRECISION, "both")
             if not REVERSE:
-                z += tl.sum(weighed, 0)
+                here_too = tl.where(inside, weights, 0.0)
+                z += column_sums(xs, here_too, True, OPERAND, PRECISION, "both")
     store_tile(kv_sums + place * D * E, kv, d[:, None] * E + e[None, :], d, e, D, E)
     if tile == 0:
         tl.store(z_sums + place * D + d, z, mask=d < D)

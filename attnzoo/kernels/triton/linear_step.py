@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.kernels.triton.linear_decays import FORGOTTEN
 from attnzoo.kernels.triton.linear_launch import _dense, _gates, _on, _padded
-from attnzoo.kernels.triton.linear_parts import FORGOTTEN, features, largest
+from attnzoo.kernels.triton.linear_parts import features, largest
 
 TILE = 4096  # numbers of the state that a program holds
 WARPS = 4
@@ -43,11 +44,10 @@ def step_kernel(
     mask = (d < D)[:, None] & (e < E)[None, :]
     state = tl.load(kv + bh * D * E + at, mask=mask, other=0.0)
     sums = tl.load(z + bh * D + d, mask=d < D, other=0.0)
-    one = tl.full((1,), 1, tl.int1)
     nothing = tl.zeros((1,), tl.float32)
     keys = tl.load(k + b * k_batch + h * k_head + d, mask=d < D, other=0.0).to(tl.float32)
     values = tl.load(v + b * v_batch + h * v_head + e, mask=e < E, other=0.0).to(tl.float32)
-    keys = features(keys[None, :], nothing, one, d, map_scale, MAP, "keys", D)
+    keys = features(keys[None, :], nothing, d, map_scale, MAP, "keys", D)
     keys = tl.reshape(keys, (BD,))
     if PADDED:
         there = tl.load(real + b) != 0
@@ -72,7 +72,7 @@ def step_kernel(
         raw = tl.load(q + b * q_batch + (h * G + g) * q_head + d, mask=d < D, other=0.0)
         raw = raw.to(tl.float32)[None, :]
         top, ties = largest(raw, d, map_scale, D) if MAP == "exp" else (nothing, nothing)
-        query = tl.reshape(features(raw, top, one, d, map_scale, MAP, "queries", D), (BD,)) * scale
+        query = tl.reshape(features(raw, top, d, map_scale, MAP, "queries", D), (BD,)) * scale
         row = tl.sum(query[:, None] * state, 0)
         if NORMALIZE:
             row /= tl.sum(query * sums, 0) + eps

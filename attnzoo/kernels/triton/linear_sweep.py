@@ -26,67 +26,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.triton.linear_parts import (
-    features,
-    features_backward,
-    largest,
-    load_rows,
-    load_tile,
-    product,
-    scalar_gates,
-    scalar_pairs,
-    scalar_spans,
-    since_block,
-    store_rows,
-    store_tile,
-    until_block_end,
-    vector_gates,
-    vector_scores,
-    vector_sums,
-)
+from attnzoo.kernels.triton.linear_chunk import walk_chunk
+from attnzoo.kernels.triton.linear_decays import first_decay
+from attnzoo.kernels.triton.linear_parts import load_tile, store_tile
 
-
-@triton.jit
-def query_features(
-    q, tops, token, token_stride, column, inside, scale, map_scale,
-    MAP: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """Load queries and map them; ``tops`` has the largest exponents where rows are not whole."""
-    raw = load_rows(q, token, token_stride, column, inside, D).to(tl.float32)
-    top, ties = tl.zeros(token.shape, tl.float32), tl.full(token.shape, 1.0, tl.float32)
-    if MAP == "exp":
-        if WHOLE:
-            top, ties = largest(raw, column, map_scale, D)
-        else:
-            top = tl.load(tops + token, mask=inside, other=0.0)
-    mapped = features(raw, top, inside, column, map_scale, MAP, "queries", D)
-    return raw, (mapped * scale).to(OPERAND), top, ties
-
-
-@triton.jit
-def key_features(
-    k, token, token_stride, column, inside, map_scale,
-    MAP: tl.constexpr, D: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """Load keys and map them."""
-    raw = load_rows(k, token, token_stride, column, inside, D)
-    mapped = raw
-    if MAP != "identity":
-        nothing = tl.zeros(token.shape, tl.float32)
-        mapped = features(raw.to(tl.float32), nothing, inside, column, map_scale, MAP, "keys", D)
-    return raw, mapped.to(OPERAND)
-
-
-@triton.jit
-def divided(
-    d_out, inverse, token, token_stride, column, inside,
-    NORMALIZE: tl.constexpr, E: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """Load gradients of the output, divided by the denominators; rounded alike in every mode."""
-    rows = load_rows(d_out, token, token_stride, column, inside, E)
-    if NORMALIZE:
-        rows = rows.to(tl.float32) * tl.load(inverse + token, mask=inside, other=0.0)[:, None]
-    return rows.to(OPERAND)
+WINDOW: tl.constexpr = tl.constexpr(16)  # tokens walked together where decays are strong
 
 
 # Sweep: see the table above.                           (arXiv:2006.16236, 2307.08621, 2312.06635)
@@ -103,18 +47,20 @@ def divided(
 #          "dk"      result [B, T, Hkv, D]; z_last; d_log_decay, if WANT_DECAY, as products, from
 #                    dg_t = dg_(t+1) + q_t dq_t - k_t dk_t and <S, dS> at the end of the span, for
 #                    which kv_ends and z_ends are the states there
+# scale    multiplies results, where not normalized; gradients of states come without it
 # memory   per token and head: what the mode reads and writes, once
 # limits   D, E <= 256; C a power of two; span a multiple of C
 # oracle   ops.linear, impl="reference", and autograd through it
-@triton.jit(do_not_specialize=["tokens", "spans", "key_heads"])
+@triton.jit(do_not_specialize=["tokens", "spans"])
 def sweep_kernel(
     q, k, v, d_out, result, log_decay, segment_ids, real,
     kv_states, z_states, kv_last, z_last, kv_ends, z_ends,
     inverse, shared, tops, products, d_log_decay,
-    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
-    o_batch, o_head, o_token, gate_batch, gate_head, gate_token,
-    tokens, span, spans, key_heads, scale, map_scale, eps,
-    D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+    q_batch, q_head, k_batch, k_head, v_batch, v_head, o_batch, o_head, gate_batch, gate_head,
+    tokens, span, spans, scale, map_scale, eps,
+    q_token: tl.constexpr, k_token: tl.constexpr, v_token: tl.constexpr, o_token: tl.constexpr,
+    gate_token: tl.constexpr, key_heads: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
     BX: tl.constexpr, BU: tl.constexpr, TILES: tl.constexpr, MODE: tl.constexpr,
     MAP: tl.constexpr, DECAY: tl.constexpr, NORMALIZE: tl.constexpr,
     PACKED: tl.constexpr, PADDED: tl.constexpr, WANT_DECAY: tl.constexpr,
@@ -123,15 +69,6 @@ def sweep_kernel(
     """Walk one span; see above."""
     REVERSE: tl.constexpr = (MODE == "dv") or (MODE == "dk")
     INNER: tl.constexpr = (MODE != "dq") and (MODE != "dk")  # keys and queries are x and y
-    SCALAR: tl.constexpr = (DECAY == "scalar") or (PACKED and DECAY == "none")
-    VECTOR: tl.constexpr = DECAY == "vector"
-    DIVIDE: tl.constexpr = NORMALIZE and INNER and not REVERSE
-    LESS: tl.constexpr = NORMALIZE and not INNER
-    CANCELS: tl.constexpr = (MODE == "shared") or LESS or (WANT_DECAY and not INNER)
-    FINE: tl.constexpr = "right" if CANCELS else ""
-    ALONE: tl.constexpr = "both" if VECTOR and not INNER else "left"
-    WEIGHTS: tl.constexpr = ALONE if CANCELS else ""
-    EXACT: tl.constexpr = "right" if WANT_DECAY and (not INNER) and (VECTOR or SCALAR) else ""
     XS: tl.constexpr = D if INNER else E
     US: tl.constexpr = E if INNER else D
     tile = tl.program_id(0) % TILES
@@ -147,12 +84,15 @@ def sweep_kernel(
     log_decay += b * gate_batch + h * gate_head
     segment_ids += b * tokens
     real += b * tokens
-    rows_at = (b * heads + h * G) * tokens  # of inverse, shared and tops
+    rows = (b * heads + h * G) * tokens
+    inverse, shared, tops = inverse + rows, shared + rows, tops + rows
+    all_rows = stacked * G * tokens
     if REVERSE:
         result += (b * tokens * key_heads + h) * US
-    elif MODE != "shared":
+    elif MODE == "shared":
+        result += rows
+    else:
         result += (b * tokens * heads + h * G) * US
-    key = tl.arange(0, C)
     xc, uc = tl.arange(0, BX), tile * BU + tl.arange(0, BU)
     gc = xc if INNER else uc  # columns of queries and keys, and of a decay per channel
     if INNER:
@@ -161,260 +101,67 @@ def sweep_kernel(
         at_tile = uc[None, :] * E + xc[:, None]
     state = load_tile(kv_states + place * D * E, at_tile, xc, uc, XS, US)
     z = tl.load(z_states + place * D + gc, mask=gc < D, other=0.0)
+    start = (n * span).to(tl.int32)
+    stop = tl.minimum(start + span, tokens)
+    chunks = (stop - start + C - 1) // C
+    enter = first_decay(log_decay + start.to(tl.int64) * gate_token, gc, DECAY, D)
+    if DECAY == "vector":
+        enters = enter[:, None] if INNER else enter[None, :]
+    else:
+        enters = enter
+    crossing = 0.0
     if WANT_DECAY and MODE == "dk":
         ends = load_tile(kv_ends + place * D * E, at_tile, xc, uc, XS, US)
         z_end = tl.load(z_ends + place * D + gc, mask=gc < D, other=0.0)
         crossing = tl.sum(ends * state, 0) + z_end * z  # what passes the end of the span
-        if SCALAR:
+        if DECAY == "scalar":
             crossing = tl.sum(crossing, 0)
-    start = (n * span).to(tl.int32)
-    stop = tl.minimum(start + span, tokens)
-    chunks = (stop - start + C - 1) // C
-    if REVERSE:
-        seen = key[:, None] <= key[None, :]
-    else:
-        seen = key[:, None] >= key[None, :]
+        crossing *= scale
+    if DECAY != "none" and not REVERSE:
+        state *= enters
+        z *= enter
+    walked = tl.zeros((), tl.int32)  # chunks, until a decay is too strong for a whole one
+    edge = walked + 1
     for i in range(chunks):
         first = start + ((chunks - 1 - i) if REVERSE else i) * C
-        here = first.to(tl.int64)
-        inside = key < tokens - first
-        own = inside
-        if PADDED:
-            own = own & (tl.load(real + here + key, mask=inside, other=0) != 0)
-        if VECTOR:
-            gates = vector_gates(
-                log_decay, gate_token, segment_ids, first, 0, key, gc, tokens, PACKED, D
-            )
-            later = vector_gates(
-                log_decay, gate_token, segment_ids, first, 1, key, gc, tokens, PACKED, D
-            )
-            carry = tl.exp(tl.sum(gates, 0))
-            reads, writes = since_block(gates, C), until_block_end(later, C)
-        if SCALAR:
-            gates = scalar_gates(
-                log_decay, gate_token, segment_ids, first, key, tokens, DECAY, PACKED
-            )
-            sums, reads, writes, carry = scalar_spans(gates)
-            if REVERSE:
-                pairs = scalar_pairs(sums[None, :] - sums[:, None], seen)
-            else:
-                pairs = scalar_pairs(sums[:, None] - sums[None, :], seen)
-
-        # Keys and values: y and u on the way forward, x and the rows of the result on the way back
-        if INNER:
-            raw, mapped = key_features(
-                k + here * k_token, key, k_token, xc, own, map_scale, MAP, D, OPERAND
-            )
-            other = load_rows(v + here * v_token, key, v_token, uc, own, E).to(OPERAND)
-        else:
-            raw, mapped = key_features(
-                k + here * k_token, key, k_token, uc, own, map_scale, MAP, D, OPERAND
-            )
-            other = load_rows(v + here * v_token, key, v_token, xc, own, E).to(OPERAND)
+        state, z, crossing, edge = walk_chunk(
+            state, z, crossing, edge, first, stop, q, k, v, d_out, result, log_decay, segment_ids,
+            real, inverse, shared, tops, products, d_log_decay, q_head, o_head, tokens, heads,
+            all_rows, tile, bh, xc, uc, scale, map_scale, eps, q_token, k_token, v_token, o_token,
+            gate_token, key_heads, D, E, G, C, BX, BU, MODE, MAP, DECAY, NORMALIZE, PACKED, PADDED,
+            WANT_DECAY, OPERAND, PRECISION, False,
+        )  # fmt: skip
+        walked += edge
+    if DECAY != "none":
         if REVERSE:
-            x = mapped if INNER else other
-            total = tl.zeros((C, BU), tl.float32)
-            if VECTOR and INNER:
-                total = product(x * writes, state, total, OPERAND, PRECISION, FINE)
-                state *= carry[:, None]
-            else:
-                total = product(x, state, total, OPERAND, PRECISION, FINE)
-                if not INNER:
-                    total += z[None, :]
-                if VECTOR:
-                    total *= writes
-                    state *= carry[None, :]
-                if SCALAR:
-                    total *= writes[:, None]
-                    state *= carry
-            if VECTOR or SCALAR:
-                z *= carry
-        if MODE == "dq" and WANT_DECAY:
-            both = tl.zeros((C, BU) if VECTOR else (C,), tl.float32)
-
-        for g in range(G):
-            at = rows_at + g * tokens + here
-            if INNER and not REVERSE:
-                q_raw, x, top, ties = query_features(
-                    q + g * q_head + here * q_token,
-                    tops + at, key, q_token, xc, inside, scale, map_scale,
-                    MAP, True, D, OPERAND,
+            at = tl.minimum(start + (chunks - walked) * C, stop)
+            while at > start:
+                first = tl.maximum(at - WINDOW, start)
+                edge = at - first
+                state, z, crossing, edge = walk_chunk(
+                    state, z, crossing, edge, first, stop, q, k, v, d_out, result, log_decay,
+                    segment_ids, real, inverse, shared, tops, products, d_log_decay, q_head,
+                    o_head, tokens, heads, all_rows, tile, bh, xc, uc, scale, map_scale, eps,
+                    q_token, k_token, v_token, o_token, gate_token, key_heads, D, E, G, WINDOW, BX,
+                    BU, MODE, MAP, DECAY, NORMALIZE, PACKED, PADDED, WANT_DECAY, OPERAND,
+                    PRECISION, True,
                 )  # fmt: skip
-                y, u = mapped, other
-            elif INNER:
-                q_raw, y, top, ties = query_features(
-                    q + g * q_head + here * q_token,
-                    tops + at, key, q_token, xc, inside, scale, map_scale,
-                    MAP, True, D, OPERAND,
+                at = first + edge
+        else:
+            first = start + walked * C
+            while first < stop:
+                state, z, crossing, edge = walk_chunk(
+                    state, z, crossing, edge, first, stop, q, k, v, d_out, result, log_decay,
+                    segment_ids, real, inverse, shared, tops, products, d_log_decay, q_head,
+                    o_head, tokens, heads, all_rows, tile, bh, xc, uc, scale, map_scale, eps,
+                    q_token, k_token, v_token, o_token, gate_token, key_heads, D, E, G, WINDOW, BX,
+                    BU, MODE, MAP, DECAY, NORMALIZE, PACKED, PADDED, WANT_DECAY, OPERAND,
+                    PRECISION, True,
                 )  # fmt: skip
-                u = divided(
-                    d_out + g * o_head + here * o_token,
-                    inverse + at,
-                    key,
-                    o_token,
-                    uc,
-                    inside,
-                    NORMALIZE,
-                    E,
-                    OPERAND,
-                )
-            else:
-                q_raw, q_mapped, top, ties = query_features(
-                    q + g * q_head + here * q_token, tops + at,
-                    key, q_token, uc, inside, scale, map_scale,
-                    MAP, False, D, OPERAND,
-                )  # fmt: skip
-                d_rows = divided(
-                    d_out + g * o_head + here * o_token,
-                    inverse + at,
-                    key,
-                    o_token,
-                    xc,
-                    inside,
-                    NORMALIZE,
-                    E,
-                    OPERAND,
-                )
-                if REVERSE:
-                    y, u = d_rows, q_mapped
-                else:
-                    x, y, u = d_rows, other, mapped
-            if LESS:
-                common = tl.load(shared + at + key, mask=inside, other=0.0)
-
-            if VECTOR and INNER:
-                scores = vector_scores(x, y, gates, later, LEVELS, REVERSE, OPERAND, PRECISION)
-            else:
-                scores = tl.zeros((C, C), tl.float32)
-                scores = product(x, tl.trans(y), scores, OPERAND, PRECISION, "")
-                if LESS:
-                    scores -= common[None, :] if REVERSE else common[:, None]
-                if SCALAR:
-                    scores *= pairs
-                elif not VECTOR:
-                    scores = tl.where(seen, scores, 0.0)
-
-            if not REVERSE:
-                total = tl.zeros((C, BU), tl.float32)
-                if VECTOR and INNER:
-                    reading = x * reads
-                    total = product(reading, state, total, OPERAND, PRECISION, FINE)
-                else:
-                    total = product(x, state, total, OPERAND, PRECISION, FINE)
-                    if LESS:
-                        total -= common[:, None] * z[None, :]
-                    if VECTOR:
-                        total *= reads
-                    if SCALAR:
-                        total *= reads[:, None]
-            if VECTOR and not INNER:
-                total = vector_sums(
-                    scores, u, total, gates, later, LEVELS, REVERSE, OPERAND, PRECISION, WEIGHTS
-                )
-            else:
-                total = product(scores, u, total, OPERAND, PRECISION, WEIGHTS)
-
-            if DIVIDE:
-                if VECTOR:
-                    carried = tl.sum(reading * z[None, :], 1)
-                else:
-                    carried = tl.sum(x.to(tl.float32) * z[None, :], 1)
-                if SCALAR:
-                    carried *= reads
-                divisor = 1 / (tl.sum(scores, 1) + carried + eps)
-                total *= divisor[:, None]
-            if MODE == "out":
-                store_rows(result + g * E + here * heads * E, total, key, heads * E, uc, inside, E)
-            if MODE == "shared":
-                d_rows = load_rows(
-                    d_out + g * o_head + here * o_token, key, o_token, uc, inside, E
-                ).to(tl.float32)
-                if NORMALIZE:
-                    d_rows = (d_rows * divisor[:, None]).to(OPERAND).to(tl.float32)
-                    tl.store(inverse + at + key, divisor, mask=inside)
-                if MAP == "exp":
-                    tl.store(tops + at + key, top, mask=inside)
-                    tl.store(tops + stacked * G * tokens + at + key, ties, mask=inside)
-                at += tile * stacked * G * tokens
-                tl.store(result + at + key, tl.sum(total * d_rows, 1), mask=inside)
-            if MODE == "dq":
-                if WANT_DECAY:
-                    each = q_mapped.to(tl.float32) * total
-                    both += each if VECTOR else tl.sum(each, 1)
-                share = top
-                if MAP == "exp":  # q dq of the whole row: what the maximum gets
-                    share = tl.load(shared + at + key, mask=inside, other=0.0)
-                    share = share * eps if NORMALIZE else share
-                    share /= tl.load(tops + stacked * G * tokens + at + key, mask=inside, other=1.0)
-                total = features_backward(
-                    total * scale, q_raw, top, share, map_scale, MAP, "queries"
-                )
-                store_rows(result + g * D + here * heads * D, total, key, heads * D, uc, inside, D)
-            if REVERSE:
-                if VECTOR and INNER:
-                    y = (y * reads).to(OPERAND)
-                weighed = u.to(tl.float32)
-                if VECTOR and not INNER:
-                    weighed = weighed * reads
-                if SCALAR:
-                    weighed = weighed * reads[:, None]
-                state = product(tl.trans(y), weighed, state, OPERAND, PRECISION, EXACT)
-                if LESS:
-                    z -= tl.sum(weighed * common[:, None], 0)
-
-        if not REVERSE:
-            if INNER:
-                y, u = mapped, other
-                if VECTOR:
-                    y = (y * writes).to(OPERAND)
-                if SCALAR:
-                    y = (y.to(tl.float32) * writes[:, None]).to(OPERAND)
-                if VECTOR:
-                    state *= carry[:, None]
-                z = z * carry if VECTOR or SCALAR else z
-                z += tl.sum(y.to(tl.float32), 0)
-                weighed = u
-            else:
-                y, weighed = other, mapped.to(tl.float32)
-                if VECTOR:
-                    weighed = weighed * writes
-                    state *= carry[None, :]
-                if SCALAR:
-                    weighed = weighed * writes[:, None]
-                z = z * carry if VECTOR or SCALAR else z
-                z += tl.sum(weighed, 0)
-            if SCALAR:
-                state *= carry
-            state = product(tl.trans(y), weighed, state, OPERAND, PRECISION, EXACT)
-            if MODE == "dq" and WANT_DECAY:
-                if VECTOR:
-                    store_rows(products + (bh * tokens + here) * D, both, key, D, uc, inside, D)
-                else:
-                    at = (tile * stacked + bh) * tokens + here + key
-                    tl.store(products + at, both, mask=inside)
-        if MODE == "dv":
-            store_rows(result + here * key_heads * E, total, key, key_heads * E, uc, inside, E)
-        if MODE == "dk":
-            if WANT_DECAY:
-                each = mapped.to(tl.float32) * total
-                if VECTOR:
-                    at = (bh * tokens + here) * D
-                    change = load_rows(products + at, key, D, uc, inside, D) - each
-                    change = tl.cumsum(change, 0, reverse=True) + crossing[None, :]
-                    store_rows(d_log_decay + at, change, key, D, uc, inside, D)
-                    crossing = tl.sum(tl.where((key == 0)[:, None], change, 0.0), 0)
-                else:
-                    at = (tile * stacked + bh) * tokens + here + key
-                    change = tl.load(products + at, mask=inside, other=0.0) - tl.sum(each, 1)
-                    change = tl.cumsum(change, 0, reverse=True) + crossing
-                    tl.store(d_log_decay + at, change, mask=inside)
-                    crossing = tl.sum(tl.where(key == 0, change, 0.0), 0)
-            nothing = tl.zeros((C,), tl.float32)
-            total = features_backward(
-                total, raw.to(tl.float32), nothing, nothing, map_scale, MAP, "keys"
-            )
-            total = tl.where(own[:, None], total, 0.0)
-            store_rows(result + here * key_heads * D, total, key, key_heads * D, uc, inside, D)
+                first += edge
+    if DECAY != "none" and REVERSE:
+        state *= enters
+        z *= enter
     ends_here = n == 0 if REVERSE else n == spans - 1
     if ends_here and (MODE == "out" or MODE == "dv"):
         store_tile(kv_last + bh * D * E, state, at_tile, xc, uc, XS, US)
