@@ -148,6 +148,8 @@ def run_triton(x: LinearInputs, fused: Fused, chunk_size: int | None) -> Result:
     if x.k.shape[2] == 1 and not trained:
         out, kv, z = linear_triton_step(*tensors, fused.real, *options)
         return out, LinearState(kv, z)
+    if x.scale == 0:  # by which gradients of the state are divided
+        raise UnsupportedError("impl 'triton' takes a scale other than 0; impl='torch' takes any.")
     chunk = _chunk(chunk_size)
     out, kv, z = linear_triton(*tensors, x.segment_ids, fused.real, *options, chunk, 0)
     return out, LinearState(kv, z)

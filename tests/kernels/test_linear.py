@@ -312,6 +312,7 @@ def test_operators_pass_opcheck():
         ({"form": "parallel"}, "parallel form"),
         ({"causal": False}, "causal"),
         ({"chunk_size": 48}, "16, 32 or 64"),
+        ({"scale": 0.0}, "other than 0"),
     ],
 )
 def test_what_kernels_cannot_is_refused(changes, match):

@@ -106,7 +106,9 @@ def walk_chunk(
     WEIGHTS: tl.constexpr = ALONE if CANCELS else ""
     DECAYS: tl.constexpr = VECTOR or SCALAR
     EXACT: tl.constexpr = "right" if WANT_DECAY and (not INNER) and DECAYS else ""
-    KEYS: tl.constexpr = "both" if tl.float32 == OPERAND else "right" if SCALAR else ""  # of z
+    KEYS: tl.constexpr = "right" if SCALAR else ""  # of z
+    gc = xc if INNER else uc  # columns of queries and keys, and of a decay per channel
+    vc = uc if INNER else xc  # columns of values, and of the output
     here = first.to(tl.int64)
     key = tl.arange(0, C)
     inside = key < stop - first
@@ -121,7 +123,7 @@ def walk_chunk(
     weights = tl.full((C,), 1.0, tl.float32)  # of tokens in the state
     if VECTOR:
         sums, carry, window, edge = vector_decay(
-            log_decay + here * gate_token, gate_token, key, xc if INNER else uc, stop - first, edge,
+            log_decay + here * gate_token, gate_token, key, gc, stop - first, edge,
             D, INNER, REVERSE, WINDOWS, OPERAND, PRECISION,
         )  # fmt: skip
         since, until = tl.exp2(sums), tl.exp2(-sums)
@@ -148,16 +150,10 @@ def walk_chunk(
         weights *= opens if REVERSE else stays
 
     # Keys and values: y and u on the way forward, x and the rows of the result on the way back
-    if INNER:
-        raw, mapped = key_features(
-            k + here * k_token, key, k_token, xc, own, map_scale, MAP, PADDED, D, OPERAND
-        )
-        other = load_rows(v + here * v_token, key, v_token, uc, own, E).to(OPERAND)
-    else:
-        raw, mapped = key_features(
-            k + here * k_token, key, k_token, uc, own, map_scale, MAP, PADDED, D, OPERAND
-        )
-        other = load_rows(v + here * v_token, key, v_token, xc, own, E).to(OPERAND)
+    raw, mapped = key_features(
+        k + here * k_token, key, k_token, gc, own, map_scale, MAP, PADDED, D, OPERAND
+    )
+    other = load_rows(v + here * v_token, key, v_token, vc, own, E).to(OPERAND)
     if REVERSE:
         if DECAYS:
             state *= fades if VECTOR else carry
@@ -178,31 +174,20 @@ def walk_chunk(
 
     for g in range(G):
         at = g * tokens + here
+        q_raw, q_mapped, top, ties = query_features(
+            q + g * q_head + here * q_token, tops + at, key, q_token, gc, inside, map_scale,
+            MAP, INNER, D, OPERAND,
+        )  # fmt: skip
         if INNER and not REVERSE:
-            q_raw, x, top, ties = query_features(
-                q + g * q_head + here * q_token, tops + at, key, q_token, xc, inside, map_scale,
-                MAP, True, D, OPERAND,
-            )  # fmt: skip
-            y, u = mapped, other
-        elif INNER:
-            q_raw, y, top, ties = query_features(
-                q + g * q_head + here * q_token, tops + at, key, q_token, xc, inside, map_scale,
-                MAP, True, D, OPERAND,
-            )  # fmt: skip
-            u = divided(
-                d_out + g * o_head + here * o_token, inverse + at, key, o_token, uc, inside,
-                NORMALIZE, E, OPERAND,
-            )  # fmt: skip
+            x, y, u = q_mapped, mapped, other
         else:
-            q_raw, q_mapped, top, ties = query_features(
-                q + g * q_head + here * q_token, tops + at, key, q_token, uc, inside, map_scale,
-                MAP, False, D, OPERAND,
-            )  # fmt: skip
             d_rows = divided(
-                d_out + g * o_head + here * o_token, inverse + at, key, o_token, xc, inside,
+                d_out + g * o_head + here * o_token, inverse + at, key, o_token, vc, inside,
                 NORMALIZE, E, OPERAND,
             )  # fmt: skip
-            if REVERSE:
+            if INNER:
+                y, u = q_mapped, d_rows
+            elif REVERSE:
                 y, u = d_rows, q_mapped
             else:
                 x, y, u = d_rows, other, mapped

@@ -134,7 +134,8 @@ def vector_decay(
         in: what is not must be made zero, where that is not all; and the edge, as there.
     """
     C: tl.constexpr = key.shape[0]
-    SHORT: tl.constexpr = C < 32  # where a product would be the same in all warps
+    # where a product would be the same in all warps; windows always are
+    SHORT: tl.constexpr = WINDOWS or C < 32
     a, b = key[:, None], key[None, :]
     ahead = vector_gates(log_decay + token_stride, token_stride, key, column, count - 1, COLUMNS)
     own = ahead
@@ -144,25 +145,16 @@ def vector_decay(
     if WINDOWS:
         if REVERSE:
             high = edge
-            if SHORT:
-                sums = tl.cumsum(tl.where(a < high - 1, ahead, 0.0), 0, reverse=True)
-            else:
-                sums = through(ahead, (b >= a) & (b < high - 1), OPERAND, PRECISION)
+            sums = tl.cumsum(tl.where(a < high - 1, ahead, 0.0), 0, reverse=True)
             rows = tl.sum(((key < high) & (tl.min(sums, 1) >= -MILDEST)).to(tl.int32), 0)
             low = high - tl.maximum(rows, 1)
         else:
-            if SHORT:
-                sums = tl.cumsum(tl.where(a > 0, own, 0.0), 0)
-            else:
-                sums = through(ahead, b < a, OPERAND, PRECISION)
+            sums = tl.cumsum(tl.where(a > 0, own, 0.0), 0)
             high = tl.maximum(tl.sum((tl.min(sums, 1) >= -MILDEST).to(tl.int32), 0), 1)
     window = (key >= low) & (key < high)
     if SHORT:
         sums = tl.cumsum(tl.where(window[:, None] & (a > low), own, 0.0), 0)
         sums = tl.where(window[:, None], sums, 0.0)
-    elif WINDOWS:
-        which = (b < a) & window[:, None] & (b >= low)
-        sums = through(ahead, which, OPERAND, PRECISION)
     else:
         sums = through(ahead, b < a, OPERAND, PRECISION)
     total = column_sums(ahead, window.to(tl.float32), OF_ROWS, OPERAND, PRECISION, "left")

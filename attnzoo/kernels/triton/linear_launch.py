@@ -120,7 +120,7 @@ class Call:
             rows = self._rows(d_out, starts)
             shared = {"d_out": d_out, **rows, "products": products}
             self._sweep("dq", dq, starts, **shared)
-            given = (d_kv / self.scale).contiguous(), (d_z / self.scale).contiguous()
+            given = tuple(_times(x, 1 / self.scale).contiguous() for x in (d_kv, d_z))
             ends = self._span_states(given, self.q, d_out, rows)
             after = last
             if want_decay and self.spans > 1:
@@ -132,7 +132,7 @@ class Call:
             self._sweep("dk", dk, ends, last=first, ends=after, d_log_decay=d_log, **shared)
             self._sweep("dv", dv, ends, last=first, **shared)
         dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
-        return dq, dk, dv, self._shaped(d_log), *(x * self.scale for x in first)
+        return dq, dk, dv, self._shaped(d_log), *(_times(x, self.scale) for x in first)
 
     def _rows(self, d_out: Tensor, starts: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """Return what each row's weights share, where anything needs it."""
@@ -247,6 +247,11 @@ class Call:
         blocks, chosen = self._tiles(kernel), config(self._shape(kernel), self.capability)
         blocks["C"] = self.chunk_size or chosen.chunk
         return {"num_warps": chosen.warps, "num_stages": chosen.stages}, blocks
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    """Return ``x`` times a factor that mostly is one."""
+    return x if factor == 1 else x * factor
 
 
 def _room(like: Tensor, heads: int, size: int) -> Tensor:

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from attnzoo.kernels.triton.interpreter import interpreted
 
-FORGOTTEN: tl.constexpr = tl.constexpr(-1e4)  # exp of it is zero in every type
 EXP_BOUND: tl.constexpr = tl.constexpr(30.0)  # as in ops.feature_maps
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 RELU_FLOOR: tl.constexpr = tl.constexpr(1e-3)

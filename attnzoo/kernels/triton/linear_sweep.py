@@ -135,30 +135,20 @@ def sweep_kernel(
     if DECAY != "none":
         if REVERSE:
             at = tl.minimum(start + (chunks - walked) * C, stop)
-            while at > start:
-                first = tl.maximum(at - WINDOW, start)
-                edge = at - first
-                state, z, crossing, edge = walk_chunk(
-                    state, z, crossing, edge, first, stop, q, k, v, d_out, result, log_decay,
-                    segment_ids, real, inverse, shared, tops, products, d_log_decay, q_head,
-                    o_head, tokens, heads, all_rows, tile, bh, xc, uc, scale, map_scale, eps,
-                    q_token, k_token, v_token, o_token, gate_token, key_heads, D, E, G, WINDOW, BX,
-                    BU, MODE, MAP, DECAY, NORMALIZE, PACKED, PADDED, WANT_DECAY, OPERAND,
-                    PRECISION, True,
-                )  # fmt: skip
-                at = first + edge
         else:
-            first = start + walked * C
-            while first < stop:
-                state, z, crossing, edge = walk_chunk(
-                    state, z, crossing, edge, first, stop, q, k, v, d_out, result, log_decay,
-                    segment_ids, real, inverse, shared, tops, products, d_log_decay, q_head,
-                    o_head, tokens, heads, all_rows, tile, bh, xc, uc, scale, map_scale, eps,
-                    q_token, k_token, v_token, o_token, gate_token, key_heads, D, E, G, WINDOW, BX,
-                    BU, MODE, MAP, DECAY, NORMALIZE, PACKED, PADDED, WANT_DECAY, OPERAND,
-                    PRECISION, True,
-                )  # fmt: skip
-                first += edge
+            at = start + walked * C
+        while (at > start) if REVERSE else (at < stop):
+            first = tl.maximum(at - WINDOW, start) if REVERSE else at
+            edge = at - first
+            state, z, crossing, edge = walk_chunk(
+                state, z, crossing, edge, first, stop, q, k, v, d_out, result, log_decay,
+                segment_ids, real, inverse, shared, tops, products, d_log_decay, q_head,
+                o_head, tokens, heads, all_rows, tile, bh, xc, uc, scale, map_scale, eps,
+                q_token, k_token, v_token, o_token, gate_token, key_heads, D, E, G, WINDOW, BX,
+                BU, MODE, MAP, DECAY, NORMALIZE, PACKED, PADDED, WANT_DECAY, OPERAND,
+                PRECISION, True,
+            )  # fmt: skip
+            at = first + edge
     if DECAY != "none" and REVERSE:
         state *= enters
         z *= enter
