@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EXTRAS := xformers,train,report,dev
 JOBS := 2
+PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 15 --durations-min 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
 PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
@@ -13,7 +14,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
 	then command -v $$name; break; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test exhaustive users check format bench clean
 
 help: ## Say what can be made
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -24,8 +25,14 @@ setup: $(READY) ## Make the virtual environment; every other target does it when
 demo: $(READY) ## Swap, measure and report on the embedded model: attnzoo-demo/report.html
 	$(BIN)/attnzoo demo $(ARGS)
 
-test: $(READY) ## Run all tests
-	$(BIN)/pytest -n $(JOBS) --dist worksteal --durations 15 --durations-min 2 $(ARGS)
+test: $(READY) ## Run the tests; those with other libraries and in fresh processes are in `make users`
+	$(PYTEST) --ignore tests/users $(ARGS)
+
+exhaustive: $(READY) ## Run the tests that repeat a rule on more cases
+	$(PYTEST) -m exhaustive $(ARGS)
+
+users: $(READY) ## Run attnzoo with PEFT, TRL, sentence-transformers and lm_eval, in threads and fresh processes
+	$(PYTEST) tests/users $(ARGS)
 
 check: $(READY) ## Lint, check the format, check the types
 	$(BIN)/ruff check .

@@ -1,13 +1,14 @@
 """Efficient attention for Hugging Face transformers: swap it by config, recover, compare.
 
-Importing this package is cheap: names are resolved on first use, and the hooks in transformers are
-installed when transformers itself is imported.
+Importing this package is fast: names are imported on first use, and each patch of transformers is
+applied when the module that it patches is imported.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attnzoo.autoload import after_import
+from attnzoo.integrations.patches import PATCHES
 
 __version__ = "0.1.0"
 
@@ -18,6 +19,8 @@ _PUBLIC = {
     "AttentionOutput": "attnzoo.state",
     "AttentionSpec": "attnzoo.spec",
     "BackendConfig": "attnzoo.backends.config",
+    "FeatureMap": "attnzoo.backends.linear.feature_maps.base",
+    "Gate": "attnzoo.backends.gated_linear.gates",
     "Geometry": "attnzoo.backends.config",
     "available_backends": "attnzoo.registry",
     "context_parallel": "attnzoo.integrations.context_parallel",
@@ -25,9 +28,9 @@ _PUBLIC = {
     "extend_positions": "attnzoo.integrations.positions",
     "get_backend": "attnzoo.registry",
     "register": "attnzoo.backends.base",
-    # where our own are registered already, so that one of yours cannot take their names
-    "register_feature_map": "attnzoo.backends.feature_map_config",
-    "register_gate": "attnzoo.backends.gated_linear",
+    # these modules register the built-in names first, so that they are reserved
+    "register_feature_map": "attnzoo.backends.linear.feature_maps.config",
+    "register_gate": "attnzoo.backends.gated_linear.backend",
     "restore": "attnzoo.integrations.convert",
     "swap": "attnzoo.integrations.convert",
 }
@@ -35,9 +38,9 @@ _PUBLIC = {
 if TYPE_CHECKING:
     from attnzoo.backends.base import AttentionBackend, register
     from attnzoo.backends.config import BackendConfig, Geometry
-    from attnzoo.backends.feature_maps import register_feature_map
-    from attnzoo.backends.gates import register_gate
+    from attnzoo.backends.gated_linear.gates import Gate, register_gate
     from attnzoo.backends.inputs import AttentionInputs
+    from attnzoo.backends.linear.feature_maps.base import FeatureMap, register_feature_map
     from attnzoo.integrations.context_parallel import context_parallel
     from attnzoo.integrations.convert import restore, swap
     from attnzoo.integrations.describe import describe
@@ -54,6 +57,8 @@ __all__ = [
     "AttentionOutput",
     "AttentionSpec",
     "BackendConfig",
+    "FeatureMap",
+    "Gate",
     "Geometry",
     "available_backends",
     "context_parallel",
@@ -69,7 +74,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name's module when the name is first used."""
+    """Import the module of a public name on first use."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'attnzoo' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_PUBLIC[name]), name)
@@ -77,8 +82,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, loaded or not."""
+    """Return the public names, imported or not."""
     return sorted({*globals(), *_PUBLIC})
 
 
-after_import("transformers.modeling_utils", "attnzoo.integrations.install", "install")
+after_import(PATCHES)

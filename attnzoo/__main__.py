@@ -1,4 +1,4 @@
-"""Runs the command line: ``python -m attnzoo``."""
+"""Run the command line with ``python -m attnzoo``."""
 
 from attnzoo.cli import main
 

@@ -1,18 +1,43 @@
-"""The command line; what a command does is in attnzoo/commands."""
+"""The command line; attnzoo/commands has the commands."""
 
 from __future__ import annotations
 
+import os
+import time
+from typing import Annotated
+
 import typer
 
-from attnzoo.commands import compare, families, models, recovery, terminal
+from attnzoo import __version__
+from attnzoo.commands import compare, environment, families, launch, models, recovery, terminal
 from attnzoo.errors import AttnzooError
 
 app = typer.Typer(
-    help="Swap the attention of a transformers model, and see what it costs.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"attnzoo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="show the version"),
+    ] = False,
+) -> None:
+    """Swap the attention of a transformers model, and measure what it costs."""
+
+
+app.command("run", context_settings={"allow_interspersed_args": False})(environment.run)
+app.command("autoload")(environment.autoload)
 app.command("list")(models.list_backends)
 app.command("describe")(models.describe)
 app.command("swap")(models.swap)
@@ -22,15 +47,25 @@ app.command("plan")(recovery.plan)
 app.command("recover")(recovery.recover)
 app.command("finetune")(recovery.finetune)
 app.command("evaluate")(recovery.evaluate)
+app.command("launch-config")(launch.launch_config)
 app.command("compare")(compare.compare)
 app.command("tasks")(compare.tasks)
 app.command("inspect")(compare.inspect)
 
 
+SECONDS_BEFORE_EXIT = 3.0
+
+
 def main() -> None:
-    """Run the command line; a user's mistake is one message and exit code 2, not a traceback."""
+    """Run the command line; a user error is one message and exit code 2, without a traceback.
+
+    Of the processes that torchrun starts on one machine, the first prints the message.
+    """
     try:
         app(prog_name="attnzoo")
     except AttnzooError as error:
-        terminal.problems.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            terminal.print_error(str(error))
+        else:
+            time.sleep(SECONDS_BEFORE_EXIT)  # torchrun ends all processes when one has ended
         raise SystemExit(2) from None

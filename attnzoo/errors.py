@@ -1,32 +1,55 @@
-"""Errors that users can meet: each is a ``ValueError`` and says what came and what to do."""
+"""Errors for users: subclasses of ``ValueError`` that say what came and what to do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from reprlib import Repr
 
 
 class AttnzooError(ValueError):
-    """Base of all errors that attnzoo raises about what a user gave."""
+    """Base class of the errors that attnzoo raises for invalid input."""
 
 
 class UnknownBackendError(AttnzooError):
-    """No backend has the name that was asked for."""
+    """No backend has the requested name."""
 
 
 class ConfigError(AttnzooError):
-    """An option of a backend has a wrong name, type or range."""
+    """An option of a backend has an unknown name, a wrong type or an invalid value."""
 
 
 class SpecError(AttnzooError):
-    """A spec is malformed, of a newer version, or does not fit the model."""
+    """A spec is malformed, has a newer version, or does not fit the model."""
+
+
+class CheckpointMismatchError(SpecError, RuntimeError):
+    """Weights of a checkpoint have other shapes; also a ``RuntimeError``, as stock code raises."""
 
 
 class UnsupportedError(AttnzooError):
-    """A backend, or an implementation of an op, cannot run the given inputs or layer."""
+    """A backend, or an implementation of an op, does not support the inputs or the layer."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` when a known name is close to ``name``, else nothing."""
+    """Return ``" Did you mean 'x'?"`` if a known name is similar to ``name``, else ``""``."""
     close = get_close_matches(name, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+class _ShortRepr(Repr):
+    """``repr`` whose depth and length have a limit, so that it returns for any plain data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 400
+        self.maxlist = self.maxtuple = self.maxdict = 50
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Return the digits of a number, or how many bits it has if it has more than 128."""
+        return repr(x) if x.bit_length() <= 128 else f"an integer of {x.bit_length()} bits"
+
+
+def short_repr(value: object) -> str:
+    """Return ``repr(value)``, shortened where the value is long, deeply nested or a huge number."""
+    return _ShortRepr().repr(value)

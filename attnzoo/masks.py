@@ -1,7 +1,6 @@
-"""Which keys a query may see, as one value: causal, padding, packing, window, or any function.
+"""Attention masks: causality, padding, packing, a sliding window, or any function.
 
-A mask is described, not built: nothing quadratic exists until an exact backend asks for
-:meth:`AttentionMask.dense`.
+:meth:`AttentionMask.dense` builds the mask as a tensor; before that, it takes no quadratic memory.
 Letters: B batch, H heads, T queries, S keys.
 """
 
@@ -13,26 +12,26 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-Window = tuple[int, int]  # keys visible before and after the query's own position
+Window = tuple[int, int]  # keys before and after the position of the query
+MAX_DISTANCE = 2**62  # of a window's end; no sequence is longer
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMask:
-    """What limits attention in one call.
+    """Mask of one attention call.
 
     Attributes:
-        causal: A query sees no key after its own position.
-        padding: ``[B, S]`` bool, true where a key is real; ``None`` when all are.
-        segment_ids: ``[B, S]`` integers, non-decreasing; tokens see their own segment only
-            (packed rows).
-        window: ``(before, after)``: a query sees key positions from ``before`` back to ``after``
-            ahead.
-        q_offset: Keys that stand before the first query: position of query 0 minus position of
-            key 0.
-        function: For masks that the fields above do not describe: returns the whole mask,
-            ``[B, 1 or H, T, S]`` bool, all of the above included. Only backends that can take an
-            arbitrary mask accept it.
-        function_name: What that mask is called, for messages.
+        causal: Whether a query attends to keys up to its own position only.
+        padding: ``[B, S]`` bool, false at padding; ``None`` without padding.
+        segment_ids: ``[B, S]`` integers, non-decreasing; tokens attend within their segment
+            (packed sequences).
+        window: ``(before, after)``: a query at position i attends to positions ``i - before`` to
+            ``i + after``.
+        q_offset: Position of query 0 minus position of key 0.
+        function: For masks that the other fields cannot describe: returns the dense mask,
+            ``[B, 1 or H, T, S]`` bool, with the other fields applied. Only backends with
+            ``arbitrary_mask`` support it.
+        function_name: Name of that mask, for error messages.
     """
 
     causal: bool = False
@@ -44,40 +43,42 @@ class AttentionMask:
     function_name: str = ""
 
     def dense(self, q_length: int, kv_length: int, device: torch.device) -> Tensor | None:
-        """Build the mask, ``[1 or B, 1 or H, T, S]`` bool, true where seen.
+        """Return the dense mask, ``[1 or B, 1 or H, T, S]`` bool, true where a query attends.
 
-        ``None`` if all keys are seen. Quadratic in memory: for exact backends and oracles.
+        ``None`` if every query attends to all keys. Takes quadratic memory.
         """
         if self.function is not None:
             return self.function()
-        seen: list[Tensor] = []
+        parts: list[Tensor] = []
         if self.causal or self.window is not None:
             queries = torch.arange(q_length, device=device)[:, None] + self.q_offset
             distance = torch.arange(kv_length, device=device) - queries
             before, after = self.window if self.window is not None else (None, None)
+            if self.window is not None:  # also a window that int64 does not contain
+                before, after = (min(side, MAX_DISTANCE) for side in self.window)
             if self.causal:
-                seen.append(distance <= 0)
+                parts.append(distance <= 0)
             if before is not None:
-                seen.append(distance >= -before)
+                parts.append(distance >= -before)
             if after is not None and not self.causal:
-                seen.append(distance <= after)
-            seen = [part[None, None] for part in seen]
+                parts.append(distance <= after)
+            parts = [part[None, None] for part in parts]
         if self.padding is not None:
-            seen.append(self.padding[:, None, None, :])
+            parts.append(self.padding[:, None, None, :])
         if self.segment_ids is not None:
             query_ids = self.segment_ids[:, kv_length - q_length :]
-            seen.append((query_ids[:, :, None] == self.segment_ids[:, None, :])[:, None])
-        if not seen:
+            parts.append((query_ids[:, :, None] == self.segment_ids[:, None, :])[:, None])
+        if not parts:
             return None
-        whole = seen[0]
-        for part in seen[1:]:
-            whole = whole & part
-        return whole
+        mask = parts[0]
+        for part in parts[1:]:
+            mask = mask & part
+        return mask
 
     def query_padding(self, q_length: int, kv_length: int) -> Tensor | None:
-        """Return which queries are real, ``[B, T]`` bool.
+        """Return the padding mask of the queries, ``[B, T]`` bool.
 
-        ``None`` when all are, or when the queries are not known to be the last of the keys.
+        ``None`` without padding, or if the queries are not known to be the last T keys.
         """
         if (
             self.padding is None
@@ -88,38 +89,36 @@ class AttentionMask:
         return self.padding[:, kv_length - q_length :]
 
     def with_window(self, window: Window, q_length: int, kv_length: int) -> AttentionMask:
-        """Return this mask, narrowed to ``window``."""
+        """Return the intersection of this mask and a sliding window."""
         if self.function is not None:
-            whole, band = (
-                self.function,
-                replace(self, function=None, padding=None, segment_ids=None),
-            )
+            dense = self.function
+            band = replace(self, function=None, padding=None, segment_ids=None, window=window)
 
-            def narrowed() -> Tensor:
-                mask = whole()
-                within = replace(band, window=window).dense(q_length, kv_length, mask.device)
+            def intersection() -> Tensor:
+                mask = dense()
+                within = band.dense(q_length, kv_length, mask.device)
                 assert within is not None
                 return mask & within
 
-            return replace(self, function=narrowed)
+            return replace(self, function=intersection)
         if self.window is not None:
             window = (min(window[0], self.window[0]), min(window[1], self.window[1]))
         return replace(self, window=window)
 
     def of_new_tokens(self, q_length: int) -> AttentionMask:
-        """Return the mask among the T newest tokens; the layer's state stands for all earlier."""
+        """Return the mask of the T newest tokens, for backends whose state holds earlier ones."""
         padding = self.padding
         if padding is not None:
             if isinstance(self.q_offset, int):
                 padding = padding[:, self.q_offset : self.q_offset + q_length]
             else:
-                now = torch.arange(q_length, device=padding.device) + self.q_offset
-                padding = padding.index_select(1, now)
+                new = torch.arange(q_length, device=padding.device) + self.q_offset
+                padding = padding.index_select(1, new)
         return replace(self, padding=padding, q_offset=0)
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but causality limits attention."""
+        """Whether causality is the only restriction, if there is any."""
         return (
             self.padding is None
             and self.segment_ids is None

@@ -1,14 +1,22 @@
-"""From a name to a backend class: modules load on first use, plugins are found by entry point."""
+"""Backends by name: built-in ones are imported on first use, plugins are found by entry point."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from attnzoo.backends.base import BACKENDS, BUILTIN, AttentionBackend
-from attnzoo.backends.config import Geometry
-from attnzoo.errors import ConfigError, UnknownBackendError, UnsupportedError, did_you_mean
+from attnzoo.backends.config import BackendConfig, Geometry
+from attnzoo.errors import (
+    ConfigError,
+    UnknownBackendError,
+    UnsupportedError,
+    did_you_mean,
+    short_repr,
+)
 
 ENTRY_POINT_GROUP = "attnzoo.backends"
 
@@ -22,24 +30,24 @@ def _plugins() -> dict[str, list[EntryPoint]]:
 
 
 def _load_plugin(name: str) -> None:
-    """Import the plugin that announces ``name``, and see that it registers itself."""
+    """Import the plugin with the entry point ``name``, which must register that name."""
     point, *others = _plugins()[name]
     rivals = [BUILTIN[name]] if name in BUILTIN else [other.value for other in others]
     if rivals:
         raise ConfigError(
-            f"The name {name!r} is announced by the plugin {point.value!r} and held by "
-            f"{', '.join(map(repr, rivals))}; uninstall one, or have it take another name."
+            f"The backend name {name!r} of the plugin {point.value!r} is also that of "
+            f"{', '.join(map(repr, rivals))}; uninstall one, or rename it."
         )
     try:
         loaded = point.load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"The plugin {point.value!r}, announced as backend {name!r}, cannot be loaded: {error}."
+            f"The plugin {point.value!r} for backend {name!r} cannot be imported: {error}."
         ) from error
     if BACKENDS.get(name) is not loaded:
         raise ConfigError(
-            f"The plugin {point.value!r} is announced as backend {name!r} but does not register "
-            f"itself under that name; decorate the class with @attnzoo.register({name!r})."
+            f"The plugin {point.value!r} for backend {name!r} does not register this name; "
+            f"decorate the class with @attnzoo.register({name!r})."
         )
 
 
@@ -53,12 +61,12 @@ def get_backend(name: str) -> type[AttentionBackend]:
 
     Raises:
         UnknownBackendError: No backend has this name.
-        ConfigError: A plugin claims the name but cannot be loaded, does not register it, or
-            another holds it.
+        ConfigError: The plugin of this name cannot be imported or does not register it, or another
+            backend has the same name.
     """
     if not isinstance(name, str):
         raise UnknownBackendError(
-            f"A backend is asked for by name, got {name!r} of type {type(name).__name__}."
+            f"A backend is given by name, got {short_repr(name)} of type {type(name).__name__}."
         )
     if name not in BACKENDS and name in _plugins():
         _load_plugin(name)
@@ -73,19 +81,28 @@ def get_backend(name: str) -> type[AttentionBackend]:
     )
 
 
-def build_backend(name: str, options: dict[str, object], geometry: Geometry) -> AttentionBackend:
-    """Make the backend ``name`` for one layer.
+def build_backend(
+    name: str, options: Mapping[str, Any] | BackendConfig, geometry: Geometry
+) -> AttentionBackend:
+    """Build the backend ``name`` for one layer.
+
+    Args:
+        name: Name of the backend.
+        options: Its options, or its config.
+        geometry: Shape of the layer.
 
     Raises:
         UnknownBackendError: No backend has this name.
-        ConfigError: An option is wrong.
-        UnsupportedError: The backend cannot serve the layer; every reason is given.
+        ConfigError: An option is invalid.
+        UnsupportedError: The backend does not support the layer; the message gives every reason.
     """
     cls = get_backend(name)
-    backend = cls(cls.config_class.from_options(name, options), geometry)
+    if not isinstance(options, BackendConfig):
+        options = cls.config_class.from_options(name, options)
+    backend = cls(options, geometry)
     reasons = backend.layer_reasons()
     if reasons:
-        exact = "softmax" if name == "flash" else "flash"  # what else the user could take
+        exact = "softmax" if name == "flash" else "flash"
         raise UnsupportedError(
             f"Layer {geometry.layer} ({geometry.name}): backend {name!r} cannot serve it: "
             f"{'; '.join(reasons)}. "

@@ -1,14 +1,16 @@
-"""The plain-data description of a swap: which backend, its options, and which layers differ."""
+"""The spec of a swap as plain data: a backend, its options, and exceptions for some layers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, repeat
 from typing import Any, NamedTuple, Self
 
-from attnzoo.errors import SpecError, did_you_mean
+from attnzoo.backends.config import BackendConfig
+from attnzoo.errors import SpecError, did_you_mean, short_repr
 from attnzoo.registry import get_backend
 
 VERSION = 1
@@ -19,7 +21,7 @@ _PART = re.compile(r"(?P<part>[A-Za-z_]\w*(?:\.\w+)*)\.(?P<numbers>[\d\s,-]+)")
 
 
 def _plain(value: Any) -> Any:
-    """Turn tuples into lists, so that data are the same before and after a trip through JSON."""
+    """Convert tuples to lists, so that data are equal before and after JSON."""
     if isinstance(value, Mapping):
         return {name: _plain(part) for name, part in value.items()}
     return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
@@ -27,29 +29,34 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A backend and its options, for the layers that take them."""
+    """A backend and its options, validated once.
+
+    Attributes:
+        backend: Name of the backend.
+        options: The options that differ from their defaults, as plain data.
+        config: The config made from them, from which each layer's backend is built.
+    """
 
     backend: str
     options: Mapping[str, Any]
+    config: BackendConfig = field(compare=False, repr=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data; options only where some were given."""
-        return {
-            "backend": self.backend,
-            **({"options": _plain(self.options)} if self.options else {}),
-        }
+    def to_dict(self, *, defaults: bool = False) -> dict[str, Any]:
+        """Return plain JSON data: the options that differ from their defaults, or all of them."""
+        options = self.config.all_options() if defaults else self.options
+        return {"backend": self.backend, **({"options": _plain(options)} if options else {})}
 
 
-def _layer_spec(value: object, where: str) -> LayerSpec:
-    """Read and check an entry: ``"flash"`` or ``{"backend": "flash", "options": {...}}``."""
+def _layer_spec(value: object, where: str, allow_import: bool) -> LayerSpec:
+    """Return an entry from ``"flash"`` or ``{"backend": "flash", "options": {...}}``, validated."""
     if isinstance(value, LayerSpec):
-        value = value.to_dict()
+        return value
     if isinstance(value, str):
         value = {"backend": value}
     if not isinstance(value, Mapping) or "backend" not in value:
         raise SpecError(
             f'{where} must be a backend\'s name or {{"backend": name, "options": {{...}}}}, '
-            f"got {value!r}"
+            f"got {short_repr(value)}"
         )
     for key in value:
         if key not in ("backend", "options"):
@@ -59,55 +66,58 @@ def _layer_spec(value: object, where: str) -> LayerSpec:
             )
     options = {} if value.get("options") is None else value["options"]
     if not isinstance(options, Mapping):
-        raise SpecError(f"{where}: options must map names to values, got {options!r}")
-    config = get_backend(value["backend"]).config_class.from_options(value["backend"], options)
-    return LayerSpec(value["backend"], config.changed_options())
+        raise SpecError(f"{where}: options must map names to values, got {short_repr(options)}")
+    name = value["backend"]
+    config_class = get_backend(name).config_class
+    config = config_class.from_options(name, options, allow_import=allow_import)
+    return LayerSpec(name, config.changed_options(), config)
 
 
 def parse_layers(text: str) -> list[int]:
-    """Read layer numbers such as ``"0-1,11"``, both ends of a range included.
+    """Return the layer numbers of a text such as ``"0-1,11"``; ranges include both ends.
 
     Raises:
-        SpecError: The text is not a list of numbers and ranges.
+        SpecError: The text is not a list of numbers and ranges, or contains a number twice.
     """
     numbers: list[int] = []
+    found: set[int] = set()
     for part in str(text).split(","):
         match = _RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first:
             raise SpecError(
-                f"Layers {text!r} are not understood at {part.strip()!r}; write numbers and rising "
+                f"Layers {text!r} are invalid at {part.strip()!r}; write numbers and ascending "
                 'ranges separated by commas, such as "0-1,11"'
             )
-        numbers.extend(range(first, last + 1))
+        for number in range(first, last + 1):
+            if number in found:
+                raise SpecError(f"Layer {number} is named twice in {short_repr(text)}")
+            found.add(number)
+            numbers.append(number)
     return numbers
 
 
 class LayerKey(NamedTuple):
-    """What a key of ``layers`` names: numbers, numbers within a part, or modules by their name."""
+    """A parsed key of ``layers``: layer numbers, numbers within a submodule, or a module name."""
 
-    part: str  # "" with plain numbers
-    numbers: tuple[int, ...] | None  # None where the key is a module's name, or the end of one
+    part: str  # name of the submodule; "" with plain numbers
+    numbers: frozenset[int] | None  # None if ``part`` is the end of a module name
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Read a key: ``"0-1,11"``, ``"decoder.0-1"`` or ``"encoder_attn"``.
+        """Parse a key: ``"0-1,11"``, ``"decoder.0-1"`` or ``"encoder_attn"``.
 
         Raises:
-            SpecError: It is none of them, or names a layer twice.
+            SpecError: The key is invalid, or names a layer twice.
         """
         match = _PART.fullmatch(text)
         if match is None and _MODULE.fullmatch(text):
             return cls(text, None)
         part, numbers = (match["part"], match["numbers"]) if match else ("", text)
-        found = parse_layers(numbers)
-        twice = [number for number in found if found.count(number) > 1]
-        if twice:
-            raise SpecError(f"Layer {twice[0]} is named twice in {text!r}")
-        return cls(part, tuple(found))
+        return cls(part, frozenset(parse_layers(numbers)))
 
     def names(self, number: int, name: str) -> bool:
-        """Whether the key names the layer ``number``, the module ``name``."""
+        """Return whether the key names layer ``number``, whose module is ``name``."""
         if self.numbers is None:
             return f".{name}".endswith(f".{self.part}")
         return number in self.numbers and self._within(name)
@@ -116,40 +126,42 @@ class LayerKey(NamedTuple):
         return not self.part or f".{self.part}." in f".{name}."
 
     def refuse_missing(self, text: str, present: list[tuple[int, str]]) -> None:
-        """Refuse the key, written ``text``, if a model does not have what it names."""
+        """Raise ``SpecError`` if the key ``text`` names no layer of a model."""
         if self.numbers is None:
             if not any(self.names(*layer) for layer in present):
                 ends = sorted({name.rpartition(".")[2] for _, name in present})
                 raise SpecError(
-                    f"The spec names {text!r}, but no attention module of the model is called so; "
-                    f"their names end in {', '.join(ends) or 'nothing, for there are none'}. "
-                    'Layers go by number too, such as "0-1,11" or "decoder.0-1"'
+                    f"The spec names {text!r}, but no attention module of the model has this name; "
+                    f"their names end in {', '.join(ends) or 'nothing, as there are none'}. "
+                    'Layers also have numbers, such as "0-1,11" or "decoder.0-1"'
                 )
             return
         numbers = sorted({number for number, name in present if self._within(name)})
-        missing = [str(number) for number in self.numbers if number not in numbers]
+        missing = [str(number) for number in sorted(self.numbers.difference(numbers))]
         if missing:
+            missing[8:] = ["..."] if len(missing) > 8 else []
             span = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
             whose = f"those within {self.part!r}" if self.part else "the model's attention layers"
             raise SpecError(f"The spec names layer {', '.join(missing)}, but {whose} are {span}.")
 
 
 class AttentionSpec:
-    """Which backend each attention layer of a model gets; validated when made, plain when stored.
+    """The backend of each attention layer of a model: validated on construction, saved as JSON.
 
     Args:
-        backend: Name of the backend for all layers that ``layers`` does not name.
-        layers: Exceptions: layers to a backend's name, or to ``{"backend": name, "options":
-            {...}}``. Layers are named by number, ``"0-1,11"``; by number within a part of the
-            model, ``"decoder.0-1"``; or by the end of a module's name, ``"encoder_attn"``.
-        else_: The backend, in the same form, for layers that the chosen one refuses
-            (cross-attention, a sliding window); without it a refusal is an error.
-        **options: Options of ``backend``.
+        backend: Name of the backend for all layers without an entry in ``layers``.
+        layers: Exceptions: maps layers to the name of a backend, or to ``{"backend": name,
+            "options": {...}}``. A key is a layer number or range, ``"0-1,11"``; a number within a
+            submodule, ``"decoder.0-1"``; or the end of a module name, ``"encoder_attn"``.
+        else_: The backend, in the same form, for layers that the selected backend does not support
+            (cross-attention, a sliding window); without it, such a layer is an error.
+        **options: Options of ``backend``. A feature map may be a function, a class, or
+            ``"module:name"``, which is imported; a saved spec contains a registered name.
 
     Raises:
         UnknownBackendError: No backend has this name.
         ConfigError: An option has an unknown name, a wrong type or is out of range.
-        SpecError: ``layers`` is malformed or names a layer twice.
+        SpecError: ``layers`` is malformed, or names a layer twice.
 
     Example:
         >>> spec = AttentionSpec("linear", feature_map="relu", layers={"0-1": "flash"})
@@ -165,25 +177,28 @@ class AttentionSpec:
         else_: Any | None = None,
         **options: Any,
     ) -> None:
-        self._read(backend, options, layers, else_)
+        self._read(backend, options, layers, else_, allow_import=True)
 
-    def _read(self, backend: object, options: object, layers: object, else_: object) -> None:
-        """Check all parts and keep them."""
-        self.default = _layer_spec({"backend": backend, "options": options}, "The spec")
-        self.else_ = None if else_ is None else _layer_spec(else_, '"else"')
+    def _read(
+        self, backend: object, options: object, layers: object, else_: object, *, allow_import: bool
+    ) -> None:
+        """Validate and store all parts."""
+        whole = {"backend": backend, "options": options}
+        self.default = _layer_spec(whole, "The spec", allow_import)
+        self.else_ = None if else_ is None else _layer_spec(else_, '"else"', allow_import)
         if layers is not None and not isinstance(layers, Mapping):
             raise SpecError(
                 'layers must map layer numbers to backends, such as {"0-1": "flash"}, '
-                f"got {layers!r}"
+                f"got {short_repr(layers)}"
             )
         self.layers: dict[str, LayerSpec] = {}
         self._keys: dict[str, LayerKey] = {}
         plain: set[int] = set()
         for given, value in (layers or {}).items():
             text = str(given)
-            self.layers[text] = _layer_spec(value, f"layers[{given!r}]")
+            self.layers[text] = _layer_spec(value, f"layers[{given!r}]", allow_import)
             key = self._keys[text] = LayerKey.read(text)
-            numbers = () if key.part else key.numbers or ()
+            numbers = frozenset() if key.part or key.numbers is None else key.numbers
             for number in plain.intersection(numbers):
                 raise SpecError(
                     f"Layer {number} is named twice under layers, the second time by {text!r}"
@@ -191,16 +206,16 @@ class AttentionSpec:
             plain.update(numbers)
 
     def for_layer(self, number: int, name: str = "") -> LayerSpec:
-        """Return the entry of layer ``number``, the attention module ``name``."""
+        """Return the entry of layer ``number``, whose attention module is ``name``."""
         named = (text for text, key in self._keys.items() if key.names(number, name))
         return self.layers.get(next(named, ""), self.default)
 
     def check_layers(self, numbers: Iterable[int], names: Iterable[str] = ()) -> None:
-        """Refuse a spec that names layers which a model does not have, or one of them twice.
+        """Raise ``SpecError`` if the spec names a missing layer, or a layer twice.
 
         Args:
-            numbers: The number of each of the model's attention layers.
-            names: The name of each of their modules.
+            numbers: The number of each attention layer of the model.
+            names: The name of the module of each.
 
         Raises:
             SpecError: A key names no layer, or two keys name the same one.
@@ -217,32 +232,48 @@ class AttentionSpec:
                     f"{by[1]!r}"
                 )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the spec as plain JSON data, as it stands in ``config.attnzoo``."""
-        data: dict[str, Any] = {"version": VERSION, **self.default.to_dict()}
+    def to_dict(self, *, defaults: bool = False) -> dict[str, Any]:
+        """Return the spec as plain JSON data, which :meth:`from_dict` reads.
+
+        Args:
+            defaults: Whether options with their default values are included. A saved model includes
+                them, so that a later version with other defaults computes the same.
+        """
+        data: dict[str, Any] = {"version": VERSION, **self.default.to_dict(defaults=defaults)}
         if self.layers:
-            data["layers"] = {key: entry.to_dict() for key, entry in self.layers.items()}
+            data["layers"] = {
+                key: entry.to_dict(defaults=defaults) for key, entry in self.layers.items()
+            }
         if self.else_ is not None:
-            data["else"] = self.else_.to_dict()
+            data["else"] = self.else_.to_dict(defaults=defaults)
         return data
 
     @classmethod
-    def from_dict(cls, data: object) -> Self:
-        """Read a spec from plain data.
+    def from_dict(cls, data: object, *, allow_import: bool = False) -> Self:
+        """Return the spec of plain data, such as a saved config, without importing code by name.
+
+        Names refer to registered backends, feature maps and gates, and to installed plugins.
+
+        Args:
+            data: The return value of :meth:`to_dict`.
+            allow_import: Whether ``"module:name"`` is imported too, as in ``AttentionSpec(...)``;
+                only for data of a trusted source.
 
         Raises:
-            SpecError: The data is malformed or of a newer version.
-            UnknownBackendError: It names an unknown backend.
-            ConfigError: It holds a wrong option.
+            SpecError: The data is malformed, or has a newer version.
+            UnknownBackendError: The data names an unknown backend.
+            ConfigError: The data contains an invalid option.
         """
         if not isinstance(data, Mapping) or "backend" not in data:
             raise SpecError(
                 f'A spec is plain data such as {{"version": {VERSION}, "backend": "linear"}}, '
-                f"got {data!r}"
+                f"got {short_repr(data)}"
             )
         version = data.get("version", VERSION)
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-            raise SpecError(f"The spec's version must be a number from 1 on, got {version!r}")
+            raise SpecError(
+                f"The spec's version must be an integer of at least 1, got {short_repr(version)}"
+            )
         if version > VERSION:
             raise SpecError(
                 f"The spec has version {version}, but this attnzoo reads up to {VERSION}; "
@@ -254,16 +285,21 @@ class AttentionSpec:
                     f"The spec has an unknown key {key!r}.{did_you_mean(str(key), _KEYS)} "
                     f"It takes {', '.join(_KEYS)}."
                 )
-        spec = cls.__new__(cls)  # options go by mapping: none may pass for an argument
-        spec._read(data["backend"], data.get("options"), data.get("layers"), data.get("else"))
+        spec = cls.__new__(cls)  # options are one mapping, so that none is taken for an argument
+        parts = (data["backend"], data.get("options"), data.get("layers"), data.get("else"))
+        spec._read(*parts, allow_import=allow_import)
         return spec
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as plain data, which the loading process validates."""
+        return partial(type(self).from_dict, allow_import=True), (self.to_dict(),)
+
     def __eq__(self, other: object) -> bool:
-        """Two specs are equal when their plain data are."""
+        """Return whether both specs have the same plain data."""
         return isinstance(other, AttentionSpec) and self.to_dict() == other.to_dict()
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        """Write the spec as its plain data."""
+        """Return the spec as its plain data."""
         return f"AttentionSpec.from_dict({self.to_dict()!r})"

@@ -1,4 +1,6 @@
-"""What a call returns and what a layer keeps between decoding steps: plain tensors in named tuples.
+"""The output of a call, and the states that layers keep between decoding steps.
+
+All are named tuples of plain tensors.
 
 Letters: B batch, H heads, Hkv key heads, T queries, S keys, D key size, E value size.
 """
@@ -11,46 +13,54 @@ from torch import Tensor
 
 
 class LinearState(NamedTuple):
-    """Sums over the tokens seen so far; its size does not depend on how many they were."""
+    """Linear attention: sums over all tokens so far, of a fixed size."""
 
     kv: Tensor  # [B, Hkv, D, E], float32 or float64: the decayed sum of k v^T
-    k: Tensor  # [B, Hkv, D]: the decayed sum of k, which normalises
+    k: Tensor  # [B, Hkv, D]: the decayed sum of k, for the denominator
 
 
 class CountedLinearState(NamedTuple):
-    """The sums, and how many real tokens they are over, for features that depend on positions."""
+    """Linear attention with positional features: the sums and the number of tokens."""
 
     kv: Tensor  # [B, Hkv, D, E], float32 or float64
     k: Tensor  # [B, Hkv, D]
-    tokens: Tensor  # [B], integers
+    tokens: Tensor  # [B], integers, without padding: real tokens so far
 
 
 class StabilizedState(NamedTuple):
-    """Sums of weights that are exponentials, divided by the largest of them so far (mLSTM)."""
+    """mLSTM: sums with exponential weights, divided by the largest weight so far."""
 
     kv: Tensor  # [B, Hkv, D, E], float32 or float64: the sum of k v^T, times exp(-m)
     k: Tensor  # [B, Hkv, D]: the sum of k, times exp(-m)
-    m: Tensor  # [B, Hkv]: the logarithm of what they were divided by
+    m: Tensor  # [B, Hkv]: the logarithm of that largest weight
 
 
 class MatrixState(NamedTuple):
-    """Sums under a decay of their own for every pair of a key and a value channel."""
+    """Linear attention with one decay per pair of a key channel and a value channel."""
 
     kv: Tensor  # [B, Hkv, D, E], float32 or float64: the decayed sum of k v^T
     k: Tensor  # [B, Hkv, D, E]: the decayed sum of k, for every value channel
 
 
 class KVState(NamedTuple):
-    """The keys and values seen so far, or the last of them when a window lets the others go."""
+    """The keys and values so far, or the latest of them under a sliding window."""
 
     k: Tensor  # [B, Hkv, S, D]
     v: Tensor  # [B, Hkv, S, E]
-    real: Tensor  # [B, S], bool: false where a key is padding
+    real: Tensor  # [B, S], bool: the padding mask, false at padding
+
+
+class ImplChoice(NamedTuple):
+    """The implementation that a call ran, and the reason."""
+
+    impl: str
+    reason: str
 
 
 class AttentionOutput(NamedTuple):
-    """Result of one call; ``state`` and ``weights`` only when they were asked for."""
+    """Output of attention; ``state`` and ``weights`` only if they are requested."""
 
     out: Tensor  # [B, H, T, E], in the dtype of the values
     state: Any | None = None  # a named tuple of tensors, batch first
     weights: Tensor | None = None  # [B, H, T, S]: the effective attention matrix
+    impl: ImplChoice | None = None  # the implementation that ran

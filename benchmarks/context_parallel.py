@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from attnzoo.backends.config import Geometry
-from attnzoo.ops import context_parallel as cp
+from attnzoo.kernels import context_parallel as cp
 from attnzoo.registry import build_backend
 
 HEADS, SIZE = 8, 64
@@ -111,7 +111,9 @@ def exchanged(sent: int, rank: int) -> Callable[[], Any]:
     return lambda: cp._all_to_all(flat, None, to, got)
 
 
-def measured(name: str, options: dict[str, Any], shard: cp.Shard, repeats: int) -> list[str]:
+def measured(
+    name: str, options: dict[str, Any], shard: cp.SequenceShard, repeats: int
+) -> list[str]:
     """Return a case's cells."""
     run = layer(name, options, shard.length, shard)
     whole = layer(name, options, shard.length * shard.size, None)
@@ -135,7 +137,7 @@ def main(
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    shard = cp.Shard(group=None, rank=rank, size=size, length=length // size)
+    shard = cp.SequenceShard(group=None, rank=rank, size=size, length=length // size)
     times = "CPU ms of one process, of the busier of two (ratio)"
     columns = "collectives", "bytes sent", "ms", f"forward, {times}", f"both ways, {times}"
     table = Table("layer", *columns)

@@ -1,4 +1,4 @@
-"""What ``gpu.py`` measures, and what is to be reached: shapes, peers, goals, published times.
+"""Workloads, peers, goals and published times of ``gpu.py``.
 
 Letters: B batch, H heads, Hkv key heads, T tokens, D key and value size.
 """
@@ -11,15 +11,15 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """One thing to do, by ours and by others."""
+class Workload:
+    """One call to time, with its peers."""
 
     name: str
     B: int
     H: int
     T: int
     D: int
-    Hkv: int = 0  # 0: as many as H
+    Hkv: int = 0  # 0 means H
     decay: str = "none"  # or "scalar", "vector"
     normalize: bool = False
     feature_map: str = "identity"
@@ -33,13 +33,13 @@ class Work:
         return self.Hkv or self.H
 
     def input_bytes(self) -> int:
-        """Count what the inputs hold, in bfloat16 and, the decay, in float32."""
+        """Return the size of the inputs: bfloat16, and float32 for the decay."""
         tokens = self.B * self.T
         gates = {"none": 0, "scalar": 4, "vector": 4 * self.D}[self.decay]
         return tokens * (2 * self.D * (self.H + 2 * self.key_heads) + gates * self.key_heads)
 
-    def least_bytes(self) -> int:
-        """Count what must pass through memory: each input and result once; training, as swept."""
+    def minimum_bytes(self) -> int:
+        """Return the bytes that a call must read and write, each tensor once per pass."""
         if self.decode:
             return 2 * 4 * self.B * self.key_heads * self.D * (self.D + 1)
         out = 2 * self.B * self.T * self.D * self.H
@@ -55,54 +55,58 @@ SHAPES = {
 }
 
 
-def _cases() -> Iterable[Work]:
+def _cases() -> Iterable[Workload]:
     for decay in ("none", "scalar", "vector"):
         for name, shape in SHAPES.items():
             for train in (False, True):
                 kind = "train" if train else "forward"
-                yield Work(name=f"{decay} {kind} {name}", decay=decay, train=train, **shape)
+                yield Workload(name=f"{decay} {kind} {name}", decay=decay, train=train, **shape)
     grouped = {"B": 4, "T": 4096, "H": 32, "Hkv": 8, "D": 128, "feature_map": "elu+1"}
-    yield Work(name="normalized grouped", normalize=True, train=True, **grouped)  # type: ignore[arg-type]
+    yield Workload(name="normalized grouped", normalize=True, train=True, **grouped)  # type: ignore[arg-type]
     for decay in ("none", "vector"):
         for heads in (8, 16, 32):
             name = f"{decay} few heads {heads}"
-            yield Work(name=name, decay=decay, B=1, H=heads, T=16384, D=128, train=True)
+            yield Workload(name=name, decay=decay, B=1, H=heads, T=16384, D=128, train=True)
         for tokens in (1024, 2048, 4096, 8192):
             name = f"{decay} against softmax {tokens}"
             peers = ("sdpa", "xformers") if decay == "none" else ("sdpa",)
-            yield Work(name=name, decay=decay, B=4, H=16, T=tokens, D=128, train=True, peers=peers)
-    yield Work(
+            yield Workload(
+                name=name, decay=decay, B=4, H=16, T=tokens, D=128, train=True, peers=peers
+            )
+    yield Workload(
         name="decode", B=64, H=32, T=1, D=128, decode=True, normalize=True, feature_map="elu+1"
     )
 
 
 CASES = tuple(_cases())
 TINY = tuple(
-    work
-    for work in CASES
-    if work.name.endswith(("B8 T1024 H8 D64", "grouped", "heads 8", "softmax 1024", "decode"))
+    workload
+    for workload in CASES
+    if workload.name.endswith(("B8 T1024 H8 D64", "grouped", "heads 8", "softmax 1024", "decode"))
 )
 
 
-def tiny(work: Work) -> Work:
-    """Shrink a case until an interpreter gets through it."""
-    heads = 2 if work.Hkv else 1
-    return replace(work, B=1, H=heads, Hkv=1 if work.Hkv else 0, T=min(work.T, 33), D=16)
+def shrink(workload: Workload) -> Workload:
+    """Return a small version of a workload for the interpreter."""
+    heads = 2 if workload.Hkv else 1
+    return replace(
+        workload, B=1, H=heads, Hkv=1 if workload.Hkv else 0, T=min(workload.T, 33), D=16
+    )
 
 
-def accuracy_cases(small: bool) -> Iterable[tuple[Work, float, float]]:
-    """Yield what to compare with float64, the mean of the values, and the largest error."""
+def accuracy_cases(small: bool) -> Iterable[tuple[Workload, float, float]]:
+    """Yield workloads to compare with float64, the mean of the values, and the tolerance."""
     for decay in ("none", "scalar", "vector"):
         for mean in (0.0, 1.0):
-            work = Work(
+            workload = Workload(
                 name=f"{decay} normalized", decay=decay, normalize=True, feature_map="elu+1",
                 B=1, H=2, T=8192, D=128, train=True,
             )  # fmt: skip
-            # few terms average less of the rounding out
-            yield (tiny(work), mean, 1e-2) if small else (work, mean, 5e-3)
+            # With few terms, rounding errors average out less
+            yield (shrink(workload), mean, 1e-2) if small else (workload, mean, 5e-3)
 
 
-# milliseconds on an H100, bfloat16: pytorch/helion, examples/linear/BENCHMARKS.md, fla's columns
+# Milliseconds of fla on an H100, bfloat16, from pytorch/helion examples/linear/BENCHMARKS.md
 _FLA = {
     "none": ((0.956, 5.92), (0.620, 3.34), (0.731, 4.36), (0.168, 0.78)),
     "scalar": ((1.017, 6.72), (0.546, 3.67), (0.804, 5.70), (0.247, 1.31)),
@@ -118,34 +122,32 @@ PUBLISHED: Mapping[str, Mapping[str, float]] = {
 
 @dataclass(frozen=True)
 class Goal:
-    """A number to reach: how many times faster than a peer, or a share of something."""
+    """A target: a speed-up over a peer, or a bound on a metric or its ratio to the peer's."""
 
-    what: str
-    wanted: float
-    work: str
+    name: str
+    target: float
+    workload: str
     peer: str = "fla"
-    field: str = (
-        ""  # of the row of ours, instead of a ratio of times; over the peer's if it has one
-    )
-    sign: str = ">="
+    metric: str = ""  # compare this field of the rows instead of times
+    comparison: str = ">="
 
     def measured(
         self, times: Mapping[str, Mapping[str, float]], rows: list[dict[str, Any]]
     ) -> float | None:
-        """Return what was measured, if it was."""
-        if not self.field:
-            found = times.get(self.work, {})
-            ours, theirs = found.get("ours"), found.get(self.peer)
-            return None if ours is None or theirs is None else theirs / ours
+        """Return the measured value, or ``None`` if it was not measured."""
+        if not self.metric:
+            milliseconds = times.get(self.workload, {})
+            ours, peer = milliseconds.get("attnzoo"), milliseconds.get(self.peer)
+            return None if ours is None or peer is None else peer / ours
         values = {
-            row["by"]: row.get(self.field)
+            row["implementation"]: row.get(self.metric)
             for row in rows
-            if row.get("work") == self.work and row["kind"] == "time"
+            if row.get("workload") == self.workload and row["kind"] == "time"
         }
-        ours, theirs = values.get("ours"), values.get(self.peer)
-        if self.field == "of_copy_bandwidth":
+        ours, peer = values.get("attnzoo"), values.get(self.peer)
+        if self.metric == "copy_bandwidth_fraction":
             return ours
-        return None if ours is None or theirs is None else ours / theirs
+        return None if ours is None or peer is None else ours / peer
 
 
 GOALS = (
@@ -170,7 +172,7 @@ GOALS = (
         "linear, forward, of copy bandwidth",
         0.6,
         "none forward B4 T4096 H64 D128",
-        field="of_copy_bandwidth",
+        metric="copy_bandwidth_fraction",
     ),
-    Goal("decode, of copy bandwidth", 0.8, "decode", field="of_copy_bandwidth"),
+    Goal("decode, of copy bandwidth", 0.8, "decode", metric="copy_bandwidth_fraction"),
 )

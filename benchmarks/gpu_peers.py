@@ -1,4 +1,4 @@
-"""How ``gpu.py`` calls ours and the others: the same inputs, in the layout that each wants."""
+"""Calls of attnzoo and its peers for ``gpu.py``: the same inputs, in the layout that each needs."""
 
 from __future__ import annotations
 
@@ -7,61 +7,63 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_cases import Work
+from gpu_cases import Workload
 from torch import Tensor
 
-from attnzoo.ops.flash import sdpa_backend
-from attnzoo.ops.linear import linear_attention
+from attnzoo.backends.flash.impl.sdpa import sdpa_kernel_name
+from attnzoo.backends.linear.op import linear_attention
 from attnzoo.state import LinearState
 
 Inputs = list[Tensor | None]  # q, k, v and the log decay
 Run = Callable[[], Tensor]
 
 
-class Skip(Exception):
-    """Why a peer is left out."""
+class PeerUnavailable(Exception):
+    """A peer cannot run; the message gives the reason."""
 
 
-def inputs_of(work: Work, device: torch.device, mean: float = 0.0) -> Inputs:
-    """Draw q, k, v and the log decay as a model's layers lay them out: ``[B, T, H, D]`` inside."""
+def inputs_of(workload: Workload, device: torch.device, mean: float = 0.0) -> Inputs:
+    """Return random q, k, v and log decay, stored as ``[B, T, H, D]`` like projections."""
 
     def rows(heads: int) -> Tensor:
-        x = torch.randn(work.B, work.T, heads, work.D, device=device, dtype=torch.bfloat16)
+        x = torch.randn(
+            workload.B, workload.T, heads, workload.D, device=device, dtype=torch.bfloat16
+        )
         return x.transpose(1, 2)
 
-    q, k, v = rows(work.H), rows(work.key_heads), rows(work.key_heads) + mean
-    shape = {"none": None, "scalar": k.shape[:3], "vector": k.shape}[work.decay]
+    q, k, v = rows(workload.H), rows(workload.key_heads), rows(workload.key_heads) + mean
+    shape = {"none": None, "scalar": k.shape[:3], "vector": k.shape}[workload.decay]
     gates = None if shape is None else -torch.rand(shape, device=device) / 16
-    return [x if x is None else x.detach().requires_grad_(work.train) for x in (q, k, v, gates)]
+    return [x if x is None else x.detach().requires_grad_(workload.train) for x in (q, k, v, gates)]
 
 
-def call(run: Run, given: Inputs, *, train: bool) -> list[Tensor]:
-    """Run forward, or forward and backward for a fixed gradient."""
+def call(run: Run, inputs: Inputs, *, train: bool) -> list[Tensor]:
+    """Run the forward pass, or forward and backward with a fixed output gradient."""
     if not train:
         with torch.no_grad():
             return [run()]
     out = run()
-    leaves = [x for x in given if x is not None]
+    leaves = [x for x in inputs if x is not None]
     generator = torch.Generator(out.device).manual_seed(7)
     d_out = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.bfloat16)
     grads = torch.autograd.grad(out, leaves, d_out.to(out.dtype), allow_unused=True)
-    return [out, *(x for x in grads if x is not None)]  # softmax has no use for a decay
+    return [out, *(x for x in grads if x is not None)]  # softmax ignores the decay
 
 
-def ours(work: Work, given: Inputs, impl: str = "triton") -> Run:
-    """Linear attention of attnzoo."""
-    q, k, v, gates = given
+def attnzoo_kernels(workload: Workload, inputs: Inputs, impl: str = "triton") -> Run:
+    """Return a call of attnzoo's linear attention."""
+    q, k, v, gates = inputs
     assert q is not None
     assert k is not None
     assert v is not None
     options: dict[str, Any] = {
         "log_decay": gates,
-        "normalize": work.normalize,
-        "feature_map": work.feature_map,
+        "normalize": workload.normalize,
+        "feature_map": workload.feature_map,
         "impl": impl,
     }
-    if work.decode:
-        shape = (work.B, work.key_heads, work.D, work.D)
+    if workload.decode:
+        shape = (workload.B, workload.key_heads, workload.D, workload.D)
         state = LinearState(
             torch.rand(shape, device=q.device), torch.rand(shape[:3], device=q.device)
         )
@@ -69,58 +71,60 @@ def ours(work: Work, given: Inputs, impl: str = "triton") -> Run:
     return lambda: linear_attention(q, k, v, **options).out
 
 
-def fla(work: Work, given: Inputs) -> Run:
-    """flash-linear-attention, with k and v repeated where heads are grouped, as it wants them."""
-    if given[0] is None or given[0].device.type != "cuda":
-        raise Skip("fla runs on a GPU only")
+def fla(workload: Workload, inputs: Inputs) -> Run:
+    """Return a call of flash-linear-attention; grouped k and v are repeated."""
+    if inputs[0] is None or inputs[0].device.type != "cuda":
+        raise PeerUnavailable("fla runs on a GPU only")
     try:
         from fla.ops.gla import chunk_gla
         from fla.ops.linear_attn import chunk_linear_attn, fused_recurrent_linear_attn
         from fla.ops.simple_gla import chunk_simple_gla
     except ImportError as error:
-        raise Skip(f"fla cannot be imported: {error}") from error
-    groups = work.H // work.key_heads
+        raise PeerUnavailable(f"fla cannot be imported: {error}") from error
+    groups = workload.H // workload.key_heads
 
-    def laid_out(x: Tensor, repeat: int) -> Tensor:
+    def to_fla_layout(x: Tensor, repeat: int) -> Tensor:
         x = x.transpose(1, 2)
         return x.repeat_interleave(repeat, 2) if repeat > 1 else x
 
     def run() -> Tensor:
-        q, k, v = (laid_out(x, n) for x, n in zip(given[:3], (1, groups, groups), strict=True))  # type: ignore[arg-type]
-        if work.feature_map == "elu+1":
+        q, k, v = (
+            to_fla_layout(x, n) for x, n in zip(inputs[:3], (1, groups, groups), strict=True)
+        )  # type: ignore[arg-type]
+        if workload.feature_map == "elu+1":
             q, k = F.elu(q) + 1, F.elu(k) + 1
-        gates = None if given[3] is None else laid_out(given[3], groups)
-        if work.decay == "scalar":
+        gates = None if inputs[3] is None else to_fla_layout(inputs[3], groups)
+        if workload.decay == "scalar":
             out, _ = chunk_simple_gla(q, k, v, g=gates, scale=1.0)
-        elif work.decay == "vector":
+        elif workload.decay == "vector":
             out, _ = chunk_gla(q, k, v, g=gates, scale=1.0)
         else:
-            attend = fused_recurrent_linear_attn if work.decode else chunk_linear_attn
-            out, _ = attend(q, k, v, scale=1.0, normalize=work.normalize)
+            attend = fused_recurrent_linear_attn if workload.decode else chunk_linear_attn
+            out, _ = attend(q, k, v, scale=1.0, normalize=workload.normalize)
         return out.transpose(1, 2)  # type: ignore[no-any-return]
 
     return run
 
 
-def sdpa(work: Work, given: Inputs) -> Run:
-    """Torch's causal softmax attention, by the kernel that it picks."""
-    q, k, v, _ = given
+def sdpa(workload: Workload, inputs: Inputs) -> Run:
+    """Return a call of torch's causal softmax attention, with the kernel that torch selects."""
+    q, k, v, _ = inputs
     assert q is not None
     assert k is not None
     assert v is not None
-    sdpa_backend(q, k, v, is_causal=True)  # says which, where there is a choice
+    sdpa_kernel_name(q, k, v, is_causal=True)  # raises if torch has no kernel
     return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def xformers(work: Work, given: Inputs) -> Run:
-    """Xformers' causal softmax attention."""
-    if given[0] is None or given[0].device.type != "cuda":
-        raise Skip("xformers runs on a GPU only")
+def xformers(workload: Workload, inputs: Inputs) -> Run:
+    """Return a call of xformers' causal softmax attention."""
+    if inputs[0] is None or inputs[0].device.type != "cuda":
+        raise PeerUnavailable("xformers runs on a GPU only")
     try:
         from xformers.ops import LowerTriangularMask, memory_efficient_attention
     except ImportError as error:
-        raise Skip(f"xformers cannot be imported: {error}") from error
-    q, k, v = (x.transpose(1, 2) for x in given[:3])  # type: ignore[union-attr]
+        raise PeerUnavailable(f"xformers cannot be imported: {error}") from error
+    q, k, v = (x.transpose(1, 2) for x in inputs[:3])  # type: ignore[union-attr]
     return lambda: memory_efficient_attention(q, k, v, attn_bias=LowerTriangularMask())
 
 
@@ -128,7 +132,7 @@ PEERS = {"fla": fla, "sdpa": sdpa, "xformers": xformers}
 
 
 def copy_gigabytes(device: torch.device) -> float | None:
-    """Measure a large copy's bandwidth, bytes read plus bytes written; ``None`` without a GPU."""
+    """Return the bandwidth of a large copy, read plus written; ``None`` without a GPU."""
     if device.type != "cuda":
         return None
     source = torch.empty(2**30, dtype=torch.uint8, device=device)

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from attnzoo.corpus import standard_library_files
+from attnzoo.evaluation.corpus import standard_library_files
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.recover import RecoverConfig, recover

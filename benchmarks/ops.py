@@ -26,14 +26,24 @@ from rich.progress import Progress
 from torch import Tensor
 
 from attnzoo.backends.config import Geometry
-from attnzoo.bench import Case, Run, as_row, machine, peak_bytes, time_together, write_lines
+from attnzoo.backends.linear.impl.common import CHUNK_SIZE
+from attnzoo.backends.linear.impl.cpp import CPP_CHUNK, LINEAR
+from attnzoo.backends.linear.op import linear_attention
+from attnzoo.backends.linformer.impl.causal_blocks import linformer_block_attention
+from attnzoo.backends.linformer.op import linformer_attention
+from attnzoo.backends.longformer.op import longformer_attention
+from attnzoo.backends.reformer.op import lsh_attention
+from attnzoo.evaluation.timing import (
+    BenchmarkCase,
+    Run,
+    as_row,
+    machine,
+    peak_bytes,
+    time_together,
+    write_lines,
+)
 from attnzoo.kernels import cpp
-from attnzoo.ops.linear import CHUNK_SIZE, linear_attention
-from attnzoo.ops.linear_cpp import CPP_CHUNK
-from attnzoo.ops.linformer import linformer_attention
-from attnzoo.ops.linformer_blocks import linformer_block_attention
-from attnzoo.ops.longformer import longformer_attention
-from attnzoo.ops.reformer import lsh_attention
+from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 
 MATMUL = 2048  # rows and columns of the square product that rates are measured against
@@ -46,15 +56,15 @@ class Op:
     """How to call an op with q, k, v and what ``extras`` adds; all of them are given gradients."""
 
     attend: Callable[..., Tensor]
-    extras: Callable[[Case], Inputs] = lambda case: ()
+    extras: Callable[[BenchmarkCase], Inputs] = lambda case: ()
     impl: str = "torch"
-    flops: Callable[[Case], float] | None = None  # of a forward pass, products only, as it is done
+    flops: Callable[[BenchmarkCase], float] | None = None  # forward pass, matrix products only
 
 
-def chunk_flops(case: Case, chunk_size: int | None = None) -> float:
+def chunk_flops(case: BenchmarkCase, chunk_size: int | None = None) -> float:
     """Count the products of the chunk form, half-empty ones in full."""
     if chunk_size is None:
-        compiled = case.device == "cpu" and not cpp.why_not("linear")
+        compiled = case.device == "cpu" and not cpp.unavailable_reason(LINEAR)
         chunk_size = CPP_CHUNK if compiled else CHUNK_SIZE
     inside, between = 2 * chunk_size * (case.D + case.E), 4 * case.D * case.E
     return float(case.B * case.H * case.T * (inside + between))
@@ -74,24 +84,24 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
 
 
-def per_token(case: Case) -> Inputs:
+def per_token(case: BenchmarkCase) -> Inputs:
     """Return a scalar log decay per token."""
     return (-0.1 * torch.rand(case.B, case.Hkv, case.T),)
 
 
-def per_channel(case: Case) -> Inputs:
+def per_channel(case: BenchmarkCase) -> Inputs:
     """Return a vector log decay per token, as strong as GLA's gates are."""
     return (-0.1 * torch.rand(case.B, case.Hkv, case.T, case.D),)
 
 
-def per_head(case: Case) -> Inputs:
+def per_head(case: BenchmarkCase) -> Inputs:
     """Return a constant log decay per head."""
     return (-0.1 * torch.rand(case.Hkv),)
 
 
 def longformer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """See 256 tokens on either side."""
-    return longformer_attention(q, k, v, window=256)
+    return longformer_attention(q, k, v, window=256).out
 
 
 def linformer(q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> Tensor:
@@ -104,14 +114,14 @@ def linformer_blocks(q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> Tensor:
     return linformer_block_attention(q, k, v, *rows, scale=q.shape[3] ** -0.5).out
 
 
-def rows_of(tokens: int | None, count: int) -> Callable[[Case], Inputs]:
+def rows_of(tokens: int | None, count: int) -> Callable[[BenchmarkCase], Inputs]:
     """Return how to draw projections of ``tokens``, or of all, to rows as large as keys are.
 
     Larger rows make scores so far apart that weights underflow, whose products take ten times as
     long.
     """
 
-    def draw(case: Case) -> Inputs:
+    def draw(case: BenchmarkCase) -> Inputs:
         shape = 1, tokens or case.T, count
         return tuple(torch.randn(shape) * shape[1] ** -0.5 for _ in range(2))
 
@@ -133,7 +143,8 @@ def performer(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
 
 def reformer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Hash four times, to meet 64 keys each time."""
-    return lsh_attention(q, k, v, rounds=4, chunk_size=64)
+    mask = AttentionMask(causal=True)
+    return lsh_attention(q, k, v, mask=mask, num_hashes=4, chunk_size=64).out
 
 
 # "linear 64" and "linear 128" are torch's, as what trains is: larger chunks make more products, at
@@ -151,7 +162,7 @@ OPS: dict[str, Op] = {
         flops=lambda case: chunk_flops(case, 128),
     ),
     "unnormalised": Op(attend=lambda q, k, v: linear(q, k, v, normalize=False), flops=chunk_flops),
-    "bidirectional": Op(attend=lambda q, k, v: linear(q, k, v, causal=False)),
+    "bidirectional": Op(attend=lambda q, k, v: linear(q, k, v, mask=AttentionMask())),
     "retention": Op(attend=linear, extras=per_head),
     "mamba2": Op(attend=linear, extras=per_token),
     "gla": Op(attend=linear, extras=per_channel),
@@ -164,7 +175,7 @@ OPS: dict[str, Op] = {
 }
 
 
-def make_inputs(case: Case, op: Op) -> list[Tensor]:
+def make_inputs(case: BenchmarkCase, op: Op) -> list[Tensor]:
     """Make positive queries and keys, as feature maps do, values, and what else the op takes."""
     dtype, device = getattr(torch, case.dtype), case.device
     q = torch.rand(case.B, case.H, case.T, case.D)
@@ -175,7 +186,7 @@ def make_inputs(case: Case, op: Op) -> list[Tensor]:
     return [x.to(device, dtype).requires_grad_(needs) for x in inputs]
 
 
-def make_run(case: Case, op: Op) -> tuple[Run, int]:
+def make_run(case: BenchmarkCase, op: Op) -> tuple[Run, int]:
     """Return the call to measure, and the bytes of its inputs, results and gradients."""
     inputs = make_inputs(case, op)
     d_out = torch.randn(case.B, case.H, case.T, case.E).to(inputs[0])
@@ -190,7 +201,7 @@ def make_run(case: Case, op: Op) -> tuple[Run, int]:
     return run, sum(x.nbytes for x in inputs) + d_out.nbytes
 
 
-def make_step(case: Case) -> tuple[Run, int]:
+def make_step(case: BenchmarkCase) -> tuple[Run, int]:
     """Return the call that decodes one token after T, and the bytes kept between calls."""
     prompt = make_inputs(case, OPS[case.op])
     now = make_inputs(replace(case, T=1), OPS[case.op])
@@ -210,7 +221,7 @@ def make_step(case: Case) -> tuple[Run, int]:
     return torch.no_grad()(step), sum(x.nbytes for x in state)
 
 
-def measure_decode(length: int, base: Case, rounds: int) -> list[dict[str, Any]]:
+def measure_decode(length: int, base: BenchmarkCase, rounds: int) -> list[dict[str, Any]]:
     """Time one token after 256 and after ``length``, and weigh what is kept."""
     cases = [
         replace(base, op=op, impl=OPS[op].impl, mode="decode", T=tokens)
@@ -231,7 +242,7 @@ def measure_decode(length: int, base: Case, rounds: int) -> list[dict[str, Any]]
     return rows
 
 
-def measure(base: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
+def measure(base: BenchmarkCase, names: list[str], rounds: int) -> list[dict[str, Any]]:
     """Measure the named ops, SDPA and the matrix product in turns."""
     cases = {name: replace(base, op=name, impl=OPS[name].impl) for name in names}
     made = {name: make_run(case, OPS[name]) for name, case in cases.items()}
@@ -254,11 +265,11 @@ def measure(base: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _out_bytes(case: Case) -> int:
+def _out_bytes(case: BenchmarkCase) -> int:
     return case.B * case.H * case.T * case.E * int(getattr(torch, case.dtype).itemsize)
 
 
-def measure_tiles(base: Case) -> list[dict[str, Any]]:
+def measure_tiles(base: BenchmarkCase) -> list[dict[str, Any]]:
     """Time the products of the chunk form by themselves: what its rate could be at best."""
     n, c, d, e = base.B * base.Hkv, CHUNK_SIZE, base.D, base.E
     q, k, v, scores, state = (
@@ -285,7 +296,7 @@ def measure_tiles(base: Case) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_slopes(base: Case, name: str, rounds: int) -> list[dict[str, Any]]:
+def measure_slopes(base: BenchmarkCase, name: str, rounds: int) -> list[dict[str, Any]]:
     """Fit how log time grows with log length, from the rounds that were disturbed least."""
     cases = {str(length): replace(base, op=name, T=length) for length in SLOPE_LENGTHS}
     runs = {length: make_run(case, OPS[name])[0] for length, case in cases.items()}
@@ -321,7 +332,9 @@ def main(
     tokens = [1024, 4096] if quick else [int(length) for length in lengths.split(",")]
     modes = ("forward",) if quick else ("forward", "train")
     names = ["sdpa", *(name for name in OPS if name != "sdpa" and only in name)]
-    base = Case(op="", H=heads, Hkv=key_heads or heads, D=size, E=size, dtype=dtype, device=device)
+    base = BenchmarkCase(
+        op="", H=heads, Hkv=key_heads or heads, D=size, E=size, dtype=dtype, device=device
+    )
     rows = measure_tiles(base) if device == "cpu" and dtype == "float32" else []
     with Progress(transient=True) as progress:
         slopes = [] if quick else [name for name in SUBQUADRATIC if only in name]

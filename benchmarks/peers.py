@@ -21,10 +21,11 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 from attnzoo.backends.config import Geometry
-from attnzoo.bench import Case, Run, Timing, as_row, time_together
-from attnzoo.ops.linformer import linformer_attention
-from attnzoo.ops.longformer import longformer_attention
-from attnzoo.ops.reformer import shared_qk_attention
+from attnzoo.backends.linformer.op import linformer_attention
+from attnzoo.backends.longformer.op import longformer_attention
+from attnzoo.backends.reformer.op import shared_qk_attention
+from attnzoo.evaluation.timing import BenchmarkCase, Run, Timing, as_row, time_together
+from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 
 
@@ -39,7 +40,7 @@ class Pair(NamedTuple):
     shared: Callable[..., tuple[Tensor, ...]] | None = None  # what both do before and after
 
 
-def longformer(case: Case) -> Pair:
+def longformer(case: BenchmarkCase) -> Pair:
     """See 256 tokens on either side; both project a hidden state to queries, keys and values."""
     config = LongformerConfig(
         hidden_size=case.H * case.D,
@@ -53,7 +54,7 @@ def longformer(case: Case) -> Pair:
 
     def ours(x: Tensor) -> Tensor:
         q, k, v = (heads(project(f, x), case) for f in (peer.query, peer.key, peer.value))
-        return longformer_attention(q, k, v, window=256).transpose(1, 2).flatten(2)
+        return longformer_attention(q, k, v, window=256).out.transpose(1, 2).flatten(2)
 
     def theirs(x: Tensor) -> Tensor:
         return peer(  # type: ignore[no-any-return]
@@ -69,14 +70,14 @@ def longformer(case: Case) -> Pair:
     return Pair(ours, theirs, (hidden(case),), weights, 1e-4, lambda x: tuple(f(x) for f in layers))
 
 
-def linformer(case: Case) -> Pair:
+def linformer(case: BenchmarkCase) -> Pair:
     """See 256 rows; both project a hidden state four times: queries, keys, values and outputs."""
     peer = LinformerSelfAttention(case.H * case.D, case.T, k=256, heads=case.H).eval()
 
     def ours(x: Tensor) -> Tensor:
         q, k, v = (heads(project(f, x), case) for f in (peer.to_q, peer.to_k, peer.to_v))
         rows = peer.proj_k[None], peer.proj_v[None]
-        out = linformer_attention(q, k, v, *rows, scale=case.D**-0.5)
+        out = linformer_attention(q, k, v, *rows, scale=case.D**-0.5).out
         return peer.to_out(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def shared(x: Tensor) -> tuple[Tensor, ...]:
@@ -85,7 +86,7 @@ def linformer(case: Case) -> Pair:
     return Pair(ours, peer, (hidden(case),), tuple(peer.parameters()), 1e-4, shared)
 
 
-def reformer(case: Case) -> Pair:
+def reformer(case: BenchmarkCase) -> Pair:
     """Hash four times into chunks of 64, with the same rotations; both project to queries, values.
 
     Scores of two buckets may be equal up to rounding, and then a token goes to another one.
@@ -109,9 +110,9 @@ def reformer(case: Case) -> Pair:
 
     def ours(x: Tensor) -> Tensor:
         q, v = heads(project(peer.query_key, x), case), heads(project(peer.value, x), case)
-        out = shared_qk_attention(
-            q, q, v, rounds=4, chunk_size=64, num_buckets=[16, 16], rotations=rotations
-        )
+        options = {"num_hashes": 4, "chunk_size": 64, "num_buckets": [16, 16]}
+        mask = AttentionMask(causal=True)
+        out = shared_qk_attention(q, q, v, mask=mask, rotations=rotations, **options).out
         return out.transpose(1, 2).flatten(2)
 
     def theirs(x: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ def project(layer: Any, x: Tensor) -> Tensor:
     return out
 
 
-def performer(case: Case, *, causal: bool) -> Pair:
+def performer(case: BenchmarkCase, *, causal: bool) -> Pair:
     """Attend through the same 128 features, to which the peer adds 1e-4: small inputs hide it."""
     place = Geometry(num_heads=case.H, num_key_heads=case.H, head_dim=case.D, causal=causal)
     backend: Any = build_backend("performer", {"num_features": 128}, place)
@@ -139,19 +140,19 @@ def performer(case: Case, *, causal: bool) -> Pair:
     return Pair(lambda *x: backend(*x).out, peer, (0.2 * q, 0.2 * k, v), (), 0.05)
 
 
-def hidden(case: Case) -> Tensor:
+def hidden(case: BenchmarkCase) -> Tensor:
     """Draw a hidden state, ``[B, T, H D]``."""
     return torch.randn(case.B, case.T, case.H * case.D)
 
 
-def heads(x: Tensor, case: Case) -> Tensor:
+def heads(x: Tensor, case: BenchmarkCase) -> Tensor:
     """Cut ``[B, T, H D]`` into heads, ``[B, H, T, D]``."""
     return x.unflatten(-1, (case.H, case.D)).transpose(1, 2)
 
 
 # Name: the peer, the tokens, how to make both, and the most rounds. The causal one takes long; it
 # comes last, for it leaves so large a heap that page faults no longer count for what follows.
-PEERS: dict[str, tuple[str, int, Callable[[Case], Pair], int]] = {
+PEERS: dict[str, tuple[str, int, Callable[[BenchmarkCase], Pair], int]] = {
     "longformer, with projections": ("transformers LongformerSelfAttention", 4096, longformer, 9),
     "linformer, with projections": ("linformer LinformerSelfAttention", 4096, linformer, 9),
     "reformer, with projections": ("transformers LSHSelfAttention", 8192, reformer, 5),
@@ -170,7 +171,7 @@ PEERS: dict[str, tuple[str, int, Callable[[Case], Pair], int]] = {
 }
 
 
-def measure_peer(name: str, base: Case, rounds: int) -> list[dict[str, Any]]:
+def measure_peer(name: str, base: BenchmarkCase, rounds: int) -> list[dict[str, Any]]:
     """Check that a pair agrees, and time one beside the other."""
     peer, length, make, most = PEERS[name]
     case = replace(base, op=name, impl="torch", T=length)
@@ -200,7 +201,7 @@ def _beyond(whole: Timing, part: Timing) -> Timing:
     return Timing(rounds_ms=tuple(a - b for a, b in pairs))
 
 
-def _run(attend: Callable[..., Any], pair: Pair, case: Case) -> Run:
+def _run(attend: Callable[..., Any], pair: Pair, case: BenchmarkCase) -> Run:
     if case.mode == "forward":
         run: Run = torch.no_grad()(lambda: attend(*pair.inputs))
         return run

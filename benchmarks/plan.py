@@ -16,7 +16,8 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM
 
-from attnzoo.demo.text import embedded_model_path, judge_on
+from attnzoo.evaluation.data import make_eval_batch
+from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.plan import Planner
 
@@ -28,7 +29,7 @@ def main(
     """Measure every choice; the other layers have a window of 32."""
     path = embedded_model_path()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    tokens = judge_on(path, None, rows=rows, row_length=512, stream=8).twice
+    tokens = make_eval_batch(path, None, rows=rows, row_length=512, stream_length=8).repeat_tokens
     planner = Planner(model, tokens, {"window": AttentionSpec("flash", window=32)})
     measures = planner.measure()
     lines = []

@@ -19,9 +19,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 import attnzoo
-from attnzoo.corpus import byte_tokens, cut_rows, read_bytes, standard_library_files
-from attnzoo.demo.measure import token_losses
-from attnzoo.demo.text import embedded_model_path
+from attnzoo.evaluation.corpus import byte_tokens, cut_rows, read_bytes, standard_library_files
+from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.evaluation.quality import token_losses
 
 BUCKETS = (0, 256, 512, 1024, 2048, 4096)
 

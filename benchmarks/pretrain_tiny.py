@@ -21,15 +21,15 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
-from attnzoo.corpus import (
+from attnzoo.evaluation.corpus import (
     add_repeats,
     byte_tokens,
     cut_rows,
     read_bytes,
     standard_library_files,
 )
-from attnzoo.demo.measure import Result, measure_quality
-from attnzoo.demo.text import Judged
+from attnzoo.evaluation.data import EvalBatch
+from attnzoo.evaluation.quality import TextQuality, measure_quality
 
 
 def tiny_config(context: int) -> LlamaConfig:
@@ -62,18 +62,16 @@ def make_optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Opti
     ]
 
 
-def evaluate(model: LlamaForCausalLM, tokens: Tensor, context: int, rows: int) -> Result:
+def evaluate(model: LlamaForCausalLM, tokens: Tensor, context: int, rows: int) -> TextQuality:
     """Bits per byte on held-out rows, and on the second copy of a repeated segment."""
     generator = torch.Generator().manual_seed(1)
     plain = cut_rows(tokens, rows, context, generator)
     twice = plain.clone()
     repeats = [repeat for repeat in add_repeats(twice, generator) if repeat is not None]
-    judged = Judged(
-        plain=plain, twice=twice, repeats=repeats, bytes_per_token=1.0, stream=tokens[:0]
+    batch = EvalBatch(
+        tokens=plain, repeat_tokens=twice, repeats=repeats, bytes_per_token=1.0, stream=tokens[:0]
     )
-    result = Result(label="trained", spec={})
-    measure_quality(model, judged, result, lambda: None)
-    return result
+    return measure_quality(model, batch)
 
 
 def token_losses(model: LlamaForCausalLM, rows: Tensor) -> Tensor:

@@ -20,12 +20,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from attnzoo.demo.text import embedded_model_path
+from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.spec import AttentionSpec
+from attnzoo.training.loading import load_rows
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.plan import CANDIDATES, make_plan
 from attnzoo.training.recover import RecoverConfig, recover
-from attnzoo.training.runs import TrainConfig, load_rows
+from attnzoo.training.train_config import TrainConfig
 
 FOLDERS = ("json", "asyncio", "email", "http", "unittest", "xml")
 HEDGEHOG: dict[str, Any] = {"feature_map": "hedgehog", "window": 32}

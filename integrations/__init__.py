@@ -5,5 +5,3 @@ if __name__ != "attnzoo.integrations":  # under two names, every class would exi
         f"this folder is the package attnzoo.integrations, but was imported as {__name__!r}; "
         "write `import attnzoo.integrations`"
     )
-
-import transformers.modeling_utils  # noqa: F401 - our hooks go in before our modules do

@@ -1,39 +1,51 @@
-"""The attention function that transformers calls, and the hook that completes what it is given.
+"""The attention function that transformers calls, and the pre-hook that completes its inputs.
 
-The interface hands over queries, keys, values and a mask. What else a backend may need, the hidden
-states and the layer's entry in the cache, a forward pre-hook on the attention module takes from the
+transformers passes queries, keys, values and a mask. A backend may also need the hidden states and
+the layer's entry in the cache: a forward pre-hook on the attention module takes them from the
 arguments of that module.
+
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
+M hidden size.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import compat
-from attnzoo.integrations.cache import StateLayer, Step, state_layer
-from attnzoo.integrations.context_parallel import refuse_torchs
+from attnzoo.integrations.cache import RecordedCall, StateLayer, state_layer
+from attnzoo.integrations.context_parallel import refuse_torch_context_parallel
 from attnzoo.integrations.layers import is_causal as layer_is_causal
 from attnzoo.integrations.layers import position_bias_is_zero
 from attnzoo.integrations.masks import (
-    given_mask,
-    refuse_other_keys,
-    with_boundaries,
-    with_selection,
+    ModelMask,
+    keep_selected,
+    read_mask,
+    refuse_wrong_length,
 )
+from attnzoo.integrations.packing import Packing, add_packing
+from attnzoo.integrations.past_keys import state_of_keys
+from attnzoo.integrations.past_padding import update_past_padding
+from attnzoo.integrations.patches import NAME as NAME
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput
 
-NAME = "attnzoo"  # of the implementation, of the config's field, and of the submodule in each layer
+BUILTIN_SDPA = (
+    torch._C._nn.scaled_dot_product_attention
+)  # torch's context_parallel replaces it in F
 
-# Arguments that attention layers pass on and that change nothing of what is computed here.
-HARMLESS = frozenset(
+# Arguments that attention layers pass on and that do not change the result.
+IGNORED_ARGUMENTS = frozenset(
     {
         "cache_position",
         "deterministic",
@@ -55,31 +67,48 @@ HARMLESS = frozenset(
 )
 
 
-class Call(NamedTuple):
-    """What the hook saw of the attention module's own arguments."""
+class LayerArguments(NamedTuple):
+    """Arguments of an attention module that its attention function does not receive."""
 
     hidden_states: Tensor | None
-    layer: StateLayer | None
+    cache: StateLayer | None  # the layer's entry in the cache, if it holds a state
     cross_attention: bool
 
+    def uncount(self, tokens: int) -> None:
+        """Subtract the tokens of a refused call from the cache's count; no state has them."""
+        if self.cache is not None and not self.cache.update_pending:
+            self.cache.add_length(-tokens)
 
-NO_CALL = Call(None, None, False)
-TAKEN = Call(None, None, True)  # the state has been given to a call of the attention already
+
+NOTHING = LayerArguments(None, None, False)
+CONSUMED = LayerArguments(None, None, True)  # an earlier call in this forward took the state
+
+
+class PendingArguments(threading.local):
+    """The arguments of the forward pass that a layer is in, one value per thread.
+
+    Threads may share a model. A copy of the object, or a pickled one, is empty.
+    """
+
+    value: LayerArguments = NOTHING
+
+    def __reduce__(self) -> tuple[type[PendingArguments], tuple[()]]:
+        return type(self), ()
 
 
 class LayerHook:
     """A forward pre-hook that reads an attention module's arguments, by position or by keyword."""
 
-    HIDDEN = ("hidden_states", "x", "hidden_state", "k")
+    HIDDEN_STATES = ("hidden_states", "x", "hidden_state", "k")
     CACHE = ("past_key_values", "past_key_value", "layer_past")
-    OTHER = ("key_value_states", "encoder_hidden_states")
+    ENCODER_STATES = ("key_value_states", "encoder_hidden_states")
 
     def __init__(self, module: nn.Module) -> None:
         parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
         self.positions = {name: i - 1 for i, name in enumerate(parameters)}
 
     def get(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the first of ``names`` that was given and is not ``None``."""
+        """Return the first argument of ``names`` that is not ``None``."""
         for name in names:
             value = kwargs.get(name)
             if value is None and name in self.positions and self.positions[name] < len(args):
@@ -89,35 +118,38 @@ class LayerHook:
         return None
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep for the attention function what it is not given, and put our entry in the cache."""
+        """Store the arguments for the attention function, and put a state layer in the cache."""
         if module.config._attn_implementation != NAME:
             return  # set_attn_implementation was called: the layer runs its own attention
         backend = module.attnzoo
-        cross = self.get(self.OTHER, args, kwargs) is not None
-        hidden = self.get(self.HIDDEN, args, kwargs) if backend.needs_hidden_states else None
+        cross = self.get(self.ENCODER_STATES, args, kwargs) is not None
+        hidden = None
+        if backend.needs_hidden_states:
+            hidden = self.get(self.HIDDEN_STATES, args, kwargs)
         layer = None
         if not backend.keeps_all_keys and not cross:
             cache = self.get(self.CACHE, args, kwargs)
             if cache is not None:
                 layer = state_layer(cache, cache_index(module, backend), backend)
-        module._attnzoo_call = Call(hidden, layer, cross)
+        module._attnzoo_arguments.value = LayerArguments(hidden, layer, cross)
 
 
 def add_hook(module: nn.Module) -> RemovableHandle:
-    """Register the pre-hook on an attention module; returns the handle that removes it."""
+    """Register the pre-hook on an attention module and return the handle that removes it."""
+    vars(module)["_attnzoo_arguments"] = PendingArguments()
     return module.register_forward_pre_hook(LayerHook(module), with_kwargs=True)
 
 
 def layer_backend(module: nn.Module) -> Any:
-    """Return the backend in an attention module, also where PEFT has wrapped it, or ``None``."""
-    held = getattr(module, NAME, None)
-    if isinstance(held, AttentionBackend) or hasattr(held, "attend"):
-        return held
+    """Return the backend of an attention module, or ``None``; PEFT may have wrapped it."""
+    found = getattr(module, NAME, None)
+    if isinstance(found, AttentionBackend) or hasattr(found, "attend"):
+        return found
     return None
 
 
 def cache_index(module: nn.Module, backend: AttentionBackend) -> int:
-    """Return the layer's place in the cache."""
+    """Return the index of the layer's entry in the cache."""
     index = getattr(module, "layer_idx", None)
     return index if isinstance(index, int) else backend.geometry.layer
 
@@ -140,37 +172,62 @@ def attention(
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    seq_idx: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Run a layer's backend; registered with transformers' ``AttentionInterface``.
 
+    Args:
+        module: The attention module.
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hkv, S, D]``.
+        value: ``[B, Hkv, S, E]``.
+        attention_mask: A :class:`ModelMask`, a 4-D tensor, or ``None``.
+        scaling: Multiplies query-key products.
+        dropout: Probability with which attention weights are dropped.
+        is_causal: Overrides the layer's own causality.
+        sliding_window: The model's window, in tokens.
+        softcap: Bound on the scores.
+        s_aux: Attention sinks, another name for ``sinks``.
+        sinks: A logit per head, or per head and query, that takes part in the softmax.
+        indices: Keys that a sparse indexer selected, ``[B, T, N]``.
+        position_bias: Added to the scores.
+        cu_seq_lens_q: Cumulative lengths of packed sequences, ``[N + 1]``.
+        cu_seq_lens_k: The same of the keys.
+        seq_idx: Index of the packed sequence of each token, ``[B, S]``.
+        **kwargs: Other arguments of the layer; unknown ones are refused.
+
     Returns:
         The output ``[B, T, H, E]``, and the effective attention matrix ``[B, H, T, S]`` if it was
-        asked for.
+        requested.
 
     Raises:
-        UnsupportedError: The layer has no backend, or something is given that it cannot honour.
+        UnsupportedError: The layer has no backend, or the backend does not support the inputs.
     """
-    backend = _backend_for(module, kwargs)
-    call = _take_call(module, backend)
-    causal = is_causal if is_causal is not None else layer_is_causal(module, None)
-    mask, bias = given_mask(
-        attention_mask,
-        causal=causal and not call.cross_attention,
-        window=sliding_window,
-        q_length=query.shape[2],
-        kv_length=key.shape[2],
-    )
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        sizes = query.shape[0], query.shape[2], key.shape[2]
-        shared = backend.shard is not None
-        mask = with_boundaries(mask, cu_seq_lens_q, cu_seq_lens_k, sizes, shared=shared)
+    backend = _supporting_backend(module, kwargs)
+    arguments = _take_arguments(module, backend)
+    bias = None
+    if isinstance(attention_mask, AttentionMask):
+        mask = attention_mask
+    else:
+        causal = is_causal if is_causal is not None else layer_is_causal(module, None)
+        mask, bias = read_mask(
+            attention_mask,
+            causal=causal and not arguments.cross_attention,
+            window=sliding_window,
+            q_length=query.shape[2],
+            kv_length=key.shape[2],
+        )
+    sizes = query.shape[0], query.shape[2], key.shape[2]
+    packing = Packing(seq_idx, cu_seq_lens_q, cu_seq_lens_k)
+    mask = add_packing(mask, packing, sizes, sharded=backend.shard is not None)
     if indices is not None:
-        mask = with_selection(mask, indices, key.shape[2])
-    bias = _whole_bias(module, bias, position_bias, call)
+        mask = keep_selected(mask, indices, key.shape[2])
+    if position_bias is not None:
+        bias = _add_position_bias(module, bias, position_bias, arguments)
     options = {
         "scale": scaling,
-        "hidden_states": call.hidden_states,
+        "hidden_states": arguments.hidden_states,
         "bias": bias,
         "softcap": softcap,
         "sinks": s_aux if sinks is None else sinks,
@@ -178,66 +235,77 @@ def attention(
         "return_weights": compat.wants_weights(kwargs),
         "shard": backend.shard,
     }
-    try:
-        if call.layer is None:
-            refuse_other_keys(mask, key.shape[2])
-            output = backend(query, key, value, mask=mask, **options)
-        else:
-            output = _with_state(backend, call.layer, query, key, value, mask, options)
-    except UnsupportedError as error:
-        if backend.geometry.name in str(error):
-            raise
-        raise _named(backend, error) from error
+    output = _run_backend(backend, arguments, query, key, value, mask, options)
     weights = output.weights if options["return_weights"] else None
     return output.out.transpose(1, 2).contiguous(), weights
 
 
-def _whole_bias(
-    module: nn.Module, bias: Tensor | None, position_bias: Tensor | None, call: Call
+def _run_backend(
+    backend: Any,
+    arguments: LayerArguments,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    options: dict[str, Any],
+) -> AttentionOutput:
+    """Run the backend, from the state in the cache if there is one; errors name the layer."""
+    try:
+        if arguments.cache is not None:
+            return _with_state(backend, arguments.cache, query, key, value, mask, options)
+        if isinstance(mask, ModelMask) and mask.shape[-1] != key.shape[2]:
+            refuse_wrong_length(mask, key.shape[2])
+        output: AttentionOutput = backend(query, key, value, mask=mask, **options)
+        return output
+    except UnsupportedError as error:
+        arguments.uncount(query.shape[2])
+        if backend.geometry.name in str(error):
+            raise
+        where = f"{backend.geometry.name}: backend {backend.name!r}"
+        raise UnsupportedError(f"{where} cannot run this call: {error}") from error
+
+
+def _add_position_bias(
+    module: nn.Module, bias: Tensor | None, position_bias: Tensor, arguments: LayerArguments
 ) -> Tensor | None:
-    """Add what a layer makes of relative positions to a mask that came as a tensor."""
-    if position_bias is None or position_bias_is_zero(module, cross_attention=call.cross_attention):
+    """Add the layer's relative position bias to a mask that came as an additive tensor."""
+    if position_bias_is_zero(module, cross_attention=arguments.cross_attention):
         return bias
     return position_bias if bias is None else bias + position_bias
 
 
-def _named(backend: Any, error: UnsupportedError) -> UnsupportedError:
-    """Say of an op's refusal in which layer it came up."""
-    where = f"{backend.geometry.name}: backend {backend.name!r}"
-    return UnsupportedError(f"{where} cannot run this call: {error}")
-
-
-def _backend_for(module: nn.Module, kwargs: dict[str, Any]) -> Any:
-    """Return the layer's backend, unless the model passes what nobody here would honour."""
+def _supporting_backend(module: nn.Module, kwargs: dict[str, Any]) -> Any:
+    """Return the layer's backend, or raise if the model passes an argument it does not support."""
     backend = layer_backend(module)
     if backend is None:
         raise UnsupportedError(
-            f"{type(module).__name__} runs with attn_implementation='attnzoo' but no backend was "
-            "put into it; set config.attnzoo before the model is built, or use "
-            "attnzoo.swap(model, ...)"
+            f"{type(module).__name__} runs with attn_implementation='attnzoo' but has no backend; "
+            "set config.attnzoo before the model is built, or call attnzoo.swap(model, ...)"
         )
-    refuse_torchs(backend)
-    for name, given in kwargs.items():
-        if given is not None and name not in HARMLESS:
+    if F.scaled_dot_product_attention is not BUILTIN_SDPA and not torch.compiler.is_compiling():
+        refuse_torch_context_parallel(backend)
+    for name, value in kwargs.items():
+        if value is not None and name not in IGNORED_ARGUMENTS:
             raise UnsupportedError(
-                f"{backend.geometry.name}: the model passes {name!r} to its attention, which "
-                f"backend {backend.name!r} does not know and would ignore; keep this model on "
+                f"{backend.geometry.name}: backend {backend.name!r} does not support the attention "
+                f"argument {name!r}, which this model passes; keep this model on "
                 "attn_implementation='eager' or 'sdpa'"
             )
     return backend
 
 
-def _take_call(module: nn.Module, backend: Any) -> Call:
-    """Return what the hook saw, once: a state cannot stand for two calls in the same forward."""
-    call: Call = getattr(module, "_attnzoo_call", None) or NO_CALL
-    if call is TAKEN:
+def _take_arguments(module: nn.Module, backend: Any) -> LayerArguments:
+    """Return the pending arguments once: one state cannot serve two calls in one forward pass."""
+    pending: Any = module._attnzoo_arguments
+    arguments: LayerArguments = pending.value
+    if arguments is CONSUMED:
         raise UnsupportedError(
             f"{backend.geometry.name}: the layer calls its attention more than once, and backend "
             f"{backend.name!r} keeps one state of constant size; call the model with "
             "use_cache=False, or give this layer an exact backend"
         )
-    module._attnzoo_call = TAKEN if call.layer is not None else None  # type: ignore[assignment]
-    return call
+    pending.value = CONSUMED if arguments.cache is not None else NOTHING
+    return arguments
 
 
 def _with_state(
@@ -249,21 +317,43 @@ def _with_state(
     mask: AttentionMask,
     options: dict[str, Any],
 ) -> AttentionOutput:
-    """Go on from the state in the cache, and put the new one there."""
+    """Run the backend from the state in the cache, and store the new state there."""
     if mask.function is not None:
+        advice = (
+            "call the model with use_cache=False"
+            if backend.arbitrary_mask
+            else "give this layer an exact backend, such as 'flash'"
+        )
         raise UnsupportedError(
             f"{backend.geometry.name}: the mask is {mask.function_name}, which backend "
-            f"{backend.name!r} cannot follow with a cache of constant size; call the model with "
-            "use_cache=False"
+            f"{backend.name!r} does not support with a cache of constant size; {advice}"
         )
+    starts_at_zero = (
+        isinstance(mask, ModelMask) and isinstance(mask.q_offset, int) and mask.q_offset == 0
+    )
+    if layer.update_pending and starts_at_zero and layer.state is not None:
+        raise UnsupportedError(
+            f"{backend.geometry.name}: the model keeps the keys of this call in an entry of the "
+            f"cache that is not the layer's own, so the state of backend {backend.name!r} has no "
+            "place; call the model with use_cache=False, or give this layer an exact backend"
+        )
+    past = None
+    if not torch.compiler.is_compiling():  # raising on a tensor's values breaks the graph
+        past = update_past_padding(
+            mask, layer.past_padding, query.shape[2], layer.cumulative_length
+        )
+    if layer.unread is not None:
+        layer.state = state_of_keys(backend, *layer.unread, mask, options["scale"])
+        layer.unread = None
     mask = mask.of_new_tokens(query.shape[2])
     output: AttentionOutput = backend(
         query, key, value, mask=mask, state=layer.state, return_state=True, **options
     )
 
-    def advance(state: Any, length: int) -> Any:  # over the same tokens again, for a rollback
+    def replay(state: Any, length: int) -> Any:
+        """Return the state after ``length`` of these tokens, for a rollback."""
         padding, hidden = mask.padding, options["hidden_states"]
-        again: AttentionOutput = backend(
+        replayed: AttentionOutput = backend(
             query[:, :, :length],
             key[:, :, :length],
             value[:, :, :length],
@@ -273,7 +363,8 @@ def _with_state(
             scale=options["scale"],
             hidden_states=None if hidden is None else hidden[:, :length],
         )
-        return again.state
+        return replayed.state
 
-    layer.put(output.state, Step(query.shape[2], advance))
+    layer.set_state(output.state, RecordedCall(query.shape[2], replay))
+    layer.past_padding = past
     return output

@@ -1,13 +1,14 @@
-"""A backend's state as one layer's entry in any transformers ``Cache``.
+"""A cache layer for any transformers ``Cache`` that stores a backend's state.
 
-The attention function never sees the cache, so the entry is put in place before the attention layer
-runs; it passes new keys and values through, and holds what the backend returned. Its size does not
-grow.
+The pre-hook of a swapped attention module replaces the empty stock layer of the cache by a
+:class:`StateLayer`. Its ``update`` returns the new keys and values unchanged; the attention
+function stores the state that the backend returns. The size of the state is constant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,143 +18,167 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import compat
+from attnzoo.integrations.past_keys import refuse_unreadable
+from attnzoo.integrations.past_padding import PastPadding
 
 State = Any  # a named tuple of tensors, batch first
 
 
-class Step(NamedTuple):
-    """The new tokens of one call, kept while a rollback may ask for them."""
+class RecordedCall(NamedTuple):
+    """One call of the backend, kept so that :meth:`StateLayer.crop` can replay a part of it."""
 
-    length: int
-    advance: Callable[[State, int], State]  # (state before, tokens to take) -> state after them
+    length: int  # new tokens of the call
+    replay: Callable[[State, int], State]  # (state before the call, number of tokens) -> state
 
 
 class StateLayer(CacheLayerMixin):
-    """Keeps a backend's state between decoding steps, where a stock layer keeps keys and values.
+    """Stores a backend's state between decoding steps, instead of keys and values.
 
     Args:
-        owner: The backend whose state this is; no other goes on from it.
-        window: The sliding window of the stock layer it replaces. Masks are sized by one layer for
-            all of its kind, so it reports the sizes which that layer would.
+        owner: The backend that computes the state; another backend cannot continue from it.
+        window: The sliding window of the stock layer that this one replaces. transformers sizes the
+            mask of all layers of a kind by one of them, so this layer reports that layer's sizes.
     """
 
     is_croppable = True
     supports_early_init = False
 
     def __init__(self, owner: AttentionBackend, window: int | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_initialized = False  # instead of CacheLayerMixin.__init__, which sets keys
         self.owner = (owner.name, owner.config)
         self.window = window
         self.is_sliding = window is not None
         self.state: State | None = None
-        self.seen: int | Tensor = 0
-        self.awaited = False  # whether a swapped layer is about to call update
+        self.cumulative_length: int | Tensor = 0  # type: ignore[assignment]
+        self.past_padding: PastPadding | None = None  # None: unknown, or there are no past tokens
+        self.unread: tuple[Tensor, Tensor] | None = None  # keys and values of the stock layer
+        self.update_pending = False  # whether a swapped layer is about to call update
         self.record_past = False
-        self._before: State | None = None  # the state before the recorded steps
-        self._steps: list[Step] = []
+        self._recorded: list[RecordedCall] = []
+        self._state_before_recorded: State | None = None
 
-    # -- what the attention layer calls ----------------------------------------------------------
+    # -- called by the attention layer -----------------------------------------------------------
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note the batch; there is nothing to allocate before the backend has run.
-
-        Models that ask the layer for its keys find that there are none.
-        """
-        self.keys = key_states.new_empty(*key_states.shape[:2], 0, key_states.shape[3])
-        self.values = value_states.new_empty(*value_states.shape[:2], 0, value_states.shape[3])
-        self.batch_size = key_states.shape[0]
+        """Read batch size, dtype and device; the state is allocated when the backend has run."""
+        self.batch_size, self.num_heads = key_states.shape[:2]
+        self.key_dim, self.value_dim = key_states.shape[3], value_states.shape[3]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """A tensor of NaN with the shape of a stock layer's keys; a state has no keys.
+
+        Code that reads the shape gets the number of tokens. Memory is that of one number.
+        """
+        return self._placeholder(self.key_dim) if self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """A tensor of NaN with the shape of a stock layer's values."""
+        return self._placeholder(self.value_dim) if self.is_initialized else None
+
+    def _placeholder(self, size: int) -> Tensor:
+        nan = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
+        return nan.expand(self.batch_size, self.num_heads, self._stock_length(), size)
+
+    def _stock_length(self) -> int:
+        """Return the number of keys that the stock layer would hold."""
+        length = int(self.cumulative_length)
+        return length if self.window is None else min(length, self.window - 1)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Count the new tokens and hand them on: the state stands for all earlier ones.
+        """Count the new tokens and return their keys and values; the state holds the earlier ones.
 
         Raises:
-            UnsupportedError: The caller is a layer that counts on all earlier keys.
+            UnsupportedError: The caller is a layer that needs all earlier keys.
         """
-        if not self.awaited:
+        if not self.update_pending:
             raise UnsupportedError(
-                f"the cache holds the state of backend {self.owner[0]!r} and not the earlier keys, "
-                "but the layer's attention has been changed since; start with an empty cache"
+                f"the cache holds the state of backend {self.owner[0]!r} and no earlier keys, but "
+                "the attention implementation of this layer has changed; start with an empty cache"
             )
-        self.awaited = False
+        self.update_pending = False
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.count(key_states.shape[-2])
+        self.add_length(key_states.shape[-2])
         return key_states, value_states
 
-    def count(self, tokens: int) -> None:
-        """Note that more tokens were seen."""
-        self.seen = self.seen + tokens
+    def add_length(self, tokens: int) -> None:
+        """Add to the number of tokens; a negative number removes them."""
+        self.cumulative_length = self.cumulative_length + tokens
 
-    def put(self, state: State, step: Step) -> None:
-        """Store the state after a call, and what takes the call back while recording."""
+    def set_state(self, state: State, call: RecordedCall) -> None:
+        """Store the state after a call and, while recording, the call."""
         if self.record_past:
-            if not self._steps:
-                self._before = self.state
-            self._steps.append(step)
-        self.store(state)
+            if not self._recorded:
+                self._state_before_recorded = self.state
+            self._recorded.append(call)
+        self._store(state)
 
-    def store(self, state: State) -> None:
-        """Make ``state`` the one that the next call goes on from, and hold nothing else."""
-        self.state = type(state)(*(_alone(x) for x in state))
+    def _store(self, state: State) -> None:
+        self.state = type(state)(*(_clone_view(x) for x in state))
 
-    # -- what generation calls -------------------------------------------------------------------
+    # -- called by generation --------------------------------------------------------------------
 
     def get_seq_length(self) -> Any:
-        """Return how many tokens were seen."""
-        return self.seen
+        """Return the number of tokens in the state."""
+        return self.cumulative_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys a mask has, and where they begin."""
-        return _mask_sizes(int(self.seen), query_length, self.window)
+        """Return the number of keys that a mask covers, and the position of the first one."""
+        return _mask_sizes(int(self.cumulative_length), query_length, self.window)
 
     def get_max_length(self) -> int:
-        """Return -1: a state has no longest sequence."""
+        """Return -1: the length is unlimited."""
         return -1
 
     def reset(self) -> None:
-        """Forget everything."""
-        self.state, self.seen = None, 0
-        self._forget_steps()
+        """Remove the state and all tokens."""
+        self.state, self.cumulative_length, self.past_padding = None, 0, None
+        self.unread = None
+        self._clear_recorded()
 
     def offload(self) -> None:
-        """Do nothing: a state is small and stays where it is."""
+        """Do nothing: a state is small and stays on its device."""
 
     def prefetch(self) -> None:
-        """Do nothing: a state is small and stays where it is."""
+        """Do nothing: a state is small and stays on its device."""
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        self._forget_steps()
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        self._clear_recorded()
+        if self.past_padding is not None:
+            self.past_padding = self.past_padding.map_rows(change)
         if self.state is not None:
-            self.store(type(self.state)(*(change(x) for x in self.state)))
+            self._store(type(self.state)(*(change(x) for x in self.state)))
             self.batch_size = self.state[0].shape[0]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow beam search: row i goes on from row ``beam_idx[i]``."""
-        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        """Select rows for beam search: row i becomes row ``beam_idx[i]``."""
+        self._map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._map_rows(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given rows."""
-        self._map(lambda x: x[indices])
+        """Select rows."""
+        self._map_rows(lambda x: x[indices])
 
-    # -- taking tokens back (assisted decoding) --------------------------------------------------
+    # -- removing tokens (assisted decoding) -----------------------------------------------------
 
     def activate_past_recording(self) -> None:
-        """From now on remember the inputs of each call until the next :meth:`crop`."""
+        """Record the inputs of each call until the next :meth:`crop`."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last tokens back: go over the recorded ones again, from the state before them.
+        """Remove the last tokens: replay the recorded calls without them from an earlier state.
 
         Raises:
-            UnsupportedError: Tokens were not recorded; a sum cannot be undone without them.
+            UnsupportedError: The tokens were not recorded, so the state without them is unknown.
         """
         if tokens_to_remove > 0:
             raise UnsupportedError(
@@ -161,35 +186,38 @@ class StateLayer(CacheLayerMixin):
                 f"got {tokens_to_remove}"
             )
         remove = -tokens_to_remove
-        recorded = sum(step.length for step in self._steps)
+        recorded = sum(call.length for call in self._recorded)
         if remove > recorded:
             raise UnsupportedError(
-                f"cannot take {remove} tokens back from a recurrent state: {recorded} are "
-                "recorded. Call cache.activate_past_recording() before the tokens are seen, or "
-                "start from an empty cache"
+                f"cannot remove the last {remove} tokens from a recurrent state: {recorded} are "
+                "recorded. Call cache.activate_past_recording() before the model runs, or start "
+                "with an empty cache"
             )
         if remove:
-            keep, state = recorded - remove, self._before
-            for step in self._steps:
-                taken = min(step.length, keep)
-                if taken:
-                    state = step.advance(state, taken)
-                keep -= taken
+            keep, state = recorded - remove, self._state_before_recorded
+            for call in self._recorded:
+                length = min(call.length, keep)
+                if length:
+                    state = call.replay(state, length)
+                keep -= length
             if state is None:
                 self.state = None
             else:
-                self.store(state)
-            self.count(-remove)
-        self._forget_steps()
+                self._store(state)
+            self.add_length(-remove)
+            if self.past_padding is not None:
+                self.past_padding = self.past_padding.without_last(remove)
+        self._clear_recorded()
 
-    def _forget_steps(self) -> None:
-        self._before, self._steps = None, []
+    def _clear_recorded(self) -> None:
+        self._recorded, self._state_before_recorded = [], None
 
 
 class StaticStateLayer(StateLayer):
-    """The same at fixed addresses, for compiled decoding: counter and state change in place.
+    """A :class:`StateLayer` at fixed addresses for compiled decoding: updates are in place.
 
-    A sliding layer counts in a plain number too, as the stock one does for the sizes of its mask.
+    With a sliding window it also keeps the length as an int, which sizes the mask, as the stock
+    sliding layer does.
     """
 
     is_compileable = True
@@ -200,88 +228,115 @@ class StaticStateLayer(StateLayer):
     ) -> None:
         super().__init__(owner, window)
         self.max_cache_len = max_cache_len
-        self.seen = torch.zeros((), dtype=torch.long)
-        self.number_seen = 0
-        self._places: State | None = None  # the tensors that every state is written to
+        self.cumulative_length = torch.zeros((), dtype=torch.long)
+        self.cumulative_length_int = 0
+        self._buffers: State | None = None  # every state is copied into these tensors
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note the batch and move the counter to the device."""
+        """Read batch size, dtype and device, and move the counter to the device."""
         super().lazy_initialization(key_states, value_states)
-        assert isinstance(self.seen, Tensor)
-        self.seen = self.seen.to(key_states.device)
+        assert isinstance(self.cumulative_length, Tensor)
+        self.cumulative_length = self.cumulative_length.to(key_states.device)
         if not torch.compiler.is_compiling():
-            torch._dynamo.mark_static_address(self.seen)
+            torch._dynamo.mark_static_address(self.cumulative_length)
 
-    def count(self, tokens: int) -> None:
-        """Note in place that more tokens were seen."""
-        assert isinstance(self.seen, Tensor)
-        self.seen.add_(tokens)
+    def add_length(self, tokens: int) -> None:
+        """Add to the number of tokens in place."""
+        assert isinstance(self.cumulative_length, Tensor)
+        self.cumulative_length.add_(tokens)
         if self.window is not None:
-            self.number_seen += tokens
+            self.cumulative_length_int += tokens
 
-    def store(self, state: State) -> None:
-        """Write the state to the places that the first one fixed; new places if shapes changed."""
-        fits = self._places is not None and all(
-            old.shape == new.shape for old, new in zip(self._places, state, strict=True)
+    def _store(self, state: State) -> None:
+        """Copy the state into the buffers; allocate new ones if the shapes changed."""
+        fits = self._buffers is not None and all(
+            old.shape == new.shape for old, new in zip(self._buffers, state, strict=True)
         )
         if fits:
-            for old, new in zip(self._places, state, strict=True):  # type: ignore[arg-type]
+            for old, new in zip(self._buffers, state, strict=True):  # type: ignore[arg-type]
                 old.copy_(new)
         else:
-            self._places = type(state)(*(x.clone() for x in state))
+            self._buffers = type(state)(*(x.clone() for x in state))
             if not torch.compiler.is_compiling():
-                for x in self._places:
+                for x in self._buffers:
                     torch._dynamo.mark_static_address(x)
-        self.state = self._places
+        self.state = self._buffers
+
+    def _stock_length(self) -> int:
+        return self.max_cache_len
 
     def get_seq_length(self) -> Any:
-        """Return how many tokens were seen, as a tensor, so that counting does not recompile."""
+        """Return the number of tokens, as a tensor, so that its value causes no recompilation."""
         if not self.is_initialized:
             return 0
-        return self.seen if self.window is None else self.number_seen
+        return self.cumulative_length if self.window is None else self.cumulative_length_int
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the mask's length, fixed while it can be, and where it begins."""
+        """Return the mask's length, constant where possible, and the position of its first key."""
         if self.window is None:
             return self.max_cache_len, 0
-        if self.number_seen + query_length <= self.window:
+        if self.cumulative_length_int + query_length <= self.window:
             return self.window, 0
-        return _mask_sizes(self.number_seen, query_length, self.window)
+        return _mask_sizes(self.cumulative_length_int, query_length, self.window)
 
     def get_max_length(self) -> int:
-        """Return the length that generation planned for."""
+        """Return the maximum length of the cache."""
         return self.max_cache_len
 
     def reset(self) -> None:
-        """Forget everything; the places stay, and the next state is written to them."""
-        assert isinstance(self.seen, Tensor)
-        self.seen.zero_()
-        self.state, self.number_seen = None, 0
+        """Remove the state and all tokens; the buffers are reused for the next state."""
+        assert isinstance(self.cumulative_length, Tensor)
+        self.cumulative_length.zero_()
+        self.state, self.cumulative_length_int, self.past_padding = None, 0, None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse, as stock static layers do."""
-        raise UnsupportedError("a static cache takes no tokens back; use a DynamicCache")
+        """Raise, as stock static layers do."""
+        raise UnsupportedError("a static cache cannot remove tokens; use a DynamicCache")
 
 
-def _alone(x: Tensor) -> Tensor:
-    """Return ``x``, copied if it is a part of something larger, such as the keys of a prompt."""
+@contextmanager
+def unchanged_on_error(cache: Cache) -> Iterator[None]:
+    """Context manager that resets all layers of a cache if one of them raises.
+
+    Layers replace their tensors when they are cropped, so their attributes are enough. Caches
+    without states are not touched.
+    """
+    has_states = any(isinstance(layer, StateLayer) for layer in cache.layers)
+    before = [_attributes(layer) for layer in cache.layers] if has_states else []
+    succeeded = False
+    try:
+        yield
+        succeeded = True
+    finally:
+        if not succeeded:
+            for layer, attributes in zip(cache.layers, before, strict=False):
+                vars(layer).update(attributes)
+
+
+def _attributes(layer: Any) -> dict[str, Any]:
+    """Return a layer's attributes, with copies of lists, whose items layers replace."""
+    return {k: list(x) if isinstance(x, list) else x for k, x in vars(layer).items()}
+
+
+def _clone_view(x: Tensor) -> Tensor:
+    """Return ``x``, cloned if it is a view that keeps a larger storage alive."""
     if torch.compiler.is_compiling() or x.untyped_storage().nbytes() <= x.nbytes:
         return x
     return x.clone()
 
 
-def _mask_sizes(seen: int, new: int, window: int | None) -> tuple[int, int]:
-    """Return length and beginning of the keys that a stock layer shows to ``new`` queries."""
-    begin = 0 if window is None else max(seen - window + 1, 0)
-    return seen + new - begin, begin
+def _mask_sizes(past: int, new: int, window: int | None) -> tuple[int, int]:
+    """Return the number of keys that a stock layer returns, and the position of the first one."""
+    begin = 0 if window is None else max(past - window + 1, 0)
+    return past + new - begin, begin
 
 
 def state_layer(cache: Cache, index: int, backend: AttentionBackend) -> StateLayer:
-    """Return layer ``index`` of a cache as a :class:`StateLayer`, made if the stock one is empty.
+    """Return layer ``index`` of a cache as a :class:`StateLayer`, which replaces an empty layer.
 
     Raises:
-        UnsupportedError: The layer holds what this backend cannot go on from: keys and values, or
-            another backend's state.
+        UnsupportedError: The cache has no such layer, or the backend cannot continue from its
+            contents: keys and values, or another backend's state.
     """
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
@@ -290,41 +345,44 @@ def state_layer(cache: Cache, index: int, backend: AttentionBackend) -> StateLay
     if index >= len(cache.layers):
         raise UnsupportedError(
             f"{backend.geometry.name}: the cache has {len(cache.layers)} layers and none for this "
-            f"one, which takes its keys from another; the state of backend {backend.name!r} has no "
-            "place. Call the model with use_cache=False, or give this layer an exact backend"
+            "one, which reuses the keys of another layer, so it cannot hold the state of backend "
+            f"{backend.name!r}. Call the model with use_cache=False, or give this layer an exact "
+            "backend"
         )
     layer: Any = cache.layers[index]
     if not isinstance(layer, StateLayer):
-        layer = cache.layers[index] = _replacement(layer, backend)
+        layer = cache.layers[index] = _new_state_layer(layer, backend)
         if compat.is_recording(cache):
             layer.activate_past_recording()
     elif layer.owner != (backend.name, backend.config):
         raise UnsupportedError(
             f"{backend.geometry.name}: the cache holds the state of backend {layer.owner[0]!r} "
-            f"({layer.owner[1]}), and {backend.name!r} ({backend.config}) cannot go on from it. "
+            f"({layer.owner[1]}), from which {backend.name!r} ({backend.config}) cannot continue. "
             "Start with an empty cache"
         )
-    made: StateLayer = layer
-    made.awaited = True
-    return made
+    replaced: StateLayer = layer
+    replaced.update_pending = True
+    return replaced
 
 
-def _replacement(layer: Any, backend: AttentionBackend) -> StateLayer:
-    """Make the state's layer in the image of an empty stock one."""
+def _new_state_layer(layer: Any, backend: AttentionBackend) -> StateLayer:
+    """Return a state layer that replaces an empty stock layer."""
     if hasattr(layer, "update_conv_state"):
         raise UnsupportedError(
-            f"{backend.geometry.name}: the cache keeps a {type(layer).__name__} for this layer, "
-            f"more than keys and values; the state of backend {backend.name!r} cannot take its "
-            "place. Call the model with use_cache=False, or give this layer an exact backend"
-        )
-    seen = int(layer.get_seq_length()) if getattr(layer, "keys", None) is not None else 0
-    if seen > 0:
-        raise UnsupportedError(
-            f"{backend.geometry.name}: the cache already holds {seen} tokens as keys and values, "
-            f"from before the swap; backend {backend.name!r} cannot go on from them. Start with an "
-            "empty cache"
+            f"{backend.geometry.name}: the cache uses a {type(layer).__name__} for this layer, "
+            "which holds more than keys and values, so the state of backend "
+            f"{backend.name!r} cannot replace it. Call the model with use_cache=False, or give "
+            "this layer an exact backend"
         )
     window = getattr(layer, "sliding_window", None)
+    length = int(layer.get_seq_length()) if getattr(layer, "keys", None) is not None else 0
+    if length > 0:
+        refuse_unreadable(layer, length, backend)
+        made = StateLayer(backend, window)
+        made.lazy_initialization(layer.keys, layer.values)
+        made.add_length(length)
+        made.unread = layer.keys, layer.values
+        return made
     if not isinstance(layer, StaticLayer):
         return StateLayer(backend, window)
     if layer.is_sliding:

@@ -1,7 +1,6 @@
-"""Rows that lie on several processes: every one runs the model on its share of a batch.
+"""Context parallelism: each process runs the model on its tokens of every row.
 
-What transformers, Accelerate and torch call context parallelism. Names of what a batch holds, and
-of what is yielded, are those of transformers.
+Names of batch entries are those of transformers.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from transformers import PreTrainedModel
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.integrations import compat
-from attnzoo.integrations.layers import whole_model
-from attnzoo.ops.context_parallel import Shard
+from attnzoo.integrations.layers import unwrap_model
+from attnzoo.kernels.context_parallel import SequenceShard
 
-IGNORED = -100  # a label that no loss counts, as transformers has it
-BY_TOKEN = (  # what is cut along dimension 1
+IGNORE_INDEX = -100  # label that the loss ignores, as in transformers
+SPLIT_ENTRIES = (  # split along dimension 1
     "input_ids",
     "inputs_embeds",
     "attention_mask",
@@ -35,8 +34,9 @@ BY_TOKEN = (  # what is cut along dimension 1
     "labels",
     "shift_labels",
 )
-AS_THEY_ARE = ("num_items_in_batch", "use_cache", "return_dict", "output_hidden_states")
-TORCHS = (  # where torch, by version, notes that it has taken hold of its attention function
+COPIED_ENTRIES = ("num_items_in_batch", "use_cache", "return_dict", "output_hidden_states")
+# Where torch, by version, records that its context_parallel has replaced its attention function
+TORCH_MODULES = (
     "torch.distributed.tensor.experimental._context_parallel._attention",
     "torch.distributed.tensor.experimental._attention",
 )
@@ -46,122 +46,118 @@ TORCHS = (  # where torch, by version, notes that it has taken hold of its atten
 def context_parallel(
     model: nn.Module, batch: Mapping[str, Any], group: Any | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Give every process its share of whole rows, and let the model's backends work together.
+    """Split the rows of a batch over processes, and synchronise the model's attention layers.
 
-    Process r of P runs tokens r T / P to (r + 1) T / P of every row. Where tokens meet, in the
-    attention layers, processes send each other what is needed: states, the keys of a window, or,
-    for the exact backends, all keys. Forward and backward equal those of one process::
+    Rank r of P runs tokens r T / P to (r + 1) T / P of every row. In the attention layers, ranks
+    exchange what the backend needs: states, the keys of a window, or all keys for exact backends.
+    Forward and backward equal those of one process::
 
-        with attnzoo.context_parallel(model, batch, mesh["cp"]) as share:
-            loss = model(**share).loss
+        with attnzoo.context_parallel(model, batch, mesh["cp"]) as local_batch:
+            loss = model(**local_batch).loss
             loss.backward()
 
-    The loss of whole rows is the *mean* of the processes' losses, and a parameter's gradient the
-    mean of theirs, which is what DDP, FSDP and Accelerate make of them; without these, average them
-    over the group. The backward pass may come after the block, except under gradient checkpointing.
+    The loss of the full batch is the *mean* of the losses of all ranks, and the gradient of a
+    parameter is the mean of theirs; DDP, FSDP and Accelerate average gradients this way. Without
+    them, average over the group. The backward pass may run after the block, except with gradient
+    checkpointing.
 
     Args:
-        model: A swapped model; wrappers (DDP, FSDP, PEFT) may be around it.
-        batch: Whole rows, the same on all processes of the group. ``position_ids``, where they are
-            not given, are 0 to T - 1 (of decoders, without padding). Without ``attention_mask``,
-            positions that jump are where packed sequences begin, as in transformers.
-        group: The processes that share rows: a ``ProcessGroup``, or a ``DeviceMesh`` of one
-            dimension, such as ``accelerator.torch_device_mesh["cp"]``; all processes without.
+        model: A swapped model, possibly wrapped (DDP, FSDP, PEFT).
+        batch: Full rows, the same on all ranks. ``position_ids`` default to 0 to T - 1 (only for
+            decoders, without padding). Without ``attention_mask``, packed sequences begin where
+            positions are not consecutive, as in transformers.
+        group: A ``ProcessGroup``, or a one-dimensional ``DeviceMesh`` such as
+            ``accelerator.torch_device_mesh["cp"]``; all processes if ``None``.
 
     Yields:
-        The batch for this process, to be given to the model's forward. ``labels`` come as
-        ``shift_labels`` too, shifted over whole rows, with ``num_items_in_batch``: how many of them
-        count, for each process.
+        The batch of this rank, the arguments of the model's forward. If the batch has ``labels``,
+        it also holds ``shift_labels``, shifted over full rows, and ``num_items_in_batch``, the
+        number of labels in the loss per rank.
 
     Raises:
-        SpecError: The model, or a part of it, is not swapped.
-        UnsupportedError: It cannot run on shares of these rows; every reason is given.
+        SpecError: The model, or a submodel, is not swapped.
+        UnsupportedError: The model or the batch cannot be split; the message lists every reason.
     """
-    target = refuse_model(model)
-    group = _group(group)
+    target = check_model(model)
+    group = _process_group(group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    whole = _whole(target, dict(batch), size)
-    share, shard = _share(whole, group, rank, size)
+    full_batch = _complete_batch(target, dict(batch), size)
+    local_batch, shard = _split_batch(full_batch, group, rank, size)
     backends = [module for module in model.modules() if isinstance(module, AttentionBackend)]
     for backend in backends:
         backend.shard = shard if size > 1 else None
     try:
-        yield share
+        yield local_batch
     finally:
         for backend in backends:
             backend.shard = None
 
 
-def refuse_torchs(backend: AttentionBackend) -> None:
-    """Refuse to run while torch's own ``context_parallel`` holds the rows' shares.
+def refuse_torch_context_parallel(backend: AttentionBackend) -> None:
+    """Raise if torch's own ``context_parallel`` is active.
 
-    All but ``flash`` without a window: that calls the function which torch then makes ring
-    attention of, where torch has it (on GPUs).
+    ``flash`` without a window calls torch's attention function, which torch replaces by ring
+    attention, so it is supported.
 
     Raises:
-        UnsupportedError: It cuts rows in another order, and knows of no states.
+        UnsupportedError: torch splits rows in another order and does not exchange states.
     """
-    if torch.compiler.is_compiling():
-        return
     if backend.name == "flash" and "window" not in backend.config.changed_options():
         return
-    for module in TORCHS:
-        held = getattr(sys.modules.get(module), "_replaced_functions", ())
-        if F.scaled_dot_product_attention in held:
+    for module in TORCH_MODULES:
+        replaced = getattr(sys.modules.get(module), "_replaced_functions", ())
+        if F.scaled_dot_product_attention in replaced:
             raise UnsupportedError(
                 f"{backend.geometry.name}: torch's context_parallel "
-                "(accelerator.maybe_context_parallel) is active, which serves torch's own "
-                "attention, here backend 'flash' without a window, and no other; use "
-                "attnzoo.context_parallel(model, batch, mesh) in its place"
+                "(accelerator.maybe_context_parallel) is active, which only supports torch's own "
+                "attention, here backend 'flash' without a window; use "
+                "attnzoo.context_parallel(model, batch, mesh) instead"
             )
 
 
-def _group(group: Any | None) -> Any:
-    """Return the process group that a user means."""
+def _process_group(group: Any | None) -> Any:
+    """Return the process group of a group, a mesh or ``None``."""
     if not dist.is_initialized():
         raise UnsupportedError(
             "context_parallel needs several processes, and torch.distributed is not initialised; "
-            "start with torchrun, and make an Accelerator or call init_process_group first"
+            "start with torchrun, and create an Accelerator or call init_process_group first"
         )
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise UnsupportedError(
-                f"The device mesh has {group.ndim} dimensions ({group.mesh_dim_names}); give the "
-                'one along which rows are cut, such as mesh["cp"]'
+                f"The device mesh has {group.ndim} dimensions ({group.mesh_dim_names}); pass the "
+                'one along which rows are split, such as mesh["cp"]'
             )
         group = group.get_group()
     group = dist.group.WORLD if group is None else group
     if dist.get_rank(group) < 0:
         raise UnsupportedError(
-            f"This process ({dist.get_rank()}) is not in the group that shares rows; give the one "
-            'that it is in, such as mesh["cp"]'
+            f"This process ({dist.get_rank()}) is not in the given group; pass the group that "
+            'contains it, such as mesh["cp"]'
         )
     return group
 
 
-def refuse_model(model: nn.Module) -> PreTrainedModel:
-    """Refuse a model whose tokens meet where no backend of ours sees to it.
-
-    Returns:
-        The transformers model in it.
+def check_model(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model in ``model``, or raise if its rows cannot be split.
 
     Raises:
-        SpecError: The model, or a part of it, is not swapped.
-        UnsupportedError: It cannot run on shares of its rows; every reason is given.
+        SpecError: The model, or a submodel, is not swapped.
+        UnsupportedError: The model cannot run on a part of a row; the message lists every reason.
     """
-    target = whole_model(model)
+    target = unwrap_model(model)
     backends = [module for module in model.modules() if isinstance(module, AttentionBackend)]
     if target is None or not backends:
         raise SpecError(
-            f"{type(model).__name__} is not swapped, so its attention would see one share of every "
-            'row only; call attnzoo.swap(model, "linear") first, or attnzoo.swap(model, "flash") '
-            "for exact attention"
+            f"{type(model).__name__} is not swapped, so each rank would attend to its own tokens "
+            'only; call attnzoo.swap(model, "linear") first, or attnzoo.swap(model, "flash") for '
+            "exact attention"
         )
     others = {str(c._attn_implementation) for c in compat.all_configs(target)} - {"attnzoo"}
     if others:
         raise SpecError(
-            f"A part of {type(target).__name__} runs its own attention ({', '.join(others)}), "
-            "which would see one share of every row only; swap the whole model"
+            f"A part of {type(target).__name__} runs its original attention ({', '.join(others)}), "
+            "which would attend to the tokens of one rank only; swap the whole model"
         )
     reasons = [
         f"{b.geometry.name}, backend {b.name!r}: {reason}"
@@ -170,57 +166,59 @@ def refuse_model(model: nn.Module) -> PreTrainedModel:
     ]
     config = target.config.get_text_config()
     if target.config.is_encoder_decoder:
-        reasons.append("the model is an encoder and a decoder, each with rows of its own")
-    kinds = {*(getattr(config, "layer_types", None) or ()), *_block_types(config)}
-    mixing = sorted(k for k in kinds if "attention" not in k or k.startswith("linear"))
-    mixing += sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Conv1d)})
-    if mixing:
-        reasons.append(f"tokens meet outside of attention too ({', '.join(mixing)})")
-    if kinds := {"dynamic", "longrope"} & _rope_types(config):
-        reasons.append(f"rotary positions ({kinds.pop()}) follow the longest position of a call")
+        reasons.append("the model is an encoder-decoder, whose rows have different lengths")
+    layer_types = {*(getattr(config, "layer_types", None) or ()), *_block_types(config)}
+    mixers = sorted(k for k in layer_types if "attention" not in k or k.startswith("linear"))
+    mixers += sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Conv1d)})
+    if mixers:
+        reasons.append(f"layers other than attention mix tokens ({', '.join(mixers)})")
+    if rope_types := {"dynamic", "longrope"} & _rope_types(config):
+        reasons.append(
+            f"rotary positions ({rope_types.pop()}) depend on the longest position of a call"
+        )
     if "position_ids" not in inspect.signature(target.forward).parameters:
-        reasons.append("the model takes no position_ids, and would count every share from 0")
+        reasons.append("the model has no position_ids argument and would count from 0 on each rank")
     if reasons:
         raise UnsupportedError(
-            f"{type(target).__name__} cannot run on shares of its rows: {'; '.join(reasons)}. "
-            "Backends that can: linear, gated_linear, performer, longformer, and flash or softmax."
+            f"{type(target).__name__} does not support context parallelism: {'; '.join(reasons)}. "
+            "Supported backends: linear, gated_linear, performer, longformer, flash and softmax."
         )
     return target
 
 
 def _block_types(config: Any) -> list[str]:
-    """Return the kinds of layers of a config that has other names for them."""
-    found = getattr(config, "layers_block_type", None) or getattr(config, "block_types", None)
-    return [str(kind) for kind in found or ()]
+    """Return the layer types of a config that does not call them ``layer_types``."""
+    types = getattr(config, "layers_block_type", None) or getattr(config, "block_types", None)
+    return [str(kind) for kind in types or ()]
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Return the kinds of rotary positions of a config, of which it may have one per layer type."""
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    parts = [given, *(part for part in given.values() if isinstance(part, dict))]
-    return {str(part.get("rope_type", "default")) for part in parts}
+    """Return the types of rotary positions in a config, which may have one per layer type."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    entries = [rope, *(entry for entry in rope.values() if isinstance(entry, dict))]
+    return {str(entry.get("rope_type", "default")) for entry in entries}
 
 
-def _whole(target: PreTrainedModel, batch: dict[str, Any], size: int) -> dict[str, Any]:
-    """Check a batch of whole rows, and complete it: positions, labels of the next token.
+def _complete_batch(target: PreTrainedModel, batch: dict[str, Any], size: int) -> dict[str, Any]:
+    """Check a batch of full rows, and add position ids and shifted labels.
 
     Raises:
-        UnsupportedError: It holds what cannot be cut into shares.
+        UnsupportedError: The batch cannot be split; the message lists every reason.
     """
     batch = {name: x for name, x in batch.items() if x is not None}
     reasons = [
-        f"{name!r} is given, which is not known to be by token"
+        f"{name!r} is not known to have one entry per token"
         for name in batch
-        if name not in (*BY_TOKEN, *AS_THEY_ARE)
+        if name not in (*SPLIT_ENTRIES, *COPIED_ENTRIES)
     ]
-    rows = batch.get("input_ids", batch.get("inputs_embeds"))
-    if not isinstance(rows, Tensor):
-        raise UnsupportedError("context_parallel needs input_ids or inputs_embeds of whole rows")
-    count, length = rows.shape[:2]
+    inputs = batch.get("input_ids", batch.get("inputs_embeds"))
+    if not isinstance(inputs, Tensor):
+        raise UnsupportedError("context_parallel needs input_ids or inputs_embeds of full rows")
+    rows, length = inputs.shape[:2]
     if length % size:
         reasons.append(
-            f"rows of {length} tokens do not divide over {size} processes (pad them to "
-            f"{-(-length // size) * size}, with attention_mask 0 and labels {IGNORED})"
+            f"rows of {length} tokens are not divisible by {size} processes (pad them to "
+            f"{-(-length // size) * size}, with attention_mask 0 and labels {IGNORE_INDEX})"
         )
     mask = batch.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
@@ -228,46 +226,53 @@ def _whole(target: PreTrainedModel, batch: dict[str, Any], size: int) -> dict[st
     elif "position_ids" not in batch:
         padded = mask is not None and not bool(mask.bool().all())
         if padded or not _is_decoder(target):
-            reasons.append("position_ids are missing (of whole rows, as the model counts them)")
-        batch["position_ids"] = torch.arange(length, device=rows.device)[None]
+            reasons.append("position_ids are missing (pass those of the full rows)")
+        batch["position_ids"] = torch.arange(length, device=inputs.device)[None]
     positions = batch.get("position_ids")
     if positions is not None and (positions.ndim != 2 or positions.shape[1] != length):
-        reasons.append(f"position_ids are {tuple(positions.shape)}, not {(count, length)}")
+        reasons.append(f"position_ids are {tuple(positions.shape)}, not {(rows, length)}")
     if "labels" in batch and "shift_labels" not in batch:
-        parameters = inspect.signature(target.forward).parameters.values()
-        takes_more = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-        decoder = _is_decoder(target)
-        if target.loss_type not in ("ForCausalLM", None) or not (takes_more and decoder):
+        if not _supports_shift_labels(target):
             reasons.append("labels are given to a model that is not a causal LM (use its logits)")
-        batch["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+        batch["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
     if reasons:
-        raise UnsupportedError(f"The batch cannot be cut into shares: {'; '.join(reasons)}.")
-    batch["position_ids"] = batch["position_ids"].expand(count, -1)
+        raise UnsupportedError(f"The batch cannot be split over processes: {'; '.join(reasons)}.")
+    batch["position_ids"] = batch["position_ids"].expand(rows, -1)
     if "shift_labels" in batch:
-        number = (batch["shift_labels"] != IGNORED).sum().clamp(min=1)
+        number = (batch["shift_labels"] != IGNORE_INDEX).sum().clamp(min=1)
         batch["num_items_in_batch"] = batch.get("num_items_in_batch", number) / size
     return batch
 
 
 def _is_decoder(target: PreTrainedModel) -> bool:
-    """Whether all of a model's swapped layers are causal."""
+    """Return whether all swapped layers of a model are causal."""
     return all(m.geometry.causal for m in target.modules() if isinstance(m, AttentionBackend))
 
 
-def _share(batch: dict[str, Any], group: Any, rank: int, size: int) -> tuple[dict[str, Any], Shard]:
-    """Cut whole rows; returns what the model is given, and what its backends are told."""
-    width = batch["position_ids"].shape[1]
-    length = width // size
-    here = slice(rank * length, (rank + 1) * length)
+def _supports_shift_labels(target: PreTrainedModel) -> bool:
+    """Return whether a model is a causal LM whose forward passes keywords on to its loss."""
+    parameters = inspect.signature(target.forward).parameters.values()
+    has_kwargs = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    return target.loss_type in ("ForCausalLM", None) and has_kwargs and _is_decoder(target)
+
+
+def _split_batch(
+    batch: dict[str, Any], group: Any, rank: int, size: int
+) -> tuple[dict[str, Any], SequenceShard]:
+    """Return this rank's part of a batch of full rows, and the shard for the backends."""
+    length = batch["position_ids"].shape[1] // size
     padding = ids = None
     if "attention_mask" in batch:
-        real = batch["attention_mask"].bool()
-        padding = None if bool(real.all()) else real
+        padding = batch["attention_mask"].bool()
+        padding = None if bool(padding.all()) else padding
     else:
-        jumps = batch["position_ids"].diff(dim=1) != 1
-        ids = F.pad(jumps.cumsum(1), (1, 0)) if bool(jumps.any()) else None
-    shard = Shard(
+        starts = batch["position_ids"].diff(dim=1) != 1
+        ids = F.pad(starts.cumsum(1), (1, 0)) if bool(starts.any()) else None
+    shard = SequenceShard(
         group=group, rank=rank, size=size, length=length, padding=padding, segment_ids=ids
     )
-    share = {name: x[:, here].contiguous() if name in BY_TOKEN else x for name, x in batch.items()}
-    return share, shard
+    tokens = slice(rank * length, (rank + 1) * length)
+    local_batch = {
+        name: x[:, tokens].contiguous() if name in SPLIT_ENTRIES else x for name, x in batch.items()
+    }
+    return local_batch, shard

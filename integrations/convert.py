@@ -1,4 +1,4 @@
-"""Puts backends into a model's attention layers, and takes them out again."""
+"""Swap the attention of a model's layers for backends, and restore it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,168 +16,203 @@ from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError, did_you_mean
 from attnzoo.integrations import compat
 from attnzoo.integrations.attention import NAME, add_hook, layer_backend
-from attnzoo.integrations.layers import AttentionLayer, attention_layers, whole_model
+from attnzoo.integrations.extras import carry_over, layer_names, warn
+from attnzoo.integrations.layers import (
+    AttentionLayer,
+    attention_layers,
+    has_image_mask,
+    unwrap_model,
+)
+from attnzoo.integrations.offload import layer_device, refuse_offloaded_blocks
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
 
-_BEFORE = "_attnzoo_before"  # the implementations before the swap, of all configs in order
-_WITHIN = "_attnzoo_within"  # of a part with a spec of its own in a model that was swapped whole
+# Attributes of models
+_ORIGINAL = "_attnzoo_original"  # implementations of all configs before the swap, in order
+_IN_SWAPPED = "_attnzoo_in_swapped"  # a submodel with its own spec in a model swapped as a whole
+
 FAMILIES = "BERT, CLIP, Gemma, GPT-2, Llama, Mistral, Phi-3, Qwen, T5, ViT, Whisper"
 
 
-def swap(
-    model: nn.Module, attention: str | AttentionSpec | Mapping[str, Any], **options: Any
-) -> None:
-    """Replace the attention of a model in memory; a swapped model is swapped anew.
+Model = TypeVar("Model", bound=nn.Module)
 
-    One part of a composite model is swapped as ``swap(model.language_model, "linear")``, or by the
-    name that the part has in the config: ``swap(model, {"text_config": "linear"})``. Its spec is
-    kept in the part's own config, ``config.text_config.attnzoo``, saved and loaded with it.
+
+def swap(
+    model: Model,
+    attention: str | AttentionSpec | Mapping[str, Any],
+    *,
+    keep_extras: bool = False,
+    **options: Any,
+) -> Model:
+    """Replace the attention of a model in memory and return the model.
+
+    Swapping again replaces the earlier swap. A warning names the layers whose trained extras
+    (parameters that their backends added) this removes.
+
+    To swap one submodel of a composite model, pass the submodel,
+    ``swap(model.language_model, "linear")``, or the name of its sub-config,
+    ``swap(model, {"text_config": "linear"})``. The sub-config then holds the spec,
+    ``config.text_config.attnzoo``, which is saved and loaded with it.
 
     Args:
-        model: A transformers model, a part of one, or a wrapper around one. Its own weights stay as
-            they are.
-        attention: A spec, its plain data, or a backend's name; or a mapping from sub-configs to
-            these, as ``attn_implementation`` may be one.
-        **options: With a name: ``layers``, ``else_`` and the backend's options, as in
+        model: A transformers model, a submodel of one, or a wrapper around one. Its weights do not
+            change.
+        attention: A spec, its ``to_dict`` form, or the name of a backend; or a mapping from
+            sub-configs to these, like ``attn_implementation``.
+        keep_extras: Whether layers keep the extras of the earlier swap where the backend and the
+            shapes are the same.
+        **options: With a name: ``layers``, ``else_`` and the options of the backend, as in
             ``AttentionSpec``.
 
     Raises:
         SpecError: The spec does not fit the model.
         UnknownBackendError: The spec names an unknown backend.
         ConfigError: An option is wrong.
-        UnsupportedError: A backend refuses a layer. In each case the model is left as it was.
+        UnsupportedError: A backend does not support a layer. After any of these errors the model is
+            unchanged.
     """
-    target = whole_model(model)
+    target = unwrap_model(model)
     if target is None:
         raise SpecError(
             f"{type(model).__name__} is not a transformers model; swap takes a PreTrainedModel"
         )
-    by_part = isinstance(attention, Mapping) and not {"backend", "version"} & set(attention)
-    if by_part and attention and compat.sub_configs(target.config):
-        targets = _targets(target, attention, options)  # type: ignore[arg-type]
+    by_config = isinstance(attention, Mapping) and not {"backend", "version"} & set(attention)
+    if by_config and attention and compat.sub_configs(target.config):
+        specs = _submodel_specs(target, attention, options)  # type: ignore[arg-type]
     else:
-        targets = [(target, read_spec(attention, **options))]
-    found = [(part, spec, attention_layers(part)) for part, spec in targets]
-    built = [build(part, layers, spec) for part, spec, layers in found]
-    for (part, spec, layers), backends in zip(found, built, strict=True):
-        _put(part, spec, layers, backends)
+        specs = [(target, read_spec(attention, **options))]
+    swaps = []
+    for submodel, spec in specs:
+        layers = attention_layers(submodel)
+        swaps.append((submodel, spec, layers, build_backends(submodel, layers, spec)))
+    for submodel, spec, layers, backends in swaps:
+        _warn_of_image_masks(target, layers, backends)
+        carry_over(layers, backends, keep=keep_extras)
+        _install(submodel, spec, layers, backends)
+    return model
 
 
-def _targets(
+def _submodel_specs(
     target: PreTrainedModel, attention: Mapping[str, Any], options: Mapping[str, Any]
 ) -> list[tuple[PreTrainedModel, AttentionSpec]]:
-    """Find the parts of a composite model that a mapping from sub-configs names."""
-    known = compat.sub_configs(target.config)
+    """Return the submodels that a mapping from sub-configs selects, with their specs."""
+    configs = compat.sub_configs(target.config)
     for key in attention:
-        if key not in known:
+        if key not in configs:
             raise SpecError(
                 f"{type(target.config).__name__} has no sub-config {key!r}."
-                f"{did_you_mean(str(key), known)} It has {', '.join(known)}."
+                f"{did_you_mean(str(key), configs)} It has {', '.join(configs)}."
             )
-    found = []
+    specs = []
     for key, spec in attention.items():
-        parts = compat.parts(target, known[key])
-        if not parts:
-            raise SpecError(f"No part of {type(target).__name__} is built from config.{key}")
-        found += [(part, read_spec(spec, **options)) for part in parts]
-    return found
+        submodels = compat.submodels(target, configs[key])
+        if not submodels:
+            raise SpecError(f"No submodel of {type(target).__name__} is built from config.{key}")
+        specs += [(submodel, read_spec(spec, **options)) for submodel in submodels]
+    return specs
 
 
-def _put(
+def _install(
     target: PreTrainedModel,
     spec: AttentionSpec,
     layers: list[AttentionLayer],
     backends: list[AttentionBackend],
 ) -> None:
-    """Put backends that were built into a model, whole or part, and note the swap in its config."""
-    if target.config._attn_implementation == NAME and not _own_spec(target):
-        vars(target)[_WITHIN] = True
-    remember(target)
+    """Add backends to a model or submodel, and write the spec to its config."""
+    if _is_swapped(target.config) and not _config_spec(target):
+        vars(target)[_IN_SWAPPED] = True
+    _save_implementations(target)
     _detach(target)
     for config in compat.all_configs(target):
-        _erase(config)  # a part that had a spec of its own is under this one now
+        _clear(config)  # this spec replaces those of submodels
     attach(layers, backends)
     write_config(target.config, spec)
     compat.set_implementation(target, NAME, (layer.module for layer in layers))
 
 
-def _own_spec(model: PreTrainedModel) -> Any:
+def _config_spec(model: PreTrainedModel) -> Any:
     return getattr(model.config, NAME, None)
 
 
-def remember(target: PreTrainedModel) -> None:
-    """Keep with each part of a model which implementations it had before any swap."""
-    known = {id(config): name for config, name in _before(target)}
-    for part in compat.models(target):
-        vars(part)[_BEFORE] = [known[id(config)] for config in compat.all_configs(part)]
+def _save_implementations(target: PreTrainedModel) -> None:
+    """Store on each model and submodel the implementations of its configs before any swap."""
+    original = {id(config): name for config, name in _original_implementations(target)}
+    for model in compat.pretrained_models(target):
+        vars(model)[_ORIGINAL] = [original[id(config)] for config in compat.all_configs(model)]
 
 
-def _before(target: PreTrainedModel) -> list[tuple[Any, str]]:
+def _original_implementations(target: PreTrainedModel) -> list[tuple[Any, str]]:
     """Return every config of a model, and its implementation before any swap."""
-    known: dict[int, str] = {}
-    for part in compat.models(target):
-        kept = vars(part).get(_BEFORE, ())
-        known |= {id(c): name for c, name in zip(compat.all_configs(part), kept, strict=False)}
+    saved: dict[int, str] = {}
+    for model in compat.pretrained_models(target):
+        names = vars(model).get(_ORIGINAL, ())
+        saved |= {id(c): name for c, name in zip(compat.all_configs(model), names, strict=False)}
     default = target.get_correct_attn_implementation(None)
-    configs = compat.all_configs(target)
-    return [(c, known.get(id(c), default) if _is_swapped(c) else _name(c)) for c in configs]
-
-
-def _name(config: Any) -> str:
-    name: str = config._attn_implementation
-    return name
+    return [
+        (c, saved.get(id(c), default) if _is_swapped(c) else c._attn_implementation)
+        for c in compat.all_configs(target)
+    ]
 
 
 def _is_swapped(config: Any) -> bool:
-    return _name(config) == NAME
+    return bool(config._attn_implementation == NAME)
 
 
-def _erase(config: Any) -> None:
+def _runs_swap(model: PreTrainedModel) -> bool:
+    """Return whether any part runs a swap; ``set_attn_implementation`` disables and enables it."""
+    return any(map(_is_swapped, compat.all_configs(model)))
+
+
+def _has_backends(model: PreTrainedModel) -> bool:
+    return any(NAME in module._modules for module in model.modules())
+
+
+def _clear(config: Any) -> None:
     for name in (NAME, "attn_implementation"):
         if name in vars(config):
             delattr(config, name)
 
 
 def restore(model: nn.Module) -> None:
-    """Give a swapped model its own attention back, bit for bit; warns if it was not swapped.
+    """Restore the original attention of a swapped model; warn if the model is not swapped.
 
     Raises:
-        SpecError: ``model`` is a part of one that was swapped as a whole, whose config says so.
+        SpecError: ``model`` is a submodel of a model that was swapped as a whole.
     """
-    target = whole_model(model)
-    if target is None or not any(map(_is_swapped, compat.all_configs(target))):
+    target = unwrap_model(model)
+    if target is None or not (_has_backends(target) or _runs_swap(target)):
         warnings.warn(
             f"{type(model).__name__} is not swapped, so there is nothing to restore", stacklevel=2
         )
         return
-    if vars(target).get(_WITHIN) or not any(map(_own_spec, compat.models(target))):
+    specs = map(_config_spec, compat.pretrained_models(target))
+    if vars(target).get(_IN_SWAPPED) or not any(specs):
         raise SpecError(
-            f"{type(target).__name__} is a part of a model that was swapped as a whole; restore "
-            "that model, or swap this part to an exact backend such as 'flash'"
+            f"{type(target).__name__} is a submodel of a model that was swapped as a whole; "
+            "restore that model, or swap this submodel to an exact backend such as 'flash'"
         )
-    before = _before(target)
+    original = _original_implementations(target)
     _detach(target)
-    for config, implementation in before:
-        _erase(config)
+    for config, implementation in original:
+        _clear(config)
         config._attn_implementation_internal = implementation
-    for part in compat.models(target):
-        vars(part).pop(_BEFORE, None)
-        vars(part).pop(_WITHIN, None)
+    for inner in compat.pretrained_models(target):
+        vars(inner).pop(_ORIGINAL, None)
+        vars(inner).pop(_IN_SWAPPED, None)
 
 
 @contextmanager
-def own_attention(model: nn.Module) -> Iterator[None]:
-    """Let a swapped model run its own attention for a while, extras in place and at rest.
+def original_attention(model: nn.Module) -> Iterator[None]:
+    """Context manager under which a swapped model runs its original attention.
 
     Raises:
         SpecError: The model is not swapped.
     """
-    target = whole_model(model)
-    before = [] if target is None else _before(target)
-    swapped = [(config, name) for config, name in before if _is_swapped(config)]
+    target = unwrap_model(model)
+    original = [] if target is None else _original_implementations(target)
+    swapped = [(config, name) for config, name in original if _is_swapped(config)]
     if not swapped:
-        raise SpecError(f"{type(model).__name__} is not swapped: it runs its own attention already")
+        raise SpecError(f"{type(model).__name__} is not swapped: it runs its original attention")
     try:
         for config, implementation in swapped:
             config._attn_implementation_internal = implementation
@@ -188,27 +223,35 @@ def own_attention(model: nn.Module) -> Iterator[None]:
 
 
 def read_spec(attention: str | AttentionSpec | Mapping[str, Any], **options: Any) -> AttentionSpec:
-    """Make a spec of whatever a user calls one."""
+    """Return the spec that ``swap`` takes as a spec, a mapping, or a name with options."""
     if isinstance(attention, str):
         return AttentionSpec(attention, **options)
     if options:
         raise SpecError(
-            f"options ({', '.join(options)}) go with a backend's name; a spec holds its own already"
+            f"options ({', '.join(options)}) require a backend's name; a spec has its own options"
         )
     return attention if isinstance(attention, AttentionSpec) else AttentionSpec.from_dict(attention)
 
 
-def build(
+def build_backends(
     model: nn.Module, layers: list[AttentionLayer], spec: AttentionSpec
 ) -> list[AttentionBackend]:
-    """Make every layer's backend before any is put in place, so that a refusal changes nothing."""
+    """Build the backend of every layer; the model does not change if a layer is not supported."""
     if not layers:
-        raise SpecError(_no_layers(model))
+        raise SpecError(
+            f"{type(model).__name__} has no attention layers that use transformers' attention "
+            f"interface{compat.class_table_text(model)}, so nothing can be swapped. Build or load "
+            f"it without attn_implementation='attnzoo' and config.attnzoo. Families that can be "
+            f"swapped include: {FAMILIES}."
+        )
     spec.check_layers((layer.geometry.layer for layer in layers), (layer.name for layer in layers))
-    backends, refusals = [], []
+    backends, refusals, replaced = [], [], {}
     for layer in layers:
         try:
-            backends.append(_build_one(layer, spec))
+            backend, reason = _build_backend(layer, spec)
+            backends.append(backend)
+            if reason:
+                replaced[layer.name] = reason
         except UnsupportedError as error:
             refusals.append(error)
     if refusals:
@@ -216,28 +259,56 @@ def build(
         raise UnsupportedError(
             f"{refusals[0]}" + (f" ({more} more layers likewise.)" if more else "")
         )
+    if replaced and len(replaced) == len(layers):
+        assert spec.else_ is not None
+        warn(
+            f'{type(model).__name__} runs {spec.else_.backend!r}, the "else" of the spec, in '
+            f"every attention layer ({layer_names(replaced)}). {next(iter(replaced.values()))}"
+        )
+    refuse_offloaded_blocks(model, layers, backends)
     for number, backend in enumerate(backends):
         backend.share_with(backends[:number])
     return backends
 
 
-def _build_one(layer: AttentionLayer, spec: AttentionSpec) -> AttentionBackend:
+def _warn_of_image_masks(
+    model: nn.Module, layers: list[AttentionLayer], backends: list[AttentionBackend]
+) -> None:
+    """Warn if inputs with images will be refused; text without images runs."""
+    names = [
+        layer.name
+        for layer, backend in zip(layers, backends, strict=True)
+        if not backend.arbitrary_mask and has_image_mask(model, layer)
+    ]
+    if names:
+        warn(
+            f"{type(model).__name__} lets the tokens of an image attend to each other, which the "
+            f"backends of {layer_names(names)} do not support: inputs with images will be refused "
+            "there. Name an exact backend, such as 'flash', for these layers under layers, or use "
+            "text only"
+        )
+
+
+def _build_backend(layer: AttentionLayer, spec: AttentionSpec) -> tuple[AttentionBackend, str]:
+    """Return the backend of a layer, and why it is the spec's ``"else"``, or ``""``."""
+    reason = ""
     entry = spec.for_layer(layer.geometry.layer, layer.name)
     weight = next((p for p in layer.module.parameters(recurse=True) if p.is_floating_point()), None)
-    with torch.device(weight.device if weight is not None else "cpu"):
+    with torch.device(layer_device(layer.module)):
         try:
-            backend = build_backend(entry.backend, dict(entry.options), layer.geometry)
-        except UnsupportedError:
+            backend = build_backend(entry.backend, entry.config, layer.geometry)
+        except UnsupportedError as error:
             if spec.else_ is None:
                 raise
-            backend = build_backend(spec.else_.backend, dict(spec.else_.options), layer.geometry)
+            reason = str(error)
+            backend = build_backend(spec.else_.backend, spec.else_.config, layer.geometry)
     if weight is not None:
         backend.to(weight.dtype)
-    return backend.train(layer.module.training)
+    return backend.train(layer.module.training), reason
 
 
 def attach(layers: list[AttentionLayer], backends: list[AttentionBackend]) -> None:
-    """Put each backend into its layer, as the submodule ``attnzoo``, and hook the layer."""
+    """Add each backend to its layer as the submodule ``attnzoo``, and register the pre-hook."""
     for layer, backend in zip(layers, backends, strict=True):
         setattr(layer.module, NAME, backend)
         vars(layer.module)["_attnzoo_hook"] = add_hook(layer.module)
@@ -247,69 +318,64 @@ def _detach(model: nn.Module) -> None:
     for module in model.modules():
         if "_attnzoo_hook" in vars(module):
             vars(module).pop("_attnzoo_hook").remove()
-            vars(module).pop("_attnzoo_call", None)
+            vars(module).pop("_attnzoo_arguments", None)
             del module.attnzoo
 
 
 def write_config(config: Any, spec: AttentionSpec) -> None:
-    """Write the swap into a config so that it is saved.
+    """Write a spec to a config, which saves it with the values of all options.
 
-    ``attn_implementation`` is not saved by itself; as a plain field it is, and then a machine
-    without attnzoo fails to load the model instead of running it with the wrong attention.
+    Stock configs do not save ``attn_implementation``. As a plain field it is saved, so that loading
+    the model where attnzoo is not installed fails instead of running the wrong attention.
     """
-    setattr(config, NAME, spec.to_dict())
+    setattr(config, NAME, spec.to_dict(defaults=True))
     config.attn_implementation = NAME
 
 
-def _no_layers(model: nn.Module) -> str:
-    return (
-        f"{type(model).__name__} has no attention layers that go through transformers' attention "
-        f"interface, so nothing can be swapped. Families that do, among others: {FAMILIES}."
-    )
-
-
-# -- when a model is built -----------------------------------------------------------------------
+# -- construction of models ----------------------------------------------------------------------
 
 
 def attach_when_built(model: PreTrainedModel) -> None:
-    """Give a model under construction the backends its config asks for; part of ``post_init``."""
+    """Build and attach the backends of a config's spec; runs in the model's ``post_init``."""
     data = getattr(model.config, NAME, None)
     implementation = model.config._attn_implementation
     if data is None and implementation != NAME:
         return
-    whole = _enclosing_model(model)
-    if whole is not None:
-        if data in (None, _own_spec(whole)):
-            return  # the whole model does it for this part
-        vars(model)[_WITHIN] = True
+    enclosing = _enclosing_model(model)
+    if enclosing is not None:
+        if data in (None, _config_spec(enclosing)):
+            return  # the post_init of the enclosing model attaches the backends
+        vars(model)[_IN_SWAPPED] = True
     if data is None:
         raise SpecError(
-            "attn_implementation='attnzoo' needs to know which attention: set config.attnzoo = "
-            'attnzoo.AttentionSpec("linear").to_dict() before the model is built, or load the '
-            'model as it is and call attnzoo.swap(model, "linear"). For one part of a composite '
-            'model pass attn_implementation={"text_config": "attnzoo"} and set '
+            "attn_implementation='attnzoo' requires a spec: set config.attnzoo = "
+            'attnzoo.AttentionSpec("linear") before the model is built, or load the '
+            'model unchanged and call attnzoo.swap(model, "linear"). For one submodel of a '
+            'composite model pass attn_implementation={"text_config": "attnzoo"} and set '
             "config.text_config.attnzoo"
         )
     if implementation != NAME:
-        asked = data.get("backend") if isinstance(data, Mapping) else data
+        backend = data.get("backend") if isinstance(data, Mapping) else data
         raise SpecError(
-            f"config.attnzoo asks for {asked!r}, but attn_implementation is {implementation!r}; "
-            "pass attn_implementation='attnzoo', or delete config.attnzoo to have the model's own "
-            "attention"
+            f"config.attnzoo names backend {backend!r}, but attn_implementation is "
+            f"{implementation!r}; pass attn_implementation='attnzoo'. To run the model's original "
+            "attention, call model.set_attn_implementation('sdpa') afterwards, or delete "
+            "config.attnzoo"
         )
     spec = read_spec(data)
     layers = attention_layers(model)
     rest = [layer for layer in layers if layer_backend(layer.module) is None]
-    if rest or not layers:  # or else all of its parts have specs of their own
-        attach(rest, build(model, rest, spec))
+    if rest or not layers:  # submodels with their own specs already have backends
+        backends = build_backends(model, rest, spec)
+        _warn_of_image_masks(model, rest, backends)
+        attach(rest, backends)
     write_config(model.config, spec)
 
 
 def _enclosing_model(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return a swapped model that is being constructed around ``model``.
+    """Return the swapped model whose ``__init__`` builds ``model``, found on the call stack.
 
-    Parts are built before the whole, and only the whole knows all layers; it is found on the call
-    stack.
+    Submodels are built first, but only the enclosing model has all layers.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -321,14 +387,3 @@ def _enclosing_model(model: PreTrainedModel) -> PreTrainedModel | None:
                     return other
         frame = frame.f_back  # type: ignore[assignment]
     return None
-
-
-def initialise_backend(backend: AttentionBackend) -> None:
-    """Give a backend's missing extras their initial values and keep those that were loaded."""
-    tensors = [*backend.named_parameters(), *backend.named_buffers()]
-    loaded = {n: x.detach().clone() for n, x in tensors if getattr(x, "_is_hf_initialized", False)}
-    backend.reset_parameters()
-    with torch.no_grad():
-        for name, x in tensors:
-            if name in loaded:
-                x.copy_(loaded[name])

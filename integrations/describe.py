@@ -1,29 +1,32 @@
-"""Tells, layer by layer, which attention a model runs."""
+"""Describe which attention each layer of a model runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import SpecError
-from attnzoo.integrations.attention import NAME
-from attnzoo.integrations.layers import attention_layers, whole_model
+from attnzoo.integrations.attention import NAME, layer_backend
+from attnzoo.integrations.files import empty_model
+from attnzoo.integrations.layers import attention_layers, unwrap_model
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDescription:
-    """What one attention layer runs."""
+    """The backend, options and implementation of one attention layer."""
 
     layer: int
     name: str
     backend: str
     options: dict[str, Any]
     extras: int  # parameters and buffers that the backend added, in elements
-    impl: str  # that the last call ran; empty before the first
+    impl: str  # of the last call; empty before the first
     reason: str
 
 
@@ -33,9 +36,10 @@ class Description:
 
     model: str
     layers: tuple[LayerDescription, ...]
+    dropout: tuple[str, ...] = ()  # what the model's attention dropout drops, a line per form
 
     def __iter__(self) -> Iterator[LayerDescription]:
-        """Go over the layers."""
+        """Iterate over the layers."""
         return iter(self.layers)
 
     def __len__(self) -> int:
@@ -46,7 +50,12 @@ class Description:
         """Return the description as a rich table."""
         from rich.table import Table
 
-        table = Table(title=self.model, title_justify="left")
+        table = Table(
+            title=self.model,
+            title_justify="left",
+            caption="\n".join(self.dropout) or None,
+            caption_justify="left",
+        )
         for head in ("layer", "module", "backend", "options", "extras", "impl", "why"):
             table.add_column(head, justify="right" if head in ("layer", "extras") else "left")
         for row in self.layers:
@@ -66,21 +75,28 @@ class Description:
         return capture.get().rstrip()
 
 
-def describe(model: nn.Module) -> Description:
-    """Tell for each attention layer its backend, options, extras, and which impl ran last and why.
+def describe(model: nn.Module | str | Path) -> Description:
+    """Return each attention layer's backend, options, extras, last implementation and its reason.
+
+    Args:
+        model: A transformers model, or the folder of a saved one, whose weights are not loaded.
 
     Raises:
-        SpecError: ``model`` is not a transformers model.
+        SpecError: ``model`` is neither.
     """
-    target = whole_model(model)
+    if isinstance(model, str | Path):
+        model = empty_model(Path(model))
+    target = unwrap_model(model) if isinstance(model, nn.Module) else None
     if target is None:
         raise SpecError(
-            f"{type(model).__name__} is not a transformers model; describe takes a PreTrainedModel"
+            f"{type(model).__name__} is not a transformers model; describe takes a "
+            "PreTrainedModel, or the folder of a saved one"
         )
     rows = []
     for layer in attention_layers(target):
         backend = getattr(layer.module, NAME, None)
-        if isinstance(backend, AttentionBackend):
+        implementation = getattr(layer.module, "config", target.config)._attn_implementation
+        if isinstance(backend, AttentionBackend) and implementation == NAME:
             tensors = [*backend.parameters(), *backend.buffers()]
             ran = backend.ran
             row = LayerDescription(
@@ -93,15 +109,36 @@ def describe(model: nn.Module) -> Description:
                 reason=ran.reason if ran else "",
             )
         else:
-            config = getattr(layer.module, "config", target.config)
             row = LayerDescription(
                 layer=layer.geometry.layer,
                 name=layer.name,
                 backend="none",
                 options={},
                 extras=0,
-                impl=str(config._attn_implementation),
-                reason="not swapped",
+                impl=str(implementation),
+                reason=f"{backend.name} is disabled; set_attn_implementation('attnzoo') enables it"
+                if isinstance(backend, AttentionBackend)
+                else "not swapped",
             )
         rows.append(row)
-    return Description(type(target).__name__, tuple(rows))
+    return Description(type(target).__name__, tuple(rows), tuple(dropout_lines(target)))
+
+
+def dropout_lines(model: PreTrainedModel) -> list[str]:
+    """Return what the attention dropout of a model drops in training, one line per form."""
+    layers: dict[tuple[float, str], list[int]] = {}
+    for layer in attention_layers(model):
+        backend, rate = layer_backend(layer.module), layer.geometry.dropout
+        implementation = getattr(layer.module, "config", model.config)._attn_implementation
+        if backend is not None and implementation == NAME and rate > 0:
+            layers.setdefault((rate, backend.dropout_form), []).append(layer.geometry.layer)
+    effect = {
+        "weights": "drops single attention weights",
+        "keys": "drops whole keys of a head",
+        "off": "is disabled (attention_dropout='off')",
+    }
+    return [
+        f"In training, attention dropout of {rate:g} {effect[form]}"
+        + (f" in layers {', '.join(map(str, numbers))}" if len(layers) > 1 else "")
+        for (rate, form), numbers in layers.items()
+    ]

@@ -1,4 +1,4 @@
-"""Saved models: read one without its weights, and write a swapped copy of one."""
+"""Read saved models without their weights, and write swapped copies of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedMod
 
 from attnzoo.errors import SpecError
 from attnzoo.integrations.attention import NAME
+from attnzoo.integrations.companions import copy_companions
 from attnzoo.spec import AttentionSpec
 
 
@@ -20,48 +21,50 @@ def read_config(path: Path) -> Any:
     """Read the config of a saved model.
 
     Raises:
-        SpecError: There is no such model.
+        SpecError: ``path`` holds no saved model.
     """
     if not (path / "config.json").is_file():
-        raise SpecError(f"{str(path)!r} holds no saved model: config.json is not there")
+        raise SpecError(f"{str(path)!r} holds no saved model: there is no config.json")
     return AutoConfig.from_pretrained(path)
 
 
-def asks_for_swap(path: Any, config: Any = None) -> bool:
-    """Whether a saved model is loaded with a swap: by a given config, or by its own."""
+def has_swap(path: Any, config: Any = None) -> bool:
+    """Return whether a saved model is loaded with a swap, from ``config`` or its config.json."""
     if config is None and isinstance(path, str | Path) and (Path(path) / "config.json").is_file():
         config = AutoConfig.from_pretrained(path)
     return getattr(config, NAME, None) is not None
 
 
 def model_class(config: Any, path: Path) -> type[PreTrainedModel]:
-    """Return the class that a saved model was, from its config.
+    """Return the model class that a saved config names.
 
     Raises:
-        SpecError: The config does not say, or transformers has no such class.
+        SpecError: The config names no class, or none of transformers.
     """
     names = getattr(config, "architectures", None) or []
-    cls = getattr(transformers, names[0], None) if names else None
-    if cls is None:
+    cls = getattr(transformers, str(names[0]), None) if names else None
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):  # untrusted
         raise SpecError(
             f"{str(path)!r} does not name a model class of transformers (architectures: {names})"
         )
-    return cls  # type: ignore[no-any-return]
+    return cls
 
 
 def empty_model(path: Path) -> PreTrainedModel:
-    """Build a saved model without weights, on the meta device."""
+    """Build a saved model without its weights, on the meta device."""
     config = read_config(path)
     with torch.device("meta"):
         return model_class(config, path)(config)
 
 
 def swap_files(path: Path, spec: AttentionSpec, out: Path) -> PreTrainedModel:
-    """Load a saved model with ``spec``, write it to ``out`` whole or not at all, and return it.
+    """Load a saved model with ``spec``, save it to ``out`` atomically, and return it.
+
+    The other files in the folder are copied; see :func:`~companions.copy_companions`.
 
     Raises:
-        SpecError: ``out`` exists, ``path`` is no model, or its weights cannot be read.
-        UnsupportedError: A backend refuses a layer.
+        SpecError: ``out`` is not empty, ``path`` is not a model, or its weights cannot be read.
+        UnsupportedError: A backend does not support a layer.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SpecError(f"{str(out)!r} exists and is not empty; give --out a new folder")
@@ -76,14 +79,15 @@ def swap_files(path: Path, spec: AttentionSpec, out: Path) -> PreTrainedModel:
         ) from error
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        made = Path(folder) / "model"
-        model.save_pretrained(made)
+        staging = Path(folder) / "model"
+        model.save_pretrained(staging)
         for auto in (AutoTokenizer, AutoProcessor):
             try:
-                auto.from_pretrained(path).save_pretrained(made)
+                auto.from_pretrained(path).save_pretrained(staging)
             except (OSError, ValueError, KeyError):
-                continue  # a model may come without one
+                continue  # not every model has one
+        copy_companions(path, staging)
         if out.exists():
             out.rmdir()
-        shutil.move(made, out)
+        shutil.move(staging, out)
     return model

@@ -1,4 +1,4 @@
-"""Which modules of a model are attention layers, and their geometry, read from those modules."""
+"""Find a model's attention layers and read their geometry."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ _HEADS = (
     *("num_heads", "num_attention_heads", "n_heads", "n_head", "groups"),
     "decoder_self_attention_heads",
 )
+_DROPOUTS = (
+    "attention_dropout",
+    "attn_dropout",
+    "attn_drop",
+    "dropout_prob",
+    "dropout_p",
+    "dropout",
+)
 _CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
 
 
@@ -30,7 +38,7 @@ class AttentionLayer(NamedTuple):
 
 
 def attention_layers(model: nn.Module) -> list[AttentionLayer]:
-    """Find the modules that call the attention interface, in the model's order."""
+    """Return the modules that call the attention interface, in the order of ``named_modules``."""
     return [
         AttentionLayer(name, module, read_geometry(model, name, module))
         for name, module in model.named_modules()
@@ -39,7 +47,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
 
 
 def layer_number(name: str, module: nn.Module) -> int:
-    """Return a layer's number: its ``layer_idx``, else the first number in its name, else 0."""
+    """Return a layer's ``layer_idx``, else the first number in its name, else 0."""
     index = getattr(module, "layer_idx", None)
     if isinstance(index, int):
         return index
@@ -57,10 +65,10 @@ def _first(owners: tuple[Any, ...], *names: str) -> Any:
 
 
 def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
-    """Read heads, sizes and limits of an attention module, from itself first and its config second.
+    """Read the geometry of an attention module from its attributes, else from its config.
 
     Raises:
-        UnsupportedError: The number of heads or their size is nowhere to be found.
+        UnsupportedError: Neither holds the number of heads or their size.
     """
     config = getattr(module, "config", None) or getattr(model, "config", None)
     owners = (module, config)
@@ -73,16 +81,16 @@ def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
     if not heads or not size:
         raise UnsupportedError(
             f"{name}: the number of heads or their size cannot be read from "
-            f"{type(module).__name__} or its config, so no backend can be fitted to it"
+            f"{type(module).__name__} or its config, so no backend can be built for it"
         )
     groups = _first((module,), "num_key_value_groups") or 1
     key_heads = _first((module,), "num_key_value_heads")
     if key_heads is None or getattr(module, "num_key_value_groups", None) == 1:
-        key_heads = heads // groups  # a layer may have repeated its keys before it attends
+        key_heads = heads // groups  # some layers repeat their keys before they call the interface
     cross = bool(_CROSS.search(name) or _CROSS.search(type(module).__name__))
     cross = cross or getattr(module, "is_cross_attention", False) is True
-    causal = is_causal(module, config) and not cross
-    sinks = getattr(module, "sinks", getattr(module, "sink_proj", None))  # or one for each query
+    causal = (is_causal(module, config) or _in_causal_tower(model, module)) and not cross
+    sinks = getattr(module, "sinks", getattr(module, "sink_proj", None))  # or a projection
     longest = "max_target_positions" if causal else "max_source_positions"
     return Geometry(
         num_heads=int(heads),
@@ -96,6 +104,7 @@ def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
         window=sliding_window(module, config, number),
         softcap=_first((module,), "attn_logit_softcapping"),
         sinks=sinks is not None and not isinstance(sinks, bool | int),
+        dropout=attention_dropout(module),
         position_bias=has_position_bias(module, cross_attention=cross),
         max_length=_first((config,), "max_position_embeddings", "n_positions", longest),
         layer=number,
@@ -103,31 +112,65 @@ def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
     )
 
 
+def attention_dropout(module: nn.Module) -> float:
+    """Return the probability of attention dropout in training, from a number or a module."""
+    for name in _DROPOUTS:
+        value = getattr(module, name, None)
+        value = getattr(value, "p", value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    return 0.0
+
+
 def is_causal(module: nn.Module, config: Any) -> bool:
-    """Whether a layer is causal; a config may switch that off for a decoder used as an encoder."""
-    own = getattr(module, "is_causal", None)
-    if own is not None and not bool(own):
+    """Return whether a layer is causal; a config can make a decoder bidirectional."""
+    if getattr(module, "is_decoder", None) is False:  # encoders may set is_causal
         return False
-    if getattr(module, "is_decoder", None) is False:  # an encoder's layer that says it is causal
+    is_causal = getattr(module, "is_causal", None)
+    if is_causal is not None and not is_causal:
         return False
-    return bool(getattr(config, "is_causal", True) is not False) and (own is None or bool(own))
+    return getattr(config, "is_causal", True) is not False
+
+
+def _in_causal_tower(model: nn.Module, module: nn.Module) -> bool:
+    """Return whether the model around a layer makes it causal, as CLIP's text model does.
+
+    Text and image towers share the class of their layers, so the layers are bidirectional; the text
+    tower passes them a causal mask and ``is_causal``.
+    """
+    if getattr(module, "is_causal", None) is not False:
+        return False
+    owners = [m for m in compat.pretrained_models(model) if any(x is module for x in m.modules())]
+    innermost = owners[-1:]  # pretrained_models lists outer models first
+    return any(
+        compat.reads_name(owner, "create_causal_mask") and compat.reads_name(owner, "is_causal")
+        for owner in innermost
+    )
+
+
+def has_image_mask(model: nn.Module, layer: AttentionLayer) -> bool:
+    """Return whether a decoder's layer is bidirectional within an image, as in Gemma 3."""
+    return layer.geometry.causal and any(
+        compat.reads_name(owner, "block_sequence_ids") and layer.module in set(owner.modules())
+        for owner in compat.pretrained_models(model)
+    )
 
 
 def has_position_bias(module: nn.Module, *, cross_attention: bool) -> bool:
-    """Whether a layer hands the attention function a bias made from relative positions."""
+    """Return whether a layer passes a relative position bias to the attention function."""
     if not compat.reads_name(module, "position_bias"):
         return False
-    kind = str(getattr(module, "position_embeddings_type", "relative"))  # some may be set to others
+    kind = str(getattr(module, "position_embeddings_type", "relative"))  # set by some configs
     return "relative" in kind and not position_bias_is_zero(module, cross_attention=cross_attention)
 
 
 def position_bias_is_zero(module: nn.Module, *, cross_attention: bool) -> bool:
-    """Whether the position bias that a layer hands over is all zeros: in T5's cross-attention."""
+    """Return whether the position bias of a layer is all zeros, as in T5's cross-attention."""
     return cross_attention and getattr(module, "has_relative_attention_bias", None) is False
 
 
 def sliding_window(module: nn.Module, config: Any, number: int) -> int | None:
-    """Return the model's own sliding window in this layer, if it has one."""
+    """Return the sliding window of the model in this layer, or ``None``."""
     if hasattr(module, "sliding_window"):
         window: Any = module.sliding_window
         return window if isinstance(window, int) and not isinstance(window, bool) else None
@@ -140,8 +183,8 @@ def sliding_window(module: nn.Module, config: Any, number: int) -> int | None:
     return window if isinstance(window, int) else None
 
 
-def whole_model(model: nn.Module) -> PreTrainedModel | None:
-    """Return the outermost transformers model in a wrapper (PEFT, DDP, compiled), or itself."""
+def unwrap_model(model: nn.Module) -> PreTrainedModel | None:
+    """Return the outermost transformers model in a wrapper (PEFT, DDP, compiled), or ``None``."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module

@@ -1,9 +1,9 @@
-"""From transformers' mask functions to an :class:`AttentionMask`; nothing quadratic is built."""
+"""Convert transformers' masks to an :class:`AttentionMask` without a ``[T, S]`` tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,64 +17,65 @@ from attnzoo.masks import AttentionMask, Window
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelMask(AttentionMask):
-    """An :class:`AttentionMask` as it travels through a model, in the place of a mask tensor.
+    """An :class:`AttentionMask` that a model passes to its layers instead of a mask tensor.
 
-    ``ndim`` is what transformers looks at before it makes a mask; 4 means that there is one.
-    ``shape`` is that of the mask which this one describes. A model that goes on to compute with its
-    mask (adds to it, cuts it, joins it with another) gets the tensor that eager attention would
-    have; what comes out of that is an additive bias, which exact backends take.
+    ``ndim`` is 4 so that transformers does not create another mask, and ``shape`` is the shape of
+    the mask tensor. If the model computes with the mask (adds, slices, concatenates), it is
+    converted to the additive mask tensor of eager attention; exact backends support such a mask.
     """
 
     ndim: int = 4
     shape: tuple[int, ...] = (1, 1, 0, 0)  # [B, 1, T, S]
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
+    # results that the layers which use this mask share: see past_padding and packing
+    shared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def to(self, device: torch.device | str, **_: Any) -> ModelMask:
-        """Move what is a tensor; a model spread over several devices asks for it."""
-        whole = self.function
+        """Move the tensors to a device, for models split over several devices."""
+        function = self.function
         moved: dict[str, Any] = {
             name: x.to(device)
             for name in ("padding", "segment_ids", "q_offset")
             if isinstance(x := getattr(self, name), Tensor)
         }
-        if whole is not None:
-            moved["function"] = lambda: whole().to(device)
+        if function is not None:
+            moved["function"] = lambda: function().to(device)
         return replace(self, device=device, **moved)
 
     def contiguous(self) -> ModelMask:
-        """Return the mask itself: generation asks this of every mask."""
+        """Return the mask itself; ``generate`` calls this."""
         return self
 
     def additive(self) -> Tensor:
-        """Build the tensor of eager attention, ``[B, 1, T, S]``: 0 where seen, else the least."""
-        seen = self.dense(self.shape[2], self.shape[3], torch.device(self.device))
-        if seen is None:
+        """Return the mask of eager attention, ``[B, 1, T, S]``: 0 or the minimum of the dtype."""
+        visible = self.dense(self.shape[2], self.shape[3], torch.device(self.device))
+        if visible is None:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         hidden = torch.finfo(self.dtype).min
-        zero = torch.zeros((), dtype=self.dtype, device=seen.device)
-        return torch.where(seen, zero, hidden).expand(self.shape)
+        zero = torch.zeros((), dtype=self.dtype, device=visible.device)
+        return torch.where(visible, zero, hidden).expand(self.shape)
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Take part in torch's functions as the tensor that this mask describes."""
+        """Run a torch function on the additive mask."""
         return function(*_as_tensors(args), **_as_tensors(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
-        """Offer whatever else a tensor has."""
+        """Return the attribute of the additive mask."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.additive(), name)
 
 
 def _as_tensors(value: Any) -> Any:
-    """Build every :class:`ModelMask` inside the arguments of a torch function."""
+    """Replace every :class:`ModelMask` in the arguments of a torch function by its tensor."""
     if isinstance(value, ModelMask):
         return value.additive()
     if isinstance(value, dict):
-        return {name: _as_tensors(part) for name, part in value.items()}
+        return {name: _as_tensors(item) for name, item in value.items()}
     return type(value)(map(_as_tensors, value)) if type(value) in (list, tuple) else value
 
 
@@ -85,7 +86,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return apply
 
 
-# Without these, an operator would miss ``__getattr__``, and a comparison be quietly False.
+# Python looks operators up on the class, not by __getattr__; == would compare identities.
 _ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "invert", "and", "or")
 _OTHER = ("eq", "ne", "lt", "le", "gt", "ge", "getitem", "len", "iter", "bool", "contains")
 for _name in (*_ARITHMETIC, *_OTHER):
@@ -107,7 +108,7 @@ def make_mask(
     dtype: torch.dtype = torch.float32,
     **_: Any,
 ) -> ModelMask:
-    """Describe a mask that transformers asks for; registered with its ``AttentionMaskInterface``.
+    """Create a model's mask; registered with transformers' ``AttentionMaskInterface``.
 
     Args:
         batch_size: B.
@@ -115,33 +116,35 @@ def make_mask(
         kv_length: S.
         q_offset: Position of the first query.
         kv_offset: Position of the first key.
-        mask_function: Says for indices (batch, head, query, key) whether the key is seen.
-        attention_mask: Padding, ``[B, S]``, true where real.
+        mask_function: Maps indices (batch, head, query, key) to whether the query sees the key.
+        attention_mask: Padding, ``[B, S]``, true where a token is real.
         local_size: The model's sliding window or chunk.
-        use_vmap: Whether the function was combined with one of the model's own.
-        device: Where the mask would be built.
-        dtype: What the mask would be built in.
+        use_vmap: Whether the model added its own mask function.
+        device: Device of the mask tensor.
+        dtype: Dtype of the mask tensor.
     """
     if isinstance(attention_mask, ModelMask):
         return attention_mask
-    if isinstance(q_offset, Tensor):  # a static cache's counter, which changes in place
+    if isinstance(q_offset, Tensor):  # a static cache updates its counter in place
         q_offset = q_offset.clone()
     padding = _padding(attention_mask, kv_length, kv_offset)
-    read = _read_traced if torch.compiler.is_compiling() else _read
-    found = read(mask_function, local_size, use_vmap, batch_size, q_length, device)
+    if torch.compiler.is_compiling():
+        parsed = _parse_traced(mask_function, local_size, use_vmap, batch_size, q_length, device)
+    else:
+        parsed = _parse_mask_function(mask_function)
     mask = ModelMask(
-        causal=found.causal,
-        window=found.window,
-        segment_ids=found.segment_ids,
+        causal=parsed.causal,
+        window=parsed.window,
+        segment_ids=parsed.segment_ids,
         padding=padding,
         q_offset=q_offset - kv_offset,
         shape=(batch_size, 1, q_length, kv_length),
         dtype=dtype,
         device=device or "cpu",
     )
-    if not found.unknown:
+    if not parsed.unknown:
         return mask
-    whole = partial(
+    dense = partial(
         compat.materialise_mask,
         batch_size=batch_size,
         q_length=q_length,
@@ -153,98 +156,95 @@ def make_mask(
         use_vmap=use_vmap,
         device=device,
     )
-    return replace(mask, function=whole, function_name=f"of an unusual shape ({found.unknown})")
+    return replace(mask, function=dense, function_name=f"an unknown function ({parsed.unknown})")
 
 
 def _padding(attention_mask: Tensor | None, length: int, offset: int | Tensor) -> Tensor | None:
-    """Bring the padding to one entry per key; ``None`` if all are real, where one can look."""
+    """Return the padding with one entry per key; ``None`` if all are real (not when compiling)."""
     if attention_mask is None:
         return None
     if isinstance(offset, int) and isinstance(length, int):
         padding = attention_mask[:, offset : offset + length]
-        if padding.shape[1] < length:  # keys of a static cache that are not written yet
+        if padding.shape[1] < length:  # unused keys of a static cache
             padding = torch.nn.functional.pad(padding, (0, length - padding.shape[1]))
     else:
         padding = attention_mask
     padding = padding.bool()
-    if not torch.compiler.is_compiling() and bool(padding.all()):
-        return None
-    return padding
+    if torch.compiler.is_compiling():
+        return padding
+    if torch._C._get_tracing_state() is not None:
+        raise UnsupportedError(
+            "torch.jit.trace records whether this attention_mask has padding as a constant, so the "
+            "traced model would ignore other masks; use torch.compile or torch.export, or trace "
+            "without attention_mask for inputs without padding"
+        )
+    return None if bool(padding.all()) else padding
 
 
 @dataclass
-class Found:
-    """What a mask function was recognised as."""
+class ParsedMask:
+    """The meaning of a mask function."""
 
     causal: bool = False
     window: Window | None = None
     segment_ids: Tensor | None = None
-    unknown: str = ""
+    unknown: str = ""  # a function that is not supported
 
 
-def _read(
-    function: Callable[..., Any],
-    local_size: int | None,
-    use_vmap: bool,
-    batch_size: int,
-    q_length: int,
-    device: torch.device | None,
-) -> Found:
-    """Take a mask function apart by what it closes over; what has no known name is ``unknown``."""
-    found = Found()
-    _collect(function, found)
-    return found
-
-
-def _collect(function: Callable[..., Any], found: Found) -> None:
+def _parse_mask_function(
+    function: Callable[..., Any], parsed: ParsedMask | None = None
+) -> ParsedMask:
+    """Parse a mask function by its name and the closure variables of its parts."""
+    parsed = parsed or ParsedMask()
     if function is compat.causal_mask_function:
-        found.causal = True
-        return
+        parsed.causal = True
+        return parsed
     if function is compat.bidirectional_mask_function:
-        return
+        return parsed
     name = function.__qualname__.split(".<locals>")[0]
-    inside = compat.function_cells(function)
+    cells = compat.function_cells(function)
     if name == "and_masks":
-        for part in inside["mask_functions"]:
-            _collect(part, found)
+        for inner in cells["mask_functions"]:
+            _parse_mask_function(inner, parsed)
     elif name == "remap_positions_for_packed_sequence":
-        _collect(inside["mask_function"], found)
+        _parse_mask_function(cells["mask_function"], parsed)
     elif name == "packed_sequence_mask_function":
-        found.segment_ids = inside["packed_sequence_mask"]
+        parsed.segment_ids = cells["packed_sequence_mask"]
     elif name == "sliding_window_overlay":
-        found.window = (inside["sliding_window"] - 1, 0)
+        parsed.window = (cells["sliding_window"] - 1, 0)
     elif name == "sliding_window_bidirectional_overlay":
-        found.window = (inside["sliding_window"], inside["sliding_window"])
+        parsed.window = (cells["sliding_window"], cells["sliding_window"])
     else:
-        found.unknown = name
+        parsed.unknown = name
+    return parsed
 
 
-def _read_traced(
+def _parse_traced(
     function: Callable[..., Any],
     local_size: int | None,
     use_vmap: bool,
     batch_size: int,
     q_length: int,
     device: torch.device | None,
-) -> Found:
-    """Recognise a mask function under torch.compile, where closures cannot be looked into.
+) -> ParsedMask:
+    """Parse a mask function under torch.compile, which cannot read closures.
 
-    Packed rows are found by asking whether each token sees the one before it.
+    A packed sequence begins at each token that does not see the token before it.
     """
     if function is compat.causal_mask_function:
-        return Found(causal=True)
+        return ParsedMask(causal=True)
     if function is compat.bidirectional_mask_function:
-        return Found()
+        return ParsedMask()
     if local_size is not None or use_vmap or not function.__qualname__.startswith("and_masks"):
-        return Found(unknown="a window, chunks or a function of its own, compiled")
+        return ParsedMask(unknown="a window, chunks or the model's own function, compiled")
     rows = torch.arange(batch_size, device=device)[:, None]
     later = torch.arange(1, q_length, device=device)[None]
     joined = function(rows, 0, later, later - 1)
     first = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
-    return Found(causal=True, segment_ids=torch.cat([first, (~joined).long().cumsum(1)], 1))
+    return ParsedMask(causal=True, segment_ids=torch.cat([first, (~joined).long().cumsum(1)], 1))
 
 
-def given_mask(
+def read_mask(
     attention_mask: object,
     *,
     causal: bool,
@@ -252,33 +252,33 @@ def given_mask(
     q_length: int,
     kv_length: int,
 ) -> tuple[AttentionMask, Tensor | None]:
-    """Read what an attention layer was given as its mask: ours, a tensor, or nothing.
+    """Convert the ``attention_mask`` argument of a layer: an attnzoo mask, a tensor or ``None``.
 
     Returns:
-        The mask, and an additive bias where the tensor is one.
+        The mask, and the additive bias if the tensor is one.
 
     Raises:
-        UnsupportedError: The mask is neither.
+        UnsupportedError: The argument is none of these, or ``None`` is ambiguous.
     """
     if isinstance(attention_mask, AttentionMask):
         return attention_mask, None
     if attention_mask is None:
         if causal and q_length not in (1, kv_length):
             raise UnsupportedError(
-                f"{q_length} queries meet {kv_length} keys in a causal layer without a mask, which "
-                "does not say where the queries stand; pass attention_mask to the model"
+                f"a causal layer has {q_length} queries, {kv_length} keys and no mask, so the "
+                "positions of the queries are unknown; pass attention_mask to the model"
             )
-        reach = None
-        if window is not None and causal:  # otherwise no mask means every key, as it does in eager
-            reach = (window - 1, 0)
-        return AttentionMask(causal=causal, window=reach, q_offset=kv_length - q_length), None
+        keys = None
+        if window is not None and causal:  # eager ignores the window without a mask otherwise
+            keys = (window - 1, 0)
+        return AttentionMask(causal=causal, window=keys, q_offset=kv_length - q_length), None
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4:
         kind = type(attention_mask).__name__
         if isinstance(attention_mask, Tensor):
             kind += f" of shape {tuple(attention_mask.shape)}"
         raise UnsupportedError(
-            f"the attention mask is a {kind}; attnzoo takes a 2-D padding mask given to the model, "
-            "or a 4-D mask [batch, heads, queries, keys]"
+            f"the attention mask is a {kind}; attnzoo accepts a 2-D padding mask, passed to the "
+            "model, or a 4-D mask [batch, heads, queries, keys]"
         )
     tensor = attention_mask[..., :kv_length]
     if tensor.dtype == torch.bool:
@@ -286,75 +286,32 @@ def given_mask(
     return AttentionMask(), tensor
 
 
-def refuse_other_keys(mask: AttentionMask, kv_length: int) -> None:
-    """Refuse a mask that is not of the keys which are given.
+def refuse_wrong_length(mask: ModelMask, kv_length: int) -> None:
+    """Raise for a mask whose length is not that of the keys.
 
     Raises:
-        UnsupportedError: A model made keys of its own, compressed ones perhaps, and says only in a
-            mask tensor which of them are seen.
+        UnsupportedError: The model made other keys, such as compressed ones.
     """
-    if isinstance(mask, ModelMask) and mask.shape[-1] != kv_length:
-        raise UnsupportedError(
-            f"the mask is of {mask.shape[-1]} keys, but {kv_length} are given, which the model "
-            "made itself; use attn_implementation='sdpa' or 'eager' for it"
-        )
+    raise UnsupportedError(
+        f"the mask covers {mask.shape[-1]} keys, but the model passes {kv_length} keys, which it "
+        "made itself; use attn_implementation='sdpa' or 'eager' for it"
+    )
 
 
-def with_selection(mask: AttentionMask, indices: Tensor, kv_length: int) -> AttentionMask:
-    """Narrow a mask to the keys that a sparse indexer selected.
+def keep_selected(mask: AttentionMask, indices: Tensor, kv_length: int) -> AttentionMask:
+    """Return the mask, restricted to the keys that a sparse indexer selected.
 
     Args:
-        mask: What the mask says already.
+        mask: The mask.
         indices: The selected keys of each query, ``[B, T, N]``, the same for all heads.
         kv_length: S.
     """
     batch, queries, _ = indices.shape
 
-    def whole() -> Tensor:
-        chosen = torch.zeros(batch, queries, kv_length, dtype=torch.bool, device=indices.device)
-        chosen = chosen.scatter(-1, indices.long(), True)[:, None]
-        seen = mask.dense(queries, kv_length, indices.device)
-        return chosen if seen is None else chosen & seen
+    def dense() -> Tensor:
+        selected = torch.zeros(batch, queries, kv_length, dtype=torch.bool, device=indices.device)
+        selected = selected.scatter(-1, indices.long(), True)[:, None]
+        visible = mask.dense(queries, kv_length, indices.device)
+        return selected if visible is None else selected & visible
 
-    return replace(mask, function=whole, function_name="a sparse indexer's selection of keys")
-
-
-def with_boundaries(
-    mask: AttentionMask,
-    of_queries: Tensor | None,
-    of_keys: Tensor | None,
-    sizes: tuple[int, ...],
-    *,
-    shared: bool = False,
-) -> AttentionMask:
-    """Add packing that is given as cumulative lengths, ``[N + 1]``, as flash attention takes it.
-
-    Args:
-        mask: What the mask says already; packing found in ``position_ids`` is the same packing.
-        of_queries: ``cu_seq_lens_q``.
-        of_keys: ``cu_seq_lens_k``.
-        sizes: Batch, queries and keys.
-        shared: Whether these are a share of rows that lie on several processes.
-
-    Raises:
-        UnsupportedError: The boundaries do not describe the packing of one row.
-    """
-    if mask.segment_ids is not None and not shared:
-        return mask
-    boundaries = of_queries if of_queries is not None else of_keys
-    batch, queries, keys = sizes
-    reasons = []
-    if batch != 1:
-        reasons.append(f"there are {batch} rows (put all sequences into one)")
-    if queries != keys:
-        reasons.append(f"{queries} queries meet {keys} keys (packed rows take no cache)")
-    if shared:
-        reasons.append("rows lie on several processes (say it by position_ids)")
-    if mask.padding is not None or mask.function is not None:
-        reasons.append("there is an attention mask too (leave it out)")
-    if reasons:
-        raise UnsupportedError(f"cu_seq_lens cannot be honoured: {'; '.join(reasons)}")
-    assert boundaries is not None
-    tokens = torch.arange(queries, device=boundaries.device)
-    ids = torch.searchsorted(boundaries[1:].contiguous(), tokens, right=True)
-    return replace(mask, segment_ids=ids[None])
+    return replace(mask, function=dense, function_name="a sparse indexer's selection of keys")

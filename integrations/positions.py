@@ -1,4 +1,4 @@
-"""Makes a model take longer inputs than it was made for, by its positions."""
+"""Extend a model's positions to longer inputs."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from transformers import PreTrainedModel
 
 from attnzoo.errors import SpecError, UnsupportedError, did_you_mean
 from attnzoo.integrations.attention import layer_backend
-from attnzoo.integrations.layers import attention_layers, has_position_bias, whole_model
+from attnzoo.integrations.layers import attention_layers, has_position_bias, unwrap_model
 
 TABLE_METHODS = ("copy", "interpolate")
-ROTARY_METHODS = ("linear", "dynamic", "yarn")  # as transformers calls them
-_TABLES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
-_ALIBI = {"bloom": None, "mpt": "max_seq_len"}  # model types, and what bounds their bias
+ROTARY_METHODS = ("yarn", "linear", "dynamic")  # names of transformers; the first is the default
+_TABLE_NAMES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
+_ALIBI = {
+    "bloom": None,
+    "mpt": "max_seq_len",
+}  # model types; field of the length limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
-    """What was done to a model's positions.
+    """The change that :func:`extend_positions` made to a model.
 
     Attributes:
         kind: ``"learned"``, ``"sinusoidal"``, ``"rotary"``, ``"relative"`` or ``"alibi"``.
-        before: Tokens that the model was made for; ``None`` where its positions have no end.
-        after: Tokens that it takes now, and is meant to.
-        method: How; ``"none"`` where nothing had to be done.
+        before: Maximum length before, in tokens; ``None`` if it was unlimited.
+        after: Requested maximum length, in tokens.
+        method: The method; ``"none"`` if the positions needed no change.
     """
 
     kind: str
@@ -38,30 +41,30 @@ class Extension:
 
 
 def extend_positions(model: nn.Module, length: int, *, method: str | None = None) -> Extension:
-    """Make a model take ``length`` tokens, in memory; ``save_pretrained`` keeps it.
+    """Extend a model's positions to ``length`` tokens in memory; ``save_pretrained`` saves them.
 
-    Quality at the new positions has to be measured (``attnzoo compare``), and mostly to be trained.
+    Measure the quality at the new positions (``attnzoo compare``); most models need training there.
 
-    - Learned tables (BERT, GPT-2, OPT, RoBERTa, whose first rows stand for padding): ``"copy"``
-      puts the learned rows one after another again, as Longformer did (arXiv:2004.05150, section
-      5), so that near tokens still see known differences; ``"interpolate"`` stretches the table.
-    - Rotary positions: transformers' own scaling, written to ``config.rope_parameters``:
+    - Learned position embeddings (BERT, GPT-2, OPT, RoBERTa): ``"copy"`` repeats the table, as
+      Longformer does (arXiv:2004.05150, section 5), which keeps the differences between
+      neighbouring positions; ``"interpolate"`` stretches it. Rows for padding are kept.
+    - Rotary positions: the scaling of transformers, written to ``config.rope_parameters``:
       ``"yarn"`` (arXiv:2309.00071), ``"dynamic"`` (NTK-aware), ``"linear"`` (arXiv:2306.15595).
-    - Sinusoidal tables are computed for the new length.
-    - ALiBi and T5's relative bias have no end: nothing is changed but a bound in the config.
+    - Sinusoidal position embeddings are computed for the new length.
+    - ALiBi and T5's relative bias are unlimited: at most a limit in the config changes.
 
     Args:
         model: A transformers model, or a wrapper around one; swapped or not.
-        length: Tokens that it is to take, more than now.
-        method: One of the above; ``"copy"`` for tables and ``"yarn"`` for rotary positions when
-            ``None``.
+        length: The new maximum length in tokens, greater than the current one.
+        method: One of the above; the default is ``"copy"`` for learned and ``"yarn"`` for rotary
+            positions.
 
     Raises:
-        SpecError: The length or the method makes no sense for this model.
-        UnsupportedError: Its positions are of a kind that cannot be extended. In each case the
-            model is left as it was.
+        SpecError: The length or the method is invalid for this model.
+        UnsupportedError: The positions cannot be extended. After any of these errors the model is
+            unchanged.
     """
-    target = whole_model(model)
+    target = unwrap_model(model)
     if target is None:
         raise SpecError(f"{type(model).__name__} is not a transformers model")
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
@@ -72,27 +75,27 @@ def extend_positions(model: nn.Module, length: int, *, method: str | None = None
         return _extend_tables(target, tables, length, method)
     if getattr(target.config.get_text_config(), "rope_parameters", None):
         return _extend_rotary(target, length, method)
-    return _unbounded(target, length, method)
+    return _extend_unlimited(target, length, method)
 
 
 def _refuse_fixed_projections(model: PreTrainedModel) -> None:
-    """Refuse a model in which a backend has a parameter for every position."""
+    """Raise if a backend has a parameter per position."""
     for layer in attention_layers(model):
         backend = layer_backend(layer.module)
         if backend is not None and backend.name == "linformer" and not layer.geometry.causal:
             raise UnsupportedError(
-                f"{layer.geometry.name}: backend 'linformer' projects along the positions that the "
-                "model had when it was swapped; extend the model first, and swap it then"
+                f"{layer.geometry.name}: backend 'linformer' has a weight for each position that "
+                "the model had when it was swapped; extend the model before attnzoo.swap"
             )
 
 
-def _check_method(method: str | None, known: tuple[str, ...], kind: str) -> str:
+def _check_method(method: str | None, methods: tuple[str, ...], kind: str) -> str:
     if method is None:
-        return known[0]
-    if method not in known:
+        return methods[0]
+    if method not in methods:
         raise SpecError(
-            f"No way to extend {kind} positions is called {method!r}."
-            f"{did_you_mean(method, known)} Available: {', '.join(known)}."
+            f"No method to extend {kind} positions is called {method!r}."
+            f"{did_you_mean(method, methods)} Available: {', '.join(methods)}."
         )
     return method
 
@@ -100,140 +103,139 @@ def _check_method(method: str | None, known: tuple[str, ...], kind: str) -> str:
 def _check_length(length: int, now: int) -> None:
     if length <= now:
         raise SpecError(
-            f"length must be above the {now} positions that the model has, got {length}"
+            f"length must be greater than the {now} positions that the model has, got {length}"
         )
 
 
-# -- tables --------------------------------------------------------------------------------------
+# -- position embeddings -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Table:
-    """A table of positions: the module that holds it, its name there, and its special rows."""
+    """A position embedding, the module that holds it, and its name there."""
 
     owner: nn.Module
     name: str
-    table: nn.Embedding
-    offset: int  # rows before that of position 0
-    counted: bool  # whether the config counts them
+    embedding: nn.Embedding
+    offset: int  # rows before position 0, for padding
+    counts_offset: bool  # whether max_position_embeddings includes those rows
 
     @property
     def sinusoidal(self) -> bool:
-        """Whether it is computed and not learned."""
-        return "Sinusoidal" in type(self.table).__name__
+        """Whether the embedding is computed, not learned."""
+        return "Sinusoidal" in type(self.embedding).__name__
 
 
 def _tables(model: PreTrainedModel) -> list[_Table]:
-    """Find the tables whose rows are as many as the config has positions."""
+    """Return the embeddings with a row for each position of the config."""
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
-    found = []
+    tables = []
     for owner in model.modules():
         for name, table in owner.named_children():
-            if name not in _TABLES or not isinstance(table, nn.Embedding):
+            if name not in _TABLE_NAMES or not isinstance(table, nn.Embedding):
                 continue
             offset = int(getattr(table, "offset", 0))
-            counted = offset == 0 and table.padding_idx is not None
-            if counted:
+            counts_offset = offset == 0 and table.padding_idx is not None
+            if counts_offset:
                 assert table.padding_idx is not None
                 offset = table.padding_idx + 1
-            rows = table.num_embeddings - (0 if counted else offset)
+            rows = table.num_embeddings - (0 if counts_offset else offset)
             if rows == limit:
-                found.append(_Table(owner, name, table, offset, counted))
-    return found
+                tables.append(_Table(owner, name, table, offset, counts_offset))
+    return tables
 
 
 def _extend_tables(
     model: PreTrainedModel, tables: list[_Table], length: int, method: str | None
 ) -> Extension:
     first = tables[0]
-    before = first.table.num_embeddings - first.offset
+    before = first.embedding.num_embeddings - first.offset
     computed = all(table.sinusoidal for table in tables)
-    known = ("computed",) if computed else TABLE_METHODS
-    method = _check_method(method, known, "sinusoidal" if computed else "learned")
+    kind = "sinusoidal" if computed else "learned"
+    method = _check_method(method, ("computed",) if computed else TABLE_METHODS, kind)
     _check_length(length, before)
     for table in tables:
-        _replace(table, length, method)
+        _resize(table, length, method)
     model.config.get_text_config().max_position_embeddings = length + (
-        first.offset if first.counted else 0
+        first.offset if first.counts_offset else 0
     )
-    kind = "sinusoidal" if computed else "learned"
     return Extension(kind=kind, before=before, after=length, method=method)
 
 
 @torch.no_grad()
-def _replace(found: _Table, length: int, method: str) -> None:
-    """Put a longer table in the place of one, and give position numbers beside it more room."""
-    old = found.table
-    weight = old.weight
-    special, rows = weight[: found.offset], weight[found.offset :]
-    if found.sinusoidal:
-        longer = sinusoidal(found.offset + length, weight)
+def _resize(table: _Table, length: int, method: str) -> None:
+    """Extend a position embedding, and the buffers of position and token type ids next to it."""
+    embedding = table.embedding
+    weight = embedding.weight
+    special, rows = weight[: table.offset], weight[table.offset :]
+    if table.sinusoidal:
+        longer = sinusoidal(table.offset + length, weight)
     else:
-        grown = copied(rows, length) if method == "copy" else interpolated(rows, length)
-        longer = torch.cat([special, grown])
-    now = old.num_embeddings
-    old.weight = nn.Parameter(longer, requires_grad=weight.requires_grad)
-    old.num_embeddings = len(longer)
-    for name, buffer in list(found.owner.named_buffers(recurse=False)):
-        if buffer.shape[-1:] != (now,):
+        extended = copied(rows, length) if method == "copy" else interpolated(rows, length)
+        longer = torch.cat([special, extended])
+    old_rows = embedding.num_embeddings
+    embedding.weight = nn.Parameter(longer, requires_grad=weight.requires_grad)
+    embedding.num_embeddings = len(longer)
+    for name, buffer in list(table.owner.named_buffers(recurse=False)):
+        if buffer.shape[-1:] != (old_rows,):
             continue
         if name == "position_ids":
             numbers = torch.arange(len(longer), device=buffer.device, dtype=buffer.dtype)
-            setattr(found.owner, name, numbers.expand(*buffer.shape[:-1], -1).clone())
+            setattr(table.owner, name, numbers.expand(*buffer.shape[:-1], -1).clone())
         elif name == "token_type_ids":
-            setattr(found.owner, name, buffer.new_zeros(*buffer.shape[:-1], len(longer)))
+            setattr(table.owner, name, buffer.new_zeros(*buffer.shape[:-1], len(longer)))
 
 
 def copied(rows: Tensor, length: int) -> Tensor:
-    """Return the rows one after another until there are ``length``, ``[length, M]``."""
+    """Return the rows repeated up to ``length`` rows, ``[length, M]``."""
     return rows.repeat(-(-length // len(rows)), 1)[:length]
 
 
 def interpolated(rows: Tensor, length: int) -> Tensor:
-    """Return the rows stretched to ``length``, ends kept, ``[length, M]``."""
+    """Return the rows interpolated to ``length`` rows, ends kept, ``[length, M]``."""
     stretched = F.interpolate(rows.float().T[None], size=length, mode="linear", align_corners=True)
     return stretched[0].T.to(rows.dtype)
 
 
 def sinusoidal(count: int, like: Tensor) -> Tensor:
-    """Return ``count`` rows of which ``like [N, M]`` are the first: sines, then cosines.
+    """Return ``count`` rows of sines, then cosines, which begin with ``like [N, M]``.
 
     Raises:
-        UnsupportedError: ``like`` is arranged in another way.
+        UnsupportedError: ``like`` has another form.
     """
     size = like.shape[1]
-    place = torch.arange(count, dtype=torch.float64)[:, None]
-    angle = place * 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    made = torch.cat([angle.sin(), angle[:, : size // 2].cos()], 1).to(like)
-    if not torch.allclose(made[: len(like)], like, atol=1e-2):
+    position = torch.arange(count, dtype=torch.float64)[:, None]
+    angle = position * 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    rows = torch.cat([angle.sin(), angle[:, : size // 2].cos()], 1).to(like)
+    if not torch.allclose(rows[: len(like)], like, atol=1e-2):
         raise UnsupportedError(
             "the model's sinusoidal table is not sines followed by cosines over powers of 10000, "
-            "so how it goes on is not known; build the model with a larger "
+            "so its continuation is unknown; build the model with a larger "
             "config.max_position_embeddings"
         )
-    return made
+    return rows
 
 
 # -- rotary positions ----------------------------------------------------------------------------
 
 
 def _extend_rotary(model: PreTrainedModel, length: int, method: str | None) -> Extension:
-    """Write transformers' own scaling to the config, and compute the frequencies anew."""
-    method = _check_method(method, ("yarn", *ROTARY_METHODS[:2]), "rotary")
+    """Write the scaling to the config, and rebuild the rotary embeddings."""
+    method = _check_method(method, ROTARY_METHODS, "rotary")
     config = model.config.get_text_config()
     parameters: dict[str, Any] = dict(config.rope_parameters)
     if "rope_type" not in parameters:
         raise UnsupportedError(
-            f"{type(model).__name__} has other rotary positions in each kind of layer "
-            f"({', '.join(parameters)}), and which of them to scale is not known; set "
+            f"{type(model).__name__} has different rotary positions per layer type "
+            f"({', '.join(parameters)}), and it is unknown which of them to scale; set "
             "config.rope_parameters before the model is loaded"
         )
     if parameters["rope_type"] != "default":
         raise UnsupportedError(
             f"The model's rotary positions are scaled already (rope_type "
-            f"{parameters['rope_type']!r}); scaling them twice is not known to work. Load the "
-            "model with its first config, and extend that"
+            f"{parameters['rope_type']!r}), and scaling them twice is not supported. Load the "
+            "model with its original config and extend that"
         )
     before = config.max_position_embeddings
     _check_length(length, before)
@@ -245,26 +247,26 @@ def _extend_rotary(model: PreTrainedModel, length: int, method: str | None) -> E
     ]
     if not embeddings:
         raise UnsupportedError(
-            f"{type(model).__name__} computes its rotary positions in a way of its own; set "
+            f"{type(model).__name__} has no rotary embedding module with inv_freq; set "
             "config.rope_parameters before the model is loaded"
         )
     parameters |= {"rope_type": method, "factor": length / before}
     if method == "yarn":
         parameters["original_max_position_embeddings"] = before
     config.rope_parameters = parameters
-    if method != "dynamic":  # which takes the config's length for that of training
+    if method != "dynamic":  # dynamic scaling reads the training length from the config
         config.max_position_embeddings = length
     for owner, name, module in embeddings:
-        made: nn.Module = type(module)(config)
-        setattr(owner, name, made.to(next(module.buffers()).device))
+        rebuilt: nn.Module = type(module)(config)
+        setattr(owner, name, rebuilt.to(next(module.buffers()).device))
     return Extension(kind="rotary", before=before, after=length, method=method)
 
 
-# -- positions without end -----------------------------------------------------------------------
+# -- unlimited positions -------------------------------------------------------------------------
 
 
-def _unbounded(model: PreTrainedModel, length: int, method: str | None) -> Extension:
-    """Say that nothing needs to be done, or refuse what is not known."""
+def _extend_unlimited(model: PreTrainedModel, length: int, method: str | None) -> Extension:
+    """Raise the limit of ALiBi or relative positions in the config, if there is one."""
     config = model.config.get_text_config()
     kind = config.model_type
     alibi = kind in _ALIBI or bool(getattr(config, "alibi", False))
@@ -273,20 +275,20 @@ def _unbounded(model: PreTrainedModel, length: int, method: str | None) -> Exten
     )
     if not alibi and not relative:
         raise UnsupportedError(
-            f"{type(model).__name__} has no table of positions, no rotary ones and no bias that is "
-            "known here, so nothing can be extended; BERT, GPT-2, RoBERTa, OPT, Llama and T5 are "
-            "among those that can"
+            f"{type(model).__name__} has no position embeddings, rotary positions or position bias "
+            "that attnzoo recognises, so nothing can be extended; supported are, among others, "
+            "BERT, GPT-2, RoBERTa, OPT, Llama and T5"
         )
-    name = "ALiBi's" if alibi else "relative"
+    name = "ALiBi" if alibi else "relative"
     if method not in (None, "none"):
         raise SpecError(
-            f"The model's {name} positions have no end, so there is nothing to do by "
-            f"{method!r}; leave method out"
+            f"The model's {name} positions are unlimited, so method {method!r} does not apply; "
+            "leave method out"
         )
-    bound = _ALIBI.get(kind)
-    before = getattr(config, bound, None) if bound else None
-    if bound and before is not None and before < length:
-        setattr(config, bound, length)
+    limit = _ALIBI.get(kind)
+    before = getattr(config, limit, None) if limit else None
+    if limit and before is not None and before < length:
+        setattr(config, limit, length)
     return Extension(
         kind="alibi" if alibi else "relative", before=before, after=length, method="none"
     )

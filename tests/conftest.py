@@ -4,10 +4,12 @@ import importlib
 import importlib.util
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # tools/ is not in the wheel
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 # Set before torch loads, and by name, so that the processes a test starts keep to the share too.
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -17,8 +19,8 @@ os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // _workers))
 # imported, and never again: before any test module imports Triton for another reason, and unseen by
 # what tests start. The first launch would import the last of these.
 INTERPRETED = (
-    "attnzoo.kernels.triton.linear",
-    "attnzoo.kernels.triton.linear_step",
+    "attnzoo.backends.linear.kernels.custom_op",
+    "attnzoo.backends.linear.kernels.step",
     "triton.experimental.gluon",
 )
 if importlib.util.find_spec("triton"):
@@ -55,12 +57,26 @@ def naive():
     return load
 
 
+SVG_TEXTS = "[...document.querySelectorAll('figure.plot svg text')]"
+# Colours of axis labels and legends; the text in cells of a matrix contrasts with its cell.
+SVG_TEXT_COLORS = f"""[...new Set({SVG_TEXTS}.map(t => getComputedStyle(t).fill)
+    .filter(c => c != 'rgb(0, 0, 0)' && c != 'rgb(255, 255, 255)'))]"""
+SVG_TEXT_HEIGHT = f"""Math.min(99, ...{SVG_TEXTS}.map(t => parseFloat(getComputedStyle(t).fontSize)
+    * t.ownerSVGElement.getBoundingClientRect().width / t.ownerSVGElement.viewBox.baseVal.width))"""
+SVG_OVERFLOW = f"""{SVG_TEXTS}.filter(t => {{
+    const text = t.getBoundingClientRect(), svg = t.ownerSVGElement.getBoundingClientRect();
+    return text.left < svg.left - 1 || text.right > svg.right + 1
+        || text.top < svg.top - 1 || text.bottom > svg.bottom + 1;
+}}).map(t => t.textContent)"""
+
+
 @pytest.fixture
 def open_page():
     """Return a function that opens a report without network, checks it, and returns its tab.
 
-    Nothing but the file is asked for, nothing is said on the console, nothing is wider than the
-    window, and text and plots have the colours of the scheme.
+    The page is under 1 MiB, makes no request, writes nothing to the console, has no script and is
+    not wider than the window. Text, also in figures, has the colour of the scheme, is legible and
+    is not cut off.
     """
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
@@ -72,27 +88,28 @@ def open_page():
 
         def check(page, *, width, scheme, plots):
             errors, requests = [], []
+            assert page.stat().st_size < 2**20
             tab = browser.new_page(
                 viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
             )
-            tab.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+            tab.on("console", lambda message: errors.append(message.text))
             tab.on("pageerror", lambda error: errors.append(str(error)))
             tab.on("request", lambda request: requests.append(request.url))
             tab.goto(page.as_uri())
-            tab.wait_for_function(f"document.querySelectorAll('.main-svg').length >= {plots}")
-            tab.wait_for_timeout(200)
             assert errors == []
             here = ("file:", "data:", "blob:")
             assert [url for url in requests if not url.startswith(here)] == []
-            assert tab.locator(".js-plotly-plot").count() == plots
+            assert tab.locator("figure.plot svg").count() == plots
+            assert tab.locator("script").count() == 0
             overflow = "document.documentElement.scrollWidth - window.innerWidth"
             assert tab.evaluate(overflow) <= 0
             background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
             assert background == ("rgb(13, 17, 23)" if scheme == "dark" else "rgb(255, 255, 255)")
-            inks = tab.evaluate(
-                "[...document.querySelectorAll('.js-plotly-plot')].map(p => p.layout.font.color)"
-            )
-            assert set(inks) == {"#e6edf3" if scheme == "dark" else "#1b1f24"}
+            ink = "rgb(230, 237, 243)" if scheme == "dark" else "rgb(27, 31, 36)"
+            assert tab.evaluate(SVG_TEXT_COLORS) == [ink] * (plots > 0)
+            assert tab.evaluate(SVG_OVERFLOW) == []
+            smallest = tab.evaluate(SVG_TEXT_HEIGHT)
+            assert smallest >= 8, f"text of a figure is {smallest} pixels high"
             return tab
 
         yield check

@@ -40,7 +40,11 @@ BUILTIN = [
     ),
     ("gated_linear", {"gate": "rwkv6", "feature_map": "t2r", "chunk_size": 16}),
     ("gated_linear", {"gate": "mlstm", "feature_map": "hedgehog_joint", "chunk_size": 16}),
-    ("gated_linear", {"gate": "matrix", "feature_map": "softmax", "impl": "reference"}),
+    pytest.param(
+        "gated_linear",
+        {"gate": "matrix", "feature_map": "softmax", "impl": "reference"},
+        marks=pytest.mark.exhaustive,  # its rules are in gated_linear/test_matrix_gate.py too
+    ),
 ]
 
 
@@ -205,6 +209,10 @@ class NormalisesItsOutput(Tiny):
         return out * torch.rsqrt(out.square().mean(-1, keepdim=True) + 1e-6)
 
 
+class IgnoresDropout(Tiny):
+    dropout = True
+
+
 class BackwardForgetsPadding(Tiny):
     def keys(self, k, hidden, real):
         right, wrong = super().keys(k, hidden, real), super().keys(k, hidden, None)
@@ -285,6 +293,7 @@ BROKEN = {
     "statements": IgnoresWindows,
     "exactness": ClaimsToBeExact,
     "weights": NormalisesItsOutput,
+    "dropout": IgnoresDropout,
     "padding_gradients": BackwardForgetsPadding,
     "gradients": DetachesTheDenominator,
     "precision": AddsUpInFewBits,

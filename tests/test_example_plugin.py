@@ -38,6 +38,7 @@ def run(installed, *arguments, cwd=ROOT):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_is_listed_and_compared(installed, tmp_path):
     assert '"cosine"' in run(installed, "attnzoo", "list", "--json")
     out = tmp_path / "out"
@@ -59,7 +60,9 @@ def test_it_keeps_the_rules(installed):
 @pytest.mark.slow
 def test_the_demo_shows_it(installed, tmp_path):
     code = (
-        "from attnzoo.demo.run import default_specs, label; print(*map(label, default_specs(None)))"
+        "from attnzoo.demo.run import default_specs; "
+        "from attnzoo.evaluation.models import spec_label; "
+        "print(*map(spec_label, default_specs(None)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=installed, capture_output=True, text=True, check=True

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 import attnzoo
-from attnzoo.corpus import standard_library_files
+from attnzoo.evaluation.corpus import standard_library_files
 
 COUNT = 32  # docstrings of at least SHORTEST tokens, cut at the length that the encoder is made for
 SHORTEST, LONGEST = 64, 256

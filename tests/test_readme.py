@@ -1,21 +1,8 @@
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-
-
-def test_there_is_code_to_run():
-    assert len(BLOCKS) >= 1
-
-
-@pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
-def test_code_runs(code, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {})
 
 
 def test_files_and_pictures_exist():

@@ -5,12 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from attnzoo import registry
-from attnzoo.backends.base import BACKENDS, AttentionBackend, register
-from attnzoo.backends.config import Geometry
+from attnzoo.backends.base import BACKENDS, BUILTIN, AttentionBackend, register
+from attnzoo.backends.config import BackendConfig, Geometry
 from attnzoo.errors import ConfigError, UnknownBackendError, UnsupportedError
 from attnzoo.registry import available_backends, build_backend, get_backend
+from attnzoo.state import AttentionOutput
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYER = Geometry(num_heads=4, num_key_heads=2, head_dim=8, hidden_size=32, layer=3, name="h.3.attn")
@@ -80,7 +82,7 @@ def test_a_backend_is_built_for_a_layer():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"window": 16}, "sliding window of 16 tokens, which it would ignore"),
+        ({"window": 16}, "16 tokens, which it would ignore .config.sliding_window=None"),
         ({"softcap": 30.0}, "caps its scores at 30.0, which it would ignore"),
         ({"sinks": True}, "attention sinks, which it would ignore"),
         ({"causal": False}, "bidirectional .it is causal only."),
@@ -162,10 +164,10 @@ print(cls.__module__, cls.name)
 @pytest.mark.parametrize(
     ("points", "decorator", "words"),
     [
-        ("mine = zoo_mine:Mine", "", "does not register itself under that name"),
+        ("mine = zoo_mine:Mine", "", "does not register this name"),
         ("mine = zoo_mine:Mine", "@register('other')", "with @attnzoo.register.'mine'."),
-        ("mine = zoo_mine:Yours", "@register('mine')", "cannot be loaded: "),
-        ("mine = zoo_nowhere:Mine", "", "cannot be loaded: No module named 'zoo_nowhere'"),
+        ("mine = zoo_mine:Yours", "@register('mine')", "cannot be imported: "),
+        ("mine = zoo_nowhere:Mine", "", "cannot be imported: No module named 'zoo_nowhere'"),
     ],
 )
 def test_a_plugin_that_does_not_deliver_is_refused(site, points, decorator, words):
@@ -179,12 +181,43 @@ def test_two_plugins_of_one_name_are_refused(site):
     module = MODULE.format(decorator="@register('mine')")
     install(site, "zoo_mine", "mine = zoo_mine:Mine", module)
     install(site, "zoo_yours", "mine = zoo_yours:Mine", module)
-    with pytest.raises(ConfigError, match="'zoo_mine:Mine' and held by 'zoo_yours:Mine'; uninst"):
+    with pytest.raises(
+        ConfigError, match="'zoo_mine:Mine' is also that of 'zoo_yours:Mine'; uninst"
+    ):
         get_backend("mine")
 
 
 def test_a_plugin_of_a_builtin_name_is_refused(site):
     BACKENDS.pop("linear", None)
     install(site, "zoo_mine", "linear = zoo_mine:Mine", MODULE.format(decorator=""))
-    with pytest.raises(ConfigError, match=r"'zoo_mine:Mine' and held by 'attnzoo.backends.linear'"):
+    with pytest.raises(
+        ConfigError, match=r"'zoo_mine:Mine' is also that of 'attnzoo.backends.linear.backend'"
+    ):
         get_backend("linear")
+
+
+def test_impl_is_validated_against_the_implementations_of_the_config():
+    for name in BUILTIN:
+        cls = get_backend(name).config_class
+        assert cls.implementations[0] == "auto"
+        assert "reference" in cls.implementations or name == "flash"  # whose oracle is softmax
+        for impl in cls.implementations:
+            assert cls(impl=impl).impl == impl
+        message = rf"{cls.__name__}\.impl must be 'auto' or .*, got 'refrence'"
+        with pytest.raises(ConfigError, match=message):
+            cls(impl="refrence")
+    with pytest.raises(ConfigError, match="Did you mean 'torch'"):
+        get_backend("linear").config_class(impl="torhc")
+
+
+def test_a_backend_that_returns_no_impl_has_one_implementation():
+    class Mean(AttentionBackend):
+        """Return the mean of the values."""
+
+        def attend(self, inputs):
+            return AttentionOutput(inputs.v.mean(2, keepdim=True).expand_as(inputs.q))
+
+    backend = Mean(BackendConfig(), Geometry(num_heads=1, num_key_heads=1, head_dim=2))
+    assert backend.ran is None
+    backend(*torch.randn(3, 1, 1, 4, 2))
+    assert backend.ran == ("reference", "the only implementation")

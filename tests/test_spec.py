@@ -4,7 +4,9 @@ import json
 from dataclasses import dataclass
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import attnzoo
 from attnzoo.backends.config import BackendConfig, Geometry
 from attnzoo.errors import ConfigError, SpecError, UnknownBackendError
 from attnzoo.registry import get_backend
@@ -83,7 +85,7 @@ def test_what_may_be_left_out(missing):
         ({"backend": "flash", "options": {"window": True}}, ConfigError, "got True"),
         ({"backend": "flash", "options": {"window": 0}}, ConfigError, "at least 1 token, got 0"),
         ({"backend": "flash", "options": {"window": float("nan")}}, ConfigError, "got nan"),
-        ({"backend": "flash", "options": {"impl": "sdpaa"}}, ConfigError, "'sdpa' or 'xformers'"),
+        ({"backend": "flash", "options": {"impl": "sdpaa"}}, ConfigError, "Did you mean 'sdpa'"),
         ({"backend": "flash", "options": {3: 4}}, ConfigError, "no option 3"),
         ({"backend": "flash", "options": {"layers": {}}}, ConfigError, "no option 'layers'"),
         ({"backend": "flash", "options": {"backend": "x"}}, ConfigError, "no option 'backend'"),
@@ -93,9 +95,9 @@ def test_what_may_be_left_out(missing):
         ({"backend": "linear", "options": {"eps": float("inf")}}, ConfigError, "float, got inf"),
         ({"backend": "linear", "options": {"feature_map": "rela"}}, ConfigError, "mean 'relu'"),
         ({"backend": "flash", "version": 2}, SpecError, "reads up to 1; upgrade"),
-        ({"backend": "flash", "version": 0}, SpecError, "from 1 on, got 0"),
-        ({"backend": "flash", "version": "1"}, SpecError, "from 1 on, got '1'"),
-        ({"backend": "flash", "version": True}, SpecError, "from 1 on, got True"),
+        ({"backend": "flash", "version": 0}, SpecError, "at least 1, got 0"),
+        ({"backend": "flash", "version": "1"}, SpecError, "at least 1, got '1'"),
+        ({"backend": "flash", "version": True}, SpecError, "at least 1, got True"),
         ({"backend": "flash", "layer": {}}, SpecError, "Did you mean 'layers'?"),
         ({"backend": "flash", "layers": ["0"]}, SpecError, "must map layer numbers"),
         ({"backend": "flash", "layers": {"0": 5}}, SpecError, "layers.'0'. must be a backend"),
@@ -162,7 +164,7 @@ def test_lists_from_json_become_tuples():
     config = ListConfig.from_options("mine", {"positions": [1, 2]})
     assert config.positions == (1, 2)
     assert config.changed_options() == {"positions": (1, 2)}
-    stored = LayerSpec("mine", config.changed_options()).to_dict()
+    stored = LayerSpec("mine", config.changed_options(), config).to_dict()
     assert stored == {"backend": "mine", "options": {"positions": [1, 2]}}
     with pytest.raises(ConfigError, match=r"Backend 'mine': .*positions must be a list of int"):
         ListConfig.from_options("mine", {"positions": [1, "2"]})
@@ -241,3 +243,22 @@ def test_keys_that_name_nothing_or_too_much_are_refused(layers, words):
 def test_malformed_keys_are_refused(text):
     with pytest.raises(SpecError, match=r'such as "0-1,11"'):
         AttentionSpec("linear", layers={text: "flash"})
+
+
+def test_a_spec_is_validated_once(monkeypatch):
+    made = []
+    from_options = BackendConfig.from_options.__func__
+
+    def counted(cls, *args, **kwargs):
+        made.append(cls)
+        return from_options(cls, *args, **kwargs)
+
+    monkeypatch.setattr(BackendConfig, "from_options", classmethod(counted))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=4,
+            num_attention_heads=2,
+        )
+    )  # fmt: skip
+    attnzoo.swap(model, "linear", layers={"0": "flash"})
+    assert len(made) == 2  # one for each entry of the spec, none for a layer

@@ -18,14 +18,14 @@ ROOT = Path(__file__).resolve().parents[1]
 ROWS = (
     {"autoload", "errors", "masks", "state"},
     {"kernels"},
-    {"ops"},
     {"backends"},
-    {"registry"},
-    {"spec", "testing", "corpus", "bench"},
+    {"ops", "registry"},
+    {"spec"},
     {"integrations"},
-    {"report"},
-    # __init__: the public names, resolved on first use
-    {"demo", "training", "families", "compare", "tasks", "__init__"},
+    {"testing"},
+    # __init__: the public names, resolved on first use, and the version
+    {"report", "evaluation", "__init__"},
+    {"demo", "training", "families", "compare", "tasks"},
     {"commands"},
     {"cli", "__main__"},
 )
@@ -89,6 +89,106 @@ def wrong_imports(module: str, source: str) -> list[str]:
     return wrong
 
 
+# Inside a mechanism, from the bottom up. A module that is not named here lies in between.
+LEVELS = {
+    "kernels": 0,
+    "impl": 1,
+    "validation": 1,
+    "feature_maps.functional": 1,  # ops apply some of these functions themselves
+    "op": 2,
+    "backend": 4,
+}
+BETWEEN = 3
+# What a mechanism may import of another one, beside its op. gated_linear and performer derive from
+# the base of the linear family.
+SHARED = (
+    "linear.recurrent",
+    "linear.window_hybrid",
+    "linear.window_config",
+    "linear.positions",
+    "linear.feature_maps",
+    "linear.impl.common",
+    "linear.impl.decay",
+    "linear.impl.state_summary",
+    "linear.impl.context_parallel",
+    "linear.impl.cpp",
+    "local",
+)
+
+
+def level_of(inner: str) -> int:
+    """Return the level of a module inside its mechanism: that of the longest prefix in LEVELS."""
+    prefixes = [name for name in LEVELS if f"{inner}.".startswith(f"{name}.")]
+    return LEVELS[max(prefixes, key=len)] if prefixes else BETWEEN
+
+
+def mechanism_of(dotted: str) -> tuple[str, str]:
+    """Return the mechanism and the rest of a module's name; ``""`` outside the mechanisms."""
+    parts = dotted.split(".")
+    if parts[:2] != ["attnzoo", "backends"] or len(parts) < 3:
+        return "", ""
+    folder = ROOT / "attnzoo" / "backends" / parts[2]
+    return (parts[2], ".".join(parts[3:])) if folder.is_dir() else ("", "")
+
+
+def wrong_mechanism_imports(module: str, source: str) -> list[str]:
+    """Return what a module of a mechanism imports against the order of its layers."""
+    own, inner = mechanism_of(module)
+    wrong = []
+    for line, name in imports(ast.parse(source)):
+        other, rest = mechanism_of(name)
+        if not other:
+            continue
+        if not own:
+            if module.startswith("attnzoo.backends."):
+                wrong.append(f"{module}:{line} imports {name}, a mechanism, from shared code")
+        elif own != other:
+            wanted = f"{other}.{rest}"
+            if not rest.startswith("op.") and not wanted.startswith(tuple(f"{x}." for x in SHARED)):
+                wrong.append(f"{module}:{line} imports {name} of another mechanism, not its op")
+        elif level_of(rest) > level_of(inner):
+            wrong.append(f"{module}:{line} imports {name}, which is above it")
+    return wrong
+
+
+def test_mechanisms_import_downwards():
+    wrong = []
+    for path in python_files("attnzoo/backends"):
+        wrong += wrong_mechanism_imports(module_name(path), path.read_text("utf-8"))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        (
+            "attnzoo.backends.linear.impl.chunk",
+            "from attnzoo.backends.linear.op import linear_attention",
+        ),
+        ("attnzoo.backends.linear.op", "from attnzoo.backends.linear.backend import LinearBackend"),
+        (
+            "attnzoo.backends.linear.op",
+            "from attnzoo.backends.linear.feature_maps.base import FeatureMap",
+        ),
+        ("attnzoo.backends.flash.op", "from attnzoo.backends.softmax.impl.dense import attend"),
+        ("attnzoo.backends.base", "from attnzoo.backends.linear.op import linear_attention"),
+    ],
+)
+def test_a_wrong_mechanism_import_is_found(module, source):
+    assert len(wrong_mechanism_imports(module, source)) == 1
+
+
+def test_only_ops_and_tests_import_the_reference():
+    """The oracle shares no code with what it checks."""
+    wrong = []
+    for path in python_files("attnzoo", "integrations"):
+        module = module_name(path)
+        for line, name in imports(ast.parse(path.read_text("utf-8"))):
+            if ".impl.reference." in name and not module.endswith((".op", ".window_hybrid")):
+                wrong.append(f"{module}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_every_module_has_a_row():
     known = set(ROW)
     found = {module_name(path).split(".")[1] for path in python_files("attnzoo", "integrations")}
@@ -105,18 +205,19 @@ def test_imports_point_one_way():
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("attnzoo.errors", "import attnzoo.ops.linear"),
-        ("attnzoo.kernels.triton.linear", "from attnzoo.ops import linear"),
-        ("attnzoo.ops.linear", "def f():\n    from attnzoo.backends.base import register"),
-        ("attnzoo.backends.linear", "from attnzoo import registry"),
-        ("attnzoo.backends.linear", "from attnzoo import AttentionSpec"),
+        ("attnzoo.errors", "import attnzoo.backends.linear.op"),
+        ("attnzoo.backends.linear.kernels.custom_op", "from attnzoo.ops import linear"),
+        ("attnzoo.kernels.memory", "def f():\n    from attnzoo.backends.base import register"),
+        ("attnzoo.backends.linear.backend", "from attnzoo import registry"),
+        ("attnzoo.backends.linear.backend", "from attnzoo import AttentionSpec"),
         ("attnzoo.registry", "def f():\n    import_module('attnzoo.integrations.attention')"),
         ("attnzoo.registry", "import importlib\nimportlib.import_module('transformers')"),
         ("attnzoo.spec", "from transformers import PretrainedConfig"),
-        ("attnzoo.testing", "import accelerate.utils"),
+        ("attnzoo.spec", "import accelerate.utils"),
+        ("attnzoo.integrations.attention", "from attnzoo.testing import RULES"),
         ("attnzoo.integrations.attention", "from attnzoo.cli import app"),
         ("attnzoo.integrations.attention", "from integrations import cache"),
-        ("attnzoo.backends.linear", "from .base import register"),
+        ("attnzoo.backends.linear.backend", "from .base import register"),
     ],
 )
 def test_a_wrong_import_is_found(module, source):
@@ -127,7 +228,10 @@ def test_a_wrong_import_is_found(module, source):
     ("module", "source"),
     [
         ("attnzoo.kernels.build", "from attnzoo.errors import UnsupportedError\nimport triton"),
-        ("attnzoo.backends.linear", "from attnzoo.ops.linear import chunk\nfrom torch import nn"),
+        (
+            "attnzoo.backends.linear.backend",
+            "from attnzoo.backends.linear.op import chunk\nfrom torch import nn",
+        ),
         ("attnzoo.registry", "def f(name):\n    return import_module(name)"),
         ("attnzoo.integrations.cache", "from transformers.cache_utils import Cache"),
         ("attnzoo.cli", "from attnzoo import AttentionSpec\nimport rich"),
@@ -139,7 +243,7 @@ def test_a_right_import_passes(module, source):
 
 @pytest.mark.parametrize("module", ["attnzoo", "attnzoo.cli"])
 def test_importing_is_cheap(module):
-    heavy = ["torch", "transformers", "numpy", "accelerate", "datasets", "peft", "plotly", "triton"]
+    heavy = ["torch", "transformers", "numpy", "accelerate", "peft", "matplotlib", "triton"]
     code = f"import sys, {module}; print(*[name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -183,10 +287,9 @@ def too_long(path: Path) -> list[str]:
 
 
 def test_files_and_functions_are_short():
-    kernels = ROOT / "attnzoo" / "kernels"
     found = []
     for path in python_files("attnzoo", "integrations", "benchmarks"):
-        if not path.is_relative_to(kernels):
+        if "kernels" not in path.parts:
             found += too_long(path)
     assert not found, "\n".join(found)
 
@@ -194,7 +297,7 @@ def test_files_and_functions_are_short():
 def test_no_name_hides_a_library():
     """A script's own folder comes first on the path: ``types.py`` beside it hides the library's."""
     taken = sys.stdlib_module_names | set(packages_distributions())
-    taken |= CORE_LIBRARIES | {"transformers", "accelerate", "peft", "datasets", "plotly", "jax"}
+    taken |= CORE_LIBRARIES | {"transformers", "accelerate", "peft", "datasets", "jax"}
     # Files of a mechanism carry its name through all layers, and are no scripts.
     layers = [ROOT / "attnzoo" / name for name in ("ops", "backends", "kernels")]
     found = set()
@@ -249,15 +352,3 @@ def test_a_machine_path_is_found():
     assert pattern.search(b"cache in /" + b"root/.cache")
     assert pattern.search(b"'/" + b"home/me/model'")
     assert not pattern.search(b"see /usr/bin/chromium and tests/root/x")
-
-
-@pytest.mark.slow
-def test_the_guide_for_a_new_backend_works():
-    """In an interpreter of its own, so that no other test meets the example's backend."""
-    guide = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
-    assert "@register" in blocks[0]
-    assert "check_backend" in blocks[-1]
-    code = "\n".join(blocks)
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -1,1 +1,1 @@
-"""One file per mechanism; :mod:`attnzoo.registry` imports them by name, on demand."""
+"""One folder per mechanism; :mod:`attnzoo.registry` imports a backend when it is first used."""

@@ -1,4 +1,4 @@
-"""The contract of a backend, and the table in which backends register themselves.
+"""The base class of all backends, and the decorator that registers a backend.
 
 Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
 M hidden size.
@@ -6,36 +6,45 @@ M hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from attnzoo.backends.config import BackendConfig, Geometry
-from attnzoo.backends.inputs import AttentionInputs, call_reasons, clear_padding, shape_reasons
-from attnzoo.backends.packing import attend_apart
+from attnzoo.backends.empty import attend_to_nothing
+from attnzoo.backends.inputs import (
+    AttentionInputs,
+    context_parallel_reasons,
+    drop_keys,
+    zero_padding,
+)
+from attnzoo.backends.packing import unpack_and_attend
+from attnzoo.backends.validation import DTYPES, qkv_reasons
 from attnzoo.errors import UnsupportedError
+from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.masks import AttentionMask
-from attnzoo.ops.context_parallel import Shard
-from attnzoo.state import AttentionOutput
+from attnzoo.state import AttentionOutput, ImplChoice
 
 B = TypeVar("B", bound="type[AttentionBackend]")
+Presets = Mapping[str, tuple[Mapping[str, Any], ...]]  # use case -> options to try
+ONLY_IMPLEMENTATION = ImplChoice("reference", "the only implementation")
 BACKENDS: dict[str, type[AttentionBackend]] = {}
-BUILTIN = {  # name to module, imported on first use; no other class may take these names
-    "softmax": "attnzoo.backends.softmax",
-    "flash": "attnzoo.backends.flash",
-    "linear": "attnzoo.backends.linear",
-    "gated_linear": "attnzoo.backends.gated_linear",
-    "longformer": "attnzoo.backends.longformer",
-    "linformer": "attnzoo.backends.linformer",
-    "performer": "attnzoo.backends.performer",
-    "reformer": "attnzoo.backends.reformer",
+BUILTIN = {  # name -> module, imported on first use; these names are reserved
+    "softmax": "attnzoo.backends.softmax.backend",
+    "flash": "attnzoo.backends.flash.backend",
+    "linear": "attnzoo.backends.linear.backend",
+    "gated_linear": "attnzoo.backends.gated_linear.backend",
+    "longformer": "attnzoo.backends.longformer.backend",
+    "linformer": "attnzoo.backends.linformer.backend",
+    "performer": "attnzoo.backends.performer.backend",
+    "reformer": "attnzoo.backends.reformer.backend",
 }
 
 
 def register(name: str) -> Callable[[B], B]:
-    """Class decorator: make a backend available as ``name``, which no other may hold."""
+    """Class decorator: register a backend under a name, which must be free."""
 
     def add(cls: B) -> B:
         if BUILTIN.get(name, cls.__module__) != cls.__module__:
@@ -55,74 +64,78 @@ def register(name: str) -> Callable[[B], B]:
     return add
 
 
-class ImplChoice(NamedTuple):
-    """Which implementation the last call ran, and why."""
-
-    impl: str
-    reason: str
-
-
 class AttentionBackend(nn.Module):
-    """One mechanism, brought to one attention layer of a model.
+    """One mechanism in one attention layer of a model.
 
-    A subclass implements :meth:`attend` and states what it can do. Everything that it does not
-    state is refused before ``attend`` runs, so ``attend`` never meets what it cannot honour.
-    ``attend`` may rely on checked shapes, and on zeros wherever the mask says padding (queries,
-    keys, values and hidden states).
+    A subclass implements :meth:`attend` and declares its capabilities as class attributes. The base
+    class refuses every call that needs another capability, so ``attend`` receives supported inputs
+    only: shapes are valid, and queries, keys, values and hidden states are zero at padding.
 
     Args:
         config: The backend's options.
         geometry: Shape of the layer.
+
+    Attributes:
+        ran: The implementation that the last call ran, and why; ``None`` before the first call and
+            under ``torch.compile``.
+        shard: This rank's part of the sequences under context parallelism, else ``None``.
     """
 
     name: ClassVar[str] = ""
     config_class: ClassVar[type[BackendConfig]] = BackendConfig
-    impls: ClassVar[tuple[str, ...]] = ("reference", "torch")
-    dtypes: ClassVar[frozenset[torch.dtype]] = frozenset(
-        {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-    )
+    dtypes: ClassVar[frozenset[torch.dtype]] = DTYPES
 
     exact: ClassVar[bool] = False  # computes softmax attention, up to rounding
     causal: ClassVar[bool] = True
     bidirectional: ClassVar[bool] = True
     cross_attention: ClassVar[bool] = False
-    packing: ClassVar[bool] = False  # takes segment ids; otherwise rows are taken apart around it
-    windowed: ClassVar[bool] = False  # honours the mask's sliding window
-    arbitrary_mask: ClassVar[bool] = False  # honours a mask function
+    packing: ClassVar[bool] = False  # supports segment ids; else packed rows are unpacked for it
+    windowed: ClassVar[bool] = False  # supports the mask's sliding window
+    arbitrary_mask: ClassVar[bool] = False  # supports a mask function
     additive_bias: ClassVar[bool] = False
     softcap: ClassVar[bool] = False
     sinks: ClassVar[bool] = False
-    dropout: ClassVar[bool] = False
-    recurrent: ClassVar[bool] = False  # takes and returns a state: decoding goes on from it
-    exact_steps: ClassVar[bool] = False  # a single new token sees all cached keys, as softmax does
-    state_grows: ClassVar[bool] = False  # with the sequence, though by less than its keys
+    dropout: ClassVar[bool] = False  # drops single attention weights; else whole keys are dropped
+    recurrent: ClassVar[bool] = False  # takes and returns a state, with which decoding continues
+    exact_steps: ClassVar[bool] = False  # a single new token attends to all cached keys, as softmax
+    state_grows: ClassVar[bool] = False  # the state grows with the sequence, slower than its keys
+    state_from_keys: ClassVar[bool] = False  # the state depends on keys and values, not on queries
     needs_hidden_states: ClassVar[bool] = False
-    has_weights: ClassVar[bool] = True  # one matrix of weights per head, for all value channels
-    # takes a share of the rows, while others lie on other processes; else why not
-    context_parallel: ClassVar[bool] = False
-    needs_whole_rows: ClassVar[str] = "it needs whole rows in one process"
+    has_weights: ClassVar[bool] = True  # has one matrix of weights per head, for all value channels
+    context_parallel: ClassVar[bool] = False  # supports sequences split over ranks
+    needs_full_sequences: ClassVar[str] = "it needs full sequences on each rank"  # why it does not
+    # Options that commands and tools try. Use cases: "short", a pretrained model on text of a few
+    # hundred tokens (demo); "long", one on a thousand tokens or more (compare); "bidirectional", an
+    # encoder (compare); "from_scratch", a model trained on rows of at most 256 tokens (tasks);
+    # "recovery", candidates of a plan; "tiny", sequences of a dozen tokens (tools/family_sweep).
+    # Without an entry, "bidirectional" is "long", a plan has no candidate, others try the defaults.
+    presets: ClassVar[Presets] = {}
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__()
         self.config = config
         self.geometry = geometry
         self.ran: ImplChoice | None = None
-        self.shard: Shard | None = None  # set from outside, while rows lie on several processes
+        self.shard: SequenceShard | None = None  # set by attnzoo.context_parallel
 
-    # -- what a backend implements ---------------------------------------------------------------
+    # -- implemented by backends -----------------------------------------------------------------
 
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
-        """Compute the mechanism; ``out`` is ``[B, H, T, E]`` in the dtype of the values."""
+        """Compute the mechanism; ``out`` is ``[B, H, T, E]`` in the dtype of the values.
+
+        ``impl`` of the output is the implementation that ran. A backend with one implementation
+        can leave it out.
+        """
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """Give the extras their initial values: when built, and where a checkpoint lacks them."""
+        """Initialise the parameters, on construction and where a checkpoint lacks them."""
 
     def share_with(self, earlier: Sequence[AttentionBackend]) -> None:
-        """Take over what layers share, given those before this one; once all are built."""
+        """Share parameters with the backends of earlier layers; called once all are built."""
 
     def layer_reasons(self) -> list[str]:
-        """Say why this backend cannot serve its layer, all at once; called when it is built."""
+        """Return every reason why this backend does not support its layer."""
         geometry, reasons = self.geometry, []
         if geometry.cross_attention and not self.cross_attention:
             reasons.append("the layer is cross-attention (it attends within one sequence only)")
@@ -132,7 +145,8 @@ class AttentionBackend(nn.Module):
             reasons.append("the layer is bidirectional (it is causal only)")
         if geometry.window is not None and not self.windowed:
             reasons.append(
-                f"the layer has a sliding window of {geometry.window} tokens, which it would ignore"
+                f"the layer has a sliding window of {geometry.window} tokens, which it would "
+                "ignore (config.sliding_window=None removes the window)"
             )
         if geometry.softcap is not None and not self.softcap:
             reasons.append(
@@ -142,25 +156,48 @@ class AttentionBackend(nn.Module):
             reasons.append("the layer has attention sinks, which it would ignore")
         if geometry.position_bias and not self.additive_bias:
             reasons.append("the layer adds a position bias to its scores, which it would ignore")
+        if geometry.dropout > 0 or self.config.attention_dropout != "auto":
+            reasons += self.dropout_reasons()
         return reasons
 
+    def dropout_reasons(self) -> list[str]:
+        """Return every reason why its form of attention dropout is unsupported."""
+        if self.dropout_form == "weights" and not self.dropout:
+            return [
+                "attention_dropout='weights' is set, but it does not compute single weights that "
+                "could be dropped (leave the option out, which drops whole keys, or set 'off')"
+            ]
+        return []
+
     def shard_reasons(self) -> list[str]:
-        """Say why this layer cannot run on a share of its rows, all at once."""
+        """Return every reason why this layer does not support context parallelism."""
         reasons = []
         if not self.context_parallel:
-            reasons.append(f"the rows lie on several processes ({self.needs_whole_rows})")
+            reasons.append(f"it does not support context parallelism ({self.needs_full_sequences})")
         if self.geometry.cross_attention:
-            reasons.append("the layer is cross-attention, whose other rows are not in shares")
+            reasons.append(
+                "the layer is cross-attention, where context parallelism is unsupported (its keys "
+                "are not sharded)"
+            )
         if self.geometry.position_bias:
-            reasons.append("the layer adds a position bias, which is made for one share only")
+            reasons.append(
+                "the layer adds a position bias, where context parallelism is unsupported (the "
+                "bias covers one shard only)"
+            )
         return reasons
 
     @property
+    def dropout_form(self) -> str:
+        """What attention dropout drops: ``"weights"``, ``"keys"``, or nothing, ``"off"``."""
+        form = self.config.attention_dropout
+        return form if form != "auto" else "weights" if self.dropout else "keys"
+
+    @property
     def keeps_all_keys(self) -> bool:
-        """Whether decoding needs all earlier keys and values, so that a KV cache can hold them."""
+        """Whether decoding needs all earlier keys and values, as a KV cache holds them."""
         return not self.recurrent
 
-    # -- the way in ------------------------------------------------------------------------------
+    # -- called by models ------------------------------------------------------------------------
 
     def forward(
         self,
@@ -178,33 +215,35 @@ class AttentionBackend(nn.Module):
         dropout: float = 0.0,
         return_state: bool = False,
         return_weights: bool = False,
-        shard: Shard | None = None,
+        shard: SequenceShard | None = None,
     ) -> AttentionOutput:
-        """Check the inputs, clear what stands in padding, and compute the mechanism.
+        """Validate the inputs, set padding to zero, and compute the mechanism.
 
         Args:
             q: Queries, ``[B, H, T, D]``.
             k: Keys, ``[B, Hkv, S, D]``; with a ``state``, the new keys only.
             v: Values, ``[B, Hkv, S, E]``.
-            mask: Which keys are seen; the layer's own causality when ``None``.
-            scale: Multiplies query-key products; the layer's own when ``None``.
-            state: What an earlier call returned, to go on from.
+            mask: Which keys each query attends to; ``None`` means the layer's own causality.
+            scale: Multiplies query-key products; ``None`` means the layer's own.
+            state: The state that an earlier call returned, from which this call continues.
             hidden_states: ``[B, S, M]``, for backends that compute gates.
             bias: Added to the scores, broadcastable to ``[B, H, T, S]``.
-            softcap: Bound on the scores.
-            sinks: A logit that takes part in the softmax, per head ``[H]``, or per head and query
-                ``[B, H, T, 1]``.
-            dropout: Probability with which attention weights are dropped.
+            softcap: Soft cap on the scores.
+            sinks: A logit per head, ``[H]``, or per head and query, ``[B, H, T, 1]``, that takes
+                part in the softmax and has no value.
+            dropout: Probability of dropping an attention weight, or all weights of a key of a
+                head; the config's ``attention_dropout`` says which.
             return_state: Whether to return the state after the last token.
-            return_weights: Whether to return the effective attention matrix, ``[B, H, T, S]``;
-                quadratic.
-            shard: The share of the rows that the tokens are, where others lie on other processes.
+            return_weights: Whether to return the effective attention matrix, ``[B, H, T, S]``,
+                which takes quadratic memory.
+            shard: This rank's part of the sequences under context parallelism.
 
         Raises:
-            UnsupportedError: The backend cannot run these inputs; every reason is given.
+            UnsupportedError: These inputs are unsupported; the message gives every reason.
         """
         scale = scale if scale is not None else self.geometry.scale
         assert scale is not None
+        form = self.dropout_form if dropout > 0 else "off"
         inputs = AttentionInputs(
             q=q,
             k=k,
@@ -216,129 +255,125 @@ class AttentionBackend(nn.Module):
             bias=bias,
             softcap=softcap,
             sinks=sinks,
-            dropout=dropout,
+            dropout=dropout if form == "weights" else 0.0,
             return_state=return_state,
             shard=shard,
         )
-        self.refuse_unsupported(inputs)
-        if shard is not None:
-            if return_weights:
-                raise UnsupportedError(
-                    f"{self.geometry.name}: attention weights over rows that lie on several "
-                    "processes are nowhere whole; ask for them on one (output_attentions=False)"
-                )
-            inputs = inputs._replace(mask=shard.mask(inputs.mask))
-        inputs = clear_padding(inputs, cross_attention=self.geometry.cross_attention)
-        output = self._attend(inputs)
-        if return_weights and output.weights is None:
-            weights = self.effective_weights(inputs)
-            output = output._replace(weights=weights)
-            if inputs.dropout > 0:  # they were drawn again: the output is what they give
-                output = output._replace(out=_weighted(weights, inputs.v))
-        return output
-
-    def refuse_unsupported(self, inputs: AttentionInputs) -> None:
-        """Raise with every reason why these inputs cannot run, if there is one."""
         reasons = self.unsupported_reasons(inputs)
+        reasons += self.dropout_reasons() if dropout > 0 else []
         if reasons:
             raise UnsupportedError(
                 f"{self.geometry.name}: backend {self.name!r} cannot run this call: "
-                + "; ".join(reasons)
-                + "."
+                f"{'; '.join(reasons)}."
             )
+        if shard is not None:
+            if return_weights:
+                raise UnsupportedError(
+                    f"{self.geometry.name}: attention weights are unavailable under context "
+                    "parallelism, where no rank has all of them; compute them on one process, or "
+                    "set output_attentions=False"
+                )
+            inputs = inputs._replace(mask=shard.mask(inputs.mask))
+        if inputs.mask.padding is not None:
+            inputs = zero_padding(inputs, cross_attention=self.geometry.cross_attention)
+        factors = None
+        if form == "keys":
+            inputs, factors = drop_keys(inputs, dropout)
+        output = self._attend(inputs)
+        return self._with_weights(inputs, output, factors) if return_weights else output
 
     def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
-        """Say why these inputs cannot run, all at once; an empty list means that they can."""
-        reasons = shape_reasons(inputs, self.dtypes)
-        mask = inputs.mask
-        if not inputs.q.ndim == inputs.k.ndim == 4:
+        """Return every reason why these inputs are unsupported; empty if they are supported."""
+        q, k, mask = inputs.q, inputs.k, inputs.mask
+        reasons = qkv_reasons(q, k, inputs.v, mask, self.dtypes)
+        if not q.ndim == k.ndim == 4:
             return reasons
-        length, keys = inputs.q.shape[2], inputs.k.shape[2]
+        length, keys = q.shape[2], k.shape[2]
         if length != keys and not (self.cross_attention or self.keeps_all_keys):
             reasons.append(
-                f"{length} queries and {keys} keys are given (it needs as many of each, "
-                "and a state for what came before)"
+                f"{length} queries and {keys} keys are given, but it needs as many of each (pass "
+                "earlier tokens as a state)"
             )
         if inputs.state is not None and mask.segment_ids is not None:
             reasons.append(
-                "packed rows cannot go on from a state (run the sequences as rows of a batch)"
+                "packed rows cannot continue from a state (run the sequences as rows of a batch)"
             )
-        for given, can, what in (
-            (
-                mask.function is not None,
-                self.arbitrary_mask,
-                f"the mask is {mask.function_name or 'arbitrary'}",
-            ),
-            (
-                mask.window is not None,
-                self.windowed,
-                f"the mask has a sliding window of {mask.window}",
-            ),
-            (inputs.bias is not None, self.additive_bias, "an additive bias is given"),
-            (inputs.softcap is not None, self.softcap, f"a soft cap of {inputs.softcap} is given"),
-            (inputs.sinks is not None, self.sinks, "attention sinks are given"),
-            (
-                inputs.dropout > 0,
-                self.dropout,
-                f"attention dropout of {inputs.dropout} is given (set it to 0 in the config)",
-            ),
-            (
-                inputs.state is not None or inputs.return_state,
-                self.recurrent,
-                "a state is asked for",
-            ),
-        ):
-            if given and not can:
-                reasons.append(f"{what}, which it cannot honour (softmax and flash can)")
-        if inputs.q.shape[2] > 1 and not (self.causal if mask.causal else self.bidirectional):
+        given = []
+        if mask.function is not None and not self.arbitrary_mask:
+            given.append(f"the mask is {mask.function_name or 'arbitrary'}")
+        if mask.window is not None and not self.windowed:
+            given.append(f"the mask has a sliding window of {mask.window}")
+        if inputs.bias is not None and not self.additive_bias:
+            given.append("an additive bias is given")
+        if inputs.softcap is not None and not self.softcap:
+            given.append(f"a soft cap of {inputs.softcap} is given")
+        if inputs.sinks is not None and not self.sinks:
+            given.append("attention sinks are given")
+        if (inputs.state is not None or inputs.return_state) and not self.recurrent:
+            given.append("a state is requested")
+        reasons += [f"{what}, which it does not support (softmax and flash do)" for what in given]
+        if length > 1 and not (self.causal if mask.causal else self.bidirectional):
             kind = "causal" if mask.causal else "bidirectional"
-            reasons.append(f"the mask is {kind}, and it has no {kind} form")
+            reasons.append(f"the mask is {kind}, which it does not support")
         if self.needs_hidden_states and inputs.hidden_states is None:
-            reasons.append("hidden_states are missing; its gates are computed from them")
+            reasons.append("hidden_states are missing, from which it computes gates")
         if inputs.shard is not None:
-            reasons += self.shard_reasons() + call_reasons(inputs, inputs.shard)
+            reasons += self.shard_reasons() + context_parallel_reasons(inputs, inputs.shard)
             if inputs.shard.segment_ids is not None and not self.packing:
-                reasons.append("packed rows are taken apart, but lie on several processes")
+                reasons.append("it does not support packed rows under context parallelism")
         return reasons
 
-    def effective_weights(self, inputs: AttentionInputs) -> Tensor:
-        """Return the matrix that this backend applies to the values, ``[B, H, T, S]``.
+    def _with_weights(
+        self, inputs: AttentionInputs, output: AttentionOutput, factors: Tensor | None
+    ) -> AttentionOutput:
+        """Return the output with its attention matrix, after dropout of weights or keys."""
+        weights, groups = output.weights, inputs.q.shape[1] // inputs.v.shape[1]
+        if weights is None:
+            weights = self.effective_weights(inputs)
+            if inputs.dropout > 0:  # the weights have new dropout, which the output must match
+                output = output._replace(out=weights @ inputs.v.repeat_interleave(groups, 1))
+        if factors is not None:
+            columns = factors.transpose(2, 3).repeat_interleave(groups, 1)  # [B, H, 1, S]
+            weights = (weights * columns).to(weights.dtype)
+        return output._replace(weights=weights)
 
-        Every mechanism is linear in the values: attending to an identity matrix reads it off.
+    def effective_weights(self, inputs: AttentionInputs) -> Tensor:
+        """Return the matrix that this backend multiplies the values with, ``[B, H, T, S]``.
+
+        Every mechanism is linear in the values, so its output for the identity is that matrix.
         """
         if not self.has_weights:
             raise UnsupportedError(
-                f"{self.geometry.name}: backend {self.name!r} ({self.extra_repr()}) has no one "
-                "matrix of attention weights, for it weighs every value channel differently; "
-                "do not ask for weights (output_attentions=False)"
+                f"{self.geometry.name}: backend {self.name!r} ({self.extra_repr()}) has no single "
+                "matrix of attention weights, because the weights differ between value channels; "
+                "set output_attentions=False"
             )
         if inputs.state is not None:
             raise UnsupportedError(
-                f"{self.geometry.name}: attention weights over earlier tokens are not kept in a "
-                "state; ask for them without a cache (use_cache=False)"
+                f"{self.geometry.name}: a state does not contain the attention weights of earlier "
+                "tokens; request weights without a cache (use_cache=False)"
             )
         length = inputs.k.shape[2]
+        if length == 0:
+            return inputs.v.new_zeros(*inputs.q.shape[:3], 0)
         identity = torch.eye(length, dtype=inputs.v.dtype, device=inputs.v.device)
         values = identity.expand(*inputs.v.shape[:2], length, length)
         return self._attend(inputs._replace(v=values, return_state=False)).out
 
     def _attend(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Run :meth:`attend`, also on empty inputs and packed rows, and set ``ran``."""
+        if 0 in (*inputs.q.shape, *inputs.k.shape):
+            return attend_to_nothing(self._attend, inputs)
         if inputs.mask.segment_ids is not None and not self.packing:
-            return attend_apart(self.attend, inputs)
-        return self.attend(inputs)
-
-    def record(self, impl: str, reason: str) -> None:
-        """Remember which implementation ran; not while compiling, before anything has run."""
+            output = unpack_and_attend(self.attend, inputs)
+        else:
+            output = self.attend(inputs)
         if not torch.compiler.is_compiling():
-            self.ran = ImplChoice(impl, reason)
+            self.ran = output.impl or ONLY_IMPLEMENTATION
+        return output
 
     def extra_repr(self) -> str:
-        """Show the options that differ from their defaults."""
+        """Return the options that differ from their defaults."""
         return ", ".join(
             f"{name}={value!r}" for name, value in self.config.changed_options().items()
         )
-
-
-def _weighted(weights: Tensor, v: Tensor) -> Tensor:
-    """Weigh values ``[B, Hkv, S, E]`` by a matrix ``[B, H, T, S]``."""
-    return weights @ v.repeat_interleave(weights.shape[1] // v.shape[1], 1)

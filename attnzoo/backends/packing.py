@@ -1,8 +1,8 @@
-"""Packed rows taken apart into one sequence per row, and put together again.
+"""Unpack packed rows to one sequence per row, attend, and pack the outputs again.
 
-For backends without a packed form of their own: each segment becomes a row of a padded batch, so
-nothing can leak between segments, and the cost is that of the separate sequences. Needs the lengths
-on the host, so it cannot be traced by ``torch.compile``.
+For backends without ``packing``: each segment becomes a row of a padded batch, so no information
+passes between segments, and the cost is that of the separate sequences. The lengths are needed on
+the host, so ``torch.compile`` cannot trace it.
 """
 
 from __future__ import annotations
@@ -18,39 +18,38 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.state import AttentionOutput
 
 
-def attend_apart(
+def unpack_and_attend(
     attend: Callable[[AttentionInputs], AttentionOutput], inputs: AttentionInputs
 ) -> AttentionOutput:
-    """Run ``attend`` on every packed segment as a sequence of its own.
+    """Run ``attend`` on each packed segment as a separate sequence.
 
-    The state is that of each row's last segment.
+    The returned state is that of the last segment of each row.
     """
     mask = inputs.mask
     assert mask.segment_ids is not None
     if torch.compiler.is_compiling():
         raise UnsupportedError(
-            "packed rows cannot be taken apart under torch.compile; do not compile, or pass "
-            "attention_mask (all ones when nothing is padded) so that position_ids are not read as "
-            "packing"
+            "packed rows cannot be unpacked under torch.compile; do not compile, or pass "
+            "attention_mask (all ones without padding), with which position_ids do not mean packing"
         )
     if inputs.bias is not None or inputs.q.shape[2] != inputs.k.shape[2]:
         raise UnsupportedError(
-            "packed rows cannot be taken apart when a bias is given or the queries are fewer than "
+            "packed rows cannot be unpacked when a bias is given or the queries are fewer than "
             "the keys; run the sequences as rows of a batch"
         )
-    index, real = segment_index(mask.segment_ids)
-    tokens = real.nonzero(as_tuple=True)
+    index, exists = segment_index(mask.segment_ids)
+    tokens = exists.nonzero(as_tuple=True)
 
-    def apart(x: Tensor) -> Tensor:  # [B, H, S, D] -> [N, H, L, D]
+    def unpack(x: Tensor) -> Tensor:  # [B, H, S, D] -> [N, H, L, D]
         return x.transpose(1, 2).flatten(0, 1)[index].transpose(1, 2)
 
-    padding = real if mask.padding is None else real & mask.padding.flatten()[index]
+    padding = exists if mask.padding is None else exists & mask.padding.flatten()[index]
     hidden = None if inputs.hidden_states is None else inputs.hidden_states.flatten(0, 1)[index]
     output = attend(
         inputs._replace(
-            q=apart(inputs.q),
-            k=apart(inputs.k),
-            v=apart(inputs.v),
+            q=unpack(inputs.q),
+            k=unpack(inputs.k),
+            v=unpack(inputs.v),
             hidden_states=hidden,
             mask=replace(mask, padding=padding, segment_ids=None),
         )
@@ -64,11 +63,12 @@ def attend_apart(
             [index[1:, 0] % length == 0, index.new_ones(1, dtype=torch.bool)]
         ).nonzero()[:, 0]
         state = type(state)(*(x.index_select(0, last) for x in state))
-    return AttentionOutput(flat.view(batch, length, heads, -1).transpose(1, 2), state)
+    out = flat.view(batch, length, heads, -1).transpose(1, 2)
+    return AttentionOutput(out, state, impl=output.impl)
 
 
 def segment_index(segment_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where each segment's tokens stand in the flattened rows ``[N, L]``; which exist."""
+    """Return the index of each segment's tokens in the flattened rows, and which exist, [N, L]."""
     batch, length = segment_ids.shape
     begins = torch.ones_like(segment_ids, dtype=torch.bool)
     begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
@@ -76,5 +76,5 @@ def segment_index(segment_ids: Tensor) -> tuple[Tensor, Tensor]:
     ends = torch.cat([starts[1:], starts.new_tensor([batch * length])])
     lengths = ends - starts
     steps = torch.arange(int(lengths.max()), device=segment_ids.device)
-    real = steps < lengths[:, None]
-    return torch.where(real, starts[:, None] + steps, starts[:, None]), real
+    exists = steps < lengths[:, None]
+    return torch.where(exists, starts[:, None] + steps, starts[:, None]), exists

@@ -1,1 +1,1 @@
-"""The commands of the command line, one function each; heavy modules load inside them."""
+"""The commands of the command line, one function each; they import heavy modules when they run."""

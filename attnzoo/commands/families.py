@@ -1,26 +1,29 @@
-"""The command on model families: what the recorded sweep found."""
+"""The command on model families: results of the recorded sweep."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attnzoo.commands.terminal import console
 from attnzoo.errors import SpecError, did_you_mean
 
+if TYPE_CHECKING:
+    from attnzoo.report.table import Table
+
 
 def families(
-    backend: Annotated[str | None, typer.Option(help="this backend only, with reasons")] = None,
+    backend: Annotated[str | None, typer.Option(help="only this backend, with reasons")] = None,
     model_type: Annotated[
-        str | None, typer.Option(help="this model type only, with reasons, such as gemma2")
+        str | None, typer.Option(help="only this model type, with reasons, such as gemma2")
     ] = None,
     version: Annotated[
-        str, typer.Option("--transformers", help="version; the newest that was swept without")
+        str, typer.Option("--transformers", help="version; default: the newest recorded one")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
-    """Tell which model families run which backend: equal, runs, or refused and why."""
+    """Show which backends each model family of transformers supports, and why not the others."""
     import json
 
     from attnzoo.families import record
@@ -40,45 +43,49 @@ def families(
         print(json.dumps({"transformers": found["transformers"], "types": types}, indent=2))
         return
     if model_type is not None:
-        console.print(_of_type(model_type, types[model_type], names))
+        _model_type_table(model_type, types[model_type], names).print(console)
         return
-    console.print(_of_all(found, names))
+    _families_table(found, names).print(console)
     console.print(record.summary(found), soft_wrap=True)
 
 
-def _of_type(model_type: str, entry: dict[str, Any], names: list[str]) -> Any:
-    """Make a table of one model type: a line for each backend."""
-    from rich.table import Table
+def _model_type_table(model_type: str, entry: dict[str, Any], names: list[str]) -> Table:
+    """Return a table of one model type with a row per backend."""
+    from attnzoo.report.table import Table
 
     title = f"{model_type}: {entry['outcome']}"
     if "reason" in entry:
         title += f" ({entry['reason']})"
-    table = Table(title=title, title_justify="left")
-    for head in ("backend", "outcome", "checked", "why"):
-        table.add_column(head, overflow="fold")
+    rows = []
     for name in names if "backends" in entry else ():
         result = entry["backends"][name]
-        refused = [f"{what} refused: {why}" for what, why in result.get("refused", {}).items()]
-        why = " ".join(filter(None, [result.get("reason", ""), *refused]))
-        table.add_row(name, result["outcome"], ", ".join(result.get("checked", ())), why)
-    return table
+        details = [
+            f"{what} refused: {reason}" for what, reason in result.get("refused", {}).items()
+        ]
+        reasons = " ".join(filter(None, [result.get("reason", ""), *details]))
+        rows.append([name, result["outcome"], ", ".join(result.get("checked", ())), reasons])
+    return Table(
+        columns=["backend", "outcome", "checked", "reason"], rows=rows, title=title, numeric=False
+    )
 
 
-def _of_all(found: dict[str, Any], names: list[str]) -> Any:
-    """Make a table of all families; of one backend, with the reason."""
-    from rich.table import Table
-
+def _families_table(found: dict[str, Any], names: list[str]) -> Table:
+    """Return a table of all families; with one backend, it has the reasons."""
     from attnzoo.families import record
+    from attnzoo.report.table import Table
 
-    table = Table(title=f"transformers {found['transformers']}", title_justify="left")
-    for head in ("family", *names, *(["why"] if len(names) == 1 else [])):
-        table.add_column(head, overflow="fold")
+    rows = []
     for family, entries in record.by_family(found).items():
         cells = [record.family_outcome(entries.values(), name) for name in names]
         if len(names) == 1:
             cells.append(_first_reason(list(entries.values()), names[0]))
-        table.add_row(family, *cells)
-    return table
+        rows.append([family, *cells])
+    return Table(
+        columns=["family", *names, *(["reason"] if len(names) == 1 else [])],
+        rows=rows,
+        title=f"transformers {found['transformers']}",
+        numeric=False,
+    )
 
 
 def _first_reason(entries: list[dict[str, Any]], backend: str) -> str:

@@ -8,49 +8,96 @@ from typing import Annotated, Any
 
 import typer
 
-from attnzoo.commands.spec_options import spec_of
+from attnzoo.commands.model_argument import ModelArgument, model_folder
+from attnzoo.commands.spec_options import (
+    Attention,
+    Attentions,
+    Else,
+    Layers,
+    Set,
+    spec_of,
+    specs_of,
+)
 from attnzoo.commands.terminal import console
+
+FLAGS = ("exact", "causal", "bidirectional", "cross_attention", "recurrent")
 
 
 def list_backends(
+    name: Annotated[
+        str | None, typer.Argument(help="a backend, for the meaning of its options")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
-    """List the attention backends: what they are, and what they can do."""
-    from attnzoo.registry import available_backends, get_backend
+    """List the attention backends, or explain the options of one of them with its papers."""
+    from attnzoo.registry import available_backends
 
-    rows: list[dict[str, Any]] = []
-    for name in available_backends():
-        backend = get_backend(name)
-        flags = ("exact", "causal", "bidirectional", "cross_attention", "recurrent")
-        rows.append(
-            {
-                "name": name,
-                "summary": (backend.__doc__ or "").strip().splitlines()[0],
-                "options": backend.config_class.default_options(),
-                "impls": list(backend.impls),
-                # what depends on the layer or on options is a property of classes: it can be had
-                **{flag: bool(getattr(backend, flag)) for flag in flags},
-            }
-        )
+    rows = [_backend_row(found) for found in ([name] if name else available_backends())]
     if as_json:
         print(json.dumps(rows, indent=2))
-        return
-    from rich.table import Table
+    elif name:
+        _print_backend(rows[0])
+    else:
+        _print_backends(rows)
 
-    table = Table()
-    for head in ("backend", "what it is", "can", "options (defaults)"):
-        table.add_column(head, overflow="fold")
+
+def _backend_row(name: str) -> dict[str, Any]:
+    """Return what is known of a backend, as plain data."""
+    from attnzoo.commands.option_docs import choices, option_docs, option_types, summary
+    from attnzoo.registry import get_backend
+
+    backend = get_backend(name)
+    config = backend.config_class
+    return {
+        "name": name,
+        "summary": summary(backend),
+        "config": summary(config),
+        "options": config.default_options(),
+        "accepted": option_types(config),
+        "descriptions": option_docs(config),
+        "choices": choices(config),
+        "impls": [n for n in config.implementations if n != "auto"],
+        # a property depends on the layer or on options, and counts as a capability
+        **{flag: bool(getattr(backend, flag)) for flag in FLAGS},
+    }
+
+
+def _capabilities(row: dict[str, Any]) -> str:
+    return ", ".join(flag.replace("_", "-") for flag in FLAGS if row[flag])
+
+
+def _print_backends(rows: list[dict[str, Any]]) -> None:
+    from attnzoo.report.table import Table
+
+    cells = []
     for row in rows:
-        can = [f.replace("_", "-") for f in flags if row[f]]
         options = ", ".join(f"{name}={value}" for name, value in row["options"].items())
-        table.add_row(row["name"], row["summary"], ", ".join(can), options)
-    console.print(table)
+        cells.append([row["name"], row["summary"], _capabilities(row), options])
+    columns = ["backend", "description", "capabilities", "options (defaults)"]
+    Table(columns=columns, rows=cells, numeric=False).print(console)
+    console.print("attnzoo list NAME explains the options of a backend.", markup=False)
+
+
+def _print_backend(row: dict[str, Any]) -> None:
+    from attnzoo.report.table import Table
+
+    for text in (f"{row['name']}: {row['summary']}", row["config"], _capabilities(row)):
+        console.print(text, markup=False, highlight=False)
+    cells = [
+        [option, str(default), row["accepted"][option], row["descriptions"][option]]
+        for option, default in row["options"].items()
+    ]
+    columns = ["option", "default", "accepts", "description"]
+    Table(columns=columns, rows=cells, numeric=False).print(console)
+    for option, values in row["choices"].items():
+        rows = [[value, text] for value, text in values.items()]
+        Table(columns=[option, "description"], rows=rows, numeric=False).print(console)
 
 
 def describe(
-    path: Annotated[Path, typer.Argument(help="folder of a saved model")],
+    path: ModelArgument,
 ) -> None:
-    """Tell, layer by layer, which attention a saved model runs; reads its config only."""
+    """Show the attention backend of each layer of a saved model; loads no weights."""
     from attnzoo.integrations.describe import describe as describe_model
     from attnzoo.integrations.files import empty_model
 
@@ -58,52 +105,53 @@ def describe(
 
 
 def swap(
-    path: Annotated[Path, typer.Argument(help="folder of a saved model")],
-    attention: Annotated[str, typer.Option(help="backend for every layer not named otherwise")],
+    path: ModelArgument,
+    attention: Attention,
     out: Annotated[Path, typer.Option(help="new folder for the swapped model")],
-    option: Annotated[
-        list[str] | None, typer.Option("--set", help="option of the backend: NAME=VALUE")
-    ] = None,
-    layers: Annotated[
-        list[str] | None, typer.Option(help="exceptions: LAYERS=BACKEND, such as 0-1,11=flash")
-    ] = None,
-    else_: Annotated[
-        str | None, typer.Option("--else", help="backend for layers that the first one refuses")
-    ] = None,
+    option: Set = None,
+    layers: Layers = None,
+    else_: Else = None,
 ) -> None:
-    """Write a copy of a model with its attention swapped; from_pretrained gives it back."""
+    """Write a copy of a model with another attention, which from_pretrained loads."""
     from attnzoo.integrations.describe import describe as describe_model
     from attnzoo.integrations.files import swap_files
+    from attnzoo.report.output_path import check_folder
 
     spec = spec_of(attention, option, layers, else_)
+    check_folder(out)
     console.print(describe_model(swap_files(path, spec, out)).table())
     console.print(f"Written to {out}; load it with from_pretrained after `import attnzoo`.")
 
 
 def demo(
     model: Annotated[
-        Path | None, typer.Option(help="folder of a causal model; the embedded one without")
+        Path | None,
+        typer.Option(
+            parser=model_folder,
+            metavar="MODEL",
+            help="folder or Hub id of a causal model; default: the embedded model",
+        ),
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="text file to judge it on")] = None,
-    attention: Annotated[
-        list[str] | None, typer.Option(help="backend to show (repeatable); all without")
-    ] = None,
+    text: Annotated[Path | None, typer.Option(help="text file to evaluate on")] = None,
+    attention: Attentions = None,
     out: Annotated[Path, typer.Option(help="folder for results and report")] = Path("attnzoo-demo"),
-    quick: Annotated[bool, typer.Option(help="fewer rows, contexts up to 1k")] = False,
+    quick: Annotated[bool, typer.Option(help="use fewer rows, and contexts up to 1k")] = False,
 ) -> None:
-    """Swap every attention into one model; show quality, recall, decoding speed and cache size."""
+    """Compare quality, recall, decoding speed and cache size of every attention in one model."""
     from attnzoo.demo.report import summary, terminal_table, write_report
-    from attnzoo.demo.run import run_demo
-    from attnzoo.report.page import WITHOUT_PLOTLY
+    from attnzoo.demo.run import default_specs, run_demo
+    from attnzoo.report.charts import WITHOUT_MATPLOTLIB
+    from attnzoo.report.output_path import check_folder
 
-    results = run_demo(
-        model=model, text=text, out=out, names=attention, quick=quick, console=console
-    )
-    console.print(terminal_table(results))
+    check_folder(out)
+    specs = specs_of(attention or ["all"], default_specs)
+    results = run_demo(model=model, text=text, out=out, specs=specs, quick=quick, console=console)
+    terminal_table(results).print(console)
     for result in results:
         if result.refused:
-            console.print(f"[bold]{result.label}[/] was refused: {result.refused}", soft_wrap=True)
+            message = f"{result.label} is not supported: {result.refused}"
+            console.print(message, soft_wrap=True, markup=False)
     console.print(summary(results))
     console.print(f"Numbers: {out / 'results.json'}")
     page = write_report(out, results)
-    console.print(f"Report:  {page}" if page else WITHOUT_PLOTLY, markup=False)
+    console.print(f"Report:  {page}" if page else WITHOUT_MATPLOTLIB, markup=False)

@@ -1,15 +1,20 @@
-"""Commands that bring quality back after a swap: plan, recover, finetune, evaluate."""
+"""Commands that recover quality after a swap: plan, recover, finetune, evaluate."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
+from attnzoo.commands.model_argument import ModelArgument
 from attnzoo.commands.spec_options import spec_of
-from attnzoo.commands.terminal import console
+from attnzoo.commands.terminal import console, problems
 from attnzoo.commands.train_options import (
     Column,
     Control,
@@ -21,95 +26,122 @@ from attnzoo.commands.train_options import (
 from attnzoo.errors import SpecError
 
 TransferTarget = Annotated[
-    str, typer.Option(help="of softmax, what a layer learns to equal: its output, or its attention")
+    str, typer.Option(help="what layers match of softmax: output or attention (weights)")
 ]
 LayersAtOnce = Annotated[
-    int | None, typer.Option(help="layers that transfer teaches at once; all without")
+    int | None, typer.Option(help="layers per block of transfer; default: all")
 ]
-TopK = Annotated[int | None, typer.Option(help="of softmax's predictions that count one by one")]
-CrossEntropy = Annotated[float, typer.Option(help="share of the text's next token in distillation")]
-Train = Annotated[str, typer.Option(help="extras, lora or full")]
+TopK = Annotated[
+    int | None,
+    typer.Option(help="most probable tokens of the teacher in the distillation loss; default: all"),
+]
+CrossEntropy = Annotated[
+    float, typer.Option(help="weight of cross-entropy in the distillation loss, 0 to 1")
+]
+Train = Annotated[
+    str,
+    typer.Option(help="what to train: extras (of the backends), lora (and extras) or full (all)"),
+]
+TransferLR = Annotated[
+    float | None,
+    typer.Option(help="learning rate of transfer; default: 2e-2, or 5e-2 for target attention"),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="measure and print, but write nothing")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an existing --out")]
+INTERRUPTED = 130  # exit code after ^C, as in shells
 
 
 def plan(
-    path: Annotated[Path, typer.Argument(help="folder of a saved causal model, not swapped")],
+    path: ModelArgument,
     data: Data,
     keep_softmax: Annotated[
-        float | None, typer.Option(help="share or number of layers kept exact; 0.25 without")
+        float | None,
+        typer.Option(help="fraction or number of layers that keep softmax; default: 0.25"),
     ] = None,
     cache_bytes: Annotated[
-        str | None, typer.Option(help="in its place: what the cache may hold, such as 1MiB")
+        str | None, typer.Option(help="instead of --keep-softmax: largest cache, such as 1MiB")
     ] = None,
-    cache_length: Annotated[str, typer.Option(help="after so many tokens")] = "16k",
-    out: Annotated[Path | None, typer.Option(help="file for the plan; not written without")] = None,
+    cache_length: Annotated[
+        str, typer.Option(help="context length of --cache-bytes in tokens")
+    ] = "16k",
+    out: Annotated[Path | None, typer.Option(help="JSON file for the plan")] = None,
     candidate: Annotated[
         list[str] | None,
         typer.Option(help="BACKEND or BACKEND:NAME=VALUE,NAME=VALUE (repeatable)"),
     ] = None,
     rows: Annotated[int, typer.Option(help="rows to measure on")] = 8,
     length: Length = 512,
-    window: Annotated[int, typer.Option(help="tokens beyond which attention is far")] = 32,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="measure and show, write nothing")] = (
-        False
-    ),
+    window: Annotated[int, typer.Option(help="report attention beyond so many tokens")] = 32,
+    dry_run: DryRun = False,
+    overwrite: Overwrite = False,
     column: Column = "text",
 ) -> None:
-    """Measure which layers can do without softmax, and choose an attention for each."""
-    from attnzoo.training.budget import CacheBudget, read_size
-    from attnzoo.training.pages import write_plan_page
-    from attnzoo.training.plan import CANDIDATES, make_plan
+    """Measure how much each layer needs softmax, and choose an attention for each layer."""
+    from attnzoo.report.output_path import check_file
+    from attnzoo.training.budget import CacheBudget, parse_size
+    from attnzoo.training.loading import load_rows
+    from attnzoo.training.plan import default_candidates, make_plan
     from attnzoo.training.report import plan_table
-    from attnzoo.training.runs import TrainConfig, load_rows
+    from attnzoo.training.train_config import TrainConfig
 
     if keep_softmax is not None and cache_bytes is not None:
         raise SpecError("plan takes either --keep-softmax or --cache-bytes")
+    if out is not None and not dry_run:
+        check_file(out, overwrite=overwrite)
     budget = None
     if cache_bytes is not None:
-        length_then = read_size(cache_length, "--cache-length")
-        budget = CacheBudget(bytes=read_size(cache_bytes, "--cache-bytes"), length=length_then)
-    specs = {text: _candidate(text) for text in candidate or CANDIDATES}
+        tokens = parse_size(cache_length, "--cache-length")
+        budget = CacheBudget(bytes=parse_size(cache_bytes, "--cache-bytes"), length=tokens)
+    specs = {text: spec_of(text) for text in candidate or default_candidates()}
     train, _ = load_rows(path, data, column, TrainConfig(row_length=length, repeat_share=1.0))
     with console.status("") as status:
-        made = make_plan(
+        made_plan = make_plan(
             path,
             train.tokens[:rows],
             specs,
             keep_softmax=0.25 if keep_softmax is None else keep_softmax,
             budget=budget,
             window=window,
-            tick=status.update,
+            on_step=lambda text: status.update(Text(text)),
         )
-    console.print(plan_table(made))
+    console.print(plan_table(made_plan))
     if out is None or dry_run:
-        console.print("Nothing was written; give --out FILE to keep the plan.")
+        console.print("Nothing was written; give --out FILE to save the plan.")
         return
-    made.write(out)
-    drawn = ", ".join(map(str, write_plan_page(out.with_suffix(".html"), made)))
-    console.print(f"Written to {out}" + (f", and drawn in {drawn}" if drawn else ""))
-    console.print(f"Go on with: attnzoo recover {path} --plan {out} ...")
+    _write_plan(made_plan, out, path)
 
 
-def _candidate(text: str) -> Any:
-    """Read a backend with options."""
-    name, _, options = text.partition(":")
-    return spec_of(name, [part for part in options.split(",") if part], None, None)
+def _write_plan(made_plan: Any, out: Path, path: Path) -> None:
+    """Write a plan and its charts, and print the next command."""
+    from attnzoo.training.pages import write_plan_page
+
+    made_plan.write(out)
+    pages = ", ".join(map(str, write_plan_page(out.with_suffix(".html"), made_plan)))
+    console.print(f"Plan:   {out}", soft_wrap=True)
+    if pages:
+        console.print(f"Charts: {pages}", soft_wrap=True)
+    command = shlex.join(["attnzoo", "recover", str(path), "--plan", str(out)])
+    console.print(f"Next:   {command} ...", soft_wrap=True)
 
 
 @with_train_options
 def recover(
-    path: Annotated[Path, typer.Argument(help="folder of a saved model, not swapped")],
-    plan: Annotated[Path | None, typer.Option(help="what `attnzoo plan` wrote")] = None,
-    transfer_steps: Annotated[int, typer.Option(help="of what backends added, by layer")] = 100,
+    path: ModelArgument,
+    plan: Annotated[Path | None, typer.Option(help="plan from `attnzoo plan`")] = None,
+    transfer_steps: Annotated[
+        int, typer.Option(help="steps of transfer, per block of layers")
+    ] = 100,
     transfer_target: TransferTarget = "output",
+    transfer_lr: TransferLR = None,
     layers_at_once: LayersAtOnce = None,
-    distil_steps: Annotated[int, typer.Option(help="towards what softmax predicts")] = 100,
+    distil_steps: Annotated[int, typer.Option(help="steps of distillation from softmax")] = 100,
     top_k: TopK = None,
     cross_entropy: CrossEntropy = 0.0,
     train: Train = "lora",
     *,
     options: TrainOptions,
 ) -> None:
-    """Swap a model and bring its quality back: transfer, distillation, an honest account."""
+    """Swap a model and recover its quality by attention transfer and distillation."""
     from attnzoo.training import recover as recovery
     from attnzoo.training.plan import read_plan
 
@@ -119,6 +151,7 @@ def recover(
     config = recovery.RecoverConfig(
         transfer_steps=transfer_steps,
         transfer_target=transfer_target,  # type: ignore[arg-type]
+        transfer_lr=transfer_lr,
         layers_at_once=layers_at_once,
         distil_steps=distil_steps,
         top_k=top_k,
@@ -133,19 +166,21 @@ def recover(
 
 @with_train_options
 def finetune(
-    path: Annotated[Path, typer.Argument(help="folder of a saved causal model, swapped or not")],
-    steps: Annotated[int, typer.Option(help="of training")] = 200,
-    compare: Annotated[bool, typer.Option(help="train softmax as long, to compare with")] = True,
+    path: ModelArgument,
+    steps: Annotated[int, typer.Option(help="steps of training")] = 200,
+    compare: Annotated[
+        bool, typer.Option(help="also train the softmax model, as a baseline")
+    ] = True,
     train: Train = "full",
     *,
     options: TrainOptions,
 ) -> None:
-    """Train a swapped model on text; without --attention, one that is swapped already."""
+    """Fine-tune a model on text, swapped by --attention or already swapped."""
     from attnzoo.training.finetune import FinetuneConfig
     from attnzoo.training.finetune import finetune as finetune_model
 
     if options.attention is None and (options.option or options.layers or options.else_):
-        raise SpecError("--set, --layers and --else go with --attention, which is not given")
+        raise SpecError("--set, --layers and --else need --attention; give it, or leave them out")
     spec = None if options.attention is None else options.spec()
     config = FinetuneConfig(
         steps=steps,
@@ -158,33 +193,54 @@ def finetune(
 
 
 def _run(start: Any, config: Any, stages: dict[str, int], options: TrainOptions) -> None:
-    """Run a training command under a progress bar, and tell what came out."""
-    from attnzoo.training.report import ProgressBar, lines_table
+    """Run a training command with progress bars and print its results."""
+    from attnzoo.training.pages import results_table
+    from attnzoo.training.report import ProgressBar
 
     out = options.out
-    with ProgressBar(console, stages) as bar:
-        given = {"column": options.column, "resume": options.resume}
-        results = start(options.data, out, config, **given, tell=bar.tell, tick=bar.tick)
+    bar = ProgressBar(console, stages)
+    try:
+        with bar:
+            given = {"column": options.column, "resume": options.resume}
+            results = start(options.data, out, config, **given, log=bar.log, on_step=bar.on_step)
+    except KeyboardInterrupt:
+        if bar.main:
+            problems.print(how_to_resume(out), soft_wrap=True, highlight=False)
+        raise SystemExit(INTERRUPTED) from None
     if bar.main:
-        console.print(lines_table(results))
+        results_table(results).print(console)
         console.print(results["verdict"], style="bold", soft_wrap=True)
-        console.print(f"Written to {out}; load it with from_pretrained after `import attnzoo`.")
+        console.print(
+            f"Model:  {out} (load it with from_pretrained after `import attnzoo`)", soft_wrap=True
+        )
+
+
+def how_to_resume(out: Path) -> str:
+    """Return what to do after an interruption: the command that resumes the run."""
+    from attnzoo.training.checkpoints import RUN
+
+    given = sys.argv[1:]
+    if not (out / RUN).is_file():
+        return "Interrupted before the run started; nothing was written."
+    command = shlex.join(["attnzoo", *given, *([] if "--resume" in given else ["--resume"])])
+    launcher = " with the same launcher" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    return f"Interrupted. Resume{launcher} with:\n{command}"
 
 
 def evaluate(
-    path: Annotated[Path, typer.Argument(help="folder of a saved causal model that is swapped")],
+    path: ModelArgument,
     data: Data,
-    rows: Annotated[int, typer.Option(help="held-out rows to judge on")] = 32,
+    rows: Annotated[int, typer.Option(help="held-out rows")] = 32,
     length: Length = 512,
     control: Control = None,
     column: Column = "text",
 ) -> None:
-    """Judge a swapped model against its own attention, the window alone, and each branch."""
-    from attnzoo.training.judge import evaluate as evaluate_model
-    from attnzoo.training.report import lines_table
+    """Compare a swapped model with softmax, its window alone, and each branch of a hybrid."""
+    from attnzoo.training.evaluate_command import evaluate as evaluate_model
+    from attnzoo.training.pages import results_table
 
     results = evaluate_model(
-        path, data, column=column, row_length=length, rows=rows, control=control, tell=console.print
+        path, data, column=column, row_length=length, rows=rows, control=control, log=console.print
     )
-    console.print(lines_table(results))
+    results_table(results).print(console)
     console.print(results["verdict"], style="bold", soft_wrap=True)

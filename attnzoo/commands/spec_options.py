@@ -1,41 +1,105 @@
-"""A spec from the options --attention, --set, --layers and --else."""
+"""Build specs from the options --attention, --set, --layers and --else.
+
+``--attention`` and the values of ``--layers`` are ``NAME`` or ``NAME:OPTION=VALUE,...``.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
 
 from attnzoo.errors import SpecError
 
+_ATTENTION = typer.Option(
+    help="backend of all layers without an exception: NAME or NAME:OPTION=VALUE,..."
+)
+Attention = Annotated[str, _ATTENTION]
+AttentionIfGiven = Annotated[str | None, _ATTENTION]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", help="option of the backend: NAME=VALUE (repeatable)")
+]
+Layers = Annotated[
+    list[str] | None,
+    typer.Option(help="exceptions: LAYERS=NAME, such as 0-1,11=flash (repeatable)"),
+]
+Else = Annotated[
+    str | None, typer.Option("--else", help="backend of layers that --attention refuses")
+]
+Attentions = Annotated[
+    list[str] | None, typer.Option(help="all, NAME,NAME or NAME:OPTION=VALUE,... (repeatable)")
+]
+
 
 def spec_of(
-    attention: str | None, option: list[str] | None, layers: list[str] | None, else_: str | None
+    attention: str,
+    option: list[str] | None = None,
+    layers: list[str] | None = None,
+    else_: str | None = None,
 ) -> Any:
-    """Make a spec of what the command line says."""
+    """Return the spec of the command line; like a saved spec, it cannot import code."""
     from attnzoo.spec import AttentionSpec
 
-    assert attention is not None
-    return AttentionSpec(
-        attention,
-        layers=dict(_pair(text, "--layers", "0-1=flash") for text in layers or ()),
-        else_=else_,
-        **{
-            name: _value(value)
-            for name, value in (_pair(text, "--set", "feature_map=elu+1") for text in option or ())
-        },
+    expected = "--layers takes LAYERS=NAME, such as 0-1=flash"
+    pairs = [_pair(text, expected) for text in layers or ()]
+    backend = _backend(attention)
+    backend["options"] |= dict(_option(text, "--set") for text in option or ())
+    return AttentionSpec.from_dict(
+        {
+            **backend,
+            "layers": {name: _backend(value) for name, value in pairs},
+            "else": else_,
+        }
     )
 
 
-def _pair(text: str, option: str, example: str) -> tuple[str, str]:
-    name, separator, value = text.partition("=")
+def specs_of(attention: list[str], presets: Callable[[list[str]], list[Any]]) -> list[Any] | None:
+    """Return the specs of an ``--attention`` that takes several; ``None`` for ``all``.
+
+    Args:
+        attention: Values of the option: names separated by commas, or one name with options.
+        presets: Returns the specs of names without options.
+    """
+    found: list[Any] = []
+    for text in attention:
+        if ":" in text:
+            found.append(spec_of(text))
+        elif text == "all":
+            return None
+        else:
+            found += presets(split(text))
+    if not found:
+        raise SpecError("--attention names no backend; give all, or names such as linear,reformer")
+    return found
+
+
+def split(text: str) -> list[str]:
+    """Return the parts of a list that is separated by commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _backend(text: str) -> dict[str, Any]:
+    """Parse ``NAME:OPTION=VALUE,OPTION=VALUE``; a value may be a JSON list."""
+    name, _, options = text.partition(":")
+    parts = re.split(r",(?=\s*\w+=)", options) if options else []
+    return {"backend": name, "options": dict(_option(part, "--attention") for part in parts)}
+
+
+def _pair(text: str, expected: str) -> tuple[str, str]:
+    """Split NAME=VALUE; ``expected`` says in an error what the option takes."""
+    name, separator, value = (part.strip() for part in text.partition("="))
     if not separator or not name or not value:
-        raise SpecError(f"{option} takes NAME=VALUE, such as {example}; got {text!r}")
-    return name.strip(), value.strip()
+        raise SpecError(f"{expected}; got {text!r}")
+    return name, value
 
 
-def _value(text: str) -> Any:
-    """Read a value as JSON where it is JSON (numbers, true, null, lists), else as text."""
+def _option(text: str, source: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE; the value is JSON (numbers, true, null, lists), or else text."""
+    name, value = _pair(text, f"{source} takes NAME=VALUE, such as feature_map=elu+1")
     try:
-        return json.loads(text)
+        return name, json.loads(value)
     except json.JSONDecodeError:
-        return text
+        return name, value

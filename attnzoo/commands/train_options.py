@@ -1,4 +1,4 @@
-"""Options that the training commands share, declared once."""
+"""Options that several training commands have."""
 
 from __future__ import annotations
 
@@ -11,88 +11,95 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from attnzoo.commands.spec_options import spec_of
+from attnzoo.commands.spec_options import AttentionIfGiven, Else, Layers, Set, spec_of
 
-Data = Annotated[list[Path], typer.Option(help="text, .jsonl, .parquet, or folders of them")]
-Column = Annotated[str, typer.Option(help="field of JSON and parquet with the text")]
-Length = Annotated[int, typer.Option(help="tokens of a row")]
+Data = Annotated[
+    list[Path], typer.Option(help="text, .jsonl or .parquet file, or a folder of them (repeatable)")
+]
+Column = Annotated[str, typer.Option(help="field of JSON and parquet files with the text")]
+Length = Annotated[int, typer.Option(help="tokens per row")]
 Control = Annotated[
-    int | None, typer.Option(help="tokens that the control sees; the swap's window without")
+    int | None, typer.Option(help="window of the baseline, in tokens; default: the swap's window")
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What ``recover`` and ``finetune`` are told alike."""
+    """Options of both ``recover`` and ``finetune``."""
 
     data: Data
     out: Annotated[Path, typer.Option(help="new folder for the model")]
-    attention: Annotated[str | None, typer.Option(help="backend for every other layer")] = None
-    option: Annotated[
-        list[str] | None, typer.Option("--set", help="option of the backend: NAME=VALUE")
-    ] = None
-    layers: Annotated[
-        list[str] | None, typer.Option(help="exceptions: LAYERS=BACKEND, such as 0-1,11=flash")
-    ] = None
-    else_: Annotated[
-        str | None, typer.Option("--else", help="backend for layers that the first one refuses")
-    ] = None
+    attention: AttentionIfGiven = None
+    option: Set = None
+    layers: Layers = None
+    else_: Else = None
     weights_lr: Annotated[
         float | None, typer.Option(help="learning rate of adapters, or of all weights")
     ] = None
     extras_lr: Annotated[
-        float, typer.Option(help="learning rate of what backends added, beside them")
+        float, typer.Option(help="learning rate of the backends' own parameters")
     ] = 5e-3
     repeat_share: Annotated[
         float,
-        typer.Option(help="share of the rows in which a segment is repeated, to learn recall"),
+        typer.Option(help="fraction of rows with a repeated segment, to train recall"),
     ] = 0.25
-    batch: Annotated[int, typer.Option(help="rows of a step, over all processes")] = 8
-    accumulate: Annotated[int, typer.Option(help="parts that a batch is taken in")] = 1
-    cp_size: Annotated[int, typer.Option(help="processes that share every row, of all")] = 1
+    batch: Annotated[int, typer.Option(help="rows per step over all processes")] = 8
+    accumulate: Annotated[
+        int, typer.Option(help="micro-batches per batch (gradient accumulation)")
+    ] = 1
+    checkpoint_every: Annotated[int, typer.Option(help="steps between checkpoints")] = 50
+    cp_size: Annotated[
+        int, typer.Option(help="processes that split each row (context parallelism)")
+    ] = 1
     length: Length = 512
     control: Control = None
     window_dropout: Annotated[
         float,
-        typer.Option(help="share of a hybrid's heads that start a stage without their window"),
+        typer.Option(help="initial fraction of a hybrid's heads without their window"),
     ] = 0.0
     precision: Annotated[
-        str | None, typer.Option(help="of products: no (float32) or bf16; as launched without")
+        str | None,
+        typer.Option(help="autocast: no (float32) or bf16; default: Accelerate's setting"),
     ] = None
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="compute layers twice, to save memory")
+        bool,
+        typer.Option(
+            "--gradient-checkpointing", help="recompute layers in the backward pass, to save memory"
+        ),
     ] = False
     report_to: Annotated[
-        str | None, typer.Option(help="a tracker of Accelerate, such as tensorboard; logs in --out")
+        str | None, typer.Option(help="tracker of Accelerate, such as tensorboard; logs to --out")
     ] = None
     column: Column = "text"
     seed: int = 0
-    resume: Annotated[bool, typer.Option(help="go on from the last checkpoint in --out")] = False
+    resume: Annotated[bool, typer.Option(help="resume from the last checkpoint in --out")] = False
 
     def spec(self) -> Any:
-        """Return the swap that ``--attention`` and its options say."""
+        """Return the spec of ``--attention``, ``--set``, ``--layers`` and ``--else``."""
+        assert self.attention is not None
         return spec_of(self.attention, self.option, self.layers, self.else_)
 
     def config(self) -> dict[str, Any]:
-        """Return these options as a ``TrainConfig`` takes them."""
+        """Return the arguments of a ``TrainConfig``."""
         from attnzoo.training.loop import LoopConfig
 
-        same = [
+        names = [
             *("weights_lr", "extras_lr", "repeat_share", "control", "window_dropout"),
             *("gradient_checkpointing", "report_to"),
         ]
         loop = LoopConfig(
             batch_size=self.batch,
             accumulate=self.accumulate,
+            checkpoint_every=self.checkpoint_every,
             cp_size=self.cp_size,
             seed=self.seed,
             precision=self.precision,
         )
-        return {"row_length": self.length, "loop": loop, **{n: getattr(self, n) for n in same}}
+        return {"row_length": self.length, "loop": loop, **{n: getattr(self, n) for n in names}}
 
 
 def with_train_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator: give a command those options beside its own; it is called with ``options``."""
+    """Decorator that adds the options of ``TrainOptions`` to a command as ``options``."""
     hints = get_type_hints(command, include_extras=True)
     shared = get_type_hints(TrainOptions, include_extras=True)
     known = {field.name: field.default for field in fields(TrainOptions)}

@@ -1,1 +1,1 @@
-"""Time, memory and quality over length: which attention, from where on, at what price."""
+"""``attnzoo compare`` and ``inspect``: time, memory and quality over length; attention maps."""

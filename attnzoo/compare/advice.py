@@ -1,4 +1,4 @@
-"""What the numbers say, in plain words; nothing is recommended that was not measured."""
+"""The findings of a comparison as text; it recommends only what was measured."""
 
 from __future__ import annotations
 
@@ -6,182 +6,264 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attnzoo.compare.fit import Curve, best_exact, crossover
-from attnzoo.compare.measure import OK
-from attnzoo.compare.results import Row
-from attnzoo.report.text import figures, short, size
+from attnzoo.compare.workers import OK
+from attnzoo.evaluation.results import Row
+from attnzoo.report.format import format_bytes, format_length, significant
 
-BEARABLE = 0.1  # bits per byte that a swap may cost before it is called a loss
-WORTH = 1.1  # times faster, below which nothing is said to be faster
+ACCEPTABLE_LOSS = 0.1  # bits per byte that a recommended swap may cost without training
+ACCEPTABLE_COSINE = 0.99  # of a recommended swap's embeddings to the original model's
+ABLE = 0.5  # recall of exact attention below which recall says nothing about approximations
+MIN_SPEEDUP = 1.1  # below this factor nothing is called faster
+CONTROL = "flash window 32"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
-    """What quality an attention has.
+class QualitySummary:
+    """Quality of one attention, compared with the best exact one.
 
     Attributes:
-        bits: Per byte, over the positions that the model was made for.
-        cost: Beyond those of the best exact attention.
-        copy: Share of a second copy that is guessed right, over all distances.
-        needle: Share of needles' tokens.
+        cost: Bits per byte above exact attention, over the trained positions; of embeddings, 1
+            minus their cosine similarity.
+        embeddings: Whether the quality is that of embeddings.
+        copy: Fraction of a second copy predicted correctly, mean over distances; ``None`` if exact
+            attention does not predict it.
     """
 
-    bits: float
     cost: float
-    copy: float | None
-    needle: float | None
+    embeddings: bool = False
+    copy: float | None = None
+
+    @property
+    def acceptable(self) -> bool:
+        """Whether the swap is recommended without training."""
+        return self.cost <= (1 - ACCEPTABLE_COSINE if self.embeddings else ACCEPTABLE_LOSS)
+
+    def describe(self, digits: int = 2) -> str:
+        """Return the cost as text, after the name of the attention."""
+        if self.embeddings:
+            return f"has a mean cosine of {1 - self.cost:.{digits + 1}f} to the original embeddings"
+        return f"costs {self.cost:+.{digits}f} bits per byte"
 
 
-def qualities(rows: Sequence[Row]) -> dict[str, Judged]:
-    """Return the quality of every attention that was judged beside an exact one."""
-    judged = [row for row in rows if row["kind"] == "quality" and row["status"] == OK]
-    exact = [row["bits_per_byte"] for row in judged if row["exact"]]
+def losses(measured: Sequence[Row]) -> dict[str, float]:
+    """Return bits per byte above the best exact attention; empty without a measured exact one."""
+    exact = [row["bits_per_byte"] for row in measured if row["exact"]]
+    return {row["attention"]: row["bits_per_byte"] - min(exact) for row in measured if exact}
+
+
+def measured_quality(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with a measured quality."""
+    return [row for row in rows if row["kind"] == "quality" and row["status"] == OK]
+
+
+def unable(rows: Sequence[Row]) -> str:
+    """Return why exact attention itself cannot predict the text, or ``""``.
+
+    The qualities of approximations say nothing then: the model is not trained, or the text is in
+    another language.
+    """
+    exact = [row for row in measured_quality(rows) if row["exact"] and "bits_per_byte" in row]
     if not exact:
+        return ""
+    best = min(exact, key=lambda row: float(row["bits_per_byte"]))
+    bits, unigram = best["bits_per_byte"], best.get("unigram_bits_per_byte")
+    if unigram is None or bits < unigram:
+        return ""
+    return (
+        f"exact attention itself has {bits:.2f} bits per byte on this text, and the frequencies of "
+        f"its tokens alone give {unigram:.2f}; use a trained model and text in its language"
+    )
+
+
+def qualities(rows: Sequence[Row]) -> dict[str, QualitySummary]:
+    """Return the quality of each attention by name.
+
+    Empty without a measured exact attention, or if exact attention cannot predict the text.
+    """
+    measured = measured_quality(rows)
+    if unable(rows):
         return {}
+    if measured and "cosine" in measured[0]:
+        return {
+            row["attention"]: QualitySummary(cost=1 - row["cosine"], embeddings=True)
+            for row in measured
+        }
+    able = max((_mean(row["copy_by_distance"]) or 0 for row in measured if row["exact"]), default=0)
+    costs = losses(measured)
     return {
-        row["attention"]: Judged(
-            bits=row["bits_per_byte"],
-            cost=row["bits_per_byte"] - min(exact),
-            copy=_mean(row["copy_by_distance"]),
-            needle=_mean(row["needle_by_distance"]),
+        row["attention"]: QualitySummary(
+            cost=costs[row["attention"]],
+            copy=_mean(row["copy_by_distance"]) if able >= ABLE else None,
         )
-        for row in judged
+        for row in measured
+        if costs
     }
 
 
-def _mean(shares: dict[str, float]) -> float | None:
-    return sum(shares.values()) / len(shares) if shares else None
+def _mean(fractions: dict[str, float]) -> float | None:
+    return sum(fractions.values()) / len(fractions) if fractions else None
 
 
 def speedups(curves: Sequence[Curve], length: int) -> dict[str, float]:
-    """Return how many times faster than the best exact attention each is, at one length."""
+    """Return the speed-up of each approximate attention over the best exact one at a length."""
     exact = best_exact(curves)
     if length not in exact:
         return {}
     return {
-        curve.attention: exact[length] / curve.least_ms[length]
+        curve.attention: exact[length] / curve.ms[length]
         for curve in curves
-        if length in curve.least_ms and not curve.exact
+        if length in curve.ms and not curve.exact
     }
 
 
-def headline(curves: Sequence[Curve], judged: dict[str, Judged], mode: str) -> str:
-    """Answer in one sentence: which, from which length on, how much faster, at what cost."""
+def headline(curves: Sequence[Curve], rows: Sequence[Row], missing: str = "") -> str:
+    """Return the main finding: the best attention, from which length on, and its quality.
+
+    Args:
+        curves: Curves of one level and mode.
+        rows: All rows.
+        missing: Why no quality was measured, if none was requested or possible.
+    """
+    quality = qualities(rows)
     exact = best_exact(curves)
     if not exact:
-        return "No exact attention could be measured, so nothing can be compared with one."
+        return "No exact attention could be measured, so there is no baseline to compare with."
     longest = max(exact)
-    faster = {k: x for k, x in speedups(curves, longest).items() if x >= WORTH}
+    faster = {k: x for k, x in speedups(curves, longest).items() if x >= MIN_SPEEDUP}
     if not faster:
         return (
-            f"Up to {short(longest)} tokens nothing that was measured is faster than exact "
-            "attention: keep flash."
+            f"Up to {format_length(longest)} tokens, nothing that was measured is faster than "
+            "exact attention: keep flash."
         )
-    good = {k: x for k, x in faster.items() if k in judged and judged[k].cost <= BEARABLE}
+    good = {k: x for k, x in faster.items() if k in quality and quality[k].acceptable}
     pool = good or faster
     best = max(pool, key=lambda name: pool[name])
-    costs = {curve.attention: curve.least_ms for curve in curves}
+    costs = {curve.attention: curve.ms for curve in curves}
     start = crossover(costs[best], exact)
-    assert start is not None  # it is faster at the longest
-    since = f"From {'at most ' if start.at_most else ''}{short(start.length)} tokens on"
-    told = (
-        f"{since}, {best} is faster than exact attention, at {short(longest)} "
-        f"{figures(pool[best], 2)} times"
+    assert start is not None  # it is faster at the longest length
+    since = f"From {'at most ' if start.at_most else ''}{format_length(start.length)} tokens on"
+    finding = (
+        f"{since}, {best} is faster than exact attention, {significant(pool[best], 2)} times at "
+        f"{format_length(longest)}"
     )
-    if best not in judged:
-        return f"{told}; what it costs in quality was not measured (give --text FILE)."
-    cost = judged[best].cost
+    if best not in quality:
+        return f"{finding}; {_unknown(best, rows, missing)}."
+    found = quality[best]
     if best in good:
-        return f"{told}, and costs {cost:+.3f} bits per byte without training."
+        return f"{finding}, and {found.describe(3)} without training."
+    limit = (
+        f"has less than {ACCEPTABLE_COSINE}"
+        if found.embeddings
+        else f"costs more than {ACCEPTABLE_LOSS}"
+    )
     return (
-        f"{told}, but costs {cost:+.2f} bits per byte without training, and so does all that is "
-        f"faster (more than {BEARABLE}): train it, or keep flash."
+        f"{finding}, but {found.describe()} without training, and every faster attention {limit}: "
+        "train it, or keep flash."
     )
 
 
-def paragraph(curves: Sequence[Curve], rows: Sequence[Row], mode: str, model: str) -> str:
-    """Say what was found: fastest, least memory, quality, and what to run next."""
-    judged = qualities(rows)
+def _unknown(attention: str, rows: Sequence[Row], missing: str) -> str:
+    """Return why the quality of an attention is unknown."""
+    if reason := unable(rows):
+        return f"its quality is not judged: {reason}"
+    for row in rows:
+        if row["kind"] == "quality" and row["attention"] == attention and row["status"] != OK:
+            reason = ": ".join(filter(None, [row["status"], row.get("reason")]))
+            return f"its quality was not measured ({reason})"
+    return "its quality was not measured" + (f" ({missing})" if missing else "")
+
+
+def paragraph(
+    curves: Sequence[Curve], rows: Sequence[Row], mode: str, model: str, missing: str = ""
+) -> str:
+    """Return all findings: fastest, least memory, quality, and the command to run next.
+
+    Args:
+        curves: Curves of one level and mode.
+        rows: All rows.
+        mode: The mode.
+        model: The model, as on the command line.
+        missing: Why no quality was measured, if none was requested or possible.
+    """
+    quality = qualities(rows)
     exact = best_exact(curves)
-    parts = [headline(curves, judged, mode)]
+    parts = [headline(curves, rows, missing)]
     if exact:
         longest = max(exact)
         fast = speedups(curves, longest)
-        if max(fast.values(), default=0.0) >= WORTH:
+        if max(fast.values(), default=0.0) >= MIN_SPEEDUP:
             best = max(fast, key=lambda name: fast[name])
             parts.append(
-                f"The fastest at {short(longest)} is {best}, {figures(fast[best], 2)} times"
-                + _price(best, judged)
-                + "."
+                f"The fastest at {format_length(longest)} is {best}, {significant(fast[best], 2)} "
+                f"times{_quality_clause(best, quality)}."
             )
         parts.append(_memory(curves, longest, mode))
-    control = judged.get("flash window 32")
+    control = quality.get(CONTROL)
     if control:
-        worse = [k for k, j in judged.items() if j.cost > control.cost]
+        worse = [name for name, found in quality.items() if found.cost > control.cost]
         if worse:
             parts.append(
-                f"Seeing only the last 32 tokens costs {control.cost:+.2f} bits per byte; "
-                f"{len(worse)} of {len(judged)} attentions cost more untrained, and are of use "
-                "only after training."
+                f"The control, a window of 32 tokens, {control.describe()}; {len(worse)} of "
+                f"{len(quality)} attentions are worse without training, and need training to be "
+                "useful."
             )
-    parts.append(_next(curves, rows, judged, exact, model))
+    parts.append(_next_command(curves, rows, quality, exact, model))
     return " ".join(part for part in parts if part)
 
 
-def _price(name: str, judged: dict[str, Judged]) -> str:
-    if name not in judged:
+def _quality_clause(name: str, quality: dict[str, QualitySummary]) -> str:
+    if name not in quality:
         return ""
-    found = judged[name]
+    found = quality[name]
     recall = ""
     if found.copy is not None:
-        recall = f" and guesses {found.copy:.0%} of a second copy right"
-    return f", which costs {found.cost:+.2f} bits per byte{recall}"
+        recall = f" and predicts {found.copy:.0%} of a second copy"
+    return f", which {found.describe()}{recall}"
 
 
 def _memory(curves: Sequence[Curve], length: int, mode: str) -> str:
-    """Name what holds least memory, or keeps least in decoding."""
-    kept = mode == "decode"
-    held = {
-        curve.attention: (curve.kept_bytes if kept else curve.peak_bytes).get(length)
+    """Return which attention needs the least memory, or has the smallest cache in decoding."""
+    decode = mode == "decode"
+    sizes = {
+        curve.attention: (curve.cache_bytes if decode else curve.peak_bytes).get(length)
         for curve in curves
     }
-    known = {name: count for name, count in held.items() if count is not None}
+    known = {name: count for name, count in sizes.items() if count is not None}
     if not known:
         return ""
     least = min(known, key=lambda name: known[name])
-    what = "keeps" if kept else "holds"
-    return (
-        f"{least} {what} least memory at {short(length)} tokens, {size(known[least])}; "
-        f"flash {what} {size(known['flash'])}."
-        if "flash" in known and least != "flash"
-        else f"{least} {what} least memory at {short(length)} tokens, {size(known[least])}."
-    )
+    what = "has the smallest cache" if decode else "needs the least memory"
+    found = f"{least} {what} at {format_length(length)} tokens, {format_bytes(known[least])}"
+    if "flash" not in known or least == "flash":
+        return f"{found}."
+    return f"{found}; flash {'has' if decode else 'needs'} {format_bytes(known['flash'])}."
 
 
-def _next(
+def _next_command(
     curves: Sequence[Curve],
     rows: Sequence[Row],
-    judged: dict[str, Judged],
+    quality: dict[str, QualitySummary],
     exact: dict[int, float],
     model: str,
 ) -> str:
-    """Name the command to go on with, for an attention that is faster and was judged."""
-    fast = {k: x for k, x in speedups(curves, max(exact)).items() if x >= WORTH} if exact else {}
-    known = {k: x for k, x in fast.items() if k in judged}
+    """Return the command for an attention that is faster and has a measured quality."""
+    fast = speedups(curves, max(exact)) if exact else {}
+    known = {k: x for k, x in fast.items() if x >= MIN_SPEEDUP and k in quality}
     if not known:
         return ""
-    cheap = {k: x for k, x in known.items() if judged[k].cost <= BEARABLE}
-    if cheap:
-        best = max(cheap, key=lambda name: cheap[name])
+    good = {k: x for k, x in known.items() if quality[k].acceptable}
+    if good:
+        best = max(good, key=lambda name: good[name])
         return f"Next: attnzoo swap {model} {_options(best, rows)} --out NEW."
-    best = min(known, key=lambda name: judged[name].cost)
+    best = min(known, key=lambda name: quality[name].cost)
     return (
         f"Next: attnzoo recover {model} {_options(best, rows)} --data text/ --out NEW, which "
-        "trains the swap that costs least."
+        "trains the swap with the best quality."
     )
 
 
 def _options(attention: str, rows: Sequence[Row]) -> str:
-    """Write an attention as the options of a command."""
+    """Return an attention as command-line options."""
     spec = next(row["spec"] for row in rows if row["attention"] == attention)
-    given = [f"--set {name}={value}" for name, value in spec.get("options", {}).items()]
-    return " ".join([f"--attention {spec['backend']}", *given])
+    options = [f"--set {name}={value}" for name, value in spec.get("options", {}).items()]
+    return " ".join([f"--attention {spec['backend']}", *options])

@@ -1,4 +1,4 @@
-"""What is measured: attentions, and cases of level, mode and length."""
+"""What a comparison measures: a model, its attentions, and cases of level, mode and length."""
 
 from __future__ import annotations
 
@@ -7,45 +7,29 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from attnzoo.backends.config import Geometry
-from attnzoo.demo.run import label
+from attnzoo.evaluation.models import spec_label
+from attnzoo.evaluation.presets import preset_specs
 from attnzoo.registry import available_backends, get_backend
 from attnzoo.spec import AttentionSpec
 
 LEVELS = ("op", "layer", "model")
 MODES = ("forward", "train", "decode")
-EXACT = "flash"  # runs where nothing else is named
-Options = dict[str, Any]
-
-# What --attention all shows of each backend; an installed plugin runs with its own defaults.
-VARIANTS: dict[str, tuple[Options, ...]] = {
-    "flash": ({}, {"window": 32}),  # the second is the control: a model that sees 32 tokens
-    "linear": ({}, {"feature_map": "hedgehog", "window": 32}),
-    "gated_linear": ({"gate": "gla"}, {"gate": "gla", "window": 32}),
-    "performer": ({"num_features": 128},),
-    "longformer": ({"window": 512},),
-    # quadratic by its rows, the fewer the later; a block as long as the trained rows is exact
-    "linformer": ({"block": 256, "num_rows": 8},),
-    "reformer": ({"num_hashes": 4},),
-}
-OF_ENCODERS: dict[str, tuple[Options, ...]] = {
-    "longformer": ({"window": 256},),  # on either side
-    "linformer": ({"num_rows": 256},),
-}
+BASELINE = "flash"  # the exact attention that others are compared with
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One measurement, as plain data, so that it can be sent to another process.
+class CostCase:
+    """One measurement as plain data that another process can receive.
 
     Attributes:
-        attention: How tables call the attention.
-        spec: Its plain data.
-        level: ``"op"``, the backend alone on queries, keys and values; ``"layer"``, the attention
-            module with its projections; ``"model"``, the whole.
-        mode: ``"forward"``; ``"train"``, forward and backward; ``"decode"``, one token after T.
-        T: Tokens of a row.
+        attention: Name of the attention in tables.
+        spec: Its spec as plain data.
+        level: ``"op"``, the backend on random queries, keys and values; ``"layer"``, the attention
+            module with its projections; ``"model"``, the whole model.
+        mode: ``"forward"``; ``"train"``, forward + backward; ``"decode"``, one token after T.
+        T: Tokens per row.
         B: Rows.
-        dtype: Of weights and inputs.
+        dtype: Data type of weights and inputs.
         device: ``"cpu"`` or ``"cuda"``.
     """
 
@@ -59,23 +43,22 @@ class Case:
     device: str
 
     def key(self) -> str:
-        """Name the case among others of the same model and machine."""
+        """Return a key that identifies the case among those of one model and machine."""
         return repr(sorted(asdict(self).items(), key=lambda item: item[0]))
 
 
 def default_specs(names: Sequence[str] | None, *, causal: bool = True) -> list[AttentionSpec]:
-    """Return what is compared: every backend, or those named, with what is worth seeing of each.
+    """Return the presets of the given backends, or of every backend, exact ones first.
+
+    Args:
+        names: Backends; all when ``None``.
+        causal: Whether the model is causal; encoders have presets of their own.
 
     Raises:
         UnknownBackendError: A name is unknown.
     """
-    for name in names or ():
-        get_backend(name)
-    variants = VARIANTS if causal else VARIANTS | OF_ENCODERS
-    chosen = list(dict.fromkeys(names or ("softmax", EXACT, *available_backends())))
-    return [
-        AttentionSpec(name, **options) for name in chosen for options in variants.get(name, ({},))
-    ]
+    chosen = dict.fromkeys(names or ("softmax", BASELINE, *available_backends()))
+    return preset_specs(chosen, *(("long",) if causal else ("bidirectional", "long")))
 
 
 def is_exact(spec: dict[str, Any]) -> bool:
@@ -97,23 +80,23 @@ def make_cases(
     batch: int | None,
     dtype: str,
     device: str,
-) -> list[Case]:
-    """Return the cases, short ones first, so that what fails is not tried longer.
+) -> list[CostCase]:
+    """Return the cases by increasing length, so that failed attentions are not tried longer.
 
     Args:
         specs: The attentions.
         lengths: T.
-        levels: Of ``LEVELS``.
-        mode: Of ``MODES``.
-        tokens: Of a call; rows are as many as fit, one at least. Decoding takes one row.
-        batch: Rows, in place of what ``tokens`` says.
-        dtype: Of weights and inputs.
-        device: Where.
+        levels: Subset of ``LEVELS``.
+        mode: One of ``MODES``.
+        tokens: Tokens per call; B is as many rows as fit, at least one. Decoding uses one row.
+        batch: B, instead of ``tokens``.
+        dtype: Data type of weights and inputs.
+        device: Device.
     """
     rows = {n: batch or (1 if mode == "decode" else max(1, tokens // n)) for n in lengths}
-    named = [(label(spec), spec.to_dict()) for spec in specs]
+    named = [(spec_label(spec), spec.to_dict()) for spec in specs]
     return [
-        Case(
+        CostCase(
             attention=name,
             spec=spec,
             level=level,
@@ -130,20 +113,20 @@ def make_cases(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
-    """The model that is compared, as plain data.
+class ModelInfo:
+    """The compared model as plain data.
 
     Attributes:
         path: Folder of the saved model.
-        name: How reports call it.
-        sha: Names its config and the sizes of its weights.
-        geometry: Of its first attention layer.
-        causal: Whether every layer is.
-        generates: Whether it predicts the next token, too.
-        longest: The length beyond which it has no positions, if there is one.
-        trained: Positions that it was made for, if its config says.
-        text_model: Whether it takes token numbers, so that layers and the whole can run.
-        module: Where its class is defined.
+        name: Name in reports.
+        sha: Hash of its config and its parameter shapes.
+        geometry: Geometry of its first attention layer.
+        causal: Whether all layers are causal.
+        generates: Whether it is causal and predicts the next token.
+        max_positions: Number of positions, if limited.
+        trained_positions: Number of positions that it was trained on, if its config has it.
+        text_model: Whether it runs on token ids alone, so that layers and the model can run.
+        module: Module that defines its class.
     """
 
     path: str
@@ -152,7 +135,7 @@ class Subject:
     geometry: Geometry
     causal: bool
     generates: bool
-    longest: int | None
-    trained: int | None
+    max_positions: int | None
+    trained_positions: int | None
     text_model: bool
     module: str

@@ -1,44 +1,45 @@
-"""The plots of a comparison: time, memory, speed-up, quality against cost, loss and recall."""
+"""The plots of a comparison: time, speed-up, memory, quality against cost, loss, recall."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attnzoo.compare.advice import qualities, speedups
-from attnzoo.compare.fit import AHEAD, Curve, best_exact, crossover, predict
-from attnzoo.compare.results import Row
-from attnzoo.compare.show import MODE_NAMES, group_title
-from attnzoo.report.page import Plot, clear_figure, length_axis, line_style
-from attnzoo.report.text import figures, number, short, size
+from attnzoo.compare.advice import speedups
+from attnzoo.compare.fit import HORIZON, Curve, best_exact, crossover, interpolate
+from attnzoo.compare.tables import MODE_NAMES, group_title
+from attnzoo.compare.workers import OK
+from attnzoo.evaluation.results import Row
+from attnzoo.report.charts import Axis, Plot, Series, length_axis, line_chart
+from attnzoo.report.format import byte_unit, format_length
 
 Group = tuple[str, str, str]  # device, level, mode
 
 
 def cost_plots(group: Group, curves: Sequence[Curve]) -> list[Plot]:
-    """Return time, speed-up and memory over length, of one level and mode."""
+    """Return time, speed-up and memory over length of one device, level and mode."""
     name, title = "-".join(group), group_title(*group)
-    kept = group[2] == "decode"
+    decode = group[2] == "decode"
     return [
         Plot(
             name=f"time-{name}",
             title=title,
-            text="Milliseconds a row. A star is where an attention becomes faster than the best "
-            "exact one; open marks and thin lines are predictions.",
+            text="Milliseconds per row, fastest round. A star marks the length from which on an "
+            "attention is faster than the best exact one; open markers and thin lines are "
+            "predictions.",
             figure=_time(curves),
         ),
         Plot(
             name=f"speedup-{name}",
             title=f"{title}: speed-up",
-            text="Times faster than the best exact attention; above the line it is worth it.",
+            text="Time of the best exact attention divided by the time of each attention.",
             figure=_speedup(curves),
         ),
         Plot(
             name=f"memory-{name}",
-            title=f"{title}: {'cache' if kept else 'memory'}",
-            text="Bytes kept between tokens." if kept else "Most bytes held at once, a row.",
-            figure=_memory(curves, kept=kept),
+            title=f"{title}: {'cache' if decode else 'memory'}",
+            text="Memory kept between tokens." if decode else "Peak memory per row.",
+            figure=_memory(curves, decode=decode),
         ),
     ]
 
@@ -47,225 +48,169 @@ def _lengths(curves: Sequence[Curve]) -> list[int]:
     return sorted({n for curve in curves for n in (*curve.ms, *curve.missing)})
 
 
-def _time(curves: Sequence[Curve]) -> Any:
-    """Draw time over length, both logarithmic, with crossovers and predictions."""
-    figure, lengths, exact = clear_figure(), _lengths(curves), best_exact(curves)
-    ahead = AHEAD * lengths[-1]
-    colours = _colours(len(curves))
+def _over_length(
+    curves: Sequence[Curve], values: Callable[[Curve], Mapping[int, float]], unit: float = 1.0
+) -> list[Series]:
+    """Return one line per attention that has values; colours are the same in all plots."""
+    lines = []
     for index, curve in enumerate(curves):
-        if not curve.ms:
-            continue
-        figure.add_scatter(
-            x=list(curve.ms),
-            y=list(curve.ms.values()),
-            name=curve.attention,
-            legendgroup=curve.attention,
-            line_color=colours[index],
-            customdata=[f"{figures(ms)} ms +- {curve.spread[n]:.0%}" for n, ms in curve.ms.items()],
-            hovertemplate="%{fullData.name}, %{x} tokens: %{customdata}<extra></extra>",
-            **line_style(index),
-        )
-        last = max(curve.ms)
-        predicted = curve.predicted_ms(ahead)
+        points = values(curve)
+        if points:
+            heights = [value / unit for value in points.values()]
+            lines.append(Series(name=curve.attention, x=list(points), y=heights, style=index))
+    return lines
+
+
+def _time(curves: Sequence[Curve]) -> Any:
+    """Draw time over length with crossovers and predictions."""
+    lengths, exact = _lengths(curves), best_exact(curves)
+    horizon = HORIZON * lengths[-1]
+    series = _over_length(curves, lambda curve: curve.ms)
+    for index, curve in enumerate(curves):
+        predicted = curve.predicted_ms(horizon)
         if predicted is not None:
-            _add_extra(
-                figure,
-                curve.attention,
-                colours[index],
-                [last, ahead],
-                [curve.ms[last], predicted],
-                "predicted",
+            last = max(curve.ms)
+            series.append(
+                Series(
+                    name="",
+                    x=[last, horizon],
+                    y=[curve.ms[last], predicted],
+                    style=index,
+                    kind="prediction",
+                )
             )
-        start = crossover(curve.least_ms, exact) if not curve.exact else None
+        start = crossover(curve.ms, exact) if curve.ms and not curve.exact else None
         if start is not None and not start.at_most:
-            height = _between(curve.ms, start.length)
-            _add_extra(
-                figure,
-                curve.attention,
-                colours[index],
-                [start.length],
-                [height],
-                "predicted crossover" if start.predicted else "crossover",
+            series.append(
+                Series(
+                    name="",
+                    x=[start.length],
+                    y=[interpolate(curve.ms, start.length)],
+                    style=index,
+                    kind="predicted crossing" if start.predicted else "crossing",
+                )
             )
-    length_axis(figure, [*lengths, ahead], "tokens")
-    figure.update_yaxes(type="log", title="ms", dtick="D2", minor_showgrid=False)
-    return figure
-
-
-def _add_extra(
-    figure: Any, name: str, colour: str, x: list[float], y: list[float], what: str
-) -> None:
-    """Draw a prediction or a crossover in the colour of its curve."""
-    marks = {"crossover": "star", "predicted crossover": "star-open"}
-    crossing = what in marks
-    figure.add_scatter(
-        x=x,
-        y=y,
-        name=name,
-        legendgroup=name,
-        showlegend=False,
-        mode="markers" if crossing else "lines+markers",
-        line={"color": colour, "width": 1, "dash": "dot"},
-        marker={
-            "color": colour,
-            "size": 12 if crossing else 6,
-            "symbol": marks.get(what, "circle-open"),
-        },
-        customdata=[short(value) for value in x],
-        hovertemplate=f"{name}: {what}, %{{customdata}} tokens, %{{y:.3g}} ms<extra></extra>",
-    )
-
-
-def _between(costs: dict[int, float], length: float) -> float:
-    """Return the cost at a length between two that were measured, or beyond all of them."""
-    below = [n for n in costs if n <= length]
-    above = [n for n in costs if n > length]
-    if not above or not below:
-        return predict(costs, round(length)) or costs[max(costs)]
-    low, high = max(below), min(above)
-    share = math.log(length / low) / math.log(high / low)
-    return float(costs[low] * (costs[high] / costs[low]) ** share)
+    axis = length_axis([*lengths, horizon], "tokens")
+    return line_chart(series, x=axis, y=Axis(label="milliseconds per row", log=True))
 
 
 def _speedup(curves: Sequence[Curve]) -> Any:
-    """Draw how many times faster each attention is than the best exact one."""
-    figure, lengths = clear_figure(), _lengths(curves)
+    """Draw the speed-up over the best exact attention."""
+    lengths = _lengths(curves)
     fast = {n: speedups(curves, n) for n in lengths}
-    for index, curve in enumerate(curves):
-        points = {n: fast[n][curve.attention] for n in lengths if curve.attention in fast[n]}
-        if points:
-            figure.add_scatter(
-                x=list(points),
-                y=list(points.values()),
-                name=curve.attention,
-                line_color=_colours(len(curves))[index],
-                hovertemplate="%{fullData.name}, %{x} tokens: %{y:.2f} times<extra></extra>",
-                **line_style(index),
-            )
-    figure.add_hline(y=1, line_dash="dash", line_color="gray")
-    length_axis(figure, lengths, "tokens")
-    figure.update_yaxes(type="log", title="times faster than exact", minor_showgrid=False)
-    return figure
+
+    def of(curve: Curve) -> dict[int, float]:
+        return {n: fast[n][curve.attention] for n in lengths if curve.attention in fast[n]}
+
+    return line_chart(
+        _over_length(curves, of),
+        x=length_axis(lengths, "tokens"),
+        y=Axis(label="times faster than exact attention", log=True),
+        reference=1.0,
+    )
 
 
-def _memory(curves: Sequence[Curve], *, kept: bool) -> Any:
-    """Draw bytes over length."""
-    figure, lengths = clear_figure(), _lengths(curves)
-    for index, curve in enumerate(curves):
-        held = curve.kept_bytes if kept else curve.peak_bytes
-        if held:
-            figure.add_scatter(
-                x=list(held),
-                y=list(held.values()),
-                name=curve.attention,
-                line_color=_colours(len(curves))[index],
-                customdata=[size(count) for count in held.values()],
-                hovertemplate="%{fullData.name}, %{x} tokens: %{customdata}<extra></extra>",
-                **line_style(index),
-            )
-    length_axis(figure, lengths, "tokens")
-    figure.update_yaxes(type="log", title="bytes", minor_showgrid=False)
-    return figure
+def _memory(curves: Sequence[Curve], *, decode: bool) -> Any:
+    """Draw peak memory, or cache size in decoding, in the unit that suits the largest value."""
 
+    def of(curve: Curve) -> dict[int, float]:
+        return curve.cache_bytes if decode else curve.peak_bytes
 
-def _colours(count: int) -> list[str]:
-    """Return plotly's colours, again from the first after the last."""
-    from plotly.colors import qualitative
-
-    return [qualitative.Plotly[i % len(qualitative.Plotly)] for i in range(count)]
+    size, unit = byte_unit(max((x for curve in curves for x in of(curve).values()), default=0))
+    return line_chart(
+        _over_length(curves, of, size),
+        x=length_axis(_lengths(curves), "tokens"),
+        y=Axis(label=f"{'cache' if decode else 'memory'} per row, {unit}", log=True),
+    )
 
 
 # -- quality -------------------------------------------------------------------------------------
 
 
 def quality_plots(rows: Sequence[Row], group: Group, curves: Sequence[Curve]) -> list[Plot]:
-    """Return quality against cost, loss by position, and recall by distance."""
-    judged = [row for row in rows if row["kind"] == "quality" and row["status"] == "ok"]
-    if not judged:
+    """Return quality against cost, loss by position and recall by distance."""
+    measured = [row for row in rows if row["kind"] == "quality" and row["status"] == OK]
+    if not measured:
         return []
-    trained = judged[0]["trained"]
-    made = [
+    if "cosine" in measured[0]:
+        return [
+            Plot(
+                name="cosine-by-length",
+                title="Similarity of embeddings by length",
+                text="Cosine similarity between the embeddings and those of the original model.",
+                figure=_by_length(
+                    measured, "cosine_by_length", "tokens", Axis(label="cosine similarity")
+                ),
+            )
+        ]
+    correct = Axis(label="tokens predicted correctly", percent=True)
+    distance = "distance, tokens"
+    plots = [
         Plot(
             name="loss-by-position",
             title="Loss by position",
-            text=f"Bits per byte of text, by position in the row; the model was made for "
-            f"{short(trained)} positions.",
-            figure=_lines(judged, "loss_by_position", "position, up to", "bits per byte"),
+            text="Bits per byte of text by position in the row; the model was trained on "
+            f"{format_length(measured[0]['trained'])} positions.",
+            figure=_by_length(
+                measured, "loss_by_position", "position, up to", Axis(label="bits per byte")
+            ),
         ),
         Plot(
             name="copy-by-distance",
             title="Recall by distance: a second copy",
-            text="Share of the tokens of a second copy that are guessed right.",
-            figure=_lines(judged, "copy_by_distance", "tokens between", "share right"),
+            text="Fraction of the tokens of a second copy that are predicted correctly.",
+            figure=_by_length(measured, "copy_by_distance", distance, correct),
         ),
         Plot(
             name="needle-by-distance",
             title="Recall by distance: a needle",
-            text="Share of the digits of a number, given once, that are guessed right.",
-            figure=_lines(judged, "needle_by_distance", "tokens between", "share right"),
+            text="Fraction of the digits of a number, given once, that are predicted correctly.",
+            figure=_by_length(measured, "needle_by_distance", distance, correct),
         ),
     ]
     longest = max(best_exact(curves), default=None)
     if longest is not None:
         text = (
-            f"Milliseconds at {short(longest)} tokens ({group_title(*group)}) against bits per "
-            "byte, nothing trained; on the line, nothing is both better and faster."
+            f"Milliseconds per row at {format_length(longest)} tokens ({group_title(*group)}) and "
+            "bits per byte, without training. No attention is better and faster than those on "
+            "the line."
         )
-        pareto = _pareto(rows, curves, longest, MODE_NAMES[group[2]])
-        made.insert(0, Plot(name="pareto", title="Quality against cost", text=text, figure=pareto))
-    return made
+        figure = _pareto(rows, curves, longest, MODE_NAMES[group[2]])
+        plots.insert(0, Plot(name="pareto", title="Quality against cost", text=text, figure=figure))
+    return plots
 
 
-def _lines(judged: Sequence[Row], name: str, x_title: str, y_title: str) -> Any:
-    """Draw one line for each attention, over lengths."""
-    figure = clear_figure()
-    for index, row in enumerate(judged):
-        points = {int(n): value for n, value in row[name].items()}
-        figure.add_scatter(
-            x=list(points),
-            y=list(points.values()),
+def _by_length(measured: Sequence[Row], name: str, label: str, y: Axis) -> Any:
+    """Draw one field of quality rows, which is a mapping by length, for each attention."""
+    series = [
+        Series(
             name=row["attention"],
-            line_color=_colours(len(judged))[index],
-            hovertemplate="%{fullData.name}, %{x}: %{y:.3f}<extra></extra>",
-            **line_style(index),
+            x=[int(n) for n in row[name]],
+            y=list(row[name].values()),
+            style=index,
         )
-    length_axis(figure, sorted({int(n) for row in judged for n in row[name]}), x_title)
-    figure.update_yaxes(title=y_title)
-    return figure
+        for index, row in enumerate(measured)
+    ]
+    lengths = sorted({int(n) for row in measured for n in row[name]})
+    return line_chart(series, x=length_axis(lengths, label), y=y)
 
 
 def _pareto(rows: Sequence[Row], curves: Sequence[Curve], length: int, mode: str) -> Any:
-    """Draw quality over time at one length, and the front that nothing beats in both."""
-    judged = qualities(rows)
+    """Draw quality against time at one length, with the Pareto front."""
+    quality = {r["attention"]: r for r in rows if r["kind"] == "quality" and r["status"] == OK}
     points = [
-        (curve.ms[length], judged[curve.attention].bits, curve.attention)
+        (curve.ms[length], row["bits_per_byte"], curve.attention)
         for curve in curves
-        if length in curve.ms and curve.attention in judged
+        if length in curve.ms and (row := quality.get(curve.attention))
     ]
-    figure = clear_figure()
     front = [p for p in sorted(points) if all(q[1] > p[1] for q in points if q < p)]
-    figure.add_scatter(
-        x=[p[0] for p in front],
-        y=[p[1] for p in front],
-        mode="lines",
-        line={"color": "gray", "dash": "dot", "shape": "hv"},
-        hoverinfo="skip",
-        showlegend=False,
+    series = [Series(name="", x=[p[0] for p in front], y=[p[1] for p in front], kind="step")]
+    series += [
+        Series(name=name, x=[ms], y=[bits], style=index, kind="points")
+        for index, (ms, bits, name) in enumerate(points)
+    ]
+    return line_chart(
+        series,
+        x=Axis(label=f"milliseconds per row at {format_length(length)} tokens, {mode}", log=True),
+        y=Axis(label="bits per byte, lower is better", log=True),
     )
-    colours = _colours(len(points))
-    for index, (ms, bits, name) in enumerate(points):
-        figure.add_scatter(
-            x=[ms],
-            y=[bits],
-            name=name,
-            mode="markers",
-            marker={
-                "size": 12,
-                "color": colours[index],
-                "symbol": line_style(index)["marker_symbol"],
-            },
-            hovertemplate=f"{name}: {figures(ms)} ms, {number(bits)} bits per byte<extra></extra>",
-        )
-    figure.update_xaxes(type="log", title=f"ms at {short(length)} tokens, {mode}", dtick="D2")
-    figure.update_yaxes(type="log", title="bits per byte, lower is better", dtick="D1")
-    return figure

@@ -1,7 +1,7 @@
-"""Curves of cost over length: exponents, crossovers, predictions.
+"""Cost as a function of length: exponents, crossovers, predictions.
 
-All costs are of one row, so that cases with many short rows compare with one long row. Tables show
-medians; what is derived from them rests on the rounds that were disturbed least.
+Costs are per row, so that cases with many short rows and with one long row are comparable. Times in
+tables, plots and fits are those of the fastest round, which has the least noise.
 """
 
 from __future__ import annotations
@@ -10,49 +10,47 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from attnzoo.compare.measure import OK
-from attnzoo.compare.results import Row
+from attnzoo.compare.workers import OK
+from attnzoo.evaluation.results import Row
 
-FITTED = 4  # of the longest lengths: short ones are overhead
-AHEAD = 4  # times the longest length, up to which costs are predicted
+FITTED = 4  # longest lengths that enter a fit; short ones are dominated by overhead
+HORIZON = 4  # predictions reach this multiple of the longest length
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What one attention costs at every length that was measured, at one level and mode.
+    """Costs of one attention by length, at one level and mode.
 
     Attributes:
-        attention: As tables call it.
-        exact: Whether it is softmax attention over all keys.
-        ms: Milliseconds a row, by length: the median of the rounds.
-        least_ms: The shortest round.
-        peak_bytes: Of memory, a row.
-        kept_bytes: Between steps of decoding, a row.
-        spread: Of the rounds, as a share of the median.
+        attention: Name in tables.
+        exact: Whether it computes softmax attention over all keys.
+        ms: Milliseconds per row of the fastest round.
+        peak_bytes: Peak memory per row.
+        cache_bytes: Memory kept between decoding steps, per row.
+        spread: Longest minus shortest round, divided by the median.
         missing: Why a length has no cost.
     """
 
     attention: str
     exact: bool
     ms: dict[int, float] = field(default_factory=dict)
-    least_ms: dict[int, float] = field(default_factory=dict)
     peak_bytes: dict[int, float] = field(default_factory=dict)
-    kept_bytes: dict[int, float] = field(default_factory=dict)
+    cache_bytes: dict[int, float] = field(default_factory=dict)
     spread: dict[int, float] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)
 
     @property
     def exponent(self) -> float | None:
-        """With which power of the length time grows at the longest ones; 2 is quadratic."""
-        return exponent(self.least_ms)
+        """Exponent of the length in the time at the longest lengths; 2 is quadratic."""
+        return exponent(self.ms)
 
     def predicted_ms(self, length: int) -> float | None:
-        """Extend the fitted power from the longest length; ``None`` where nothing was fitted."""
-        return predict(self.least_ms, length)
+        """Return the time that the fitted power law predicts; ``None`` without a fit."""
+        return predict(self.ms, length)
 
 
 def make_curves(rows: Iterable[Row]) -> list[Curve]:
-    """Gather the rows of one level and mode into curves, in the order they were measured in."""
+    """Return the curves of one level and mode, in the order of measurement."""
     curves: dict[str, Curve] = {}
     for row in sorted(rows, key=lambda row: row["T"]):
         curve = curves.setdefault(
@@ -62,17 +60,16 @@ def make_curves(rows: Iterable[Row]) -> list[Curve]:
         if row["status"] != OK:
             curve.missing[length] = ": ".join(filter(None, [row["status"], row.get("reason")]))
             continue
-        curve.ms[length] = row["median_ms"] / count
-        curve.least_ms[length] = row["min_ms"] / count
+        curve.ms[length] = row["min_ms"] / count
         curve.peak_bytes[length] = row["peak_bytes"] / count
         curve.spread[length] = row["spread"]
         if row.get("kept_bytes") is not None:
-            curve.kept_bytes[length] = row["kept_bytes"] / count
+            curve.cache_bytes[length] = row["kept_bytes"] / count
     return list(curves.values())
 
 
 def exponent(costs: Mapping[int, float]) -> float | None:
-    """Fit a power of the length to the longest of at least three lengths, by least squares."""
+    """Fit a power law to the longest lengths by least squares; ``None`` below three lengths."""
     lengths = sorted(costs)[-FITTED:]
     if len(lengths) < 3:
         return None
@@ -84,7 +81,7 @@ def exponent(costs: Mapping[int, float]) -> float | None:
 
 
 def predict(costs: Mapping[int, float], length: int) -> float | None:
-    """Extend the fitted power from the longest length."""
+    """Extrapolate the fitted power law from the longest length."""
     power = exponent(costs)
     if power is None:
         return None
@@ -92,24 +89,35 @@ def predict(costs: Mapping[int, float], length: int) -> float | None:
     return float(costs[last] * (length / last) ** power)
 
 
+def interpolate(costs: Mapping[int, float], length: float) -> float:
+    """Return the cost at a length: interpolated in logarithms, or predicted beyond the longest."""
+    below = [n for n in costs if n <= length]
+    above = [n for n in costs if n > length]
+    if not above or not below:
+        return predict(costs, round(length)) or costs[max(costs)]
+    low, high = max(below), min(above)
+    share = math.log(length / low) / math.log(high / low)
+    return float(costs[low] * (costs[high] / costs[low]) ** share)
+
+
 def best_exact(curves: Iterable[Curve]) -> dict[int, float]:
-    """Return the least time of any exact attention at every length, ms a row."""
+    """Return the least time of any exact attention by length, in milliseconds per row."""
     best: dict[int, float] = {}
     for curve in curves:
         if curve.exact:
-            for length, ms in curve.least_ms.items():
+            for length, ms in curve.ms.items():
                 best[length] = min(ms, best.get(length, math.inf))
     return best
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crossover:
-    """From which length on an attention is faster than the best exact one.
+    """Length from which on an attention is faster than the best exact one.
 
     Attributes:
-        length: In tokens; interpolated between two measured lengths.
-        predicted: Whether it lies beyond what was measured, where the fitted powers meet.
-        at_most: Whether it was faster from the shortest measured length on.
+        length: In tokens, interpolated between two measured lengths.
+        predicted: Whether it is beyond the measured lengths, where the fitted power laws meet.
+        at_most: Whether the attention is already faster at the shortest measured length.
     """
 
     length: float
@@ -118,7 +126,7 @@ class Crossover:
 
 
 def crossover(costs: Mapping[int, float], exact: Mapping[int, float]) -> Crossover | None:
-    """Find the length from which on ``costs`` stay below ``exact``; ``None`` if there is none."""
+    """Return the length from which on ``costs`` stay below ``exact``; ``None`` without one."""
     lengths = sorted(set(costs) & set(exact))
     if not lengths:
         return None
@@ -134,7 +142,7 @@ def crossover(costs: Mapping[int, float], exact: Mapping[int, float]) -> Crossov
     own, other = exponent(costs), exponent(exact)
     if own is None or other is None or own >= other:
         return None
-    ahead = gap[last] / (other - own)  # a logarithm: the powers of slow attentions meet far away
-    if ahead > math.log(AHEAD):
+    distance = gap[last] / (other - own)  # a logarithm, as nearly equal slopes meet very far away
+    if distance > math.log(HORIZON):
         return None
-    return Crossover(length=last * math.exp(ahead), predicted=True)
+    return Crossover(length=last * math.exp(distance), predicted=True)

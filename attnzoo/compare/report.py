@@ -1,4 +1,4 @@
-"""A comparison as a terminal text, a self-contained page, and pictures."""
+"""A comparison in the terminal, as a self-contained page, and as pictures."""
 
 from __future__ import annotations
 
@@ -11,99 +11,92 @@ from attnzoo.compare.advice import paragraph
 from attnzoo.compare.cases import LEVELS
 from attnzoo.compare.figures import Group, cost_plots, quality_plots
 from attnzoo.compare.fit import Curve, make_curves
-from attnzoo.compare.results import Row
-from attnzoo.compare.run import curves_of
-from attnzoo.compare.show import (
-    as_table,
-    cost_table,
-    group_title,
-    missing,
-    quality_table,
-)
-from attnzoo.report import page
-from attnzoo.report.picture import write_pictures
+from attnzoo.compare.run import group_costs
+from attnzoo.compare.tables import cost_table, group_title, not_measured, quality_table
+from attnzoo.evaluation.results import Row
+from attnzoo.report import charts, page
 
 PAGE = "report.html"
 
 
-def groups_of(rows: Sequence[Row]) -> dict[Group, list[Curve]]:
+def group_curves(rows: Sequence[Row]) -> dict[Group, list[Curve]]:
     """Return the curves of every device, level and mode; the whole model first."""
-    made = {group: make_curves(found) for group, found in curves_of(list(rows)).items()}
-    order = sorted(made, key=lambda group: (group[2], group[0], -LEVELS.index(group[1])))
-    return {group: made[group] for group in order}
+    groups = {group: make_curves(found) for group, found in group_costs(list(rows)).items()}
+    order = sorted(groups, key=lambda group: (group[2], group[0], -LEVELS.index(group[1])))
+    return {group: groups[group] for group in order}
 
 
-def leading_group(groups: dict[Group, list[Curve]], mode: str) -> Group | None:
-    """Return the group that is spoken of: of this mode, of a GPU if there is one, the largest."""
+def main_group(groups: dict[Group, list[Curve]], mode: str) -> Group | None:
+    """Return the group to summarise: of the mode if measured, on a GPU if any, largest level."""
     asked = [group for group in groups if group[2] == mode] or list(groups)
     found = [group for group in asked if any(curve.ms for curve in groups[group])]
     on_gpu = [group for group in found if group[0] != "cpu"]
     return next(iter(on_gpu or found), None)
 
 
-def advice(rows: Sequence[Row], mode: str, model: str) -> str:
-    """Return the paragraph that ends a comparison."""
-    groups = groups_of(rows)
-    group = leading_group(groups, mode)
+def advice(rows: Sequence[Row], mode: str, model: str, missing: str = "") -> str:
+    """Return the findings of a comparison as text.
+
+    Args:
+        rows: All rows.
+        mode: The mode to summarise.
+        model: The model, as on the command line.
+        missing: Why no quality was measured, if none was requested or possible.
+    """
+    groups = group_curves(rows)
+    group = main_group(groups, mode)
     if group is None:
-        return "Nothing could be measured; the reasons stand above."
-    told = paragraph(groups[group], rows, group[2], model)
-    return f"{group_title(*group)}. {told}"
+        return "Nothing could be measured; the reasons are listed above."
+    return f"{group_title(*group)}. {paragraph(groups[group], rows, group[2], model, missing)}"
 
 
-def wide(console: Console) -> Console:
-    """Return a console with room for a table, where the output is no terminal or a narrow one."""
-    return Console(file=console.file, width=max(console.width, 150), quiet=console.quiet)
-
-
-def show(console: Console, rows: Sequence[Row], mode: str, model: str) -> None:
-    """Print tables, what could not be measured, and the advice."""
-    tables = []
-    for group, curves in groups_of(rows).items():
+def show(console: Console, rows: Sequence[Row], mode: str, model: str, missing: str = "") -> None:
+    """Print the tables, the cases without a result, and the findings."""
+    for group, curves in group_curves(rows).items():
         if group[2] == mode and any(curve.ms or curve.missing for curve in curves):
-            tables.append(as_table(group_title(*group), *cost_table(curves, mode)))
-    head, body = quality_table(rows)
-    if body:
-        tables.append(as_table("Quality, nothing trained", head, body))
-    for table in tables:
-        wide(console).print(table)
-    for name, why in missing(rows):
-        console.print(f"{name}: {why}", soft_wrap=True, highlight=False, markup=False)
-    console.print(advice(rows, mode, model), soft_wrap=True, highlight=False, markup=False)
+            cost_table(curves, group).print(console, wide=True)
+    quality = quality_table(rows)
+    if quality is not None:
+        quality.print(console, wide=True)
+    for name, reason in not_measured(rows):
+        console.print(f"{name}: {reason}", soft_wrap=True, highlight=False, markup=False)
+    text = advice(rows, mode, model, missing)
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
-def write_report(out: Path, rows: Sequence[Row], mode: str, model: str) -> Path | None:
-    """Write ``report.html`` and its plots as PNG; ``None`` without plotly."""
-    if not page.can_plot():
+def write_report(
+    out: Path, rows: Sequence[Row], mode: str, model: str, missing: str = ""
+) -> Path | None:
+    """Write ``report.html`` and its plots as PNG; return ``None`` without matplotlib."""
+    if not charts.can_draw():
         return None
-    groups = groups_of(rows)
-    lead = leading_group(groups, mode)
+    groups = group_curves(rows)
+    main = main_group(groups, mode)
+    plots = [] if main is None else quality_plots(rows, main, groups[main])
     body = [
-        page.heading("Which attention, from which length on?", 1),
-        page.paragraph(_subject(rows), soft=True),
-        page.paragraph(advice(rows, mode, model)),
+        page.heading("Which attention is faster, and from which length on?", 1),
+        page.paragraph(_subject(rows), muted=True),
+        page.paragraph(advice(rows, mode, model, missing)),
+        page.plots_html(plots),
     ]
-    drawn = [] if lead is None else quality_plots(rows, lead, groups[lead])
-    body.append(page.plots_html(drawn))
-    head, table = quality_table(rows)
-    if table:
-        body += [page.heading("Quality, nothing trained"), page.table(head, table)]
+    quality = quality_table(rows)
+    if quality is not None:
+        body += [page.heading(quality.title), quality.html()]
     for group, curves in groups.items():
         if any(curve.ms for curve in curves):
-            made = cost_plots(group, curves)
-            drawn += made
-            body.append(page.plots_html(made))
-            body.append(page.table(*cost_table(curves, group[2])))
-    body += [page.reasons("Not measured", missing(rows)), page.footer(_footer(rows))]
-    write_pictures(out, drawn)
+            costs = cost_plots(group, curves)
+            plots += costs
+            body += [page.plots_html(costs), cost_table(curves, group).html()]
+    body += [page.reasons("Not measured", not_measured(rows)), page.footer(_footer(rows))]
+    charts.write_pictures(out, plots)
     return page.write_page(out / PAGE, title="attnzoo compare", body=body)
 
 
 def _subject(rows: Sequence[Row]) -> str:
     model = rows[0]["model"]
     return (
-        f"{model['name']}: {model['H']} query heads over {model['Hkv']} key heads of size "
-        f"{model['D']}. Costs are of one row; a sign ~ marks a prediction."
+        f"{model['name']}: {model['H']} query heads, {model['Hkv']} key heads of size "
+        f"{model['D']}. Costs are per row, times those of the fastest round; ~ marks a prediction."
     )
 
 

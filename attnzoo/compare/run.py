@@ -1,4 +1,4 @@
-"""Runs a comparison: checks all that was asked for, measures what is not measured yet."""
+"""Run a comparison: check the request, measure what has no row yet, return all rows."""
 
 from __future__ import annotations
 
@@ -16,55 +16,65 @@ import torch
 import transformers
 
 import attnzoo
-from attnzoo.bench import machine
 from attnzoo.compare.cases import (
+    BASELINE,
     LEVELS,
     MODES,
-    Case,
-    Subject,
+    CostCase,
+    ModelInfo,
     default_specs,
     is_exact,
     make_cases,
 )
-from attnzoo.compare.measure import NOT_RUN, OK, OUT_OF_MEMORY, TIMED_OUT, measure_case
-from attnzoo.compare.process import Workers
-from attnzoo.compare.quality import Asked, measure_quality, quality_inputs
-from attnzoo.compare.results import FORMAT, Row, append, commit, prepare
-from attnzoo.demo.text import embedded_model_path, longest_context
+from attnzoo.compare.workers import (
+    NOT_RUN,
+    OK,
+    OUT_OF_MEMORY,
+    TIMED_OUT,
+    Workers,
+    measure_cost,
+    measure_quality,
+)
 from attnzoo.errors import SpecError, did_you_mean
+from attnzoo.evaluation.embeddings import EmbeddingEvalBatch, make_embedding_batch
+from attnzoo.evaluation.models import EMBEDDED, max_positions, model_path
+from attnzoo.evaluation.recall import RecallEvalBatch, make_recall_batch
+from attnzoo.evaluation.results import FORMAT, Row, append, commit, open_results
+from attnzoo.evaluation.timing import machine
 from attnzoo.integrations.files import empty_model
 from attnzoo.integrations.layers import attention_layers
+from attnzoo.report.output_path import check_folder
 from attnzoo.spec import AttentionSpec
 
-EMBEDDED = "embedded"  # the name of the model that ships with the package
-STOPS = {OUT_OF_MEMORY, TIMED_OUT}  # what ends a curve: longer cases are not tried
-CALLS = 3  # that a slow case consists of: one to warm up, two that are timed
-Tell = Callable[[int, int, str], None]  # cases done, of how many, and what comes now
+STOPS = {OUT_OF_MEMORY, TIMED_OUT}  # after these, longer cases of the attention are not run
+CALLS_PER_CASE = 3  # of a slow case: one warm-up and two timed calls
+QualityBatch = RecallEvalBatch | EmbeddingEvalBatch
+OnProgress = Callable[[int, int, str], None]  # cases done, cases in total, the next case
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is asked for.
+class CompareConfig:
+    """Options of a comparison.
 
     Attributes:
         model: Folder of a saved model, or ``"embedded"``.
-        lengths: T, rising.
-        specs: The attentions; ``None`` takes every backend.
+        lengths: T, increasing.
+        specs: The attentions; every backend's presets when ``None``.
         out: Folder of results.
-        levels: Of ``LEVELS``.
-        mode: Of ``MODES``.
-        tokens: Of a call; rows are as many as fit.
-        batch: Rows, in place of that.
-        dtype: Of weights and inputs; float32 on a CPU and bfloat16 on a GPU when ``None``.
-        devices: Where; all there are when ``None``.
-        text: File to judge quality on; the standard library with the embedded model.
-        quality: Whether quality is judged.
-        quality_length: Tokens of a row that is judged.
-        timeout: Seconds a case may take.
-        memory_gib: What a case may allocate; three quarters of what is free on a CPU, and all of
-            a GPU, when ``None``.
-        threads: Of torch.
-        fresh: Whether earlier results are set aside.
+        levels: Subset of ``LEVELS``.
+        mode: One of ``MODES``.
+        tokens: Tokens per call; the number of rows follows from it.
+        batch: Number of rows, instead of ``tokens``.
+        dtype: Data type; float32 on a CPU and bfloat16 on a GPU when ``None``.
+        devices: Devices; all available ones when ``None``.
+        text: File to evaluate quality on; the standard library for the embedded model.
+        quality: Whether to measure quality.
+        quality_length: Tokens per row in the quality measurement.
+        timeout: Time limit of a case in seconds.
+        memory_gib: Memory limit of a case; when ``None``, three quarters of the free memory on a
+            CPU and no limit on a GPU.
+        threads: Number of torch threads.
+        fresh: Whether to start over instead of resuming from earlier results.
     """
 
     model: str
@@ -86,147 +96,169 @@ class Plan:
     fresh: bool = False
 
 
-def find_subject(model: str) -> Subject:
-    """Read what is needed of a model, its weights left alone.
+def read_model_info(model: str) -> ModelInfo:
+    """Return what a comparison needs to know about a model, without loading its weights.
+
+    Args:
+        model: Folder of a saved model, or ``"embedded"``.
 
     Raises:
-        SpecError: There is none, or it has no attention layer that can be swapped.
+        SpecError: There is no model, or it has no attention layer that can be swapped.
     """
-    path = embedded_model_path() if model == EMBEDDED else Path(model)
+    path = model_path(model)
     empty = empty_model(path)
     layers = attention_layers(empty)
     if not layers:
-        raise SpecError(f"{model!r} has no attention layer that goes through transformers")
+        raise SpecError(
+            f"{model!r} has no layer that calls transformers' attention interface, so its "
+            "attention cannot be swapped"
+        )
     causal = all(layer.geometry.causal for layer in layers)
     sizes = [(name, tuple(x.shape)) for name, x in empty.state_dict().items()]
     config = (path / "config.json").read_bytes()
-    return Subject(
+    return ModelInfo(
         path=str(path),
         name=path.resolve().name if model != EMBEDDED else "the embedded model",
         sha=hashlib.sha256(config + repr(sizes).encode()).hexdigest()[:12],
         geometry=layers[0].geometry,
         causal=causal,
         generates=causal and empty.can_generate(),
-        longest=longest_context(path),
-        trained=layers[0].geometry.max_length,
+        max_positions=max_positions(path),
+        trained_positions=layers[0].geometry.max_length,
         text_model=hasattr(empty.config, "vocab_size")
         and not getattr(empty.config, "is_encoder_decoder", False),
         module=type(empty).__module__,
     )
 
 
-def check(plan: Plan, subject: Subject) -> tuple[list[AttentionSpec], list[str]]:
-    """Refuse what cannot run; returns attentions and devices.
+def check(config: CompareConfig, info: ModelInfo) -> tuple[list[AttentionSpec], list[str]]:
+    """Validate the options and return the attentions and the devices.
 
     Raises:
-        SpecError: Something asked for is unknown or does not fit the model.
+        SpecError: An option is unknown or does not fit the model.
     """
     for what, value, known in (
-        ("mode", plan.mode, MODES),
-        *(("level", v, LEVELS) for v in plan.levels),
+        ("mode", config.mode, MODES),
+        *(("level", v, LEVELS) for v in config.levels),
     ):
         if value not in known:
             raise SpecError(
                 f"No {what} is called {value!r}.{did_you_mean(value, known)} "
                 f"Available: {', '.join(known)}."
             )
-    if plan.mode == "decode" and not subject.generates:
-        lacks = "has no head that predicts tokens" if subject.causal else "is not causal"
+    if config.mode == "decode" and not info.generates:
+        reason = "has no head that predicts tokens" if info.causal else "is not causal"
         raise SpecError(
-            f"{subject.name} {lacks}, so it cannot decode; use --mode forward or train, or give a "
+            f"{info.name} {reason}, so it cannot decode; use --mode forward or train, or give a "
             "causal language model"
         )
-    if not subject.text_model and set(plan.levels) - {"op"}:
+    if not info.text_model and set(config.levels) - {"op"}:
         raise SpecError(
-            f"{subject.name} does not run on one row of tokens alone (it is an encoder-decoder, or "
-            "takes other inputs); use --level op, which measures its attention by itself"
+            f"{info.name} does not run on token ids alone (it is an encoder-decoder or takes "
+            "other inputs); use --level op, which measures its attention backend on random inputs"
         )
-    if plan.dtype is not None and not isinstance(getattr(torch, plan.dtype, None), torch.dtype):
-        raise SpecError(f"No dtype is called {plan.dtype!r}; float32 and bfloat16 are usual")
-    numbers = ("tokens", "batch", "timeout", "threads", "memory_gib", "quality_length")
-    for name in numbers:
-        value = getattr(plan, name)
+    if config.dtype is not None and not isinstance(getattr(torch, config.dtype, None), torch.dtype):
+        raise SpecError(f"No dtype is called {config.dtype!r}; use for example float32 or bfloat16")
+    for name in ("tokens", "batch", "timeout", "threads", "memory_gib", "quality_length"):
+        value = getattr(config, name)
         if value is not None and value <= 0:
             raise SpecError(f"{name} must be above 0, got {value}")
-    devices = list(plan.devices or ("cpu", *(["cuda"] if torch.cuda.is_available() else [])))
+    devices = list(config.devices or ("cpu", *(["cuda"] if torch.cuda.is_available() else [])))
     if "cuda" in devices and not torch.cuda.is_available():
-        raise SpecError("There is no CUDA device here that torch can use; use --device cpu")
-    specs = list(plan.specs or default_specs(None, causal=subject.causal))
+        raise SpecError("torch finds no CUDA device; use --device cpu")
+    specs = list(config.specs or default_specs(None, causal=info.causal))
     if not any(is_exact(spec.to_dict()) for spec in specs):
-        specs.insert(0, AttentionSpec("flash"))  # what all others are measured against
+        specs.insert(0, AttentionSpec(BASELINE))
     return specs, devices
 
 
-def compare(plan: Plan, tell: Tell = lambda done, total, name: None) -> list[Row]:
-    """Measure what is asked for and is not in the folder yet; returns the rows of this machine.
+def compare(
+    config: CompareConfig, on_progress: OnProgress = lambda done, total, name: None
+) -> list[Row]:
+    """Measure every case that has no row in the results folder; return the rows of this machine.
 
     Raises:
-        AttnzooError: Something was given that cannot be used; nothing is measured then.
+        AttnzooError: An option is invalid; nothing is measured then.
     """
-    subject = find_subject(plan.model)
-    specs, devices = check(plan, subject)
-    asked = _judged(plan, subject)
-    cases = [case for device in devices for case in _cases(plan, specs, device)]
-    earlier = prepare(plan.out, fresh=plan.fresh)
-    about = _about(plan, subject)
+    info = read_model_info(config.model)
+    specs, devices = check(config, info)
+    check_folder(config.out)
+    batch = None if missing_quality(config, info) else _quality_batch(config, info)
+    cases = [case for device in devices for case in _cases(config, specs, device)]
+    earlier = open_results(config.out, fresh=config.fresh)
+    about = _about(config, info)
     for row in earlier:
-        if row["model"]["sha"] != subject.sha:
+        if row["model"]["sha"] != info.sha:
             raise SpecError(
-                f"{str(plan.out)!r} holds results of another model ({row['model']['name']}); give "
-                "--out another folder, or --fresh to set them aside"
+                f"{str(config.out)!r} holds results of another model ({row['model']['name']}); "
+                "give --out another folder, or --fresh to start over"
             )
     rows = [row for row in earlier if row["machine"] == about["machine"]]
-    memory = {"cpu": int(0.75 * _free_memory())}  # a GPU's own is bound enough
-    if plan.memory_gib:
-        memory = dict.fromkeys(devices, int(plan.memory_gib * 2**30))
+    memory = {"cpu": int(0.75 * _free_memory())}
+    if config.memory_gib:
+        memory = dict.fromkeys(devices, int(config.memory_gib * 2**30))
     workers = Workers(
         threads=about["machine"]["threads"],
-        timeout=plan.timeout,
+        timeout=config.timeout,
         memory_bytes={device: count for device, count in memory.items() if count},
-        preload=[subject.module],
+        preload=[info.module],
     )
-    total = len(cases) + (len(specs) if asked else 0)
-    rows = _scale(cases, subject, workers, plan.out, about, rows, lambda n, x: tell(n, total, x))
-    if asked:
-        rows = _judge(specs, subject, workers, plan, about, rows, asked, total, tell)
+    total = len(cases) + (len(specs) if batch else 0)
+    rows = _measure_costs(
+        cases, info, workers, config.out, about, rows, lambda n, name: on_progress(n, total, name)
+    )
+    if batch:
+        rows = _measure_quality(
+            specs, info, workers, config.out, about, rows, batch,
+            lambda n, name: on_progress(len(cases) + n, total, name),
+        )  # fmt: skip
     return rows
 
 
-def _cases(plan: Plan, specs: list[AttentionSpec], device: str) -> list[Case]:
+def _cases(config: CompareConfig, specs: list[AttentionSpec], device: str) -> list[CostCase]:
     return make_cases(
         specs,
-        plan.lengths,
-        levels=[level for level in LEVELS if level in plan.levels],
-        mode=plan.mode,
-        tokens=plan.tokens,
-        batch=plan.batch,
-        dtype=plan.dtype or ("float32" if device == "cpu" else "bfloat16"),
+        config.lengths,
+        levels=[level for level in LEVELS if level in config.levels],
+        mode=config.mode,
+        tokens=config.tokens,
+        batch=config.batch,
+        dtype=config.dtype or ("float32" if device == "cpu" else "bfloat16"),
         device=device,
     )
 
 
-def _judged(plan: Plan, subject: Subject) -> Asked | None:
-    """Prepare text to judge quality on, where that can be done; refuses a text that cannot be."""
-    if not plan.quality or not subject.generates or not subject.text_model:
-        return None
-    if plan.text is None and plan.model != EMBEDDED:
-        return None
-    length = min(plan.quality_length, subject.longest or plan.quality_length)
-    return quality_inputs(Path(subject.path), plan.text, length)
+def missing_quality(config: CompareConfig, info: ModelInfo) -> str:
+    """Return why a comparison measures no quality, or ``""``."""
+    if not config.quality:
+        return "it was not requested"
+    if not info.text_model:
+        return "the model does not run on token ids alone"
+    if config.text is None and config.model != EMBEDDED:
+        return "give --text a file in the model's language"
+    return ""
 
 
-def _about(plan: Plan, subject: Subject) -> Row:
-    """Return what all rows of this run have in common."""
-    geometry = subject.geometry
-    described = machine() | {"threads": plan.threads or torch.get_num_threads()}
+def _quality_batch(config: CompareConfig, info: ModelInfo) -> QualityBatch:
+    """Return rows to measure quality on: of embeddings, for a model that predicts no next token."""
+    make: Any = make_recall_batch if info.generates else make_embedding_batch
+    length = min(config.quality_length, info.max_positions or config.quality_length)
+    batch: QualityBatch = make(Path(info.path), config.text, length)
+    return batch
+
+
+def _about(config: CompareConfig, info: ModelInfo) -> Row:
+    """Return the fields that all rows of this run share."""
+    geometry = info.geometry
+    described = machine() | {"threads": config.threads or torch.get_num_threads()}
     return {
         "format": FORMAT,
         "attnzoo": attnzoo.__version__,
         "commit": commit(),
         "machine": described | {"transformers": transformers.__version__},
         "model": {
-            "name": subject.name,
-            "sha": subject.sha,
+            "name": info.name,
+            "sha": info.sha,
             "H": geometry.num_heads,
             "Hkv": geometry.num_key_heads,
             "D": geometry.head_dim,
@@ -236,7 +268,7 @@ def _about(plan: Plan, subject: Subject) -> Row:
 
 
 def _free_memory() -> int:
-    """Return the bytes of memory that are free on this machine, 0 where it cannot be known."""
+    """Return the bytes of free memory of this machine; 0 if unknown."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:
@@ -250,104 +282,104 @@ def _free_memory() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _scale(
-    cases: list[Case],
-    subject: Subject,
+def _measure_costs(
+    cases: list[CostCase],
+    info: ModelInfo,
     workers: Workers,
     out: Path,
     about: Row,
     rows: list[Row],
-    tell: Callable[[int, str], None],
+    on_progress: Callable[[int, str], None],
 ) -> list[Row]:
-    """Measure every case that has no row, and append its row."""
+    """Measure and append every case that has no row; return all rows."""
     known = {row["key"]: row for row in rows if row["kind"] == "cost"}
-    failed: dict[tuple[str, ...], Case] = {}
-    taken: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
+    failed: dict[tuple[str, ...], CostCase] = {}
+    seconds: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
     found = []
     for number, case in enumerate(cases):
-        tell(number, f"{case.level}, {case.T} tokens, {case.attention}")
+        on_progress(number, f"{case.level}, {case.T} tokens, {case.attention}")
         curve = (case.device, case.level, case.mode, json.dumps(case.spec))
         row = known.get(case.key())
         if row is None:
             reason = (
-                f"at {failed[curve].T} tokens it came to an end before"
+                f"it already failed at {failed[curve].T} tokens"
                 if curve in failed
-                else too_long(taken[curve], case, workers.timeout)
+                else predicted_timeout(seconds[curve], case, workers.timeout)
             )
             result = (
                 {"status": NOT_RUN, "reason": reason}
                 if reason
-                else workers.run(measure_case, case, subject, device=case.device)
+                else workers.run(measure_cost, case, info, device=case.device)
             )
             row = {**about, "kind": "cost", "key": case.key(), **asdict(case), **result}
             row = append(out, row | {"exact": is_exact(case.spec)})
         if row["status"] in STOPS:
             failed.setdefault(curve, case)
         elif row["status"] == OK:
-            taken[curve][case.T] = row["median_ms"] / 1000
+            seconds[curve][case.T] = row["median_ms"] / 1000
         found.append(row)
     keys = {row["key"] for row in found}
     return [row for row in rows if row["key"] not in keys] + found
 
 
-def too_long(taken: dict[int, float], case: Case, limit: float) -> str:
-    """Say why a case would not end in time, if its calls go on growing as the last two did.
+def predicted_timeout(seconds: dict[int, float], case: CostCase, limit: float) -> str:
+    """Return why a case would exceed the time limit, extrapolated from shorter ones; "" if not.
 
     Args:
-        taken: Seconds a call, by length, of the same attention.
-        case: What comes next.
-        limit: Seconds that a case may take.
+        seconds: Seconds per call by length, of the same attention.
+        case: The next case.
+        limit: Time limit of the case in seconds.
     """
-    if len(taken) < 2:
+    if len(seconds) < 2:
         return ""
-    before, last = sorted(taken)[-2:]
-    power = math.log(taken[last] / taken[before]) / math.log(last / before)
-    power = min(max(power, 1.0), 2.0)  # what is beyond was a disturbance
-    expected = CALLS * taken[last] * (case.T / last) ** power
+    before, last = sorted(seconds)[-2:]
+    exponent = math.log(seconds[last] / seconds[before]) / math.log(last / before)
+    exponent = min(max(exponent, 1.0), 2.0)  # values outside are measurement noise
+    expected = CALLS_PER_CASE * seconds[last] * (case.T / last) ** exponent
     if expected <= limit:
         return ""
-    return f"it would take {expected:.0f} s, as it grew from {before} to {last} tokens"
+    return f"it would take {expected:.0f} s, extrapolated from {before} and {last} tokens"
 
 
-def _judge(
+def _measure_quality(
     specs: list[AttentionSpec],
-    subject: Subject,
+    info: ModelInfo,
     workers: Workers,
-    plan: Plan,
+    out: Path,
     about: Row,
     rows: list[Row],
-    asked: Asked,
-    total: int,
-    tell: Tell,
+    batch: QualityBatch,
+    on_progress: Callable[[int, str], None],
 ) -> list[Row]:
-    """Judge the quality of every attention that has no such row."""
+    """Measure and append the quality of every attention that has no such row; return all rows."""
     known = {row["key"] for row in rows}
-    slow = Workers(
+    patient = Workers(
         threads=workers.threads, timeout=4 * workers.timeout, memory_bytes=workers.memory_bytes
     )
+    count, length = batch.shape
     for number, spec in enumerate(specs):
-        case = make_cases(
+        (case,) = make_cases(
             [spec],
-            [asked.plain.shape[1]],
+            [length],
             levels=["model"],
             mode="forward",
             tokens=0,
-            batch=len(asked.plain),
+            batch=count,
             dtype="float32",
             device="cpu",
-        )[0]
-        tell(total - len(specs) + number, total, f"quality, {case.attention}")
-        key = f"quality {asked.sha} {case.key()}"
+        )
+        on_progress(number, f"quality, {case.attention}")
+        key = f"quality {batch.sha} {case.key()}"
         if key in known:
             continue
-        result = slow.run(measure_quality, case, subject, asked)
+        result = patient.run(measure_quality, case, info, batch)
         row: dict[str, Any] = {**about, "kind": "quality", "key": key, **asdict(case), **result}
-        rows = [*rows, append(plan.out, row | {"exact": is_exact(case.spec)})]
+        rows = [*rows, append(out, row | {"exact": is_exact(case.spec)})]
     return rows
 
 
-def curves_of(rows: list[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    """Group the rows of costs by device, level and mode."""
+def group_costs(rows: list[Row]) -> dict[tuple[str, str, str], list[Row]]:
+    """Return the rows of costs by device, level and mode."""
     groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in rows:
         if row["kind"] == "cost":

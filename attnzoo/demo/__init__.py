@@ -1,1 +1,1 @@
-"""The main job end to end: swap a model's attention, and show what it costs and what it saves."""
+"""``attnzoo demo``: every backend on one pretrained model, with its quality and decoding cost."""

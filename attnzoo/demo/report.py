@@ -1,4 +1,4 @@
-"""The demo's results as a terminal table and as one self-contained HTML page."""
+"""The demo's results as a table for the terminal and as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -6,70 +6,60 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
-from attnzoo.demo.measure import Result
-from attnzoo.demo.run import WINDOW
-from attnzoo.report import page
-from attnzoo.report.text import number, short, size
+from attnzoo.demo.run import WINDOW, SwapResult
+from attnzoo.evaluation.models import EMBEDDED
+from attnzoo.report import charts, page
+from attnzoo.report.format import byte_unit, format_bytes, format_length, number
+from attnzoo.report.table import Table
 
 CONTROL = f"flash window {WINDOW}"
 
 
-def columns(results: list[Result]) -> list[str]:
-    """Return the heads of the table."""
+def results_table(results: list[SwapResult]) -> Table:
+    """Return the results as a table; unsupported attentions have no row."""
     lengths = _lengths(results)
-    decode = [f"ms @{short(n)}" for n in lengths]
-    cache = [f"cache @{short(n)}" for n in _ends(lengths)]
-    return ["attention", "extras", "bits/byte", "recall", *decode, *cache]
-
-
-def cells(result: Result, results: list[Result]) -> list[str]:
-    """Return one row of the table."""
-    lengths = _lengths(results)
-    return [
-        result.label,
-        f"{result.parameters_added:,}",
-        number(result.bits_per_byte),
-        number(result.recall_bits_per_byte),
-        *(number(result.decode_ms.get(n), 1) for n in lengths),
-        *(size(result.cache_bytes.get(n)) for n in _ends(lengths)),
+    cached = sorted({lengths[0], lengths[-1]}) if lengths else []
+    rows = [
+        [
+            result.label,
+            f"{result.parameters_added:,}",
+            number(result.bits_per_byte),
+            number(result.recall_bits_per_byte),
+            *(number(result.decode_ms.get(n), 1) for n in lengths),
+            *(format_bytes(result.cache_bytes.get(n)) for n in cached),
+        ]
+        for result in results
+        if not result.refused
     ]
+    decode = [f"ms @{format_length(n)}" for n in lengths]
+    cache = [f"cache @{format_length(n)}" for n in cached]
+    return Table(
+        columns=["attention", "extras", "bits/byte", "recall", *decode, *cache],
+        rows=rows,
+        title="One model under each attention, swapped by config, without training",
+        caption="bits per byte on held-out text and on the second copy of a segment (recall); "
+        "milliseconds per decoded token, and bytes of cache, at each context length",
+    )
 
 
-def _ends(lengths: list[int]) -> list[int]:
-    return sorted({lengths[0], lengths[-1]}) if lengths else []
+def terminal_table(results: list[SwapResult]) -> Table:
+    """Return the columns of the results that fit into 80 characters."""
+    table = results_table(results)
+    *_, last = table.columns
+    narrow = [
+        name
+        for name in table.columns
+        if name != "extras" and (not name.startswith("cache") or name == last)
+    ]
+    return table.select(narrow)
 
 
-def _lengths(results: list[Result]) -> list[int]:
+def _lengths(results: list[SwapResult]) -> list[int]:
     return sorted({n for result in results for n in result.decode_ms})
 
 
-def terminal_table(results: list[Result]) -> Table:
-    """Return the results as a table; what was refused stands below with its reason."""
-    table = Table(
-        title="One model, its attention swapped by config, nothing trained",
-        caption="bits per byte on held-out text and on a second copy (recall); "
-        "ms to decode a token, and bytes of cache, after so many tokens",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        pad_edge=False,
-    )
-    heads = columns(results)
-    shown = [i for i, head in enumerate(heads) if i != heads.index("extras")]
-    shown = [i for i in shown if not heads[i].startswith("cache") or i == len(heads) - 1]
-    for i in shown:  # what fits into 80 columns
-        table.add_column(heads[i], justify="left" if i == 0 else "right", no_wrap=True)
-    for result in results:
-        if not result.refused:
-            row = cells(result, results)
-            table.add_row(*(row[i] for i in shown))
-    return table
-
-
-def summary(results: list[Result]) -> str:
-    """Say in words what the table shows, the control first."""
+def summary(results: list[SwapResult]) -> str:
+    """Return the main findings as text, starting with the control."""
     by_label = {r.label: r for r in results if not r.refused}
     exact, control = by_label.get("softmax"), by_label.get(CONTROL)
     approximate = [
@@ -81,17 +71,17 @@ def summary(results: list[Result]) -> str:
     if exact and control and exact.bits_per_byte and control.bits_per_byte:
         assert exact.recall_bits_per_byte
         assert control.recall_bits_per_byte
-        worse = control.bits_per_byte - exact.bits_per_byte
-        forgets = control.recall_bits_per_byte - exact.recall_bits_per_byte
+        loss = control.bits_per_byte - exact.bits_per_byte
+        recall = control.recall_bits_per_byte - exact.recall_bits_per_byte
         parts.append(
-            f"Seeing only the last {WINDOW} tokens costs {worse:+.2f} bits per byte and "
-            f"{forgets:+.2f} on recall: that is the control."
+            f"The control, a window of {WINDOW} tokens, costs {loss:+.2f} bits per byte and "
+            f"{recall:+.2f} on recall."
         )
         below = [r for r in approximate if (r.bits_per_byte or 0) >= control.bits_per_byte]
         if below:
             parts.append(
-                f"{len(below)} of {len(approximate)} untrained swaps do worse than the window "
-                "alone; a swap is recovered by training, not by swapping."
+                f"{len(below)} of {len(approximate)} untrained swaps are worse than the control; "
+                "a swap needs training to recover its quality."
             )
     flat = [r for r in approximate if len(set(r.cache_bytes.values())) == 1]
     lengths = _lengths(results)
@@ -99,9 +89,9 @@ def summary(results: list[Result]) -> str:
         last = lengths[-1]
         best = min(flat, key=lambda r: r.decode_ms[last])
         parts.append(
-            f"At {short(last)} tokens {best.label} decodes "
-            f"{exact.decode_ms[last] / best.decode_ms[last]:.1f}x as fast as softmax and keeps "
-            f"{exact.cache_bytes[last] / best.cache_bytes[last]:.0f}x fewer bytes."
+            f"At {format_length(last)} tokens {best.label} decodes "
+            f"{exact.decode_ms[last] / best.decode_ms[last]:.1f}x as fast as softmax and its cache "
+            f"is {exact.cache_bytes[last] / best.cache_bytes[last]:.0f}x smaller."
         )
     return " ".join(parts)
 
@@ -109,30 +99,32 @@ def summary(results: list[Result]) -> str:
 # -- HTML ----------------------------------------------------------------------------------------
 
 
-def write_report(out: Path, results: list[Result]) -> Path | None:
-    """Write ``report.html``, with everything it needs inside; ``None`` without plotly."""
-    if not page.can_plot():
+def write_report(out: Path, results: list[SwapResult]) -> Path | None:
+    """Write ``report.html`` and its plots as PNG; return ``None`` without matplotlib."""
+    if not charts.can_draw():
         return None
     data = json.loads((out / "results.json").read_text())
     shown = [r for r in results if not r.refused]
     refused = [(r.label, r.refused) for r in results if r.refused]
+    plots = _plots(shown)
     body = [
-        page.heading("Which attention, at what price?", 1),
-        page.paragraph(_subject(data), soft=True),
+        page.heading("Quality and decoding cost by attention", 1),
+        page.paragraph(_subject(data), muted=True),
         page.paragraph(summary(results)),
-        page.table(columns(results), [cells(r, results) for r in shown]),
-        page.reasons("Refused", refused),
-        page.plots_html(_plots(shown)),
+        results_table(shown).html(),
+        page.reasons("Not supported", refused),
+        page.plots_html(plots),
         page.footer(_footer(data)),
     ]
+    charts.write_pictures(out, plots)
     return page.write_page(out / "report.html", title="attnzoo demo", body=body)
 
 
 def _subject(data: dict[str, Any]) -> str:
-    model = "the embedded model" if data["model"] == "embedded" else data["model"]
+    model = "the embedded model" if data["model"] == EMBEDDED else data["model"]
     return (
-        f"Model: {model}. Text: {data['text']}, {data['rows']} rows. Every row of the table is the "
-        "same weights under another attention, swapped by config, nothing trained."
+        f"Model: {model}. Text: {data['text']}, {data['rows']} rows. All rows of the table use the "
+        "same weights; the attention is swapped by config, without training."
     )
 
 
@@ -141,35 +133,47 @@ def _footer(data: dict[str, Any]) -> str:
     return f"attnzoo {data['attnzoo']}; {facts}; measured in {data['seconds']:.0f} s."
 
 
-def _plots(shown: list[Result]) -> list[page.Plot]:
-    """Make the three plots: quality, decoding time, cache size."""
-    labels = [r.label for r in shown]
-    quality = page.clear_figure()
-    quality.add_bar(x=labels, y=[r.bits_per_byte for r in shown], name="held-out text")
-    quality.add_bar(
-        x=labels, y=[r.recall_bits_per_byte for r in shown], name="second copy (recall)"
-    )
-    quality.update_yaxes(title="bits per byte, lower is better")
-    lines = []
-    for name, title in (("decode_ms", "ms per token"), ("cache_bytes", "bytes")):
-        figure = page.clear_figure()
-        for index, result in enumerate(shown):
-            points = getattr(result, name)
-            figure.add_scatter(
-                x=list(points),
-                y=list(points.values()),
-                name=result.label,
-                **page.line_style(index),
-            )
-        page.length_axis(figure, _lengths(shown), "tokens seen")
-        figure.update_yaxes(type="log", title=title, dtick="D2", minor_showgrid=False)
-        lines.append(figure)
-    told = (
-        ("quality", "Quality", "Text that the model never saw, and the second copy of a segment."),
-        ("decoding", "Decoding one token", "Median time per token after so many tokens."),
-        ("cache", "Cache", "What is kept between tokens: softmax grows, a state does not."),
-    )
+def _plots(shown: list[SwapResult]) -> list[charts.Plot]:
+    """Return three plots: quality, decoding time and cache size."""
+    bars = {
+        "held-out text": [r.bits_per_byte for r in shown],
+        "second copy (recall)": [r.recall_bits_per_byte for r in shown],
+    }
+    bits = charts.Axis(label="bits per byte, lower is better")
+    largest = max((n for r in shown for n in r.cache_bytes.values()), default=0)
+    size, unit = byte_unit(largest)
     return [
-        page.Plot(name=name, title=title, text=text, figure=figure)
-        for (name, title, text), figure in zip(told, (quality, *lines), strict=True)
+        charts.Plot(
+            name="quality",
+            title="Quality",
+            text="Held-out text, and the second copy of a repeated segment.",
+            figure=charts.bar_chart([r.label for r in shown], bars, value=bits),
+        ),
+        charts.Plot(
+            name="decoding",
+            title="Decoding one token",
+            text="Median time per token at each context length.",
+            figure=_over_context(shown, "decode_ms", 1, "milliseconds per token"),
+        ),
+        charts.Plot(
+            name="cache",
+            title="Cache",
+            text="Memory kept between tokens: it grows for softmax and is constant for a state.",
+            figure=_over_context(shown, "cache_bytes", size, f"cache, {unit}"),
+        ),
     ]
+
+
+def _over_context(shown: list[SwapResult], name: str, unit: float, label: str) -> Any:
+    """Draw a measurement of each attention over the context length."""
+    series = [
+        charts.Series(
+            name=result.label,
+            x=list(getattr(result, name)),
+            y=[value / unit for value in getattr(result, name).values()],
+            style=index,
+        )
+        for index, result in enumerate(shown)
+    ]
+    lengths = charts.length_axis(_lengths(shown), "context length, tokens")
+    return charts.line_chart(series, x=lengths, y=charts.Axis(label=label, log=True))

@@ -1,75 +1,73 @@
-"""Runs the demo: every attention on one model, with progress; returns and writes results."""
+"""Measure every backend on one model, and write the results."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import attnzoo
-from attnzoo.bench import machine
-from attnzoo.demo.measure import Result, measure_decoding, measure_quality
-from attnzoo.demo.text import (
-    Judged,
-    embedded_model_path,
-    judge_on,
-    longest_context,
-    refuse_encoder,
-)
 from attnzoo.errors import AttnzooError, SpecError
-from attnzoo.registry import available_backends, get_backend
-from attnzoo.report.whole import write_whole
+from attnzoo.evaluation.data import EvalBatch, make_eval_batch
+from attnzoo.evaluation.decoding import PREFILL_TOKENS, measure_decoding
+from attnzoo.evaluation.models import (
+    EMBEDDED,
+    embedded_model_path,
+    load_swapped,
+    max_positions,
+    require_causal,
+    spec_label,
+)
+from attnzoo.evaluation.presets import preset_specs
+from attnzoo.evaluation.quality import ROWS_PER_STEP, measure_quality
+from attnzoo.evaluation.timing import machine
+from attnzoo.registry import available_backends
+from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
 
-WINDOW = 32  # of the control: a model that sees this many tokens and nothing else
+WINDOW = 32  # of the control, flash attention to the latest tokens only
 LENGTHS = (256, 1024, 4096, 16384)
-VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
-    "flash": ({}, {"window": WINDOW}),
-    "linear": ({}, {"feature_map": "hedgehog"}, {"feature_map": "hedgehog", "window": WINDOW}),
-    "gated_linear": ({"gate": "alibi"}, {"gate": "gla"}, {"gate": "gla", "window": WINDOW}),
-    "longformer": ({"window": 128},),
-    "linformer": ({"block": 64},),
-    "reformer": ({"chunk_size": 16},),  # 8 rounds, window 32: of 512 keys, 164 are met at most
-}
+
+
+@dataclass(kw_only=True)
+class SwapResult:
+    """Quality and cost of the model under one attention.
+
+    Attributes:
+        label: Name in tables.
+        spec: The spec as plain data.
+        bits_per_byte: On held-out text.
+        recall_bits_per_byte: On the second copy of a repeated segment.
+        parameters_added: Number of parameters that the backend adds.
+        decode_ms: Milliseconds per token, by context length.
+        cache_bytes: Bytes of the cache, by context length.
+        refused: Why the backend does not support the model; empty if it does.
+    """
+
+    label: str
+    spec: dict[str, Any]
+    bits_per_byte: float | None = None
+    recall_bits_per_byte: float | None = None
+    parameters_added: int = 0
+    decode_ms: dict[int, float] = field(default_factory=dict)
+    cache_bytes: dict[int, int] = field(default_factory=dict)
+    refused: str = ""
 
 
 def default_specs(names: Sequence[str] | None) -> list[AttentionSpec]:
-    """Return what the demo compares: every backend as it comes, and variants worth seeing."""
-    for name in names or ():
-        get_backend(name)  # refuses an unknown one with its own message
-    chosen = list(names) if names else available_backends()
-    if "softmax" in chosen:
-        chosen.remove("softmax")
-    return [
-        AttentionSpec(name, **options)
-        for name in ("softmax", *chosen)
-        for options in VARIANTS.get(name, ({},))
-    ]
+    """Return softmax and the presets of the given backends, or of every backend.
 
-
-def label(spec: AttentionSpec) -> str:
-    """Name a spec in a table: the backend and what was set."""
-    options = spec.default.options
-    values = " ".join(f"{k} {v}" if isinstance(v, int) else str(v) for k, v in options.items())
-    return f"{spec.default.backend} {values}".strip()
-
-
-def load(path: Path, spec: AttentionSpec) -> Any:
-    """Load a causal model with its attention swapped by config, in float32."""
-    config = AutoConfig.from_pretrained(path)
-    config.attnzoo = spec.to_dict()
-    return AutoModelForCausalLM.from_pretrained(
-        path, config=config, attn_implementation="attnzoo", dtype=torch.float32
-    ).eval()
+    Raises:
+        UnknownBackendError: A name is unknown.
+    """
+    return preset_specs(dict.fromkeys(("softmax", *(names or available_backends()))), "short")
 
 
 def run_demo(
@@ -77,32 +75,42 @@ def run_demo(
     model: Path | None,
     text: Path | None,
     out: Path,
-    names: Sequence[str] | None,
+    specs: Sequence[AttentionSpec] | None,
     quick: bool,
     console: Console,
-) -> list[Result]:
-    """Measure every attention and write ``results.json`` into ``out``.
+) -> list[SwapResult]:
+    """Measure every attention on a model and write ``results.json`` into ``out``.
+
+    Args:
+        model: Folder of a causal model; the embedded one when ``None``.
+        text: Text file to evaluate on; required with ``model``.
+        out: Folder for the results.
+        specs: What to measure; :func:`default_specs` when ``None``.
+        quick: Whether to use few rows and short contexts.
+        console: Shows the progress.
 
     Raises:
-        AttnzooError: Something the user gave cannot be used; nothing is written then.
+        AttnzooError: An argument is invalid; nothing is written then.
     """
     if model is not None and text is None:
-        raise SpecError(
-            "With --model, give --text too: a file in the language that the model knows"
-        )
+        raise SpecError("--model needs --text: give a text file in the model's language")
     path = model or embedded_model_path()
     if not (path / "config.json").is_file():
         raise SpecError(
-            f"{str(path)!r} holds no model (no config.json); give --model a folder that does"
+            f"{str(path)!r} holds no model (no config.json); give --model the folder of a saved "
+            "model"
         )
-    refuse_encoder(path, "the demo measures text prediction and decoding")
+    require_causal(path, "the demo measures text prediction and decoding")
     rows, lengths = (8, list(LENGTHS[:2])) if quick else (48, list(LENGTHS))
-    limit = longest_context(path)
+    limit = max_positions(path)
     if limit is not None:
         lengths = [n for n in lengths if n + 64 <= limit] or [limit // 2]
     row_length = min(512, limit or 512)
-    judged = judge_on(path, text, rows=rows, row_length=row_length, stream=max(lengths))
-    specs = default_specs(names)
+    batch = make_eval_batch(
+        path, text, rows=rows, row_length=row_length, stream_length=max(lengths)
+    )
+    softmax = AttentionSpec("softmax")  # what the others are compared with
+    specs = [softmax, *(s for s in specs or default_specs(None) if s != softmax)]
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     start, results = time.monotonic(), []
@@ -115,24 +123,28 @@ def run_demo(
     ) as progress:
         overall = progress.add_task("all", total=len(specs))
         for spec in specs:
-            results.append(_measure(path, spec, judged, lengths, progress))
+            results.append(_measure(path, spec, batch, lengths, progress))
             progress.advance(overall)
     write_results(out, results, path=model, text=text, lengths=lengths, rows=rows, start=start)
     return results
 
 
 def _measure(
-    path: Path, spec: AttentionSpec, judged: Judged, lengths: list[int], progress: Progress
-) -> Result:
-    result = Result(label=label(spec), spec=spec.to_dict())
-    steps = -(-len(judged.plain) // 8) + sum(-(-n // 1024) for n in lengths) + len(lengths)
+    path: Path, spec: AttentionSpec, batch: EvalBatch, lengths: list[int], progress: Progress
+) -> SwapResult:
+    """Measure one attention; an unsupported one has its reason as result."""
+    result = SwapResult(label=spec_label(spec), spec=spec.to_dict())
+    steps = -(-len(batch.tokens) // ROWS_PER_STEP) + len(lengths)
+    steps += sum(-(-n // PREFILL_TOKENS) for n in lengths)
     task = progress.add_task(result.label, total=steps)
     try:
-        model = load(path, spec)
+        model = load_swapped(path, spec)
         result.parameters_added = sum(row.extras for row in attnzoo.describe(model))
-        with torch.no_grad():
-            measure_quality(model, judged, result, lambda: progress.advance(task))
-            measure_decoding(model, judged.stream, lengths, result, lambda: progress.advance(task))
+        quality = measure_quality(model, batch, lambda: progress.advance(task))
+        result.bits_per_byte = quality.bits_per_byte
+        result.recall_bits_per_byte = quality.recall_bits_per_byte
+        cost = measure_decoding(model, batch.stream, lengths, lambda: progress.advance(task))
+        result.decode_ms, result.cache_bytes = cost.decode_ms, cost.cache_bytes
     except AttnzooError as error:
         result.refused = str(error)
     progress.update(task, visible=False)
@@ -141,7 +153,7 @@ def _measure(
 
 def write_results(
     out: Path,
-    results: list[Result],
+    results: list[SwapResult],
     *,
     path: Path | None,
     text: Path | None,
@@ -149,10 +161,10 @@ def write_results(
     rows: int,
     start: float,
 ) -> None:
-    """Write the results and what they were measured with, whole or not at all."""
+    """Write ``results.json`` atomically: the results, the arguments and the machine."""
     out.mkdir(parents=True, exist_ok=True)
     data = {
-        "model": str(path) if path else "embedded",
+        "model": str(path) if path else EMBEDDED,
         "text": str(text) if text else "held-out files of the Python standard library",
         "rows": rows,
         "lengths": lengths,
@@ -162,4 +174,4 @@ def write_results(
         "machine": machine(),
         "results": [asdict(result) for result in results],
     }
-    write_whole(out / "results.json", json.dumps(data, indent=2) + "\n")
+    atomic_write(out / "results.json", json.dumps(data, indent=2) + "\n")

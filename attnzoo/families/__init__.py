@@ -1,4 +1,1 @@
-"""Every model family of the installed transformers under every backend: checked, and recorded.
-
-``python -m attnzoo.families`` sweeps them and writes the record that ``attnzoo families`` prints.
-"""
+"""The recorded results of the sweep over model families (``tools/family_sweep``)."""

@@ -1,6 +1,6 @@
-"""The recorded sweep: read, summed up by family, and written as the page that docs/ has of it.
+"""Read the records of the sweep over model families and summarise them; does not need torch.
 
-Nothing here needs torch. One file per transformers version stands in ``attnzoo/assets/families``.
+``attnzoo/assets/families`` has one record per version of transformers.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from typing import Any
 from attnzoo.errors import SpecError, did_you_mean
 
 FOLDER = Path(__file__).parents[1] / "assets" / "families"
-GOOD = ("equal", "runs", "in part")
-# The outcome of a family is the worst of what its checked model types have, but a part of a family
-# that is refused does not hide that others are not.
+# A family has the worst outcome of its checked model types, except that it is refused only if all
+# of them are.
 WORST_FIRST = ("failed", "different", "equal", "runs", "in part", "unproven", "refused")
 
 
 def versions() -> list[str]:
-    """Return the transformers versions that there is a record of, the newest first."""
+    """Return the versions of transformers with a record, the newest first."""
     found = [path.stem for path in FOLDER.glob("*.json")]
     return sorted(found, key=lambda text: [int(part) for part in text.split(".")], reverse=True)
 
 
 def read(version: str = "") -> dict[str, Any]:
-    """Read the record of a transformers version, or the newest.
+    """Return the record of a version of transformers; the newest without a version.
 
     Raises:
-        SpecError: There is none.
+        SpecError: There is no record of that version.
     """
     known = versions()
     if version not in ("", *known):
@@ -42,22 +41,11 @@ def read(version: str = "") -> dict[str, Any]:
     return record
 
 
-def write(record: dict[str, Any]) -> Path:
-    """Write a record to its place, an entry a line."""
-    FOLDER.mkdir(exist_ok=True)
-    path = FOLDER / f"{record['transformers']}.json"
-    types = record["types"]
-    lines = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in types.items()]
-    head = json.dumps({**record, "types": {}}, indent=1).removesuffix("{}\n}")
-    path.write_text(head + "{\n" + ",\n".join(lines) + "\n }\n}\n", "utf-8")
-    return path
-
-
 def model_type_entry(record: dict[str, Any], model_type: str) -> dict[str, Any]:
     """Return the entry of a model type.
 
     Raises:
-        SpecError: The record has none of that name.
+        SpecError: The record has no such model type.
     """
     types = record["types"]
     if model_type not in types:
@@ -70,13 +58,13 @@ def model_type_entry(record: dict[str, Any], model_type: str) -> dict[str, Any]:
 
 
 def short_reason(reason: str) -> str:
-    """Leave out of a refusal where it came up and what to do about it."""
+    """Return the reason in a refusal message, without where it occurred and what to do."""
     kept = re.split(r"cannot serve it: |cannot run this call: ", reason)[-1]
     return kept.split(". Keep such layers")[0].rstrip(".")
 
 
 def by_family(record: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the entries of model types by family, families on the interface only."""
+    """Return the entries of model types by family, for families on the attention interface."""
     families: dict[str, dict[str, dict[str, Any]]] = {}
     for name, entry in record["types"].items():
         families.setdefault(entry["family"], {})[name] = entry
@@ -89,7 +77,7 @@ def by_family(record: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def family_outcome(entries: Iterable[dict[str, Any]], backend: str) -> str:
-    """Return what became of a family under a backend; ``"not built"`` where nothing was checked."""
+    """Return the outcome of a family under a backend; ``"not built"`` if nothing was checked."""
     found = {
         entry["backends"][backend]["outcome"] for entry in entries if entry["outcome"] == "checked"
     }
@@ -97,13 +85,13 @@ def family_outcome(entries: Iterable[dict[str, Any]], backend: str) -> str:
 
 
 def backends(record: dict[str, Any]) -> list[str]:
-    """Return the backends that a record is of."""
+    """Return the backends of a record."""
     checked = (entry for entry in record["types"].values() if entry["outcome"] == "checked")
     return list(next(checked)["backends"])
 
 
 def counts(record: dict[str, Any]) -> dict[str, Counter[str]]:
-    """Count the outcomes of families, by backend."""
+    """Return the number of families with each outcome, by backend."""
     families = by_family(record)
     return {
         backend: Counter(family_outcome(entries.values(), backend) for entries in families.values())
@@ -112,7 +100,7 @@ def counts(record: dict[str, Any]) -> dict[str, Counter[str]]:
 
 
 def generating(record: dict[str, Any], backend: str) -> int:
-    """Count the families that generate under a backend, in all layers or in some."""
+    """Return the number of families that generate under a backend in some or all layers."""
     return sum(
         any(
             "generate" in entry["backends"][backend].get("checked", ())
@@ -124,7 +112,7 @@ def generating(record: dict[str, Any], backend: str) -> int:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """Say in one sentence what the sweep found."""
+    """Return the results of the sweep in one sentence."""
     families, found = by_family(record), counts(record)
     off = len({entry["family"] for entry in record["types"].values()}) - len(families)
     wrong = sum(count["different"] + count["failed"] for count in found.values())

@@ -1,1 +1,1 @@
-"""Code for one kind of device: called by ops, imports nothing above itself."""
+"""Code that the kernels of several mechanisms share; imports no other part of attnzoo but masks."""

@@ -1,1 +1,1 @@
-"""What reports are made with: numbers as text, self-contained pages, pictures."""
+"""Reports: number formats, tables, charts, self-contained HTML pages, atomic file writes."""

@@ -1,1 +1,1 @@
-"""Small tasks that tell mechanisms apart: generated, seeded, trained from scratch."""
+"""``attnzoo tasks``: synthetic tasks on which small models are trained from scratch."""

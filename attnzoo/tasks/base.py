@@ -1,4 +1,4 @@
-"""What a task is: rows of tokens that are drawn, and the places where something is asked."""
+"""The definition of a task: how its token rows are generated, and its training budget."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from typing import NamedTuple
 
 from torch import Generator, Tensor
 
-from attnzoo.errors import SpecError, did_you_mean
-
-ASKED_NOTHING = -100  # a label where nothing is asked, as cross-entropy takes it
+IGNORED = -100  # label of positions without a target, as in cross-entropy
 
 
-class Rows(NamedTuple):
+class LabelledRows(NamedTuple):
     """Rows of a task.
 
     Attributes:
         tokens: ``[N, T]``.
-        labels: ``[N, T]``: the token that is asked for after each place, or ``ASKED_NOTHING``.
+        labels: ``[N, T]``: the token to predict after each position, or ``IGNORED``.
     """
 
     tokens: Tensor
@@ -30,43 +28,26 @@ class Task:
     """A generated task.
 
     Attributes:
-        name: As the command line has it.
-        about: What is asked and where it is from, in one line.
+        name: Name on the command line.
+        about: What the model predicts, and the source, in one line.
         vocabulary: Number of tokens.
-        draw: Makes rows: how many, of which size, with which generator, held out or not.
-        train_sizes: Sizes that training goes through in turns; small ones teach the large ones.
-        test_sizes: Sizes that are judged, the hardest last.
-        size_is: What a size counts.
-        steps: Of training.
-        batch: Rows of a step of the smallest size; larger ones have as many tokens.
-        chance: Accuracy of a blind guess.
+        draw: Generates rows from their number, their size, a generator, and whether they are
+            held out.
+        train_sizes: Sizes in training; small ones help to learn the large ones.
+        test_sizes: Sizes in evaluation, increasing.
+        size_unit: Unit of a size.
+        steps: Training steps.
+        batch: Rows per step at the smallest size; larger sizes have as many tokens.
+        chance: Accuracy of a random guess.
     """
 
     name: str
     about: str
     vocabulary: int
-    draw: Callable[[int, int, Generator, bool], Rows]
+    draw: Callable[[int, int, Generator, bool], LabelledRows]
     train_sizes: tuple[int, ...]
     test_sizes: tuple[int, ...]
-    size_is: str
+    size_unit: str
     steps: int
     batch: int
     chance: float
-
-
-def find_task(name: str) -> Task:
-    """Return the task called ``name``.
-
-    Raises:
-        SpecError: There is none.
-    """
-    from attnzoo.tasks.documents import DOCUMENTS
-    from attnzoo.tasks.listops import LISTOPS
-    from attnzoo.tasks.recall import DUPLICATION, INDUCTION, MQAR
-
-    tasks = {task.name: task for task in (MQAR, DUPLICATION, INDUCTION, LISTOPS, DOCUMENTS)}
-    if name not in tasks:
-        raise SpecError(
-            f"No task is called {name!r}.{did_you_mean(name, tasks)} Available: {', '.join(tasks)}."
-        )
-    return tasks[name]

@@ -1,7 +1,7 @@
-"""Which library a piece of source code is from, byte by byte.
+"""Document classification by byte: which library a piece of source code comes from.
 
-In the style of Long Range Arena's document classification (arXiv:2011.04006), on text that is on
-every machine: the Python standard library. Files are held out whole.
+After the document classification of Long Range Arena (arXiv:2011.04006), with text that every
+machine has: the Python standard library. Whole files are held out.
 """
 
 from __future__ import annotations
@@ -13,49 +13,49 @@ from pathlib import Path
 import torch
 from torch import Generator, Tensor
 
-from attnzoo.corpus import read_bytes
-from attnzoo.tasks.base import ASKED_NOTHING, Rows, Task
+from attnzoo.evaluation.corpus import read_bytes
+from attnzoo.tasks.base import IGNORED, LabelledRows, Task
 
 LIBRARIES = ("asyncio", "email", "idlelib", "tkinter")
 BYTES = 256
-EVERY = 4  # one file of so many is held out
+HELD_OUT_EVERY = 4  # one file in four is held out
 
 
 @cache
 def texts(held_out: bool) -> list[Tensor]:
-    """Return the bytes of every library, ``[N]`` each."""
+    """Return the bytes of each library as tokens, ``[N]``."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for name in LIBRARIES:
         files = sorted((root / name).glob("*.py"))
-        part = [f for i, f in enumerate(files) if (i % EVERY == 0) == held_out]
+        part = [f for i, f in enumerate(files) if (i % HELD_OUT_EVERY == 0) == held_out]
         found.append(torch.frombuffer(bytearray(read_bytes(part)), dtype=torch.uint8).long())
     return found
 
 
-def draw_documents(count: int, size: int, generator: Generator, held_out: bool) -> Rows:
-    """Draw pieces of ``size`` bytes; after the last one, the library is asked for."""
-    every = texts(held_out)
-    which = torch.randint(len(every), (count,), generator=generator)
+def draw_documents(count: int, size: int, generator: Generator, held_out: bool) -> LabelledRows:
+    """Draw pieces of ``size`` bytes; the target after the last one is the library."""
+    libraries = texts(held_out)
+    which = torch.randint(len(libraries), (count,), generator=generator)
     tokens = torch.empty(count, size + 1, dtype=torch.long)
     for row, library in zip(tokens, which.tolist(), strict=True):
-        data = every[library]
+        data = libraries[library]
         start = int(torch.randint(len(data) - size, (), generator=generator))
         row[:size] = data[start : start + size]
-    tokens[:, -1] = BYTES  # the question
-    labels = torch.full_like(tokens, ASKED_NOTHING)
+    tokens[:, -1] = BYTES  # asks for the library
+    labels = torch.full_like(tokens, IGNORED)
     labels[:, -1] = which
-    return Rows(tokens, labels)
+    return LabelledRows(tokens, labels)
 
 
 DOCUMENTS = Task(
     name="bytes",
-    about="the library that a piece of source code is from (after arXiv:2011.04006)",
+    about="the library that a piece of source code comes from (after arXiv:2011.04006)",
     vocabulary=BYTES + 1,
     draw=draw_documents,
     train_sizes=(256,),
     test_sizes=(256,),
-    size_is="bytes",
+    size_unit="bytes",
     steps=300,
     batch=32,
     chance=1 / len(LIBRARIES),

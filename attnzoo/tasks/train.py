@@ -1,4 +1,4 @@
-"""Trains one small model on one task, and judges it: the same config and budget for all."""
+"""Train a small model on a task and evaluate it, with the same config and budget for all."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ from transformers import PreTrainedModel, SmolLM3Config, SmolLM3ForCausalLM
 
 from attnzoo.integrations.convert import swap
 from attnzoo.spec import AttentionSpec
-from attnzoo.tasks.base import ASKED_NOTHING, Rows, Task
+from attnzoo.tasks.base import IGNORED, LabelledRows, Task
 from attnzoo.training.transfer import extras
 
 WIDTH, LAYERS, HEADS = 64, 2, 2
-KERNEL = 3  # tokens that the convolution before the first layer sees
-MATRIX_RATE = 0.02  # of Muon, for the matrices inside the layers
-RATE = 3e-3  # of AdamW, for all else
-WARM_UP = 0.05  # of the steps
-ALONE = 0.3  # of the steps on the smallest size alone; the others join one by one
-TESTED, PIECE = 256, 64  # rows to judge on, in all and at a time
+KERNEL_SIZE = 3  # of the convolution before the first layer
+MUON_LR = 0.02  # for the matrices inside the layers
+ADAMW_LR = 3e-3  # for all other parameters
+WARM_UP = 0.05  # fraction of the steps
+SMALLEST_ONLY = 0.3  # fraction of the steps with the smallest size only
+TEST_ROWS, TEST_BATCH = 256, 64
 
 
 @dataclass(kw_only=True)
-class Trained:
-    """What came of one run."""
+class TrainResult:
+    """Result of one run."""
 
-    accuracy: dict[int, float] = field(default_factory=dict)  # by size: share of right answers
+    accuracy: dict[int, float] = field(default_factory=dict)  # by size
     seconds: float = 0.0
-    loss: float = math.nan  # of the last steps, nats an answer
+    loss: float = math.nan  # nats per target, averaged over the last steps
 
 
 class ConvolvedEmbedding(nn.Module):
-    """Embeddings, each with a mix of those before it added: a short causal convolution.
+    """Token embeddings plus a short causal depthwise convolution of them.
 
-    To recall, a layer must meet a key beside its value. Softmax attention learns to look one token
-    back; sums over all keys hardly can, so that the published comparisons of recall convolve
-    (arXiv:2312.04927). Without it ``linear`` and every gate learned no pair at all.
+    Associative recall needs a key next to its value. Softmax attention learns to attend to the
+    previous token, but linear attention hardly can, so published comparisons of recall add a
+    convolution (arXiv:2312.04927). Without it, ``linear`` and every gate learn no pair.
 
     Args:
-        embedding: What is convolved.
+        embedding: The token embedding.
     """
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
         self.embedding = embedding
-        self.convolution = nn.Conv1d(WIDTH, WIDTH, KERNEL, groups=WIDTH)
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, KERNEL_SIZE, groups=WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed ``[B, T]`` as ``[B, T, WIDTH]``."""
+        """Return the embeddings ``[B, T, WIDTH]`` of tokens ``[B, T]``."""
         x: Tensor = self.embedding(tokens)
-        padded = F.pad(x.mT, (KERNEL - 1, 0))
+        padded = F.pad(x.mT, (KERNEL_SIZE - 1, 0))
         mixed: Tensor = self.convolution(padded).mT
         return x + mixed
 
 
 def make_model(task: Task, spec: AttentionSpec, seed: int) -> PreTrainedModel:
-    """Make the small model of a task: a Llama without rotary positions, whatever its attention.
+    """Return the small model of a task: a Llama without rotary positions.
 
-    Rotation would turn features away from each other that products of queries and keys compare;
-    order comes from causality and the convolution.
+    Rotary positions would interfere with the feature maps; the causal mask and the convolution
+    provide the order.
 
     Raises:
-        AttnzooError: The spec does not fit.
+        AttnzooError: The spec does not fit the model.
     """
     config = SmolLM3Config(
         vocab_size=task.vocabulary,
@@ -74,7 +74,7 @@ def make_model(task: Task, spec: AttentionSpec, seed: int) -> PreTrainedModel:
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
         num_key_value_heads=HEADS,
-        no_rope_layers=[0] * LAYERS,  # 0 is "no"
+        no_rope_layers=[0] * LAYERS,  # 0 disables rotary positions
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         pad_token_id=None,
@@ -89,20 +89,20 @@ def make_model(task: Task, spec: AttentionSpec, seed: int) -> PreTrainedModel:
     return model
 
 
-def losses(model: PreTrainedModel, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross-entropy of every answer in nats, and whether each is right, ``[M]``."""
-    asked = rows.labels != ASKED_NOTHING
+def losses(model: PreTrainedModel, rows: LabelledRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cross-entropy of each target in nats, and whether argmax is correct, ``[M]``."""
+    asked = rows.labels != IGNORED
     hidden = model.model(rows.tokens, use_cache=False).last_hidden_state[asked]
     logits, labels = model.lm_head(hidden), rows.labels[asked]
     return F.cross_entropy(logits, labels, reduction="none"), logits.argmax(-1) == labels
 
 
 def make_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
-    """Muon for the linear layers inside the model's layers, AdamW for all else.
+    """Return Muon for the linear layers inside the model's layers and AdamW for the rest.
 
-    With AdamW alone, exact attention did not learn to recall within the same steps. What a backend
-    adds is not Muon's: gates whose biases, ``[H, F]``, it took for matrices recalled less than
-    attention without gates, where they recall more.
+    With AdamW only, exact attention does not learn to recall within the same steps. Parameters
+    that a backend adds use AdamW: with Muon on their biases, ``[H, F]``, gates recall less than
+    attention without gates instead of more.
     """
     added = {id(p) for p in extras(model).values()}
     layers = (m for name, m in model.named_modules() if ".layers." in name)
@@ -111,23 +111,24 @@ def make_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     known = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in known]
     return [
-        torch.optim.Muon(matrices, lr=MATRIX_RATE, momentum=0.95, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=MUON_LR, momentum=0.95, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
 def sizes_at(task: Task, done: float) -> tuple[int, ...]:
-    """Return the sizes that are trained on: the smallest first, then one more at a time.
+    """Return the sizes to train on: first the smallest, later one more at a time.
 
-    Among all sizes from the start, exact attention had learned nothing of associative recall after
-    2000 steps. From 8 pairs, gates and no gates learned it on two seeds of three, from 4 on all.
+    With all sizes from the start, exact attention learns no associative recall in 2000 steps.
+    Starting with 8 pairs, models learn it for two seeds of three, starting with 4 for all.
 
     Args:
-        task: What is trained.
-        done: Share of the steps.
+        task: The task.
+        done: Completed fraction of the steps.
     """
     others = len(task.train_sizes) - 1
-    joined = math.ceil((done - ALONE) / (1 - ALONE) * others) if done > ALONE else 0
+    started = max(0.0, (done - SMALLEST_ONLY) / (1 - SMALLEST_ONLY))
+    joined = math.ceil(started * others)
     return task.train_sizes[: 1 + joined]
 
 
@@ -137,14 +138,14 @@ def train(
     *,
     seed: int,
     steps: int | None = None,
-) -> tuple[PreTrainedModel, Trained]:
-    """Train from scratch.
+) -> tuple[PreTrainedModel, TrainResult]:
+    """Train a model from scratch and evaluate it.
 
     Args:
-        task: What on.
+        task: The task.
         spec: The attention of all layers.
-        seed: Of weights and rows: the same rows whatever the spec.
-        steps: The task's own when ``None``.
+        seed: Seed of weights and rows; the rows do not depend on the spec.
+        steps: Training steps; the task's own when ``None``.
     """
     steps, started = steps or task.steps, time.monotonic()
     model = make_model(task, spec, seed).train()
@@ -169,22 +170,22 @@ def train(
             optimizer.step()
         value = loss.item()
         smooth = value if math.isnan(smooth) else 0.95 * smooth + 0.05 * value
-    trained = Trained(accuracy=judge(model, task), seconds=time.monotonic() - started, loss=smooth)
-    return model, trained
+    accuracy, seconds = evaluate(model, task), time.monotonic() - started
+    return model, TrainResult(accuracy=accuracy, seconds=seconds, loss=smooth)
 
 
 @torch.no_grad()
-def judge(
+def evaluate(
     model: PreTrainedModel, task: Task, sizes: tuple[int, ...] | None = None
 ) -> dict[int, float]:
-    """Return the share of right answers by size, on rows of their own, the same for all models."""
+    """Return the accuracy by size, on held-out rows that are the same for all models."""
     model.eval()
     found = {}
     for size in sizes or task.test_sizes:
         generator = torch.Generator().manual_seed(size)
-        right = [
-            losses(model, task.draw(PIECE, size, generator, True))[1]
-            for _ in range(TESTED // PIECE)
+        correct = [
+            losses(model, task.draw(TEST_BATCH, size, generator, True))[1]
+            for _ in range(TEST_ROWS // TEST_BATCH)
         ]
-        found[size] = float(torch.cat(right).float().mean())
+        found[size] = float(torch.cat(correct).float().mean())
     return found

@@ -1,4 +1,4 @@
-"""The conformance suite: every rule that a backend obeys, for ours and for yours.
+"""Conformance tests of backends: rules for built-in backends and for those of users.
 
 >>> from attnzoo.registry import get_backend
 >>> from attnzoo.testing import check_backend
@@ -18,9 +18,10 @@ from attnzoo.backends.base import AttentionBackend
 from attnzoo.backends.config import BackendConfig, Geometry
 from attnzoo.errors import AttnzooError, did_you_mean
 from attnzoo.testing import capabilities, modules, precision, states, tokens
-from attnzoo.testing.trial import HIDDEN_SIZE, Broken, Trial, apart
+from attnzoo.testing.generation import check_generation
+from attnzoo.testing.trial import HIDDEN_SIZE, Broken, ConformanceError, Trial, isolated
 
-__all__ = ["RULES", "ConformanceError", "Report", "Rule", "check_backend"]
+__all__ = ["RULES", "ConformanceError", "Report", "Rule", "check_backend", "check_generation"]
 
 Dtypes = Sequence[torch.dtype]
 DTYPES: Dtypes = (torch.float64, torch.float32, torch.bfloat16)
@@ -28,14 +29,14 @@ DTYPES: Dtypes = (torch.float64, torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule; ``check`` raises where it is broken, and says why where it does not apply."""
+    """One rule; ``check`` raises if it is broken, and returns why if it does not apply."""
 
     check: Callable[[Trial], str | None]
-    every_dtype: bool = True  # otherwise the widest is enough
+    every_dtype: bool = True  # else only the widest dtype
 
     @property
     def name(self) -> str:
-        """What the rule is called, in reports and in the argument ``rules``."""
+        """Name of the rule in reports and in the argument ``rules``."""
         return self.check.__name__
 
 
@@ -52,6 +53,7 @@ RULES = (
     Rule(capabilities.statements, every_dtype=False),
     Rule(capabilities.exactness),
     Rule(capabilities.weights, every_dtype=False),
+    Rule(capabilities.dropout, every_dtype=False),
     Rule(tokens.padding_gradients, every_dtype=False),
     Rule(precision.gradients, every_dtype=False),
     Rule(precision.precision, every_dtype=False),
@@ -63,27 +65,15 @@ RULES = (
 )
 
 
-class ConformanceError(AssertionError):
-    """A backend breaks a rule.
-
-    Attributes:
-        rule: Name of the rule.
-    """
-
-    def __init__(self, rule: str, message: str) -> None:
-        super().__init__(message)
-        self.rule = rule
-
-
 @dataclass(frozen=True)
 class Report:
-    """What was checked.
+    """Result of :func:`check_backend`.
 
     Attributes:
         backend: The backend's name.
         passed: Rules that hold.
         skipped: Rules that do not apply, and why.
-        trials: Geometries and dtypes that were tried.
+        trials: Geometries and dtypes that were checked.
     """
 
     backend: str
@@ -92,7 +82,7 @@ class Report:
     trials: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Write one line per rule."""
+        """Return one line per rule."""
         lines = [f"{self.backend}: {len(self.passed)} rules hold"]
         lines += [f"  holds           {name}" for name in self.passed]
         lines += [f"  does not apply  {name}: {why}" for name, why in self.skipped.items()]
@@ -107,34 +97,34 @@ def check_backend(
     dtypes: Dtypes = DTYPES,
     rules: Sequence[str] | None = None,
 ) -> Report:
-    """Check that a backend obeys the contract; takes a few seconds.
+    """Check that a backend obeys all rules; takes a few seconds.
 
-    The backend is built for small layers of several shapes, causal and bidirectional as it states
-    that it can, and every rule is tried on each. Use it in a test of your own backend::
+    Builds the backend for small layers of several shapes, causal and bidirectional as far as it
+    supports them, and checks every rule on each. Use it in a test of your own backend::
 
         def test_conformance():
             check_backend(MyBackend, config=MyConfig(chunk_size=16))
 
     Args:
-        cls: The backend's class; it need not be registered.
-        config: Its options; the defaults of ``cls.config_class`` when ``None``.
-        device: Where it runs.
-        dtypes: The dtypes to try, those left out that the class does not take. Where bfloat16 is
-            among them, gradients in float16 are judged too.
-        rules: Names of the rules to check, of :data:`RULES`; all when ``None``.
+        cls: Class of the backend; it need not be registered.
+        config: Its options; ``None`` means the defaults of ``cls.config_class``.
+        device: The device of the backend.
+        dtypes: The dtypes to check, without those that the class does not support. With bfloat16,
+            gradients in float16 are checked too.
+        rules: Names of the rules of :data:`RULES` to check; ``None`` means all.
 
     Returns:
         The rules that hold, and those that do not apply, each with the reason.
 
     Raises:
-        ConformanceError: A rule is broken; says which, where, and by how much.
-        ValueError: A rule's name is unknown, or the backend takes none of ``dtypes``.
+        ConformanceError: A rule is broken; the message says which, where, and by how much.
+        ValueError: The name of a rule is unknown, or the backend supports none of ``dtypes``.
     """
     chosen = _chosen(rules)
     config = cls.config_class() if config is None else config
     passed: dict[str, None] = {}
     skipped: dict[str, str] = {}
-    with apart():
+    with isolated():
         trials = list(_trials(cls, config, torch.device(device), dtypes))
         for rule in chosen:
             for trial in trials:
@@ -153,7 +143,7 @@ def check_backend(
 
 
 def _chosen(names: Sequence[str] | None) -> list[Rule]:
-    """Return the rules of these names, in the order in which they build on each other."""
+    """Return the rules of these names, simple rules first."""
     known = [rule.name for rule in RULES]
     for name in names or ():
         if name not in known:
@@ -164,23 +154,23 @@ def _chosen(names: Sequence[str] | None) -> list[Rule]:
 
 
 def _check(rule: Rule, trial: Trial) -> str | None:
-    """Try one rule; whatever the backend raises on the way breaks it."""
+    """Check one rule; any exception of the backend breaks the rule."""
     try:
         return rule.check(trial)
     except Broken as error:
-        told, cause = str(error), None
-    except Exception as error:  # a backend may raise anything, and the rule is to be named
-        told, cause = f"{type(error).__name__}: {error}", error
+        message, cause = str(error), None
+    except Exception as error:  # a backend may raise anything; the message names the rule
+        message, cause = f"{type(error).__name__}: {error}", error
     name = trial.cls.name or trial.cls.__qualname__
     raise ConformanceError(
-        rule.name, f"rule {rule.name!r} is broken by backend {name!r} ({trial}): {told}"
+        rule.name, f"rule {rule.name!r} is broken by backend {name!r} ({trial}): {message}"
     ) from cause
 
 
 def _trials(
     cls: type[AttentionBackend], config: BackendConfig, device: torch.device, dtypes: Dtypes
 ) -> Iterator[Trial]:
-    """Yield the trials, those of the widest dtype first."""
+    """Yield the trials, the widest dtype first."""
     usable = sorted(set(dtypes) & cls.dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     if not usable:
         raise ValueError(
@@ -210,7 +200,7 @@ def _trials(
 def _shapes(
     cls: type[AttentionBackend], config: BackendConfig, *, causal: bool
 ) -> Iterator[tuple[bool, Geometry]]:
-    """Yield layers that the backend serves: grouped heads with other values, and odd sizes."""
+    """Yield supported layers: grouped heads with another value size, and odd sizes."""
     grouped = Geometry(
         num_heads=4,
         num_key_heads=2,
@@ -229,7 +219,7 @@ def _shapes(
 
 
 def _serves(cls: type[AttentionBackend], config: BackendConfig, geometry: Geometry) -> bool:
-    """Whether the backend can be built for a layer and refuses neither it nor a first call."""
+    """Return whether the backend supports a layer."""
     try:
         backend = cls(config, geometry)
     except AttnzooError:

@@ -1,7 +1,9 @@
-"""Rules on what a backend states: what it can do has its effect, what it cannot do is refused."""
+"""Rules on capabilities: declared ones have an effect, and all others are refused."""
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from attnzoo.testing.trial import Sequence, Trial
 
 
 def refusals(trial: Trial) -> str | None:
-    """What the backend does not state that it can do is refused, never ignored."""
+    """Inputs that need an undeclared capability are refused, not ignored."""
     backend, x = trial.backend, trial.sequence(1, 6)
     square = torch.ones(1, 1, 6, 6, dtype=torch.bool, device=trial.device)
     zeros = torch.zeros(1, 1, 6, 6, dtype=trial.dtype, device=trial.device)
@@ -24,7 +26,6 @@ def refusals(trial: Trial) -> str | None:
         (backend.additive_bias, "an additive bias", {"bias": zeros}),
         (backend.softcap, "a soft cap", {"softcap": 30.0}),
         (backend.sinks, "attention sinks", {"sinks": sinks}),
-        (backend.dropout, "attention dropout", {"dropout": 0.5}),
         (backend.recurrent, "a state", {"return_state": True}),
         (backend.causal, "a causal mask", {"causal": True}),
         (backend.bidirectional, "a mask that is not causal", {"causal": False}),
@@ -50,7 +51,7 @@ def refusals(trial: Trial) -> str | None:
 
 
 def _refused(trial: Trial, what: str, x: Sequence, **options: Any) -> None:
-    """See that a call raises ``UnsupportedError``."""
+    """Check that a call raises ``UnsupportedError``."""
     mask = {k: options.pop(k) for k in ("function", "window", "causal", "q_offset") if k in options}
     options = {"hidden_states": x.hidden, **options}
     try:
@@ -61,7 +62,7 @@ def _refused(trial: Trial, what: str, x: Sequence, **options: Any) -> None:
 
 
 def statements(trial: Trial) -> str | None:
-    """What the backend states that it can do has its effect."""
+    """Declared capabilities change the output."""
     backend, length = trial.backend, trial.chunk + 9
     x = trial.sequence(2, length)
     plain, told = trial.run(x).out, False
@@ -83,9 +84,8 @@ def statements(trial: Trial) -> str | None:
         (backend.additive_bias, "an additive bias", {"bias": bias.expand(-1, -1, length, -1)}),
         (backend.softcap, "a soft cap", {"softcap": 0.5}),
         (backend.sinks, "attention sinks", {"sinks": sinks}),
-        (backend.dropout, "attention dropout", {"dropout": 0.5}),
     ):
-        if can and (what == "attention dropout" or not backend.exact):  # see exactness
+        if can and not backend.exact:  # see exactness
             told = True
             if torch.equal(trial.run(x, **options).out, plain):
                 trial.fail(f"{what} has no effect, though the backend states that it can honour it")
@@ -93,7 +93,7 @@ def statements(trial: Trial) -> str | None:
 
 
 def _ignores(trial: Trial, what: str, x: Sequence, where: Tensor, **mask: Any) -> None:
-    """See that keys and values at ``[1, T]`` do not matter to the last query."""
+    """Check that keys and values at ``[1, T]`` do not change the output of the last query."""
     scaled = x.fill(where.expand(len(x.q), -1), 3.0)
     outs = [
         trial.run(given._replace(q=x.q), **mask).out[:, :, -1].to(trial.wide)
@@ -103,7 +103,7 @@ def _ignores(trial: Trial, what: str, x: Sequence, where: Tensor, **mask: Any) -
 
 
 def exactness(trial: Trial) -> str | None:
-    """An exact backend computes softmax attention, with all that it states it can honour."""
+    """An exact backend computes softmax attention, with every declared capability."""
     backend = trial.backend
     if not backend.exact:
         return "it does not state that it is exact"
@@ -134,7 +134,7 @@ def exactness(trial: Trial) -> str | None:
     for name, can, options in cases:
         if can:
             outs = [trial.run(x, **options).out, *_dense_twice(trial, x, **options)]
-            if "padding" in options:  # what a padded query gets is nobody's concern
+            if "padding" in options:  # outputs at padding are unspecified
                 outs = [out.transpose(1, 2)[real] for out in outs]
             trial.agree(f"{name}, against the dense formula", *outs)
     if backend.cross_attention:
@@ -145,7 +145,7 @@ def exactness(trial: Trial) -> str | None:
 
 
 def _dense_twice(trial: Trial, x: Sequence, **options: Any) -> tuple[Tensor, Tensor]:
-    """Compute the dense formula in the widest dtype and, for the budget, in that of the trial."""
+    """Return dense attention in the widest dtype and, for the budget, in the dtype of the trial."""
     wide = x.map(lambda t: t.to(trial.wide))
     return dense(trial, wide, **options), dense(trial, x, **options)
 
@@ -160,7 +160,7 @@ def dense(
     sinks: Tensor | None = None,
     **fields: Any,
 ) -> Tensor:
-    """Write softmax attention out, one score for each query and key; a backend's own window too."""
+    """Return dense softmax attention, with the window of the backend if it has one."""
     g, mask = trial.geometry, trial.mask(**fields)
     length, keys, groups = x.q.shape[2], x.k.shape[2], g.num_heads // g.num_key_heads
     k, v = (t.repeat_interleave(groups, 1) for t in (x.k, x.v))
@@ -179,7 +179,7 @@ def dense(
 
 
 def _seen(trial: Trial, mask: AttentionMask, length: int, keys: int) -> Tensor:
-    """Say which keys each query sees, ``[B, 1, T, S]``, from the words of the mask alone."""
+    """Return the dense mask, ``[B, 1, T, S]``, independently of ``AttentionMask.dense``."""
     t = torch.arange(length, device=trial.device)[:, None]
     s = torch.arange(keys, device=trial.device)[None]
     seen = torch.ones(1, 1, length, keys, dtype=torch.bool, device=trial.device)
@@ -200,7 +200,7 @@ def _seen(trial: Trial, mask: AttentionMask, length: int, keys: int) -> Tensor:
 
 
 def weights(trial: Trial) -> str | None:
-    """The matrix that ``return_weights`` gives, applied to the values, is the output."""
+    """The matrix from ``return_weights`` times the values equals the output."""
     if not trial.backend.has_weights:
         _refused(trial, "a call for weights", trial.sequence(1, 6), return_weights=True)
         return "it states that there is no one matrix of weights"
@@ -224,10 +224,40 @@ def weights(trial: Trial) -> str | None:
         applied = output.weights @ values.repeat_interleave(groups, 1)
         exact = trial.run(x, trial.oracle, **mask).out
         trial.agree(f"weights applied to the values, with {name}", applied, exact, output.out)
-    if trial.backend.dropout:
+    if trial.backend.dropout_form != "off":
+        torch.manual_seed(9)
         output = trial.run(x, return_weights=True, dropout=0.5)
         assert output.weights is not None
         applied = output.weights @ x.v.repeat_interleave(groups, 1)
         if not torch.allclose(applied, output.out, rtol=1e-3, atol=1e-3):
             trial.fail("with dropout, the weights are not those that gave the output")
+    return None
+
+
+def dropout(trial: Trial) -> str | None:
+    """Attention dropout keeps the expected output, follows torch's seed, and can be disabled."""
+    p, draws, x = 0.4, 256, trial.sequence(1, 9)
+    plain = trial.run(x).out.detach()
+    disabled = deepcopy(trial.backend)
+    disabled.config = replace(disabled.config, attention_dropout="off")
+    change = (trial.run(x, disabled, dropout=p).out - plain).abs().max()
+    if not bool(change <= trial.slack(float(plain.abs().max()))):  # rounding depends on alignment
+        trial.fail("attention_dropout='off' does not disable attention dropout")
+    if trial.backend.dropout_form == "off":
+        return "its config disables attention dropout"
+    rows, outs = x.map(lambda t: t.expand(draws, *t.shape[1:])), []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        outs.append(trial.run(rows, dropout=p).out.detach())
+    if not torch.equal(outs[0], outs[1]):
+        trial.fail("one seed gives two outputs with attention dropout")
+    if torch.equal(outs[0], outs[2]):
+        trial.fail("attention dropout does not draw from torch's global generator")
+    error = (outs[0].mean(0) - plain[0]).abs()
+    bound = 6 * outs[0].std(0) / draws**0.5 + trial.slack(float(plain.abs().max()))
+    if not bool((error <= bound).all()):
+        trial.fail(
+            f"the mean output over {draws} draws of attention dropout differs from that without "
+            f"by {float((error / bound).max()):.1f} times 6 standard errors"
+        )
     return None

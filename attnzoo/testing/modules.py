@@ -1,4 +1,4 @@
-"""Rules on the backend as a module: repeatability, random numbers, saving, initial values."""
+"""Rules on backends as modules: determinism, random numbers, saving, initial values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnzoo.testing.trial import Trial
 
 
 def determinism(trial: Trial) -> str | None:
-    """The same seed gives the same extras, the same input the same output, bit for bit."""
+    """One seed gives the same parameters, and one input the same output, bit for bit."""
     first, second = trial.make(seed=1), trial.make(seed=1)
     for (name, one), two in zip(_tensors(first).items(), _tensors(second).values(), strict=True):
         if not torch.equal(one, two):
@@ -27,10 +27,10 @@ def determinism(trial: Trial) -> str | None:
 
 
 def random_state(trial: Trial) -> str | None:
-    """No global random state is touched, except that extras may be drawn from torch's generator.
+    """Only parameter initialisation uses a global random state, and only that of torch.
 
-    Building may draw from torch's global generator, as ``torch.nn.Linear`` does, so that the user's
-    seed decides; it may not seed it. Calls draw nothing (dropout apart).
+    Building a backend may draw from torch's global generator, as ``torch.nn.Linear`` does, but must
+    not seed it. Calls without dropout draw no random numbers.
     """
     others = _other_random_states()
     after = []
@@ -59,12 +59,12 @@ def _torch_random_states() -> list[bytes]:
 
 
 def _other_random_states() -> str:
-    numpy: Any = sys.modules.get("numpy")  # not needed here; if nobody loaded it, nobody drew
+    numpy: Any = sys.modules.get("numpy")  # if it is not imported, nothing drew from it
     return repr((random.getstate(), numpy and numpy.random.get_state(legacy=False)))
 
 
 def saving(trial: Trial) -> str | None:
-    """A state dict carries all that matters: buffers are in it, and outputs come back bit-equal."""
+    """A state dict contains all buffers and reproduces the outputs bit for bit."""
     ours, other = trial.backend, trial.make(seed=5).to(trial.dtype).eval()
     saved = ours.state_dict()
     for name, _ in ours.named_buffers():
@@ -89,7 +89,7 @@ def _call(trial: Trial, backend: AttentionBackend, x: Any) -> Tensor:
 
 
 def _tensors(backend: AttentionBackend) -> dict[str, Tensor]:
-    """Return extras and buffers, tied ones under each of their names."""
+    """Return parameters and buffers, tied ones under each of their names."""
     return {
         **dict(backend.named_parameters(remove_duplicate=False)),
         **dict(backend.named_buffers(remove_duplicate=False)),
@@ -97,7 +97,7 @@ def _tensors(backend: AttentionBackend) -> dict[str, Tensor]:
 
 
 def _ties(backend: AttentionBackend) -> list[list[str]]:
-    """Return the groups of names that stand for one tensor."""
+    """Return the groups of names of one tensor."""
     groups: dict[int, list[str]] = {}
     for name, tensor in _tensors(backend).items():
         groups.setdefault(id(tensor), []).append(name)
@@ -105,10 +105,10 @@ def _ties(backend: AttentionBackend) -> list[list[str]]:
 
 
 def materializing(trial: Trial) -> str | None:
-    """Built on the meta device and reset after memory is there, it has the usual initial values.
+    """A backend built on the meta device and then reset has the usual initial values.
 
-    So ``from_pretrained`` makes a model: tensors that the checkpoint lacks come as whatever memory
-    held, and ``reset_parameters`` has the last word.
+    ``from_pretrained`` builds models like this: tensors missing in the checkpoint are uninitialised
+    until ``reset_parameters`` runs.
     """
     with torch.device("meta"):
         late = trial.cls(trial.config, trial.geometry)

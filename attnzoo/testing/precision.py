@@ -1,7 +1,7 @@
-"""Rules on numbers: gradients, and what 16 bits may cost.
+"""Rules on precision: gradients, and errors in 16 bits.
 
-Budgets come from data: the error that rounding the inputs alone brings, with all else in the widest
-dtype, may be exceeded by a factor of two and a unit in the last place.
+Budgets come from data: twice the error of rounding only the inputs, with the computation in the
+widest dtype, plus one unit in the last place.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.func import functional_call
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.testing.trial import Broken, Sequence, Trial
 
-LONG = 8192  # tokens; where a normalised sum loses its gradient if it is kept too narrow
+LONG = 8192  # tokens, at which a normalised sum in low precision loses its gradient
 LONG_QUADRATIC = 512
-STEP = 1e-6  # between the two outputs whose difference a gradient is held to
+STEP = 1e-6  # of the finite differences that gradients are compared with
 
 
 def gradients(trial: Trial) -> str | None:
-    """Gradients equal differences of outputs, through extras, padding, packing and state too."""
+    """Gradients equal finite differences, also of parameters, padding, packing and state."""
     if trial.dtype is not torch.float64:
         return "differences of outputs need float64"
     length = trial.chunk + 3
@@ -82,7 +82,7 @@ def _slopes_agree(
 
 
 def precision(trial: Trial) -> str | None:
-    """Outputs and gradients in few bits cost hardly more than rounding the inputs does."""
+    """Errors of outputs and gradients in low precision are close to those of rounding inputs."""
     if not trial.low_dtypes:
         return "no dtype below the widest was asked for"
     for dtype in trial.low_dtypes:
@@ -91,12 +91,12 @@ def precision(trial: Trial) -> str | None:
 
 
 def long_gradients(trial: Trial) -> str | None:
-    """The same over long sequences of values whose mean is 1, where differences cancel."""
+    """The same for long sequences of values with mean 1, where differences cancel."""
     dtypes = [dtype for dtype in trial.low_dtypes if dtype.itemsize == 2]
     if not dtypes:
         return "no 16-bit dtype was asked for"
     quadratic = trial.backend.exact or trial.backend.keeps_all_keys
-    quadratic |= trial.config.impl == "reference"  # plain forms may be
+    quadratic |= trial.config.impl == "reference"  # may be quadratic
     for dtype in dtypes:
         _narrow(trial, dtype, LONG_QUADRATIC if quadratic else LONG, mean=1.0)
     return None
@@ -118,7 +118,7 @@ def _narrow(trial: Trial, dtype: torch.dtype, length: int, mean: float) -> None:
     name = f"{str(dtype).removeprefix('torch.')}, {length} tokens with values of mean {mean:g}"
     for what, right in exact.items():
         if float(right.abs().max()) > torch.finfo(dtype).max:
-            continue  # the right answer itself has no number in this dtype
+            continue  # the exact result overflows this dtype
         got, rounding = ours[what].to(trial.wide), plain[what].to(dtype).to(trial.wide) - right
         if not bool(torch.isfinite(got).all()):
             raise Broken(f"{name}: the {what} is not finite")
@@ -135,7 +135,7 @@ def _narrow(trial: Trial, dtype: torch.dtype, length: int, mean: float) -> None:
 def _answers(
     trial: Trial, backend: AttentionBackend, x: Sequence, upstream: Tensor
 ) -> dict[str, Tensor]:
-    """Return the output, and the gradient of each input and extra that has one."""
+    """Return the output, and the gradients of inputs and parameters that have one."""
     leaves = x.map(lambda t: t.detach().clone().requires_grad_())
     backend.zero_grad()
     out = backend(*leaves[:3], hidden_states=leaves.hidden, mask=trial.mask()).out

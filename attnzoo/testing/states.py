@@ -1,4 +1,4 @@
-"""Rules on what is kept between calls: decoding, batches, beams, the size of a state."""
+"""Rules on states: decoding, batching, beam search, and the size of a state."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.ops.softmax import softmax_attention
+from attnzoo.backends.softmax.op import softmax_attention
 from attnzoo.testing.trial import Sequence, Trial
 
 
 def decoding(trial: Trial) -> str | None:
-    """Prompt and continuation, cut anywhere and in any pieces, equal one pass."""
+    """A sequence split into several calls at any position equals one call."""
     if not trial.geometry.causal:
         return "the layer is bidirectional"
     by_state, by_keys = trial.carries_state, trial.backend.keeps_all_keys
@@ -46,7 +46,7 @@ def decoding(trial: Trial) -> str | None:
 
 
 def _by_state(trial: Trial, x: Sequence, pieces: list[tuple[int, int]]) -> Tensor:
-    """Run piece after piece, each from the state that the one before it left."""
+    """Run the pieces in order, each from the state of the previous one."""
     outs: list[Tensor] = []
     state: Any = None
     for start, stop in pieces:
@@ -61,7 +61,7 @@ def _by_state(trial: Trial, x: Sequence, pieces: list[tuple[int, int]]) -> Tenso
 
 
 def _by_keys(trial: Trial, x: Sequence, pieces: list[tuple[int, int]]) -> Tensor:
-    """Run piece after piece of queries over all keys so far, as with an ordinary cache."""
+    """Run the pieces in order, each over all keys so far, as with a KV cache."""
     outs = []
     for start, stop in pieces:
         seen = x.tokens(slice(stop))
@@ -72,7 +72,7 @@ def _by_keys(trial: Trial, x: Sequence, pieces: list[tuple[int, int]]) -> Tensor
 def _with_exact_steps(
     trial: Trial, x: Sequence, pieces: list[tuple[int, int]], whole: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Put softmax over all keys so far where a piece is a single token."""
+    """Return the output with exact softmax attention for pieces of a single token."""
     outs = []
     for start, stop in pieces:
         if stop - start > 1:
@@ -85,7 +85,7 @@ def _with_exact_steps(
 
 
 def batching(trial: Trial) -> str | None:
-    """A batch equals its rows one by one; a state follows when beams are reordered."""
+    """A batch equals its rows separately; a state can be reordered by beam."""
     length = trial.chunk + 2
     x, later = trial.sequence(4, length), trial.sequence(5, 3, seed=4)
     output = trial.run(x, return_state=trial.carries_state)
@@ -108,7 +108,7 @@ def batching(trial: Trial) -> str | None:
 
 
 def _fields(trial: Trial, state: Any) -> Any:
-    """Return a state, once it has the form that caches rely on."""
+    """Return a state after checking that it is a named tuple of tensors."""
     if not isinstance(state, tuple) or not hasattr(state, "_fields"):
         trial.fail(f"the state is a {type(state).__name__}, not a named tuple of tensors")
     if not all(isinstance(field, Tensor) for field in state):
@@ -117,7 +117,7 @@ def _fields(trial: Trial, state: Any) -> Any:
 
 
 def state_size(trial: Trial) -> str | None:
-    """A state that does not keep all keys stops growing, or is smaller where it says it grows."""
+    """A state has constant size, or is smaller than the keys with ``state_grows``."""
     if not trial.carries_state:
         return "it carries no state"
     if trial.backend.keeps_all_keys:

@@ -1,7 +1,7 @@
-"""Rules on which tokens may matter to which: causality, padding, packing.
+"""Rules on masks: causality, padding, packing.
 
-Each rule is a function of a :class:`~attnzoo.testing.trial.Trial`. It raises where the rule is
-broken, and returns why where the rule does not apply.
+Each rule is a function of a :class:`~attnzoo.testing.trial.Trial`. It raises if the rule is
+broken, and returns why if the rule does not apply.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attnzoo.testing.trial import Sequence, Trial
 
 
 def layout(trial: Trial) -> str | None:
-    """Shape and dtype are right, inputs stay as they were, and strides do not matter."""
+    """Shape and dtype are correct, inputs are unchanged, and any strides are supported."""
     x, g = trial.sequence(2, trial.length), trial.geometry
     before = x.map(Tensor.clone)
     out = trial.run(x).out
@@ -29,15 +29,17 @@ def layout(trial: Trial) -> str | None:
     exact = trial.run(x, trial.oracle).out
     transposed = x.map(lambda t: t.transpose(1, 2).contiguous().transpose(1, 2))
     trial.agree("transposed inputs", trial.run(transposed).out, exact, out)
-    trial.agree("inputs that NaN follows in memory", trial.run(x.map(_fenced)).out, exact, out)
+    trial.agree(
+        "inputs that NaN follows in memory", trial.run(x.map(_followed_by_nan)).out, exact, out
+    )
     return None
 
 
-def _fenced(x: Tensor) -> Tensor:
-    """Copy a tensor into storage that goes on with NaN, so that a read past the end shows."""
-    room = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype, device=x.device)
-    room[: x.numel()] = x.flatten()
-    return room[: x.numel()].view(x.shape)
+def _followed_by_nan(x: Tensor) -> Tensor:
+    """Copy a tensor into storage that continues with NaN, to detect reads past its end."""
+    storage = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype, device=x.device)
+    storage[: x.numel()] = x.flatten()
+    return storage[: x.numel()].view(x.shape)
 
 
 def causality(trial: Trial) -> str | None:
@@ -75,7 +77,7 @@ def _paddings(trial: Trial) -> dict[str, Tensor]:
 
 
 def padding(trial: Trial) -> str | None:
-    """Real tokens get what they get without padding; what stands in padding never matters."""
+    """Outputs of tokens are those without padding; values at padding have no effect."""
     x, later = trial.sequence(5, trial.length), trial.sequence(5, 3, seed=4)
     for place, real in _paddings(trial).items():
         filled = x.fill(~real, torch.nan)
@@ -97,7 +99,7 @@ def padding(trial: Trial) -> str | None:
 
 
 def padding_gradients(trial: Trial) -> str | None:
-    """Gradients are those without padding, of extras too; in the padding they are zero, not NaN."""
+    """Gradients equal those without padding; at padding they are zero, not NaN."""
     x = trial.sequence(5, trial.length)
     weights = trial.sequence(5, trial.length, seed=5).v
     upstream = weights.repeat_interleave(x.q.shape[1] // x.k.shape[1], 1)
@@ -122,7 +124,7 @@ def padding_gradients(trial: Trial) -> str | None:
 def _gradients(
     trial: Trial, x: Sequence, upstream: Tensor, real: Tensor
 ) -> tuple[Sequence, list[Tensor]]:
-    """Return the gradients of inputs and extras when real tokens alone count."""
+    """Return the gradients of inputs and parameters, without the outputs at padding."""
     leaves = x.map(lambda t: t.detach().clone().requires_grad_())
     trial.backend.zero_grad()
     out = trial.run(leaves, padding=None if bool(real.all()) else real).out
@@ -133,7 +135,7 @@ def _gradients(
 
 
 def masked_rows(trial: Trial) -> str | None:
-    """A query that sees no key gives zeros, and finite gradients."""
+    """A query that attends to no key has a zero output and finite gradients."""
     length = 9
     x = trial.sequence(3, length)
     real = torch.ones(3, length, dtype=torch.bool, device=trial.device)
@@ -163,7 +165,7 @@ def masked_rows(trial: Trial) -> str | None:
 
 
 def packing(trial: Trial) -> str | None:
-    """Several sequences in one row equal the same sequences apart, the state included."""
+    """Packed sequences equal the same sequences separately, also their state."""
     length = trial.length
     lengths = [[trial.chunk + 1, 5, 1, length - trial.chunk - 7], [3, length - 10, 7]]
     ids = torch.stack(

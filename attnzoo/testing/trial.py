@@ -1,4 +1,4 @@
-"""What a rule is tried on: one backend, one geometry, one dtype, and the means to judge an answer.
+"""A trial: one backend with one geometry and dtype, its inputs, and comparison of outputs.
 
 Letters: B batch, H query heads, Hkv key heads, T tokens, D key size, E value size, M hidden size.
 """
@@ -25,11 +25,23 @@ HIDDEN_SIZE = 24
 
 
 class Broken(AssertionError):
-    """A rule does not hold; says what was seen."""
+    """A rule is broken; the message says how."""
+
+
+class ConformanceError(AssertionError):
+    """A backend breaks a rule.
+
+    Attributes:
+        rule: Name of the rule.
+    """
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(message)
+        self.rule = rule
 
 
 class Sequence(NamedTuple):
-    """What a layer is given for some tokens."""
+    """Queries, keys, values and hidden states of some tokens."""
 
     q: Tensor  # [B, H, T, D]
     k: Tensor  # [B, Hkv, T, D]
@@ -41,20 +53,20 @@ class Sequence(NamedTuple):
         return Sequence._make(change(x) for x in self)
 
     def rows(self, index: Any) -> Sequence:
-        """Take some rows of the batch."""
+        """Return some rows of the batch."""
         return self.map(lambda x: x[index])
 
     def tokens(self, index: Any) -> Sequence:
-        """Take some tokens of every row: a slice, or a mask ``[T]``."""
+        """Return some tokens of every row: a slice, or a mask ``[T]``."""
         return Sequence._make((*(x[:, :, index] for x in self[:3]), self.hidden[:, index]))
 
     def fill(self, where: Tensor, value: float) -> Sequence:
-        """Write ``value`` over the tokens where ``[B, T]`` is true."""
+        """Return a copy with ``value`` at the tokens where ``[B, T]`` is true."""
         heads = (x.masked_fill(where[:, None, :, None], value) for x in self[:3])
         return Sequence._make((*heads, self.hidden.masked_fill(where[:, :, None], value)))
 
     def join(self, later: Sequence) -> Sequence:
-        """Put the tokens of ``later`` behind these."""
+        """Return these tokens followed by those of ``later``."""
         heads = (torch.cat([x, y], 2) for x, y in zip(self[:3], later[:3], strict=True))
         return Sequence._make((*heads, torch.cat([self.hidden, later.hidden], 1)))
 
@@ -73,31 +85,31 @@ class Trial:
     geometry: Geometry
     dtype: torch.dtype
     device: torch.device
-    low_dtypes: tuple[torch.dtype, ...] = ()  # those whose rounding is judged
+    low_dtypes: tuple[torch.dtype, ...] = ()  # those whose precision is checked
 
     def __str__(self) -> str:
-        """Name geometry and dtype, for messages."""
+        """Return geometry and dtype, for messages."""
         g = self.geometry
         kind = "causal" if g.causal else "bidirectional"
         sizes = f"H={g.num_heads}, Hkv={g.num_key_heads}, D={g.head_dim}, E={g.value_dim}"
         return f"{kind}, {sizes}, {str(self.dtype).removeprefix('torch.')}"
 
-    # -- what is run -----------------------------------------------------------------------------
+    # -- calls -----------------------------------------------------------------------------------
 
     def make(self, seed: int = 0) -> AttentionBackend:
-        """Build the backend as a model would, under a seed of its own."""
+        """Return the backend, built as in a model, with its own seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.cls(self.config, self.geometry).to(self.device)
 
     @property
     def wide(self) -> torch.dtype:
-        """The widest dtype that the backend takes, in which its own rounding does not count."""
+        """The widest dtype that the backend supports, in which rounding is negligible."""
         return torch.float64 if torch.float64 in self.cls.dtypes else torch.float32
 
     @cached_property
     def unrounded(self) -> AttentionBackend:
-        """The backend in the widest dtype; its extras lie beside their initial values."""
+        """The backend in the widest dtype, with noise added to its parameters."""
         backend = self.make().to(self.wide).eval()
         noise = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -112,11 +124,11 @@ class Trial:
 
     @cached_property
     def oracle(self) -> AttentionBackend:
-        """The backend in the widest dtype, its extras rounded to the dtype of the trial."""
+        """The backend in the widest dtype, its parameters rounded to the dtype of the trial."""
         return deepcopy(self.unrounded).to(self.dtype).to(self.wide)
 
     def sequence(self, batch: int, length: int, seed: int = 2, mean: float = 0.0) -> Sequence:
-        """Draw inputs; the values have the given mean."""
+        """Return random inputs; the values have the given mean."""
         g, generator = self.geometry, torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
@@ -132,13 +144,13 @@ class Trial:
         )
 
     def mask(self, **fields: Any) -> AttentionMask:
-        """Make the layer's own mask, with some fields given."""
+        """Return the mask of the layer, with some fields replaced."""
         return AttentionMask(**{"causal": self.geometry.causal, **fields})
 
     def run(
         self, x: Sequence, backend: AttentionBackend | None = None, **options: Any
     ) -> AttentionOutput:
-        """Call the backend, or the oracle; ``padding`` and the like go to the mask."""
+        """Call the backend or the oracle; fields of the mask are options too."""
         fields = {
             name: options.pop(name)
             for name in ("causal", "padding", "segment_ids", "window", "q_offset", "function")
@@ -159,27 +171,27 @@ class Trial:
 
     @property
     def length(self) -> int:
-        """A length that needs two chunks and a bit."""
+        """A length of two chunks and three tokens."""
         return 2 * self.chunk + 3
 
     @property
     def carries_state(self) -> bool:
-        """Whether a later call can go on from a state."""
+        """Whether a later call can continue from a state."""
         return self.backend.recurrent and self.geometry.causal
 
-    # -- what is judged --------------------------------------------------------------------------
+    # -- comparisons -----------------------------------------------------------------------------
 
     def slack(self, size: float) -> float:
-        """Return how far a right answer of this size may lie off, however it is computed."""
-        if self.dtype is torch.float64:  # where rounding is nothing beside a mistake
+        """Return the rounding error to allow for an output of this size."""
+        if self.dtype is torch.float64:  # in which rounding is negligible
             return 1e-9 * max(size, 1.0)
         eps = torch.finfo(self.dtype).eps
-        if self.dtype is torch.float32:  # sums add up their own rounding
+        if self.dtype is torch.float32:  # sums accumulate rounding errors
             return 256 * eps * max(size, 1.0)
         return 4 * eps * size
 
     def agree(self, what: str, ours: Tensor, exact: Tensor, plain: Tensor | None = None) -> None:
-        """Hold ours to twice the error of the plain way, and a little slack."""
+        """Fail if the error of ``ours`` exceeds twice that of ``plain`` plus rounding."""
         ours, exact = ours.detach(), exact.detach().to(self.wide)
         budget = self.slack(float(exact.abs().max())) if exact.numel() else 0.0
         if plain is not None:
@@ -189,13 +201,13 @@ class Trial:
             raise Broken(f"{what}: the worst error is {worst:.2e}, the budget {budget:.2e}")
 
     def fail(self, message: str) -> NoReturn:
-        """Say that the rule does not hold."""
+        """Raise :class:`Broken`."""
         raise Broken(message)
 
 
 @contextmanager
-def apart() -> Iterator[None]:
-    """Leave torch's global generator as it was, and run on one thread: the layers are small."""
+def isolated() -> Iterator[None]:
+    """Restore torch's global generator afterwards, and run on one thread, as layers are small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,1 +1,1 @@
-"""Brings back the quality of a swapped model: attention transfer, distillation, fine-tuning."""
+"""Quality recovery of swapped models: plans, attention transfer, distillation, fine-tuning."""

@@ -1,24 +1,31 @@
-"""Checkpoints of a run: whole or not at all, a few of them, and only for the run they are of."""
+"""Checkpoints of a run: written atomically, the last few kept, resumed by the same run only."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from attnzoo.errors import AttnzooError
-from attnzoo.report.whole import write_whole
+from attnzoo.report.atomic_write import atomic_write
+from attnzoo.report.output_path import check_folder
 
 RUN = "run.json"
 FOLDER = "checkpoints"
-DONE = "progress.json"  # written last: a checkpoint without it is torn
+LOCK = "run.lock"
+DONE = "progress.json"  # written last: a checkpoint without it is incomplete
+PARTIAL = ".partial"  # suffix of a checkpoint that is being written
+UNSET = "not set"  # in messages, for a key that only the other run has
 
 
 class CheckpointError(AttnzooError):
-    """A folder holds no run that can be gone on with."""
+    """A run's folder cannot be started, resumed or written."""
 
 
 class Checkpoints:
@@ -26,113 +33,231 @@ class Checkpoints:
 
     Args:
         out: The run's folder.
-        run: What the run is made from, as plain data; another run may not go on from these.
-        keep: How many checkpoints stay.
+        run: What defines the run, as JSON data; only an equal run resumes from the checkpoints.
+        keep: Number of checkpoints that are kept.
+        log: Called with a message when a damaged checkpoint is not used.
     """
 
-    def __init__(self, out: Path, run: Mapping[str, Any], *, keep: int = 2) -> None:
-        self.out, self.run, self.keep = out, json.loads(json.dumps(run)), keep
+    def __init__(
+        self,
+        out: Path,
+        run: Mapping[str, Any],
+        *,
+        keep: int = 2,
+        log: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.out, self.run, self.keep, self.log = out, json.loads(json.dumps(run)), keep, log
+        self._lock = FileLock(out / FOLDER / LOCK, timeout=0)
 
     def begin(self, *, resume: bool) -> dict[str, Any] | None:
-        """Start a new run, or find where an earlier one stopped; called by one process.
+        """Create the folder of a new run, or find the last checkpoint; called by one process.
+
+        The folder is locked until :meth:`release`, or until the process ends.
 
         Args:
-            resume: Whether to go on from the last checkpoint.
+            resume: Whether to resume from the last checkpoint.
 
         Returns:
-            The progress of the last whole checkpoint, with its ``path``; ``None`` at the start.
+            The progress of the last intact checkpoint, with its ``path``; ``None`` without one.
 
         Raises:
-            CheckpointError: The folder is in use and ``resume`` is not set, or it is another run's.
+            CheckpointError: The folder is in use and ``resume`` is not set, or it has another run,
+                or another process runs it.
         """
+        check_run_folder(self.out, resume=resume)
         known = self.out / RUN
         if known.is_file():
-            self._check(known)
+            self.check_identity()
             if not resume:
                 raise CheckpointError(
-                    f"{str(self.out)!r} holds this run already; give --resume to go on with it, or "
-                    "a new --out"
+                    f"{str(self.out)!r} already contains this run; give --resume to continue it, "
+                    "or a new --out"
                 )
-            return self.latest()
-        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+        try:
+            (self.out / FOLDER).mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            if known.is_file():
+                return self.latest(self.log)
+            atomic_write(known, json.dumps(self.run, indent=2, allow_nan=False))
+        except Timeout:
             raise CheckpointError(
-                f"{str(self.out)!r} exists and holds no run ({RUN} is not there); give a new --out"
-            )
-        if resume:
+                f"Another process runs in {str(self.out)!r}; wait until it ends, or give a new "
+                "--out"
+            ) from None
+        except OSError as error:
+            self.release()
             raise CheckpointError(
-                f"There is no run in {str(self.out)!r} to go on with; leave --resume out to start"
-            )
-        self.out.mkdir(parents=True, exist_ok=True)
-        write_whole(known, json.dumps(self.run, indent=2))
+                f"{str(self.out)!r} cannot be written ({error.strerror or error}); free disk "
+                "space, or give --out a folder that you can create and write to"
+            ) from error
+        except CheckpointError:
+            self.release()
+            raise
         return None
 
-    def _check(self, known: Path) -> None:
+    def release(self) -> None:
+        """Unlock the folder, if this process has locked it."""
+        if not self._lock.is_locked:
+            return
+        self._lock.release()
+        if not (self.out / RUN).is_file():  # a run that did not start leaves nothing
+            (self.out / FOLDER / LOCK).unlink(missing_ok=True)
+            with suppress(OSError):  # not empty, or not there
+                (self.out / FOLDER).rmdir()
+                self.out.rmdir()
+
+    def check_identity(self) -> None:
+        """Raise an error if the folder has another run.
+
+        Raises:
+            CheckpointError: The record of the run is damaged, or differs from this run's.
+        """
+        known = self.out / RUN
         try:
-            other = json.loads(known.read_text("utf-8"))
-        except json.JSONDecodeError as error:
+            other = flatten(json.loads(known.read_text("utf-8")))
+        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
             raise CheckpointError(
                 f"{str(known)!r} is damaged ({error}); give a new --out"
             ) from None
-        differ = [name for name in {*self.run, *other} if self.run.get(name) != other.get(name)]
+        own = flatten(self.run)
+        differ = [
+            f"{name} is {other.get(name, UNSET)!r}, not {own.get(name, UNSET)!r}"
+            for name in sorted({*own, *other})
+            if own.get(name, UNSET) != other.get(name, UNSET)
+        ]
         if differ:
-            name = min(differ)
             raise CheckpointError(
-                f"{str(self.out)!r} holds another run: {name} was {other.get(name)!r}, and is "
-                f"{self.run.get(name)!r} now; give a new --out, or the same {name}"
+                f"{str(self.out)!r} contains another run: its {', its '.join(differ)}. Give a new "
+                "--out, or the values of that run"
             )
 
-    def latest(self) -> dict[str, Any] | None:
-        """Return the progress of the last whole checkpoint, with its ``path``, if there is one."""
-        found = []
-        for path in (self.out / FOLDER).glob("*"):
+    def latest(self, log: Callable[[str], None] = lambda text: None) -> dict[str, Any] | None:
+        """Return the progress of the last intact checkpoint with its ``path``, or ``None``.
+
+        Args:
+            log: Called with a message for each later checkpoint that is damaged.
+
+        Raises:
+            CheckpointError: All complete checkpoints are damaged.
+        """
+        damaged: list[str] = []
+        for path in sorted((self.out / FOLDER).glob("step-*"), key=_step, reverse=True):
             try:
                 progress = json.loads((path / DONE).read_text("utf-8"))
-            except (OSError, json.JSONDecodeError):
-                continue  # torn: the run was stopped while it was written
-            found.append({**progress, "path": path})
-        return max(found, key=lambda progress: progress["total"], default=None)
+                fault = damaged_file(path, progress.pop("files", {}))
+            except (OSError, ValueError, AttributeError):
+                if path.suffix == PARTIAL:
+                    continue  # the run stopped while it wrote this checkpoint
+                progress, fault = {}, f"{DONE} cannot be read"
+            if not fault:
+                for message in damaged:
+                    log(f"{message}; {str(path)!r} is used instead")
+                return {**progress, "path": path}
+            damaged.append(f"The checkpoint {str(path)!r} is damaged ({fault})")
+        if damaged:
+            raise CheckpointError(
+                f"{', '.join(damaged)}, and there is no other one; start again with a new --out"
+            )
+        return None
 
     def write(
         self, progress: Mapping[str, Any], save: Callable[[Path], Any], *, main: bool = True
     ) -> None:
-        """Write a checkpoint beside the others, then give it its name; ``save`` runs everywhere.
+        """Write a checkpoint to a temporary folder, then rename it; called by all processes.
 
         Args:
-            progress: Where the run is, as plain data; ``total`` counts its steps.
-            save: Writes everything into a folder.
-            main: Whether this process gives names and clears up.
+            progress: Progress of the run as JSON data; ``total`` counts its steps.
+            save: Writes the state into a folder, on all processes.
+            main: Whether this process renames the folder and removes old checkpoints.
         """
         final = self.out / FOLDER / f"step-{progress['total']:06d}"
-        made = final.with_name(f"{final.name}.partial")
-        with explained(self):
-            save(made)
+        partial = final.with_name(f"{final.name}{PARTIAL}")
+        with explain_write_errors(self):
+            save(partial)
             if not main:
                 return
-            write_whole(made / DONE, json.dumps(progress))
+            data = {**progress, "files": file_hashes(partial)}
+            atomic_write(partial / DONE, json.dumps(data, allow_nan=False))
             shutil.rmtree(final, ignore_errors=True)
-            made.rename(final)
-        whole = sorted(p for p in (self.out / FOLDER).glob("step-*") if p.suffix != ".partial")
-        for path in whole[: -self.keep]:
+            partial.rename(final)
+        steps = [path for path in (self.out / FOLDER).glob("step-*") if path.suffix != PARTIAL]
+        complete = sorted((path for path in steps if _step(path) <= _step(final)), key=_step)
+        for path in complete[: -self.keep]:
             shutil.rmtree(path)
 
     def clear(self) -> None:
-        """Remove all checkpoints: the run is done."""
+        """Remove all checkpoints of a finished run."""
         shutil.rmtree(self.out / FOLDER, ignore_errors=True)
 
 
-@contextmanager
-def explained(checkpoints: Checkpoints) -> Iterator[None]:
-    """Say what remains of a run whose files cannot be written, as when a disk fills up.
+def check_run_folder(out: Path, *, resume: bool) -> None:
+    """Raise an error if no run can start in a folder, or resume there; changes nothing.
 
     Raises:
-        CheckpointError: In place of what the writer raised.
+        CheckpointError: The folder has files of something else, or no run to resume.
+        OutputError: The folder cannot be written.
+    """
+    check_folder(out)
+    if (out / RUN).is_file():
+        return
+    if out.exists() and any(path.name != FOLDER for path in out.iterdir()):
+        raise CheckpointError(
+            f"{str(out)!r} exists and contains no run (there is no {RUN}); give a new --out"
+        )
+    if resume:
+        raise CheckpointError(
+            f"There is no run in {str(out)!r} to resume; leave out --resume to start one"
+        )
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removesuffix(PARTIAL).removeprefix("step-"))
+
+
+def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested data with dotted names, such as ``config.loop.seed``."""
+    flat: dict[str, Any] = {}
+    for name, value in data.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    """Return a hash of each file in a folder by its relative path; a gigabyte takes a second."""
+    hashes = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != DONE:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            hashes[path.relative_to(folder).as_posix()] = digest
+    return hashes
+
+
+def damaged_file(folder: Path, hashes: Mapping[str, str]) -> str:
+    """Return which file of a checkpoint is missing or differs from its hash; ``""`` if none."""
+    found = file_hashes(folder)
+    for name, digest in hashes.items():
+        if found.get(name) != digest:
+            return f"{name} is {'changed' if name in found else 'missing'}"
+    return ""
+
+
+@contextmanager
+def explain_write_errors(checkpoints: Checkpoints) -> Iterator[None]:
+    """Convert write errors, such as a full disk, to errors that name the last checkpoint.
+
+    Raises:
+        CheckpointError: A write failed.
     """
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch raises the latter
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError
         last = checkpoints.latest()
-        kept = f"the last checkpoint, {str(last['path'])!r}, is whole" if last else "none was kept"
+        state = f"the last checkpoint is {str(last['path'])!r}" if last else "no checkpoint exists"
         raise CheckpointError(
-            f"{str(checkpoints.out)!r} cannot be written ({str(error).splitlines()[0]}); {kept}. "
-            "Make room on the disk, then go on with --resume"
+            f"{str(checkpoints.out)!r} cannot be written ({str(error).splitlines()[0]}); {state}. "
+            "Free disk space, then continue with --resume"
         ) from error

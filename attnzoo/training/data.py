@@ -1,6 +1,6 @@
-"""Text on disk as rows of tokens: packed to length, with documents held out to be judged on.
+"""Text files as packed rows of tokens, with held-out documents for evaluation.
 
-Letters: N rows, T tokens of a row.
+Letters: N rows, T tokens per row.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from datasets.exceptions import DatasetGenerationError
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from attnzoo.corpus import add_repeats
 from attnzoo.errors import AttnzooError
+from attnzoo.evaluation.corpus import add_repeats
+from attnzoo.evaluation.data import fingerprint
 
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # all else is plain text
-HELD_OUT = 20  # one document in so many is kept to judge on
-REPEATS_FROM = 256  # tokens of a row that has room for a segment twice, far enough apart
-IGNORED = -100  # a label that no loss counts, as transformers has it
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # others are plain text
+HELD_OUT = 20  # one document in 20 is held out
+MIN_REPEAT_LENGTH = 256  # tokens a row needs for two distant copies of a segment
+IGNORE_INDEX = -100  # the label of tokens without a loss, as in transformers
 
 
 class DataError(AttnzooError):
-    """The text that was given cannot be used."""
+    """The text cannot be read or used for training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows(Dataset[dict[str, Tensor]]):
-    """Rows of packed tokens; a row gives what a model's forward takes.
+    """Dataset of packed rows; an item has the arguments of a causal model's ``forward``.
 
     Attributes:
         tokens: ``[N, T]``.
-        positions: ``[N, T]``, counted anew from 0 where another document begins.
-        bytes_per_token: Of the text, to turn bits per token into bits per byte.
+        positions: ``[N, T]``, from 0 in each document.
+        bytes_per_token: Converts bits per token to bits per byte.
     """
 
     tokens: Tensor
@@ -51,31 +52,31 @@ class Rows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return ``input_ids``, ``position_ids`` and ``labels``, ``[T]`` each.
 
-        The first token of a document is not predicted: what stands before it is another one.
+        The first token of a document has no label, because the token before it belongs to another
+        document.
         """
         tokens, positions = self.tokens[index], self.positions[index]
-        labels = tokens.masked_fill(positions == 0, IGNORED)
+        labels = tokens.masked_fill(positions == 0, IGNORE_INDEX)
         return {"input_ids": tokens, "position_ids": positions, "labels": labels}
 
     @property
     def fingerprint(self) -> str:
-        """Name these rows by what is in them."""
-        return hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:16]
+        """Hash of the rows."""
+        return fingerprint(self.tokens, self.positions, torch.tensor(self.bytes_per_token))
 
 
 def read_documents(paths: Sequence[Path], column: str = "text") -> list[str]:
-    """Read text files, JSON lines and parquet, and folders of them; sorted by name.
+    """Return the documents in text, JSON lines and parquet files, and folders of them.
 
     Args:
-        paths: Files and folders. A text file is one document, a line of JSON or a row of parquet
-            another.
-        column: Which field of JSON and parquet is the text.
+        paths: Files and folders. A document is a text file, a line of JSON or a row of parquet.
+        column: Field of JSON and parquet files that holds the text.
 
     Raises:
-        DataError: Something is missing, cannot be read, or there is no text.
+        DataError: A path is missing or cannot be read, or there is no text.
     """
     documents: list[str] = []
-    for path in files_in(paths):
+    for path in list_files(paths):
         reader = READERS.get(path.suffix.lower(), "text")
         options = {"sample_by": "document"} if reader == "text" else {}
         try:
@@ -86,7 +87,7 @@ def read_documents(paths: Sequence[Path], column: str = "text") -> list[str]:
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{str(path)!r} is not UTF-8 text (byte {error.start}: {error.reason}); convert "
-                "it, or leave it out"
+                "the file, or leave it out"
             ) from None
         except (DatasetGenerationError, OSError, ValueError) as error:
             if isinstance(error, DataError):
@@ -101,23 +102,26 @@ def read_documents(paths: Sequence[Path], column: str = "text") -> list[str]:
     return documents
 
 
-def files_in(paths: Iterable[Path]) -> list[Path]:
-    """List the files, those of folders at any depth included, but for hidden ones and caches.
+def list_files(paths: Iterable[Path]) -> list[Path]:
+    """Return files, and recursively those in folders, without hidden files and caches.
 
     Raises:
-        DataError: A path does not exist, or a folder holds no file.
+        DataError: A path does not exist, or a folder contains no file.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
         if not path.exists():
-            raise DataError(f"There is no file or folder {str(path)!r}")
-        inside = (
-            [path] if path.is_file() else sorted(p for p in path.rglob("*") if _is_data(p, path))
-        )
+            raise DataError(
+                f"There is no file or folder {str(path)!r}; give --data an existing one"
+            )
+        if path.is_file():
+            files.append(path)
+            continue
+        inside = sorted(p for p in path.rglob("*") if _is_data(p, path))
         if not inside:
-            raise DataError(f"The folder {str(path)!r} holds no file")
-        found.extend(inside)
-    return found
+            raise DataError(f"The folder {str(path)!r} contains no file; give --data another")
+        files.extend(inside)
+    return files
 
 
 def _is_data(path: Path, folder: Path) -> bool:
@@ -129,14 +133,14 @@ def _text_of(row: dict[str, Any], column: str, path: Path) -> str:
     if not isinstance(row.get(column), str):
         fields = ", ".join(name for name, value in row.items() if isinstance(value, str)) or "none"
         raise DataError(
-            f"{str(path)!r} has no text under {column!r} (fields of text: {fields}); name the "
+            f"{str(path)!r} has no text field {column!r} (its text fields: {fields}); name the "
             "field with --column"
         )
     return str(row[column])
 
 
 def split_documents(documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Hold out every twentieth document, by what is in it; of a single one, its last tenth."""
+    """Return training and held-out documents: one in 20 by hash, or a single one's last tenth."""
     if len(documents) == 1:
         cut = len(documents[0]) * 9 // 10
         return [documents[0][:cut]], [documents[0][cut:]]
@@ -148,27 +152,27 @@ def split_documents(documents: Sequence[str]) -> tuple[list[str], list[str]]:
     )
 
 
-def refuse_unknown(token: int, vocab_size: int) -> None:
-    """Refuse the largest token of a text where the model has no row for it.
+def check_vocabulary(token: int, vocab_size: int) -> None:
+    """Raise an error if a text's largest token is not in the model's vocabulary.
 
     Raises:
-        DataError: The tokenizer's tokens are not the model's.
+        DataError: The tokenizer does not match the model.
     """
     if token >= vocab_size:
         raise DataError(
-            f"The tokenizer gives token {token}, but the model knows {vocab_size} only; the "
-            "tokenizer belongs to another model"
+            f"The tokenizer returns token {token}, but the model's vocabulary has {vocab_size} "
+            "tokens; save the model's own tokenizer in its folder"
         )
 
 
 def pack(documents: Sequence[str], tokenizer: Any, *, row_length: int, vocab_size: int) -> Rows:
-    """Tokenize documents and put them into rows of one length, one after the other.
+    """Tokenize documents and concatenate them into rows of one length.
 
-    Each ends with the tokenizer's end token, if it has one. What does not fill a last row is left
-    out.
+    Each document ends with the tokenizer's end token, if it has one. An incomplete last row is
+    dropped.
 
     Raises:
-        DataError: There is less text than a row, or the tokenizer's tokens are not the model's.
+        DataError: The text is shorter than a row, or the tokenizer does not match the model.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     tokens: list[int] = []
@@ -180,32 +184,35 @@ def pack(documents: Sequence[str], tokenizer: Any, *, row_length: int, vocab_siz
     count = len(tokens) // row_length
     if not count:
         raise DataError(
-            f"The text has {len(tokens)} tokens, but a row takes {row_length}; give more text, or "
+            f"The text has {len(tokens)} tokens, but a row needs {row_length}; give more text or "
             "shorter rows"
         )
-    refuse_unknown(max(tokens), vocab_size)
-    within = torch.cat(positions)[: count * row_length].view(count, row_length)
-    # a document that goes on in the next row begins anew there: its start is out of sight
-    place = torch.arange(row_length)
-    begins = torch.where(within == 0, place, 0).cummax(1).values
-    size = sum(len(text.encode()) for text in documents) / (len(tokens) - len(end) * len(documents))
+    check_vocabulary(max(tokens), vocab_size)
+    in_document = torch.cat(positions)[: count * row_length].view(count, row_length)
+    # positions of a document that continues in the next row restart at 0 there
+    in_row = torch.arange(row_length)
+    starts = torch.where(in_document == 0, in_row, 0).cummax(1).values
+    bytes_per_token = sum(len(text.encode()) for text in documents) / (
+        len(tokens) - len(end) * len(documents)
+    )
     return Rows(
         tokens=torch.tensor(tokens[: count * row_length]).view(count, row_length),
-        positions=place - begins,
-        bytes_per_token=size,
+        positions=in_row - starts,
+        bytes_per_token=bytes_per_token,
     )
 
 
 def with_repeats(rows: Rows, share: float, seed: int = 0) -> Rows:
-    """Write a segment a second time into a share of the rows, so that recall can be learned.
+    """Return rows of which a fraction has a segment copied to a later position, to train recall.
 
-    Such a row is one document afterwards. Rows below 256 tokens are too short and stay as they are.
+    The positions of such a row are those of one document. Rows of fewer than 256 tokens are too
+    short and are not changed.
     """
-    if share <= 0 or rows.tokens.shape[1] < REPEATS_FROM:
+    if share <= 0 or rows.tokens.shape[1] < MIN_REPEAT_LENGTH:
         return rows
     tokens, positions = rows.tokens.clone(), rows.positions.clone()
     repeats = add_repeats(tokens, torch.Generator().manual_seed(seed), share=share)
-    for place, repeat in zip(positions, repeats, strict=True):
+    for row, repeat in zip(positions, repeats, strict=True):
         if repeat is not None:
-            place.copy_(torch.arange(len(place)))
+            row.copy_(torch.arange(len(row)))
     return Rows(tokens=tokens, positions=positions, bytes_per_token=rows.bytes_per_token)

@@ -1,27 +1,28 @@
-"""Plain fine-tuning of a swapped model on text, and of softmax beside it, to be fair."""
+"""Fine-tuning of a swapped model on text, with an equally trained softmax model as baseline."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.account import account
-from attnzoo.training.control import tune_softmax
 from attnzoo.training.distil import distil_loss
-from attnzoo.training.evaluate import branch_qualities
-from attnzoo.training.runs import Run, Tell, Tick, TrainConfig
+from attnzoo.training.loop import OnStep
+from attnzoo.training.results import collect_results
+from attnzoo.training.runs import Log, Run
+from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import extras
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(TrainConfig):
-    """How a swapped model is fine-tuned."""
+    """Configuration of :func:`finetune`."""
 
     steps: int = 200
-    tune_softmax: bool = True  # as many steps of the model with its own attention, to compare with
+    tune_softmax: bool = True  # train the model with softmax for as many steps, as a baseline
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,30 +39,31 @@ def finetune(
     *,
     column: str = "text",
     resume: bool = False,
-    tell: Tell = lambda text: None,
-    tick: Tick = lambda stage, step, loss: None,
+    log: Log = lambda text: None,
+    on_step: OnStep = lambda stage, step, loss: None,
 ) -> dict[str, Any]:
-    """Train a swapped causal model to predict text, judge it, and save it to ``out``.
+    """Fine-tune a swapped causal model on text, evaluate it, and save it to ``out``.
 
     Args:
         path: Folder of a saved model.
-        spec: The swap; ``None`` for a model that is swapped already.
+        spec: The swap; ``None`` for a model that is already swapped.
         data: Text files, JSON lines, parquet, or folders of them.
-        out: A new folder for the model; ``finetuning.json`` in it says how good it is.
-        config: How; defaults without.
-        column: Field of JSON and parquet that holds the text.
-        resume: Go on from the last checkpoint in ``out``.
-        tell: Called with what is going on.
-        tick: Called after every step with the stage, its step and the loss.
+        out: New folder for the model and the results, ``finetuning.json``.
+        config: Configuration; defaults when ``None``.
+        column: Field of JSON and parquet files that holds the text.
+        resume: Whether to resume from the last checkpoint in ``out``.
+        log: Called with progress messages.
+        on_step: Called after each step with the stage, the step and the loss.
 
     Returns:
-        What ``finetuning.json`` holds.
+        The content of ``finetuning.json``.
 
     Raises:
-        AttnzooError: Something that was given cannot be used.
+        AttnzooError: An argument is invalid.
     """
     config = config or FinetuneConfig()
     run = Run(
+        "finetune",
         path,
         spec,
         data,
@@ -70,24 +72,28 @@ def finetune(
         column=column,
         resume=resume,
         weights=None,
-        tell=tell,
-        tick=tick,
+        log=log,
+        on_step=on_step,
     )
-    run.judge_before()
+    with closing(run):
+        return run.finished if run.finished is not None else _finetune(run, config)
+
+
+def _finetune(run: Run, config: FinetuneConfig) -> dict[str, Any]:
+    """Train and evaluate the model of a run, save it, and return its results."""
+    run.evaluate_baselines()
     if config.train == "extras" and not extras(run.model):
         raise SpecError(
-            "The backends have no parameters of their own, so train='extras' has nothing to do; "
-            "take 'lora' or 'full'"
+            "The backends have no parameters of their own, so there is nothing to train with "
+            "train='extras'; use 'lora' or 'full'"
         )
     loss = distil_loss(None, cross_entropy=1.0)
     if config.tune_softmax and config.train != "extras":
-        tune_softmax(run, config.steps, lambda trained: loss)
-    before = run.schedule(run.model, config.steps)
-    model = run.trained(
-        run.model, "finetune", config.steps, lambda trained: loss, run.fresh, before
+        run.tune_softmax(config.steps, lambda prepared: loss)
+    before_step = run.step_callback(run.model, config.steps)
+    model = run.train(
+        run.model, "finetune", config.steps, lambda prepared: loss, run.load_model, before_step
     )
-    lines = {**run.lines.known, "result": run.quality(model)}
-    lines |= branch_qualities(model, run.quality)
-    results = account(run, model, lines)
-    run.save(model, results, "finetune")
+    results = collect_results(run, model, run.evaluate_result(model))
+    run.save(model, results)
     return results

@@ -1,12 +1,13 @@
-"""One stage of training on Accelerate: batches, steps, checkpoints, and where it stands.
+"""Training loop on Accelerate: batches, optimiser steps, checkpoints and resumption.
 
-Every stage trains some parameters of one model by one loss. It runs on one process or many; a batch
-is split among them, so that two processes take the steps that one would.
+A run has several stages; each trains some parameters of one model with one loss. Each batch is
+split over the processes, so the steps do not depend on the number of processes.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -22,51 +23,61 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 from transformers.optimization import get_cosine_schedule_with_warmup
 
-from attnzoo.errors import ConfigError
+from attnzoo.errors import AttnzooError, ConfigError
 from attnzoo.integrations.context_parallel import context_parallel
-from attnzoo.report.whole import write_whole
-from attnzoo.training.checkpoints import Checkpoints, explained
+from attnzoo.report.atomic_write import atomic_write
+from attnzoo.training.checkpoints import Checkpoints, explain_write_errors
 from attnzoo.training.data import Rows
-from attnzoo.training.sharding import SHARDED, filled, same_rows
+from attnzoo.training.safe_load import load_state
+from attnzoo.training.sharding import SHARDED, gather_weights, prepare_cp_loader
 
 LOSSES = "losses.jsonl"
-Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]  # of a wrapped model on one batch
+DIVERGENCE_ADVICE = (
+    "Start again in a new --out with a smaller learning rate (--transfer-lr for transfer; "
+    "--weights-lr and --extras-lr for other stages)"
+)
+Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]  # of a prepared model and a batch
+OnStep = Callable[[str, int, float], None]  # stage, step, loss
+
+
+class DivergenceError(AttnzooError):
+    """A loss, a gradient or a weight is NaN or infinite; training stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What is trained, by which loss, for how long.
+    """One stage of a run.
 
     Attributes:
-        name: In logs and checkpoints.
-        steps: Steps of the optimiser.
-        groups: Parameters with their learning rates, as torch's optimisers take them.
-        loss: Given the wrapped model and a batch, returns a scalar.
-        before: Called with the step before each, for what changes along the way.
+        name: Name in logs and checkpoints.
+        steps: Number of optimiser steps.
+        groups: Parameter groups with learning rates, as torch's optimisers take them.
+        loss: Returns a scalar, given the prepared model and a batch.
+        before_step: Called with the step before each step.
     """
 
     name: str
     steps: int
     groups: list[dict[str, Any]]
     loss: Loss
-    before: Callable[[int], None] = lambda step: None
+    before_step: Callable[[int], None] = lambda step: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """How steps are taken, in every stage."""
+    """Configuration of the optimiser steps and checkpoints of every stage."""
 
-    batch_size: int = 8  # rows of a step, over all processes
-    accumulate: int = 1  # parts in which a batch is taken
-    warmup: float = 0.1  # share of the steps in which the learning rate rises; then a cosine
-    clip: float = 1.0  # largest norm of the gradient
+    batch_size: int = 8  # rows per step over all processes
+    accumulate: int = 1  # gradient accumulation: micro-batches per batch
+    warmup: float = 0.1  # fraction of the steps with linear warmup; cosine decay follows
+    clip: float = 1.0  # largest gradient norm
     weight_decay: float = 0.0
     seed: int = 0
     checkpoint_every: int = 50  # steps
     keep: int = 2  # checkpoints
-    # Of products: "no" is float32, "bf16" autocasts, weights stay float32; None is as launched
+    # Autocast: "no" is float32, "bf16" is bfloat16 with float32 weights; None is Accelerate's
     precision: str | None = None
-    cp_size: int = 1  # processes that share every row; each holds an equal part of its tokens
+    cp_size: int = 1  # context parallelism: processes that split each row
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -80,12 +91,12 @@ class LoopConfig:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.batch_size % self.accumulate:
             raise ConfigError(
-                f"A batch of {self.batch_size} rows does not divide into {self.accumulate} parts; "
-                "make batch_size a multiple of accumulate"
+                f"A batch of {self.batch_size} rows is not divisible into {self.accumulate} "
+                "micro-batches; make batch_size a multiple of accumulate"
             )
         if not 0 <= self.warmup < 1:
             raise ConfigError(
-                f"warmup is a share of the steps, at least 0 and below 1, got {self.warmup}"
+                f"warmup is a fraction of the steps, at least 0 and below 1, got {self.warmup}"
             )
         if self.clip <= 0:
             raise ConfigError(f"clip must be above 0, got {self.clip}; 1.0 is usual")
@@ -94,16 +105,16 @@ class LoopConfig:
 
 
 class Loop:
-    """Runs stages one after the other, from where an earlier run stopped.
+    """Runs the stages of a run, from its last checkpoint if there is one.
 
     Args:
-        accelerator: Made with ``split_batches``.
-        rows: To train on.
-        config: How steps are taken.
-        checkpoints: Where the run is kept.
-        progress: Where it stopped, as :meth:`Checkpoints.begin` returns it.
-        tick: Called after every step with the stage's name, the step and the loss.
-        mesh: The processes by row and by share of a row, where rows are shared.
+        accelerator: An Accelerator with ``split_batches``.
+        rows: Training rows.
+        config: Configuration of the steps.
+        checkpoints: The run's checkpoints.
+        progress: Progress of the last checkpoint, as :meth:`Checkpoints.begin` returns it.
+        on_step: Called after each step with the stage, the step and the loss.
+        mesh: Process mesh of context parallelism, ``None`` without.
     """
 
     def __init__(
@@ -113,143 +124,183 @@ class Loop:
         config: LoopConfig,
         checkpoints: Checkpoints,
         progress: Mapping[str, Any] | None = None,
-        tick: Callable[[str, int, float], None] = lambda stage, step, loss: None,
+        on_step: OnStep = lambda stage, step, loss: None,
         mesh: DeviceMesh | None = None,
     ) -> None:
         self.accelerator, self.rows, self.config = accelerator, rows, config
-        self.checkpoints, self.progress, self.tick = checkpoints, progress, tick
+        self.checkpoints, self.progress, self.on_step = checkpoints, progress, on_step
         self.mesh = mesh
-        self.total = 0  # steps of all stages so far
+        self.total = 0  # steps of the stages so far
         if accelerator.is_main_process:
-            _cut_losses(checkpoints.out / LOSSES, progress["total"] if progress else 0)
+            _truncate_losses(checkpoints.out / LOSSES, progress["total"] if progress else 0)
 
     def run(self, model: nn.Module, stage: Stage, rebuild: Callable[[], nn.Module]) -> Any:
-        """Train a model through one stage; what the stage does not name is left alone.
+        """Train a model for one stage; all parameters outside the stage are frozen.
 
         Args:
-            model: As the stage's parameters belong to it.
-            stage: What to do.
-            rebuild: Makes such a model anew. Where the weights are sharded over the processes, it
-                is called at the end and given them, so that what follows has them whole.
+            model: The model that has the stage's parameters.
+            stage: The stage.
+            rebuild: Returns an unprepared model of the same architecture, which takes the gathered
+                weights if FSDP or DeepSpeed shards them.
 
         Returns:
-            The trained model, whole on every process: ``model``, or the one that was rebuilt.
+            The trained model with full weights on every process: ``model``, or the rebuilt one.
+
+        Raises:
+            DivergenceError: A loss, a gradient norm or a weight is not finite. The last checkpoint
+                is kept.
         """
         first, self.total = self.total, self.total + stage.steps
         done = 0 if self.progress is None else int(self.progress["total"])
         if done > self.total or stage.steps == 0:
-            return model  # a later checkpoint holds what this stage did
-        chosen = {id(p) for group in stage.groups for p in group["params"]}
+            return model  # the checkpoint of a later stage has this stage's weights
+        trained = {id(p) for group in stage.groups for p in group["params"]}
         for parameter in model.parameters():
-            parameter.requires_grad_(id(parameter) in chosen)
+            parameter.requires_grad_(id(parameter) in trained)
         optimizer = torch.optim.AdamW(
             stage.groups, betas=(0.9, 0.95), weight_decay=self.config.weight_decay
         )
-        rises = round(self.config.warmup * stage.steps)
-        schedule = get_cosine_schedule_with_warmup(optimizer, rises, stage.steps)
+        warmup_steps = round(self.config.warmup * stage.steps)
+        schedule = get_cosine_schedule_with_warmup(optimizer, warmup_steps, stage.steps)
         wrapped, optimizer, schedule, loader = self.accelerator.prepare(
             model, optimizer, schedule, self._loader()
         )
         if done > first:
             assert self.progress is not None
-            self.accelerator.load_state(str(self.progress["path"]))
+            load_state(self.accelerator, self.progress["path"])
         model.train()
         batches = self._batches(loader, max(done, first))
         for step in range(max(done - first, 0), stage.steps):
-            stage.before(step)
-            loss = self._step(wrapped, optimizer, next(batches), stage)
+            stage.before_step(step)
+            loss = self._step(wrapped, optimizer, next(batches), stage, step)
             schedule.step()
             now = first + step + 1
             if self.accelerator.is_main_process:
                 line = {"total": now, "stage": stage.name, "step": step, "loss": loss}
-                with explained(self.checkpoints):
+                with explain_write_errors(self.checkpoints):
                     _append(self.checkpoints.out / LOSSES, line)
             if self.accelerator.trackers:
                 rate = schedule.get_last_lr()[0]
                 self.accelerator.log(
                     {f"{stage.name}/loss": loss, f"{stage.name}/learning_rate": rate}, step=now
                 )
-            self.tick(stage.name, step, loss)
+            self.on_step(stage.name, step, loss)
             if now % self.config.checkpoint_every == 0 or step + 1 == stage.steps:
+                self._require_finite_weights(wrapped, stage, step)
                 self._save({"total": now, "stage": stage.name})
         if self.accelerator.distributed_type in SHARDED:
-            model = filled(self.accelerator, wrapped, rebuild())
+            model = gather_weights(self.accelerator, wrapped, rebuild())
         self.accelerator.free_memory()
         return model.requires_grad_(False)
 
     def _step(
-        self, model: nn.Module, optimizer: Any, batches: list[Mapping[str, Tensor]], stage: Stage
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        batches: list[Mapping[str, Tensor]],
+        stage: Stage,
+        step: int,
     ) -> float:
-        """Take one step over the parts of a batch; returns the mean loss of all processes."""
+        """Take one step over the micro-batches of a batch; return the mean loss over processes."""
         total = torch.zeros((), device=self.accelerator.device)
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
-            alone = nullcontext() if last else self.accelerator.no_sync(model)
-            with alone, self._share(model, batch) as share:
-                with self.accelerator.autocast(), self._precision():
-                    loss = stage.loss(model, share)
+            sync = nullcontext() if last else self.accelerator.no_sync(model)
+            with sync, self._shard_batch(model, batch) as shard:
+                with self.accelerator.autocast(), self._autocast():
+                    loss = stage.loss(model, shard)
                 if self.accelerator.distributed_type not in SHARDED:
-                    loss = loss + touched(stage)
+                    loss = loss + zero_loss(stage)
                 self.accelerator.backward(loss / len(batches))
             total += loss.detach() / len(batches)
-        # in the model's order: Accelerate compares them with its, one by one, under FSDP2
+        # in the order of model.parameters(), with which Accelerate compares them under FSDP2
         parameters = [p for p in model.parameters() if p.requires_grad]
-        self.accelerator.clip_grad_norm_(parameters, self.config.clip)
+        norm = self.accelerator.clip_grad_norm_(parameters, self.config.clip)
+        mean: Tensor = self.accelerator.reduce(total, "mean")
+        loss_value = float(mean)
+        if not math.isfinite(loss_value):
+            raise self._diverged(f"the loss is {loss_value}", stage, step)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of FSDP2
+        if norm is not None and not math.isfinite(float(norm)):  # DeepSpeed may return None
+            raise self._diverged(f"the gradient norm is {float(norm)}", stage, step)
         optimizer.step()
         optimizer.zero_grad()
-        mean: Tensor = self.accelerator.reduce(total, "mean")
-        return float(mean)
+        return loss_value
 
-    def _share(
+    def _require_finite_weights(self, model: nn.Module, stage: Stage, step: int) -> None:
+        """Raise an error if a trained weight is not finite; called by all processes."""
+        wrong = torch.zeros((), device=self.accelerator.device)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                wrong += (~local.detach().isfinite()).any()
+        if float(self.accelerator.reduce(wrong, "sum")):
+            raise self._diverged("a weight is not finite", stage, step)
+
+    def _diverged(self, what: str, stage: Stage, step: int) -> DivergenceError:
+        """Return the error of a run that diverges."""
+        last = self.checkpoints.latest()
+        kept = "no checkpoint exists"
+        if last is not None:
+            kept = f"the last checkpoint, {str(last['path'])!r}, is kept"
+        return DivergenceError(
+            f"Training diverged: {what} in step {step + 1} of {stage.steps} of stage "
+            f"{stage.name!r}. It is stopped, and {kept}. {DIVERGENCE_ADVICE}"
+        )
+
+    def _shard_batch(
         self, model: nn.Module, batch: Mapping[str, Tensor]
     ) -> AbstractContextManager[Mapping[str, Any]]:
-        """Return this process's share of a batch, where rows are shared."""
+        """Return a context with this process's tokens of a batch under context parallelism."""
         if self.mesh is None:
             return nullcontext(batch)
         return context_parallel(model, batch, self.mesh["cp"])
 
-    def _precision(self) -> AbstractContextManager[object]:
-        """Return the autocast that was asked for, over that of the launch."""
+    def _autocast(self) -> AbstractContextManager[object]:
+        """Return the autocast context of ``precision``, which overrides Accelerate's."""
         if self.config.precision is None:
             return nullcontext()
-        wanted = self.config.precision == "bf16"
-        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=wanted)
+        enabled = self.config.precision == "bf16"
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=enabled)
 
     def _loader(self) -> DataLoader[Any]:
         size = min(self.config.batch_size, len(self.rows)) // self.config.accumulate
-        parts = self.accelerator.num_processes // self.config.cp_size
-        if size < 1 or size % parts:
+        groups = self.accelerator.num_processes // self.config.cp_size
+        if size < 1 or size % groups:
             raise ConfigError(
-                f"{size} rows at a time do not divide over {parts} processes, or groups that share "
-                "rows; make batch_size a multiple of accumulate times these, and give at least "
-                f"that many rows of text (there are {len(self.rows)})"
+                f"A micro-batch of {size} rows is not divisible over {groups} processes, or groups "
+                "of cp_size processes; make batch_size a multiple of accumulate times their "
+                f"number, and give at least that many rows of text (there are {len(self.rows)})"
             )
-        own = torch.Generator().manual_seed(self.config.seed)  # the global one stays in step
+        # its own generator: the global random state does not depend on the data order
+        generator = torch.Generator().manual_seed(self.config.seed)
         loader: DataLoader[Any] = DataLoader(
-            self.rows, batch_size=size, shuffle=True, drop_last=True, generator=own
+            self.rows, batch_size=size, shuffle=True, drop_last=True, generator=generator
         )
-        return loader if self.mesh is None else same_rows(self.accelerator, loader, self.mesh)
+        if self.mesh is not None:
+            loader = prepare_cp_loader(self.accelerator, loader, self.mesh)
+        return loader
 
     def _batches(self, loader: Any, done: int) -> Iterator[list[Mapping[str, Tensor]]]:
-        """Yield the parts of every batch after the first ``done``, epoch after epoch.
+        """Yield the micro-batches of each batch after the first ``done``, epoch by epoch.
 
-        The order of an epoch depends on the seed and its number alone.
+        The order of an epoch depends only on the seed and the epoch.
         """
         parts = self.config.accumulate
         epoch, skipped = divmod(done * parts, len(loader))
-        held: list[Mapping[str, Tensor]] = []
+        batches: list[Mapping[str, Tensor]] = []
         while True:
             rest = skip_first_batches(loader, skipped)
             rest.set_epoch(epoch)
             for batch in rest:
-                held.append(batch)
-                if len(held) == parts:
-                    yield held
-                    held = []
+                batches.append(batch)
+                if len(batches) == parts:
+                    yield batches
+                    batches = []
             epoch, skipped = epoch + 1, 0
 
     def _save(self, progress: dict[str, Any]) -> None:
-        """Write a checkpoint; all processes take part."""
+        """Write a checkpoint; called by all processes."""
 
         def save(path: Path) -> None:
             if self.accelerator.is_main_process:
@@ -263,34 +314,34 @@ class Loop:
         self.accelerator.wait_for_everyone()
 
 
-def touched(stage: Stage) -> Tensor:
-    """Return a zero that depends on all that a stage trains.
+def zero_loss(stage: Stage) -> Tensor:
+    """Return a zero with a gradient (of zeros) for every parameter of the stage.
 
-    Every parameter then has a gradient in every step, if only of zeros. A window that covers whole
-    rows leaves the linear branch without, and torch's DistributedDataParallel waits for all.
+    torch's DistributedDataParallel waits for the gradient of every parameter, but a window as wide
+    as the rows gives the linear branch none.
     """
-    found = torch.zeros((), device=stage.groups[0]["params"][0].device)
+    total = torch.zeros((), device=stage.groups[0]["params"][0].device)
     for group in stage.groups:
         for parameter in group["params"]:
-            found = found + 0 * parameter.float().sum()
-    return found
+            total = total + 0 * parameter.float().sum()
+    return total
 
 
 def _append(path: Path, line: Mapping[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+        file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
-def _cut_losses(path: Path, total: int) -> None:
-    """Forget the losses of steps that are going to be taken again."""
+def _truncate_losses(path: Path, total: int) -> None:
+    """Remove the losses of steps after the checkpoint, which a resumed run repeats."""
     if path.is_file():
         lines = path.read_text("utf-8").splitlines()
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["total"] <= total]
-        write_whole(path, "".join(f"{line}\n" for line in kept))
+        atomic_write(path, "".join(f"{line}\n" for line in kept))
 
 
 def read_losses(out: Path) -> list[dict[str, Any]]:
-    """Return what every step of a run lost, in order."""
+    """Return the rows of ``losses.jsonl``: total, stage, step and loss of each step, in order."""
     path = out / LOSSES
     if not path.is_file():
         return []

@@ -1,4 +1,4 @@
-"""What a run leaves to be read: ``report.html`` with its curves, and the model card, README.md."""
+"""Files that present a run: ``report.html``, the model card ``README.md``, and a plan's charts."""
 
 from __future__ import annotations
 
@@ -7,184 +7,169 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from attnzoo.report import page
-from attnzoo.report.picture import can_draw, write_picture
-from attnzoo.report.text import number, size
-from attnzoo.report.whole import write_whole
+from attnzoo.report import charts, page
+from attnzoo.report.atomic_write import atomic_write
+from attnzoo.report.format import format_bytes, number
+from attnzoo.report.table import Table
 from attnzoo.training.plan import Plan
 
-HEADS = ("", "loss", "recovered", "recall", "recovered")
-ENCODER_HEADS = ("", "mean cosine", "least")
+COLUMNS = ("", "loss", "recovered", "recall", "recovered")
+ENCODER_COLUMNS = ("", "mean cosine", "least")
+DECODING_COLUMNS = (
+    "context tokens",
+    "softmax, ms per token",
+    "swap, ms per token",
+    "softmax cache",
+    "swap cache",
+)
 
 
 def write_pages(
     out: Path, results: Mapping[str, Any], losses: Iterable[Mapping[str, Any]], command: str
 ) -> None:
-    """Write the model card, and the report where plotly is installed.
+    """Write the model card, and the report if matplotlib is installed.
 
     Args:
         out: The model's folder.
-        results: What ``recovery.json`` holds.
-        losses: Of every step, as in ``losses.jsonl``.
-        command: What was done, in a word: ``recover`` or ``finetune``.
+        results: Content of ``recovery.json`` or ``finetuning.json``.
+        losses: Rows of ``losses.jsonl``.
+        command: ``recover`` or ``finetune``.
     """
-    write_whole(out / "README.md", card(results, command))
-    if not page.can_plot():
+    atomic_write(out / "README.md", card(results, command))
+    if not charts.can_draw():
         return
-    decoding = _decoding_cells(results)
+    decoding = decoding_table(results)
+    summary = f"{_summary(results, command)} The swap: {json.dumps(results['spec'])}"
     body = [
-        page.heading(_headline(results), 1),
-        page.paragraph(_subject(results, command), soft=True),
-        page.table(heads(results), lines_cells(results)),
-        page.heading("Decoding") + page.table(DECODING, decoding) if decoding else "",
-        page.plots_html([_curves(losses)]),
+        page.heading(results["verdict"], 1),
+        page.paragraph(summary, muted=True),
+        results_table(results).html(),
+        page.heading("Decoding") if decoding else "",
+        decoding.html() if decoding else "",
+        page.plots_html([_loss_curves(losses)]),
     ]
     page.write_page(out / "report.html", title=f"attnzoo {command}", body=body)
 
 
 def is_encoder(results: Mapping[str, Any]) -> bool:
-    """Whether an account is of an encoder, whose lines are cosines."""
+    """Return whether results are those of an encoder."""
     return "cosine" in results["lines"]["result"]
 
 
-def heads(results: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what stands above the cells of an account's lines."""
-    return ENCODER_HEADS if is_encoder(results) else HEADS
+def results_table(results: Mapping[str, Any]) -> Table:
+    """Return a table with a row per model: loss and recall with their recovered fractions.
 
-
-def lines_cells(results: Mapping[str, Any]) -> list[list[str]]:
-    """Return every line of an account as text: name, loss, recall, how much of each came back.
-
-    Of an encoder: name, mean and least cosine.
+    A row of an encoder has the mean and the least cosine similarity instead.
     """
+    encoder = is_encoder(results)
     rows = []
     for name, line in results["lines"].items():
-        label = f"window alone ({results['window']})" if name == "window alone" else name
-        cells = [label]
-        if is_encoder(results):
-            rows.append([label, number(line["cosine"]), number(line["least"])])
-            continue
-        for what in ("loss", "recall"):
-            share = line[f"{what}_share"]
-            cells += [number(line[what]), "" if share is None else f"{share:.0%}"]
+        cells = [f"window alone ({results['window']})" if name == "window alone" else name]
+        if encoder:
+            cells += [number(line["cosine"]), number(line["least"])]
+        for metric in () if encoder else ("loss", "recall"):
+            recovered = line[f"{metric}_share"]
+            cells += [number(line[metric]), "" if recovered is None else f"{recovered:.0%}"]
         rows.append(cells)
-    return rows
+    cosines = "cosine similarity of embeddings of held-out text to softmax's"
+    return Table(
+        columns=ENCODER_COLUMNS if encoder else COLUMNS,
+        rows=rows,
+        title=cosines if encoder else "bits per byte on held-out text",
+    )
 
 
-def _decoding_cells(results: Mapping[str, Any]) -> list[list[str]]:
-    """Return a row a length: milliseconds and cache of softmax and of the result."""
-    found = results.get("decoding") or {}
-    if not found:
-        return []
-    exact, own = found["softmax"], found["result"]
-    return [
+def decoding_table(results: Mapping[str, Any]) -> Table | None:
+    """Return a table of milliseconds per token and cache size by context length, if measured."""
+    costs = results.get("decoding")
+    if not costs:
+        return None
+    softmax, swap = costs["softmax"], costs["result"]
+    rows = [
         [
             str(length),
-            *(number(x["milliseconds"][length], 1) for x in (exact, own)),
-            *(size(x["cache_bytes"][length]) for x in (exact, own)),
+            *(number(cost["milliseconds"][length], 1) for cost in (softmax, swap)),
+            *(format_bytes(cost["cache_bytes"][length]) for cost in (softmax, swap)),
         ]
-        for length in own["milliseconds"]
+        for length in swap["milliseconds"]
     ]
+    return Table(columns=DECODING_COLUMNS, rows=rows)
 
 
-DECODING = ("tokens seen", "softmax, ms a token", "swap, ms a token", "softmax cache", "swap cache")
-
-
-def _headline(results: Mapping[str, Any]) -> str:
-    return str(results["verdict"])
-
-
-def _subject(results: Mapping[str, Any], command: str) -> str:
-    told = (
+def _summary(results: Mapping[str, Any], command: str) -> str:
+    metrics = (
         "Bits per byte on held-out text (loss) and on the second copy of a repeated segment "
-        "(recall); recovered is the share of the distance from the window alone to softmax."
+        "(recall); recovered is the closed fraction of the gap between the window alone and "
+        "softmax."
     )
     if is_encoder(results):
-        told = (
-            "Cosine between the embeddings of held-out texts, each the mean of its tokens' last "
-            "hidden states, and those of the model as it was."
+        metrics = (
+            "Cosine similarity between the embeddings of held-out texts and those of the original "
+            "model; an embedding is the mean of the last hidden states."
         )
-    return f"attnzoo {command}. {told} The swap: {json.dumps(results['spec'])}"
+    return f"attnzoo {command}. {metrics}"
 
 
-def _curves(losses: Iterable[Mapping[str, Any]]) -> page.Plot:
-    """Plot the loss of every step, a line a stage."""
-    figure = page.clear_figure()
+def _loss_curves(losses: Iterable[Mapping[str, Any]]) -> charts.Plot:
+    """Plot the loss by step, with a curve per stage."""
     stages: dict[str, list[Mapping[str, Any]]] = {}
-    for line in losses:
-        stages.setdefault(line["stage"], []).append(line)
-    for name, taken in stages.items():
-        figure.add_scatter(
-            x=[line["step"] for line in taken], y=[line["loss"] for line in taken], name=name
+    for row in losses:
+        stages.setdefault(row["stage"], []).append(row)
+    series = [
+        charts.Series(
+            name=name,
+            x=[row["step"] for row in rows],
+            y=[row["loss"] for row in rows],
+            style=index,
+            kind="plain",
         )
-    figure.update_xaxes(title="step of the stage")
-    figure.update_yaxes(title="loss", type="log")
-    text = (
-        "Transfer: a layer's relative squared error, or nats of its attention. Distil: nats of KL, "
-        "or an encoder's relative squared error. Else cross-entropy."
+        for index, (name, rows) in enumerate(stages.items())
+    ]
+    figure = charts.line_chart(
+        series, x=charts.Axis(label="step of the stage"), y=charts.Axis(label="loss", log=True)
     )
-    return page.Plot(name="losses", title="Training", text=text, figure=figure)
+    text = (
+        "Transfer: relative squared error of the outputs, or divergence of the attention weights "
+        "in nats. Distillation: KL in nats, or relative squared error of an encoder's hidden "
+        "states. Other stages: cross-entropy in nats."
+    )
+    return charts.Plot(name="losses", title="Training", text=text, figure=figure)
 
 
 def card(results: Mapping[str, Any], command: str) -> str:
-    """Return the model card: the verdict first, then every line that it rests on."""
-    spec = results["spec"]
+    """Return the model card in Markdown: the verdict first, then the results."""
     kind = "feature-extraction" if is_encoder(results) else "text-generation"
+    decoding = decoding_table(results)
     parts = [
         f"---\nlibrary_name: transformers\npipeline_tag: {kind}\ntags: [attnzoo]\n---\n",
-        "# A model whose attention was swapped\n",
+        "# A model with swapped attention\n",
         f"**{results['verdict']}**\n",
         "Load it with `from_pretrained` after `import attnzoo`.\n",
-        _subject(results, command).rpartition(" The swap:")[0] + "\n",
-        _markdown(heads(results), lines_cells(results)),
-        _markdown(DECODING, _decoding_cells(results)) if results.get("decoding") else "",
-        f"The swap:\n\n```json\n{json.dumps(spec, indent=2)}\n```\n",
+        _summary(results, command) + "\n",
+        results_table(results).markdown(),
+        decoding.markdown() if decoding else "",
+        f"The swap:\n\n```json\n{json.dumps(results['spec'], indent=2)}\n```\n",
     ]
     return "\n".join(part for part in parts if part)
 
 
-def _markdown(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    heads = list(heads)
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
-
-
 def write_plan_page(path: Path, plan: Plan) -> list[Path]:
-    """Write a picture of a plan, layers by candidates: HTML, and PNG where matplotlib is installed.
+    """Write charts of a plan's measurements, layers by candidates, as HTML and PNG.
 
     Args:
-        path: Of the HTML; pictures stand beside it, and begin with its name.
-        plan: What to draw.
+        path: HTML file; the PNG files have the same folder and begin with its name.
+        plan: The plan.
 
     Returns:
-        What was written; nothing without plotly.
+        The files that were written; none without matplotlib.
     """
-    if not page.can_plot():
+    if not charts.can_draw():
         return []
-    names = list(plan.layers[0].alone)
-    figures = []
-    for measure, title, text in (
-        ("alone", "One layer swapped", "KL of the predictions, in nats, all other layers exact."),
-        (
-            "restored",
-            "One layer exact",
-            "KL of the predictions, in nats, all other layers swapped.",
-        ),
-    ):
-        values = [[getattr(layer, measure)[name] for name in names] for layer in plan.layers]
-        figure = page.clear_figure()
-        figure.add_heatmap(
-            z=values,
-            x=names,
-            y=[f"layer {layer.layer}" for layer in plan.layers],
-            text=[[f"{value:.4f}" for value in row] for row in values],
-            texttemplate="%{text}",
-            colorscale="Reds",
-            showscale=False,
-        )
-        figure.update_yaxes(autorange="reversed")
-        figures.append(page.Plot(name=measure, title=title, text=text, figure=figure))
-    gets = [
+    figures = [
+        _divergence_chart(plan, "alone", "One layer swapped", "exact"),
+        _divergence_chart(plan, "restored", "One layer exact", "swapped"),
+    ]
+    rows = [
         [
             str(layer.layer),
             f"{layer.beyond:.0%}",
@@ -193,16 +178,33 @@ def write_plan_page(path: Path, plan: Plan) -> list[Path]:
         ]
         for layer in plan.layers
     ]
-    heads = ("layer", f"attention beyond {plan.window}", "entropy, nats", "gets")
+    columns = ("layer", f"attention beyond {plan.window}", "entropy, nats", "choice")
     body = [
-        page.heading("Which layer gets what", 1),
+        page.heading("Attention by layer", 1),
         page.paragraph(
-            f"Under the plan, nothing trained, predictions change by {plan.divergence:.4f} nats."
+            f"Under the plan, without training, predictions change by {plan.divergence:.4f} nats."
         ),
-        page.table(heads, gets),
+        Table(columns=columns, rows=rows, numeric=False).html(),
         page.plots_html(figures),
     ]
     written = [page.write_page(path, title="attnzoo plan", body=body)]
-    if can_draw():
-        written += [write_picture(path.with_name(f"{path.stem}-{x.name}.png"), x) for x in figures]
+    written += [
+        charts.write_picture(path.with_name(f"{path.stem}-{x.name}.png"), x) for x in figures
+    ]
     return written
+
+
+def _divergence_chart(plan: Plan, measure: str, title: str, others: str) -> charts.Plot:
+    """Return a matrix of KL by layer and candidate; ``others`` is the state of other layers."""
+    names = list(plan.layers[0].alone)
+    values = [[getattr(layer, measure)[name] for name in names] for layer in plan.layers]
+    labels = [name.replace(":", "\n").replace(",", "\n") for name in names]  # an option per line
+    figure = charts.matrix_chart(
+        values,
+        x=charts.Axis(label="candidate", ticks=dict(enumerate(labels))),
+        y=charts.Axis(label="layer", ticks=dict(enumerate(str(x.layer) for x in plan.layers))),
+        colormap="Reds",
+        cell_text=[[f"{value:.4f}" for value in row] for row in values],
+    )
+    text = f"KL of the predictions, in nats, all other layers {others}."
+    return charts.Plot(name=measure, title=title, text=text, figure=figure)

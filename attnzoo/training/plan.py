@@ -1,9 +1,9 @@
-"""A plan: which layer gets which attention, measured on a model's own text.
+"""Plan of a swap: an attention for each layer, chosen by measurements on text.
 
-Layers differ. Some look at what is near and lose nothing in a window; a few fetch from far, and
-every one of them that loses softmax costs more than training brings back. So every layer is swapped
-alone, to every candidate, and the change of the model's predictions is measured; then layers are
-given softmax back one by one, each time the one that helps most, as many as the budget allows.
+Layers differ: some attend locally and lose nothing with a window; others attend to distant tokens,
+and training recovers little of the loss without softmax. A plan measures how the model's
+predictions change when one layer is swapped, for each layer and candidate. It then restores softmax
+greedily, in the layer where that reduces the change most, as often as the limit allows.
 Letters: B batch, H heads, T tokens.
 """
 
@@ -20,33 +20,40 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attnzoo.demo.text import refuse_encoder
 from attnzoo.errors import ConfigError, SpecError
+from attnzoo.evaluation.models import require_causal
+from attnzoo.evaluation.presets import preset_options
+from attnzoo.evaluation.quality import require_finite
 from attnzoo.integrations.convert import restore, swap
 from attnzoo.integrations.layers import attention_layers
-from attnzoo.report.whole import write_whole
+from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.distil import divergence
 
 EXACT = "flash"
-CANDIDATES = (  # what a plan chooses from unless told
-    "longformer:window=128",
-    "gated_linear:feature_map=hedgehog,window=32",
-    "reformer:chunk_size=16",
-)
-Tick = Callable[[str], None]
+CANDIDATE_BACKENDS = ("longformer", "gated_linear", "reformer")
+OnStep = Callable[[str], None]
+
+
+def default_candidates() -> list[str]:
+    """Return the candidates of a plan by default, such as ``"longformer:window=128"``."""
+    return [
+        f"{name}:" + ",".join(f"{key}={value}" for key, value in options.items())
+        for name in CANDIDATE_BACKENDS
+        for options in preset_options(name, "recovery")
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMeasure:
-    """What was measured of one layer.
+    """Measurements of one layer.
 
     Attributes:
-        layer: Its number.
-        beyond: Share of its attention that goes to keys beyond the window.
-        entropy: Of its attention weights, in nats, mean over heads and tokens.
-        alone: By candidate: KL of the model's predictions when only this layer is swapped, in nats.
-        restored: By candidate: KL when all layers but this one are swapped.
+        layer: Index of the layer.
+        beyond: Fraction of its attention on keys beyond the window.
+        entropy: Entropy of its attention weights in nats, mean over heads and tokens.
+        alone: KL of the model's predictions in nats when only this layer is swapped, by candidate.
+        restored: KL when all layers except this one are swapped, by candidate.
     """
 
     layer: int
@@ -58,14 +65,14 @@ class LayerMeasure:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A spec, what it was chosen from, and for which weights.
+    """A spec with the measurements it was chosen by.
 
     Attributes:
         spec: The swap.
-        divergence: KL of the model's predictions under it, nothing trained, in nats.
-        window: Tokens beyond which attention counts as far.
-        layers: Every layer's measures.
-        weights: Names the model's weights.
+        divergence: KL of the untrained, swapped model's predictions in nats.
+        window: Distance in tokens of ``LayerMeasure.beyond``.
+        layers: Measurements of each layer.
+        weights: Fingerprint of the model's weights.
     """
 
     spec: AttentionSpec
@@ -75,7 +82,7 @@ class Plan:
     weights: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data."""
+        """Return the plan as JSON data."""
         return {
             "spec": self.spec.to_dict(),
             "divergence": self.divergence,
@@ -85,49 +92,49 @@ class Plan:
         }
 
     def write(self, path: Path) -> None:
-        """Write it whole or not at all."""
+        """Write the plan as JSON, atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(self.to_dict(), indent=2))
+        atomic_write(path, json.dumps(self.to_dict(), indent=2, allow_nan=False))
 
 
 def read_plan(path: Path) -> tuple[AttentionSpec, str | None]:
-    """Read a plan, or a bare spec, from JSON; returns the spec and the weights it was made for.
+    """Read a plan or a spec from JSON; return the spec and the fingerprint of its weights.
 
     Raises:
-        SpecError: There is no such file, or it is neither.
+        SpecError: The file does not exist, or is neither a plan nor a spec.
     """
     try:
         data = json.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise SpecError(
-            f"{str(path)!r} is no plan ({error}); `attnzoo plan` writes one, and a spec in JSON is "
-            "one too"
+            f"{str(path)!r} is not a plan ({error}); give a file that `attnzoo plan` wrote, or a "
+            "spec in JSON"
         ) from None
     if isinstance(data, Mapping) and "spec" in data:
         return AttentionSpec.from_dict(data["spec"]), data.get("weights")
     return AttentionSpec.from_dict(data), None
 
 
-def kept_layers(keep_softmax: float, count: int) -> int:
-    """Return how many of ``count`` layers stay exact: a share below 1, or a number of them.
+def count_exact_layers(keep_softmax: float, count: int) -> int:
+    """Return the number of layers that keep softmax, given a fraction below 1 or a number.
 
     Raises:
-        ConfigError: It is negative, or more than there are layers.
+        ConfigError: ``keep_softmax`` is negative or more than the number of layers.
     """
-    whole = float(keep_softmax).is_integer() and keep_softmax >= 1
-    kept = int(keep_softmax) if whole else round(keep_softmax * count)
-    if keep_softmax < 0 or kept > count or (not whole and keep_softmax > 1):
+    is_number = float(keep_softmax).is_integer() and keep_softmax >= 1
+    exact = int(keep_softmax) if is_number else round(keep_softmax * count)
+    if keep_softmax < 0 or exact > count or (not is_number and keep_softmax > 1):
         raise ConfigError(
-            f"keep_softmax is a share of the layers, such as 0.25, or their number; got "
+            f"keep_softmax must be a fraction of the layers, such as 0.25, or their number, got "
             f"{keep_softmax} for {count} layers"
         )
-    return kept
+    return exact
 
 
-def weights_name(model: nn.Module) -> str:
-    """Name a model's weights by every byte of them, those of backends aside.
+def weights_fingerprint(model: nn.Module) -> str:
+    """Return a hash of a model's weights without those of backends, 16 hexadecimal digits.
 
-    A billion bytes take about a second. Sums would depend on the number of threads.
+    A gigabyte takes about a second. The hash, unlike sums, does not depend on the thread count.
     """
     digest = hashlib.sha256()
     for name, x in sorted(model.state_dict().items()):
@@ -138,17 +145,17 @@ def weights_name(model: nn.Module) -> str:
 
 
 class Planner:
-    """Measures a causal model under many swaps.
+    """Measures how swaps change a causal model's predictions, and chooses a plan.
 
     Args:
-        model: A model that is not swapped, in evaluation mode.
+        model: A model that is not swapped.
         rows: Tokens to measure on, ``[B, T]``.
-        candidates: Specs of one backend, by the names that the plan shows.
-        window: Tokens beyond which attention counts as far.
-        tick: Called with what is being measured.
+        candidates: Specs of one backend each, by name.
+        window: Distance in tokens of ``LayerMeasure.beyond``.
+        on_step: Called with a description of each measurement.
 
     Raises:
-        SpecError: There is no candidate, or the model has no attention layers.
+        SpecError: There are no candidates, or the model has no attention layers.
     """
 
     def __init__(
@@ -158,27 +165,31 @@ class Planner:
         candidates: Mapping[str, AttentionSpec],
         *,
         window: int = 32,
-        tick: Tick = lambda text: None,
+        on_step: OnStep = lambda text: None,
     ) -> None:
         if not candidates:
             raise SpecError("A plan needs at least one candidate, such as longformer")
-        self.model, self.rows, self.window, self.tick = model.eval(), rows, window, tick
+        self.model, self.rows, self.window, self.on_step = model.eval(), rows, window, on_step
         self.candidates = {name: spec.default.to_dict() for name, spec in candidates.items()}
         self.numbers = sorted({x.geometry.layer for x in attention_layers(model)})
         if not self.numbers:
             raise SpecError(f"{type(model).__name__} has no attention layers to plan for")
         self.exact = self._logits()
 
-    def spec_of(self, chosen: Mapping[int, str]) -> AttentionSpec:
-        """Return the spec that gives layers their candidates and all others exact attention."""
+    def make_spec(self, chosen: Mapping[int, str]) -> AttentionSpec:
+        """Return the spec with these layers' candidates and exact attention elsewhere."""
         layers = {str(number): self.candidates[name] for number, name in sorted(chosen.items())}
         return AttentionSpec(EXACT, layers=layers)
 
     def divergence(self, chosen: Mapping[int, str]) -> float:
-        """Return the KL of the predictions when these layers have these candidates, in nats."""
-        swap(self.model, self.spec_of(chosen))
+        """Return the KL of the predictions with these layers' candidates, in nats.
+
+        Raises:
+            NonFiniteError: The predictions are not finite.
+        """
+        swap(self.model, self.make_spec(chosen))
         try:
-            return float(
+            kl = float(
                 sum(
                     divergence(logits, exact, torch.ones(logits.shape[:2], device=logits.device))
                     for logits, exact in zip(self._logits(), self.exact, strict=True)
@@ -187,19 +198,21 @@ class Planner:
             )
         finally:
             restore(self.model)
+        names = ", ".join(f"{name} in layer {number}" for number, name in sorted(chosen.items()))
+        return require_finite(kl, f"KL of the predictions with {names or 'exact attention'}")
 
     def measure(self) -> list[LayerMeasure]:
-        """Measure every layer with every candidate: 2 passes for each pair."""
-        looks = self.attention()
+        """Measure each layer with each candidate, in 2 forward passes per pair."""
+        statistics = self.attention_statistics()
         measures = []
         for number in self.numbers:
             alone, restored = {}, {}
             for name in self.candidates:
-                self.tick(f"layer {number}, {name}")
+                self.on_step(f"layer {number}, {name}")
                 alone[name] = self.divergence({number: name})
                 others = {other: name for other in self.numbers if other != number}
                 restored[name] = self.divergence(others)
-            beyond, entropy = looks[number]
+            beyond, entropy = statistics[number]
             measures.append(
                 LayerMeasure(
                     layer=number, beyond=beyond, entropy=entropy, alone=alone, restored=restored
@@ -207,52 +220,52 @@ class Planner:
             )
         return measures
 
-    def choose(self, measures: Sequence[LayerMeasure], kept: int) -> dict[int, str]:
-        """Give every layer its best candidate, then softmax back where that helps most."""
+    def choose(self, measures: Sequence[LayerMeasure], exact: int) -> dict[int, str]:
+        """Return the candidates of all layers except ``exact`` ones, chosen greedily.
+
+        Each layer starts with its best candidate. Softmax is then restored in the layer where that
+        reduces the KL of the whole model most, ``exact`` times.
+        """
         chosen = {x.layer: min(x.alone, key=lambda name: x.alone[name]) for x in measures}
-        for _ in range(kept):
-            tried = {}
+        for _ in range(exact):
+            divergences = {}
             for number in chosen:
-                self.tick(f"layer {number} exact")
+                self.on_step(f"layer {number} exact")
                 rest = {other: name for other, name in chosen.items() if other != number}
-                tried[number] = self.divergence(rest)
-            del chosen[min(tried, key=lambda number: tried[number])]
+                divergences[number] = self.divergence(rest)
+            del chosen[min(divergences, key=lambda number: divergences[number])]
         return chosen
 
     @torch.no_grad()
-    def attention(self) -> dict[int, tuple[float, float]]:
-        """Return each layer's attention beyond the window, and its entropy, by number."""
-        self.tick("attention weights")
+    def attention_statistics(self) -> dict[int, tuple[float, float]]:
+        """Return each layer's fraction of attention beyond the window and its entropy."""
+        self.on_step("attention weights")
         swap(self.model, "softmax")
         try:
             weights = self.model(self.rows[:1], use_cache=False, output_attentions=True).attentions
         finally:
             restore(self.model)
         assert weights is not None
-        found = {}
+        statistics = {}
         for number, weight in zip(self.numbers, weights, strict=True):
-            length = weight.shape[-1]
-            place = torch.arange(length, device=weight.device)
-            far = place[:, None] - place >= self.window
-            late = weight[..., self.window :, :]  # queries that have a far past
+            index = torch.arange(weight.shape[-1], device=weight.device)
+            far = index[:, None] - index >= self.window
+            late = weight[..., self.window :, :]  # queries with keys beyond the window
             beyond = (late * far[self.window :]).sum(-1).mean() if late.numel() else torch.zeros(())
             entropy = torch.special.entr(weight.float()).sum(-1).mean()
-            found[number] = (float(beyond), float(entropy))
-        return found
+            statistics[number] = (float(beyond), float(entropy))
+        return statistics
 
     @torch.no_grad()
     def _logits(self) -> list[Tensor]:
-        return [
-            self.model(self.rows[at : at + 4], use_cache=False).logits
-            for at in range(0, len(self.rows), 4)
-        ]
+        return [self.model(rows, use_cache=False).logits for rows in self.rows.split(4)]
 
 
 class Budget(Protocol):
-    """What a choice of attentions may cost."""
+    """A limit on a plan other than a number of layers."""
 
     def choose(self, planner: Planner, measures: Sequence[LayerMeasure]) -> dict[int, str]:
-        """Return the candidates of the layers that do not stay exact, by number."""
+        """Return the candidates of the layers that are not exact, by layer index."""
 
 
 def make_plan(
@@ -263,29 +276,32 @@ def make_plan(
     keep_softmax: float = 0.25,
     budget: Budget | None = None,
     window: int = 32,
-    tick: Tick = lambda text: None,
+    on_step: OnStep = lambda text: None,
 ) -> Plan:
-    """Measure a saved model and choose a backend for each of its layers.
+    """Measure a saved model and choose an attention for each of its layers.
 
     Args:
         path: Folder of a saved causal model that is not swapped.
         rows: Tokens to measure on, ``[B, T]``.
-        candidates: Specs of one backend, by name.
-        keep_softmax: Share or number of layers that stay exact; not with a budget.
-        budget: Chooses in its place, as :class:`attnzoo.training.budget.CacheBudget` does.
-        window: Tokens beyond which attention counts as far.
-        tick: Called with what is being measured.
+        candidates: Specs of one backend each, by name.
+        keep_softmax: Fraction or number of layers that keep softmax; not used with a budget.
+        budget: A limit such as :class:`attnzoo.training.budget.CacheBudget`.
+        window: Distance in tokens of ``LayerMeasure.beyond``.
+        on_step: Called with a description of each measurement.
+
+    Raises:
+        AttnzooError: An argument is invalid.
     """
-    refuse_encoder(path, "a plan measures text prediction")
+    require_causal(path, "a plan measures text prediction")
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    planner = Planner(model, rows, candidates, window=window, tick=tick)
-    kept = kept_layers(keep_softmax, len(planner.numbers))
+    planner = Planner(model, rows, candidates, window=window, on_step=on_step)
+    exact = count_exact_layers(keep_softmax, len(planner.numbers))
     measures = planner.measure()
-    chosen = budget.choose(planner, measures) if budget else planner.choose(measures, kept)
+    chosen = budget.choose(planner, measures) if budget else planner.choose(measures, exact)
     return Plan(
-        spec=planner.spec_of(chosen),
+        spec=planner.make_spec(chosen),
         divergence=planner.divergence(chosen),
         window=window,
         layers=measures,
-        weights=weights_name(model),
+        weights=weights_fingerprint(model),
     )

@@ -1,8 +1,9 @@
-"""Recovery of a swapped model, end to end: transfer, distil, judge, save."""
+"""Recovery of a swapped model: attention transfer, distillation, evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,34 +13,33 @@ from transformers import PreTrainedModel
 
 from attnzoo.errors import ConfigError
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.account import account
-from attnzoo.training.control import tune_softmax
 from attnzoo.training.distil import (
     distil_loss,
     hidden_loss,
+    hidden_states,
     model_inputs,
-    own_teacher,
-    read_hidden,
-    read_logits,
+    model_logits,
+    softmax_teacher,
 )
 from attnzoo.training.encoder import EncoderRun, is_encoder
-from attnzoo.training.evaluate import branch_qualities
-from attnzoo.training.loop import Loss, Stage
-from attnzoo.training.runs import Run, Tell, Tick, TrainConfig
-from attnzoo.training.transfer import Target, Transfer, extras, learning_layers
+from attnzoo.training.loop import Loss, OnStep, Stage
+from attnzoo.training.results import collect_results
+from attnzoo.training.runs import Log, Run
+from attnzoo.training.train_config import TrainConfig
+from attnzoo.training.transfer import Target, Transfer, extras, trainable_layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoverConfig(TrainConfig):
-    """How a swapped model is recovered. Defaults are those that suit the embedded model."""
+    """Configuration of :func:`recover`; the defaults suit the embedded model."""
 
-    transfer_steps: int = 100  # of every block of layers
+    transfer_steps: int = 100  # per block of layers
     distil_steps: int = 100
-    transfer_lr: float | None = None  # 2e-2 towards outputs, 5e-2 towards attention without
-    transfer_target: Target = "output"  # of each layer; or its "attention" weights
-    layers_at_once: int | None = None  # that transfer teaches; None teaches all together
-    cross_entropy: float = 0.0  # share of the text's own next token in the distillation loss
-    top_k: int | None = None  # of the teacher's predictions that count one by one; None: all
+    transfer_lr: float | None = None  # None: 2e-2 for target "output", 5e-2 for "attention"
+    transfer_target: Target = "output"  # a layer's output, or its "attention" weights
+    layers_at_once: int | None = None  # layers per block of transfer; None: all
+    cross_entropy: float = 0.0  # weight of cross-entropy in the distillation loss
+    top_k: int | None = None  # the teacher's most probable tokens in the KL; None: all
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +56,7 @@ class RecoverConfig(TrainConfig):
                 f"transfer_target must be 'output' or 'attention', got {self.transfer_target!r}"
             )
         if not 0 <= self.cross_entropy <= 1:
-            raise ConfigError(f"cross_entropy is a share, from 0 to 1, got {self.cross_entropy}")
+            raise ConfigError(f"cross_entropy must be from 0 to 1, got {self.cross_entropy}")
 
 
 def recover(
@@ -69,37 +69,38 @@ def recover(
     column: str = "text",
     resume: bool = False,
     weights: str | None = None,
-    tell: Tell = lambda text: None,
-    tick: Tick = lambda stage, step, loss: None,
+    log: Log = lambda text: None,
+    on_step: OnStep = lambda stage, step, loss: None,
 ) -> dict[str, Any]:
-    """Swap a saved model, bring its quality back, judge it, and save it to ``out``.
+    """Swap a saved model, recover its quality, evaluate it, and save it to ``out``.
 
-    A causal model is judged by loss and recall, an encoder by how near its embeddings come to what
-    they were.
+    A causal model is evaluated by loss and recall; an encoder by the cosine similarity between its
+    embeddings and those of the original model.
 
     Args:
         path: Folder of a saved model that is not swapped, a decoder or an encoder.
         spec: The swap.
         data: Text files, JSON lines, parquet, or folders of them.
-        out: A new folder for the model; ``recovery.json`` in it says how good it is.
-        config: How; defaults without.
-        column: Field of JSON and parquet that holds the text.
-        resume: Go on from the last checkpoint in ``out``.
-        weights: Names the weights that the spec was planned for, if it was.
-        tell: Called with what is going on.
-        tick: Called after every step with the stage, its step and the loss.
+        out: New folder for the model and the results, ``recovery.json``.
+        config: Configuration; defaults when ``None``.
+        column: Field of JSON and parquet files that holds the text.
+        resume: Whether to resume from the last checkpoint in ``out``.
+        weights: Fingerprint of the weights that the spec was planned for, if any.
+        log: Called with progress messages.
+        on_step: Called after each step with the stage, the step and the loss.
 
     Returns:
-        What ``recovery.json`` holds.
+        The content of ``recovery.json``.
 
     Raises:
-        AttnzooError: Something that was given cannot be used.
+        AttnzooError: An argument is invalid.
     """
     config = config or RecoverConfig()
     encoder = is_encoder(path)
     if encoder:
-        _refuse_text_loss(config)
+        _require_hidden_state_loss(config)
     run = (EncoderRun if encoder else Run)(
+        "recover",
         path,
         spec,
         data,
@@ -108,77 +109,80 @@ def recover(
         column=column,
         resume=resume,
         weights=weights,
-        tell=tell,
-        tick=tick,
+        log=log,
+        on_step=on_step,
     )
-    run.judge_before()
+    with closing(run):
+        return run.finished if run.finished is not None else _recover(run, config)
+
+
+def _recover(run: Run, config: RecoverConfig) -> dict[str, Any]:
+    """Train and evaluate the model of a run, save it, and return its results."""
+    run.evaluate_baselines()
     if config.cross_entropy and config.distil_steps and config.train != "extras":
-        tune_softmax(run, config.distil_steps, lambda trained: _distil_loss(trained, run, config))
+        run.tune_softmax(config.distil_steps, lambda model: _distil_loss(model, run, config))
     model = _distil(_transfer(run.model, run, config), run, config)
-    lines = dict(run.lines.known)
-    # without the text's own tokens, its own predictions are all that softmax would have learned
-    lines.setdefault("softmax tuned", lines["softmax"])
-    lines["result"] = run.quality(model)
-    lines |= branch_qualities(model, run.quality)
-    results = account(run, model, lines)
-    run.save(model, results, "recover")
+    # without cross-entropy, softmax is its own teacher: distillation does not change it
+    run.baselines.results.setdefault("softmax tuned", run.baselines.results["softmax"])
+    results = collect_results(run, model, run.evaluate_result(model))
+    run.save(model, results)
     return results
 
 
-def _refuse_text_loss(config: RecoverConfig) -> None:
-    for name, none in (("cross_entropy", 0.0), ("top_k", None)):
-        if getattr(config, name) != none:
+def _require_hidden_state_loss(config: RecoverConfig) -> None:
+    for name, unset in (("cross_entropy", 0.0), ("top_k", None)):
+        if getattr(config, name) != unset:
             raise ConfigError(
-                f"{name} is about predicted text, and an encoder is distilled to its hidden "
+                f"{name} applies to predicted tokens, but an encoder is distilled to its hidden "
                 "states; leave it out"
             )
 
 
 def _transfer(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrainedModel:
-    """Teach every layer to give what softmax gives, all together or a block after the other."""
-    able = learning_layers(model)
-    if not able or not config.transfer_steps:
-        run.tell("no transfer: " + ("0 steps" if able else "the backends have nothing to learn"))
+    """Run attention transfer on all layers at once, or block by block."""
+    layers = trainable_layers(model)
+    if not layers or not config.transfer_steps:
+        reason = "0 steps" if layers else "the backends have no parameters of their own"
+        run.log(f"transfer is skipped: {reason}")
         return model
-    size = config.layers_at_once or len(able)
     rate = config.transfer_lr or (2e-2 if config.transfer_target == "output" else 5e-2)
-    for name, layers in _blocks(able, size):
-        with Transfer(model, layers, target=config.transfer_target) as transfer:
-            chosen = tuple(f"{layer}." for layer in layers)
-            parameters = [p for n, p in extras(model).items() if _bare(n).startswith(chosen)]
+    for name, block in _blocks(layers, config.layers_at_once or len(layers)):
+        with Transfer(model, block, target=config.transfer_target) as transfer:
+            prefixes = tuple(f"{layer}." for layer in block)
+            parameters = [
+                p
+                for n, p in extras(model).items()
+                if n.removeprefix("module.").startswith(prefixes)  # the prefix of a wrapped model
+            ]
             stage = Stage(
                 name=name,
                 steps=config.transfer_steps,
                 groups=[{"params": parameters, "lr": rate}],
                 loss=transfer_loss(transfer),
-                before=told(transfer, run.schedule(model, config.transfer_steps)),
+                before_step=with_step(transfer, run.step_callback(model, config.transfer_steps)),
             )
-            model = run.loop.run(model, stage, run.fresh)
+            model = run.loop.run(model, stage, run.load_model)
     return model
 
 
 def _blocks(layers: list[str], size: int) -> Iterator[tuple[str, list[str]]]:
-    for at in range(0, len(layers), size):
-        yield "transfer" if size >= len(layers) else f"transfer {at}", layers[at : at + size]
+    for first in range(0, len(layers), size):
+        name = "transfer" if size >= len(layers) else f"transfer {first}"
+        yield name, layers[first : first + size]
 
 
-def told(transfer: Transfer, before: Callable[[int], None]) -> Callable[[int], None]:
-    """Tell a transfer its step, too."""
+def with_step(transfer: Transfer, before_step: Callable[[int], None]) -> Callable[[int], None]:
+    """Return a ``before_step`` that also sets the transfer's step."""
 
-    def tell(step: int) -> None:
+    def wrapper(step: int) -> None:
         transfer.step = step
-        before(step)
+        before_step(step)
 
-    return tell
-
-
-def _bare(name: str) -> str:
-    """Return a parameter's name as geometries have it, without what wrappers put before it."""
-    return name.removeprefix("module.")
+    return wrapper
 
 
 def transfer_loss(transfer: Transfer) -> Loss:
-    """Return the loss of a model whose layers are being taught, for a :class:`Stage`."""
+    """Return the loss of attention transfer, for a :class:`Stage`."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return transfer.loss(model(**model_inputs(batch))[0])
@@ -186,26 +190,30 @@ def transfer_loss(transfer: Transfer) -> Loss:
     return loss
 
 
-def _distil_loss(trained: Any, run: Run, config: RecoverConfig) -> Loss:
-    """Return the loss of distillation, for a model as it is trained."""
-    read = read_hidden if run.encoder else read_logits
-    shared, full = config.loop.cp_size > 1, config.train == "full"
-    teacher = own_teacher(trained, weights_change=full, read=read, shared=shared)
-    if run.encoder:
+def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
+    """Return the distillation loss of a model that :meth:`Run.prepare` returned."""
+    teacher = softmax_teacher(
+        model,
+        weights_change=config.train == "full",
+        outputs=hidden_states if run.is_encoder else model_logits,
+        context_parallel=config.loop.cp_size > 1,
+    )
+    if run.is_encoder:
         return hidden_loss(teacher)
     return distil_loss(teacher, cross_entropy=config.cross_entropy, top_k=config.top_k)
 
 
 def _distil(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrainedModel:
-    """Train to predict as with softmax; returns the model with adapters merged into it."""
+    """Distil softmax into the model; return it with adapters merged."""
     if not config.distil_steps or (config.train == "extras" and not extras(model)):
-        run.tell("no distillation: " + ("nothing to learn" if config.distil_steps else "0 steps"))
+        reason = "no parameters to train" if config.distil_steps else "0 steps"
+        run.log(f"distillation is skipped: {reason}")
         return model
-    return run.trained(
+    return run.train(
         model,
         "distil",
         config.distil_steps,
-        lambda trained: _distil_loss(trained, run, config),
-        run.fresh,
-        run.schedule(model, config.distil_steps),
+        lambda prepared: _distil_loss(prepared, run, config),
+        run.load_model,
+        run.step_callback(model, config.distil_steps),
     )

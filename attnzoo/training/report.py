@@ -1,4 +1,4 @@
-"""What a run of recovery shows in a terminal: progress, and a table of what came out."""
+"""Terminal output of the training commands: progress bars and the table of a plan."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
-from attnzoo.training.pages import heads, is_encoder, lines_cells
 from attnzoo.training.plan import Plan
 
 
 class ProgressBar:
-    """A bar for every stage, with its loss; shown by the main process alone."""
+    """A progress bar per stage with its loss, shown by the main process only.
+
+    Args:
+        console: Where to print.
+        stages: Number of steps by stage.
+    """
 
     def __init__(self, console: Console, stages: Mapping[str, int]) -> None:
         self.console, self.stages = console, stages
         self.main = os.environ.get("RANK", "0") == "0"
         self.progress = Progress(
-            TextColumn("{task.description:<24}"),
+            TextColumn("{task.description:<24}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -32,7 +37,7 @@ class ProgressBar:
         self.tasks: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
-        """Show it."""
+        """Start the display."""
         self.progress.__enter__()
         return self
 
@@ -42,50 +47,40 @@ class ProgressBar:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave it as it stands."""
+        """Stop the display."""
         self.progress.__exit__(kind, error, trace)
 
-    def tell(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line above the bars."""
         if self.main:
-            self.progress.console.print(text)
+            self.progress.console.print(text, markup=False, soft_wrap=True)
 
-    def tick(self, stage: str, step: int, loss: float) -> None:
-        """Show that a step was taken."""
+    def on_step(self, stage: str, step: int, loss: float) -> None:
+        """Advance the bar of a stage."""
         if stage not in self.tasks:
-            total = self.stages[stage.split()[0]]  # "transfer 4" is the block from layer 4 on
+            total = self.stages[stage.split()[0]]  # "transfer 4" is the block that starts at 4
             self.tasks[stage] = self.progress.add_task(stage, total=total)
         self.progress.update(
             self.tasks[stage], completed=step + 1, description=f"{stage}, loss {loss:.4f}"
         )
 
 
-def lines_table(results: Mapping[str, Any]) -> Table:
-    """Lay out every line of ``recovery.json``: loss, recall, and how much of each is recovered."""
-    cosines = "embeddings of held-out text, cosine to softmax's"
-    table = Table(title=cosines if is_encoder(results) else "bits per byte on held-out text")
-    for head in heads(results):
-        table.add_column(head, justify="right" if head else "left")
-    for cells in lines_cells(results):
-        table.add_row(*cells)
-    return table
-
-
 def plan_table(plan: Plan) -> Table:
-    """Lay out what a plan was chosen from: a row a layer, a column a candidate, the choice bold."""
+    """Return a table of a plan: KL by layer and candidate, and each layer's choice."""
     table = Table(
-        title="nats by which predictions change when one layer alone is swapped",
-        caption=f"under the plan, untrained: {plan.divergence:.4f} nats",
+        title="KL of the predictions in nats when only one layer is swapped",
+        caption=f"under the plan, without training: {plan.divergence:.4f} nats",
     )
     names = list(plan.layers[0].alone)
-    for head in ("layer", f"beyond {plan.window}", "entropy", *names, "gets"):
-        table.add_column(head, justify="left" if head == "gets" else "right", overflow="fold")
+    for column in ("layer", f"beyond {plan.window}", "entropy", *names, "choice"):
+        justify: Any = "left" if column == "choice" else "right"
+        table.add_column(Text(column), justify=justify, overflow="fold")
     worst = max(max(layer.alone.values()) for layer in plan.layers)
     for layer in plan.layers:
         entry = plan.spec.for_layer(layer.layer)
         options = ", ".join(f"{k}={v}" for k, v in entry.options.items())
         cells = [
-            f"[{_heat(value / worst if worst else 0)}]{value:.4f}[/]"
+            Text(f"{value:.4f}", _color(value / worst if worst else 0))
             for value in layer.alone.values()
         ]
         table.add_row(
@@ -93,11 +88,11 @@ def plan_table(plan: Plan) -> Table:
             f"{layer.beyond:.0%}",
             f"{layer.entropy:.2f}",
             *cells,
-            f"[bold]{entry.backend}[/] {options}",
+            Text.assemble((entry.backend, "bold"), f" {options}"),
         )
     return table
 
 
-def _heat(share: float) -> str:
-    """Return a colour from green, nothing lost, to red."""
-    return "red" if share > 0.5 else "yellow" if share > 0.1 else "green"
+def _color(fraction: float) -> str:
+    """Return green for a small fraction of the largest KL, yellow, or red."""
+    return "red" if fraction > 0.5 else "yellow" if fraction > 0.1 else "green"

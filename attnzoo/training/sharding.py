@@ -1,12 +1,14 @@
-"""What lies in parts on several processes: weights, and how they are made whole again; rows."""
+"""Processes of a run: Accelerate, sharded weights (FSDP, DeepSpeed), the context-parallel mesh."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import DistributedType, broadcast
+from accelerate.utils import DistributedType, broadcast, get_int_from_env
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader
@@ -14,26 +16,61 @@ from torch.utils.data import DataLoader
 from attnzoo.errors import ConfigError
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+WORLD_SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def make_accelerator(seed: int, *, tracker: str | None, logs: Path) -> Accelerator:
+    """Return an Accelerator for all launched processes, with a seeded order of the rows.
+
+    Each batch is split over the processes. On a machine without an accelerator, Accelerate sets up
+    the processes that torchrun starts only with ``cpu=True``.
+
+    Args:
+        seed: Seed of the order.
+        tracker: Name of a tracker, if any.
+        logs: Folder of the tracker's logs.
+
+    Raises:
+        ConfigError: Accelerate does not see all launched processes.
+    """
+    torch.manual_seed(seed)
+    launched = get_int_from_env(WORLD_SIZE, 1)
+    accelerator = Accelerator(
+        cpu=launched > 1 and not torch.accelerator.is_available(),
+        log_with=tracker,
+        project_dir=str(logs) if tracker else None,
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=True, use_seedable_sampler=True, data_seed=seed
+        ),
+        step_scheduler_with_optimizer=False,
+    )
+    if accelerator.num_processes != launched:
+        raise ConfigError(
+            f"{launched} processes are launched, but Accelerate sees {accelerator.num_processes}, "
+            "so each would train a model of its own in the same folder. Start them with torchrun "
+            "or accelerate launch, and create no Accelerator before"
+        )
+    return accelerator
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 holds a model's weights, which are whole during a module's pass only."""
+    """Return whether FSDP2 shards a model's weights."""
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def filled(accelerator: Accelerator, wrapped: Any, model: nn.Module) -> nn.Module:
-    """Give a model the weights of a sharded one, on every process.
+def gather_weights(accelerator: Accelerator, sharded: Any, model: nn.Module) -> nn.Module:
+    """Copy the full weights of a sharded model to another model, on every process.
 
     Args:
-        accelerator: That prepared the sharded model.
-        wrapped: The sharded model.
-        model: Of the same parameters, not prepared.
+        accelerator: The Accelerator that prepared the sharded model.
+        sharded: The sharded model.
+        model: An unprepared model with the same parameters.
     """
-    state = accelerator.get_state_dict(wrapped)  # whole on the main process alone
+    state = accelerator.get_state_dict(sharded)  # complete on the main process only
     if accelerator.is_main_process:
-        model.load_state_dict(state, strict=False)  # tied weights stand in it once
+        model.load_state_dict(state, strict=False)  # has one name for tied weights
     model.to(accelerator.device)
     for x in (*model.parameters(), *model.buffers()):
         x.data.copy_(broadcast(x.data, from_process=0))
@@ -41,20 +78,21 @@ def filled(accelerator: Accelerator, wrapped: Any, model: nn.Module) -> nn.Modul
 
 
 def context_mesh(accelerator: Accelerator, cp_size: int) -> DeviceMesh | None:
-    """Return the processes by row and by share of a row, named as Accelerate names them.
+    """Return the process mesh with dimensions ``dp_replicate`` and ``cp``, Accelerate's names.
 
-    Accelerate's own ``cp_size`` would bring torch's context parallelism, for torch's attention.
+    Accelerate's own ``cp_size`` enables torch's context parallelism, which supports torch's
+    attention only.
 
     Raises:
-        ConfigError: The processes do not divide into groups of ``cp_size``.
+        ConfigError: The number of processes is not divisible by ``cp_size``.
     """
     if cp_size == 1:
         return None
     config = accelerator.parallelism_config
     if config is not None and (config.cp_enabled or config.sp_enabled):
         raise ConfigError(
-            "Accelerate is launched with a cp_size or sp_size of its own, which serves torch's "
-            "attention only; leave it out there, and give --cp-size alone"
+            "Accelerate is launched with its own cp_size or sp_size, which supports torch's "
+            "attention only; remove it there and give --cp-size alone"
         )
     count = accelerator.num_processes
     if count % cp_size:
@@ -66,8 +104,8 @@ def context_mesh(accelerator: Accelerator, cp_size: int) -> DeviceMesh | None:
     return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
 
 
-def same_rows(accelerator: Accelerator, loader: DataLoader[Any], mesh: DeviceMesh) -> Any:
-    """Prepare a loader that gives processes which share rows the same batches."""
+def prepare_cp_loader(accelerator: Accelerator, loader: DataLoader[Any], mesh: DeviceMesh) -> Any:
+    """Prepare a loader that gives all processes of one ``cp`` group the same batches."""
     prepared: Any = prepare_data_loader(
         loader,
         accelerator.device,

@@ -1,23 +1,24 @@
-r"""Attention transfer: each swapped layer learns to give what softmax would have given.
+r"""Attention transfer: train each swapped layer to match the output of softmax attention.
 
-Teacher and student run in one forward pass. A layer's backend sees the queries, keys and values of
-the model as it was, for every layer passes *softmax's* output on; what its own output differs by,
+Teacher and student run in one forward pass. Each layer returns softmax's output, so every layer
+gets the queries, keys and values of the original model. The loss of a layer is its relative error,
 
-.. math:: \ell = \frac{\sum_t |o_t - o^*_t|^2}{\sum_t |o^*_t|^2} \qquad \text{(over real tokens)},
+.. math:: \ell = \frac{\sum_t |o_t - o^*_t|^2}{\sum_t |o^*_t|^2} \qquad \text{(without padding)},
 
-is the loss of that layer, and only what the backend added is trained by it. So all layers learn at
-once, none from the mistakes of another, and nothing but the backends needs a backward pass.
+with a gradient for the backend's own parameters only. All layers train in one pass, independently
+of each other's errors, and the backward pass runs through the backends only.
 Source: the first stage of Zhang et al., 2024, arXiv:2410.10254 (LoLCATs).
 
-The loss may be about the weights a that give the output instead: their divergence from softmax's,
+The loss can compare the attention weights a instead, by their divergence from softmax's,
 
 .. math:: \ell = \frac{1}{T} \sum_{t,j} a^*_{tj} \log \frac{a^*_{tj}}{a_{tj}} - a^*_{tj} + a_{tj},
 
-each term of which is at least zero. A far key that matters and is missed then costs its logarithm,
-where an output hides it among others. Every mechanism is linear in the values, so columns that are
-one at some keys and zero elsewhere are put beside them and read the weights of those keys: in a
-step every n-th key, in the next its neighbour. Time is that of twice as many values.
-Source: Zhang et al., 2024, arXiv:2402.04347 (Hedgehog), who take the cross-entropy of all weights.
+in which each term is non-negative. It penalises a missed key by its logarithm, while an output
+averages it with others. Every mechanism is linear in the values, so value columns that are one at a
+key and zero elsewhere return the weights of that key. E columns per step cover every n-th key;
+n steps cover all keys. Time is that of twice as many value columns.
+Source: Zhang et al., 2024, arXiv:2402.04347 (Hedgehog), which minimises the cross-entropy of all
+weights.
 Letters: B batch, H heads, T queries, S keys, E value size.
 """
 
@@ -33,23 +34,23 @@ from torch import Tensor, nn
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import SpecError
+from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.masks import AttentionMask
-from attnzoo.ops.context_parallel import Shard
 from attnzoo.registry import build_backend
 from attnzoo.state import AttentionOutput
 from attnzoo.training.sharding import is_sharded
 
-SMALLEST = 1e-20  # a weight below this counts as this, and learns nothing: it may be negative
+MIN_WEIGHT = 1e-20  # smaller or negative attention weights are clamped and get no gradient
 Target = Literal["output", "attention"]
 
 
 def swapped_layers(model: nn.Module) -> dict[str, AttentionBackend]:
-    """Return the backends in a model, by the qualified names of their attention layers."""
+    """Return a model's backends by the qualified names of their attention layers."""
     return {m.geometry.name: m for m in model.modules() if isinstance(m, AttentionBackend)}
 
 
 def extras(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that backends added to a model, by name."""
+    """Return the parameters that backends add to a model, by name."""
     found = {}
     for prefix, module in model.named_modules():
         if isinstance(module, AttentionBackend):
@@ -57,14 +58,14 @@ def extras(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def learning_layers(model: nn.Module) -> list[str]:
-    """Return the names of the swapped layers whose backends have parameters, in order."""
+def trainable_layers(model: nn.Module) -> list[str]:
+    """Return the names of the swapped layers whose backends have parameters, in model order."""
     layers = swapped_layers(model)
     return [name for name, backend in layers.items() if any(True for _ in backend.parameters())]
 
 
 class Transfer:
-    """While entered, every swapped layer passes softmax's output on, and notes how far off it is.
+    """Context in which swapped layers return softmax's output and record their own error.
 
     Example::
 
@@ -74,16 +75,18 @@ class Transfer:
 
     Args:
         model: A swapped model, or a wrapper around one.
-        layers: Names of the layers that learn, for models that do not fit at once; all of them
-            that have something to learn without.
-        target: What is compared: the layer's ``"output"``, or its ``"attention"``.
+        layers: Names of the layers to train, for models whose activations do not fit in memory at
+            once; all layers with parameters when ``None``.
+        target: What to compare with softmax: a layer's ``"output"`` or its ``"attention"`` weights.
 
     Attributes:
-        step: Set it before every step: it decides which keys' weights are compared.
+        step: Index of the step, to be set before each; it selects the keys whose weights are
+            compared.
+        errors: Losses of the trained layers in the last forward pass, by name.
 
     Raises:
-        SpecError: The model is not swapped, no named layer has anything to learn, or one of them
-            has no attention weights.
+        SpecError: The model is not swapped, no layer has parameters to train, or ``target`` is
+            ``"attention"`` and a layer has no attention weights.
     """
 
     def __init__(
@@ -99,36 +102,38 @@ class Transfer:
                 f"{type(model).__name__} is not swapped, so there is nothing to transfer to; "
                 'call attnzoo.swap(model, "linear", ...) first'
             )
-        able = learning_layers(model)
-        self.learning = able if layers is None else [name for name in layers if name in able]
-        if not self.learning:
+        trainable = trainable_layers(model)
+        self.trained = (
+            trainable if layers is None else [name for name in layers if name in trainable]
+        )
+        if not self.trained:
             which = "its layers" if layers is None else f"the layers {', '.join(layers)}"
             raise SpecError(
-                f"None of {which} has parameters of its own to learn "
+                f"None of {which} has parameters of its own to train "
                 f"({', '.join(sorted({b.name for b in self.backends.values()}))}); choose a "
-                "backend that has (hedgehog features, learned gates, a window), or go on to "
-                "fine-tuning"
+                "backend that has some (hedgehog features, learned gates, a window), or fine-tune "
+                "instead"
             )
-        without = [name for name in self.learning if not self.backends[name].has_weights]
+        without = [name for name in self.trained if not self.backends[name].has_weights]
         if target == "attention" and without:
             raise SpecError(
-                f"The backends of {', '.join(without)} have no attention weights to compare; take "
+                f"The backends of {', '.join(without)} have no attention weights to compare; use "
                 "target='output'"
             )
         self.model, self.target, self.step = model, target, 0
-        self.errors: dict[str, Tensor] = {}  # relative squared error of each learning layer
+        self.errors: dict[str, Tensor] = {}
         self.sharded = False
 
     def __enter__(self) -> Self:
-        """Hook the backends."""
-        self.handles = [self.model.register_forward_pre_hook(self._look)]
+        """Register the hooks."""
+        self.handles = [self.model.register_forward_pre_hook(self._check_sharding)]
         for name, backend in self.backends.items():
             teacher = build_backend("flash", {}, backend.geometry)
-            given: Any = self._detached
-            if self.target == "attention" and name in self.learning:
-                given = self._with_columns
+            prepare: Any = self._detach
+            if self.target == "attention" and name in self.trained:
+                prepare = self._append_indicators
             self.handles += [
-                backend.register_forward_pre_hook(given, with_kwargs=True),
+                backend.register_forward_pre_hook(prepare, with_kwargs=True),
                 backend.register_forward_hook(self._hook(name, teacher), with_kwargs=True),
             ]
         return self
@@ -139,58 +144,62 @@ class Transfer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Take the hooks out; layers give their own output again."""
+        """Remove the hooks, so that layers return their own output."""
         for handle in self.handles:
             handle.remove()
 
-    def _look(self, model: nn.Module, args: Any) -> None:
+    def _check_sharding(self, model: nn.Module, args: Any) -> None:
         self.sharded = is_sharded(model)
 
-    def _detached(
+    def _detach(
         self, backend: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cut a backend's inputs off the model: the loss of a layer is about that layer alone."""
+        """Detach a backend's inputs, so that a layer's loss has a gradient in that layer only.
 
-        def cut(x: Any) -> Any:
+        Without attention dropout, which would be another one in the teacher.
+        """
+
+        def detach(x: Any) -> Any:
             return x.detach() if isinstance(x, Tensor) else x
 
-        return tuple(map(cut, args)), {name: cut(x) for name, x in kwargs.items()}
+        kwargs = {name: detach(x) for name, x in kwargs.items()}
+        return tuple(map(detach, args)), {**kwargs, "dropout": 0.0}
 
-    def _with_columns(
+    def _append_indicators(
         self, backend: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Put columns that read the weights of some keys beside the values, as many again."""
-        (q, k, v), kwargs = self._detached(backend, args, kwargs)
+        """Append key indicator columns to the values, as many as the values have."""
+        (q, k, v), kwargs = self._detach(backend, args, kwargs)
         shard = kwargs.get("shard")
-        whole = v.shape[2] if shard is None else shard.size * shard.length
-        columns = key_columns(whole, v.shape[3], self.step).to(v)
+        length = v.shape[2] if shard is None else shard.size * shard.length
+        columns = key_indicators(length, v.shape[3], self.step).to(v)
         if shard is not None:
-            columns = shard.own(columns[None])[0]
+            columns = shard.local(columns[None])[0]
         return (q, k, torch.cat([v, columns.expand_as(v)], 3)), kwargs
 
     def _hook(self, name: str, teacher: AttentionBackend) -> Any:
-        learns = name in self.learning
-        read = learns and self.target == "attention"
+        trained = name in self.trained
+        compare_weights = trained and self.target == "attention"
 
         def hook(
             backend: nn.Module, args: Any, kwargs: dict[str, Any], output: AttentionOutput
         ) -> AttentionOutput:
             q, k, values = args
-            pieces = values.chunk(2, 3) if read else [values]
+            parts = values.chunk(2, 3) if compare_weights else [values]
             with torch.no_grad():
-                own = {k: x for k, x in kwargs.items() if k not in ("state", "return_state")}
-                own["return_weights"] = False
-                exact = [teacher(q, k, x, **own).out for x in pieces]
-            if learns:
-                mask, given = kwargs.get("mask"), output.out.chunk(len(exact), 3)
+                options = {k: x for k, x in kwargs.items() if k not in ("state", "return_state")}
+                options["return_weights"] = False
+                exact = [teacher(q, k, x, **options).out for x in parts]
+            if trained:
+                mask, outs = kwargs.get("mask"), output.out.chunk(len(exact), 3)
                 shard = kwargs.get("shard")
-                if read:
-                    length, count = pieces[1].shape[2:]
-                    error = weights_error(given[1], exact[1], mask, shard)
+                if compare_weights:
+                    length, count = parts[1].shape[2:]
+                    error = weights_divergence(outs[1], exact[1], mask, shard)
                     error = error * key_stride(length * (shard.size if shard else 1), count)
                 else:
-                    error = relative_error(given[0], exact[0], mask, shard)
-                # a pass that gradient checkpointing repeats, in a backward pass, counts once
+                    error = relative_error(outs[0], exact[0], mask, shard)
+                # not in the backward pass, where gradient checkpointing repeats the forward pass
                 if torch._C._current_graph_task_id() == -1:
                     self.errors[name] = error
                 if self.sharded:
@@ -200,18 +209,18 @@ class Transfer:
         return hook
 
     def loss(self, logits: Tensor | None = None) -> Tensor:
-        """Return the mean of the learning layers' errors in the last forward pass, a scalar.
+        """Return the mean loss of the trained layers in the last forward pass, a scalar.
 
         Args:
-            logits: What the model gave, needed where FSDP2 shards it. FSDP2 gathers a layer's
-                weights for the backward pass when a gradient arrives at what the layer gave, so
-                one of zeros is sent through the model.
+            logits: The model's output, needed if FSDP2 shards the model. FSDP2 gathers a layer's
+                weights in the backward pass when the layer's output gets a gradient, so the loss
+                includes the output with weight 0.
 
         Raises:
-            SpecError: Nothing has run since the last call.
+            SpecError: The model has not run since the last call.
         """
         if not self.errors:
-            raise SpecError("Transfer.loss() comes after a forward pass of the model")
+            raise SpecError("Transfer.loss() needs a forward pass of the model first; run one")
         total = torch.stack(list(self.errors.values())).mean()
         self.errors = {}
         if self.sharded and logits is not None:
@@ -220,27 +229,27 @@ class Transfer:
 
 
 def relative_error(
-    out: Tensor, exact: Tensor, mask: AttentionMask | None, shard: Shard | None = None
+    out: Tensor, exact: Tensor, mask: AttentionMask | None, shard: SequenceShard | None = None
 ) -> Tensor:
-    """Return the squared difference over the square of what is right, a float32 scalar.
+    """Return the relative squared error of an output, a float32 scalar.
 
     Args:
-        out: What a layer gave, ``[B, H, T, E]``.
-        exact: What softmax gives, the same shape.
-        mask: Whose padding does not count.
-        shard: The share of the rows that these tokens are: the mean over its processes is what one
-            process has.
+        out: A layer's output, ``[B, H, T, E]``.
+        exact: Softmax's output, the same shape.
+        mask: Attention mask; its padding is left out.
+        shard: This process's tokens under context parallelism. The mean of the result over the
+            processes equals the result of one process.
     """
-    real = None if mask is None else mask.query_padding(out.shape[2], out.shape[2])
-    difference, size = (out.float() - exact.float()).square(), exact.float().square()
-    if real is not None:
-        difference, size = (x * real[:, None, :, None] for x in (difference, size))
-    total = _mean(size.sum(), shard)
-    return difference.sum() / total.clamp(min=torch.finfo(torch.float32).tiny)
+    valid = None if mask is None else mask.query_padding(out.shape[2], out.shape[2])
+    error, norm = (out.float() - exact.float()).square(), exact.float().square()
+    if valid is not None:
+        error, norm = (x * valid[:, None, :, None] for x in (error, norm))
+    total = _mean(norm.sum(), shard)
+    return error.sum() / total.clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _mean(x: Tensor, shard: Shard | None) -> Tensor:
-    """Return the mean of a number without gradient over the processes that share rows."""
+def _mean(x: Tensor, shard: SequenceShard | None) -> Tensor:
+    """Return the mean of a scalar over the processes of a shard, without a gradient."""
     if shard is None:
         return x
     total = x.detach().clone()
@@ -249,47 +258,47 @@ def _mean(x: Tensor, shard: Shard | None) -> Tensor:
 
 
 def key_stride(length: int, count: int) -> int:
-    """Return n, where ``count`` columns read the weights of every n-th of ``length`` keys."""
+    """Return n such that ``count`` columns cover every n-th of ``length`` keys."""
     return -(-length // count)
 
 
-def key_columns(length: int, count: int, step: int) -> Tensor:
-    """Return values that read the weights of some keys off an output: those of a step.
+def key_indicators(length: int, count: int, step: int) -> Tensor:
+    """Return value columns for which an attention's output is the weight of one key per column.
 
     Args:
         length: S.
-        count: How many columns; those that are not needed stay zero.
-        step: Another one begins at another key, until all had their turn.
+        count: Number of columns; unused ones are zero.
+        step: Selects the keys ``step % n``, ``step % n + n``, ... with n = :func:`key_stride`.
 
     Returns:
-        ``[S, count]``, one where a column's key stands.
+        ``[S, count]``, one at each column's key and zero elsewhere.
     """
     stride = key_stride(length, count)
-    place = torch.arange(step % stride, length, stride)
+    keys = torch.arange(step % stride, length, stride)
     columns = torch.zeros(length, count)
-    columns[place, torch.arange(len(place))] = 1
+    columns[keys, torch.arange(len(keys))] = 1
     return columns
 
 
-def weights_error(
-    weights: Tensor, exact: Tensor, mask: AttentionMask | None, shard: Shard | None = None
+def weights_divergence(
+    weights: Tensor, exact: Tensor, mask: AttentionMask | None, shard: SequenceShard | None = None
 ) -> Tensor:
-    """Return what some keys add to the divergence of the weights from what is right, in nats.
+    """Return the contribution of some keys to the divergence of the attention weights, in nats.
 
     Args:
-        weights: What a layer gives some keys, ``[B, H, T, n]``.
-        exact: What softmax gives them, the same shape.
-        mask: Whose padding does not count.
+        weights: A layer's attention weights of n keys, ``[B, H, T, n]``.
+        exact: Softmax's weights of the same keys, the same shape.
+        mask: Attention mask; its padding is left out.
         shard: As in :func:`relative_error`.
 
     Returns:
         The mean over queries and heads, a float32 scalar.
     """
-    weights, exact = weights.float().clamp(min=SMALLEST), exact.float()
-    logs = exact.clamp(min=SMALLEST).log() - weights.log()
-    each = (exact * logs - exact + weights).sum(-1)
-    real = None if mask is None else mask.query_padding(*each.shape[2:] * 2)
-    if real is None:
-        return each.mean()
-    count = _mean((real.sum() * each.shape[1]).float(), shard)
-    return (each * real[:, None]).sum() / count.clamp(min=1)
+    weights, exact = weights.float().clamp(min=MIN_WEIGHT), exact.float()
+    log_ratio = exact.clamp(min=MIN_WEIGHT).log() - weights.log()
+    terms = (exact * log_ratio - exact + weights).sum(-1)
+    valid = None if mask is None else mask.query_padding(*terms.shape[2:] * 2)
+    if valid is None:
+        return terms.mean()
+    count = _mean((valid.sum() * terms.shape[1]).float(), shard)
+    return (terms * valid[:, None]).sum() / count.clamp(min=1)

@@ -2,7 +2,7 @@ import pytest
 
 from attnzoo.compare.lengths import parse_lengths
 from attnzoo.errors import SpecError
-from attnzoo.report.text import short
+from attnzoo.report.format import format_length
 
 
 @pytest.mark.parametrize(
@@ -32,4 +32,4 @@ def test_refused(text):
     ("length", "text"), [(64, "64"), (1024, "1k"), (1536, "1.5k"), (65536, "64k"), (2**20, "1M")]
 )
 def test_written(length, text):
-    assert short(length) == text
+    assert format_length(length) == text

@@ -5,7 +5,7 @@ import torch
 
 import attnzoo
 from attnzoo.compare.maps import (
-    Maps,
+    AttentionMaps,
     difference,
     distance_edges,
     entropy,
@@ -14,7 +14,7 @@ from attnzoo.compare.maps import (
     summary,
     write_maps,
 )
-from attnzoo.errors import SpecError
+from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.spec import AttentionSpec
 
 
@@ -81,10 +81,10 @@ def test_what_is_written(found, tmp_path):
     facts = json.loads((tmp_path / "maps.json").read_text())
     assert facts["attnzoo"] == attnzoo.__version__
     assert len(facts["heads"]) == 4
-    assert page.read_text().count("plotly-graph-div") >= 5
+    assert page.read_text().count("<svg") == 5
     pictures = {path.stem for path in (tmp_path / "pictures").glob("*.png")}
     assert pictures == {"exact", "approximate", "difference", "entropy", "distance"}
-    assert "linear puts" in summary(found["linear"][0])
+    assert "linear moves" in summary(found["linear"][0])
 
 
 @pytest.mark.parametrize(
@@ -108,12 +108,12 @@ def test_mistakes(given, message, tmp_path):
 
 def test_a_folder_that_cannot_be_written(found, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SpecError, match="cannot be written"):
+    with pytest.raises(AttnzooError, match="cannot be written"):
         write_maps(tmp_path / "file" / "out", found["flash"])
 
 
 def test_negative_weights_count_by_size():
-    maps = Maps(
+    maps = AttentionMaps(
         exact=torch.eye(4),
         approximate=torch.eye(4) * 2 - 0.25,
         tokens=list("abcd"),

@@ -5,7 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
+from attnzoo.compare.fit import make_curves
 from attnzoo.compare.report import advice, show, write_report
+from attnzoo.compare.tables import cost_table, not_measured
 
 LENGTHS = [1024, 2048, 4096, 8192, 16384]
 COSTS = {  # ms at 1k, exponent, bytes at 1k
@@ -38,7 +40,7 @@ def cost(name, length, *, level="op", mode="forward", status="ok"):
     if status == "ok":
         took = ms * (length / 1024) ** power
         held = memory * length / 1024
-        row |= {"median_ms": took, "min_ms": took, "spread": 0.02, "peak_bytes": held}
+        row |= {"median_ms": 3 * took, "min_ms": took, "spread": 0.02, "peak_bytes": held}
         row["kept_bytes"] = held if mode == "decode" else None
     else:
         row["reason"] = "it is <b>odd</b>"
@@ -51,6 +53,7 @@ def quality(name, bits):
         "kind": "quality",
         "bits_per_byte": bits,
         "bits_per_byte_beyond": bits + 1,
+        "unigram_bits_per_byte": 4.5,
         "trained": 512,
         "loss_by_position": {"64": bits, "128": bits, "2048": bits + 1},
         "copy_by_distance": shares,
@@ -104,16 +107,8 @@ def test_every_plot_is_a_picture(page):
 def test_it_opens_in_a_browser(page, open_page, scheme, width):
     tab = open_page(page, width=width, scheme=scheme, plots=10)
     assert tab.locator("table").count() == 3
-    hovers = tab.evaluate(
-        "[...document.querySelectorAll('.js-plotly-plot')]"
-        ".flatMap(p => p.data).filter(d => d.hoverinfo != 'skip' && !d.hovertemplate).length"
-    )
-    assert hovers == 0
-    symbols = tab.evaluate(
-        "[...document.querySelectorAll('.js-plotly-plot')]"
-        ".flatMap(p => p.data).map(d => d.marker && d.marker.symbol)"
-    )
-    assert symbols.count("star") == 4  # linear and reformer cross flash, at both levels
+    for label in ("milliseconds per row", "memory per row, MiB", "bits per byte, lower is better"):
+        assert tab.locator("svg text", has_text=label).count(), label
 
 
 def test_the_table_marks_predictions_and_reasons():
@@ -125,31 +120,95 @@ def test_the_table_marks_predictions_and_reasons():
     assert "~1600" in linear  # at 64k
     assert any("~25600 (out of memory)" in line for line in of["odd <one>"])
     assert "odd <one>, operator, 8k tokens: out of memory: it is <b>odd</b>" in lines
+    assert any("Milliseconds per row, fastest round" in line for line in lines)
+
+
+def test_times_and_ratios_are_of_the_same_rounds():
+    """A ratio in the table is that of two times in the table, though medians differ."""
+    slow, fast = cost("flash", 1024), cost("linear", 1024)
+    slow |= {"min_ms": 12.0, "median_ms": 13.6, "spread": 0.3}
+    fast |= {"min_ms": 1.0, "median_ms": 2.12, "spread": 1.5}
+    table = cost_table(make_curves([slow, fast]), ("cpu", "op", "forward"))
+    found = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [row["ms @1k"] for row in found] == ["12", "1"]
+    assert [row["x exact @1k"] for row in found] == ["", "12.0"]
+    assert [row["spread"] for row in found] == ["30%", "150%"]
+
+
+def test_a_reason_is_given_once():
+    failed = [
+        cost(name, n, level=level, status="refused")
+        for name in ("linear", "reformer")
+        for level in ("op", "model")
+        for n in (1024, 2048)
+    ]
+    assert [what for what, _ in not_measured(failed)] == [
+        "linear, operator, 1k tokens, and 3 more cases",
+        "reformer, operator, 1k tokens, and 3 more cases",
+    ]
 
 
 def test_the_advice_takes_what_costs_little():
     """Linear is faster than reformer, but costs 3 bits per byte; reformer costs 0.05."""
     told = advice(ROWS, "forward", "DIR")
     assert (
-        "From 5.1k tokens on, reformer is faster than exact attention, at 16k 2.6 times, and costs "
+        "From 5.1k tokens on, reformer is faster than exact attention, 2.6 times at 16k, and costs "
         "+0.050 bits per byte without training."
     ) in told
     assert "The fastest at 16k is linear, 6.4 times, which costs +3.00 bits per byte" in told
-    assert "linear holds least memory at 16k tokens, 7.6 MiB; flash holds 15 MiB" in told
+    assert "linear needs the least memory at 16k tokens, 7.6 MiB; flash needs 15 MiB" in told
     assert told.endswith("Next: attnzoo swap DIR --attention reformer --out NEW.")
 
 
 def test_the_advice_names_a_command_with_the_options_measured():
     rows = [row for row in ROWS if row["attention"] in ("flash", "linear")]
     told = advice(rows, "forward", "DIR")
-    assert "From 2.5k tokens on, linear is faster than exact attention, at 16k 6.4 times" in told
-    assert "costs +3.00 bits per byte without training, and so does all" in told
+    assert "From 2.5k tokens on, linear is faster than exact attention, 6.4 times at 16k" in told
+    assert "costs +3.00 bits per byte without training, and every faster" in told
     assert "attnzoo recover DIR --attention linear --set feature_map=relu" in told
 
 
 def test_without_quality_the_advice_says_so():
     told = advice([row for row in ROWS if row["kind"] == "cost"], "forward", "DIR")
-    assert "not measured" in told
+    assert "its quality was not measured." in told
+    assert "bits per byte" not in told
+    assert "--text" not in told
+    costs = [row for row in ROWS if row["kind"] == "cost"]
+    assert "not measured (give --text a file)" in advice(
+        costs, "forward", "DIR", "give --text a file"
+    )
+    failed = quality("linear", 0) | {"status": "failed", "reason": "the loss is nan"}
+    assert "not measured (failed: the loss is nan)" in advice([*costs, failed], "forward", "DIR")
+
+
+def test_no_advice_if_exact_attention_cannot_predict_the_text():
+    """Bits per byte above those of the tokens' frequencies: an untrained model."""
+    told = advice([*ROWS, quality("flash", 7.0) | {"attention": "softmax"}], "forward", "DIR")
+    assert "costs +0.050 bits per byte" in told  # the best exact attention counts
+    rows = [row | {"unigram_bits_per_byte": 0.5} if "trained" in row else row for row in ROWS]
+    told = advice(rows, "forward", "DIR")
+    assert "exact attention itself has 1.00 bits per byte on this text" in told
+    assert "Next:" not in told
+    assert "costs" not in told
+
+
+def test_recall_is_left_out_if_exact_attention_has_none():
+    low = {"64": 0.2, "128": 0.1}
+    rows = [row | {"copy_by_distance": low} if "trained" in row else row for row in ROWS]
+    assert "second copy" in advice(ROWS, "forward", "DIR")
+    assert "second copy" not in advice(rows, "forward", "DIR")
+
+
+def test_advice_on_embeddings():
+    cosines = {"flash": 1.0, "linear": 0.9, "reformer": 0.995, "odd <one>": 0.5}
+    rows = [row for row in ROWS if row["kind"] == "cost"]
+    for name, cosine in cosines.items():
+        measured = {"kind": "quality", "cosine": cosine, "least": cosine}
+        rows.append(cost(name, 512) | measured | {"cosine_by_length": {"512": cosine}})
+    told = advice(rows, "forward", "DIR")
+    assert "2.6 times at 16k, and has a mean cosine of 0.9950 to the original embeddings" in told
+    assert "is linear, 6.4 times, which has a mean cosine of 0.900" in told
+    assert told.endswith("Next: attnzoo swap DIR --attention reformer --out NEW.")
     assert "bits per byte" not in told
 
 

@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import time
 
 import pytest
@@ -14,16 +15,25 @@ from transformers import (
 )
 
 import attnzoo
+from attnzoo.backends.linear.feature_maps import base as feature_maps
+from attnzoo.backends.linear.feature_maps import config as feature_map_config
 from attnzoo.compare import run as run_module
-from attnzoo.compare.advice import qualities
+from attnzoo.compare.advice import qualities, unable
 from attnzoo.compare.cases import make_cases
 from attnzoo.compare.lengths import parse_lengths
-from attnzoo.compare.measure import FAILED, OK, OUT_OF_MEMORY, REFUSED, TIMED_OUT
-from attnzoo.compare.process import Workers
-from attnzoo.compare.report import advice, groups_of, write_report
-from attnzoo.compare.results import FILE, read
-from attnzoo.compare.run import Plan, compare, find_subject, too_long
-from attnzoo.errors import SpecError
+from attnzoo.compare.report import advice, group_curves, write_report
+from attnzoo.compare.run import (
+    CompareConfig,
+    compare,
+    missing_quality,
+    predicted_timeout,
+    read_model_info,
+)
+from attnzoo.compare.tables import quality_table
+from attnzoo.compare.workers import FAILED, OK, OUT_OF_MEMORY, REFUSED, TIMED_OUT, Workers
+from attnzoo.errors import AttnzooError, SpecError
+from attnzoo.evaluation.quality import require_finite
+from attnzoo.evaluation.results import FILE, append, read
 from attnzoo.spec import AttentionSpec
 
 
@@ -52,18 +62,38 @@ def text(tmp_path_factory):
     return path
 
 
-def plan(model, out, **given):
+@pytest.fixture
+def own_map(tmp_path, monkeypatch):
+    """The name of a map of a user's own, in a module that can be imported."""
+    (tmp_path / "compared_maps.py").write_text("def square(x):\n    return x * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    known = dict(feature_map_config.FEATURE_MAPS)  # with our own registered
+    monkeypatch.setattr(feature_maps, "FEATURE_MAPS", known)
+    return "compared_maps:square"
+
+
+def test_maps_of_a_users_own_are_compared(llama, own_map, tmp_path):
+    """Their cases run in other processes, which import what the caller named."""
+    specs = [AttentionSpec("linear", feature_map=own_map)]
+    asked = compare_config(
+        llama, tmp_path / "out", specs=specs, lengths=[64], levels=["op", "model"]
+    )
+    rows = [row for row in compare(asked) if row["spec"]["backend"] == "linear"]
+    assert [row["status"] for row in rows] == [OK, OK], rows
+
+
+def compare_config(model, out, **given):
     """Return a plan that takes little time."""
     specs = [AttentionSpec("flash"), AttentionSpec("linear")]
     base = {"lengths": [64, 128, 256], "specs": specs, "tokens": 256, "threads": 1}
-    return Plan(model=str(model), out=out, **(base | given))
+    return CompareConfig(model=str(model), out=out, **(base | given))
 
 
 @pytest.fixture(scope="module")
 def measured(llama, text, tmp_path_factory):
     """A whole comparison of the small model."""
     out = tmp_path_factory.mktemp("out")
-    asked = plan(llama, out, text=text, quality_length=256, lengths=[64, 256])
+    asked = compare_config(llama, out, text=text, quality_length=256, lengths=[64, 256])
     return asked, compare(asked)
 
 
@@ -113,7 +143,8 @@ def test_quality_is_judged_inside_and_beyond_the_trained_length(measured):
         assert list(row["loss_by_position"]) == ["64", "128", "256"]
         assert row["copy_by_distance"]
         assert row["needle_by_distance"]
-    assert qualities(rows)["flash"].cost == 0
+    assert qualities(rows) == {}  # the model is not trained
+    assert "exact attention itself has" in unable(rows)
 
 
 def test_a_second_run_measures_nothing(measured, monkeypatch):
@@ -134,8 +165,8 @@ def test_a_run_that_was_cut_goes_on(llama, tmp_path, monkeypatch):
     def stop(self, work, case, *rest, **named):
         raise Killed
 
-    asked = plan(llama, tmp_path, lengths=[64, 128], levels=["op"], quality=False)
-    compare(plan(llama, tmp_path, lengths=[64], levels=["op"], quality=False))
+    asked = compare_config(llama, tmp_path, lengths=[64, 128], levels=["op"], quality=False)
+    compare(compare_config(llama, tmp_path, lengths=[64], levels=["op"], quality=False))
     lines = (tmp_path / FILE).read_text().splitlines()
     monkeypatch.setattr(Workers, "run", stop)
     with pytest.raises(Killed):
@@ -151,11 +182,11 @@ def test_advice_recommends_what_was_measured_only(measured):
     asked, rows = measured
     told = advice(rows, "forward", asked.model)
     assert "reformer" not in told
-    assert write_report(asked.out, rows, "forward", asked.model).stat().st_size > 1e6
+    assert 20_000 < write_report(asked.out, rows, "forward", asked.model).stat().st_size < 1e6
 
 
 def test_decoding_keeps_a_state_of_constant_size(llama, tmp_path):
-    rows = compare(plan(llama, tmp_path, mode="decode", lengths=[64, 256], quality=False))
+    rows = compare(compare_config(llama, tmp_path, mode="decode", lengths=[64, 256], quality=False))
     assert all(row["status"] == OK for row in rows), rows
     kept = {(row["level"], row["attention"], row["T"]): row["kept_bytes"] for row in rows}
     for level in ("op", "layer", "model"):
@@ -165,25 +196,39 @@ def test_decoding_keeps_a_state_of_constant_size(llama, tmp_path):
 
 
 def test_training_has_gradients(llama, tmp_path):
-    rows = compare(plan(llama, tmp_path, mode="train", lengths=[64], quality=False))
+    rows = compare(compare_config(llama, tmp_path, mode="train", lengths=[64], quality=False))
     assert all(row["status"] == OK for row in rows), rows
-    forward = compare(plan(llama, tmp_path, lengths=[64], quality=False))
+    forward = compare(compare_config(llama, tmp_path, lengths=[64], quality=False))
     memory = {(r["mode"], r["level"], r["attention"]): r["peak_bytes"] for r in forward}
     for level in ("op", "layer", "model"):
         assert memory["train", level, "linear"] > memory["forward", level, "linear"]
 
 
-def test_an_encoder_is_measured(tmp_path):
+def test_an_encoder_is_measured(text, tmp_path):
+    """Its quality is the similarity of its embeddings to those of exact attention."""
+    torch.manual_seed(0)
     config = BertConfig(
+        vocab_size=384,
         hidden_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=32,
         max_position_embeddings=128,
     )
-    BertModel(config).save_pretrained(tmp_path / "bert")
-    asked = plan(tmp_path / "bert", tmp_path / "out", lengths=[128, 256])
+    bert = BertModel(config)
+    with torch.no_grad():
+        for parameter in bert.parameters():
+            parameter.mul_(5)  # attention that is far from uniform
+    bert.save_pretrained(tmp_path / "bert")
+    ByT5Tokenizer().save_pretrained(tmp_path / "bert")
+    asked = compare_config(tmp_path / "bert", tmp_path / "out", lengths=[128, 256], text=text)
     rows = compare(asked)
+    judged = {row["attention"]: row for row in rows if row["kind"] == "quality"}
+    assert list(judged["flash"]["cosine_by_length"]) == ["64", "128"]
+    assert judged["flash"]["cosine"] == pytest.approx(1, abs=1e-3)
+    assert judged["flash"]["least"] > judged["linear"]["cosine"]
+    assert quality_table(rows).columns == ["attention", "cosine @64", "cosine @128", "least"]
+    assert write_report(asked.out, rows, "forward", asked.model).stat().st_size > 20_000
     status = {(row["level"], row["T"], row["attention"]): row["status"] for row in rows}
     assert status["op", 256, "linear"] == OK
     assert status["layer", 128, "flash"] == status["model", 128, "linear"] == OK
@@ -193,7 +238,7 @@ def test_an_encoder_is_measured(tmp_path):
     assert refused["status"] == REFUSED
     assert "128 positions" in refused["reason"]
     with pytest.raises(SpecError, match="not causal"):
-        compare(plan(tmp_path / "bert", tmp_path / "other", mode="decode"))
+        compare(compare_config(tmp_path / "bert", tmp_path / "other", mode="decode"))
     assert not (tmp_path / "other").exists()
 
 
@@ -210,6 +255,11 @@ def test_what_fails_is_a_status():
     refused = workers.run(parse_lengths, "many")
     assert refused["status"] == REFUSED
     assert "many" in refused["reason"]
+    overflow = workers.run(require_finite, float("nan"), "loss")
+    assert overflow == {
+        "status": FAILED,
+        "reason": "the loss is nan: the model's outputs are not finite",
+    }
     assert workers.run(dict, [("sum", 7)])["sum"] == 7
 
 
@@ -223,12 +273,12 @@ def test_longer_cases_are_not_tried_after_one_ran_out(llama, tmp_path, monkeypat
         return {"status": OUT_OF_MEMORY} if full else {"status": OK, **good}
 
     monkeypatch.setattr(Workers, "run", out_of_memory)
-    rows = compare(plan(llama, tmp_path, levels=["op"], quality=False))
+    rows = compare(compare_config(llama, tmp_path, levels=["op"], quality=False))
     assert ("flash", 256) not in tried
     status = {row["T"]: row["status"] for row in rows if row["attention"] == "flash"}
     assert status == {64: OK, 128: OUT_OF_MEMORY, 256: "not run"}
-    ((_, (flash, _)),) = groups_of(rows).items()
-    assert flash.missing[256].startswith("not run: at 128 tokens")
+    ((_, (flash, _)),) = group_curves(rows).items()
+    assert flash.missing[256].startswith("not run: it already failed at 128 tokens")
 
 
 def test_a_case_that_would_take_too_long_is_not_tried():
@@ -238,16 +288,16 @@ def test_a_case_that_would_take_too_long_is_not_tried():
         return make_cases(specs, [length], dtype="float32", device="cpu", **given)[0]
 
     quadratic = {1024: 1.0, 2048: 4.0}
-    assert too_long(quadratic, case(4096), 49) == ""  # 16 s, three times
-    assert "48 s, as it grew from 1024 to 2048" in too_long(quadratic, case(4096), 47)
-    assert too_long({2048: 100.0}, case(4096), 1) == ""  # nothing is known of how it grows
+    assert predicted_timeout(quadratic, case(4096), 49) == ""  # 16 s, three times
+    assert "48 s, extrapolated from 1024 and 2048" in predicted_timeout(quadratic, case(4096), 47)
+    assert predicted_timeout({2048: 100.0}, case(4096), 1) == ""  # nothing is known of how it grows
 
 
 def test_a_file_of_another_version_is_refused(llama, tmp_path):
     other = {"format": 1, "attnzoo": "9.9", "status": "ok"}
     (tmp_path / FILE).write_text(json.dumps(other) + "\n")
     with pytest.raises(SpecError, match=r"attnzoo 9\.9 .*--fresh"):
-        compare(plan(llama, tmp_path))
+        compare(compare_config(llama, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -255,11 +305,11 @@ def test_a_file_of_another_version_is_refused(llama, tmp_path):
     [
         (
             '{"format": 1, "status": "ok", "attnzoo": "VERSION"}\n{"format": 1, "sta',
-            "Line 2 .*cut off",
+            "Line 2 .*truncated",
         ),
-        ('{"format": 1, "status": "ok", "attnzoo": "VERSION"}', "Line 1 .*cut off"),
-        ("nonsense\n{}\n", "Line 1 .*is no JSON"),
-        ("[1, 2]\n", "no result of attnzoo"),
+        ('{"format": 1, "status": "ok", "attnzoo": "VERSION"}', "Line 1 .*truncated"),
+        ("nonsense\n{}\n", "Line 1 .*is not JSON"),
+        ("[1, 2]\n", "not a result of attnzoo"),
         ("\udcff", "cannot be read"),
     ],
 )
@@ -267,12 +317,12 @@ def test_a_broken_file_is_refused(llama, tmp_path, content, message):
     content = content.replace("VERSION", attnzoo.__version__)
     (tmp_path / FILE).write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(SpecError, match=message):
-        compare(plan(llama, tmp_path))
+        compare(compare_config(llama, tmp_path))
 
 
 def test_fresh_sets_it_aside(llama, tmp_path, monkeypatch):
     (tmp_path / FILE).write_text("nonsense")
-    compare(plan(llama, tmp_path, lengths=[64], levels=["op"], quality=False, fresh=True))
+    compare(compare_config(llama, tmp_path, lengths=[64], levels=["op"], quality=False, fresh=True))
     assert (tmp_path / "results.jsonl.old").read_text() == "nonsense"
     assert len(read(tmp_path / FILE)) == 2
 
@@ -280,13 +330,41 @@ def test_fresh_sets_it_aside(llama, tmp_path, monkeypatch):
 def test_results_of_another_model_are_refused(llama, tmp_path, measured):
     asked, _ = measured
     with pytest.raises(SpecError, match="another model"):
-        compare(plan("embedded", asked.out, quality=False))
+        compare(compare_config("embedded", asked.out, quality=False))
 
 
 def test_a_folder_that_cannot_be_written(llama, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SpecError, match="cannot be written"):
-        compare(plan(llama, tmp_path / "file" / "out", quality=False))
+    with pytest.raises(AttnzooError, match="cannot be written"):
+        compare(compare_config(llama, tmp_path / "file" / "out", quality=False))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(AttnzooError, match=r"is a link to .*nowhere', which does not exist"):
+        compare(compare_config(llama, tmp_path / "link", quality=False))
+
+
+def test_a_full_disk_keeps_whole_rows(tmp_path):
+    """Simulated by a limit on the size of files, in the middle of a row."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    append(tmp_path, {"first": 1})
+    written = (tmp_path / FILE).read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(written) + 5, before[1]))
+    try:
+        with pytest.raises(AttnzooError, match="free disk space, then repeat the command"):
+            append(tmp_path, {"second": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / FILE).read_bytes() == written
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        append(tmp_path, {"loss": float("nan")})
+
+
+def test_why_no_quality_is_measured(llama, text):
+    info = read_model_info(str(llama))
+    given = compare_config(llama, None)
+    assert missing_quality(given, info) == "give --text a file in the model's language"
+    assert missing_quality(compare_config(llama, None, text=text), info) == ""
+    assert "not requested" in missing_quality(compare_config(llama, None, quality=False), info)
+    assert missing_quality(compare_config("embedded", None), info) == ""
 
 
 @pytest.mark.parametrize(
@@ -308,28 +386,39 @@ def test_mistakes_are_refused_before_anything_is_written(llama, tmp_path, given,
     if "text" in given:
         given = {"text": tmp_path / "nowhere.txt"}
     with pytest.raises(SpecError, match=message):
-        compare(plan(llama, out, **given))
+        compare(compare_config(llama, out, **given))
     assert not out.exists()
 
 
 def test_too_little_text(llama, tmp_path):
     (tmp_path / "text.txt").write_text("short")
     with pytest.raises(SpecError, match="has 5 tokens"):
-        compare(plan(llama, tmp_path / "out", text=tmp_path / "text.txt"))
+        compare(compare_config(llama, tmp_path / "out", text=tmp_path / "text.txt"))
 
 
 def test_a_model_without_a_head(llama, text, tmp_path):
-    """Its layers are causal, but it predicts nothing: no decoding, no quality."""
-    LlamaModel.from_pretrained(llama).save_pretrained(tmp_path / "base")
+    """Its layers are causal, but it predicts nothing: no decoding; its embeddings are compared."""
+    model = LlamaModel.from_pretrained(llama)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)  # attention that is far from uniform
+    model.save_pretrained(tmp_path / "base")
+    ByT5Tokenizer().save_pretrained(tmp_path / "base")
     with pytest.raises(SpecError, match="no head that predicts tokens"):
-        compare(plan(tmp_path / "base", tmp_path / "out", mode="decode"))
+        compare(compare_config(tmp_path / "base", tmp_path / "out", mode="decode"))
     rows = compare(
-        plan(tmp_path / "base", tmp_path / "out", levels=["model"], lengths=[64], text=text)
+        compare_config(
+            tmp_path / "base", tmp_path / "out", levels=["model"], lengths=[64], text=text
+        )
     )
-    assert [(row["kind"], row["status"]) for row in rows] == [("cost", OK)] * 2
+    assert [(row["kind"], row["status"]) for row in rows] == [
+        *[("cost", OK)] * 2,
+        *[("quality", OK)] * 2,
+    ]
+    assert rows[-1]["cosine"] < rows[-2]["cosine"] == pytest.approx(1, abs=1e-3)
 
 
 def test_exact_attention_is_added_where_none_was_named(llama):
-    subject = find_subject(str(llama))
-    specs, _ = run_module.check(plan(llama, None, specs=[AttentionSpec("linear")]), subject)
+    info = read_model_info(str(llama))
+    specs, _ = run_module.check(compare_config(llama, None, specs=[AttentionSpec("linear")]), info)
     assert [spec.default.backend for spec in specs] == ["flash", "linear"]

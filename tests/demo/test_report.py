@@ -2,12 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from attnzoo.demo.measure import Result
 from attnzoo.demo.report import write_report
-from attnzoo.demo.run import write_results
+from attnzoo.demo.run import SwapResult, write_results
 
 RESULTS = [
-    Result(
+    SwapResult(
         label=name,
         spec={"backend": name.split()[0]},
         bits_per_byte=1.0 + i,
@@ -16,7 +15,7 @@ RESULTS = [
         cache_bytes={256: 1000, 1024: 1000 + 3000 * (i < 1)},
     )
     for i, name in enumerate(["softmax", "flash window 32", "linear"])
-] + [Result(label="odd <one>", spec={"backend": "odd"}, refused="it is <b>odd</b>")]
+] + [SwapResult(label="odd <one>", spec={"backend": "odd"}, refused="it is <b>odd</b>")]
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,13 @@ import torch
 from rich.console import Console
 from transformers import BertConfig, BertModel, ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
 
-from attnzoo.demo.report import columns, summary, terminal_table, write_report
-from attnzoo.demo.run import LENGTHS, default_specs, label, run_demo
+from attnzoo import AttentionSpec
+from attnzoo.demo.report import results_table, summary, terminal_table, write_report
+from attnzoo.demo.run import LENGTHS, default_specs, run_demo
 from attnzoo.errors import AttnzooError, SpecError, UnknownBackendError
+from attnzoo.evaluation.models import spec_label
 from attnzoo.registry import available_backends
-from attnzoo.report.text import size
+from attnzoo.report.format import format_bytes
 
 QUIET = Console(quiet=True)
 
@@ -19,7 +21,9 @@ def quick(tmp_path_factory):
     """The demo on the embedded model, three backends, short."""
     out = tmp_path_factory.mktemp("demo")
     names = ["softmax", "flash", "linear"]
-    results = run_demo(model=None, text=None, out=out, names=names, quick=True, console=QUIET)
+    results = run_demo(
+        model=None, text=None, out=out, specs=default_specs(names), quick=True, console=QUIET
+    )
     page = write_report(out, results)
     return out, results, page
 
@@ -33,7 +37,12 @@ def test_every_available_backend_is_shown():
 def test_an_unknown_backend_is_refused_before_anything_runs(tmp_path):
     with pytest.raises(UnknownBackendError, match="Did you mean 'linear'"):
         run_demo(
-            model=None, text=None, out=tmp_path / "x", names=["linaer"], quick=True, console=QUIET
+            model=None,
+            text=None,
+            out=tmp_path / "x",
+            specs=default_specs(["linaer"]),
+            quick=True,
+            console=QUIET,
         )
     assert not (tmp_path / "x").exists()
 
@@ -64,10 +73,10 @@ def test_what_must_hold_holds(quick):
 
 def test_table_and_summary_name_the_control_first(quick):
     _, results, _ = quick
-    heads = [column.header for column in terminal_table(results).columns]
+    heads = terminal_table(results).columns
     assert heads == ["attention", "bits/byte", "recall", "ms @256", "ms @1k", "cache @1k"]
-    assert set(heads) <= set(columns(results))
-    assert summary(results).startswith("Seeing only the last 32 tokens costs +")
+    assert set(heads) <= set(results_table(results).columns)
+    assert summary(results).startswith("The control, a window of 32 tokens, costs +")
 
 
 def test_report_is_self_contained(quick):
@@ -88,22 +97,25 @@ def test_users_own_model(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog; " * 60)
     out = tmp_path / "out"
-    results = run_demo(model=path, text=text, out=out, names=["linear"], quick=True, console=QUIET)
+    results = run_demo(
+        model=path, text=text, out=out, specs=[AttentionSpec("linear")], quick=True, console=QUIET
+    )
+    assert [r.label for r in results] == ["softmax", "linear"]  # the control is always there
     assert not [r.refused for r in results if r.refused]
     assert all(6 < r.bits_per_byte < 11 for r in results)  # nothing learned: about log2(384)
     assert json.loads((out / "results.json").read_text())["lengths"] == [128]
 
 
 def test_a_model_without_text_is_refused(tmp_path):
-    with pytest.raises(SpecError, match="give --text"):
-        run_demo(model=tmp_path, text=None, out=tmp_path, names=None, quick=True, console=QUIET)
+    with pytest.raises(SpecError, match="needs --text"):
+        run_demo(model=tmp_path, text=None, out=tmp_path, specs=None, quick=True, console=QUIET)
 
 
 def test_a_folder_without_model_is_refused(tmp_path):
     text = tmp_path / "t.txt"
     text.write_text("x" * 1000)
     with pytest.raises(SpecError, match=r"no config\.json"):
-        run_demo(model=tmp_path, text=text, out=tmp_path, names=None, quick=True, console=QUIET)
+        run_demo(model=tmp_path, text=text, out=tmp_path, specs=None, quick=True, console=QUIET)
 
 
 def test_an_encoder_is_refused(tmp_path):
@@ -115,11 +127,11 @@ def test_an_encoder_is_refused(tmp_path):
     text = tmp_path / "t.txt"
     text.write_text("x" * 2000)
     with pytest.raises(AttnzooError, match="causal"):
-        run_demo(model=tmp_path, text=text, out=tmp_path, names=None, quick=True, console=QUIET)
+        run_demo(model=tmp_path, text=text, out=tmp_path, specs=None, quick=True, console=QUIET)
 
 
 def test_labels():
-    assert [label(spec) for spec in default_specs(["flash"])] == [
+    assert [spec_label(spec) for spec in default_specs(["flash"])] == [
         "softmax",
         "flash",
         "flash window 32",
@@ -130,4 +142,4 @@ def test_labels():
     ("count", "text"), [(None, "-"), (0, "0 B"), (2048, "2.0 KiB"), (3 * 2**30, "3.0 GiB")]
 )
 def test_sizes(count, text):
-    assert size(count) == text
+    assert format_bytes(count) == text

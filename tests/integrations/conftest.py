@@ -8,7 +8,19 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import attnzoo
+
 transformers.logging.set_verbosity_error()
+
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("linear", {}),
+    "gated_linear": ("gated_linear", {"gate": "gla"}),
+    "window": ("flash", {"window": 4}),
+    "longformer": ("longformer", {"window": 4, "num_global": 2}),
+    "performer": ("performer", {"num_features": 16}),
+    "hybrid": ("linear", {"window": 4}),
+    "linformer": ("linformer", {"block": 5, "num_rows": 2}),
+}
 
 
 def redrawn(model: nn.Module, seed: int = 5) -> nn.Module:
@@ -60,6 +72,23 @@ def llama(llama_config: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return make
+
+
+@pytest.fixture(params=RECURRENT)
+def model(request: pytest.FixtureRequest, llama: Callable[..., Any]) -> Any:
+    """Return a Llama for each kind of recurrent state; modules may define another ``model``."""
+    model = llama()
+    backend, options = RECURRENT[request.param]
+    attnzoo.swap(model, backend, **options)
+    return model
+
+
+@pytest.fixture(params=["dynamic", "static"])
+def cache(request: pytest.FixtureRequest, llama_config: Callable[..., Any]) -> Any:
+    """Return an empty cache for :func:`llama`."""
+    if request.param == "dynamic":
+        return transformers.DynamicCache(config=llama_config())
+    return transformers.StaticCache(config=llama_config(), max_cache_len=20)
 
 
 @pytest.fixture(scope="session")

@@ -125,7 +125,7 @@ def layer(llama):
 
 def test_unknown_arguments_are_refused_by_name(layer):
     q = torch.randn(1, 4, 5, 8)
-    with pytest.raises(UnsupportedError, match=r"layers\.1\.self_attn: .*'indexer'.*'flash'"):
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.self_attn: .*'flash'.*'indexer'"):
         attention(layer, q, q, q, None, indexer=torch.ones(1))
     attention(layer, q, q, q, None, indexer=None, cache_position=torch.arange(5))
 
@@ -144,7 +144,8 @@ def test_wrong_dtypes_are_refused(backend, dtype, llama):
     attnzoo.swap(model, backend)
     layer = model.model.layers[0].self_attn
     q = torch.ones(1, 4, 5, 8, dtype=dtype)
-    with pytest.raises(UnsupportedError, match=rf"layers\.0.*'{backend}'.*q is {dtype}.*float32"):
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(UnsupportedError, match=rf"layers\.0.*'{backend}'.*q is {name}.*float32"):
         attention(layer, q, q[:, :2], q[:, :2], None)
 
 
@@ -153,7 +154,7 @@ def test_wrong_head_grouping_is_refused(backend, llama):
     model = llama()
     attnzoo.swap(model, backend)
     q = torch.randn(1, 4, 5, 8)
-    with pytest.raises(UnsupportedError, match=rf"'{backend}'.*q has 4 heads, k 3"):
+    with pytest.raises(UnsupportedError, match=rf"'{backend}'.*got 4 and 3"):
         attention(model.model.layers[0].self_attn, q, q[:, :3], q[:, :3], None)
 
 
@@ -169,16 +170,12 @@ def test_layer_without_a_backend_says_what_to_do(llama):
 def test_dropout_in_training(redraw, ids):
     config = hf.LlamaConfig(**SIZES, attention_dropout=0.5)
     model = redraw(hf.LlamaForCausalLM(config)).train()
-    for backend in ("softmax", "flash"):
+    for backend in BACKENDS:
         attnzoo.swap(model, backend)
         first, second = (model(ids).logits for _ in range(2))
         assert not torch.equal(first, second)
         assert torch.equal(model.eval()(ids).logits, model(ids).logits)
         model.train()
-    attnzoo.swap(model, "linear")
-    with pytest.raises(UnsupportedError, match=r"dropout of 0\.5 .*set it to 0"):
-        model(ids)
-    model.eval()(ids)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS])

@@ -41,7 +41,7 @@ SPECS: list[tuple[Any, dict[str, Any], type[Exception], list[str]]] = [
     ("linear", {"layers": {"0": "flahs"}}, UnknownBackendError, ["Did you mean 'flash'"]),
     ("linear", {"else_": "sofmax"}, UnknownBackendError, ["Did you mean 'softmax'"]),
     ({"version": 2, "backend": "linear"}, {}, SpecError, ["version 2", "upgrade attnzoo"]),
-    ({"version": "1", "backend": "linear"}, {}, SpecError, ["'1'", "number"]),
+    ({"version": "1", "backend": "linear"}, {}, SpecError, ["'1'", "integer"]),
     ({"backend": "linear", "optoins": {}}, {}, SpecError, ["'optoins'", "Did you mean 'options'"]),
     ({"options": {}}, {}, SpecError, ["backend"]),
     (["linear"], {}, SpecError, ["['linear']"]),
@@ -113,7 +113,7 @@ def test_masks_that_a_backend_cannot_take(backend, mask, llama, ids):
     attnzoo.swap(model, backend)
     with pytest.raises(ValueError, match=rf"model\.layers\.0\.self_attn.*'{backend}'") as error:
         model(ids[:1], attention_mask=mask, use_cache=False)
-    assert "softmax and flash can" in str(error.value)
+    assert "softmax and flash do" in str(error.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
@@ -124,7 +124,7 @@ def test_dtypes(dtype, llama):
     q = torch.ones(1, 4, 3, 8, dtype=dtype)
     with pytest.raises(ValueError, match=r"layers\.1.*'linear'") as error:
         backend(q, q[:, :2], q[:, :2])
-    for part in (str(dtype), "bfloat16, float16, float32, float64"):
+    for part in (str(dtype)[6:], "bfloat16, float16, float32, float64"):
         assert part in str(error.value)
 
 
@@ -132,7 +132,7 @@ def test_xformers_on_a_processor_says_why(llama, ids):
     model = llama()
     attnzoo.swap(model, "flash", impl="xformers")
     where = r"model\.layers\.0\.self_attn: backend 'flash'"
-    with pytest.raises(ValueError, match=rf"{where}.*impl 'xformers'.*(sdpa|auto)"):
+    with pytest.raises(ValueError, match=rf"{where}.*impl='xformers'.*(sdpa|auto)"):
         model(ids)
 
 

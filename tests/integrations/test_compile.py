@@ -54,7 +54,14 @@ def test_forward_is_one_graph(backend, llama, ids, padding):
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        name if name in ("flash", "linear", "hybrid")
+        else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in BACKENDS
+    ],
+)  # fmt: skip
 def test_training_step(backend, llama, ids, padding):
     model = llama()
     swap(model, backend)

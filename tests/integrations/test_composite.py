@@ -10,7 +10,7 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.errors import SpecError
-from attnzoo.integrations.convert import own_attention
+from attnzoo.integrations.convert import original_attention
 
 TEXT = {
     "vocab_size": 99,
@@ -117,9 +117,9 @@ def test_a_part_in_a_model_that_is_swapped_whole(llava, tmp_path):
     again = hf.LlavaForConditionalGeneration.from_pretrained(tmp_path)
     torch.testing.assert_close(run(again), after)
     for model in (llava, again):
-        with pytest.raises(SpecError, match="part of a model that was swapped as a whole"):
+        with pytest.raises(SpecError, match="submodel of a model that was swapped as a whole"):
             attnzoo.restore(model.model.language_model)
-        with pytest.raises(SpecError, match="part of a model that was swapped as a whole"):
+        with pytest.raises(SpecError, match="submodel of a model that was swapped as a whole"):
             attnzoo.restore(model.model.vision_tower)
         attnzoo.restore(model)
         assert by_part(model) == {"vision_tower": {"none"}, "language_model": {"none"}}
@@ -147,11 +147,11 @@ def test_a_part_is_restored_alone(llava):
     torch.testing.assert_close(run(llava), before)
 
 
-def test_own_attention_of_a_part(llava):
+def test_original_attention_of_a_part(llava):
     before = run(llava)
     attnzoo.swap(llava.model.language_model, "linear")
     after = run(llava)
-    with own_attention(llava):
+    with original_attention(llava):
         torch.testing.assert_close(run(llava), before)
     torch.testing.assert_close(run(llava), after)
 

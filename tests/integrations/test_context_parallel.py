@@ -1,4 +1,4 @@
-"""Rows on several processes: outputs, losses and gradients of one; what cannot be is refused."""
+"""Context parallelism: outputs, losses and gradients equal one process; refusals."""
 
 import importlib.util
 import json
@@ -17,29 +17,29 @@ import attnzoo
 from attnzoo.backends.config import Geometry
 from attnzoo.errors import AttnzooError, SpecError, UnsupportedError
 from attnzoo.integrations import context_parallel as cp
-from attnzoo.integrations.convert import own_attention
+from attnzoo.integrations.convert import original_attention
+from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.masks import AttentionMask
-from attnzoo.ops.context_parallel import Shard
 from attnzoo.registry import build_backend
 
-SCRIPT = Path(__file__).with_name("shares.py")
-MOST = 1e-5  # of what one process has in float64
+SCRIPT = Path(__file__).with_name("context_parallel_ranks.py")
+TOLERANCE = 1e-5  # relative to one process in float64
 
 
 def load():
-    spec = importlib.util.spec_from_file_location("shares", SCRIPT)
+    spec = importlib.util.spec_from_file_location("context_parallel_ranks", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-SHARES = load()
+RANKS = load()
 
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory):
-    """Run every case in groups of 2 and of 4 processes; returns the largest errors of any."""
-    out = tmp_path_factory.mktemp("shares")
+    """Run every case on 2 and on 4 processes; return the largest errors over ranks."""
+    out = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "4", str(SCRIPT), str(out)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -51,27 +51,27 @@ def errors(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", SHARES.CASES)
-def test_a_backend_on_shares_equals_one_process(errors, case, size):
-    kinds = SHARES.CASES[case][-1]
-    wrong = {k: e for k in kinds if max(e := errors[f"{case}/{k}/{size}"]) > MOST}
+@pytest.mark.parametrize("case", RANKS.CASES)
+def test_backends_equal_one_process(errors, case, size):
+    kinds = RANKS.CASES[case][-1]
+    wrong = {k: e for k in kinds if max(e := errors[f"{case}/{k}/{size}"]) > TOLERANCE}
     assert not wrong, "outputs, gradients of inputs, of parameters: " + str(wrong)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", SHARES.MODELS)
-def test_a_model_on_shares_equals_one_process(errors, case, size):
+@pytest.mark.parametrize("case", RANKS.MODELS)
+def test_models_equal_one_process(errors, case, size):
     """Logits, the mean of the losses and of the gradients, through Accelerate's device meshes."""
     found = errors[f"{case}/model/{size}"]
-    assert max(found) <= MOST, found
+    assert max(found) <= TOLERANCE, found
 
 
 # -- refusals --------------------------------------------------------------------------------------
 
 
 def shard(**changes):
-    return Shard(**{"group": None, "rank": 0, "size": 2, "length": 8, **changes})
+    return SequenceShard(**{"group": None, "rank": 0, "size": 2, "length": 8, **changes})
 
 
 def call(name, options=None, *, causal=True, mask=None, shard=None, **given):
@@ -96,23 +96,23 @@ IDS = torch.tensor([[0] * 5 + [1] * 11])
 @pytest.mark.parametrize(
     ("name", "options", "given", "message"),
     [
-        ("linformer", {"block": 4}, {}, "projected from whole rows"),
-        ("linformer", {}, {"causal": False}, "projected from whole rows"),
+        ("linformer", {"block": 4}, {}, "projects all keys of a sequence"),
+        ("linformer", {}, {"causal": False}, "projects all keys of a sequence"),
         ("reformer", {}, {}, "buckets sort the tokens"),
-        ("longformer", {"num_global": 1}, {}, "global tokens see all of a row"),
+        ("longformer", {"num_global": 1}, {}, "global tokens attend to all tokens"),
         ("linear", {}, {"return_state": True}, "use_cache=False"),
-        ("linear", {"window": 3}, {"causal": False}, "window to both sides"),
-        ("flash", {"window": 3}, {"causal": False}, "window to both sides"),
+        ("linear", {"window": 3}, {"causal": False}, "a bidirectional window"),
+        ("flash", {"window": 3}, {"causal": False}, "a bidirectional window"),
         ("performer", {"floor": 1e-4}, {"causal": False}, "floor"),
-        ("linear", {}, {"shard": shard(length=9)}, "a share of the rows has 9 tokens"),
+        ("linear", {}, {"shard": shard(length=9)}, "a shard has 9 tokens"),
         ("linear", {}, {"causal": False, "shard": shard(segment_ids=IDS)}, "packed without"),
-        ("performer", {"floor": 1e-4}, {"shard": shard(segment_ids=IDS)}, "taken apart"),
+        ("performer", {"floor": 1e-4}, {"shard": shard(segment_ids=IDS)}, "support packed rows"),
         ("linear", {}, {"mask": AttentionMask(causal=True, padding=IDS[:, :8] == 0)}, "not of the"),
         ("flash", {}, {"bias": torch.zeros(1, 1, 8, 8)}, "additive bias"),
-        ("softmax", {}, {"return_weights": True}, "nowhere whole"),
+        ("softmax", {}, {"return_weights": True}, "no rank has all of them"),
     ],
 )
-def test_what_needs_whole_rows_is_refused(name, options, given, message):
+def test_unsupported_calls_are_refused(name, options, given, message):
     given = {"shard": shard(), **given}
     with pytest.raises(UnsupportedError, match=message):
         call(name, options, **given)
@@ -142,8 +142,8 @@ ROWS = {"input_ids": torch.arange(12).view(1, 12)}
 
 @pytest.fixture
 def two(monkeypatch):
-    """Be the first of two processes, as far as it can be told without the other."""
-    monkeypatch.setattr(cp, "_group", lambda group: None)
+    """Mock rank 0 of 2."""
+    monkeypatch.setattr(cp, "_process_group", lambda group: None)
     monkeypatch.setattr(cp.dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(cp.dist, "get_world_size", lambda group: 2)
 
@@ -154,24 +154,24 @@ def refuse(model, batch, message, kind=UnsupportedError):
 
 
 @pytest.mark.usefixtures("two")
-def test_models_that_cannot_run_on_shares_are_refused():
+def test_unsupported_models_are_refused():
     refuse(llama(), ROWS, "not swapped", SpecError)
     refuse(swapped(layers={"1": "reformer"}), ROWS, "layers.1.self_attn.*reformer.*buckets")
     model = swapped()
-    with own_attention(model):
-        refuse(model, ROWS, "runs its own attention", SpecError)
+    with original_attention(model):
+        refuse(model, ROWS, "runs its original attention", SpecError)
     t5 = hf.T5ForConditionalGeneration(
         hf.T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     )
     attnzoo.swap(t5, "flash", else_="softmax")
-    refuse(t5, ROWS, "an encoder and a decoder")
+    refuse(t5, ROWS, "an encoder-decoder")
     model = swapped()
     model.config.layer_types = ["full_attention", "linear_attention"]
-    refuse(model, ROWS, "outside of attention too.*linear_attention")
+    refuse(model, ROWS, "other than attention mix tokens.*linear_attention")
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = llama(rope_parameters=dynamic)
     attnzoo.swap(model, "linear")
-    refuse(model, ROWS, "follow the longest position")
+    refuse(model, ROWS, "depend on the longest position")
     model = swapped()
     model.model.layers[0].self_attn.attnzoo.geometry = replace(
         model.model.layers[0].self_attn.attnzoo.geometry, position_bias=True
@@ -183,10 +183,10 @@ def test_models_that_cannot_run_on_shares_are_refused():
 
 
 @pytest.mark.usefixtures("two")
-def test_batches_that_cannot_be_cut_are_refused():
+def test_unsupported_batches_are_refused():
     model, ids = swapped(), ROWS["input_ids"]
-    refuse(model, {"input_ids": ids[:, :11]}, "11 tokens do not divide over 2.*pad them to 12")
-    refuse(model, {**ROWS, "cache_position": ids[0]}, "'cache_position' is given")
+    refuse(model, {"input_ids": ids[:, :11]}, "11 tokens are not divisible by 2.*pad them to 12")
+    refuse(model, {**ROWS, "cache_position": ids[0]}, "'cache_position' is not known")
     refuse(model, {**ROWS, "attention_mask": torch.ones(1, 1, 12, 12)}, "attention_mask is not")
     padded = torch.ones(1, 12)
     padded[0, 0] = 0
@@ -206,52 +206,53 @@ def test_batches_that_cannot_be_cut_are_refused():
 
 
 @pytest.mark.usefixtures("two")
-def test_labels_are_shifted_over_whole_rows():
+def test_labels_are_shifted_over_full_rows():
     labels = ROWS["input_ids"].clone()
     labels[0, 2] = -100
-    with attnzoo.context_parallel(swapped(), {**ROWS, "labels": labels}) as share:
-        assert share["input_ids"].tolist() == [[0, 1, 2, 3, 4, 5]]
-        assert share["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]]
-        assert share["shift_labels"].tolist() == [[1, -100, 3, 4, 5, 6]]
-        assert float(share["num_items_in_batch"]) == 10 / 2
+    with attnzoo.context_parallel(swapped(), {**ROWS, "labels": labels}) as local_batch:
+        assert local_batch["input_ids"].tolist() == [[0, 1, 2, 3, 4, 5]]
+        assert local_batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]]
+        assert local_batch["shift_labels"].tolist() == [[1, -100, 3, 4, 5, 6]]
+        assert float(local_batch["num_items_in_batch"]) == 10 / 2
 
 
-def test_without_processes_nothing_is_cut():
+def test_an_uninitialised_process_group_is_refused():
     refuse(swapped(), ROWS, "torch.distributed is not initialised")
 
 
 def test_a_process_outside_of_the_group_is_refused(monkeypatch):
     monkeypatch.setattr(cp.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(cp.dist, "get_rank", lambda group=None: 5 if group is None else -1)
-    refused = pytest.raises(UnsupportedError, match=r"This process \(5\) is not in the group")
+    refused = pytest.raises(UnsupportedError, match=r"This process \(5\) is not in the given group")
     with refused, attnzoo.context_parallel(swapped(), ROWS, object()):
         pass
 
 
 @pytest.mark.usefixtures("two")
-def test_boundaries_of_a_share_are_refused():
+def test_cumulative_lengths_are_refused():
     model = swapped()
     ends = torch.tensor([0, 2, 6], dtype=torch.int32)
-    refused = pytest.raises(AttnzooError, match="say it by position_ids")
-    with attnzoo.context_parallel(model, ROWS) as share, refused:
-        model(**share, use_cache=False, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+    refused = pytest.raises(AttnzooError, match="give position_ids instead")
+    with attnzoo.context_parallel(model, ROWS) as local_batch, refused:
+        model(**local_batch, use_cache=False, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
 
 
 def test_torchs_own_context_parallel_is_refused(monkeypatch):
-    """It cuts rows in another order, and leaves all but torch's own attention to see one share."""
+    """torch splits rows in another order, and only its own attention exchanges keys."""
     import torch.distributed.tensor.experimental._context_parallel._attention as torchs
 
-    def taken(*args, **options):
+    def replaced(*args, **options):
         pytest.fail("never called")
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", taken)
-    monkeypatch.setitem(torchs._replaced_functions, taken, ("scaled_dot_product_attention", None))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", replaced)
+    original = ("scaled_dot_product_attention", None)
+    monkeypatch.setitem(torchs._replaced_functions, replaced, original)
     for attention, options in (("linear", {}), ("softmax", {}), ("flash", {"window": 4})):
         with pytest.raises(UnsupportedError, match="torch's context_parallel"):
             swapped(attention, **options)(**ROWS)
 
 
-def test_flash_goes_to_what_torchs_own_makes_ring_attention_of(monkeypatch):
+def test_flash_calls_the_function_that_torch_replaces(monkeypatch):
     import torch.distributed.tensor.experimental._context_parallel._attention as torchs
 
     calls, plain = [], F.scaled_dot_product_attention

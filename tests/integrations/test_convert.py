@@ -182,7 +182,7 @@ def test_a_spec_and_its_data_are_taken_too(form, llama, ids):
     model = llama()
     attnzoo.swap(model, form(data))
     assert backends(model) == ["linear", "flash"]
-    assert model.config.attnzoo == data
+    assert model.config.attnzoo == attnzoo.AttentionSpec.from_dict(data).to_dict(defaults=True)
     with pytest.raises(SpecError, match="feature_map"):
         attnzoo.swap(model, form(data), feature_map="relu")
 

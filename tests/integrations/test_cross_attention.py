@@ -231,6 +231,39 @@ def test_other_backends_refuse_it(name, backend, make):
     assert (backend in kinds(model)["self"]) == (name != "t5" or takes_bias)
 
 
+@pytest.mark.parametrize("name", ["bart", "t5"])
+@pytest.mark.parametrize("backend", ["softmax", "flash", "linear", "performer"])
+def test_a_window_on_cross_attention_is_refused(name, backend, make):
+    model = make(name)
+    other = {"flash": "softmax"}.get(backend, "flash")
+    with pytest.raises(UnsupportedError, match=r"cross-attention.*window=4.*leave win"):
+        attnzoo.swap(model, backend, window=4, layers={_self(name): other})
+    attnzoo.swap(model, backend, window=4, else_=other)
+    assert kinds(model)["cross"] == {other}
+
+
+def _self(name: str) -> str:
+    """Return the key that names the self-attention layers of a family in a spec."""
+    return "self_attn" if name == "bart" else "SelfAttention"
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+@pytest.mark.parametrize("backend", ["softmax", "flash"])
+def test_cached_decoding_with_a_window_equals_one_pass(name, backend, make, ids):
+    model = make(name)
+    attnzoo.swap(model, backend, window=4, else_="flash" if backend == "softmax" else "softmax")
+    source = {"input_ids": ids.flip(0)}
+    with torch.no_grad():
+        whole = model(**source, decoder_input_ids=ids, use_cache=False).logits
+        first = model(**source, decoder_input_ids=ids[:, :6], use_cache=True)
+        steps, cache = [first.logits], first.past_key_values
+        for t in range(6, ids.shape[1]):
+            call = {"encoder_outputs": (first.encoder_last_hidden_state,), "use_cache": True}
+            step = model(**call, decoder_input_ids=ids[:, t : t + 1], past_key_values=cache)
+            steps.append(step.logits)
+    assert_close(torch.cat(steps, 1), whole)
+
+
 def test_the_reason_is_given(make):
     model = make("bart")
     attnzoo.swap(model, "flash")

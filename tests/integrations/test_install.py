@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 import attnzoo
 from attnzoo.backends.base import BACKENDS
-from attnzoo.backends.softmax import SoftmaxBackend, SoftmaxConfig
+from attnzoo.backends.softmax.backend import SoftmaxBackend, SoftmaxConfig
 from attnzoo.errors import AttnzooError, SpecError
 
 
@@ -249,10 +249,10 @@ def test_truncated_file(saved):
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
     with pytest.raises(
-        SpecError, match=r"saved' cannot be loaded into LlamaForCausalLM .* cut short"
+        SpecError, match=r"saved' cannot be loaded into LlamaForCausalLM .* truncated"
     ):
         load(saved)
-    with pytest.raises(SpecError, match="cut short"):
+    with pytest.raises(SpecError, match="truncated"):
         hf.LlamaForCausalLM.from_pretrained(pretrained_model_name_or_path=saved)
 
 
@@ -304,7 +304,7 @@ def test_implementation_without_a_spec(stock):
 def test_spec_with_another_implementation(stock, implementation):
     config = hf.AutoConfig.from_pretrained(stock)
     config.attnzoo = attnzoo.AttentionSpec("linear").to_dict()
-    with pytest.raises(SpecError, match=r"asks for 'linear'.*pass attn_implementation='attnzoo'"):
+    with pytest.raises(SpecError, match=r"backend 'linear'.*pass attn_implementation='attnzoo'"):
         hf.AutoModelForCausalLM.from_pretrained(
             stock, config=config, attn_implementation=implementation
         )
@@ -359,13 +359,12 @@ def test_without_attnzoo_loading_fails_loudly(saved):
 @pytest.mark.parametrize(
     "imports",
     [
-        "import transformers, attnzoo",
         "import attnzoo; assert 'torch' not in sys.modules; import transformers",
-        "from transformers import AutoModelForCausalLM; import attnzoo",
         "import attnzoo; attnzoo.swap; import transformers",
     ],
 )
-def test_order_of_imports(saved, imports):
+def test_attnzoo_imported_first(saved, imports):
+    """Other orders of imports are in ``tests/users/test_import_order.py``."""
     done = python(
         f"""
         import sys

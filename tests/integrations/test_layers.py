@@ -13,7 +13,7 @@ from attnzoo.integrations.layers import (
     attention_layers,
     layer_number,
     read_geometry,
-    whole_model,
+    unwrap_model,
 )
 
 SIZES: dict[str, Any] = {
@@ -147,9 +147,9 @@ def test_heads_that_cannot_be_found_are_refused():
         read_geometry(nn.Module(), "blocks.0.attn", nn.Module())
 
 
-def test_whole_model_is_found_in_wrappers():
+def test_models_are_unwrapped():
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))
-    assert whole_model(model) is model
-    assert whole_model(nn.Sequential(model)) is model
-    assert whole_model(torch.compile(model)) is model
-    assert whole_model(nn.Linear(2, 2)) is None
+    assert unwrap_model(model) is model
+    assert unwrap_model(nn.Sequential(model)) is model
+    assert unwrap_model(torch.compile(model)) is model
+    assert unwrap_model(nn.Linear(2, 2)) is None

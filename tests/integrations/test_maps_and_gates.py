@@ -1,4 +1,4 @@
-"""Every feature map and gate inside a model: generated, saved, loaded, adapted, compiled."""
+"""Feature maps and gates in a model: generation, saving, loading, adapters, compilation."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import attnzoo
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing. is deprecated:FutureWarning")
-# Each new map and gate once; those with a state of their own together with a map that is learned
+# Each map and gate once; gates with a state of their own use a learned map
 SWAPS: dict[str, tuple[str, dict[str, Any]]] = {
     "cosine": ("linear", {"feature_map": "cosine"}),
     "taylor": ("linear", {"feature_map": "taylor"}),
@@ -30,7 +30,7 @@ def model(request, llama):
     model = llama()
     backend, options = SWAPS[request.param]
     attnzoo.swap(model, backend, **options)
-    for layer in model.model.layers:  # away from the initial values
+    for layer in model.model.layers:  # change the initial values
         for parameter in layer.self_attn.attnzoo.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     return model
@@ -41,7 +41,7 @@ def generate(model: Any, ids: Any, **options: Any) -> Any:
 
 
 def test_cached_generation(model, ids, padding):
-    """Greedy and with beams, padded on the left: as without a cache, where all is one pass."""
+    """Greedy and with beams, padded on the left: tokens are equal with and without a cache."""
     for options in {}, {"num_beams": 3}:
         plain = generate(model, ids, attention_mask=padding("left"), use_cache=False, **options)
         cached = generate(model, ids, attention_mask=padding("left"), **options)
@@ -69,8 +69,8 @@ def test_saved_and_loaded(model, ids, tmp_path):
         assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-def test_initial_values_where_a_checkpoint_lacks_them(llama, llama_config, tmp_path):
-    """Those of ``from_pretrained`` are those of a swap in memory, frequencies included."""
+def test_weights_missing_from_a_checkpoint_are_initialised(llama, llama_config, tmp_path):
+    """``from_pretrained`` and a swap in memory give equal values, including frequencies."""
     llama().save_pretrained(tmp_path)
     for backend, options in SWAPS.values():
         config = llama_config(attnzoo=attnzoo.AttentionSpec(backend, **options).to_dict())
@@ -122,7 +122,7 @@ def test_forward_is_one_graph(name, llama, ids, padding):
 
 
 def test_a_function_as_feature_map(llama, ids, tmp_path):
-    """Swapped in memory and loaded again, by the name that the config has for it."""
+    """Swapped in memory, and loaded by the name in the config."""
     model = llama()
     attnzoo.swap(model, "gated_linear", gate="mlstm", feature_map=F.relu6)
     assert model.config.attnzoo["options"]["feature_map"] == "torch.nn.functional:relu6"
@@ -132,8 +132,8 @@ def test_a_function_as_feature_map(llama, ids, tmp_path):
         assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-def test_offloaded_extras_are_moved_in(llama, ids):
-    """Accelerate keeps weights on the meta device and moves them in by hooks on their modules."""
+def test_offloaded_extras_are_loaded(llama, ids):
+    """Accelerate keeps weights on the meta device and loads them in hooks of their modules."""
     from accelerate import cpu_offload
 
     model = llama()
@@ -145,7 +145,7 @@ def test_offloaded_extras_are_moved_in(llama, ids):
         assert torch.equal(model(ids, use_cache=False).logits, expected)
 
 
-def test_cosine_fades_over_the_length_of_the_model(llama):
+def test_cosine_uses_the_maximum_length_of_the_model(llama):
     model = llama()
     attnzoo.swap(model, "linear", feature_map="cosine")
     assert model.model.layers[0].self_attn.attnzoo.feature_map.length == 64

@@ -11,10 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 import attnzoo
+from attnzoo.backends.softmax.op import softmax_attention
 from attnzoo.errors import UnsupportedError
+from attnzoo.integrations import packing
 from attnzoo.integrations.attention import attention
-from attnzoo.integrations.masks import ModelMask, given_mask, make_mask, with_boundaries
-from attnzoo.ops.softmax import softmax_attention
+from attnzoo.integrations.masks import ModelMask, make_mask, read_mask
+from attnzoo.integrations.packing import Packing, add_packing
 
 EXACT = ["softmax", "flash"]
 ALL = [*EXACT, "linear", "gated_linear", "reformer"]
@@ -153,15 +155,89 @@ def test_cumulative_lengths_that_cannot_be_honoured(llama, ids, padding):
     model = llama()
     attnzoo.swap(model, "flash")
     bounds = torch.tensor([0, 5, 12])
-    with pytest.raises(UnsupportedError, match=r"3 rows .* attention mask too"):
+    with pytest.raises(UnsupportedError, match=r"3 rows .* attention mask is given too"):
         model(ids, attention_mask=padding("left"), cu_seq_lens_q=bounds)
     cache = model(ids[:1]).past_key_values
-    with pytest.raises(UnsupportedError, match="1 queries meet 13 keys"):
+    with pytest.raises(UnsupportedError, match="1 queries and 13 keys"):
         model(ids[:1, :1], past_key_values=cache, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
     plain = attnzoo.AttentionMask(causal=True)
-    assert with_boundaries(plain, None, bounds, (1, 12, 12)).segment_ids.tolist() == [
-        [0] * 5 + [1] * 7
-    ]
+    packed_mask = add_packing(plain, Packing(cu_seq_lens_k=bounds), (1, 12, 12))
+    assert packed_mask.segment_ids.tolist() == [[0] * 5 + [1] * 7]
+    with pytest.raises(UnsupportedError, match=r"cu_seq_lens_q has the shape \(1, 3\)"):
+        add_packing(plain, Packing(cu_seq_lens_q=bounds[None]), (1, 12, 12))
+
+
+@pytest.fixture
+def seq_idx():
+    return torch.repeat_interleave(torch.tensor([5, 3, 5]), torch.tensor(LENGTHS)).expand(2, -1)
+
+
+@pytest.mark.parametrize("backend", [*ALL, "performer", "longformer"])
+def test_packing_given_as_sequence_indices(backend, llama, packed, seq_idx):
+    model = llama()
+    attnzoo.swap(model, backend)
+    ids, places = packed
+    expected = apart(model, ids)
+    with torch.no_grad():
+        found = model(ids, position_ids=places, seq_idx=seq_idx, use_cache=False).logits
+        assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        found = model(ids, position_ids=places, seq_idx=seq_idx).logits  # no packing in the mask
+        assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        if backend in EXACT:  # whose rotations are relative
+            found = model(ids, seq_idx=seq_idx[:1], use_cache=False).logits
+            assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_sequence_indices_beside_padding():
+    real = torch.tensor([[1, 1, 1, 1, 0, 0]]).bool()
+    mask = attnzoo.AttentionMask(causal=True, padding=real)
+    seq_idx = torch.tensor([[0, 0, 1, 1, -1, -1]])
+    found = add_packing(mask, Packing(seq_idx), (1, 6, 6))
+    assert found.segment_ids.tolist() == [[0, 0, 1, 1, 2, 2]]
+    assert found.padding is real
+    one = add_packing(mask, Packing(torch.zeros(1, 6)), (1, 6, 6))
+    assert one.segment_ids is None
+
+
+@pytest.mark.parametrize("backend", ["flash", "linear"])
+def test_packing_arguments_that_disagree(backend, llama, packed, seq_idx):
+    model = llama()
+    attnzoo.swap(model, backend)
+    ids, places = packed
+    other = torch.arange(12).expand(2, -1) // 6
+    for given, match in (
+        ({"position_ids": places, "seq_idx": other}, "seq_idx and of position_ids differ"),
+        ({"position_ids": places[:1], "cu_seq_lens_q": torch.tensor([0, 6, 12])}, "cu_seq_lens_q"),
+    ):
+        rows = len(given["position_ids"])
+        with pytest.raises(UnsupportedError, match=match):
+            model(ids[:rows], use_cache=False, **given)
+    lengths = torch.tensor([0, *LENGTHS]).cumsum(0)
+    with pytest.raises(UnsupportedError, match="of cu_seq_lens_q and of seq_idx differ"):
+        model(ids[:1], use_cache=False, seq_idx=seq_idx[:1], cu_seq_lens_q=lengths[::3])
+    with pytest.raises(UnsupportedError, match=r"seq_idx has the shape \(2, 11\)"):
+        model(ids, use_cache=False, seq_idx=seq_idx[:, 1:])
+    cache = model(ids[:1]).past_key_values
+    with pytest.raises(UnsupportedError, match=r"14 keys|from a state"):
+        model(ids[:1, :2], past_key_values=cache, seq_idx=torch.tensor([[0, 1]]))
+
+
+def test_packing_is_compared_once_per_mask(packed, seq_idx, monkeypatch, llama):
+    model = llama()
+    attnzoo.swap(model, "flash")
+    compare, compared = packing._segment_ids, []
+    monkeypatch.setattr(packing, "_segment_ids", lambda *a: compared.append(a) or compare(*a))
+    ids, places = packed
+    model(ids, position_ids=places, seq_idx=seq_idx, use_cache=False)
+    assert len(compared) == 1
+    assert len(model.model.layers) > 1
+
+
+def test_compiled_packing_begins_where_any_argument_says(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    mask = attnzoo.AttentionMask(causal=True, segment_ids=torch.tensor([[0, 0, 1, 1, 1, 1]]))
+    found = add_packing(mask, Packing(torch.tensor([[0, 0, 0, 0, 1, 1]])), (1, 6, 6))
+    assert found.segment_ids.tolist() == [[0, 0, 1, 1, 2, 2]]
 
 
 # -- masks of the user's own ---------------------------------------------------------------------
@@ -312,7 +388,7 @@ def test_unknown_masks_are_exact_or_refused(kind, given, llama, mask_config, ids
     for backend in ("linear", "gated_linear"):
         attnzoo.swap(model, backend)
         for cached in (True, False):
-            with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn.*unusual shape"):
+            with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn.*unknown function"):
                 model(ids, attention_mask=mask, use_cache=cached)
 
 
@@ -423,13 +499,13 @@ def test_an_indexers_selection_is_honoured_by_exact_backends_and_refused_by_othe
     [((4, 4), None, 10), ((1, 4), None, 4), ((4, 4), 2, 7), ((1, 4), 2, 2)],
 )
 def test_layers_without_a_mask(sizes, window, expected):
-    mask, bias = given_mask(None, causal=True, window=window, q_length=sizes[0], kv_length=sizes[1])
+    mask, bias = read_mask(None, causal=True, window=window, q_length=sizes[0], kv_length=sizes[1])
     assert bias is None
     assert int(mask.dense(*sizes, torch.device("cpu")).sum()) == expected
 
 
 def test_place_of_queries_must_be_known():
-    with pytest.raises(UnsupportedError, match="3 queries meet 9 keys"):
-        given_mask(None, causal=True, window=None, q_length=3, kv_length=9)
-    mask, _ = given_mask(None, causal=False, window=None, q_length=3, kv_length=9)
+    with pytest.raises(UnsupportedError, match="3 queries, 9 keys and no mask"):
+        read_mask(None, causal=True, window=None, q_length=3, kv_length=9)
+    mask, _ = read_mask(None, causal=False, window=None, q_length=3, kv_length=9)
     assert mask.dense(3, 9, torch.device("cpu")) is None

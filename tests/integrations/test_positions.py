@@ -169,20 +169,20 @@ def test_positions_without_end():
     assert (found.kind, found.before) == ("alibi", 32)
     torch.testing.assert_close(run(mpt, 32, use_cache=False), short)
     assert run(mpt, 80, use_cache=False).shape == (1, 80, 99)
-    with pytest.raises(SpecError, match="no end"):
+    with pytest.raises(SpecError, match="unlimited"):
         attnzoo.extend_positions(bloom, 4096, method="copy")
 
 
 @pytest.mark.parametrize(
     ("name", "length", "method", "message"),
     [
-        ("bert", 32, None, "above the 32 positions"),
+        ("bert", 32, None, "greater than the 32 positions"),
         ("bert", 0, None, "number of tokens"),
         ("bert", 64.0, None, "number of tokens"),
         ("bert", 64, "yarn", "Available: copy, interpolate"),
         ("llama", 64, "copy", "Available: yarn, linear, dynamic"),
         ("llama", 64, "yarm", "Did you mean 'yarn'"),
-        ("roberta", 32, None, "above the 32 positions"),
+        ("roberta", 32, None, "greater than the 32 positions"),
         ("marian", 64, "copy", "Available: computed"),
     ],
 )
@@ -210,11 +210,11 @@ def test_what_cannot_be_extended_is_refused():
             **SMALL, intermediate_size=32, num_key_value_heads=1, head_dim=16, sliding_window=8
         )
     )
-    with pytest.raises(UnsupportedError, match="each kind of layer"):
+    with pytest.raises(UnsupportedError, match="per layer type"):
         attnzoo.extend_positions(gemma, 2**20)
     bert = make("bert")
     attnzoo.swap(bert, "linformer", num_rows=4)
-    with pytest.raises(UnsupportedError, match="extend the model first"):
+    with pytest.raises(UnsupportedError, match="extend the model before"):
         attnzoo.extend_positions(bert, 64)
     with pytest.raises(SpecError, match="not a transformers model"):
         attnzoo.extend_positions(torch.nn.Linear(2, 2), 64)

@@ -1,26 +1,31 @@
-"""Kernels in C++: compiled once and whole, and done without where there is no compiler."""
+"""C++ kernels: compiled once, written atomically, and not required without a compiler."""
 
 import os
+import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
+from attnzoo.backends.reformer.impl.cpp import LSH, PIVOTS
+from attnzoo.backends.reformer.op import lsh_attention
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels import cpp
-from attnzoo.ops.reformer import choose_impl, lsh_attention
+
+REAL = os.environ.get("CXX") or "c++"
 
 
 @pytest.fixture
 def cold(monkeypatch, tmp_path):
-    """Forget what was compiled, before the test and after it."""
+    """Use an empty cache of compiled libraries."""
     monkeypatch.setenv(cpp.CACHE, str(tmp_path / "cache"))
     cpp.load.cache_clear()
-    cpp.why_not.cache_clear()
+    cpp.unavailable_reason.cache_clear()
     yield tmp_path / "cache"
     cpp.load.cache_clear()
-    cpp.why_not.cache_clear()
+    cpp.unavailable_reason.cache_clear()
 
 
 def compiler(folder, script):
@@ -31,27 +36,27 @@ def compiler(folder, script):
 
 
 def test_a_kernel_is_compiled_once(cold, monkeypatch, tmp_path):
-    if cpp.why_not("pivots"):
-        pytest.skip(cpp.why_not("pivots"))
+    if cpp.unavailable_reason(PIVOTS):
+        pytest.skip(cpp.unavailable_reason(PIVOTS))
     (made,) = cold.iterdir()
     assert made.name.startswith("pivots-")
     assert made.suffix == ".so"
+    assert stat.S_IMODE(cold.stat().st_mode) == stat.S_IMODE(made.stat().st_mode) == 0o700
     cpp.load.cache_clear()
-    real = os.environ.get("CXX") or "c++"
-    script = f'case "$*" in *-dM*) exec {real} "$@";; esac; exit 1\n'
+    script = f'case "$*" in *-dM*) exec {REAL} "$@";; esac; exit 1\n'
     monkeypatch.setenv("CXX", compiler(tmp_path, script))
-    assert cpp.load("pivots").pivots  # as the other compiler says the same of itself
+    assert cpp.load(PIVOTS).best_pivots  # from the cache: both compilers have the same macros
     assert list(cold.iterdir()) == [made]
 
 
-def test_processes_that_compile_at_once_leave_one_library(cold):
-    if cpp.why_not("pivots"):
-        pytest.skip(cpp.why_not("pivots"))
+def test_concurrent_compilations_leave_one_library(cold):
+    if cpp.unavailable_reason(PIVOTS):
+        pytest.skip(cpp.unavailable_reason(PIVOTS))
     (made,) = cold.iterdir()
     made.unlink()
     with ThreadPoolExecutor(3) as pool:
-        found = [pool.submit(cpp.load.__wrapped__, "pivots") for _ in range(3)]
-    assert all(library.result().pivots for library in found)
+        found = [pool.submit(cpp.load.__wrapped__, PIVOTS) for _ in range(3)]
+    assert all(library.result().best_pivots for library in found)
     assert list(cold.iterdir()) == [made]
 
 
@@ -65,25 +70,116 @@ def test_processes_that_compile_at_once_leave_one_library(cold):
         ('case "$*" in *-dM*) ;; *) for x; do :; done; : > "$x";; esac\n', "file too short"),
     ],
 )
-def test_without_a_compiler_torch_does_it_and_says_why(
+def test_without_a_compiler_auto_selects_torch_and_gives_the_reason(
     cold, monkeypatch, tmp_path, script, message
 ):
     path = str(tmp_path / "none") if script is None else compiler(tmp_path, script)
     monkeypatch.setenv("CXX", path)
     with pytest.raises(cpp.BuildError, match=message):
-        cpp.load("lsh")
+        cpp.load(LSH)
     x = [torch.randn(1, 2, 60, 8) for _ in range(3)]
-    impl, reason = choose_impl("auto", x[0], False, None)
+    options = {"num_hashes": 2, "chunk_size": 4, "window": 3}
+    expected = lsh_attention(*x, **options, impl="torch").out
+    out, *_, (impl, reason) = lsh_attention(*x, **options)
     assert impl == "torch"
-    assert reason.startswith("not cpp: lsh.cpp cannot be compiled")
-    options = {"rounds": 2, "chunk_size": 4, "window": 3}
-    expected = lsh_attention(*x, **options, impl="torch")
-    assert torch.equal(lsh_attention(*x, **options), expected)
-    with pytest.raises(UnsupportedError, match=r"impl=.cpp. cannot run: lsh\.cpp"):
+    assert "cpp cannot: lsh.cpp cannot be compiled" in reason
+    assert torch.equal(out, expected)
+    with pytest.raises(UnsupportedError, match=r"impl=.cpp. cannot run .*: lsh\.cpp"):
         lsh_attention(*x, **options, impl="cpp")
 
 
-def test_a_cache_that_cannot_be_written_is_no_crash(cold, monkeypatch, tmp_path):
+def test_a_cache_that_is_not_writable_gives_a_reason(cold, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(cpp.CACHE, str(tmp_path / "file"))
-    assert "cannot be compiled" in cpp.why_not("lsh")
+    assert "cannot be compiled" in cpp.unavailable_reason(LSH)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Compile the smallest kernel once, and return its file."""
+    folder = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(cpp.CACHE, str(folder))
+        try:
+            cpp.load.__wrapped__(PIVOTS)
+        except cpp.BuildError as error:
+            pytest.skip(str(error))
+    return next(folder.iterdir())
+
+
+@pytest.fixture
+def library(cold, compiled, monkeypatch, tmp_path):
+    """Return the kernel in the cold cache; the compiler copies it to where it is asked to."""
+    script = f'case "$*" in *-dM*) exec {REAL} "$@";; esac\n'
+    script += f'for x; do :; done; exec cp {compiled} "$x"\n'
+    monkeypatch.setenv("CXX", compiler(tmp_path, script))
+    cold.mkdir(mode=0o700)
+    return Path(shutil.copy2(compiled, cold))
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\x7fELF" + bytes(4000), "half"])
+def test_a_damaged_library_is_compiled_again(cold, library, content):
+    good = library.read_bytes()
+    library.write_bytes(good[: len(good) // 2] if content == "half" else content)
+    assert cpp.load(PIVOTS).best_pivots
+    assert [x.read_bytes() for x in cold.iterdir()] == [good]
+
+
+@pytest.mark.parametrize("what", ["folder", "library"])
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_cache_that_others_can_write_is_refused(cold, library, what, mode):
+    path = cold if what == "folder" else library
+    path.chmod(mode)
+    message = f"other users can write {path} .*mode {mode:o}.*chmod"
+    with pytest.raises(cpp.BuildError, match=message):
+        cpp.load(PIVOTS)
+    path.chmod(0o700)
+    assert cpp.load(PIVOTS).best_pivots
+
+
+@pytest.mark.parametrize("what", ["folder", "library"])
+def test_a_cache_of_another_user_is_refused(cold, library, monkeypatch, what):
+    path = cold if what == "folder" else library
+    if os.geteuid() == 0:
+        os.chown(path, 1, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(cpp.BuildError, match="other users can write"):
+        cpp.load(PIVOTS)
+
+
+def test_a_library_without_the_functions_is_not_cached(cold, library, monkeypatch, tmp_path):
+    library.unlink()
+    script = f'case "$*" in *-dM*) exec {REAL} "$@";; esac\n'
+    script += f'for x; do :; done; exec {REAL} -shared -x c++ {os.devnull} -o "$x"\n'
+    monkeypatch.setenv("CXX", compiler(tmp_path, script))
+    with pytest.raises(cpp.BuildError, match="has no function best_pivots"):
+        cpp.load(PIVOTS)
+    assert list(cold.iterdir()) == []
+
+
+def test_leftovers_of_killed_compilations_are_removed(cold, library):
+    library.unlink()
+    killed, running = cold / f"{cpp.UNFINISHED}a", cold / f"{cpp.UNFINISHED}b"
+    for folder in (killed, running):
+        folder.mkdir()
+        (folder / "pivots.so").write_text("")
+    os.utime(killed, (0, 0))
+    cpp.load(PIVOTS)
+    assert {x.name for x in cold.iterdir()} == {running.name, library.name}
+
+
+def test_the_compiler_may_have_arguments(cold, library, monkeypatch):
+    monkeypatch.setenv("CXX", f"{REAL} -g0")
+    assert cpp.load(PIVOTS)
+    cpp.load.cache_clear()
+    monkeypatch.setenv("CXX", f"{REAL} 'unbalanced")
+    with pytest.raises(cpp.BuildError, match="No closing quotation"):
+        cpp.load(PIVOTS)
+
+
+def test_a_compiler_that_hangs_is_killed(cold, monkeypatch, tmp_path):
+    monkeypatch.setattr(cpp, "COMPILER_SECONDS", 0.2)
+    monkeypatch.setenv("CXX", compiler(tmp_path, "sleep 60\n"))  # the child holds the pipes
+    with pytest.raises(cpp.BuildError, match=r"did not finish within .* seconds; set CXX"):
+        cpp.load(PIVOTS)

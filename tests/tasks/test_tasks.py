@@ -4,14 +4,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnzoo.compare.results import FILE
 from attnzoo.errors import AttnzooError, SpecError
+from attnzoo.evaluation.results import FILE
 from attnzoo.spec import AttentionSpec
 from attnzoo.tasks import listops
-from attnzoo.tasks.base import ASKED_NOTHING, find_task
+from attnzoo.tasks.base import IGNORED
+from attnzoo.tasks.catalog import find_task
 from attnzoo.tasks.documents import LIBRARIES, texts
 from attnzoo.tasks.recall import SYMBOLS, TRIGGER
-from attnzoo.tasks.run import HASHED, Spread, TaskPlan, run_tasks, tabulate, tabulate_rounds
+from attnzoo.tasks.run import (
+    SeedStatistics,
+    TaskConfig,
+    hashing_specs,
+    run_tasks,
+    tabulate,
+    tabulate_hash_rounds,
+)
 from attnzoo.tasks.train import losses, make_model, make_optimizers, sizes_at, train
 
 NAMES = ["mqar", "duplication", "induction", "listops", "bytes"]
@@ -31,7 +39,7 @@ def test_rows_are_seeded_and_in_the_vocabulary(name):
     assert torch.equal(rows.labels, again.labels)
     assert not torch.equal(rows.tokens, other.tokens)
     assert 0 <= rows.tokens.min() <= rows.tokens.max() < task.vocabulary
-    asked = rows.labels[rows.labels != ASKED_NOTHING]
+    asked = rows.labels[rows.labels != IGNORED]
     assert len(asked) >= 8
     assert 0 <= asked.min() <= asked.max() < task.vocabulary
 
@@ -41,7 +49,7 @@ def test_mqar_asks_for_the_value_that_stood_behind_the_key():
     for tokens, labels in zip(rows.tokens.tolist(), rows.labels.tolist(), strict=True):
         pairs = dict(zip(tokens[:16:2], tokens[1:16:2], strict=True))
         assert len(pairs) == 8
-        asked = [i for i, label in enumerate(labels) if label != ASKED_NOTHING]
+        asked = [i for i, label in enumerate(labels) if label != IGNORED]
         assert asked == list(range(16, 32, 2))
         assert all(labels[i] == pairs[tokens[i]] == tokens[i + 1] for i in asked)
 
@@ -51,8 +59,8 @@ def test_duplication_asks_for_the_word():
     for tokens, labels in zip(rows.tokens.tolist(), rows.labels.tolist(), strict=True):
         assert tokens[:16] == tokens[16:]
         assert labels[16:31] == tokens[1:16]
-        assert set(labels[:16]) == {ASKED_NOTHING}
-        assert labels[31] == ASKED_NOTHING
+        assert set(labels[:16]) == {IGNORED}
+        assert labels[31] == IGNORED
 
 
 def test_induction_asks_for_what_came_after_the_trigger():
@@ -117,8 +125,8 @@ def test_documents_are_held_out_whole():
 @pytest.fixture
 def few(monkeypatch):
     """Judge on a few rows: what is tested here is not how good a model is."""
-    monkeypatch.setattr("attnzoo.tasks.train.TESTED", 4)
-    monkeypatch.setattr("attnzoo.tasks.train.PIECE", 4)
+    monkeypatch.setattr("attnzoo.tasks.train.TEST_ROWS", 4)
+    monkeypatch.setattr("attnzoo.tasks.train.TEST_BATCH", 4)
 
 
 def test_the_same_seed_is_the_same_model_and_the_same_rows_for_all(few):
@@ -178,7 +186,7 @@ def test_losses_are_of_what_is_asked():
     found, _ = losses(model, rows)
     logits = model(rows.tokens).logits.flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(
-        logits, rows.labels.flatten(), ignore_index=ASKED_NOTHING
+        logits, rows.labels.flatten(), ignore_index=IGNORED
     )
     assert len(found) == 64
     torch.testing.assert_close(found.mean(), expected)
@@ -193,38 +201,41 @@ def test_sizes_join_one_by_one():
 
 
 def test_runs_are_kept_and_gone_on_from(tmp_path, monkeypatch, few):
-    specs = [AttentionSpec("flash"), *HASHED[:1]]
-    plan = TaskPlan(task="duplication", specs=specs, seeds=1, steps=1, out=tmp_path)
+    specs = [AttentionSpec("flash"), *hashing_specs()[:1]]
+    plan = TaskConfig(task="duplication", specs=specs, seeds=1, steps=1, out=tmp_path)
     rows = run_tasks(plan)
     assert [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()] == rows
     monkeypatch.setattr("attnzoo.tasks.run.train", None)  # it would fail if it were called
     assert run_tasks(plan) == rows
-    head, body = tabulate(find_task("duplication"), rows)
-    assert head == ["attention", "15 symbols", "31 symbols", "63 symbols", "s a run"]
-    assert [row[0] for row in body] == ["flash", "reformer num_hashes 1 chunk_size 16 window 8"]
-    head, body = tabulate_rounds(rows)
-    assert head[1:] == ["judged with 1", "judged with 2", "judged with 4", "judged with 8"]
-    assert len(body) == 1
+    table = tabulate(find_task("duplication"), rows)
+    assert table.columns == ["attention", "15 symbols", "31 symbols", "63 symbols", "s per run"]
+    assert [row[0] for row in table.rows] == [
+        "flash",
+        "reformer num_hashes 1 chunk_size 16 window 8",
+    ]
+    rounds = tabulate_hash_rounds(rows)
+    assert rounds.columns[1:] == [f"evaluated with {n}" for n in (1, 2, 4, 8)]
+    assert len(rounds.rows) == 1
 
 
 def test_spread():
-    assert str(Spread(values=(0.9, 1.0, 0.95))) == "95 ± 5"
+    assert str(SeedStatistics(values=(0.9, 1.0, 0.95))) == "95 ± 5"
 
 
 def test_mistakes_come_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr("attnzoo.tasks.run.train", None)
     out = tmp_path / "out"
     with pytest.raises(SpecError, match="Did you mean 'mqar'"):
-        run_tasks(TaskPlan(task="mqra", out=out))
+        run_tasks(TaskConfig(task="mqra", out=out))
     with pytest.raises(SpecError, match="1 or more"):
-        run_tasks(TaskPlan(task="mqar", seeds=0, out=out))
+        run_tasks(TaskConfig(task="mqar", seeds=0, out=out))
     with pytest.raises(AttnzooError, match="window"):
-        run_tasks(TaskPlan(task="mqar", specs=[AttentionSpec("linear", window=0)], out=out))
+        run_tasks(TaskConfig(task="mqar", specs=[AttentionSpec("linear", window=0)], out=out))
     assert not out.exists()
     out.mkdir()
-    (out / FILE).write_text("cut off")
-    with pytest.raises(SpecError, match="cut off"):
-        run_tasks(TaskPlan(task="mqar", out=out))
+    (out / FILE).write_text("{")
+    with pytest.raises(SpecError, match="truncated"):
+        run_tasks(TaskConfig(task="mqar", out=out))
 
 
 @pytest.mark.slow

@@ -1,9 +1,12 @@
+from itertools import count
+
 import pytest
 import torch
 import transformers as hf
 
 import attnzoo
-from attnzoo.demo.text import embedded_model_path
+from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.training import results
 
 
 def tiny_llama():
@@ -25,7 +28,7 @@ def tiny_llama():
 
 @pytest.fixture
 def model():
-    """Return a tiny model whose attention is far from uniform."""
+    """A tiny model with attention that is far from uniform."""
     model = tiny_llama()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -33,20 +36,25 @@ def model():
     return model
 
 
-@pytest.fixture
-def saved(tmp_path):
-    """Return the folder of a tiny model with the embedded model's tokenizer."""
-    path = tmp_path / "model"
+@pytest.fixture(autouse=True)
+def _short_decoding(monkeypatch):
+    """Time decoding at a short context: most of a tiny model's run would be decoding."""
+    monkeypatch.setattr(results, "LENGTHS", (16,))
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """The folder of a tiny model with the embedded model's tokenizer; tests only read it."""
+    path = tmp_path_factory.mktemp("model")
     tiny_llama().save_pretrained(path)
     hf.AutoTokenizer.from_pretrained(embedded_model_path()).save_pretrained(path)
     return path
 
 
-@pytest.fixture
-def text(tmp_path):
-    """Return a folder of three files of words."""
-    folder = tmp_path / "text"
-    folder.mkdir()
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A folder of three files of words; tests only read it."""
+    folder = tmp_path_factory.mktemp("text")
     generator = torch.Generator().manual_seed(0)
     words = ["alpha ", "beta ", "gamma ", "delta\n"]
     for name in "abc":
@@ -55,6 +63,27 @@ def text(tmp_path):
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def spec():
     return attnzoo.AttentionSpec("gated_linear", feature_map="hedgehog", window=4)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture(scope="session")
+def interrupt():
+    """A function that calls a training function and stops it after a number of steps."""
+
+    def call(steps, train, *args, **options):
+        calls = count(1)
+
+        def on_step(stage, step, loss):
+            if next(calls) == steps:
+                raise Stop
+
+        with pytest.raises(Stop):
+            train(*args, **options, on_step=on_step)
+
+    return call

@@ -1,13 +1,13 @@
-"""A plan under a budget of bytes: what is chosen fits, counted in a real cache."""
+"""Plans with a limit on the cache: the choice fits in it, by the size of an actual cache."""
 
 import pytest
 import torch
 from transformers import DynamicCache
 
 import attnzoo
-from attnzoo.demo.measure import cache_bytes
 from attnzoo.errors import ConfigError
-from attnzoo.training.budget import CacheBudget, layer_sizes, read_size
+from attnzoo.evaluation.decoding import cache_bytes
+from attnzoo.training.budget import CacheBudget, layer_sizes, parse_size
 from attnzoo.training.plan import Planner
 
 ROWS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(2))
@@ -19,8 +19,8 @@ CANDIDATES = {
 }
 
 
-def kept(model, spec, length):
-    """Return the bytes that a swapped model keeps after so many tokens."""
+def actual_bytes(model, spec, length):
+    """Return the bytes of a swapped model's cache after a number of tokens."""
     attnzoo.swap(model, spec)
     cache = DynamicCache(config=model.config)
     tokens = ROWS.flatten().repeat(length)[:length][None]
@@ -35,29 +35,31 @@ def planner(model):
 
 
 @pytest.mark.parametrize("length", [300, 3000])
-def test_sizes_are_those_of_a_cache(planner, model, length):
+def test_layer_sizes_equal_those_of_a_cache(planner, model, length):
     for name in CANDIDATES:
         sizes = layer_sizes(planner, name, length)
-        spec = planner.spec_of(dict.fromkeys((0, 1), name))
-        assert sum(sizes.values()) == kept(model, spec, length)
-    assert sum(layer_sizes(planner, "flash", length).values()) == kept(model, "flash", length)
+        spec = planner.make_spec(dict.fromkeys((0, 1), name))
+        assert sum(sizes.values()) == actual_bytes(model, spec, length)
+    assert sum(layer_sizes(planner, "flash", length).values()) == actual_bytes(
+        model, "flash", length
+    )
 
 
-def test_what_is_chosen_fits(planner, model):
+def test_choice_fits_in_the_limit(planner, model):
     measures = planner.measure()
-    exact = kept(model, "flash", 600)
+    exact = actual_bytes(model, "flash", 600)
     for share in (0.05, 0.3, 0.52, 1.0):
         budget = CacheBudget(bytes=int(share * exact), length=600)
         chosen = budget.choose(planner, measures)
-        assert kept(model, planner.spec_of(chosen), 600) <= budget.bytes
+        assert actual_bytes(model, planner.make_spec(chosen), 600) <= budget.bytes
         assert len(chosen) == {0.05: 2, 0.3: 2, 0.52: 1, 1.0: 0}[share]
-    with pytest.raises(ConfigError, match=r"smallest candidates keep .* more than the 10 of"):
+    with pytest.raises(ConfigError, match=r"smallest candidates use .* more than the limit of 10"):
         CacheBudget(bytes=10, length=600).choose(planner, measures)
 
 
-def test_sizes_are_read():
+def test_parse_size():
     given = ("10", "64KiB", "1.5 MiB", "16k", "2GiB")
-    assert [read_size(x, "--x") for x in given] == [10, 2**16, 3 * 2**19, 2**14, 2**31]
+    assert [parse_size(x, "--x") for x in given] == [10, 2**16, 3 * 2**19, 2**14, 2**31]
     for wrong in ("", "MiB", "-1", "0", "3 apples", "1e3"):
-        with pytest.raises(ConfigError, match="--cache-bytes is a size such as 1MiB"):
-            read_size(wrong, "--cache-bytes")
+        with pytest.raises(ConfigError, match="--cache-bytes must be a size such as 1MiB"):
+            parse_size(wrong, "--cache-bytes")

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from attnzoo.demo.text import embedded_model_path
+from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.training.data import (
-    IGNORED,
+    IGNORE_INDEX,
     DataError,
     pack,
     read_documents,
@@ -20,7 +20,7 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(embedded_model_path())
 
 
-def test_every_kind_of_file_is_read(tmp_path):
+def test_read_documents_of_every_format(tmp_path):
     import datasets
 
     (tmp_path / "sub").mkdir()
@@ -35,10 +35,10 @@ def test_every_kind_of_file_is_read(tmp_path):
     assert read_documents([tmp_path / "d.jsonl"], "body") == ["z"]
 
 
-def test_bad_files_are_refused(tmp_path):
+def test_invalid_files_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"no file or folder '.*absent'"):
         read_documents([tmp_path / "absent"])
-    with pytest.raises(DataError, match="holds no file"):
+    with pytest.raises(DataError, match="contains no file"):
         read_documents([tmp_path])
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(DataError, match="There is no text in"):
@@ -47,14 +47,14 @@ def test_bad_files_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"b\.txt' is not UTF-8 text \(byte 3"):
         read_documents([tmp_path / "b.txt"])
     (tmp_path / "c.jsonl").write_text('{"body": "z", "n": 1}\n')
-    with pytest.raises(DataError, match=r"no text under 'text' \(fields of text: body\)"):
+    with pytest.raises(DataError, match=r"no text field 'text' \(its text fields: body\)"):
         read_documents([tmp_path / "c.jsonl"])
     (tmp_path / "d.jsonl").write_text("{not json")
     with pytest.raises(DataError, match=r"d\.jsonl' cannot be read as json"):
         read_documents([tmp_path / "d.jsonl"])
 
 
-def test_documents_are_held_out_whole_and_the_same_ones_each_time():
+def test_held_out_documents_do_not_depend_on_their_order():
     documents = [f"text number {n}" for n in range(60)]
     train, held_out = split_documents(documents)
     assert len(held_out) == 3
@@ -63,25 +63,29 @@ def test_documents_are_held_out_whole_and_the_same_ones_each_time():
     assert split_documents(["0123456789"]) == (["012345678"], ["9"])
 
 
-def test_rows_are_packed_and_know_where_documents_begin(tokenizer):
+def test_positions_of_packed_rows_restart_in_each_document(tokenizer):
     rows = pack(["abcd", "efghij"], tokenizer, row_length=4, vocab_size=384)
     assert tokenizer.decode(rows.tokens[0]) == "abcd"
     assert rows.positions.tolist() == [[0, 1, 2, 3], [0, 0, 1, 2], [0, 1, 2, 3]]
     assert rows.tokens[1, 0] == tokenizer.eos_token_id
     assert rows.bytes_per_token == 1.0
     first = rows[1]
-    assert first["labels"].tolist() == [IGNORED, IGNORED, *first["input_ids"][2:].tolist()]
+    assert first["labels"].tolist() == [
+        IGNORE_INDEX,
+        IGNORE_INDEX,
+        *first["input_ids"][2:].tolist(),
+    ]
     assert len(rows) == 3
 
 
-def test_too_little_text_and_a_strange_tokenizer_are_refused(tokenizer):
-    with pytest.raises(DataError, match="has 5 tokens, but a row takes 8"):
+def test_short_text_and_wrong_tokenizer_are_refused(tokenizer):
+    with pytest.raises(DataError, match="has 5 tokens, but a row needs 8"):
         pack(["abcd"], tokenizer, row_length=8, vocab_size=384)
-    with pytest.raises(DataError, match=r"token 103, but the model knows 50 only"):
+    with pytest.raises(DataError, match=r"token 103, but the model's vocabulary has 50"):
         pack(["abcd"], tokenizer, row_length=4, vocab_size=50)
 
 
-def test_repeats_are_written_into_a_share_of_the_rows(tokenizer):
+def test_repeats_in_a_fraction_of_the_rows(tokenizer):
     rows = pack([json.dumps(list(range(9999)))], tokenizer, row_length=512, vocab_size=384)
     some = with_repeats(rows, 0.5)
     changed = (some.tokens != rows.tokens).any(1)

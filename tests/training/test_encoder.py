@@ -1,4 +1,4 @@
-"""Recovery of encoders, on a tiny BERT: what is judged, what is trained, what is refused."""
+"""Recovery of a tiny BERT: results, trained weights, refused arguments."""
 
 import json
 
@@ -8,10 +8,17 @@ import transformers as hf
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import attnzoo
-from attnzoo.demo.text import embedded_model_path
 from attnzoo.errors import ConfigError, SpecError
+from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.training.data import DataError
-from attnzoo.training.encoder import Closeness, Texts, cut, embeddings, is_encoder, verdict
+from attnzoo.training.encoder import (
+    EmbeddingSimilarity,
+    Texts,
+    embeddings,
+    is_encoder,
+    tokenize_texts,
+    verdict,
+)
 from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.recover import RecoverConfig, recover
 
@@ -21,7 +28,7 @@ SPEC = attnzoo.AttentionSpec("linear", feature_map="hedgehog", window=2)
 
 @pytest.fixture
 def encoder(tmp_path):
-    """Return the folder of a tiny encoder, with dropout, and a tokenizer of four words."""
+    """The folder of a tiny encoder, with dropout, and a tokenizer of four words."""
     torch.manual_seed(0)
     config = hf.BertConfig(
         vocab_size=len(WORDS),
@@ -52,7 +59,7 @@ def encoder(tmp_path):
 
 @pytest.fixture
 def lines(tmp_path):
-    """Return a file of texts of 3 to 40 words."""
+    """A file of texts of 3 to 40 words."""
     generator = torch.Generator().manual_seed(0)
     path = tmp_path / "texts.jsonl"
     texts = []
@@ -71,7 +78,7 @@ def config(**options):
 
 
 @pytest.mark.parametrize("train", ["extras", "lora", "full"])
-def test_the_account_is_of_the_saved_model(encoder, lines, tmp_path, train):
+def test_trained_weights_and_results(encoder, lines, tmp_path, train):
     out = tmp_path / "out"
     results = recover(encoder, SPEC, [lines], out, config(train=train))
     assert results == json.loads((out / "recovery.json").read_text())
@@ -89,7 +96,7 @@ def test_the_account_is_of_the_saved_model(encoder, lines, tmp_path, train):
     assert "mean cosine" in (out / "README.md").read_text()
 
 
-def test_it_learns(encoder, lines, tmp_path):
+def test_recovery_raises_the_cosine(encoder, lines, tmp_path):
     results = recover(
         encoder,
         SPEC,
@@ -101,50 +108,43 @@ def test_it_learns(encoder, lines, tmp_path):
     assert 1 - result < 0.5 * (1 - raw)
 
 
-def test_a_resumed_run_ends_alike(encoder, lines, tmp_path):
-    whole = recover(encoder, SPEC, [lines], tmp_path / "whole", config(train="full"))
-    taken = []
-
-    def stop(stage, step, loss):
-        taken.append(loss)
-        if len(taken) == 7:
-            raise KeyboardInterrupt
-
-    out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        recover(encoder, SPEC, [lines], out, config(train="full"), tick=stop)
-    again = recover(encoder, SPEC, [lines], out, config(train="full"), resume=True)
-    assert read_losses(out) == read_losses(tmp_path / "whole")
-    assert again == whole
+def test_resumed_run_equals_uninterrupted_run(encoder, lines, tmp_path, interrupt):
+    expected = recover(encoder, SPEC, [lines], tmp_path / "expected", config(train="full"))
+    run = encoder, SPEC, [lines], tmp_path / "out", config(train="full")
+    interrupt(7, recover, *run)
+    assert recover(*run, resume=True) == expected
+    assert read_losses(tmp_path / "out") == read_losses(tmp_path / "expected")
 
 
-def test_dropout_rests(encoder, lines, tmp_path):
-    """An exact swap has nothing to learn from its teacher, unless either drops something."""
+def test_dropout_is_disabled(encoder, lines, tmp_path):
+    """Without dropout, the loss of an exact swap is 0."""
     flash = attnzoo.AttentionSpec("flash")
     options = config(transfer_steps=0, distil_steps=2, train="lora")
     recover(encoder, flash, [lines], tmp_path / "out", options)
     assert all(line["loss"] < 1e-9 for line in read_losses(tmp_path / "out"))
 
 
-def test_texts_are_cut_whole_and_padded(encoder):
+def test_tokenize_texts_splits_and_pads(encoder):
     fast = hf.AutoTokenizer.from_pretrained(encoder)
-    texts = cut(["alpha beta gamma delta alpha", "beta"], fast, row_length=5, vocab_size=8)
+    texts = tokenize_texts(
+        ["alpha beta gamma delta alpha", "beta"], fast, row_length=5, vocab_size=8
+    )
     assert texts.tokens.tolist() == [[1, 4, 5, 6, 2], [1, 7, 4, 2, 0], [1, 5, 2, 0, 0]]
-    assert texts.real.tolist() == [[1] * 5, [1] * 4 + [0], [1] * 3 + [0] * 2]
+    assert texts.attention_mask.tolist() == [[1] * 5, [1] * 4 + [0], [1] * 3 + [0] * 2]
     slow = hf.AutoTokenizer.from_pretrained(embedded_model_path())
-    texts = cut(["abcd"], slow, row_length=3, vocab_size=384)
+    texts = tokenize_texts(["abcd"], slow, row_length=3, vocab_size=384)
     assert texts.tokens.tolist() == [[100, 101, 1], [102, 103, 1]]
-    with pytest.raises(DataError, match="gives token 7, but the model knows 6"):
-        cut(["delta"], fast, row_length=5, vocab_size=6)
+    with pytest.raises(DataError, match="returns token 7, but the model's vocabulary has 6"):
+        tokenize_texts(["delta"], fast, row_length=5, vocab_size=6)
     fast.pad_token = None
     with pytest.raises(DataError, match="no padding token"):
-        cut(["delta"], fast, row_length=5, vocab_size=8)
+        tokenize_texts(["delta"], fast, row_length=5, vocab_size=8)
 
 
-def test_embeddings_are_means_over_real_tokens(encoder):
+def test_embeddings_are_means_without_padding(encoder):
     model = hf.AutoModel.from_pretrained(encoder).train()
     tokens = torch.tensor([[1, 4, 5, 2, 0, 0], [1, 6, 2, 0, 0, 0]])
-    found = embeddings(model, Texts(tokens=tokens, real=(tokens != 0).long()))
+    found = embeddings(model, Texts(tokens=tokens, attention_mask=(tokens != 0).long()))
     assert model.training
     model.eval()
     for row, count in ((0, 4), (1, 3)):
@@ -152,23 +152,23 @@ def test_embeddings_are_means_over_real_tokens(encoder):
         torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=1e-4)
 
 
-def test_the_verdict_begins_with_bad_news():
+def test_verdict_begins_with_a_result_worse_than_its_window():
     lines = {
-        name: Closeness(cosine=cosine, least=0.0)
+        name: EmbeddingSimilarity(cosine=cosine, least=0.0)
         for name, cosine in (("window alone", 0.8), ("raw swap", 0.5), ("result", 0.7))
     }
     assert verdict(lines).startswith("The result is worse than its window alone")
-    lines["result"] = Closeness(cosine=0.9, least=0.1)
-    assert "0.900 to softmax's; the raw swap's 0.500, the window's 0.800" in verdict(lines)
+    lines["result"] = EmbeddingSimilarity(cosine=0.9, least=0.1)
+    assert "0.900 to softmax's; the raw swap 0.500, the window alone 0.800" in verdict(lines)
 
 
-def test_what_makes_no_sense_is_refused(encoder, lines, saved, tmp_path):
+def test_invalid_arguments_are_refused(encoder, lines, saved, tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(ConfigError, match=r"cross_entropy is about predicted text"):
+    with pytest.raises(ConfigError, match="cross_entropy applies to predicted tokens"):
         recover(encoder, SPEC, [lines], out, config(cross_entropy=0.5))
-    with pytest.raises(ConfigError, match=r"top_k is about predicted text"):
+    with pytest.raises(ConfigError, match="top_k applies to predicted tokens"):
         recover(encoder, SPEC, [lines], out, config(top_k=4))
-    with pytest.raises(SpecError, match="take accumulate to save memory"):
+    with pytest.raises(SpecError, match="use accumulate to save memory"):
         recover(encoder, SPEC, [lines], out, config(gradient_checkpointing=True))
     assert not out.exists()
     assert is_encoder(encoder)
@@ -177,5 +177,5 @@ def test_what_makes_no_sense_is_refused(encoder, lines, saved, tmp_path):
         vocab_size=8, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4, pad_token_id=0
     )
     hf.T5ForConditionalGeneration(both).save_pretrained(tmp_path / "both")
-    with pytest.raises(SpecError, match="both kinds of attention layers"):
+    with pytest.raises(SpecError, match="causal and bidirectional attention layers"):
         is_encoder(tmp_path / "both")

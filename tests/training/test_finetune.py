@@ -1,4 +1,4 @@
-"""Plain fine-tuning of a swap, beside softmax that is trained by the same steps."""
+"""Fine-tuning of a swapped model, with an equally trained softmax model as baseline."""
 
 import json
 
@@ -8,9 +8,11 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.training.evaluate import quality
+from attnzoo.training import results
 from attnzoo.training.finetune import FinetuneConfig, finetune
+from attnzoo.training.loading import load_rows
 from attnzoo.training.loop import LoopConfig, read_losses
+from attnzoo.training.quality import quality, rows_to_eval_batch
 
 
 def config(**changes):
@@ -19,19 +21,20 @@ def config(**changes):
     return FinetuneConfig(**{**options, "loop": loop, **changes})
 
 
-def test_a_swap_without_extras_learns(saved, text, tmp_path):
+def test_swap_without_extras_is_finetuned(saved, text, tmp_path):
     spec = attnzoo.AttentionSpec("longformer", window=4)
-    results = finetune(saved, spec, [text], tmp_path / "out", config(steps=30))
-    lines = results["lines"]
+    outcome = finetune(saved, spec, [text], tmp_path / "out", config(steps=30))
+    lines = outcome["lines"]
     assert lines["result"]["loss"] < lines["raw swap"]["loss"] - 0.1
     assert lines["softmax tuned"]["loss"] < lines["softmax"]["loss"] - 0.1
-    assert results["window"] == 4
+    assert outcome["window"] == 4
     assert {line["stage"] for line in read_losses(tmp_path / "out")} == {"softmax", "finetune"}
-    told = json.loads((tmp_path / "out" / "finetuning.json").read_text())
-    assert told["lines"] == lines
+    written = json.loads((tmp_path / "out" / "finetuning.json").read_text())
+    assert written["lines"] == lines
+    assert set(written["decoding"]["result"]["milliseconds"]) == {"16"}
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.attnzoo["backend"] == "longformer"
-    # what was saved goes on: a swapped model takes no spec
+    # the saved model is already swapped, so it takes no spec
     more = finetune(
         tmp_path / "out", None, [text], tmp_path / "more", config(tune_softmax=False, steps=2)
     )
@@ -39,60 +42,58 @@ def test_a_swap_without_extras_learns(saved, text, tmp_path):
     assert "softmax tuned" not in more["lines"]
 
 
-def test_softmax_is_tuned_by_the_same_steps(saved, text, spec, tmp_path):
-    """The line is what the trained model itself is judged at, trained as ``Trainer`` would."""
-    from attnzoo.training.evaluate import judged_rows
-    from attnzoo.training.runs import load_rows
-
+def test_softmax_baseline_takes_the_same_steps(saved, text, spec, tmp_path):
+    """The baseline equals fine-tuning with the backend ``softmax``."""
     swapped = finetune(saved, spec, [text], tmp_path / "a", config())
     exact = attnzoo.AttentionSpec("softmax")
-    alike = finetune(saved, exact, [text], tmp_path / "b", config(tune_softmax=False))
+    same = finetune(saved, exact, [text], tmp_path / "b", config(tune_softmax=False))
     tuned = swapped["lines"]["softmax tuned"]["loss"]
-    assert tuned == pytest.approx(alike["lines"]["result"]["loss"], rel=1e-4)
+    assert tuned == pytest.approx(same["lines"]["result"]["loss"], rel=1e-4)
     _, held_out = load_rows(saved, [text], "text", config())
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
-    assert quality(model, judged_rows(held_out, 2)).loss == pytest.approx(tuned, rel=1e-4)
+    assert quality(model, rows_to_eval_batch(held_out, 2)).loss == pytest.approx(tuned, rel=1e-4)
 
 
-class Stop(Exception):
-    pass
+@pytest.fixture(scope="module")
+def uninterrupted(saved, text, spec, tmp_path_factory):
+    """The results and the losses of an uninterrupted run."""
+    out = tmp_path_factory.mktemp("uninterrupted") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "LENGTHS", (16,))
+        return finetune(saved, spec, [text], out, config(train="lora")), read_losses(out)
 
 
-@pytest.mark.parametrize("at", [4, 8, 13])
-def test_a_run_that_is_stopped_goes_on(saved, text, spec, tmp_path, at):
-    whole = finetune(saved, spec, [text], tmp_path / "whole", config(train="lora"))
-    taken = []
-
-    def stop(stage, step, loss):
-        taken.append(loss)
-        if len(taken) == at:
-            raise Stop
-
-    with pytest.raises(Stop):
-        finetune(saved, spec, [text], tmp_path / "out", config(train="lora"), tick=stop)
-    results = finetune(saved, spec, [text], tmp_path / "out", config(train="lora"), resume=True)
-    assert read_losses(tmp_path / "out") == read_losses(tmp_path / "whole")
-    assert results["lines"] == whole["lines"]
+@pytest.mark.parametrize("steps", [4, 8, 13])
+def test_resumed_run_equals_uninterrupted_run(
+    saved, text, spec, tmp_path, interrupt, uninterrupted, steps
+):
+    """After a stop in the softmax stage, at its end, and in the stage of the swapped model."""
+    run = saved, spec, [text], tmp_path / "out", config(train="lora")
+    interrupt(steps, finetune, *run)
+    resumed = finetune(*run, resume=True)
+    expected, losses = uninterrupted
+    assert read_losses(tmp_path / "out") == losses
+    assert resumed["lines"] == expected["lines"]
 
 
-def test_what_cannot_be_tuned_is_refused(saved, text, tmp_path):
-    with pytest.raises(SpecError, match="is not swapped; say with which attention"):
+def test_invalid_arguments_are_refused(saved, text, tmp_path):
+    with pytest.raises(SpecError, match="is not swapped; give an attention"):
         finetune(saved, None, [text], tmp_path / "out", config())
     with pytest.raises(ConfigError, match="steps must be at least 1"):
         config(steps=0)
     near = attnzoo.AttentionSpec("longformer", window=4)
-    with pytest.raises(SpecError, match="needs a window beside a linear branch"):
+    with pytest.raises(SpecError, match="needs a layer with a window and a linear branch"):
         finetune(saved, near, [text], tmp_path / "out", config(window_dropout=0.5))
     with pytest.raises(SpecError, match="no parameters of their own"):
         finetune(saved, near, [text], tmp_path / "new", config(train="extras"))
 
 
-def test_precision_and_checkpointing_are_taken(saved, text, spec, tmp_path):
-    """Autocast changes the losses a little, and computing layers twice not at all."""
+def test_precision_and_gradient_checkpointing(saved, text, spec, tmp_path):
+    """Autocast changes the losses within bfloat16's precision; checkpointing does not."""
     found = {}
     for name, changes in (
         ("plain", {}),
-        ("twice", {"gradient_checkpointing": True}),
+        ("checkpointing", {"gradient_checkpointing": True}),
         ("bf16", {"loop": LoopConfig(batch_size=4, precision="bf16")}),
     ):
         options = config(tune_softmax=False, **changes)
@@ -100,6 +101,6 @@ def test_precision_and_checkpointing_are_taken(saved, text, spec, tmp_path):
         found[name] = torch.tensor([x["loss"] for x in read_losses(tmp_path / name)])
         model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert {p.dtype for p in model.parameters()} == {torch.float32}
-    torch.testing.assert_close(found["twice"], found["plain"])
+    torch.testing.assert_close(found["checkpointing"], found["plain"])
     assert not torch.equal(found["bf16"], found["plain"])
     torch.testing.assert_close(found["bf16"], found["plain"], rtol=0.03, atol=0)

@@ -1,4 +1,4 @@
-"""Many processes: the configs for Accelerate, weights in parts, gradients that do not come."""
+"""Training in several processes: launch configs, FSDP2, context parallelism, DDP."""
 
 import json
 import os
@@ -15,7 +15,6 @@ from accelerate.utils import DistributedType
 
 import attnzoo
 from attnzoo.errors import ConfigError
-from attnzoo.training import account
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.recover import RecoverConfig, recover
@@ -29,13 +28,13 @@ TYPES = {
 }
 
 
-def test_every_config_is_tested():
+def test_every_launch_config_is_tested():
     assert {path.stem for path in LAUNCH.iterdir()} == set(TYPES)
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_accelerate_reads_the_configs(name):
-    """By its own loader, which refuses fields that it does not know."""
+def test_accelerate_accepts_the_config(name):
+    """Accelerate's loader refuses unknown fields."""
     config = load_config_from_file(str(LAUNCH / f"{name}.yaml"))
     assert config.distributed_type == TYPES[name]
     arguments = launch_command_parser().parse_args(
@@ -61,13 +60,12 @@ def run(check, *paths):
 
 
 @pytest.mark.slow
-def test_weights_in_parts_train_as_whole_ones(saved, text, spec, tmp_path, monkeypatch):
-    """Through both stages, saved whole, and read again with the swap and its extras.
+def test_sharded_weights_take_the_same_steps(saved, text, spec, tmp_path):
+    """In both stages with Accelerate's FSDP2; the saved model has full weights.
 
-    By Accelerate's own FSDP2, its checkpoints included: stopped twice, a run ends with the same
-    losses to the last bit. With rows in parts too, the steps are those of one process.
+    A run that is stopped twice and resumed has the same losses, bit for bit. With context
+    parallelism too, the steps are those of one process.
     """
-    monkeypatch.setattr(account, "LENGTHS", (16,))  # how fast it decodes is not the question
     run("sharded", saved, text, tmp_path)
     for train in ("full", "lora"):
         options = {"transfer_steps": 3, "distil_steps": 4, "row_length": 32, "judged_rows": 2}
@@ -82,19 +80,19 @@ def test_weights_in_parts_train_as_whole_ones(saved, text, spec, tmp_path, monke
         if train == "full":
             both = [x["loss"] for x in read_losses(tmp_path / "shared")]
             assert both == pytest.approx([x["loss"] for x in expected], rel=1e-4)
-        told = json.loads((tmp_path / train / "recovery.json").read_text())
+        written = json.loads((tmp_path / train / "recovery.json").read_text())
         for name in ("softmax", "raw swap", "window alone"):
-            assert told["lines"][name]["loss"] == pytest.approx(results["lines"][name]["loss"])
-        line = told["lines"]["result"]["loss"]
+            assert written["lines"][name]["loss"] == pytest.approx(results["lines"][name]["loss"])
+        line = written["lines"]["result"]["loss"]
         assert line == pytest.approx(results["lines"]["result"]["loss"], rel=2e-3)
         model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / train)
-        assert model.config.attnzoo == spec.to_dict()
+        assert model.config.attnzoo == spec.to_dict(defaults=True)
         ours, whole = model.state_dict(), hf.AutoModelForCausalLM.from_pretrained(one).state_dict()
         raw = hf.AutoModelForCausalLM.from_pretrained(saved)
         attnzoo.swap(raw, spec)
         start = raw.state_dict()
         assert ours.keys() == whole.keys()
-        for part in (".attnzoo.", ".mlp."):  # Adam's first steps magnify what is nearly zero
+        for part in (".attnzoo.", ".mlp."):  # Adam's first steps amplify small gradients
             a, b = (
                 torch.cat([(x[n] - start[n]).flatten() for n in start if part in n])
                 for x in (ours, whole)
@@ -103,9 +101,9 @@ def test_weights_in_parts_train_as_whole_ones(saved, text, spec, tmp_path, monke
 
 
 @pytest.mark.slow
-def test_rows_in_parts_train_as_whole_ones(saved, text, tmp_path, monkeypatch):
-    """Every stage, teachers and softmax's own tuning included, takes the steps of one process."""
-    monkeypatch.setattr(account, "LENGTHS", (16,))  # how fast it decodes is not the question
+@pytest.mark.exhaustive
+def test_context_parallelism_takes_the_same_steps(saved, text, tmp_path):
+    """In every stage, including the teacher and the softmax baseline."""
     run("shared", saved, text, tmp_path)
     spec = attnzoo.AttentionSpec(
         "gated_linear", feature_map="hedgehog", window=4, layers={1: "flash"}
@@ -123,14 +121,17 @@ def test_rows_in_parts_train_as_whole_ones(saved, text, tmp_path, monkeypatch):
         assert len(found) == count
         assert [x["loss"] for x in found] == pytest.approx([x["loss"] for x in expected], rel=1e-4)
         model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        assert model.config.attnzoo == spec.to_dict()
+        assert model.config.attnzoo == spec.to_dict(defaults=True)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"cp_size": 2}, "divide into groups of cp_size=2"), ({"cp_size": 5}, "32 tokens does not")],
+    [
+        ({"cp_size": 2}, "divide into groups of cp_size=2"),
+        ({"cp_size": 5}, "32 tokens is not divisible"),
+    ],
 )
-def test_processes_that_cannot_share_rows(saved, text, spec, tmp_path, changes, message):
+def test_invalid_cp_size_is_refused(saved, text, spec, tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         recover(
             saved,
@@ -143,14 +144,14 @@ def test_processes_that_cannot_share_rows(saved, text, spec, tmp_path, changes, 
 
 
 @pytest.mark.slow
-def test_extras_without_gradient_do_not_stop_processes(saved, text, tmp_path):
+def test_ddp_with_extras_that_get_no_gradient(saved, text, tmp_path):
     run("idle", saved, text, tmp_path)
     assert len(read_losses(tmp_path / "idle")) == 7
 
 
 @pytest.mark.slow
-def test_processes_draw_the_same_features_and_hashes(saved, text, tmp_path):
-    """Though their global random states differ."""
+def test_random_features_and_hashes_are_equal_in_all_processes(saved, text, tmp_path):
+    """The global random states of the processes differ."""
     run("draws", saved, text, tmp_path)
     first, second = (json.loads((tmp_path / f"draws-{n}.json").read_text()) for n in (0, 1))
     assert first == second

@@ -6,10 +6,18 @@ import torch
 import transformers as hf
 
 import attnzoo
-from attnzoo.demo.text import embedded_model_path, judge_on
 from attnzoo.errors import ConfigError, SpecError
+from attnzoo.evaluation.data import make_eval_batch
+from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.training.pages import write_plan_page
-from attnzoo.training.plan import Plan, Planner, kept_layers, make_plan, read_plan, weights_name
+from attnzoo.training.plan import (
+    Plan,
+    Planner,
+    count_exact_layers,
+    make_plan,
+    read_plan,
+    weights_fingerprint,
+)
 from attnzoo.training.recover import RecoverConfig, recover
 
 ROWS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(2))
@@ -20,7 +28,7 @@ CANDIDATES = {
 
 
 @torch.no_grad()
-def test_measures_are_what_they_say(model):
+def test_measurements_equal_their_definition(model):
     exact = model(ROWS).logits.log_softmax(-1)
     planner = Planner(model, ROWS, CANDIDATES, window=5)
     first, second = planner.measure()
@@ -40,15 +48,15 @@ def test_attention_beyond_the_window_and_entropy(model):
     attnzoo.swap(model, "softmax")
     weights = model(ROWS[:1], output_attentions=True, use_cache=False).attentions
     attnzoo.restore(model)
-    looks = Planner(model, ROWS, CANDIDATES, window=5).attention()
+    statistics = Planner(model, ROWS, CANDIDATES, window=5).attention_statistics()
     for number, weight in enumerate(weights):
         beyond = [weight[0, :, t, : t - 4].sum(-1) for t in range(5, 40)]
         entropy = -(weight * weight.clamp(min=1e-30).log()).sum(-1).mean()
-        assert looks[number][0] == pytest.approx(float(torch.stack(beyond).mean()), abs=1e-5)
-        assert looks[number][1] == pytest.approx(float(entropy), abs=1e-4)
+        assert statistics[number][0] == pytest.approx(float(torch.stack(beyond).mean()), abs=1e-5)
+        assert statistics[number][1] == pytest.approx(float(entropy), abs=1e-4)
 
 
-def test_a_model_is_left_as_it_was(model):
+def test_planner_restores_the_model(model):
     before = model(ROWS).logits
     Planner(model, ROWS, CANDIDATES, window=5).measure()
     assert torch.equal(model(ROWS).logits, before)
@@ -56,11 +64,11 @@ def test_a_model_is_left_as_it_was(model):
 
 
 @pytest.mark.parametrize("kept", [1, 2])
-def test_the_embedded_model_keeps_the_layers_that_it_needs(kept):
-    """No choice of as many layers changes the predictions less."""
+def test_greedy_choice_is_optimal_for_the_embedded_model(kept):
+    """No other choice of as many exact layers has a smaller KL."""
     path = embedded_model_path()
     model = hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    rows = judge_on(path, None, rows=3, row_length=384, stream=8).twice
+    rows = make_eval_batch(path, None, rows=3, row_length=384, stream_length=8).repeat_tokens
     candidates = {"window": attnzoo.AttentionSpec("flash", window=32)}
     planner = Planner(model, rows, candidates)
     chosen = planner.choose(planner.measure(), kept)
@@ -73,14 +81,14 @@ def test_the_embedded_model_keeps_the_layers_that_it_needs(kept):
     assert found < 0.5 * max(every)
 
 
-def test_layers_may_be_kept_by_share_or_number():
-    assert [kept_layers(x, 8) for x in (0, 0.25, 0.5, 1, 3, 8)] == [0, 2, 4, 1, 3, 8]
+def test_count_exact_layers():
+    assert [count_exact_layers(x, 8) for x in (0, 0.25, 0.5, 1, 3, 8)] == [0, 2, 4, 1, 3, 8]
     for wrong in (-1, 9, 1.5):
-        with pytest.raises(ConfigError, match="is a share of the layers"):
-            kept_layers(wrong, 8)
+        with pytest.raises(ConfigError, match="must be a fraction of the layers"):
+            count_exact_layers(wrong, 8)
 
 
-def test_a_plan_is_written_read_and_followed(saved, text, tmp_path):
+def test_recovery_by_a_saved_plan(saved, text, tmp_path):
     plan = make_plan(saved, ROWS, CANDIDATES, keep_softmax=1, window=5)
     plan.write(tmp_path / "plan.json")
     spec, weights = read_plan(tmp_path / "plan.json")
@@ -89,37 +97,37 @@ def test_a_plan_is_written_read_and_followed(saved, text, tmp_path):
     config = RecoverConfig(transfer_steps=0, distil_steps=2, row_length=32, judged_rows=2)
     recover(saved, spec, [text], tmp_path / "out", config, weights=weights)
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert model.config.attnzoo == spec.to_dict()
+    assert model.config.attnzoo == spec.to_dict(defaults=True)
     with pytest.raises(SpecError, match="made for a model with other weights"):
         recover(saved, spec, [text], tmp_path / "other", config, weights="0123")
     (tmp_path / "bare.json").write_text(json.dumps(spec.to_dict()))
     assert read_plan(tmp_path / "bare.json")[1] is None
 
 
-def test_weights_are_named_by_what_is_in_them(model):
-    name = weights_name(model)
+def test_weights_fingerprint(model):
+    name = weights_fingerprint(model)
     attnzoo.swap(model, "linear", feature_map="hedgehog")
-    assert weights_name(model) == name  # what a backend adds does not count
+    assert weights_fingerprint(model) == name  # parameters of backends are left out
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
-    assert weights_name(model) != name
-    with torch.no_grad():  # the same numbers in another order
+    assert weights_fingerprint(model) != name
+    with torch.no_grad():  # the same values in another order
         model.model.layers[1].mlp.up_proj.weight[0, 0] -= 1
-        restored = weights_name(model)
+        restored = weights_fingerprint(model)
         rows = model.model.layers[1].mlp.up_proj.weight
         rows.copy_(rows.flip(0).clone())
-    assert weights_name(model) != restored
+    assert weights_fingerprint(model) != restored
 
 
-def test_a_plan_is_drawn(model, tmp_path):
+def test_charts_of_a_plan(model, tmp_path):
     planner = Planner(model, ROWS, CANDIDATES, window=5)
     layers = planner.measure()
     made = Plan(
-        spec=planner.spec_of({0: "near"}),
+        spec=planner.make_spec({0: "near"}),
         divergence=0.5,
         window=5,
         layers=layers,
-        weights=weights_name(model),
+        weights=weights_fingerprint(model),
     )
     written = write_plan_page(tmp_path / "plan.html", made)
     assert [path.name for path in written] == [
@@ -131,17 +139,17 @@ def test_a_plan_is_drawn(model, tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 5000
     page = written[0].read_text()
-    assert page.count("plotly-graph-div") == 2
+    assert page.count("<svg") == 2
     assert all(f"{layer.alone['linear']:.4f}" in page for layer in layers)
     assert all(f"{layer.restored['near']:.4f}" in page for layer in layers)
     assert "longformer" in page
 
 
-def test_bad_plans_are_refused(model, tmp_path):
-    with pytest.raises(SpecError, match="is no plan"):
+def test_invalid_plans_are_refused(model, tmp_path):
+    with pytest.raises(SpecError, match="is not a plan"):
         read_plan(tmp_path / "absent.json")
     (tmp_path / "torn.json").write_text('{"spec": ')
-    with pytest.raises(SpecError, match="is no plan"):
+    with pytest.raises(SpecError, match="is not a plan"):
         read_plan(tmp_path / "torn.json")
     with pytest.raises(SpecError, match="at least one candidate"):
         Planner(model, ROWS, {})

@@ -1,4 +1,4 @@
-"""The whole way, on a tiny model: what is trained, saved, told, and gone on with."""
+"""Recovery of a tiny model: trained weights, saved files, results and resumption."""
 
 import json
 import os
@@ -6,6 +6,8 @@ import resource
 import signal
 import subprocess
 import sys
+import time
+from functools import cache
 
 import pytest
 import torch
@@ -13,13 +15,14 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.training import runs
+from attnzoo.training import results, runs
 from attnzoo.training.checkpoints import CheckpointError
 from attnzoo.training.data import DataError
-from attnzoo.training.evaluate import quality
-from attnzoo.training.judge import evaluate
+from attnzoo.training.evaluate_command import evaluate
+from attnzoo.training.loading import load_rows
 from attnzoo.training.loop import LoopConfig, read_losses
-from attnzoo.training.recover import RecoverConfig, recover, told
+from attnzoo.training.quality import quality, rows_to_eval_batch
+from attnzoo.training.recover import RecoverConfig, recover, with_step
 from attnzoo.training.transfer import Transfer
 
 STEPS = {"transfer_steps": 5, "distil_steps": 6, "row_length": 32, "judged_rows": 2}
@@ -28,10 +31,6 @@ STEPS = {"transfer_steps": 5, "distil_steps": 6, "row_length": 32, "judged_rows"
 def config(train="lora", target="output", **changes):
     loop = {"batch_size": 4, "checkpoint_every": 2, **changes}
     return RecoverConfig(**STEPS, train=train, transfer_target=target, loop=LoopConfig(**loop))
-
-
-class Stop(Exception):
-    pass
 
 
 def losses(out):
@@ -43,8 +42,8 @@ def weights(folder):
 
 
 @pytest.mark.parametrize("train", ["extras", "lora", "full"])
-def test_what_is_trained(saved, text, spec, tmp_path, train):
-    results = recover(saved, spec, [text], tmp_path / "out", config(train))
+def test_trained_weights(saved, text, spec, tmp_path, train):
+    outcome = recover(saved, spec, [text], tmp_path / "out", config(train))
     before, after = weights(saved), weights(tmp_path / "out")
     changed = {name for name, x in before.items() if not torch.equal(x, after[name])}
     if train == "extras":
@@ -57,36 +56,33 @@ def test_what_is_trained(saved, text, spec, tmp_path, train):
     start = raw.state_dict()
     assert any("attnzoo" in n and not torch.equal(x, start[n]) for n, x in after.items())
     assert json.loads((tmp_path / "out" / "recovery.json").read_text()) == json.loads(
-        json.dumps(results)
+        json.dumps(outcome)
     )
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
-def test_the_account_is_of_the_saved_model(saved, text, spec, tmp_path):
-    from attnzoo.training.evaluate import judged_rows, quality
-    from attnzoo.training.runs import load_rows
-
-    results = recover(saved, spec, [text], tmp_path / "out", config())
+def test_results_are_those_of_the_saved_model(saved, text, spec, tmp_path):
+    outcome = recover(saved, spec, [text], tmp_path / "out", config())
     _, held_out = load_rows(saved, [text], "text", config())
-    judged = judged_rows(held_out, 2)
+    batch = rows_to_eval_batch(held_out, 2)
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert quality(model, judged).loss == pytest.approx(results["lines"]["result"]["loss"])
+    assert quality(model, batch).loss == pytest.approx(outcome["lines"]["result"]["loss"])
     stock = hf.AutoModelForCausalLM.from_pretrained(saved)
-    assert quality(stock, judged).loss == pytest.approx(results["lines"]["softmax"]["loss"])
+    assert quality(stock, batch).loss == pytest.approx(outcome["lines"]["softmax"]["loss"])
     attnzoo.swap(stock, "flash", window=4)
-    window = results["lines"]["window alone"]["loss"]
-    assert quality(stock, judged).loss == pytest.approx(window)
-    assert {"near branch alone", "far branch alone"} <= set(results["lines"])
-    assert results["window"] == 4
+    window = outcome["lines"]["window alone"]["loss"]
+    assert quality(stock, batch).loss == pytest.approx(window)
+    assert {"near branch alone", "far branch alone"} <= set(outcome["lines"])
+    assert outcome["window"] == 4
 
 
 @pytest.mark.parametrize("train", ["extras", "lora", "full"])
-def test_softmax_is_tuned_by_the_text_too(saved, text, spec, tmp_path, train):
-    """By the same loss; with no weights of its own in training it stays as it is."""
+def test_softmax_baseline_is_trained_with_cross_entropy(saved, text, spec, tmp_path, train):
+    """With the same loss; unless only extras are trained, which softmax has none of."""
     loop = LoopConfig(batch_size=4)
     options = {**STEPS, "train": train, "weights_lr": 3e-2, "cross_entropy": 0.5, "loop": loop}
-    results = recover(saved, spec, [text], tmp_path / "out", RecoverConfig(**options))
-    tuned, softmax = (results["lines"][name]["loss"] for name in ("softmax tuned", "softmax"))
+    outcome = recover(saved, spec, [text], tmp_path / "out", RecoverConfig(**options))
+    tuned, softmax = (outcome["lines"][name]["loss"] for name in ("softmax tuned", "softmax"))
     if train == "extras":
         assert tuned == softmax
     else:
@@ -95,7 +91,7 @@ def test_softmax_is_tuned_by_the_text_too(saved, text, spec, tmp_path, train):
     assert stages == ["softmax"] * (train != "extras") + ["transfer", "distil"]
 
 
-def test_a_saved_model_is_judged_as_it_was_when_made(saved, text, spec, tmp_path):
+def test_evaluate_repeats_the_results_of_the_run(saved, text, spec, tmp_path):
     made = recover(saved, spec, [text], tmp_path / "out", config("extras"))
     found = evaluate(tmp_path / "out", [text], row_length=32, rows=2)
     assert found["window"] == made["window"]
@@ -106,59 +102,69 @@ def test_a_saved_model_is_judged_as_it_was_when_made(saved, text, spec, tmp_path
         evaluate(saved, [text], row_length=32)
 
 
-def test_transfer_knows_its_step(model):
+def test_with_step_sets_the_step_of_transfer(model):
     attnzoo.swap(model, "linear", feature_map="hedgehog")
     transfer, seen = Transfer(model), []
-    told(transfer, seen.append)(7)
+    with_step(transfer, seen.append)(7)
     assert (transfer.step, seen) == (7, [7])
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(saved, text, spec, tmp_path_factory):
+    """A function that returns the folder of an uninterrupted run, by target of transfer."""
+
+    @cache
+    def run(target):
+        out = tmp_path_factory.mktemp("uninterrupted") / target
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(results, "LENGTHS", (16,))
+            recover(saved, spec, [text], out, config(target=target))
+        return out
+
+    return run
+
+
 @pytest.mark.parametrize(
-    ("at", "target"), [(2, "output"), (3, "attention"), (6, "output"), (9, "output")]
+    ("steps", "target"), [(2, "output"), (3, "attention"), (6, "output"), (9, "output")]
 )
-def test_a_run_that_is_stopped_goes_on_to_the_same_losses(saved, text, spec, tmp_path, at, target):
+def test_resumed_run_equals_uninterrupted_run(
+    saved, text, spec, tmp_path, interrupt, uninterrupted, steps, target
+):
     """In transfer, which compares other keys in each step, and in distillation."""
-    options = config(target=target)
-    recover(saved, spec, [text], tmp_path / "whole", options)
-    taken = []
-
-    def stop(stage, step, loss):
-        taken.append(loss)
-        if len(taken) == at:
-            raise Stop
-
-    with pytest.raises(Stop):
-        recover(saved, spec, [text], tmp_path / "out", options, tick=stop)
-    recover(saved, spec, [text], tmp_path / "out", options, resume=True)
-    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
-    ours, exact = weights(tmp_path / "out"), weights(tmp_path / "whole")
-    assert all(torch.equal(x, ours[name]) for name, x in exact.items())
+    run = saved, spec, [text], tmp_path / "out", config(target=target)
+    interrupt(steps, recover, *run)
+    recover(*run, resume=True)
+    expected = uninterrupted(target)
+    assert losses(tmp_path / "out") == losses(expected)
+    found = weights(tmp_path / "out")
+    assert all(torch.equal(x, found[name]) for name, x in weights(expected).items())
 
 
-def test_a_killed_process_leaves_a_checkpoint_to_go_on_from(saved, text, tmp_path):
+def test_killed_process_is_resumed(saved, text, tmp_path):
     arguments = [
         *("recover", str(saved), "--data", str(text), "--out", str(tmp_path / "out")),
         *("--attention", "linear", "--set", "feature_map=hedgehog", "--length", "32"),
-        *("--transfer-steps", "300", "--distil-steps", "3", "--batch", "2"),
+        *("--transfer-steps", "200", "--distil-steps", "3", "--batch", "2"),
     ]
     command = [sys.executable, "-m", "attnzoo", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
-        checkpoint = tmp_path / "out" / "checkpoints" / "step-000100"
+        checkpoint = tmp_path / "out" / "checkpoints" / "step-000050"
         while not checkpoint.is_dir():
             assert process.poll() is None
+            time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
     done = len(losses(tmp_path / "out"))
-    assert 100 <= done < 300
+    assert 50 <= done < 200
     finished = subprocess.run(
         [*command, "--resume"], env=env, capture_output=True, text=True, check=True
     )
-    assert [step for _, step, _ in losses(tmp_path / "out")] == [*range(300), *range(3)]
+    assert [step for _, step, _ in losses(tmp_path / "out")] == [*range(200), *range(3)]
     assert "softmax" in finished.stdout
 
 
-def test_parts_of_a_batch_add_up(saved, text, spec, tmp_path):
-    """Transfer's loss is relative to each part's own size, so only distillation is exact."""
+def test_gradient_accumulation_takes_the_same_steps(saved, text, spec, tmp_path):
+    """In distillation; the loss of transfer is relative to the norm of each micro-batch."""
     found = []
     for parts in (1, 2):
         out = tmp_path / str(parts)
@@ -177,7 +183,8 @@ def test_two_processes_take_the_steps_of_one(saved, text, tmp_path):
             *("--set", "window=4", "--length", "32", "--batch", "4"),
             *("--transfer-steps", "2", "--distil-steps", "4", "--train", "full"),
         ]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        env.pop("ACCELERATE_USE_CPU", None)
         subprocess.run(command, env=env, check=True, capture_output=True, timeout=200)
         return [loss for *_, loss in losses(out)]
 
@@ -190,34 +197,27 @@ def test_two_processes_take_the_steps_of_one(saved, text, tmp_path):
     assert two[2:] == pytest.approx(one[2:], rel=0.01)
 
 
-def test_another_run_may_not_go_on(saved, text, spec, tmp_path):
+def test_resumption_of_another_run_is_refused(saved, text, spec, tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(CheckpointError, match=r"no run in .* to go on with"):
+    with pytest.raises(CheckpointError, match=r"no run in .* to resume"):
         recover(saved, spec, [text], out, config(), resume=True)
     recover(saved, spec, [text], out, config())
-    with pytest.raises(CheckpointError, match="holds this run already; give --resume"):
+    with pytest.raises(CheckpointError, match="already contains this run; give --resume"):
         recover(saved, spec, [text], out, config())
-    with pytest.raises(CheckpointError, match="holds another run: config was"):
+    with pytest.raises(CheckpointError, match=r"another run: its config\.train is 'lora', not"):
         recover(saved, spec, [text], out, config("full"), resume=True)
     (out / "run.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"run\.json' is damaged"):
         recover(saved, spec, [text], out, config(), resume=True)
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").write_text("")
-    with pytest.raises(CheckpointError, match="exists and holds no run"):
+    with pytest.raises(CheckpointError, match="exists and contains no run"):
         recover(saved, spec, [text], tmp_path / "used", config())
 
 
-def test_a_torn_checkpoint_is_passed_over(saved, text, spec, tmp_path):
-    out, taken = tmp_path / "out", []
-
-    def stop(stage, step, loss):
-        taken.append(loss)
-        if len(taken) == 5:
-            raise Stop
-
-    with pytest.raises(Stop):
-        recover(saved, spec, [text], out, config(), tick=stop)
+def test_incomplete_checkpoint_is_ignored(saved, text, spec, tmp_path, interrupt):
+    out = tmp_path / "out"
+    interrupt(5, recover, saved, spec, [text], out, config())
     last = out / "checkpoints" / "step-000004"
     assert last.is_dir()
     last.rename(last.with_name("step-000004.partial"))
@@ -226,27 +226,22 @@ def test_a_torn_checkpoint_is_passed_over(saved, text, spec, tmp_path):
     assert len(losses(out)) == 11
 
 
-def test_what_was_judged_is_not_judged_again(saved, text, spec, tmp_path, monkeypatch):
-    def stop(stage, step, loss):
-        if step == 3:
-            raise Stop
-
-    with pytest.raises(Stop):
-        recover(saved, spec, [text], tmp_path / "out", config(), tick=stop)
-    told = json.loads((tmp_path / "out" / "checkpoints" / "lines.json").read_text())
-    assert set(told) == {"softmax", "raw swap", "window alone"}
-    judged = []
-    monkeypatch.setattr(runs, "quality", lambda *given: judged.append(1) or quality(*given))
-    results = recover(saved, spec, [text], tmp_path / "out", config(), resume=True)
-    new = set(results["lines"]) - {*told, "softmax tuned"}  # which is softmax's own line here
-    assert len(judged) == len(new) == 3
-    assert {name: results["lines"][name]["loss"] for name in told} == {
-        name: line["loss"] for name, line in told.items()
+def test_resumed_run_reuses_baselines(saved, text, spec, tmp_path, monkeypatch, interrupt):
+    interrupt(4, recover, saved, spec, [text], tmp_path / "out", config())
+    kept = json.loads((tmp_path / "out" / "checkpoints" / "lines.json").read_text())
+    assert set(kept) == {"softmax", "raw swap", "window alone"}
+    calls = []
+    monkeypatch.setattr(runs, "quality", lambda *args: calls.append(1) or quality(*args))
+    outcome = recover(saved, spec, [text], tmp_path / "out", config(), resume=True)
+    new = set(outcome["lines"]) - {*kept, "softmax tuned"}  # a copy of softmax's line here
+    assert len(calls) == len(new) == 3
+    assert {name: outcome["lines"][name]["loss"] for name in kept} == {
+        name: line["loss"] for name, line in kept.items()
     }
 
 
-def test_layers_may_be_taught_in_blocks(saved, text, spec, tmp_path):
-    """What a layer learns does not depend on those that learn beside it."""
+def test_transfer_in_blocks_of_layers(saved, text, spec, tmp_path):
+    """The weights of a layer do not depend on the other layers of its block."""
     steps = {"transfer_steps": 4, "distil_steps": 0, "row_length": 32, "judged_rows": 2}
     loop = LoopConfig(batch_size=4, clip=1e9)
     for name, size in (("all", None), ("one", 1)):
@@ -264,8 +259,8 @@ def test_layers_may_be_taught_in_blocks(saved, text, spec, tmp_path):
     assert float(torch.cosine_similarity(a, b, 0)) > 0.99
 
 
-def test_a_full_disk_leaves_the_last_checkpoint(saved, text, spec, tmp_path):
-    """The limit on a file's size stands in for it: a write fails in the middle."""
+def test_full_disk_keeps_the_last_checkpoint(saved, text, spec, tmp_path, uninterrupted):
+    """Simulated by a limit on the size of files, so that a write fails in the middle."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     out = tmp_path / "out"
 
@@ -274,36 +269,37 @@ def test_a_full_disk_leaves_the_last_checkpoint(saved, text, spec, tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
 
     try:
-        with pytest.raises(CheckpointError, match=r"cannot be written .*step-000002', is whole"):
-            recover(saved, spec, [text], out, config(), tick=fill)
+        with pytest.raises(
+            CheckpointError, match=r"cannot be written .*the last checkpoint is .*step-000002'"
+        ):
+            recover(saved, spec, [text], out, config(), on_step=fill)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     recover(saved, spec, [text], out, config(), resume=True)
-    recover(saved, spec, [text], tmp_path / "whole", config())
-    assert losses(out) == losses(tmp_path / "whole")
+    assert losses(out) == losses(uninterrupted("output"))
 
 
-def test_a_tracker_is_told(saved, text, spec, tmp_path):
+def test_tracker_gets_the_losses(saved, text, spec, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     options = RecoverConfig(**STEPS, report_to="tensorboard", loop=LoopConfig(batch_size=4))
     recover(saved, spec, [text], tmp_path / "out", options)
     events = EventAccumulator(str(tmp_path / "out" / "logs" / "attnzoo")).Reload()
     for stage in ("transfer", "distil"):
-        told = [event.value for event in events.Scalars(f"{stage}/loss")]
+        logged = [event.value for event in events.Scalars(f"{stage}/loss")]
         expected = [loss for name, _, loss in losses(tmp_path / "out") if name == stage]
-        assert told == pytest.approx(expected)
+        assert logged == pytest.approx(expected)
 
 
-def test_a_control_of_another_width(saved, text, spec, tmp_path):
+def test_window_of_the_baseline(saved, text, spec, tmp_path):
     options = RecoverConfig(**STEPS, control=9)
-    results = recover(saved, spec, [text], tmp_path / "out", options)
-    assert results["window"] == 9
+    outcome = recover(saved, spec, [text], tmp_path / "out", options)
+    assert outcome["window"] == 9
     found = evaluate(tmp_path / "out", [text], row_length=32, rows=2, control=9)
     assert found["window"] == 9
 
 
-def test_what_cannot_be_recovered_is_refused(saved, text, spec, tmp_path):
+def test_invalid_arguments_are_refused(saved, text, spec, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(DataError, match="no file or folder"):
         recover(saved, spec, [tmp_path / "absent"], out, config())
@@ -313,7 +309,7 @@ def test_what_cannot_be_recovered_is_refused(saved, text, spec, tmp_path):
     attnzoo.swap(model, "linear")
     model.save_pretrained(tmp_path / "swapped")
     hf.AutoTokenizer.from_pretrained(saved).save_pretrained(tmp_path / "swapped")
-    with pytest.raises(SpecError, match="is swapped already"):
+    with pytest.raises(SpecError, match="is already swapped"):
         recover(tmp_path / "swapped", spec, [text], out, config())
     with pytest.raises(ConfigError, match="make batch_size a multiple"):
         recover(saved, spec, [text], out, config(batch_size=4, accumulate=3))
@@ -327,15 +323,15 @@ def test_what_cannot_be_recovered_is_refused(saved, text, spec, tmp_path):
         ({"lora_rank": 0}, "lora_rank must be at least 1, got 0"),
         ({"extras_lr": 0.0}, "extras_lr must be above 0"),
         ({"row_length": 4}, "row_length must be at least 8 tokens"),
-        ({"cross_entropy": 1.5}, "cross_entropy is a share"),
+        ({"cross_entropy": 1.5}, "cross_entropy must be from 0 to 1"),
         ({"top_k": 0}, "top_k must be at least 1, got 0"),
         ({"layers_at_once": 0}, "layers_at_once must be at least 1, got 0"),
-        ({"window_dropout": 2}, "window_dropout is a share"),
+        ({"window_dropout": 2}, "window_dropout must be from 0 to 1"),
         ({"control": 0}, "control must be at least 1 token, got 0"),
         ({"transfer_target": "keys"}, "transfer_target must be 'output' or 'attention'"),
         ({"train": "all"}, "train must be 'extras', 'lora' or 'full', got 'all'"),
     ],
 )
-def test_bad_options_are_refused(options, message):
+def test_invalid_config_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         RecoverConfig(**options)

@@ -1,12 +1,13 @@
-"""A swapped model is an ordinary one: transformers' Trainer trains it, with PEFT or without."""
+"""Training of a swapped model by transformers' Trainer, with and without PEFT."""
 
 import pytest
 import torch
 import transformers as hf
+from peft import LoraConfig, get_peft_model
 
 import attnzoo
 from attnzoo.training.data import pack
-from attnzoo.training.runs import with_adapters
+from attnzoo.training.loading import with_adapters
 from attnzoo.training.transfer import extras
 
 
@@ -14,9 +15,9 @@ from attnzoo.training.transfer import extras
 def test_trainer_trains_a_swapped_model(model, saved, tmp_path, adapters):
     attnzoo.swap(model, "gated_linear", feature_map="hedgehog", window=4)
     before = {name: p.detach().clone() for name, p in extras(model).items()}
-    trained = with_adapters(model, 4, "CAUSAL_LM") if adapters else model
-    for parameter in extras(trained).values():
-        parameter.requires_grad_(True)  # PEFT freezes what it does not know
+    trained = model
+    if adapters:
+        trained = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM"))
     tokenizer = hf.AutoTokenizer.from_pretrained(saved)
     rows = pack(["to and fro and " * 40] * 8, tokenizer, row_length=48, vocab_size=384)
     arguments = hf.TrainingArguments(
@@ -34,7 +35,7 @@ def test_trainer_trains_a_swapped_model(model, saved, tmp_path, adapters):
     trainer.train()
     logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert logged[-1] < 0.7 * logged[0]
-    after = extras(model)
+    after = extras(trained.merge_and_unload() if adapters else model)
     assert all(not torch.equal(before[name], after[name]) for name in before)
     if not adapters:
         again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-30")
@@ -42,7 +43,7 @@ def test_trainer_trains_a_swapped_model(model, saved, tmp_path, adapters):
         torch.testing.assert_close(again(ids).logits, trained.eval()(ids).logits)
 
 
-def test_adapters_go_beside_the_model_and_not_into_backends(model):
+def test_adapters_are_outside_backends(model):
     attnzoo.swap(model, "gated_linear", feature_map="hedgehog", window=4)
     trained = with_adapters(model, 4, "CAUSAL_LM")
     names = [name for name, _ in trained.named_parameters() if "lora_" in name]

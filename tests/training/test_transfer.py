@@ -12,7 +12,7 @@ OPTIONS = {"feature_map": "hedgehog", "window": 4}
 
 
 @pytest.mark.parametrize("target", ["output", "attention"])
-def test_the_whole_model_runs_softmax_meanwhile(model, target):
+def test_model_runs_softmax_inside_transfer(model, target):
     exact = model(IDS).logits
     attnzoo.swap(model, "linear", **OPTIONS)
     swapped = model(IDS).logits
@@ -28,8 +28,8 @@ def padded(side):
     return mask if side == "left" else mask.flip(1)
 
 
-def watched(model, mask):
-    """Return the errors of a transfer's pass, and what each layer was given and gave in it."""
+def run_transfer(model, mask):
+    """Return the errors of a forward pass, and each backend's inputs and output."""
     seen, handles = {}, []
     for name, backend in swapped_layers(model).items():
 
@@ -37,7 +37,7 @@ def watched(model, mask):
             seen[name] = (args, kwargs, output.out)
 
         handles.append(backend.register_forward_hook(keep, with_kwargs=True))
-    with Transfer(model) as transfer:  # later layers are given what softmax passes on
+    with Transfer(model) as transfer:  # inputs of later layers come from softmax
         model(IDS, attention_mask=mask)
         errors = dict(transfer.errors)
     for handle in handles:
@@ -46,11 +46,11 @@ def watched(model, mask):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_loss_is_each_layers_own_error(model, side):
-    """Written out from what the layers are given; padding does not count."""
+def test_error_of_each_layer(model, side):
+    """Computed in float64 from the layers' inputs, without padding."""
     mask = padded(side)
     attnzoo.swap(model, "linear", **OPTIONS)
-    found, seen = watched(model, mask)
+    found, seen = run_transfer(model, mask)
     assert set(found) == set(seen)
     for name, (args, kwargs, out) in seen.items():
         q, k, v = (x.double() for x in args)
@@ -65,11 +65,11 @@ def test_the_loss_is_each_layers_own_error(model, side):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_attention_is_compared_key_by_key(model, side):
-    """Over as many steps as it takes to meet every key, the mean is the divergence of all."""
+def test_divergence_of_attention_weights(model, side):
+    """The mean over the steps that cover all keys equals the divergence of all weights."""
     mask = padded(side)
     attnzoo.swap(model, "linear", **OPTIONS)
-    _, seen = watched(model, mask)
+    _, seen = run_transfer(model, mask)
     stride = -(-24 // seen["model.layers.0.self_attn"][0][2].shape[3])
     assert stride > 1
     found = []
@@ -92,7 +92,7 @@ def test_attention_is_compared_key_by_key(model, side):
         assert not torch.allclose(found[0][name], found[1][name], rtol=1e-3)
 
 
-def test_only_the_extras_of_its_own_layer_learn(model):
+def test_gradient_of_a_layer_stays_in_its_extras(model):
     attnzoo.swap(model, "linear", **OPTIONS)
     with Transfer(model) as transfer:
         model(IDS)
@@ -102,7 +102,7 @@ def test_only_the_extras_of_its_own_layer_learn(model):
 
 
 @pytest.mark.parametrize("target", ["output", "attention"])
-def test_it_learns(model, target):
+def test_loss_decreases(model, target):
     attnzoo.swap(model, "linear", **OPTIONS)
     optimizer = torch.optim.Adam(extras(model).values(), lr=0.03)
     losses = []
@@ -118,7 +118,7 @@ def test_it_learns(model, target):
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_gradient_checkpointing_changes_nothing(model):
+def test_gradient_checkpointing_has_the_same_gradients(model):
     attnzoo.swap(model, "linear", **OPTIONS)
     model.train()
     gradients = []
@@ -130,19 +130,19 @@ def test_gradient_checkpointing_changes_nothing(model):
             model(IDS, use_cache=False)
             loss = transfer.loss()
             loss.backward()
-            assert not transfer.errors  # what is computed again for the backward pass
+            assert not transfer.errors  # the recomputation in the backward pass adds none
         gradients.append([loss.detach(), *(p.grad for p in extras(model).values())])
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-def test_some_layers_may_learn_alone(model):
+def test_transfer_of_some_layers(model):
     attnzoo.swap(model, "linear", **OPTIONS)
     with Transfer(model, layers=["model.layers.0.self_attn"]) as transfer:
         model(IDS)
         assert list(transfer.errors) == ["model.layers.0.self_attn"]
 
 
-def test_an_encoder_is_taught_too():
+def test_transfer_of_an_encoder():
     config = hf.BertConfig(
         vocab_size=99,
         hidden_size=32,
@@ -161,7 +161,7 @@ def test_an_encoder_is_taught_too():
     assert all(p.grad.abs().sum() > 0 for p in extras(model).values())
 
 
-def test_what_cannot_be_taught_is_refused(model):
+def test_invalid_arguments_are_refused(model):
     with pytest.raises(SpecError, match="is not swapped"):
         Transfer(model)
     attnzoo.swap(model, "linear")
@@ -170,10 +170,10 @@ def test_what_cannot_be_taught_is_refused(model):
     attnzoo.swap(model, "linear", **OPTIONS)
     with pytest.raises(SpecError, match="None of the layers nowhere"):
         Transfer(model, layers=["nowhere"])
-    with Transfer(model) as transfer, pytest.raises(SpecError, match="after a forward pass"):
+    with Transfer(model) as transfer, pytest.raises(SpecError, match="needs a forward pass"):
         transfer.loss()
     attnzoo.swap(model, "gated_linear", gate="matrix")
-    with pytest.raises(SpecError, match=r"model.layers.0.self_attn.* take target='output'"):
+    with pytest.raises(SpecError, match=r"model.layers.0.self_attn.* use target='output'"):
         Transfer(model, target="attention")
 
 

@@ -1,4 +1,4 @@
-"""What tests start under torchrun: one check by name, in every process.
+"""Script that tests start under torchrun; it runs one check in each process.
 
 torchrun --nproc-per-node 2 two_processes.py CHECK MODEL TEXT OUT
 """
@@ -17,14 +17,14 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 import attnzoo
-from attnzoo.training import account, runs
+from attnzoo.training import results, runs
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.recover import RecoverConfig, recover
 
 
 def sharding(**options):
-    """Make an Accelerator with FSDP2, which on CPUs it would not take: its states are told."""
+    """Return an Accelerator with FSDP2 on CPUs, which it refuses: its state is patched."""
     accelerator = Accelerator(**options)
     parallel = ParallelismConfig(dp_shard_size=accelerator.num_processes)
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
@@ -58,19 +58,19 @@ class Stopped(Exception):
 
 
 def stop_at(total):
-    """Return what stops a run after so many steps, in all processes."""
+    """Return an ``on_step`` that stops a run after a number of steps, in all processes."""
     steps = iter(range(1, total + 1))
 
-    def tick(stage, step, loss):
+    def on_step(stage, step, loss):
         if next(steps) == total:
             raise Stopped
 
-    return tick
+    return on_step
 
 
 def sharded(model, text, out):
-    """Weights in parts; each run again, stopped after a checkpoint and before the next."""
-    runs.Accelerator, account.LENGTHS = sharding, (16,)
+    """Train with sharded weights; repeat each run with stops after a checkpoint."""
+    runs.Accelerator, results.LENGTHS = sharding, (16,)
     loop = LoopConfig(batch_size=4, checkpoint_every=2)
     for train in ("full", "lora"):
         given = model, SPEC, [text]
@@ -78,16 +78,18 @@ def sharded(model, text, out):
         again = out / f"{train}-again"
         for total in (3, 6):  # in the first stage, and in the second
             with suppress(Stopped):
-                tick = stop_at(total if total == 3 else 4)
-                recover(*given, again, config(train=train, loop=loop), resume=total > 3, tick=tick)
+                on_step = stop_at(total if total == 3 else 4)
+                recover(
+                    *given, again, config(train=train, loop=loop), resume=total > 3, on_step=on_step
+                )
         recover(*given, again, config(train=train, loop=loop), resume=True)
     both = LoopConfig(batch_size=4, cp_size=2)
     recover(model, SPEC, [text], out / "shared", config(loop=both))
 
 
 def shared(model, text, out):
-    """Each process holds half of every row; the last layer stays exact."""
-    account.LENGTHS = (16,)
+    """Train with context parallelism; the last layer is exact."""
+    results.LENGTHS = (16,)
     loop = LoopConfig(batch_size=4, accumulate=2, cp_size=2)
     spec = attnzoo.AttentionSpec(
         "gated_linear", feature_map="hedgehog", window=4, layers={1: "flash"}
@@ -99,7 +101,8 @@ def shared(model, text, out):
 
 
 def idle(model, text, out):
-    """Rows end within the window, so what the linear branch has never gets a gradient."""
+    """Train with a window wider than the rows: the linear branch gets no gradient."""
+    results.LENGTHS = (16,)
     spec = attnzoo.AttentionSpec("linear", feature_map="hedgehog", window=64)
     recover(model, spec, [text], out / "idle", config())
 

@@ -1,8 +1,11 @@
-"""Kernels in C++, compiled once for the CPU at hand.
+"""Compile and load C++ kernels, once per CPU and compiler.
 
-A library stands in ``$ATTNZOO_CACHE`` or ``~/.cache/attnzoo``, under a name made of its source and
-of all that the compiler says of itself and of this CPU; so another one makes its own. That takes
-seconds, as no header but the standard library's is read. ``$CXX``, or ``c++``, is the compiler.
+The compiler is ``$CXX`` or ``c++``. Libraries are cached in ``$ATTNZOO_CACHE`` or
+``~/.cache/attnzoo``; the file name contains a hash of the source, the flags and the compiler's
+predefined macros, which describe compiler and CPU, and a checksum of the library. A library runs
+with all rights of the process, so it is loaded only if no other user can write it or its folder,
+and compiled again if it does not match its checksum. Compilation takes seconds, because kernels
+include only headers of the standard library and of this folder.
 """
 
 from __future__ import annotations
@@ -10,64 +13,167 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shlex
+import shutil
+import signal
+import stat
 import subprocess
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
-CACHE = "ATTNZOO_CACHE"  # environment variable: a folder
+CACHE = "ATTNZOO_CACHE"  # environment variable: the folder of compiled libraries
+COMPILER_SECONDS = 300.0  # time limit of one run of the compiler
+UNFINISHED = ".compile-"  # prefix of the folders in which libraries are compiled
 
 
 class BuildError(RuntimeError):
-    """A kernel cannot be had here; says why."""
+    """A kernel cannot be compiled or loaded; the message gives the reason."""
+
+
+class Source(NamedTuple):
+    """A C++ file, which may include the headers in this folder, and the functions it exports."""
+
+    path: Path
+    functions: tuple[str, ...]
 
 
 @cache
-def load(name: str) -> ctypes.CDLL:
-    """Return the library of ``<name>.cpp`` beside this file, compiled if it has not been yet.
+def load(source: Source) -> ctypes.CDLL:
+    """Return the shared library of a C++ file; compiles it if the cache does not contain it.
 
     Raises:
-        BuildError: There is no compiler, or it fails, or nothing can be written.
+        BuildError: The compiler is missing or fails, or the cache is not writable, or other users
+            can write it.
     """
-    source = Path(__file__).with_name(f"{name}.cpp")
-    code = b"".join(x.read_bytes() for x in (source, *sorted(source.parent.glob("*.h"))))
-    compiler = os.environ.get("CXX") or "c++"
     try:
-        about = _run(compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
-        told = (*FLAGS, about)
-        made_of = hashlib.sha256(code + repr(told).encode()).hexdigest()[:16]
-        folder = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "attnzoo")
-        library = folder / f"{name}-{made_of}.so"
-        if not library.is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as room:
-                made = Path(room, library.name)
-                _run(compiler, *FLAGS, str(source), "-o", str(made))
-                made.replace(library)  # whole or not at all, whoever else compiles it too
-        return ctypes.CDLL(str(library))
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home
-        raise BuildError(f"{source.name} cannot be compiled: {error}") from error
+        return _load(source)
+    except (OSError, RuntimeError, ValueError) as error:  # no home directory, CXX with one quote
+        raise BuildError(f"{source.path.name} cannot be compiled: {error}") from error
+
+
+def _load(source: Source) -> ctypes.CDLL:
+    headers = Path(__file__).parent
+    code = b"".join(x.read_bytes() for x in (source.path, *sorted(headers.glob("*.h"))))
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    macros = _run(*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
+    key = hashlib.sha256(code + repr((*FLAGS, macros)).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "attnzoo")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(folder)
+    name = f"{source.path.stem}-{key}"
+    for library in folder.glob(f"{name}-*.so"):
+        if _is_valid(library, name):
+            return _open(library, source)
+    _remove_unfinished(folder)
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder) as temporary:
+        compiled = Path(temporary, f"{name}.so")
+        _run(*compiler, *FLAGS, f"-I{headers}", str(source.path), "-o", str(compiled))
+        compiled.chmod(0o700)
+        opened = _open(compiled, source)  # raises before the library enters the cache
+        compiled.replace(folder / _file_name(name, compiled))  # atomic; others may compile it too
+    return opened
+
+
+def _is_valid(library: Path, name: str) -> bool:
+    """Return whether a library matches its checksum; removes one that does not.
+
+    Raises:
+        OSError: Other users can write it.
+    """
+    try:
+        _check_private(library)
+        if library.name == _file_name(name, library):
+            return True
+    except FileNotFoundError:  # another process has removed it
+        return False
+    library.unlink(missing_ok=True)
+    return False
+
+
+def _file_name(name: str, library: Path) -> str:
+    """Return the name under which the cache contains a library."""
+    return f"{name}-{hashlib.sha256(library.read_bytes()).hexdigest()[:16]}.so"
+
+
+def _open(library: Path, source: Source) -> ctypes.CDLL:
+    """Return a library, or raise ``OSError`` if it lacks a function."""
+    opened = ctypes.CDLL(str(library))
+    missing = [name for name in source.functions if not hasattr(opened, name)]
+    if missing:
+        raise OSError(f"the compiled library has no function {', '.join(missing)}")
+    return opened
+
+
+def _check_private(path: Path) -> None:
+    """Raise ``OSError`` if other users than this one and root can write a file or folder."""
+    if os.name != "posix":
+        return
+    found = path.stat()
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OSError(
+            f"other users can write {path} (owner {found.st_uid}, mode "
+            f"{stat.S_IMODE(found.st_mode):o}), so a library there is not trusted; run "
+            f"chmod go-w on it if it is yours, or set {CACHE} to a folder of your own"
+        )
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove the folders of compilations that were killed."""
+    for left in folder.glob(f"{UNFINISHED}*"):
+        try:
+            old = time.time() - left.stat().st_mtime > 2 * COMPILER_SECONDS
+        except FileNotFoundError:  # another process has finished its compilation
+            continue
+        if old:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _run(*command: str) -> str:
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found.returncode:
-        lines = found.stderr.strip().splitlines() or [f"exit {found.returncode}"]
+    """Return the standard output of a command; raise ``OSError`` if it fails or takes too long."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=COMPILER_SECONDS)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            raise OSError(
+                f"{command[0]} did not finish within {COMPILER_SECONDS:.0f} seconds; "
+                "set CXX to another compiler"
+            ) from None
+    if process.returncode:
+        lines = errors.strip().splitlines() or [f"exit {process.returncode}"]
         raise OSError(f"{command[0]}: {lines[0]}")
-    return found.stdout
+    return output
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a compiler and the processes that it started, which hold its pipes open."""
+    if os.name == "posix":
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
 
 
 @cache
-def why_not(name: str) -> str:
-    """Say why a kernel cannot be had here; empty if it can."""
+def unavailable_reason(source: Source) -> str:
+    """Return why the kernel in ``source`` is unavailable, or ""."""
     try:
-        load(name)
+        load(source)
     except BuildError as error:
         return str(error)
     return ""
 
 
 def fields(kind: type, names: str) -> list[tuple[str, type]]:
-    """Return fields of one kind for a structure that a kernel takes."""
+    """Return ``_fields_`` of one type for a :class:`ctypes.Structure`, from names in a string."""
     return [(name, kind) for name in names.split()]

@@ -1,6 +1,6 @@
-// Sums of products in the vector registers of a CPU, for rows that lie anywhere.
+// SIMD register tiles: dot products and weighted sums of rows at any addresses.
 //
-// GCC's vector types, which Clang knows too, become whatever registers the CPU has.
+// Vector types of GCC and Clang, as wide as the registers of the CPU.
 
 #pragma once
 
@@ -10,106 +10,114 @@
 #include <utility>
 
 #if defined(__AVX512F__)
-constexpr int BYTES = 64, TALL = 8, FLAT = 4;  // 16 of 32 registers hold sums of float
+constexpr int VECTOR_BYTES = 64;
+constexpr int DOT_ROWS = 8;  // rows of a tile of dot_products: float sums take 16 of 32 registers
+constexpr int SUM_ROWS = 4;  // rows of a tile of add_weighted_rows
 #else
-constexpr int BYTES = 32, TALL = 2, FLAT = 2;  // 8 of 16
+constexpr int VECTOR_BYTES = 32, DOT_ROWS = 2, SUM_ROWS = 2;  // 8 of 16 registers
 #endif
 
 template <class Real>
 struct Vectors;
 template <>
 struct Vectors<float> {
-    typedef float Reals __attribute__((vector_size(BYTES)));
-    typedef int32_t Ints __attribute__((vector_size(BYTES)));
+    typedef float Reals __attribute__((vector_size(VECTOR_BYTES)));
+    typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
 };
 template <>
 struct Vectors<double> {
-    typedef double Reals __attribute__((vector_size(BYTES)));
-    typedef int64_t Ints __attribute__((vector_size(BYTES)));
+    typedef double Reals __attribute__((vector_size(VECTOR_BYTES)));
+    typedef int64_t Ints __attribute__((vector_size(VECTOR_BYTES)));
 };
 
 constexpr double LOG2_E = 1.4426950408889634;
-constexpr int BLOCK = 32;  // lanes at hand: whole vectors of any kind
+constexpr int BLOCK = 32;  // columns of a block, one lane each; a multiple of every vector length
 
 template <class Real>
 struct Math {
     using Reals = typename Vectors<Real>::Reals;
     using Ints = typename Vectors<Real>::Ints;
-    static constexpr int LANES = BYTES / sizeof(Real);
+    static constexpr int LANES = VECTOR_BYTES / sizeof(Real);
 
-    static Reals load(const Real* at) {
-        Reals found;
-        std::memcpy(&found, at, sizeof found);
-        return found;
+    static Reals load(const Real* x) {
+        Reals values;
+        std::memcpy(&values, x, sizeof values);
+        return values;
     }
 
-    static void store(Real* at, Reals what) { std::memcpy(at, &what, sizeof what); }
+    static void store(Real* x, Reals values) { std::memcpy(x, &values, sizeof values); }
 
-    static Reals all(Real number) { return number - Reals{}; }
+    static Reals broadcast(Real value) { return value - Reals{}; }
 
-    // 2^x, which is 2^-126 where it is less; float: to 2e-7 of itself.
-    static Reals exp2(Reals power) {
-        power = power < Real(-126) ? all(-126) : power;
-        power = power > Real(126) ? all(126) : power;
+    // 2^x for x clamped to [-126, 126]; float: relative error 2e-7. NaN stays NaN.
+    static Reals exp2(Reals x) {
+        x = x < Real(-126) ? broadcast(-126) : x;
+        x = x > Real(126) ? broadcast(126) : x;
         if constexpr (sizeof(Real) == 4) {
-            const Reals whole = power + Real(12582912);  // 1.5 2^23: nothing is left of fractions
-            const Reals f = power - (whole - Real(12582912));
-            Reals p = all(1.5403530e-4f);
-            for (float next : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f,
-                               6.9314718e-1f, 1.f})
-                p = p * f + next;
-            return (Reals)((Ints)p + ((Ints)whole << 23));
+            const Reals rounded = x + Real(12582912);  // 1.5 * 2^23: the sum has no fraction bits
+            const Reals fraction = x - (rounded - Real(12582912));
+            Reals p = broadcast(1.5403530e-4f);
+            for (float coefficient : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f,
+                                      6.9314718e-1f, 1.f})
+                p = p * fraction + coefficient;
+            const Reals result = (Reals)((Ints)p + ((Ints)rounded << 23));
+            return x == x ? result : x;  // the bits of a NaN would change the exponent
         } else {
-            for (int i = 0; i < LANES; ++i) power[i] = std::exp2(power[i]);
-            return power;
+            for (int i = 0; i < LANES; ++i) x[i] = std::exp2(x[i]);
+            return x;
         }
     }
 
-    // Turn a row into the column of a lane.
-    static void column(const Real* row, int64_t size, Real factor, Real* to) {
-        for (int64_t d = 0; d < size; ++d) to[d * BLOCK] = row[d] * factor;
+    // Write a row, times a factor, as a column of a [size, BLOCK] matrix.
+    static void store_column(const Real* row, int64_t size, Real factor, Real* column) {
+        for (int64_t d = 0; d < size; ++d) column[d * BLOCK] = row[d] * factor;
     }
 
-    // sums[r][:] = sum over d of rows[r][d] lanes[d][:].
+    // sums[r][:] = sum over d of rows[r][d] columns[d][:], for V vectors of columns.
     template <int V>
-    static void products(const Real* const* rows, const Real* lanes, int64_t depth,
-                         Reals (&sums)[TALL][V]) {
-        for (auto& its : sums)
-            for (auto& sum : its) sum = Reals{};
+    static void dot_products(const Real* const* rows, const Real* columns, int64_t depth,
+                             Reals (&sums)[DOT_ROWS][V]) {
+        for (auto& row : sums)
+            for (auto& sum : row) sum = Reals{};
         for (int64_t d = 0; d < depth; ++d) {
-            Reals beside[V];
-            for (int i = 0; i < V; ++i) beside[i] = load(lanes + d * BLOCK + i * LANES);
-            for (int r = 0; r < TALL; ++r)
-                for (int i = 0; i < V; ++i) sums[r][i] += rows[r][d] * beside[i];
+            Reals values[V];
+            for (int i = 0; i < V; ++i) values[i] = load(columns + d * BLOCK + i * LANES);
+            for (int r = 0; r < DOT_ROWS; ++r)
+                for (int i = 0; i < V; ++i) sums[r][i] += rows[r][d] * values[i];
         }
     }
 
-    // into[r][:] = scale[r] into[r][:] + sum over i from .. to - 1 of weights[r across + i down]
-    // rows[i][:], for FLAT rows and some columns.
-    template <int V>
-    static void add_columns(Real* const* into, const Real* scale, const Real* weights,
-                            int64_t across, int64_t down, const Real* const* rows, std::pair<int, int> some,
-                            int64_t column) {
-        Reals sums[FLAT][V] = {};
-        for (int i = some.first; i < some.second; ++i) {
-            Reals row[V];
-            for (int j = 0; j < V; ++j) row[j] = load(rows[i] + column + j * LANES);
-            for (int r = 0; r < FLAT; ++r)
-                for (int j = 0; j < V; ++j) sums[r][j] += weights[r * across + i * down] * row[j];
-        }
-        for (int r = 0; r < FLAT; ++r)
-            for (int j = 0; j < V; ++j) {
-                Real* at = into[r] + column + j * LANES;
-                store(at, load(at) * (scale ? scale[r] : Real(1)) + sums[r][j]);
-            }
-    }
-
-    static void add(Real* const* into, const Real* scale, const Real* weights, int64_t across,
-                    int64_t down, const Real* const* rows, std::pair<int, int> some, int64_t size) {
+    // For SUM_ROWS rows r, with i from range.first to range.second - 1:
+    // out[r][:] = scale[r] out[r][:] + sum over i of weights[r row_stride + i stride] rows[i][:].
+    // Without scale, it is 1.
+    static void add_weighted_rows(Real* const* out, const Real* scale, const Real* weights,
+                                  int64_t row_stride, int64_t stride, const Real* const* rows,
+                                  std::pair<int, int> range, int64_t size) {
         int64_t column = 0;
         for (; column + 4 * LANES <= size; column += 4 * LANES)
-            add_columns<4>(into, scale, weights, across, down, rows, some, column);
+            add_columns<4>(out, scale, weights, row_stride, stride, rows, range, column);
         for (; column < size; column += LANES)
-            add_columns<1>(into, scale, weights, across, down, rows, some, column);
+            add_columns<1>(out, scale, weights, row_stride, stride, rows, range, column);
+    }
+
+  private:
+    // add_weighted_rows for V vectors of columns.
+    template <int V>
+    static void add_columns(Real* const* out, const Real* scale, const Real* weights,
+                            int64_t row_stride, int64_t stride, const Real* const* rows,
+                            std::pair<int, int> range, int64_t column) {
+        Reals sums[SUM_ROWS][V] = {};
+        for (int i = range.first; i < range.second; ++i) {
+            Reals row[V];
+            for (int j = 0; j < V; ++j) row[j] = load(rows[i] + column + j * LANES);
+            for (int r = 0; r < SUM_ROWS; ++r)
+                for (int j = 0; j < V; ++j)
+                    sums[r][j] += weights[r * row_stride + i * stride] * row[j];
+        }
+        for (int r = 0; r < SUM_ROWS; ++r)
+            for (int j = 0; j < V; ++j) {
+                Real* x = out[r] + column + j * LANES;
+                store(x, load(x) * (scale ? scale[r] : Real(1)) + sums[r][j]);
+            }
     }
 };

@@ -1,5 +1,7 @@
-// Work in the threads that torch's own products run in: others would contend with them, since they
-// wait busily for milliseconds after each. Its OpenMP is loaded already and visible to all.
+// Parallel loops on the OpenMP threads of torch.
+//
+// Other threads would compete with them: torch's threads spin for milliseconds after each of its
+// parallel regions. torch has loaded its OpenMP library already, so its symbols are found.
 
 #pragma once
 
@@ -9,32 +11,32 @@
 #include <thread>
 #include <vector>
 
-extern "C" void GOMP_parallel(void (*work)(void*), void* what, unsigned threads, unsigned flags)
+extern "C" void GOMP_parallel(void (*function)(void*), void* data, unsigned threads, unsigned flags)
     __attribute__((weak));
 
 template <class Work>
-struct Shared {
+struct ParallelLoop {
     Work& work;
     const int64_t count;
     std::atomic<int64_t> next{0};
 
-    static void run(void* it) {
-        Shared& its = *static_cast<Shared*>(it);
-        for (int64_t i; (i = its.next++) < its.count;) its.work(i);
+    static void run(void* data) {
+        ParallelLoop& loop = *static_cast<ParallelLoop*>(data);
+        for (int64_t i; (i = loop.next++) < loop.count;) loop.work(i);
     }
 };
 
-// Call work with 0 to count - 1; a thread takes the next as soon as it is ready.
+// Call work(0) to work(count - 1), scheduled dynamically.
 template <class Work>
 void in_threads(int64_t count, int64_t threads, Work work) {
-    Shared<Work> shared{work, count};
+    ParallelLoop<Work> loop{work, count};
     threads = std::min(threads, count);
     if (threads > 1 && GOMP_parallel) {
-        GOMP_parallel(Shared<Work>::run, &shared, (unsigned)threads, 0);
+        GOMP_parallel(ParallelLoop<Work>::run, &loop, (unsigned)threads, 0);
         return;
     }
     std::vector<std::thread> others;
-    for (int64_t i = 1; i < threads; ++i) others.emplace_back(Shared<Work>::run, &shared);
-    Shared<Work>::run(&shared);
+    for (int64_t i = 1; i < threads; ++i) others.emplace_back(ParallelLoop<Work>::run, &loop);
+    ParallelLoop<Work>::run(&loop);
     for (auto& other : others) other.join();
 }

@@ -1,0 +1,1 @@
+"""Exact softmax attention by fused kernels: SDPA or xformers."""

@@ -1,0 +1,46 @@
+"""The flash backend: exact softmax attention by fused kernels (PyTorch's SDPA, xformers)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from attnzoo.backends.base import Presets, register
+from attnzoo.backends.exact import ExactBackend, ExactConfig
+from attnzoo.backends.flash.op import IMPLEMENTATIONS, flash_attention
+from attnzoo.backends.implementation import impl_names
+from attnzoo.backends.inputs import AttentionInputs
+from attnzoo.state import AttentionOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashConfig(ExactConfig):
+    """Settings of fused softmax attention (arXiv:2205.14135)."""
+
+    implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
+
+
+@register("flash")
+class FlashBackend(ExactBackend):
+    """Exact softmax attention by fused kernels, linear in memory; does not support a soft cap."""
+
+    config_class = FlashConfig
+    presets: ClassVar[Presets] = {  # a window of 32 tokens is the control of approximations
+        "short": ({}, {"window": 32}),
+        "long": ({}, {"window": 32}),
+    }
+    packing = True
+
+    def compute(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Compute attention with the implementation of the options."""
+        return flash_attention(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            mask=inputs.mask,
+            scale=inputs.scale,
+            bias=inputs.bias,
+            sinks=inputs.sinks,
+            dropout=inputs.dropout,
+            impl=self.config.impl,
+        )

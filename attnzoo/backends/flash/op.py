@@ -1,0 +1,88 @@
+r"""Exact softmax attention by fused kernels, without a score matrix in memory.
+
+Computes the same as :func:`attnzoo.backends.softmax.op.softmax_attention`, by torch's
+``scaled_dot_product_attention`` (flash, cuDNN or memory-efficient kernels) or by xformers.
+Time O(T S), memory O(T + S); with a sliding window of w, time and memory O(T w).
+Source: Dao et al., 2022, arXiv:2205.14135; Rabe and Staats, 2021, arXiv:2112.05682.
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
+w window.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.flash.impl.call import FlashCall
+from attnzoo.backends.flash.impl.sdpa import kernel_name, run_sdpa
+from attnzoo.backends.flash.impl.xformers import auto_reasons, run_xformers, xformers_reasons
+from attnzoo.backends.implementation import Implementation, select
+from attnzoo.backends.validation import check_qkv
+from attnzoo.masks import AttentionMask
+from attnzoo.state import AttentionOutput
+
+IMPLEMENTATIONS = (
+    Implementation(
+        name="xformers",
+        run=run_xformers,
+        reasons=xformers_reasons,
+        automatic="xformers has a kernel for sliding windows",
+        auto_reasons=auto_reasons,
+    ),
+    Implementation(
+        name="sdpa", run=run_sdpa, automatic="PyTorch's fused kernels run on every device"
+    ),
+)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask | None = None,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    impl: str = "auto",
+) -> AttentionOutput:
+    """Return exact softmax attention, computed by a fused kernel.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``.
+        k: Keys, ``[B, Hkv, S, D]``; each serves H / Hkv query heads.
+        v: Values, ``[B, Hkv, S, E]``.
+        mask: Which keys each query sees; ``None`` means all. A query that sees none gives zeros.
+        scale: Multiplies the products; ``None`` means ``D ** -0.5``.
+        bias: Added to the scores, broadcastable to ``[B, H, T, S]``.
+        sinks: A logit per head, ``[H]``, or per head and query, ``[B, H, T, 1]``, that takes part
+            in the softmax and has no value.
+        dropout: Probability of dropping a weight.
+        impl: ``"sdpa"``, ``"xformers"``, or ``"auto"``, which selects xformers for sliding windows
+            on a GPU.
+
+    Returns:
+        ``out`` as ``[B, H, T, E]`` in the dtype of ``v``, and ``impl``, which on a GPU names the
+        kernel that torch selected.
+
+    Raises:
+        UnsupportedError: The shapes disagree, or ``impl`` is unknown or does not support the call.
+    """
+    check_qkv(q, k, v)
+    call = FlashCall(
+        q,
+        k,
+        v,
+        AttentionMask() if mask is None else mask,
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        bias,
+        sinks,
+        dropout,
+    )
+    implementation, choice = select("flash_attention", IMPLEMENTATIONS, call, impl)
+    out = implementation.run(call)
+    on_gpu = q.device.type == "cuda" and not torch.compiler.is_compiling()
+    if implementation.name == "sdpa" and on_gpu:
+        choice = choice._replace(reason=f"{kernel_name(call)}; {choice.reason}")
+    return AttentionOutput(out, impl=choice)

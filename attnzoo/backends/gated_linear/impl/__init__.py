@@ -1,0 +1,1 @@
+"""Implementations of recurrences that linear attention does not cover."""

@@ -1,0 +1,1 @@
+"""Feature maps of queries and keys: fixed, learned and random."""

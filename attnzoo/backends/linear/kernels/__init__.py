@@ -1,0 +1,1 @@
+"""C++ and Triton kernels of linear attention."""

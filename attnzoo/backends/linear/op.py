@@ -1,0 +1,263 @@
+r"""Linear attention: one op for the plain, normalised, gated, causal and bidirectional variants.
+
+Computes :math:`S_t = e^{g_t} S_{t-1} + k_t v_t^T` and :math:`o_t = q_t S_t`, or, normalised,
+:math:`o_t = q_t S_t / (q_t z_t + \epsilon)`, where z is the same recurrence over the keys alone.
+Token t updates the state before its query reads it. Queries and keys are features. Without a causal
+mask, the sums run over all keys:
+:math:`o_t = q_t \sum_j k_j v_j^T / (q_t \sum_j k_j + \epsilon)`.
+
+| form | time | memory beyond the results | used for |
+|---|---|---|---|
+| ``parallel`` | O(T^2 D) | O(T^2), times D for decay per channel | comparison |
+| ``recurrent`` | O(T D E), T steps | the state | decoding |
+| ``chunk`` | O(T C D + T D E) | some states and chunks | training, prefill |
+
+Sources: Katharopoulos et al., 2020, arXiv:2006.16236 (the sums); Sun et al., 2023, arXiv:2307.08621
+(decay per head, the chunk form); Yang et al., 2024, arXiv:2312.06635 (decay per key channel).
+Letters: B batch, H heads, Hkv key heads, T queries, S keys, D key size, E value size, C chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from attnzoo.backends.implementation import Implementation, select
+from attnzoo.backends.linear.feature_maps.functional import (
+    elu_plus_one,
+    exp_keys,
+    exp_queries,
+    relu,
+)
+from attnzoo.backends.linear.impl.bidirectional import run_bidirectional
+from attnzoo.backends.linear.impl.chunk import run_chunks
+from attnzoo.backends.linear.impl.common import (
+    LinearInputs,
+    Result,
+    empty_state,
+    state_dtype,
+)
+from attnzoo.backends.linear.impl.context_parallel import state_from_earlier_ranks
+from attnzoo.backends.linear.impl.cpp import cpp_reasons, run_cpp
+from attnzoo.backends.linear.impl.reference import run_reference
+from attnzoo.backends.linear.impl.step import run_steps, step
+from attnzoo.backends.linear.impl.triton import run_triton, triton_reasons
+from attnzoo.backends.linear.validation import check_log_decay, check_segment_ids, check_state
+from attnzoo.backends.validation import check_qkv, check_size
+from attnzoo.errors import UnsupportedError, did_you_mean
+from attnzoo.kernels.autocast import autocast_disabled
+from attnzoo.kernels.context_parallel import SequenceShard
+from attnzoo.masks import AttentionMask
+from attnzoo.state import AttentionOutput, ImplChoice, LinearState
+
+FORMS = ("parallel", "recurrent", "chunk")
+FEATURE_MAPS = ("identity", "elu+1", "relu", "exp")  # the maps that the Triton kernels fuse
+CAUSAL = AttentionMask(causal=True)
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask | None = None,
+    log_decay: Tensor | None = None,
+    normalize: bool = False,
+    scale: float | None = None,
+    form: str = "chunk",
+    impl: str = "auto",
+    state: LinearState | None = None,
+    return_state: bool = False,
+    chunk_size: int | None = None,
+    eps: float = 1e-6,
+    feature_map: str = "identity",
+    feature_scale: float = 1.0,
+    shard: SequenceShard | None = None,
+) -> AttentionOutput:
+    r"""Compute attention through sums over keys and values.
+
+    The sums and their gradients are float32, or float64 for float64 inputs. Heads may be grouped:
+    there is one state per *key* head, and keys and values are not repeated.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``, to which ``feature_map`` is applied.
+        k: Keys, ``[B, Hkv, S, D]``, likewise; H is a multiple of Hkv.
+        v: Values, ``[B, Hkv, S, E]``.
+        mask: Causality, padding and segments; ``None`` means causal. With a causal mask, T equals
+            S. The features of padding keys are set to 0. Packed segments do not see each other:
+            ``state`` belongs to the first segment, and the returned state to the last.
+        log_decay: Natural logarithm of the decay at each token, at most 0: ``[Hkv]`` (constant per
+            head), ``[B, Hkv, S]`` (per token) or ``[B, Hkv, S, D]`` (per key channel). No value
+            overflows or cancels; minus infinity sets the state to 0.
+        normalize: Divide by ``q_t z_t + eps``; features should then not be negative.
+        scale: Multiplies the features of q; ``None`` means 1. It cancels with ``normalize``, except
+            for ``eps``.
+        form: ``"parallel"``, ``"recurrent"`` or ``"chunk"``; see the table above.
+        impl: ``"triton"`` (causal, NVIDIA GPUs), ``"cpp"`` (causal, CPUs; the backward pass is in
+            torch), ``"torch"`` (every device), ``"reference"`` (plain operations and autograd), or
+            ``"auto"``, which selects the fastest one that supports the call. A named
+            implementation is never replaced.
+        state: Sums over the earlier tokens; ``None`` starts a sequence. Gradients flow through it.
+        return_state: Whether to return the state after the last token.
+        chunk_size: C, in tokens; ``None`` picks one. T need not be a multiple. ``"triton"`` takes
+            16, 32 or 64, and ``"cpp"`` at most 32.
+        eps: Added to the denominator.
+        feature_map: Applied to q and k: ``"identity"``, ``"elu+1"``, ``"relu"`` or ``"exp"``.
+        feature_scale: s of ``"exp"``; see
+            :func:`attnzoo.backends.linear.feature_maps.functional.exp_queries`.
+        shard: This rank's part of sequences that several ranks hold; not together with ``state``.
+
+    Returns:
+        ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; also ``state`` and ``impl``.
+
+    Raises:
+        ValueError: Shapes, dtypes or options are not supported; the message says which are.
+    """
+    mask = CAUSAL if mask is None else mask
+    causal, segment_ids = mask.causal, mask.segment_ids
+    _check_tensors(q, k, v, log_decay, state, mask)
+    _check_options(form, chunk_size, causal, feature_map)
+    assert shard is None or state is None
+    if state is None:
+        state = empty_state(q, k, v)
+    elif state.kv.dtype != (dtype := state_dtype(q, k, v)) or state.k.dtype != dtype:
+        state = LinearState(state.kv.to(dtype), state.k.to(dtype))
+    x = LinearInputs(
+        *(q, k, v, log_decay, state, mask.padding, segment_ids, causal, form, normalize),
+        *(1.0 if scale is None else float(scale), eps, chunk_size, feature_map, feature_scale),
+    )
+    on_gpu = q.device.type == "cuda"
+    table = AUTOMATIC[form, on_gpu] if impl == "auto" else IMPLEMENTATIONS
+    chosen, choice = select("linear_attention", table, x, impl)
+    with autocast_disabled(q.device):
+        fused = ""
+        if chosen.name != "triton" or shard is not None:
+            x = _map_features(x)
+        elif feature_map != "identity":
+            fused = f", {feature_map} fused"
+        if shard is not None:
+            x = x._replace(state=state_from_earlier_ranks(x.k, v, log_decay, shard, causal=causal))
+        if q.shape[0] == 0 or (causal and q.shape[2] == 0):
+            out, last = _empty_output(x), x.state
+        else:
+            out, last = chosen.run(x)
+    choice = ImplChoice(choice.impl, f"{form} form{fused}; {choice.reason}")
+    return AttentionOutput(out, last if return_state else None, None, choice)
+
+
+def _check_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    state: LinearState | None,
+    mask: AttentionMask,
+) -> None:
+    """Raise ``UnsupportedError`` for tensors that do not fit each other."""
+    causal, segment_ids = mask.causal, mask.segment_ids
+    check_qkv(q, k, v)
+    if causal and q.shape[2] != k.shape[2]:
+        raise UnsupportedError(
+            "causal attention needs queries and keys of the same tokens, got "
+            f"{q.shape[2]} queries and {k.shape[2]} keys; pass earlier tokens as state=, or a mask "
+            "that is not causal."
+        )
+    if log_decay is not None:
+        check_log_decay(log_decay, k, causal)
+    if state is not None:
+        check_state(state, k, v)
+    if segment_ids is not None:
+        check_segment_ids(segment_ids, q, k)
+
+
+def _check_options(form: str, chunk_size: int | None, causal: bool, feature_map: str) -> None:
+    """Raise ``UnsupportedError`` for options that no implementation supports."""
+    if form not in FORMS:
+        raise UnsupportedError(
+            f"linear_attention has no form {form!r}.{did_you_mean(form, FORMS)} "
+            f"It has {', '.join(FORMS)}."
+        )
+    if not causal and form == "recurrent":
+        raise UnsupportedError(
+            "form='recurrent' is causal; without a causal mask use form='chunk'."
+        )
+    if feature_map not in FEATURE_MAPS:
+        raise UnsupportedError(
+            f"linear_attention has no feature map {feature_map!r}."
+            f"{did_you_mean(feature_map, FEATURE_MAPS)} It has {', '.join(FEATURE_MAPS)}; apply "
+            "others to q and k before the call."
+        )
+    if chunk_size is not None:
+        check_size("chunk_size", chunk_size)
+
+
+def _map_features(x: LinearInputs) -> LinearInputs:
+    """Apply the feature map to queries and keys, and set the features of padding keys to 0."""
+    q, k = x.q, x.k
+    if x.feature_map == "exp":
+        q, k = exp_queries(q, x.feature_scale), exp_keys(k, x.feature_scale)
+    elif x.feature_map == "elu+1":
+        q, k = elu_plus_one(q), elu_plus_one(k)
+    elif x.feature_map == "relu":
+        q, k = relu(q), relu(k)
+    if x.padding_mask is not None:
+        k = k.masked_fill(~x.padding_mask[:, None, :, None], 0)
+    return x._replace(q=q, k=k, feature_map="identity", padding_mask=None)
+
+
+def _empty_output(x: LinearInputs) -> Tensor:
+    """Return an output without elements, ``[B, H, T, E]``, whose gradients are zeros."""
+    total = x.q.sum() + x.k.sum() + x.v.sum()
+    if x.log_decay is not None:
+        total = total + x.log_decay.sum()
+    return total.to(x.v.dtype).expand(*x.q.shape[:3], x.v.shape[3])
+
+
+# -- implementations -------------------------------------------------------------------------------
+
+
+def _run_torch(x: LinearInputs) -> Result:
+    """Compute a call in torch; the parallel form is one chunk."""
+    tokens = x.k.shape[2]
+    if x.form == "recurrent":
+        return run_steps(x)
+    if x.form == "parallel":
+        x = x._replace(chunk_size=max(tokens, 1))
+    if not x.causal:
+        return run_bidirectional(x)
+    return step(x) if tokens == 1 else run_chunks(x)
+
+
+def _triton_reasons(x: LinearInputs) -> list[str]:
+    return triton_reasons(x.q, x.k, x.v, form=x.form, causal=x.causal)
+
+
+def _cpp_reasons(x: LinearInputs) -> list[str]:
+    return cpp_reasons(x.q, form=x.form, causal=x.causal, chunk_size=x.chunk_size)
+
+
+IMPLEMENTATIONS = (
+    Implementation(
+        name="triton", run=run_triton, reasons=_triton_reasons, automatic="compiled for this GPU"
+    ),
+    Implementation(
+        name="cpp",
+        run=run_cpp,
+        reasons=_cpp_reasons,
+        automatic="the forward pass is compiled for this CPU",
+    ),
+    Implementation(name="torch", run=_run_torch, automatic="runs on every device"),
+    Implementation(name="reference", run=run_reference),
+)
+_TRITON, _CPP, _TORCH, _REFERENCE = IMPLEMENTATIONS
+_PARALLEL = (replace(_REFERENCE, automatic="the parallel form is for comparison"),)
+# What impl="auto" selects from, by form and by whether the tensors are on a GPU
+AUTOMATIC = {
+    ("parallel", False): _PARALLEL,
+    ("parallel", True): _PARALLEL,
+    ("recurrent", False): (_TORCH,),
+    ("recurrent", True): (_TRITON, _TORCH),
+    ("chunk", False): (_CPP, _TORCH),
+    ("chunk", True): (_TRITON, _TORCH),
+}

@@ -1,0 +1,354 @@
+r"""The window hybrid: softmax inside a window, linear attention outside, one denominator.
+
+Computes, with N the window of query i (the W latest keys, or W on each side) and F the other keys,
+
+.. math:: o_i = \frac{\sum_{j \in N} e^{s\, q_i k_j} v_j + e^{f_i} \sum_{j \in F} w_{ij} v_j}
+                     {\sum_{j \in N} e^{s\, q_i k_j} + e^{f_i} \sum_{j \in F} w_{ij}}, \qquad
+          w_{ij} = d_{ij}\, \phi(q_i) \cdot \phi(k_j),
+
+where f is the logit of the linear branch, and :math:`d_{ij}` the product of the decays from the
+token after key j leaves the window up to token i. The larger of the two sums' logarithms is
+subtracted, so nothing overflows.
+
+Time O(T (W D + C F + F E)), memory O(T D) on a CPU; the state has a fixed size. A key enters the
+linear state when it leaves the window, so query t is paired with key t - W, and no key is copied.
+Source: Zhang et al., 2024, arXiv:2410.10254 (LoLCATs), where :math:`e^{f_i}` is a factor of the
+window's largest term.
+Letters: B batch, H query heads, Hkv key heads, T queries, D key size, E value size, F features of a
+key, W window.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo.backends.implementation import Implementation, select
+from attnzoo.backends.linear.impl.cpp import cpp_reasons
+from attnzoo.backends.linear.op import linear_attention
+from attnzoo.backends.linear.window_state import (
+    HybridInputs,
+    HybridState,
+    is_filled,
+    next_state,
+    reorder,
+    state_before_shard,
+)
+from attnzoo.backends.linear.window_state import (
+    LinearBranch as LinearBranch,
+)
+from attnzoo.backends.local.band import band_softmax
+from attnzoo.backends.local.blockwise_cpu import LocalOptions, blockwise_local_attention
+from attnzoo.backends.local.pattern import Band, gather_tokens
+from attnzoo.backends.validation import check_size, is_empty_call
+from attnzoo.kernels.context_parallel import SequenceShard
+from attnzoo.kernels.memory import cat_huge_pages
+from attnzoo.masks import AttentionMask
+from attnzoo.state import AttentionOutput, ImplChoice, LinearState
+
+MIN_WEIGHT = 1e-30  # a smaller sum of linear weights, before scaling, counts as 0
+
+
+Parts = tuple[Tensor, Tensor, Tensor, Tensor | None, LinearState | None]
+
+
+def hybrid_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    branch: LinearBranch,
+    *,
+    window: int,
+    scale: float,
+    mask: AttentionMask | None = None,
+    state: HybridState | None = None,
+    return_state: bool = False,
+    impl: str = "auto",
+    chunk_size: int | None = None,
+    shard: SequenceShard | None = None,
+) -> AttentionOutput:
+    """Compute softmax attention inside a window and linear attention outside.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``.
+        k: Keys, ``[B, Hkv, T, D]``; H is a multiple of Hkv.
+        v: Values, ``[B, Hkv, T, E]``.
+        branch: Features of queries and keys, their weight and decay.
+        window: W, in real tokens: the W latest keys, which include the query's own, or W keys on
+            each side without a causal mask.
+        scale: s, which multiplies query-key products in the window.
+        mask: Causality, padding and segments; ``None`` means causal. Outputs at padding are zeros.
+            Packed segments do not see each other, and the returned state is that of the last.
+        state: The state that an earlier causal call returned; not together with segments.
+        return_state: Whether to return the state after the last token.
+        impl: ``"cpp"``, ``"torch"`` or ``"reference"`` for the linear branch; ``"reference"`` also
+            computes the window with a dense mask. ``"auto"`` selects the fastest.
+        chunk_size: As in :func:`attnzoo.backends.linear.op.linear_attention`.
+        shard: This rank's part of sequences that several ranks hold, in place of ``state``; causal.
+
+    Returns:
+        ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; also ``state`` and ``impl``.
+    """
+    mask = AttentionMask(causal=True) if mask is None else mask
+    check_size("window", window)
+    padding_mask, ids = mask.padding, mask.segment_ids
+    needs_order = state is not None or return_state or shard is not None
+    assert mask.causal or not (needs_order or branch.log_decay is not None)
+    assert state is None or ids is None
+    if shard is not None:
+        state = state_before_shard(k, v, branch.k, window, shard)
+    order = None
+    if padding_mask is not None:  # a stable sort puts real tokens first, so windows are contiguous
+        order = padding_mask.int().argsort(dim=1, descending=True, stable=True)
+        q, k, v = (gather_tokens(x, order) for x in (q, k, v))
+        branch, padding_mask = reorder(branch, order), padding_mask.gather(1, order)
+        if ids is not None:
+            ids = ids.gather(1, order)
+            ids = torch.where(padding_mask, ids, (ids * padding_mask).amax(1, keepdim=True))
+    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+    v = cat_huge_pages([v.to(wide), v.new_ones(*v.shape[:3], 1, dtype=wide)], 3)
+    x = HybridInputs(
+        *(q, k, v, branch, window, scale, mask.causal, padding_mask, ids, state, return_state),
+        *(impl, chunk_size, shard),
+    )
+    chosen, choice = select("hybrid_attention", IMPLEMENTATIONS, x, impl)
+    near, lse, sums, counts, last = chosen.run(x._replace(impl=chosen.name))
+    out = _combine(near, lse, sums, counts, branch).to(dtype)
+    if order is not None and padding_mask is not None:
+        out = out.masked_fill(~padding_mask[:, None, :, None], 0)
+        out = gather_tokens(out, order.argsort(1))
+    choice = ImplChoice(choice.impl, f"softmax window + linear form; {choice.reason}")
+    return AttentionOutput(out, next_state(x, last) if return_state else None, None, choice)
+
+
+def _compute_parts(x: HybridInputs) -> Parts:
+    """Compute the window and the linear branch.
+
+    Returns:
+        The window's output ``[B, H, T, E]`` and log-sum-exp ``[B, H, T, 1]``; the linear sums
+        ``[B, H, T, E + 1]``, the number of keys in them, ``[B, T]`` (with ``mean``), and their
+        state (causal).
+    """
+    if x.causal:
+        return *_causal_window(x), *_causal_linear(x)
+    reach = (x.window, x.window)
+    near = _local_softmax(x, x.q, x.k, x.v[..., :-1], reach, x.padding_mask, x.segment_ids)
+    return *near, *_bidirectional_linear(x), None
+
+
+def _cpp_reasons(x: HybridInputs) -> list[str]:
+    return cpp_reasons(x.q, causal=x.causal, chunk_size=x.chunk_size)
+
+
+def _skip_cpp(x: HybridInputs) -> list[str]:
+    return ["one token takes the step in torch"] if x.q.shape[2] == 1 else []
+
+
+# The Triton kernels are not among them: no GPU test compares a hybrid that uses them.
+IMPLEMENTATIONS = (
+    Implementation(
+        name="cpp",
+        run=_compute_parts,
+        reasons=_cpp_reasons,
+        auto_reasons=_skip_cpp,
+        automatic="the linear branch's forward pass is compiled for this CPU",
+    ),
+    Implementation(name="torch", run=_compute_parts, automatic="runs on every device"),
+    Implementation(name="reference", run=_compute_parts),
+)
+
+
+# -- the window ------------------------------------------------------------------------------------
+
+
+def _causal_window(x: HybridInputs) -> tuple[Tensor, Tensor]:
+    """Return softmax attention to the W latest keys, and its log-sum-exp."""
+    q, k, v, state = x.q, x.k, x.v[..., :-1], x.state
+    padding_mask, ids, reach = x.padding_mask, x.segment_ids, (x.window - 1, 0)
+    if state is None:
+        return _local_softmax(x, q, k, v, reach, padding_mask, ids)
+    one_token = q.shape[2] == 1
+    first = int(one_token)  # one token does not see the oldest key of the state
+    k = torch.cat([state.k[:, :, first:].to(k.dtype), k], 2)
+    v = torch.cat([state.v[:, :, first:].to(v.dtype), v], 2)
+    if padding_mask is None:
+        padding_mask = torch.ones(len(q), q.shape[2], dtype=torch.bool, device=q.device)
+    padding_mask = torch.cat([is_filled(state)[:, first:], padding_mask], 1)
+    if one_token:
+        return _dense_softmax(q, k, v, padding_mask[:, None, None], x.scale)
+    if ids is not None:  # the state belongs to the first segment
+        ids = torch.cat([ids[:, :1].expand(-1, x.window), ids], 1)
+    q = F.pad(q, (0, 0, x.window, 0))
+    out, lse = _local_softmax(x, q, k, v, reach, padding_mask, ids)
+    return out[:, :, x.window :], lse[:, :, x.window :]
+
+
+def _local_softmax(
+    x: HybridInputs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    reach: tuple[int, int],
+    padding_mask: Tensor | None,
+    ids: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return softmax attention within a band, and its log-sum-exp."""
+    length = q.shape[2]
+    reach = (min(reach[0], length - 1), min(reach[1], length - 1))
+    on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    dense = x.impl == "reference" or is_empty_call(q, k)
+    if not dense and on_cpu:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        options = LocalOptions(
+            Band(*reach, 1),
+            reach[1] == 0,
+            x.scale,
+            padding_mask,
+            segment_ids=ids,
+            return_lse=True,
+        )
+        return blockwise_local_attention(q.to(wide), k.to(wide), v.to(wide), options)
+    mask = AttentionMask(window=reach, padding=padding_mask, segment_ids=ids)
+    if not dense:
+        return band_softmax(q, k, v, window=reach, scale=x.scale, mask=mask)
+    seen = mask.dense(length, length, q.device)
+    assert seen is not None
+    return _dense_softmax(q, k, v, seen, x.scale)
+
+
+def _dense_softmax(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return softmax attention and its log-sum-exp; finite for queries that see no key."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q = q.to(wide).unflatten(1, (k.shape[1], -1)) * scale
+    scores = (q @ k.to(wide).unsqueeze(2).mT).flatten(1, 2)
+    scores = scores.masked_fill(~seen, torch.finfo(wide).min / 8)
+    lse = scores.logsumexp(-1, keepdim=True)
+    weights = (scores - lse).exp().unflatten(1, (k.shape[1], -1))
+    return (weights @ v.to(wide).unsqueeze(2)).flatten(1, 2), lse
+
+
+# -- the linear branch -----------------------------------------------------------------------------
+
+
+def _causal_linear(x: HybridInputs) -> tuple[Tensor, Tensor | None, LinearState | None]:
+    """Return the linear sums over keys before the window, their number, and their state.
+
+    Token t of the linear attention has the query of token t and the key of token t - W.
+    """
+    branch, state, length, size = x.branch, x.state, x.q.shape[2], x.window
+    log_decay, ids = branch.log_decay, None
+    if state is None:
+        leaving = max(length - size, 0)
+        keys, values = branch.k[:, :, :leaving], x.v[:, :, :leaving]
+        queries, first, sums = branch.q[:, :, size:], size, None
+        if log_decay is not None and log_decay.dim() > 1:
+            log_decay = log_decay[:, :, size:]
+    else:
+        old_values = F.pad(state.v, (0, 1), value=1.0).to(x.v.dtype)
+        keys = torch.cat([state.features.to(branch.k.dtype), branch.k], 2)[:, :, :length]
+        values = torch.cat([old_values, x.v], 2)[:, :, :length]
+        queries, first, sums = branch.q, 0, LinearState(state.kv, state.z)
+    if x.padding_mask is not None:  # no key leaves the window at padding
+        keys = keys.masked_fill(~x.padding_mask[:, None, first:, None], 0)
+    if x.segment_ids is not None:  # a key of another segment does not enter the state
+        ids, key_ids = x.segment_ids[:, first:], x.segment_ids
+        if state is not None:
+            key_ids = torch.cat([key_ids[:, :1].expand(-1, size), key_ids], 1)
+        is_other = ids != key_ids[:, : ids.shape[1]]
+        keys = keys.masked_fill(is_other[:, None, :, None], 0)
+    out, last, *_ = linear_attention(
+        queries,
+        keys,
+        values,
+        mask=AttentionMask(causal=True, segment_ids=ids),
+        log_decay=log_decay,
+        form="recurrent" if queries.shape[2] == 1 else "chunk",
+        impl=x.impl,
+        state=None if x.shard is not None else sums,
+        return_state=x.return_state,
+        chunk_size=x.chunk_size,
+        shard=x.shard,
+    )
+    out = F.pad(out, (0, 0, min(first, length), 0))
+    if not branch.mean:
+        return out, None, last
+    counts = _tokens_around(x)[0] + 1 - size
+    if state is not None:
+        earlier = state.seen[:, None]
+        if x.segment_ids is not None:
+            earlier = earlier * (x.segment_ids == x.segment_ids[:, :1])
+        counts = counts + earlier
+    return out, counts, last
+
+
+def _bidirectional_linear(x: HybridInputs) -> tuple[Tensor, Tensor | None]:
+    """Return the linear sums over keys before and after the window, and their number."""
+    branch, length, skip = x.branch, x.q.shape[2], x.window + 1
+    sums = branch.q.new_zeros(*x.q.shape[:3], x.v.shape[3], dtype=x.v.dtype)
+    if length > skip:
+        early, late = slice(length - skip), slice(skip, length)
+        sums = F.pad(_directional_sums(x, late, early), (0, 0, skip, 0))
+        sums = sums + F.pad(_directional_sums(x, early, late), (0, 0, 0, skip))
+    if not branch.mean:
+        return sums, None
+    before, after = _tokens_around(x)
+    return sums, (before - x.window).clamp(min=0) + (after - x.window).clamp(min=0)
+
+
+def _directional_sums(x: HybridInputs, queries: slice, keys: slice) -> Tensor:
+    """Return the linear sums of queries paired with the first keys outside their windows."""
+    q, k, v = x.branch.q[:, :, queries], x.branch.k[:, :, keys], x.v[:, :, keys]
+    reverse, ids = queries.start is None, None
+    if x.segment_ids is not None:
+        ids = x.segment_ids[:, queries]
+        k = k.masked_fill((ids != x.segment_ids[:, keys])[:, None, :, None], 0)
+        ids = (ids.amax() - ids).flip(1) if reverse else ids
+    if reverse:
+        q, k, v = q.flip(2), k.flip(2), v.flip(2)
+    mask = AttentionMask(causal=True, segment_ids=ids)
+    out = linear_attention(q, k, v, mask=mask, impl=x.impl, chunk_size=x.chunk_size).out
+    return out.flip(2) if reverse else out
+
+
+def _tokens_around(x: HybridInputs) -> tuple[Tensor, Tensor]:
+    """Return the number of tokens before and after each token in its sequence, ``[B, T]`` each."""
+    batch, length, ids = len(x.q), x.q.shape[2], x.segment_ids
+    position = torch.arange(length, device=x.q.device)
+    lengths = torch.full((batch, 1), length, device=position.device)
+    if x.padding_mask is not None:
+        lengths = x.padding_mask.sum(1, keepdim=True)
+    if ids is None:
+        return position.expand(batch, length), (lengths - 1 - position).clamp(min=0)
+    changes = ids[:, 1:] != ids[:, :-1]
+    first = F.pad(position[1:] * changes, (1, 0)).cummax(1).values
+    last = F.pad(torch.where(changes, position[:-1], length - 1), (0, 1), value=length - 1)
+    last = torch.minimum(last.flip(1).cummin(1).values.flip(1), lengths - 1)
+    return position - first, (last - position).clamp(min=0)
+
+
+# -- the output ------------------------------------------------------------------------------------
+
+
+def _combine(
+    near: Tensor, lse: Tensor, sums: Tensor, counts: Tensor | None, branch: LinearBranch
+) -> Tensor:
+    """Return the window and the linear sums over one denominator."""
+    logit = branch.log_weight.to(lse.dtype)
+    if counts is not None:
+        logit = logit - counts.clamp(min=1).to(lse.dtype).log()[:, None, :, None]
+    values, total = sums[..., :-1], sums[..., -1:]
+    if branch.relative:
+        lse = torch.zeros_like(lse)  # the window's sum is a factor of both terms and cancels
+    has_linear = total > MIN_WEIGHT
+    if branch.linear_only_heads is not None:
+        heads = branch.linear_only_heads.view(1, -1, 1, 1)
+        lse = lse.masked_fill(has_linear & heads, -torch.inf)
+    log_total = total.clamp(min=MIN_WEIGHT).log()
+    maximum = torch.where(has_linear, torch.maximum(lse, logit + log_total), lse).detach()
+    linear_weight = (logit - maximum).masked_fill(~has_linear, -torch.inf).exp()
+    window_weight = (lse - maximum).exp()
+    numerator = window_weight * near + linear_weight * values
+    return numerator / (window_weight + linear_weight * total)

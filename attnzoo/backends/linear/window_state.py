@@ -1,0 +1,122 @@
+"""The inputs of the window hybrid, and the state that it keeps between calls.
+
+Letters: B batch, H query heads, Hkv key heads, T queries, D key size, E value size, F features of a
+key, W window.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo.backends.local.pattern import gather_tokens
+from attnzoo.kernels.context_parallel import SequenceShard, latest_before
+from attnzoo.state import LinearState
+
+
+class HybridState(NamedTuple):
+    """The keys of the window and the sums over all earlier keys; of a fixed size."""
+
+    k: Tensor  # [B, Hkv, W, D]: the latest keys, the newest last; zeros if there are fewer
+    v: Tensor  # [B, Hkv, W, E]
+    features: Tensor  # [B, Hkv, W, F]: the features of these keys
+    kv: Tensor  # [B, Hkv, F, E + 1]: the decayed sum of k v^T and, in the last column, of k
+    z: Tensor  # [B, Hkv, F]: the decayed sum of k
+    seen: Tensor  # [B], int64: number of real tokens so far
+
+
+class LinearBranch(NamedTuple):
+    """The linear attention outside the window: features, and their weight relative to the window.
+
+    ``log_weight`` is f, broadcastable to ``[B, H, T, 1]``. With ``relative``, the log-sum-exp of
+    the window is added to it. With ``mean``, the linear sums are divided by the number of keys in
+    them. The heads in ``linear_only_heads``, ``[H]`` bool, ignore the window for every query that
+    has keys outside it.
+    """
+
+    q: Tensor  # [B, H, T, F], not negative
+    k: Tensor  # [B, Hkv, T, F], not negative, zero at padding
+    log_weight: Tensor
+    log_decay: Tensor | None = None  # as in linear_attention; 0 at padding
+    relative: bool = True
+    mean: bool = False
+    linear_only_heads: Tensor | None = None
+
+
+class HybridInputs(NamedTuple):
+    """Inputs of one call, with padding moved to the end of the rows."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor  # [B, Hkv, T, E + 1], float32 or wider; the last column is ones
+    branch: LinearBranch
+    window: int
+    scale: float
+    causal: bool
+    padding_mask: Tensor | None
+    segment_ids: Tensor | None
+    state: HybridState | None
+    return_state: bool
+    impl: str
+    chunk_size: int | None
+    shard: SequenceShard | None
+
+
+def next_state(x: HybridInputs, sums: LinearState | None) -> HybridState:
+    """Return the state after the last real token; the given state is not modified."""
+    assert sums is not None
+    size, length, state = x.window, x.q.shape[2], x.state
+    new = (x.k, x.v[..., :-1], x.branch.k)
+    if state is None:
+        tokens = [F.pad(y, (0, 0, size, 0)) for y in new]
+        seen = torch.zeros(len(x.q), dtype=torch.long, device=x.q.device)
+    else:
+        tokens = [torch.cat([a.to(b.dtype), b], 2) for a, b in zip(state[:3], new, strict=True)]
+        seen = state.seen
+    if x.padding_mask is None:
+        k, v, features = [y[:, :, length:].clone() for y in tokens]
+        count = torch.full_like(seen, length)
+    else:
+        count = x.padding_mask.sum(1)
+        latest = count[:, None] + torch.arange(size, device=seen.device)
+        k, v, features = [gather_tokens(y, latest) for y in tokens]
+    if x.segment_ids is not None:  # the next token belongs to the last segment
+        in_last = x.segment_ids == x.segment_ids[:, -1:]
+        count = (in_last if x.padding_mask is None else in_last & x.padding_mask).sum(1)
+    after = HybridState(k, v, features, sums.kv, sums.k, seen + count)
+    if x.segment_ids is None:
+        return after
+    return after._replace(features=features * is_filled(after)[:, None, :, None])
+
+
+def state_before_shard(
+    k: Tensor, v: Tensor, features: Tensor, window: int, shard: SequenceShard
+) -> HybridState:
+    """Return the window before a rank's tokens; the op computes the linear sums itself."""
+    seen = shard.tokens_before(len(k), k.device)
+    k, v, features = latest_before((k, v, features), shard, window)
+    empty = features.new_zeros(0)
+    state = HybridState(k, v, features, empty, empty, seen)
+    return state._replace(features=features * is_filled(state)[:, None, :, None])
+
+
+def is_filled(state: HybridState) -> Tensor:
+    """Return which places of the window hold a key, ``[B, W]`` bool."""
+    place = torch.arange(state.k.shape[2], device=state.seen.device)
+    return place >= len(place) - state.seen[:, None]
+
+
+def reorder(branch: LinearBranch, order: Tensor) -> LinearBranch:
+    """Return the branch with its tokens in another order."""
+    log_decay, weight = branch.log_decay, branch.log_weight
+    if log_decay is not None and log_decay.dim() == 3:
+        log_decay = torch.take_along_dim(log_decay, order[:, None], 2)
+    elif log_decay is not None and log_decay.dim() == 4:
+        log_decay = gather_tokens(log_decay, order)
+    if weight.dim() == 4 and weight.shape[2] > 1:
+        weight = gather_tokens(weight, order)
+    q, k = gather_tokens(branch.q, order), gather_tokens(branch.k, order)
+    return branch._replace(q=q, k=k, log_decay=log_decay, log_weight=weight)

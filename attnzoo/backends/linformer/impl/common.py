@@ -1,0 +1,67 @@
+"""Inputs of both ops of Linformer, and the state of the block form.
+
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
+L longest sequence, R rows, C tokens per block, N finished blocks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class BlockState(NamedTuple):
+    """The rows of finished blocks, and the keys and values of the current block."""
+
+    row_k: Tensor  # [B, Hkv, N * R, D]
+    row_v: Tensor  # [B, Hkv, N * R, E]
+    filled: Tensor  # [B, N], bool: sequences of a batch finish their blocks at different times
+    k: Tensor  # [B, Hkv, C, D]: the current block, zeros after its last token
+    v: Tensor  # [B, Hkv, C, E]
+    used: Tensor  # [B], tokens in the current block, below C
+
+
+class LinformerCall(NamedTuple):
+    """Inputs of ``linformer_attention``, validated."""
+
+    q: Tensor  # [B, H, T, D]
+    k: Tensor  # [B, Hkv, S, D]
+    v: Tensor  # [B, Hkv, S, E]
+    key_rows: Tensor  # [1 or Hkv, L, R]
+    value_rows: Tensor  # [1 or Hkv, L, R]
+    scale: float
+    padding_mask: Tensor | None  # [B, S], bool: false at padding
+    pooling: bool
+    dropout: float
+
+
+class BlockCall(NamedTuple):
+    """Inputs of ``linformer_block_attention``, validated."""
+
+    q: Tensor  # [B, H, T, D]
+    k: Tensor  # [B, Hkv, T, D]
+    v: Tensor  # [B, Hkv, T, E]
+    key_rows: Tensor  # [1 or Hkv, C, R]
+    value_rows: Tensor  # [1 or Hkv, C, R]
+    scale: float
+    padding_mask: Tensor | None  # [B, T], bool: false at padding
+    pooling: bool
+    dropout: float
+    state: BlockState | None
+    return_state: bool
+
+
+def empty_state(x: BlockCall) -> BlockState:
+    """Return the state before the first token."""
+    (batch, heads, _, size), block = x.k.shape, x.key_rows.shape[1]
+    width = x.v.shape[3]
+    return BlockState(
+        x.k.new_zeros(batch, heads, 0, size),
+        x.k.new_zeros(batch, heads, 0, width),
+        x.k.new_zeros(batch, 0, dtype=torch.bool),
+        x.k.new_zeros(batch, heads, block, size),
+        x.k.new_zeros(batch, heads, block, width),
+        x.k.new_zeros(batch, dtype=torch.long),
+    )

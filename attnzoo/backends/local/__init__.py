@@ -1,0 +1,1 @@
+"""Sliding-window softmax attention, shared by flash, longformer and the window hybrids."""

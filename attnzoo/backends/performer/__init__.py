@@ -1,0 +1,1 @@
+"""Performer: FAVOR+ positive random features (arXiv:2009.14794)."""

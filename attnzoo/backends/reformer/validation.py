@@ -1,0 +1,62 @@
+"""Checks of the masks and lengths that LSH attention supports.
+
+Letters: B batch, T queries, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from attnzoo.backends.reformer.impl.options import LSHOptions
+from attnzoo.backends.validation import check_qkv, check_size
+from attnzoo.errors import UnsupportedError
+from attnzoo.masks import AttentionMask
+
+MAX_HASHES = 2**10
+MAX_BUCKETS = 2**16  # or of each factor; more cost more than full attention
+
+
+def check_lsh_inputs(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
+    """Raise ``UnsupportedError`` for inputs that no form of LSH attention supports."""
+    check_qkv(q, k, v)
+    if mask.function is not None or mask.window is not None:
+        kind = f"a sliding window of {mask.window}" if mask.window is not None else "arbitrary"
+        name = mask.function_name or kind
+        raise UnsupportedError(
+            f"LSH attention supports causal, padding and segment masks; the mask is {name}. "
+            "Use softmax_attention or flash_attention."
+        )
+
+
+def check_options(options: LSHOptions, factors: Sequence[int] = ()) -> None:
+    """Raise ``UnsupportedError`` if a size is out of range."""
+    check_size("num_hashes", options.num_hashes, maximum=MAX_HASHES)
+    check_size("chunk_size", options.chunk_size)
+    for name in ("num_buckets", "window", "first_tokens"):
+        check_size(name, getattr(options, name), minimum=0)
+    for factor in factors:
+        check_size("num_buckets", factor, maximum=MAX_BUCKETS)
+
+
+def check_lengths(q: Tensor, k: Tensor, mask: AttentionMask, *, shared_qk: bool) -> None:
+    """Raise ``UnsupportedError`` if the numbers of queries and keys do not fit the form."""
+    length, keys = q.shape[2], k.shape[2]
+    given = f"{length} queries and {keys} keys are given"
+    if shared_qk and length != keys:
+        raise UnsupportedError(
+            f"{given}; shared_qk_attention needs equally many. Pass the whole sequence, also to "
+            "continue from cached keys."
+        )
+    if length > keys or (length < keys and not mask.causal):
+        raise UnsupportedError(
+            f"{given}; fewer queries than keys need a causal mask with q_offset, the position of "
+            "the first query, and more queries than keys are not supported."
+        )
+    offset = mask.q_offset
+    if mask.causal and isinstance(offset, int) and not 0 <= offset <= keys - length:
+        raise UnsupportedError(
+            f"{given} with a mask whose q_offset is {offset}; it must be between 0 and "
+            f"{keys - length}, so that every query has a key at its position."
+        )

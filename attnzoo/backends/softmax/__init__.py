@@ -1,0 +1,1 @@
+"""Dense softmax attention: the exact reference, which can return its weights."""

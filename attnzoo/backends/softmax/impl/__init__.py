@@ -1,0 +1,1 @@
+"""Implementations of dense softmax attention."""

@@ -1,0 +1,124 @@
+"""Validation of queries, keys, values and masks, for ops and for backends.
+
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.config import MAX_SIZE
+from attnzoo.errors import UnsupportedError, short_repr
+from attnzoo.masks import AttentionMask
+
+DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
+
+
+def qkv_reasons(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None = None,
+    dtypes: Collection[torch.dtype] = DTYPES,
+) -> list[str]:
+    """Return every reason why queries, keys, values and a mask are invalid; empty if valid.
+
+    The batch and the sequences may be empty; heads and sizes per head may not.
+    """
+    reasons = []
+    if not (q.dtype in dtypes and k.dtype in dtypes and v.dtype in dtypes):
+        reasons += [
+            f"{name} is {_format_dtype(x.dtype)}, but must be one of {_format_dtypes(dtypes)}"
+            for name, x in (("q", q), ("k", k), ("v", v))
+            if x.dtype not in dtypes
+        ]
+    if not q.ndim == k.ndim == v.ndim == 4:
+        return reasons + [
+            f"{name} must be [{letters}], got {format_shape(x)}"
+            for name, x, letters in (
+                ("q", q, "B, H, T, D"),
+                ("k", k, "B, Hkv, S, D"),
+                ("v", v, "B, Hkv, S, E"),
+            )
+            if x.ndim != 4
+        ]
+    batch, heads, _, size = q.shape
+    key_batch, key_heads, length, key_size = k.shape
+    if k.shape[:3] != v.shape[:3]:
+        reasons.append(
+            f"k and v must agree in batch, heads and length, got k {format_shape(k)} and "
+            f"v {format_shape(v)}"
+        )
+    if batch != key_batch or size != key_size:
+        reasons.append(
+            f"q and k must agree in batch and in key size, got q {format_shape(q)} and "
+            f"k {format_shape(k)}"
+        )
+    if 0 in (heads, key_heads, size, v.shape[3]):
+        reasons.append(
+            f"heads and sizes per head must be at least 1, got q {format_shape(q)}, "
+            f"k {format_shape(k)} and v {format_shape(v)}"
+        )
+    elif heads % key_heads:
+        reasons.append(
+            f"the number of query heads must be a multiple of the number of key heads, got {heads} "
+            f"and {key_heads}"
+        )
+    if mask is not None:
+        for name, x in (("padding", mask.padding), ("segment_ids", mask.segment_ids)):
+            if x is not None and (x.shape[0] not in (1, key_batch) or x.shape[1] != length):
+                reasons.append(
+                    f"{name} of the mask must be [B, S], here {[key_batch, length]}, "
+                    f"got {format_shape(x)}"
+                )
+    return reasons
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None) -> None:
+    """Raise ``UnsupportedError`` with every reason of :func:`qkv_reasons`, if there is one."""
+    reasons = qkv_reasons(q, k, v, mask)
+    if reasons:
+        raise UnsupportedError(f"{'; '.join(reasons)}.")
+
+
+def check_dtype(name: str, x: Tensor) -> None:
+    """Raise ``UnsupportedError`` if a tensor has a dtype that no op supports."""
+    if x.dtype not in DTYPES:
+        raise UnsupportedError(
+            f"{name} is {_format_dtype(x.dtype)}, but must be one of {_format_dtypes(DTYPES)}."
+        )
+
+
+def check_size(name: str, value: int, minimum: int = 1, maximum: int = MAX_SIZE) -> None:
+    """Raise ``UnsupportedError`` if an option of an op is no integer in this range."""
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise UnsupportedError(
+            f"{name} must be an integer from {minimum} to {maximum}, got {short_repr(value)}."
+        )
+
+
+def is_empty_call(q: Tensor, k: Tensor) -> bool:
+    """Return whether there are no queries or no keys, so that no score exists."""
+    return 0 in (q.shape[0], q.shape[2], k.shape[2])
+
+
+def empty_output(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
+    """Return the output of an empty call: zeros, ``[B, H, T, E]``, whose gradients are zeros."""
+    total = torch.stack([x[:0].sum().to(v.dtype) for x in (q, k, v, *parameters)]).sum()
+    return v.new_zeros(*q.shape[:3], v.shape[3]) + total
+
+
+def format_shape(x: Tensor) -> str:
+    """Return a shape as error messages show it, such as ``[2, 4, 16, 8]``."""
+    return str(list(x.shape))
+
+
+def _format_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _format_dtypes(dtypes: Collection[torch.dtype]) -> str:
+    return ", ".join(sorted(map(_format_dtype, dtypes)))

@@ -1,0 +1,56 @@
+"""The argument of commands that names a model: a folder, or an id on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+# Weights in formats that transformers reads only when it is asked to
+OTHER_FORMATS = ("*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf", "*.tflite", "*.mlpackage/*")
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def model_folder(name: str) -> Path:
+    """Return the folder of a model, downloaded if ``name`` is an id such as ``"org/model"``.
+
+    Args:
+        name: A folder, ``ORG/MODEL`` or ``ORG/MODEL@REVISION``.
+
+    Raises:
+        BadParameter: ``name`` is no folder, and the Hub has no such model or cannot be reached.
+    """
+    if Path(name).exists() or not HUB_ID.fullmatch(name):
+        return Path(name)  # what reads it refuses a folder without a model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    model, _, revision = name.partition("@")
+
+    def download(ignored: tuple[str, ...]) -> Path:
+        return Path(snapshot_download(model, revision=revision or None, ignore_patterns=[*ignored]))
+
+    try:
+        folder = download(OTHER_FORMATS + PICKLED)
+        if not any(folder.glob("*.safetensors")):
+            folder = download(OTHER_FORMATS)
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise typer.BadParameter(
+            f"{name!r} is no folder, and no model of the Hugging Face Hub that can be read: "
+            f"{str(error).strip().splitlines()[0]} Give the folder of a saved model, or check the "
+            "id, the connection and, for a gated model, `hf auth login`"
+        ) from error
+    return folder
+
+
+ModelArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        parser=model_folder,
+        help="folder of a saved model, or its Hub id: ORG/MODEL or ORG/MODEL@REVISION",
+    ),
+]

@@ -1,0 +1,138 @@
+"""Run each case in a process of its own, with limits of time and memory; errors become statuses."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from attnzoo.compare.build import load, prepare
+from attnzoo.compare.cases import CostCase, ModelInfo
+from attnzoo.errors import AttnzooError
+from attnzoo.evaluation.embeddings import EmbeddingEvalBatch, measure_embeddings
+from attnzoo.evaluation.process import WorkerDied, WorkerProcess, WorkerTimeout
+from attnzoo.evaluation.quality import NonFiniteError
+from attnzoo.evaluation.recall import RecallEvalBatch, measure_recall
+from attnzoo.evaluation.timing import measure
+
+OK, OUT_OF_MEMORY, TIMED_OUT = "ok", "out of memory", "timed out"
+REFUSED, FAILED, NOT_RUN = "refused", "failed", "not run"
+Measured = dict[str, Any]
+
+
+def measure_cost(case: CostCase, info: ModelInfo) -> Measured:
+    """Return time and peak memory of a case, and the size of the cache in decoding."""
+    prepared = prepare(case, info)
+    timing, peak = measure(prepared.run, case.device)
+    return {
+        "median_ms": round(timing.median_ms, 4),
+        "min_ms": round(timing.min_ms, 4),
+        "spread": round(timing.spread, 4),
+        "rounds": len(timing.rounds_ms),
+        "peak_bytes": peak,
+        "kept_bytes": prepared.cache_bytes,
+    }
+
+
+def measure_quality(
+    case: CostCase, info: ModelInfo, batch: RecallEvalBatch | EmbeddingEvalBatch
+) -> Measured:
+    """Return loss and recall, or similarity of embeddings, under the attention of a case."""
+    model = load(info, case)
+    if isinstance(batch, EmbeddingEvalBatch):
+        return measure_embeddings(model, batch)
+    return measure_recall(model, batch, info.trained_positions)
+
+
+class Workers:
+    """Runs functions in child processes and returns a status instead of raising.
+
+    Args:
+        threads: Number of torch threads per process.
+        timeout: Time limit of a call in seconds.
+        memory_bytes: Memory limit of a call by device; devices without an entry have no limit.
+        preload: Modules that processes import besides this one.
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: int,
+        timeout: float,
+        memory_bytes: Mapping[str, int],
+        preload: Sequence[str] = (),
+    ) -> None:
+        self.threads, self.timeout, self.memory_bytes = threads, timeout, memory_bytes
+        self.modules = (__name__, *preload)
+
+    def run(
+        self, function: Callable[..., Measured], *arguments: Any, device: str = "cpu"
+    ) -> Measured:
+        """Return what ``function(*arguments)`` measures in a new process, with its ``status``."""
+        limit = self.memory_bytes.get(device)
+        process = WorkerProcess(modules=self.modules)
+        try:
+            return process.run(
+                run_limited, function, arguments, self.threads, limit, device, timeout=self.timeout
+            )
+        except WorkerTimeout:
+            return {"status": TIMED_OUT, "reason": f"it took more than {self.timeout:g} s"}
+        except WorkerDied as error:
+            if error.killed:
+                return {"status": OUT_OF_MEMORY, "reason": "the system killed its process"}
+            return {"status": FAILED, "reason": str(error)}
+        finally:
+            process.close()
+
+
+def run_limited(
+    function: Callable[..., Measured],
+    arguments: tuple[Any, ...],
+    threads: int,
+    memory_bytes: int | None,
+    device: str,
+) -> Measured:
+    """Call a function in this process under a memory limit, and return its result with a status.
+
+    Args:
+        function: Returns what it measured.
+        arguments: Arguments of the function.
+        threads: Number of torch threads.
+        memory_bytes: Memory that the process may allocate on the device; ``None`` for no limit.
+        device: Device on which the function runs.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the profiler prints when it starts and stops
+    torch.set_num_threads(threads)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if memory_bytes is not None:
+        limit_memory(memory_bytes, device)
+    try:
+        return {"status": OK, **function(*arguments)}
+    except NonFiniteError as error:
+        return {"status": FAILED, "reason": str(error)}
+    except AttnzooError as error:
+        return {"status": REFUSED, "reason": str(error)}
+    except (MemoryError, torch.OutOfMemoryError):
+        return {"status": OUT_OF_MEMORY}
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        message = str(error).lower()
+        if "alloc" in message and "memory" in message:
+            return {"status": OUT_OF_MEMORY}
+        reason = f"{type(error).__name__}: {error}"
+        return {"status": FAILED, "reason": reason[:600]}
+
+
+def limit_memory(memory_bytes: int, device: str) -> None:
+    """Limit what this process can allocate: with RLIMIT_DATA on Linux, with torch on a GPU."""
+    if device != "cpu":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total))
+    elif sys.platform == "linux":  # other systems ignore the limit or lack it
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))

@@ -1,0 +1,1 @@
+"""Data, models and measurements that demo, compare, tasks, training and benchmarks share."""

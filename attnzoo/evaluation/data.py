@@ -1,0 +1,125 @@
+"""Text as evaluation batches: token rows, rows with a repeated segment, and a token stream."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from attnzoo.errors import SpecError
+from attnzoo.evaluation.corpus import (
+    Repeat,
+    add_repeats,
+    cut_rows,
+    read_bytes,
+    standard_library_files,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalBatch:
+    """Rows of tokens to evaluate a causal model on.
+
+    Attributes:
+        tokens: ``[N, T]``, plain text.
+        repeat_tokens: ``[N, T]``, the same rows, each with one segment copied to a later position.
+        repeats: The positions of the two copies, one per row.
+        bytes_per_token: Converts bits per token to bits per byte.
+        stream: ``[L]``, text that fills a cache.
+    """
+
+    tokens: Tensor
+    repeat_tokens: Tensor
+    repeats: list[Repeat]
+    bytes_per_token: float
+    stream: Tensor
+
+    def to(self, device: torch.device) -> EvalBatch:
+        """Return the batch with its tensors on a device."""
+        names = ("tokens", "repeat_tokens", "stream")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+
+def read_text(text: Path | None) -> str:
+    """Return a text file's content, or without one the held-out files of the standard library.
+
+    Raises:
+        SpecError: The file does not exist or cannot be read.
+    """
+    if text is None:
+        data = read_bytes(standard_library_files(held_out=True))
+    else:
+        try:
+            data = text.read_bytes()
+        except OSError as error:
+            raise SpecError(
+                f"The text file {str(text)!r} cannot be read ({error.strerror or error}); give "
+                "--text a file in the model's language"
+            ) from error
+    return data.decode("utf-8", errors="replace")
+
+
+def fingerprint(*tensors: Tensor) -> str:
+    """Return a hash of tensors and their shapes, 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for x in tensors:
+        digest.update(repr(tuple(x.shape)).encode())
+        digest.update(x.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def load_tokenizer(path: Path) -> Any:
+    """Load the tokenizer in a model's folder.
+
+    Raises:
+        SpecError: The folder has no tokenizer that transformers can load.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise SpecError(
+            f"The tokenizer in {str(path)!r} cannot be loaded ({reason}); save the model's "
+            "tokenizer in its folder"
+        ) from error
+
+
+def tokenize(tokenizer: Any, text: str) -> Tensor:
+    """Return the token ids of a text without special tokens, ``[N]``."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.long)
+
+
+def make_eval_batch(
+    path: Path, text: Path | None, *, rows: int, row_length: int, stream_length: int
+) -> EvalBatch:
+    """Tokenize a text with a model's tokenizer and cut it into an evaluation batch.
+
+    Args:
+        path: Folder of the model.
+        text: File; the standard library's held-out files when ``None``.
+        rows: N.
+        row_length: T.
+        stream_length: L; a shorter text is repeated.
+
+    Raises:
+        SpecError: The file does not exist or cannot be read.
+    """
+    string = read_text(text)
+    tokens = tokenize(load_tokenizer(path), string)
+    generator = torch.Generator().manual_seed(0)
+    plain = cut_rows(tokens, rows, row_length, generator)
+    repeated = plain.clone()
+    repeats = [r for r in add_repeats(repeated, generator) if r is not None]
+    return EvalBatch(
+        tokens=plain,
+        repeat_tokens=repeated,
+        repeats=repeats,
+        bytes_per_token=len(string.encode()) / len(tokens),
+        stream=tokens.repeat(-(-stream_length // len(tokens)))[:stream_length],
+    )

@@ -1,0 +1,169 @@
+"""Quality of models without a causal language-modeling head: similarity of their embeddings.
+
+The embedding of a text is the mean of its tokens' last hidden states. A swap is evaluated by the
+cosine similarity between its embeddings and those of the original model.
+Letters: N texts, T tokens of the longest text, M hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+
+from attnzoo.errors import SpecError
+from attnzoo.evaluation.corpus import cut_rows
+from attnzoo.evaluation.data import fingerprint, load_tokenizer, read_text, tokenize
+from attnzoo.evaluation.quality import require_finite
+from attnzoo.integrations.convert import original_attention
+
+ROWS = 8  # of each length
+SHORTEST = 64  # tokens
+CHARACTERS = 2**20  # of a text that are tokenized; rows are drawn from them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts(Dataset[dict[str, Tensor]]):
+    """Dataset of texts, one per row, padded to the longest.
+
+    Attributes:
+        tokens: ``[N, T]``.
+        attention_mask: ``[N, T]``, 0 at padding and 1 elsewhere.
+    """
+
+    tokens: Tensor
+    attention_mask: Tensor
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return ``input_ids`` and ``attention_mask``, ``[T]`` each."""
+        return {"input_ids": self.tokens[index], "attention_mask": self.attention_mask[index]}
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the texts."""
+        return fingerprint(self.tokens, self.attention_mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSimilarity:
+    """Cosine similarity between a model's embeddings of held-out texts and the original model's."""
+
+    cosine: float  # mean over the texts
+    least: float  # minimum over the texts
+
+
+@torch.no_grad()
+def embeddings(model: PreTrainedModel, texts: Texts) -> Tensor:
+    """Return the mean last hidden state of each text without padding, ``[N, M]``, on the CPU."""
+    training, means = model.training, []
+    device = next(model.parameters()).device
+    model.eval()
+    batches = zip(texts.tokens.split(16), texts.attention_mask.split(16), strict=True)
+    for tokens, mask in batches:
+        if mask[:, 0].all():  # right padding: trim the batch to its longest text
+            longest = int(mask.sum(1).max())
+            tokens, mask = tokens[:, :longest], mask[:, :longest]
+        mask = mask.to(device)
+        states: Any = model(tokens.to(device), attention_mask=mask, output_hidden_states=True)
+        hidden, weight = states.hidden_states[-1].float(), mask.unsqueeze(-1)
+        means.append(((hidden * weight).sum(1) / weight.sum(1)).cpu())
+    model.train(training)
+    return torch.cat(means)
+
+
+def similarity(found: Tensor, original: Tensor) -> EmbeddingSimilarity:
+    """Return the cosine similarity between embeddings, ``[N, M]`` each.
+
+    Raises:
+        NonFiniteError: An embedding is not finite.
+    """
+    cosines = torch.cosine_similarity(found, original)
+    cosine = require_finite(float(cosines.mean()), "cosine similarity of the embeddings")
+    return EmbeddingSimilarity(cosine=cosine, least=float(cosines.min()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingEvalBatch:
+    """Texts of several lengths, to compare embeddings over length.
+
+    Attributes:
+        texts: By length, N texts of so many tokens with the tokenizer's special tokens.
+        sha: Hash of the texts, a key for results.
+    """
+
+    texts: dict[int, Texts]
+    sha: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and the longest T."""
+        return ROWS, max(self.texts)
+
+
+def make_embedding_batch(path: Path, text: Path | None, length: int) -> EmbeddingEvalBatch:
+    """Tokenize a text with a model's tokenizer and cut texts of each length.
+
+    Args:
+        path: Folder of the model.
+        text: File; the held-out part of the standard library when ``None``.
+        length: The longest T; shorter ones are halves of it, down to 64.
+
+    Raises:
+        SpecError: The file cannot be read, or it is shorter than one text.
+    """
+    tokenizer = load_tokenizer(path)
+    tokens = tokenize(tokenizer, read_text(text)[:CHARACTERS])
+    special = tokenizer("")["input_ids"]
+    starts = {tokenizer.bos_token_id, tokenizer.cls_token_id}
+    before = torch.tensor([i for i in special if i in starts], dtype=torch.long)
+    after = torch.tensor([i for i in special if i not in starts], dtype=torch.long)
+    if len(tokens) < length - len(special):
+        raise SpecError(
+            f"The text has {len(tokens)} tokens, but a row needs {length}; give a longer --text, "
+            "or a smaller --quality-length"
+        )
+    generator, texts, size = torch.Generator().manual_seed(0), {}, length
+    while size == length or size >= SHORTEST:
+        rows = cut_rows(tokens, ROWS, size - len(special), generator)
+        ends = before.expand(ROWS, -1), after.expand(ROWS, -1)
+        rows = torch.cat([ends[0], rows, ends[1]], 1)
+        texts[size] = Texts(tokens=rows, attention_mask=torch.ones_like(rows))
+        size //= 2
+    texts = dict(sorted(texts.items()))
+    digest = hashlib.sha256("".join(x.fingerprint for x in texts.values()).encode())
+    return EmbeddingEvalBatch(texts=texts, sha=digest.hexdigest()[:12])
+
+
+def measure_embeddings(model: PreTrainedModel, batch: EmbeddingEvalBatch) -> dict[str, Any]:
+    """Return the similarity of a swapped model's embeddings to the original model's, by length.
+
+    ``cosine`` and ``least`` are those of the longest texts.
+
+    Args:
+        model: A swapped model.
+        batch: Texts.
+
+    Raises:
+        NonFiniteError: An embedding is not finite.
+    """
+    found = {}
+    for length, texts in batch.texts.items():
+        with original_attention(model):
+            original = embeddings(model, texts)
+        found[length] = similarity(embeddings(model, texts), original)
+    longest = found[max(found)]
+    return {
+        "cosine": round(longest.cosine, 4),
+        "least": round(longest.least, 4),
+        "cosine_by_length": {length: round(x.cosine, 4) for length, x in found.items()},
+    }

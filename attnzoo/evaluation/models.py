@@ -1,0 +1,72 @@
+"""Models to evaluate: the embedded one, saved ones with another attention, and their limits."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from attnzoo.errors import SpecError
+from attnzoo.integrations.attention import NAME
+from attnzoo.integrations.layers import attention_layers
+from attnzoo.spec import AttentionSpec
+
+EMBEDDED = "embedded"  # the command line's name of the model that ships with the package
+_EMBEDDED_FOLDER = "assets/tiny-llama"
+
+
+def embedded_model_path() -> Path:
+    """Return the folder of the pretrained model that ships with the package."""
+    return Path(str(files("attnzoo") / _EMBEDDED_FOLDER))
+
+
+def model_path(model: str) -> Path:
+    """Return the folder of a model: of the embedded one for ``"embedded"``, else the given path."""
+    return embedded_model_path() if model == EMBEDDED else Path(model)
+
+
+def spec_label(spec: AttentionSpec) -> str:
+    """Return a short name of a spec for tables: its backend and the options that are set."""
+    options = spec.default.options
+    values = " ".join(f"{k} {v}" if isinstance(v, int) else str(v) for k, v in options.items())
+    return f"{spec.default.backend} {values}".strip()
+
+
+def load_swapped(path: Path, spec: AttentionSpec) -> Any:
+    """Load a causal model in float32 with its attention replaced through its config."""
+    config = AutoConfig.from_pretrained(path)
+    config.attnzoo = spec.to_dict()
+    return AutoModelForCausalLM.from_pretrained(
+        path, config=config, attn_implementation=NAME, dtype=torch.float32
+    ).eval()
+
+
+def max_positions(path: Path) -> int | None:
+    """Return the number of positions a model has; ``None`` for rotary or relative positions."""
+    config: Any = AutoConfig.from_pretrained(path)
+    rotary = any(getattr(config, name, None) for name in ("rope_parameters", "rope_theta"))
+    limit = getattr(config, "max_position_embeddings", None)
+    return None if rotary or limit is None else int(limit)
+
+
+def require_causal(path: Path, reason: str) -> None:
+    """Raise an error for a model that is not causal, because its language loss means nothing.
+
+    Args:
+        path: Folder of a saved model.
+        reason: Why the model must be causal, for the message.
+
+    Raises:
+        SpecError: A layer of the model attends to future tokens.
+    """
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        layers = attention_layers(AutoModelForCausalLM.from_config(config))
+    if not all(layer.geometry.causal for layer in layers):
+        raise SpecError(
+            f"{str(path)!r} holds a {config.model_type} model that is not causal; {reason}, so "
+            "give a decoder"
+        )

@@ -1,0 +1,129 @@
+"""Child processes that run functions under a time limit and survive neither hangs nor crashes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+R = TypeVar("R")
+START_SECONDS = 120.0  # limit for a process to start and import its modules
+
+
+class WorkerTimeout(Exception):
+    """A call exceeded its time limit; its process was killed."""
+
+
+class WorkerDied(Exception):
+    """The process ended before it returned a result."""
+
+    def __init__(self, exit_code: int | None) -> None:
+        super().__init__(f"its process ended with {exit_code}")
+        self.exit_code = exit_code
+
+    @property
+    def killed(self) -> bool:
+        """Whether SIGKILL ended the process, as the kernel does when memory runs out."""
+        return self.exit_code in (-9, 137)
+
+
+class WorkerProcess:
+    """A child process that runs functions one after another.
+
+    The process starts at the first call. A call that times out or crashes ends it; the next call
+    starts another one.
+
+    Args:
+        modules: Imported in the child before the first call, outside of its time limit. Where the
+            platform has a fork server, they are imported once for all children.
+        initializer: Called first in the child, before ``modules`` are imported.
+        fork_server: Whether to use a fork server where the platform has one; else every child is
+            spawned.
+    """
+
+    def __init__(
+        self,
+        *,
+        modules: Sequence[str] = (),
+        initializer: Callable[[], None] | None = None,
+        fork_server: bool = True,
+    ) -> None:
+        use = fork_server and "forkserver" in multiprocessing.get_all_start_methods()
+        self._context: Any = multiprocessing.get_context("forkserver" if use else "spawn")
+        if use:
+            self._context.set_forkserver_preload([__name__, *modules])
+        self._arguments = (initializer, tuple(modules))
+        self._process: Any = None
+        self._connection: Any = None
+
+    def run(self, function: Callable[..., R], *arguments: Any, timeout: float) -> R:
+        """Return ``function(*arguments)``, computed in the child process.
+
+        Raises:
+            WorkerTimeout: It takes more than ``timeout`` seconds.
+            WorkerDied: The process ended, or ``function`` raised an exception.
+        """
+        if self._process is None:
+            self._start()
+        try:
+            self._connection.send_bytes(pickle.dumps((function, arguments)))  # tensors by value
+            if not self._connection.poll(timeout):
+                self._end(wait=0)
+                raise WorkerTimeout(f"it takes more than {timeout:g} s")
+            result: R = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise WorkerDied(self._end()) from None
+        return result
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._connection.close()
+            self._end(wait=5)
+
+    def _start(self) -> None:
+        self._connection, child = self._context.Pipe()
+        self._process = self._context.Process(
+            target=_serve, args=(child, *self._arguments), daemon=True
+        )
+        self._process.start()
+        child.close()
+        try:
+            ready = self._connection.poll(START_SECONDS)
+            if ready:
+                self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise WorkerDied(self._end()) from None
+        if not ready:
+            self._end(wait=0)
+            raise WorkerTimeout(f"its process takes more than {START_SECONDS:g} s to start")
+
+    def _end(self, wait: float = 10) -> int | None:
+        """Wait for the process to end, kill it after ``wait`` seconds, and return its exit code."""
+        process, self._process = self._process, None
+        process.join(wait)
+        process.kill()
+        process.join()
+        self._connection.close()
+        exit_code: int | None = process.exitcode
+        return exit_code
+
+
+def _serve(
+    connection: Connection, initializer: Callable[[], None] | None, modules: Sequence[str]
+) -> None:
+    """Run the functions that arrive through a connection until it closes."""
+    if initializer is not None:
+        initializer()
+    for name in modules:
+        import_module(name)
+    connection.send(None)  # ready
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:
+            return
+        connection.send(function(*arguments))

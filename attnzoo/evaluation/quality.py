@@ -1,0 +1,89 @@
+"""Language-model quality in bits per byte, on plain text and on repeated segments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attnzoo.errors import AttnzooError
+from attnzoo.evaluation.data import EvalBatch
+
+OnStep = Callable[[], None]
+ROWS_PER_STEP = 8
+
+
+class NonFiniteError(AttnzooError):
+    """A model's outputs are NaN or infinite, so its quality cannot be measured."""
+
+
+def require_finite(value: float, name: str) -> float:
+    """Return a measured value.
+
+    Args:
+        value: The value.
+        name: Name of the measurement.
+
+    Raises:
+        NonFiniteError: The value is NaN or infinite.
+    """
+    if not math.isfinite(value):
+        raise NonFiniteError(f"the {name} is {value}: the model's outputs are not finite")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextQuality:
+    """Cross-entropy of a model on held-out text.
+
+    Attributes:
+        bits_per_byte: On plain rows.
+        recall_bits_per_byte: On the second copy of a repeated segment; ``None`` without repeats.
+    """
+
+    bits_per_byte: float
+    recall_bits_per_byte: float | None
+
+
+@torch.no_grad()
+def token_losses(model: PreTrainedModel, rows: Tensor) -> Tensor:
+    """Return the cross-entropy in nats of each token except the first, ``[N, T - 1]``."""
+    logits = model(rows, use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits.float().transpose(1, 2), rows[:, 1:], reduction="none")
+
+
+def measure_quality(
+    model: PreTrainedModel, batch: EvalBatch, on_step: OnStep = lambda: None
+) -> TextQuality:
+    """Return bits per byte on plain rows and on the second copy of repeated segments.
+
+    Args:
+        model: A causal model in evaluation mode.
+        batch: Rows on the model's device.
+        on_step: Called after every ``ROWS_PER_STEP`` rows.
+
+    Raises:
+        NonFiniteError: The loss is NaN or infinite.
+    """
+    to_bits = 1 / (math.log(2) * batch.bytes_per_token)
+    plain, recall = [], []
+    for first in range(0, len(batch.tokens), ROWS_PER_STEP):
+        rows = slice(first, first + ROWS_PER_STEP)
+        plain.append(token_losses(model, batch.tokens[rows]).flatten())
+        losses = token_losses(model, batch.repeat_tokens[rows])
+        for loss, repeat in zip(losses, batch.repeats[rows], strict=False):
+            recall.append(loss[repeat.second - 1 : repeat.second - 1 + repeat.length])
+        on_step()
+    loss = require_finite(float(torch.cat(plain).mean()), "loss on plain text")
+    repeated = torch.cat(recall).mean() if recall else None
+    return TextQuality(
+        bits_per_byte=loss * to_bits,
+        recall_bits_per_byte=None
+        if repeated is None
+        else require_finite(float(repeated), "loss on repeated text") * to_bits,
+    )

@@ -1,0 +1,15 @@
+"""Disable autocast in ops that choose their own precision."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+def autocast_disabled(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which autocast does not change the precision of operations."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()

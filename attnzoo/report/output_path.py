@@ -1,0 +1,73 @@
+"""Checks of an output path before anything is measured."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from attnzoo.errors import AttnzooError
+
+
+class OutputError(AttnzooError):
+    """An output path exists already, or cannot be written."""
+
+
+def check_folder(out: Path) -> None:
+    """Raise an error if files cannot be written to a folder; leaves nothing behind.
+
+    Args:
+        out: The folder; it and its parents may be missing.
+
+    Raises:
+        OutputError: A file in its place, a link to nothing, no permission, or a full disk.
+    """
+    made: list[Path] = []
+    try:
+        for path in reversed([path for path in (out, *out.parents) if not path.exists()]):
+            _check_link(path)
+            path.mkdir()
+            made.append(path)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OutputError(cannot_be_written(out, error)) from error
+    finally:
+        for path in reversed(made):
+            with suppress(OSError):  # another process may use the folder by now
+                path.rmdir()
+
+
+def check_file(path: Path, *, overwrite: bool) -> None:
+    """Raise an error if a file cannot be written; leaves nothing behind.
+
+    Args:
+        path: The file.
+        overwrite: Whether an existing file may be replaced.
+
+    Raises:
+        OutputError: The file exists, or cannot be written.
+    """
+    if path.is_dir():
+        raise OutputError(f"{str(path)!r} is a folder; give --out a file")
+    _check_link(path)
+    check_folder(path.parent)
+    if path.exists() and not overwrite:
+        raise OutputError(f"{str(path)!r} exists; give --overwrite to replace it, or another --out")
+
+
+def cannot_be_written(out: Path, error: OSError) -> str:
+    """Return the message of a failed write to a folder."""
+    return (
+        f"{str(out)!r} cannot be written ({error.strerror or error}); give --out a folder that you "
+        "can create and write to"
+    )
+
+
+def _check_link(path: Path) -> None:
+    if path.is_symlink() and not path.exists():
+        raise OutputError(
+            f"{str(path)!r} is a link to {os.readlink(path)!r}, which does not exist; remove the "
+            "link, or give another --out"
+        )

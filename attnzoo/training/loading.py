@@ -1,0 +1,103 @@
+"""Loading of models and rows for training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from attnzoo.errors import SpecError
+from attnzoo.evaluation.data import load_tokenizer
+from attnzoo.evaluation.models import require_causal
+from attnzoo.integrations.attention import NAME
+from attnzoo.integrations.files import read_config
+from attnzoo.spec import AttentionSpec
+from attnzoo.training.data import Rows, pack, read_documents, split_documents, with_repeats
+from attnzoo.training.train_config import TrainConfig
+
+R = TypeVar("R")
+
+
+def split_rows(
+    path: Path, data: list[Path], column: str, config: TrainConfig, make: Callable[..., R]
+) -> tuple[R, R]:
+    """Return training rows and held-out rows, each made of documents by ``make``."""
+    read_config(path)  # raises an error if the folder has no model
+    tokenizer = load_tokenizer(path)
+    vocab_size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    train, held_out = (
+        make(texts, tokenizer, row_length=config.row_length, vocab_size=vocab_size)
+        for texts in split_documents(read_documents(data, column))
+    )
+    return train, held_out
+
+
+def load_rows(path: Path, data: list[Path], column: str, config: TrainConfig) -> tuple[Rows, Rows]:
+    """Return packed training rows and held-out rows in a model's tokens."""
+    train, held_out = split_rows(path, data, column, config, pack)
+    return with_repeats(train, config.repeat_share, config.loop.seed), held_out
+
+
+def load_causal(path: Path, spec: AttentionSpec | None) -> PreTrainedModel:
+    """Load a causal model in float32 with swapped attention; see :func:`load_model`."""
+    read_config(path)  # raises an error if the folder has no model
+    require_causal(path, "training minimises a loss of text prediction")
+    return load_model(path, spec, AutoModelForCausalLM)
+
+
+def load_model(path: Path, spec: AttentionSpec | None, cls: Any) -> PreTrainedModel:
+    """Load a model in float32 with its attention swapped by ``spec`` or by its own config.
+
+    Args:
+        path: Folder of a saved model.
+        spec: The swap; ``None`` for a model that is already swapped.
+        cls: Class whose ``from_pretrained`` loads it.
+
+    Raises:
+        SpecError: The model is already swapped and a spec is given, or neither.
+    """
+    config = read_config(path)
+    swapped = getattr(config, NAME, None) is not None
+    if swapped and spec is not None:
+        raise SpecError(
+            f"{str(path)!r} is already swapped; give the original model, whose attention is to be "
+            "replaced"
+        )
+    if not swapped and spec is None:
+        raise SpecError(f"{str(path)!r} is not swapped; give an attention to swap it with")
+    if spec is not None:
+        config.attnzoo = spec.to_dict()
+    model: PreTrainedModel = cls.from_pretrained(
+        path, config=config, attn_implementation=NAME, dtype=torch.float32
+    )
+    return model
+
+
+def with_adapters(model: nn.Module, rank: int, task: str) -> Any:
+    """Return the model with LoRA adapters on every linear layer outside backends.
+
+    The backends' own parameters stay in the model instead of the adapter: runs train them with a
+    learning rate of their own and save the merged model.
+
+    Args:
+        model: A swapped model.
+        rank: Rank of the adapters.
+        task: PEFT's task type, such as ``CAUSAL_LM``.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(
+        model,
+        LoraConfig(
+            r=rank,
+            lora_alpha=2 * rank,
+            target_modules="all-linear",
+            exclude_modules=r".*\.attnzoo(\..*)?",
+            modules_to_save=[],
+            task_type=task,
+        ),
+    )

@@ -1,0 +1,70 @@
+"""Configuration that recovery and fine-tuning share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType
+
+from attnzoo.errors import ConfigError, did_you_mean
+from attnzoo.training.loop import LoopConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Which parameters are trained, on which rows, and how the result is evaluated."""
+
+    # "extras" are the parameters that backends add, such as feature maps and gates
+    train: Literal["extras", "lora", "full"] = "lora"
+    lora_rank: int = 16
+    extras_lr: float = 5e-3
+    weights_lr: float | None = None  # None: 1e-3 for adapters, 1e-4 for all weights
+    row_length: int = 512  # tokens
+    repeat_share: float = 0.25  # fraction of rows with a repeated segment, which train recall
+    judged_rows: int = 32  # held-out rows for evaluation
+    control: int | None = None  # window of "window alone"; None: the swap's widest window
+    window_dropout: float = 0.0  # initial fraction of a hybrid's heads without their window
+    gradient_checkpointing: bool = False
+    report_to: str | None = None  # a tracker of Accelerate, such as "tensorboard"
+    loop: LoopConfig = field(default_factory=LoopConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("lora_rank", "judged_rows"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("extras_lr", "weights_lr"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.control is not None and self.control < 1:
+            raise ConfigError(f"control must be at least 1 token, got {self.control}")
+        if self.row_length < 8:
+            raise ConfigError(f"row_length must be at least 8 tokens, got {self.row_length}")
+        if self.row_length % self.loop.cp_size:
+            raise ConfigError(
+                f"A row of {self.row_length} tokens is not divisible by cp_size="
+                f"{self.loop.cp_size} processes; make row_length a multiple"
+            )
+        for name in ("repeat_share", "window_dropout"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
+        if self.train not in ("extras", "lora", "full"):
+            raise ConfigError(f"train must be 'extras', 'lora' or 'full', got {self.train!r}")
+        if self.report_to is not None:
+            _check_tracker(self.report_to)
+
+
+def _check_tracker(name: str) -> None:
+    """Raise an error if Accelerate has no such tracker, or its package is not installed."""
+    known = [str(tracker) for tracker in LoggerType if tracker != LoggerType.ALL]
+    if name not in known:
+        raise ConfigError(
+            f"report_to must be a tracker of Accelerate ({', '.join(known)}), got {name!r}."
+            f"{did_you_mean(name, known)}"
+        )
+    if name not in map(str, get_available_trackers()):
+        raise ConfigError(
+            f"report_to={name!r} needs the package {name}, which is not installed; install it, or "
+            "leave report_to out"
+        )

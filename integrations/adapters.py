@@ -1,0 +1,228 @@
+"""PEFT adapters of swapped models: the swap in the adapter's config, and the backends' parameters.
+
+An adapter is trained for one attention, so its config records the swap, and it loads onto a model
+with the same swap only. The parameters that backends add (the extras) are trained and saved with
+the adapter: the submodules ``attnzoo`` are added to PEFT's ``modules_to_save``, which gives each
+adapter a copy of them. :mod:`attnzoo.integrations.patches` calls these functions from PEFT.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from attnzoo.backends.base import AttentionBackend
+from attnzoo.errors import SpecError, UnsupportedError
+from attnzoo.integrations import compat
+from attnzoo.integrations.layers import unwrap_model
+from attnzoo.integrations.patches import LOADED, NAME
+from attnzoo.spec import AttentionSpec
+
+NOT_COMPARED = ("impl", "attention_dropout")  # options of the implementation and of training
+
+
+def current_swap(model: nn.Module) -> dict[str, Any] | None:
+    """Return the spec of a model, or of its sub-configs by name; ``None`` if it is not swapped."""
+    target = unwrap_model(model)
+    return None if target is None else _config_swap(target.config)
+
+
+def _config_swap(config: Any) -> dict[str, Any] | None:
+    spec: dict[str, Any] | None = getattr(config, NAME, None)
+    if spec is not None and config._attn_implementation == NAME:
+        return spec
+    found = {key: _config_swap(inner) for key, inner in compat.sub_configs(config).items()}
+    return {key: spec for key, spec in found.items() if spec is not None} or None
+
+
+def _plain(spec: Any) -> Any:
+    """Return a recorded spec, or those of sub-configs, validated and without default options."""
+    if isinstance(spec, Mapping) and not {"backend", "version"} & set(spec):
+        return {key: _plain(inner) for key, inner in spec.items()}
+    return None if spec is None else AttentionSpec.from_dict(spec).to_dict()
+
+
+def _comparable(value: Any) -> Any:
+    """Return a spec without the options that do not change what a trained layer computes."""
+    if not isinstance(value, Mapping):
+        return value
+    inner = {key: _comparable(part) for key, part in value.items() if key not in NOT_COMPARED}
+    return {key: part for key, part in inner.items() if part != {}}
+
+
+def _backends(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield the name, the parent and the module of each ``attnzoo``.
+
+    The module is a backend, or PEFT's wrapper around one.
+    """
+    for name, parent in list(model.named_modules()):
+        module = parent._modules.get(NAME)
+        if module is not None:
+            yield f"{name}.{NAME}" if name else NAME, parent, module
+
+
+def _wrappers(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield the parents and PEFT's wrappers of backends."""
+    for _, parent, module in _backends(model):
+        if not isinstance(module, AttentionBackend):
+            yield parent, module
+
+
+def _original(module: Any) -> AttentionBackend:
+    """Return the backend in PEFT's wrapper, or the backend itself."""
+    backend = module if isinstance(module, AttentionBackend) else module.original_module
+    assert isinstance(backend, AttentionBackend)
+    return backend
+
+
+def _changes_in_training(backend: AttentionBackend) -> bool:
+    # performer and reformer draw again in training, and save what they drew
+    redraws = getattr(backend.config, "redraw", None) is not None
+    return redraws or any(True for _ in backend.parameters())
+
+
+def prepare_adapter(model: nn.Module, config: Any) -> None:
+    """Check or record the swap in an adapter's config, before PEFT changes the model.
+
+    A config that was loaded must record the model's swap, or none. A new config gets the model's
+    swap, and ``"attnzoo"`` in ``modules_to_save`` if backends have parameters. An empty
+    ``modules_to_save`` leaves them frozen.
+
+    Raises:
+        SpecError: The adapter was trained for another swap.
+        UnsupportedError: PEFT cannot train the parameters of the backends.
+    """
+    current = current_swap(model)
+    if LOADED not in vars(config):
+        record_swap(model, config)
+        _train_extras(model, config)
+        return
+    recorded, current = _plain(vars(config).get(NAME)), _plain(current)
+    if recorded is not None and _comparable(recorded) != _comparable(current):
+        found = "not swapped" if current is None else f"swapped with {current}"
+        raise SpecError(
+            f"The adapter was trained under another attention; this model is {found}. Before you "
+            f"load the adapter, swap the model: attnzoo.swap(model, {recorded})"
+        )
+
+
+def record_swap(model: nn.Module, config: Any) -> None:
+    """Write the current swap of a model to an adapter's config, which saves it."""
+    vars(config)[NAME] = current_swap(model)
+
+
+def _train_extras(model: nn.Module, config: Any) -> None:
+    backends = [(name, _original(module)) for name, _, module in _backends(model)]
+    if not any(_changes_in_training(backend) for _, backend in backends):
+        return
+    if not hasattr(config, "modules_to_save"):
+        trained = [name for name, x in backends if any(p.requires_grad for p in x.parameters())]
+        if trained:
+            raise UnsupportedError(
+                f"{type(config).__name__} has no modules_to_save, so it cannot train the "
+                f"parameters that the swap added, such as those of {trained[0]}. Use another "
+                "PEFT method, such as LoraConfig; or freeze them to train the adapter alone: "
+                "requires_grad_(False) of every attnzoo.AttentionBackend in model.modules()"
+            )
+        return
+    names = config.modules_to_save
+    if names is not None and not names:
+        return
+    # PEFT's own rule for modules that adapters leave alone: a listed name, or below one
+    listed = [re.compile(rf"(^|.*\.){name}($|\..*)") for name in names or ()]
+    missing = [x for x in backends if not any(pattern.match(x[0]) for pattern in listed)]
+    for _, backend in missing:
+        copy.deepcopy(backend)  # PEFT copies it later, when an error leaves half an adapter
+    added = [NAME] if len(missing) == len(backends) else [name for name, _ in missing]
+    if added:
+        config.modules_to_save = [*(names or ()), *added]
+
+
+def refuse_lost_extras(model: nn.Module) -> None:
+    """Raise if parameters of backends are trained that no adapter of the model saves.
+
+    Raises:
+        UnsupportedError: The adapters do not contain the parameters.
+    """
+    for name, _, module in _backends(model):
+        copied = not isinstance(module, AttentionBackend) or "modules_to_save" in name.split(".")
+        if not copied and any(p.requires_grad for p in module.parameters()):
+            raise UnsupportedError(
+                f"{name} has trained parameters that are not part of the adapter, so saving the "
+                "adapter would lose them. Save the whole model, "
+                "model.merge_and_unload().save_pretrained(...); next time, swap the model before "
+                "get_peft_model, and leave modules_to_save unset, which trains and saves them"
+            )
+
+
+@contextmanager
+def unwrapped_extras(model: nn.Module, adapters: Iterable[str]) -> Iterator[None]:
+    """Put the backends of an adapter, or the original ones, in a model whose adapters are removed.
+
+    PEFT's methods remove their wrappers differently, and some not at all. After an error the
+    wrappers are back.
+
+    Args:
+        model: A model with adapters.
+        adapters: The adapters to merge; empty to remove all.
+
+    Raises:
+        UnsupportedError: Several of the adapters have backends of their own.
+    """
+    wrappers = list(_wrappers(model))
+    chosen = [_own_backend(wrapper, adapters) for _, wrapper in wrappers]
+    for (parent, wrapper), own in zip(wrappers, chosen, strict=True):
+        setattr(parent, NAME, own or wrapper.original_module)
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if not done:
+            for parent, wrapper in wrappers:
+                setattr(parent, NAME, wrapper)
+
+
+def _own_backend(wrapper: Any, adapters: Iterable[str]) -> nn.Module | None:
+    """Return the backend that one of the adapters has in a wrapper, or ``None``."""
+    own = [name for name in adapters if name in wrapper.modules_to_save]
+    if len(own) > 1:
+        raise UnsupportedError(
+            f"The adapters {', '.join(own)} have parameters of backend {wrapper.name!r} of their "
+            "own, which cannot be merged with each other. Merge one of them"
+        )
+    return wrapper.modules_to_save[own[0]] if own else None
+
+
+def refuse_inactive_extras(model: nn.Module, adapters: Iterable[str]) -> None:
+    """Raise if the backends of merged adapters are not those that the model runs.
+
+    Raises:
+        UnsupportedError: The adapter is not active.
+    """
+    for _, wrapper in _wrappers(model):
+        own = _own_backend(wrapper, adapters)
+        if own is not None and own is not _own_backend(wrapper, wrapper.active_adapters):
+            raise UnsupportedError(
+                f"The adapter to merge ({', '.join(adapters)}) has parameters of backend "
+                f"{wrapper.name!r}, which the model runs only while that adapter is active. "
+                "Call set_adapter first"
+            )
+
+
+@contextmanager
+def disabled_extras(model: nn.Module) -> Iterator[None]:
+    """Run the original backends instead of the adapters'."""
+    wrappers = [wrapper for _, wrapper in _wrappers(model) if not wrapper.disable_adapters]
+    for wrapper in wrappers:
+        wrapper.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            wrapper.enable_adapters(True)

@@ -1,0 +1,117 @@
+"""The other files in a model's folder: copied with a swapped model, so that it loads as before.
+
+A folder of sentence-transformers also holds modules.json, the configs of pooling and normalisation,
+and the weights of modules behind the encoder. Files are data here: none is imported or run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+WEIGHTS = frozenset(
+    {
+        *(".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".pb"),
+        *(".pkl", ".pt", ".pth", ".safetensors", ".tflite", ".xml"),
+    }
+)
+WEIGHTS_INDEX = (".bin.index.json", ".safetensors.index.json")
+# results of attnzoo's own commands, and a PEFT adapter, which is merged or belongs to other weights
+NOT_COPIED = frozenset(
+    {"recovery.json", "finetuning.json", "losses.jsonl", "report.html", "adapter_config.json"}
+)
+CODE = frozenset({".py", ".pyc", ".so", ".pyd", ".dll", ".dylib", ".sh"})
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy the files of a model's folder that saving the model has not written.
+
+    Weights are not copied, nor folders with weights (exports, checkpoints), except the folders that
+    modules.json names: modules behind the transformer. Hidden files, code, and links out of the
+    folder are not copied; a warning names code and links.
+
+    Args:
+        source: Folder of the original model.
+        target: Folder with the saved model, whose files are kept.
+    """
+    root = _storage(source)
+    modules = _module_folders(source)
+    left_out = []
+    for path in _files(source, modules):
+        name = path.relative_to(source)
+        if path.name in NOT_COPIED:
+            continue
+        is_inside = path.is_file() and path.resolve().is_relative_to(root)
+        if path.suffix in CODE or not is_inside:
+            left_out.append(str(name))
+            continue
+        copy = target / name
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+    if left_out:
+        warnings.warn(
+            f"{', '.join(sorted(left_out))} of {str(source)!r} are not copied: code, or a link out "
+            "of the folder. Copy what you trust and need",
+            stacklevel=3,
+        )
+
+
+def move_files(source: Path, target: Path) -> None:
+    """Move all files of a folder into another, replace files of the same name, and remove it."""
+    for path in sorted(source.rglob("*")):
+        if path.is_file():
+            moved = target / path.relative_to(source)
+            moved.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(moved)
+    shutil.rmtree(source)
+
+
+def _storage(source: Path) -> Path:
+    """Return the folder that must contain the files; a hub cache links to its ``blobs``."""
+    folder = source.resolve()
+    repository = folder.parent.parent
+    is_hub_cache = folder.parent.name == "snapshots" and repository.name.startswith("models--")
+    return repository if is_hub_cache else folder
+
+
+def _module_folders(source: Path) -> set[str]:
+    """Return the folders that modules.json of sentence-transformers names."""
+    file = source / "modules.json"
+    if not file.is_file():
+        return set()
+    try:
+        modules = json.loads(file.read_text("utf-8"))
+    except ValueError:  # copied as it is
+        return set()
+    entries = modules if isinstance(modules, list) else []
+    paths = (entry.get("path") for entry in entries if isinstance(entry, dict))
+    return {Path(path).parts[0] for path in paths if isinstance(path, str) and path}
+
+
+def _files(folder: Path, modules: set[str]) -> Iterator[Path]:
+    """Yield the files to copy, without entering folders through links."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.name == "__pycache__":
+            continue
+        inner = list(_walk(path))
+        has_weights = any(map(_is_weights, inner))
+        if not has_weights or path.name in modules:
+            yield from inner
+
+
+def _walk(path: Path) -> Iterator[Path]:
+    """Yield a file or link, or all of those in a folder that are not hidden."""
+    if path.is_dir() and not path.is_symlink():
+        for inner in sorted(path.iterdir()):
+            if not inner.name.startswith("."):
+                yield from _walk(inner)
+    elif path.is_file() or path.is_symlink():
+        yield path
+
+
+def _is_weights(path: Path) -> bool:
+    return path.suffix in WEIGHTS or path.name.endswith(WEIGHTS_INDEX)

@@ -1,0 +1,336 @@
+"""Fused softmax attention against the dense op."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attnzoo.backends.flash.impl import sdpa as flash_sdpa
+from attnzoo.backends.flash.impl import varlen
+from attnzoo.backends.flash.impl import xformers as flash_xformers
+from attnzoo.backends.flash.impl.call import FlashCall
+from attnzoo.backends.flash.impl.xformers import auto_reasons, xformers_reasons
+from attnzoo.backends.flash.op import flash_attention
+from attnzoo.backends.softmax.op import softmax_attention
+from attnzoo.errors import UnsupportedError
+from attnzoo.masks import AttentionMask
+
+
+def qkv(length=9, keys=None, heads=(4, 2), batch=2, dtype=torch.float64):
+    draw = torch.Generator().manual_seed(0)
+    keys = length if keys is None else keys
+    shapes = (heads[0], length, 8), (heads[1], keys, 8), (heads[1], keys, 6)
+    return [torch.randn(batch, *shape, generator=draw, dtype=dtype) for shape in shapes]
+
+
+def call(q, k, v, mask=None, **options):
+    fields = {"scale": 0.3, "bias": None, "sinks": None, "dropout": 0.0, **options}
+    return FlashCall(q, k, v, mask or AttentionMask(), **fields)
+
+
+def compare(q, k, v, mask, **options):
+    """Compare output and gradients of the fused op with the dense one."""
+    dense = mask.dense(q.shape[2], k.shape[2], q.device)
+    results = []
+    for attend, given in (
+        (lambda *x, **o: flash_attention(*x, mask=mask, impl="sdpa", **o).out, options),
+        (lambda *x, **o: softmax_attention(*x, mask=dense, **o).out, options),
+    ):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves, **given)
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        results.append([out, *(x.grad for x in leaves)])
+    for ours, right in zip(*results, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-11)
+
+
+def padding(length, *counts):
+    return torch.arange(length) >= length - torch.tensor(counts)[:, None]
+
+
+MASKS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "padding": {"padding": padding(9, 9, 4)},
+    "causal and padding": {"causal": True, "padding": padding(9, 4, 0)},
+    "segments": {"causal": True, "segment_ids": (torch.arange(9) >= 4).long().expand(2, -1)},
+    "window": {"window": (2, 1)},
+    "causal window": {"causal": True, "window": (3, 0)},
+    "function": {"function": lambda: torch.ones(2, 1, 9, 9).tril().bool()},
+}
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (4, 1)], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("more", ["", "bias", "sinks", "bias and sinks"])
+def test_sdpa_equals_the_dense_op(heads, mask, more):
+    options = {"scale": 0.3}
+    draw = torch.Generator().manual_seed(3)
+    if "bias" in more:
+        options["bias"] = torch.randn(1, heads[0], 9, 9, generator=draw, dtype=torch.float64)
+    if "sinks" in more:
+        options["sinks"] = torch.randn(heads[0], generator=draw, dtype=torch.float64)
+    compare(*qkv(heads=heads), AttentionMask(**MASKS[mask]), **options)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)], ids=str)
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("offset", [5, torch.tensor(5), 7, 8], ids=str)
+@pytest.mark.parametrize("limit", [{}, {"window": (2, 0)}, {"padding": padding(9, 9, 4)}], ids=list)
+def test_queries_with_an_offset(heads, queries, offset, limit):
+    q, k, v = qkv(queries, 9, heads=heads)
+    compare(q, k, v, AttentionMask(causal=True, q_offset=offset, **limit))
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        {},
+        {"window": (6, 0)},
+        {"padding": padding(30, 30, 4)},
+        {"segment_ids": (torch.arange(30) >= 14).long().expand(2, -1)},
+    ],
+    ids=list,
+)
+def test_many_queries_after_earlier_keys_are_computed_in_blocks(limit, monkeypatch):
+    """No mask is larger than a block of queries times the keys."""
+    monkeypatch.setattr(flash_sdpa, "BLOCK", 8)
+    built, dense = [], AttentionMask.dense
+
+    def counted(mask, queries, keys, device):
+        built.append((queries, keys))
+        return dense(mask, queries, keys, device)
+
+    q, k, v = qkv(21, 30)
+    mask = AttentionMask(causal=True, q_offset=9, **limit)
+    monkeypatch.setattr(AttentionMask, "dense", counted)
+    compare(q, k, v, mask)
+    assert built[0] == (21, 30)  # the dense op
+    assert built[1:] == [(8, 17), (8, 25), (5, 30)]
+
+
+@pytest.mark.parametrize("length", [129, 130, 192, 193, 300])  # blocks of 64 and more
+@pytest.mark.parametrize("window", [(0, 0), (5, 0), (31, 31), (64, 3), (100, 0)], ids=str)
+@pytest.mark.parametrize("limit", ["", "padding", "segments"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_blocks_of_the_band_equal_the_dense_op(length, window, limit, causal):
+    fields = {}
+    if limit == "padding":
+        fields["padding"] = torch.rand(2, length, generator=torch.Generator().manual_seed(7)) < 0.7
+    if limit == "segments":
+        fields["segment_ids"] = (torch.arange(length) // 50).expand(2, -1)
+    compare(*qkv(length), AttentionMask(causal=causal, window=window, **fields))
+
+
+def test_causal_and_windowed_masks_are_not_materialised(monkeypatch):
+    def dense(*_):
+        raise AssertionError("a mask is materialised")
+
+    monkeypatch.setattr(AttentionMask, "dense", dense)
+    q, k, v = qkv(300)
+    for mask in (
+        AttentionMask(causal=True),
+        AttentionMask(causal=True, window=(20, 0)),
+        AttentionMask(window=(20, 20), padding=padding(300, 300, 200)),
+    ):
+        flash_attention(q, k, v, mask=mask, impl="sdpa")
+    one = q[:, :, -1:]
+    flash_attention(one, k, v, mask=AttentionMask(causal=True, q_offset=299), impl="sdpa")
+
+
+def test_memory_of_a_window_is_linear_in_length(monkeypatch):
+    sizes = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def watch(q, k, *rest, **options):
+        sizes.append(q.shape[0] * q.shape[2] * k.shape[2])  # scores that a plain kernel would make
+        return attend(q, k, *rest, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watch)
+    for length in (512, 1024):
+        q, k, v = qkv(length, batch=1)
+        flash_attention(q, k, v, mask=AttentionMask(causal=True, window=(63, 0)), impl="sdpa")
+    assert sizes[1] == 2 * sizes[0]
+    assert sizes[1] <= 1024 * 128
+
+
+def test_queries_that_see_no_key_give_zeros():
+    q, k, v = qkv(150)
+    hidden = padding(150, 150, 0)
+    for mask in (
+        AttentionMask(padding=hidden),
+        AttentionMask(padding=hidden, window=(3, 3)),
+        AttentionMask(function=lambda: hidden[:, None, None].expand(2, 1, 150, 150)),
+    ):
+        for sinks in (None, torch.zeros(4, dtype=torch.float64)):
+            out = flash_attention(q, k, v, mask=mask, sinks=sinks, impl="sdpa").out
+            assert not out[1].any()
+            assert out[0].any()
+
+
+def test_dropout_is_random_and_reproducible():
+    q, k, v = qkv(64)
+    plain = flash_attention(q, k, v).out
+    torch.manual_seed(0)
+    first = flash_attention(q, k, v, dropout=0.5).out
+    torch.manual_seed(0)
+    again = flash_attention(q, k, v, dropout=0.5).out
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, plain)
+
+
+def test_an_unknown_impl_is_refused():
+    with pytest.raises(
+        UnsupportedError, match=r"no impl 'spda'. Did you mean 'sdpa'\? It has auto"
+    ):
+        flash_attention(*qkv(), impl="spda")
+
+
+def test_disagreeing_shapes_are_refused():
+    q, k, v = qkv()
+    with pytest.raises(UnsupportedError, match="k and v must agree"):
+        flash_attention(q, k, v[:, :, 1:])
+
+
+def test_auto_gives_its_reason():
+    impl = flash_attention(*qkv()).impl
+    assert impl.impl == "sdpa"
+    assert "xformers is skipped: the inputs are on cpu" in impl.reason
+    assert flash_attention(*qkv(), impl="sdpa").impl == ("sdpa", "named in the options")
+
+
+def test_auto_considers_xformers_for_windows_on_a_gpu():
+    q, k, v = (x.to("meta") for x in qkv())
+    assert auto_reasons(call(q, k, v, AttentionMask(causal=True))) == [
+        "the inputs are on meta, for which xformers has no operator"
+    ]
+    on_gpu = call(SimpleNamespace(device=torch.device("cuda")), k, v, AttentionMask(causal=True))
+    assert auto_reasons(on_gpu) == ["without a sliding window PyTorch's kernels are as fast"]
+    assert auto_reasons(on_gpu._replace(mask=AttentionMask(causal=True, window=(3, 0)))) == []
+
+
+# -- xformers ------------------------------------------------------------------------------------
+
+
+def test_xformers_is_refused_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(flash_xformers, "xformers_installed", lambda: False)
+    with pytest.raises(
+        UnsupportedError, match=r"not installed \(pip install attnzoo\[xformers\]\)"
+    ):
+        flash_attention(*qkv(), impl="xformers")
+
+
+def test_xformers_is_refused_on_a_cpu_with_its_own_reasons():
+    pytest.importorskip("xformers", reason="xformers is not installed")
+    with pytest.raises(UnsupportedError, match=r"(?s)impl='xformers' cannot.*cpu.*'sdpa'") as e:
+        flash_attention(*qkv(dtype=torch.float32), impl="xformers")
+    fmha = pytest.importorskip("xformers.ops.fmha")
+    q, k, v = (x.float().transpose(1, 2) for x in qkv(heads=(4, 4)))
+    own = fmha.cutlass.FwOp.not_supported_reasons(fmha.Inputs(query=q, key=k, value=v))
+    assert any("device=cpu" in reason for reason in own)
+    assert all(reason in str(e.value) for reason in own if "device" in reason)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"mask": AttentionMask(padding=padding(9, 9, 3))},
+            "the mask is more than causal and sliding-window",
+        ),
+        ({"mask": AttentionMask(causal=True, q_offset=2)}, "not the last of the keys"),
+        ({"sinks": torch.zeros(4)}, "a bias or sinks are given"),
+        ({"bias": torch.zeros(1, 4, 9, 9)}, "a bias or sinks are given"),
+    ],
+)
+def test_calls_that_xformers_does_not_support(monkeypatch, options, words):
+    monkeypatch.setattr(flash_xformers, "xformers_installed", lambda: True)
+    (reason,) = xformers_reasons(call(*qkv(), **options))
+    assert words in reason
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)], ids=str)
+def test_xformers_layout_and_mask(heads):
+    """Transposed back, the layout holds q, k and v; materialised, the masks are the dense ones."""
+    pytest.importorskip("xformers", reason="xformers is not installed")
+    q, k, v = qkv(dtype=torch.float32, heads=heads)
+    layout = flash_xformers._to_xformers_layout(call(q, k, v))
+    groups = heads[0] // heads[1]
+    repeated = [q, *(x.repeat_interleave(groups, 1) for x in (k, v))]
+    for theirs, ours in zip(layout, repeated, strict=True):
+        assert torch.equal(theirs.flatten(2, -2).transpose(1, 2), ours)
+    for fields in ({}, {"causal": True}, {"causal": True, "window": (3, 0)}, {"window": (3, 2)}):
+        mask = AttentionMask(**fields)
+        bias = flash_xformers._attn_bias(call(q, k, v, mask))
+        dense = mask.dense(9, 9, q.device)
+        if dense is None:
+            assert bias is None
+        else:
+            assert torch.equal(bias.materialize((9, 9)) == 0, dense[0, 0])
+
+
+# -- sequences without padding ---------------------------------------------------------------------
+
+
+def varlen_attn_by_sdpa(q, k, v, unpadded, causal, scale):
+    """Compute what the GPU's kernel computes, one sequence after another."""
+    outs, cu_seqlens = [], unpadded.cu_seqlens
+    for start, stop in pairwise(cu_seqlens.tolist()):
+        assert 0 < stop - start <= unpadded.max_seqlen
+        rows = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]
+        mask = AttentionMask(causal=causal)
+        out = flash_attention(*rows, mask=mask, scale=scale, impl="sdpa").out
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {"padding": padding(9, 9, 4)},
+        {"causal": True, "padding": torch.arange(18).view(2, 9) % 5 % 3 != 1},
+        {"causal": True, "padding": padding(9, 3, 0)},
+        {"causal": True, "segment_ids": (torch.arange(9) >= torch.tensor([[4], [7]])).long()},
+        {"segment_ids": torch.arange(9).expand(2, -1), "padding": padding(9, 9, 6)},
+    ],
+    ids=str,
+)
+def test_varlen_equals_a_mask(mask, monkeypatch):
+    monkeypatch.setattr(varlen, "call_varlen_attn", varlen_attn_by_sdpa)
+    mask, (q, k, v) = AttentionMask(**mask), qkv()
+    ours = varlen.varlen_attention(q, k, v, mask, 0.3)
+    dense = softmax_attention(q, k, v, scale=0.3, mask=mask).out
+    if mask.padding is not None:  # queries at padding give zeros here
+        dense = dense * mask.padding[:, None, :, None]
+    torch.testing.assert_close(ours, dense)
+
+
+def test_varlen_attn_of_an_older_torch(monkeypatch):
+    received = {}
+
+    def older(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+        received.update(is_causal=is_causal, heads=k.shape[1], q=q)
+        return q
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
+    q, k = torch.ones(5, 4, 16), torch.ones(5, 2, 16)
+    unpadded = varlen.Unpadded(torch.arange(5), torch.tensor([0, 2, 5]), 3)
+    varlen.call_varlen_attn(q, k, k, unpadded, True, 0.5)
+    assert received["is_causal"]
+    assert received["heads"] == 4
+    assert torch.equal(received["q"], 2 * q)  # the kernel multiplies by 16 ** -0.5 itself
+
+
+def test_varlen_needs_a_gpu():
+    (reason,) = varlen.varlen_reasons(
+        *(x[..., :6].repeat(1, 1, 1, 4).to(torch.bfloat16) for x in qkv()),
+        AttentionMask(causal=True, padding=padding(9, 4, 0)),
+    )
+    assert "cpu" in reason
+
+
+def test_the_kernel_has_a_name():
+    q, k, v = (x.float() for x in qkv())
+    for mask in (AttentionMask(causal=True), AttentionMask(padding=padding(9, 4, 0))):
+        assert flash_sdpa.kernel_name(call(q, k, v, mask)).endswith("kernel")

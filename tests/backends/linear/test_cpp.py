@@ -1,0 +1,211 @@
+"""Linear attention in C++ against the dense form in float64."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from attnzoo.backends.config import Geometry
+from attnzoo.backends.linear.impl.cpp import LINEAR, linear_cpp
+from attnzoo.backends.linear.op import linear_attention
+from attnzoo.errors import UnsupportedError
+from attnzoo.kernels import cpp
+from attnzoo.masks import AttentionMask
+from attnzoo.registry import build_backend
+from attnzoo.state import LinearState
+
+REASON = cpp.unavailable_reason(LINEAR)
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+
+def between_nan(*shape, dtype=torch.float64):
+    """Return random numbers surrounded by NaN, so that a read out of bounds gives NaN."""
+    batch, heads, tokens, size = shape
+    storage = torch.full((batch, tokens + 2, heads, size + 8), torch.nan, dtype=dtype)
+    x = storage.transpose(1, 2)[:, :, 1:-1, 4:-4]
+    return x.copy_(torch.rand(shape, dtype=dtype))
+
+
+def make(batch, heads, key_heads, tokens, size, value_size, dtype=torch.float64):
+    q, k = (between_nan(batch, n, tokens, size, dtype=dtype) for n in (heads, key_heads))
+    v = between_nan(batch, key_heads, tokens, value_size, dtype=dtype) - 0.3
+    kv = torch.rand(batch, key_heads, size, value_size, dtype=dtype)
+    return q, k, v, LinearState(kv, torch.rand(batch, key_heads, size, dtype=dtype))
+
+
+SHAPES = [  # batch, heads, key heads, tokens, D, E: chunks are of 32, vectors of 4 to 16 numbers
+    (2, 4, 2, 100, 16, 32),
+    (1, 14, 2, 70, 20, 65),
+    (1, 6, 1, 33, 64, 64),
+    (1, 1, 1, 32, 48, 80),
+    (3, 2, 2, 7, 32, 16),
+]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_dense_form(shape, normalize, threads, decay, packed):
+    now = torch.get_num_threads()
+    torch.set_num_threads(threads)  # six heads on one key head are two pieces of work, or three
+    try:
+        q, k, v, state = make(*shape)
+        options = {"normalize": normalize, "scale": 0.7, "eps": 0.1, "return_state": True}
+        if decay != "none":
+            log = (
+                -between_nan(*k.shape) if decay == "channel" else -torch.rand(k.shape[:3]).double()
+            )
+            options["log_decay"] = log[0, :, 0] if decay == "head" else log
+        if packed:  # segments that end inside and at the end of chunks, and one of one token
+            ids = torch.zeros(k.shape[0], k.shape[2], dtype=torch.long)
+            for border in (1, 2, 20, 32, 33, 64, 69):
+                ids[:, border:] += 1
+            options["mask"] = AttentionMask(causal=True, segment_ids=ids)
+        exact = linear_attention(q, k, v, state=state, form="parallel", impl="reference", **options)
+        found = linear_attention(q, k, v, state=state, impl="cpp", **options)
+        assert_close(found.out, exact.out, atol=1e-12, rtol=1e-12)
+        assert_close(tuple(found.state), tuple(exact.state), atol=1e-11, rtol=1e-12)
+        fresh = linear_attention(q, k, v, impl="cpp", **options)
+        exact = linear_attention(q, k, v, form="parallel", impl="reference", **options)
+        assert_close(fresh.out, exact.out, atol=1e-12, rtol=1e-12)
+    finally:
+        torch.set_num_threads(now)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_rounding_errors_are_at_most_twice_those_of_torch(normalize):
+    x = make(1, 4, 2, 3000, 64, 64)[:3]
+    exact = linear_attention(*x, normalize=normalize).out
+    narrow = [t.float() for t in x]
+    plain, ours = (
+        linear_attention(*narrow, normalize=normalize, impl=impl).out for impl in ("torch", "cpp")
+    )
+    budget = (
+        2 * (plain - exact).abs().max() + 2 * torch.finfo(torch.float32).eps * exact.abs().max()
+    )
+    assert (ours - exact).abs().max() <= budget
+
+
+def test_gradients_are_those_of_the_formula():
+    q, k, v, state = make(1, 2, 1, 37, 16, 16)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, *state)]
+
+    def run(q, k, v, kv, z):
+        found = linear_attention(
+            *(q, k, v),
+            state=LinearState(kv, z),
+            return_state=True,
+            normalize=True,
+            impl="cpp",
+        )
+        return found.out, *found.state
+
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+
+
+def test_later_tokens_change_no_bit():
+    q, k, v, _ = make(1, 2, 1, 90, 16, 16, torch.float32)
+    out = linear_attention(q, k, v, normalize=True, impl="cpp").out
+    for cut in (1, 31, 32, 50):
+        later = [torch.cat([x[:, :, :cut], 3 * x[:, :, cut:] + 1], 2) for x in (q, k, v)]
+        found = linear_attention(*later, normalize=True, impl="cpp").out
+        assert torch.equal(found[:, :, :cut], out[:, :, :cut])
+        assert not torch.equal(found[:, :, cut:], out[:, :, cut:])
+
+
+def test_no_tokens_and_one_token():
+    q, k, v, state = make(2, 4, 2, 5, 16, 16)
+    options = {"state": state, "return_state": True, "normalize": True, "impl": "cpp"}
+    none = linear_attention(*(x[:, :, :0] for x in (q, k, v)), **options)
+    assert none.out.shape == (2, 4, 0, 16)
+    assert_close(tuple(none.state), tuple(state))
+    whole, outs = linear_attention(q, k, v, **options), []
+    for t in range(5):
+        now = linear_attention(*(x[:, :, t : t + 1] for x in (q, k, v)), **options)
+        options["state"] = now.state
+        outs.append(now.out)
+    assert_close(torch.cat(outs, 2), whole.out)
+    assert_close(tuple(now.state), tuple(whole.state))
+
+
+def test_it_compiles_without_a_graph_break():
+    torch._dynamo.reset()
+    x = [t.clone().requires_grad_() for t in make(1, 2, 1, 40, 16, 16)[:3]]
+    run = torch.compile(linear_attention, backend="aot_eager", fullgraph=True)
+    for impl in ("auto", "cpp"):
+        expected = linear_attention(*x, normalize=True, impl=impl).out
+        found = run(*x, normalize=True, impl=impl).out
+        assert_close(found, expected)
+        assert_close(*(torch.autograd.grad(out.sum(), x) for out in (found, expected)))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_operator_is_registered_soundly(dtype):
+    q, k, v, state = make(1, 2, 1, 40, 16, 32, dtype)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, *state)]
+    args = (*leaves[:3], None, *leaves[3:], None, 0.5, True, 1e-6, 64)
+    torch.library.opcheck(linear_cpp, args)
+
+
+def test_a_layer_runs_it_by_name():
+    """``describe`` reports ``cpp``, so a spec accepts it."""
+    geometry = Geometry(num_heads=4, num_key_heads=2, head_dim=8)
+    x = [torch.rand(1, n, 20, 8) for n in (4, 2, 2)]
+    for options in ({}, {"feature_map": "hedgehog", "window": 5}):
+        outs = []
+        for impl in ("auto", "cpp"):
+            backend = build_backend("linear", {**options, "impl": impl}, geometry)
+            outs.append(backend(*x).out)
+            assert backend.ran.impl == "cpp"
+        assert torch.equal(*outs)
+        backend = build_backend("linear", {**options, "impl": "cpp", "chunk_size": 64}, geometry)
+        with pytest.raises(UnsupportedError, match="chunk_size is 64"):
+            backend(*x)
+
+
+def test_auto_selects_it_for_supported_calls():
+    x = make(1, 2, 1, 40, 16, 16, torch.float32)[:3]
+
+    def choice(**options):
+        return linear_attention(*x, **options).impl
+
+    assert choice() == ("cpp", "chunk form; the forward pass is compiled for this CPU")
+    assert choice(chunk_size=32).impl == "cpp"
+    assert choice(form="recurrent") == ("torch", "recurrent form; runs on every device")
+    assert choice(chunk_size=33) == (
+        "torch",
+        "chunk form; runs on every device; cpp cannot: chunk_size is 33 (at most 32)",
+    )
+    assert choice(mask=AttentionMask()).impl == "torch"
+    found = linear_attention(*x, normalize=True)
+    assert torch.equal(found.out, linear_attention(*x, normalize=True, impl="cpp").out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask": AttentionMask()}, "attention is bidirectional"),
+        ({"form": "parallel"}, "the parallel form is for comparison"),
+        ({"chunk_size": 64}, "chunk_size is 64"),
+        ({"mask": AttentionMask(), "chunk_size": 64}, "attention is bidirectional.*chunk_size"),
+        ({"device": "meta"}, "the tensors are on meta"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_unsupported_calls_raise_with_all_reasons(changes, message):
+    device = changes.pop("device", "cpu")
+    x = [torch.rand(1, 1, 6, 16, device=device) for _ in range(3)]
+    with pytest.raises(UnsupportedError, match=f"impl='cpp' cannot run this call.*{message}"):
+        linear_attention(*x, **changes, impl="cpp")
+
+
+def test_every_nan_among_the_log_decays_stays_nan():
+    """The bits of a NaN are added to no exponent, which would give a number."""
+    q, k, v, _ = make(1, 1, 1, 4, 16, 16, dtype=torch.float32)
+    for bits in (0x7FC00000, 0x7FC00001, 0x7FC001FF, 0x7F800080, -0x3FFE00):
+        log = torch.full((1, 1, 4), bits, dtype=torch.int32).view(torch.float32)
+        assert log.isnan().all()
+        out = linear_attention(q, k, v, log_decay=log, impl="cpp", chunk_size=4).out
+        assert out.isnan().all(), hex(bits)

@@ -1,0 +1,204 @@
+"""The option ``window`` of linear, gated_linear and performer."""
+
+import math
+
+import pytest
+import torch
+
+from attnzoo.backends.config import Geometry
+from attnzoo.backends.linear.recurrent import WindowDropout
+from attnzoo.backends.softmax.op import softmax_attention
+from attnzoo.errors import ConfigError, UnsupportedError
+from attnzoo.masks import AttentionMask
+from attnzoo.registry import build_backend, get_backend
+from attnzoo.testing import check_backend
+
+H, HKV, D, E, M = 4, 2, 8, 6, 12
+WINDOWED = [
+    ("linear", {"window": 5}),
+    ("linear", {"feature_map": "hedgehog", "window": 20, "chunk_size": 16}),
+    ("linear", {"feature_map": "exp", "window": 5, "impl": "reference"}),
+    ("gated_linear", {"window": 5, "chunk_size": 16}),
+    ("gated_linear", {"gate": "retnet", "window": 20}),
+    ("gated_linear", {"gate": "mamba2", "window": 5, "feature_map": "taylor"}),
+    ("gated_linear", {"gate": "hgrn2", "window": 5}),
+    ("performer", {"num_features": 16, "window": 5}),
+]
+ALIKE = [(name, options) for name, options in WINDOWED if options["window"] == 5]
+RELATIVE = [(name, options) for name, options in ALIKE if name != "performer"]
+
+
+def build(name, options, *, causal=True, dtype=torch.float64, **changes):
+    geometry = Geometry(
+        num_heads=H,
+        num_key_heads=HKV,
+        head_dim=D,
+        value_dim=E,
+        hidden_size=M,
+        causal=causal,
+        name="layer.attn",
+        **changes,
+    )
+    return build_backend(name, options, geometry).to(dtype)
+
+
+def inputs(length, dtype=torch.float64):
+    q = torch.randn(2, H, length, D, dtype=dtype)
+    k, v = (torch.randn(2, HKV, length, n, dtype=dtype) for n in (D, E))
+    return q, k, v, {"hidden_states": torch.randn(2, length, M, dtype=dtype)}
+
+
+MORE = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in WINDOWED[2:]]
+
+
+@pytest.mark.parametrize(("name", "options"), [*WINDOWED[:2], *MORE], ids=str)
+def test_it_conforms(name, options):
+    cls = get_backend(name)
+    report = check_backend(cls, config=cls.config_class.from_options(name, options))
+    assert {"padding", "packing", "decoding"} <= set(report.passed)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "causal"),
+    [(*x, causal) for causal in (True, False) for x in RELATIVE if causal or x[0] == "linear"],
+    ids=str,
+)
+def test_it_starts_near_the_window_at_any_length(name, options, causal):
+    backend = build(name, {**options, "far_weight": 0.01}, causal=causal)
+    for length in (20, 2000):
+        q, k, v, more = inputs(length)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        near = (distance >= 0) & (distance < 5) if causal else distance.abs() <= 5
+        window = softmax_attention(q, k, v, mask=near).out
+        out = backend(q, k, v, **more).out
+        error = (out - window).norm() / window.norm()
+        assert 1e-5 < error < 0.05, f"{error:.1e} at {length} tokens"
+
+
+def test_a_performer_at_full_weight_estimates_softmax():
+    """With many features, the hybrid converges to softmax attention."""
+    q, k, v, _ = inputs(40)
+    q, k = 0.5 * q, 0.5 * k
+    exact = softmax_attention(q, k, v, mask=torch.ones(40, 40, dtype=torch.bool).tril()).out
+    errors = []
+    for features in (64, 4096):
+        options = {"num_features": features, "window": 5, "far_weight": 1.0}
+        out = build("performer", options)(q, k, v).out.detach()
+        errors.append(float((out - exact).norm() / exact.norm()))
+    assert errors[1] < 0.02
+    assert errors[1] < errors[0] / 3
+
+
+def test_a_performer_starts_no_farther_from_softmax_than_the_window():
+    backend = build("performer", {"num_features": 16, "window": 5})
+    for length in (20, 2000):
+        q, k, v, _ = inputs(length)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        exact = softmax_attention(q, k, v, mask=distance >= 0).out
+        window = softmax_attention(q, k, v, mask=(distance >= 0) & (distance < 5)).out
+        out = backend(q, k, v).out.detach()
+        assert (out - exact).norm() < 1.01 * (window - exact).norm()
+
+
+def test_linear_weights_equal_the_formula():
+    """Against a formula that reads the state dict."""
+    backend = build("linear", {"feature_map": "elu+1", "window": 5})
+    q, k, v, _ = inputs(30)
+    out, weight = backend(q, k, v).out, backend.state_dict()["far_log_weight"][:, None, None]
+    k, v = (x.repeat_interleave(H // HKV, 1) for x in (k, v))
+    distance = torch.arange(30)[:, None] - torch.arange(30)
+    near = (distance >= 0) & (distance < 5)
+    softmax = (q @ k.mT * D**-0.5).masked_fill(~near, -math.inf).softmax(-1)
+    phi = [torch.nn.functional.elu(x) + 1 for x in (q, k)]
+    count = (torch.arange(30) - 4).clamp(min=1)[:, None]
+    far = (phi[0] @ phi[1].mT).masked_fill(distance < 5, 0) * weight.exp() / count
+    exact = (softmax + far) @ v / (1 + far.sum(-1, keepdim=True))
+    torch.testing.assert_close(out, exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("name", "options"), ALIKE, ids=str)
+def test_its_weight_is_learned(name, options):
+    backend = build(name, options)
+    q, k, v, more = inputs(30)
+    backend(q, k, v, **more).out.square().sum().backward()
+    grad = backend.far_log_weight.grad
+    assert grad.shape == (H,)
+    assert (grad != 0).all()
+
+
+def test_the_initial_weight_of_every_head_is_about_far_weight():
+    for name, feature_map in (("linear", "elu+1"), ("linear", "hedgehog"), ("linear", "relu")):
+        backend = build(name, {"window": 5, "feature_map": feature_map, "far_weight": 0.1})
+        q, k, v, _ = inputs(500)
+        ones = torch.ones_like(v)
+        ones[:, :, -100:] = 0  # what the last queries miss is the weight of their near keys
+        seen = backend(q, k, ones).out[:, :, -50:].mean()
+        share = seen / (1 - seen) * 495 / 400
+        assert 0.07 < share < 0.14
+
+
+def test_invalid_windows_are_refused():
+    for name in ("linear", "gated_linear", "performer"):
+        with pytest.raises(ConfigError, match=r"window must be at least 1 token, got 0"):
+            build(name, {"window": 0})
+        with pytest.raises(ConfigError, match=r"far_weight must be above 0, got -1"):
+            build(name, {"window": 4, "far_weight": -1.0})
+        with pytest.raises(ConfigError, match=r"far_weight needs a window"):
+            build(name, {"far_weight": 0.5})
+    for name in ("linear", "gated_linear"):
+        with pytest.raises(ConfigError, match=r"eps has no effect with a window, got eps=0.1"):
+            build(name, {"window": 4, "eps": 0.1})
+    with pytest.raises(ConfigError, match=r"window needs normalize=True"):
+        build("linear", {"window": 4, "normalize": False})
+    with pytest.raises(ConfigError, match=r"window does not support feature_map='cosine'"):
+        build("linear", {"window": 4, "feature_map": "cosine", "max_length": 9})
+    with pytest.raises(ConfigError, match=r"window does not support gate='mlstm'"):
+        build("gated_linear", {"window": 4, "gate": "mlstm"})
+    with pytest.raises(ConfigError, match=r"window needs kernel='softmax'"):
+        build("performer", {"window": 4, "kernel": "relu"})
+    with pytest.raises(
+        UnsupportedError, match=r"the layer is cross-attention, in which queries and keys"
+    ):
+        build("linear", {"window": 4}, causal=False, cross_attention=True)
+
+
+def test_kernels_that_do_not_support_a_window_are_refused():
+    with pytest.raises(UnsupportedError, match=r"impl='triton' does not support a window.*cpp"):
+        build("linear", {"window": 4, "impl": "triton"})
+
+
+def test_a_state_without_a_causal_mask_is_refused():
+    q, k, v, _ = inputs(8)
+    with pytest.raises(UnsupportedError, match="only causal calls have it"):
+        build("linear", {"window": 4}, causal=False)(
+            q, k, v, mask=AttentionMask(), return_state=True
+        )
+
+
+@pytest.mark.parametrize("name", ["linear", "gated_linear", "performer"])
+def test_heads_may_train_without_their_window(name):
+    """Dropped heads return the linear branch, where it has keys; other heads do not change."""
+    options = {"window": 4} if name == "performer" else {"feature_map": "hedgehog", "window": 4}
+    backend = build(name, options)
+    q, k, v, given = inputs(20)
+    whole = backend.eval()(q, k, v, **given).out
+    with torch.no_grad():
+        weight = backend.far_log_weight.clone()
+        backend.far_log_weight.fill_(60.0)
+        far = backend(q, k, v, **given).out
+        backend.far_log_weight.copy_(weight)
+    backend.window_dropout = WindowDropout(0.5, 3)
+    assert torch.equal(backend(q, k, v, **given).out, whole)  # in training only
+    backend.train()
+    dropped = backend.window_dropout.heads(H, backend.geometry.layer, torch.device("cpu"))
+    assert 0 < dropped.sum() < H
+    found = backend(q, k, v, **given).out
+    torch.testing.assert_close(found[:, ~dropped], whole[:, ~dropped])
+    torch.testing.assert_close(found[:, dropped, :4], whole[:, dropped, :4])
+    torch.testing.assert_close(found[:, dropped, 4:], far[:, dropped, 4:])
+    assert not torch.allclose(found[:, dropped, 4:], whole[:, dropped, 4:])
+    found.sum().backward()
+    assert all(p.grad.isfinite().all() for p in backend.parameters() if p.grad is not None)
+    assert torch.equal(backend(q, k, v, **given).out, found)
+    backend.window_dropout = WindowDropout(0.5, 4)
+    assert not torch.equal(backend(q, k, v, **given).out, found)

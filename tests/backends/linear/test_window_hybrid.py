@@ -1,0 +1,226 @@
+"""The window hybrid against a dense formula written here."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from attnzoo.backends.linear.window_hybrid import LinearBranch, hybrid_attention
+from attnzoo.backends.softmax.op import softmax_attention
+from attnzoo.errors import UnsupportedError
+from attnzoo.masks import AttentionMask
+
+B, H, HKV, D, E, F = 2, 4, 2, 5, 3, 6
+SCALE = 0.4
+DECAYS = (None, "head", "token", "channel")
+
+
+def make(length, decay=None, padded=False, *, relative=True, mean=False, dtype=torch.float64):
+    """Return q, k, v, the linear branch and the padding mask."""
+    q = torch.randn(B, H, length, D, dtype=dtype)
+    k, v = (torch.randn(B, HKV, length, n, dtype=dtype) for n in (D, E))
+    features = [torch.rand(B, n, length, F, dtype=dtype) for n in (H, HKV)]
+    log_decay = {
+        None: None,
+        "head": -torch.rand(HKV, dtype=dtype),
+        "token": -torch.rand(B, HKV, length, dtype=dtype),
+        "channel": -torch.rand(B, HKV, length, F, dtype=dtype),
+    }[decay]
+    real = None
+    if padded:
+        real = torch.rand(B, length) > 0.3
+        real[:, -2:], real[0, :3] = True, False
+        features[1] = features[1] * real[:, None, :, None]
+        if log_decay is not None:
+            if log_decay.dim() == 1:
+                log_decay = log_decay[None, :, None].expand(B, HKV, length)
+            log_decay = log_decay * real[:, None].view(B, 1, length, *[1] * (log_decay.dim() - 3))
+    weight = torch.randn(1, H, 1, 1, dtype=dtype)
+    return q, k, v, LinearBranch(*features, weight, log_decay, relative, mean), real
+
+
+def dense(q, k, v, far, window, *, causal=True, real=None):
+    """Compute every weight. Distances count real tokens."""
+    length = q.shape[2]
+    real = torch.ones(B, length, dtype=torch.bool) if real is None else real
+    k, v, features = (x.repeat_interleave(H // HKV, 1) for x in (k, v, far.k))
+    rank = real.long().cumsum(1) - 1
+    distance = rank[:, :, None] - rank[:, None, :]
+    seen = real[:, None, :] & ((distance >= 0) | (not causal))
+    reach = distance < window if causal else distance.abs() <= window
+    near, beyond = (seen & reach)[:, None], (seen & ~reach)[:, None]
+    weights = (SCALE * q @ k.mT).exp() * near
+    f = far.log_weight + (weights.sum(-1, keepdim=True).log() if far.relative else 0)
+    if far.mean:
+        f = f - beyond.sum(-1, keepdim=True).clamp(min=1).to(q.dtype).log()
+    products = far.q.unsqueeze(3) * features.unsqueeze(2)  # [B, H, T, S, F]
+    if far.log_decay is not None:
+        decay = far.log_decay
+        decay = decay[None, :, None].expand(B, -1, length) if decay.dim() == 1 else decay
+        decay = decay.unsqueeze(-1) if decay.dim() == 3 else decay
+        total = decay.cumsum(2).repeat_interleave(H // HKV, 1)
+        # a key leaves the window at the token that is `window` real tokens after it
+        leaves = (rank[:, None, :] == rank[:, :, None] + window) & real[:, None, :]
+        at = leaves.int().argmax(2)[:, None, :, None].expand(B, H, length, total.shape[3])
+        spans = total.unsqueeze(3) - total.gather(2, at).unsqueeze(2)
+        products = products * spans.clamp(max=0).exp()
+    weights = weights + f.exp() * products.sum(-1) * beyond
+    out = weights @ v / weights.sum(-1, keepdim=True)
+    return out.masked_fill(~real[:, None, :, None], 0)
+
+
+def tokens(x, at):
+    """Return some tokens of the result of :func:`make`."""
+    q, k, v, far, real = x
+    decay = far.log_decay
+    if decay is not None and decay.dim() > 1:
+        decay = decay[:, :, at]
+    far = far._replace(q=far.q[:, :, at], k=far.k[:, :, at], log_decay=decay)
+    return q[:, :, at], k[:, :, at], v[:, :, at], far, None if real is None else real[:, at]
+
+
+def run(x, window, causal=True, segment_ids=None, **options):
+    q, k, v, branch, real = x
+    mask = AttentionMask(causal=causal, padding=real, segment_ids=segment_ids)
+    return hybrid_attention(q, k, v, branch, window=window, scale=SCALE, mask=mask, **options)
+
+
+def assert_close(ours, exact):
+    torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("decay", DECAYS, ids=str)
+@pytest.mark.parametrize("window", [1, 4, 16])
+def test_causal_equals_formula(window, decay, padded, impl):
+    for length in (5, 17, 70 if decay is None else 20):
+        for options in ({}, {"mean": True}, {"relative": False}):
+            x = make(length, decay, padded, **options)
+            assert_close(run(x, window, impl=impl).out, dense(*x[:4], window, real=x[4]))
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("window", [1, 4, 16])
+def test_bidirectional_equals_formula(window, padded, impl):
+    for length in (5, 17, 70):
+        for options in ({}, {"mean": True}, {"relative": False}):
+            x = make(length, None, padded, **options)
+            exact = dense(*x[:4], window, causal=False, real=x[4])
+            assert_close(run(x, window, causal=False, impl=impl).out, exact)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("decay", DECAYS, ids=str)
+def test_a_sequence_may_be_cut_anywhere(decay, padded):
+    length, window = 20, 4
+    x = make(length, decay, padded, mean=decay is None)
+    exact = dense(*x[:4], window, real=x[4])
+    for cuts in ((0, 1, 2, 20), (0, 3, 20), (0, 11, 12, 13, 20), (0, 19, 20)):
+        state, outs = None, []
+        for start, stop in pairwise(cuts):
+            piece = run(tokens(x, slice(start, stop)), window, state=state, return_state=True)
+            state = piece.state
+            outs.append(piece.out)
+        assert_close(torch.cat(outs, 2), exact)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_sequences_equal_separate_ones(causal, impl):
+    ids = torch.tensor([[0] * 9 + [3] * 2 + [4] * 11, [1] * 3 + [2] * 19])
+    x = make(22, "token" if causal else None, padded=True, mean=True)
+    options = {"causal": causal, "impl": impl, "return_state": causal}
+    packed = run(x, 4, segment_ids=ids, **options)
+    for row, starts in enumerate([(0, 9, 11, 22), (0, 3, 22)]):
+        for start, stop in pairwise(starts):
+            apart = run(tokens(x, slice(start, stop)), 4, **options)
+            assert_close(packed.out[row, :, start:stop], apart.out[row])
+        if causal:
+            for ours, exact in zip(packed.state[3:], apart.state[3:], strict=True):
+                assert_close(ours[row], exact[row])
+            later = make(3, "token", mean=True)
+            one, other = (run(later, 4, state=given.state).out for given in (packed, apart))
+            assert_close(one[row], other[row])
+
+
+def test_the_state_has_one_size():
+    sizes = {
+        tuple(field.shape for field in run(make(n), 4, return_state=True).state)
+        for n in (1, 3, 4, 9, 40)
+    }
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_without_a_linear_branch_it_is_softmax(relative):
+    x = make(12, relative=relative)
+    x = (*x[:3], x[3]._replace(log_weight=torch.tensor(-1e4)), None)
+    window = torch.ones(12, 12, dtype=torch.bool).tril().triu(-3)
+    exact = softmax_attention(*x[:3], scale=SCALE, mask=window).out
+    assert_close(run(x, 4).out, exact)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["blockwise", "band"])
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients(causal, relative, compiled, monkeypatch):
+    """Without ``relative``, gradients also flow through the window's log-sum-exp."""
+    if compiled:
+        monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    q, k, v, far, _ = make(9, "token" if causal else None, relative=relative)
+    decay = far.log_decay
+    leaves = [q, k, v, far.q, far.k, far.log_weight, *([] if decay is None else [decay])]
+    leaves = [x[:1] if x.shape[0] == B else x for x in leaves]
+    leaves = [x.detach().requires_grad_() for x in leaves]
+
+    def call(q, k, v, far_q, far_k, weight, decay=None):
+        far = LinearBranch(far_q, far_k, weight, decay, relative, mean=decay is None)
+        mask = AttentionMask(causal=causal)
+        return hybrid_attention(q, k, v, far, window=3, scale=SCALE, mask=mask).out
+
+    assert gradcheck(call, leaves, fast_mode=True)
+
+
+def test_band_equals_blockwise(monkeypatch):
+    x = make(150, padded=True, relative=False)
+    blockwise = run(x, 20).out
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    assert_close(run(x, 20).out, blockwise)
+
+
+def test_large_scores_stay_finite():
+    for relative in (True, False):
+        q, k, v, far, _ = make(30, relative=relative, dtype=torch.float32)
+        far = far._replace(log_weight=torch.full((1, H, 1, 1), 60.0 if relative else 200.0))
+        out = hybrid_attention(100 * q, 100 * k, v, far, window=4, scale=1.0).out
+        assert out.isfinite().all()
+        assert out.abs().max() <= v.abs().max() * 1.0001
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rounding_is_that_of_the_plain_form(dtype):
+    x = make(100, dtype=torch.float64)
+    low = [*(t.to(dtype) for t in x[:3]), x[3]._replace(q=x[3].q.float(), k=x[3].k.float()), None]
+    low[3] = low[3]._replace(log_weight=low[3].log_weight.float())
+    exact = run(
+        [*(t.double() for t in low[:3]), LinearBranch(*(t.double() for t in low[3][:3])), None], 8
+    )
+    plain, ours = run(low, 8, impl="reference"), run(low, 8)
+    budget = 2 * (plain.out - exact.out).abs().max() + 2 * torch.finfo(dtype).eps
+    assert (ours.out - exact.out).abs().max() <= budget
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+def test_the_output_names_its_implementation(impl):
+    for causal in (True, False):
+        choice = run(make(12), 4, causal=causal, impl=impl).impl
+        assert choice.impl == impl or (impl == "auto" and choice.impl in ("cpp", "torch"))
+        assert choice.reason.startswith("softmax window + linear form; ")
+
+
+def test_an_unknown_implementation_is_refused_with_all_names():
+    with pytest.raises(UnsupportedError, match=r"no impl 'triton'.* auto, cpp, torch, reference"):
+        run(make(12), 4, impl="triton")

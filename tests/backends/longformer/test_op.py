@@ -1,0 +1,430 @@
+"""Sliding windows and global tokens, against a dense formula and transformers' own Longformer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LongformerConfig
+from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+
+import attnzoo.backends.longformer.op as op
+from attnzoo.backends.local import blockwise_cpu
+from attnzoo.backends.local.pattern import Pattern, global_indices
+from attnzoo.backends.longformer.impl import by_band
+from attnzoo.backends.longformer.impl.call import LongformerCall
+from attnzoo.backends.longformer.impl.flex import BLOCK, block_map, flex_reasons, mask_function
+from attnzoo.backends.longformer.op import GlobalTokens, longformer_attention
+from attnzoo.errors import ConfigError, UnsupportedError
+from attnzoo.masks import AttentionMask
+
+B, H, HKV, T, D, E = 2, 4, 2, 45, 8, 6
+PATHS = ["reference", "blockwise", "batched", "flex"]
+
+
+@pytest.fixture(params=PATHS)
+def attend(request, monkeypatch):
+    """Return the op by one of its paths, with blocks so short that there are several."""
+    monkeypatch.setattr(blockwise_cpu, "BLOCK", 8)
+    monkeypatch.setattr("attnzoo.backends.longformer.impl.batched_blocks.MIN_BLOCK", 8)
+    if request.param == "batched":
+
+        def batched(q, k, v, options, bias):
+            return by_band.batched_local_attention(q, k, v, options, bias), None
+
+        monkeypatch.setattr(by_band, "blockwise_local_attention", batched)
+    elif request.param == "flex":  # uncompiled, it computes all scores, but runs on the CPU
+        table = [replace(each, reasons=lambda call: []) for each in op.IMPLEMENTATIONS]
+        monkeypatch.setattr(op, "IMPLEMENTATIONS", table)
+    impl = {"blockwise": "torch", "batched": "torch"}.get(request.param, request.param)
+    return lambda *args, **options: run(*args, impl=impl, **options)
+
+
+def run(q, k, v, *, causal=False, padding=None, segment_ids=None, limit=None, **options):
+    """Return the output of the op, which takes the mask as one value."""
+    mask = AttentionMask(causal=causal, padding=padding, segment_ids=segment_ids, window=limit)
+    return longformer_attention(q, k, v, mask=mask, **options).out
+
+
+def nan_padded(x: Tensor) -> Tensor:
+    """Copy a tensor into storage that continues with NaN, so that a read past the end shows."""
+    storage = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype)
+    storage[: x.numel()] = x.flatten()
+    return storage[: x.numel()].view(x.shape)
+
+
+def draw(*shape, dtype=torch.float64):
+    return nan_padded(torch.randn(shape, dtype=torch.float64).to(dtype))
+
+
+def qkv(length=T, dtype=torch.float64):
+    shapes = (B, H, length, D), (B, HKV, length, D), (B, HKV, length, E)
+    return [draw(*shape, dtype=dtype) for shape in shapes]
+
+
+def dense(
+    q, k, v, *, window, dilation=1, causal=False, real=None, where=None, own=None, segments=None
+):
+    """Fill the mask pair by pair over the real tokens, and apply softmax."""
+    batch, heads, length, _ = q.shape
+    windows = [window] * heads if isinstance(window, int) else window
+    dilations = [dilation] * heads if isinstance(dilation, int) else dilation
+    nobody = torch.zeros(batch, length, dtype=torch.bool)
+    real, where = ~nobody if real is None else real, nobody if where is None else where
+    marked, parts = where.tolist(), (nobody.long() if segments is None else segments).tolist()
+    sees = torch.zeros(batch, heads, length, length, dtype=torch.bool)
+    for b in range(batch):
+        places = real[b].nonzero()[:, 0].tolist()  # padding does not count
+        for h in range(heads):
+            found = []
+            for i, query in enumerate(places):
+                for j, key in enumerate(places):
+                    steps, rest = divmod(abs(i - j), dilations[h])
+                    near = rest == 0 and steps <= windows[h] - (1 if causal else 0)
+                    hidden = (causal and j > i) or parts[b][query] != parts[b][key]
+                    if (near or marked[b][key] or marked[b][query]) and not hidden:
+                        found.append((query, key))
+            sees[b, h, *zip(*found, strict=True)] = True
+
+    def attention(q, k, v):
+        k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+        scores = (q @ k.mT * D**-0.5).masked_fill(~sees, -torch.inf)
+        return scores.softmax(-1).nan_to_num() @ v
+
+    local = attention(q, k, v)
+    return local if own is None else torch.where(where[:, None, :, None], attention(*own), local)
+
+
+def padding(place):
+    real = torch.ones(B, T, dtype=torch.bool)
+    if place == "left":
+        real[0, :11] = False
+    elif place == "right":
+        real[0, 30:] = False
+    elif place == "interior":
+        real[0, 5:9] = real[0, 20] = real[1, ::6] = False
+    return real
+
+
+def global_tokens():
+    where = torch.zeros(B, T, dtype=torch.bool)
+    where[0, [0, 12, 13]] = where[1, 40] = True
+    return where
+
+
+WINDOWS = {
+    "plain": {"window": 5, "dilation": 1},
+    "one": {"window": 1, "dilation": 1},
+    "per head": {"window": [1, 3, 3, 9], "dilation": [1, 3, 3, 2]},
+    "key head of two bands": {"window": [2, 4, 4, 4], "dilation": 2},
+    "longer than the sequence": {"window": 50, "dilation": [1, 1, 60, 2]},
+}
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("sizes", WINDOWS)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_every_path_equals_the_dense_formula(attend, sizes, causal):
+    x, options = qkv(), {**WINDOWS[sizes], "causal": causal}
+    torch.testing.assert_close(attend(*x, **options), dense(*x, **options))
+    own, where = qkv(), global_tokens()
+    for place in ("none", "interior"):
+        real = None if place == "none" else padding(place)
+        seen = where if real is None else where & real
+        found = attend(*x, **options, padding=real, global_tokens=GlobalTokens(where, None, *own))
+        expected = dense(*x, **options, real=real, where=seen, own=own)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("place", ["left", "right", "interior"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_padding_is_not_counted(attend, place, causal):
+    x, real, where = qkv(), padding(place), global_tokens()
+    options = {"window": [5, 5, 2, 2], "dilation": [1, 1, 1, 3], "causal": causal}
+    expected = dense(*x, **options, real=real, where=where & real)
+    clean = [t.masked_fill(~real[:, None, :, None], 0) for t in x]
+    found = attend(*clean, **options, padding=real, global_tokens=where)
+    torch.testing.assert_close(found, expected)
+    assert (found.transpose(1, 2)[~real] == 0).all()
+
+
+@pytest.mark.parametrize("place", ["none", "interior"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_segments_are_separate(attend, place):
+    x, real = qkv(), padding(place)
+    ids = torch.stack([torch.arange(T) // 16, (torch.arange(T) >= 3).long()])
+    options = {"window": [9, 9, 4, 2], "dilation": [1, 1, 1, 3]}
+    found = attend(*x, **options, padding=real, segment_ids=ids)
+    torch.testing.assert_close(found, dense(*x, **options, real=real, segments=ids))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_window_over_all_keys_is_softmax(attend, causal):
+    """A global key within the window is seen once."""
+    x = qkv()
+    repeated = [t.repeat_interleave(H // t.shape[1], 1) for t in x]
+    full = torch.nn.functional.scaled_dot_product_attention(*repeated, is_causal=causal)
+    found = attend(*x, window=T, causal=causal, global_tokens=global_tokens())
+    torch.testing.assert_close(found, full)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_short_sequences(attend, length):
+    x = qkv(length)
+    where = torch.zeros(B, length, dtype=torch.bool)
+    where[1, length // 2] = True
+    options = {"window": 3, "dilation": [1, 2, 5, 1]}
+    found = attend(*x, **options, global_tokens=where)
+    torch.testing.assert_close(found, dense(*x, **options, where=where))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_window_of_the_mask_limits_every_head(attend):
+    x = qkv()
+    found = attend(*x, window=[9, 3, 2, 9], dilation=[1, 1, 2, 2], limit=(5, 5))
+    torch.testing.assert_close(found, dense(*x, window=[5, 3, 2, 2], dilation=[1, 1, 2, 2]))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_gradients_are_those_of_the_dense_form(attend, causal, request):
+    if "flex" in request.node.name:
+        pytest.skip("FlexAttention has no backward pass on a CPU")
+    inputs = [t.clone().requires_grad_() for t in (*qkv(), *qkv())]
+    upstream, real, where = draw(B, H, T, E), padding("interior"), global_tokens()
+    options = {"window": [5, 2, 5, 5], "dilation": [1, 1, 2, 2], "causal": causal, "padding": real}
+    found = []
+    for function in (attend, run):
+        own = GlobalTokens(where, None, *inputs[3:])
+        impl = {} if function is attend else {"impl": "reference"}
+        out = function(*inputs[:3], **options, global_tokens=own, **impl)
+        found.append(torch.autograd.grad(out, inputs, upstream))
+    torch.testing.assert_close(*found)
+
+
+def test_gradcheck():
+    x = [t[:1, :, :19].clone().requires_grad_() for t in qkv()]
+    where = torch.arange(19)[None] == 3
+
+    def function(q, k, v):
+        return run(q, k, v, window=3, dilation=2, causal=True, global_tokens=where)
+
+    assert torch.autograd.gradcheck(function, x, fast_mode=True)
+
+
+def test_a_second_derivative_is_refused():
+    x = [t.requires_grad_() for t in qkv()]
+    out = run(*x, window=3)
+    (grad,) = torch.autograd.grad(out.square().sum(), x[0], create_graph=True)
+    with pytest.raises(UnsupportedError, match="first derivatives only"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("length", [63, 64, 65, 200])  # around one block
+def test_budget(dtype, length):
+    """The error is at most twice that of the dense form in the same dtype."""
+    x = qkv(length, dtype)
+    options = {"window": 20, "global_tokens": torch.arange(length)[None] == 1}
+    exact = run(*(t.double() for t in x), **options, impl="reference")
+    plain = run(*x, **options, impl="reference")
+    ours = run(*x, **options, impl="torch")
+    assert ours.dtype == dtype
+    budget = 2 * (plain - exact).abs().max() + 2 * torch.finfo(dtype).eps * exact.abs().max()
+    worst = (ours - exact).abs().max()
+    assert worst <= budget, f"error {worst:.2e} exceeds {budget:.2e}"
+
+
+def test_causality_holds_bit_for_bit(attend, request):
+    if "flex" in request.node.name:
+        pytest.skip("uncompiled FlexAttention is not what runs on CUDA")
+    x, where = qkv(dtype=torch.float32), global_tokens()
+    options = {"window": 6, "dilation": [1, 1, 2, 4], "causal": True, "global_tokens": where}
+    louder = [torch.cat([t[:, :, :30], 6 * t[:, :, 30:]], 2) for t in x]
+    before, after = attend(*x, **options), attend(*louder, **options)
+    assert torch.equal(before[:, :, :30], after[:, :, :30])
+    assert not torch.equal(before[:, :, 30:], after[:, :, 30:])
+
+
+# -- cost ----------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of entries of the largest tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, Tensor):
+                self.numel = max(self.numel, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("attend", ["blockwise", "batched"], indirect=True)
+def test_memory_is_linear(attend):
+    sizes, kept = {}, {}
+    for length in (256, 1024):
+        x = [torch.randn(1, 2, length, 4).requires_grad_() for _ in range(3)]
+        saved: dict[int, int] = {}
+        where, real = torch.arange(length)[None] == 0, torch.ones(1, length, dtype=torch.bool)
+
+        def keep(t, saved=saved):
+            saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out = attend(*x, window=8, dilation=[1, 2], global_tokens=where, padding=real)
+        out.sum().backward()
+        sizes[length], kept[length] = largest.numel, sum(saved.values())
+    assert sizes[1024] <= 4.5 * sizes[256]
+    assert kept[1024] <= 4.5 * kept[256]
+    assert sizes[1024] < 1024 * 1024 / 4
+
+
+def test_blockwise_attention_saves_its_inputs_only():
+    x = [torch.randn(1, 2, 512, 4).requires_grad_() for _ in range(3)]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        longformer_attention(*x, window=100)
+    assert sum(t.numel() for t in saved) == sum(t.numel() for t in x)
+
+
+# -- transformers' own ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("marked", ["none", "some", "padded"])
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_equals_transformers(impl, marked):
+    length, window, heads, size = 96, 16, 4, 8
+    config = LongformerConfig(
+        hidden_size=heads * size,
+        num_attention_heads=heads,
+        attention_window=[window],  # in all, half of it to either side
+        num_hidden_layers=1,
+        attention_probs_dropout_prob=0.0,
+    )
+    layer = LongformerSelfAttention(config, 0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    hidden = torch.randn(2, length, heads * size)
+    real = torch.ones(2, length, dtype=torch.bool)
+    where = torch.zeros_like(real)
+    if marked != "none":
+        where[0, [0, 5, 50]] = where[1, 70] = True
+    if marked == "padded":
+        real[0, 60:] = real[1, 90:] = False
+    theirs = layer(
+        hidden,
+        attention_mask=torch.where(real, 0.0, -10000.0) + 10000.0 * where,
+        is_index_masked=~real,
+        is_index_global_attn=where,
+        is_global_attn=bool(where.any()),
+    )[0]
+
+    def project(*maps):
+        return [m(hidden).view(2, length, heads, size).transpose(1, 2) for m in maps]
+
+    own = project(layer.query_global, layer.key_global, layer.value_global)
+    ours = run(
+        *project(layer.query, layer.key, layer.value),
+        window=window // 2,
+        padding=real if marked == "padded" else None,
+        global_tokens=GlobalTokens(where, None, *own) if marked != "none" else None,
+        impl=impl,
+    )
+    ours = ours.transpose(1, 2).flatten(2)
+    assert (ours - theirs).abs().max() <= 1e-5
+    assert theirs.abs().max() > 0.5
+
+
+# -- FlexAttention -------------------------------------------------------------------------------
+
+
+def test_flex_is_refused_on_a_cpu():
+    x = qkv(dtype=torch.float32)
+    with pytest.raises(UnsupportedError, match=r"'flex'.*on cpu.*no backward.*'torch'"):
+        longformer_attention(*x, window=3, impl="flex")
+    pattern = Pattern.of(3, 1, heads=H, causal=True)
+    call = LongformerCall(
+        x[0].double(), x[1][:, :, 1:], x[2], pattern, 1.0, None, None, 0, None, x[0], 0.1
+    )
+    reasons = flex_reasons(call)
+    words = ["cpu", "float64", "dropout of 0.1", "a bias is given", "fewer queries"]
+    assert len(reasons) == len(words)
+    assert all(word in reason for word, reason in zip(words, reasons, strict=True))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("sizes", ["plain", "per head"])
+def test_the_block_map_misses_no_key_and_few_blocks_are_empty(causal, sizes):
+    length = 5 * BLOCK + 3
+    pattern = Pattern.of(**WINDOWS[sizes], heads=H, causal=causal)
+    where = torch.zeros(B, length, dtype=torch.bool)
+    where[0, 2 * BLOCK] = True
+    sees = create_mask(mask_function(pattern, ~where, where, None), B, H, length, length, "cpu")
+    pad = (0, -length % BLOCK) * 2
+    tiles = torch.nn.functional.pad(sees, pad).unflatten(2, (-1, BLOCK)).unflatten(4, (-1, BLOCK))
+    needed = tiles.any(5).any(3)
+    met = block_map(pattern, where).expand_as(needed)
+    assert (met | ~needed).all()
+    assert met.sum() <= needed.sum() + 2 * B * H * len(needed[0, 0])
+    assert not met.all()
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window must be at least 1.*got 0"),
+        ({"window": [3, 3, -1, 3]}, r"window must be at least 1.*got \[3, 3, -1, 3\]"),
+        ({"window": []}, r"window must be at least 1.*got \[\]"),
+        ({"window": [3, 3]}, r"window is a list of 2 numbers.*has 4 heads"),
+        ({"window": 3, "dilation": 0}, "dilation must be at least 1.*got 0"),
+        ({"window": 3, "dilation": [1]}, "dilation is a list of 1 numbers.*has 4 heads"),
+    ],
+)
+def test_sizes_are_checked(options, message):
+    with pytest.raises(ConfigError, match=message):
+        longformer_attention(*qkv(), **options)
+
+
+def test_impl_is_checked():
+    with pytest.raises(UnsupportedError, match=r"'torhc'.*Did you mean 'torch'.*reference"):
+        longformer_attention(*qkv(), window=3, impl="torhc")
+
+
+def test_packed_global_tokens_are_refused():
+    ids = torch.zeros(B, T, dtype=torch.long)
+    with pytest.raises(UnsupportedError, match="together with segment_ids"):
+        run(*qkv(), window=3, segment_ids=ids, global_tokens=global_tokens())
+
+
+def test_a_mask_function_is_refused():
+    mask = AttentionMask(function=lambda: None, function_name="a tree")
+    with pytest.raises(UnsupportedError, match=r"the mask is a tree, .* use softmax_attention"):
+        longformer_attention(*qkv(), window=3, mask=mask)
+
+
+def test_the_choice_is_returned():
+    impl = longformer_attention(*qkv(), window=3).impl
+    assert impl.impl == "torch"
+    assert "blocks of queries" in impl.reason
+
+
+def test_indices_of_global_tokens():
+    where = torch.tensor([[0, 1, 0, 1, 0], [0, 0, 0, 0, 1]], dtype=torch.bool)
+    positions, valid = global_indices(where)
+    assert positions.tolist() == [[1, 3], [4, 0]]
+    assert valid.tolist() == [[True, True], [True, False]]
+    assert global_indices(where, max_count=1).positions.tolist() == [[1], [4]]
+    assert global_indices(torch.zeros(1, 3, dtype=torch.bool)) is None

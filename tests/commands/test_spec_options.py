@@ -1,0 +1,99 @@
+"""The syntax of --attention, --set and --layers, and the argument that names a model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from attnzoo import AttentionSpec
+from attnzoo.commands.model_argument import model_folder
+from attnzoo.commands.option_docs import choices, option_docs, option_types, summary
+from attnzoo.commands.spec_options import spec_of, specs_of
+from attnzoo.errors import SpecError
+from attnzoo.registry import available_backends, get_backend
+
+
+def test_options_after_a_colon_equal_set():
+    expected = AttentionSpec("linear", feature_map="hedgehog", window=8)
+    assert spec_of("linear:feature_map=hedgehog,window=8") == expected
+    assert spec_of("linear:feature_map=hedgehog", ["window=8"]) == expected
+    assert spec_of("linear", ["feature_map=hedgehog", "window=8"]) == expected
+
+
+def test_layers_take_options():
+    expected = AttentionSpec(
+        "longformer", window=[4, 8], layers={"0-1": {"backend": "flash", "options": {"window": 4}}}
+    )
+    assert spec_of("longformer:window=[4, 8]", None, ["0-1=flash:window=4"]) == expected
+
+
+def test_several_attentions():
+    names = ["linear:window=8", "flash,softmax"]
+    found = specs_of(names, lambda names: [AttentionSpec(name) for name in names])
+    assert found == [
+        AttentionSpec("linear", window=8), AttentionSpec("flash"), AttentionSpec("softmax")
+    ]  # fmt: skip
+    assert specs_of(["flash", "all"], lambda names: []) is None
+    with pytest.raises(SpecError, match="names no backend"):
+        specs_of([","], lambda names: [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("linear:window",), "--attention takes NAME=VALUE"),
+        (("linear", ["window="]), "--set takes NAME=VALUE"),
+        (("linear", None, ["flash"]), "--layers takes LAYERS=NAME"),
+    ],
+)
+def test_incomplete_options_are_refused(arguments, message):
+    with pytest.raises(SpecError, match=message):
+        spec_of(*arguments)
+
+
+@pytest.mark.parametrize("name", available_backends())
+def test_every_option_is_explained(name):
+    config = get_backend(name).config_class
+    missing = [option for option, text in option_docs(config).items() if not text]
+    assert not missing, f"document these in Attributes of {config.__name__}: {missing}"
+    assert option_types(config).keys() == option_docs(config).keys()
+    texts = [summary(config), *(t for values in choices(config).values() for t in values.values())]
+    assert all("arXiv:" in text for text in texts), texts
+    assert not any("`" in text or "\\" in text for text in [*texts, *option_docs(config).values()])
+
+
+def test_a_folder_is_itself(tmp_path):
+    assert model_folder(str(tmp_path)) == tmp_path
+    assert model_folder("no such folder") == Path("no such folder")
+
+
+HUB = """
+import sys
+from attnzoo.commands.model_argument import model_folder
+print(model_folder(sys.argv[1]))
+"""
+
+
+def test_an_id_of_the_hub_is_a_folder(tmp_path):
+    """In the Hub's cache, without a network."""
+    snapshot = tmp_path / "models--org--model" / "snapshots" / "a"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = tmp_path / "models--org--model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("a")
+    done = subprocess.run(
+        [sys.executable, "-c", HUB, "org/model"],
+        env={"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "PATH": ""},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == str(snapshot), done.stderr
+
+
+def test_an_unknown_id_is_refused():
+    with pytest.raises(typer.BadParameter, match=r"org/missing' is no folder, and no model"):
+        model_folder("org/missing")

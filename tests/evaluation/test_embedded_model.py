@@ -1,0 +1,125 @@
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import attnzoo
+from attnzoo.evaluation.data import make_eval_batch
+from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.evaluation.quality import measure_quality
+
+MEGABYTE = 1e6
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Bits per byte and recall of the embedded model, and of its window of 32."""
+    path = embedded_model_path()
+    batch = make_eval_batch(path, None, rows=48, row_length=512, stream_length=8)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    results = []
+    for window in (None, 32):
+        if window:
+            attnzoo.swap(model, "flash", window=window)
+        results.append(measure_quality(model, batch))
+    return results
+
+
+def test_it_is_small_and_complete():
+    path = embedded_model_path()
+    assert sum(f.stat().st_size for f in path.iterdir()) <= 8 * MEGABYTE
+    card = (path / "README.md").read_text()
+    for fact in ("licen", "Python standard library", "steps", "bits per byte"):
+        assert fact in card
+    config = json.loads((path / "config.json").read_text())
+    assert config["dtype"] in ("bfloat16", "float16")
+    assert 4 <= config["num_hidden_layers"] <= 6
+    assert config["num_key_value_heads"] < config["num_attention_heads"]
+    assert config["head_dim"] == 64
+    assert config["max_position_embeddings"] >= 512
+
+
+def test_it_has_two_to_four_million_parameters():
+    model = AutoModelForCausalLM.from_pretrained(embedded_model_path())
+    assert 2e6 <= model.num_parameters() <= 4e6
+
+
+def test_it_predicts_text_that_it_never_saw(measured):
+    assert measured[0].bits_per_byte <= 1.75
+
+
+def test_it_recalls(measured):
+    assert measured[0].recall_bits_per_byte <= 1.30
+
+
+def test_a_window_of_32_costs_it_what_it_must(measured):
+    whole, window = measured
+    assert window.bits_per_byte - whole.bits_per_byte >= 0.2
+    assert window.recall_bits_per_byte - whole.recall_bits_per_byte >= 0.6
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("linear", {"feature_map": "elu+1"}),
+        ("linear", {"feature_map": "exp"}),
+        ("linear", {"feature_map": "hedgehog"}),
+        ("gated_linear", {"gate": "gla"}),
+        ("gated_linear", {"gate": "retnet", "feature_map": "hedgehog"}),
+        ("performer", {}),
+    ],
+    ids=str,
+)
+def test_a_raw_hybrid_is_not_far_worse_than_its_window(backend, options):
+    path = embedded_model_path()
+    batch = make_eval_batch(path, None, rows=8, row_length=512, stream_length=8)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    losses = []
+    for name, given in (("flash", {}), (backend, options)):
+        attnzoo.swap(model, name, window=32, **given)
+        result = measure_quality(model, batch)
+        losses.append((result.bits_per_byte, result.recall_bits_per_byte))
+    (window, window_recall), (hybrid, hybrid_recall) = losses
+    assert hybrid <= window + 0.01
+    assert hybrid_recall <= window_recall + 0.01
+
+
+def test_hashing_recovers_what_a_window_of_32_loses():
+    """Of the distance to softmax; 8 rounds of 16 keys meet 164 of 512 keys at most."""
+    path = embedded_model_path()
+    batch = make_eval_batch(path, None, rows=8, row_length=512, stream_length=8)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    results = []
+    for name, options in (
+        ("softmax", {}),
+        ("flash", {"window": 32}),
+        ("reformer", {"num_hashes": 8, "window": 32, "chunk_size": 16}),
+    ):
+        attnzoo.swap(model, name, **options)
+        result = measure_quality(model, batch)
+        results.append((result.bits_per_byte, result.recall_bits_per_byte))
+    whole, window, found = results
+    loss, recall = ((window[i] - found[i]) / (window[i] - whole[i]) for i in (0, 1))
+    assert loss >= 0.95
+    assert recall >= 0.93
+
+
+def test_bits_per_byte_is_the_loss_that_transformers_reports():
+    path = embedded_model_path()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    batch = make_eval_batch(path, None, rows=8, row_length=128, stream_length=8)
+    result = measure_quality(model, batch)
+    with torch.no_grad():
+        loss = model(batch.tokens, labels=batch.tokens).loss.item()
+    assert result.bits_per_byte == pytest.approx(loss / math.log(2), abs=1e-4)
+
+
+def test_it_writes_python():
+    path = embedded_model_path()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = tokenizer("import os\nimport sy", add_special_tokens=False, return_tensors="pt")
+    out = model.generate(**ids, max_new_tokens=2, do_sample=False)
+    assert tokenizer.decode(out[0]).startswith("import os\nimport sys")

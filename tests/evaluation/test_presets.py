@@ -1,0 +1,72 @@
+"""The rows of demo, compare and tasks, and the candidates of a plan, by default."""
+
+import pytest
+
+from attnzoo.backends.base import BUILTIN
+from attnzoo.compare import cases
+from attnzoo.demo import run as demo
+from attnzoo.errors import UnknownBackendError
+from attnzoo.evaluation.models import spec_label
+from attnzoo.evaluation.presets import preset_options
+from attnzoo.registry import get_backend
+from attnzoo.tasks import run as tasks
+from attnzoo.training.plan import default_candidates
+
+SITUATIONS = {"short", "long", "bidirectional", "from_scratch", "recovery", "tiny"}
+DEMO = [
+    *("softmax", "flash", "flash window 32"),
+    *("gated_linear alibi", "gated_linear", "gated_linear window 32"),
+    *("linear", "linear hedgehog", "linear hedgehog window 32"),
+    *("linformer block 64", "longformer", "performer", "reformer chunk_size 16"),
+]
+COMPARE = [
+    *("softmax", "flash", "flash window 32", "gated_linear", "gated_linear window 32"),
+    *("linear", "linear hedgehog window 32", "linformer num_rows 8 block 256"),
+    *("longformer window 512", "performer num_features 128", "reformer num_hashes 4"),
+]
+TASKS = [
+    *("flash", "reformer num_hashes 4 chunk_size 16 window 8", "longformer window 16"),
+    *("linear identity normalize False", "gated_linear identity normalize False retnet"),
+    *("gated_linear identity normalize False", "performer num_features 64"),
+]
+
+
+def labels(specs):
+    """Return the labels of built-in backends; plugins may be installed."""
+    return [spec_label(spec) for spec in specs if spec.default.backend in BUILTIN]
+
+
+def test_rows():
+    assert labels(demo.default_specs(None)) == DEMO
+    assert labels(cases.default_specs(None)) == COMPARE
+    assert labels(tasks.default_specs(None, "mqar")) == TASKS
+    encoder = {"linformer num_rows 256", "longformer window 256"}
+    assert set(labels(cases.default_specs(None, causal=False))) - set(COMPARE) == encoder
+    hashing = [f"reformer num_hashes {n} chunk_size 16 window 8" for n in (1, 2, 4)]
+    assert labels(tasks.default_specs(None, "duplication")) == ["flash", *hashing]
+
+
+def test_candidates():
+    assert default_candidates() == [
+        "longformer:window=128",
+        "gated_linear:feature_map=hedgehog,window=32",
+        "reformer:chunk_size=16",
+    ]
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_presets_are_valid_options(name):
+    backend = get_backend(name)
+    assert set(backend.presets) <= SITUATIONS
+    for situation, variants in backend.presets.items():
+        assert variants, situation
+        for options in variants:
+            backend.config_class.from_options(name, options)
+
+
+def test_the_first_situation_with_an_entry_is_used():
+    assert preset_options("longformer", "bidirectional", "long") == ({"window": 256},)
+    assert preset_options("performer", "bidirectional", "long") == ({"num_features": 128},)
+    assert preset_options("softmax", "short") == ({},)
+    with pytest.raises(UnknownBackendError, match="Did you mean 'linear'"):
+        preset_options("linaer", "short")

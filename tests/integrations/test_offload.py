@@ -1,0 +1,82 @@
+"""Swapping models whose weights accelerate keeps on the CPU or on disk."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from torch import nn
+
+import attnzoo
+from attnzoo.errors import UnsupportedError
+
+BACKENDS = {
+    "linear": {"window": 4, "feature_map": "hedgehog"},
+    "gated_linear": {},
+    "performer": {},
+    "linformer": {"block": 8},
+    "reformer": {},
+    "flash": {},
+}
+OFFLOADS: dict[str, Callable[[nn.Module, Path], object]] = {
+    "cpu": lambda model, folder: accelerate.cpu_offload(model, "cpu"),
+    "disk": lambda model, folder: accelerate.disk_offload(model, str(folder), "cpu"),
+}
+
+
+@pytest.fixture
+def model(llama):
+    return llama()
+
+
+@pytest.fixture
+def ids():
+    return torch.arange(2, 42).view(2, 20)
+
+
+def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("where", OFFLOADS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_offloaded_model_is_swapped_as_one_in_memory(model, ids, backend, where, tmp_path):
+    expected = copy.deepcopy(model)
+    attnzoo.swap(expected, backend, **BACKENDS[backend])
+    before = logits(model, ids)
+    OFFLOADS[where](model, tmp_path)
+    attnzoo.swap(model, backend, **BACKENDS[backend])
+    for _ in range(2):  # weights are offloaded again after each pass
+        assert torch.equal(logits(model, ids), logits(expected, ids))
+    attnzoo.restore(model)
+    assert torch.equal(logits(model, ids), before)
+
+
+def test_the_device_is_found_among_several_hooks(model, ids):
+    accelerate.cpu_offload(model, "cpu")
+    for part in model.modules():
+        add_hook_to_module(part, ModelHook(), append=True)
+    attnzoo.swap(model, "gated_linear")
+    assert logits(model, ids).isfinite().all()
+
+
+@pytest.mark.parametrize("where", OFFLOADS)
+def test_a_swapped_model_can_be_offloaded(model, ids, where, tmp_path):
+    attnzoo.swap(model, "gated_linear")
+    expected = logits(model, ids)
+    OFFLOADS[where](model, tmp_path)
+    assert torch.equal(logits(model, ids), expected)
+
+
+def test_weights_in_a_block_that_is_loaded_as_one_are_refused(model, ids):
+    expected = copy.deepcopy(model)
+    attnzoo.swap(expected, "flash")
+    accelerate.cpu_offload(model, "cpu", preload_module_classes=["LlamaDecoderLayer"])
+    with pytest.raises(UnsupportedError, match=r"model\.layers\.0.*call attnzoo\.swap before"):
+        attnzoo.swap(model, "gated_linear")
+    attnzoo.swap(model, "flash")  # has no weights
+    assert torch.equal(logits(model, ids), logits(expected, ids))

@@ -1,0 +1,90 @@
+"""Charts as inline SVG: what they contain, and what they do not."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+
+from attnzoo.report.charts import (
+    Axis,
+    Plot,
+    Series,
+    _line_style,
+    bar_chart,
+    length_axis,
+    line_chart,
+    matrix_chart,
+    to_svg,
+    write_picture,
+)
+
+
+def plot(figure):
+    return Plot(name="x", title='a "title" <b>', text="", figure=figure)
+
+
+def texts(svg):
+    return [element.text for element in ElementTree.fromstring(svg).iter() if "text" in element.tag]
+
+
+@pytest.fixture
+def lines():
+    series = [Series(name="one <1>", x=[1024, 2048], y=[1.0, 40.0])]
+    x, y = length_axis([1024, 2048], "tokens"), Axis(label="memory, MiB", log=True)
+    return plot(line_chart(series, x=x, y=y, reference=1.0))
+
+
+def test_text_stays_text(lines):
+    found = texts(to_svg(lines))
+    assert {"1k", "2k", "tokens", "memory, MiB", "one <1>", "10"} <= set(found)
+
+
+def test_it_refers_to_nothing_outside_and_takes_the_colours_of_the_page(lines):
+    svg = to_svg(lines)
+    ElementTree.fromstring(svg)  # well-formed, the title included
+    assert "http" not in svg.replace("http://www.w3.org/", "")
+    for forbidden in ("<script", "<style", "font-family", "DejaVu", "#1b1f25", "#d0d7df"):
+        assert forbidden not in svg
+    assert "currentColor" in svg
+    assert "var(--line)" in svg
+
+
+def test_charts_are_deterministic_and_small(lines):
+    first, other = to_svg(lines), to_svg(replace(lines, name="other"))
+    assert first == to_svg(lines)
+    assert len(first) < 30_000
+    ids = [set(re.findall(r' id="([^"]*)"', svg)) for svg in (first, other)]
+    assert ids[0]
+    assert not ids[0] & ids[1]  # both are in one page
+    assert set(re.findall(r"""["(]#([^")]*)""", first)) <= ids[0]
+
+
+def test_twenty_series_differ_in_colour_or_dashes():
+    styles = [_line_style(Series(name="", x=[], y=[], style=i)) for i in range(20)]
+    assert len({(style["color"], style["linestyle"]) for style in styles}) == 20
+
+
+def test_missing_bars_are_left_out():
+    figure = bar_chart(["a", "b"], {"x": [1.0, None], "y": [2.0, 3.0]}, value=Axis(label="bits"))
+    assert {"a", "b", "x", "y", "bits"} <= set(texts(to_svg(plot(figure))))
+
+
+def test_a_matrix_has_its_first_row_at_the_top():
+    names = {0: "first", 1: "second"}
+    figure = matrix_chart(
+        [[0.0, 1.0], [2.0, 3.0]],
+        x=Axis(label="key"),
+        y=Axis(label="query", ticks=names),
+        cell_text=[["00", "01"], ["10", "11"]],
+    )
+    assert figure.axes[0].yaxis_inverted()
+    svg = to_svg(plot(figure))
+    assert {"00", "01", "10", "11", "first", "second"} <= set(texts(svg))
+    assert svg.count("data:image/png;base64") == 1
+
+
+def test_the_title_is_on_the_picture_only(lines, tmp_path):
+    path = write_picture(tmp_path / "x.png", lines)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert 'a "title" <b>' not in texts(to_svg(lines))

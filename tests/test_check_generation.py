@@ -1,0 +1,62 @@
+"""``check_generation`` passes for a correct backend and fails for an incorrect one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers as hf
+
+import attnzoo
+from attnzoo.backends.linear.backend import LinearBackend
+from attnzoo.testing import ConformanceError, check_generation
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        vocab_size=60,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
+    model = hf.LlamaForCausalLM(config).eval()
+    with torch.no_grad():  # attention is far from uniform
+        for x in model.parameters():
+            if x.ndim > 1:
+                x.copy_(1.5 * torch.randn_like(x) * x.shape[-1] ** -0.5)
+    return model
+
+
+def without_state(inputs):
+    return inputs._replace(state=None)
+
+
+def without_padding(inputs):
+    return inputs._replace(mask=replace(inputs.mask, padding=None), q=inputs.q + 1, k=inputs.k + 1)
+
+
+def test_a_copy_of_the_model_is_checked(model):
+    check_generation(model, attnzoo.AttentionSpec("linear"))
+    assert not any("attnzoo" in name for name, _ in model.named_modules())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(without_state, "greedy generation with left padding"), (without_padding, "in a batch with")],
+)
+def test_errors_are_found(model, change, message, monkeypatch):
+    attend = LinearBackend.attend
+    monkeypatch.setattr(LinearBackend, "attend", lambda self, inputs: attend(self, change(inputs)))
+    with pytest.raises(ConformanceError, match=f"generation differs from one pass: .*{message}"):
+        check_generation(model, "linear")
+
+
+def test_models_that_cannot_be_checked_are_refused(model):
+    with pytest.raises(ValueError, match="decoding='hashed'"):
+        check_generation(model, "reformer")
+    with pytest.raises(ValueError, match=r"got torch\.bfloat16"):
+        check_generation(hf.LlamaForCausalLM(model.config).bfloat16())

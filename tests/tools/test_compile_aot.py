@@ -1,0 +1,70 @@
+"""Kernels compiled ahead of time for sm_80 and sm_90, tuning without a GPU, and config tables."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnzoo.backends.linear.kernels.configs import (
+    KERNELS,
+    Config,
+    Shape,
+    config,
+    default_config,
+    key,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments, **environment):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [pytest.param("80", marks=pytest.mark.exhaustive), "90"])
+def test_kernels_compile_within_the_limits_of_the_gpu(arch, tmp_path):
+    # An empty cache, so that every kernel is compiled
+    process = run(
+        "-m", "tools.triton_configs.compile_aot", "--quick", "--json", "--arch", arch,
+        TRITON_CACHE_DIR=str(tmp_path),
+    )  # fmt: skip
+    rows = [json.loads(line) for line in process.stdout.splitlines()]
+    assert {row["kernel"] for row in rows} >= set(KERNELS), process.stderr
+    assert [row for row in rows if row["violations"]] == []
+    assert process.returncode == 0
+    assert {row["capability"] for row in rows} == {int(arch)}
+
+
+def test_interpreted_kernels_do_not_compile():
+    process = run(
+        "-m", "tools.triton_configs.compile_aot", "--quick", "--arch", "90", TRITON_INTERPRET="1"
+    )
+    assert process.returncode != 0
+    assert "unset it and start again" in process.stderr
+
+
+def test_tuning_needs_a_gpu(tmp_path):
+    process = run(
+        "-m", "tools.triton_configs.tune", str(tmp_path / "table.json"), CUDA_VISIBLE_DEVICES=""
+    )
+    assert process.returncode != 0
+    assert "torch sees none" in process.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_kernel_table_overrides_shipped_configs(tmp_path, monkeypatch):
+    shape = Shape("out", "none", "bare", 128)
+    custom = Config(16, 4, 3, 64)
+    assert custom != default_config(shape, 90)
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"configs": {key(shape, 90): list(custom)}}))
+    monkeypatch.setenv("ATTNZOO_KERNEL_TABLE", str(table))
+    assert config(shape, 90) == custom
+    assert config(shape, 80) == default_config(shape, 80)  # not in the table

@@ -1,0 +1,176 @@
+"""The folder of a run: its identity, its lock, damaged checkpoints, and a full disk."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnzoo.errors import AttnzooError
+from attnzoo.report import atomic_write
+from attnzoo.training import runs
+from attnzoo.training.checkpoints import FOLDER, LOCK, CheckpointError, Checkpoints
+from attnzoo.training.loop import LoopConfig, read_losses
+from attnzoo.training.recover import RecoverConfig, recover
+
+
+def config(**loop):
+    loop = LoopConfig(**{"batch_size": 4, "checkpoint_every": 2, **loop})
+    return RecoverConfig(
+        transfer_steps=6, distil_steps=0, train="extras", row_length=32, judged_rows=2, loop=loop
+    )
+
+
+@pytest.fixture
+def stopped(saved, text, spec, tmp_path, interrupt):
+    """A run that was stopped in its fifth step: its folder, and its arguments."""
+    out = tmp_path / "out"
+    run = saved, spec, [text], out, config()
+    interrupt(5, recover, *run)
+    return out, run
+
+
+@pytest.mark.parametrize("fault", ["truncated", "changed", "missing", "progress"])
+def test_a_damaged_checkpoint_is_passed_over(stopped, fault):
+    """The older one is used, which is reported, and the run ends with the same losses."""
+    out, run = stopped
+    last, messages = out / FOLDER / "step-000004", []
+    file = last / ("progress.json" if fault == "progress" else "optimizer.bin")
+    data = bytearray(file.read_bytes())
+    if fault == "missing":
+        file.unlink()
+    elif fault == "changed":
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    else:
+        file.write_bytes(data[: len(data) // 2])
+    recover(*run, resume=True, log=messages.append)
+    (message,) = [text for text in messages if "damaged" in text]
+    assert "step-000004' is damaged (" in message
+    assert file.name in message
+    assert message.endswith("step-000002' is used instead")
+    assert [line["total"] for line in read_losses(out)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_no_checkpoint_is_intact(stopped):
+    out, run = stopped
+    for path in (out / FOLDER).glob("step-*"):
+        (path / "optimizer.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="and there is no other one; start again"):
+        recover(*run, resume=True)
+
+
+def test_held_out_text_is_part_of_a_run(stopped, text, tmp_path):
+    """Training rows stay the same: the first file is the held-out document."""
+    out, (saved, spec, _, _, options) = stopped
+    documents = sorted(text.iterdir())
+    rows = runs.load_rows(saved, [text], "text", options)
+    for document in documents:
+        other = tmp_path / f"without-{document.stem}"
+        shutil.copytree(text, other)
+        (other / document.name).write_text(document.read_text()[::-1])
+        changed = runs.load_rows(saved, [other], "text", options)
+        if changed[0].fingerprint == rows[0].fingerprint:
+            break
+    else:
+        pytest.fail("no document is held out")
+    assert changed[1].fingerprint != rows[1].fingerprint
+    with pytest.raises(CheckpointError, match="another run: its held_out is"):
+        recover(saved, spec, [other], out, options, resume=True)
+
+
+def test_a_refusal_names_all_keys_that_differ(stopped):
+    out, (saved, spec, data, _, _) = stopped
+    other = config(batch_size=2, seed=3)
+    with pytest.raises(
+        CheckpointError,
+        match=r"its config\.loop\.batch_size is 4, not 2, its config\.loop\.seed is 0, not 3",
+    ):
+        recover(saved, spec, data, out, other, resume=True)
+
+
+def test_checkpoint_frequency_is_not_part_of_a_run(stopped):
+    out, (saved, spec, data, _, _) = stopped
+    recover(saved, spec, data, out, config(checkpoint_every=3, keep=1), resume=True)
+    assert len(read_losses(out)) == 6
+
+
+def test_a_finished_run_returns_its_results(stopped, monkeypatch):
+    out, run = stopped
+    made = recover(*run, resume=True)
+    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    monkeypatch.setattr(runs.Run, "evaluate_baselines", None)
+    assert recover(*run, resume=True) == json.loads(json.dumps(made))
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    with pytest.raises(CheckpointError, match=r"its config\.loop\.seed is 0, not 1"):
+        recover(*run[:4], config(seed=1), resume=True)
+    (out / "recovery.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"is damaged .* remove it to train the run again"):
+        recover(*run, resume=True)
+
+
+def test_a_second_process_is_refused_until_the_first_one_dies(stopped):
+    out, run = stopped
+    code = (
+        "import sys; from filelock import FileLock\n"
+        "lock = FileLock(sys.argv[1]); lock.acquire()\n"
+        "print('locked', flush=True); sys.stdin.read()"
+    )
+    lock = out / FOLDER / LOCK
+    with subprocess.Popen(
+        [sys.executable, "-c", code, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout.readline() == b"locked\n"
+        with pytest.raises(CheckpointError, match="Another process runs in"):
+            recover(*run, resume=True)
+        assert len(read_losses(out)) == 5
+        other.kill()
+    recover(*run, resume=True)
+    assert len(read_losses(out)) == 6
+    assert not (out / FOLDER).exists()
+
+
+@pytest.mark.parametrize("name", ["run.json", "lines.json", "recovery.json"])
+def test_a_full_disk_is_an_error_and_leaves_nothing_half_written(
+    saved, text, spec, tmp_path, monkeypatch, name
+):
+    out, sync = tmp_path / "out", atomic_write.os.fsync
+
+    def full(descriptor):
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == f"{name}.partial":
+            raise OSError(28, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(atomic_write.os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"cannot be written .*No space left on device"):
+        recover(saved, spec, [text], out, config())
+    assert not list(out.rglob("*.partial"))
+    assert out.exists() == (name != "run.json")
+    monkeypatch.undo()
+    recover(saved, spec, [text], out, config(), resume=out.exists())
+    assert (out / "recovery.json").is_file()
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "below a file"])
+def test_an_output_that_cannot_be_made_is_refused_first(
+    saved, text, spec, tmp_path, monkeypatch, kind
+):
+    out = tmp_path / "out"
+    if kind == "link":
+        out.symlink_to(tmp_path / "nowhere")
+    else:
+        out.write_text("")
+    monkeypatch.setattr(runs, "load_rows", None)  # nothing is read before
+    target = out / "more" if kind == "below a file" else out
+    with pytest.raises(AttnzooError, match=r"which does not exist|cannot be written"):
+        recover(saved, spec, [text], target, config())
+
+
+def test_a_lock_of_a_run_that_did_not_start_leaves_no_folder(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "out", {"a": 1})
+    assert checkpoints.begin(resume=False) is None
+    (tmp_path / "out" / "run.json").unlink()
+    checkpoints.release()
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,85 @@
+import pytest
+import torch
+
+import attnzoo
+from attnzoo.training.data import Rows
+from attnzoo.training.quality import (
+    Quality,
+    as_dicts,
+    branch_qualities,
+    quality,
+    rows_to_eval_batch,
+    softmax_quality,
+    verdict,
+    widest_window,
+)
+
+
+def lines(softmax, window, result, raw=(3.0, 3.0)):
+    names = ("softmax", "window alone", "raw swap", "result")
+    pairs = zip(names, (softmax, window, raw, result), strict=True)
+    return {name: Quality(loss=loss, recall=recall) for name, (loss, recall) in pairs}
+
+
+def rows(length=300, count=3):
+    tokens = torch.randint(3, 300, (count, length), generator=torch.Generator().manual_seed(3))
+    place = torch.arange(length).expand(count, -1)
+    return Rows(tokens=tokens, positions=place, bytes_per_token=1.0)
+
+
+def test_recovered_fraction_of_the_gap_between_window_and_softmax():
+    found = as_dicts(lines((1.0, 0.5), (1.5, 1.5), (1.125, 1.25)))
+    assert found["result"]["loss_share"] == pytest.approx(0.75)
+    assert found["result"]["recall_share"] == pytest.approx(0.25)
+    assert found["softmax"]["loss_share"] == 1.0
+    assert found["window alone"]["loss_share"] == 0.0
+    assert found["raw swap"]["loss_share"] == pytest.approx(-3.0)
+
+
+def test_verdict_begins_with_a_result_worse_than_its_window():
+    text = verdict(lines((1.0, 0.5), (1.5, 1.5), (1.4, 1.6)))
+    assert text.startswith("The result is worse than its window alone: recall is 1.600")
+    assert "loss is" not in text
+    text = verdict(lines((1.0, 0.5), (1.5, 1.5), (1.7, 1.6)))
+    assert "loss is 1.700 bits per byte, the window's 1.500 and recall" in text
+    text = verdict(lines((1.0, 0.5), (1.5, 1.5), (1.25, 0.75)))
+    assert text == (
+        "The result closes the gap between the window alone and softmax by 50% in loss and 75% in "
+        "recall."
+    )
+    text = verdict(lines((1.0, None), (1.001, None), (1.0005, None)))
+    assert text.startswith("On this text the window alone is as good as softmax")
+
+
+def test_short_rows_have_no_recall(model):
+    batch = rows_to_eval_batch(rows(length=100), 2)
+    assert batch.repeats == []
+    assert quality(model, batch).recall is None
+    assert quality(model, rows_to_eval_batch(rows(), 2)).recall is not None
+
+
+def test_softmax_quality_of_a_swapped_model(model):
+    batch = rows_to_eval_batch(rows(), 2)
+    exact = quality(model, batch)
+    attnzoo.swap(model, "linear", window=4)
+    swapped = quality(model, batch)
+    assert softmax_quality(model, batch).loss == pytest.approx(exact.loss, rel=1e-5)
+    assert quality(model, batch) == swapped
+    assert swapped.loss != pytest.approx(exact.loss, rel=1e-4)
+
+
+def test_quality_of_each_branch(model):
+    batch = rows_to_eval_batch(rows(), 2)
+    attnzoo.swap(model, "flash", window=4)
+    window = quality(model, batch).loss
+    attnzoo.swap(model, "linear", window=4, far_weight=3.0)
+    assert widest_window(model) == 4
+    whole = quality(model, batch).loss
+    found = branch_qualities(model, lambda model: quality(model, batch))
+    assert found["near branch alone"].loss == pytest.approx(window, rel=1e-5)
+    far = found["far branch alone"].loss
+    assert len({round(x, 4) for x in (whole, window, far)}) == 3
+    assert quality(model, batch).loss == whole  # the weights are restored
+    attnzoo.swap(model, "linear")
+    assert branch_qualities(model, lambda model: quality(model, batch)) == {}
+    assert widest_window(model) == 32

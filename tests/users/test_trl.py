@@ -1,0 +1,197 @@
+"""TRL's trainers on swapped models: packing, paths and models in memory, with and without PEFT."""
+
+import importlib
+import runpy
+from pathlib import Path
+from typing import Any
+
+import datasets
+import peft
+import pytest
+import torch
+import transformers
+from torch.testing import assert_close
+
+import attnzoo
+from attnzoo.errors import SpecError
+from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.integrations.attention import layer_backend
+from attnzoo.integrations.layers import attention_layers
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*checkpointing. is deprecated:FutureWarning"),
+]
+BACKENDS: dict[str, dict[str, Any]] = {
+    "flash": {},
+    "linear": {},
+    "gated_linear": {"window": 8},
+}
+TEXTS = ["the dog runs", "a long story about a cat that sat on the mat", "hello", "one two three"]
+PAIRS = {
+    "prompt": ["the dog", "a cat"],
+    "chosen": [" runs fast", " sits on the mat"],
+    "rejected": [" no", " never never"],
+}
+CASES = [  # backend, where the model is, PEFT; all four on one backend
+    ("linear", "path", False),
+    ("linear", "path", True),
+    ("linear", "memory", False),
+    ("linear", "memory", True),
+    ("flash", "path", False),
+    ("gated_linear", "memory", True),
+]
+
+
+@pytest.fixture(scope="module")
+def trl() -> Any:
+    """The library, imported late: it takes seconds, also where this module is deselected."""
+    pytest.importorskip("trl")
+    return importlib.import_module("trl")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(embedded_model_path())
+
+
+def tiny(tokenizer: Any, backend: str) -> Any:
+    """A random Llama, swapped."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=128,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    attnzoo.swap(model, backend, **BACKENDS[backend])
+    return model
+
+
+@pytest.fixture
+def build(trl, tokenizer, tmp_path):
+    """Return a function that builds a trainer of two steps."""
+
+    def make(kind: str, model: Any, where: str, lora: bool, **options: Any) -> Any:
+        if where == "path":
+            model.save_pretrained(tmp_path / "model")
+            tokenizer.save_pretrained(tmp_path / "model")
+            model = str(tmp_path / "model")
+        arguments = {name: options.pop(name) for name in ("ref_model",) if name in options}
+        if kind == "SFT":
+            data = {"text": TEXTS * 4}
+        elif kind == "DPO":
+            data = {name: texts * 4 for name, texts in PAIRS.items()}
+        else:
+            data = {"prompt": PAIRS["prompt"] * 4}
+            arguments["reward_funcs"] = lambda completions, **_: [
+                float(i % 2) for i in range(len(completions))
+            ]
+        config = getattr(trl, f"{kind}Config")(
+            output_dir=str(tmp_path / "out"),
+            max_steps=2,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            use_cpu=True,
+            bf16=False,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **options,
+        )
+        return getattr(trl, f"{kind}Trainer")(
+            model=model,
+            args=config,
+            train_dataset=datasets.Dataset.from_dict(data),
+            processing_class=tokenizer,
+            peft_config=peft.LoraConfig(r=2, target_modules=["q_proj"]) if lora else None,
+            **arguments,
+        )
+
+    return make
+
+
+def train(trainer: Any, backend: str) -> None:
+    """Train, and check that the swap is in place and that every trained tensor changed."""
+    backends = [layer_backend(layer.module) for layer in attention_layers(trainer.model)]
+    assert [m.name for m in backends] == [backend] * 2
+    trained = {n: p for n, p in trainer.model.named_parameters() if p.requires_grad}
+    trained = {n: p for n, p in trained.items() if "q_proj" in n}
+    before = {n: p.detach().clone() for n, p in trained.items()}
+    assert torch.isfinite(torch.tensor(trainer.train().training_loss))
+    assert trained
+    assert all(p.isfinite().all() for p in trained.values())
+    moved = {n for n, p in trained.items() if not torch.equal(p, before[n])}
+    assert moved == set(trained)
+    assert all(m.ran is not None for m in backends)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize(("backend", "where", "lora"), CASES)
+def test_sft(build, tokenizer, backend, where, lora, packing):
+    model = tiny(tokenizer, backend)
+    train(build("SFT", model, where, lora, packing=packing, max_length=64), backend)
+
+
+@pytest.mark.parametrize(("backend", "where", "lora"), CASES)
+def test_dpo(build, tokenizer, backend, where, lora):
+    """TRL loads the reference model from the path of the policy, if PEFT does not make it."""
+    options = {}
+    if where == "memory" and not lora:
+        options["ref_model"] = tiny(tokenizer, backend)
+    train(build("DPO", tiny(tokenizer, backend), where, lora, **options), backend)
+
+
+@pytest.mark.parametrize(("backend", "where", "lora"), CASES)
+def test_grpo(build, tokenizer, backend, where, lora):
+    beta = 0.0 if where == "memory" and not lora else 0.1  # above 0, a reference model is loaded
+    options = {"num_generations": 2, "max_completion_length": 6, "beta": beta}
+    train(build("GRPO", tiny(tokenizer, backend), where, lora, **options), backend)
+
+
+def test_reference_model_of_a_swap_in_memory_is_refused(build):
+    """The path of the policy holds no spec, so TRL's reference model would not be this model."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(embedded_model_path())
+    attnzoo.swap(model, "linear")
+    with pytest.raises(SpecError, match="requires a spec"):
+        build("DPO", model, "memory", False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("option", [{"packing": True}, {"padding_free": True}], ids=str)
+def test_packed_loss_is_the_loss_of_the_sequences(build, tokenizer, backend, option):
+    """Each token's loss is that of its sequence alone, to the rounding of float32."""
+    model = tiny(tokenizer, backend).eval()
+    length = 64 if "packing" in option else None
+    trainer = build("SFT", model, "memory", False, max_length=length, **option)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert {"seq_idx", "position_ids", "cu_seq_lens_q"} <= set(batch)
+    lengths = batch["cu_seq_lens_q"].diff().tolist()
+    assert len(lengths) >= 2
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    with torch.no_grad():
+        for ids in batch["input_ids"].split(lengths, 1):
+            predicted = ids.shape[1] - 1
+            total += model(ids, labels=ids).loss.double() * predicted
+            count += predicted
+        found = trainer.compute_loss(model, dict(batch))
+        leaked = model(batch["input_ids"], labels=batch["labels"]).loss  # as one sequence
+    error = abs(found.double() - total / count)
+    assert error <= 8 * torch.finfo(torch.float32).eps * found
+    assert abs(leaked - found) > 100 * error
+
+
+def test_example(tmp_path, trl):
+    module = runpy.run_path(str(ROOT / "examples" / "trl_sft.py"))
+    trainer = module["main"](["--steps", "2", "--out", str(tmp_path)])
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert saved.config.attnzoo["backend"] == "linear"
+    assert_close(dict(saved.state_dict()), dict(trainer.model.state_dict()), rtol=0, atol=0)

@@ -1,0 +1,67 @@
+"""``python -m tools.family_sweep``: check model types, and write record, page and README line."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Annotated, Any
+
+import typer
+
+
+def main(
+    model_type: Annotated[
+        list[str] | None,
+        typer.Argument(help="model types to check; default: all, which rewrites the record"),
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="number of processes")] = os.cpu_count() or 1,
+    update: Annotated[
+        bool, typer.Option(help="update the record with the given model types")
+    ] = False,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="backend to check (repeatable); default: all")
+    ] = None,
+) -> None:
+    """Check model families under backends; without arguments, check all and write the record."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from attnzoo.backends.base import BUILTIN
+    from attnzoo.errors import did_you_mean
+    from attnzoo.families import record
+    from tools.family_sweep.output import write_pages, write_record
+    from tools.family_sweep.sweep import sweep
+
+    start, done = time.monotonic(), 0
+
+    def on_entry(name: str, entry: dict[str, Any]) -> None:
+        nonlocal done
+        done += 1
+        results = entry.get("backends", {})
+        outcomes = {key: result["outcome"] for key, result in results.items()}
+        wrong = [f"{key}: {r['reason']}" for key, r in results.items() if _is_wrong(r)]
+        details = outcomes or entry.get("reason", "")
+        typer.echo(f"{done:4d} {name}: {entry['outcome']} {details} {' '.join(wrong)}", err=True)
+
+    for name in model_type or ():
+        if name not in CONFIG_MAPPING:
+            hint = did_you_mean(name, list(CONFIG_MAPPING))
+            raise typer.BadParameter(f"transformers has no model type {name!r}.{hint}")
+    types, names = model_type or list(CONFIG_MAPPING), backend or list(BUILTIN)
+    result = sweep(types, names, jobs, on_entry)
+    typer.echo(f"{time.monotonic() - start:.0f} s, {result['cpu_seconds']} s of CPU time")
+    if update:
+        recorded = record.read(result["transformers"])
+        result = {**recorded, "types": recorded["types"] | result["types"]}
+    if update or not (model_type or backend):
+        for path in (write_record(result), *write_pages()):
+            typer.echo(path)
+        typer.echo(record.summary(result))
+
+
+def _is_wrong(result: dict[str, Any]) -> bool:
+    return result["outcome"] in ("different", "failed")
+
+
+if __name__ == "__main__":
+    typer.run(main)

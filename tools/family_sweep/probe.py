@@ -1,0 +1,169 @@
+"""Run a model plain, padded, packed, under a 4-D mask and in decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.integrations import compat
+from tools.family_sweep.inputs import LENGTH, ROWS, ModelCall, padding, parameters, words
+from tools.family_sweep.recipes import JOINT_MASKS
+
+CUTS = (7, 8, 9, 12)  # ends of the prompt and of the decoding calls after it
+NOT_COMPARED = {
+    "past_key_values",
+    "attentions",
+    "hidden_states",
+    "cross_attentions",
+    "router_logits",
+}
+
+Run = Callable[[], list[Tensor]]
+
+
+def redraw(model: nn.Module, gain: float, seed: int = 5) -> nn.Module:
+    """Draw large weights, because the usual small ones make all attention uniform.
+
+    Args:
+        model: Changed in place.
+        gain: Standard deviation times the square root of the fan-in.
+        seed: Seed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    done: set[int] = set()
+    for module in model.modules():
+        conv = isinstance(module, nn.modules.conv._ConvNd)
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in done or not parameter.is_floating_point():
+                continue
+            done.add(id(parameter))
+            noise = torch.randn(parameter.shape, generator=generator)
+            with torch.no_grad():
+                if parameter.ndim > 1:
+                    inputs = parameter[0].numel() if conv else parameter.shape[-1]
+                    parameter.copy_(gain * noise * max(inputs, 1) ** -0.5)
+                else:
+                    parameter.add_(0.1 * noise)
+    return model.eval()
+
+
+def tensors(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors of a model's output, without caches and hidden states."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    if hasattr(output, "items"):
+        return [
+            x for name, part in output.items() if name not in NOT_COMPARED for x in tensors(part)
+        ]
+    if isinstance(output, list | tuple):
+        return [x for part in output for x in tensors(part)]
+    return []
+
+
+class Probe:
+    """One call of one model, in several variants.
+
+    Args:
+        model: The whole model.
+        case: The call of the model or a submodule.
+    """
+
+    def __init__(self, model: nn.Module, case: ModelCall) -> None:
+        self.case = case
+        self.module = model.get_submodule(case.part)
+        self.takes = parameters(self.module)
+
+    def call(self, given: dict[str, Any], **more: Any) -> Any:
+        """Call the module with a fixed seed and without gradients."""
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return self.module(**given, **more)
+
+    def plain(self) -> list[Tensor]:
+        """Return the outputs of the call as it is."""
+        return tensors(self.call(self.case.given, **self._no_cache()))
+
+    def padded(self, side: str, seed: int = 1) -> list[Tensor]:
+        """Return the outputs with padding; outputs at padding are zero.
+
+        Args:
+            side: ``"left"`` or ``"right"``.
+            seed: Seed of the token ids at padding.
+        """
+        real = padding(side)
+        other = words(seed + 100)
+        given = dict(self.case.given)
+        for name, mask in self.case.masks().items():
+            given[name] = torch.where(real.bool(), given[name], other)
+            joint = name.startswith("decoder") and type(self.module).__name__ in JOINT_MASKS
+            given[mask] = torch.cat([real, real], 1) if joint else real
+        output = tensors(self.call(given, **self._no_cache()))
+        return self.of_tokens(output, real)
+
+    def of_tokens(self, output: list[Tensor], real: Tensor) -> list[Tensor]:
+        """Return the outputs that have a row per token, zeroed at padding."""
+        kept = [x for x in output if x.ndim > 2 and x.shape[:2] == real.shape]
+        if not kept:
+            raise LookupError("no output has a row per token")
+        return [x * real.view(*real.shape, *[1] * (x.ndim - 2)) for x in kept]
+
+    def packed(self) -> list[Tensor]:
+        """Return the outputs of two sequences packed in one row, separated by their positions."""
+        name = self.case.steps
+        positions = torch.cat([torch.arange(7), torch.arange(LENGTH - 7)])[None]
+        given = {**self.case.given, name: self.case.given[name][:1], "position_ids": positions}
+        return tensors(self.call(given, **self._no_cache()))
+
+    def dense(self) -> list[Tensor]:
+        """Return the outputs under a random causal 4-D mask."""
+        visible = (
+            torch.rand(ROWS, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(4)) > 0.4
+        )
+        visible = (visible | torch.eye(LENGTH, dtype=torch.bool)).tril()
+        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+        return tensors(self.call({**self.case.given, "attention_mask": mask}, **self._no_cache()))
+
+    def decoded(self) -> list[Tensor]:
+        """Return the outputs of a prompt, then of one, one and three tokens with a cache."""
+        name, cache, parts, begin = self.case.steps, None, [], 0
+        for end in CUTS:
+            given = {**self.case.given, name: self.case.given[name][:, begin:end]}
+            output = self.call(given, past_key_values=cache, use_cache=True)
+            cache, begin = output.past_key_values, end
+            parts.append(output.logits if "logits" in output else output.last_hidden_state)
+        return [torch.cat(parts, 1)]
+
+    def variants(self) -> Iterator[tuple[str, Run]]:
+        """Yield the variants that the signature allows, by name."""
+        yield "plain", self.plain
+        if self.case.words and set(self.case.masks().values()) <= self.takes.keys():
+            yield "left padding", lambda: self.padded("left")
+            yield "right padding", lambda: self.padded("right")
+        if self.case.kind == "text":
+            if "position_ids" in self.takes:
+                yield "packed", self.packed
+            yield "4-D mask", self.dense
+        if self.case.steps and "past_key_values" in self.takes:
+            yield "decoding", self.decoded
+
+    def _no_cache(self) -> dict[str, Any]:
+        return {"use_cache": False} if "use_cache" in self.takes else {}
+
+
+def layers_run(model: nn.Module, run: Run) -> set[str]:
+    """Return the names of the attention layers that a call executes."""
+    seen: set[str] = set()
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_, name=name: seen.add(name))
+        for name, layer in model.named_modules()
+        if compat.calls_attention_interface(layer)
+    ]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen

@@ -1,0 +1,275 @@
+"""Compile every Triton kernel ahead of time, without a GPU, and print the resources it needs.
+
+    python -m tools.triton_configs.compile_aot                  # every shipped config, as a table
+    python -m tools.triton_configs.compile_aot --quick --json   # head size 128, as JSON lines
+
+The launch code of the operator runs unchanged; each launch compiles its kernel for the named
+architecture instead of running it. The compiled variants are therefore those that run on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from attnzoo.backends.linear.kernels import launch as linear_launch
+from attnzoo.backends.linear.kernels.configs import SHARED_BYTES
+from attnzoo.backends.linear.kernels.step import launch_step
+from attnzoo.errors import UnsupportedError
+from attnzoo.kernels.triton_interpreter import interpreted
+from tools.triton_configs.machine_code import loop_instructions, registers
+
+SCHEDULERS = 4  # per processor; each issues one instruction per cycle
+LENGTH = 2048  # tokens: several splits, so that the kernels for splits are launched too
+KERNEL_NAMES = {  # names in the output; scan_kernel has the name of its mode
+    "split_sums_kernel": "sums",  # as in the config table
+    "split_scan_kernel": "split_scan",
+    "step_kernel": "step",
+}
+
+
+class CompileCase(NamedTuple):
+    """Sizes and options of one call that is compiled."""
+
+    d: int = 128
+    e: int = 128
+    groups: int = 1
+    decay: str = "none"
+    normalize: bool = True
+    feature_map: str = "elu+1"
+    dtype: torch.dtype = torch.bfloat16
+    packed: bool = False
+    padded: bool = False
+
+
+class CompiledKernel(NamedTuple):
+    """A compiled kernel, and its launch options."""
+
+    name: str
+    kernel: Any
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """Resources that one compiled kernel needs."""
+
+    capability: int
+    kernel: str
+    case: str
+    warps: int
+    stages: int
+    chunk: int
+    tile: int
+    registers: int
+    stack_bytes: int  # above 0 if registers are spilled
+    shared_bytes: int
+    tensor_core: str  # "wgmma", "mma" or ""
+    tensor_core_instructions: int  # in the machine code, each counted once
+    issue_cycles_per_token: float  # per token and head, for each of the schedulers
+
+
+QUICK = tuple(CompileCase(decay=decay) for decay in ("none", "scalar", "vector"))
+CASES = (
+    *QUICK,
+    *(
+        CompileCase(decay=decay, normalize=False, feature_map="identity")
+        for decay in ("none", "scalar", "vector")
+    ),
+    *(
+        CompileCase(d=size, e=size, decay=decay)
+        for size in (16, 64, 100, 256)
+        for decay in ("none", "scalar", "vector")
+    ),
+    *(
+        CompileCase(d=64, e=128, groups=4, decay=decay, packed=True, padded=True)
+        for decay in ("none", "vector")
+    ),
+    CompileCase(d=128, e=128, groups=4),
+    CompileCase(feature_map="exp"),
+    CompileCase(feature_map="relu"),
+    *(
+        CompileCase(d=size, e=size, decay=decay, dtype=torch.float16)
+        for size in (64, 128, 256)
+        for decay in ("none", "scalar", "vector")
+    ),
+    *(
+        CompileCase(d=size, e=size, decay=decay, dtype=torch.float32)
+        for size in (64, 128, 256)
+        for decay in ("none", "scalar", "vector")
+    ),
+)
+
+
+class _Driver:
+    """A driver that reports a GPU of the given compute capability and runs nothing."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(
+    capability: int, only: Container[str] | None = None
+) -> Iterator[list[CompiledKernel]]:
+    """Return a context in which launches compile kernels, and collect these without running them.
+
+    ``only`` restricts compilation to some kernels.
+    """
+    if interpreted():
+        raise UnsupportedError(
+            "kernels cannot be compiled, because TRITON_INTERPRET is set and they are interpreted; "
+            "unset it and start again"
+        )
+    kernels: list[CompiledKernel] = []
+    launch = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        name = options.get("MODE") or KERNEL_NAMES[self.__name__]
+        if only is None or name in only:
+            kernel = launch(self, *args, grid=grid, warmup=True, **options)
+            kernels.append(CompiledKernel(name, kernel, options))
+
+    with (
+        mock.patch.object(triton.runtime.driver, "_active", _Driver(capability)),
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(linear_launch, "device_properties", return_value=(capability, 132)),
+    ):
+        yield kernels
+
+
+def launch_case(case: CompileCase) -> None:
+    """Launch the forward pass, the backward pass and a decoding step of a case."""
+    heads, t = 1, LENGTH
+    q = torch.empty(1, t, heads * case.groups, case.d, dtype=case.dtype).transpose(1, 2)
+    k = torch.empty(1, t, heads, case.d, dtype=case.dtype).transpose(1, 2)
+    v = torch.empty(1, t, heads, case.e, dtype=case.dtype).transpose(1, 2)
+    shape = {"none": None, "scalar": (1, heads, t), "vector": (1, heads, t, case.d)}[case.decay]
+    tensors = linear_launch.LinearTensors(
+        q,
+        k,
+        v,
+        None if shape is None else torch.empty(shape),
+        torch.empty(1, heads, case.d, case.e),
+        torch.empty(1, heads, case.d),
+        torch.zeros(1, t, dtype=torch.long) if case.packed else None,
+        torch.ones(1, t, dtype=torch.bool) if case.padded else None,
+    )
+    options = (case.feature_map, 1.0, 1.0, case.normalize, 1e-6, 0, 0)
+    out, *last = linear_launch.KernelLauncher(tensors, *options).forward()
+    launcher = linear_launch.KernelLauncher(tensors, *options, needs_decay_grad=shape is not None)
+    launcher.backward(torch.empty_like(out), *last, (last[0], last[1]))
+    first = [x[:, :, :1] for x in tensors[:3]]
+    gates = None if tensors.log_decay is None else tensors.log_decay[:, :, :1]
+    padding_mask = None if tensors.padding_mask is None else tensors.padding_mask[:, :1]
+    step_options = (case.feature_map, 1.0, 1.0, case.normalize, 1e-6)
+    launch_step(*first, gates, tensors.kv, tensors.z, padding_mask, *step_options)
+
+
+def kernel_resources(case: str, compiled: CompiledKernel) -> KernelResources:
+    """Return the resources of a compiled kernel, from its machine code."""
+    name, kernel, options = compiled
+    register_count, stack_bytes = registers(kernel.asm["cubin"])
+    counts = {
+        "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
+        "mma": kernel.asm["ptx"].count("mma.sync"),
+    }
+    kind = next((kind for kind, count in counts.items() if count), "")
+    warps, issue_cycles_per_token = kernel.metadata.num_warps, 0.0
+    if "C" in options:
+        tokens = options["C"] * (options["G"] if name in ("out", "shared", "dq") else 1)
+        issued = loop_instructions(kernel.asm["cubin"]) * warps / SCHEDULERS
+        issue_cycles_per_token = issued * options["TILES"] / tokens
+    return KernelResources(
+        kernel.metadata.target.arch,
+        name,
+        case,
+        warps,
+        kernel.metadata.num_stages,
+        options.get("C", 0),
+        options.get("BU", 0),
+        register_count,
+        stack_bytes,
+        kernel.metadata.shared,
+        kind,
+        counts.get(kind, 0),
+        round(issue_cycles_per_token, 1),
+    )
+
+
+def compile_cases(cases: tuple[CompileCase, ...], capability: int) -> Iterator[KernelResources]:
+    """Compile all kernels of some cases for an architecture; yields each variant once."""
+    seen = set()
+    for case in cases:
+        with compiling(capability) as found:
+            launch_case(case)
+        default = CompileCase()._asdict()
+        changed = {k: v for k, v in case._asdict().items() if v != default[k]}
+        label = " ".join(f"{k}={str(v).removeprefix('torch.')}" for k, v in changed.items())
+        for compiled in found:
+            if compiled.kernel.hash not in seen:
+                seen.add(compiled.kernel.hash)
+                yield kernel_resources(label or "plain", compiled)
+
+
+def limit_violations(row: KernelResources) -> list[str]:
+    """Return the limits that a kernel exceeds, and whether it lacks tensor-core instructions."""
+    violations = []
+    if row.stack_bytes:
+        violations.append(f"spills ({row.stack_bytes} bytes of stack)")
+    if row.shared_bytes > SHARED_BYTES[row.capability]:
+        violations.append(
+            f"{row.shared_bytes} bytes of shared memory ({SHARED_BYTES[row.capability]})"
+        )
+    if row.kernel not in ("split_scan", "step") and not row.tensor_core:
+        violations.append("no tensor-core instruction")
+    return violations
+
+
+def main() -> int:
+    """Print the resources of each kernel; return 1 if one violates a limit."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="head size 128 in bfloat16 only")
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
+    parser.add_argument("--arch", type=int, nargs="*", default=[80, 90], choices=[80, 90])
+    args = parser.parse_args()
+    failed = 0
+    for capability in args.arch:
+        for row in compile_cases(QUICK if args.quick else CASES, capability):
+            violations = limit_violations(row)
+            failed += bool(violations)
+            if args.json:
+                print(json.dumps({**asdict(row), "violations": violations}), flush=True)
+            else:
+                print(
+                    f"sm_{row.capability} {row.kernel:10} {row.case:45} chunk {row.chunk:2} "
+                    f"tile {row.tile:3} warps {row.warps} stages {row.stages} registers "
+                    f"{row.registers:3} shared {row.shared_bytes:6} {row.tensor_core:5} "
+                    f"{row.tensor_core_instructions:4} issue cycles per token "
+                    f"{row.issue_cycles_per_token:6.1f} {'; '.join(violations)}",
+                    flush=True,
+                )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
