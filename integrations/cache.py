@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import compat
+from attnzoo.integrations.missing_keys import MissingKeys
 from attnzoo.integrations.past_keys import refuse_unreadable
 from attnzoo.integrations.past_padding import PastPadding
 
@@ -68,20 +69,20 @@ class StateLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """A tensor of NaN with the shape of a stock layer's keys; a state has no keys.
-
-        Code that reads the shape gets the number of tokens. Memory is that of one number.
-        """
-        return self._placeholder(self.key_dim) if self.is_initialized else None
+        """A :class:`MissingKeys` with the shape of a stock layer's keys; a state has no keys."""
+        return self._missing(self.key_dim) if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        """A tensor of NaN with the shape of a stock layer's values."""
-        return self._placeholder(self.value_dim) if self.is_initialized else None
+        """A :class:`MissingKeys` with the shape of a stock layer's values."""
+        return self._missing(self.value_dim) if self.is_initialized else None
 
-    def _placeholder(self, size: int) -> Tensor:
+    def _missing(self, size: int) -> Tensor:
         nan = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
-        return nan.expand(self.batch_size, self.num_heads, self._stock_length(), size)
+        shape = self.batch_size, self.num_heads, self._stock_length(), size
+        missing = nan.expand(shape).as_subclass(MissingKeys)
+        missing.backend = self.owner[0]
+        return missing
 
     def _stock_length(self) -> int:
         """Return the number of keys that the stock layer would hold."""

@@ -148,7 +148,7 @@ def test_a_refused_crop_changes_no_layer(layers, llama, ids):
 
 
 def test_shapes_of_keys_count_tokens(llama, ids):
-    """Code that reads the number of tokens from shapes gets it; a state has no keys to read."""
+    """Code that reads the number of tokens from shapes gets it; reading the keys is refused."""
     models = llama(), attnzoo.swap(llama(), "linear", layers={"1": "flash"})
     for make in (hf.DynamicCache, lambda: hf.StaticCache(models[0].config, max_cache_len=20)):
         stock, cache = make(), make()
@@ -158,7 +158,12 @@ def test_shapes_of_keys_count_tokens(llama, ids):
             assert layer.keys.shape == other.keys.shape
             assert layer.values.shape == other.values.shape
             assert layer.keys.dtype == other.keys.dtype
-        assert cache.layers[0].keys.isnan().all()
+        keys = cache.layers[0].keys
+        assert (len(keys), keys.ndim, keys.device) == (3, 4, stock.layers[0].keys.device)
+        assert "'linear'" in repr(keys)
+        for read in (torch.isnan, torch.clone, lambda x: torch.cat([x, x], 2), lambda x: x[0]):
+            with pytest.raises(UnsupportedError, match="backend 'linear', which keeps a state"):
+                read(keys)
         assert int(cache.get_seq_length()) == 12
 
 
