@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError, did_you_mean
 from attnzoo.integrations import compat
-from attnzoo.integrations.attention import NAME, add_hook, layer_backend
+from attnzoo.integrations.attention import NAME, add_hook
 from attnzoo.integrations.extras import carry_over, layer_names, warn
 from attnzoo.integrations.layers import (
     AttentionLayer,
@@ -29,7 +28,7 @@ from attnzoo.spec import AttentionSpec
 
 # Attributes of models
 _ORIGINAL = "_attnzoo_original"  # implementations of all configs before the swap, in order
-_IN_SWAPPED = "_attnzoo_in_swapped"  # a submodel with its own spec in a model swapped as a whole
+IN_SWAPPED = "_attnzoo_in_swapped"  # a submodel with its own spec in a model swapped as a whole
 
 FAMILIES = "BERT, CLIP, Gemma, GPT-2, Llama, Mistral, Phi-3, Qwen, T5, ViT, Whisper"
 
@@ -86,7 +85,7 @@ def swap(
         layers = attention_layers(submodel)
         swaps.append((submodel, spec, layers, build_backends(submodel, layers, spec)))
     for submodel, spec, layers, backends in swaps:
-        _warn_of_image_masks(target, layers, backends)
+        warn_of_image_masks(target, layers, backends)
         carry_over(layers, backends, keep=keep_extras)
         _install(submodel, spec, layers, backends)
     return model
@@ -119,8 +118,8 @@ def _install(
     backends: list[AttentionBackend],
 ) -> None:
     """Add backends to a model or submodel, and write the spec to its config."""
-    if _is_swapped(target.config) and not _config_spec(target):
-        vars(target)[_IN_SWAPPED] = True
+    if _is_swapped(target.config) and not config_spec(target):
+        vars(target)[IN_SWAPPED] = True
     _save_implementations(target)
     _detach(target)
     for config in compat.all_configs(target):
@@ -130,7 +129,8 @@ def _install(
     compat.set_implementation(target, NAME, (layer.module for layer in layers))
 
 
-def _config_spec(model: PreTrainedModel) -> Any:
+def config_spec(model: PreTrainedModel) -> Any:
+    """Return the plain data of the spec in a model's config, or ``None``."""
     return getattr(model.config, NAME, None)
 
 
@@ -185,8 +185,8 @@ def restore(model: nn.Module) -> None:
             f"{type(model).__name__} is not swapped, so there is nothing to restore", stacklevel=2
         )
         return
-    specs = map(_config_spec, compat.pretrained_models(target))
-    if vars(target).get(_IN_SWAPPED) or not any(specs):
+    specs = map(config_spec, compat.pretrained_models(target))
+    if vars(target).get(IN_SWAPPED) or not any(specs):
         raise SpecError(
             f"{type(target).__name__} is a submodel of a model that was swapped as a whole; "
             "restore that model, or swap this submodel to an exact backend such as 'flash'"
@@ -198,7 +198,7 @@ def restore(model: nn.Module) -> None:
         config._attn_implementation_internal = implementation
     for inner in compat.pretrained_models(target):
         vars(inner).pop(_ORIGINAL, None)
-        vars(inner).pop(_IN_SWAPPED, None)
+        vars(inner).pop(IN_SWAPPED, None)
 
 
 @contextmanager
@@ -271,7 +271,7 @@ def build_backends(
     return backends
 
 
-def _warn_of_image_masks(
+def warn_of_image_masks(
     model: nn.Module, layers: list[AttentionLayer], backends: list[AttentionBackend]
 ) -> None:
     """Warn if inputs with images will be refused; text without images runs."""
@@ -330,60 +330,3 @@ def write_config(config: Any, spec: AttentionSpec) -> None:
     """
     setattr(config, NAME, spec.to_dict(defaults=True))
     config.attn_implementation = NAME
-
-
-# -- construction of models ----------------------------------------------------------------------
-
-
-def attach_when_built(model: PreTrainedModel) -> None:
-    """Build and attach the backends of a config's spec; runs in the model's ``post_init``."""
-    data = getattr(model.config, NAME, None)
-    implementation = model.config._attn_implementation
-    if data is None and implementation != NAME:
-        return
-    enclosing = _enclosing_model(model)
-    if enclosing is not None:
-        if data in (None, _config_spec(enclosing)):
-            return  # the post_init of the enclosing model attaches the backends
-        vars(model)[_IN_SWAPPED] = True
-    if data is None:
-        raise SpecError(
-            "attn_implementation='attnzoo' requires a spec: set config.attnzoo = "
-            'attnzoo.AttentionSpec("linear") before the model is built, or load the '
-            'model unchanged and call attnzoo.swap(model, "linear"). For one submodel of a '
-            'composite model pass attn_implementation={"text_config": "attnzoo"} and set '
-            "config.text_config.attnzoo"
-        )
-    if implementation != NAME:
-        backend = data.get("backend") if isinstance(data, Mapping) else data
-        raise SpecError(
-            f"config.attnzoo names backend {backend!r}, but attn_implementation is "
-            f"{implementation!r}; pass attn_implementation='attnzoo'. To run the model's original "
-            "attention, call model.set_attn_implementation('sdpa') afterwards, or delete "
-            "config.attnzoo"
-        )
-    spec = read_spec(data)
-    layers = attention_layers(model)
-    rest = [layer for layer in layers if layer_backend(layer.module) is None]
-    if rest or not layers:  # submodels with their own specs already have backends
-        backends = build_backends(model, rest, spec)
-        _warn_of_image_masks(model, rest, backends)
-        attach(rest, backends)
-    write_config(model.config, spec)
-
-
-def _enclosing_model(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the swapped model whose ``__init__`` builds ``model``, found on the call stack.
-
-    Submodels are built first, but only the enclosing model has all layers.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "__init__":
-            other = frame.f_locals.get("self")
-            if isinstance(other, PreTrainedModel) and other is not model:
-                config = getattr(other, "config", None)
-                if getattr(config, NAME, None) is not None:
-                    return other
-        frame = frame.f_back  # type: ignore[assignment]
-    return None

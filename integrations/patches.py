@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # The name of the attention implementation, of the config's field and of each layer's submodule
 NAME = "attnzoo"
 RECORDING = "_attnzoo_recording"  # attribute of a cache
+REQUESTED = "_attnzoo_requested"  # attribute of a model whose attn_implementation was given
 LOADED = "_attnzoo_loaded"  # attribute of an adapter's config that was read from a file
 
 
@@ -124,7 +125,9 @@ def patch_models(modeling_utils: Any) -> None:
     def init_with_attention_classes(
         self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any
     ) -> None:
+        requested = getattr(config, "_attn_implementation", None)  # None: init selects the default
         init(self, config, *args, **kwargs)
+        vars(self)[REQUESTED] = requested is not None
         if self.config._attn_implementation == NAME:
             from attnzoo.integrations.compat import complete_class_tables
 
@@ -132,7 +135,7 @@ def patch_models(modeling_utils: Any) -> None:
 
     @wraps(post_init)
     def post_init_with_backends(self: PreTrainedModel) -> None:
-        from attnzoo.integrations.convert import attach_when_built
+        from attnzoo.integrations.construction import attach_when_built
 
         attach_when_built(self)  # before the original, which initialises all modules
         post_init(self)

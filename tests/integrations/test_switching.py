@@ -132,3 +132,15 @@ def test_continuous_batching_is_refused_with_a_reason(backend, reason, llama):
         model.generate_batch([[5, 6, 7]], max_new_tokens=2)
     model.set_attn_implementation("sdpa")
     assert model.init_continuous_batching() is not None
+
+
+def test_a_folder_is_loaded_with_the_swap_disabled(swapped, ids, tmp_path):
+    """An explicit ``attn_implementation`` has the last word, as for every other implementation."""
+    model, expected, original = swapped
+    model.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="'eager', as requested; the swap to 'gated_linear'"):
+        again = hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert torch.equal(logits(again, ids), original)
+    assert described(again) == [("none", "eager")] * 2
+    again.set_attn_implementation("attnzoo")
+    assert torch.equal(logits(again, ids), expected)
