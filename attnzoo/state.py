@@ -42,6 +42,12 @@ class MatrixState(NamedTuple):
     k: Tensor  # [B, Hkv, D, E]: the decayed sum of k, for every value channel
 
 
+class DeltaState(NamedTuple):
+    """The delta rule: one matrix per key head, of a fixed size."""
+
+    kv: Tensor  # [B, Hkv, D, E], float32 or float64: maps a key to the value written for it
+
+
 class KVState(NamedTuple):
     """The keys and values so far, or the latest of them under a sliding window."""
 

@@ -100,14 +100,16 @@ LEVELS = {
 }
 BETWEEN = 3
 # What a mechanism may import of another one, beside its op. gated_linear and performer derive from
-# the base of the linear family.
+# the base of the linear family; the chunks of the delta rule are those of linear attention.
 SHARED = (
     "linear.recurrent",
     "linear.window_hybrid",
     "linear.window_config",
     "linear.positions",
     "linear.feature_maps",
+    "linear.validation",
     "linear.impl.common",
+    "linear.impl.chunk_common",
     "linear.impl.decay",
     "linear.impl.state_summary",
     "linear.impl.context_parallel",

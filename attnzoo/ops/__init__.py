@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _OPS = {
+    "delta_attention": "attnzoo.backends.delta.op",
     "favor_attention": "attnzoo.backends.performer.op",
     "flash_attention": "attnzoo.backends.flash.op",
     "hybrid_attention": "attnzoo.backends.linear.window_hybrid",
@@ -24,6 +25,7 @@ _OPS = {
 }
 
 if TYPE_CHECKING:
+    from attnzoo.backends.delta.op import delta_attention
     from attnzoo.backends.flash.op import flash_attention
     from attnzoo.backends.gated_linear.op import (
         matrix_gated_attention,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from attnzoo.backends.softmax.op import softmax_attention
 
 __all__ = [
+    "delta_attention",
     "favor_attention",
     "flash_attention",
     "hybrid_attention",

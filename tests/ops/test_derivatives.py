@@ -25,6 +25,7 @@ LENGTH, SIZE = 20, 4
 STEP = 1e-6  # of the central differences in float64
 CAUSAL, FULL = AttentionMask(causal=True), AttentionMask()
 PACKED = AttentionMask(segment_ids=torch.arange(LENGTH)[None] // 9)
+PACKED_CAUSAL = AttentionMask(causal=True, segment_ids=PACKED.segment_ids)
 
 
 class Case(NamedTuple):
@@ -44,6 +45,13 @@ def linear(q, k, v, g, **options):
     decay = None if options.pop("plain", False) else -g
     return ops.linear_attention(
         q, k, v, log_decay=decay, normalize=True, chunk_size=16, **options
+    ).out
+
+
+def delta(q, k, v, g, b, **options):
+    beta, decay = b.sigmoid(), None if options.pop("plain", False) else -g.abs()
+    return ops.delta_attention(
+        q, k, v, beta, log_decay=decay, normalize_qk=True, chunk_size=16, **options
     ).out
 
 
@@ -131,6 +139,18 @@ TABLE = [
             "packed": {"plain": True, "mask": PACKED},
         },
         ALL,
+    ),
+    (
+        "delta_attention",
+        delta,
+        (HEADS, HEADS),
+        {
+            "chunk": {},
+            "chunk without decay": {"plain": True},
+            "recurrent": {"form": "recurrent"},
+            "packed": {"mask": PACKED_CAUSAL},
+        },
+        BOTH,
     ),
     ("hybrid_attention", hybrid, ((1, 2, LENGTH, SIZE), TOKENS), MASKS, ALL),
     ("mlstm_attention", mlstm, (HEADS, HEADS), {"": {}}, ALL),

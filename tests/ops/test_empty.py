@@ -70,6 +70,8 @@ def test_ops_on_tokens_of_one_sequence(batch, tokens, impl):
         options = {"window": 3, "scale": 1.0, "impl": impl}
         check(ops.hybrid_attention(*x, branch, mask=mask, **options).out, x)
     x = tensors(*shape)
+    beta = torch.rand(batch, KEY_HEADS, tokens, requires_grad=True)
+    check(ops.delta_attention(*x, beta, impl=impl).out, [*x, beta])
 
     def log_decay(start, stop):
         return torch.zeros(batch, KEY_HEADS, stop - start, SIZE, VALUE_SIZE)

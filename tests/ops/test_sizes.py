@@ -22,6 +22,11 @@ def linear(size, impl, option, mask):
     return ops.linear_attention(q, k, v, mask=mask, impl=impl, **{option: size})
 
 
+def delta(size, impl, option, mask):
+    beta = q[..., 0].sigmoid()
+    return ops.delta_attention(q, k, v, beta, normalize_qk=True, impl=impl, **{option: size})
+
+
 def hybrid(size, impl, option, mask):
     return ops.hybrid_attention(q, k, v, BRANCH, mask=mask, scale=1.0, impl=impl, **{option: size})
 
@@ -40,6 +45,7 @@ def longformer(size, impl, option, mask):
 
 OPTIONS = [
     (linear, "chunk_size"),
+    (delta, "chunk_size"),
     (hybrid, "window"),
     (shared_qk, "chunk_size"),
     *((lsh, name) for name in ("chunk_size", "num_buckets", "window", "first_tokens")),

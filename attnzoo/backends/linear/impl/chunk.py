@@ -13,14 +13,11 @@ Letters as in :mod:`attnzoo.backends.linear.impl.chunk_common`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import isqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnzoo.backends.linear.impl import decay
 from attnzoo.backends.linear.impl.chunk_common import (
     Chunk,
     ChunkIterator,
@@ -28,8 +25,8 @@ from attnzoo.backends.linear.impl.chunk_common import (
     Sums,
     clone_contiguous,
     grouped,
-    times,
-    times_rows,
+    pairs_backward,
+    states_backwards,
 )
 from attnzoo.backends.linear.impl.common import CHUNK_SIZE, LinearInputs, Result
 from attnzoo.kernels.autocast import autocast_disabled
@@ -112,7 +109,7 @@ def linear_chunk_backward(
             )
             d_sums = Sums(d_kv[b, h].flatten(0, 1), d_z[b, h].flatten(0, 1))
             first = Sums(kv[b, h].flatten(0, 1), z[b, h].flatten(0, 1))
-            for i, before in _states_backwards(chunks, first):
+            for i, before in states_backwards(chunks.count, first, chunks.state_after):
                 rows = chunks.load(d_outs[i], chunks.size(i), chunks.groups)
                 c = chunks.chunk(i, for_backward=True)
                 d_rows, d_keys, d_values, d_gates = _chunk_backward(
@@ -165,7 +162,7 @@ def _chunk_backward(
     d_log_state = None
     if want_decay and c.state_decay is not None:
         d_log_state = c.state_decay * ((kv * d_kv).sum(-1).unsqueeze(1) + z * d_z)
-    dq, dk, d_log = _pairs_backward(c, d_scores, d_q_decayed, d_k_decayed, d_log_state)
+    dq, dk, d_log = pairs_backward(c, d_scores, d_q_decayed, d_k_decayed, d_log_state)
     if c.state_decay is not None:
         d_kv.mul_(c.state_decay.mT)
         d_z.mul_(c.state_decay)
@@ -173,49 +170,6 @@ def _chunk_backward(
     if d_sum is not None:
         d_z.add_((c.q_decayed * d_sum).sum(1, keepdim=True))
     return dq, dk, d_values, d_log
-
-
-def _pairs_backward(
-    c: Chunk, d_scores: Tensor, d_q_decayed: Tensor, d_k_decayed: Tensor, d_log_state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k and the log decays from those of the products' inputs."""
-    size, d_log = c.k.shape[1], None
-    if d_log_state is not None and c.gates is None:
-        products = (c.scores * d_scores).unflatten(1, (size, -1)).sum(2)
-        read = (c.q_decayed * d_q_decayed).sum(-1).unflatten(1, (size, -1)).sum(2, keepdim=True)
-        written = (c.k_decayed * d_k_decayed).sum(-1, keepdim=True)
-        d_log = decay.scalar_backward(products, read, written, d_log_state.sum(-1, keepdim=True))
-    if c.factors.pairs is not None:
-        d_scores.unflatten(1, (size, -1)).mul_(c.factors.pairs)
-    d_q_decayed = times_rows(d_q_decayed, c.factors.q)
-    d_k_decayed = times(d_k_decayed, c.factors.k)
-    if c.gates is not None:
-        return decay.channel_backward(
-            c.q, c.k, c.gates, c.joins, d_scores, d_q_decayed, d_k_decayed, d_log_state
-        )
-    dq = d_q_decayed.baddbmm_(d_scores, c.k)
-    return dq, d_k_decayed.baddbmm_(d_scores.mT, c.q), d_log
-
-
-def _states_backwards(chunks: ChunkIterator, first: Sums) -> Iterator[tuple[int, Sums]]:
-    """Yield each chunk's index and the state before it, from the last chunk to the first.
-
-    Computes every state twice, and holds at most 2 sqrt(chunks) of them.
-    """
-    stride = isqrt(max(chunks.count - 1, 0)) + 1
-    starts = range(0, chunks.count, stride)
-    checkpoints = [first]
-    for start in starts[:-1]:
-        state = checkpoints[-1]
-        for i in range(start, start + stride):
-            state = chunks.state_after(i, state)
-        checkpoints.append(state)
-    for start in reversed(starts):
-        states = [checkpoints.pop()]
-        for i in range(start, min(start + stride, chunks.count) - 1):
-            states.append(chunks.state_after(i, states[-1]))
-        while states:
-            yield start + len(states) - 1, states.pop()
 
 
 def _denominator(c: Chunk, z: Tensor, eps: float) -> Tensor:

@@ -8,8 +8,9 @@ sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from math import isqrt
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from torch.nn.functional import pad
 from attnzoo.backends.linear.impl import decay
 
 CACHE_BYTES = 2**21  # per core, of the L2 and L3 caches; measured from 1/4 to 4 MiB
+
+
+State = TypeVar("State")
 
 
 class Sequences(NamedTuple):
@@ -209,7 +213,7 @@ class ChunkIterator:
 
     def chunk(self, i: int, for_backward: bool = False) -> Chunk:
         """Load chunk i and compute its scores; ``for_backward`` keeps the joins."""
-        size, groups = self.size(i), self.groups
+        size = self.size(i)
         q, k, v = self.queries(i, size), self.load(self.k[i], size), self.load(self.v[i], size)
         factors = self.factors(i)
         gates, state_decay = None, factors.state
@@ -223,20 +227,75 @@ class ChunkIterator:
         else:
             scores, q_decayed, k_decayed = torch.bmm(q, k.mT), q, k
         if factors.pairs is not None:
-            scores.view(-1, size, groups, size).mul_(factors.pairs)
+            scores.view(-1, size, q.shape[1] // size, size).mul_(factors.pairs)
         q_decayed, k_decayed = times_rows(q_decayed, factors.q), times(k_decayed, factors.k)
         return Chunk(q, k, v, scores, q_decayed, k_decayed, state_decay, factors, gates, joins)
 
-    def state_after(self, i: int, before: Sums) -> Sums:
-        """Return the state after chunk i from the state before it."""
-        factors, size = self.factors(i, pairs=False), self.size(i)
-        k, state_decay = self.load(self.k[i], size), factors.state
+    def keys_at_end(self, i: int) -> tuple[Tensor, Tensor | None]:
+        """Return chunk i's keys, decayed to its end, and the decay over it, ``[N, 1, F]``."""
+        factors = self.factors(i, pairs=False)
+        k, state_decay = self.load(self.k[i], self.size(i)), factors.state
         if self.per_channel:
             k, total = decay.channel_keys(k, self.gates(i))
             state_decay = times(total, factors.state)
+        return times(k, factors.k), state_decay
+
+    def state_after(self, i: int, before: Sums) -> Sums:
+        """Return the state after chunk i from the state before it."""
+        k, state_decay = self.keys_at_end(i)
         after = Sums(before.kv.clone(), before.z.clone())
-        after.advance(times(k, factors.k), self.load(self.v[i], size), state_decay)
+        after.advance(k, self.load(self.v[i], self.size(i)), state_decay)
         return after
+
+
+def pairs_backward(
+    c: Chunk, d_scores: Tensor, d_q_decayed: Tensor, d_k_decayed: Tensor, d_log_state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of q, k and the log decays from those of the products' inputs."""
+    size, d_log = c.k.shape[1], None
+    if d_log_state is not None and c.gates is None:
+        products = (c.scores * d_scores).unflatten(1, (size, -1)).sum(2)
+        read = (c.q_decayed * d_q_decayed).sum(-1).unflatten(1, (size, -1)).sum(2, keepdim=True)
+        written = (c.k_decayed * d_k_decayed).sum(-1, keepdim=True)
+        d_log = decay.scalar_backward(products, read, written, d_log_state.sum(-1, keepdim=True))
+    if c.factors.pairs is not None:
+        d_scores.unflatten(1, (size, -1)).mul_(c.factors.pairs)
+    d_q_decayed = times_rows(d_q_decayed, c.factors.q)
+    d_k_decayed = times(d_k_decayed, c.factors.k)
+    if c.gates is not None:
+        return decay.channel_backward(
+            c.q, c.k, c.gates, c.joins, d_scores, d_q_decayed, d_k_decayed, d_log_state
+        )
+    dq = d_q_decayed.baddbmm_(d_scores, c.k)
+    return dq, d_k_decayed.baddbmm_(d_scores.mT, c.q), d_log
+
+
+def states_backwards(
+    count: int, first: State, state_after: Callable[[int, State], State]
+) -> Iterator[tuple[int, State]]:
+    """Yield each chunk's index and the state before it, from the last chunk to the first.
+
+    Computes every state twice, and holds at most 2 sqrt(chunks) of them.
+
+    Args:
+        count: Number of chunks.
+        first: The state before the first chunk.
+        state_after: ``state_after(i, state)`` returns the state after chunk i from the one before.
+    """
+    stride = isqrt(max(count - 1, 0)) + 1
+    starts = range(0, count, stride)
+    checkpoints = [first]
+    for start in starts[:-1]:
+        state = checkpoints[-1]
+        for i in range(start, start + stride):
+            state = state_after(i, state)
+        checkpoints.append(state)
+    for start in reversed(starts):
+        states = [checkpoints.pop()]
+        for i in range(start, min(start + stride, count) - 1):
+            states.append(state_after(i, states[-1]))
+        while states:
+            yield start + len(states) - 1, states.pop()
 
 
 def grouped(x: Tensor, k: Tensor) -> Tensor:
