@@ -218,9 +218,10 @@ def attention(
             q_length=query.shape[2],
             kv_length=key.shape[2],
         )
-    sizes = query.shape[0], query.shape[2], key.shape[2]
-    packing = Packing(seq_idx, cu_seq_lens_q, cu_seq_lens_k)
-    mask = add_packing(mask, packing, sizes, sharded=backend.shard is not None)
+    if seq_idx is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        packing = Packing(seq_idx, cu_seq_lens_q, cu_seq_lens_k)
+        sizes = query.shape[0], query.shape[2], key.shape[2]
+        mask = add_packing(mask, packing, sizes, sharded=backend.shard is not None)
     if indices is not None:
         mask = keep_selected(mask, indices, key.shape[2])
     if position_bias is not None:

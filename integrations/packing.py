@@ -56,8 +56,7 @@ def add_packing(
         UnsupportedError: The arguments do not fit the call, or disagree.
     """
     given = packing.given()
-    if not given:
-        return mask
+    assert given
     reasons = _unsupported_reasons(mask, packing, sizes, sharded=sharded)
     if reasons:
         raise UnsupportedError(
