@@ -25,6 +25,7 @@ from torch import Tensor
 
 from attnzoo.backends.delta.impl.chunk import run_chunks
 from attnzoo.backends.delta.impl.common import DeltaInputs, Result
+from attnzoo.backends.delta.impl.cpp import cpp_reasons, run_cpp
 from attnzoo.backends.delta.impl.reference import run_reference
 from attnzoo.backends.delta.impl.step import run_steps, step
 from attnzoo.backends.delta.validation import check_inputs
@@ -78,12 +79,15 @@ def delta_attention(
         scale: Multiplies q; ``None`` means 1.
         normalize_qk: Divide each query and key by :math:`\sqrt{\|x\|^2 + 10^{-6}}`.
         form: ``"parallel"``, ``"recurrent"`` or ``"chunk"``; see the table above.
-        impl: ``"torch"`` (every device), ``"reference"`` (the recurrence and autograd, whatever the
-            form), or ``"auto"``. A named implementation is never replaced.
+        impl: ``"cpp"`` (CPUs; forward and backward pass), ``"torch"`` (every device),
+            ``"reference"`` (the recurrence and autograd, whatever the form), or ``"auto"``, which
+            selects the fastest one that supports the call. A named implementation is never
+            replaced.
         state: The state after the earlier tokens; ``None`` starts a sequence. Gradients flow
             through it.
         return_state: Whether to return the state after the last token.
-        chunk_size: C, in tokens; ``None`` picks one. T need not be a multiple.
+        chunk_size: C, in tokens; ``None`` picks one. T need not be a multiple. ``"cpp"`` takes at
+            most 16.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; also ``state`` and ``impl``.
@@ -163,6 +167,7 @@ def _run_torch(x: DeltaInputs) -> Result:
 
 
 IMPLEMENTATIONS: tuple[Implementation[DeltaInputs, Result], ...] = (
+    Implementation(name="cpp", run=run_cpp, reasons=cpp_reasons, automatic="compiled for this CPU"),
     Implementation(name="torch", run=_run_torch, automatic="runs on every device"),
     Implementation(name="reference", run=run_reference),
 )

@@ -1,0 +1,881 @@
+// The delta rule on a CPU, chunk by chunk: the forward and the backward pass.
+//
+//     S_t = (I - b_t k_t k_t^T) Diag(a_t) S_{t-1} + b_t k_t v_t^T,     o_t = scale q_t S_t
+//
+// A chunk has at most CHUNK tokens and ends where a packed segment ends. Its tokens write
+//     x_i = b_i (v_i - (k_i decayed) S - sum over j < i of KK_ij x_j)
+// to the state S before the chunk, by forward substitution: KK_ij = sum over d of k_id L_ijd k_jd,
+// where L_ij is the product of the decays of tokens j + 1 to i. All decays are such products of
+// numbers in [0, 1], so no decay overflows, cancels or has an inverse.
+//
+// work     some columns of the values of one key head; its queries, keys and state stay in caches
+// reads    q, k, v, beta and log decay in place, with any strides but 1 in the last dimension
+// writes   out, the state after the last token, and for the backward pass one state per SPAN tokens
+// limits   D and E multiples of 16; chunk at most CHUNK
+// oracle   delta_attention(impl="reference"), float64 included
+//
+// Letters: B batch, H key heads, G query heads per key head, T tokens, D key size, E value size,
+// F decays per token (0, 1 or D), P columns of values of one piece of work.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <deque>
+#include <type_traits>
+#include <vector>
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+#include "lanes.h"
+#include "threads.h"
+
+constexpr int CHUNK = 16;   // tokens
+constexpr int SPAN = 128;   // tokens between the states that the forward pass keeps
+constexpr int TILE = VECTOR_BYTES == 64 ? 16 : 8;  // vectors of sums of one product
+
+template <class Real>
+struct Task {
+    int64_t threads, batch, heads, groups, tokens, key_size, value_size;
+    int64_t panel;                           // columns of values in one piece of work
+    int64_t chunk;                           // tokens, at most CHUNK
+    int64_t decays;                          // per token: 0, 1 or D
+    int64_t q_steps[3], k_steps[3], v_steps[3], beta_steps[3];  // strides of batch, head, token
+    int64_t decay_steps[3], out_steps[3];
+    double scale;                            // factor of queries
+    const Real *q, *k, *v, *beta, *log_decay, *state;  // state: before the first token
+    Real *out, *last_state;
+    Real* kept;                              // [B, H, T / SPAN, D, E]: states, or null
+    const int64_t* ids;                      // segments, [B, T], or null
+
+    int64_t panels() const { return (value_size + panel - 1) / panel; }
+    int64_t spans() const { return (tokens + SPAN - 1) / SPAN; }
+};
+
+// Treat numbers below the smallest normal number as 0: some CPUs are slow with them.
+class FlushDenormals {
+#if defined(__SSE__)
+    const unsigned saved_ = _mm_getcsr();
+
+  public:
+    FlushDenormals() { _mm_setcsr(saved_ | 0x8040); }
+    ~FlushDenormals() { _mm_setcsr(saved_); }
+#endif
+};
+
+// Zeros at an address that is a multiple of the vector size.
+template <class Real>
+class Buffer {
+    std::vector<Real> storage_;
+    size_t used_ = 0;
+
+  public:
+    explicit Buffer(size_t size) : storage_(size + VECTOR_BYTES / sizeof(Real)) {
+        while (reinterpret_cast<uintptr_t>(&storage_[used_]) % VECTOR_BYTES) ++used_;
+    }
+
+    Real* take(size_t size) {
+        Real* piece = storage_.data() + used_;
+        used_ += size;
+        return piece;
+    }
+};
+
+// What is known of the tokens of a chunk; rows after its last token are zero.
+template <class Real>
+struct Chunk {
+    Buffer<Real> buffer;
+    int64_t start = 0;
+    int count = 0;         // tokens
+    bool first = false;    // of a packed segment
+    Real *k, *q;           // [CHUNK, D], [G, CHUNK, D]: keys, scaled queries
+    Real *k_read, *q_read, *k_written;  // the same, decayed from the chunk's start, or to its end
+    Real *kk, *qk;         // [CHUNK, CHUNK], [G, CHUNK, CHUNK]: their products, decayed
+    Real *decay, *before, *after;  // [CHUNK, F]: of tokens; products from the start; to the end
+    Real *pairs;           // [CHUNK, CHUNK]: products of decays between tokens, F = 1
+    Real *total;           // [D]: decay of the state
+    Real *beta;            // [CHUNK]
+    Real *state, *x, *error;  // [D, P] before the chunk; [CHUNK, P] written; the same before beta
+
+    Chunk(const Task<Real>& t, int64_t width)
+        : buffer(CHUNK * (t.key_size * (t.decays ? 3 + 2 * t.groups : 1 + t.groups) +
+                          (2 + t.groups) * CHUNK + 3 * std::max<int64_t>(t.decays, CHUNK) + CHUNK +
+                          2 * width) + t.key_size * (1 + width)) {
+        const int64_t keys = CHUNK * t.key_size, square = CHUNK * CHUNK;
+        k = buffer.take(keys);
+        q = buffer.take(t.groups * keys);
+        k_read = t.decays ? buffer.take(keys) : k;
+        k_written = t.decays ? buffer.take(keys) : k;
+        q_read = t.decays ? buffer.take(t.groups * keys) : q;
+        kk = buffer.take(square);
+        qk = buffer.take(t.groups * square);
+        pairs = buffer.take(square);
+        const int64_t size = CHUNK * std::max<int64_t>(t.decays, CHUNK);
+        decay = buffer.take(size);
+        before = buffer.take(size);
+        after = buffer.take(size);
+        total = buffer.take(t.key_size);
+        beta = buffer.take(square);
+        x = buffer.take(CHUNK * width);
+        error = buffer.take(CHUNK * width);
+        state = buffer.take(t.key_size * width);
+    }
+};
+
+template <class Real>
+class DeltaRule : protected Math<Real> {
+  protected:
+    using typename Math<Real>::Reals;
+    using typename Math<Real>::Ints;
+    using Math<Real>::LANES, Math<Real>::load, Math<Real>::store, Math<Real>::broadcast;
+    static constexpr int WIDE = CHUNK / LANES;  // vectors of a row of tokens
+
+    const Task<Real>& t;
+    const int64_t row_, head_, column_, size_, width_;
+    Buffer<Real> buffer_;
+    Real *zeros_, *transposed_;  // [P]; [D, CHUNK]
+
+    // Work on columns `column` to `column + width - 1` of the values of key head `head`.
+    DeltaRule(const Task<Real>& task, int64_t row, int64_t head, int64_t panel)
+        : t(task), row_(row), head_(head), column_(panel * t.panel), size_(t.key_size),
+          width_(std::min(t.panel, t.value_size - column_)), buffer_(width_ + size_ * CHUNK),
+          zeros_(buffer_.take(width_)), transposed_(buffer_.take(size_ * CHUNK)) {}
+
+    // -- products of matrices in registers --------------------------------------------------------
+
+    // sums[r][:] += sum over i < depth of a[r row_step + i step] b[i pitch + :].
+    template <int R, int V>
+    static inline __attribute__((always_inline)) void multiply(
+        Reals (&sums)[R][V], const Real* a, int64_t row_step, int64_t step, const Real* b,
+        int64_t pitch, int64_t depth) {
+        for (int64_t i = 0; i < depth; ++i) {
+            Reals row[V];
+            for (int j = 0; j < V; ++j) row[j] = load(b + i * pitch + j * LANES);
+            for (int r = 0; r < R; ++r)
+                for (int j = 0; j < V; ++j) sums[r][j] += a[r * row_step + i * step] * row[j];
+        }
+    }
+
+    // Call tile(vectors, column) for all columns; `vectors` is 4, 2 or 1 as a type.
+    template <class Tile>
+    static void for_columns(int64_t width, Tile tile) {
+        int64_t column = 0;
+        for (; column + 4 * LANES <= width; column += 4 * LANES)
+            tile(std::integral_constant<int, 4>(), column);
+        for (; column + 2 * LANES <= width; column += 2 * LANES)
+            tile(std::integral_constant<int, 2>(), column);
+        for (; column < width; column += LANES) tile(std::integral_constant<int, 1>(), column);
+    }
+
+    // out[r][:] = sum over i < depth of a[r row_step + i step] b[i][:], for CHUNK k rows.
+    static void product(Real* out, int64_t out_pitch, int64_t rows, const Real* a,
+                        int64_t row_step, int64_t step, const Real* b, int64_t pitch,
+                        int64_t width, int64_t depth) {
+        for_columns(width, [&](auto vectors, int64_t column) {
+            constexpr int V = decltype(vectors)::value, R = TILE / V;
+            for (int64_t first = 0; first < rows; first += R) {
+                Reals sums[R][V] = {};
+                multiply(sums, a + first * row_step, row_step, step, b + column, pitch, depth);
+                for (int r = 0; r < R; ++r)
+                    for (int j = 0; j < V; ++j)
+                        store(out + (first + r) * out_pitch + column + j * LANES, sums[r][j]);
+            }
+        });
+    }
+
+    // out[c][r] = in[r][c]; rows and columns are multiples of 16.
+    static void transpose(const Real* in, int64_t in_pitch, int64_t rows, int64_t columns,
+                          Real* out, int64_t out_pitch) {
+        for (int64_t r = 0; r < rows; r += LANES)
+            for (int64_t c = 0; c < columns; c += LANES) {
+                Reals block[LANES];
+                for (int i = 0; i < LANES; ++i) block[i] = load(in + (r + i) * in_pitch + c);
+                transpose_block<LANES / 2>(block);
+                for (int i = 0; i < LANES; ++i) store(out + (c + i) * out_pitch + r, block[i]);
+            }
+    }
+
+    // Exchange the blocks of S rows and columns beside the diagonal, then smaller ones.
+    template <int S>
+    static inline __attribute__((always_inline)) void transpose_block(Reals (&rows)[LANES]) {
+        if constexpr (S > 0) {
+            Ints upper, lower;
+            for (int i = 0; i < LANES; ++i) {
+                upper[i] = i & S ? LANES + (i ^ S) : i;
+                lower[i] = i & S ? LANES + i : i ^ S;
+            }
+            for (int r = 0; r < LANES; ++r)
+                if (!(r & S)) {
+                    const Reals a = rows[r], b = rows[r + S];
+                    rows[r] = choose(a, b, upper);
+                    rows[r + S] = choose(a, b, lower);
+                }
+            transpose_block<S / 2>(rows);
+        }
+    }
+
+    // Lane i is lane indices[i] of a and b, one after the other.
+    static inline __attribute__((always_inline)) Reals choose(Reals a, Reals b, Ints indices) {
+#if defined(__clang__)
+        Reals chosen;
+        for (int i = 0; i < LANES; ++i)
+            chosen[i] = indices[i] < LANES ? a[indices[i]] : b[indices[i] - LANES];
+        return chosen;
+#else
+        return __builtin_shuffle(a, b, indices);
+#endif
+    }
+
+    static Real add_lanes(Reals x) {
+        Real lanes[LANES];
+        store(lanes, x);
+        for (int half = LANES / 2; half > 0; half /= 2)
+            for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+        return lanes[0];
+    }
+
+    static Real dot(const Real* a, const Real* b, int64_t size) {
+        Reals sum{};
+        for (int64_t i = 0; i < size; i += LANES) sum += load(a + i) * load(b + i);
+        return add_lanes(sum);
+    }
+
+    static Ints lane_numbers(int first) {
+        Ints lanes;
+        for (int i = 0; i < LANES; ++i) lanes[i] = first + i;
+        return lanes;
+    }
+
+    // e^x within one unit in the last place; 0 below the smallest normal number. NaN stays NaN.
+    static Reals exp(Reals x) {
+        if constexpr (sizeof(Real) == 4) {
+            const Reals bounded = x < Real(-88) ? broadcast(-88) : x > Real(88) ? broadcast(88) : x;
+            const Reals shifted = bounded * Real(LOG2_E) + Real(12582912);  // rounds to an integer
+            const Reals n = shifted - Real(12582912);
+            const Reals r = bounded - n * 0.693359375f - n * -2.12194440e-4f;
+            Reals p = broadcast(1.9875691500e-4f);
+            for (float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+                                      1.6666665459e-1f, 5.0000001201e-1f})
+                p = p * r + coefficient;
+            p = p * (r * r) + r + 1.f;
+            const Reals result = (Reals)((Ints)p + ((Ints)shifted << 23));
+            return x < Real(-87) ? Reals{} : x == x ? result : x;
+        } else {
+            for (int i = 0; i < LANES; ++i) x[i] = std::exp(x[i]);
+            return x;
+        }
+    }
+
+    // -- a chunk ----------------------------------------------------------------------------------
+
+    // Return the number of tokens of the chunk that begins at `start`.
+    int count_tokens(int64_t start) const {
+        const int64_t end = std::min(t.tokens, (start / SPAN + 1) * SPAN);
+        int count = (int)std::min(t.chunk, end - start);
+        const int64_t* ids = t.ids ? t.ids + row_ * t.tokens + start : nullptr;
+        for (int c = 1; ids && c < count; ++c)
+            if (ids[c] != ids[0]) count = c;
+        return count;
+    }
+
+    // Load the tokens of a chunk and compute everything that does not depend on the state.
+    void prepare(Chunk<Real>& c, int64_t start) {
+        const int64_t* ids = t.ids ? t.ids + row_ * t.tokens + start : nullptr;
+        const int previous = c.count;
+        c.start = start;
+        c.count = count_tokens(start);
+        c.first = ids && start && ids[0] != ids[-1];
+        const Real* beta = t.beta + row_ * t.beta_steps[0] + head_ * t.beta_steps[1];
+        for (int i = 0; i < CHUNK; ++i)
+            c.beta[i] = i < c.count ? beta[(start + i) * t.beta_steps[2]] : Real(0);
+        copy_rows(t.k, t.k_steps, head_, c, previous, Real(1), c.k);
+        for (int64_t g = 0; g < t.groups; ++g)
+            copy_rows(t.q, t.q_steps, head_ * t.groups + g, c, previous, Real(t.scale),
+                      c.q + g * CHUNK * size_);
+        transpose(c.k, size_, CHUNK, size_, transposed_, CHUNK);
+        if (t.decays > 1)
+            decay_channels(c);
+        else
+            decay_tokens(c);
+    }
+
+    void copy_rows(const Real* tensor, const int64_t* steps, int64_t head, const Chunk<Real>& c,
+                   int previous, Real factor, Real* out) const {
+        const Real* rows = tensor + row_ * steps[0] + head * steps[1] + c.start * steps[2];
+        for (int i = 0; i < std::max(c.count, previous); ++i)
+            for (int64_t d = 0; d < size_; d += LANES)
+                store(out + i * size_ + d,
+                      i < c.count ? load(rows + i * steps[2] + d) * factor : Reals{});
+    }
+
+    // Without decay, or with one decay per token.
+    void decay_tokens(Chunk<Real>& c) const {
+        if (t.decays) {
+            const Real* log_decay = t.log_decay + row_ * t.decay_steps[0] +
+                                    head_ * t.decay_steps[1] + c.start * t.decay_steps[2];
+            Real product = 1;
+            for (int i = 0; i < CHUNK; ++i) {
+                c.decay[i] = i < c.count ? std::exp(log_decay[i * t.decay_steps[2]]) : Real(1);
+                c.before[i] = product *= c.decay[i];
+            }
+            for (int i = CHUNK - 1; i >= 0; --i)
+                c.after[i] = i == CHUNK - 1 ? Real(1) : c.after[i + 1] * c.decay[i + 1];
+            std::fill_n(c.total, size_, product);
+            for (int i = 0; i < CHUNK; ++i) {
+                scale_row(c.k + i * size_, c.before[i], c.k_read + i * size_);
+                scale_row(c.k + i * size_, c.after[i], c.k_written + i * size_);
+                for (int64_t g = i; g < t.groups * CHUNK; g += CHUNK)
+                    scale_row(c.q + g * size_, c.before[i], c.q_read + g * size_);
+            }
+        }
+        product(c.kk, CHUNK, CHUNK, c.k, size_, 1, transposed_, CHUNK, CHUNK, size_);
+        product(c.qk, CHUNK, t.groups * CHUNK, c.q, size_, 1, transposed_, CHUNK, CHUNK, size_);
+        Reals pairs[WIDE] = {};
+        for (int i = 0; i < CHUNK; ++i)
+            for (int w = 0; w < WIDE; ++w) {
+                const Ints lanes = lane_numbers(w * LANES);
+                if (t.decays) pairs[w] *= c.decay[i];
+                pairs[w] = lanes == i ? broadcast(1) : pairs[w];
+                const int64_t at = i * CHUNK + w * LANES;
+                store(c.pairs + at, pairs[w]);
+                store(c.kk + at, lanes < i ? load(c.kk + at) * pairs[w] : Reals{});
+                for (int64_t g = 0; g < t.groups; ++g) {
+                    Real* qk = c.qk + g * CHUNK * CHUNK + at;
+                    store(qk, lanes <= i ? load(qk) * pairs[w] : Reals{});
+                }
+            }
+    }
+
+    void scale_row(const Real* row, Real factor, Real* out) const {
+        for (int64_t d = 0; d < size_; d += LANES) store(out + d, load(row + d) * factor);
+    }
+
+    // With one decay per key channel.
+    void decay_channels(Chunk<Real>& c) const {
+        const Real* log_decay = t.log_decay + row_ * t.decay_steps[0] + head_ * t.decay_steps[1] +
+                                c.start * t.decay_steps[2];
+        for (int64_t d = 0; d < size_; d += LANES) {
+            Reals product = broadcast(1);
+            for (int i = 0; i < CHUNK; ++i) {
+                const int64_t at = i * size_ + d;
+                const Reals decay = i < c.count ? exp(load(log_decay + i * t.decay_steps[2] + d))
+                                                : broadcast(1);
+                product *= decay;
+                store(c.decay + at, decay);
+                store(c.before + at, product);
+                store(c.k_read + at, load(c.k + at) * product);
+                for (int64_t g = 0; g < t.groups; ++g)
+                    store(c.q_read + g * CHUNK * size_ + at,
+                          load(c.q + g * CHUNK * size_ + at) * product);
+            }
+            store(c.total + d, product);
+            product = broadcast(1);
+            for (int i = CHUNK - 1; i >= 0; --i) {
+                const int64_t at = i * size_ + d;
+                store(c.after + at, product);
+                store(c.k_written + at, load(c.k + at) * product);
+                product *= load(c.decay + at);
+            }
+        }
+        for (int i = 0; i < CHUNK; ++i) decay_keys(c, i);
+    }
+
+    // Decay the transposed keys before token i by its decays, and multiply them with its key and
+    // queries. The keys after it are not decayed yet; their products are discarded.
+    void decay_keys(Chunk<Real>& c, int i) const {
+        const Real *k = c.k + i * size_, *decay = c.decay + i * size_;
+        for (int w = 0; w < WIDE; ++w) {
+            const Ints lanes = lane_numbers(w * LANES);
+            Reals sums[4] = {}, q_sums[4] = {};
+            for (int64_t d = 0; d < size_; d += 4)
+                for (int u = 0; u < 4; ++u) {
+                    Real* keys = transposed_ + (d + u) * CHUNK + w * LANES;
+                    const Reals value = load(keys), decayed = value * decay[d + u];
+                    const Reals now = lanes < i ? decayed : value;
+                    store(keys, now);
+                    sums[u] += k[d + u] * now;
+                    q_sums[u] += c.q[i * size_ + d + u] * now;
+                }
+            const int64_t at = i * CHUNK + w * LANES;
+            const Reals kk = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+            store(c.kk + at, lanes < i ? kk : Reals{});
+            for (int64_t g = 0; g < t.groups; ++g) {
+                if (g) {
+                    const Real* q = c.q + (g * CHUNK + i) * size_;
+                    for (auto& sum : q_sums) sum = Reals{};
+                    for (int64_t d = 0; d < size_; d += 4)
+                        for (int u = 0; u < 4; ++u)
+                            q_sums[u] +=
+                                q[d + u] * load(transposed_ + (d + u) * CHUNK + w * LANES);
+                }
+                const Reals qk = (q_sums[0] + q_sums[1]) + (q_sums[2] + q_sums[3]);
+                store(c.qk + g * CHUNK * CHUNK + at, lanes <= i ? qk : Reals{});
+            }
+        }
+    }
+
+    // Compute what the tokens of a chunk write, x and the errors, from the state before it.
+    void solve(Chunk<Real>& c) const {
+        if (c.first) std::fill_n(c.state, size_ * width_, Real(0));
+        const Real* v = t.v + row_ * t.v_steps[0] + head_ * t.v_steps[1] +
+                        c.start * t.v_steps[2] + column_;
+        for_columns(width_, [&](auto vectors, int64_t column) {
+            constexpr int V = decltype(vectors)::value, R = std::min(TILE / V, CHUNK);
+            for (int first = 0; first < c.count; first += R) {
+                Reals sums[R][V] = {};
+                multiply(sums, c.k_read + first * size_, size_, 1, c.state + column, width_, size_);
+                multiply(sums, c.kk + first * CHUNK, CHUNK, 1, c.x + column, width_, first);
+                for (int r = 0; r < R; ++r) {
+                    const int i = first + r;
+                    const Real* value = i < c.count ? v + i * t.v_steps[2] + column : zeros_;
+                    for (int j = 0; j < V; ++j) {
+                        const Reals error = load(value + j * LANES) - sums[r][j];
+                        const Reals x = error * c.beta[i];
+                        store(c.error + i * width_ + column + j * LANES, error);
+                        store(c.x + i * width_ + column + j * LANES, x);
+                        for (int s = r + 1; s < R; ++s)
+                            sums[s][j] += c.kk[(first + s) * CHUNK + i] * x;
+                    }
+                }
+            }
+        });
+    }
+
+    // Compute the state after a chunk; it may replace the one before.
+    void advance(const Chunk<Real>& c, Real* state) const {
+        for_columns(width_, [&](auto vectors, int64_t column) {
+            constexpr int V = decltype(vectors)::value, R = TILE / V;
+            for (int64_t d = 0; d < size_; d += R) {
+                Reals sums[R][V] = {};
+                multiply(sums, c.k_written + d, 1, size_, c.x + column, width_, c.count);
+                for (int r = 0; r < R; ++r)
+                    for (int j = 0; j < V; ++j) {
+                        const int64_t at = (d + r) * width_ + column + j * LANES;
+                        const Reals old = load(c.state + at);
+                        store(state + at, (t.decays ? old * c.total[d + r] : old) + sums[r][j]);
+                    }
+            }
+        });
+    }
+
+    // Copy this panel's columns of a [D, E] matrix to [D, P], or back.
+    void load_panel(const Real* matrix, Real* panel) const {
+        for (int64_t d = 0; d < size_; ++d)
+            std::copy_n(matrix + d * t.value_size + column_, width_, panel + d * width_);
+    }
+
+    void store_panel(const Real* panel, Real* matrix) const {
+        for (int64_t d = 0; d < size_; ++d)
+            std::copy_n(panel + d * width_, width_, matrix + d * t.value_size + column_);
+    }
+
+    int64_t index() const { return row_ * t.heads + head_; }
+};
+
+// -- the forward pass -----------------------------------------------------------------------------
+
+template <class Real>
+class DeltaForward : DeltaRule<Real> {
+    using Base = DeltaRule<Real>;
+    using typename Base::Reals;
+    using Base::LANES, Base::load, Base::store, Base::multiply, Base::for_columns;
+    using Base::t, Base::row_, Base::head_, Base::column_, Base::size_, Base::width_;
+
+    Chunk<Real> chunk_;
+
+  public:
+    DeltaForward(const Task<Real>& task, int64_t row, int64_t head, int64_t panel)
+        : Base(task, row, head, panel), chunk_(task, width_) {}
+
+    void run() {
+        const int64_t matrix = size_ * t.value_size;
+        this->load_panel(t.state + this->index() * matrix, chunk_.state);
+        for (int64_t start = 0; start < t.tokens; start += chunk_.count) {
+            if (t.kept && start % SPAN == 0)
+                this->store_panel(chunk_.state,
+                                  t.kept + (this->index() * t.spans() + start / SPAN) * matrix);
+            this->prepare(chunk_, start);
+            this->solve(chunk_);
+            for (int64_t g = 0; g < t.groups; ++g) read(g);
+            this->advance(chunk_, chunk_.state);
+        }
+        this->store_panel(chunk_.state, t.last_state + this->index() * matrix);
+    }
+
+  private:
+    // Compute the outputs of a query head.
+    void read(int64_t g) const {
+        const Chunk<Real>& c = chunk_;
+        const Real *q = c.q_read + g * CHUNK * size_, *qk = c.qk + g * CHUNK * CHUNK;
+        Real* out = t.out + row_ * t.out_steps[0] + (head_ * t.groups + g) * t.out_steps[1] +
+                    c.start * t.out_steps[2] + column_;
+        for_columns(width_, [&](auto vectors, int64_t column) {
+            constexpr int V = decltype(vectors)::value, R = std::min(TILE / V, CHUNK);
+            for (int first = 0; first < c.count; first += R) {
+                Reals sums[R][V] = {};
+                multiply(sums, q + first * size_, size_, 1, c.state + column, width_, size_);
+                multiply(sums, qk + first * CHUNK, CHUNK, 1, c.x + column, width_, first + R);
+                for (int r = 0; r < std::min(R, c.count - first); ++r)
+                    for (int j = 0; j < V; ++j)
+                        store(out + (first + r) * t.out_steps[2] + column + j * LANES, sums[r][j]);
+            }
+        });
+    }
+};
+
+// -- the backward pass ----------------------------------------------------------------------------
+
+template <class Real>
+struct Gradients {
+    int64_t d_out_steps[3];
+    const Real *d_out, *d_last_state;
+    // Panels add to the gradients of what they share: [P, B, H G, T, D], [P, B, H, T, D],
+    // [P, B, H, T] and [P, B, H, T, F]; dv is [B, H, T, E] and d_state [B, H, D, E].
+    Real *dq, *dk, *d_beta, *d_log_decay, *dv, *d_state;
+};
+
+// Computes the states of a span again, then walks its chunks backward. With Z_i = b_i dx_i:
+//     dx_j = (k_j decayed to the end) dS' + sum over i >= j of QK_ij do_i
+//            - sum over i > j of KK_ij Z_i,     dKK_ij = -Z_i x_j,     dQK_ij = do_i x_j
+template <class Real>
+class DeltaBackward : DeltaRule<Real> {
+    using Base = DeltaRule<Real>;
+    using typename Base::Reals;
+    using typename Base::Ints;
+    using Base::LANES, Base::WIDE, Base::load, Base::store, Base::broadcast, Base::multiply;
+    using Base::for_columns, Base::product, Base::transpose, Base::add_lanes, Base::dot;
+    using Base::lane_numbers, Base::t, Base::row_, Base::head_, Base::column_, Base::size_;
+    using Base::width_;
+
+    const Gradients<Real>& out_;
+    const int64_t panel_, rows_, keys_;  // rows_: of Z and the gradients of the outputs
+    std::deque<Chunk<Real>> chunks_;     // of a span
+    Buffer<Real> buffer_;
+    Real *d_state_, *rows, *rows_t_, *x_t_;  // [D, P]; -Z and do [rows_, P]; transposed
+    Real *read_t_, *read_, *written_t_, *written_;  // gradients of decayed keys and queries
+    Real *d_products_;           // of KK, QK: [rows_, CHUNK]
+    Real *dk_, *dq_, *dg_;       // [CHUNK, D], [G, CHUNK, D], [CHUNK, D]
+    Real *d_total_, *d_beta_;    // [D]; [CHUNK, LANES]
+    Real* both_;                 // [CHUNK, CHUNK]: dKK, decayed, plus its transpose
+
+  public:
+    DeltaBackward(const Task<Real>& task, const Gradients<Real>& out, int64_t row, int64_t head,
+                  int64_t panel)
+        : Base(task, row, head, panel), out_(out), panel_(panel), rows_((1 + t.groups) * CHUNK),
+          keys_(CHUNK * size_),
+          buffer_(size_ * (width_ + 1) + 2 * rows_ * (width_ + size_) + CHUNK * width_ + 4 * keys_ +
+                  t.groups * keys_ + (rows_ + 2 * CHUNK) * CHUNK),
+          d_state_(buffer_.take(size_ * width_)), rows(buffer_.take(rows_ * width_)),
+          rows_t_(buffer_.take(rows_ * width_)), x_t_(buffer_.take(CHUNK * width_)),
+          read_t_(buffer_.take(rows_ * size_)), read_(buffer_.take(rows_ * size_)),
+          written_t_(buffer_.take(keys_)), written_(buffer_.take(keys_)),
+          d_products_(buffer_.take(rows_ * CHUNK)), dk_(buffer_.take(keys_)),
+          dq_(buffer_.take(t.groups * keys_)), dg_(buffer_.take(keys_)),
+          d_total_(buffer_.take(size_)), d_beta_(buffer_.take(CHUNK * CHUNK)),
+          both_(buffer_.take(CHUNK * CHUNK)) {}
+
+    void run() {
+        const int64_t matrix = size_ * t.value_size;
+        this->load_panel(out_.d_last_state + this->index() * matrix, d_state_);
+        for (int64_t span = t.spans() - 1; span >= 0; --span) {
+            size_t count = 0;
+            const int64_t end = std::min(t.tokens, (span + 1) * SPAN);
+            for (int64_t start = span * SPAN; start < end; ++count) {
+                if (count == chunks_.size()) chunks_.emplace_back(t, width_);
+                Chunk<Real>& chunk = chunks_[count];
+                if (count)
+                    this->advance(chunks_[count - 1], chunk.state);
+                else
+                    this->load_panel(t.kept + (this->index() * t.spans() + span) * matrix,
+                                     chunk.state);
+                this->prepare(chunk, start);
+                this->solve(chunk);
+                start += chunk.count;
+            }
+            while (count--) differentiate(chunks_[count]);
+        }
+        this->store_panel(d_state_, out_.d_state + this->index() * matrix);
+    }
+
+  private:
+    void differentiate(const Chunk<Real>& c) {
+        load_d_out(c);
+        solve_transposed(c);
+        transpose(rows, width_, rows_, width_, rows_t_, rows_);
+        transpose(c.x, width_, CHUNK, width_, x_t_, CHUNK);
+        product(read_t_, rows_, size_, c.state, width_, 1, rows_t_, rows_, rows_, width_);
+        product(written_t_, CHUNK, size_, d_state_, width_, 1, x_t_, CHUNK, CHUNK, width_);
+        product(d_products_, CHUNK, rows_, rows, width_, 1, x_t_, CHUNK, CHUNK, width_);
+        transpose(read_t_, rows_, size_, rows_, read_, size_);
+        transpose(written_t_, CHUNK, size_, CHUNK, written_, size_);
+        for (int64_t d = 0; t.decays && d < size_; ++d)
+            d_total_[d] = c.total[d] * dot(c.state + d * width_, d_state_ + d * width_, width_);
+        retreat(c);
+        if (t.decays > 1)
+            differentiate_channels(c);
+        else
+            differentiate_tokens(c);
+        store_gradients(c);
+    }
+
+    void load_d_out(const Chunk<Real>& c) {
+        std::fill_n(rows, CHUNK * width_, Real(0));
+        for (int64_t g = 0; g < t.groups; ++g) {
+            const Real* d_out = out_.d_out + row_ * out_.d_out_steps[0] +
+                                (head_ * t.groups + g) * out_.d_out_steps[1] +
+                                c.start * out_.d_out_steps[2] + column_;
+            Real* copy = rows + (1 + g) * CHUNK * width_;
+            for (int i = 0; i < CHUNK; ++i, copy += width_)
+                if (i < c.count)
+                    std::copy_n(d_out + i * out_.d_out_steps[2], width_, copy);
+                else
+                    std::fill_n(copy, width_, Real(0));
+        }
+    }
+
+    // Compute -Z, the gradients of v, and those of beta, from the last token to the first.
+    void solve_transposed(const Chunk<Real>& c) {
+        std::fill_n(d_beta_, CHUNK * LANES, Real(0));
+        Real* dv = out_.dv + (this->index() * t.tokens + c.start) * t.value_size + column_;
+        for_columns(width_, [&](auto vectors, int64_t column) {
+            constexpr int V = decltype(vectors)::value, R = std::min(TILE / V, CHUNK);
+            for (int first = (c.count - 1) / R * R; first >= 0; first -= R) {
+                Reals sums[R][V] = {};
+                multiply(sums, c.k_written + first * size_, size_, 1, d_state_ + column, width_,
+                         size_);
+                for (int64_t g = 0; g < t.groups; ++g)
+                    multiply(sums, c.qk + (g * CHUNK + first) * CHUNK + first, 1, CHUNK,
+                             rows + ((1 + g) * CHUNK + first) * width_ + column, width_,
+                             c.count - first);
+                multiply(sums, c.kk + (first + R) * CHUNK + first, 1, CHUNK,
+                         rows + (first + R) * width_ + column, width_, c.count - first - R);
+                for (int r = R - 1; r >= 0; --r) {
+                    const int i = first + r;
+                    Reals d_beta{};
+                    for (int j = 0; j < V; ++j) {
+                        const Reals z = sums[r][j] * c.beta[i];
+                        d_beta += sums[r][j] * load(c.error + i * width_ + column + j * LANES);
+                        store(rows + i * width_ + column + j * LANES, -z);
+                        if (i < c.count) store(dv + i * t.value_size + column + j * LANES, z);
+                        for (int s = 0; s < r; ++s)
+                            sums[s][j] -= c.kk[i * CHUNK + first + s] * z;
+                    }
+                    store(d_beta_ + i * LANES, load(d_beta_ + i * LANES) + d_beta);
+                }
+            }
+        });
+    }
+
+    // Compute the gradients of the state before the chunk.
+    void retreat(const Chunk<Real>& c) {
+        if (c.first) {  // a segment begins with a state of zeros
+            std::fill_n(d_state_, size_ * width_, Real(0));
+            return;
+        }
+        for_columns(width_, [&](auto vectors, int64_t column) {
+            constexpr int V = decltype(vectors)::value, R = TILE / V;
+            for (int64_t d = 0; d < size_; d += R) {
+                Reals sums[R][V] = {};
+                multiply(sums, c.k_read + d, 1, size_, rows + column, width_, c.count);
+                for (int64_t g = 0; g < t.groups; ++g)
+                    multiply(sums, c.q_read + g * keys_ + d, 1, size_,
+                             rows + (1 + g) * CHUNK * width_ + column, width_, c.count);
+                for (int r = 0; r < R; ++r)
+                    for (int j = 0; j < V; ++j) {
+                        Real* state = d_state_ + (d + r) * width_ + column + j * LANES;
+                        const Reals old = load(state);
+                        store(state, (t.decays ? old * c.total[d + r] : old) + sums[r][j]);
+                    }
+            }
+        });
+    }
+
+    // Gradients of keys, queries and log decays; one decay per token, or none.
+    void differentiate_tokens(const Chunk<Real>& c) {
+        if (t.decays) differentiate_decays(c);
+        for (int i = 0; i < CHUNK; ++i)
+            for (int64_t g = 0; g <= t.groups; ++g)
+                for (int w = 0; w < WIDE; ++w) {
+                    const Ints lanes = lane_numbers(w * LANES);
+                    Real* d_products = d_products_ + (g * CHUNK + i) * CHUNK + w * LANES;
+                    const Reals value =
+                        load(d_products) * load(c.pairs + i * CHUNK + w * LANES);
+                    store(d_products, (g ? lanes <= i : lanes < i) ? value : Reals{});
+                }
+        transpose(d_products_, CHUNK, CHUNK, CHUNK, both_, CHUNK);
+        for (int i = 0; i < CHUNK * CHUNK; ++i) both_[i] += d_products_[i];
+        for_columns(size_, [&](auto vectors, int64_t column) {
+            constexpr int V = decltype(vectors)::value, R = std::min(TILE / V, CHUNK);
+            for (int first = 0; first < c.count; first += R) {
+                Reals sums[R][V] = {};
+                multiply(sums, both_ + first * CHUNK, CHUNK, 1, c.k + column, size_, CHUNK);
+                for (int64_t g = 0; g < t.groups; ++g)
+                    multiply(sums, d_products_ + ((1 + g) * CHUNK + first) * CHUNK + first, 1,
+                             CHUNK, c.q + g * keys_ + first * size_ + column, size_,
+                             CHUNK - first);
+                for (int r = 0; r < R; ++r)
+                    for (int j = 0; j < V; ++j) {
+                        const int i = first + r;
+                        const int64_t at = i * size_ + column + j * LANES;
+                        const Reals read = load(read_ + at), written = load(written_ + at);
+                        store(dk_ + at, sums[r][j] + (t.decays ? read * c.before[i] +
+                                                                     written * c.after[i]
+                                                               : read + written));
+                    }
+                for (int64_t g = 0; g < t.groups; ++g) {
+                    for (auto& row : sums)
+                        for (auto& sum : row) sum = Reals{};
+                    multiply(sums, d_products_ + ((1 + g) * CHUNK + first) * CHUNK, CHUNK, 1,
+                             c.k + column, size_, first + R);
+                    for (int r = 0; r < R; ++r)
+                        for (int j = 0; j < V; ++j) {
+                            const int i = first + r;
+                            const int64_t at = i * size_ + column + j * LANES;
+                            const Reals read = load(read_ + (1 + g) * keys_ + at);
+                            store(dq_ + g * keys_ + at,
+                                  sums[r][j] + (t.decays ? read * c.before[i] : read));
+                        }
+                }
+            }
+        });
+    }
+
+    // Sum what decays with token i: reads of tokens i and later from the state, writes of earlier
+    // tokens to the state, products between both, and the state itself.
+    void differentiate_decays(const Chunk<Real>& c) {
+        Real state = 0, read[CHUNK], pairs[CHUNK];
+        for (int64_t d = 0; d < size_; ++d) state += d_total_[d];
+        Reals sums[WIDE] = {};
+        for (int i = c.count - 1; i >= 0; --i) {
+            const int64_t at = i * size_;
+            read[i] = (i + 1 < c.count ? read[i + 1] : Real(0)) +
+                      dot(c.k_read + at, read_ + at, size_);
+            for (int64_t g = 0; g < t.groups; ++g)
+                read[i] += dot(c.q_read + g * keys_ + at, read_ + (1 + g) * keys_ + at, size_);
+            Reals before{};
+            for (int w = 0; w < WIDE; ++w) {
+                const int64_t row = i * CHUNK + w * LANES;
+                sums[w] += load(d_products_ + row) * load(c.kk + row);
+                for (int64_t g = 0; g < t.groups; ++g)
+                    sums[w] += load(d_products_ + (1 + g) * CHUNK * CHUNK + row) *
+                               load(c.qk + g * CHUNK * CHUNK + row);
+                before += lane_numbers(w * LANES) < i ? sums[w] : Reals{};
+            }
+            pairs[i] = add_lanes(before);
+        }
+        Real written = 0;
+        for (int i = 0; i < c.count; ++i) {
+            dg_[i] = c.decay[i] == 0 ? Real(0) : state + read[i] + written + pairs[i];
+            written += dot(c.k_written + i * size_, written_ + i * size_, size_);
+        }
+    }
+
+    // The same with one decay per key channel.
+    void differentiate_channels(const Chunk<Real>& c) {
+        for (int64_t d = 0; d < size_; d += LANES) {
+            Reals read{};
+            for (int i = c.count - 1; i >= 0; --i) {
+                const int64_t at = i * size_ + d;
+                const Reals before = load(c.before + at);
+                store(dk_ + at, load(read_ + at) * before +
+                                    load(written_ + at) * load(c.after + at));
+                read += load(c.k_read + at) * load(read_ + at);
+                for (int64_t g = 0; g < t.groups; ++g) {
+                    const Reals d_q_read = load(read_ + (1 + g) * keys_ + at);
+                    store(dq_ + g * keys_ + at, d_q_read * before);
+                    read += load(c.q_read + g * keys_ + at) * d_q_read;
+                }
+                store(dg_ + at, read);
+            }
+            Reals written = load(d_total_ + d);
+            for (int i = 0; i < c.count; ++i) {
+                const int64_t at = i * size_ + d;
+                store(dg_ + at, load(dg_ + at) + written);
+                written += load(c.k_written + at) * load(written_ + at);
+            }
+            for (int j = 0; j < c.count; ++j) differentiate_pairs(c, j, d);
+            for (int i = 0; i < c.count; ++i) {
+                const int64_t at = i * size_ + d;
+                store(dg_ + at, load(c.decay + at) == Real(0) ? Reals{} : load(dg_ + at));
+            }
+        }
+    }
+
+    // The products of key j with itself and all later tokens of the chunk, in channels d and on.
+    void differentiate_pairs(const Chunk<Real>& c, int j, int64_t d) {
+        const Real *k = c.k + d, *q = c.q + d, *decay = c.decay + d;
+        const Reals key = load(k + j * size_);
+        Reals d_key = load(dk_ + j * size_ + d), product = broadcast(1), terms[CHUNK];
+        for (int64_t g = 0; g < t.groups; ++g) {
+            const Real weight = d_products_[((1 + g) * CHUNK + j) * CHUNK + j];
+            Real* dq = dq_ + g * keys_ + j * size_ + d;
+            store(dq, load(dq) + weight * key);
+            d_key += weight * load(q + g * keys_ + j * size_);
+        }
+        for (int i = j + 1; i < c.count; ++i) {
+            product *= load(decay + i * size_);
+            const Reals decayed = product * key;
+            const Real weight = d_products_[i * CHUNK + j];
+            Real* dk = dk_ + i * size_ + d;
+            store(dk, load(dk) + weight * decayed);
+            Reals sum = weight * load(k + i * size_);
+            for (int64_t g = 0; g < t.groups; ++g) {
+                const Real q_weight = d_products_[((1 + g) * CHUNK + i) * CHUNK + j];
+                Real* dq = dq_ + g * keys_ + i * size_ + d;
+                store(dq, load(dq) + q_weight * decayed);
+                sum += q_weight * load(q + g * keys_ + i * size_);
+            }
+            d_key += product * sum;
+            terms[i] = decayed * sum;
+        }
+        store(dk_ + j * size_ + d, d_key);
+        Reals sum{};
+        for (int i = c.count - 1; i > j; --i) {
+            sum += terms[i];
+            store(dg_ + i * size_ + d, load(dg_ + i * size_ + d) + sum);
+        }
+    }
+
+    void store_gradients(const Chunk<Real>& c) const {
+        const int64_t index = panel_ * t.batch * t.heads + this->index();
+        const int64_t token = index * t.tokens + c.start;
+        for (int i = 0; i < c.count; ++i)
+            out_.d_beta[token + i] = add_lanes(load(d_beta_ + i * LANES));
+        std::copy_n(dk_, c.count * size_, out_.dk + token * size_);
+        if (t.decays) std::copy_n(dg_, c.count * t.decays, out_.d_log_decay + token * t.decays);
+        for (int64_t g = 0; g < t.groups; ++g) {
+            Real* dq = out_.dq + ((index * t.groups + g) * t.tokens + c.start) * size_;
+            for (int64_t i = 0; i < c.count * size_; i += LANES)
+                store(dq + i, load(dq_ + g * keys_ + i) * Real(t.scale));
+        }
+    }
+};
+
+template <class Real>
+static void forward(const Task<Real>& t) {
+    const int64_t panels = t.panels();
+    in_threads(t.batch * t.heads * panels, t.threads, [&](int64_t i) {
+        const FlushDenormals flush;
+        const int64_t head = i / panels;
+        DeltaForward<Real>(t, head / t.heads, head % t.heads, i % panels).run();
+    });
+}
+
+template <class Real>
+static void backward(const Task<Real>& t, const Gradients<Real>& out) {
+    const int64_t panels = t.panels();
+    in_threads(t.batch * t.heads * panels, t.threads, [&](int64_t i) {
+        const FlushDenormals flush;
+        const int64_t head = i / panels;
+        DeltaBackward<Real>(t, out, head / t.heads, head % t.heads, i % panels).run();
+    });
+}
+
+extern "C" void delta_forward_float(const Task<float>* task) { forward(*task); }
+extern "C" void delta_forward_double(const Task<double>* task) { forward(*task); }
+extern "C" void delta_backward_float(const Task<float>* task, const Gradients<float>* out) {
+    backward(*task, *out);
+}
+extern "C" void delta_backward_double(const Task<double>* task, const Gradients<double>* out) {
+    backward(*task, *out);
+}
