@@ -48,6 +48,15 @@ class DeltaState(NamedTuple):
     kv: Tensor  # [B, Hkv, D, E], float32 or float64: maps a key to the value written for it
 
 
+class DeltaWindowState(NamedTuple):
+    """The delta rule beside a softmax window: the matrix, and the window's keys and values."""
+
+    kv: Tensor  # [B, Hkv, F, E], float32 or float64
+    k: Tensor  # [B, Hkv, W, D]: the latest keys, the newest last; zeros if there are fewer
+    v: Tensor  # [B, Hkv, W, E]
+    seen: Tensor  # [B], int64: number of real tokens so far
+
+
 class KVState(NamedTuple):
     """The keys and values so far, or the latest of them under a sliding window."""
 

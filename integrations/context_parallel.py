@@ -181,7 +181,8 @@ def check_model(model: nn.Module) -> PreTrainedModel:
     if reasons:
         raise UnsupportedError(
             f"{type(target).__name__} does not support context parallelism: {'; '.join(reasons)}. "
-            "Supported backends: linear, gated_linear, performer, longformer, flash and softmax."
+            "Supported backends: linear, gated_linear, delta, performer, longformer, flash and "
+            "softmax."
         )
     return target
 

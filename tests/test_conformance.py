@@ -40,6 +40,13 @@ BUILTIN = [
     ),
     ("gated_linear", {"gate": "rwkv6", "feature_map": "t2r", "chunk_size": 16}),
     ("gated_linear", {"gate": "mlstm", "feature_map": "hedgehog_joint", "chunk_size": 16}),
+    ("delta", {}),
+    ("delta", {"gate": "vector", "window": 20, "chunk_size": 16}),
+    pytest.param(
+        "delta",
+        {"gate": "none", "allow_negative_eigenvalues": True, "feature_map": "hedgehog"},
+        marks=pytest.mark.exhaustive,
+    ),
     pytest.param(
         "gated_linear",
         {"gate": "matrix", "feature_map": "softmax", "impl": "reference"},

@@ -26,8 +26,8 @@ def own_name():
 
 
 def test_builtin_backends_are_there_by_name():
-    assert {"softmax", "flash", "linear", "gated_linear"} <= set(available_backends())
-    for name in ("softmax", "flash", "linear", "gated_linear"):
+    assert {"softmax", "flash", "linear", "gated_linear", "delta"} <= set(available_backends())
+    for name in ("softmax", "flash", "linear", "gated_linear", "delta"):
         cls = get_backend(name)
         assert cls.name == name
         assert cls.__doc__

@@ -36,6 +36,7 @@ BUILTIN = {  # name -> module, imported on first use; these names are reserved
     "flash": "attnzoo.backends.flash.backend",
     "linear": "attnzoo.backends.linear.backend",
     "gated_linear": "attnzoo.backends.gated_linear.backend",
+    "delta": "attnzoo.backends.delta.backend",
     "longformer": "attnzoo.backends.longformer.backend",
     "linformer": "attnzoo.backends.linformer.backend",
     "performer": "attnzoo.backends.performer.backend",

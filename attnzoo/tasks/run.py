@@ -23,7 +23,7 @@ from attnzoo.tasks.train import evaluate, make_model, train
 
 OnProgress = Callable[[str, float], None]  # the current run, and the completed fraction
 
-BACKENDS = ("flash", "reformer", "longformer", "linear", "gated_linear", "performer")
+BACKENDS = ("flash", "reformer", "longformer", "linear", "gated_linear", "delta", "performer")
 TRAIN_HASHES = (1, 2, 4)  # hash rounds of Reformer in training on duplication, as in its paper
 EVAL_HASHES = (1, 2, 4, 8)  # hash rounds of a trained Reformer in evaluation
 

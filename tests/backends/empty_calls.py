@@ -41,6 +41,8 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("linear", {"impl": "reference"}),
     ("gated_linear", {}),
     ("gated_linear", {"window": 4}),
+    ("delta", {}),
+    ("delta", {"window": 4}),
 )
 
 

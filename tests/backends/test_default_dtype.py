@@ -29,6 +29,7 @@ CASES = [
     ("gated_linear", {"gate": "mamba2"}),
     ("gated_linear", {"gate": "mlstm"}),
     ("gated_linear", {"gate": "rwkv6"}),
+    ("delta", {"gate": "vector", "window": 4}),
 ]
 
 
@@ -70,7 +71,7 @@ def outputs(backend, causal):
 def test_the_default_dtype_changes_nothing(name, options, causal):
     if options.get("form") == "shared_qk" and causal:
         pytest.skip("the paper's form is bidirectional")
-    if name == "gated_linear" and not causal:
+    if name in ("gated_linear", "delta") and not causal:
         pytest.skip("gates are causal")
     torch.set_default_dtype(torch.float32)
     expected = build(name, options, causal)

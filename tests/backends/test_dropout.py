@@ -18,6 +18,7 @@ CASES = {  # backends that drop keys
     "linear, window": ("linear", {"window": 4}),
     "gated_linear": ("gated_linear", {"gate": "retnet"}),
     "gated_linear, window": ("gated_linear", {"gate": "retnet", "window": 4}),
+    "delta, window": ("delta", {"window": 4}),
     "mlstm": ("gated_linear", {"gate": "mlstm"}),
     "performer": ("performer", {"num_features": 16}),
     "reformer": ("reformer", {"num_hashes": 2, "chunk_size": 4}),

@@ -15,6 +15,7 @@ transformers.logging.set_verbosity_error()
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("linear", {}),
     "gated_linear": ("gated_linear", {"gate": "gla"}),
+    "delta": ("delta", {}),
     "window": ("flash", {"window": 4}),
     "longformer": ("longformer", {"window": 4, "num_global": 2}),
     "performer": ("performer", {"num_features": 16}),

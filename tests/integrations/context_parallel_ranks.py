@@ -37,6 +37,8 @@ CASES = {
     **{f"gated {g}": ("gated_linear", {"gate": g}, True, (PLAIN, HOLES, PACKED)) for g in GATES},
     "gated hybrid": ("gated_linear", {"gate": "gla", "window": 5}, True, ALL),
     "gated wide hybrid": ("gated_linear", {"gate": "mamba2", "window": 30}, True, (PLAIN, HOLES)),
+    "delta": ("delta", {"gate": "vector"}, True, ALL),
+    "delta window": ("delta", {"window": 17}, True, (PLAIN, HOLES, PACKED)),
     "performer": ("performer", {"num_features": 32}, True, (PLAIN, HOLES, PACKED)),
     "performer floor": ("performer", {"num_features": 32, "floor": 1e-4}, True, (PLAIN,)),
     "performer bidirectional": ("performer", {"num_features": 32}, False, (PLAIN, LEFT)),

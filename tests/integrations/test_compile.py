@@ -16,6 +16,7 @@ BACKENDS = {
     "flash": {},
     "linear": {},
     "gated_linear": {},
+    "delta": {"window": 4},
     "longformer": {"window": 4},
     "performer": {"num_features": 16},
     "hybrid": {"window": 4},

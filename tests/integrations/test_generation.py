@@ -18,12 +18,13 @@ RECURRENT = [
     ("flash", {"window": 4}),
     ("longformer", {"window": 4, "num_global": 2}),
     ("gated_linear", {"window": 4}),
+    ("delta", {"window": 4}),
     ("linformer", {"block": 5, "num_rows": 2}),
 ]
 HASHED = {"num_hashes": 2, "chunk_size": 2, "window": 2, "first_tokens": 1, "decoding": "hashed"}
 ALL = [*RECURRENT, ("performer", {"num_features": 16}), ("flash", {}), ("softmax", {})]
 ALL += [("reformer", HASHED)]
-NAMES = ["linear", "gated_linear", "window", "longformer", "hybrid", "linformer"]
+NAMES = ["linear", "gated_linear", "window", "longformer", "hybrid", "delta", "linformer"]
 NAMES += ["performer", "flash", "softmax", "reformer"]
 NEW = 6
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from attnzoo.backends.delta.impl.chunk import run_chunks
 from attnzoo.backends.delta.impl.common import DeltaInputs, Result
+from attnzoo.backends.delta.impl.context_parallel import state_from_earlier_ranks
 from attnzoo.backends.delta.impl.cpp import cpp_reasons, run_cpp
 from attnzoo.backends.delta.impl.reference import run_reference
 from attnzoo.backends.delta.impl.step import run_steps, step
@@ -34,6 +35,7 @@ from attnzoo.backends.linear.impl.common import state_dtype
 from attnzoo.backends.validation import check_size, empty_output, is_empty_call
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.kernels.autocast import autocast_disabled
+from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, DeltaState, ImplChoice
 
@@ -57,6 +59,7 @@ def delta_attention(
     state: DeltaState | None = None,
     return_state: bool = False,
     chunk_size: int | None = None,
+    shard: SequenceShard | None = None,
 ) -> AttentionOutput:
     r"""Compute attention through a state that the delta rule updates.
 
@@ -88,6 +91,7 @@ def delta_attention(
         return_state: Whether to return the state after the last token.
         chunk_size: C, in tokens; ``None`` picks one. T need not be a multiple. ``"cpp"`` takes at
             most 16.
+        shard: This rank's part of sequences that several ranks hold; not together with ``state``.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; also ``state`` and ``impl``.
@@ -98,6 +102,7 @@ def delta_attention(
     mask = CAUSAL if mask is None else mask
     check_inputs(q, k, v, beta, log_decay, state, mask)
     _check_options(form, chunk_size)
+    assert shard is None or state is None
     dtype = state_dtype(q, k, v)
     if state is None:
         empty = torch.zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=dtype, device=v.device)
@@ -109,10 +114,12 @@ def delta_attention(
             *(q, k, v, beta, log_decay, state, mask.segment_ids, form, scale, chunk_size)
         )
         x = _prepare(x, mask.padding, normalize_qk)
+        if shard is not None:
+            x = x._replace(state=state_from_earlier_ranks(x, shard))
         chosen, choice = select("delta_attention", IMPLEMENTATIONS, x, impl)
         if is_empty_call(q, k):
             parameters = (beta,) if log_decay is None else (beta, log_decay)
-            out, last = empty_output(q, k, v, *parameters), state
+            out, last = empty_output(q, k, v, *parameters), x.state
         else:
             out, last = chosen.run(x)
     choice = ImplChoice(choice.impl, f"{form} form; {choice.reason}")

@@ -35,12 +35,29 @@ class RecurrentConfig(WindowConfig):
 
     Attributes:
         chunk_size: Tokens per parallel step. ``None`` lets the op choose.
-        eps: Added to the sum of weights, by which outputs are divided.
     """
 
     implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
 
     chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise ConfigError(
+                f"{type(self).__name__}.chunk_size must be at least 1 token, got "
+                f"{self.chunk_size}; leave it out to let the op choose"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalizedConfig(RecurrentConfig):
+    """Options of attention through a state whose outputs are divided by the sum of weights.
+
+    Attributes:
+        eps: Added to the sum of weights, by which outputs are divided.
+    """
+
     # Not the 1e-6 of arXiv:2006.16236: with hedgehog and queries and
     # keys of standard deviation 10, a quarter of the weights are below that, and one in 2,000 below
     # 1e-12
@@ -49,11 +66,6 @@ class RecurrentConfig(WindowConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         name = type(self).__name__
-        if self.chunk_size is not None and self.chunk_size < 1:
-            raise ConfigError(
-                f"{name}.chunk_size must be at least 1 token, got {self.chunk_size}; "
-                "leave it out to let the op choose"
-            )
         if self.eps <= 0:
             raise ConfigError(
                 f"{name}.eps must be above 0, got {self.eps}; it keeps rows that see no key "
@@ -68,7 +80,7 @@ class RecurrentConfig(WindowConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeatureMapBackendConfig(RecurrentConfig, FeatureMapConfig):
+class FeatureMapBackendConfig(NormalizedConfig, FeatureMapConfig):
     """Options of attention through a feature map and a state.
 
     Attributes:

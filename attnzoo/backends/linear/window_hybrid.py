@@ -30,7 +30,6 @@ from attnzoo.backends.linear.op import linear_attention
 from attnzoo.backends.linear.window_state import (
     HybridInputs,
     HybridState,
-    is_filled,
     next_state,
     reorder,
     state_before_shard,
@@ -38,10 +37,9 @@ from attnzoo.backends.linear.window_state import (
 from attnzoo.backends.linear.window_state import (
     LinearBranch as LinearBranch,
 )
-from attnzoo.backends.local.band import band_softmax
-from attnzoo.backends.local.blockwise_cpu import LocalOptions, blockwise_local_attention
-from attnzoo.backends.local.pattern import Band, gather_tokens
-from attnzoo.backends.validation import check_size, is_empty_call
+from attnzoo.backends.local.causal_window import causal_window, local_softmax, padding_last
+from attnzoo.backends.local.pattern import gather_tokens
+from attnzoo.backends.validation import check_size
 from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.kernels.memory import cat_huge_pages
 from attnzoo.masks import AttentionMask
@@ -100,12 +98,9 @@ def hybrid_attention(
         state = state_before_shard(k, v, branch.k, window, shard)
     order = None
     if padding_mask is not None:  # a stable sort puts real tokens first, so windows are contiguous
-        order = padding_mask.int().argsort(dim=1, descending=True, stable=True)
+        order, padding_mask, ids = padding_last(padding_mask, ids)
         q, k, v = (gather_tokens(x, order) for x in (q, k, v))
-        branch, padding_mask = reorder(branch, order), padding_mask.gather(1, order)
-        if ids is not None:
-            ids = ids.gather(1, order)
-            ids = torch.where(padding_mask, ids, (ids * padding_mask).amax(1, keepdim=True))
+        branch = reorder(branch, order)
     dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
     v = cat_huge_pages([v.to(wide), v.new_ones(*v.shape[:3], 1, dtype=wide)], 3)
     x = HybridInputs(
@@ -131,9 +126,10 @@ def _compute_parts(x: HybridInputs) -> Parts:
         state (causal).
     """
     if x.causal:
-        return *_causal_window(x), *_causal_linear(x)
+        near = causal_window(x.q, x.k, x.v[..., :-1], x.window_state, x.options)
+        return *near, *_causal_linear(x)
     reach = (x.window, x.window)
-    near = _local_softmax(x, x.q, x.k, x.v[..., :-1], reach, x.padding_mask, x.segment_ids)
+    near = local_softmax(x.q, x.k, x.v[..., :-1], reach, x.options)
     return *near, *_bidirectional_linear(x), None
 
 
@@ -157,77 +153,6 @@ IMPLEMENTATIONS = (
     Implementation(name="torch", run=_compute_parts, automatic="runs on every device"),
     Implementation(name="reference", run=_compute_parts),
 )
-
-
-# -- the window ------------------------------------------------------------------------------------
-
-
-def _causal_window(x: HybridInputs) -> tuple[Tensor, Tensor]:
-    """Return softmax attention to the W latest keys, and its log-sum-exp."""
-    q, k, v, state = x.q, x.k, x.v[..., :-1], x.state
-    padding_mask, ids, reach = x.padding_mask, x.segment_ids, (x.window - 1, 0)
-    if state is None:
-        return _local_softmax(x, q, k, v, reach, padding_mask, ids)
-    one_token = q.shape[2] == 1
-    first = int(one_token)  # one token does not see the oldest key of the state
-    k = torch.cat([state.k[:, :, first:].to(k.dtype), k], 2)
-    v = torch.cat([state.v[:, :, first:].to(v.dtype), v], 2)
-    if padding_mask is None:
-        padding_mask = torch.ones(len(q), q.shape[2], dtype=torch.bool, device=q.device)
-    padding_mask = torch.cat([is_filled(state)[:, first:], padding_mask], 1)
-    if one_token:
-        return _dense_softmax(q, k, v, padding_mask[:, None, None], x.scale)
-    if ids is not None:  # the state belongs to the first segment
-        ids = torch.cat([ids[:, :1].expand(-1, x.window), ids], 1)
-    q = F.pad(q, (0, 0, x.window, 0))
-    out, lse = _local_softmax(x, q, k, v, reach, padding_mask, ids)
-    return out[:, :, x.window :], lse[:, :, x.window :]
-
-
-def _local_softmax(
-    x: HybridInputs,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    reach: tuple[int, int],
-    padding_mask: Tensor | None,
-    ids: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return softmax attention within a band, and its log-sum-exp."""
-    length = q.shape[2]
-    reach = (min(reach[0], length - 1), min(reach[1], length - 1))
-    on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
-    dense = x.impl == "reference" or is_empty_call(q, k)
-    if not dense and on_cpu:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        options = LocalOptions(
-            Band(*reach, 1),
-            reach[1] == 0,
-            x.scale,
-            padding_mask,
-            segment_ids=ids,
-            return_lse=True,
-        )
-        return blockwise_local_attention(q.to(wide), k.to(wide), v.to(wide), options)
-    mask = AttentionMask(window=reach, padding=padding_mask, segment_ids=ids)
-    if not dense:
-        return band_softmax(q, k, v, window=reach, scale=x.scale, mask=mask)
-    seen = mask.dense(length, length, q.device)
-    assert seen is not None
-    return _dense_softmax(q, k, v, seen, x.scale)
-
-
-def _dense_softmax(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return softmax attention and its log-sum-exp; finite for queries that see no key."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q = q.to(wide).unflatten(1, (k.shape[1], -1)) * scale
-    scores = (q @ k.to(wide).unsqueeze(2).mT).flatten(1, 2)
-    scores = scores.masked_fill(~seen, torch.finfo(wide).min / 8)
-    lse = scores.logsumexp(-1, keepdim=True)
-    weights = (scores - lse).exp().unflatten(1, (k.shape[1], -1))
-    return (weights @ v.to(wide).unsqueeze(2)).flatten(1, 2), lse
 
 
 # -- the linear branch -----------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.backends.local.causal_window import Window, WindowState, is_filled, next_window
 from attnzoo.backends.local.pattern import gather_tokens
 from attnzoo.kernels.context_parallel import SequenceShard, latest_before
 from attnzoo.state import LinearState
@@ -64,32 +64,29 @@ class HybridInputs(NamedTuple):
     chunk_size: int | None
     shard: SequenceShard | None
 
+    @property
+    def options(self) -> Window:
+        """The options of the window."""
+        dense = self.impl == "reference"
+        return Window(self.window, self.scale, self.padding_mask, self.segment_ids, dense)
+
+    @property
+    def window_state(self) -> WindowState | None:
+        """The window before this call."""
+        state = self.state
+        return None if state is None else WindowState(state.k, state.v, state.seen)
+
 
 def next_state(x: HybridInputs, sums: LinearState | None) -> HybridState:
     """Return the state after the last real token; the given state is not modified."""
     assert sums is not None
-    size, length, state = x.window, x.q.shape[2], x.state
+    options, old = x.options, () if x.state is None else (x.state.features,)
     new = (x.k, x.v[..., :-1], x.branch.k)
-    if state is None:
-        tokens = [F.pad(y, (0, 0, size, 0)) for y in new]
-        seen = torch.zeros(len(x.q), dtype=torch.long, device=x.q.device)
-    else:
-        tokens = [torch.cat([a.to(b.dtype), b], 2) for a, b in zip(state[:3], new, strict=True)]
-        seen = state.seen
-    if x.padding_mask is None:
-        k, v, features = [y[:, :, length:].clone() for y in tokens]
-        count = torch.full_like(seen, length)
-    else:
-        count = x.padding_mask.sum(1)
-        latest = count[:, None] + torch.arange(size, device=seen.device)
-        k, v, features = [gather_tokens(y, latest) for y in tokens]
-    if x.segment_ids is not None:  # the next token belongs to the last segment
-        in_last = x.segment_ids == x.segment_ids[:, -1:]
-        count = (in_last if x.padding_mask is None else in_last & x.padding_mask).sum(1)
-    after = HybridState(k, v, features, sums.kv, sums.k, seen + count)
+    k, v, features, seen = next_window(new, x.window_state, options, old)
+    after = HybridState(k, v, features, sums.kv, sums.k, seen)
     if x.segment_ids is None:
         return after
-    return after._replace(features=features * is_filled(after)[:, None, :, None])
+    return after._replace(features=features * _filled_places(after))
 
 
 def state_before_shard(
@@ -100,13 +97,11 @@ def state_before_shard(
     k, v, features = latest_before((k, v, features), shard, window)
     empty = features.new_zeros(0)
     state = HybridState(k, v, features, empty, empty, seen)
-    return state._replace(features=features * is_filled(state)[:, None, :, None])
+    return state._replace(features=features * _filled_places(state))
 
 
-def is_filled(state: HybridState) -> Tensor:
-    """Return which places of the window hold a key, ``[B, W]`` bool."""
-    place = torch.arange(state.k.shape[2], device=state.seen.device)
-    return place >= len(place) - state.seen[:, None]
+def _filled_places(state: HybridState) -> Tensor:
+    return is_filled(state.seen, state.k.shape[2])[:, None, :, None]
 
 
 def reorder(branch: LinearBranch, order: Tensor) -> LinearBranch:

@@ -26,7 +26,7 @@ from attnzoo.backends.linear.feature_maps.random_features import (
     scaled_queries,
 )
 from attnzoo.backends.linear.op import linear_attention
-from attnzoo.backends.linear.recurrent import RecurrentBackend, RecurrentConfig
+from attnzoo.backends.linear.recurrent import NormalizedConfig, RecurrentBackend
 from attnzoo.backends.linear.window_hybrid import LinearBranch
 from attnzoo.backends.performer.op import favor_attention
 from attnzoo.errors import ConfigError
@@ -37,7 +37,7 @@ BLOCK_FEATURES = 2**21  # features that are computed at once on a CPU: 8 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerformerConfig(RecurrentConfig):
+class PerformerConfig(NormalizedConfig):
     """Settings of Performer's attention, FAVOR+ (arXiv:2009.14794).
 
     Attributes:

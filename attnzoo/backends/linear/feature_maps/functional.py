@@ -299,6 +299,19 @@ def learned_relu(x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
     return F.relu(_affine(x, residual, bias)) + RELU_FLOOR
 
 
+def learned_linear(x: Tensor, residual: Tensor) -> Tensor:
+    r"""Return :math:`(I + R)x`, features of any sign. The scale is not used.
+
+    Args:
+        x: Queries or keys, ``[B, H, T, D]``.
+        residual: R, ``[H, D, D]``.
+
+    Returns:
+        ``[B, H, T, D]``, float32 or wider.
+    """
+    return _affine(x, residual)
+
+
 def _affine(x: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return :math:`(I + R)x + b` of each head, float32 or wider."""
     x = widen(x)

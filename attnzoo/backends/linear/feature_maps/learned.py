@@ -18,6 +18,7 @@ from attnzoo.backends.linear.feature_maps.functional import (
     hedgehog,
     hedgehog_joint,
     learned_exp,
+    learned_linear,
     learned_relu,
 )
 from attnzoo.backends.linear.feature_maps.random_features import random_projection
@@ -59,6 +60,30 @@ class HedgehogMap(FeatureMap):
     def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
         """Map keys; the scale is learned."""
         return hedgehog(k, self.key_residual)
+
+
+@register_feature_map("learned_linear")
+class LearnedLinearMap(HedgehogMap):
+    r"""The linear layer of Hedgehog (arXiv:2402.04347) without its softmax: :math:`Wx`.
+
+    D features, of any sign; learned, W = I + R per head, with separate weights for queries and
+    keys, initialised to the identity.
+    """
+
+    signed = True
+
+    @property
+    def size(self) -> int:
+        """F, one feature per entry."""
+        return self.geometry.head_dim
+
+    def queries(self, q: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
+        """Map queries; the scale is learned."""
+        return learned_linear(q, self.query_residual)
+
+    def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
+        """Map keys; the scale is learned."""
+        return learned_linear(k, self.key_residual)
 
 
 @register_feature_map("hedgehog_joint")

@@ -1,0 +1,69 @@
+r"""The decays of the delta rule: per token, or per token and key channel.
+
+Both are :math:`g = -e^a\, \mathrm{softplus}(y)` with a projection y of the hidden states, as in
+Gated DeltaNet (where a is ``A_log`` and the bias of y is ``dt_bias``) and KDA.
+Letters: B batch, Hkv key heads, T tokens, F features of a key, M hidden size, R rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Initial decay of a token: the state keeps 1/e after 1 / INITIAL_RATE tokens
+INITIAL_RATE = 1 / 512
+RANK = 16  # of the projection from hidden states to channels
+
+
+class ScalarGate(nn.Module):
+    """One decay per token and key head (Gated DeltaNet, arXiv:2412.06464)."""
+
+    def __init__(self, heads: int, features: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, hidden_size))
+        self.bias = nn.Parameter(torch.empty(heads))
+        self.log_rate = nn.Parameter(torch.empty(heads))
+
+    def reset_parameters(self) -> None:
+        """Initialise to the same long memory for every token."""
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, math.log(math.expm1(INITIAL_RATE)))
+        nn.init.zeros_(self.log_rate)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return log decays, ``[B, Hkv, T]``, from ``[B, T, M]`` in float32 or wider."""
+        x = hidden_states
+        step = F.softplus(F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype)))
+        return (-self.log_rate.to(x.dtype).exp() * step).transpose(1, 2)
+
+
+class VectorGate(nn.Module):
+    """One decay per token and key channel, with a projection of rank 16 (KDA, arXiv:2510.26692)."""
+
+    def __init__(self, heads: int, features: int, hidden_size: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.empty(RANK, hidden_size))
+        self.up = nn.Parameter(torch.empty(heads * features, RANK))
+        self.bias = nn.Parameter(torch.empty(heads, features))
+        self.log_rate = nn.Parameter(torch.empty(heads))
+
+    def reset_parameters(self) -> None:
+        """Initialise to the same long memory for every token; ``down`` gives ``up`` a gradient."""
+        nn.init.eye_(self.down)
+        nn.init.zeros_(self.up)
+        nn.init.constant_(self.bias, math.log(math.expm1(INITIAL_RATE)))
+        nn.init.zeros_(self.log_rate)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return log decays, ``[B, Hkv, T, F]``, from ``[B, T, M]`` in float32 or wider."""
+        x, heads = hidden_states, len(self.bias)
+        low = F.linear(x, self.down.to(x.dtype))
+        logits = F.linear(low, self.up.to(x.dtype), self.bias.to(x.dtype).flatten())
+        step = F.softplus(logits.unflatten(-1, (heads, -1)).transpose(1, 2))
+        return -self.log_rate.to(x.dtype).exp()[:, None, None] * step
+
+
+GATES: dict[str, type[ScalarGate] | type[VectorGate]] = {"scalar": ScalarGate, "vector": VectorGate}

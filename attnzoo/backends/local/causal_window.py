@@ -1,0 +1,206 @@
+"""Causal softmax over a window of the latest keys, with the log-sum-exp and a state.
+
+For mechanisms that combine it with a state over all earlier tokens. Time O(T W D), memory O(T D) on
+a CPU; the state has a fixed size. Windows count real tokens: padding is moved to the end of the
+rows, so that windows are contiguous, and back.
+Letters: B batch, H query heads, Hkv key heads, T queries, D key size, E value size, W window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo.backends.local.band import band_softmax
+from attnzoo.backends.local.blockwise_cpu import LocalOptions, blockwise_local_attention
+from attnzoo.backends.local.pattern import Band, gather_tokens
+from attnzoo.backends.validation import check_size, is_empty_call
+from attnzoo.kernels.context_parallel import SequenceShard, latest_before
+from attnzoo.masks import AttentionMask
+
+
+class WindowState(NamedTuple):
+    """The keys and values of the window; of a fixed size."""
+
+    k: Tensor  # [B, Hkv, W, D]: the latest keys, the newest last; zeros if there are fewer
+    v: Tensor  # [B, Hkv, W, E]
+    seen: Tensor  # [B], int64: number of real tokens so far
+
+
+class Window(NamedTuple):
+    """Options of a call whose padding is at the end of the rows."""
+
+    size: int  # W, in tokens, with the query's own
+    scale: float  # multiplies query-key products
+    padding_mask: Tensor | None  # [B, T] bool, true at real tokens
+    segment_ids: Tensor | None  # [B, T]
+    dense: bool  # compute with a dense mask, for comparison
+
+
+def causal_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    scale: float,
+    mask: AttentionMask,
+    state: WindowState | None = None,
+    return_state: bool = False,
+    shard: SequenceShard | None = None,
+    dense: bool = False,
+) -> tuple[Tensor, Tensor, WindowState | None]:
+    """Compute softmax attention to the W latest real keys of the same segment.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``.
+        k: Keys, ``[B, Hkv, T, D]``; H is a multiple of Hkv.
+        v: Values, ``[B, Hkv, T, E]``.
+        window: W, with the query's own key.
+        scale: Multiplies query-key products.
+        mask: Padding and segments of a causal call.
+        state: The window of an earlier call; not together with segments.
+        return_state: Whether to return the window after the last real token.
+        shard: This rank's part of sequences that several ranks hold, in place of ``state``.
+        dense: Compute with a dense mask, for comparison.
+
+    Returns:
+        The output ``[B, H, T, E]`` and the log-sum-exp of the scores, ``[B, H, T, 1]``, both
+        float32 or wider and 0 at padding, and the state.
+    """
+    check_size("window", window)
+    padding_mask, ids, order = mask.padding, mask.segment_ids, None
+    if shard is not None:
+        latest_k, latest_v = latest_before((k, v), shard, window)
+        state = WindowState(latest_k, latest_v, shard.tokens_before(len(k), k.device))
+    if padding_mask is not None:
+        order, padding_mask, ids = padding_last(padding_mask, ids)
+        q, k, v = (gather_tokens(x, order) for x in (q, k, v))
+    options = Window(window, scale, padding_mask, ids, dense)
+    out, lse = causal_window(q, k, v, state, options)
+    last = None
+    if return_state:
+        latest_k, latest_v, seen = next_window((k, v), state, options)
+        last = WindowState(latest_k, latest_v, seen)
+    if order is not None and padding_mask is not None:
+        is_padding, back = ~padding_mask[:, None, :, None], order.argsort(1)
+        out, lse = (gather_tokens(x.masked_fill(is_padding, 0), back) for x in (out, lse))
+    return out, lse, last
+
+
+def padding_last(
+    padding_mask: Tensor, segment_ids: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the order that moves padding to the end of rows, and the masks in that order."""
+    order = padding_mask.int().argsort(dim=1, descending=True, stable=True)
+    padding_mask = padding_mask.gather(1, order)
+    if segment_ids is not None:
+        ids = segment_ids.gather(1, order)
+        segment_ids = torch.where(padding_mask, ids, (ids * padding_mask).amax(1, keepdim=True))
+    return order, padding_mask, segment_ids
+
+
+def causal_window(
+    q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, x: Window
+) -> tuple[Tensor, Tensor]:
+    """Return softmax attention to the W latest keys, and its log-sum-exp."""
+    padding_mask, ids, reach = x.padding_mask, x.segment_ids, (x.size - 1, 0)
+    if state is None:
+        return local_softmax(q, k, v, reach, x)
+    one_token = q.shape[2] == 1
+    first = int(one_token)  # one token does not see the oldest key of the state
+    k = torch.cat([state.k[:, :, first:].to(k.dtype), k], 2)
+    v = torch.cat([state.v[:, :, first:].to(v.dtype), v], 2)
+    if padding_mask is None:
+        padding_mask = torch.ones(len(q), q.shape[2], dtype=torch.bool, device=q.device)
+    padding_mask = torch.cat([is_filled(state.seen, x.size)[:, first:], padding_mask], 1)
+    if one_token:
+        return _dense_softmax(q, k, v, padding_mask[:, None, None], x.scale)
+    if ids is not None:  # the state belongs to the first segment
+        ids = torch.cat([ids[:, :1].expand(-1, x.size), ids], 1)
+    q = F.pad(q, (0, 0, x.size, 0))
+    x = x._replace(padding_mask=padding_mask, segment_ids=ids)
+    out, lse = local_softmax(q, k, v, reach, x)
+    return out[:, :, x.size :], lse[:, :, x.size :]
+
+
+def next_window(
+    new: Sequence[Tensor], state: WindowState | None, x: Window, old: Sequence[Tensor] = ()
+) -> tuple[Tensor, ...]:
+    """Return the W latest real tokens of some tensors, and the number of tokens seen, ``[B]``.
+
+    Args:
+        new: Keys, values and others of this call, ``[B, Hkv, T, X]`` each.
+        state: The window before this call.
+        x: Options of the call.
+        old: The others before this call, ``[B, Hkv, W, X]`` each.
+    """
+    length = new[0].shape[2]
+    if state is None:
+        tokens = [F.pad(y, (0, 0, x.size, 0)) for y in new]
+        seen = torch.zeros(len(new[0]), dtype=torch.long, device=new[0].device)
+    else:
+        before = (state.k, state.v, *old)
+        tokens = [torch.cat([a.to(b.dtype), b], 2) for a, b in zip(before, new, strict=True)]
+        seen = state.seen
+    if x.padding_mask is None:
+        latest = [y[:, :, length:].clone() for y in tokens]
+        count = torch.full_like(seen, length)
+    else:
+        count = x.padding_mask.sum(1)
+        index = count[:, None] + torch.arange(x.size, device=seen.device)
+        latest = [gather_tokens(y, index) for y in tokens]
+    if x.segment_ids is not None:  # the next token belongs to the last segment
+        in_last = x.segment_ids == x.segment_ids[:, -1:]
+        count = (in_last if x.padding_mask is None else in_last & x.padding_mask).sum(1)
+    return *latest, seen + count
+
+
+def is_filled(seen: Tensor, size: int) -> Tensor:
+    """Return which of ``size`` places of the window hold a key, ``[B, W]`` bool."""
+    place = torch.arange(size, device=seen.device)
+    return place >= size - seen[:, None]
+
+
+def local_softmax(
+    q: Tensor, k: Tensor, v: Tensor, reach: tuple[int, int], x: Window
+) -> tuple[Tensor, Tensor]:
+    """Return softmax attention to ``reach`` keys on either side, and its log-sum-exp."""
+    length = q.shape[2]
+    reach = (min(reach[0], length - 1), min(reach[1], length - 1))
+    on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    dense = x.dense or is_empty_call(q, k)
+    if not dense and on_cpu:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        options = LocalOptions(
+            Band(*reach, 1),
+            reach[1] == 0,
+            x.scale,
+            x.padding_mask,
+            segment_ids=x.segment_ids,
+            return_lse=True,
+        )
+        return blockwise_local_attention(q.to(wide), k.to(wide), v.to(wide), options)
+    mask = AttentionMask(window=reach, padding=x.padding_mask, segment_ids=x.segment_ids)
+    if not dense:
+        return band_softmax(q, k, v, window=reach, scale=x.scale, mask=mask)
+    seen = mask.dense(length, length, q.device)
+    assert seen is not None
+    return _dense_softmax(q, k, v, seen, x.scale)
+
+
+def _dense_softmax(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return softmax attention and its log-sum-exp; finite for queries that see no key."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q = q.to(wide).unflatten(1, (k.shape[1], -1)) * scale
+    scores = (q @ k.to(wide).unsqueeze(2).mT).flatten(1, 2)
+    scores = scores.masked_fill(~seen, torch.finfo(wide).min / 8)
+    lse = scores.logsumexp(-1, keepdim=True)
+    weights = (scores - lse).exp().unflatten(1, (k.shape[1], -1))
+    return (weights @ v.to(wide).unsqueeze(2)).flatten(1, 2), lse

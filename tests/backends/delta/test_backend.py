@@ -1,0 +1,165 @@
+"""The backend of the delta rule: its gates, its write strengths, and the window beside it."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attnzoo.backends.config import Geometry
+from attnzoo.backends.delta.gates import INITIAL_RATE
+from attnzoo.backends.linear.recurrent import WindowDropout
+from attnzoo.backends.softmax.op import softmax_attention
+from attnzoo.errors import ConfigError, UnsupportedError
+from attnzoo.registry import build_backend
+
+H, HKV, D, E, M = 4, 2, 8, 6, 12
+GATES = ("none", "scalar", "vector")
+
+
+def build(*, changes=None, dtype=torch.float64, drawn=True, **options):
+    """Return a backend, with random parameters unless ``drawn`` is false."""
+    layer = {"num_heads": H, "num_key_heads": HKV, "head_dim": D, "value_dim": E, "hidden_size": M}
+    backend = build_backend("delta", options, Geometry(**layer | (changes or {}))).to(dtype)
+    if drawn:
+        with torch.no_grad():
+            for p in backend.parameters():
+                p.add_(0.5 * torch.randn(p.shape))
+    return backend
+
+
+def inputs(length, dtype=torch.float64):
+    q = torch.randn(2, H, length, D, dtype=dtype)
+    k, v = (torch.randn(2, HKV, length, n, dtype=dtype) for n in (D, E))
+    return q, k, v, torch.randn(2, length, M, dtype=dtype)
+
+
+def near_mask(length, window):
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    return (distance >= 0) & (distance < window)
+
+
+def formula(weights, q, k, v, x, *, gate, window, negative):
+    """Compute outputs token by token from the parameters of a state dict."""
+    beta = torch.sigmoid(x @ weights["write_weight"].T + weights["write_bias"]) * (1 + negative)
+    length = x.shape[1]
+    g = x.new_zeros(2, length, HKV, 1)
+    if gate == "scalar":
+        y = x @ weights["gate.weight"].T + weights["gate.bias"]
+        g = -(weights["gate.log_rate"].exp() * F.softplus(y)).unsqueeze(-1)
+    elif gate == "vector":
+        y = (x @ weights["gate.down"].T @ weights["gate.up"].T).view(2, length, HKV, D)
+        g = -weights["gate.log_rate"].exp()[:, None] * F.softplus(y + weights["gate.bias"])
+    unit = [y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k)]
+    state, outs = q.new_zeros(2, HKV, D, E), []
+    for t in range(length):
+        key, b = unit[1][:, :, t, :, None], beta[:, t, :, None, None]
+        state = g[:, t].exp().unsqueeze(-1) * state
+        state = state + b * key * (v[:, :, t, None] - key.mT @ state)
+        outs.append(unit[0][:, :, t, None] @ state.repeat_interleave(H // HKV, 1))
+    far = torch.cat(outs, 2)
+    if window is None:
+        return far
+    scores = q @ k.repeat_interleave(H // HKV, 1).mT * D**-0.5
+    scores = scores.masked_fill(~near_mask(length, window), -math.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    near = scores.softmax(-1) @ v.repeat_interleave(H // HKV, 1)
+    logit = (x @ weights["mix_weight"].T + weights["far_log_weight"]).mT.unsqueeze(-1)
+    mix = torch.sigmoid(logit - weights["mix_lse"].view(H, 1, 1) * lse)
+    return (1 - mix) * near + mix * far
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("gate", GATES)
+def test_it_equals_the_formula(gate, window):
+    for negative in (False, True):
+        options = {"gate": gate, "window": window, "allow_negative_eigenvalues": negative}
+        backend = build(**options, chunk_size=8)
+        q, k, v, x = inputs(30)
+        out = backend(q, k, v, hidden_states=x).out
+        options = {"gate": gate, "window": window, "negative": negative}
+        expected = formula(backend.state_dict(), q, k, v, x, **options)
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_every_parameter_has_a_gradient_and_the_start_is_the_same_for_all_tokens(gate):
+    backend = build(gate=gate, window=5, feature_map="learned_linear", drawn=False)
+    q, k, v, x = inputs(30)
+    backend(q, k, v, hidden_states=x).out.square().sum().backward()
+    without = {n for n, p in backend.named_parameters() if p.grad is None or not p.grad.any()}
+    assert without == ({"gate.down"} if gate == "vector" else set())
+    if gate != "none":
+        log_decay = backend.gate(x)
+        torch.testing.assert_close(log_decay, torch.full_like(log_decay, -INITIAL_RATE))
+
+
+def test_it_starts_near_the_window():
+    backend = build(window=5, far_weight=0.01, drawn=False)
+    for length in (20, 400):
+        q, k, v, x = inputs(length)
+        window = softmax_attention(q, k, v, mask=near_mask(length, 5)).out
+        error = (backend(q, k, v, hidden_states=x).out - window).norm() / window.norm()
+        assert 1e-4 < error < 0.02
+
+
+def test_a_token_that_finds_its_answer_in_the_window_mixes_in_less():
+    backend = build(window=5, far_weight=0.5, drawn=False)
+    with torch.no_grad():
+        backend.mix_lse.fill_(1.0)
+    q, k, v, x = inputs(30)
+    q[:, :, 20] = 9 * k.repeat_interleave(H // HKV, 1)[:, :, 20]
+    near = softmax_attention(q, k, v, mask=near_mask(30, 5)).out
+    change = (backend(q, k, v, hidden_states=x).out - near).norm(dim=-1)
+    assert (change[:, :, 20] < 0.01 * change[:, :, 21:].mean()).all()
+
+
+def test_heads_may_train_without_their_window():
+    backend, alone = build(window=5), build()
+    alone.load_state_dict(backend.state_dict(), strict=False)
+    q, k, v, x = inputs(30)
+    backend.window_dropout = WindowDropout(1.0, 0)
+    far = alone(q, k, v, hidden_states=x).out
+    near = backend.eval()(q, k, v, hidden_states=x).out
+    torch.testing.assert_close(backend.train()(q, k, v, hidden_states=x).out, far)
+    assert (near - far).abs().max() > 0.1
+
+
+def test_a_map_may_give_keys_more_features():
+    backend = build(feature_map="hedgehog_exp", num_features=24, gate="vector", chunk_size=8)
+    q, k, v, x = inputs(20)
+    whole = backend(q, k, v, hidden_states=x, return_state=True)
+    assert whole.state.kv.shape == (2, HKV, 24, E)
+    assert whole.impl.reason.startswith("chunk form; ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"feature_map": "cosine"}, "feature_map='cosine' depends on positions"),
+        ({"gate": "gla"}, "gate must be 'none' or 'scalar' or 'vector', got 'gla'"),
+        ({"window": 0}, "window must be at least 1 token, got 0"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1 token, got 0"),
+        ({"far_weight": 0.2}, "far_weight needs a window"),
+        ({"eps": 0.1}, "has no option 'eps'"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        build(**options)
+
+
+def test_layers_and_calls_that_it_cannot_serve_are_refused():
+    for changes, message in (
+        ({"causal": False}, "the layer is bidirectional"),
+        ({"hidden_size": None}, "hidden size is unknown, and write strengths"),
+        ({"cross_attention": True}, "the layer is cross-attention"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            build(changes=changes)
+    q, k, v, x = inputs(5)
+    with pytest.raises(UnsupportedError, match="hidden_states are missing"):
+        build()(q, k, v)
+    with pytest.raises(UnsupportedError, match=r"hidden_states have shape \(2, 4, 12\)"):
+        build()(q, k, v, hidden_states=x[:, :4])
