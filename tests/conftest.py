@@ -13,7 +13,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # tools/ is not in th
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 # Set before torch loads, and by name, so that the processes a test starts keep to the share too.
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // _workers))
+_share = max(1, (os.cpu_count() or 1) // _workers)
+os.environ["OMP_NUM_THREADS"] = str(min(_share, int(os.environ.get("OMP_NUM_THREADS", _share))))
 
 # Kernels run in Triton's interpreter, on the CPU. The variable is read when Triton and kernels are
 # imported, and never again: before any test module imports Triton for another reason, and unseen by
@@ -28,6 +29,19 @@ if importlib.util.find_spec("triton"):
         patch.setenv("TRITON_INTERPRET", "1")
         for name in INTERPRETED:
             importlib.import_module(name)
+
+
+def pytest_collection_finish():
+    from tests.helpers import freeze_garbage_collector
+
+    freeze_garbage_collector()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fast_garbage_collection():
+    from tests.helpers import freeze_garbage_collector
+
+    freeze_garbage_collector()
 
 
 @pytest.fixture(autouse=True)

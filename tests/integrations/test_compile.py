@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
+from tests.helpers import freeze_garbage_collector
 
 BACKENDS = {
     "softmax": {},
@@ -24,10 +25,17 @@ BACKENDS = {
 }
 
 
+@pytest.fixture
+def one_layer(llama):
+    """Return a Llama with one layer: torch.compile traces each layer again."""
+    return llama(num_hidden_layers=1)
+
+
 @pytest.fixture(autouse=True)
 def _fresh():
     torch._dynamo.reset()
     counters.clear()
+    freeze_garbage_collector()
     yield
     torch._dynamo.reset()
 
@@ -41,8 +49,8 @@ def compiled(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_forward_is_one_graph(backend, llama, ids, padding):
-    model = llama().double()
+def test_forward_is_one_graph(backend, one_layer, ids, padding):
+    model = one_layer.double()
     swap(model, backend)
     whole = compiled(model)
     with torch.no_grad():
@@ -63,8 +71,8 @@ def test_forward_is_one_graph(backend, llama, ids, padding):
         for name in BACKENDS
     ],
 )  # fmt: skip
-def test_training_step(backend, llama, ids, padding):
-    model = llama()
+def test_training_step(backend, one_layer, ids, padding):
+    model = one_layer
     swap(model, backend)
     given = {"attention_mask": padding("left"), "labels": ids, "use_cache": False}
     gradients = []
@@ -119,8 +127,8 @@ def test_sliding_windows_compile(backend, redraw, ids, padding):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_rows_compile(backend, llama):
-    model = llama()
+def test_packed_rows_compile(backend, one_layer):
+    model = one_layer
     swap(model, backend)
     ids = torch.randint(3, 99, (2, 12))
     places = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
@@ -130,8 +138,8 @@ def test_packed_rows_compile(backend, llama):
     assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_swap_of_a_compiled_model(llama, ids):
-    model = llama()
+def test_swap_of_a_compiled_model(one_layer, ids):
+    model = one_layer
     whole = compiled(model)
     with torch.no_grad():
         stock = whole(ids, use_cache=False).logits
@@ -144,8 +152,8 @@ def test_swap_of_a_compiled_model(llama, ids):
 
 
 @pytest.mark.parametrize("backend", ["flash", "linear"])
-def test_weights_on_request_compile(backend, llama, ids):
-    model = llama()
+def test_weights_on_request_compile(backend, one_layer, ids):
+    model = one_layer
     attnzoo.swap(model, backend)
     with torch.no_grad():
         expected = model(ids, output_attentions=True, use_cache=False).attentions

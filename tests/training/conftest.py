@@ -1,3 +1,4 @@
+import sys
 from itertools import count
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 import transformers as hf
 
 import attnzoo
+from attnzoo.cli import main
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.training import results
 
@@ -40,6 +42,19 @@ def model():
 def _short_decoding(monkeypatch):
     """Time decoding at a short context: most of a tiny model's run would be decoding."""
     monkeypatch.setattr(results, "LENGTHS", (16,))
+
+
+@pytest.fixture
+def attnzoo_command(monkeypatch):
+    """A function that runs a command, which must succeed, in this process."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["attnzoo", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert not stop.value.code
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -49,24 +49,31 @@ def test_accelerate_accepts_the_config(name):
         assert arguments.zero_stage == int(name[-1])
 
 
-def run(check, *paths):
-    """Run a check of ``two_processes.py`` in two processes."""
+def run(checks, *paths):
+    """Run checks of ``two_processes.py``, separated by commas, in two processes."""
     script = Path(__file__).with_name("two_processes.py")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    command = [sys.executable, *launcher, str(script), check, *map(str, paths)]
+    command = [sys.executable, *launcher, str(script), checks, *map(str, paths)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.fixture(scope="module")
+def launched(saved, text, tmp_path_factory):
+    """The folder with the results of three checks, which share one start of two processes."""
+    out = tmp_path_factory.mktemp("launched")
+    run("draws,idle,sharded", saved, text, out)
+    return out
+
+
 @pytest.mark.slow
-def test_sharded_weights_take_the_same_steps(saved, text, spec, tmp_path):
+def test_sharded_weights_take_the_same_steps(saved, text, spec, tmp_path, launched):
     """In both stages with Accelerate's FSDP2; the saved model has full weights.
 
     A run that is stopped twice and resumed has the same losses, bit for bit. With context
     parallelism too, the steps are those of one process.
     """
-    run("sharded", saved, text, tmp_path)
     for train in ("full", "lora"):
         options = {"transfer_steps": 3, "distil_steps": 4, "row_length": 32, "judged_rows": 2}
         loop = LoopConfig(batch_size=4)
@@ -74,18 +81,18 @@ def test_sharded_weights_take_the_same_steps(saved, text, spec, tmp_path):
         results = recover(
             saved, spec, [text], one, RecoverConfig(**options, train=train, loop=loop)
         )
-        found, expected = read_losses(tmp_path / train), read_losses(one)
+        found, expected = read_losses(launched / train), read_losses(one)
         assert [x["loss"] for x in found] == pytest.approx([x["loss"] for x in expected], rel=0.05)
-        assert found == read_losses(tmp_path / f"{train}-again")
+        assert found == read_losses(launched / f"{train}-again")
         if train == "full":
-            both = [x["loss"] for x in read_losses(tmp_path / "shared")]
+            both = [x["loss"] for x in read_losses(launched / "shared")]
             assert both == pytest.approx([x["loss"] for x in expected], rel=1e-4)
-        written = json.loads((tmp_path / train / "recovery.json").read_text())
+        written = json.loads((launched / train / "recovery.json").read_text())
         for name in ("softmax", "raw swap", "window alone"):
             assert written["lines"][name]["loss"] == pytest.approx(results["lines"][name]["loss"])
         line = written["lines"]["result"]["loss"]
         assert line == pytest.approx(results["lines"]["result"]["loss"], rel=2e-3)
-        model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / train)
+        model = hf.AutoModelForCausalLM.from_pretrained(launched / train)
         assert model.config.attnzoo == spec.to_dict(defaults=True)
         ours, whole = model.state_dict(), hf.AutoModelForCausalLM.from_pretrained(one).state_dict()
         raw = hf.AutoModelForCausalLM.from_pretrained(saved)
@@ -144,14 +151,12 @@ def test_invalid_cp_size_is_refused(saved, text, spec, tmp_path, changes, messag
 
 
 @pytest.mark.slow
-def test_ddp_with_extras_that_get_no_gradient(saved, text, tmp_path):
-    run("idle", saved, text, tmp_path)
-    assert len(read_losses(tmp_path / "idle")) == 7
+def test_ddp_with_extras_that_get_no_gradient(launched):
+    assert len(read_losses(launched / "idle")) == 7
 
 
 @pytest.mark.slow
-def test_random_features_and_hashes_are_equal_in_all_processes(saved, text, tmp_path):
+def test_random_features_and_hashes_are_equal_in_all_processes(launched):
     """The global random states of the processes differ."""
-    run("draws", saved, text, tmp_path)
-    first, second = (json.loads((tmp_path / f"draws-{n}.json").read_text()) for n in (0, 1))
+    first, second = (json.loads((launched / f"draws-{n}.json").read_text()) for n in (0, 1))
     assert first == second

@@ -140,7 +140,7 @@ def test_resumed_run_equals_uninterrupted_run(
     assert all(torch.equal(x, found[name]) for name, x in weights(expected).items())
 
 
-def test_killed_process_is_resumed(saved, text, tmp_path):
+def test_killed_process_is_resumed(saved, text, tmp_path, capsys, attnzoo_command):
     arguments = [
         *("recover", str(saved), "--data", str(text), "--out", str(tmp_path / "out")),
         *("--attention", "linear", "--set", "feature_map=hedgehog", "--length", "32"),
@@ -156,11 +156,9 @@ def test_killed_process_is_resumed(saved, text, tmp_path):
         process.send_signal(signal.SIGKILL)
     done = len(losses(tmp_path / "out"))
     assert 50 <= done < 200
-    finished = subprocess.run(
-        [*command, "--resume"], env=env, capture_output=True, text=True, check=True
-    )
+    attnzoo_command(*arguments, "--resume")
     assert [step for _, step, _ in losses(tmp_path / "out")] == [*range(200), *range(3)]
-    assert "softmax" in finished.stdout
+    assert "softmax" in capsys.readouterr().out
 
 
 def test_gradient_accumulation_takes_the_same_steps(saved, text, spec, tmp_path):
@@ -175,23 +173,19 @@ def test_gradient_accumulation_takes_the_same_steps(saved, text, spec, tmp_path)
     assert found[1] == pytest.approx(found[0], rel=2e-3)
 
 
-def test_two_processes_take_the_steps_of_one(saved, text, tmp_path):
-    def run(out, launcher):
-        command = [
-            *(sys.executable, *launcher, "-m", "attnzoo", "recover", str(saved)),
-            *("--data", str(text), "--out", str(out), "--attention", "performer"),
-            *("--set", "window=4", "--length", "32", "--batch", "4"),
-            *("--transfer-steps", "2", "--distil-steps", "4", "--train", "full"),
-        ]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        env.pop("ACCELERATE_USE_CPU", None)
-        subprocess.run(command, env=env, check=True, capture_output=True, timeout=200)
-        return [loss for *_, loss in losses(out)]
-
-    one = run(tmp_path / "one", [])
-    two = run(
-        tmp_path / "two", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    )
+def test_two_processes_take_the_steps_of_one(saved, text, tmp_path, attnzoo_command):
+    arguments = [
+        *("recover", str(saved), "--data", str(text), "--attention", "performer"),
+        *("--set", "window=4", "--length", "32", "--batch", "4"),
+        *("--transfer-steps", "2", "--distil-steps", "4", "--train", "full"),
+    ]
+    attnzoo_command(*arguments, "--out", tmp_path / "one")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, "-m", "attnzoo", *arguments, "--out", tmp_path / "two"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env.pop("ACCELERATE_USE_CPU", None)
+    subprocess.run(command, env=env, check=True, capture_output=True, timeout=200)
+    one, two = ([loss for *_, loss in losses(tmp_path / name)] for name in ("one", "two"))
     assert len(one) == 6
     assert two == pytest.approx(one, rel=0.05)
     assert two[2:] == pytest.approx(one[2:], rel=0.01)
