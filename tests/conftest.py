@@ -52,6 +52,16 @@ def _seeded():
 
 
 @pytest.fixture(scope="session")
+def fresh_python():
+    """Return a function that runs a program in a process that has not imported attnzoo."""
+    from tests.fresh_python import FreshPython
+
+    python = FreshPython()
+    yield python
+    python.close()
+
+
+@pytest.fixture(scope="session")
 def naive():
     """Return a function that loads a file of flash-linear-attention alone.
 

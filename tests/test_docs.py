@@ -5,8 +5,6 @@ The blocks of a page run in one namespace, in a new process and a temporary fold
 """
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,10 +59,10 @@ NOT_RUN = [(page, b) for page, text in TEXTS.items() for b in blocks(text) if b.
 @pytest.mark.parametrize(
     "page", [pytest.param(p, marks=[pytest.mark.slow] if p in SLOW else []) for p in RUN]
 )
-def test_code_runs(page, tmp_path):
+def test_code_runs(page, tmp_path, fresh_python):
     file = tmp_path / f"page_{Path(page).stem}.py"  # no name of a library, such as peft.py
     file.write_text(script(TEXTS[page]), "utf-8")
-    done = subprocess.run([sys.executable, file], cwd=tmp_path, capture_output=True, text=True)
+    done = fresh_python(file, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

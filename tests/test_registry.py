@@ -1,6 +1,5 @@
 """From names to backends: built in, registered by hand, and installed as plugins."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -141,7 +140,7 @@ def site(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_an_installed_plugin_is_found_and_loads_on_first_use(tmp_path):
+def test_an_installed_plugin_is_found_and_loads_on_first_use(tmp_path, fresh_python):
     """In an interpreter of its own, as a user meets it."""
     install(
         tmp_path, "zoo_mine", "mine = zoo_mine:Mine", MODULE.format(decorator="@register('mine')")
@@ -156,7 +155,7 @@ cls = get_backend("mine")
 assert get_backend("mine") is cls
 print(cls.__module__, cls.name)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = fresh_python(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["zoo_mine", "mine"]
 

@@ -264,10 +264,9 @@ def test_public_names_resolve():
 
 
 @pytest.mark.parametrize("name", ["swap", "describe"])
-def test_first_use_of_a_public_name(name):
-    """In an interpreter where nothing is loaded yet, so that a circle of imports shows."""
-    code = f"import attnzoo; attnzoo.{name}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+def test_first_use_of_a_public_name(name, fresh_python):
+    """In an interpreter that has not imported attnzoo, so that a circle of imports shows."""
+    done = fresh_python(f"import attnzoo; attnzoo.{name}", cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 

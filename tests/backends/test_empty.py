@@ -1,8 +1,5 @@
 """Empty batches and sequences, which give empty outputs; and shapes that no call can have."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,10 +16,8 @@ SCRIPT = Path(__file__).with_name("empty_calls.py")
 
 
 @pytest.mark.parametrize(("batch", "length"), [(0, 70), (0, 1), (2, 0), (0, 0)])
-def test_empty_inputs_give_empty_outputs(batch, length):
-    command = [sys.executable, str(SCRIPT), str(batch), str(length)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+def test_empty_inputs_give_empty_outputs(batch, length, fresh_python):
+    ran = fresh_python(SCRIPT, batch, length)
     assert ran.stdout.endswith("done\n"), f"exit {ran.returncode}: {ran.stdout}{ran.stderr}"
     assert ran.returncode == 0
 

@@ -1,8 +1,6 @@
 """Composite models: one part swapped, by module or by sub-config; encoders and decoders apart."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -192,7 +190,7 @@ def test_encoder_and_decoder_layers_are_told_apart(redraw, tmp_path):
         attnzoo.swap(model, "linear", layers={"decoder.2": "flash"})
 
 
-def test_without_attnzoo_a_swapped_part_fails_loudly(llava, tmp_path):
+def test_without_attnzoo_a_swapped_part_fails_loudly(llava, tmp_path, fresh_python):
     attnzoo.swap(llava.model.language_model, "linear")
     llava.save_pretrained(tmp_path)
     code = (
@@ -201,7 +199,6 @@ def test_without_attnzoo_a_swapped_part_fails_loudly(llava, tmp_path):
         "assert 'attnzoo' not in sys.modules\n"
         "Llava.from_pretrained(sys.argv[1])\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = fresh_python(code, tmp_path)
     assert done.returncode != 0
     assert 'attn_implementation="attnzoo"' in done.stderr

@@ -101,12 +101,14 @@ def test_extras_are_attached_when_a_model_is_built(llama_config):
 
 
 def test_every_backend_is_attached_once(llama_config, monkeypatch):
-    from attnzoo.integrations import convert
+    from attnzoo.integrations import construction
 
     attached = []
-    original = convert.attach
+    original = construction.attach
     monkeypatch.setattr(
-        convert, "attach", lambda layers, _: (attached.append(len(layers)), original(layers, _))
+        construction,
+        "attach",
+        lambda layers, _: (attached.append(len(layers)), original(layers, _)),
     )
     config = llama_config()
     config.attnzoo = attnzoo.AttentionSpec("linear").to_dict()
@@ -339,14 +341,12 @@ def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_without_attnzoo_loading_fails_loudly(saved):
-    done = python(
-        """
-        import sys
-        from transformers import AutoModelForCausalLM
-        assert "attnzoo" not in sys.modules
-        AutoModelForCausalLM.from_pretrained(sys.argv[1])
-        """,
+def test_without_attnzoo_loading_fails_loudly(saved, fresh_python):
+    done = fresh_python(
+        "import sys\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "assert 'attnzoo' not in sys.modules\n"
+        "AutoModelForCausalLM.from_pretrained(sys.argv[1])\n",
         saved,
     )
     assert done.returncode != 0

@@ -1,7 +1,6 @@
 """Names in a config.json, which may come from anywhere, import nothing and call nothing."""
 
 import json
-import subprocess
 import sys
 import textwrap
 
@@ -93,15 +92,11 @@ def test_a_model_swapped_from_python_loads_once_python_registers_the_map(llama, 
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-def test_a_registered_name_loads_in_another_process(llama, sentinel, tmp_path):
+def test_a_registered_name_loads_in_another_process(llama, sentinel, tmp_path, fresh_python):
     attnzoo.register_feature_map("square")(lambda x: x * x)
     model = swapped(llama, "square")
     model.save_pretrained(tmp_path / "model")
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path / "model")],
-        capture_output=True,
-        text=True,
-    )
+    done = fresh_python(textwrap.dedent(SCRIPT), tmp_path / "model")
     assert done.returncode == 0, done.stderr
     expected = model(torch.arange(9)[None]).logits.sum().item()
     assert float(done.stdout) == pytest.approx(expected, rel=1e-4)

@@ -6,7 +6,6 @@ import json
 import math
 import pickle
 import re
-import subprocess
 import sys
 
 import pytest
@@ -130,10 +129,10 @@ def test_dense(name, normalize, causal):
 @pytest.mark.parametrize(
     ("decorator", "name"), [("register_feature_map", "hedgehog"), ("register_gate", "rwkv6")]
 )
-def test_builtin_names_cannot_be_registered_again(decorator, name):
+def test_builtin_names_cannot_be_registered_again(decorator, name, fresh_python):
     """In a new process, before a backend is imported."""
     code = f"import attnzoo\nattnzoo.{decorator}({name!r})(type('Own', (), {{}}))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ran = fresh_python(code)
     assert ran.returncode == 1
     assert f"{name!r} belongs to attnzoo.backends." in ran.stderr
 

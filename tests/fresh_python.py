@@ -1,0 +1,104 @@
+"""Run a program in an interpreter that has imported torch and transformers, but not attnzoo.
+
+The interpreter is a fork of a server, which imports them once: that takes five seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+
+class FreshPython:
+    """Client of a server, which starts with the first program."""
+
+    def __init__(self) -> None:
+        self.server: subprocess.Popen[str] | None = None
+
+    def __call__(
+        self,
+        program: str | Path,
+        *arguments: object,
+        cwd: Path | None = None,
+        path: tuple[Path, ...] = (),
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program: its code, or a file.
+
+        Args:
+            program: The code, or the path of a file.
+            arguments: ``sys.argv[1:]`` of the program.
+            cwd: Its working directory; ``None`` means this process's.
+            path: Folders that it finds first when it imports modules.
+        """
+        if self.server is None:
+            command = [sys.executable, __file__]
+            self.server = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder, "stdout"), Path(folder, "stderr")
+            request = {
+                "file": str(program) if isinstance(program, Path) else "<string>",
+                "code": program.read_text("utf-8") if isinstance(program, Path) else program,
+                "arguments": [str(x) for x in arguments],
+                "cwd": str(cwd or Path.cwd()),
+                "path": [str(x) for x in path],
+                "out": str(out),
+                "err": str(err),
+            }
+            self.server.stdin.write(json.dumps(request) + "\n")
+            self.server.stdin.flush()
+            returncode = int(self.server.stdout.readline())
+            return subprocess.CompletedProcess(
+                [sys.executable, *request["arguments"]],
+                returncode,
+                out.read_text("utf-8"),
+                err.read_text("utf-8"),
+            )
+
+    def close(self) -> None:
+        """Stop the server."""
+        if self.server is not None:
+            self.server.communicate()
+
+
+def serve() -> None:
+    """Fork a process for each request; it leaves this function and the script, as it ends."""
+    sys.path[0] = ""  # as with ``python -c``: the folder of this file is not on the path
+    import torch  # noqa: F401
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401
+
+    assert "attnzoo" not in sys.modules
+    answers = os.fdopen(os.dup(1), "w")
+    while line := sys.stdin.readline():
+        child = os.fork()
+        if not child:
+            answers.close()
+            return run(json.loads(line))
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+
+
+def run(request: dict[str, Any]) -> None:
+    """Run a program as ``__main__``."""
+    for descriptor, name in ((1, request["out"]), (2, request["err"])):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(request["cwd"])
+    sys.path[1:1] = request["path"]
+    sys.argv = [request["file"], *request["arguments"]]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = request["file"]
+    exec(compile(request["code"], request["file"], "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    serve()
