@@ -32,6 +32,7 @@ _PUBLIC = {
     "register_feature_map": "attnzoo.backends.linear.feature_maps.config",
     "register_gate": "attnzoo.backends.gated_linear.backend",
     "restore": "attnzoo.integrations.convert",
+    "speed_up": "attnzoo.integrations.speed_up",
     "swap": "attnzoo.integrations.convert",
 }
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from attnzoo.integrations.convert import restore, swap
     from attnzoo.integrations.describe import describe
     from attnzoo.integrations.positions import extend_positions
+    from attnzoo.integrations.speed_up import speed_up
     from attnzoo.masks import AttentionMask
     from attnzoo.registry import available_backends, get_backend
     from attnzoo.spec import AttentionSpec
@@ -69,6 +71,7 @@ __all__ = [
     "register_feature_map",
     "register_gate",
     "restore",
+    "speed_up",
     "swap",
 ]
 

@@ -23,6 +23,7 @@ from attnzoo.integrations.layers import (
     unwrap_model,
 )
 from attnzoo.integrations.offload import layer_device, refuse_offloaded_blocks
+from attnzoo.integrations.speed_up import remove_speed_up
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
 
@@ -174,13 +175,16 @@ def _clear(config: Any) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    """Restore the original attention of a swapped model; warn if the model is not swapped.
+    """Restore the original attention of a model that is swapped or sped up; else warn.
 
     Raises:
         SpecError: ``model`` is a submodel of a model that was swapped as a whole.
     """
     target = unwrap_model(model)
+    sped_up = target is not None and remove_speed_up(target)
     if target is None or not (_has_backends(target) or _runs_swap(target)):
+        if sped_up:
+            return
         warnings.warn(
             f"{type(model).__name__} is not swapped, so there is nothing to restore", stacklevel=2
         )

@@ -14,7 +14,8 @@ from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import SpecError
 from attnzoo.integrations.attention import NAME, layer_backend
 from attnzoo.integrations.files import empty_model
-from attnzoo.integrations.layers import attention_layers, unwrap_model
+from attnzoo.integrations.layers import attention_layers, layer_number, unwrap_model
+from attnzoo.integrations.speed_up import sped_up_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,25 @@ def describe(model: nn.Module | str | Path) -> Description:
                 else "not swapped",
             )
         rows.append(row)
+    rows += _sped_up_rows(target)
+    rows.sort(key=lambda row: row.layer)
     return Description(type(target).__name__, tuple(rows), tuple(dropout_lines(target)))
+
+
+def _sped_up_rows(model: PreTrainedModel) -> list[LayerDescription]:
+    """Return the layers that ``attnzoo.speed_up`` runs on ops."""
+    return [
+        LayerDescription(
+            layer=layer_number(name, layer),
+            name=name,
+            backend=f"{type(layer).__name__} by {forward.op}_attention",
+            options={},
+            extras=0,
+            impl=forward.ran.impl if forward.ran else "",
+            reason=forward.ran.reason if forward.ran else "",
+        )
+        for name, layer, forward in sped_up_layers(model)
+    ]
 
 
 def dropout_lines(model: PreTrainedModel) -> list[str]:

@@ -32,6 +32,8 @@ def check_reverse_mode(op: str, *tensors: Tensor | None, instead: str = "impl='r
     forward_mode = forward_ad._current_level >= 0
     if torch.compiler.is_compiling():  # a graph cannot contain the checks of single tensors
         refused = forward_mode
+    elif not is_transformed():
+        return
     else:
         found = [x for x in tensors if x is not None]
         refused = any(map(_is_differentiated_by_func, found))
@@ -42,6 +44,13 @@ def check_reverse_mode(op: str, *tensors: Tensor | None, instead: str = "impl='r
             "torch.autograd.grad only, and got a tensor that forward-mode differentiation or "
             f"torch.func differentiates; use {instead}."
         )
+
+
+def is_transformed() -> bool:
+    """Return whether forward-mode differentiation or a transform of torch.func is active."""
+    return forward_ad._current_level >= 0 or (
+        torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def _has_tangent(x: Tensor) -> bool:

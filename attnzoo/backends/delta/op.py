@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.delta.impl.chunk import run_chunks
-from attnzoo.backends.delta.impl.common import DeltaInputs, Result
+from attnzoo.backends.delta.impl.common import NORM_EPS, DeltaInputs, Result
 from attnzoo.backends.delta.impl.context_parallel import state_from_earlier_ranks
 from attnzoo.backends.delta.impl.cpp import cpp_reasons, run_cpp
+from attnzoo.backends.delta.impl.cpp_step import is_step
 from attnzoo.backends.delta.impl.reference import run_reference
 from attnzoo.backends.delta.impl.step import run_steps, step
 from attnzoo.backends.delta.validation import check_inputs
@@ -40,7 +41,6 @@ from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, DeltaState, ImplChoice
 
 FORMS = ("parallel", "recurrent", "chunk")
-NORM_EPS = 1e-6  # added to squared norms, as in the papers' code
 CAUSAL = AttentionMask(causal=True)
 
 
@@ -113,10 +113,14 @@ def delta_attention(
         x = DeltaInputs(
             *(q, k, v, beta, log_decay, state, mask.segment_ids, form, scale, chunk_size)
         )
-        x = _prepare(x, mask.padding, normalize_qk)
+        x = x if mask.padding is None else _clear_padding(x, mask.padding)
+        chosen, choice = select("delta_attention", IMPLEMENTATIONS, x, impl)
+        if normalize_qk and chosen.name == "cpp" and shard is None and is_step(x):
+            x = x._replace(normalize=True)
+        elif normalize_qk:
+            x = x._replace(q=_l2_normalize(x.q.to(dtype)), k=_l2_normalize(x.k.to(dtype)))
         if shard is not None:
             x = x._replace(state=state_from_earlier_ranks(x, shard))
-        chosen, choice = select("delta_attention", IMPLEMENTATIONS, x, impl)
         if is_empty_call(q, k):
             parameters = (beta,) if log_decay is None else (beta, log_decay)
             out, last = empty_output(q, k, v, *parameters), x.state
@@ -137,21 +141,17 @@ def _check_options(form: str, chunk_size: int | None) -> None:
         check_size("chunk_size", chunk_size)
 
 
-def _prepare(x: DeltaInputs, padding_mask: Tensor | None, normalize_qk: bool) -> DeltaInputs:
-    """Normalise queries and keys, and let padding tokens neither write nor decay."""
+def _clear_padding(x: DeltaInputs, padding_mask: Tensor) -> DeltaInputs:
+    """Let padding tokens neither write nor decay."""
     q, k, v, beta, log_decay = x[:5]
-    if padding_mask is not None:
-        is_padding = ~padding_mask[:, None, :, None]
-        q, k, v = (each.masked_fill(is_padding, 0) for each in (q, k, v))
-        beta = beta.masked_fill(is_padding[..., 0], 0)
-        if log_decay is not None:
-            if log_decay.dim() == 1:
-                log_decay = log_decay[None, :, None].expand(beta.shape)
-            of_token = is_padding if log_decay.dim() == 4 else is_padding[..., 0]
-            log_decay = log_decay.masked_fill(of_token, 0)
-    if normalize_qk:
-        dtype = x.state.kv.dtype
-        q, k = (_l2_normalize(each.to(dtype)) for each in (q, k))
+    is_padding = ~padding_mask[:, None, :, None]
+    q, k, v = (each.masked_fill(is_padding, 0) for each in (q, k, v))
+    beta = beta.masked_fill(is_padding[..., 0], 0)
+    if log_decay is not None:
+        if log_decay.dim() == 1:
+            log_decay = log_decay[None, :, None].expand(beta.shape)
+        of_token = is_padding if log_decay.dim() == 4 else is_padding[..., 0]
+        log_decay = log_decay.masked_fill(of_token, 0)
     return x._replace(q=q, k=k, v=v, beta=beta, log_decay=log_decay)
 
 

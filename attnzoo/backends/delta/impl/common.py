@@ -12,6 +12,7 @@ from torch import Tensor
 from attnzoo.state import DeltaState
 
 CHUNK_SIZE = 64  # tokens per chunk, unless the call sets it
+NORM_EPS = 1e-6  # added to squared norms, as in the papers' code
 
 Result = tuple[Tensor, DeltaState]  # the output, and the state after the last token
 
@@ -19,8 +20,8 @@ Result = tuple[Tensor, DeltaState]  # the output, and the state after the last t
 class DeltaInputs(NamedTuple):
     """Inputs of :func:`attnzoo.backends.delta.op.delta_attention`, checked and complete.
 
-    Queries and keys are normalised. At padding, queries, keys, values, ``beta`` and log decays are
-    0, so that a padding token changes no state.
+    Queries and keys are normalised, or ``normalize`` is true. At padding, queries, keys, values,
+    ``beta`` and log decays are 0, so that a padding token changes no state.
     """
 
     q: Tensor  # [B, H, T, D]
@@ -33,6 +34,7 @@ class DeltaInputs(NamedTuple):
     form: str
     scale: float
     chunk_size: int | None
+    normalize: bool = False  # q and k, as a part of the step in C++
 
     def tokens(self, start: int, stop: int) -> DeltaInputs:
         """Return the inputs of tokens ``start`` to ``stop``."""

@@ -1,4 +1,4 @@
-"""The delta rule in C++, for CPUs: both passes.
+"""The delta rule in C++, for CPUs: both passes; ``cpp_step`` has the step.
 
 Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T tokens, D key size, E value size, F decays
 per token (0, 1 or D), P panels: groups of columns of the values, which are pieces of work.
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.backends.delta.impl.common import DeltaInputs, Result
+from attnzoo.backends.delta.impl.cpp_step import is_step, run_step
 from attnzoo.kernels import cpp
 from attnzoo.kernels.derivatives import check_reverse_mode, refuse_derivative
 from attnzoo.kernels.memory import LANES, empty_huge_pages, pad_to_simd
@@ -27,7 +28,7 @@ BACKWARD_PIECES = 4  # not the number of threads, so that gradients do not depen
 TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
 DELTA = cpp.Source(
     Path(__file__).parents[1] / "kernels" / "delta.cpp",
-    tuple(f"delta_{x}_{name}" for x in ("forward", "backward") for name in TYPE_NAMES.values()),
+    tuple(f"delta_{x}_{y}" for x in ("forward", "backward", "step") for y in TYPE_NAMES.values()),
 )
 
 
@@ -78,14 +79,14 @@ def run_cpp(x: DeltaInputs) -> Result:
     For the backward pass, the state before every 128th token is kept: as many bytes per token and
     key head as ``D E / 128`` numbers of the state take.
     """
+    if x.normalize or is_step(x):
+        return run_step(x, DELTA, TYPE_NAMES[x.state.kv.dtype])
     tensors = (x.q, x.k, x.v, x.beta, x.log_decay, x.state.kv)
     check_reverse_mode("delta_attention", *tensors)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     chunk_size = 1 if x.form == "recurrent" else x.chunk_size or CPP_CHUNK
     arguments = (*tensors, x.segment_ids, x.scale, chunk_size, needs_grad)
-    # A call of a custom operator takes longer than one token
-    direct = not (needs_grad or torch.compiler.is_compiling())
-    out, state, _ = _forward(*arguments) if direct else delta_cpp(*arguments)
+    out, state, _ = delta_cpp(*arguments)
     return out, DeltaState(state)
 
 

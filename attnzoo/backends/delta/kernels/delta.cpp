@@ -1,4 +1,4 @@
-// The delta rule on a CPU, chunk by chunk: the forward and the backward pass.
+// The delta rule on a CPU: forward and backward pass, chunk by chunk, and one token.
 //
 //     S_t = (I - b_t k_t k_t^T) Diag(a_t) S_{t-1} + b_t k_t v_t^T,     o_t = scale q_t S_t
 //
@@ -851,6 +851,121 @@ class DeltaBackward : DeltaRule<Real> {
     }
 };
 
+// -- decoding -------------------------------------------------------------------------------------
+
+// One token; sizes need not be multiples of anything.
+template <class Real>
+struct Step {
+    int64_t threads, batch, heads, groups, key_size, value_size, decays;
+    int64_t q_steps[2], k_steps[2], v_steps[2], beta_steps[2], decay_steps[2];  // batch, head
+    double scale, eps;  // eps is added to squared norms; below 0, nothing is normalised
+    const Real *q, *k, *v, *beta, *log_decay, *state;
+    Real *out, *last_state;  // contiguous
+};
+
+template <class Real>
+class DeltaStep : Math<Real> {
+    using typename Math<Real>::Reals;
+    using Math<Real>::LANES, Math<Real>::load, Math<Real>::store;
+
+    const Step<Real>& t;
+    std::vector<Real> k_, q_, decay_;  // [D], [G, D], [D]
+
+  public:
+    explicit DeltaStep(const Step<Real>& task)
+        : t(task), k_(t.key_size), q_(t.groups * t.key_size), decay_(t.key_size, Real(1)) {}
+
+    void run(int64_t row, int64_t head) {
+        const int64_t index = row * t.heads + head;
+        load_row(t.k + row * t.k_steps[0] + head * t.k_steps[1], 1, k_.data());
+        for (int64_t g = 0; g < t.groups; ++g)
+            load_row(t.q + row * t.q_steps[0] + (head * t.groups + g) * t.q_steps[1], t.scale,
+                     &q_[g * t.key_size]);
+        const Real* log_decay = t.log_decay + row * t.decay_steps[0] + head * t.decay_steps[1];
+        for (int64_t d = 0; d < t.decays; ++d) decay_[d] = std::exp(log_decay[d]);
+        if (t.decays == 1) std::fill(decay_.begin(), decay_.end(), decay_[0]);
+        const Real beta = t.beta[row * t.beta_steps[0] + head * t.beta_steps[1]];
+        const Real* v = t.v + row * t.v_steps[0] + head * t.v_steps[1];
+        const int64_t at = index * t.key_size * t.value_size;
+        Real* out = t.out + index * t.groups * t.value_size;
+        int64_t column = 0;
+        for (; column + 4 * LANES <= t.value_size; column += 4 * LANES)
+            update<4>(t.state + at, t.last_state + at, v, beta, out, column);
+        for (; column + LANES <= t.value_size; column += LANES)
+            update<1>(t.state + at, t.last_state + at, v, beta, out, column);
+        for (; column < t.value_size; ++column)
+            update_column(t.state + at, t.last_state + at, v, beta, out, column);
+    }
+
+  private:
+    void load_row(const Real* row, double factor, Real* out) const {
+        if (t.eps >= 0) {
+            Real sum = 0;
+            for (int64_t d = 0; d < t.key_size; ++d) sum += row[d] * row[d];
+            factor /= std::sqrt(sum + Real(t.eps));
+        }
+        for (int64_t d = 0; d < t.key_size; ++d) out[d] = row[d] * Real(factor);
+    }
+
+    // V vectors of columns.
+    template <int V>
+    void update(const Real* before, Real* after, const Real* v, Real beta, Real* out,
+                int64_t column) const {
+        Reals change[V] = {};
+        for (int64_t d = 0; d < t.key_size; ++d)
+            for (int j = 0; j < V; ++j)
+                change[j] += k_[d] * decay_[d] *
+                             load(before + d * t.value_size + column + j * LANES);
+        for (int j = 0; j < V; ++j)
+            change[j] = beta * (load(v + column + j * LANES) - change[j]);
+        for (int64_t g = 0; g < t.groups; ++g) {
+            Reals sums[V] = {};
+            for (int64_t d = 0; d < t.key_size; ++d)
+                for (int j = 0; j < V; ++j) {
+                    const int64_t at = d * t.value_size + column + j * LANES;
+                    Reals state = load((g ? after : before) + at);
+                    if (!g) store(after + at, state = decay_[d] * state + k_[d] * change[j]);
+                    sums[j] += q_[g * t.key_size + d] * state;
+                }
+            for (int j = 0; j < V; ++j)
+                store(out + g * t.value_size + column + j * LANES, sums[j]);
+        }
+    }
+
+    void update_column(const Real* before, Real* after, const Real* v, Real beta, Real* out,
+                       int64_t column) const {
+        Real change = 0;
+        for (int64_t d = 0; d < t.key_size; ++d)
+            change += k_[d] * decay_[d] * before[d * t.value_size + column];
+        change = beta * (v[column] - change);
+        for (int64_t d = 0; d < t.key_size; ++d) {
+            const int64_t at = d * t.value_size + column;
+            after[at] = decay_[d] * before[at] + k_[d] * change;
+        }
+        for (int64_t g = 0; g < t.groups; ++g) {
+            Real sum = 0;
+            for (int64_t d = 0; d < t.key_size; ++d)
+                sum += q_[g * t.key_size + d] * after[d * t.value_size + column];
+            out[g * t.value_size + column] = sum;
+        }
+    }
+};
+
+template <class Real>
+static void step(const Step<Real>& t) {
+    const int64_t count = t.batch * t.heads;
+    const int64_t threads = count * t.key_size * t.value_size < 1 << 18 ? 1 : t.threads;
+    const int64_t pieces = std::min(threads, count);
+    in_threads(pieces, threads, [&](int64_t piece) {
+        const FlushDenormals flush;
+        DeltaStep<Real> step(t);
+        for (int64_t i = piece * count / pieces; i < (piece + 1) * count / pieces; ++i)
+            step.run(i / t.heads, i % t.heads);
+    });
+}
+
+// -- entry points ---------------------------------------------------------------------------------
+
 template <class Real>
 static void forward(const Task<Real>& t) {
     const int64_t panels = t.panels();
@@ -879,3 +994,5 @@ extern "C" void delta_backward_float(const Task<float>* task, const Gradients<fl
 extern "C" void delta_backward_double(const Task<double>* task, const Gradients<double>* out) {
     backward(*task, *out);
 }
+extern "C" void delta_step_float(const Step<float>* task) { step(*task); }
+extern "C" void delta_step_double(const Step<double>* task) { step(*task); }
