@@ -194,7 +194,6 @@ def finetune(
 
 def _run(start: Any, config: Any, stages: dict[str, int], options: TrainOptions) -> None:
     """Run a training command with progress bars and print its results."""
-    from attnzoo.training.pages import results_table
     from attnzoo.training.report import ProgressBar
 
     out = options.out
@@ -208,11 +207,20 @@ def _run(start: Any, config: Any, stages: dict[str, int], options: TrainOptions)
             problems.print(how_to_resume(out), soft_wrap=True, highlight=False)
         raise SystemExit(INTERRUPTED) from None
     if bar.main:
-        results_table(results).print(console)
-        console.print(results["verdict"], style="bold", soft_wrap=True)
+        _print_results(results)
         console.print(
             f"Model:  {out} (load it with from_pretrained after `import attnzoo`)", soft_wrap=True
         )
+
+
+def _print_results(results: dict[str, Any]) -> None:
+    """Print the quality of every model and the verdict."""
+    from attnzoo.training.pages import generation_table, results_table
+
+    results_table(results).print(console)
+    if (generation := generation_table(results)) is not None:
+        generation.print(console)
+    console.print(results["verdict"], style="bold", soft_wrap=True)
 
 
 def how_to_resume(out: Path) -> str:
@@ -237,10 +245,8 @@ def evaluate(
 ) -> None:
     """Compare a swapped model with softmax, its window alone, and each branch of a hybrid."""
     from attnzoo.training.evaluate_command import evaluate as evaluate_model
-    from attnzoo.training.pages import results_table
 
     results = evaluate_model(
         path, data, column=column, row_length=length, rows=rows, control=control, log=console.print
     )
-    results_table(results).print(console)
-    console.print(results["verdict"], style="bold", soft_wrap=True)
+    _print_results(results)

@@ -95,8 +95,10 @@ def _crossover(curve: Curve, exact: dict[int, float]) -> str:
 
 
 def quality_table(rows: Sequence[Row]) -> Table | None:
-    """Return loss within and beyond the trained length and recall by distance; ``None`` if none.
+    """Return loss within and beyond the trained length, generation and recall; ``None`` if none.
 
+    ``equal tokens`` are the greedily generated ones that exact attention generates too, and
+    ``before a difference`` is their mean number up to the first other one.
     Of a model that predicts no next token: the similarity of its embeddings by length.
     """
     measured = [row for row in rows if row["kind"] == "quality" and row["status"] == OK]
@@ -113,18 +115,22 @@ def quality_table(rows: Sequence[Row]) -> Table | None:
         f"bits/byte to {format_length(measured[0]['trained'])}",
         "costs",
         "beyond",
+        "equal tokens",
+        "before a difference",
         *(f"copy @{format_length(int(d))}" for d in shown),
         *(f"needle @{format_length(int(d))}" for d in shown),
     ]
     body = []
     for row in measured:
-        name = row["attention"]
+        name, generated = row["attention"], row.get("generation", {})  # older rows have none
         body.append(
             [
                 name,
                 number(row["bits_per_byte"]),
                 f"{costs[name]:+.3f}" if name in costs else "-",
                 number(row["bits_per_byte_beyond"]),
+                _percent(generated.get("agreement")),
+                number(generated.get("equal_tokens"), 1),
                 *(_percent(row["copy_by_distance"].get(d)) for d in shown),
                 *(_percent(row["needle_by_distance"].get(d)) for d in shown),
             ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from attnzoo.compare.build import load, prepare
 from attnzoo.compare.cases import CostCase, ModelInfo
 from attnzoo.errors import AttnzooError
 from attnzoo.evaluation.embeddings import EmbeddingEvalBatch, measure_embeddings
+from attnzoo.evaluation.generation import measure_generation, with_reference
 from attnzoo.evaluation.process import WorkerDied, WorkerProcess, WorkerTimeout
 from attnzoo.evaluation.quality import NonFiniteError
 from attnzoo.evaluation.recall import RecallEvalBatch, measure_recall
 from attnzoo.evaluation.timing import measure
+from attnzoo.integrations.convert import original_attention
 
 OK, OUT_OF_MEMORY, TIMED_OUT = "ok", "out of memory", "timed out"
 REFUSED, FAILED, NOT_RUN = "refused", "failed", "not run"
@@ -41,11 +44,14 @@ def measure_cost(case: CostCase, info: ModelInfo) -> Measured:
 def measure_quality(
     case: CostCase, info: ModelInfo, batch: RecallEvalBatch | EmbeddingEvalBatch
 ) -> Measured:
-    """Return loss and recall, or similarity of embeddings, under the attention of a case."""
+    """Return loss, recall and generation, or similarity of embeddings, under a case's attention."""
     model = load(info, case)
     if isinstance(batch, EmbeddingEvalBatch):
         return measure_embeddings(model, batch)
-    return measure_recall(model, batch, info.trained_positions)
+    with original_attention(model):
+        generation = with_reference(batch.generation, model)
+    generated = asdict(measure_generation(model, generation))
+    return measure_recall(model, batch, info.trained_positions) | {"generation": generated}
 
 
 class Workers:

@@ -19,6 +19,8 @@ from attnzoo.evaluation.corpus import (
     read_bytes,
     standard_library_files,
 )
+from attnzoo.evaluation.generation import GenerationBatch
+from attnzoo.evaluation.recall_rows import Encode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,7 @@ class EvalBatch:
         repeats: The positions of the two copies, one per row.
         bytes_per_token: Converts bits per token to bits per byte.
         stream: ``[L]``, text that fills a cache.
+        generation: Rows that models continue; ``None`` if generation is not measured.
     """
 
     tokens: Tensor
@@ -38,11 +41,13 @@ class EvalBatch:
     repeats: list[Repeat]
     bytes_per_token: float
     stream: Tensor
+    generation: GenerationBatch | None = None
 
     def to(self, device: torch.device) -> EvalBatch:
         """Return the batch with its tensors on a device."""
-        names = ("tokens", "repeat_tokens", "stream")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        names = ("tokens", "repeat_tokens", "stream", "generation")
+        given = {name: x for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, **{name: x.to(device) for name, x in given.items()})
 
 
 def read_text(text: Path | None) -> str:
@@ -93,6 +98,12 @@ def tokenize(tokenizer: Any, text: str) -> Tensor:
     """Return the token ids of a text without special tokens, ``[N]``."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.long)
+
+
+def string_tokenizer(path: Path) -> Encode:
+    """Return a function that tokenizes a string with the tokenizer of a model's folder."""
+    tokenizer = load_tokenizer(path)
+    return lambda text: tokenize(tokenizer, text)
 
 
 def make_eval_batch(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,19 @@ from transformers import PreTrainedModel
 
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.corpus import cut_rows
-from attnzoo.evaluation.data import load_tokenizer, read_text, tokenize
+from attnzoo.evaluation.data import read_text, string_tokenizer
+from attnzoo.evaluation.generation import GenerationBatch, make_generation_batch
 from attnzoo.evaluation.quality import require_finite
+from attnzoo.evaluation.recall_rows import (
+    COPY_TOKENS,
+    MIN_DISTANCE,
+    ROWS,
+    Needles,
+    copy_rows,
+    recall_distances,
+)
 
-ROWS = 6  # of each kind
-COPY_TOKENS = 48  # length of a copied segment
 UNPREDICTABLE = 4  # first tokens of the second copy, before a model can recognise it
-MIN_DISTANCE = 64  # shortest recall distance, and end of the first position bucket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,7 @@ class RecallEvalBatch:
             that far before.
         needles: By distance, rows whose last ``answer_tokens`` tokens were given that far before.
         answer_tokens: Number of tokens in a needle's number.
+        generation: Prompts, copies and needles that the model continues.
         bytes_per_token: Converts bits per token to bits per byte.
         unigram_bits_per_byte: Loss of a model that knows only how frequent each token is.
         sha: Hash of the rows and the text, a key for results.
@@ -49,6 +55,7 @@ class RecallEvalBatch:
     copies: dict[int, Tensor]
     needles: dict[int, Tensor]
     answer_tokens: int
+    generation: GenerationBatch
     bytes_per_token: float
     unigram_bits_per_byte: float
     sha: str
@@ -57,15 +64,6 @@ class RecallEvalBatch:
     def shape(self) -> tuple[int, int]:
         """N and T of the plain text."""
         return len(self.tokens), self.tokens.shape[1]
-
-
-def recall_distances(length: int) -> list[int]:
-    """Return the distances that fit into rows of ``length`` tokens, doubling from the shortest."""
-    found, distance = [], MIN_DISTANCE
-    while distance + COPY_TOKENS + MIN_DISTANCE <= length:
-        found.append(distance)
-        distance *= 2
-    return found
 
 
 def make_recall_batch(path: Path, text: Path | None, length: int) -> RecallEvalBatch:
@@ -80,8 +78,8 @@ def make_recall_batch(path: Path, text: Path | None, length: int) -> RecallEvalB
         SpecError: The file cannot be read, or it is shorter than one row.
     """
     string = read_text(text)
-    tokenizer = load_tokenizer(path)
-    tokens = tokenize(tokenizer, string)
+    encode = string_tokenizer(path)
+    tokens = encode(string)
     if len(tokens) < length:
         raise SpecError(
             f"The text has {len(tokens)} tokens, but a row needs {length}; give a longer --text, "
@@ -91,7 +89,7 @@ def make_recall_batch(path: Path, text: Path | None, length: int) -> RecallEvalB
     rows = cut_rows(tokens, ROWS, length, generator)
     distances = recall_distances(length)
     copies = {d: copy_rows(tokens, d, generator) for d in distances}
-    needles = _Needles(lambda piece: tokenize(tokenizer, piece))
+    needles = Needles(encode)
     digest = hashlib.sha256(rows.numpy().tobytes() + string[:4096].encode())
     frequencies = tokens.bincount() / len(tokens)
     bytes_per_token = len(string.encode()) / len(tokens)
@@ -100,47 +98,12 @@ def make_recall_batch(path: Path, text: Path | None, length: int) -> RecallEvalB
         copies=copies,
         needles={d: needles.rows(tokens, d, generator) for d in distances},
         answer_tokens=needles.answer_tokens,
+        generation=make_generation_batch(tokens, encode, length),
         bytes_per_token=bytes_per_token,
         unigram_bits_per_byte=float(torch.special.entr(frequencies).sum())
         / (math.log(2) * bytes_per_token),
         sha=digest.hexdigest()[:12],
     )
-
-
-def copy_rows(tokens: Tensor, distance: int, generator: torch.Generator) -> Tensor:
-    """Return rows that end with a copy of the ``COPY_TOKENS`` tokens ``distance`` tokens earlier.
-
-    Shape ``[N, MIN_DISTANCE + distance + COPY_TOKENS]``.
-    """
-    rows = cut_rows(tokens, ROWS, MIN_DISTANCE + distance + COPY_TOKENS, generator)
-    source = rows[:, -COPY_TOKENS - distance : -distance or None]
-    rows[:, -COPY_TOKENS:] = source[:, :COPY_TOKENS]
-    return rows
-
-
-class _Needles:
-    """One number per row: the tokens that assign it to a name, and those that ask for it."""
-
-    def __init__(self, encode: Callable[[str], Tensor]) -> None:
-        self.assignments: list[Tensor] = []
-        self.questions: list[Tensor] = []  # each ends with its answer
-        answers = []
-        for row in range(ROWS):
-            number = str(27_644_437 * (row + 3) % 9_000_000 + 1_000_000)
-            answers.append(encode(number))
-            self.assignments.append(encode(f"\nPASSKEY_{row} = {number}\n"))
-            self.questions.append(torch.cat([encode(f"\nPASSKEY_{row} = "), answers[-1]]))
-        self.answer_tokens = min(map(len, answers))
-
-    def rows(self, tokens: Tensor, distance: int, generator: torch.Generator) -> Tensor:
-        """Return rows that assign a number ``distance`` tokens before they ask for it."""
-        length = MIN_DISTANCE + distance + max(map(len, self.questions))
-        rows = cut_rows(tokens, ROWS, length, generator)
-        for row, given, asked in zip(rows, self.assignments, self.questions, strict=True):
-            start = length - len(asked) - distance
-            row[start : start + len(given)] = given
-            row[length - len(asked) :] = asked
-        return rows
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attnzoo.errors import SpecError
+from attnzoo.evaluation.data import string_tokenizer
 from attnzoo.evaluation.models import require_causal
 from attnzoo.integrations.attention import NAME
 from attnzoo.integrations.convert import restore, swap
@@ -22,6 +23,7 @@ from attnzoo.training.quality import (
     softmax_quality,
     verdict,
     widest_window,
+    with_original_continuations,
 )
 from attnzoo.training.runs import Log
 from attnzoo.training.train_config import TrainConfig
@@ -66,9 +68,10 @@ def evaluate(
     require_causal(path, "evaluation measures text prediction")
     config = TrainConfig(row_length=row_length, judged_rows=rows, repeat_share=0.0, control=control)
     _, held_out = load_rows(path, data, column, config)
-    batch = rows_to_eval_batch(held_out, rows)
+    batch = rows_to_eval_batch(held_out, rows, string_tokenizer(path))
     log(f"{len(batch.tokens)} held-out rows")
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    batch = with_original_continuations(model, batch)
     lines = {"softmax": softmax_quality(model, batch), "result": quality(model, batch)}
     lines |= branch_qualities(model, lambda model: quality(model, batch))
     window = control or widest_window(model)

@@ -13,7 +13,14 @@ from attnzoo.report.format import format_bytes, number
 from attnzoo.report.table import Table
 from attnzoo.training.plan import Plan
 
+GENERATION_TEXT = (
+    "Greedy generation on held-out text. Equal tokens: those that the original model generates at "
+    "the same position; before a difference: their mean number up to the first other one. Copies: "
+    "generated tokens of a repeated segment that are right. Needles: numbers that the text gives "
+    "earlier and that are generated without an error."
+)
 COLUMNS = ("", "loss", "recovered", "recall", "recovered")
+GENERATION_COLUMNS = ("", "equal tokens", "before a difference", "copies", "needles")
 ENCODER_COLUMNS = ("", "mean cosine", "least")
 DECODING_COLUMNS = (
     "context tokens",
@@ -38,12 +45,15 @@ def write_pages(
     atomic_write(out / "README.md", card(results, command))
     if not charts.can_draw():
         return
-    decoding = decoding_table(results)
+    decoding, generation = decoding_table(results), generation_table(results)
     summary = f"{_summary(results, command)} The swap: {json.dumps(results['spec'])}"
     body = [
         page.heading(results["verdict"], 1),
         page.paragraph(summary, muted=True),
         results_table(results).html(),
+        page.heading("Generation") if generation else "",
+        page.paragraph(GENERATION_TEXT, muted=True) if generation else "",
+        generation.html() if generation else "",
         page.heading("Decoding") if decoding else "",
         decoding.html() if decoding else "",
         page.plots_html([_loss_curves(losses)]),
@@ -64,7 +74,7 @@ def results_table(results: Mapping[str, Any]) -> Table:
     encoder = is_encoder(results)
     rows = []
     for name, line in results["lines"].items():
-        cells = [f"window alone ({results['window']})" if name == "window alone" else name]
+        cells = [_label(name, results)]
         if encoder:
             cells += [number(line["cosine"]), number(line["least"])]
         for metric in () if encoder else ("loss", "recall"):
@@ -77,6 +87,23 @@ def results_table(results: Mapping[str, Any]) -> Table:
         rows=rows,
         title=cosines if encoder else "bits per byte on held-out text",
     )
+
+
+def _label(name: str, results: Mapping[str, Any]) -> str:
+    return f"window alone ({results['window']})" if name == "window alone" else name
+
+
+def generation_table(results: Mapping[str, Any]) -> Table | None:
+    """Return a table of the quality of greedy generation, a row per model, if it was measured."""
+    if results["lines"]["result"].get("agreement") is None:
+        return None
+    rows = []
+    for name, line in results["lines"].items():
+        shares = [line[key] for key in ("agreement", "copies", "needles")]
+        agreement, copies, needles = ("-" if x is None else f"{x:.0%}" for x in shares)
+        length = number(line["equal_tokens"], 1)
+        rows.append([_label(name, results), agreement, length, copies, needles])
+    return Table(columns=GENERATION_COLUMNS, rows=rows, title="greedy generation")
 
 
 def decoding_table(results: Mapping[str, Any]) -> Table | None:
@@ -139,7 +166,7 @@ def _loss_curves(losses: Iterable[Mapping[str, Any]]) -> charts.Plot:
 def card(results: Mapping[str, Any], command: str) -> str:
     """Return the model card in Markdown: the verdict first, then the results."""
     kind = "feature-extraction" if is_encoder(results) else "text-generation"
-    decoding = decoding_table(results)
+    decoding, generation = decoding_table(results), generation_table(results)
     parts = [
         f"---\nlibrary_name: transformers\npipeline_tag: {kind}\ntags: [attnzoo]\n---\n",
         "# A model with swapped attention\n",
@@ -147,6 +174,7 @@ def card(results: Mapping[str, Any], command: str) -> str:
         "Load it with `from_pretrained` after `import attnzoo`.\n",
         _summary(results, command) + "\n",
         results_table(results).markdown(),
+        f"{GENERATION_TEXT}\n\n{generation.markdown()}" if generation else "",
         decoding.markdown() if decoding else "",
         f"The swap:\n\n```json\n{json.dumps(results['spec'], indent=2)}\n```\n",
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,13 @@ from transformers import PreTrainedModel
 
 from attnzoo.evaluation.corpus import add_repeats
 from attnzoo.evaluation.data import EvalBatch
+from attnzoo.evaluation.generation import (
+    make_generation_batch,
+    measure_generation,
+    with_reference,
+)
 from attnzoo.evaluation.quality import NonFiniteError, measure_quality
+from attnzoo.evaluation.recall_rows import Encode
 from attnzoo.integrations.convert import original_attention
 from attnzoo.training.data import MIN_REPEAT_LENGTH, Rows
 from attnzoo.training.transfer import swapped_layers
@@ -24,10 +30,22 @@ CONTROL = 32  # window of the baseline, in tokens, if the swap has none
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """Cross-entropy of a model on held-out text, in bits per byte."""
+    """Quality of a model on held-out text.
 
-    loss: float  # on plain text
-    recall: float | None  # on the second copy of a repeated segment; None if rows are too short
+    The attributes of generation are those of
+    :class:`~attnzoo.evaluation.generation.GenerationQuality`; ``None`` if it is not measured.
+
+    Attributes:
+        loss: Cross-entropy on plain text, in bits per byte.
+        recall: On the second copy of a repeated segment; ``None`` if rows are too short.
+    """
+
+    loss: float
+    recall: float | None
+    agreement: float | None = None
+    equal_tokens: float | None = None
+    copies: float | None = None
+    needles: float | None = None
 
     def recovered(self, softmax: Quality, window: Quality) -> tuple[float | None, float | None]:
         """Return the fraction of the gap between window and softmax that is closed: loss, recall.
@@ -46,18 +64,27 @@ class Quality:
         )
 
 
-def rows_to_eval_batch(rows: Rows, count: int, seed: int = 0) -> EvalBatch:
-    """Return the first held-out rows, plain and with a repeated segment."""
+def rows_to_eval_batch(rows: Rows, count: int, encode: Encode | None = None) -> EvalBatch:
+    """Return the first held-out rows, plain and with a repeated segment.
+
+    Args:
+        rows: Held-out rows.
+        count: Number of rows.
+        encode: Returns the tokens of a string; needed to measure generation.
+    """
     plain = rows.tokens[:count]
     repeated, repeats = plain.clone(), []
     if plain.shape[1] >= MIN_REPEAT_LENGTH:
-        repeats = add_repeats(repeated, torch.Generator().manual_seed(seed))
+        repeats = add_repeats(repeated, torch.Generator().manual_seed(0))
     return EvalBatch(
         tokens=plain,
         repeat_tokens=repeated,
         repeats=[repeat for repeat in repeats if repeat is not None],
         bytes_per_token=rows.bytes_per_token,
         stream=plain.flatten(),
+        generation=None
+        if encode is None
+        else make_generation_batch(rows.tokens.flatten(), encode, rows.tokens.shape[1]),
     )
 
 
@@ -65,9 +92,29 @@ def quality(model: PreTrainedModel, batch: EvalBatch) -> Quality:
     """Return the quality of a model in evaluation mode; its mode is restored."""
     training = model.training
     model.eval()
-    result = measure_quality(model, batch.to(next(model.parameters()).device))
+    batch = batch.to(next(model.parameters()).device)
+    result = measure_quality(model, batch)
+    generated = (
+        {} if batch.generation is None else asdict(measure_generation(model, batch.generation))
+    )
     model.train(training)
-    return Quality(loss=result.bits_per_byte, recall=result.recall_bits_per_byte)
+    return Quality(loss=result.bits_per_byte, recall=result.recall_bits_per_byte, **generated)
+
+
+def with_original_continuations(model: PreTrainedModel, batch: EvalBatch) -> EvalBatch:
+    """Return the batch with the continuations of a swapped model under softmax attention.
+
+    Called before the model is trained: other models are compared with them.
+    """
+    if batch.generation is None:
+        return batch
+    training = model.training
+    with original_attention(model):
+        model.eval()
+        moved = batch.generation.to(next(model.parameters()).device)
+        generation = with_reference(moved, model)
+    model.train(training)
+    return replace(batch, generation=generation)
 
 
 def widest_window(model: nn.Module) -> int:
@@ -142,14 +189,20 @@ def verdict(lines: dict[str, Quality]) -> str:
             + ". Do not use it; keep more layers exact, train longer, or use the window."
         )
     fractions = zip(result.recovered(softmax, window), ("loss", "recall"), strict=True)
+    generated = ""
+    if result.agreement is not None:
+        generated = (
+            f" Of the tokens it generates, {result.agreement:.0%} equal the original model's."
+        )
     parts = [f"{fraction:.0%} in {name}" for fraction, name in fractions if fraction is not None]
     if not parts:
         return (
             "On this text the window alone is as good as softmax, so recovery cannot be measured; "
-            "evaluate on longer rows, or on text with long-range dependencies."
+            f"evaluate on longer rows, or on text with long-range dependencies.{generated}"
         )
     return (
-        f"The result closes the gap between the window alone and softmax by {' and '.join(parts)}."
+        "The result closes the gap between the window alone and softmax by "
+        f"{' and '.join(parts)}.{generated}"
     )
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from attnzoo.backends.linear.recurrent import RecurrentBackend, WindowDropout
 from attnzoo.errors import SpecError
-from attnzoo.evaluation.data import EvalBatch, load_tokenizer
+from attnzoo.evaluation.data import EvalBatch, load_tokenizer, string_tokenizer
 from attnzoo.evaluation.quality import NonFiniteError
 from attnzoo.integrations.attention import NAME
 from attnzoo.integrations.companions import copy_companions, move_files
@@ -53,6 +53,7 @@ from attnzoo.training.quality import (
     rows_to_eval_batch,
     verdict,
     widest_window,
+    with_original_continuations,
 )
 from attnzoo.training.sharding import context_mesh, make_accelerator
 from attnzoo.training.train_config import TrainConfig
@@ -207,7 +208,13 @@ class Run:
         """Set the held-out rows that models are evaluated on."""
         if self.config.row_length < MIN_REPEAT_LENGTH:
             self.log(f"recall is not measured: rows have fewer than {MIN_REPEAT_LENGTH} tokens")
-        self.eval_batch: EvalBatch = rows_to_eval_batch(held_out, self.config.judged_rows)
+        batch = rows_to_eval_batch(
+            held_out,
+            self.config.judged_rows,
+            # fine-tuning is meant to change what the model generates
+            string_tokenizer(self.path) if self.command == "recover" else None,
+        )
+        self.eval_batch: EvalBatch = with_original_continuations(self.model, batch)
 
     def quality(self, model: PreTrainedModel) -> Any:
         """Evaluate a model on held-out rows."""

@@ -143,6 +143,8 @@ def test_quality_is_judged_inside_and_beyond_the_trained_length(measured):
         assert list(row["loss_by_position"]) == ["64", "128", "256"]
         assert row["copy_by_distance"]
         assert row["needle_by_distance"]
+        assert 0 <= row["generation"]["agreement"] <= 1
+    assert judged["flash"]["generation"]["equal_tokens"] == 64  # of 64: it is the original
     assert qualities(rows) == {}  # the model is not trained
     assert "exact attention itself has" in unable(rows)
 

@@ -1,6 +1,6 @@
 """The model card and the report of a run, which is opened in a browser."""
 
-from attnzoo.training.pages import card, results_table, write_pages
+from attnzoo.training.pages import card, generation_table, results_table, write_pages
 
 VERDICT = "The result is worse than its window alone: recall is <1.6>"
 
@@ -23,6 +23,16 @@ LOSSES = [
     {"total": n + 1, "stage": stage, "step": n % 3, "loss": 1 / (n + 1)}
     for n, stage in enumerate(["transfer"] * 3 + ["distil"] * 3)
 ]
+
+
+def test_generation_has_a_table_of_its_own():
+    generated = {"agreement": 0.63, "equal_tokens": 32.31, "copies": 0.73, "needles": None}
+    lines = {name: {**row, **generated} for name, row in RESULTS["lines"].items()}
+    results = {**RESULTS, "lines": lines}
+    assert generation_table(results).rows[1] == ["window alone (32)", "63%", "32.3", "73%", "-"]
+    assert "| result | 63% | 32.3 | 73% | - |" in card(results, "recover")
+    assert generation_table(RESULTS) is None
+    assert "Greedy generation" not in card(RESULTS, "recover")
 
 
 def test_results_of_an_encoder_are_cosines():

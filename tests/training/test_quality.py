@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from attnzoo.training.quality import (
     softmax_quality,
     verdict,
     widest_window,
+    with_original_continuations,
 )
 
 
@@ -49,6 +52,25 @@ def test_verdict_begins_with_a_result_worse_than_its_window():
     )
     text = verdict(lines((1.0, None), (1.001, None), (1.0005, None)))
     assert text.startswith("On this text the window alone is as good as softmax")
+
+
+def test_verdict_counts_generated_tokens_that_are_equal():
+    found = lines((1.0, 0.5), (1.5, 1.5), (1.25, 0.75))
+    found["result"] = replace(found["result"], agreement=0.634)
+    assert verdict(found).endswith(
+        "recall. Of the tokens it generates, 63% equal the original model's."
+    )
+
+
+def test_generation_is_compared_with_the_original_model(model):
+    encode = lambda text: torch.tensor([byte % 64 for byte in text.encode()])  # noqa: E731
+    attnzoo.swap(model, "flash", window=4)
+    batch = with_original_continuations(model, rows_to_eval_batch(rows(), 2, encode))
+    swapped, original = quality(model, batch), softmax_quality(model, batch)
+    assert original.agreement == 1
+    assert swapped.agreement < 0.9
+    assert swapped.copies is not None
+    assert quality(model, rows_to_eval_batch(rows(), 2)).agreement is None
 
 
 def test_short_rows_have_no_recall(model):
