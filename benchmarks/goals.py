@@ -45,6 +45,10 @@ GOALS = [
     Goal(op="gla", mode="forward", T=2048, figure="speedup", bound=1),
     Goal(op="gla", mode="forward", T=4096, figure="speedup", bound=1),
     Goal(op="gla", mode="forward", T=16384, figure="speedup", bound=10),
+    Goal(op="block_sparse", mode="forward", T=4096, figure="speedup", bound=2),
+    Goal(op="block_sparse", mode="forward", T=16384, figure="speedup", bound=8),
+    Goal(op="block_sparse", mode="train", T=4096, figure="speedup", bound=2),
+    Goal(op="block_sparse", mode="train", T=16384, figure="speedup", bound=7),
     Goal(op="linear", mode="decode", T=16384, figure="after_256", bound=1.2, at_most=True),
 ]
 GOALS += [

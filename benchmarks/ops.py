@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
+from attnzoo.backends.block_sparse.op import block_sparse_attention
 from attnzoo.backends.config import Geometry
 from attnzoo.backends.linear.impl.common import CHUNK_SIZE
 from attnzoo.backends.linear.impl.cpp import CPP_CHUNK, LINEAR
@@ -147,6 +148,12 @@ def reformer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return lsh_attention(q, k, v, mask=mask, num_hashes=4, chunk_size=64).out
 
 
+def block_sparse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend to 13 blocks of 64 keys and a window: at most 963 keys."""
+    options: dict[str, Any] = {"window": 64, "block_size": 64, "top_k": 13}
+    return block_sparse_attention(q, k, v, mask=AttentionMask(causal=True), **options).out
+
+
 # "linear 64" and "linear 128" are torch's, as what trains is: larger chunks make more products, at
 # a better rate. retention decays by a constant per head, mamba2 by a scalar per token, gla by a
 # vector per token.
@@ -172,6 +179,7 @@ OPS: dict[str, Op] = {
     "performer": Op(attend=performer),
     "performer, bidirectional": Op(attend=partial(performer, causal=False)),
     "reformer": Op(attend=reformer),
+    "block_sparse": Op(attend=block_sparse),
 }
 
 

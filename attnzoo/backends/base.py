@@ -41,6 +41,7 @@ BUILTIN = {  # name -> module, imported on first use; these names are reserved
     "linformer": "attnzoo.backends.linformer.backend",
     "performer": "attnzoo.backends.performer.backend",
     "reformer": "attnzoo.backends.reformer.backend",
+    "block_sparse": "attnzoo.backends.block_sparse.backend",
 }
 
 
@@ -100,6 +101,7 @@ class AttentionBackend(nn.Module):
     recurrent: ClassVar[bool] = False  # takes and returns a state, with which decoding continues
     exact_steps: ClassVar[bool] = False  # a single new token attends to all cached keys, as softmax
     state_grows: ClassVar[bool] = False  # the state grows with the sequence, slower than its keys
+    state_keeps_keys: ClassVar[bool] = False  # the state contains all keys and values, and more
     state_from_keys: ClassVar[bool] = False  # the state depends on keys and values, not on queries
     needs_hidden_states: ClassVar[bool] = False
     has_weights: ClassVar[bool] = True  # has one matrix of weights per head, for all value channels

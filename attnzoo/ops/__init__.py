@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _OPS = {
+    "block_sparse_attention": "attnzoo.backends.block_sparse.op",
     "delta_attention": "attnzoo.backends.delta.op",
     "favor_attention": "attnzoo.backends.performer.op",
     "flash_attention": "attnzoo.backends.flash.op",
@@ -25,6 +26,7 @@ _OPS = {
 }
 
 if TYPE_CHECKING:
+    from attnzoo.backends.block_sparse.op import block_sparse_attention
     from attnzoo.backends.delta.op import delta_attention
     from attnzoo.backends.flash.op import flash_attention
     from attnzoo.backends.gated_linear.op import (
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from attnzoo.backends.softmax.op import softmax_attention
 
 __all__ = [
+    "block_sparse_attention",
     "delta_attention",
     "favor_attention",
     "flash_attention",

@@ -117,10 +117,10 @@ def _fields(trial: Trial, state: Any) -> Any:
 
 
 def state_size(trial: Trial) -> str | None:
-    """A state has constant size, or is smaller than the keys with ``state_grows``."""
+    """A state has constant size, is smaller than the keys, or contains them, as stated."""
     if not trial.carries_state:
         return "it carries no state"
-    if trial.backend.keeps_all_keys:
+    if trial.backend.keeps_all_keys or trial.backend.state_keeps_keys:
         return "it keeps every key"
     window = getattr(trial.config, "window", None)
     enough = 2 * max(trial.chunk, window if isinstance(window, int) else 0)

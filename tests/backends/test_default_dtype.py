@@ -20,6 +20,10 @@ CASES = [
         ("reformer", {"form": "shared_qk", "chunk_size": 4, "impl": impl})
         for impl in ("torch", "reference")
     ),
+    *(
+        ("block_sparse", {"window": 3, "top_k": 2, "block_size": 4, "impl": impl})
+        for impl in ("auto", "torch", "reference")
+    ),
     ("performer", {}),
     ("performer", {"window": 4}),
     ("linear", {"feature_map": "random"}),

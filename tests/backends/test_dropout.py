@@ -22,6 +22,7 @@ CASES = {  # backends that drop keys
     "mlstm": ("gated_linear", {"gate": "mlstm"}),
     "performer": ("performer", {"num_features": 16}),
     "reformer": ("reformer", {"num_hashes": 2, "chunk_size": 4}),
+    "block_sparse": ("block_sparse", {"window": 2, "top_k": 1, "block_size": 2}),
     "softmax, keys": ("softmax", {"attention_dropout": "keys"}),
     "flash, keys": ("flash", {"attention_dropout": "keys"}),
     "longformer, keys": ("longformer", {"window": 4, "attention_dropout": "keys"}),
@@ -156,7 +157,7 @@ def test_options():
 
 
 def test_refused_when_it_is_built():
-    for name in ("linear", "gated_linear", "performer", "reformer"):
+    for name in ("linear", "gated_linear", "performer", "reformer", "block_sparse"):
         with pytest.raises(UnsupportedError, match="does not compute single weights"):
             build(name, {"attention_dropout": "weights"})
     own = {"window": 4, "num_global": 1, "global_projections": True}

@@ -86,8 +86,8 @@ def test_a_raw_hybrid_is_not_far_worse_than_its_window(backend, options):
     assert hybrid_recall <= window_recall + 0.01
 
 
-def test_hashing_recovers_what_a_window_of_32_loses():
-    """Of the distance to softmax; 8 rounds of 16 keys meet 164 of 512 keys at most."""
+def test_hashing_and_selection_recover_what_a_window_of_32_loses():
+    """Of the distance to softmax; 8 rounds of 16 keys meet 164 of 512 keys at most, blocks 123."""
     path = embedded_model_path()
     batch = make_eval_batch(path, None, rows=8, row_length=512, stream_length=8)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -96,14 +96,16 @@ def test_hashing_recovers_what_a_window_of_32_loses():
         ("softmax", {}),
         ("flash", {"window": 32}),
         ("reformer", {"num_hashes": 8, "window": 32, "chunk_size": 16}),
+        ("block_sparse", {"top_k": 10}),
     ):
         attnzoo.swap(model, name, **options)
         result = measure_quality(model, batch)
         results.append((result.bits_per_byte, result.recall_bits_per_byte))
-    whole, window, found = results
-    loss, recall = ((window[i] - found[i]) / (window[i] - whole[i]) for i in (0, 1))
-    assert loss >= 0.95
-    assert recall >= 0.93
+    whole, window, *others = results
+    for found, least_loss, least_recall in zip(others, (0.95, 0.98), (0.93, 0.96), strict=True):
+        loss, recall = ((window[i] - found[i]) / (window[i] - whole[i]) for i in (0, 1))
+        assert loss >= least_loss
+        assert recall >= least_recall
 
 
 def test_bits_per_byte_is_the_loss_that_transformers_reports():

@@ -27,7 +27,7 @@ MODELS = {
     ),
     "bert": lambda: hf.BertModel(hf.BertConfig(**SIZES, pad_token_id=0)),
 }
-BACKENDS = ["softmax", "flash", "linear", "gated_linear", "reformer"]
+BACKENDS = ["softmax", "flash", "linear", "gated_linear", "reformer", "block_sparse"]
 
 
 @pytest.fixture(params=MODELS)

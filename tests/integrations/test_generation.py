@@ -11,7 +11,7 @@ import attnzoo
 from attnzoo.integrations.cache import StateLayer, StaticStateLayer
 
 # Every kind of state: sums, decayed sums from the hidden states, the last keys, rows of finished
-# blocks; and stock keys
+# blocks, keys with summaries of their blocks; and stock keys
 RECURRENT = [
     ("linear", {}),
     ("gated_linear", {}),
@@ -20,12 +20,13 @@ RECURRENT = [
     ("gated_linear", {"window": 4}),
     ("delta", {"window": 4}),
     ("linformer", {"block": 5, "num_rows": 2}),
+    ("block_sparse", {"window": 3, "top_k": 2, "block_size": 2, "num_sinks": 1}),
 ]
 HASHED = {"num_hashes": 2, "chunk_size": 2, "window": 2, "first_tokens": 1, "decoding": "hashed"}
 ALL = [*RECURRENT, ("performer", {"num_features": 16}), ("flash", {}), ("softmax", {})]
 ALL += [("reformer", HASHED)]
 NAMES = ["linear", "gated_linear", "window", "longformer", "hybrid", "delta", "linformer"]
-NAMES += ["performer", "flash", "softmax", "reformer"]
+NAMES += ["block_sparse", "performer", "flash", "softmax", "reformer"]
 NEW = 6
 
 

@@ -19,6 +19,7 @@ BACKENDS = {
     "performer": {},
     "linformer": {"block": 8},
     "reformer": {},
+    "block_sparse": {},
     "flash": {},
 }
 OFFLOADS: dict[str, Callable[[nn.Module, Path], object]] = {

@@ -25,6 +25,7 @@ BACKENDS = {
     "longformer": {"window": 4, "num_global": 2},
     "linformer": {"block": 5, "num_rows": 2},
     "performer": {"num_features": 16},
+    "block_sparse": {"window": 2, "top_k": 1, "block_size": 2},
     "reformer": {"num_hashes": 2, "chunk_size": 2, "window": 2, "decoding": "hashed"},
 }
 

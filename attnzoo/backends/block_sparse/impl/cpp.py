@@ -1,0 +1,224 @@
+"""Block-sparse attention in C++, for CPUs: ``impl="cpp"``.
+
+See ``kernels/block_sparse.cpp`` and ``attnzoo/kernels/cpp``.
+Letters: B batch, H query heads, Hkv key heads, U = B Hkv units, G = H / Hkv, T queries, S keys,
+N = G T, D key size, E value size, M query blocks, K selected blocks, A heads with a selection of
+their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.block_sparse.impl.gather import SparseTensors
+from attnzoo.backends.block_sparse.impl.options import SparseCall
+from attnzoo.backends.block_sparse.impl.selection import Candidates
+from attnzoo.kernels import cpp
+from attnzoo.kernels.memory import empty_huge_pages, pad_to_simd
+
+PANEL = 32  # keys of a panel, as in the kernel
+TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
+BLOCK_SPARSE = cpp.Source(
+    Path(__file__).parents[1] / "kernels" / "block_sparse.cpp",
+    (
+        "sparse_forward_float",
+        "sparse_forward_double",
+        "sparse_backward_float",
+        "sparse_backward_double",
+        "select_best",
+    ),
+)
+
+
+class _Task(ctypes.Structure):
+    _fields_ = [
+        *cpp.fields(
+            ctypes.c_int64,
+            "threads units groups queries keys key_size value_size key_heads causal window "
+            "num_sinks block_size query_block selections query_blocks selected_blocks",
+        ),
+        ("scale", ctypes.c_double),
+        *cpp.fields(ctypes.c_void_p, "lengths counts selected"),
+    ]
+
+
+class _Tensors(ctypes.Structure):
+    _fields_ = cpp.fields(ctypes.c_void_p, "q k v k_panels v_panels out lse d_out delta dq dk dv")
+
+
+class _BestTask(ctypes.Structure):
+    _fields_ = [
+        *cpp.fields(
+            ctypes.c_int64, "threads rows blocks kept heads_per_range ranges_per_row first"
+        ),
+        *cpp.fields(ctypes.c_void_p, "scores end begin stop out"),
+    ]
+
+
+def cpp_reasons(call: SparseCall) -> list[str]:
+    """Return why the kernel does not support a call; an empty list if it does."""
+    reasons, size = [], call.options.block_size
+    if call.q.device.type != "cpu":
+        reasons.append(f"the inputs are on {call.q.device.type}")
+    if PANEL % size and size % PANEL:
+        reasons.append(f"block_size={size} neither divides {PANEL} nor is a multiple of it")
+    return reasons or list(_build_reasons())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _build_reasons() -> tuple[str, ...]:
+    reason = cpp.unavailable_reason(BLOCK_SPARSE)
+    return (reason,) if reason else ()
+
+
+def best_blocks(scores: Tensor, allowed: Candidates, kept: int) -> Tensor:
+    """Return the indices of the largest float32 scores ``[B, A, M, N]``, sorted, in C++."""
+    batch, heads, count, blocks = scores.shape
+    scores = scores.contiguous()
+    shape = (max(len(allowed.end), len(allowed.begin)), count)
+    stop = allowed.stop if isinstance(allowed.stop, Tensor) else torch.tensor(allowed.stop)
+    shape = (max(shape[0], len(stop) if stop.ndim else 1), count)
+    end, begin, stop = (x.expand(shape).contiguous() for x in (allowed.end, allowed.begin, stop))
+    out = torch.empty(batch, heads, count, kept, dtype=torch.int32)
+    task = _BestTask(
+        threads=torch.get_num_threads(),
+        rows=batch * heads * count,
+        blocks=blocks,
+        kept=kept,
+        heads_per_range=heads if shape[0] == batch else batch * heads,
+        ranges_per_row=count,
+        first=allowed.first,
+        scores=scores.data_ptr(),
+        end=end.data_ptr(),
+        begin=begin.data_ptr(),
+        stop=stop.data_ptr(),
+        out=out.data_ptr(),
+    )
+    cpp.load(BLOCK_SPARSE).select_best(ctypes.byref(task))
+    return out
+
+
+class CppTensors:
+    """Contiguous tensors of one call, whose rows begin with their first real key."""
+
+    def __init__(self, x: SparseTensors) -> None:
+        batch, _, length, _ = x.q.shape
+        key_heads, keys = x.k.shape[1:3]
+        dtype = torch.promote_types(x.q.dtype, torch.float32)
+        self.x, self.type_name = x, TYPE_NAMES[dtype]
+        self.q = _rows(x.q, dtype)
+        self.k, self.v = (_rows(_align_left(y, x.lengths), dtype) for y in (x.k, x.v))
+        self.key_panels = _panels(self.k, batch * key_heads, keys)
+        full = torch.tensor([keys, length]).expand(batch, 2)
+        lengths = full[:, 0] if x.lengths is None else x.lengths
+        counts = full[:, 1] if x.counts is None else x.counts
+        self.lengths, self.counts = (y.to(torch.int64).contiguous() for y in (lengths, counts))
+        self.selected = x.selected.contiguous()
+        heads, query_blocks, kept = self.selected.shape[1:]
+        options = x.options
+        self.task = _Task(
+            threads=torch.get_num_threads(),
+            units=batch * key_heads,
+            groups=x.q.shape[1] // key_heads,
+            queries=length,
+            keys=keys,
+            key_size=self.k.shape[1],
+            value_size=self.v.shape[1],
+            key_heads=key_heads,
+            causal=int(options.causal),
+            window=options.window,
+            num_sinks=options.num_sinks,
+            block_size=options.block_size,
+            query_block=options.query_block,
+            selections=heads // key_heads,
+            query_blocks=query_blocks,
+            selected_blocks=kept,
+            scale=x.scale,
+            lengths=self.lengths.data_ptr(),
+            counts=self.counts.data_ptr(),
+            selected=self.selected.data_ptr(),
+        )
+
+    def run(self, direction: str, **tensors: Tensor) -> None:
+        """Call the kernel of a direction."""
+        given = {"q": self.q, "k": self.k, "v": self.v, "k_panels": self.key_panels, **tensors}
+        pointers = _Tensors(**{name: x.data_ptr() for name, x in given.items()})
+        function = getattr(cpp.load(BLOCK_SPARSE), f"sparse_{direction}_{self.type_name}")
+        function(ctypes.byref(self.task), ctypes.byref(pointers))
+
+
+def forward(x: SparseTensors) -> tuple[Tensor, Tensor]:
+    """Return the output ``[B, H, T, E]`` and the base-2 log-sum-exp, ``[B, H, T, 1]``."""
+    tensors = CppTensors(x)
+    out = empty_huge_pages(tensors.v, (len(tensors.q), tensors.v.shape[1]))
+    lse = empty_huge_pages(tensors.v, (len(tensors.q), 1))
+    tensors.run("forward", out=out, lse=lse)
+    shape = x.q.shape[:3]
+    return out[:, : x.v.shape[3]].view(*shape, -1), lse.view(*shape, 1)
+
+
+def backward(
+    x: SparseTensors, d_out: Tensor, delta: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v; see :func:`gather.backward`."""
+    tensors = CppTensors(x)
+    d_rows = _rows(d_out, tensors.q.dtype)
+    dq, dk, dv = (empty_huge_pages(y, y.shape).zero_() for y in (tensors.q, tensors.k, tensors.v))
+    tensors.run(
+        "backward",
+        v_panels=_panels(tensors.v, tensors.task.units, x.v.shape[2]),
+        lse=lse.contiguous(),
+        d_out=d_rows,
+        delta=delta.contiguous(),
+        dq=dq,
+        dk=dk,
+        dv=dv,
+    )
+    gradients = []
+    for gradient, like in ((dq, x.q), (dk, x.k), (dv, x.v)):
+        part = gradient[:, : like.shape[3]].view(like.shape)
+        gradients.append(part if like is x.q else _align_right(part, x.lengths))
+    return gradients[0], gradients[1], gradients[2]
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``[B, H, T, D]`` as contiguous rows ``[B H T, D]`` padded to vectors."""
+    return pad_to_simd(x.to(dtype).contiguous().flatten(0, 2)).contiguous()
+
+
+def _panels(rows: Tensor, units: int, keys: int) -> Tensor:
+    """Return rows ``[U S, D]`` transposed in panels, ``[U, S / PANEL, D, PANEL]``, and a margin."""
+    size, count = rows.shape[1], -(-keys // PANEL)
+    out = empty_huge_pages(rows, (units * count * size * PANEL + PANEL,))
+    out[-PANEL:] = 0
+    panels = out[:-PANEL].view(units, count, size, PANEL)
+    rows = rows.view(units, keys, size)
+    whole = keys // PANEL
+    if whole:
+        panels[:, :whole] = rows[:, : whole * PANEL].unflatten(1, (whole, PANEL)).mT
+    if whole < count:
+        panels[:, -1] = 0
+        panels[:, -1, :, : keys - whole * PANEL] = rows[:, whole * PANEL :].mT
+    return out
+
+
+def _align_left(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Move the last ``lengths`` tokens of each row of ``[B, H, S, D]`` to its beginning."""
+    if lengths is None:
+        return x
+    keys = x.shape[2]
+    index = (torch.arange(keys) + keys - lengths[:, None]) % keys
+    return torch.take_along_dim(x, index[:, None, :, None], 2)
+
+
+def _align_right(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Undo :func:`_align_left`."""
+    if lengths is None:
+        return x
+    keys = x.shape[2]
+    index = (torch.arange(keys) - keys + lengths[:, None]) % keys
+    return torch.take_along_dim(x, index[:, None, :, None], 2)

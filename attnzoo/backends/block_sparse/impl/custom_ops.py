@@ -1,0 +1,182 @@
+"""Custom operators of block-sparse attention, so that ``torch.compile`` sees one call per pass.
+
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
+M query blocks, K selected blocks, A heads with a selection of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.block_sparse.impl import cpp, gather
+from attnzoo.backends.block_sparse.impl.gather import SparseTensors
+from attnzoo.backends.block_sparse.impl.options import SelectionOptions, SparseCall, SparseOptions
+from attnzoo.backends.block_sparse.impl.selection import (
+    Best,
+    count_key_blocks,
+    count_query_blocks,
+    select_blocks,
+)
+from attnzoo.kernels.autocast import autocast_disabled
+from attnzoo.kernels.derivatives import check_reverse_mode, refuse_derivative
+
+FORWARD: dict[str, Callable[[SparseTensors], tuple[Tensor, Tensor]]] = {
+    "torch": gather.forward,
+    "cpp": cpp.forward,
+}
+BEST: dict[str, Best | None] = {"torch": None, "cpp": cpp.best_blocks}
+BACKWARD: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "torch": gather.backward,
+    "cpp": cpp.backward,
+}
+
+
+def sparse_attention(call: SparseCall, impl: str) -> Tensor:
+    """Select blocks and attend to them, ``[B, H, T, E]`` in the dtype of the values.
+
+    Args:
+        call: Inputs of the call.
+        impl: ``"torch"`` or ``"cpp"``.
+    """
+    x = call
+    check_reverse_mode("block_sparse_attention", x.q, x.k, x.v)
+    with autocast_disabled(x.q.device):
+        options = [int(option) for option in x.options]
+        selected = block_sparse_select(
+            x.q.detach(),
+            x.k.detach(),
+            x.lengths,
+            x.counts,
+            x.leader,
+            x.scale,
+            options,
+            *x.selection,
+            impl,
+        )
+        out: Tensor = block_sparse_forward(
+            x.q, x.k, x.v, selected, x.lengths, x.counts, x.scale, options, impl
+        )[0]
+    return out
+
+
+@torch.library.custom_op("attnzoo::block_sparse_select", mutates_args=())
+def block_sparse_select(
+    q: Tensor,
+    k: Tensor,
+    lengths: Tensor | None,
+    counts: Tensor | None,
+    leader: Tensor | None,
+    scale: float,
+    options: list[int],
+    score: str,
+    coverage: float | None,
+    per_key_head: bool,
+    impl: str,
+) -> Tensor:
+    """Return the selected blocks, ``[B, A, M, K]``; see :func:`select_blocks`."""
+    sizes, selection = (
+        SparseOptions.from_ints(options),
+        SelectionOptions(score, coverage, per_key_head),
+    )
+    call = SparseCall(q, k, k, lengths, counts, leader, None, scale, sizes, selection)
+    with autocast_disabled(q.device):
+        return select_blocks(call, BEST[impl])
+
+
+@block_sparse_select.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    lengths: Tensor | None,
+    counts: Tensor | None,
+    leader: Tensor | None,
+    scale: float,
+    options: list[int],
+    score: str,
+    coverage: float | None,
+    per_key_head: bool,
+    impl: str,
+) -> Tensor:
+    sizes = SparseOptions.from_ints(options)
+    heads = k.shape[1] if per_key_head else q.shape[1]
+    query_blocks = count_query_blocks(q.shape[2], sizes.query_block)
+    kept = min(sizes.top_k, count_key_blocks(k.shape[2], sizes))
+    return q.new_empty(q.shape[0], heads, query_blocks, kept, dtype=torch.int32)
+
+
+@torch.library.custom_op("attnzoo::block_sparse_forward", mutates_args=())
+def block_sparse_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selected: Tensor,
+    lengths: Tensor | None,
+    counts: Tensor | None,
+    scale: float,
+    options: list[int],
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """Return the output ``[B, H, T, E]`` and the log-sum-exp ``[B, H, T, 1]``."""
+    x = SparseTensors(q, k, v, selected, lengths, counts, scale, SparseOptions.from_ints(options))
+    with autocast_disabled(q.device):
+        out, lse = FORWARD[impl](x)
+    return out.to(v.dtype), lse
+
+
+@torch.library.custom_op("attnzoo::block_sparse_backward", mutates_args=())
+def block_sparse_backward(
+    d_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selected: Tensor,
+    lengths: Tensor | None,
+    counts: Tensor | None,
+    scale: float,
+    options: list[int],
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    x = SparseTensors(q, k, v, selected, lengths, counts, scale, SparseOptions.from_ints(options))
+    delta = (d_out.to(lse.dtype) * out).sum(-1, keepdim=True)
+    with autocast_disabled(q.device):
+        gradients = BACKWARD[impl](x, d_out, delta, lse)
+    dq, dk, dv = (g.to(y.dtype) for g, y in zip(gradients, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+@block_sparse_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(*q.shape[:3], v.shape[3], dtype=v.dtype)
+    return out, q.new_empty(*q.shape[:3], 1, dtype=dtype)
+
+
+@block_sparse_backward.register_fake
+def _(
+    d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.options, ctx.impl = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Any, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    options = ctx.scale, ctx.options, ctx.impl
+    gradients = block_sparse_backward(d_out, out, lse, *tensors, *options)
+    return (*gradients, *[None] * 6)
+
+
+block_sparse_forward.register_autograd(_backward, setup_context=_setup_context)
+refuse_derivative(block_sparse_backward, "block_sparse_attention")

@@ -1,0 +1,90 @@
+"""Options, inputs and state of block-sparse attention.
+
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
+N key blocks, Z numbers per summary, R recent keys.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SparseOptions(NamedTuple):
+    """Sizes that determine, with the selected blocks, which keys each query attends to."""
+
+    causal: bool
+    window: int  # the latest keys including the query's own; bidirectional: keys on each side
+    num_sinks: int  # leading keys that every query attends to
+    top_k: int  # most key blocks that are selected
+    block_size: int  # keys per block
+    query_block: int  # consecutive queries that share a selection
+
+    @classmethod
+    def from_ints(cls, values: list[int]) -> SparseOptions:
+        """Return the options from the list of integers that custom operators take."""
+        return cls(bool(values[0]), *values[1:])
+
+    @property
+    def near_slots(self) -> int:
+        """Most keys of a window, with the rest of the blocks in which it begins and ends."""
+        rounding = self.block_size - 1
+        if self.causal:
+            return self.window + self.query_block - 1 + rounding
+        return 2 * (self.window + rounding) + self.query_block
+
+    def near_range(self, first: Tensor, lengths: Tensor | int) -> tuple[Tensor, Tensor]:
+        """Return begin and end of the window of query blocks that begin at positions ``first``.
+
+        Both are ends of blocks, or an end of the sequence. Causal queries also stop at their own
+        position.
+        """
+        size = self.block_size
+        begin = first - self.window + int(self.causal)
+        begin = begin.clamp(min=0).div(size, rounding_mode="floor") * size
+        if self.causal:
+            end = first + self.query_block
+        else:
+            end = first + self.query_block + self.window
+            end = (end + size - 1).div(size, rounding_mode="floor") * size
+        return begin, torch.minimum(end, torch.as_tensor(lengths, device=end.device))
+
+
+class SelectionOptions(NamedTuple):
+    """How blocks are scored."""
+
+    score: str  # "mean", "moments" or "bounds"
+    coverage: float | None  # share of the estimated weight that is enough; None: top_k blocks
+    per_key_head: bool  # whether the query heads of a key head share a selection
+
+
+class SparseCall(NamedTuple):
+    """Inputs of block-sparse attention; rows are aligned at their ends, padding comes first."""
+
+    q: Tensor  # [B, H, T, D]
+    k: Tensor  # [B, Hkv, S, D]
+    v: Tensor  # [B, Hkv, S, E]
+    lengths: Tensor | None  # [B], real keys of each row; None means S
+    counts: Tensor | None  # [B], real queries of each row; None means T
+    leader: Tensor | None  # [B, H, D], first query of the query block in which the call begins
+    summary: Tensor | None  # [B, Hkv, N, Z] from a state; None computes them from the keys
+    scale: float
+    options: SparseOptions
+    selection: SelectionOptions
+
+
+class BlockSparseState(NamedTuple):
+    """Keys and values, and a summary of each finished block.
+
+    Rows are aligned at their ends. Recent keys are apart, so that a new token copies these only.
+    """
+
+    k: Tensor  # [B, Hkv, S, D]
+    v: Tensor  # [B, Hkv, S, E]
+    recent_k: Tensor  # [B, Hkv, R, D], the latest keys
+    recent_v: Tensor  # [B, Hkv, R, E]
+    length: Tensor  # [B], integers: real tokens so far
+    summary: Tensor  # [B, Hkv, N, Z], float32 or float64: of finished blocks
+    leader: Tensor  # [B, H, D]: first query of the current query block; size 0 without sharing

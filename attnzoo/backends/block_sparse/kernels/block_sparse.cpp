@@ -1,0 +1,452 @@
+// Block-sparse attention on a CPU: each query attends to its own list of key blocks.
+//
+// Queries are processed in tiles. Pairs of a query and a block are sorted by block, so that a block
+// stays in the cache for all queries of the tile that attend to it. Scores have keys in SIMD lanes,
+// for which keys are given transposed, in panels of PANEL keys. Blocks of a query are merged by
+// online softmax. Its reference changes only if a score exceeds it by HEADROOM, so that few sums are
+// rescaled. The result of a query does not depend on the other queries.
+//
+// One call computes one unit: one key head and the query heads that share it. Scores are base 2.
+// Letters: U units, T queries of a head, G heads, N = G T, S keys, D key size, E value size, F heads
+// of a unit with a selection of their own, M query blocks, K selected blocks; D and E are multiples
+// of 16.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "lanes.h"
+#include "threads.h"
+
+constexpr int PANEL = 32;              // keys of a panel; blocks divide it or are multiples of it
+constexpr int TILE = 256;              // queries of a tile
+constexpr double MASKED_SCORE = -1e30;  // below every score
+constexpr double HEADROOM = 32;        // of scores above the reference of a query
+constexpr int32_t NO_BLOCK = 1 << 30;  // as in impl/selection.py
+
+struct Task {
+    int64_t threads, units, groups, queries, keys, key_size, value_size;
+    int64_t key_heads;  // units per batch row
+    int64_t causal, window, num_sinks, block_size, query_block;
+    int64_t selections, query_blocks, selected_blocks;  // F, M, K
+    double scale;             // multiplies query-key products
+    const int64_t* lengths;   // [U / key_heads]: real keys, the first ones of a row
+    const int64_t* counts;    // [U / key_heads]: real queries, the last ones of a row
+    const int32_t* selected;  // [U, F, M, K]: sorted; NO_BLOCK after the last
+};
+
+template <class Real>
+struct Tensors {
+    const Real *q, *k, *v;                // [U N, D], [U S, D], [U S, E]
+    const Real *k_panels, *v_panels;      // [U, S / PANEL, D or E, PANEL]; v_panels: backward only
+    Real *out, *lse;                      // [U N, E], [U N]; the backward pass reads only lse
+    const Real *d_out, *delta;            // [U N, E], [U N]
+    Real *dq, *dk, *dv;
+};
+
+struct Pair {
+    int32_t query, low, high;  // query of the tile; keys low to high - 1 of the block
+};
+
+template <class Real>
+class Worker : Math<Real> {
+    using typename Math<Real>::Reals;
+    using typename Math<Real>::Ints;
+    using Math<Real>::LANES, Math<Real>::load, Math<Real>::store, Math<Real>::broadcast;
+    using Math<Real>::exp2, Math<Real>::add_weighted_rows;
+
+  public:
+    Worker(const Task& task, const Tensors<Real>& tensors, int64_t unit)
+        : t(task), x(tensors), unit_(unit), n_(task.lengths[unit / task.key_heads]),
+          count_(task.counts[unit / task.key_heads]), size_((int)task.block_size),
+          lanes_((size_ + LANES - 1) / LANES * LANES), panels_((task.keys + PANEL - 1) / PANEL),
+          p_(DOT_ROWS * lanes_), dp_(DOT_ROWS * lanes_),
+          unused_(std::max(t.key_size, t.value_size) + PANEL), sums_(TILE * LANES),
+          starts_(task.keys / task.block_size + 3), k_rows_(lanes_), v_rows_(lanes_) {
+        for (int i = 0; i < LANES; ++i) lane_index_[i] = i;
+    }
+
+    void forward() {
+        for_each_tile([this](int64_t row, int queries, int64_t) {
+            std::fill(sums_.begin(), sums_.begin() + queries * LANES, Real(0));
+            std::fill(max_, max_ + queries, Real(MASKED_SCORE));
+            std::fill(x.out + row * t.value_size, x.out + (row + queries) * t.value_size, Real(0));
+            for_each_group([&](int64_t block, const Pair* pairs, int count) {
+                attend(row, block, pairs, count);
+            });
+            finish(row, queries);
+        });
+    }
+
+    // Add to dq, dk and dv.
+    void backward() {
+        for_each_tile([this](int64_t row, int, int64_t) {
+            for_each_group([&](int64_t block, const Pair* pairs, int count) {
+                attend_backward(row, block, pairs, count);
+            });
+        });
+    }
+
+  private:
+    const Task& t;
+    const Tensors<Real>& x;
+    const int64_t unit_, n_, count_;  // real keys and queries of the row
+    const int size_, lanes_;          // keys of a block; rounded up to vectors
+    const int64_t panels_;
+    std::vector<Real> p_, dp_;        // [DOT_ROWS, lanes_]
+    std::vector<Real> unused_;        // in place of queries beyond the last
+    std::vector<Real> sums_;          // [TILE, LANES]: running sum of each query, per lane
+    Real max_[TILE];                  // reference of each query
+    std::vector<Pair> pairs_, sorted_;
+    std::vector<int32_t> blocks_;     // of pairs_
+    std::vector<int64_t> starts_;     // first pair of each block, in sorted_
+    std::vector<const Real*> k_rows_, v_rows_;
+    Ints lane_index_;
+
+    // -- tiles and pairs -----------------------------------------------------------------------
+
+    template <class Work>
+    void for_each_tile(Work work) {
+        for (int64_t group = 0; group < t.groups; ++group)
+            for (int64_t i = 0; i < t.queries; i += TILE) {
+                const int queries = (int)std::min<int64_t>(TILE, t.queries - i);
+                sort_pairs(group, i, queries);
+                work(unit_ * t.groups * t.queries + group * t.queries + i, queries, group);
+            }
+    }
+
+    void add_pairs(int query, int64_t from, int64_t to) {
+        for (int64_t block = from / size_; from < to; ++block) {
+            const int64_t stop = std::min(to, (block + 1) * size_);
+            const int64_t base = block * size_;
+            pairs_.push_back({query, (int32_t)(from - base), (int32_t)(stop - base)});
+            blocks_.push_back((int32_t)block);
+            from = stop;
+        }
+    }
+
+    // Pairs of the queries first to first + queries - 1 of a head, sorted by block.
+    void sort_pairs(int64_t group, int64_t first, int queries) {
+        pairs_.clear(), blocks_.clear();
+        const int64_t start = n_ - t.queries;  // position of query 0; negative with padding
+        const int64_t share = t.query_block;
+        const auto floor_div = [](int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); };
+        const int64_t first_block = floor_div(start, share);
+        const int64_t selection = t.selections == 1 ? 0 : group;
+        const int32_t* selected = t.selected + (unit_ * t.selections + selection) *
+                                                   t.query_blocks * t.selected_blocks;
+        for (int i = 0; i < queries; ++i) {
+            const int64_t position = start + first + i;
+            if (position < n_ - count_) continue;
+            const int64_t block = floor_div(position, share), leader = block * share;
+            int64_t low = std::max<int64_t>(leader - t.window + t.causal, 0) / size_ * size_;
+            int64_t high = position + 1;
+            if (!t.causal) {
+                high = leader + share + t.window;
+                high = std::min((high + size_ - 1) / size_ * size_, n_);
+            }
+            const int32_t* own = selected + (block - first_block) * t.selected_blocks;
+            const int64_t sinks = std::min(t.num_sinks, n_);
+            add_pairs(i, 0, std::min(sinks, low));
+            add_pairs(i, low, high);
+            if (!t.causal && sinks > high) add_pairs(i, high, sinks);
+            for (int64_t j = 0; j < t.selected_blocks && own[j] != NO_BLOCK; ++j) {
+                const int64_t from = own[j] * (int64_t)size_;
+                add_pairs(i, std::max(from, t.num_sinks), std::min(from + size_, n_));
+            }
+        }
+        std::fill(starts_.begin(), starts_.end(), 0);
+        for (int32_t block : blocks_) ++starts_[block + 2];
+        for (size_t j = 2; j < starts_.size(); ++j) starts_[j] += starts_[j - 1];
+        sorted_.resize(pairs_.size());
+        for (size_t j = 0; j < pairs_.size(); ++j) sorted_[starts_[blocks_[j] + 1]++] = pairs_[j];
+    }
+
+    // Call work(block, pairs, count) for up to DOT_ROWS pairs of a block at a time.
+    template <class Work>
+    void for_each_group(Work work) {
+        for (int64_t block = 0; block + 2 < (int64_t)starts_.size(); ++block) {
+            if (starts_[block] == starts_[block + 1]) continue;
+            point_to_keys(block);
+            for (int64_t j = starts_[block]; j < starts_[block + 1]; j += DOT_ROWS)
+                work(block, &sorted_[j],
+                     (int)std::min<int64_t>(DOT_ROWS, starts_[block + 1] - j));
+        }
+    }
+
+    void point_to_keys(int64_t block) {
+        for (int i = 0; i < lanes_; ++i) {
+            const int64_t key = unit_ * t.keys + std::min(block * size_ + i, t.keys - 1);
+            k_rows_[i] = x.k + key * t.key_size;
+            v_rows_[i] = x.v + key * t.value_size;
+        }
+    }
+
+    // -- products ------------------------------------------------------------------------------
+
+    // out[r][i] = factor rows[r] . (key i of the block), from panels of a depth.
+    void multiply(const Real* const* rows, const Real* panels, int64_t block, int64_t depth,
+                  Real factor, std::vector<Real>& out) const {
+        const int64_t begin = block * size_;
+        for (int from = 0; from < lanes_;) {
+            const int64_t key = begin + from;
+            const Real* columns = panels + (unit_ * panels_ + key / PANEL) * depth * PANEL +
+                                  key % PANEL;
+            const int width = std::min<int>(lanes_ - from, PANEL);
+            for (int done = 0; done < width;)
+                if (width - done >= 2 * LANES)
+                    multiply<2>(rows, columns + done, depth, factor, &out[from + done]),
+                        done += 2 * LANES;
+                else
+                    multiply<1>(rows, columns + done, depth, factor, &out[from + done]),
+                        done += LANES;
+            from += width;
+        }
+    }
+
+    template <int V>
+    void multiply(const Real* const* rows, const Real* columns, int64_t depth, Real factor,
+                  Real* out) const {
+        Reals sums[DOT_ROWS][V];
+        Math<Real>::dot_products(rows, columns, depth, sums);
+        for (int r = 0; r < DOT_ROWS; ++r)
+            for (int i = 0; i < V; ++i) store(out + r * lanes_ + i * LANES, sums[r][i] * factor);
+    }
+
+    // Pointers to the rows of DOT_ROWS queries; past the last query, to unused_.
+    template <class Pointer>
+    void point_to_queries(const Pair* pairs, int count, Pointer from, int64_t size,
+                          Pointer* rows) {
+        for (int r = 0; r < DOT_ROWS; ++r)
+            rows[r] = r < count ? from + pairs[r].query * size : unused_.data();
+    }
+
+    Ints attended(const Pair& pair, int lane) const {
+        const Ints key = lane_index_ + lane;
+        return (key >= pair.low) & (key < pair.high);
+    }
+
+    // -- forward and backward ------------------------------------------------------------------
+
+    void attend(int64_t row, int64_t block, const Pair* pairs, int count) {
+        const Real* q_rows[DOT_ROWS];
+        point_to_queries(pairs, count, x.q + row * t.key_size, t.key_size, q_rows);
+        multiply(q_rows, x.k_panels, block, t.key_size, Real(t.scale * LOG2_E), p_);
+        Real rescale[DOT_ROWS];
+        std::fill(rescale, rescale + DOT_ROWS, Real(1));
+        bool rescaled = false;
+        for (int r = 0; r < count; ++r) {
+            Real* p = &p_[r * lanes_];
+            const bool full = pairs[r].low == 0 && pairs[r].high == lanes_;
+            const Real limit = max_[pairs[r].query] + Real(HEADROOM);
+            Ints above{};
+            for (int lane = 0; lane < lanes_; lane += LANES) {
+                Reals score = load(p + lane);
+                if (!full) {
+                    score = attended(pairs[r], lane) ? score : broadcast(MASKED_SCORE);
+                    store(p + lane, score);
+                }
+                above |= score > limit;
+            }
+            if (any(above)) {
+                raise_reference(pairs[r].query, p, rescale[r]);
+                rescaled = true;
+            }
+            const Real reference = max_[pairs[r].query];
+            Reals sum = load(&sums_[pairs[r].query * LANES]);
+            for (int lane = 0; lane < lanes_; lane += LANES) {
+                const Reals score = load(p + lane);
+                Reals weight = exp2(score - reference);
+                if (!full) weight = score == Real(MASKED_SCORE) ? Reals{} : weight;
+                store(p + lane, weight);
+                sum += weight;
+            }
+            store(&sums_[pairs[r].query * LANES], sum);
+        }
+        std::fill(p_.begin() + count * lanes_, p_.end(), Real(0));
+        Real* out[DOT_ROWS];
+        point_to_queries(pairs, count, x.out + row * t.value_size, t.value_size, out);
+        for (int r = 0; r < count; r += SUM_ROWS)
+            add_weighted_rows(out + r, rescaled ? rescale + r : nullptr, &p_[r * lanes_], lanes_, 1,
+                              v_rows_.data(), {0, size_}, t.value_size);
+    }
+
+    static bool any(Ints x) {
+        int64_t parts[sizeof(Ints) / 8], sum = 0;
+        std::memcpy(parts, &x, sizeof x);
+        for (int64_t part : parts) sum |= part;
+        return sum != 0;
+    }
+
+    // Move the reference of a query up to its largest score, and rescale its sum.
+    void raise_reference(int query, const Real* scores, Real& rescale) {
+        const Real largest = *std::max_element(scores, scores + lanes_);
+        rescale = exp2(broadcast(max_[query] - largest))[0];
+        store(&sums_[query * LANES], load(&sums_[query * LANES]) * rescale);
+        max_[query] = largest;
+    }
+
+    // Divide by the sums, and write the log-sum-exp.
+    void finish(int64_t row, int queries) {
+        for (int i = 0; i < queries; ++i) {
+            Real sum = 0;
+            for (int lane = 0; lane < LANES; ++lane) sum += sums_[i * LANES + lane];
+            const Real inverse = sum == 0 ? 0 : 1 / sum;  // NaN stays NaN
+            x.lse[row + i] = sum == 0 ? INFINITY : max_[i] + std::log2(sum);
+            Real* out = x.out + (row + i) * t.value_size;
+            for (int64_t e = 0; e < t.value_size; ++e) out[e] *= inverse;
+        }
+    }
+
+    void attend_backward(int64_t row, int64_t block, const Pair* pairs, int count) {
+        const Real *q_rows[DOT_ROWS], *d_out_rows[DOT_ROWS];
+        point_to_queries(pairs, count, x.q + row * t.key_size, t.key_size, q_rows);
+        point_to_queries(pairs, count, x.d_out + row * t.value_size, t.value_size, d_out_rows);
+        multiply(q_rows, x.k_panels, block, t.key_size, Real(t.scale * LOG2_E), p_);
+        multiply(d_out_rows, x.v_panels, block, t.value_size, 1, dp_);
+        for (int r = 0; r < count; ++r) {
+            const int64_t i = row + pairs[r].query;
+            const bool full = pairs[r].low == 0 && pairs[r].high == lanes_;
+            const Real log = x.lse[i], delta = x.delta[i];
+            for (int lane = r * lanes_, key = 0; key < lanes_; key += LANES, lane += LANES) {
+                Reals weight = exp2(load(&p_[lane]) - log);
+                if (!full) weight = attended(pairs[r], key) ? weight : Reals{};
+                Reals d_score = weight * (load(&dp_[lane]) - delta) * Real(t.scale);
+                if (!full) d_score = attended(pairs[r], key) ? d_score : Reals{};
+                store(&p_[lane], weight);
+                store(&dp_[lane], d_score);
+            }
+        }
+        std::fill(p_.begin() + count * lanes_, p_.end(), Real(0));
+        std::fill(dp_.begin() + count * lanes_, dp_.end(), Real(0));
+        Real* dq[DOT_ROWS];
+        point_to_queries(pairs, count, x.dq + row * t.key_size, t.key_size, dq);
+        for (int r = 0; r < count; r += SUM_ROWS)
+            add_weighted_rows(dq + r, nullptr, &dp_[r * lanes_], lanes_, 1, k_rows_.data(),
+                              {0, size_}, t.key_size);
+        for (int w = 0; w < size_; w += SUM_ROWS) {
+            Real *dk[SUM_ROWS], *dv[SUM_ROWS];
+            for (int r = 0; r < SUM_ROWS; ++r) {
+                const int64_t key = block * size_ + w + r;
+                const bool valid = w + r < size_ && key < t.keys;
+                dk[r] = valid ? x.dk + (unit_ * t.keys + key) * t.key_size : unused_.data();
+                dv[r] = valid ? x.dv + (unit_ * t.keys + key) * t.value_size : unused_.data();
+            }
+            add_weighted_rows(dk, nullptr, &dp_[w], 1, lanes_, q_rows, {0, count}, t.key_size);
+            add_weighted_rows(dv, nullptr, &p_[w], 1, lanes_, d_out_rows, {0, count},
+                              t.value_size);
+        }
+        std::fill(unused_.begin(), unused_.end(), Real(0));
+    }
+};
+
+template <class Real, class Pass>
+static void run(const Task& task, const Tensors<Real>& tensors, Pass pass) {
+    in_threads(task.units, task.threads, [&](int64_t unit) {
+        Worker<Real> worker(task, tensors, unit);
+        (worker.*pass)();
+    });
+}
+
+#define EXPORT(Real)                                                                           \
+    extern "C" void sparse_forward_##Real(const Task* task, const Tensors<Real>* tensors) {    \
+        run(*task, *tensors, &Worker<Real>::forward);                                          \
+    }                                                                                          \
+    extern "C" void sparse_backward_##Real(const Task* task, const Tensors<Real>* tensors) {   \
+        run(*task, *tensors, &Worker<Real>::backward);                                         \
+    }
+
+EXPORT(float)
+EXPORT(double)
+
+// -- selection ---------------------------------------------------------------------------------
+
+struct BestTask {
+    int64_t threads, rows, blocks, kept, heads_per_range, ranges_per_row;
+    int64_t first;            // candidates are blocks from first on
+    const float* scores;      // [rows, blocks]
+    const int64_t* end;       // per range: candidates below end,
+    const int64_t* begin;     // or from begin
+    const int64_t* stop;      // to stop - 1
+    int32_t* out;             // [rows, kept]: sorted; NO_BLOCK after the last
+};
+
+class Selector {
+  public:
+    explicit Selector(const BestTask& task) : t(task), keys_(task.blocks + 32), ids_(task.blocks) {}
+
+    void select(int64_t row, int64_t range) {
+        int n = 0;
+        const float* scores = t.scores + row * t.blocks;
+        const int64_t stop = std::min(t.stop[range], t.blocks);
+        n = add(scores, t.first, std::min(t.end[range], stop), n);
+        n = add(scores, std::max(t.first, t.begin[range]), stop, n);
+        int32_t* out = t.out + row * t.kept;
+        int found = 0;
+        if (n <= t.kept) {
+            for (; found < n; ++found) out[found] = ids_[found];
+        } else {
+            const int32_t limit = threshold(n);
+            int64_t ties = t.kept - count_from(n, (int64_t)limit + 1);
+            for (int i = 0; i < n; i += 16) {
+                bool any = false;
+                for (int j = i; j < i + 16; ++j) any |= keys_[j] >= limit;
+                for (int j = i; any && j < std::min(i + 16, n); ++j)
+                    if (keys_[j] > limit || (keys_[j] == limit && ties-- > 0))
+                        out[found++] = ids_[j];
+            }
+        }
+        for (; found < t.kept; ++found) out[found] = NO_BLOCK;
+    }
+
+  private:
+    const BestTask& t;
+    std::vector<int32_t> keys_, ids_;  // integers ordered as the scores; block of each
+
+    int add(const float* scores, int64_t from, int64_t to, int n) {
+        for (int64_t j = from; j < to; ++j, ++n) {
+            int32_t bits;
+            const float score = scores[j] + 0.f;  // no negative zero
+            std::memcpy(&bits, &score, sizeof bits);
+            keys_[n] = bits ^ ((bits >> 31) & 0x7fffffff);
+            ids_[n] = (int32_t)j;
+        }
+        std::fill(keys_.begin() + n, keys_.begin() + n + 16, INT32_MIN);
+        return n;
+    }
+
+    int64_t count_from(int n, int64_t limit) const {
+        if (limit > INT32_MAX) return 0;
+        int32_t count = 0;
+        const int32_t least = (int32_t)limit;
+        for (int i = 0; i < n; ++i) count += keys_[i] >= least;
+        return count;
+    }
+
+    // The largest integer that at least t.kept of n keys reach.
+    int32_t threshold(int n) const {
+        int32_t least = INT32_MAX, most = INT32_MIN;
+        for (int i = 0; i < n; ++i) least = std::min(least, keys_[i]);
+        for (int i = 0; i < n; ++i) most = std::max(most, keys_[i]);
+        int64_t low = least, high = (int64_t)most + 1;  // enough reach low, too few reach high
+        while (high - low > 1) {
+            const int64_t middle = low + (high - low) / 2, count = count_from(n, middle);
+            if (count >= t.kept) low = middle;
+            else high = middle;
+            if (count == t.kept) break;
+        }
+        return (int32_t)low;
+    }
+};
+
+// Rows are [B, A, M]; ranges are [1 or B, M].
+extern "C" void select_best(const BestTask* task) {
+    const int64_t chunk = 64, m = task->ranges_per_row;
+    in_threads((task->rows + chunk - 1) / chunk, task->threads, [&](int64_t part) {
+        Selector selector(*task);
+        for (int64_t row = part * chunk; row < std::min((part + 1) * chunk, task->rows); ++row)
+            selector.select(row, row / (task->heads_per_range * m) * m + row % m);
+    });
+}

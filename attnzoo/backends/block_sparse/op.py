@@ -1,0 +1,161 @@
+r"""Block-sparse attention: exact softmax over a window, the first tokens and the best key blocks.
+
+Keys are divided into blocks. Each query, or block of queries, scores a summary of every block
+outside its window and attends to the keys of the best ones
+(see :mod:`attnzoo.backends.block_sparse.impl.selection`).
+
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
+N key blocks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.block_sparse.impl.cpp import cpp_reasons
+from attnzoo.backends.block_sparse.impl.custom_ops import sparse_attention
+from attnzoo.backends.block_sparse.impl.layout import (
+    add_token,
+    align_rows,
+    new_state,
+    restore_order,
+)
+from attnzoo.backends.block_sparse.impl.options import (
+    BlockSparseState,
+    SelectionOptions,
+    SparseCall,
+    SparseOptions,
+)
+from attnzoo.backends.block_sparse.impl.reference import reference_attention
+from attnzoo.backends.block_sparse.impl.step import attend_step
+from attnzoo.backends.block_sparse.validation import check_inputs, check_options
+from attnzoo.backends.implementation import Implementation, select
+from attnzoo.backends.validation import empty_output, is_empty_call
+from attnzoo.masks import AttentionMask
+from attnzoo.state import AttentionOutput, ImplChoice
+
+IMPLEMENTATIONS = (
+    Implementation(
+        name="cpp",
+        run=partial(sparse_attention, impl="cpp"),
+        reasons=cpp_reasons,
+        automatic="compiled for this CPU",
+    ),
+    Implementation(
+        name="torch",
+        run=partial(sparse_attention, impl="torch"),
+        automatic="gathers the selected keys, on every device",
+    ),
+    Implementation(name="reference", run=reference_attention),
+)
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask | None = None,
+    window: int = 32,
+    num_sinks: int = 4,
+    top_k: int = 12,
+    block_size: int = 8,
+    query_block: int = 1,
+    score: str = "moments",
+    coverage: float | None = None,
+    per_key_head: bool = False,
+    scale: float | None = None,
+    state: BlockSparseState | None = None,
+    return_state: bool = False,
+    impl: str = "auto",
+) -> AttentionOutput:
+    r"""Attend to a window, the first tokens, and the key blocks with the best scores.
+
+    Block j contains the real tokens ``j * block_size`` to ``(j + 1) * block_size - 1``. The window
+    begins, and in bidirectional attention ends, at an end of a block, so that it contains up to
+    ``block_size - 1`` more keys on a side. Time O(T X D) for X attended keys, plus O(T N D) for the
+    scores of blocks, divided by ``query_block``; memory O(T D). The backward pass saves inputs and
+    output only; the selection has no gradient. If ``top_k`` blocks cover all keys, this is softmax
+    attention. No bit of a causal output depends on later tokens.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``.
+        k: Keys, ``[B, Hkv, S, D]``; with a ``state``, the new keys.
+        v: Values, ``[B, Hkv, S, E]``.
+        mask: Causality and padding; ``None`` means no mask. With a causal mask and without a state,
+            query 0 has position ``q_offset``, and keys after the last query's position are ignored.
+            Queries that are padding give zeros.
+        window: A causal query attends to the latest keys, its own included, another query to as
+            many keys on each side.
+        num_sinks: Number of leading keys that every query attends to.
+        top_k: Most key blocks that a query selects.
+        block_size: Keys per block.
+        query_block: Consecutive queries that share a selection and a window, for fewer scores. In
+            causal attention their first query selects, else their mean.
+        score: ``"moments"``, ``"mean"`` or ``"bounds"``.
+        coverage: Select no more blocks than have this share of the estimated weight of all blocks
+            outside the window; ``None`` selects ``top_k``.
+        per_key_head: Whether the query heads of a key head share a selection, by their mean query.
+        scale: Multiplies query-key products; ``None`` means ``D ** -0.5``.
+        state: State of the earlier tokens; causal only.
+        return_state: Whether to return the state after the last token.
+        impl: ``"cpp"`` (on CPUs, for block sizes that divide 32 or are multiples of it),
+            ``"torch"`` (gathers the keys), ``"reference"`` (dense scores), or ``"auto"``, which
+            selects the fastest that supports the call. A single new token after a state reads the
+            selected blocks in every implementation but ``"reference"``.
+
+    Returns:
+        ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; ``state``; and ``impl``.
+
+    Raises:
+        UnsupportedError: Shapes, lengths, the mask or an option are not supported, or ``impl`` is
+            unknown or does not support the call.
+    """
+    mask = AttentionMask() if mask is None else mask
+    options = SparseOptions(mask.causal, window, num_sinks, top_k, block_size, query_block)
+    selection = SelectionOptions(score, coverage, per_key_head)
+    check_options(options, selection)
+    check_inputs(q, k, v, mask, has_state=state is not None, query_block=query_block)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    call = SparseCall(q, k, v, None, None, None, None, scale, options, selection)
+    if is_empty_call(q, k):
+        _, choice = select("block_sparse_attention", IMPLEMENTATIONS, call, impl)
+        if return_state and state is None:
+            state = new_state(call, None)
+        return AttentionOutput(empty_output(q, k, v), state if return_state else None, impl=choice)
+    if state is not None and impl != "reference" and _is_step(q, k, v, mask):
+        return _step(call, state, return_state)
+    aligned = align_rows(q, k, v, mask, state)
+    call = call._replace(
+        q=aligned.q,
+        k=aligned.k,
+        v=aligned.v,
+        lengths=aligned.lengths,
+        counts=aligned.counts,
+        leader=None if state is None else state.leader,
+    )
+    implementation, choice = select("block_sparse_attention", IMPLEMENTATIONS, call, impl)
+    out = restore_order(implementation.run(call), aligned.order).to(v.dtype)
+    return AttentionOutput(out, new_state(call, state) if return_state else None, impl=choice)
+
+
+def _is_step(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> bool:
+    """Return whether a call has one new real token in every row, and needs no gradient."""
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if q.shape[2] != 1 or needs_grad:
+        return False
+    return mask.padding is None or bool(mask.padding.all())
+
+
+def _step(call: SparseCall, state: BlockSparseState, return_state: bool) -> AttentionOutput:
+    """Attend with one new token."""
+    after = add_token(state, call.k, call.v, call.q, call.options, call.selection)
+    out = attend_step(call, after).to(call.v.dtype)
+    blocks, kept = after.summary.shape[2], min(call.options.top_k, after.summary.shape[2])
+    choice = ImplChoice(
+        "step", f"one new token scores {blocks} blocks and reads at most {kept} of them"
+    )
+    return AttentionOutput(out, after if return_state else None, impl=choice)

@@ -1,0 +1,83 @@
+"""Checks of the masks, lengths and options that block-sparse attention supports.
+
+Letters: B batch, T queries, S keys.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnzoo.backends.block_sparse.impl.options import SelectionOptions, SparseOptions
+from attnzoo.backends.validation import check_qkv, check_size
+from attnzoo.errors import UnsupportedError
+from attnzoo.masks import AttentionMask
+
+SCORES = ("mean", "moments", "bounds")
+
+
+def selection_reasons(selection: SelectionOptions) -> list[str]:
+    """Return every reason why the options of a selection are invalid; empty if they are valid."""
+    reasons = []
+    if selection.score not in SCORES:
+        accepted = " or ".join(map(repr, SCORES))
+        reasons.append(f"score must be {accepted}, got {selection.score!r}")
+    coverage = selection.coverage
+    if coverage is not None and not 0 < coverage <= 1:
+        reasons.append(
+            f"coverage must be above 0 and at most 1, got {coverage}; it is a share of the weight "
+            "of all blocks"
+        )
+    if coverage is not None and selection.score == "bounds":
+        reasons.append(
+            "coverage needs score='mean' or 'moments', got score='bounds', which does not estimate "
+            "the weight of a block"
+        )
+    return reasons
+
+
+def check_options(options: SparseOptions, selection: SelectionOptions) -> None:
+    """Raise ``UnsupportedError`` if an option is invalid."""
+    for name in ("window", "block_size", "query_block"):
+        check_size(name, getattr(options, name))
+    for name in ("num_sinks", "top_k"):
+        check_size(name, getattr(options, name), minimum=0)
+    reasons = selection_reasons(selection)
+    if reasons:
+        raise UnsupportedError(f"{'; '.join(reasons)}.")
+
+
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, has_state: bool, query_block: int
+) -> None:
+    """Raise ``UnsupportedError`` for shapes, masks or lengths that are not supported."""
+    check_qkv(q, k, v, mask)
+    for field in ("segment_ids", "window", "function"):
+        if getattr(mask, field) is not None:
+            raise UnsupportedError(
+                f"block_sparse_attention supports causal and padding masks, got {field} of the "
+                "mask. Run packed sequences as rows of a batch; for other masks, use "
+                "softmax_attention or flash_attention."
+            )
+    length, keys = q.shape[2], k.shape[2]
+    given = f"{length} queries and {keys} keys are given"
+    if has_state and (length != keys or not mask.causal):
+        raise UnsupportedError(
+            f"{given} with a state; it needs a causal mask and as many queries as new keys."
+        )
+    if length > keys or (length < keys and not mask.causal):
+        raise UnsupportedError(
+            f"{given}; fewer queries than keys need a causal mask with q_offset, the position of "
+            "the first query, and more queries than keys are not supported."
+        )
+    offset = mask.q_offset
+    if mask.causal and isinstance(offset, int) and not 0 <= offset <= keys - length:
+        raise UnsupportedError(
+            f"{given} with a mask whose q_offset is {offset}; it must be between 0 and "
+            f"{keys - length}, so that every query has a key at its position."
+        )
+    if query_block > 1 and length < keys:
+        raise UnsupportedError(
+            f"{given} with query_block={query_block}; the first query of a query block selects for "
+            "all of them and may be missing. Pass the earlier tokens as state=, or use "
+            "query_block=1."
+        )

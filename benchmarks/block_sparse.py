@@ -1,0 +1,172 @@
+"""Block-sparse attention: quality on the embedded model, time against SDPA, and decoding.
+
+    python benchmarks/block_sparse.py quality
+    python benchmarks/block_sparse.py prefill     # 4k and 16k tokens, both passes; then 64k
+    python benchmarks/block_sparse.py decode      # one token after 16k and 64k, in a model
+
+Quality is the share of the difference between a window of 32 and softmax that is closed, without
+training. Each timed query attends to at most 963 keys; calls of a row take turns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import attnzoo
+from attnzoo.backends.block_sparse.impl import cpp
+from attnzoo.backends.block_sparse.impl.options import SelectionOptions, SparseCall, SparseOptions
+from attnzoo.backends.block_sparse.impl.selection import select_blocks
+from attnzoo.backends.block_sparse.op import block_sparse_attention
+from attnzoo.evaluation.data import make_eval_batch
+from attnzoo.evaluation.models import embedded_model_path, load_swapped
+from attnzoo.evaluation.quality import measure_quality
+from attnzoo.evaluation.timing import time_together
+from attnzoo.masks import AttentionMask
+from attnzoo.spec import AttentionSpec
+
+LONG: dict[str, Any] = {"window": 64, "block_size": 64, "top_k": 13}  # at most 963 keys a query
+ROWS = 24
+QUALITY: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("block_sparse", {}),
+    ("block_sparse", {"top_k": 10}),
+    ("block_sparse", {"top_k": 8}),
+    ("block_sparse", {"top_k": 10, "score": "mean"}),
+    ("block_sparse", {"top_k": 10, "score": "bounds"}),
+    ("block_sparse", {"top_k": 10, "per_key_head": True}),
+    ("block_sparse", {"top_k": 10, "query_block": 2}),
+    ("block_sparse", {"top_k": 10, "query_block": 4}),
+    ("block_sparse", {"top_k": 16, "coverage": 0.9}),
+    ("block_sparse", {"top_k": 5, "block_size": 16}),
+    ("reformer", {"chunk_size": 16}),
+)
+app = typer.Typer()
+
+
+@torch.no_grad()
+def attended_keys(model: Any, tokens: torch.Tensor) -> float:
+    """Return how many keys a query attends to, on average."""
+    weights = model(tokens, output_attentions=True, use_cache=False).attentions
+    return float(torch.stack([(w > 0).sum(-1).float().mean() for w in weights]).mean())
+
+
+@app.command()
+def quality() -> None:
+    """Print the share of loss and recall that each selection brings back."""
+    path = embedded_model_path()
+    batch = make_eval_batch(path, None, rows=ROWS, row_length=512, stream_length=8)
+
+    def measure(name: str, **options: Any) -> tuple[list[float], float]:
+        model = load_swapped(path, AttentionSpec(name, **options))
+        found = measure_quality(model, batch)
+        assert found.recall_bits_per_byte is not None
+        keys = attended_keys(model, batch.tokens[:4])
+        return [found.bits_per_byte, found.recall_bits_per_byte], keys
+
+    softmax, window = measure("softmax")[0], measure("flash", window=32)[0]
+    for name, options in QUALITY:
+        found, keys = measure(name, **options)
+        loss, recall = ((w - x) / (w - s) for w, x, s in zip(window, found, softmax, strict=True))
+        print(f"{name} {options}: {keys:.0f} keys, loss {loss:.1%}, recall {recall:.1%}")
+
+
+@app.command()
+def prefill(rounds: int = 3, longest: int = 65536) -> None:
+    """Print times of both passes against SDPA, and the share of the selection."""
+    torch.set_num_threads(1)
+    for length in (4096, 16384, longest):
+        torch.manual_seed(0)
+        q, k, v, d = (torch.randn(1, 8, length, 64) for _ in range(4))
+        sizes = SparseOptions(True, LONG["window"], 4, LONG["top_k"], LONG["block_size"], 1)
+        mask, scale = AttentionMask(causal=True), 64**-0.5
+
+        def ours(*x: torch.Tensor, mask: AttentionMask = mask) -> torch.Tensor:
+            return block_sparse_attention(*x, mask=mask, **LONG).out
+
+        def sdpa(*x: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(*x, is_causal=True)
+
+        for score in ("moments", "mean"):
+            choice = SelectionOptions(score, None, False)
+            call = SparseCall(q, k, v, None, None, None, None, scale, sizes, choice)
+
+            def attend(score: str = score, x: Any = (q, k, v), mask: Any = mask) -> Any:
+                return block_sparse_attention(*x, mask=mask, score=score, **LONG).out
+
+            turns = rounds if length < longest else 1
+            taken = time_together(
+                {
+                    "sdpa": torch.no_grad()(lambda x=(q, k, v): sdpa(*x)),
+                    "ours": torch.no_grad()(attend),
+                    "selection": lambda call=call: select_blocks(call, cpp.best_blocks),
+                },
+                rounds=turns,
+            )
+            share = 1 / taken["selection"].times_faster_than(taken["ours"])
+            faster = taken["ours"].times_faster_than(taken["sdpa"])
+            print(
+                f"{length} {score}: {taken['ours'].min_ms:.0f} ms, {faster:.1f}x SDPA, "
+                f"selection {share:.0%}",
+                flush=True,
+            )
+        if length == longest:
+            continue
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        taken = time_together(
+            {
+                name: lambda f=f, x=leaves, d=d: torch.autograd.grad(f(*x), x, d)
+                for name, f in (("sdpa", sdpa), ("ours", ours))
+            },
+            rounds=rounds,
+        )
+        faster = taken["ours"].times_faster_than(taken["sdpa"])
+        print(
+            f"{length} both passes: {taken['ours'].min_ms:.0f} ms, {faster:.1f}x SDPA", flush=True
+        )
+
+
+@app.command()
+@torch.no_grad()
+def decode(tokens: int = 12, layers: int = 1) -> None:
+    """Print the time of one token in a model against ``flash``."""
+    torch.set_num_threads(1)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=2**17,
+    )
+    model = LlamaForCausalLM(config).eval()
+    for length in (16384, 65536):
+        text = torch.randint(256, (1, length + tokens), generator=torch.Generator().manual_seed(0))
+        cache = DynamicCache(config=config)
+        for layer in range(layers):
+            k, v = (torch.randn(1, 8, length, 64) for _ in range(2))
+            cache.update(k, v, layer)
+        runs = {}
+        for name, options in (("flash", {}), ("block_sparse", LONG)):
+            attnzoo.swap(model, name, **options)
+            if name == "block_sparse":
+                cache = DynamicCache(config=config)
+                for start in range(0, length, 8192):
+                    part = text[:, start : start + 8192]
+                    model(part, past_key_values=cache, logits_to_keep=1)
+            taken = time_together(
+                {name: lambda cache=cache, x=text[:, -1:]: model(x, past_key_values=cache)},
+                rounds=tokens,
+                seconds=0.0,
+            )
+            runs[name] = taken[name]
+            print(f"{length} {name}: {runs[name].median_ms:.2f} ms", flush=True)
+        print(f"{length}: {runs['flash'].median_ms / runs['block_sparse'].median_ms:.1f}x flash")
+
+
+if __name__ == "__main__":
+    app()
