@@ -51,12 +51,22 @@ def main(
     result = sweep(types, names, jobs, on_entry)
     typer.echo(f"{time.monotonic() - start:.0f} s, {result['cpu_seconds']} s of CPU time")
     if update:
-        recorded = record.read(result["transformers"])
-        result = {**recorded, "types": recorded["types"] | result["types"]}
+        result = merge(record.read(result["transformers"]), result)
     if update or not (model_type or backend):
         for path in (write_record(result), *write_pages()):
             typer.echo(path)
         typer.echo(record.summary(result))
+
+
+def merge(recorded: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """Return the record with the checked types and, of each, the checked backends replaced."""
+    types = dict(recorded["types"])
+    for name, entry in result["types"].items():
+        if "backends" in entry:
+            backends = types.get(name, {}).get("backends", {}) | entry["backends"]
+            entry = {**entry, "backends": backends}
+        types[name] = entry
+    return {**recorded, "types": types}
 
 
 def _is_wrong(result: dict[str, Any]) -> bool:

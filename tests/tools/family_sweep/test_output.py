@@ -4,6 +4,7 @@ from pathlib import Path
 
 from attnzoo.families import record
 from tools.family_sweep import output
+from tools.family_sweep.__main__ import merge
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -24,3 +25,14 @@ def test_a_written_record_is_read_back(tmp_path, monkeypatch):
     output.write_record(found)
     assert record.read() == found
     assert record.versions() == [found["transformers"]]
+
+
+def test_an_update_replaces_the_backends_that_were_checked():
+    old = {"outcome": "checked", "backends": {"linear": {"outcome": "runs"}}}
+    new = {"outcome": "checked", "backends": {"delta": {"outcome": "refused"}}}
+    recorded = {"transformers": "5.0.0", "types": {"a": old, "b": {"outcome": "not built"}}}
+    merged = merge(recorded, {"types": {"a": new, "b": new}})
+    assert list(merged["types"]["a"]["backends"]) == ["linear", "delta"]
+    assert merged["types"]["b"] == new
+    assert merged["transformers"] == "5.0.0"
+    assert recorded["types"]["a"] == old
