@@ -1,5 +1,6 @@
 """The conformance suite: built-in backends pass it, and each rule catches a broken backend."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.backends.base import AttentionBackend
+from attnzoo.backends.config import BackendConfig
 from attnzoo.registry import get_backend
 from attnzoo.state import AttentionOutput
 from attnzoo.testing import RULES, ConformanceError, check_backend
@@ -20,28 +22,28 @@ BUILTIN = [
     ("flash", {"window": 20}),
     ("linear", {}),
     ("linear", {"feature_map": "relu"}),
-    ("linear", {"feature_map": "exp", "chunk_size": 16}),
+    ("linear", {"feature_map": "exp", "chunk_size": 32}),
     ("linear", {"feature_map": "hedgehog"}),
     ("linear", {"feature_map": "hedgehog_exp", "num_features": 12}),
     ("linear", {"normalize": False, "chunk_size": 7}),
-    ("linear", {"impl": "reference", "chunk_size": 16}),
+    ("linear", {"impl": "reference", "chunk_size": 32}),
     ("gated_linear", {}),
     ("gated_linear", {"gate": "retnet"}),
-    ("gated_linear", {"gate": "alibi", "feature_map": "exp", "chunk_size": 16}),
+    ("gated_linear", {"gate": "alibi", "feature_map": "exp", "chunk_size": 32}),
     ("gated_linear", {"gate": "gated_retention", "chunk_size": 7}),
-    ("gated_linear", {"gate": "gla", "feature_map": "hedgehog", "chunk_size": 16}),
+    ("gated_linear", {"gate": "gla", "feature_map": "hedgehog", "chunk_size": 32}),
     ("gated_linear", {"normalize": False, "feature_map": "relu"}),
-    ("linear", {"feature_map": "cosine", "max_length": 200, "chunk_size": 16}),
-    ("linear", {"feature_map": "taylor", "chunk_size": 16}),
-    ("gated_linear", {"gate": "mamba2", "feature_map": "dpfp", "chunk_size": 16}),
+    ("linear", {"feature_map": "cosine", "max_length": 200, "chunk_size": 32}),
+    ("linear", {"feature_map": "taylor", "chunk_size": 32}),
+    ("gated_linear", {"gate": "mamba2", "feature_map": "dpfp", "chunk_size": 32}),
     (
         "gated_linear",
-        {"gate": "hgrn2", "feature_map": "random", "num_features": 16, "chunk_size": 16},
+        {"gate": "hgrn2", "feature_map": "random", "num_features": 16, "chunk_size": 32},
     ),
-    ("gated_linear", {"gate": "rwkv6", "feature_map": "t2r", "chunk_size": 16}),
-    ("gated_linear", {"gate": "mlstm", "feature_map": "hedgehog_joint", "chunk_size": 16}),
+    ("gated_linear", {"gate": "rwkv6", "feature_map": "t2r", "chunk_size": 32}),
+    ("gated_linear", {"gate": "mlstm", "feature_map": "hedgehog_joint", "chunk_size": 32}),
     ("delta", {}),
-    ("delta", {"gate": "vector", "window": 20, "chunk_size": 16}),
+    ("delta", {"gate": "vector", "window": 20, "chunk_size": 32}),
     pytest.param(
         "delta",
         {"gate": "none", "allow_negative_eigenvalues": True, "feature_map": "hedgehog"},
@@ -63,6 +65,13 @@ def test_builtin_backends_conform(name, options):
     assert "padding" in report.passed
 
 
+@dataclass(frozen=True, kw_only=True)
+class TinyConfig(BackendConfig):
+    """Names a chunk size, of which the suite makes its sequences' lengths."""
+
+    chunk_size: int = 8
+
+
 class TinyState(NamedTuple):
     kv: Tensor  # [B, Hkv, D, E]
     k: Tensor  # [B, Hkv, D]
@@ -71,6 +80,7 @@ class TinyState(NamedTuple):
 class Tiny(AttentionBackend):
     """A right backend, small enough to break in one place: linear attention with a gate."""
 
+    config_class = TinyConfig
     recurrent = True
     needs_hidden_states = True
 

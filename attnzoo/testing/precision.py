@@ -6,6 +6,7 @@ widest dtype, plus one unit in the last place.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
@@ -85,8 +86,7 @@ def precision(trial: Trial) -> str | None:
     """Errors of outputs and gradients in low precision are close to those of rounding inputs."""
     if not trial.low_dtypes:
         return "no dtype below the widest was asked for"
-    for dtype in trial.low_dtypes:
-        _narrow(trial, dtype, trial.length, mean=0.0)
+    _compare(trial, trial.low_dtypes, trial.length, mean=0.0)
     return None
 
 
@@ -97,25 +97,37 @@ def long_gradients(trial: Trial) -> str | None:
         return "no 16-bit dtype was asked for"
     quadratic = trial.backend.exact or trial.backend.keeps_all_keys
     quadratic |= trial.config.impl == "reference"  # may be quadratic
-    for dtype in dtypes:
-        _narrow(trial, dtype, LONG_QUADRATIC if quadratic else LONG, mean=1.0)
+    _compare(trial, dtypes, LONG_QUADRATIC if quadratic else LONG, mean=1.0)
     return None
 
 
-def _narrow(trial: Trial, dtype: torch.dtype, length: int, mean: float) -> None:
-    """Compare outputs and gradients in ``dtype`` with those in the widest."""
+def _compare(trial: Trial, dtypes: Iterable[torch.dtype], length: int, mean: float) -> None:
+    """Compare outputs and gradients in some dtypes with those in the widest."""
     x = trial.sequence(1, length, mean=mean)
     draw = torch.Generator().manual_seed(6)
     shape = (1, x.q.shape[1], length, x.v.shape[3])
     upstream = torch.randint(-4, 5, shape, generator=draw).to(x.q) / 4  # exact in every dtype
+    exact = _answers(trial, trial.unrounded, x, upstream)
+    for dtype in dtypes:
+        _narrow(trial, dtype, x, upstream, exact, f"{length} tokens with values of mean {mean:g}")
+
+
+def _narrow(
+    trial: Trial,
+    dtype: torch.dtype,
+    x: Sequence,
+    upstream: Tensor,
+    exact: dict[str, Tensor],
+    inputs: str,
+) -> None:
+    """Compare outputs and gradients in ``dtype`` with the exact ones."""
     ours_backend = deepcopy(trial.unrounded).to(dtype)
     plain_backend = deepcopy(ours_backend).to(trial.wide)
     rounded = x.map(lambda t: t.to(dtype))
-    exact = _answers(trial, trial.unrounded, x, upstream)
     plain = _answers(trial, plain_backend, rounded.map(lambda t: t.to(trial.wide)), upstream)
     ours = _answers(trial, ours_backend, rounded, upstream.to(dtype))
     units = 1 if dtype.itemsize == 2 else 256  # sums in float32 add up their own rounding
-    name = f"{str(dtype).removeprefix('torch.')}, {length} tokens with values of mean {mean:g}"
+    name = f"{str(dtype).removeprefix('torch.')}, {inputs}"
     for what, right in exact.items():
         if float(right.abs().max()) > torch.finfo(dtype).max:
             continue  # the exact result overflows this dtype
