@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,10 +24,13 @@ def geometry(**changes: Any) -> Geometry:
 
 def build(
     name: str,
-    *,
     dtype: torch.dtype = torch.float64,
+    *,
     noise: float = 0.0,
-    geometry: Geometry = geometry(),  # noqa: B008 (immutable)
+    causal: bool = True,
+    cross_attention: bool = False,
+    layer: int = 0,
+    sizes: Mapping[str, Any] = {},
     **options: Any,
 ) -> AttentionBackend:
     """Build a backend for a small layer.
@@ -35,10 +39,14 @@ def build(
         name: Name of the backend.
         dtype: Dtype of its parameters.
         noise: Standard deviation of noise that is added to the parameters' initial values.
-        geometry: The layer.
+        causal: Whether the layer is causal.
+        cross_attention: Whether keys come from another sequence than queries.
+        layer: Number of the layer.
+        sizes: Other fields of :func:`geometry`.
         options: Options of the backend.
     """
-    backend = build_backend(name, options, geometry)
+    place = geometry(causal=causal, cross_attention=cross_attention, layer=layer, **sizes)
+    backend = build_backend(name, options, place)
     with torch.no_grad():
         for parameter in backend.parameters():
             if noise:
@@ -59,14 +67,14 @@ def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def qkv(
-    length: int,
+    length: int = 9,
     keys: int | None = None,
     *,
     batch: int = 2,
     heads: tuple[int, int] = (H, HKV),
     sizes: tuple[int, int] = (D, E),
     dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     """Return random queries, keys and values for the layer of :func:`geometry`.
 
     Args:
@@ -78,11 +86,8 @@ def qkv(
         dtype: Dtype of the tensors.
     """
     keys = length if keys is None else keys
-    return (
-        draw(batch, heads[0], length, sizes[0], dtype=dtype),
-        draw(batch, heads[1], keys, sizes[0], dtype=dtype),
-        draw(batch, heads[1], keys, sizes[1], dtype=dtype),
-    )
+    shapes = (heads[0], length, sizes[0]), (heads[1], keys, sizes[0]), (heads[1], keys, sizes[1])
+    return [draw(batch, *shape, dtype=dtype) for shape in shapes]
 
 
 def hidden_states(length: int, *, batch: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:

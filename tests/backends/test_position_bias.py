@@ -1,5 +1,7 @@
 """Position biases in sparse attention, against dense softmax with the bias under the mask."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -13,17 +15,14 @@ from attnzoo.backends.reformer.op import lsh_attention, shared_qk_attention
 from attnzoo.backends.softmax.op import softmax_attention
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
+from tests import helpers
+
+qkv = partial(helpers.qkv, 100)
 
 ROWS, HEADS, KEY_HEADS, LENGTH = 2, 4, 2, 100
 SHAPES = [(1, 4, 100, 100), (2, 4, 1, 100)]  # of T5, and of ALiBi with padding
 CAUSAL = AttentionMask(causal=True)
 SMALL = {"num_hashes": 3, "chunk_size": 4, "window": 3, "first_tokens": 2}
-
-
-def qkv():
-    q = torch.randn(ROWS, HEADS, LENGTH, 8, dtype=torch.float64)
-    k = torch.randn(ROWS, KEY_HEADS, LENGTH, 8, dtype=torch.float64)
-    return q, k, torch.randn(ROWS, KEY_HEADS, LENGTH, 6, dtype=torch.float64)
 
 
 def agree(ours, theirs, inputs):

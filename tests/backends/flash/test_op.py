@@ -15,13 +15,7 @@ from attnzoo.backends.flash.op import flash_attention
 from attnzoo.backends.softmax.op import softmax_attention
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
-
-
-def qkv(length=9, keys=None, heads=(4, 2), batch=2, dtype=torch.float64):
-    draw = torch.Generator().manual_seed(0)
-    keys = length if keys is None else keys
-    shapes = (heads[0], length, 8), (heads[1], keys, 8), (heads[1], keys, 6)
-    return [torch.randn(batch, *shape, generator=draw, dtype=dtype) for shape in shapes]
+from tests.helpers import qkv
 
 
 def call(q, k, v, mask=None, **options):

@@ -14,20 +14,23 @@ from attnzoo.backends.linear.feature_maps.base import register_feature_map
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
+from tests import helpers
+from tests.helpers import HKV, D, E, H, M, geometry, hidden_states, qkv
 
-H, HKV, D, E, M = 4, 2, 8, 6, 12
+
+def inputs(length, dtype=torch.float64, batch=2):
+    """Return q, k and v, and the hidden states."""
+    x = qkv(length, batch=batch, dtype=dtype)
+    return x, hidden_states(length, batch=batch, dtype=dtype)
+
+
 GATES = ["retnet", "alibi", "gated_retention", "gla", "mamba2", "hgrn2"]  # only decay the state
 LEARNED = ["gated_retention", "gla", "mamba2", "hgrn2"]
 OWN = ["rwkv6", "mlstm", "matrix"]  # have a recurrence of their own
 
 
-def geometry(**changes):
-    shape = {"num_heads": H, "num_key_heads": HKV, "head_dim": D, "value_dim": E, "hidden_size": M}
-    return Geometry(**{**shape, "name": "layer.attn", **changes})
-
-
 def build(dtype=torch.float64, *, strong=True, **options):
-    backend = build_backend("gated_linear", options, geometry())
+    backend = helpers.build("gated_linear", torch.float32, **options)
     if strong:  # change the initial values to gates with a memory of a few tokens
         with torch.no_grad():
             for name, x in backend.named_parameters():
@@ -35,13 +38,6 @@ def build(dtype=torch.float64, *, strong=True, **options):
                 if name == "gate.bias":
                     x.add_(5.0 if backend.config.gate == "mamba2" else -5.0)
     return backend.to(dtype)
-
-
-def inputs(length, dtype=torch.float64, batch=2):
-    """Return [q, k, v] and the hidden states."""
-    shapes = (batch, H, length, D), (batch, HKV, length, D), (batch, HKV, length, E)
-    x = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
-    return x, torch.randn(batch, length, M, dtype=torch.float64).to(dtype)
 
 
 def log_decay(backend, hidden, features):

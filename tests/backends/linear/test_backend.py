@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -13,32 +14,12 @@ from attnzoo.backends.linear.feature_maps.base import FeatureMap, register_featu
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
+from tests import helpers
+from tests.helpers import HKV, D, E, H, qkv
 
-H, HKV, D, E = 4, 2, 8, 6
+build = partial(helpers.build, "linear", noise=0.3)
+
 MAPS = ["elu+1", "relu", "exp", "hedgehog"]
-
-
-def build(dtype=torch.float64, *, causal=True, cross=False, **options):
-    geometry = Geometry(
-        num_heads=H,
-        num_key_heads=HKV,
-        head_dim=D,
-        value_dim=E,
-        causal=causal,
-        cross_attention=cross,
-        name="layer.attn",
-    )
-    backend = build_backend("linear", options, geometry)
-    with torch.no_grad():
-        for x in backend.parameters():  # away from their initial values
-            x.add_(0.3 * torch.randn_like(x))
-    return backend.to(dtype)
-
-
-def qkv(length, keys=None, dtype=torch.float64, batch=2):
-    keys = length if keys is None else keys
-    shapes = (batch, H, length, D), (batch, HKV, keys, D), (batch, HKV, keys, E)
-    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
 def phi(backend, q, k):
@@ -89,13 +70,16 @@ def test_causal(name, normalize):
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize(("length", "keys"), [(21, 21), (5, 33), (33, 5), (1, 12)])
 def test_cross_attention_and_both_directions(name, length, keys):
-    backend, x = build(feature_map=name, causal=False, cross=length != keys), qkv(length, keys)
+    backend, x = (
+        build(feature_map=name, causal=False, cross_attention=length != keys),
+        qkv(length, keys),
+    )
     torch.testing.assert_close(backend(*x).out, dense(backend, *x))
 
 
 @pytest.mark.parametrize("name", MAPS)
 def test_padded_keys_are_not_seen_in_cross_attention(name):
-    backend, (q, k, v) = build(feature_map=name, causal=False, cross=True), qkv(4, 9)
+    backend, (q, k, v) = build(feature_map=name, causal=False, cross_attention=True), qkv(4, 9)
     real = torch.rand(2, 9) > 0.5
     real[1] = False  # nothing to see at all
     expected = dense(backend, q, k, v, seen=real[:, None, None, :])

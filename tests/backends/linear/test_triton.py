@@ -12,6 +12,7 @@ from attnzoo.backends.linear.op import linear_attention
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
 from attnzoo.state import LinearState
+from tests.helpers import nan_padded
 
 B, HKV = 1, 1
 NAMES = ("q", "k", "v", "log_decay", "kv", "z")
@@ -43,13 +44,6 @@ class KernelCase:
     strong_gates: tuple[tuple[int, int], ...] = ()  # ranges of tokens with very strong gates
     split_size: int = 32
     chunk_size: int = 16
-
-
-def nan_padded(x):
-    """Copy a tensor into storage that continues with NaN, so that reads past its end show."""
-    storage = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype)
-    storage[: x.numel()] = x.flatten()
-    return storage[: x.numel()].view(x.shape)
 
 
 def make(case):

@@ -1,6 +1,7 @@
 """Both forms of Linformer against loops over single tokens."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,17 +10,12 @@ from torch.testing import assert_close
 from attnzoo.backends.linformer.op import linformer_attention, linformer_block_attention
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
+from tests import helpers
+from tests.helpers import HKV, H, draw
 
-H, HKV, D, E, SCALE = 4, 2, 5, 3, 0.6
+qkv = partial(helpers.qkv, batch=3, sizes=(5, 3))
 
-
-def draw(*shape):
-    return torch.randn(shape, dtype=torch.float64)
-
-
-def qkv(length, keys=None, batch=3):
-    keys = length if keys is None else keys
-    return draw(batch, H, length, D), draw(batch, HKV, keys, D), draw(batch, HKV, keys, E)
+D, E, SCALE = 5, 3, 0.6
 
 
 def rows_of(heads, longest, rows):

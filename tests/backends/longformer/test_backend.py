@@ -1,6 +1,7 @@
 """The longformer backend: options, state, projections, and swapped transformers models."""
 
 import json
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -18,32 +19,18 @@ from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 from attnzoo.testing import RULES, check_backend, check_generation
+from tests import helpers
+from tests.helpers import HKV, D, H, hidden_states, qkv
 
-H, HKV, D, E, M = 4, 2, 8, 6, 12
-PROJECTED = {"window": 6, "global_positions": [0, 9], "global_projections": True}
-
-
-def build(dtype=torch.float64, *, causal=True, **options):
-    geometry = Geometry(
-        num_heads=H,
-        num_key_heads=HKV,
-        head_dim=D,
-        value_dim=E,
-        hidden_size=M,
-        causal=causal,
-        name="layer.attn",
-    )
-    backend = build_backend("longformer", options, geometry).to(dtype)
-    for extra in backend.parameters():
-        torch.nn.init.normal_(extra, std=0.3)
-    return backend
+build = partial(helpers.build, "longformer", noise=0.3)
 
 
 def inputs(length, batch=2):
     """Return q, k and v, and the hidden states by name."""
-    shapes = (batch, H, length, D), (batch, HKV, length, D), (batch, HKV, length, E)
-    hidden = torch.randn(batch, length, M, dtype=torch.float64)
-    return [torch.randn(shape, dtype=torch.float64) for shape in shapes], {"hidden_states": hidden}
+    return qkv(length, batch=batch), {"hidden_states": hidden_states(length, batch=batch)}
+
+
+PROJECTED = {"window": 6, "global_positions": [0, 9], "global_projections": True}
 
 
 CONFIGS = [

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -11,35 +12,18 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import attnzoo
-from attnzoo.backends.config import Geometry
 from attnzoo.backends.reformer.backend import ReformerBackend, ReformerConfig
 from attnzoo.backends.reformer.op import lsh_attention, shared_qk_attention
 from attnzoo.backends.softmax.op import softmax_attention
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
-from attnzoo.registry import build_backend
 from attnzoo.testing import RULES, ConformanceError, check_backend, check_generation
+from tests import helpers
+from tests.helpers import qkv
 
-H, HKV, D, E = 4, 2, 8, 6
+build = partial(helpers.build, "reformer")
+
 SMALL = {"chunk_size": 4, "num_hashes": 2, "window": 3, "first_tokens": 2}
-
-
-def build(dtype=torch.float64, *, causal=True, layer=0, **options):
-    geometry = Geometry(
-        num_heads=H,
-        num_key_heads=HKV,
-        head_dim=D,
-        value_dim=E,
-        causal=causal,
-        layer=layer,
-        name="layer.attn",
-    )
-    return build_backend("reformer", options, geometry).to(dtype)
-
-
-def inputs(length, batch=2, dtype=torch.float64):
-    shapes = (batch, H, length, D), (batch, HKV, length, D), (batch, HKV, length, E)
-    return [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
 CONFIGS = [  # all but the first hash the short sequences of the suite
@@ -82,7 +66,7 @@ def test_inexact_steps_of_a_backend_with_exact_steps_are_found():
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_single_new_token_attends_exactly_to_all_cached_keys(padded):
-    q, k, v = inputs(40)
+    q, k, v = qkv(40)
     real = torch.ones(2, 40, dtype=torch.bool)
     real[1, :9] = not padded
     mask = AttentionMask(causal=True, q_offset=39, padding=real if padded else None)
@@ -135,11 +119,11 @@ def test_shared_qk_is_refused_in_causal_layers():
         build(form="shared_qk")
     backend = build(form="shared_qk", causal=False)
     with pytest.raises(UnsupportedError, match=r"the mask is causal.*use form='asymmetric'"):
-        backend(*inputs(9), mask=AttentionMask(causal=True))
+        backend(*qkv(9), mask=AttentionMask(causal=True))
 
 
 def test_unsupported_calls_are_refused():
-    q, k, v = inputs(9)
+    q, k, v = qkv(9)
     with pytest.raises(UnsupportedError, match="5 queries and 9 keys are given without a causal"):
         build(causal=False)(q[:, :, :5], k, v)
     with pytest.raises(UnsupportedError, match="sliding window"):
@@ -147,7 +131,7 @@ def test_unsupported_calls_are_refused():
 
 
 def test_options_reach_the_op():
-    x = inputs(40)
+    x = qkv(40)
     seed = torch.tensor([5, 3, 0])  # seed, layer, draw
     mask = AttentionMask(causal=True)
     expected = lsh_attention(*x, **SMALL, num_buckets=6, mask=mask, scale=0.3, seed=seed)
@@ -161,7 +145,7 @@ def test_options_reach_the_op():
 
 
 def test_layers_have_different_hashes():
-    x = inputs(60)
+    x = qkv(60)
     assert not torch.equal(build(**SMALL)(*x).out, build(**SMALL, layer=1)(*x).out)
 
 
@@ -169,7 +153,7 @@ def test_layers_have_different_hashes():
 
 
 def test_redraw_draws_new_hashes_in_training():
-    x, backend = inputs(60), build(**SMALL, redraw=2)
+    x, backend = qkv(60), build(**SMALL, redraw=2)
     state = torch.get_rng_state()
     outs = [backend(*x).out for _ in range(6)]
     same = [torch.equal(one, other) for one, other in pairwise(outs)]
@@ -187,7 +171,7 @@ def test_redraw_draws_new_hashes_in_training():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_recomputes_with_the_same_hashes(reentrant):
-    x = [t.requires_grad_() for t in inputs(60)]
+    x = [t.requires_grad_() for t in qkv(60)]
     gradients = []
     for repeat in (False, True):
         backend = build(**SMALL, redraw=1)
@@ -206,7 +190,7 @@ def test_gradient_checkpointing_recomputes_with_the_same_hashes(reentrant):
 
 
 def test_backward_uses_the_hashes_of_its_forward():
-    x, backend = [t.requires_grad_() for t in inputs(60)], build(**SMALL, redraw=1)
+    x, backend = [t.requires_grad_() for t in qkv(60)], build(**SMALL, redraw=1)
     first = backend(*x).out
     expected = torch.autograd.grad(first.sum(), x, retain_graph=True)
     backend(*x)
@@ -217,7 +201,7 @@ def test_backward_uses_the_hashes_of_its_forward():
 
 
 def test_a_static_cache_with_unwritten_keys():
-    q, k, v = inputs(60)
+    q, k, v = qkv(60)
     backend = build(**SMALL)
     whole = backend(q, k, v).out
     real = torch.ones(2, 60, dtype=torch.bool)
