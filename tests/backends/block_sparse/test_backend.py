@@ -118,6 +118,20 @@ def test_assisted_decoding_and_a_static_cache(llama):
     assert "one new token scores" in described
 
 
+def test_a_compiled_model(llama):
+    model, ids = llama.double(), torch.arange(2, 30).view(2, 14)
+    attnzoo.swap(model, "block_sparse", **SMALL)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        expected, found = (
+            f(ids, attention_mask=mask, use_cache=False).logits for f in (model, compiled)
+        )
+    assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-10, rtol=1e-10)
+
+
 def test_a_prompt_from_before_the_swap(llama):
     """The state is read from a stock cache of keys and values."""
     model, ids = llama, torch.arange(2, 22).view(1, 20)

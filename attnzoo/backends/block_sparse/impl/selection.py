@@ -31,7 +31,7 @@ from attnzoo.backends.block_sparse.impl.options import SelectionOptions, SparseC
 
 NO_BLOCK = 2**30  # in place of a block, after the selected ones
 MAX_SCORES = 2**21  # computed at a time
-FEW_SCORES = 2**18  # that stay in the L2 cache
+FEW_SCORES = 2**19  # that stay in the L2 cache
 
 
 class Candidates(NamedTuple):
@@ -151,12 +151,21 @@ def summarize(
         high = k if whole else k.masked_fill(~real, -torch.inf)
         bounds = torch.cat([high.amax(3), low.amin(3)], 3)
         return bounds if whole else bounds.masked_fill(~real.any(3), 0)
-    count = size if whole else real.sum(3).clamp(min=1)
-    mean = (k if whole else k * real).sum(3) / count
-    if selection.score == "mean":
+    if whole:
+        step = max(1, FEW_SCORES // max(1, len(k) * k.shape[1] * size * k.shape[4]))
+        parts = [_moments(part, None, selection.score) for part in k.split(step, 2)]
+        return torch.cat(parts, 2) if blocks else _moments(k, None, selection.score)
+    return _moments(k, real, selection.score)
+
+
+def _moments(k: Tensor, real: Tensor | None, score: str) -> Tensor:
+    """Return the mean of blocks of keys ``[B, Hkv, N, C, D]``, and the variance if it is used."""
+    count = k.shape[3] if real is None else real.sum(3).clamp(min=1)
+    mean = (k if real is None else k * real).sum(3) / count
+    if score == "mean":
         return mean
     squares = (k - mean[:, :, :, None]).square()
-    return torch.cat([mean, (squares if whole else squares * real).sum(3) / count], 3)
+    return torch.cat([mean, (squares if real is None else squares * real).sum(3) / count], 3)
 
 
 def query_features(q: Tensor, scale: float, score: str) -> Tensor:

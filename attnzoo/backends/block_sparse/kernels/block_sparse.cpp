@@ -405,12 +405,23 @@ class Selector {
     const BestTask& t;
     std::vector<int32_t> keys_, ids_;  // integers ordered as the scores; block of each
 
+    static int32_t key_of(float score) {
+        int32_t bits;
+        score += 0.f;  // no negative zero
+        std::memcpy(&bits, &score, sizeof bits);
+        return bits ^ ((bits >> 31) & 0x7fffffff);
+    }
+
+    static float score_of(int32_t key) {
+        float score;
+        key ^= (key >> 31) & 0x7fffffff;
+        std::memcpy(&score, &key, sizeof score);
+        return score;
+    }
+
     int add(const float* scores, int64_t from, int64_t to, int n) {
         for (int64_t j = from; j < to; ++j, ++n) {
-            int32_t bits;
-            const float score = scores[j] + 0.f;  // no negative zero
-            std::memcpy(&bits, &score, sizeof bits);
-            keys_[n] = bits ^ ((bits >> 31) & 0x7fffffff);
+            keys_[n] = key_of(scores[j]);
             ids_[n] = (int32_t)j;
         }
         std::fill(keys_.begin() + n, keys_.begin() + n + 16, INT32_MIN);
@@ -431,10 +442,17 @@ class Selector {
         for (int i = 0; i < n; ++i) least = std::min(least, keys_[i]);
         for (int i = 0; i < n; ++i) most = std::max(most, keys_[i]);
         int64_t low = least, high = (int64_t)most + 1;  // enough reach low, too few reach high
-        while (high - low > 1) {
-            const int64_t middle = low + (high - low) / 2, count = count_from(n, middle);
-            if (count >= t.kept) low = middle;
-            else high = middle;
+        float low_score = score_of(least), high_score = score_of(most);
+        for (int step = 0; high - low > 1; ++step) {
+            int64_t middle = low + (high - low) / 2;
+            const float between = 0.5f * (low_score + high_score);
+            if (step < 16 && std::isfinite(between)) {  // scores are spread more evenly than keys
+                const int32_t key = key_of(between);
+                if (key > low && key < high) middle = key;
+            }
+            const int64_t count = count_from(n, middle);
+            if (count >= t.kept) low = middle, low_score = score_of((int32_t)middle);
+            else high = middle, high_score = score_of((int32_t)middle);
             if (count == t.kept) break;
         }
         return (int32_t)low;
