@@ -16,14 +16,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
 
 from attnzoo.backends.delta.op import delta_attention
 from attnzoo.backends.linear.op import linear_attention
 from attnzoo.errors import SpecError, UnsupportedError
+from attnzoo.integrations.convolution import (
+    can_convolve_rows,
+    convolve_packed,
+    convolve_rows,
+    read_segment_ids,
+)
 from attnzoo.integrations.layers import unwrap_model
 from attnzoo.masks import AttentionMask
 from attnzoo.state import DeltaState, ImplChoice, LinearState
@@ -196,7 +200,7 @@ class FastForward:
             initial_state: ``[B, H, D, E]``.
             output_final_state: Whether to return the state.
             use_qk_l2norm_in_kernel: Whether to normalise queries and keys.
-            kwargs: May contain the lengths of packed sequences; see :func:`_segment_ids`.
+            kwargs: May contain the lengths of packed sequences; see :func:`read_segment_ids`.
         """
         if query.device.type != "cpu":
             self._record(ImplChoice("stock", f"the tensors are on {query.device.type}"))
@@ -210,7 +214,7 @@ class FastForward:
             query, key = (x.repeat_interleave(repeats, 2) for x in (query, key))
         tensors = (_narrow(x).transpose(1, 2) for x in (query, key, value, beta, g))
         q, k, v, beta, log_decay = tensors
-        ids = _segment_ids(query.shape[0], query.shape[1], kwargs)
+        ids = read_segment_ids(query.shape[0], query.shape[1], kwargs)
         found = delta_attention(
             *(q, k, v, beta),
             mask=None if ids is None else AttentionMask(causal=True, segment_ids=ids),
@@ -246,18 +250,12 @@ class FastForward:
         if hidden_states.device.type != "cpu":
             return stock(hidden_states, weight, bias, activation=activation, **kwargs)
         batch, _, tokens = hidden_states.shape
-        ids = _segment_ids(batch, tokens, kwargs)
+        ids = read_segment_ids(batch, tokens, kwargs)
+        if ids is None and can_convolve_rows(hidden_states, weight, bias):
+            return convolve_rows(hidden_states, weight, bias, activation)
         if ids is None:
             return stock(hidden_states, weight, bias, activation=activation)
-        x = hidden_states.to(weight.dtype)
-        out = x * weight[:, -1:]
-        for shift in range(1, weight.shape[1]):
-            shifted = F.pad(x, (shift, 0))[..., :tokens]
-            same = ids == F.pad(ids, (shift, 0), value=-1)[:, :tokens]
-            out = out + shifted * same[:, None] * weight[:, -1 - shift, None]
-        out = out if bias is None else out + bias[:, None]
-        out = out if activation is None else ACT2FN[activation](out)
-        return out.to(hidden_states.dtype)
+        return convolve_packed(hidden_states, weight, bias, activation, ids)
 
     def _lightning(
         self,
@@ -333,34 +331,3 @@ def _with_globals(function: Any, replaced: dict[str, Any]) -> Any:
 def _narrow(x: Tensor) -> Tensor:
     """Return float64 as float32, in which transformers computes the delta rule."""
     return x.float() if x.dtype == torch.float64 else x
-
-
-def _segment_ids(batch: int, tokens: int, kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the sequence that each token of packed rows belongs to, ``[B, tokens]``, or ``None``.
-
-    Args:
-        batch: B.
-        tokens: Tokens of the call, after those that a cache puts before them.
-        kwargs: Arguments of a layer: ``seq_idx``, ``[B, T]``; or ``cu_seqlens`` or
-            ``cu_seq_lens_q``, the first tokens of the sequences of one row, and their number.
-
-    Raises:
-        UnsupportedError: There are several rows, and the borders are those of one.
-    """
-    ids = kwargs.get("seq_idx")
-    if ids is None:
-        borders = kwargs.get("cu_seqlens")
-        borders = kwargs.get("cu_seq_lens_q") if borders is None else borders
-        if borders is None:
-            return None
-        if batch != 1:
-            raise UnsupportedError(
-                f"cu_seq_lens_q describes the sequences of one row, got a batch of {batch}; pass "
-                "one row, or seq_idx"
-            )
-        length = tokens if torch.compiler.is_compiling() else int(borders[-1])
-        positions = torch.arange(length, device=borders.device)
-        ids = torch.bucketize(positions, borders[1:], right=True)[None]
-    if (earlier := tokens - ids.shape[1]) > 0:
-        ids = torch.cat([ids[:, :1].expand(-1, earlier), ids], 1)
-    return ids

@@ -221,7 +221,8 @@ def test_swap_and_compile_and_hooks(family):
             ops.update(str(node.target) for node in graph.graph.nodes)
             return graph
 
-        assert_close(torch.compile(ours, backend=backend)(ids).logits, expected)
+        compiled = torch.compile(ours, backend=backend)
+        assert_close(compiled(ids).logits, expected, atol=2e-4, rtol=1e-3)
         assert any("delta_cpp" in op for op in ops), ops  # not the functions of the module
     attnzoo.swap(ours, "linear")
     backends = [row.backend for row in attnzoo.describe(ours)]

@@ -1,0 +1,120 @@
+"""Causal convolutions of recurrent layers on CPUs, and the borders of packed sequences.
+
+Letters: B batch, T tokens, X channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from attnzoo.errors import UnsupportedError
+from attnzoo.kernels.memory import empty_huge_pages
+
+TOKENS = 128  # convolved at once, so that they stay in the cache
+
+
+def convolve_packed(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    segment_ids: Tensor,
+) -> Tensor:
+    """Compute a causal convolution that does not cross the borders of packed sequences.
+
+    Args:
+        hidden_states: ``[B, X, T]``.
+        weight: ``[X, width]``.
+        bias: ``[X]``.
+        activation: Name of the activation function.
+        segment_ids: ``[B, T]``.
+    """
+    x, tokens = hidden_states.to(weight.dtype), hidden_states.shape[2]
+    out = x * weight[:, -1:]
+    for shift in range(1, weight.shape[1]):
+        shifted = F.pad(x, (shift, 0))[..., :tokens]
+        same = segment_ids == F.pad(segment_ids, (shift, 0), value=-1)[:, :tokens]
+        out = out + shifted * same[:, None] * weight[:, -1 - shift, None]
+    out = out if bias is None else out + bias[:, None]
+    out = out if activation is None else ACT2FN[activation](out)
+    return out.to(hidden_states.dtype)
+
+
+def can_convolve_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether :func:`convolve_rows` computes a call, and is faster than torch."""
+    needs_grad = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, weight, bias)
+    )
+    if needs_grad or torch.compiler.is_compiling():
+        return False
+    return x.stride(1) == 1 and x.dtype == weight.dtype == torch.float32
+
+
+def convolve_rows(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """Compute a causal convolution of tokens whose channels are adjacent in memory.
+
+    torch copies them, so that tokens are adjacent; what follows copies them back.
+
+    Args:
+        hidden_states: ``[B, X, T]``, a view of ``[B, T, X]``.
+        weight: ``[X, width]``.
+        bias: ``[X]``.
+        activation: Name of the activation function.
+
+    Returns:
+        ``[B, X, T]``, a view of ``[B, T, X]``.
+    """
+    x, taps = hidden_states.transpose(1, 2), weight.t().contiguous()
+    out = empty_huge_pages(x, x.shape)
+    for start in range(0, x.shape[1], TOKENS):
+        stop = min(start + TOKENS, x.shape[1])
+        block = torch.mul(x[:, start:stop], taps[-1], out=out[:, start:stop])
+        for shift in range(1, len(taps)):
+            if (first := max(start, shift)) < stop:
+                earlier = x[:, first - shift : stop - shift]
+                block[:, first - start :].addcmul_(earlier, taps[-1 - shift])
+        if bias is not None:
+            block += bias
+        if activation == "silu":
+            F.silu(block, inplace=True)
+        elif activation is not None:
+            block.copy_(ACT2FN[activation](block))
+    return out.transpose(1, 2)
+
+
+def read_segment_ids(batch: int, tokens: int, kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the sequence that each token of packed rows belongs to, ``[B, tokens]``, or ``None``.
+
+    Args:
+        batch: B.
+        tokens: Tokens of the call, after those that a cache puts before them.
+        kwargs: Arguments of a layer: ``seq_idx``, ``[B, T]``; or ``cu_seqlens`` or
+            ``cu_seq_lens_q``, the first tokens of the sequences of one row, and their number.
+
+    Raises:
+        UnsupportedError: There are several rows, and the borders are those of one.
+    """
+    ids = kwargs.get("seq_idx")
+    if ids is None:
+        borders = kwargs.get("cu_seqlens")
+        borders = kwargs.get("cu_seq_lens_q") if borders is None else borders
+        if borders is None:
+            return None
+        if batch != 1:
+            raise UnsupportedError(
+                f"cu_seq_lens_q describes the sequences of one row, got a batch of {batch}; pass "
+                "one row, or seq_idx"
+            )
+        length = tokens if torch.compiler.is_compiling() else int(borders[-1])
+        positions = torch.arange(length, device=borders.device)
+        ids = torch.bucketize(positions, borders[1:], right=True)[None]
+    if (earlier := tokens - ids.shape[1]) > 0:
+        ids = torch.cat([ids[:, :1].expand(-1, earlier), ids], 1)
+    return ids
