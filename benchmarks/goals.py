@@ -11,7 +11,8 @@ from rich.table import Table
 LONGEST = 32768  # where slopes end; too long for what is quadratic
 LINEAR = ("linear", "unnormalised", "bidirectional", "retention", "mamba2", "gla")
 OTHERS = ("longformer", "linformer", "performer", "performer, bidirectional")
-SUBQUADRATIC = (*LINEAR, *OTHERS, "reformer")
+DELTA = ("deltanet", "gated deltanet", "kda")
+SUBQUADRATIC = (*LINEAR, *DELTA, *OTHERS, "reformer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,11 @@ GOALS = [
     Goal(op="linear", mode="decode", T=16384, figure="after_256", bound=1.2, at_most=True),
 ]
 GOALS += [
+    Goal(op=op, mode="forward", T=length, figure="speedup", bound=bound)
+    for op, bounds in (("deltanet", (6, 22)), ("gated deltanet", (6, 22)), ("kda", (4, 16)))
+    for length, bound in zip((4096, 16384), bounds, strict=True)
+]
+GOALS += [
     Goal(op=op, mode=mode, T=length, figure="speedup", bound=1)
     for op in (*OTHERS, "reformer")
     for mode in ("forward", "train")
@@ -63,7 +69,7 @@ GOALS += [
         mode=mode,
         T=LONGEST,
         figure="slope",
-        bound=1.25 if op == "reformer" else 1.1,
+        bound=1.25 if op == "reformer" else 1.05 if op in DELTA else 1.1,
         at_most=True,
     )
     for op in SUBQUADRATIC
@@ -79,6 +85,11 @@ GOALS += [
         ("performer, all keys", 8192, 1.5),
     )
     for mode in ("forward", "train")
+]
+GOALS += [
+    Goal(op=f"delta rule, {length}", mode=mode, T=length, figure="over_peer", bound=bound)
+    for length in (4096, 16384)
+    for mode, bound in (("forward", 6), ("train", 4))
 ]
 
 COLUMNS = {  # head of a column: the figure and how it is written

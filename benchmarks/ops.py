@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
+from delta_rule import delta, delta_step, write_strengths
 from goals import LONGEST, SUBQUADRATIC, show
 from peers import PEERS, measure_peer
 from rich.console import Console
@@ -154,6 +155,13 @@ def block_sparse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return block_sparse_attention(q, k, v, mask=AttentionMask(causal=True), **options).out
 
 
+# The delta rule without a decay, with one per token, and with one per channel
+DELTA: dict[str, Callable[[BenchmarkCase], Inputs]] = {
+    "deltanet": write_strengths,
+    "gated deltanet": lambda case: write_strengths(case) + per_token(case),
+    "kda": lambda case: write_strengths(case) + per_channel(case),
+}
+
 # "linear 64" and "linear 128" are torch's, as what trains is: larger chunks make more products, at
 # a better rate. retention decays by a constant per head, mamba2 by a scalar per token, gla by a
 # vector per token.
@@ -173,6 +181,11 @@ OPS: dict[str, Op] = {
     "retention": Op(attend=linear, extras=per_head),
     "mamba2": Op(attend=linear, extras=per_token),
     "gla": Op(attend=linear, extras=per_channel),
+    **{name: Op(attend=delta, extras=extras) for name, extras in DELTA.items()},
+    **{
+        f"{name}, torch": Op(attend=partial(delta, impl="torch"), extras=extras)
+        for name, extras in DELTA.items()
+    },
     "longformer": Op(attend=longformer),
     "linformer": Op(attend=linformer, extras=rows_of(None, 256)),
     "linformer, blocks": Op(attend=linformer_blocks, extras=rows_of(256, 32)),
@@ -217,6 +230,8 @@ def make_step(case: BenchmarkCase) -> tuple[Run, int]:
         q, (_, k, v) = now[0], prompt
         return torch.no_grad()(lambda: sdpa(q, k, v, is_causal=False)), k.nbytes + v.nbytes
     options: dict[str, Any] = {"normalize": True, "return_state": True}
+    if case.op in DELTA:
+        return delta_step(prompt, now)
     log_decay = (*now, None)[3]
     state = linear_attention(*prompt[:3], log_decay=(*prompt, None)[3], **options).state
     assert state is not None
@@ -233,7 +248,7 @@ def measure_decode(length: int, base: BenchmarkCase, rounds: int) -> list[dict[s
     """Time one token after 256 and after ``length``, and weigh what is kept."""
     cases = [
         replace(base, op=op, impl=OPS[op].impl, mode="decode", T=tokens)
-        for op in ("sdpa", "linear", "gla")
+        for op in ("sdpa", "linear", "gla", "gated deltanet")
         for tokens in (256, length)
     ]
     made = {f"{case.op} {case.T}": make_step(case) for case in cases}

@@ -7,6 +7,7 @@ a peer is a module with projections, ours gets the very same ones.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 from attnzoo.backends.config import Geometry
+from attnzoo.backends.delta.op import delta_attention
 from attnzoo.backends.linformer.op import linformer_attention
 from attnzoo.backends.longformer.op import longformer_attention
 from attnzoo.backends.reformer.op import shared_qk_attention
@@ -140,6 +142,29 @@ def performer(case: BenchmarkCase, *, causal: bool) -> Pair:
     return Pair(lambda *x: backend(*x).out, peer, (0.2 * q, 0.2 * k, v), (), 0.05)
 
 
+def delta_rule(case: BenchmarkCase) -> Pair:
+    """Decay per token, normalise queries and keys; both take heads after tokens in memory."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+    # Where flash-linear-attention is installed, the function is its kernel for GPUs
+    peer = inspect.unwrap(qwen3_next.torch_chunk_gated_delta_rule)
+    shape = case.B, case.T, case.H
+    q, k, v = (torch.randn(*shape, case.D) for _ in range(3))
+    decay, beta = -0.1 * torch.rand(shape), torch.rand(shape)
+
+    def ours(*x: Tensor) -> Tensor:
+        q, k, v, log_decay, beta = (y.transpose(1, 2) for y in x)
+        options: dict[str, Any] = {"normalize_qk": True, "scale": case.D**-0.5}
+        out = delta_attention(q, k, v, beta, log_decay=log_decay, **options).out
+        return out.transpose(1, 2)
+
+    def theirs(*x: Tensor) -> Tensor:
+        out: Tensor = peer(*x, use_qk_l2norm_in_kernel=True)[0]
+        return out
+
+    return Pair(ours, theirs, (q, k, v, decay, beta), (), 1e-4)
+
+
 def hidden(case: BenchmarkCase) -> Tensor:
     """Draw a hidden state, ``[B, T, H D]``."""
     return torch.randn(case.B, case.T, case.H * case.D)
@@ -153,6 +178,15 @@ def heads(x: Tensor, case: BenchmarkCase) -> Tensor:
 # Name: the peer, the tokens, how to make both, and the most rounds. The causal one takes long; it
 # comes last, for it leaves so large a heap that page faults no longer count for what follows.
 PEERS: dict[str, tuple[str, int, Callable[[BenchmarkCase], Pair], int]] = {
+    **{
+        f"delta rule, {length}": (
+            "transformers torch_chunk_gated_delta_rule",
+            length,
+            delta_rule,
+            9,
+        )
+        for length in (4096, 16384)
+    },
     "longformer, with projections": ("transformers LongformerSelfAttention", 4096, longformer, 9),
     "linformer, with projections": ("linformer LinformerSelfAttention", 4096, linformer, 9),
     "reformer, with projections": ("transformers LSHSelfAttention", 8192, reformer, 5),
