@@ -336,7 +336,7 @@ class Run:
         if share and not hybrids:
             raise SpecError(
                 "window_dropout needs a layer with a window and a linear branch, such as "
-                "gated_linear with window=32; leave it out"
+                "gated_linear or delta with window=32; leave it out"
             )
 
         def before_step(step: int) -> None:
