@@ -31,8 +31,7 @@ from attnzoo.backends.config import Geometry
 from attnzoo.backends.linear.impl.common import CHUNK_SIZE
 from attnzoo.backends.linear.impl.cpp import CPP_CHUNK, LINEAR
 from attnzoo.backends.linear.op import linear_attention
-from attnzoo.backends.linformer.impl.causal_blocks import linformer_block_attention
-from attnzoo.backends.linformer.op import linformer_attention
+from attnzoo.backends.linformer.op import linformer_attention, linformer_block_attention
 from attnzoo.backends.longformer.op import longformer_attention
 from attnzoo.backends.reformer.op import lsh_attention
 from attnzoo.evaluation.timing import (

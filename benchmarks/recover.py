@@ -44,9 +44,8 @@ class Case:
     keep: float | None = None  # share of layers that stay exact; None: not planned
     transfer: int  # steps
     distil: int  # steps
-    swap: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of gated_linear, where nothing is planned
+    backend: str = "gated_linear"  # where nothing is planned
+    swap: Mapping[str, Any] = field(default_factory=dict)  # its options
     options: Mapping[str, Any] = field(default_factory=dict)  # of RecoverConfig
     precision: str | None = None
 
@@ -68,6 +67,14 @@ CASES = {
         precision="bf16",
     ),
     "gated hybrid, hedgehog": Case(transfer=60, distil=150, swap=HEDGEHOG),
+    "delta hybrid": Case(
+        transfer=60,
+        distil=70,
+        backend="delta",
+        swap={"feature_map": "hedgehog_exp", "window": 32},
+        options={"train": "full", "weights_lr": 5e-4, "repeat_share": 0.5},
+        precision="bf16",
+    ),
     # the far branch alone tells what window dropout does, at equal steps
     "gated hybrid, short": Case(transfer=20, distil=30, swap=HEDGEHOG, options={"train": "extras"}),
     "gated hybrid, short, window dropout": Case(
@@ -91,7 +98,7 @@ def read_candidate(text: str) -> AttentionSpec:
 def spec_for(case: Case) -> AttentionSpec:
     """Return the swap of a case, planned where it says how much stays exact."""
     if case.keep is None:
-        return AttentionSpec("gated_linear", **case.swap)
+        return AttentionSpec(case.backend, **case.swap)
     path = embedded_model_path()
     train, _ = load_rows(path, data(), "text", TrainConfig(repeat_share=1.0))
     candidates = {text: read_candidate(text) for text in default_candidates()}
