@@ -123,7 +123,8 @@ def describe(model: nn.Module | str | Path) -> Description:
             )
         rows.append(row)
     rows += _sped_up_rows(target)
-    rows.sort(key=lambda row: row.layer)
+    order = {name: i for i, (name, _) in enumerate(target.named_modules())}
+    rows.sort(key=lambda row: order[row.name])
     return Description(type(target).__name__, tuple(rows), tuple(dropout_lines(target)))
 
 
