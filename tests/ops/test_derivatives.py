@@ -150,7 +150,14 @@ TABLE = [
             "recurrent": {"form": "recurrent"},
             "packed": {"mask": PACKED_CAUSAL},
         },
-        BOTH,
+        ALL,
+    ),
+    (
+        "block_sparse_attention",
+        with_mask(ops.block_sparse_attention, window=3, top_k=2, block_size=2, num_sinks=1),
+        (),
+        MASKS,
+        ALL,
     ),
     ("hybrid_attention", hybrid, ((1, 2, LENGTH, SIZE), TOKENS), MASKS, ALL),
     ("mlstm_attention", mlstm, (HEADS, HEADS), {"": {}}, ALL),
@@ -174,15 +181,16 @@ TABLE = [
     ("lsh_attention", lsh, (), MASKS, ALL),
     ("shared_qk_attention", shared_qk, (), MASKS, BOTH),
 ]
-# The C++ kernels are causal, and have no parallel form
+# Most C++ kernels are causal, and none has a parallel form
 WITHOUT_CPP = {"parallel", "full", "packed"}
+FULL_IN_CPP = {"block_sparse_attention", "lsh_attention"}
 
 
 def cases():
     for op, run, shapes, variants, impls in TABLE:
         for variant, options in variants.items():
             for impl in impls or ("",):
-                if impl == "cpp" and variant in WITHOUT_CPP and op != "lsh_attention":
+                if impl == "cpp" and variant in WITHOUT_CPP and op not in FULL_IN_CPP:
                     continue
                 given = {**options, **({"impl": impl} if impl else {})}
                 yield pytest.param(
