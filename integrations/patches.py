@@ -111,8 +111,6 @@ def patch_models(modeling_utils: Any) -> None:
     def attention(*args: Any, **kwargs: Any) -> Any:
         from attnzoo.integrations import attention as ours
 
-        # the first call replaces this function, which cannot import while transformers is imported
-        modeling_utils.AttentionInterface.register(NAME, ours.attention)
         return ours.attention(*args, **kwargs)
 
     modeling_utils.AttentionInterface.register(NAME, attention)
