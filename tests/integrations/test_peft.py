@@ -15,10 +15,14 @@ from attnzoo.integrations.attention import layer_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing. is deprecated:FutureWarning")
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-BACKENDS = [("linear", {"feature_map": "hedgehog"}), ("gated_linear", {"gate": "gated_retention"})]
+BACKENDS = [
+    ("linear", {"feature_map": "hedgehog"}),
+    ("gated_linear", {"gate": "gated_retention"}),
+    ("delta", {"window": 4}),
+]
 
 
-@pytest.fixture(params=BACKENDS, ids=["linear", "gated_linear"])
+@pytest.fixture(params=BACKENDS, ids=["linear", "gated_linear", "delta"])
 def base(request, llama):
     model = llama()
     attnzoo.swap(model, request.param[0], **request.param[1])
