@@ -44,6 +44,13 @@ def pad_to_simd(x: Tensor) -> Tensor:
     return padded
 
 
+def unpad(x: Tensor, size: int) -> Tensor:
+    """Return the first ``size`` numbers of every row; ``x`` itself if there are no others."""
+    if x.shape[-1] == size:
+        return x
+    return empty_huge_pages(x, (*x.shape[:-1], size)).copy_(x[..., :size])
+
+
 def cat_huge_pages(tensors: Sequence[Tensor], dim: int) -> Tensor:
     """Return ``torch.cat`` of tensors of one dtype, in huge pages if none needs a gradient."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from attnzoo.backends.delta.impl.common import DeltaInputs, Result
 from attnzoo.backends.delta.impl.cpp_step import is_step, run_step
+from attnzoo.backends.linear.impl.cpp import log_decays
 from attnzoo.kernels import cpp
 from attnzoo.kernels.derivatives import check_reverse_mode, refuse_derivative
-from attnzoo.kernels.memory import LANES, empty_huge_pages, pad_to_simd
+from attnzoo.kernels.memory import LANES, empty_huge_pages, pad_to_simd, unpad
 from attnzoo.state import DeltaState
 
 CPP_CHUNK = 16  # the largest chunk size, in tokens
@@ -111,7 +112,7 @@ class _Arguments:
         if (missing := self.k.shape[3] - state.shape[2]) > 0:
             state = F.pad(state, (0, 0, 0, missing))
         self.state, self.beta = state.contiguous(), beta.to(dtype)
-        self.log_decay = _log_decays(log_decay, self.k)
+        self.log_decay = log_decays(log_decay, self.k)
         ids = None if segment_ids is None else segment_ids.to(torch.int64).contiguous()
         self.segment_ids = ids
         read = (self.q, self.k, self.v, self.beta, self.log_decay)
@@ -132,31 +133,6 @@ class _Arguments:
         library, type_name = self.functions
         pointers = (ctypes.byref(x) for x in (self.task, *structs))
         getattr(library, f"delta_{direction}_{type_name}")(*pointers)
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    segment_ids: Tensor | None,
-    scale: float,
-    chunk_size: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what :func:`delta_cpp` returns."""
-    panel = _panel(k, v, torch.get_num_threads())
-    x = _Arguments(q, k, v, beta, log_decay, state, segment_ids, scale, chunk_size, panel)
-    out = empty_huge_pages(x.v, (*x.q.shape[:3], x.v.shape[3]))
-    last = torch.empty_like(x.state)
-    spans = -(-k.shape[2] // SPAN) if keep else 0
-    kept = empty_huge_pages(last, (*last.shape[:2], spans, *last.shape[2:]))
-    x.task.out, x.task.last_state, x.task.out_steps = out.data_ptr(), last.data_ptr(), _steps(out)
-    x.task.kept = kept.data_ptr() if keep else None
-    x.run("forward")
-    return _unpad(out, x.sizes[1]).to(v.dtype), _unpad_state(last, x.sizes), kept
 
 
 @torch.library.custom_op("attnzoo::delta_cpp", mutates_args=())
@@ -187,7 +163,16 @@ def delta_cpp(
         keep: Whether to keep the states before every :data:`SPAN` th token,
             ``[B, Hkv, T / SPAN, D, E]`` with D and E padded; otherwise without elements.
     """
-    return _forward(q, k, v, beta, log_decay, state, segment_ids, scale, chunk_size, keep)
+    panel = _panel(k, v, torch.get_num_threads())
+    x = _Arguments(q, k, v, beta, log_decay, state, segment_ids, scale, chunk_size, panel)
+    out = empty_huge_pages(x.v, (*x.q.shape[:3], x.v.shape[3]))
+    last = torch.empty_like(x.state)
+    spans = -(-k.shape[2] // SPAN) if keep else 0
+    kept = empty_huge_pages(last, (*last.shape[:2], spans, *last.shape[2:]))
+    x.task.out, x.task.last_state, x.task.out_steps = out.data_ptr(), last.data_ptr(), _steps(out)
+    x.task.kept = kept.data_ptr() if keep else None
+    x.run("forward")
+    return unpad(out, x.sizes[1]).to(v.dtype), _unpad_state(last, x.sizes), kept
 
 
 @torch.library.custom_op("attnzoo::delta_cpp_backward", mutates_args=())
@@ -226,9 +211,9 @@ def delta_cpp_backward(
     dq, dk, d_beta, d_log = (t[0] if panels == 1 else t.sum(0) for t in (dq, dk, d_beta, d_log))
     keys, values = x.sizes
     return (
-        _unpad(dq, keys).to(q.dtype),
-        _unpad(dk, keys).to(k.dtype),
-        _unpad(dv, values).to(v.dtype),
+        unpad(dq, keys).to(q.dtype),
+        unpad(dk, keys).to(k.dtype),
+        unpad(dv, values).to(v.dtype),
         d_beta.squeeze(3).to(beta.dtype),
         _log_decay_gradient(d_log, log_decay, keys),
         _unpad_state(d_state, x.sizes),
@@ -250,27 +235,8 @@ def _steps(x: Tensor) -> Any:
     return (ctypes.c_int64 * 3)(*x.stride()[:3])
 
 
-def _unpad(x: Tensor, size: int) -> Tensor:
-    """Return the first ``size`` numbers of every row."""
-    if x.shape[-1] == size:
-        return x
-    return empty_huge_pages(x, (*x.shape[:-1], size)).copy_(x[..., :size])
-
-
 def _unpad_state(state: Tensor, sizes: tuple[int, int]) -> Tensor:
     return state[:, :, : sizes[0], : sizes[1]].contiguous()
-
-
-def _log_decays(log_decay: Tensor | None, k: Tensor) -> Tensor:
-    """Return the log decays, ``[B, Hkv, T, F]`` in the dtype of k."""
-    shape = k.shape[:3]
-    if log_decay is None:
-        return k.new_empty(*shape, 0)
-    if log_decay.dim() == 4:
-        return pad_to_simd(log_decay.to(k.dtype))
-    if log_decay.dim() == 1:
-        log_decay = log_decay[:, None].expand(shape)
-    return log_decay.to(k.dtype).unsqueeze(3)
 
 
 def _log_decay_gradient(d_log: Tensor, log_decay: Tensor | None, keys: int) -> Tensor:
@@ -278,7 +244,7 @@ def _log_decay_gradient(d_log: Tensor, log_decay: Tensor | None, keys: int) -> T
     if log_decay is None:
         return d_log.new_empty(0)
     if log_decay.dim() == 4:
-        return _unpad(d_log, keys).to(log_decay.dtype)
+        return unpad(d_log, keys).to(log_decay.dtype)
     d_log = d_log.squeeze(3)
     return (d_log if log_decay.dim() == 3 else d_log.sum((0, 2))).to(log_decay.dtype)
 

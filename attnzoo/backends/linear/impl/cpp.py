@@ -17,7 +17,7 @@ from attnzoo.backends.linear.impl.common import CHUNK_SIZE, LinearInputs, Result
 from attnzoo.backends.linear.impl.step import step
 from attnzoo.kernels import cpp
 from attnzoo.kernels.derivatives import check_reverse_mode
-from attnzoo.kernels.memory import empty_huge_pages, pad_to_simd
+from attnzoo.kernels.memory import empty_huge_pages, pad_to_simd, unpad
 from attnzoo.state import LinearState
 
 CPP_CHUNK = 32  # the largest chunk size, in tokens
@@ -118,7 +118,7 @@ def linear_cpp(
     kv, z = kv.contiguous(), z.contiguous()
     out = empty_huge_pages(v, (*q.shape[:3], v.shape[3]))
     last_kv, last_z = torch.empty_like(kv), torch.empty_like(z)
-    decays = _log_decays(log_decay, k)
+    decays = log_decays(log_decay, k)
     if segment_ids is not None:
         segment_ids = segment_ids.to(torch.int64).contiguous()
     steps = [(ctypes.c_int64 * 3)(*x.stride()[:3]) for x in (q, k, v, decays, out)]
@@ -133,18 +133,13 @@ def linear_cpp(
     )
     getattr(cpp.load(LINEAR), FUNCTIONS[dtype])(ctypes.byref(task))
     if out.shape[3] != size:
-        out, last_kv = _unpad(out, size), last_kv[..., :size].contiguous()
+        out, last_kv = unpad(out, size), last_kv[..., :size].contiguous()
     if padded_keys != keys:
         last_kv, last_z = last_kv[:, :, :keys].contiguous(), last_z[..., :keys].contiguous()
     return out.to(out_dtype), last_kv, last_z
 
 
-def _unpad(x: Tensor, size: int) -> Tensor:
-    """Return the first ``size`` numbers of every row."""
-    return empty_huge_pages(x, (*x.shape[:-1], size)).copy_(x[..., :size])
-
-
-def _log_decays(log_decay: Tensor | None, k: Tensor) -> Tensor:
+def log_decays(log_decay: Tensor | None, k: Tensor) -> Tensor:
     """Return the log decays, ``[B, Hkv, T, X]`` in the dtype of k, with X of 0, 1 or D."""
     shape = k.shape[:3]
     if log_decay is None:
