@@ -97,8 +97,8 @@ def _crossover(curve: Curve, exact: dict[int, float]) -> str:
 def quality_table(rows: Sequence[Row]) -> Table | None:
     """Return loss within and beyond the trained length, generation and recall; ``None`` if none.
 
-    ``equal tokens`` are the greedily generated ones that exact attention generates too, and
-    ``before a difference`` is their mean number up to the first other one.
+    ``equal tokens`` is the fraction of greedily generated tokens that equal exact attention's, and
+    ``before a difference`` the mean number of tokens before the first that differs.
     Of a model that predicts no next token: the similarity of its embeddings by length.
     """
     measured = [row for row in rows if row["kind"] == "quality" and row["status"] == OK]

@@ -14,10 +14,11 @@ from attnzoo.report.table import Table
 from attnzoo.training.plan import Plan
 
 GENERATION_TEXT = (
-    "Greedy generation on held-out text. Equal tokens: those that the original model generates at "
-    "the same position; before a difference: their mean number up to the first other one. Copies: "
-    "generated tokens of a repeated segment that are right. Needles: numbers that the text gives "
-    "earlier and that are generated without an error."
+    "Greedy generation on held-out text. Equal tokens: the fraction of generated tokens that equal "
+    "the original model's at the same position. Before a difference: the mean number of tokens "
+    "before the first that differs. Copies: the fraction of right tokens in generated copies of a "
+    "segment. Needles: the fraction of numbers, given earlier in the text, that are generated "
+    "without an error."
 )
 COLUMNS = ("", "loss", "recovered", "recall", "recovered")
 GENERATION_COLUMNS = ("", "equal tokens", "before a difference", "copies", "needles")
