@@ -22,6 +22,7 @@ BACKENDS = {
     "linear": {},
     "linear, window": {"window": 4},
     "gated_linear": {},
+    "delta": {"window": 4},
     "longformer": {"window": 4, "num_global": 2},
     "linformer": {"block": 5, "num_rows": 2},
     "performer": {"num_features": 16},
