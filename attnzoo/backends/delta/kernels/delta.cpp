@@ -23,16 +23,12 @@
 #include <deque>
 #include <type_traits>
 #include <vector>
-#if defined(__SSE__)
-#include <xmmintrin.h>
-#endif
 
-#include "lanes.h"
 #include "threads.h"
+#include "tiles.h"
 
 constexpr int CHUNK = 16;   // tokens
 constexpr int SPAN = 128;   // tokens between the states that the forward pass keeps
-constexpr int TILE = VECTOR_BYTES == 64 ? 16 : 8;  // vectors of sums of one product
 
 template <class Real>
 struct Task {
@@ -50,35 +46,6 @@ struct Task {
 
     int64_t panels() const { return (value_size + panel - 1) / panel; }
     int64_t spans() const { return (tokens + SPAN - 1) / SPAN; }
-};
-
-// Treat numbers below the smallest normal number as 0: some CPUs are slow with them.
-class FlushDenormals {
-#if defined(__SSE__)
-    const unsigned saved_ = _mm_getcsr();
-
-  public:
-    FlushDenormals() { _mm_setcsr(saved_ | 0x8040); }
-    ~FlushDenormals() { _mm_setcsr(saved_); }
-#endif
-};
-
-// Zeros at an address that is a multiple of the vector size.
-template <class Real>
-class Buffer {
-    std::vector<Real> storage_;
-    size_t used_ = 0;
-
-  public:
-    explicit Buffer(size_t size) : storage_(size + VECTOR_BYTES / sizeof(Real)) {
-        while (reinterpret_cast<uintptr_t>(&storage_[used_]) % VECTOR_BYTES) ++used_;
-    }
-
-    Real* take(size_t size) {
-        Real* piece = storage_.data() + used_;
-        used_ += size;
-        return piece;
-    }
 };
 
 // What is known of the tokens of a chunk; rows after its last token are zero.
@@ -123,11 +90,14 @@ struct Chunk {
 };
 
 template <class Real>
-class DeltaRule : protected Math<Real> {
+class DeltaRule : protected Tiles<Real> {
   protected:
-    using typename Math<Real>::Reals;
-    using typename Math<Real>::Ints;
-    using Math<Real>::LANES, Math<Real>::load, Math<Real>::store, Math<Real>::broadcast;
+    using typename Tiles<Real>::Reals;
+    using typename Tiles<Real>::Ints;
+    using Tiles<Real>::LANES, Tiles<Real>::load, Tiles<Real>::store, Tiles<Real>::broadcast;
+    using Tiles<Real>::multiply, Tiles<Real>::for_columns, Tiles<Real>::product;
+    using Tiles<Real>::transpose, Tiles<Real>::add_lanes, Tiles<Real>::dot;
+    using Tiles<Real>::lane_numbers, Tiles<Real>::exp, Tiles<Real>::scale_row;
     static constexpr int WIDE = CHUNK / LANES;  // vectors of a row of tokens
 
     const Task<Real>& t;
@@ -140,131 +110,6 @@ class DeltaRule : protected Math<Real> {
         : t(task), row_(row), head_(head), column_(panel * t.panel), size_(t.key_size),
           width_(std::min(t.panel, t.value_size - column_)), buffer_(width_ + size_ * CHUNK),
           zeros_(buffer_.take(width_)), transposed_(buffer_.take(size_ * CHUNK)) {}
-
-    // -- products of matrices in registers --------------------------------------------------------
-
-    // sums[r][:] += sum over i < depth of a[r row_step + i step] b[i pitch + :].
-    template <int R, int V>
-    static inline __attribute__((always_inline)) void multiply(
-        Reals (&sums)[R][V], const Real* a, int64_t row_step, int64_t step, const Real* b,
-        int64_t pitch, int64_t depth) {
-        for (int64_t i = 0; i < depth; ++i) {
-            Reals row[V];
-            for (int j = 0; j < V; ++j) row[j] = load(b + i * pitch + j * LANES);
-            for (int r = 0; r < R; ++r)
-                for (int j = 0; j < V; ++j) sums[r][j] += a[r * row_step + i * step] * row[j];
-        }
-    }
-
-    // Call tile(vectors, column) for all columns; `vectors` is 4, 2 or 1 as a type.
-    template <class Tile>
-    static void for_columns(int64_t width, Tile tile) {
-        int64_t column = 0;
-        for (; column + 4 * LANES <= width; column += 4 * LANES)
-            tile(std::integral_constant<int, 4>(), column);
-        for (; column + 2 * LANES <= width; column += 2 * LANES)
-            tile(std::integral_constant<int, 2>(), column);
-        for (; column < width; column += LANES) tile(std::integral_constant<int, 1>(), column);
-    }
-
-    // out[r][:] = sum over i < depth of a[r row_step + i step] b[i][:], for CHUNK k rows.
-    static void product(Real* out, int64_t out_pitch, int64_t rows, const Real* a,
-                        int64_t row_step, int64_t step, const Real* b, int64_t pitch,
-                        int64_t width, int64_t depth) {
-        for_columns(width, [&](auto vectors, int64_t column) {
-            constexpr int V = decltype(vectors)::value, R = TILE / V;
-            for (int64_t first = 0; first < rows; first += R) {
-                Reals sums[R][V] = {};
-                multiply(sums, a + first * row_step, row_step, step, b + column, pitch, depth);
-                for (int r = 0; r < R; ++r)
-                    for (int j = 0; j < V; ++j)
-                        store(out + (first + r) * out_pitch + column + j * LANES, sums[r][j]);
-            }
-        });
-    }
-
-    // out[c][r] = in[r][c]; rows and columns are multiples of 16.
-    static void transpose(const Real* in, int64_t in_pitch, int64_t rows, int64_t columns,
-                          Real* out, int64_t out_pitch) {
-        for (int64_t r = 0; r < rows; r += LANES)
-            for (int64_t c = 0; c < columns; c += LANES) {
-                Reals block[LANES];
-                for (int i = 0; i < LANES; ++i) block[i] = load(in + (r + i) * in_pitch + c);
-                transpose_block<LANES / 2>(block);
-                for (int i = 0; i < LANES; ++i) store(out + (c + i) * out_pitch + r, block[i]);
-            }
-    }
-
-    // Exchange the blocks of S rows and columns beside the diagonal, then smaller ones.
-    template <int S>
-    static inline __attribute__((always_inline)) void transpose_block(Reals (&rows)[LANES]) {
-        if constexpr (S > 0) {
-            Ints upper, lower;
-            for (int i = 0; i < LANES; ++i) {
-                upper[i] = i & S ? LANES + (i ^ S) : i;
-                lower[i] = i & S ? LANES + i : i ^ S;
-            }
-            for (int r = 0; r < LANES; ++r)
-                if (!(r & S)) {
-                    const Reals a = rows[r], b = rows[r + S];
-                    rows[r] = choose(a, b, upper);
-                    rows[r + S] = choose(a, b, lower);
-                }
-            transpose_block<S / 2>(rows);
-        }
-    }
-
-    // Lane i is lane indices[i] of a and b, one after the other.
-    static inline __attribute__((always_inline)) Reals choose(Reals a, Reals b, Ints indices) {
-#if defined(__clang__)
-        Reals chosen;
-        for (int i = 0; i < LANES; ++i)
-            chosen[i] = indices[i] < LANES ? a[indices[i]] : b[indices[i] - LANES];
-        return chosen;
-#else
-        return __builtin_shuffle(a, b, indices);
-#endif
-    }
-
-    static Real add_lanes(Reals x) {
-        Real lanes[LANES];
-        store(lanes, x);
-        for (int half = LANES / 2; half > 0; half /= 2)
-            for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-        return lanes[0];
-    }
-
-    static Real dot(const Real* a, const Real* b, int64_t size) {
-        Reals sum{};
-        for (int64_t i = 0; i < size; i += LANES) sum += load(a + i) * load(b + i);
-        return add_lanes(sum);
-    }
-
-    static Ints lane_numbers(int first) {
-        Ints lanes;
-        for (int i = 0; i < LANES; ++i) lanes[i] = first + i;
-        return lanes;
-    }
-
-    // e^x within one unit in the last place; 0 below the smallest normal number. NaN stays NaN.
-    static Reals exp(Reals x) {
-        if constexpr (sizeof(Real) == 4) {
-            const Reals bounded = x < Real(-88) ? broadcast(-88) : x > Real(88) ? broadcast(88) : x;
-            const Reals shifted = bounded * Real(LOG2_E) + Real(12582912);  // rounds to an integer
-            const Reals n = shifted - Real(12582912);
-            const Reals r = bounded - n * 0.693359375f - n * -2.12194440e-4f;
-            Reals p = broadcast(1.9875691500e-4f);
-            for (float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
-                                      1.6666665459e-1f, 5.0000001201e-1f})
-                p = p * r + coefficient;
-            p = p * (r * r) + r + 1.f;
-            const Reals result = (Reals)((Ints)p + ((Ints)shifted << 23));
-            return x < Real(-87) ? Reals{} : x == x ? result : x;
-        } else {
-            for (int i = 0; i < LANES; ++i) x[i] = std::exp(x[i]);
-            return x;
-        }
-    }
 
     // -- a chunk ----------------------------------------------------------------------------------
 
@@ -322,10 +167,10 @@ class DeltaRule : protected Math<Real> {
                 c.after[i] = i == CHUNK - 1 ? Real(1) : c.after[i + 1] * c.decay[i + 1];
             std::fill_n(c.total, size_, product);
             for (int i = 0; i < CHUNK; ++i) {
-                scale_row(c.k + i * size_, c.before[i], c.k_read + i * size_);
-                scale_row(c.k + i * size_, c.after[i], c.k_written + i * size_);
+                scale_row(c.k + i * size_, c.before[i], size_, c.k_read + i * size_);
+                scale_row(c.k + i * size_, c.after[i], size_, c.k_written + i * size_);
                 for (int64_t g = i; g < t.groups * CHUNK; g += CHUNK)
-                    scale_row(c.q + g * size_, c.before[i], c.q_read + g * size_);
+                    scale_row(c.q + g * size_, c.before[i], size_, c.q_read + g * size_);
             }
         }
         product(c.kk, CHUNK, CHUNK, c.k, size_, 1, transposed_, CHUNK, CHUNK, size_);
@@ -344,10 +189,6 @@ class DeltaRule : protected Math<Real> {
                     store(qk, lanes <= i ? load(qk) * pairs[w] : Reals{});
                 }
             }
-    }
-
-    void scale_row(const Real* row, Real factor, Real* out) const {
-        for (int64_t d = 0; d < size_; d += LANES) store(out + d, load(row + d) * factor);
     }
 
     // With one decay per key channel.
