@@ -383,18 +383,3 @@ def test_without_gpu_and_interpreter_triton_raises_and_auto_selects_another_impl
     torch.testing.assert_close(
         linear_attention(x, x, x).out, linear_attention(x, x, x, impl="reference").out
     )
-
-
-@pytest.mark.parametrize(
-    ("version", "ptxas", "match"),
-    [("3.5.1", "12.8.93", "3.6 or later"), ("3.6.0", "13.0.88", "shared memory wrongly")],
-)
-def test_broken_compilers_are_refused(version, ptxas, match, monkeypatch):
-    monkeypatch.setattr("triton.__version__", version)
-    monkeypatch.setattr(triton_impl, "ptxas_version", lambda: ptxas)
-    (reason,) = triton_impl.compiler_reasons(9)
-    assert match in reason
-
-
-def test_ptxas_version_has_three_parts():
-    assert triton_impl.ptxas_version().count(".") == 2

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.linear.impl.common import LinearInputs, Result
+from attnzoo.backends.linear.kernels.compilers import compiler_reasons, ptxas_path
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.derivatives import check_reverse_mode
 from attnzoo.state import LinearState
 
 LARGEST = 256  # key and value size
-MIN_TRITON = (3, 6)  # the oldest version that the kernels are compiled and tested with
-# Versions of ptxas that miscompile kernels for Hopper, and the defect
-BROKEN_PTXAS = {"13.0.88": "writes shared memory wrongly"}
 
 
 def triton_reasons(
@@ -54,18 +52,39 @@ def triton_reasons(
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _device_reasons(device: torch.device) -> tuple[str, ...]:
-    """Return every reason why kernels do not run on a device, computed once per device."""
-    if device not in _DEVICE_REASONS:
-        _DEVICE_REASONS[device] = _find_device_reasons(device)
-    return _DEVICE_REASONS[device]
+    """Return every reason why kernels do not run on a device, computed once per assembler."""
+    if not _has_triton():
+        return ("triton is not installed (pip install triton)",)
+    key = device, assembler(device)
+    if key not in _DEVICE_REASONS:
+        _DEVICE_REASONS[key] = _find_device_reasons(device)
+    return _DEVICE_REASONS[key]
 
 
-_DEVICE_REASONS: dict[torch.device, tuple[str, ...]] = {}
+_DEVICE_REASONS: dict[tuple[torch.device, str], tuple[str, ...]] = {}
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def assembler(device: torch.device) -> str:
+    """Return the path of the ptxas that the next kernel for a GPU is assembled by, or ""."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return ""
+    try:
+        return ptxas_path(_capability(device)[0])
+    except RuntimeError:  # compiler_reasons gives the reason
+        return ""
 
 
 def _find_device_reasons(device: torch.device) -> tuple[str, ...]:
-    if find_spec("triton") is None:
-        return ("triton is not installed (pip install triton)",)
     from attnzoo.kernels.triton_interpreter import interpreted
 
     if interpreted():
@@ -77,47 +96,11 @@ def _find_device_reasons(device: torch.device) -> tuple[str, ...]:
         )
     if torch.version.hip is not None:
         return ("the GPU is from AMD (the kernels are tested on NVIDIA GPUs only)",)
-    capability = torch.cuda.get_device_capability(device)
+    capability = _capability(device)
     if capability < (8, 0):
         found = f"{capability[0]}.{capability[1]}"
         return (f"the GPU has compute capability {found} (8.0 or later is needed)",)
     return tuple(compiler_reasons(capability[0]))
-
-
-def compiler_reasons(major: int) -> list[str]:
-    """Return every reason why Triton and its ptxas do not compile correctly for a GPU.
-
-    ``major`` is that of the GPU's compute capability.
-
-    On Hopper, Triton 3.4 to 3.7.0 with ptxas 12.8.93 miscompiles a product whose operand is the
-    transpose of another product. No kernel here has such a product, so that pair is accepted.
-    """
-    import triton
-
-    reasons = []
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version < MIN_TRITON:
-        reasons.append(f"Triton {triton.__version__} is installed (3.6 or later is needed)")
-    defect = BROKEN_PTXAS.get(ptxas_version()) if major == 9 else None
-    if defect:
-        reasons.append(
-            f"ptxas {ptxas_version()} {defect} on Hopper (point TRITON_PTXAS_PATH at 12.8 or 13.1)"
-        )
-    return reasons
-
-
-@cache
-def ptxas_version() -> str:
-    """Return the version of Triton's ptxas, such as ``"12.8.93"``."""
-    import re
-    import subprocess
-
-    import triton
-
-    path = triton.knobs.nvidia.ptxas.path
-    output = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"V(\d+\.\d+\.\d+)", output)
-    return found[1] if found else "unknown"
 
 
 def run_triton(x: LinearInputs) -> Result:

@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from attnzoo.backends.linear.kernels.compilers import avoid_defects
+
 KERNELS = ("sums", "out", "shared", "dq", "dv", "dk")  # split sums, modes of the scan
 DECAYS = ("none", "scalar", "vector")
 # bare: bfloat16 without feature map, normalisation and masks; mapped: with a feature map or
@@ -71,7 +73,10 @@ def default_config(shape: Shape, capability: int) -> Config:
 
 
 def config(shape: Shape, capability: int) -> Config:
-    """Return the config from the table that ``TABLE`` names if it has one, else the shipped one."""
+    """Return the config from the table that ``TABLE`` names if it has one, else the shipped one.
+
+    Pairs of tile and warps that the installed Triton is reported to compile wrongly are replaced.
+    """
     path = os.environ.get(TABLE)
     row = table(path).get(key(shape, capability)) if path else None
-    return row or default_config(shape, capability)
+    return avoid_defects(row or default_config(shape, capability), capability)

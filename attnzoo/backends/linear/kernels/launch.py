@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo.backends.linear.kernels.configs import Shape, config
+from attnzoo.backends.linear.kernels.configs import TABLE, Shape, config
 from attnzoo.backends.linear.kernels.scan import scan_kernel
 from attnzoo.backends.linear.kernels.splits import split_scan_kernel, split_sums_kernel
+from attnzoo.errors import ConfigError
 
 MIN_SPLIT_SIZE = 512  # tokens; in shorter splits, the states cost more than parallelism gains
 PROGRAMS_PER_PROCESSOR = 2  # that the number of splits aims for
@@ -52,7 +53,9 @@ class KernelLauncher:
         split_size: int,
         needs_decay_grad: bool = False,
     ) -> None:
-        self.q, self.k, self.v = (contiguous_rows(x) for x in tensors[:3])
+        groups = tensors.q.shape[1] // tensors.k.shape[1]
+        self.q = contiguous_rows(tensors.q, groups)
+        self.k, self.v = contiguous_rows(tensors.k), contiguous_rows(tensors.v)
         self.kv, self.z = tensors.kv.contiguous(), tensors.z.contiguous()
         self.batch, self.heads, self.tokens, self.d = self.q.shape
         self.key_heads, self.e = self.k.shape[1], self.v.shape[3]
@@ -72,7 +75,7 @@ class KernelLauncher:
         self.constants = {
             "D": self.d,
             "E": self.e,
-            "G": self.heads // self.key_heads,
+            "G": groups,
             "MAP": feature_map,
             "DECAY": self.decay,
             "NORMALIZE": normalize,
@@ -114,7 +117,10 @@ class KernelLauncher:
         self, d_out: Tensor, d_kv: Tensor, d_z: Tensor, last: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients; ``last`` is the state that the forward pass returned."""
-        d_out, needs_decay_grad = contiguous_rows(d_out), self.constants["DECAY_GRAD"]
+        d_out = contiguous_rows(d_out, self.constants["G"])
+        needs_decay_grad = self.constants["DECAY_GRAD"]
+        if self.decay == "scalar":
+            check_equal_tiles(self._tiles("dq"), self._tiles("dk"))
         dq, dk = empty_rows(self.q, self.heads, self.d), empty_rows(self.k, self.key_heads, self.d)
         dv = empty_rows(self.v, self.key_heads, self.e)
         first = torch.empty_like(self.kv), torch.empty_like(self.z)
@@ -283,9 +289,25 @@ def _operand_precision(*inputs: Tensor) -> tuple[bool, str]:
     return dtypes != {torch.bfloat16}, "tf32x3" if full_precision else "tf32"
 
 
-def contiguous_rows(x: Tensor) -> Tensor:
-    """Return ``x`` with stride 1 in the last dimension; copies if necessary."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def check_equal_tiles(dq: dict[str, int], dk: dict[str, int]) -> None:
+    """Raise ``ConfigError`` unless ``dk`` has the tiles in which ``dq`` wrote its products."""
+    if dq != dk:
+        raise ConfigError(
+            f"the table that {TABLE} names has a tile of {dq['BU']} for dq and of {dk['BU']} for "
+            "dk; with scalar decay both must be equal. Correct the table, or unset the variable."
+        )
+
+
+def contiguous_rows(x: Tensor, groups: int = 1) -> Tensor:
+    """Return ``x`` with stride 1 in the last dimension; copies if necessary.
+
+    Kernels compute the offset between the ``groups`` query heads of a key head in 32 bits. Where it
+    does not fit, the copy is ``[B, T, H, D]`` in memory.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    if (groups - 1) * x.stride(1) < 2**31:
+        return x
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def gate_and_strides(

@@ -1,0 +1,140 @@
+"""Which versions of Triton and ptxas are refused, and which configs they exclude."""
+
+import re
+
+import pytest
+import torch
+
+from attnzoo.backends.linear.impl import triton as triton_impl
+from attnzoo.backends.linear.kernels import compilers, configs, launch
+from attnzoo.backends.linear.kernels.configs import Config, Shape
+from attnzoo.errors import ConfigError, UnsupportedError
+from attnzoo.ops import linear_attention
+
+
+@pytest.fixture
+def ptxas(monkeypatch):
+    """Return a function that replaces the version of ptxas."""
+
+    def replace(version):
+        monkeypatch.setattr(compilers, "ptxas_version", lambda major: version)
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("triton", "version", "major", "match"),
+    [
+        ("3.5.1", "13.4.92", 9, "3.6 or later"),
+        ("3.6.0", "13.0.88", 9, r"shared memory wrongly on Hopper \(point .* ptxas 13\.3 or later"),
+        ("3.6.0", "13.0.88", 8, None),
+        ("3.6.0", "12.8.93", 9, None),
+        ("3.10.0+git1", "13.4.92", 9, None),
+    ],
+)
+def test_compilers_that_are_refused(triton, version, major, match, monkeypatch, ptxas):
+    ptxas(version)
+    monkeypatch.setattr(compilers, "triton_version", lambda: compilers._numbers(triton))
+    monkeypatch.setattr("triton.__version__", triton)
+    reasons = compilers.compiler_reasons(major)
+    if match is None:
+        assert reasons == []
+    else:
+        assert len(reasons) == 1
+        assert re.search(match, reasons[0])
+
+
+@pytest.mark.parametrize(
+    ("version", "major", "match"),
+    [
+        ("12.8.93", 9, "wrong gradients"),
+        ("12.9.86", 9, "operands of products"),
+        ("13.1.80", 9, "operands of products"),
+        ("13.3.33", 9, None),
+        ("13.10.1", 9, None),
+        ("12.8.93", 8, None),
+        ("12.8.93", 10, None),
+    ],
+)
+def test_cautions_name_a_version_that_no_report_names(version, major, match, ptxas):
+    ptxas(version)
+    caution = compilers.compiler_caution(major)
+    assert (match in caution and "13.3 or later" in caution) if match else caution == ""
+
+
+@pytest.mark.parametrize("triton", [(3, 5, 1), (3, 6, 0), (3, 7, 1), (3, 8, 0), (3, 8, 1)])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_tiles_that_triton_reads_wrongly_get_more_warps(triton, capability, monkeypatch):
+    monkeypatch.setattr(compilers, "triton_version", lambda: triton)
+    affected = capability == 90 and (3, 6, 0) <= triton <= (3, 8, 0)
+    found = 0
+    for kernel in configs.KERNELS:
+        for decay in configs.DECAYS:
+            for kind in configs.KINDS:
+                for size in configs.SIZES:
+                    shape = Shape(kernel, decay, kind, size)
+                    if configs.key(shape, capability) not in configs.table(configs.SHIPPED):
+                        continue
+                    shipped = configs.default_config(shape, capability)
+                    chosen = configs.config(shape, capability)
+                    is_wrong = (shipped.tile, shipped.warps) == (32, 4)
+                    found += is_wrong
+                    assert chosen.warps == (8 if is_wrong and affected else shipped.warps)
+                    assert chosen._replace(warps=0) == shipped._replace(warps=0)
+    assert compilers.avoid_defects(Config(64, 4, 2, 32), capability).warps == (8 if affected else 4)
+
+
+def test_ptxas_version_follows_the_environment(tmp_path, monkeypatch):
+    shipped = compilers.ptxas_version(9)
+    assert shipped.count(".") == 2
+    other = tmp_path / "ptxas"
+    other.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 99.1, V99.1.5'\n")
+    other.chmod(0o700)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(other))  # as torch.compile does
+    assert compilers.ptxas_version(9) == "99.1.5"
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    assert compilers.ptxas_version(9) == shipped
+
+
+def test_the_version_is_read_again_when_the_assembler_changes(monkeypatch):
+    monkeypatch.setattr("attnzoo.kernels.triton_interpreter.interpreted", lambda: False)
+    monkeypatch.setattr(triton_impl, "_DEVICE_REASONS", {})
+    monkeypatch.setattr(triton_impl, "_capability", lambda device: (9, 0))
+    gpu = torch.device("cuda", 0)
+    for version, refused in (("13.4.92", False), ("13.0.88", True), ("13.4.92", False)):
+        monkeypatch.setattr(triton_impl, "ptxas_path", lambda major, version=version: version)
+        monkeypatch.setattr(compilers, "ptxas_version", lambda major, version=version: version)
+        assert bool(triton_impl._device_reasons(gpu)) == refused
+
+
+def test_a_missing_ptxas_is_a_reason(monkeypatch):
+    def missing(major):
+        raise RuntimeError("Cannot find ptxas")
+
+    monkeypatch.setattr(compilers, "ptxas_path", missing)
+    (reason,) = compilers.compiler_reasons(9)
+    assert "Cannot find ptxas; set TRITON_PTXAS_PATH" in reason
+
+
+def test_dq_and_dk_need_equal_tiles_with_scalar_decay(tmp_path, monkeypatch):
+    key = configs.key(Shape("dk", "scalar", "wide", 64), 90)
+    table = tmp_path / "table.json"
+    table.write_text(f'{{"configs": {{"{key}": [16, 8, 1, 16]}}}}')
+    monkeypatch.setenv(configs.TABLE, str(table))
+    x = torch.randn(1, 1, 20, 32, requires_grad=True)
+    out = linear_attention(x, x, x, log_decay=-torch.rand(1, 1, 20), impl="triton").out
+    with pytest.raises(
+        (ConfigError, UnsupportedError), match=r"tile of 32 for dq and of 16 for dk"
+    ):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(("tokens", "copied"), [(2**20 - 1, False), (2**20, True)])
+def test_offsets_between_grouped_heads_fit_32_bits(tokens, copied):
+    q = torch.empty(1, 17, tokens, 128, dtype=torch.bfloat16, device="meta")
+    rows = launch.contiguous_rows(q, 17)
+    assert (rows is not q) == copied
+    assert 16 * rows.stride(1) < 2**31
+    assert rows.shape == q.shape
+    assert rows.stride(-1) == 1
+    assert launch.contiguous_rows(q) is q  # one query head per key head: no such offset
