@@ -4,7 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-EXTRAS := xformers,train,report,dev
+EXTRAS := xformers,train,report,eval,dev
 JOBS := 2
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 15 --durations-min 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input

@@ -9,7 +9,16 @@ from typing import Annotated
 import typer
 
 from attnzoo import __version__
-from attnzoo.commands import compare, environment, families, launch, models, recovery, terminal
+from attnzoo.commands import (
+    compare,
+    environment,
+    evaluate_command,
+    families,
+    launch,
+    models,
+    recovery,
+    terminal,
+)
 from attnzoo.errors import AttnzooError
 
 app = typer.Typer(
@@ -46,7 +55,7 @@ app.command("families")(families.families)
 app.command("plan")(recovery.plan)
 app.command("recover")(recovery.recover)
 app.command("finetune")(recovery.finetune)
-app.command("evaluate")(recovery.evaluate)
+app.command("evaluate")(evaluate_command.evaluate)
 app.command("launch-config")(launch.launch_config)
 app.command("compare")(compare.compare)
 app.command("tasks")(compare.tasks)

@@ -1,4 +1,4 @@
-"""Commands that recover quality after a swap: plan, recover, finetune, evaluate."""
+"""Commands that recover quality after a swap: plan, recover, finetune."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from attnzoo.commands.spec_options import spec_of
 from attnzoo.commands.terminal import console, problems
 from attnzoo.commands.train_options import (
     Column,
-    Control,
     Data,
     Length,
     TrainOptions,
@@ -207,13 +206,13 @@ def _run(start: Any, config: Any, stages: dict[str, int], options: TrainOptions)
             problems.print(how_to_resume(out), soft_wrap=True, highlight=False)
         raise SystemExit(INTERRUPTED) from None
     if bar.main:
-        _print_results(results)
+        print_results(results)
         console.print(
             f"Model:  {out} (load it with from_pretrained after `import attnzoo`)", soft_wrap=True
         )
 
 
-def _print_results(results: dict[str, Any]) -> None:
+def print_results(results: dict[str, Any]) -> None:
     """Print the quality of every model and the verdict."""
     from attnzoo.training.pages import generation_table, results_table
 
@@ -233,20 +232,3 @@ def how_to_resume(out: Path) -> str:
     command = shlex.join(["attnzoo", *given, *([] if "--resume" in given else ["--resume"])])
     launcher = " with the same launcher" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
     return f"Interrupted. Resume{launcher} with:\n{command}"
-
-
-def evaluate(
-    path: ModelArgument,
-    data: Data,
-    rows: Annotated[int, typer.Option(help="held-out rows")] = 32,
-    length: Length = 512,
-    control: Control = None,
-    column: Column = "text",
-) -> None:
-    """Compare a swapped model with softmax, its window alone, and each branch of a hybrid."""
-    from attnzoo.training.evaluate_command import evaluate as evaluate_model
-
-    results = evaluate_model(
-        path, data, column=column, row_length=length, rows=rows, control=control, log=console.print
-    )
-    _print_results(results)

@@ -13,9 +13,9 @@ import typer
 
 from attnzoo.commands.spec_options import AttentionIfGiven, Else, Layers, Set, spec_of
 
-Data = Annotated[
-    list[Path], typer.Option(help="text, .jsonl or .parquet file, or a folder of them (repeatable)")
-]
+_DATA = typer.Option(help="text, .jsonl or .parquet file, or a folder of them (repeatable)")
+Data = Annotated[list[Path], _DATA]
+DataIfGiven = Annotated[list[Path] | None, _DATA]
 Column = Annotated[str, typer.Option(help="field of JSON and parquet files with the text")]
 Length = Annotated[int, typer.Option(help="tokens per row")]
 Control = Annotated[

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from attnzoo.errors import SpecError
-from attnzoo.evaluation.data import string_tokenizer
+from attnzoo.errors import ConfigError, SpecError
+from attnzoo.evaluation.data import EvalBatch, string_tokenizer
+from attnzoo.evaluation.harness import Harness, HarnessTasks
 from attnzoo.evaluation.models import require_causal
 from attnzoo.integrations.attention import NAME
-from attnzoo.integrations.convert import restore, swap
+from attnzoo.integrations.convert import original_attention, restore, swap
 from attnzoo.integrations.files import read_config
 from attnzoo.training.loading import load_rows
 from attnzoo.training.quality import (
@@ -37,25 +39,32 @@ def evaluate(
     row_length: int = 512,
     rows: int = 32,
     control: int | None = None,
+    tasks: HarnessTasks | None = None,
+    original: Path | None = None,
     log: Log = lambda text: None,
 ) -> dict[str, Any]:
-    """Compare a saved, swapped model with softmax and with its window alone on held-out text.
+    """Compare a saved, swapped model with softmax and with its window alone.
 
-    All models have the saved weights. ``softmax`` is therefore not the original model if the saved
-    one was trained after the swap.
+    Three models have the saved weights: ``result`` is the swap, ``softmax`` has softmax attention,
+    and ``window alone`` has a window. ``softmax`` is therefore not the original model if the saved
+    one was trained after the swap; give that one as ``original``.
 
     Args:
         path: Folder of a saved causal model that is swapped.
-        data: Text files, JSON lines, parquet, or folders of them. The held-out documents are those
-            that :func:`attnzoo.training.recover.recover` holds out.
+        data: Text files, JSON lines, parquet, or folders of them, to measure loss, recall and
+            generation. The held-out documents are those that
+            :func:`attnzoo.training.recover.recover` holds out.
         column: Field of JSON and parquet files that holds the text.
         row_length: Tokens per row.
         rows: Number of rows.
         control: Window of ``window alone`` in tokens; by default the swap's widest window.
+        tasks: Tasks of lm-evaluation-harness to run on each model.
+        original: Folder of the model before the swap; it is one more line of ``tasks``.
         log: Called with progress messages.
 
     Returns:
-        ``verdict``, ``window`` and ``lines``, as in ``recovery.json``.
+        ``window``; with data, ``verdict`` and ``lines`` as in ``recovery.json``; with tasks,
+        ``tasks``: for each model the metrics of every task, by lm_eval's names.
 
     Raises:
         AttnzooError: An argument is invalid.
@@ -65,17 +74,54 @@ def evaluate(
             f"{str(path)!r} is not swapped, so there is nothing to compare; `attnzoo recover` and "
             "`attnzoo swap` write swapped models"
         )
+    if not data and tasks is None:
+        raise ConfigError("evaluate needs text (--data), tasks (--tasks), or both")
+    if original is not None and tasks is None:
+        raise ConfigError("original is a line of tasks; give --tasks, or leave it out")
     require_causal(path, "evaluation measures text prediction")
     config = TrainConfig(row_length=row_length, judged_rows=rows, repeat_share=0.0, control=control)
-    _, held_out = load_rows(path, data, column, config)
-    batch = rows_to_eval_batch(held_out, rows, string_tokenizer(path))
-    log(f"{len(batch.tokens)} held-out rows")
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    batch = with_original_continuations(model, batch)
-    lines = {"softmax": softmax_quality(model, batch), "result": quality(model, batch)}
-    lines |= branch_qualities(model, lambda model: quality(model, batch))
+    batch: EvalBatch | None = None
+    if data:
+        _, held_out = load_rows(path, data, column, config)
+        batch = rows_to_eval_batch(held_out, rows, string_tokenizer(path))
+        log(f"{len(batch.tokens)} held-out rows")
+    harness = None if tasks is None else Harness(tasks, path)
+    scores: dict[str, Any] = {}
+
+    def run_tasks(name: str, model: Any) -> None:
+        if harness is not None:
+            log(f"tasks on {name}")
+            scores[name] = harness.run(model.eval())
+
+    if original is not None:
+        require_causal(original, "tasks compare it with the swap")
+        run_tasks("original", _load(original))
+    model = _load(path)
+    with original_attention(model):
+        run_tasks("softmax", model)
+    run_tasks("result", model)
+    lines: dict[str, Any] = {}
+    if batch is not None:
+        batch = with_original_continuations(model, batch)
+        lines |= {"softmax": softmax_quality(model, batch), "result": quality(model, batch)}
+        lines |= branch_qualities(model, _quality_of(batch))
     window = control or widest_window(model)
     restore(model)  # swapping would warn that trained extras are lost
     swap(model, "flash", window=window)
-    lines["window alone"] = quality(model, batch)
-    return {"verdict": verdict(lines), "window": window, "lines": as_dicts(lines)}
+    run_tasks("window alone", model)
+    results: dict[str, Any] = {"window": window}
+    if batch is not None:
+        lines["window alone"] = quality(model, batch)
+        results |= {"verdict": verdict(lines), "lines": as_dicts(lines)}
+    return results | ({"tasks": scores} if scores else {})
+
+
+def _load(path: Path) -> Any:
+    """Return a saved model in float32, on the accelerator if there is one."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model.to(device)
+
+
+def _quality_of(batch: EvalBatch) -> Callable[[Any], Any]:
+    return lambda model: quality(model, batch)

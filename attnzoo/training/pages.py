@@ -107,6 +107,28 @@ def generation_table(results: Mapping[str, Any]) -> Table | None:
     return Table(columns=GENERATION_COLUMNS, rows=rows, title="greedy generation")
 
 
+def tasks_table(results: Mapping[str, Any]) -> Table:
+    """Return a table of the metrics of lm-evaluation-harness, a column per model."""
+    models = results["tasks"]
+    first = next(iter(models.values()))
+    rows = []
+    for task, metrics in first.items():
+        for name, value in metrics.items():
+            metric, _, kept_by = name.partition(",")
+            if metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            label = metric if kept_by in ("", "none") else f"{metric} ({kept_by})"
+            error = metrics.get(f"{metric}_stderr,{kept_by}")
+            cells = [number(scores[task].get(name)) for scores in models.values()]
+            rows.append([task, label, *cells, number(error if isinstance(error, float) else None)])
+    return Table(
+        columns=("task", "metric", *(_label(name, results) for name in models), "standard error"),
+        rows=rows,
+        title="tasks of lm-evaluation-harness",
+        caption=f"the standard error is that of {next(iter(models))}",
+    )
+
+
 def decoding_table(results: Mapping[str, Any]) -> Table | None:
     """Return a table of milliseconds per token and cache size by context length, if measured."""
     costs = results.get("decoding")

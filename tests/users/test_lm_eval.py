@@ -7,12 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 import attnzoo
+from attnzoo.cli import main
+from attnzoo.commands.environment import AUTOLOAD
+from attnzoo.evaluation.harness import task_folder
 from attnzoo.evaluation.models import embedded_model_path
 
-pytest.importorskip("lm_eval", reason="lm_eval is not installed; it is in the extra 'dev'")
+pytest.importorskip("lm_eval", reason="lm_eval is not installed; it is the extra 'eval'")
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -53,14 +57,22 @@ def test_a_swap_in_memory(model, tokenizer, monkeypatch):
     attnzoo.restore(model)
 
 
-def test_a_folder_by_name(model, tokenizer, tmp_path):
-    """In a process that imports attnzoo only through ``attnzoo run``."""
+@pytest.fixture(scope="module")
+def saved(model, tokenizer, tmp_path_factory):
+    """A saved model under linear attention."""
+    folder = tmp_path_factory.mktemp("saved") / "model"
     attnzoo.swap(model, "linear")
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    attnzoo.restore(model)
+    return folder
+
+
+def test_a_folder_by_name(saved, tmp_path):
+    """In a process that imports attnzoo only through ``attnzoo run``."""
     command = [
         *(sys.executable, "-m", "attnzoo", "run", "-m", "lm_eval", "--model", "hf"),
-        *("--model_args", f"pretrained={tmp_path / 'model'},max_length=512,dtype=float32"),
+        *("--model_args", f"pretrained={saved},max_length=512,dtype=float32"),
         *("--include_path", "examples/lm_eval", "--tasks", TASK, "--device", "cpu"),
         *("--output_path", str(tmp_path / "out"), "--log_samples", "--limit", "2"),
     ]
@@ -72,3 +84,99 @@ def test_a_folder_by_name(model, tokenizer, tmp_path):
     assert accuracy == pytest.approx(round(accuracy * 2) / 2, abs=1e-6)
     lines = next((tmp_path / "out").rglob("samples_*.jsonl")).read_text().splitlines()
     assert len(lines) == 2
+
+
+def test_plain_lm_eval_with_autoload(saved, tmp_path):
+    """What ``attnzoo autoload on`` writes is all that plain lm_eval needs; tasks are attnzoo's."""
+    (tmp_path / "attnzoo-autoload.pth").write_text(AUTOLOAD)
+    start = f"import site; site.addsitedir({str(tmp_path)!r})"
+    (tmp_path / "sitecustomize.py").write_text(start)  # a site-packages folder of this test
+    command = [
+        *(sys.executable, "-m", "lm_eval", "run", "--model", "hf"),
+        *("--model_args", f"pretrained={saved},max_length=600,dtype=float32"),
+        *("--include_path", str(task_folder()), "--tasks", "attnzoo_niah_single"),
+        *("--metadata", '{"max_seq_lengths": [600], "num_samples": 1}'),
+        *("--gen_kwargs", "max_gen_toks=2", "--device", "cpu", "--output_path", tmp_path / "out"),
+    ]
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    env = {**os.environ, "PYTHONPATH": path, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    assert json.loads(file.read_text())["results"]["attnzoo_niah_single"]["600,none"] == 0
+
+
+def evaluate(monkeypatch, capsys, *arguments):
+    """Return exit code, output and errors of ``attnzoo evaluate``."""
+    monkeypatch.setattr("sys.argv", ["attnzoo", "evaluate", *map(str, arguments)])
+    code = 0
+    try:
+        main()
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    return code, *capsys.readouterr()
+
+
+def test_evaluate_runs_tasks_before_and_after(saved, tokenizer, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    path = embedded_model_path()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    given = [saved, "--tasks", f"{TASK},attnzoo_niah_s*", "--include_path", "examples/lm_eval"]
+    given += ["--metadata", '{"max_seq_lengths": [600]}', "--gen_kwargs", "max_gen_toks=2"]
+    given += ["--original", embedded_model_path(), "--max_length", 600, "--control", 2]
+    given += ["--limit", 6, "--batch_size", 6]
+    code, printed, errors = evaluate(monkeypatch, capsys, *given, "--json")
+    assert code == 0, errors
+    scores = json.loads(printed)["tasks"]
+    assert list(scores) == ["original", "softmax", "result", "window alone"]
+    assert set(scores["result"]) == {TASK, "attnzoo_niah_single"}
+    assert scores["original"] == scores["softmax"]
+    for name, backend, options in (
+        ("softmax", "softmax", {}),
+        ("result", "linear", {}),
+        ("window alone", "flash", {"window": 2}),
+    ):
+        attnzoo.swap(model, backend, **options)
+        harness = HFLM(model, tokenizer=tokenizer, max_length=600, device="cpu", batch_size=6)
+        manager = TaskManager(include_path="examples/lm_eval", include_defaults=False)
+        found = simple_evaluate(harness, tasks=[TASK], task_manager=manager, bootstrap_iters=0)
+        assert scores[name][TASK]["acc,none"] == found["results"][TASK]["acc,none"]
+    assert scores["result"] != scores["softmax"]
+    code, printed, _ = evaluate(monkeypatch, capsys, *given[:-2], "--limit", 1)
+    assert code == 0
+    assert "attnzoo_niah_single" in printed
+    assert "window alone" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "evaluate needs text (--data), tasks (--tasks), or both"),
+        (["--limit", 2], "limit is an option of tasks; give --tasks"),
+        (["--original", embedded_model_path(), "--data", "x"], "original is a line of tasks"),
+        (["--tasks", ","], "tasks names no task"),
+        pytest.param(  # reads the index of all tasks of lm_eval
+            ["--tasks", "attnzoo_niah_simple"],
+            "Did you mean 'attnzoo_niah_single'?",
+            marks=pytest.mark.exhaustive,
+        ),
+        (["--tasks", "attnzoo_vt", "--limit", 0], "limit must be above 0, got 0"),
+        (["--tasks", "attnzoo_vt", "--batch-size", "many"], "batch_size must be above 0, or"),
+        (["--tasks", "attnzoo_vt", "--metadata", "[1]"], "takes a JSON object, got '[1]'"),
+        (
+            ["--tasks", "attnzoo_vt", "--limit", 1],
+            "prompts of 4096 tokens, but the model takes 512",
+        ),
+        (["--tasks", "x", "--include-path", "nowhere"], "there is no folder 'nowhere'"),
+    ],
+)
+def test_invalid_arguments_are_refused(saved, arguments, message, monkeypatch, capsys):
+    code, _, errors = evaluate(monkeypatch, capsys, saved, *arguments)
+    assert code == 2
+    assert message in " ".join(errors.split())
+
+
+def test_task_folder_is_printed(monkeypatch, capsys):
+    code, printed, _ = evaluate(monkeypatch, capsys, "--task-folder")
+    assert code == 0
+    assert Path(printed.strip(), "ruler.yaml").is_file()

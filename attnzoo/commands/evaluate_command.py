@@ -1,0 +1,140 @@
+"""The command that evaluates a swapped model: on text, and on tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from attnzoo.commands.model_argument import ModelArgument, model_folder
+from attnzoo.commands.recovery import print_results
+from attnzoo.commands.spec_options import split
+from attnzoo.commands.terminal import console
+from attnzoo.commands.train_options import Column, Control, DataIfGiven, Length
+from attnzoo.errors import ConfigError
+
+
+def _print_task_folder(wanted: bool) -> None:
+    if wanted:
+        from attnzoo.evaluation.harness import task_folder
+
+        print(task_folder())
+        raise typer.Exit
+
+
+def _both(name: str, text: str) -> Any:
+    """Return an option that lm_eval has, with its spelling too."""
+    return typer.Option(f"--{name}", f"--{name.replace('-', '_')}", help=text)
+
+
+Rows = Annotated[int, typer.Option(help="held-out rows")]
+Tasks = Annotated[
+    str | None,
+    typer.Option(help="tasks, groups or tags of lm_eval: NAME,NAME; attnzoo_ruler is our own"),
+]
+Limit = Annotated[
+    float | None, typer.Option(help="documents per task; below 1, a fraction of them")
+]
+BatchSize = Annotated[str, _both("batch-size", "rows per batch of tasks, or auto")]
+NumFewshot = Annotated[int | None, _both("num-fewshot", "solved examples in a task's prompt")]
+MaxLength = Annotated[
+    int | None, _both("max-length", "tokens of a prompt; default: the model's positions")
+]
+IncludePath = Annotated[Path | None, _both("include-path", "folder of your own tasks")]
+Metadata = Annotated[
+    str | None, typer.Option(help='JSON for generated tasks, as {"max_seq_lengths": [4096]}')
+]
+GenKwargs = Annotated[str | None, _both("gen-kwargs", "of generate(): max_gen_toks=32,...")]
+Original = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="MODEL", parser=model_folder, help="the model before the swap: its scores too"
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
+TaskFolder = Annotated[
+    bool,
+    typer.Option(
+        "--task-folder",
+        callback=_print_task_folder,
+        is_eager=True,
+        help="print the --include_path of our tasks for plain lm_eval",
+    ),
+]
+
+
+def evaluate(
+    path: ModelArgument,
+    data: DataIfGiven = None,
+    rows: Rows = 32,
+    length: Length = 512,
+    control: Control = None,
+    column: Column = "text",
+    tasks: Tasks = None,
+    limit: Limit = None,
+    batch_size: BatchSize = "1",
+    num_fewshot: NumFewshot = None,
+    max_length: MaxLength = None,
+    include_path: IncludePath = None,
+    metadata: Metadata = None,
+    gen_kwargs: GenKwargs = None,
+    original: Original = None,
+    as_json: Json = False,
+    task_folder: TaskFolder = False,
+) -> None:
+    """Compare a swapped model with softmax and with its window alone, on text or on tasks."""
+    from attnzoo.evaluation.harness import HarnessTasks
+    from attnzoo.training.evaluate_command import evaluate as evaluate_model
+
+    options = {
+        "limit": limit,
+        "num_fewshot": num_fewshot,
+        "max_length": max_length,
+        "include_path": include_path,
+        "metadata": None if metadata is None else parse_metadata(metadata),
+        "gen_kwargs": gen_kwargs,
+    }
+    given = [name for name, value in options.items() if value is not None]
+    if tasks is None and given:
+        raise ConfigError(f"{given[0]} is an option of tasks; give --tasks, or leave it out")
+    size = int(batch_size) if batch_size.isdigit() else batch_size
+    harness = None
+    if tasks is not None:
+        harness = HarnessTasks(names=split(tasks), batch_size=size, **options)  # type: ignore[arg-type]
+    results = evaluate_model(
+        path,
+        data or [],
+        column=column,
+        row_length=length,
+        rows=rows,
+        control=control,
+        tasks=harness,
+        original=original,
+        log=(lambda text: None) if as_json else console.print,
+    )
+    if as_json:
+        print(json.dumps(results, indent=2, default=str))
+        return
+    if "tasks" in results:
+        from attnzoo.training.pages import tasks_table
+
+        tasks_table(results).print(console)
+    if "lines" in results:
+        print_results(results)
+
+
+def parse_metadata(text: str) -> dict[str, Any]:
+    """Return the JSON object of ``--metadata``.
+
+    Raises:
+        ConfigError: The text is no JSON object.
+    """
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--metadata takes a JSON object, got {text!r} ({error})") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--metadata takes a JSON object, got {text!r}")
+    return found
