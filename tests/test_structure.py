@@ -30,8 +30,9 @@ ROWS = (
     {"cli", "__main__"},
 )
 ROW = {unit: height for height, row in enumerate(ROWS) for unit in row}
-# What modules below the integrations may import from outside; the last two where installed.
-CORE_LIBRARIES = {"torch", "einops", "triton", "xformers"}
+# What modules below the integrations may import from outside; torch requires filelock, and the last
+# two are imported where they are installed.
+CORE_LIBRARIES = {"torch", "einops", "filelock", "triton", "xformers"}
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

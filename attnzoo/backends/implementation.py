@@ -30,6 +30,10 @@ def _no_reasons(call: object) -> list[str]:
     return []
 
 
+def _no_status(call: object) -> str:
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Implementation(Generic[Call, Result]):
     """One implementation of an op.
@@ -41,6 +45,7 @@ class Implementation(Generic[Call, Result]):
         automatic: The reason to prefer it with ``impl="auto"``; ``""`` if only its name selects it.
         auto_reasons: Returns why ``impl="auto"`` skips it although it may support the call, for
             example because another one is as fast; checked before ``reasons``.
+        status: Returns what else ``describe`` says when ``impl="auto"`` selects it, or ``""``.
     """
 
     name: str
@@ -48,6 +53,7 @@ class Implementation(Generic[Call, Result]):
     reasons: Callable[[Call], list[str]] = _no_reasons
     automatic: str = ""
     auto_reasons: Callable[[Call], list[str]] = _no_reasons
+    status: Callable[[Call], str] = _no_status
 
 
 def impl_names(table: Sequence[Implementation[Any, Any]]) -> tuple[str, ...]:
@@ -88,7 +94,8 @@ def select(
             continue
         reasons = each.reasons(call)
         if not reasons:
-            return each, ImplChoice(each.name, "; ".join([each.automatic, *refused]))
+            why = [each.automatic, *filter(None, [each.status(call)]), *refused]
+            return each, ImplChoice(each.name, "; ".join(why))
         refused.append(f"{each.name} cannot: {'; '.join(reasons)}")
     raise UnsupportedError(f"No implementation of {op} supports this call: {'. '.join(refused)}.")
 

@@ -13,6 +13,7 @@ from attnzoo.backends.reformer.impl.cpp import LSH, PIVOTS
 from attnzoo.backends.reformer.op import lsh_attention
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels import cpp
+from attnzoo.kernels.cache_folder import CACHE
 
 REAL = os.environ.get("CXX") or "c++"
 
@@ -20,7 +21,7 @@ REAL = os.environ.get("CXX") or "c++"
 @pytest.fixture
 def cold(monkeypatch, tmp_path):
     """Use an empty cache of compiled libraries."""
-    monkeypatch.setenv(cpp.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     cpp.load.cache_clear()
     cpp.unavailable_reason.cache_clear()
     yield tmp_path / "cache"
@@ -90,7 +91,7 @@ def test_without_a_compiler_auto_selects_torch_and_gives_the_reason(
 
 def test_a_cache_that_is_not_writable_gives_a_reason(cold, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(cpp.CACHE, str(tmp_path / "file"))
+    monkeypatch.setenv(CACHE, str(tmp_path / "file"))
     assert "cannot be compiled" in cpp.unavailable_reason(LSH)
 
 
@@ -99,7 +100,7 @@ def compiled(tmp_path_factory):
     """Compile the smallest kernel once, and return its file."""
     folder = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(cpp.CACHE, str(folder))
+        patch.setenv(CACHE, str(folder))
         try:
             cpp.load.__wrapped__(PIVOTS)
         except cpp.BuildError as error:

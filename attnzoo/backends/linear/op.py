@@ -30,6 +30,7 @@ from attnzoo.backends.linear.feature_maps.functional import (
     exp_queries,
     relu,
 )
+from attnzoo.backends.linear.impl import triton_trust
 from attnzoo.backends.linear.impl.bidirectional import run_bidirectional
 from attnzoo.backends.linear.impl.chunk import run_chunks
 from attnzoo.backends.linear.impl.common import (
@@ -96,8 +97,9 @@ def linear_attention(
         form: ``"parallel"``, ``"recurrent"`` or ``"chunk"``; see the table above.
         impl: ``"triton"`` (causal, NVIDIA GPUs), ``"cpp"`` (causal, CPUs; the backward pass is in
             torch), ``"torch"`` (every device), ``"reference"`` (plain operations and autograd), or
-            ``"auto"``, which selects the fastest one that supports the call. A named
-            implementation is never replaced.
+            ``"auto"``, which selects the fastest one that supports the call; ``"triton"`` only
+            after its kernels passed a check on the device. A named implementation is never
+            replaced.
         state: Sums over the earlier tokens; ``None`` starts a sequence. Gradients flow through it.
         return_state: Whether to return the state after the last token.
         chunk_size: C, in tokens; ``None`` picks one. T need not be a multiple. ``"triton"`` takes
@@ -233,13 +235,26 @@ def _triton_reasons(x: LinearInputs) -> list[str]:
     return triton_reasons(x.q, x.k, x.v, form=x.form, causal=x.causal)
 
 
+def _triton_auto_reasons(x: LinearInputs) -> list[str]:
+    return [] if _triton_reasons(x) else triton_trust.auto_reasons(x.k, x.v, x.log_decay)
+
+
+def _triton_status(x: LinearInputs) -> str:
+    return triton_trust.status(x.k, x.v, x.log_decay)
+
+
 def _cpp_reasons(x: LinearInputs) -> list[str]:
     return cpp_reasons(x.q, form=x.form, causal=x.causal, chunk_size=x.chunk_size)
 
 
 IMPLEMENTATIONS = (
     Implementation(
-        name="triton", run=run_triton, reasons=_triton_reasons, automatic="compiled for this GPU"
+        name="triton",
+        run=run_triton,
+        reasons=_triton_reasons,
+        automatic="compiled for this GPU",
+        auto_reasons=_triton_auto_reasons,
+        status=_triton_status,
     ),
     Implementation(
         name="cpp",

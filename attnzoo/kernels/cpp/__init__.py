@@ -16,7 +16,6 @@ import os
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
 import tempfile
 import time
@@ -24,8 +23,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from attnzoo.kernels.cache_folder import cache_folder, check_private
+
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
-CACHE = "ATTNZOO_CACHE"  # environment variable: the folder of compiled libraries
 COMPILER_SECONDS = 300.0  # time limit of one run of the compiler
 UNFINISHED = ".compile-"  # prefix of the folders in which libraries are compiled
 
@@ -61,9 +61,7 @@ def _load(source: Source) -> ctypes.CDLL:
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     macros = _run(*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
     key = hashlib.sha256(code + repr((*FLAGS, macros)).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "attnzoo")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_private(folder)
+    folder = cache_folder()
     name = f"{source.path.stem}-{key}"
     for library in folder.glob(f"{name}-*.so"):
         if _is_valid(library, name):
@@ -85,7 +83,7 @@ def _is_valid(library: Path, name: str) -> bool:
         OSError: Other users can write it.
     """
     try:
-        _check_private(library)
+        check_private(library)
         if library.name == _file_name(name, library):
             return True
     except FileNotFoundError:  # another process has removed it
@@ -106,19 +104,6 @@ def _open(library: Path, source: Source) -> ctypes.CDLL:
     if missing:
         raise OSError(f"the compiled library has no function {', '.join(missing)}")
     return opened
-
-
-def _check_private(path: Path) -> None:
-    """Raise ``OSError`` if other users than this one and root can write a file or folder."""
-    if os.name != "posix":
-        return
-    found = path.stat()
-    if found.st_uid not in (0, os.geteuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise OSError(
-            f"other users can write {path} (owner {found.st_uid}, mode "
-            f"{stat.S_IMODE(found.st_mode):o}), so a library there is not trusted; run "
-            f"chmod go-w on it if it is yours, or set {CACHE} to a folder of your own"
-        )
 
 
 def _remove_unfinished(folder: Path) -> None:

@@ -1,0 +1,53 @@
+"""The folder in which attnzoo keeps compiled kernels and what it found out about a machine.
+
+It is ``$ATTNZOO_CACHE`` or ``~/.cache/attnzoo``. A compiled library runs with all rights of the
+process, and a stored verdict decides which kernels run, so that the folder is used only if no other
+user can write it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+CACHE = "ATTNZOO_CACHE"  # environment variable: path of the folder
+
+
+def cache_folder() -> Path:
+    """Return the folder; creates it if it does not exist.
+
+    Raises:
+        OSError: It cannot be created, or other users can write it.
+        RuntimeError: The user has no home directory.
+    """
+    folder = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "attnzoo")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(folder)
+    return folder
+
+
+def check_private(path: Path) -> None:
+    """Raise ``OSError`` if other users than this one and root can write a file or folder."""
+    if os.name != "posix":
+        return
+    found = path.stat()
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OSError(
+            f"other users can write {path} (owner {found.st_uid}, mode "
+            f"{stat.S_IMODE(found.st_mode):o}), so its content is not trusted; run "
+            f"chmod go-w on it if it is yours, or set {CACHE} to a folder of your own"
+        )
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a text file: other processes read the old content or the new one, never a part."""
+    descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # mode 600
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(partial, path)
+    except OSError:
+        Path(partial).unlink(missing_ok=True)
+        raise

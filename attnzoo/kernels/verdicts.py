@@ -1,0 +1,208 @@
+"""Checks of kernels on a device: run in processes of their own, and remembered with their verdict.
+
+A wrong kernel can end its process or destroy its CUDA context, so a check runs in other processes,
+and how they end is part of the verdict. A verdict holds for one identity: the device and all that
+the kernels are made from. It is one file in attnzoo's cache folder. Of several processes that need
+the same verdict, one runs the check and the others wait for it.
+
+A check writes one JSON object per line to its standard output:
+
+    {"event": "ready"}                      the device can be used; later failures are the kernels'
+    {"event": "case", "text": "..."}        what it does next
+    {"event": "wrong", "text": "..."}       a result that differs
+    {"event": "done"}                       all cases ran
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from attnzoo.kernels.cache_folder import CACHE, cache_folder, check_private, replace_file
+
+PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+OUT_OF_MEMORY = ("outofmemory", "out of memory")  # in the last line of a traceback, lower case
+SHOWN = 3  # wrong results in a reason
+
+
+class Verdict(NamedTuple):
+    """The result of a check."""
+
+    outcome: str  # PASSED, FAILED, or NOT_RUN: the device could not be used
+    reason: str = ""  # unless it passed
+    seconds: float = 0.0
+
+
+Identity = Mapping[str, str]  # the device, and the versions of all that the kernels are made from
+
+
+def verdict_file(name: str, identity: Identity) -> Path:
+    """Return the file of a verdict; raises ``OSError`` if the cache folder cannot be used."""
+    key = hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / f"{name}-{key}.json"
+
+
+def stored_verdict(name: str, identity: Identity) -> Verdict | None:
+    """Return the stored verdict of a check, or ``None``."""
+    try:
+        path = verdict_file(name, identity)
+        check_private(path)
+        row = json.loads(path.read_text("utf-8"))
+        if row["identity"] == dict(identity) and row["outcome"] in (PASSED, FAILED):
+            return Verdict(row["outcome"], str(row["reason"]), float(row["seconds"]))
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # none, or a damaged one
+        return None
+    return None
+
+
+def decide(
+    name: str,
+    identity: Identity,
+    check: Callable[[], Verdict],
+    *,
+    again: bool = False,
+    wait_seconds: float = 600.0,
+) -> Verdict:
+    """Return the stored verdict, or run the check and store its verdict.
+
+    A check that could not run is not stored. If the cache folder cannot be used, neither is any.
+
+    Args:
+        name: Name of the check, the first part of the file's name.
+        identity: What the verdict holds for.
+        check: Runs the check.
+        again: Run it even if there is a stored verdict.
+        wait_seconds: How long to wait for another process that runs the same check.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        path = verdict_file(name, identity)
+    except (OSError, RuntimeError):
+        return check()
+    try:
+        with FileLock(path.with_suffix(".lock"), timeout=wait_seconds):
+            found = None if again else stored_verdict(name, identity)
+            if found is None:
+                found = check()
+                if found.outcome != NOT_RUN:
+                    row = {**found._asdict(), "identity": dict(identity)}
+                    replace_file(path, json.dumps(row, indent=1) + "\n")
+            return found
+    except Timeout:
+        return Verdict(
+            NOT_RUN,
+            f"another process has been checking for {wait_seconds:.0f} s; set {CACHE} to another "
+            "folder if none is",
+        )
+
+
+def run_checks(
+    commands: Mapping[str, Sequence[str]],
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
+) -> Verdict:
+    """Run the processes of a check at the same time, and return one verdict.
+
+    Args:
+        commands: Command line of each process, by what it checks.
+        seconds: Time limit of all together.
+        environment: Environment variables of the processes; ``None`` means those of this one.
+    """
+    start = time.monotonic()
+    with ExitStack() as stack:
+        running = {}
+        for part, command in commands.items():
+            output, errors = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+            process = stack.enter_context(_process(command, output, errors, environment))
+            running[part] = process, output, errors
+        verdicts = []
+        for part, (process, output, errors) in running.items():
+            try:
+                code = process.wait(max(0.0, start + seconds - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _kill(process)
+                code = None
+            verdicts.append(_judge(part, code, _text(output), _text(errors), seconds))
+    for outcome in (FAILED, NOT_RUN, PASSED):
+        reasons = [verdict.reason for verdict in verdicts if verdict.outcome == outcome]
+        if reasons:
+            return Verdict(outcome, "; ".join(filter(None, reasons)), time.monotonic() - start)
+    raise AssertionError("a check has at least one process")
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module with this process's Python and import path."""
+    code = f"import runpy, sys; sys.path[:] = sys.argv.pop(1).split({os.pathsep!r}); "
+    code += f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", code, os.pathsep.join(sys.path), *arguments]
+
+
+@contextmanager
+def _process(
+    command: Sequence[str],
+    output: IO[str],
+    errors: IO[str],
+    environment: Mapping[str, str] | None,
+) -> Any:
+    """Start a process in a group of its own; kill the group at the end if it still runs."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=errors,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if os.name == "posix":
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait()
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def _judge(part: str, code: int | None, output: str, errors: str, seconds: float) -> Verdict:
+    """Return the verdict of one process; ``code`` is ``None`` if it ran out of time."""
+    events = [json.loads(line) for line in output.splitlines() if line.startswith('{"event"')]
+    seen = {event["event"] for event in events}
+    case = next((e["text"] for e in reversed(events) if e["event"] == "case"), "")
+    where = f"{part}, {case}" if case else part
+    wrong = [f"{part}: {e['text']}" for e in events if e["event"] == "wrong"]
+    if len(wrong) > SHOWN:
+        wrong[SHOWN:] = [f"{len(wrong) - SHOWN} more"]
+    lines = errors.strip().splitlines()
+    last_line = lines[-1].strip()[:300] if lines else f"exit code {code}"
+    if code is not None and code < 0:
+        last_line = f"killed by {signal.Signals(-code).name}"
+    if code is None:
+        if "ready" in seen:
+            return Verdict(FAILED, f"{where}: not finished after {seconds:.0f} s")
+        return Verdict(NOT_RUN, f"{part}: the device was not ready after {seconds:.0f} s")
+    if "ready" not in seen or any(word in last_line.lower() for word in OUT_OF_MEMORY):
+        return Verdict(NOT_RUN, f"{part}: {last_line}")
+    if code != 0 or "done" not in seen:
+        wrong.append(f"{where}: the process ended ({last_line})")
+    return Verdict(FAILED, "; ".join(wrong)) if wrong else Verdict(PASSED)

@@ -1,0 +1,254 @@
+"""impl="auto" selects the Triton kernels only where they passed a check."""
+
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attnzoo.backends.linear import check_triton, op
+from attnzoo.backends.linear.check_triton import CheckCase, wrong_results
+from attnzoo.backends.linear.impl import triton_trust
+from attnzoo.backends.linear.kernels import launch
+from attnzoo.errors import ConfigError
+from attnzoo.kernels.cache_folder import CACHE
+from attnzoo.kernels.verdicts import FAILED, NOT_RUN, PASSED, Verdict
+from attnzoo.ops import linear_attention
+
+CPU = torch.device("cpu")
+X = torch.randn(1, 1, 20, 8)
+GATES = -torch.rand(1, 1, 20)
+
+
+class Gpu:
+    """A device whose kernels are interpreted; ``verdict`` is what its check returns."""
+
+    def __init__(self):
+        self.identity = {"device": "NVIDIA Test"}
+        self.verdict = Verdict(PASSED)
+        self.checks = []
+
+    def run_check(self, device, decay, size):
+        self.checks.append((decay, size))
+        return self.verdict
+
+    def new_process(self):
+        triton_trust._VERDICTS.clear()
+        triton_trust._WARNED.clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    gpu = Gpu()
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    monkeypatch.delenv(triton_trust.TRUST, raising=False)
+    monkeypatch.setattr(triton_trust, "_VERDICTS", {})
+    monkeypatch.setattr(triton_trust, "_WARNED", set())
+    monkeypatch.setattr(triton_trust, "device_identity", lambda device: gpu.identity)
+    monkeypatch.setattr(triton_trust, "run_check", gpu.run_check)
+    monkeypatch.setitem(op.AUTOMATIC, ("chunk", False), op.AUTOMATIC["chunk", True])
+    return gpu
+
+
+def test_auto_selects_kernels_that_passed_and_checks_them_once(gpu):
+    for _ in range(2):
+        choice = linear_attention(X, X, X).impl
+        assert choice.impl == "triton"
+        assert choice.reason.endswith("compiled for this GPU; checked on NVIDIA Test")
+    gpu.new_process()
+    linear_attention(X, X, X)
+    assert gpu.checks == [("none", 64)]
+
+
+def test_each_decay_and_size_has_a_verdict(gpu):
+    big = torch.randn(1, 1, 2, 100)
+    linear_attention(X, X, X, log_decay=GATES)
+    linear_attention(X, X, X, log_decay=GATES[0, :, 0])
+    linear_attention(X, X, X, log_decay=-torch.rand(1, 1, 20, 8))
+    linear_attention(big, big, X[:, :, :2])
+    assert gpu.checks == [("scalar", 64), ("vector", 64), ("none", 128)]
+
+
+def test_a_changed_identity_is_checked_again(gpu, monkeypatch):
+    linear_attention(X, X, X)
+    gpu.identity = {**gpu.identity, "ptxas": "99.1.5"}
+    monkeypatch.setattr(triton_trust, "assembler", lambda device: "other")  # as torch.compile does
+    linear_attention(X, X, X)
+    assert len(gpu.checks) == 2
+
+
+def test_auto_selects_torch_and_warns_once_if_kernels_failed(gpu):
+    gpu.verdict = Verdict(FAILED, "dv differs from float64 by 3")
+    with pytest.warns(UserWarning, match=r"NVIDIA Test: dv differs from float64 by 3.*doctor"):
+        choice = linear_attention(X, X, X).impl
+    assert choice.impl == "torch"
+    assert "triton is skipped: they failed their check on NVIDIA Test: dv differs" in choice.reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert linear_attention(X, X, X).impl.impl == "torch"
+        assert linear_attention(X, X, X, impl="triton").impl.impl == "triton"
+    gpu.new_process()
+    with pytest.warns(UserWarning, match="dv differs"):
+        linear_attention(X, X, X)
+    assert len(gpu.checks) == 1
+
+
+def test_a_check_that_could_not_run_is_repeated_in_the_next_process(gpu):
+    gpu.verdict = Verdict(NOT_RUN, "out of memory")
+    with pytest.warns(UserWarning, match="could not run: out of memory"):
+        assert linear_attention(X, X, X).impl.impl == "torch"
+    assert linear_attention(X, X, X).impl.impl == "torch"
+    assert len(gpu.checks) == 1
+    gpu.new_process()
+    gpu.verdict = Verdict(PASSED)
+    assert linear_attention(X, X, X).impl.impl == "triton"
+
+
+def test_a_call_that_the_kernels_do_not_support_needs_no_check(gpu):
+    x = X.double()
+    choice = linear_attention(x, x, x).impl
+    assert (choice.impl, gpu.checks) == ("torch", [])
+    assert "triton cannot: an input is float64" in choice.reason
+
+
+def test_no_check_runs_while_torch_compile_traces(gpu):
+    reasons = []
+
+    def attend(x):
+        output = linear_attention(x, x, x)
+        reasons.append(output.impl)
+        return output.out
+
+    def compiled():
+        torch._dynamo.reset()
+        return torch.compile(attend, backend="eager", fullgraph=False)(X)
+
+    with pytest.warns(UserWarning, match="cannot run while torch.compile traces"):
+        compiled()
+    assert (reasons[-1].impl, gpu.checks) == ("torch", [])
+    attend(X)
+    assert (reasons[-1].impl, gpu.checks) == ("triton", [("none", 64)])
+    gpu.new_process()  # the stored verdict is read while tracing
+    compiled()
+    assert (reasons[-1].impl, gpu.checks) == ("triton", [("none", 64)])
+
+
+def test_no_check_runs_while_a_cuda_graph_is_captured(gpu, monkeypatch):
+    monkeypatch.setattr(triton_trust, "assembler", lambda device: "")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    k = SimpleNamespace(device=torch.device("cuda", 0), shape=X.shape)
+    with pytest.warns(UserWarning, match="cannot run while a CUDA graph is captured"):
+        (reason,) = triton_trust.auto_reasons(k, k, None)
+    assert "run `attnzoo doctor`" in reason
+    assert gpu.checks == []
+
+
+@pytest.mark.parametrize(("value", "impl"), [("1", "triton"), ("0", "torch")])
+def test_the_environment_replaces_the_check(gpu, value, impl, monkeypatch):
+    monkeypatch.setenv(triton_trust.TRUST, value)
+    choice = linear_attention(X, X, X).impl
+    assert (choice.impl, gpu.checks) == (impl, [])
+    assert f"{triton_trust.TRUST}={value}" in choice.reason
+    monkeypatch.setenv(triton_trust.TRUST, "yes")
+    with pytest.raises(ConfigError, match=r"is 'yes'; set it to 1 .*, to 0 .*, or not at all"):
+        linear_attention(X, X, X)
+
+
+def test_the_identity_has_what_kernels_are_made_from(monkeypatch):
+    found = triton_trust.device_identity(CPU)
+    assert {"attnzoo", "kernels", "torch", "triton"} < set(found)
+    properties = SimpleNamespace(name="NVIDIA Test", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(triton_trust, "driver_version", lambda: "580.1")
+    triton_trust._identity.cache_clear()
+    found = triton_trust._identity(torch.device("cuda", 0), "ptxas", "")
+    assert found["ptxas"].count(".") == 2
+    assert (found["device"], found["capability"]) == ("NVIDIA Test", "9.0")
+    triton_trust._identity.cache_clear()
+
+
+# -- the check itself, interpreted -----------------------------------------------------------------
+
+
+def test_the_check_passes_in_processes_of_its_own(gpu, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(triton_trust, "KINDS", ("bare",))
+    assert triton_trust.run_check(CPU, "none", 64)[:2] == (PASSED, "")
+
+
+KINDS = [(decay, kind) for decay in ("none", "scalar", "vector") for kind in check_triton.KINDS]
+QUICK = {("none", "mapped"), ("vector", "bare")}
+
+
+@pytest.mark.parametrize(
+    ("decay", "kind"),
+    [pytest.param(*x, marks=() if x in QUICK else pytest.mark.exhaustive) for x in KINDS],
+)
+def test_the_kernels_pass_their_check(decay, kind):
+    for case in check_triton.cases(decay, 64, kind, small=True):
+        assert list(wrong_results(case, CPU)) == []
+
+
+CASE = CheckCase(decay="scalar", d=16, e=16, B=1, Hkv=1, T=70)
+
+
+@pytest.mark.parametrize(
+    ("result", "broken"),
+    [
+        *(pytest.param(*x, marks=pytest.mark.exhaustive) for x in ((0, "dq"), (1, "dk"))),
+        (2, "dv"),
+        (3, "d_log_decay"),
+        pytest.param(4, "dkv", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_broken_kernel_fails_the_check_and_auto_selects_torch(gpu, result, broken, monkeypatch):
+    backward = launch.KernelLauncher.backward
+
+    def scaled(self, *args):
+        grads = list(backward(self, *args))
+        grads[result] = grads[result] * 1.1
+        return tuple(grads)
+
+    monkeypatch.setattr(launch.KernelLauncher, "backward", scaled)
+    wrong = list(wrong_results(CASE, CPU))
+    assert [text.split()[0] for text in wrong] == [broken]
+    gpu.verdict = Verdict(FAILED, wrong[0])
+    with pytest.warns(UserWarning, match=f"{broken} differs from float64 by"):
+        assert linear_attention(X, X, X, log_decay=GATES).impl.impl == "torch"
+
+
+def test_results_that_change_between_calls_and_unwritten_memory_fail_the_check(monkeypatch):
+    forward = launch.KernelLauncher.forward
+
+    def unstable(self):
+        out, *last = forward(self)
+        return (out + 1e-6 * torch.randn_like(out), *last)
+
+    monkeypatch.setattr(launch.KernelLauncher, "forward", unstable)
+    case = CheckCase(decay="none", d=16, e=16, B=1, Hkv=1, T=20, dtype=torch.float32)
+    assert list(wrong_results(case, CPU)) == [f"out differs between two equal calls in {case}"]
+
+    def unwritten(self):
+        out, *last = forward(self)
+        return (torch.empty_like(out), *last)
+
+    monkeypatch.setattr(launch.KernelLauncher, "forward", unwritten)
+    (text,) = wrong_results(case, CPU)
+    assert text.startswith("out differs from float64 by nan")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_step_kernel_is_checked(monkeypatch):
+    monkeypatch.setattr("attnzoo.backends.linear.kernels.step.launch_step", _wrong_step)
+    case = CheckCase(decay="none", d=16, e=16, B=1, Hkv=1, T=1)
+    assert [text.split()[0] for text in wrong_results(case, CPU)] == ["out", "kv", "z"]
+
+
+def _wrong_step(q, k, v, log_decay, kv, z, *options):
+    return v.repeat(1, q.shape[1] // v.shape[1], 1, 1) * 0, kv + 1, z + 1
+
+
+def test_a_program_without_an_interpreter_cannot_check(monkeypatch):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert triton_trust.run_check(CPU, "none", 64).outcome == NOT_RUN
