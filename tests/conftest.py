@@ -16,19 +16,25 @@ _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _share = max(1, (os.cpu_count() or 1) // _workers)
 os.environ["OMP_NUM_THREADS"] = str(min(_share, int(os.environ.get("OMP_NUM_THREADS", _share))))
 
-# Kernels run in Triton's interpreter, on the CPU. The variable is read when Triton and kernels are
-# imported, and never again: before any test module imports Triton for another reason, and unseen by
-# what tests start. The first launch would import the last of these.
+# Without a GPU, kernels run in Triton's interpreter on the CPU; with one, they run there, unless
+# TRITON_INTERPRET is 1. The variable is read when Triton and kernels are imported, and never again:
+# before any test module imports Triton for another reason, and unseen by what tests start. The
+# first launch would import the last of these.
 INTERPRETED = (
     "attnzoo.backends.linear.kernels.custom_op",
     "attnzoo.backends.linear.kernels.step",
     "triton.experimental.gluon",
 )
 if importlib.util.find_spec("triton"):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        for name in INTERPRETED:
-            importlib.import_module(name)
+    from tests.kernel_device import interpret_kernels
+
+    if interpret_kernels():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            for name in INTERPRETED:
+                importlib.import_module(name)
+    else:  # cuBLAS is deterministic with this setting only
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_collection_finish():

@@ -56,7 +56,7 @@ def build(
 
 def nan_padded(x: Tensor) -> Tensor:
     """Copy a tensor into storage that continues with NaN, so that a read past the end shows."""
-    storage = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype)
+    storage = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype, device=x.device)
     storage[: x.numel()] = x.flatten()
     return storage[: x.numel()].view(x.shape)
 

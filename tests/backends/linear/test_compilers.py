@@ -10,6 +10,7 @@ from attnzoo.backends.linear.kernels import compilers, configs, launch
 from attnzoo.backends.linear.kernels.configs import Config, Shape
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.ops import linear_attention
+from tests.kernel_device import kernel_device
 
 
 @pytest.fixture
@@ -121,8 +122,10 @@ def test_dq_and_dk_need_equal_tiles_with_scalar_decay(tmp_path, monkeypatch):
     table = tmp_path / "table.json"
     table.write_text(f'{{"configs": {{"{key}": [16, 8, 1, 16]}}}}')
     monkeypatch.setenv(configs.TABLE, str(table))
-    x = torch.randn(1, 1, 20, 32, requires_grad=True)
-    out = linear_attention(x, x, x, log_decay=-torch.rand(1, 1, 20), impl="triton").out
+    monkeypatch.setattr(launch, "device_properties", lambda device: (90, 132))
+    x = torch.randn(1, 1, 20, 32, device=kernel_device(), requires_grad=True)
+    log_decay = -torch.rand(1, 1, 20, device=kernel_device())
+    out = linear_attention(x, x, x, log_decay=log_decay, impl="triton").out
     with pytest.raises(
         (ConfigError, UnsupportedError), match=r"tile of 32 for dq and of 16 for dk"
     ):

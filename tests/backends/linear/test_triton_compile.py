@@ -1,10 +1,11 @@
-"""A swapped Llama on the interpreted kernels: fullgraph compilation, training and decoding."""
+"""A swapped Llama on the Triton kernels: fullgraph compilation, training and decoding."""
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnzoo
+from tests.kernel_device import kernel_device
 
 
 @pytest.fixture
@@ -18,14 +19,14 @@ def models():
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
         attnzoo.swap(model, attnzoo.AttentionSpec("gated_linear", gate="gla", impl=impl))
-        models.append(model.eval())
+        models.append(model.eval().to(kernel_device()))
     return models
 
 
 @pytest.mark.slow
 def test_swapped_llama_compiles_with_fullgraph_and_matches_torch_gradients(models):
     triton, expected = models
-    tokens = torch.randint(32, (1, 20))
+    tokens = torch.randint(32, (1, 20), device=kernel_device())
     results = []
     for model in (torch.compile(triton, fullgraph=True, backend="aot_eager"), expected):
         out = model(input_ids=tokens, labels=tokens)
@@ -37,7 +38,7 @@ def test_swapped_llama_compiles_with_fullgraph_and_matches_torch_gradients(model
 
 
 def test_swapped_llama_generates_as_with_torch_and_describe_shows_the_impl(models):
-    tokens = torch.randint(32, (1, 9))
+    tokens = torch.randint(32, (1, 9), device=kernel_device())
     outputs = [
         m.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0) for m in models
     ]

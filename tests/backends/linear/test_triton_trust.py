@@ -15,14 +15,15 @@ from attnzoo.errors import ConfigError
 from attnzoo.kernels.cache_folder import CACHE
 from attnzoo.kernels.verdicts import FAILED, NOT_RUN, PASSED, Verdict
 from attnzoo.ops import linear_attention
+from tests.kernel_device import kernel_device
 
-CPU = torch.device("cpu")
-X = torch.randn(1, 1, 20, 8)
-GATES = -torch.rand(1, 1, 20)
+DEVICE = kernel_device()
+X = torch.randn(1, 1, 20, 8, device=DEVICE)
+GATES = -torch.rand(1, 1, 20, device=DEVICE)
 
 
 class Gpu:
-    """A device whose kernels are interpreted; ``verdict`` is what its check returns."""
+    """A device whose name is replaced; ``verdict`` is what its check returns."""
 
     def __init__(self):
         self.identity = {"device": "NVIDIA Test"}
@@ -62,10 +63,10 @@ def test_auto_selects_kernels_that_passed_and_checks_them_once(gpu):
 
 
 def test_each_decay_and_size_has_a_verdict(gpu):
-    big = torch.randn(1, 1, 2, 100)
+    big = torch.randn(1, 1, 2, 100, device=DEVICE)
     linear_attention(X, X, X, log_decay=GATES)
     linear_attention(X, X, X, log_decay=GATES[0, :, 0])
-    linear_attention(X, X, X, log_decay=-torch.rand(1, 1, 20, 8))
+    linear_attention(X, X, X, log_decay=-torch.rand(1, 1, 20, 8, device=DEVICE))
     linear_attention(big, big, X[:, :, :2])
     assert gpu.checks == [("scalar", 64), ("vector", 64), ("none", 128)]
 
@@ -156,7 +157,7 @@ def test_the_environment_replaces_the_check(gpu, value, impl, monkeypatch):
 
 
 def test_the_identity_has_what_kernels_are_made_from(monkeypatch):
-    found = triton_trust.device_identity(CPU)
+    found = triton_trust.device_identity(torch.device("cpu"))
     assert {"attnzoo", "kernels", "torch", "triton"} < set(found)
     properties = SimpleNamespace(name="NVIDIA Test", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -168,13 +169,13 @@ def test_the_identity_has_what_kernels_are_made_from(monkeypatch):
     triton_trust._identity.cache_clear()
 
 
-# -- the check itself, interpreted -----------------------------------------------------------------
+# -- the check itself -----------------------------------------------------------------
 
 
 def test_the_check_passes_in_processes_of_its_own(gpu, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(triton_trust, "KINDS", ("bare",))
-    assert triton_trust.run_check(CPU, "none", 64)[:2] == (PASSED, "")
+    assert triton_trust.run_check(DEVICE, "none", 64)[:2] == (PASSED, "")
 
 
 KINDS = [(decay, kind) for decay in ("none", "scalar", "vector") for kind in check_triton.KINDS]
@@ -186,8 +187,8 @@ QUICK = {("none", "mapped"), ("vector", "bare")}
     [pytest.param(*x, marks=() if x in QUICK else pytest.mark.exhaustive) for x in KINDS],
 )
 def test_the_kernels_pass_their_check(decay, kind):
-    for case in check_triton.cases(decay, 64, kind, small=True):
-        assert list(wrong_results(case, CPU)) == []
+    for case in check_triton.cases(decay, 64, kind, small=DEVICE.type != "cuda"):
+        assert list(wrong_results(case, DEVICE)) == []
 
 
 CASE = CheckCase(decay="scalar", d=16, e=16, B=1, Hkv=1, T=70)
@@ -211,7 +212,7 @@ def test_a_broken_kernel_fails_the_check_and_auto_selects_torch(gpu, result, bro
         return tuple(grads)
 
     monkeypatch.setattr(launch.KernelLauncher, "backward", scaled)
-    wrong = list(wrong_results(CASE, CPU))
+    wrong = list(wrong_results(CASE, DEVICE))
     assert [text.split()[0] for text in wrong] == [broken]
     gpu.verdict = Verdict(FAILED, wrong[0])
     with pytest.warns(UserWarning, match=f"{broken} differs from float64 by"):
@@ -227,14 +228,14 @@ def test_results_that_change_between_calls_and_unwritten_memory_fail_the_check(m
 
     monkeypatch.setattr(launch.KernelLauncher, "forward", unstable)
     case = CheckCase(decay="none", d=16, e=16, B=1, Hkv=1, T=20, dtype=torch.float32)
-    assert list(wrong_results(case, CPU)) == [f"out differs between two equal calls in {case}"]
+    assert list(wrong_results(case, DEVICE)) == [f"out differs between two equal calls in {case}"]
 
     def unwritten(self):
         out, *last = forward(self)
         return (torch.empty_like(out), *last)
 
     monkeypatch.setattr(launch.KernelLauncher, "forward", unwritten)
-    (text,) = wrong_results(case, CPU)
+    (text,) = wrong_results(case, DEVICE)
     assert text.startswith("out differs from float64 by nan")
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -242,7 +243,7 @@ def test_results_that_change_between_calls_and_unwritten_memory_fail_the_check(m
 def test_the_step_kernel_is_checked(monkeypatch):
     monkeypatch.setattr("attnzoo.backends.linear.kernels.step.launch_step", _wrong_step)
     case = CheckCase(decay="none", d=16, e=16, B=1, Hkv=1, T=1)
-    assert [text.split()[0] for text in wrong_results(case, CPU)] == ["out", "kv", "z"]
+    assert [text.split()[0] for text in wrong_results(case, DEVICE)] == ["out", "kv", "z"]
 
 
 def _wrong_step(q, k, v, log_decay, kv, z, *options):
@@ -251,4 +252,4 @@ def _wrong_step(q, k, v, log_decay, kv, z, *options):
 
 def test_a_program_without_an_interpreter_cannot_check(monkeypatch):
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    assert triton_trust.run_check(CPU, "none", 64).outcome == NOT_RUN
+    assert triton_trust.run_check(DEVICE, "none", 64).outcome == NOT_RUN

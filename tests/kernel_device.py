@@ -1,0 +1,43 @@
+"""Where the tests of Triton kernels run: on a GPU if there is one, else interpreted on the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+
+def interpret_kernels(
+    environment: Mapping[str, str] = os.environ, has_gpu: bool | None = None
+) -> bool:
+    """Return whether kernels are interpreted: without a GPU, or if TRITON_INTERPRET is 1."""
+    has_gpu = torch.cuda.is_available() if has_gpu is None else has_gpu
+    return not has_gpu or environment.get("TRITON_INTERPRET") == "1"
+
+
+def kernel_device() -> torch.device:
+    """Return the device whose tensors kernels take in this session."""
+    from attnzoo.kernels.triton_interpreter import interpreted
+
+    return torch.device("cpu") if interpreted() else torch.device("cuda", 0)
+
+
+def float32_slack() -> float:
+    """Return the factor on budgets of float32: on a GPU, one product is three of tf32.
+
+    These drop the product of the low parts, 2^-22, and tensor cores truncate sums.
+    """
+    return 1.0 if kernel_device().type == "cpu" else 10.0
+
+
+@contextmanager
+def nan_in_uninitialized_memory() -> Iterator[None]:
+    """Return a context in which empty tensors are filled with NaN."""
+    on_gpu = kernel_device().type == "cuda"  # where some operations of torch only warn
+    torch.use_deterministic_algorithms(True, warn_only=on_gpu)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
