@@ -65,6 +65,11 @@ IGNORED_ARGUMENTS = frozenset(
         "use_cache",
     }
 )
+# Arguments of continuous batching, which its cache reads; the last two are for the model's head.
+PAGE_ARGUMENTS = (
+    *("read_index", "write_index", "max_length_k", "block_table"),
+    *("logits_indices", "logits_processor_args"),
+)
 
 
 class LayerArguments(NamedTuple):
@@ -173,6 +178,7 @@ def attention(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     seq_idx: Tensor | None = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Run a layer's backend; registered with transformers' ``AttentionInterface``.
@@ -193,8 +199,9 @@ def attention(
         indices: Keys that a sparse indexer selected, ``[B, T, N]``.
         position_bias: Added to the scores.
         cu_seq_lens_q: Cumulative lengths of packed sequences, ``[N + 1]``.
-        cu_seq_lens_k: The same of the keys.
+        cu_seq_lens_k: The same of the keys; by layer type under continuous batching.
         seq_idx: Index of the packed sequence of each token, ``[B, S]``.
+        cache: The pages of continuous batching.
         **kwargs: Other arguments of the layer; unknown ones are refused.
 
     Returns:
@@ -204,22 +211,19 @@ def attention(
     Raises:
         UnsupportedError: The layer has no backend, or the backend does not support the inputs.
     """
+    packing = Packing(seq_idx, cu_seq_lens_q, cu_seq_lens_k)
+    pages = {}
+    if cache is not None:
+        pages = {name: kwargs.pop(name, None) for name in PAGE_ARGUMENTS} | packing._asdict()
     backend = _supporting_backend(module, kwargs)
     arguments = _take_arguments(module, backend)
-    bias = None
-    if isinstance(attention_mask, AttentionMask):
-        mask = attention_mask
-    else:
+    mask, bias = attention_mask, None
+    if not isinstance(mask, AttentionMask):
         causal = is_causal if is_causal is not None else layer_is_causal(module, None)
-        mask, bias = read_mask(
-            attention_mask,
-            causal=causal and not arguments.cross_attention,
-            window=sliding_window,
-            q_length=query.shape[2],
-            kv_length=key.shape[2],
-        )
-    if seq_idx is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        packing = Packing(seq_idx, cu_seq_lens_q, cu_seq_lens_k)
+        lengths = {"q_length": query.shape[2], "kv_length": key.shape[2]}
+        causal = causal and not arguments.cross_attention
+        mask, bias = read_mask(mask, causal=causal, window=sliding_window, **lengths)
+    if cache is None and packing.given():
         sizes = query.shape[0], query.shape[2], key.shape[2]
         mask = add_packing(mask, packing, sizes, sharded=backend.shard is not None)
     if indices is not None:
@@ -236,6 +240,11 @@ def attention(
         "return_weights": compat.wants_weights(kwargs),
         "shard": backend.shard,
     }
+    if cache is not None:
+        from attnzoo.integrations.serving import paged_attention
+
+        out = paged_attention(module, backend, query, key, value, mask, cache, pages, options)
+        return out.transpose(1, 2).contiguous(), None
     output = _run_backend(backend, arguments, query, key, value, mask, options)
     weights = output.weights if options["return_weights"] else None
     return output.out.transpose(1, 2).contiguous(), weights

@@ -192,24 +192,24 @@ def _patch_saving(cls: Any) -> None:
 
 
 def patch_continuous_batching(continuous_api: Any) -> None:
-    """Refuse continuous batching (``generate_batch``, ``transformers serve``) of swapped models.
+    """Keep the swap in continuous batching (``generate_batch``, ``transformers serve``), or raise.
 
-    It stores keys and values in pages that several requests share. Where flash attention is
-    installed, it would replace the swap by flash attention without an error.
+    transformers would refuse the implementation's name and, where flash attention is installed,
+    replace the swap by it without an error.
     """
-    cls = continuous_api.ContinuousMixin
+    cls = continuous_api.ContinuousBatchingManager
     if not _mark_patched(cls):
         return
-    initialise = cls.init_continuous_batching
+    switch = cls.switch_to_cb_friendly_attn
 
-    @wraps(initialise)
-    def refuse_swapped_models(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from attnzoo.integrations.serving import refuse_continuous_batching
+    @wraps(switch)
+    def keep_swap(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        from attnzoo.integrations.serving import serves_swap
 
-        refuse_continuous_batching(self)
-        return initialise(self, *args, **kwargs)
+        if not serves_swap(model):
+            switch(self, model, *args, **kwargs)
 
-    cls.init_continuous_batching = refuse_swapped_models
+    cls.switch_to_cb_friendly_attn = keep_swap
 
 
 def patch_adapter_configs(config: Any) -> None:

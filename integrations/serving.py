@@ -1,33 +1,106 @@
-"""Refuse continuous batching of swapped models."""
+"""Continuous batching of swapped models: ``generate_batch`` and ``transformers serve``.
+
+transformers stores the keys and values of all requests in pages and passes the new tokens of all
+requests in one row. A backend that keeps all keys attends to the keys of each request in turn; a
+backend with a state is refused, because a state has no pages.
+"""
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import compat
 from attnzoo.integrations.patches import NAME
+from attnzoo.masks import AttentionMask
+
+INSTEAD = (
+    "Call model.generate on a padded batch, or serve without --continuous-batching; "
+    "model.set_attn_implementation('sdpa') runs the model's original attention instead"
+)
 
 
-def refuse_continuous_batching(model: PreTrainedModel) -> None:
-    """Raise if a model runs a swap; continuous batching reads keys and values in pages.
+def serves_swap(model: PreTrainedModel) -> bool:
+    """Return whether continuous batching of a model runs a swap.
 
     Raises:
-        UnsupportedError: The model runs a swap.
+        UnsupportedError: A backend keeps a state, or transformers is too old.
     """
     if all(config._attn_implementation != NAME for config in compat.all_configs(model)):
-        return
+        return False
     backends = {m.name: m for m in model.modules() if isinstance(m, AttentionBackend)}
     states = [name for name, backend in backends.items() if not backend.keeps_all_keys]
-    reason = (
-        f"{', '.join(map(repr, states))} keeps one state per sequence, which has no pages"
-        if states
-        else f"{', '.join(map(repr, backends))} does not read keys and values in pages"
-    )
-    raise UnsupportedError(
-        "continuous batching (generate_batch, transformers serve --continuous-batching) does not "
-        f"support this swap: backend {reason}. Call model.generate on a padded batch, or serve "
-        "without --continuous-batching; model.set_attn_implementation('sdpa') runs the model's "
-        "original attention instead"
-    )
+    what = "continuous batching (generate_batch, transformers serve --continuous-batching)"
+    if states:
+        raise UnsupportedError(
+            f"{what} does not support this swap: backend {', '.join(map(repr, states))} keeps one "
+            f"state per sequence, which has no pages. {INSTEAD}"
+        )
+    if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
+        raise UnsupportedError(
+            f"{what} of a swapped model needs transformers 5.23: the paged cache of this version "
+            f"takes other arguments. {INSTEAD}"
+        )
+    return True
+
+
+def paged_attention(
+    module: nn.Module,
+    backend: AttentionBackend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    cache: PagedAttentionCache,
+    pages: dict[str, Any],
+    options: dict[str, Any],
+) -> Tensor:
+    """Attend from the new tokens of each request to all tokens of that request.
+
+    Args:
+        module: The attention module.
+        backend: Its backend, which keeps all keys.
+        query: ``[1, H, T, D]``, the new tokens of all requests, one request after the other.
+        key: ``[1, Hkv, T, D]``.
+        value: ``[1, Hkv, T, E]``.
+        mask: The model's mask of the row; its window is that of every request.
+        cache: Keys and values of all requests.
+        pages: The attention arguments that describe the row: ``cu_seq_lens_q``,
+            ``cu_seq_lens_k`` and the indices of pages.
+        options: The other arguments of the backend.
+
+    Returns:
+        The output, ``[1, H, T, E]``, zero at tokens that pad the row.
+
+    Raises:
+        UnsupportedError: The model has a mask function of its own.
+    """
+    if mask.function is not None:
+        raise UnsupportedError(
+            f"the mask is {mask.function_name}, which continuous batching does not support. "
+            f"{INSTEAD}"
+        )
+    key, value = cache.update(key, value, layer_idx=module.layer_idx, kwargs=pages)
+    queries, keys = (pages[name].tolist() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    hidden = options.pop("hidden_states")
+    out = query.new_zeros(*query.shape[:3], value.shape[3])
+    for i in range(len(queries) - 1):
+        new, seen = slice(*queries[i : i + 2]), slice(*keys[i : i + 2])
+        length, size = new.stop - new.start, seen.stop - seen.start
+        if not length:
+            continue
+        out[:, :, new] = backend(
+            query[:, :, new],
+            key[:, :, seen],
+            value[:, :, seen],
+            mask=AttentionMask(causal=True, window=mask.window, q_offset=size - length),
+            hidden_states=None if hidden is None else hidden[:, new],
+            **options,
+        ).out
+    return out

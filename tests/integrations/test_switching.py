@@ -9,7 +9,6 @@ import transformers as hf
 from safetensors.torch import load_file
 
 import attnzoo
-from attnzoo.errors import UnsupportedError
 
 
 def logits(model, ids):
@@ -119,19 +118,6 @@ def test_a_part_that_is_disabled_stays_so(clip, tmp_path):
     assert described(clip) == wanted
     clip.save_pretrained(tmp_path)
     assert described(hf.CLIPModel.from_pretrained(tmp_path)) == wanted
-
-
-# -- serving -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("backend", "reason"), [("linear", "one state"), ("flash", "in pages")])
-def test_continuous_batching_is_refused_with_a_reason(backend, reason, llama):
-    model = llama()
-    attnzoo.swap(model, backend)
-    with pytest.raises(UnsupportedError, match=f"'{backend}' .*{reason}.*model.generate"):
-        model.generate_batch([[5, 6, 7]], max_new_tokens=2)
-    model.set_attn_implementation("sdpa")
-    assert model.init_continuous_batching() is not None
 
 
 def test_a_folder_is_loaded_with_the_swap_disabled(swapped, ids, tmp_path):
