@@ -22,6 +22,7 @@ _PUBLIC = {
     "FeatureMap": "attnzoo.backends.linear.feature_maps.base",
     "Gate": "attnzoo.backends.gated_linear.gates",
     "Geometry": "attnzoo.backends.config",
+    "SwapWarning": "attnzoo.errors",
     "available_backends": "attnzoo.registry",
     "context_parallel": "attnzoo.integrations.context_parallel",
     "describe": "attnzoo.integrations.describe",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from attnzoo.backends.gated_linear.gates import Gate, register_gate
     from attnzoo.backends.inputs import AttentionInputs
     from attnzoo.backends.linear.feature_maps.base import FeatureMap, register_feature_map
+    from attnzoo.errors import SwapWarning
     from attnzoo.integrations.context_parallel import context_parallel
     from attnzoo.integrations.convert import restore, swap
     from attnzoo.integrations.describe import describe
@@ -62,6 +64,7 @@ __all__ = [
     "FeatureMap",
     "Gate",
     "Geometry",
+    "SwapWarning",
     "available_backends",
     "context_parallel",
     "describe",

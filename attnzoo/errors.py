@@ -27,6 +27,10 @@ class CheckpointMismatchError(SpecError, RuntimeError):
     """Weights of a checkpoint have other shapes; also a ``RuntimeError``, as stock code raises."""
 
 
+class SwapWarning(UserWarning):
+    """A swap was made, or loaded, that may not be the one that was meant."""
+
+
 class UnsupportedError(AttnzooError):
     """A backend, or an implementation of an op, does not support the inputs or the layer."""
 

@@ -42,6 +42,7 @@ def swap(
     attention: str | AttentionSpec | Mapping[str, Any],
     *,
     keep_extras: bool = False,
+    strict: bool = False,
     **options: Any,
 ) -> Model:
     """Replace the attention of a model in memory and return the model.
@@ -61,11 +62,13 @@ def swap(
             sub-configs to these, like ``attn_implementation``.
         keep_extras: Whether layers keep the extras of the earlier swap where the backend and the
             shapes are the same.
+        strict: Whether to raise where the swap would warn: trained extras are dropped, ``else_``
+            serves every layer, or inputs with images will be refused.
         **options: With a name: ``layers``, ``else_`` and the options of the backend, as in
             ``AttentionSpec``.
 
     Raises:
-        SpecError: The spec does not fit the model.
+        SpecError: The spec does not fit the model, or ``strict`` is true and the swap would warn.
         UnknownBackendError: The spec names an unknown backend.
         ConfigError: An option is wrong.
         UnsupportedError: A backend does not support a layer. After any of these errors the model is
@@ -84,10 +87,11 @@ def swap(
     swaps = []
     for submodel, spec in specs:
         layers = attention_layers(submodel)
-        swaps.append((submodel, spec, layers, build_backends(submodel, layers, spec)))
+        swaps.append((submodel, spec, layers, build_backends(submodel, layers, spec, strict)))
+    for _, _, layers, backends in swaps:
+        warn_of_image_masks(target, layers, backends, strict=strict)
+        carry_over(layers, backends, keep=keep_extras, strict=strict)
     for submodel, spec, layers, backends in swaps:
-        warn_of_image_masks(target, layers, backends)
-        carry_over(layers, backends, keep=keep_extras)
         _install(submodel, spec, layers, backends)
     return model
 
@@ -238,7 +242,7 @@ def read_spec(attention: str | AttentionSpec | Mapping[str, Any], **options: Any
 
 
 def build_backends(
-    model: nn.Module, layers: list[AttentionLayer], spec: AttentionSpec
+    model: nn.Module, layers: list[AttentionLayer], spec: AttentionSpec, strict: bool = False
 ) -> list[AttentionBackend]:
     """Build the backend of every layer; the model does not change if a layer is not supported."""
     if not layers:
@@ -267,7 +271,8 @@ def build_backends(
         assert spec.else_ is not None
         warn(
             f'{type(model).__name__} runs {spec.else_.backend!r}, the "else" of the spec, in '
-            f"every attention layer ({layer_names(replaced)}). {next(iter(replaced.values()))}"
+            f"every attention layer ({layer_names(replaced)}). {next(iter(replaced.values()))}",
+            strict=strict,
         )
     refuse_offloaded_blocks(model, layers, backends)
     for number, backend in enumerate(backends):
@@ -276,7 +281,11 @@ def build_backends(
 
 
 def warn_of_image_masks(
-    model: nn.Module, layers: list[AttentionLayer], backends: list[AttentionBackend]
+    model: nn.Module,
+    layers: list[AttentionLayer],
+    backends: list[AttentionBackend],
+    *,
+    strict: bool = False,
 ) -> None:
     """Warn if inputs with images will be refused; text without images runs."""
     names = [
@@ -289,7 +298,8 @@ def warn_of_image_masks(
             f"{type(model).__name__} lets the tokens of an image attend to each other, which the "
             f"backends of {layer_names(names)} do not support: inputs with images will be refused "
             "there. Name an exact backend, such as 'flash', for these layers under layers, or use "
-            "text only"
+            "text only",
+            strict=strict,
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from attnzoo.backends.base import AttentionBackend
+from attnzoo.errors import SpecError, SwapWarning
 from attnzoo.integrations.layers import AttentionLayer
 from attnzoo.integrations.patches import NAME
 from attnzoo.registry import build_backend
@@ -16,9 +17,15 @@ from attnzoo.registry import build_backend
 MOST_NAMES = 8  # in a message
 
 
-def warn(message: str) -> None:
-    """Warn the caller of a public function, which called the function that calls this one."""
-    warnings.warn(message, stacklevel=4)
+def warn(message: str, *, strict: bool = False) -> None:
+    """Warn the caller of a public function, which called the function that calls this one.
+
+    Raises:
+        SpecError: ``strict`` is true.
+    """
+    if strict:
+        raise SpecError(f"{message} (an error because of strict=True)")
+    warnings.warn(message, SwapWarning, stacklevel=4)
 
 
 def layer_names(names: Collection[str]) -> str:
@@ -41,7 +48,11 @@ def initialise_backend(backend: AttentionBackend) -> None:
 
 
 def carry_over(
-    layers: list[AttentionLayer], backends: list[AttentionBackend], *, keep: bool
+    layers: list[AttentionLayer],
+    backends: list[AttentionBackend],
+    *,
+    keep: bool,
+    strict: bool = False,
 ) -> None:
     """Copy the extras of the present swap into new backends, or warn that trained ones are lost.
 
@@ -49,6 +60,7 @@ def carry_over(
         layers: The attention layers, whose present backends are replaced.
         backends: The new backend of each.
         keep: Whether to copy extras where backend and shapes are the same.
+        strict: Whether to raise instead of the warning.
     """
     lost = []
     for layer, backend in zip(layers, backends, strict=True):
@@ -65,7 +77,8 @@ def carry_over(
             if keep
             else "swap(..., keep_extras=True) keeps those of the same backend and shapes"
         )
-        warn(f"this swap drops the trained extras of {layer_names(lost)}: {reason}")
+        dropped = f"this swap drops the trained extras of {layer_names(lost)}: {reason}"
+        warn(dropped, strict=strict)
 
 
 def _fits(present: nn.Module, backend: AttentionBackend) -> bool:

@@ -8,6 +8,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 import attnzoo
+from attnzoo.errors import SpecError
 
 LAYERS = [f"model.layers.{i}.self_attn" for i in range(2)]
 
@@ -88,6 +89,21 @@ def test_else_that_takes_some_layers_does_not(llama):
     attnzoo.swap(model, "linear", else_="flash")
 
 
+@pytest.mark.usefixtures("no_warning")
+def test_strict_raises_before_anything_changes(llama):
+    model = attnzoo.swap(llama(), "linear", feature_map="hedgehog")
+    train(model)
+    trained = extras(model)
+    with pytest.raises(SpecError, match=r"trained extras.*strict=True"):
+        attnzoo.swap(model, "gated_linear", strict=True)
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = 3  # linear refuses it
+    with pytest.raises(SpecError, match=r"\"else\" of the spec.*strict=True"):
+        attnzoo.swap(model, "linear", else_="flash", strict=True)
+    assert extras(model).keys() == trained.keys()
+    assert {row.backend for row in attnzoo.describe(model)} == {"linear"}
+
+
 def test_a_checkpoint_with_some_of_the_extras_warns(llama, tmp_path):
     model = llama()
     attnzoo.swap(model, "linear", feature_map="hedgehog")
@@ -95,7 +111,7 @@ def test_a_checkpoint_with_some_of_the_extras_warns(llama, tmp_path):
     file = tmp_path / "model.safetensors"
     state = {k: x for k, x in load_file(file).items() if f"{LAYERS[1]}.attnzoo" not in k}
     save_file(state, file, metadata={"format": "pt"})
-    with pytest.warns(UserWarning, match="lacks weights") as record:
+    with pytest.warns(attnzoo.SwapWarning, match="lacks weights") as record:
         hf.AutoModelForCausalLM.from_pretrained(tmp_path)
     message = str(next(w.message for w in record if "lacks" in str(w.message)))
     assert LAYERS[1] in message
