@@ -11,6 +11,7 @@ import typer
 from attnzoo import __version__
 from attnzoo.commands import (
     compare,
+    doctor,
     environment,
     evaluate_command,
     families,
@@ -47,6 +48,7 @@ def _options(
 
 app.command("run", context_settings={"allow_interspersed_args": False})(environment.run)
 app.command("autoload")(environment.autoload)
+app.command("doctor")(doctor.doctor)
 app.command("list")(models.list_backends)
 app.command("describe")(models.describe)
 app.command("swap")(models.swap)

@@ -105,7 +105,7 @@ def test_the_version_is_read_again_when_the_assembler_changes(monkeypatch):
     for version, refused in (("13.4.92", False), ("13.0.88", True), ("13.4.92", False)):
         monkeypatch.setattr(triton_impl, "ptxas_path", lambda major, version=version: version)
         monkeypatch.setattr(compilers, "ptxas_version", lambda major, version=version: version)
-        assert bool(triton_impl._device_reasons(gpu)) == refused
+        assert bool(triton_impl.device_reasons(gpu)) == refused
 
 
 def test_a_missing_ptxas_is_a_reason(monkeypatch):

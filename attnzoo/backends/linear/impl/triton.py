@@ -47,11 +47,11 @@ def triton_reasons(
         reasons.append(
             f"key size is {sizes[0]} and value size {sizes[1]} in 16 bits (both must be even)"
         )
-    return [*reasons, *_device_reasons(q.device)]
+    return [*reasons, *device_reasons(q.device)]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _device_reasons(device: torch.device) -> tuple[str, ...]:
+def device_reasons(device: torch.device) -> tuple[str, ...]:
     """Return every reason why kernels do not run on a device, computed once per assembler."""
     if not _has_triton():
         return ("triton is not installed (pip install triton)",)

@@ -72,7 +72,7 @@ def auto_reasons(k: Tensor, v: Tensor, log_decay: Tensor | None) -> list[str]:
 
 def status(k: Tensor, v: Tensor, log_decay: Tensor | None) -> str:
     """Return what ``describe`` says about a call that ``impl="auto"`` gives to the kernels."""
-    return str(_status(k.device, *_decay_and_size(k, v, log_decay)))
+    return str(status_of(k.device, *_decay_and_size(k, v, log_decay)))
 
 
 def _decay_and_size(k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[str, int]:
@@ -135,7 +135,8 @@ def _refusal(key: Key, verdict: Verdict | None, busy: str) -> str:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _status(device: torch.device, decay: str, size: int) -> str:
+def status_of(device: torch.device, decay: str, size: int) -> str:
+    """Return how far the kernels of a decay and size are trusted on a device."""
     if os.environ.get(TRUST) == "1":
         return f"unchecked, because {TRUST}=1"
     checked = f"checked on {device_identity(device)['device']}"

@@ -1,0 +1,127 @@
+"""Check of the C++ kernels on this CPU: results and gradients against the torch implementations.
+
+    CXX="c++ -mno-avx512f" python -m attnzoo.evaluation.check_cpp
+
+checks the kernels as they are compiled for a CPU without these instructions.
+:mod:`attnzoo.kernels.verdicts` reads the output.
+
+Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.block_sparse.impl.cpp import BLOCK_SPARSE
+from attnzoo.backends.delta.impl.cpp import DELTA
+from attnzoo.backends.linear.impl.cpp import LINEAR
+from attnzoo.backends.reformer.impl.cpp import LSH, PIVOTS
+from attnzoo.kernels.cpp import Source, unavailable_reason
+from attnzoo.masks import AttentionMask
+from attnzoo.ops import (
+    block_sparse_attention,
+    delta_attention,
+    linear_attention,
+    lsh_attention,
+)
+
+B, H, HKV, T, D, E = 1, 4, 2, 150, 24, 20
+CAUSAL = AttentionMask(causal=True)
+# Relative to the largest element. Hashes and selected blocks may differ in float32.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}
+
+Call = Callable[[Tensor, Tensor, Tensor, Tensor, str], Tensor]
+
+
+class CppKernel(NamedTuple):
+    """C++ sources, a call that runs them, and the implementation to compare with."""
+
+    name: str
+    sources: tuple[Source, ...]
+    call: Call  # of q, k, v, a log decay [B, Hkv, T] and impl
+    expected: str
+    dtypes: tuple[torch.dtype, ...]
+
+
+def _linear(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> Tensor:
+    options = {"normalize": True, "feature_map": "elu+1", "impl": impl}
+    return linear_attention(q, k, v, log_decay=gates, **options).out  # type: ignore[arg-type]
+
+
+def _delta(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> Tensor:
+    beta = gates.exp()
+    return delta_attention(q, k, v, beta, log_decay=gates, normalize_qk=True, impl=impl).out
+
+
+def _block_sparse(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> Tensor:
+    return block_sparse_attention(q, k, v, mask=CAUSAL, top_k=4, impl=impl).out
+
+
+def _lsh(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> Tensor:
+    sizes = {"num_hashes": 2, "chunk_size": 16, "window": 8}
+    return lsh_attention(q, k, v, mask=CAUSAL, impl=impl, **sizes).out  # type: ignore[arg-type]
+
+
+BOTH = (torch.float32, torch.float64)
+KERNELS = (
+    CppKernel("linear", (LINEAR,), _linear, "reference", BOTH),
+    CppKernel("delta", (DELTA,), _delta, "reference", BOTH),
+    CppKernel("block_sparse", (BLOCK_SPARSE,), _block_sparse, "reference", (torch.float64,)),
+    CppKernel("reformer", (LSH, PIVOTS), _lsh, "torch", (torch.float64,)),
+)
+
+
+def unavailable(kernel: CppKernel) -> str:
+    """Return why a kernel is not available, or ""."""
+    return next(filter(None, map(unavailable_reason, kernel.sources)), "")
+
+
+def _results(kernel: CppKernel, impl: str, dtype: torch.dtype) -> list[Tensor]:
+    """Return the output and the gradients of q, k and v."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, H, T, D), (B, HKV, T, D), (B, HKV, T, E)
+    leaves = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    gates = -torch.rand(B, HKV, T, generator=generator).to(dtype)
+    weights = torch.randn(B, H, T, E, generator=generator).to(dtype)
+    leaves = [x.requires_grad_() for x in leaves]
+    q, k, v = leaves
+    out = kernel.call(q, k, v, gates, impl)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
+
+
+def wrong_results(kernel: CppKernel) -> Iterator[str]:
+    """Yield what is wrong with a kernel's results."""
+    for dtype in kernel.dtypes:
+        expected = _results(kernel, kernel.expected, torch.float64)
+        ours = _results(kernel, "cpp", dtype)
+        for name, x, y in zip(("out", "dq", "dk", "dv"), ours, expected, strict=True):
+            error = ((x.double() - y).abs().max() / y.abs().max()).item()
+            if not error <= TOLERANCES[dtype]:
+                yield f"{name} of {str(dtype).removeprefix('torch.')} differs by {error:.1e}"
+
+
+def main() -> None:
+    """Check all kernels; prints events."""
+
+    def tell(event: str, text: str = "") -> None:
+        print(json.dumps({"event": event, "text": text}), flush=True)
+
+    for kernel in KERNELS:
+        reason = unavailable(kernel)
+        if reason:
+            raise SystemExit(reason)
+    tell("ready")
+    for kernel in KERNELS:
+        tell("case", kernel.name)
+        for text in wrong_results(kernel):
+            tell("wrong", f"{kernel.name}: {text}")
+    tell("done")
+
+
+if __name__ == "__main__":
+    main()

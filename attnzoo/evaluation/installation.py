@@ -1,0 +1,336 @@
+"""Checks of an installation: versions, kernels, fused attention and the seam to transformers.
+
+Each check is one row: ``"ok"``, ``"failed"``, or ``"unavailable"`` with the reason. A failure means
+that something is installed and wrong; what is not installed is unavailable.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import attnzoo
+from attnzoo.backends.linear.impl import triton_trust
+from attnzoo.backends.linear.impl.triton import device_reasons
+from attnzoo.backends.softmax.op import softmax_attention
+from attnzoo.errors import UnsupportedError
+from attnzoo.evaluation import check_cpp
+from attnzoo.evaluation.timing import machine
+from attnzoo.integrations.patches import NAME, PATCHES
+from attnzoo.kernels.verdicts import FAILED, PASSED, Verdict, python_command, run_checks
+from attnzoo.masks import AttentionMask
+from attnzoo.ops import flash_attention
+
+OK, WRONG, UNAVAILABLE = "ok", "failed", "unavailable"
+PACKAGES = ("torch", "transformers", "accelerate", "triton", "xformers", "peft")
+DECAYS = ("none", "scalar", "vector")
+SECONDS = 300.0  # time limit of the C++ kernels for one instruction set
+# Flags of the compiler that leave out instructions, from the widest set down
+NARROWER = {
+    "AVX-512": {
+        "AVX2": "-mno-avx512f",
+        "SSE": "-mno-avx512f -mno-avx2 -mno-avx -mno-fma",
+    },
+    "AVX2": {"SSE": "-mno-avx2 -mno-avx -mno-fma"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckResult:
+    """One row."""
+
+    check: str
+    status: str  # OK, WRONG or UNAVAILABLE
+    detail: str
+    seconds: float = 0.0
+
+
+class Unavailable(Exception):
+    """What a check needs is not there; the message gives the reason."""
+
+
+class Failed(Exception):
+    """A check found something wrong; the message says what."""
+
+
+def check_installation(full: bool = False) -> Iterator[CheckResult]:
+    """Yield a result per check; ``full`` adds narrower instruction sets and the largest size."""
+    for name, check in _checks(full):
+        start = time.monotonic()
+        try:
+            status, detail = OK, check()
+        except Unavailable as reason:
+            status, detail = UNAVAILABLE, str(reason)
+        except Failed as reason:
+            status, detail = WRONG, str(reason)
+        except Exception as error:  # a defect of any library is a result here
+            status, detail = WRONG, f"{type(error).__name__}: {_first_line(error)}"
+        yield CheckResult(
+            check=name, status=status, detail=detail, seconds=round(time.monotonic() - start, 1)
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300]
+
+
+def _checks(full: bool) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yield the name of each check, and the function that returns its detail."""
+    yield "machine", _machine
+    for package in PACKAGES:
+        yield package, partial(_package, package)
+    for kernel in check_cpp.KERNELS:
+        yield f"C++ kernels of {kernel.name}", partial(_cpp, kernel)
+    if full:
+        for name, flags in NARROWER.get(_instructions(), {}).items():
+            yield f"C++ kernels with {name} only", partial(_cpp_with, flags)
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    for device in devices or [torch.device("cpu")]:
+        place = f" on {device}" if len(devices) > 1 else ""
+        yield from ((name + place, check) for name, check in _device_checks(device, full))
+    yield "patches of transformers", _patches
+    yield "a swapped model equals the stock model", _swapped_model
+    yield "a saved swap loads", _saved_swap
+
+
+def _device_checks(device: torch.device, full: bool) -> Iterator[tuple[str, Callable[[], str]]]:
+    reasons = device_reasons(device)
+    if reasons:
+        yield "Triton kernels", partial(_unavailable, "; ".join(reasons))
+    else:
+        for decay in DECAYS:
+            for size in triton_trust.SIZES if full else triton_trust.SIZES[:2]:
+                name = f"Triton kernels, decay {decay}, size {size}"
+                yield name, partial(_triton, device, decay, size)
+    for backend, name in SDPA_KERNELS.items():
+        yield f"SDPA, {name}", partial(_sdpa, device, backend)
+    yield "xformers attention", partial(_xformers, device)
+
+
+def _unavailable(reason: str) -> str:
+    raise Unavailable(reason)
+
+
+# -- versions --------------------------------------------------------------------------------------
+
+
+def _instructions() -> str:
+    return {"AVX512": "AVX-512"}.get(x := torch.backends.cpu.get_cpu_capability(), x)
+
+
+def _machine() -> str:
+    found = machine()
+    parts = [f"attnzoo {attnzoo.__version__}", f"Python {found['python']}", platform.platform()]
+    parts += [found["cpu"], f"{found['threads']} threads"]
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        capability = f"{properties.major}.{properties.minor}"
+        memory = properties.total_memory / 2**30
+        parts.append(f"{properties.name} ({capability}, {memory:.0f} GiB)")
+    if torch.cuda.is_available():
+        parts.append(f"driver {triton_trust.driver_version()}")
+    return ", ".join(parts)
+
+
+def _package(name: str) -> str:
+    """Return the version of a package; it must lie in the range that attnzoo is tested with."""
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        raise Unavailable("not installed") from None
+    try:
+        needed = [Requirement(text) for text in requires("attnzoo") or ()]
+    except PackageNotFoundError:  # run from a checkout
+        return found
+    for each in needed:
+        if each.name == name and not each.specifier.contains(found, prereleases=True):
+            raise Failed(f"{found} is outside of the tested range {each.specifier}")
+    if name == "triton":
+        from attnzoo.backends.linear.kernels.compilers import ptxas_version
+
+        return f"{found}, ptxas {ptxas_version(9)}"
+    return found
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+def _cpp(kernel: check_cpp.CppKernel) -> str:
+    reason = check_cpp.unavailable(kernel)
+    if reason:
+        raise Unavailable(reason)
+    wrong = list(check_cpp.wrong_results(kernel))
+    if wrong:
+        raise Failed("; ".join(wrong))
+    return f"results and gradients agree with torch ({_instructions()})"
+
+
+def _cpp_with(flags: str) -> str:
+    environment = {**os.environ, "CXX": f"{os.environ.get('CXX') or 'c++'} {flags}"}
+    command = {"C++": python_command("attnzoo.evaluation.check_cpp")}
+    return _of(run_checks(command, SECONDS, environment))
+
+
+def _of(verdict: Verdict) -> str:
+    if verdict.outcome == FAILED:
+        raise Failed(verdict.reason)
+    if verdict.outcome != PASSED:
+        raise Unavailable(verdict.reason)
+    return "results and gradients agree with torch"
+
+
+def _triton(device: torch.device, decay: str, size: int) -> str:
+    done = _of(triton_trust.check(device, decay, size, again=True))
+    return f"{done}; {triton_trust.status_of(device, decay, size)}"
+
+
+# -- softmax attention -----------------------------------------------------------------------------
+
+SDPA_KERNELS = {
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
+    SDPBackend.MATH: "math",
+}
+
+
+def _qkv(device: torch.device) -> list[Tensor]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2, 4, 96, 64, generator=generator).to(device, dtype)
+    return [each.detach().clone().requires_grad_() for each in x]
+
+
+def _agrees(
+    device: torch.device, attend: Callable[[Tensor, Tensor, Tensor], Tensor], **mask: Any
+) -> str:
+    """Compare causal attention and its gradients with float64."""
+    mask = {"causal": True, **mask}
+
+    def run(inputs: list[Tensor], attend: Callable[..., Tensor]) -> list[Tensor]:
+        out = attend(*inputs)
+        return [out, *torch.autograd.grad(out.sum() + out[..., 0].sum(), inputs)]
+
+    inputs = _qkv(device)
+    exact = run(
+        [x.detach().double().requires_grad_() for x in inputs],
+        lambda q, k, v: softmax_attention(q, k, v, mask=AttentionMask(**mask)).out,
+    )
+    results = run(inputs, attend)
+    tolerance = 4 * torch.finfo(inputs[0].dtype).eps
+    for name, x, y in zip(("out", "dq", "dk", "dv"), results, exact, strict=True):
+        error = ((x.double() - y).norm() / y.norm()).item()
+        if not error <= tolerance:
+            raise Failed(f"{name} differs from float64 by {error:.1e} (allowed {tolerance:.1e})")
+    dtype = str(inputs[0].dtype).removeprefix("torch.")
+    return f"results and gradients of {dtype} agree with float64"
+
+
+def _sdpa(device: torch.device, backend: Any) -> str:
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    try:
+        with sdpa_kernel([backend]):
+            return _agrees(device, attend)
+    except RuntimeError as error:
+        if "No available kernel" not in str(error) and "No viable backend" not in str(error):
+            raise
+        raise Unavailable(f"torch has no such kernel for {device.type}") from None
+
+
+def _xformers(device: torch.device) -> str:
+    if find_spec("xformers") is None:
+        raise Unavailable("not installed")
+    mask = AttentionMask(causal=True, window=(31, 0))
+    try:
+        return _agrees(
+            device,
+            lambda q, k, v: flash_attention(q, k, v, mask=mask, impl="xformers").out,
+            window=(31, 0),
+        )
+    except UnsupportedError as error:
+        raise Unavailable(_first_line(error)) from None
+
+
+# -- transformers ----------------------------------------------------------------------------------
+
+
+def _patches() -> str:
+    """Check that each module that attnzoo patches exists and is patched."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    patched = []
+    for name in PATCHES:
+        if find_spec(name.partition(".")[0]) is None:
+            continue
+        import_module(name)
+        patched.append(name.rpartition(".")[2])
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        if NAME not in interface():
+            raise Failed(f"{interface.__name__} does not contain {NAME!r}")
+    return f"applied: {', '.join(patched)}"
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval()
+
+
+def _swapped_model() -> str:
+    """Compare a tiny Llama under the backend ``softmax`` with itself: logits and generation."""
+    model = _llama()
+    ids = torch.arange(24).view(2, 12) * 7 % 64
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        stock = model(ids, attention_mask=mask).logits
+        tokens = model.generate(ids, attention_mask=mask, **options)
+        attnzoo.swap(model, "softmax")
+        swapped = model(ids, attention_mask=mask).logits
+        same = torch.equal(model.generate(ids, attention_mask=mask, **options), tokens)
+    real = mask.bool()
+    error = (swapped[real] - stock[real]).abs().max().item()
+    if not error <= 1e-4 * stock[real].abs().max().item():
+        raise Failed(f"logits differ by {error:.1e}")
+    if not same:
+        raise Failed("generated tokens differ")
+    return f"logits within {error:.0e}, and equal generated tokens, with left padding"
+
+
+def _saved_swap() -> str:
+    from transformers import AutoModelForCausalLM
+
+    model = attnzoo.swap(_llama(), "linear", feature_map="hedgehog")
+    ids = torch.arange(12).view(1, 12)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        model.save_pretrained(folder)
+        loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+        same = torch.equal(loaded(ids).logits, model(ids).logits)
+    if not same:
+        raise Failed("the loaded model computes other logits")
+    return "equal logits"
