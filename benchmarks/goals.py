@@ -46,6 +46,8 @@ GOALS = [
     Goal(op="gla", mode="forward", T=2048, figure="speedup", bound=1),
     Goal(op="gla", mode="forward", T=4096, figure="speedup", bound=1),
     Goal(op="gla", mode="forward", T=16384, figure="speedup", bound=10),
+    Goal(op="longformer", mode="forward", T=16384, figure="speedup", bound=14),
+    Goal(op="longformer", mode="train", T=16384, figure="speedup", bound=12),
     Goal(op="block_sparse", mode="forward", T=4096, figure="speedup", bound=2),
     Goal(op="block_sparse", mode="forward", T=16384, figure="speedup", bound=8),
     Goal(op="block_sparse", mode="train", T=4096, figure="speedup", bound=2),

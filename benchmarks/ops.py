@@ -28,6 +28,7 @@ from torch import Tensor
 
 from attnzoo.backends.block_sparse.op import block_sparse_attention
 from attnzoo.backends.config import Geometry
+from attnzoo.backends.flash.op import flash_attention
 from attnzoo.backends.linear.impl.common import CHUNK_SIZE
 from attnzoo.backends.linear.impl.cpp import CPP_CHUNK, LINEAR
 from attnzoo.backends.linear.op import linear_attention
@@ -103,6 +104,11 @@ def per_head(case: BenchmarkCase) -> Inputs:
 def longformer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """See 256 tokens on either side."""
     return longformer_attention(q, k, v, window=256).out
+
+
+def flash_window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """See the 256 latest tokens."""
+    return flash_attention(q, k, v, mask=AttentionMask(causal=True, window=(255, 0))).out
 
 
 def linformer(q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> Tensor:
@@ -186,6 +192,7 @@ OPS: dict[str, Op] = {
         for name, extras in DELTA.items()
     },
     "longformer": Op(attend=longformer),
+    "flash, window 256": Op(attend=flash_window),
     "linformer": Op(attend=linformer, extras=rows_of(None, 256)),
     "linformer, blocks": Op(attend=linformer_blocks, extras=rows_of(256, 32)),
     "performer": Op(attend=performer),

@@ -125,6 +125,13 @@ TABLE = [
         {**MASKS, "window": {"mask": AttentionMask(causal=True, window=(3, 0))}},
         ("sdpa",),
     ),
+    (
+        "flash_attention",
+        with_mask(ops.flash_attention),
+        (),
+        {"window": {"mask": AttentionMask(causal=True, window=(3, 0))}},
+        ("cpp",),
+    ),
     ("softmax_attention", with_mask(ops.softmax_attention), (), MASKS, ("reference",)),
     (
         "linear_attention",
@@ -177,13 +184,13 @@ TABLE = [
         {"": {}, "pooling": {"pooling": True}},
         BOTH,
     ),
-    ("longformer_attention", with_mask(ops.longformer_attention, window=3), (), MASKS, BOTH),
+    ("longformer_attention", with_mask(ops.longformer_attention, window=3), (), MASKS, ALL),
     ("lsh_attention", lsh, (), MASKS, ALL),
     ("shared_qk_attention", shared_qk, (), MASKS, BOTH),
 ]
 # Most C++ kernels are causal, and none has a parallel form
 WITHOUT_CPP = {"parallel", "full", "packed"}
-FULL_IN_CPP = {"block_sparse_attention", "lsh_attention"}
+FULL_IN_CPP = {"block_sparse_attention", "longformer_attention", "lsh_attention"}
 
 
 def cases():

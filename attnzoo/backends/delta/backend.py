@@ -147,6 +147,7 @@ class DeltaBackend(RecurrentBackend):
                 near_state = WindowState(state.k, state.v, state.seen)
                 state = DeltaState(state.kv)
             far = self.run_op(inputs, state)
+            assert far.impl is not None
             near, lse, near_state = causal_window_attention(
                 inputs.q,
                 inputs.k,
@@ -157,13 +158,12 @@ class DeltaBackend(RecurrentBackend):
                 state=near_state,
                 return_state=inputs.return_state,
                 shard=inputs.shard,
-                dense=self.config.impl == "reference",
+                impl=far.impl.impl,
             )
             weight = self.mixing_weight(inputs, lse)
             out = torch.lerp(near, far.out.to(near.dtype), weight).to(inputs.v.dtype)
             if near_state is not None:
                 state = DeltaWindowState(far.state.kv, *near_state)  # type: ignore[union-attr]
-            assert far.impl is not None
             choice = ImplChoice(far.impl.impl, f"softmax window + {far.impl.reason}")
             return AttentionOutput(out, state if inputs.return_state else None, None, choice)
 

@@ -1,7 +1,8 @@
 r"""Exact softmax attention by fused kernels, without a score matrix in memory.
 
 Computes the same as :func:`attnzoo.backends.softmax.op.softmax_attention`, by torch's
-``scaled_dot_product_attention`` (flash, cuDNN or memory-efficient kernels) or by xformers.
+``scaled_dot_product_attention`` (flash, cuDNN or memory-efficient kernels), by xformers, or, for
+sliding windows on CPUs, in C++.
 Time O(T S), memory O(T + S); with a sliding window of w, time and memory O(T w).
 Source: Dao et al., 2022, arXiv:2205.14135; Rabe and Staats, 2021, arXiv:2112.05682.
 Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
@@ -13,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnzoo.backends.flash.impl.band_cpp import cpp_reasons, run_cpp, skip_cpp
 from attnzoo.backends.flash.impl.call import FlashCall
 from attnzoo.backends.flash.impl.sdpa import kernel_name, run_sdpa
 from attnzoo.backends.flash.impl.xformers import auto_reasons, run_xformers, xformers_reasons
@@ -28,6 +30,13 @@ IMPLEMENTATIONS = (
         reasons=xformers_reasons,
         automatic="xformers has a kernel for sliding windows",
         auto_reasons=auto_reasons,
+    ),
+    Implementation(
+        name="cpp",
+        run=run_cpp,
+        reasons=cpp_reasons,
+        auto_reasons=skip_cpp,
+        automatic="sliding windows are compiled for this CPU",
     ),
     Implementation(
         name="sdpa", run=run_sdpa, automatic="PyTorch's fused kernels run on every device"
@@ -59,8 +68,8 @@ def flash_attention(
         sinks: A logit per head, ``[H]``, or per head and query, ``[B, H, T, 1]``, that takes part
             in the softmax and has no value.
         dropout: Probability of dropping a weight.
-        impl: ``"sdpa"``, ``"xformers"``, or ``"auto"``, which selects xformers for sliding windows
-            on a GPU.
+        impl: ``"sdpa"``, ``"xformers"``, ``"cpp"`` (sliding windows on CPUs), or ``"auto"``, which
+            selects xformers and cpp for sliding windows.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``, and ``impl``, which on a GPU names the

@@ -37,6 +37,7 @@ from attnzoo.backends.linear.window_state import (
 from attnzoo.backends.linear.window_state import (
     LinearBranch as LinearBranch,
 )
+from attnzoo.backends.local.band_cpp import band_cpp_reasons
 from attnzoo.backends.local.causal_window import causal_window, local_softmax, padding_last
 from attnzoo.backends.local.pattern import gather_tokens
 from attnzoo.backends.validation import check_size
@@ -134,7 +135,8 @@ def _compute_parts(x: HybridInputs) -> Parts:
 
 
 def _cpp_reasons(x: HybridInputs) -> list[str]:
-    return cpp_reasons(x.q, causal=x.causal, chunk_size=x.chunk_size)
+    reasons = cpp_reasons(x.q, causal=x.causal, chunk_size=x.chunk_size)
+    return reasons or band_cpp_reasons(x.q.device)
 
 
 def _skip_cpp(x: HybridInputs) -> list[str]:
@@ -148,7 +150,7 @@ IMPLEMENTATIONS = (
         run=_compute_parts,
         reasons=_cpp_reasons,
         auto_reasons=_skip_cpp,
-        automatic="the linear branch's forward pass is compiled for this CPU",
+        automatic="compiled for this CPU",
     ),
     Implementation(name="torch", run=_compute_parts, automatic="runs on every device"),
     Implementation(name="reference", run=_compute_parts),

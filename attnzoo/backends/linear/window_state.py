@@ -67,8 +67,7 @@ class HybridInputs(NamedTuple):
     @property
     def options(self) -> Window:
         """The options of the window."""
-        dense = self.impl == "reference"
-        return Window(self.window, self.scale, self.padding_mask, self.segment_ids, dense)
+        return Window(self.window, self.scale, self.padding_mask, self.segment_ids, self.impl)
 
     @property
     def window_state(self) -> WindowState | None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.backends.local.band import band_softmax
+from attnzoo.backends.local.band_cpp import band_attention_cpp
 from attnzoo.backends.local.blockwise_cpu import LocalOptions, blockwise_local_attention
 from attnzoo.backends.local.pattern import Band, gather_tokens
 from attnzoo.backends.validation import check_size, is_empty_call
@@ -38,7 +39,7 @@ class Window(NamedTuple):
     scale: float  # multiplies query-key products
     padding_mask: Tensor | None  # [B, T] bool, true at real tokens
     segment_ids: Tensor | None  # [B, T]
-    dense: bool  # compute with a dense mask, for comparison
+    impl: str  # "cpp", "torch", or "reference", which computes with a dense mask
 
 
 def causal_window_attention(
@@ -52,7 +53,7 @@ def causal_window_attention(
     state: WindowState | None = None,
     return_state: bool = False,
     shard: SequenceShard | None = None,
-    dense: bool = False,
+    impl: str = "torch",
 ) -> tuple[Tensor, Tensor, WindowState | None]:
     """Compute softmax attention to the W latest real keys of the same segment.
 
@@ -66,7 +67,8 @@ def causal_window_attention(
         state: The window of an earlier call; not together with segments.
         return_state: Whether to return the window after the last real token.
         shard: This rank's part of sequences that several ranks hold, in place of ``state``.
-        dense: Compute with a dense mask, for comparison.
+        impl: ``"cpp"``, ``"torch"``, or ``"reference"``, which computes with a dense mask. One
+            token after a state is computed in torch.
 
     Returns:
         The output ``[B, H, T, E]`` and the log-sum-exp of the scores, ``[B, H, T, 1]``, both
@@ -80,7 +82,7 @@ def causal_window_attention(
     if padding_mask is not None:
         order, padding_mask, ids = padding_last(padding_mask, ids)
         q, k, v = (gather_tokens(x, order) for x in (q, k, v))
-    options = Window(window, scale, padding_mask, ids, dense)
+    options = Window(window, scale, padding_mask, ids, impl)
     out, lse = causal_window(q, k, v, state, options)
     last = None
     if return_state:
@@ -122,8 +124,10 @@ def causal_window(
         return _dense_softmax(q, k, v, padding_mask[:, None, None], x.scale)
     if ids is not None:  # the state belongs to the first segment
         ids = torch.cat([ids[:, :1].expand(-1, x.size), ids], 1)
-    q = F.pad(q, (0, 0, x.size, 0))
     x = x._replace(padding_mask=padding_mask, segment_ids=ids)
+    if x.impl == "cpp" and not is_empty_call(q, k):
+        return _compiled(q, k, v, reach, x, x.size)
+    q = F.pad(q, (0, 0, x.size, 0))
     out, lse = local_softmax(q, k, v, reach, x)
     return out[:, :, x.size :], lse[:, :, x.size :]
 
@@ -173,24 +177,36 @@ def local_softmax(
     length = q.shape[2]
     reach = (min(reach[0], length - 1), min(reach[1], length - 1))
     on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
-    dense = x.dense or is_empty_call(q, k)
+    dense = x.impl == "reference" or is_empty_call(q, k)
+    if not dense and x.impl == "cpp":
+        return _compiled(q, k, v, reach, x)
     if not dense and on_cpu:
         wide = torch.promote_types(q.dtype, torch.float32)
-        options = LocalOptions(
-            Band(*reach, 1),
-            reach[1] == 0,
-            x.scale,
-            x.padding_mask,
-            segment_ids=x.segment_ids,
-            return_lse=True,
-        )
-        return blockwise_local_attention(q.to(wide), k.to(wide), v.to(wide), options)
+        return blockwise_local_attention(q.to(wide), k.to(wide), v.to(wide), _options(reach, x))
     mask = AttentionMask(window=reach, padding=x.padding_mask, segment_ids=x.segment_ids)
     if not dense:
         return band_softmax(q, k, v, window=reach, scale=x.scale, mask=mask)
     seen = mask.dense(length, length, q.device)
     assert seen is not None
     return _dense_softmax(q, k, v, seen, x.scale)
+
+
+def _compiled(
+    q: Tensor, k: Tensor, v: Tensor, reach: tuple[int, int], x: Window, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return softmax attention and its log-sum-exp from the C++ kernel."""
+    return band_attention_cpp(q, k, v, _options(reach, x), offset)
+
+
+def _options(reach: tuple[int, int], x: Window) -> LocalOptions:
+    return LocalOptions(
+        Band(*reach, 1),
+        reach[1] == 0,
+        x.scale,
+        x.padding_mask,
+        segment_ids=x.segment_ids,
+        return_lse=True,
+    )
 
 
 def _dense_softmax(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.local.pattern import Pattern, PerHead, expand_bias
-from attnzoo.backends.longformer.impl.by_band import run_torch
+from attnzoo.backends.longformer.impl.by_band import cpp_reasons, run_cpp, run_torch, skip_cpp
 from attnzoo.backends.longformer.impl.call import GlobalTokens, LongformerCall
 from attnzoo.backends.longformer.impl.flex import flex_reasons, run_flex
 from attnzoo.backends.longformer.impl.reference import run_reference
@@ -30,6 +30,13 @@ from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput
 
 IMPLEMENTATIONS = (
+    Implementation(
+        name="cpp",
+        run=run_cpp,
+        reasons=cpp_reasons,
+        auto_reasons=skip_cpp,
+        automatic="compiled for this CPU",
+    ),
     Implementation(
         name="torch",
         run=run_torch,
@@ -72,8 +79,8 @@ def longformer_attention(
         bias: Added to the scores, broadcastable to ``[B, H, T, S]``. A bias of one row, such as
             ALiBi's, is not expanded.
         dropout: Probability of dropping a weight.
-        impl: ``"torch"``, ``"flex"``, ``"reference"``, or ``"auto"``, which selects torch: flex
-            compiles a kernel first.
+        impl: ``"cpp"``, ``"torch"``, ``"flex"``, ``"reference"``, or ``"auto"``, which selects cpp
+            on CPUs and torch elsewhere: flex compiles a kernel first.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``, and ``impl``.

@@ -23,12 +23,12 @@ def call(q, k, v, mask=None, **options):
     return FlashCall(q, k, v, mask or AttentionMask(), **fields)
 
 
-def compare(q, k, v, mask, **options):
+def compare(q, k, v, mask, impl="sdpa", **options):
     """Compare output and gradients of the fused op with the dense one."""
     dense = mask.dense(q.shape[2], k.shape[2], q.device)
     results = []
     for attend, given in (
-        (lambda *x, **o: flash_attention(*x, mask=mask, impl="sdpa", **o).out, options),
+        (lambda *x, **o: flash_attention(*x, mask=mask, impl=impl, **o).out, options),
         (lambda *x, **o: softmax_attention(*x, mask=dense, **o).out, options),
     ):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -108,13 +108,37 @@ def test_many_queries_after_earlier_keys_are_computed_in_blocks(limit, monkeypat
 @pytest.mark.parametrize("window", [(0, 0), (5, 0), (31, 31), (64, 3), (100, 0)], ids=str)
 @pytest.mark.parametrize("limit", ["", "padding", "segments"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_blocks_of_the_band_equal_the_dense_op(length, window, limit, causal):
+@pytest.mark.parametrize("impl", ["sdpa", "cpp"])
+def test_blocks_of_the_band_equal_the_dense_op(length, window, limit, causal, impl):
     fields = {}
     if limit == "padding":
         fields["padding"] = torch.rand(2, length, generator=torch.Generator().manual_seed(7)) < 0.7
     if limit == "segments":
         fields["segment_ids"] = (torch.arange(length) // 50).expand(2, -1)
-    compare(*qkv(length), AttentionMask(causal=causal, window=window, **fields))
+    compare(*qkv(length), AttentionMask(causal=causal, window=window, **fields), impl)
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_compiled_windows_of_queries_with_an_offset(segments):
+    q, k, v = qkv(20, 90)
+    ids = {"segment_ids": (torch.arange(90) // 35).expand(2, -1)} if segments else {}
+    compare(q, k, v, AttentionMask(causal=True, window=(9, 0), q_offset=70, **ids), "cpp")
+
+
+def test_calls_that_the_compiled_window_does_not_support():
+    q, k, v = qkv(4, 9)
+    window = {"causal": True, "window": (2, 0)}
+    for mask, options, reason in (
+        (AttentionMask(causal=True, q_offset=5), {}, "there is no sliding window"),
+        (AttentionMask(**window, q_offset=7), {}, "4 queries from position 7 on"),
+        (AttentionMask(**window, q_offset=torch.tensor(5)), {}, "is a tensor"),
+        (AttentionMask(**window, q_offset=5), {"dropout": 0.1}, r"dropout of 0\.1"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"impl='cpp' cannot run .*{reason}"):
+            flash_attention(q, k, v, mask=mask, impl="cpp", **options)
+    ran = flash_attention(*qkv(64), mask=AttentionMask(window=(3, 3))).impl
+    assert ran.impl == "cpp"
+    assert "sliding windows are compiled" in ran.reason
 
 
 def test_causal_and_windowed_masks_are_not_materialised(monkeypatch):

@@ -21,7 +21,7 @@ from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
 
 B, H, HKV, T, D, E = 2, 4, 2, 45, 8, 6
-PATHS = ["reference", "blockwise", "batched", "flex"]
+PATHS = ["reference", "blockwise", "batched", "cpp", "flex"]
 
 
 @pytest.fixture(params=PATHS)
@@ -206,19 +206,21 @@ def test_gradients_are_those_of_the_dense_form(attend, causal, request):
     torch.testing.assert_close(*found)
 
 
-def test_gradcheck():
+@pytest.mark.parametrize("impl", ["torch", "cpp"])
+def test_gradcheck(impl):
     x = [t[:1, :, :19].clone().requires_grad_() for t in qkv()]
     where = torch.arange(19)[None] == 3
 
     def function(q, k, v):
-        return run(q, k, v, window=3, dilation=2, causal=True, global_tokens=where)
+        return run(q, k, v, window=3, dilation=2, causal=True, global_tokens=where, impl=impl)
 
     assert torch.autograd.gradcheck(function, x, fast_mode=True)
 
 
-def test_a_second_derivative_is_refused():
+@pytest.mark.parametrize("impl", ["torch", "cpp"])
+def test_a_second_derivative_is_refused(impl):
     x = [t.requires_grad_() for t in qkv()]
-    out = run(*x, window=3)
+    out = run(*x, window=3, impl=impl)
     (grad,) = torch.autograd.grad(out.square().sum(), x[0], create_graph=True)
     with pytest.raises(UnsupportedError, match="first derivatives only"):
         grad.sum().backward()
@@ -226,13 +228,14 @@ def test_a_second_derivative_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("length", [63, 64, 65, 200])  # around one block
-def test_budget(dtype, length):
+@pytest.mark.parametrize("impl", ["torch", "cpp"])
+def test_budget(dtype, length, impl):
     """The error is at most twice that of the dense form in the same dtype."""
     x = qkv(length, dtype)
     options = {"window": 20, "global_tokens": torch.arange(length)[None] == 1}
     exact = run(*(t.double() for t in x), **options, impl="reference")
     plain = run(*x, **options, impl="reference")
-    ours = run(*x, **options, impl="torch")
+    ours = run(*x, **options, impl=impl)
     assert ours.dtype == dtype
     budget = 2 * (plain - exact).abs().max() + 2 * torch.finfo(dtype).eps * exact.abs().max()
     worst = (ours - exact).abs().max()
@@ -268,7 +271,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("attend", ["blockwise", "batched"], indirect=True)
+@pytest.mark.parametrize("attend", ["blockwise", "batched", "cpp"], indirect=True)
 def test_memory_is_linear(attend):
     sizes, kept = {}, {}
     for length in (256, 1024):
@@ -293,7 +296,7 @@ def test_blockwise_attention_saves_its_inputs_only():
     x = [torch.randn(1, 2, 512, 4).requires_grad_() for _ in range(3)]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        longformer_attention(*x, window=100)
+        longformer_attention(*x, window=100, impl="torch")
     assert sum(t.numel() for t in saved) == sum(t.numel() for t in x)
 
 
@@ -301,7 +304,7 @@ def test_blockwise_attention_saves_its_inputs_only():
 
 
 @pytest.mark.parametrize("marked", ["none", "some", "padded"])
-@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("impl", ["reference", "torch", "cpp"])
 def test_equals_transformers(impl, marked):
     length, window, heads, size = 96, 16, 4, 8
     config = LongformerConfig(
@@ -416,9 +419,15 @@ def test_a_mask_function_is_refused():
 
 
 def test_the_choice_is_returned():
-    impl = longformer_attention(*qkv(), window=3).impl
+    assert longformer_attention(*qkv(), window=3).impl == ("cpp", "compiled for this CPU")
+    impl = longformer_attention(*qkv(), window=3, bias=torch.zeros(T)).impl
     assert impl.impl == "torch"
     assert "blocks of queries" in impl.reason
+    assert "a bias is given" in impl.reason
+    one = longformer_attention(
+        qkv()[0][:, :, :1], *qkv()[1:], window=3, mask=AttentionMask(causal=True, q_offset=T - 1)
+    )
+    assert one.impl.impl == "torch"
 
 
 def test_indices_of_global_tokens():

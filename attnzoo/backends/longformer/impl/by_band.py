@@ -1,15 +1,19 @@
-"""Longformer attention in PyTorch operations: heads of one band together, blocks of queries.
+"""Longformer attention by blocks of queries, the heads of one band together.
 
-On a CPU blocks are computed one after another, and recomputed in the backward pass; on a GPU,
-under ``torch.compile`` and with dropout, in one batch.
+In C++ on CPUs. In PyTorch operations, blocks are computed one after another on a CPU, and
+recomputed in the backward pass; on a GPU, under ``torch.compile`` and with dropout, in one batch.
 Letters: B batch, H query heads, T tokens, E value size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from attnzoo.backends.local.band_cpp import band_attention_cpp, band_cpp_reasons
 from attnzoo.backends.local.blockwise_cpu import LocalOptions, blockwise_local_attention
 from attnzoo.backends.local.pattern import Band, GlobalIndices
 from attnzoo.backends.longformer.impl.batched_blocks import batched_local_attention
@@ -17,26 +21,81 @@ from attnzoo.backends.longformer.impl.call import LongformerCall
 from attnzoo.backends.longformer.impl.dense import dense_query_blocks
 from attnzoo.backends.longformer.impl.global_rows import attend_local_and_global
 
+# Computes some heads, which have the same band, [B, H, T, E], given q, k, v, options and a bias
+AttendBand = Callable[[Tensor, Tensor, Tensor, LocalOptions, Tensor | None], Tensor]
+
 
 def run_torch(x: LongformerCall) -> Tensor:
     """Compute a call by bands, or densely if there are fewer queries than keys."""
     if x.has_fewer_queries:
         return dense_query_blocks(x)
-    return attend_local_and_global(x, _attend_by_band)
+    blockwise = x.q.device.type == "cpu" and x.dropout == 0 and not torch.compiler.is_compiling()
+    attend = _blockwise if blockwise else partial(batched_local_attention, dropout=x.dropout)
+    return attend_local_and_global(x, partial(_attend_by_band, attend=attend))
+
+
+def cpp_reasons(x: LongformerCall) -> list[str]:
+    """Return every reason why the C++ kernel does not support a call."""
+    reasons = band_cpp_reasons(x.q.device)
+    if x.bias is not None:
+        reasons.append("a bias is given, which the kernel does not add")
+    if x.dropout > 0:
+        reasons.append(f"attention dropout of {x.dropout} is given")
+    if x.has_fewer_queries:
+        lengths = f"there are {x.q.shape[2]} queries and {x.k.shape[2]} keys"
+        if x.padding_mask is not None:
+            reasons.append(f"{lengths}, and padding")
+        if x.global_tokens is not None:
+            reasons.append(f"{lengths}, and global tokens")
+        if not isinstance(x.q_offset, int):
+            reasons.append(f"{lengths}, and the position of the first query is a tensor")
+    return reasons
+
+
+def skip_cpp(x: LongformerCall) -> list[str]:
+    """Return why ``impl="auto"`` does not consider the C++ kernel for a call."""
+    return ["one token is one row of scores"] if x.q.shape[2] == 1 < x.k.shape[2] else []
+
+
+def run_cpp(x: LongformerCall) -> Tensor:
+    """Compute a call by bands in C++."""
+    if x.has_fewer_queries:
+        assert isinstance(x.q_offset, int)
+        return _attend_by_band(x, None, None, partial(_compiled, offset=x.q_offset))
+    return attend_local_and_global(x, partial(_attend_by_band, attend=_compiled))
+
+
+def _compiled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: LocalOptions,
+    bias: Tensor | None = None,
+    offset: int = 0,
+) -> Tensor:
+    return band_attention_cpp(q, k, v, options, offset)[0].to(v.dtype)
+
+
+def _blockwise(
+    q: Tensor, k: Tensor, v: Tensor, options: LocalOptions, bias: Tensor | None
+) -> Tensor:
+    return blockwise_local_attention(q, k, v, options, bias)[0]
 
 
 def _attend_by_band(
-    x: LongformerCall, key_mask: Tensor | None, indices: GlobalIndices | None
+    x: LongformerCall,
+    key_mask: Tensor | None,
+    indices: GlobalIndices | None,
+    attend: AttendBand,
 ) -> Tensor:
     """Compute all rows as local ones, the heads of one band together."""
     heads_by_band = x.pattern.heads_by_band()
     if indices is not None:
         indices = GlobalIndices(*(t.expand(len(x.q), -1) for t in indices))
-    blockwise = x.q.device.type == "cpu" and x.dropout == 0 and not torch.compiler.is_compiling()
     outs: list[Tensor] = []
     for band, heads in heads_by_band.items():
         options = LocalOptions(
-            band=_clip_band(band, x.q.shape[2]),
+            band=_clip_band(band, x.k.shape[2]),
             causal=x.pattern.causal,
             scale=x.scale,
             key_mask=key_mask,
@@ -47,10 +106,7 @@ def _attend_by_band(
         if len(heads_by_band) > 1:
             q, k, v = _select_heads(x, heads)
             bias = None if bias is None else bias[:, torch.tensor(heads, device=q.device)]
-        if blockwise:
-            outs.append(blockwise_local_attention(q, k, v, options, bias)[0])
-        else:
-            outs.append(batched_local_attention(q, k, v, options, bias, x.dropout))
+        outs.append(attend(q, k, v, options, bias))
     if len(outs) == 1:
         return outs[0]
     order = torch.tensor([head for heads in heads_by_band.values() for head in heads])

@@ -1,0 +1,261 @@
+"""Banded softmax in C++, for CPUs: windows, dilation, global keys, both passes.
+
+See ``kernels/band.cpp`` and ``attnzoo/kernels/cpp``.
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size, G
+global keys, P pieces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.backends.local.blockwise_cpu import LocalOptions
+from attnzoo.kernels import cpp
+from attnzoo.kernels.autocast import autocast_disabled
+from attnzoo.kernels.derivatives import check_reverse_mode, refuse_derivative
+from attnzoo.kernels.memory import empty_huge_pages, pad_to_simd, unpad
+
+TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
+INSTEAD = "impl='reference', or softmax_attention"  # for derivatives that the kernel lacks
+BAND = cpp.Source(
+    Path(__file__).parent / "kernels" / "band.cpp",
+    ("band_forward_float", "band_forward_double", "band_backward_float", "band_backward_double"),
+)
+
+
+class _Task(ctypes.Structure):
+    """The arguments of the C++ functions; ``band.cpp`` has the same struct."""
+
+    _fields_ = [
+        *cpp.fields(
+            ctypes.c_int64,
+            "threads batch heads groups queries keys key_size value_size before after dilation "
+            "offset causal num_global pieces",
+        ),
+        *cpp.fields(ctypes.c_int64 * 3, "q_steps k_steps v_steps out_steps d_out_steps"),
+        ("scale", ctypes.c_double),
+        *cpp.fields(
+            ctypes.c_void_p,
+            "ids key_mask global_keys global_is_valid q k v out lse d_out d_lse dq dk dv",
+        ),
+    ]
+
+
+def band_cpp_reasons(device: torch.device) -> list[str]:
+    """Return why the kernel is unavailable for tensors on a device; an empty list if it is not."""
+    if device.type != "cpu":
+        return [f"the inputs are on {device.type}"]
+    return list(_build_reasons())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _build_reasons() -> tuple[str, ...]:
+    reason = cpp.unavailable_reason(BAND)
+    return (reason,) if reason else ()
+
+
+def band_attention_cpp(
+    q: Tensor, k: Tensor, v: Tensor, options: LocalOptions, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return attention within a band and to global keys.
+
+    Time O(T (w + G) D), memory O(T (D + E)).
+
+    Args:
+        q: Queries, ``[B, H, T, D]``; all heads have the same band.
+        k: Keys, ``[B, Hkv, S, D]``.
+        v: Values, ``[B, Hkv, S, E]``.
+        options: Band, scale and masks. Segments are runs of equal ids of the keys.
+        offset: Position of query 0 among the keys; T + offset is at most S.
+
+    Returns:
+        The output ``[B, H, T, E]`` and the log-sum-exp of each query's scores, ``[B, H, T, 1]``,
+        both float32 or wider. A query that sees no key gives 0 and a finite log-sum-exp.
+    """
+    check_reverse_mode("sliding-window attention", q, k, v, instead=INSTEAD)
+    batch = len(q)
+    masks = [options.key_mask, options.segment_ids, *(options.global_indices or (None, None))]
+    masks = [None if x is None else x.expand(batch, -1).contiguous() for x in masks]
+    band = [*options.band, offset, int(options.causal)]
+    with autocast_disabled(q.device):
+        out, lse = band_softmax_cpp(q, k, v, *masks, band, options.scale)
+    return out, lse.unsqueeze(3)
+
+
+class _Arguments:
+    """Padded tensors of one call, and the task that points to them."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        masks: tuple[Tensor | None, ...],
+        band: list[int],
+        scale: float,
+    ) -> None:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        self.type_name, self.sizes = TYPE_NAMES[dtype], (q.shape[3], v.shape[3])
+        self.q, self.k, self.v = (pad_to_simd(x.to(dtype)) for x in (q, k, v))
+        key_mask, ids, global_keys, valid = masks
+        if ids is not None:
+            ids = ids.to(torch.int64)
+        self.masks = ids, key_mask, global_keys, valid
+        batch, heads, keys, size = self.k.shape
+        threads = torch.get_num_threads()
+        self.task = _Task(
+            threads=threads,
+            batch=batch,
+            heads=heads,
+            groups=q.shape[1] // heads,
+            queries=q.shape[2],
+            keys=keys,
+            key_size=size,
+            value_size=self.v.shape[3],
+            before=min(band[0], keys),
+            after=min(band[1], keys),
+            dilation=min(band[2], max(keys, 1)),
+            offset=band[3],
+            causal=band[4],
+            num_global=0 if global_keys is None else global_keys.shape[1],
+            pieces=-(-threads // (batch * heads)),
+            q_steps=_steps(self.q),
+            k_steps=_steps(self.k),
+            v_steps=_steps(self.v),
+            scale=scale,
+            **_pointers(q=self.q, k=self.k, v=self.v),
+            **_pointers(
+                **dict(
+                    zip(
+                        ("ids", "key_mask", "global_keys", "global_is_valid"),
+                        self.masks,
+                        strict=True,
+                    )
+                )
+            ),
+        )
+
+    def run(self, direction: str) -> None:
+        """Call the kernel of a direction."""
+        function = getattr(cpp.load(BAND), f"band_{direction}_{self.type_name}")
+        function(ctypes.byref(self.task))
+
+
+@torch.library.custom_op("attnzoo::band_softmax_cpp", mutates_args=())
+def band_softmax_cpp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    segment_ids: Tensor | None,
+    global_keys: Tensor | None,
+    global_is_valid: Tensor | None,
+    band: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the output ``[B, H, T, E]`` and the log-sum-exp ``[B, H, T]``.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``.
+        k: Keys, ``[B, Hkv, S, D]``.
+        v: Values, ``[B, Hkv, S, E]``.
+        key_mask: Keys that the band may see, ``[B, S]`` bool.
+        segment_ids: ``[B, S]``.
+        global_keys: Positions in increasing order, ``[B, G]``.
+        global_is_valid: ``[B, G]`` bool.
+        band: Keys before, keys after, dilation, position of query 0, and whether later global keys
+            are masked.
+        scale: Multiplies the products.
+    """
+    x = _Arguments(q, k, v, (key_mask, segment_ids, global_keys, global_is_valid), band, scale)
+    batch, heads, length, _ = q.shape
+    # stored as [B, T, H, E], so that the layer can join its heads without a copy
+    out = empty_huge_pages(x.v, (batch, length, heads, x.v.shape[3]))
+    lse = out.new_empty(batch, heads, length)
+    x.task.out, x.task.lse, x.task.out_steps = (
+        out.data_ptr(),
+        lse.data_ptr(),
+        _steps(out.transpose(1, 2)),
+    )
+    x.run("forward")
+    return unpad(out, x.sizes[1]).transpose(1, 2), lse
+
+
+@torch.library.custom_op("attnzoo::band_softmax_cpp_backward", mutates_args=())
+def band_softmax_cpp_backward(
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    segment_ids: Tensor | None,
+    global_keys: Tensor | None,
+    global_is_valid: Tensor | None,
+    band: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    x = _Arguments(q, k, v, (key_mask, segment_ids, global_keys, global_is_valid), band, scale)
+    d_out = out.new_zeros(1).expand(out.shape) if d_out is None else d_out.to(out.dtype)
+    out, d_out, lse = pad_to_simd(out), pad_to_simd(d_out), lse.contiguous()
+    d_lse = None if d_lse is None else d_lse.contiguous()
+    pieces = x.task.pieces
+    dq = empty_huge_pages(x.q, tuple(x.q.shape))
+    dk, dv = (empty_huge_pages(y, (pieces, *y.shape)).zero_() for y in (x.k, x.v))
+    x.task.out_steps, x.task.d_out_steps = _steps(out), _steps(d_out)
+    given = {"out": out, "lse": lse, "d_out": d_out, "d_lse": d_lse, "dq": dq, "dk": dk, "dv": dv}
+    for name, pointer in _pointers(**given).items():
+        setattr(x.task, name, pointer)
+    x.run("backward")
+    dk, dv = (y[0] if pieces == 1 else y.sum(0) for y in (dk, dv))
+    keys, values = x.sizes
+    return (
+        unpad(dq, keys).to(q.dtype),
+        unpad(dk, keys).to(k.dtype),
+        unpad(dv, values).to(v.dtype),
+    )
+
+
+def _steps(x: Tensor) -> Any:
+    """Return the strides of batch, heads and tokens."""
+    return (ctypes.c_int64 * 3)(*x.stride()[:3])
+
+
+def _pointers(**tensors: Tensor | None) -> dict[str, int | None]:
+    return {name: None if x is None else x.data_ptr() for name, x in tensors.items()}
+
+
+@band_softmax_cpp.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    batch, heads, length, _ = q.shape
+    out = q.new_empty(batch, length, heads, v.shape[3], dtype=dtype).transpose(1, 2)
+    return out, q.new_empty(batch, heads, length, dtype=dtype)
+
+
+@band_softmax_cpp_backward.register_fake
+def _(d_out: Any, d_lse: Any, out: Any, lse: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any):  # type: ignore[no-untyped-def]
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.band, ctx.scale = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    gradients = band_softmax_cpp_backward(d_out, d_lse, *ctx.saved_tensors, ctx.band, ctx.scale)
+    return (*gradients, *[None] * 6)
+
+
+band_softmax_cpp.register_autograd(_backward, setup_context=_setup_context)
+refuse_derivative(band_softmax_cpp_backward, "sliding-window attention", INSTEAD)

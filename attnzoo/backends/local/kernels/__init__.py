@@ -1,0 +1,1 @@
+"""C++ kernels of banded softmax."""

@@ -1,0 +1,494 @@
+// Softmax attention within a band on a CPU: each query attends to an interval of keys around it.
+//
+// A block is up to BLOCK consecutive queries of a head, one per SIMD lane, and the keys of their
+// intervals, in tiles of TILE keys. Scores of a tile stay in the L1 cache: online softmax merges the
+// tiles, so memory is O(T (D + E)). The backward pass computes the scores again. A dilated band is a
+// plain one over every d-th token. Masked keys are left out of the blocks, and global keys, to which
+// every query attends, are a list of their own. The result of a query does not depend on the other
+// queries. Scores are base 2.
+//
+// work     one key head and the query heads that share it, or a part of their blocks
+// reads    q, k, v in place, with any strides but 1 in the last dimension; rows of keys and values
+//          are copied into a ring of the length of the band, which stays in the cache
+// limits   D and E multiples of 16
+// oracle   longformer_attention(impl="reference"), float64 included
+//
+// Letters: B batch, H key heads, G query heads per key head, T queries, S keys, D key size, E value
+// size, d dilation.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "lanes.h"
+#include "threads.h"
+
+constexpr int TILE = 128;               // keys of a tile
+constexpr double MASKED_SCORE = -1e30;  // below every score
+constexpr double EMPTY_LSE = -1e30;     // log-sum-exp of a query without keys
+
+template <class Real>
+struct Task {
+    int64_t threads, batch, heads, groups, queries, keys, key_size, value_size;
+    int64_t before, after, dilation;  // keys of the band on either side of the query's own
+    int64_t offset;                   // position of query 0 among the keys
+    int64_t causal;                   // whether later global keys are masked
+    int64_t num_global;
+    int64_t pieces;  // into which the blocks of a key head are split; each has its own dk and dv
+    int64_t q_steps[3], k_steps[3], v_steps[3], out_steps[3], d_out_steps[3];  // batch, head, token
+    double scale;                    // multiplies query-key products
+    const int64_t* ids;              // [B, S], segments, or null
+    const uint8_t* key_mask;         // [B, S]: keys of the band, or null: all
+    const int64_t* global_keys;      // [B, num_global]: positions, increasing
+    const uint8_t* global_is_valid;  // [B, num_global]
+    const Real *q, *k, *v;
+    Real *out, *lse;  // lse: [B, H G, T], natural logarithm
+    const Real *d_out, *d_lse;
+    Real *dq, *dk, *dv;  // [B, H G, T, D]; [pieces, B, H, S, D]; [pieces, B, H, S, E]
+};
+
+// Keys of a block; lane c attends to keys low[c] to high[c] - 1. Both never decrease.
+template <class Real>
+struct KeyList {
+    int count = 0;
+    int low[BLOCK], high[BLOCK];
+    std::vector<int64_t> keys;
+    std::vector<const Real*> k_rows, v_rows;
+
+    void clear() {
+        count = 0;
+        keys.clear(), k_rows.clear(), v_rows.clear();
+    }
+
+    void add(int64_t key, const Real* k, const Real* v) {
+        keys.push_back(key), k_rows.push_back(k), v_rows.push_back(v);
+        ++count;
+    }
+
+    // Repeat the last row, so that groups of DOT_ROWS rows can be read.
+    void pad() {
+        for (int i = 0; i < DOT_ROWS && count; ++i)
+            k_rows.push_back(k_rows[count - 1]), v_rows.push_back(v_rows[count - 1]);
+    }
+};
+
+template <class Real>
+class Worker : Math<Real> {
+    using typename Math<Real>::Reals;
+    using typename Math<Real>::Ints;
+    using Math<Real>::LANES, Math<Real>::load, Math<Real>::store, Math<Real>::broadcast;
+    using Math<Real>::exp2, Math<Real>::add_weighted_rows, Math<Real>::dot_products;
+    using Math<Real>::store_column;
+    static constexpr int VECTORS = BLOCK / LANES;
+
+  public:
+    Worker(const Task<Real>& task, int64_t unit)
+        : t(task), row_(unit / t.pieces / t.heads), head_(unit / t.pieces % t.heads),
+          piece_(unit % t.pieces), size_(t.key_size), width_(t.value_size),
+          ring_(std::min(t.before + t.after + BLOCK, t.keys)), k_ring_(ring_ * size_),
+          v_ring_(ring_ * width_), k_global_(t.num_global * size_),
+          v_global_(t.num_global * width_), q_(BLOCK * size_), d_out_(BLOCK * width_),
+          q_rows_(BLOCK * size_), d_out_rows_(BLOCK * width_), p_((TILE + DOT_ROWS) * BLOCK),
+          dp_(p_.size()), sums_(BLOCK * std::max(size_, width_)),
+          unused_(std::max(size_, width_)) {
+        if (t.ids) find_segments(t.ids + row_ * t.keys);
+        for (int64_t i = 0; i < t.num_global; ++i) {
+            if (!t.global_is_valid[row_ * t.num_global + i]) continue;
+            const int64_t key = t.global_keys[row_ * t.num_global + i];
+            Real *k = &k_global_[i * size_], *v = &v_global_[i * width_];
+            std::copy_n(key_row(key), size_, k);
+            std::copy_n(value_row(key), width_, v);
+            globals_.add(key, k, v);
+        }
+        globals_.pad();
+    }
+
+    void forward() {
+        for_each_block([this] { attend(); });
+    }
+
+    // Write dq, and add to dk and dv.
+    void backward() {
+        for_each_block([this] { attend_backward(); });
+    }
+
+  private:
+    const Task<Real>& t;
+    const int64_t row_, head_, piece_, size_, width_;
+    const int64_t ring_;                           // rows of the rings
+    std::vector<Real> k_ring_, v_ring_;            // keys and values of the band, by number
+    std::vector<Real> k_global_, v_global_;        // of the global keys
+    std::vector<Real> q_, d_out_;                  // of the block, [rows, BLOCK]: a column per query
+    std::vector<Real> q_rows_, d_out_rows_;        // of the block, a row per query
+    std::vector<Real> p_, dp_;                     // of a tile, [TILE, BLOCK]
+    std::vector<Real> sums_;                       // [BLOCK, D or E]: output or dq of the block
+    std::vector<Real> unused_;                     // gradients of rows beyond the last key
+    std::vector<int64_t> segment_start_, segment_end_;  // [S]
+    std::vector<int> number_;                      // of the block's keys: those before it in band_
+    KeyList<Real> globals_, band_;
+    int count_ = 0;         // queries of the block
+    int64_t group_ = 0;     // query head within the key head
+    int64_t first_ = 0;     // first query of the block; the others follow at steps of d
+    Real max_[BLOCK], sum_[BLOCK], rescale_[BLOCK];
+
+    const Real* key_row(int64_t key) const {
+        return t.k + row_ * t.k_steps[0] + head_ * t.k_steps[1] + key * t.k_steps[2];
+    }
+
+    const Real* value_row(int64_t key) const {
+        return t.v + row_ * t.v_steps[0] + head_ * t.v_steps[1] + key * t.v_steps[2];
+    }
+
+    // Row of the block's query c in a tensor with strides.
+    template <class Pointer>
+    Pointer query_row(Pointer x, const int64_t (&steps)[3], int c) const {
+        return x + row_ * steps[0] + (head_ * t.groups + group_) * steps[1] +
+               (first_ + c * t.dilation) * steps[2];
+    }
+
+    // Number of the block's query c in a contiguous [B, H G, T].
+    int64_t query_number(int c) const {
+        return ((row_ * t.heads + head_) * t.groups + group_) * t.queries + first_ +
+               c * t.dilation;
+    }
+
+    void find_segments(const int64_t* ids) {
+        segment_start_.resize(t.keys), segment_end_.resize(t.keys);
+        for (int64_t from = 0, to; from < t.keys; from = to) {
+            for (to = from; to < t.keys && ids[to] == ids[from]; ++to) segment_start_[to] = from;
+            std::fill(&segment_end_[from], &segment_end_[from] + (to - from), to);
+        }
+    }
+
+    // -- blocks --------------------------------------------------------------------------------
+
+    template <class Work>
+    void for_each_block(Work work) {
+        const int64_t d = t.dilation;
+        for (group_ = 0; group_ < t.groups; ++group_)
+            for (int64_t phase = 0; phase < std::min(d, t.keys); ++phase) {
+                const int64_t first = ((phase - t.offset) % d + d) % d;  // query of the phase
+                if (first >= t.queries) continue;
+                const int64_t queries = (t.queries - first + d - 1) / d;
+                const int64_t blocks = (queries + BLOCK - 1) / BLOCK;
+                int64_t copied = 0;  // keys that the rings have held, by number within the phase
+                for (int64_t i = piece_ * blocks / t.pieces; i < (piece_ + 1) * blocks / t.pieces;
+                     ++i) {
+                    count_ = (int)std::min<int64_t>(BLOCK, queries - i * BLOCK);
+                    first_ = first + i * BLOCK * d;
+                    list_keys(phase, copied);
+                    list_globals();
+                    work();
+                }
+            }
+    }
+
+    // List the keys of the block's queries, which are numbered from 0 within the phase.
+    void list_keys(int64_t phase, int64_t& copied) {
+        const int64_t d = t.dilation, count = (t.keys - phase + d - 1) / d;
+        const int64_t center = (t.offset + first_ - phase) / d;
+        int64_t low[BLOCK], high[BLOCK];
+        for (int c = 0; c < BLOCK; ++c) {
+            const int64_t query = center + std::min(c, count_ - 1);
+            low[c] = std::clamp<int64_t>(query - t.before, 0, count);
+            high[c] = std::min(query + t.after + 1, count);
+            if (t.ids) {
+                const int64_t position = std::min(phase + query * d, t.keys - 1);
+                low[c] = std::max(low[c], (segment_start_[position] - phase + d - 1) / d);
+                high[c] = std::min(high[c], (segment_end_[position] - phase + d - 1) / d);
+            }
+            high[c] = std::max(low[c], high[c]);
+        }
+        const int64_t begin = low[0], end = high[BLOCK - 1];
+        const uint8_t* mask = t.key_mask ? t.key_mask + row_ * t.keys + phase : nullptr;
+        for (copied = std::max(copied, begin); copied < end; ++copied) {
+            if (mask && !mask[copied * d]) continue;
+            const int64_t key = phase + copied * d;
+            std::copy_n(key_row(key), size_, &k_ring_[copied % ring_ * size_]);
+            std::copy_n(value_row(key), width_, &v_ring_[copied % ring_ * width_]);
+        }
+        band_.clear();
+        number_.resize(end - begin + 1);
+        int64_t at = begin % ring_;
+        for (int64_t i = begin; i < end; ++i) {
+            number_[i - begin] = band_.count;
+            if (!mask || mask[i * d])
+                band_.add(phase + i * d, &k_ring_[at * size_], &v_ring_[at * width_]);
+            at = at + 1 == ring_ ? 0 : at + 1;
+        }
+        number_[end - begin] = band_.count;
+        for (int c = 0; c < BLOCK; ++c) {
+            band_.low[c] = number_[low[c] - begin];
+            band_.high[c] = number_[high[c] - begin];
+        }
+        band_.pad();
+    }
+
+    void list_globals() {
+        for (int c = 0; c < BLOCK; ++c) {
+            const int64_t position = t.offset + first_ + std::min(c, count_ - 1) * t.dilation;
+            int seen = c ? globals_.high[c - 1] : 0;
+            while (seen < globals_.count && (!t.causal || globals_.keys[seen] <= position)) ++seen;
+            globals_.low[c] = 0, globals_.high[c] = seen;
+        }
+    }
+
+    // Call work(keys, start, width) for each tile of the block.
+    template <class Work>
+    void for_each_tile(Work work) {
+        for (const KeyList<Real>* keys : {&globals_, &band_})
+            for (int start = keys->low[0]; start < keys->high[BLOCK - 1]; start += TILE)
+                work(*keys, start, std::min(TILE, keys->high[BLOCK - 1] - start));
+    }
+
+    // Copy the block's rows, and write them as columns, one per lane, times a factor.
+    void load_rows(const Real* from, const int64_t (&steps)[3], int64_t size, Real factor,
+                   std::vector<Real>& rows, std::vector<Real>& columns) const {
+        for (int c = 0; c < count_; ++c) {
+            Real* row = &rows[c * size];
+            std::copy_n(query_row(from, steps, c), size, row);
+            store_column(row, size, factor, &columns[c]);
+        }
+        for (int c = count_; c < BLOCK; ++c)
+            for (int64_t d = 0; d < size; ++d) columns[d * BLOCK + c] = 0;
+    }
+
+    // -- tiles ---------------------------------------------------------------------------------
+
+    // Keys of a tile that lanes attend to: some of them from.first to from.second - 1, all of them
+    // plain.first to plain.second - 1.
+    struct Range {
+        int begin, end, plain_begin, plain_end;
+    };
+
+    // Of `lanes` lanes.
+    static Range range(const KeyList<Real>& keys, int lane, int lanes, int start, int width) {
+        const auto clamp = [&](int key) { return std::clamp(key - start, 0, width); };
+        Range found{clamp(keys.low[lane]), clamp(keys.high[lane + lanes - 1]),
+                    clamp(keys.low[lane + lanes - 1]), clamp(keys.high[lane])};
+        found.end = std::max(found.begin, found.end);
+        found.plain_begin = std::min(found.plain_begin, found.end);
+        found.plain_end = std::max(found.plain_begin, found.plain_end);
+        return found;
+    }
+
+    // The same for a vector of lanes, extended to groups of DOT_ROWS keys.
+    static Range vector_range(const KeyList<Real>& keys, int lane, int start, int width) {
+        Range found = range(keys, lane, LANES, start, width);
+        if (found.begin == found.end) return found;
+        found.begin = found.begin / DOT_ROWS * DOT_ROWS;
+        found.end = (found.end + DOT_ROWS - 1) / DOT_ROWS * DOT_ROWS;
+        return found;
+    }
+
+    // out[w][:] = sum over d of rows[w][d] columns[d][:], for the ranges of keys.
+    static void multiply(const Real* const* rows, const std::vector<Real>& columns, int64_t depth,
+                         const Range (&ranges)[VECTORS], int width, Real* out) {
+        for (int w = 0; w < width; w += DOT_ROWS) {
+            bool needed[2] = {false, false};
+            for (int i = 0; i < VECTORS; ++i)
+                needed[i >= VECTORS / 2] |= ranges[i].begin <= w && w < ranges[i].end;
+            Real* to = out + w * BLOCK;
+            if (needed[0] && needed[1])
+                multiply<VECTORS>(rows + w, columns.data(), depth, to);
+            else if (needed[0])
+                multiply<VECTORS / 2>(rows + w, columns.data(), depth, to);
+            else if (needed[1])
+                multiply<VECTORS / 2>(rows + w, columns.data() + BLOCK / 2, depth, to + BLOCK / 2);
+        }
+    }
+
+    template <int V>
+    static void multiply(const Real* const* rows, const Real* columns, int64_t depth, Real* out) {
+        Reals sums[DOT_ROWS][V];
+        dot_products(rows, columns, depth, sums);
+        for (int r = 0; r < DOT_ROWS; ++r)
+            for (int i = 0; i < V; ++i) store(out + r * BLOCK + i * LANES, sums[r][i]);
+    }
+
+    // Call each(index, attended) for the scores of a vector of lanes; attended is all ones where
+    // every lane attends to the key.
+    template <class Each, class Plain>
+    static void for_each_score(const KeyList<Real>& keys, const Range& range, int lane, int start,
+                               Plain plain, Each each) {
+        Ints low, high;
+        for (int i = 0; i < LANES; ++i)
+            low[i] = keys.low[lane + i] - start, high[i] = keys.high[lane + i] - start;
+        int w = range.begin;
+        for (; w < range.plain_begin; ++w) each(w * BLOCK + lane, (low <= w) & (high > w));
+        for (; w < range.plain_end; ++w) plain(w * BLOCK + lane);
+        for (; w < range.end; ++w) each(w * BLOCK + lane, (low <= w) & (high > w));
+    }
+
+    // -- forward and backward ------------------------------------------------------------------
+
+    void attend() {
+        load_rows(t.q, t.q_steps, size_, t.scale * LOG2_E, q_rows_, q_);
+        std::fill_n(max_, BLOCK, Real(MASKED_SCORE));
+        std::fill_n(sum_, BLOCK, Real(0));
+        std::fill_n(sums_.begin(), BLOCK * width_, Real(0));
+        for_each_tile([this](const KeyList<Real>& keys, int start, int width) {
+            attend(keys, start, width);
+        });
+        for (int c = 0; c < count_; ++c) {
+            const Real inverse = sum_[c] == 0 ? 0 : 1 / sum_[c];  // NaN stays NaN
+            t.lse[query_number(c)] =
+                sum_[c] == 0 ? Real(EMPTY_LSE) : Real((max_[c] + std::log2(sum_[c])) / LOG2_E);
+            Real* out = query_row(t.out, t.out_steps, c);
+            for (int64_t e = 0; e < width_; ++e) out[e] = sums_[c * width_ + e] * inverse;
+        }
+    }
+
+    void attend(const KeyList<Real>& keys, int start, int width) {
+        Range ranges[VECTORS];
+        for (int i = 0; i < VECTORS; ++i) ranges[i] = vector_range(keys, i * LANES, start, width);
+        multiply(&keys.k_rows[start], q_, size_, ranges, width, p_.data());
+        for (int i = 0; i < VECTORS; ++i) {
+            const int lane = i * LANES;
+            const Reals before = load(max_ + lane);
+            Reals maximum = before;
+            for_each_score(
+                keys, ranges[i], lane, start,
+                [&](int at) {
+                    const Reals score = load(&p_[at]);
+                    maximum = score > maximum ? score : maximum;
+                },
+                [&](int at, Ints attended) {
+                    const Reals score = attended ? load(&p_[at]) : broadcast(MASKED_SCORE);
+                    store(&p_[at], score);
+                    maximum = score > maximum ? score : maximum;
+                });
+            const Reals rescale = exp2(before - maximum);
+            Reals sum = load(sum_ + lane) * rescale;
+            for_each_score(
+                keys, ranges[i], lane, start,
+                [&](int at) {
+                    const Reals weight = exp2(load(&p_[at]) - maximum);
+                    store(&p_[at], weight);
+                    sum += weight;
+                },
+                [&](int at, Ints attended) {
+                    const Reals weight = attended ? exp2(load(&p_[at]) - maximum) : Reals{};
+                    store(&p_[at], weight);
+                    sum += weight;
+                });
+            store(max_ + lane, maximum);
+            store(sum_ + lane, sum);
+            store(rescale_ + lane, rescale);
+        }
+        for (int c = 0; c < count_; c += SUM_ROWS) {
+            const Range own = range(keys, c, SUM_ROWS, start, width);
+            if (own.begin == own.end) continue;
+            Real* out[SUM_ROWS];
+            for (int r = 0; r < SUM_ROWS; ++r) out[r] = &sums_[(c + r) * width_];
+            add_weighted_rows(out, rescale_ + c, &p_[c], 1, BLOCK, &keys.v_rows[start],
+                              {own.begin, own.end}, width_);
+        }
+    }
+
+    void attend_backward() {
+        load_rows(t.q, t.q_steps, size_, t.scale * LOG2_E, q_rows_, q_);
+        load_rows(t.d_out, t.d_out_steps, width_, 1, d_out_rows_, d_out_);
+        std::fill_n(max_, BLOCK, Real(0));
+        std::fill_n(sum_, BLOCK, Real(0));
+        std::fill_n(sums_.begin(), BLOCK * size_, Real(0));
+        for (int c = 0; c < count_; ++c) {
+            const int64_t number = query_number(c);
+            const Real* out = query_row(t.out, t.out_steps, c);
+            Real delta = t.d_lse ? -t.d_lse[number] : Real(0);
+            for (int64_t e = 0; e < width_; ++e) delta += out[e] * d_out_rows_[c * width_ + e];
+            max_[c] = t.lse[number] * Real(LOG2_E);
+            sum_[c] = delta;
+        }
+        for_each_tile([this](const KeyList<Real>& keys, int start, int width) {
+            attend_backward(keys, start, width);
+        });
+        for (int c = 0; c < count_; ++c)
+            std::copy_n(&sums_[c * size_], size_, t.dq + query_number(c) * size_);
+    }
+
+    void attend_backward(const KeyList<Real>& keys, int start, int width) {
+        Range ranges[VECTORS];
+        for (int i = 0; i < VECTORS; ++i) ranges[i] = vector_range(keys, i * LANES, start, width);
+        multiply(&keys.k_rows[start], q_, size_, ranges, width, p_.data());
+        multiply(&keys.v_rows[start], d_out_, width_, ranges, width, dp_.data());
+        for (int i = 0; i < VECTORS; ++i) {
+            const int lane = i * LANES;
+            const Reals lse = load(max_ + lane), delta = load(sum_ + lane);
+            for_each_score(
+                keys, ranges[i], lane, start,
+                [&](int at) {
+                    const Reals weight = exp2(load(&p_[at]) - lse);
+                    store(&p_[at], weight);
+                    store(&dp_[at], weight * (load(&dp_[at]) - delta) * Real(t.scale));
+                },
+                [&](int at, Ints attended) {
+                    const Reals weight = exp2(load(&p_[at]) - lse);
+                    const Reals d_score = weight * (load(&dp_[at]) - delta) * Real(t.scale);
+                    store(&p_[at], attended ? weight : Reals{});
+                    store(&dp_[at], attended ? d_score : Reals{});
+                });
+            for (int w = 0; w < ranges[i].begin; ++w) clear(w * BLOCK + lane);
+            for (int w = ranges[i].end; w < width + SUM_ROWS; ++w) clear(w * BLOCK + lane);
+        }
+        for (int c = 0; c < count_; c += SUM_ROWS) {
+            const Range own = range(keys, c, SUM_ROWS, start, width);
+            if (own.begin == own.end) continue;
+            Real* dq[SUM_ROWS];
+            for (int r = 0; r < SUM_ROWS; ++r) dq[r] = &sums_[(c + r) * size_];
+            add_weighted_rows(dq, nullptr, &dp_[c], 1, BLOCK, &keys.k_rows[start],
+                              {own.begin, own.end}, size_);
+        }
+        add_key_gradients(keys, start, width);
+    }
+
+    // Set the weights of LANES queries for a key to 0.
+    void clear(int at) {
+        store(&p_[at], Reals{});
+        store(&dp_[at], Reals{});
+    }
+
+    void add_key_gradients(const KeyList<Real>& keys, int start, int width) {
+        const Real *q_rows[BLOCK], *d_out_rows[BLOCK];
+        for (int c = 0; c < count_; ++c)
+            q_rows[c] = &q_rows_[c * size_], d_out_rows[c] = &d_out_rows_[c * width_];
+        const int64_t first = ((piece_ * t.batch + row_) * t.heads + head_) * t.keys;
+        int from = 0, to = 0;
+        for (int w = 0; w < width; w += SUM_ROWS) {
+            while (from < count_ && keys.high[from] <= start + w) ++from;
+            while (to < count_ && keys.low[to] < start + w + SUM_ROWS) ++to;
+            if (from >= to) continue;
+            Real *dk[SUM_ROWS], *dv[SUM_ROWS];
+            for (int r = 0; r < SUM_ROWS; ++r) {
+                const bool valid = w + r < width;
+                const int64_t key = first + keys.keys[start + std::min(w + r, width - 1)];
+                dk[r] = valid ? t.dk + key * size_ : unused_.data();
+                dv[r] = valid ? t.dv + key * width_ : unused_.data();
+            }
+            const Real *p = &p_[w * BLOCK], *dp = &dp_[w * BLOCK];
+            add_weighted_rows(dk, nullptr, dp, BLOCK, 1, q_rows, {from, to}, size_);
+            add_weighted_rows(dv, nullptr, p, BLOCK, 1, d_out_rows, {from, to}, width_);
+        }
+    }
+};
+
+template <class Real, class Pass>
+static void run(const Task<Real>& task, Pass pass) {
+    in_threads(task.batch * task.heads * task.pieces, task.threads, [&](int64_t unit) {
+        Worker<Real> worker(task, unit);
+        (worker.*pass)();
+    });
+}
+
+#define EXPORT(Real)                                                                           \
+    extern "C" void band_forward_##Real(const Task<Real>* task) {                              \
+        run(*task, &Worker<Real>::forward);                                                    \
+    }                                                                                          \
+    extern "C" void band_backward_##Real(const Task<Real>* task) {                             \
+        run(*task, &Worker<Real>::backward);                                                   \
+    }
+
+EXPORT(float)
+EXPORT(double)

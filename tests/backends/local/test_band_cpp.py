@@ -1,0 +1,111 @@
+"""The C++ kernel of banded softmax against a dense formula: output, log-sum-exp and gradients."""
+
+import pytest
+import torch
+
+from attnzoo.backends.local.band_cpp import BAND, band_attention_cpp
+from attnzoo.backends.local.blockwise_cpu import LocalOptions
+from attnzoo.backends.local.pattern import Band, global_indices
+from attnzoo.kernels import cpp
+
+pytestmark = pytest.mark.skipif(
+    bool(cpp.unavailable_reason(BAND)), reason=cpp.unavailable_reason(BAND)
+)
+B, HKV, GROUPS, S, D, E = 2, 2, 2, 150, 8, 6
+
+
+def draw(*shape):
+    """Return random numbers in storage that continues with NaN."""
+    x = torch.randn(shape, dtype=torch.float64)
+    return torch.cat([x.flatten(), torch.full((999,), torch.nan)])[: x.numel()].view(shape)
+
+
+def dense(q, k, v, x: LocalOptions, offset: int):
+    """Return output, log-sum-exp (0 for a query without keys) and which queries have keys."""
+    queries, keys = torch.arange(q.shape[2])[:, None] + offset, torch.arange(k.shape[2])
+    distance, (before, after, step) = queries - keys, x.band
+    seen = (distance <= before * step) & (distance >= -after * step) & (distance % step == 0)
+    seen = seen.expand(len(q), -1, -1)
+    if x.segment_ids is not None:
+        seen = seen & (x.segment_ids[:, queries[:, 0], None] == x.segment_ids[:, None])
+    if x.key_mask is not None:
+        seen = seen & x.key_mask[:, None]
+    if x.global_indices is not None:
+        is_global = torch.zeros(len(q), k.shape[2]).bool().scatter(1, *x.global_indices)[:, None]
+        seen = seen | (is_global & (queries >= keys) if x.causal else is_global)
+    k, v = (y.repeat_interleave(GROUPS, 1) for y in (k, v))
+    scores = (q @ k.mT * x.scale).masked_fill(~seen[:, None], -torch.inf)
+    has_keys = seen.any(-1)[:, None, :, None]
+    lse = scores.logsumexp(-1, keepdim=True).masked_fill(~has_keys, 0)
+    return (scores - lse).exp() @ v, lse * has_keys, has_keys
+
+
+BANDS = {  # before, after, dilation, position of the first query
+    "causal": (40, 0, 1, 0),
+    "one key": (0, 0, 1, 0),
+    "both sides": (33, 70, 1, 0),
+    "continuing": (20, 0, 1, 67),
+    "dilated": (9, 4, 3, 0),
+    "dilated and continuing": (5, 0, 4, 50),
+    "all keys": (S, S, 1, 0),
+    "phases of one token": (3, 3, S + 5, 0),
+}
+MASKS = ["none", "keys", "segments", "globals"]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("band", BANDS)
+def test_equals_the_dense_formula(band, mask):
+    torch.manual_seed(4)
+    before, after, step, offset = BANDS[band]
+    q, k, v = draw(B, HKV * GROUPS, S - offset, D), draw(B, S, HKV, D), draw(B, HKV, S, E)
+    k = k.transpose(1, 2)  # strided
+    key_mask = ids = indices = None
+    if mask in ("keys", "globals"):
+        key_mask = torch.rand(B, S) > 0.3
+        key_mask[1, 60:140] = False  # some queries see no key
+    if mask == "segments":
+        ids = (torch.rand(B, S) > 0.9).long().cumsum(1)
+    if mask == "globals":
+        is_global = torch.rand(B, S) < torch.tensor([[0.1], [0.03]])
+        indices, key_mask = global_indices(is_global), key_mask & ~is_global
+    x = LocalOptions(Band(before, after, step), after == 0, 0.3, key_mask, indices, ids, True)
+    leaves = [y.detach().requires_grad_() for y in (q, k, v)]
+    d_out, d_lse = draw(B, HKV * GROUPS, S - offset, E), draw(B, HKV * GROUPS, S - offset, 1)
+    out, lse, has_keys = dense(*leaves, x, offset)
+    expected = torch.autograd.grad((out * d_out).sum() + (lse * d_lse).sum(), leaves)
+    if mask == "keys":
+        hidden = ~key_mask[:, None, :, None]
+        leaves[1:] = [y.detach().masked_fill(hidden, torch.nan).requires_grad_() for y in (k, v)]
+    found, found_lse = band_attention_cpp(*leaves, x, offset)
+    torch.testing.assert_close(found, out)
+    torch.testing.assert_close(found_lse * has_keys, lse)
+    assert found_lse.isfinite().all()
+    total = (found * d_out).sum() + (found_lse * has_keys * d_lse).sum()
+    torch.testing.assert_close(torch.autograd.grad(total, leaves), expected)
+
+
+def test_threads_share_the_queries_of_a_head():
+    torch.manual_seed(5)
+    x = [draw(1, 1, S, D).requires_grad_() for _ in range(3)]
+    options = LocalOptions(Band(20, 20, 2), False, 0.3)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            out = band_attention_cpp(*x, options)[0]
+            results.append([out, *torch.autograd.grad(out.square().sum(), x)])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(*results)
+
+
+def test_large_scores_and_compiled_calls():
+    x = [draw(1, 2, 40, 16).float() for _ in range(3)]
+    options = LocalOptions(Band(9, 0, 1), True, 1e4)
+    out, lse = band_attention_cpp(*x, options)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+    compiled = torch.compile(band_attention_cpp, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*x, options)[0], out)
