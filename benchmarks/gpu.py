@@ -1,214 +1,171 @@
-"""Check the accuracy of the linear-attention kernels on a GPU, then time them against peers.
+"""Check the linear-attention kernels on a GPU, then time them beside their peers, in stages.
 
-    python benchmarks/gpu.py                        # needs an NVIDIA GPU; at most nine minutes
-    python benchmarks/gpu.py --interpret --tiny     # without a GPU: tests the script itself
+    python benchmarks/gpu.py --stage 1        # correctness; compiles and tunes the peers meanwhile
+    python benchmarks/gpu.py --stage 2        # attnzoo: graph replay and eager
+    python benchmarks/gpu.py --stage 3        # peers, peak memory, accuracy at 8,192 tokens
+    python benchmarks/gpu.py --stage 4        # profiles
+    python benchmarks/gpu.py --stage 5        # the largest workloads again, a model, torch.compile
+    python benchmarks/gpu.py --summary        # tables in Markdown from the rows
+    python benchmarks/gpu.py --interpret --tiny    # every stage without a GPU: tests the script
 
-Results are printed and written as JSON lines. Times are medians between CUDA events; calls cycle
-through several input buffers, so that no input is in the cache. Peers are flash-linear-attention,
-torch's fastest softmax attention and xformers. A peer that does not run, or a workload for which no
-time is left, is recorded with the reason. ``gpu_cases.py`` has the shapes and the goals.
+Nothing but torch, Triton and einops has to be installed; what lacks a package is recorded as
+unavailable. Every measurement is one JSON line, written at once. Each group of measurements is a
+process of its own, so that an illegal memory access ends one group only and is recorded. The same
+command again measures what the file lacks. A stage ends within its minutes.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any
 
-import torch
-import typer
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-if "--interpret" in sys.argv:  # Triton reads the variable when it is imported
-    os.environ["TRITON_INTERPRET"] = "1"
+from gpu_rows import append_row, read_rows  # noqa: E402
 
-from gpu_cases import CASES, GOALS, PUBLISHED, TINY, Workload, accuracy_cases, shrink
-from gpu_peers import PEERS, PeerUnavailable, attnzoo_kernels, call, copy_gigabytes, inputs_of
-from rich.console import Console
-from rich.table import Table
-
-from attnzoo.evaluation import timing
-from attnzoo.evaluation.timing import machine, write_lines
-
-RESERVE_SECONDS = 15  # for the last measurement and the output
-BUFFER_BYTES = 2**28  # total size of the input buffers: larger than any cache
-ROUNDS = 15
+MINUTES = {1: 4.0, 2: 7.0, 3: 8.0, 4: 3.0, 5: 8.0}
+POLL_SECONDS = 0.05
 
 
-class Session:
-    """Device, time limit and recorded rows of one benchmark run."""
-
-    def __init__(self, minutes: float, interpret: bool) -> None:
-        self.end = time.monotonic() + 60 * minutes - RESERVE_SECONDS
-        self.device = torch.device("cpu" if interpret else "cuda")
-        self.rows: list[dict[str, Any]] = []
-        self.console = Console(width=150)
-
-    def record(self, **row: Any) -> None:
-        """Store a row and print it."""
-        self.rows.append(row)
-        shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
-        self.console.print(", ".join(f"{k} {v}" for k, v in shown.items()), highlight=False)
-
-    def out_of_time(self) -> bool:
-        """Return whether the time limit has passed."""
-        return time.monotonic() > self.end
+def group_command(group: str, args: argparse.Namespace) -> list[str]:
+    """Return the command of a group's process."""
+    flags = [f"--{name}" for name in ("interpret", "tiny") if getattr(args, name)]
+    return [sys.executable, str(ROOT / "benchmarks/gpu_groups.py"), group, str(args.out), *flags]
 
 
-def median_ms(runs: list[Any], device: torch.device) -> float | None:
-    """Return the median time of calls, which run in turn; ``None`` without a GPU."""
-    if device.type != "cuda":
-        runs[0]()
-        return None
-    for run in runs:
-        run()
-    torch.cuda.synchronize()
-    times = []
-    for i in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        runs[i % len(runs)]()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times)
+class Group:
+    """A running process; what it did not record when it ended is recorded here."""
 
-
-def peak_bytes(run: Any, device: torch.device) -> int | None:
-    """Return the peak memory of a call beyond its inputs; ``None`` without a GPU."""
-    return timing.peak_bytes(run, "cuda", warm=True) if device.type == "cuda" else None
-
-
-def check_accuracy(session: Session, small: bool) -> bool:
-    """Compare with float64; return whether all errors are within their tolerances."""
-    accurate = True
-    for workload, mean, tolerance in accuracy_cases(small):
-        inputs = inputs_of(workload, session.device, mean=mean)
-        results = call(attnzoo_kernels(workload, inputs), inputs, train=True)
-        inputs_float64 = [x if x is None else x.detach().double().requires_grad_() for x in inputs]
-        expected = call(
-            attnzoo_kernels(workload, inputs_float64, impl="reference"), inputs_float64, train=True
+    def __init__(self, name: str, command: list[str], out: Path, environment: dict[str, str]):
+        self.name, self.out = name, out
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        self.process = subprocess.Popen(
+            command, env=environment, stderr=self.errors, start_new_session=True
         )
-        names = ["out", "dq", "dk", "dv", "dg"]
-        errors = {
-            name: ((a.double() - b).norm() / b.norm()).item()
-            for name, a, b in zip(names, results, expected, strict=False)
-        }
-        within_tolerance = all(error <= tolerance for error in errors.values())
-        accurate &= within_tolerance
-        session.record(
-            kind="accuracy",
-            workload=workload.name,
-            mean=mean,
-            tolerance=tolerance,
-            within_tolerance=within_tolerance,
-            **errors,
-        )
-    return accurate
 
-
-def measure(session: Session, workload: Workload, gigabytes: float | None) -> dict[str, float]:
-    """Time the kernels and their peers on a workload; return milliseconds by implementation."""
-    bytes_each = workload.input_bytes()
-    copies = 1 if session.device.type != "cuda" else max(2, -(-BUFFER_BYTES // bytes_each))
-    input_sets = [inputs_of(workload, session.device) for _ in range(copies)]
-    times: dict[str, float] = {}
-    for name in ("attnzoo", *workload.peers):
-        if session.out_of_time():
-            session.record(
-                kind="time", workload=workload.name, implementation=name, skipped="out of time"
+    def finish(self, end: float) -> bool:
+        """Return whether the process has ended, and record how; kill it after ``end``."""
+        late = time.monotonic() > end
+        if self.process.poll() is None:
+            if not late:
+                return False
+            os.killpg(self.process.pid, signal.SIGKILL)
+        code = self.process.wait()
+        self.errors.seek(0)
+        lines = self.errors.read().strip().splitlines() or [f"exit code {code}"]
+        self.errors.close()
+        if code == 0:
+            append_row(self.out, {"kind": "done", "group": self.name})
+        elif late:
+            append_row(self.out, {"kind": "timeout", "group": self.name})
+        else:
+            reason = lines[-1][:300]
+            if code < 0:
+                reason = f"killed by {signal.Signals(-code).name}"
+            rows = [row for row in read_rows(self.out) if row.get("group") == self.name]
+            key = rows[-1]["key"] if rows and rows[-1]["kind"] == "start" else None
+            append_row(
+                self.out, {"kind": "crash", "group": self.name, "key": key, "reason": reason}
             )
-            continue
-        try:
-            make = attnzoo_kernels if name == "attnzoo" else PEERS[name]
-            runs = [
-                lambda run=run, inputs=inputs: call(run, inputs, train=workload.train)
-                for inputs in input_sets
-                for run in [make(workload, inputs)]
-            ]
-            started = time.monotonic()
-            runs[0]()
-            first_seconds = time.monotonic() - started
-            ms, peak = median_ms(runs, session.device), peak_bytes(runs[0], session.device)
-        except PeerUnavailable as reason:
-            session.record(
-                kind="time", workload=workload.name, implementation=name, skipped=str(reason)
-            )
-            continue
-        except (RuntimeError, ValueError, TypeError, ImportError, AssertionError) as error:
-            message = str(error).strip().partition("\n")[0]
-            session.record(
-                kind="time",
-                workload=workload.name,
-                implementation=name,
-                skipped=f"{type(error).__name__}: {message}",
-            )
-            continue
-        row: dict[str, Any] = {"first_seconds": first_seconds, "peak_bytes": peak}
-        if ms is not None:
-            times[name] = row["median_ms"] = ms
-            if gigabytes:
-                row["copy_bandwidth_fraction"] = workload.minimum_bytes() / (1e6 * ms) / gigabytes
-        session.record(kind="time", workload=workload.name, implementation=name, **row)
-    for name, published_ms in PUBLISHED.get(workload.name, {}).items():
-        session.record(
-            kind="published",
-            workload=workload.name,
-            implementation=name,
-            median_ms=published_ms,
-            device="H100",
-        )
-    return times
+            print(f"{self.name}: {reason}", file=sys.stderr, flush=True)
+        return True
 
 
-def compare_with_goals(session: Session, times: dict[str, dict[str, float]]) -> None:
-    """Print and record each goal with its measured value."""
-    table = Table("goal", "target", "measured", title="Goals", title_justify="left")
-    for goal in GOALS:
-        measured = goal.measured(times, session.rows)
-        text = "not measured" if measured is None else f"{measured:.2f}"
-        table.add_row(goal.name, f"{goal.comparison} {goal.target}", text)
-        session.rows.append(
-            {"kind": "goal", "goal": goal.name, "target": goal.target, "measured": measured}
-        )
-    session.console.print(table)
+def run_stage(groups: dict[str, int], end: float, args: argparse.Namespace) -> bool:
+    """Run the groups of a stage; return whether all ended.
 
-
-def main(
-    interpret: Annotated[
-        bool, typer.Option(help="run in Triton's interpreter, on the CPU")
-    ] = False,
-    small: Annotated[bool, typer.Option("--tiny", help="a few tokens per workload")] = False,
-    minutes: Annotated[float, typer.Option(help="time limit")] = 9.0,
-    out: Annotated[Path, typer.Option(help="output file, JSON lines")] = Path("gpu.jsonl"),
-) -> None:
-    """Check accuracy, then measure."""
-    if not interpret and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no GPU; --interpret --tiny runs without one")
-    session = Session(minutes, interpret)
-    torch.manual_seed(0)
-    session.record(kind="machine", **machine(), interpreted=interpret)
-    within_tolerance = check_accuracy(session, small)
-    gigabytes = copy_gigabytes(session.device)
-    session.record(kind="copy", gigabytes_per_second=gigabytes)
-    times = {}
-    for workload in [shrink(w) for w in TINY] if small else CASES:
-        if session.out_of_time():
-            session.record(
-                kind="time", workload=workload.name, implementation="attnzoo", skipped="out of time"
-            )
+    Args:
+        groups: How many processes may run beside each group: 1 for timings.
+        end: When the stage ends, in seconds of the monotonic clock.
+        args: Options of the command line.
+    """
+    done = {row["group"] for row in read_rows(args.out) if row["kind"] == "done"}
+    waiting = [name for name in groups if name not in done]
+    running: list[Group] = []
+    while waiting or running:
+        running = [group for group in running if not group.finish(end)]
+        if time.monotonic() > end:
+            if not running:
+                break
             continue
-        times[workload.name] = measure(session, workload, gigabytes)
-    compare_with_goals(session, times)
-    write_lines(out, [{**row} for row in session.rows])
-    session.console.print(
-        f"{len(session.rows)} lines in {out}; accuracy "
-        f"{'within tolerance' if within_tolerance else 'OUT OF TOLERANCE'}"
+        limit = min((groups[group.name] for group in running), default=sys.maxsize)
+        if waiting and len(running) < min(limit, groups[waiting[0]]):
+            name = waiting.pop(0)
+            environment = group_environment(name, args)
+            running.append(Group(name, args.command(name, args), args.out, environment))
+        else:
+            time.sleep(POLL_SECONDS)
+    for name in waiting:
+        append_row(args.out, {"kind": "timeout", "group": name})
+    return not waiting
+
+
+def group_environment(group: str, args: argparse.Namespace) -> dict[str, str]:
+    """Return the environment of a group: fla has its own caches, one assembler has a path."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
     )
-    raise typer.Exit(0 if within_tolerance else 1)
+    cache = args.out.resolve().parent / "gpu-cache"
+    peer = " fla" in group or group == "again"
+    environment["TRITON_CACHE_DIR"] = str(cache / ("fla" if peer else "attnzoo"))
+    environment["TRITON_CACHE_AUTOTUNING"] = "1"  # of fla: found in stage 1, read in stage 3
+    if "second ptxas" in group and args.ptxas:
+        environment["TRITON_PTXAS_PATH"] = args.ptxas
+    if args.interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    return environment
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--stage", type=int, nargs="*", choices=MINUTES, default=list(MINUTES))
+    parser.add_argument("--group", nargs="*", help="only the groups that contain these words")
+    parser.add_argument("--minutes", type=float, help="time limit of each stage")
+    parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), help="rows, JSON lines")
+    parser.add_argument("--ptxas", help="path of a second assembler, checked in stage 1")
+    parser.add_argument("--interpret", action="store_true", help="Triton's interpreter, on the CPU")
+    parser.add_argument("--tiny", action="store_true", help="a few tokens per workload")
+    parser.add_argument("--summary", action="store_true", help="print the tables of the rows")
+    args = parser.parse_args(given)
+    args.command = group_command
+    return args
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run stages; return 1 if a check failed."""
+    from gpu_cases import groups_of
+    from gpu_summary import failures, summary
+
+    if args.summary:
+        print(summary(read_rows(args.out)))
+        return 0
+    if args.interpret:
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+        from gpu_groups import run_group
+    for stage in args.stage:
+        end = time.monotonic() + 60 * (args.minutes or MINUTES[stage])
+        groups = groups_of(stage, tiny=args.tiny, second=bool(args.ptxas))
+        if args.group:
+            groups = {k: v for k, v in groups.items() if any(word in k for word in args.group)}
+        print(f"stage {stage}: {len(groups)} groups", flush=True)
+        if args.interpret:  # in this process: starting one takes longer than a group
+            for name in groups:
+                run_group(name, args.out, tiny=args.tiny)
+        else:
+            run_stage(groups, end, args)
+    found = failures(read_rows(args.out))
+    print("\n".join(found) or "no check failed")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    raise SystemExit(main(arguments()))

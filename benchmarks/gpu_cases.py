@@ -28,6 +28,11 @@ class Workload:
     peers: tuple[str, ...] = ("fla",)
 
     @property
+    def family(self) -> str:
+        """The workloads that one process measures."""
+        return "decode" if self.decode else self.decay
+
+    @property
     def key_heads(self) -> int:
         """Hkv."""
         return self.Hkv or self.H
@@ -94,16 +99,54 @@ def shrink(workload: Workload) -> Workload:
     )
 
 
-def accuracy_cases(small: bool) -> Iterable[tuple[Workload, float, float]]:
+def accuracy_cases(decay: str, small: bool) -> Iterable[tuple[Workload, float, float]]:
     """Yield workloads to compare with float64, the mean of the values, and the tolerance."""
-    for decay in ("none", "scalar", "vector"):
-        for mean in (0.0, 1.0):
-            workload = Workload(
-                name=f"{decay} normalized", decay=decay, normalize=True, feature_map="elu+1",
-                B=1, H=2, T=8192, D=128, train=True,
-            )  # fmt: skip
-            # With few terms, rounding errors average out less
-            yield (shrink(workload), mean, 1e-2) if small else (workload, mean, 5e-3)
+    for mean in (0.0, 1.0):
+        workload = Workload(
+            name=f"{decay} normalized, mean {mean:.0f}", decay=decay, normalize=True,
+            feature_map="elu+1", B=1, H=2, T=8192, D=128, train=True,
+        )  # fmt: skip
+        # With few terms, rounding errors average out less
+        yield (shrink(workload), mean, 1e-2) if small else (workload, mean, 5e-3)
+
+
+FAMILIES = ("none", "scalar", "vector", "decode")
+DECAYS = ("none", "scalar", "vector")
+KINDS = ("bare", "mapped", "any", "wide")  # of calls, as in the table of configs
+TOOLS = ("memcheck", "racecheck")  # of compute-sanitizer
+PARALLEL = 8  # processes beside each other where nothing is timed
+
+
+def workloads(family: str, tiny: bool) -> list[Workload]:
+    """Return the workloads of a family."""
+    cases = [shrink(w) for w in TINY] if tiny else CASES
+    return [w for w in cases if w.family == family]
+
+
+def groups_of(stage: int, *, tiny: bool, second: bool) -> dict[str, int]:
+    """Return the groups of a stage, and how many processes may run beside each.
+
+    Args:
+        stage: 1 to 5.
+        tiny: Fewer groups, to test the script.
+        second: Whether there is a second assembler to check.
+    """
+    kinds = KINDS[:1] if tiny else KINDS
+    if stage == 1:
+        checks = [f"check {decay} {kind}" for decay in DECAYS for kind in kinds]
+        names = checks + ([f"{name} second ptxas" for name in checks] if second else [])
+        names += [f"sanitizer {tool} {decay}" for tool in TOOLS for decay in DECAYS]
+        names += [f"warm fla {family}" for family in FAMILIES]
+        return {"machine": 1, "copy": 1} | dict.fromkeys(names, PARALLEL)
+    if stage == 2:
+        return dict.fromkeys((f"time attnzoo {family}" for family in FAMILIES), 1)
+    if stage == 3:
+        names = [f"time fla {family}" for family in FAMILIES]
+        names += ["time softmax none", "time softmax vector"]
+        return dict.fromkeys([*names, *(f"accuracy {decay}" for decay in DECAYS)], 1)
+    if stage == 4:
+        return {"profile none": 1, "profile vector": 1}
+    return dict.fromkeys(["again", "llama", "compare", "tune"], 1)
 
 
 # Milliseconds of fla on an H100, bfloat16, from pytorch/helion examples/linear/BENCHMARKS.md
@@ -131,23 +174,24 @@ class Goal:
     metric: str = ""  # compare this field of the rows instead of times
     comparison: str = ">="
 
-    def measured(
-        self, times: Mapping[str, Mapping[str, float]], rows: list[dict[str, Any]]
-    ) -> float | None:
-        """Return the measured value, or ``None`` if it was not measured."""
-        if not self.metric:
-            milliseconds = times.get(self.workload, {})
-            ours, peer = milliseconds.get("attnzoo"), milliseconds.get(self.peer)
-            return None if ours is None or peer is None else peer / ours
-        values = {
-            row["implementation"]: row.get(self.metric)
-            for row in rows
-            if row.get("workload") == self.workload and row["kind"] == "time"
-        }
-        ours, peer = values.get("attnzoo"), values.get(self.peer)
+    def measured(self, rows: list[dict[str, Any]]) -> float | None:
+        """Return the measured value, or ``None`` if it was not measured.
+
+        Times are those of CUDA graphs where both were captured, else of eager calls.
+        """
+        found = {row["implementation"]: row for row in rows if row["workload"] == self.workload}
+        ours, peer = found.get("attnzoo", {}), found.get(self.peer, {})
         if self.metric == "copy_bandwidth_fraction":
-            return ours
-        return None if ours is None or peer is None else ours / peer
+            return ours.get(self.metric)
+        if self.metric:
+            return _ratio(ours, peer, self.metric)
+        graph = _ratio(peer, ours, "graph_ms")
+        return _ratio(peer, ours, "eager_ms") if graph is None else graph
+
+
+def _ratio(a: Mapping[str, Any], b: Mapping[str, Any], field: str) -> float | None:
+    x, y = a.get(field), b.get(field)
+    return x / y if x is not None and y else None
 
 
 GOALS = (

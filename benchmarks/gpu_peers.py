@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpu_cases import Workload
+from gpu_rows import PeerUnavailable
 from torch import Tensor
 
 from attnzoo.backends.flash.impl.sdpa import sdpa_kernel_name
@@ -16,10 +17,6 @@ from attnzoo.state import LinearState
 
 Inputs = list[Tensor | None]  # q, k, v and the log decay
 Run = Callable[[], Tensor]
-
-
-class PeerUnavailable(Exception):
-    """A peer cannot run; the message gives the reason."""
 
 
 def inputs_of(workload: Workload, device: torch.device, mean: float = 0.0) -> Inputs:
@@ -37,17 +34,28 @@ def inputs_of(workload: Workload, device: torch.device, mean: float = 0.0) -> In
     return [x if x is None else x.detach().requires_grad_(workload.train) for x in (q, k, v, gates)]
 
 
-def call(run: Run, inputs: Inputs, *, train: bool) -> list[Tensor]:
-    """Run the forward pass, or forward and backward with a fixed output gradient."""
-    if not train:
+def prepared(run: Run, inputs: Inputs, *, train: bool) -> Callable[[], list[Tensor]]:
+    """Return the forward pass, or forward and backward with a fixed output gradient."""
+
+    def forward() -> list[Tensor]:
         with torch.no_grad():
             return [run()]
-    out = run()
+
+    if not train:
+        return forward
     leaves = [x for x in inputs if x is not None]
-    generator = torch.Generator(out.device).manual_seed(7)
-    d_out = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.bfloat16)
-    grads = torch.autograd.grad(out, leaves, d_out.to(out.dtype), allow_unused=True)
-    return [out, *(x for x in grads if x is not None)]  # softmax ignores the decay
+    d_out: list[Tensor] = []
+
+    def forward_and_backward() -> list[Tensor]:
+        out = run()
+        if not d_out:
+            generator = torch.Generator(out.device).manual_seed(7)
+            like = {"device": out.device, "generator": generator, "dtype": torch.bfloat16}
+            d_out.append(torch.randn(out.shape, **like).to(out.dtype))
+        grads = torch.autograd.grad(out, leaves, d_out[0], allow_unused=True)
+        return [out, *(x for x in grads if x is not None)]  # softmax ignores the decay
+
+    return forward_and_backward
 
 
 def attnzoo_kernels(workload: Workload, inputs: Inputs, impl: str = "triton") -> Run:
@@ -128,7 +136,7 @@ def xformers(workload: Workload, inputs: Inputs) -> Run:
     return lambda: memory_efficient_attention(q, k, v, attn_bias=LowerTriangularMask())
 
 
-PEERS = {"fla": fla, "sdpa": sdpa, "xformers": xformers}
+PEERS = {"attnzoo": attnzoo_kernels, "fla": fla, "sdpa": sdpa, "xformers": xformers}
 
 
 def copy_gigabytes(device: torch.device) -> float | None:

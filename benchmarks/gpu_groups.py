@@ -1,0 +1,359 @@
+"""The groups of measurements of ``gpu.py``; each runs in a process of its own.
+
+python benchmarks/gpu_groups.py "time attnzoo none" rows.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import torch  # noqa: E402
+from gpu_cases import Workload, accuracy_cases, shrink, workloads  # noqa: E402
+from gpu_peers import PEERS, attnzoo_kernels, copy_gigabytes, inputs_of, prepared  # noqa: E402
+from gpu_rows import PeerUnavailable, Recorder, Row, read_rows  # noqa: E402
+
+BUFFER_BYTES = 2**28  # total size of the input buffers: larger than any cache
+ROUNDS = 15
+SANITIZER_SECONDS = 100
+
+
+class Session:
+    """What the groups need: where rows go, and the device."""
+
+    def __init__(self, group: str, out: Path, tiny: bool) -> None:
+        self.recorder, self.tiny = Recorder(out, group), tiny
+        self.interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        self.device = torch.device("cpu" if self.interpreted else "cuda:0")
+        copies = [row for row in read_rows(out) if row["kind"] == "copy"]
+        self.gigabytes = copies[-1].get("gigabytes_per_second") if copies else None
+
+    def need_gpu(self) -> None:
+        """Raise ``PeerUnavailable`` in the interpreter."""
+        if self.interpreted:
+            raise PeerUnavailable("the interpreter has no GPU")
+
+
+# -- stage 1 ---------------------------------------------------------------------------------------
+
+
+def measure_machine(session: Session) -> None:
+    """Record versions."""
+
+    def run() -> Row:
+        from attnzoo.backends.linear.impl.triton_trust import device_identity
+        from attnzoo.evaluation.timing import machine
+
+        return {**machine(), **device_identity(session.device)}
+
+    session.recorder.measure(run, kind="machine")
+
+
+def measure_copy(session: Session) -> None:
+    """Record the bandwidth of a large copy."""
+    session.recorder.measure(
+        lambda: {"gigabytes_per_second": copy_gigabytes(session.device)}, kind="copy"
+    )
+
+
+def check(session: Session, decay: str, kind: str, *assembler: str) -> None:
+    """Compare the kernels with float64 and torch, twice and bit for bit equal."""
+    from attnzoo.backends.linear import check_triton
+
+    cases = list(check_triton.cases(decay, 128, kind, small=session.tiny))
+    for case in cases[-1:] if session.interpreted else cases:
+        workload = f"{decay} {kind} {case}{' second ptxas' if assembler else ''}"
+        session.recorder.measure(
+            lambda case=case: {"wrong": list(check_triton.wrong_results(case, session.device))},
+            kind="check",
+            workload=workload,
+        )
+
+
+def sanitize(session: Session, tool: str, decay: str) -> None:
+    """Run small cases under compute-sanitizer."""
+
+    def run() -> Row:
+        binary = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+        if not Path(binary).exists():
+            raise PeerUnavailable("compute-sanitizer is not installed")
+        session.need_gpu()
+        module = ["-m", "attnzoo.backends.linear.check_triton", decay, "64", "mapped", "cuda:0"]
+        done = subprocess.run(
+            [binary, "--tool", tool, sys.executable, *module],
+            capture_output=True,
+            text=True,
+            timeout=SANITIZER_SECONDS,
+        )
+        text = done.stdout + done.stderr
+        found = re.search(r"(?:ERROR SUMMARY|RACECHECK SUMMARY)\D*(\d+)", text)
+        if found is None:
+            raise RuntimeError((text.strip().splitlines() or ["no output"])[-1])
+        return {"sanitizer_errors": int(found[1])}
+
+    session.recorder.measure(run, kind="sanitizer", workload=f"{tool} {decay}")
+
+
+def warm(session: Session, peer: str, family: str) -> None:
+    """Compile and tune a peer, in its own cache; nothing is timed."""
+    for workload in workloads(family, session.tiny):
+        if peer not in workload.peers:
+            continue
+
+        def run(workload: Workload = workload) -> Row:
+            inputs = inputs_of(workload, session.device)
+            start = time.monotonic()
+            prepared(PEERS[peer](workload, inputs), inputs, train=workload.train)()
+            return {"seconds": time.monotonic() - start}
+
+        session.recorder.measure(run, kind="warm", workload=workload.name, implementation=peer)
+
+
+# -- stages 2 and 3 --------------------------------------------------------------------------------
+
+
+def elapsed_ms(run: Callable[[], Any]) -> float:
+    """Return the time of a call between two CUDA events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def graph_ms(runs: list[Callable[[], Any]]) -> float:
+    """Return the median time of one call when a CUDA graph replays all of them in turn."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for run in runs:
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    graph.replay()
+    return median(elapsed_ms(graph.replay) for _ in range(ROUNDS)) / len(runs)
+
+
+def time_call(session: Session, workload: Workload, name: str) -> Row:
+    """Return the times of a call, eager and replayed, and its peak memory.
+
+    Calls cycle through several input buffers, so that no input is in the cache.
+    """
+    from attnzoo.evaluation.timing import peak_bytes
+
+    on_gpu = session.device.type == "cuda"
+    copies = max(2, -(-BUFFER_BYTES // workload.input_bytes())) if on_gpu else 1
+    runs = []
+    for _ in range(copies):
+        inputs = inputs_of(workload, session.device)
+        runs.append(prepared(PEERS[name](workload, inputs), inputs, train=workload.train))
+    start = time.monotonic()
+    runs[0]()
+    if not on_gpu:
+        return {"first_seconds": time.monotonic() - start}
+    torch.cuda.synchronize()
+    row: Row = {"first_seconds": time.monotonic() - start}
+    row["peak_bytes"] = peak_bytes(runs[0], "cuda", warm=True)
+    for run in runs:
+        run()
+    row["eager_ms"] = median(elapsed_ms(runs[i % copies]) for i in range(ROUNDS))
+    try:
+        row["graph_ms"] = graph_ms(runs)
+    except RuntimeError as error:
+        if "CUDA error" in str(error) and "capturing" not in str(error):
+            raise
+        row["graph_refused"] = str(error).strip().partition("\n")[0]
+    if session.gigabytes:
+        ms = row.get("graph_ms", row["eager_ms"])
+        row["copy_bandwidth_fraction"] = workload.minimum_bytes() / (1e6 * ms) / session.gigabytes
+    return row
+
+
+def time_peer(session: Session, peer: str, family: str) -> None:
+    """Time one implementation on the workloads of a family; ``softmax`` means all of softmax."""
+    for workload in workloads(family, session.tiny):
+        names = [name for name in workload.peers if name != "fla"] if peer == "softmax" else [peer]
+        for name in names:
+            if name in ("attnzoo", *workload.peers):
+                run = partial(time_call, session, workload, name)
+                session.recorder.measure(
+                    run, kind="time", workload=workload.name, implementation=name
+                )
+
+
+def accuracy(session: Session, decay: str) -> None:
+    """Record relative errors against float64."""
+    for workload, mean, tolerance in accuracy_cases(decay, session.tiny):
+
+        def run(
+            workload: Workload = workload, mean: float = mean, tolerance: float = tolerance
+        ) -> Row:
+            inputs = inputs_of(workload, session.device, mean=mean)
+            ours = prepared(attnzoo_kernels(workload, inputs), inputs, train=True)()
+            doubles = [x if x is None else x.detach().double().requires_grad_() for x in inputs]
+            reference = attnzoo_kernels(workload, doubles, impl="reference")
+            exact = prepared(reference, doubles, train=True)()
+            names = ("out", "dq", "dk", "dv", "dg")
+            errors = {
+                name: ((a.double() - b).norm() / b.norm()).item()
+                for name, a, b in zip(names, ours, exact, strict=False)
+            }
+            wrong = [f"{name} {error:.1e}" for name, error in errors.items() if error > tolerance]
+            return {"tolerance": tolerance, "errors": errors, "wrong": wrong}
+
+        session.recorder.measure(run, kind="accuracy", workload=workload.name)
+
+
+# -- stages 4 and 5 --------------------------------------------------------------------------------
+
+
+def profile(session: Session, decay: str) -> None:
+    """Record the time of each kernel of a training step."""
+
+    def run() -> Row:
+        session.need_gpu()
+        workload = Workload(name="", B=4, T=4096, H=64, D=128, decay=decay, train=True)
+        workload = shrink(workload) if session.tiny else workload
+        inputs = inputs_of(workload, session.device)
+        step = prepared(attnzoo_kernels(workload, inputs), inputs, train=True)
+        step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            for _ in range(3):
+                step()
+            torch.cuda.synchronize()
+        events = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)
+        return {"kernels_us": {e.key[:60]: e.self_device_time_total / 3 for e in events[:12]}}
+
+    session.recorder.measure(run, kind="profile", workload=decay)
+
+
+def time_again(session: Session) -> None:
+    """Time the first workload of each family and its peers once more."""
+    for family in ("none", "scalar", "vector"):
+        workload = workloads(family, session.tiny)[0]
+        for name in ("attnzoo", *workload.peers):
+            run = partial(time_call, session, workload, name)
+            session.recorder.measure(run, kind="again", workload=workload.name, implementation=name)
+
+
+def llama(session: Session) -> None:
+    """Record the time of one decoded token of a swapped Llama, eager and under torch.compile."""
+
+    def run(backend: str, options: dict[str, Any], compiled: bool) -> Row:
+        session.need_gpu()
+        try:
+            from transformers import LlamaConfig, LlamaForCausalLM
+        except ImportError as error:
+            raise PeerUnavailable(f"transformers cannot be imported: {error}") from error
+        import attnzoo
+
+        sizes = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 5504}
+        config = LlamaConfig(num_attention_heads=16, num_key_value_heads=4, **sizes)
+        with session.device:
+            model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        attnzoo.swap(model, backend, **options)
+        tokens = torch.randint(1000, (1, 4096), device=session.device)
+        call = {"do_sample": False, "pad_token_id": 0}
+        if compiled:
+            call["cache_implementation"] = "static"
+        row: Row = {}
+        for field, count in (("prefill_ms", 1), ("with_64_tokens_ms", 64)):
+            run = partial(model.generate, tokens, max_new_tokens=count, **call)
+            run()
+            row[field] = median(elapsed_ms(run) for _ in range(3))
+        row["token_ms"] = (row["with_64_tokens_ms"] - row["prefill_ms"]) / 63
+        return row
+
+    cases = {
+        "softmax": ("flash", {}),
+        "linear": ("linear", {}),
+        "gla": ("gated_linear", {"gate": "gla"}),
+        "hybrid": ("gated_linear", {"gate": "gla", "window": 64}),
+    }
+    for name, (backend, options) in cases.items():
+        for compiled in (False, True):
+            session.recorder.measure(
+                partial(run, backend, options, compiled),
+                kind="llama",
+                workload=name,
+                implementation="torch.compile" if compiled else "eager",
+            )
+
+
+def run_tool(session: Session, name: str, *command: str) -> None:
+    """Run a program of the project, and record how it ended."""
+
+    def run() -> Row:
+        session.need_gpu()
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        if done.returncode:
+            raise RuntimeError(lines[-1] if lines else f"exit code {done.returncode}")
+        return {"output": lines[-30:]}
+
+    session.recorder.measure(run, kind="tool", workload=name)
+
+
+def run_group(group: str, out: Path, *, tiny: bool) -> None:
+    """Measure what the file of rows lacks of a group."""
+    session = Session(group, out, tiny)
+    torch.manual_seed(0)
+    first, *rest = group.split()
+    folder = out.resolve().parent
+    if first == "compare":
+        model = ["demo", "--out", str(folder / "gpu-demo")]
+        run_tool(session, group, "-m", "attnzoo", *model)
+        return
+    if first == "tune":
+        table = str(folder / "gpu-table.json")
+        run_tool(session, group, "-m", "tools.triton_configs.tune", table)
+        return
+    functions: dict[str, Callable[..., None]] = {
+        "machine": measure_machine,
+        "copy": measure_copy,
+        "check": check,
+        "sanitizer": sanitize,
+        "warm": warm,
+        "time": time_peer,
+        "accuracy": accuracy,
+        "profile": profile,
+        "again": time_again,
+        "llama": llama,
+    }
+    functions[first](session, *rest)
+
+
+def main() -> int:
+    """Run one group."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("group")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--interpret", action="store_true")
+    args = parser.parse_args()
+    if not args.interpret and not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU; --interpret --tiny runs without one")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    run_group(args.group, args.out, tiny=args.tiny)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
