@@ -30,8 +30,8 @@ def _no_reasons(call: object) -> list[str]:
     return []
 
 
-def _no_status(call: object) -> str:
-    return ""
+def _trusted(call: object) -> tuple[tuple[str, ...], str]:
+    return (), ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,8 @@ class Implementation(Generic[Call, Result]):
         automatic: The reason to prefer it with ``impl="auto"``; ``""`` if only its name selects it.
         auto_reasons: Returns why ``impl="auto"`` skips it although it may support the call, for
             example because another one is as fast; checked before ``reasons``.
-        status: Returns what else ``describe`` says when ``impl="auto"`` selects it, or ``""``.
+        trust: Returns why ``impl="auto"`` does not trust it with a call that it supports, and what
+            ``describe`` says if it does; may check it on the device, so it is called last.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Implementation(Generic[Call, Result]):
     reasons: Callable[[Call], list[str]] = _no_reasons
     automatic: str = ""
     auto_reasons: Callable[[Call], list[str]] = _no_reasons
-    status: Callable[[Call], str] = _no_status
+    trust: Callable[[Call], tuple[tuple[str, ...], str]] = _trusted
 
 
 def impl_names(table: Sequence[Implementation[Any, Any]]) -> tuple[str, ...]:
@@ -93,10 +94,15 @@ def select(
             refused.append(f"{each.name} is skipped: {'; '.join(skipped)}")
             continue
         reasons = each.reasons(call)
-        if not reasons:
-            why = [each.automatic, *filter(None, [each.status(call)]), *refused]
-            return each, ImplChoice(each.name, "; ".join(why))
-        refused.append(f"{each.name} cannot: {'; '.join(reasons)}")
+        if reasons:
+            refused.append(f"{each.name} cannot: {'; '.join(reasons)}")
+            continue
+        doubts, status = each.trust(call)
+        if doubts:
+            refused.append(f"{each.name} is skipped: {'; '.join(doubts)}")
+            continue
+        why = [each.automatic, *([status] if status else []), *refused]
+        return each, ImplChoice(each.name, "; ".join(why))
     raise UnsupportedError(f"No implementation of {op} supports this call: {'. '.join(refused)}.")
 
 

@@ -30,7 +30,6 @@ from attnzoo.backends.linear.feature_maps.functional import (
     exp_queries,
     relu,
 )
-from attnzoo.backends.linear.impl import triton_trust
 from attnzoo.backends.linear.impl.bidirectional import run_bidirectional
 from attnzoo.backends.linear.impl.chunk import run_chunks
 from attnzoo.backends.linear.impl.common import (
@@ -44,6 +43,7 @@ from attnzoo.backends.linear.impl.cpp import cpp_reasons, run_cpp
 from attnzoo.backends.linear.impl.reference import run_reference
 from attnzoo.backends.linear.impl.step import run_steps, step
 from attnzoo.backends.linear.impl.triton import run_triton, triton_reasons
+from attnzoo.backends.linear.impl.triton_trust import trust
 from attnzoo.backends.linear.validation import check_log_decay, check_segment_ids, check_state
 from attnzoo.backends.validation import check_qkv, check_size
 from attnzoo.errors import UnsupportedError, did_you_mean
@@ -235,12 +235,8 @@ def _triton_reasons(x: LinearInputs) -> list[str]:
     return triton_reasons(x.q, x.k, x.v, form=x.form, causal=x.causal)
 
 
-def _triton_auto_reasons(x: LinearInputs) -> list[str]:
-    return [] if _triton_reasons(x) else triton_trust.auto_reasons(x.k, x.v, x.log_decay)
-
-
-def _triton_status(x: LinearInputs) -> str:
-    return triton_trust.status(x.k, x.v, x.log_decay)
+def _triton_trust(x: LinearInputs) -> tuple[tuple[str, ...], str]:
+    return trust(x.k, x.v, x.log_decay)
 
 
 def _cpp_reasons(x: LinearInputs) -> list[str]:
@@ -253,8 +249,7 @@ IMPLEMENTATIONS = (
         run=run_triton,
         reasons=_triton_reasons,
         automatic="compiled for this GPU",
-        auto_reasons=_triton_auto_reasons,
-        status=_triton_status,
+        trust=_triton_trust,
     ),
     Implementation(
         name="cpp",

@@ -36,6 +36,7 @@ class Gpu:
 
     def new_process(self):
         triton_trust._VERDICTS.clear()
+        triton_trust._PASSED.clear()
         triton_trust._WARNED.clear()
 
 
@@ -45,6 +46,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     monkeypatch.delenv(triton_trust.TRUST, raising=False)
     monkeypatch.setattr(triton_trust, "_VERDICTS", {})
+    monkeypatch.setattr(triton_trust, "_PASSED", {})
     monkeypatch.setattr(triton_trust, "_WARNED", set())
     monkeypatch.setattr(triton_trust, "device_identity", lambda device: gpu.identity)
     monkeypatch.setattr(triton_trust, "run_check", gpu.run_check)
@@ -140,7 +142,7 @@ def test_no_check_runs_while_a_cuda_graph_is_captured(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     k = SimpleNamespace(device=torch.device("cuda", 0), shape=X.shape)
     with pytest.warns(UserWarning, match="cannot run while a CUDA graph is captured"):
-        (reason,) = triton_trust.auto_reasons(k, k, None)
+        (reason,), _ = triton_trust.trust(k, k, None)
     assert "run `attnzoo doctor`" in reason
     assert gpu.checks == []
 

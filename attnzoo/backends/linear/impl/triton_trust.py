@@ -48,14 +48,15 @@ SECONDS = 300.0  # time limit of a check
 log = logging.getLogger(__name__)
 Key = tuple[torch.device, str, str, int]  # device, ptxas, decay, size
 _VERDICTS: dict[Key, Verdict] = {}
+_PASSED: dict[Key, str] = {}  # what describe says
 _WARNED: set[tuple[Key, str]] = set()
 
 
-def auto_reasons(k: Tensor, v: Tensor, log_decay: Tensor | None) -> list[str]:
+def trust(k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[tuple[str, ...], str]:
     """Return why ``impl="auto"`` does not select the kernels for a call that they support.
 
     Runs the check if there is no verdict yet; not while ``torch.compile`` traces or a CUDA graph is
-    captured.
+    captured. If there is no reason, the second result is what ``describe`` says about the check.
 
     Args:
         k: Keys, ``[B, Hkv, T, D]``.
@@ -67,12 +68,9 @@ def auto_reasons(k: Tensor, v: Tensor, log_decay: Tensor | None) -> list[str]:
         busy = "torch.compile traces"
     elif k.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         busy = "a CUDA graph is captured"
-    return list(_reasons(k.device, *_decay_and_size(k, v, log_decay), busy))
-
-
-def status(k: Tensor, v: Tensor, log_decay: Tensor | None) -> str:
-    """Return what ``describe`` says about a call that ``impl="auto"`` gives to the kernels."""
-    return str(status_of(k.device, *_decay_and_size(k, v, log_decay)))
+    found: tuple[tuple[str, ...], str]
+    found = _trust(k.device, *_decay_and_size(k, v, log_decay), busy)
+    return found
 
 
 def _decay_and_size(k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[str, int]:
@@ -84,16 +82,21 @@ def _decay_and_size(k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[str
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _reasons(device: torch.device, decay: str, size: int, busy: str) -> tuple[str, ...]:
-    trust = os.environ.get(TRUST, "")
-    if trust not in ("", "0", "1"):
+def _trust(device: torch.device, decay: str, size: int, busy: str) -> tuple[tuple[str, ...], str]:
+    wanted = os.environ.get(TRUST, "")
+    if wanted not in ("", "0", "1"):
         raise ConfigError(
-            f"the environment variable {TRUST} is {trust!r}; set it to 1 (impl='auto' selects the "
+            f"the environment variable {TRUST} is {wanted!r}; set it to 1 (impl='auto' selects the "
             "Triton kernels without a check), to 0 (it never does), or not at all"
         )
-    if trust:
-        return () if trust == "1" else (f"{TRUST}=0 excludes them from impl='auto'",)
+    if wanted == "1":
+        return (), f"unchecked, because {TRUST}=1"
+    if wanted == "0":
+        return (f"{TRUST}=0 excludes them from impl='auto'",), ""
     key = device, assembler(device), decay, size
+    status = _PASSED.get(key)
+    if status is not None:
+        return (), status
     verdict = _VERDICTS.get(key)
     if verdict is None:
         where = device_identity(device)
@@ -107,9 +110,10 @@ def _reasons(device: torch.device, decay: str, size: int, busy: str) -> tuple[st
             verdict = check(device, decay, size)
         if verdict is not None:
             _VERDICTS[key] = verdict
-    if verdict is not None and verdict.outcome == PASSED:
-        return ()
-    return (_refusal(key, verdict, busy),)
+    if verdict is None or verdict.outcome != PASSED:
+        return (_refusal(key, verdict, busy),), ""
+    _PASSED[key] = passed_status(device)
+    return (), _PASSED[key]
 
 
 def _refusal(key: Key, verdict: Verdict | None, busy: str) -> str:
@@ -134,11 +138,8 @@ def _refusal(key: Key, verdict: Verdict | None, busy: str) -> str:
     return reason
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def status_of(device: torch.device, decay: str, size: int) -> str:
-    """Return how far the kernels of a decay and size are trusted on a device."""
-    if os.environ.get(TRUST) == "1":
-        return f"unchecked, because {TRUST}=1"
+def passed_status(device: torch.device) -> str:
+    """Return what ``describe`` says about kernels that passed their check on a device."""
     checked = f"checked on {device_identity(device)['device']}"
     caution = compiler_caution(_major(device)) if device.type == "cuda" else ""
     return f"{checked} ({caution})" if caution else checked
@@ -160,7 +161,9 @@ def check(device: torch.device, decay: str, size: int, *, again: bool = False) -
         again=again,
         wait_seconds=2 * SECONDS,
     )
-    _VERDICTS[device, assembler(device), decay, size] = verdict
+    key = device, assembler(device), decay, size
+    _VERDICTS[key] = verdict
+    _PASSED.pop(key, None)
     return verdict
 
 
