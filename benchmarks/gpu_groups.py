@@ -23,7 +23,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 from gpu_cases import Workload, accuracy_cases, shrink, workloads  # noqa: E402
-from gpu_peers import PEERS, attnzoo_kernels, copy_gigabytes, inputs_of, prepared  # noqa: E402
+from gpu_peers import (  # noqa: E402
+    PEERS,
+    attnzoo_kernels,
+    copy_gigabytes,
+    inputs_of,
+    prepared,
+    remark,
+)
 from gpu_rows import PeerUnavailable, Recorder, Row, read_rows  # noqa: E402
 
 BUFFER_BYTES = 2**28  # total size of the input buffers: larger than any cache
@@ -159,7 +166,8 @@ def time_call(session: Session, workload: Workload, name: str) -> Row:
     from attnzoo.evaluation.timing import peak_bytes
 
     on_gpu = session.device.type == "cuda"
-    copies = max(2, -(-BUFFER_BYTES // workload.input_bytes())) if on_gpu else 1
+    bytes_each = workload.minimum_bytes() if workload.decode else workload.input_bytes()
+    copies = max(2, -(-BUFFER_BYTES // bytes_each)) if on_gpu else 1
     runs = []
     for _ in range(copies):
         inputs = inputs_of(workload, session.device)
@@ -169,7 +177,7 @@ def time_call(session: Session, workload: Workload, name: str) -> Row:
     if not on_gpu:
         return {"first_seconds": time.monotonic() - start}
     torch.cuda.synchronize()
-    row: Row = {"first_seconds": time.monotonic() - start}
+    row: Row = {"first_seconds": time.monotonic() - start, "remark": remark(name, workload)}
     row["peak_bytes"] = peak_bytes(runs[0], "cuda", warm=True)
     for run in runs:
         run()
@@ -318,8 +326,9 @@ def run_group(group: str, out: Path, *, tiny: bool) -> None:
     first, *rest = group.split()
     folder = out.resolve().parent
     if first == "compare":
-        model = ["demo", "--out", str(folder / "gpu-demo")]
-        run_tool(session, group, "-m", "attnzoo", *model)
+        options = ["--device", "cuda", "--level", "op,layer", "--no-quality"]
+        options += ["--out", str(folder / "gpu-compare")]  # which it resumes from, too
+        run_tool(session, group, "-m", "attnzoo", "compare", *options)
         return
     if first == "tune":
         table = str(folder / "gpu-table.json")

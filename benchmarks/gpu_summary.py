@@ -59,7 +59,8 @@ def times(rows: list[Row]) -> str:
     for row in latest(rows):
         if row["kind"] != "time":
             continue
-        refusal = row.get("unavailable") or row.get("error") or row.get("graph_refused") or ""
+        remarks = (row.get(name) for name in ("unavailable", "error", "graph_refused", "remark"))
+        remark = "; ".join(filter(None, remarks))
         peak, share = row.get("peak_bytes"), row.get("copy_bandwidth_fraction")
         lines.append(
             [
@@ -69,7 +70,7 @@ def times(rows: list[Row]) -> str:
                 _number(row.get("eager_ms")),
                 "" if peak is None else f"{peak / 2**20:.0f}",
                 "" if share is None else f"{share:.0%}",
-                refusal[:80],
+                remark[:80],
             ]
         )
     for workload, published in PUBLISHED.items():

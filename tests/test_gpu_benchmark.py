@@ -173,7 +173,8 @@ def test_the_summary_compares_graphs_with_graphs():
     summary = script("gpu_summary")
     ours = time_row("attnzoo", graph_ms=0.5, eager_ms=1.0, copy_bandwidth_fraction=0.7)
     goal = "| linear, forward, B4 T4096 H64 D128 | >= 1.8x |"
-    table = summary.summary([ours, time_row("fla", graph_ms=1.0, eager_ms=3.0)])
+    table = summary.summary([ours, time_row("fla", graph_ms=1.0, eager_ms=3.0, remark="lifted")])
+    assert "| none forward B4 T4096 H64 D128 | fla | 1 | 3 |  |  | lifted |" in table
     assert f"{goal} 2.00x |" in table
     assert "| linear, forward, of copy bandwidth | >= 0.6 | 0.70 |" in table
     table = summary.summary([ours, time_row("fla", eager_ms=3.0)])
