@@ -114,6 +114,15 @@ FAMILIES = ("none", "scalar", "vector", "decode")
 DECAYS = ("none", "scalar", "vector")
 KINDS = ("bare", "mapped", "any", "wide")  # of calls, as in the table of configs
 TOOLS = ("memcheck", "racecheck")  # of compute-sanitizer
+# Chunk, warps, stages and tile of all kernels, to compare beside the shipped table
+CONFIGS = (
+    (64, 4, 2, 64),
+    (64, 8, 3, 128),
+    (64, 8, 3, 64),
+    (64, 8, 2, 64),
+    (32, 8, 2, 64),
+    (32, 4, 2, 64),
+)
 PARALLEL = 8  # processes beside each other where nothing is timed
 
 
@@ -137,9 +146,11 @@ def groups_of(stage: int, *, tiny: bool, second: bool) -> dict[str, int]:
         names = checks + ([f"{name} second ptxas" for name in checks] if second else [])
         names += [f"sanitizer {tool} {decay}" for tool in TOOLS for decay in DECAYS]
         names += [f"warm fla {family}" for family in FAMILIES]
+        names += [f"compile configs {decay}" for decay in DECAYS]
         return {"machine": 1, "copy": 1} | dict.fromkeys(names, PARALLEL)
     if stage == 2:
-        return dict.fromkeys((f"time attnzoo {family}" for family in FAMILIES), 1)
+        names = [f"time attnzoo {family}" for family in FAMILIES]
+        return dict.fromkeys([*names, *(f"time configs {decay}" for decay in DECAYS)], 1)
     if stage == 3:
         names = [f"time fla {family}" for family in FAMILIES]
         names += ["time softmax none", "time softmax vector"]

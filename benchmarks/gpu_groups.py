@@ -6,6 +6,7 @@ python benchmarks/gpu_groups.py "time attnzoo none" rows.jsonl
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -17,24 +18,23 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
-from gpu_cases import Workload, accuracy_cases, shrink, workloads  # noqa: E402
+from gpu_cases import CONFIGS, Workload, accuracy_cases, shrink, workloads  # noqa: E402
 from gpu_peers import (  # noqa: E402
     PEERS,
     attnzoo_kernels,
     copy_gigabytes,
     inputs_of,
     prepared,
-    remark,
 )
 from gpu_rows import PeerUnavailable, Recorder, Row, read_rows  # noqa: E402
+from gpu_timing import elapsed_ms, time_call  # noqa: E402
 
-BUFFER_BYTES = 2**28  # total size of the input buffers: larger than any cache
-ROUNDS = 15
 SANITIZER_SECONDS = 100
 
 
@@ -47,6 +47,10 @@ class Session:
         self.device = torch.device("cpu" if self.interpreted else "cuda:0")
         copies = [row for row in read_rows(out) if row["kind"] == "copy"]
         self.gigabytes = copies[-1].get("gigabytes_per_second") if copies else None
+
+    def time_call(self, workload: Workload, name: str) -> Row:
+        """Return the times of a call."""
+        return time_call(workload, name, self.device, self.gigabytes)
 
     def need_gpu(self) -> None:
         """Raise ``PeerUnavailable`` in the interpreter."""
@@ -132,78 +136,54 @@ def warm(session: Session, peer: str, family: str) -> None:
 # -- stages 2 and 3 --------------------------------------------------------------------------------
 
 
-def elapsed_ms(run: Callable[[], Any]) -> float:
-    """Return the time of a call between two CUDA events."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
-def graph_ms(runs: list[Callable[[], Any]]) -> float:
-    """Return the median time of one call when a CUDA graph replays all of them in turn."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for run in runs:
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for run in runs:
-            run()
-    graph.replay()
-    return median(elapsed_ms(graph.replay) for _ in range(ROUNDS)) / len(runs)
-
-
-def time_call(session: Session, workload: Workload, name: str) -> Row:
-    """Return the times of a call, eager and replayed, and its peak memory.
-
-    Calls cycle through several input buffers, so that no input is in the cache.
-    """
-    from attnzoo.evaluation.timing import peak_bytes
-
-    on_gpu = session.device.type == "cuda"
-    bytes_each = workload.minimum_bytes() if workload.decode else workload.input_bytes()
-    copies = max(2, -(-BUFFER_BYTES // bytes_each)) if on_gpu else 1
-    runs = []
-    for _ in range(copies):
-        inputs = inputs_of(workload, session.device)
-        runs.append(prepared(PEERS[name](workload, inputs), inputs, train=workload.train))
-    start = time.monotonic()
-    runs[0]()
-    if not on_gpu:
-        return {"first_seconds": time.monotonic() - start}
-    torch.cuda.synchronize()
-    row: Row = {"first_seconds": time.monotonic() - start, "remark": remark(name, workload)}
-    row["peak_bytes"] = peak_bytes(runs[0], "cuda", warm=True)
-    for run in runs:
-        run()
-    row["eager_ms"] = median(elapsed_ms(runs[i % copies]) for i in range(ROUNDS))
-    try:
-        row["graph_ms"] = graph_ms(runs)
-    except RuntimeError as error:
-        if "CUDA error" in str(error) and "capturing" not in str(error):
-            raise
-        row["graph_refused"] = str(error).strip().partition("\n")[0]
-    if session.gigabytes:
-        ms = row.get("graph_ms", row["eager_ms"])
-        row["copy_bandwidth_fraction"] = workload.minimum_bytes() / (1e6 * ms) / session.gigabytes
-    return row
-
-
 def time_peer(session: Session, peer: str, family: str) -> None:
-    """Time one implementation on the workloads of a family; ``softmax`` means all of softmax."""
+    """Time one implementation on the workloads of a family; ``softmax`` means all of softmax.
+
+    ``configs`` means attnzoo with several configs, for the decay ``family``.
+    """
+    if peer == "configs":
+        configs(session, family, timed=True)
+        return
     for workload in workloads(family, session.tiny):
         names = [name for name in workload.peers if name != "fla"] if peer == "softmax" else [peer]
         for name in names:
             if name in ("attnzoo", *workload.peers):
-                run = partial(time_call, session, workload, name)
+                run = partial(session.time_call, workload, name)
                 session.recorder.measure(
                     run, kind="time", workload=workload.name, implementation=name
                 )
+
+
+def configs(session: Session, decay: str, *, timed: bool) -> None:
+    """Run a training step with each of some configs; times are those of CUDA graphs and eager."""
+    from attnzoo.backends.linear.kernels import configs as table
+    from attnzoo.backends.linear.kernels.launch import device_properties
+
+    capability, _ = device_properties(session.device)
+    workload = Workload(name="configs", B=4, T=4096, H=64, D=128, decay=decay, train=True)
+    workload = shrink(workload) if session.tiny else workload
+    for config in CONFIGS[:1] if session.tiny else CONFIGS:
+        name = f"{decay}, config {','.join(map(str, config))}"
+        path = session.recorder.path.resolve().parent / f"gpu-{name.replace(', config ', '-')}.json"
+        shapes = [
+            table.Shape(kernel, decay, kind, size)
+            for kernel in table.KERNELS
+            for kind in table.KINDS
+            for size in table.SIZES
+        ]
+        rows = {table.key(shape, capability): config for shape in shapes}
+        path.write_text(json.dumps({"configs": rows}))
+
+        def run() -> Row:
+            if timed:
+                return session.time_call(workload, "attnzoo")
+            inputs = inputs_of(workload, session.device)
+            prepared(attnzoo_kernels(workload, inputs), inputs, train=True)()
+            return {}
+
+        with mock.patch.dict(os.environ, {table.TABLE: str(path)}):
+            kind = "configs" if timed else "warm"
+            session.recorder.measure(run, kind=kind, workload=name, implementation="attnzoo")
 
 
 def accuracy(session: Session, decay: str) -> None:
@@ -257,7 +237,7 @@ def time_again(session: Session) -> None:
     for family in ("none", "scalar", "vector"):
         workload = workloads(family, session.tiny)[0]
         for name in ("attnzoo", *workload.peers):
-            run = partial(time_call, session, workload, name)
+            run = partial(session.time_call, workload, name)
             session.recorder.measure(run, kind="again", workload=workload.name, implementation=name)
 
 
@@ -340,6 +320,7 @@ def run_group(group: str, out: Path, *, tiny: bool) -> None:
         "check": check,
         "sanitizer": sanitize,
         "warm": warm,
+        "compile": lambda session, _, decay: configs(session, decay, timed=False),
         "time": time_peer,
         "accuracy": accuracy,
         "profile": profile,

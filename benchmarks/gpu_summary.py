@@ -57,7 +57,7 @@ def times(rows: list[Row]) -> str:
     """Return milliseconds, memory and the share of copy bandwidth of each call."""
     lines = []
     for row in latest(rows):
-        if row["kind"] != "time":
+        if row["kind"] not in ("time", "configs"):
             continue
         remarks = (row.get(name) for name in ("unavailable", "error", "graph_refused", "remark"))
         remark = "; ".join(filter(None, remarks))

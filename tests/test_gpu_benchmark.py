@@ -134,7 +134,17 @@ def test_every_stage_runs_without_a_gpu_and_resumes(tmp_path, capsys):
     options = ["--interpret", "--tiny", "--out", str(out)]
     assert gpu.main(gpu.arguments(options)) == 0
     rows = script("gpu_rows").read_rows(out)
-    kinds = {"machine", "copy", "check", "sanitizer", "warm", "time", "accuracy", "profile"}
+    kinds = {
+        "machine",
+        "copy",
+        "check",
+        "sanitizer",
+        "warm",
+        "time",
+        "accuracy",
+        "profile",
+        "configs",
+    }
     assert {row["kind"] for row in rows} == kinds | {"again", "llama", "tool", "start"}
     assert [row for row in rows if "error" in row] == []
     expected = {name for n in range(1, 6) for name in script("gpu_cases").groups_of(
@@ -146,6 +156,7 @@ def test_every_stage_runs_without_a_gpu_and_resumes(tmp_path, capsys):
     assert gpu.main(gpu.arguments([*options, "--summary"])) == 0
     table = capsys.readouterr().out
     assert "| linear, normalised, 32 heads on 8 | >= 3.0x | not measured |" in table
+    assert "| scalar, config 64,4,2,64 | attnzoo |" in table
     assert "| decode | fla |  |  |  |  | fla runs on a GPU only |" in table
 
 
