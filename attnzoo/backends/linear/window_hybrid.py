@@ -37,6 +37,7 @@ from attnzoo.backends.linear.window_state import (
 from attnzoo.backends.linear.window_state import (
     LinearBranch as LinearBranch,
 )
+from attnzoo.backends.linear.window_step import hybrid_step, supports_step
 from attnzoo.backends.local.band_cpp import band_cpp_reasons
 from attnzoo.backends.local.causal_window import causal_window, local_softmax, padding_last
 from attnzoo.backends.local.pattern import gather_tokens
@@ -46,6 +47,7 @@ from attnzoo.kernels.memory import cat_huge_pages
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice, LinearState
 
+STEP_IN_CPP = ImplChoice("cpp", "one token, compiled for this CPU")
 MIN_WEIGHT = 1e-30  # a smaller sum of linear weights, before scaling, counts as 0
 
 
@@ -97,6 +99,14 @@ def hybrid_attention(
     assert state is None or ids is None
     if shard is not None:
         state = state_before_shard(k, v, branch.k, window, shard)
+    if (
+        state is not None
+        and shard is None
+        and impl in ("auto", "cpp")
+        and supports_step(q, k, v, branch, mask, state)
+    ):
+        out, after = hybrid_step(q, k, v, branch, state, scale=scale)
+        return AttentionOutput(out, after if return_state else None, None, STEP_IN_CPP)
     order = None
     if padding_mask is not None:  # a stable sort puts real tokens first, so windows are contiguous
         order, padding_mask, ids = padding_last(padding_mask, ids)

@@ -224,3 +224,72 @@ def test_the_output_names_its_implementation(impl):
 def test_an_unknown_implementation_is_refused_with_all_names():
     with pytest.raises(UnsupportedError, match=r"no impl 'triton'.* auto, cpp, torch, reference"):
         run(make(12), 4, impl="triton")
+
+
+# -- one token in C++ ------------------------------------------------------------------------------
+
+
+def decode(x, prompt, window, impl="auto"):
+    """Return the outputs of the tokens after a prompt, and the implementations that ran."""
+    out, impls = [], set()
+    state = run(tokens(x, slice(prompt)), window, return_state=True).state
+    with torch.no_grad():
+        for t in range(prompt, x[0].shape[2]):
+            new = tokens(x, slice(t, t + 1))
+            step = run(new, window, impl=impl, state=state, return_state=True)
+            state = step.state
+            out.append(step.out)
+            impls.add(step.impl.impl)
+    return torch.cat(out, 2), impls
+
+
+@pytest.mark.parametrize("decay", DECAYS, ids=str)
+@pytest.mark.parametrize("window", [1, 4, 16])
+def test_step_equals_formula(window, decay):
+    prompt = 7
+    for options in ({}, {"mean": True}, {"relative": False}):
+        x = make(24, decay, **options)
+        out, impls = decode(x, prompt, window)
+        assert impls == {"cpp"}
+        assert_close(out, dense(*x[:4], window)[:, :, prompt:])
+
+
+def test_step_of_wider_heads_and_strided_tokens():
+    x = make(9, "channel")
+    q, k, v, branch, _ = (torch.cat([y] * 8, -1) if torch.is_tensor(y) else y for y in x)
+    q, k, v = (y.transpose(1, 2).contiguous().transpose(1, 2) for y in (q, k, v))
+    x = (q, k, v, branch, None)
+    out, impls = decode(x, 3, 4)
+    assert impls == {"cpp"}
+    assert_close(out, dense(q, k, v, branch, 4)[:, :, 3:])
+
+
+def test_step_with_keys_of_16_bits():
+    q, k, v, branch, _ = make(20, "token", mean=True, dtype=torch.float32)
+    q, k, v = (y.bfloat16() for y in (q, k, v))
+    exact = dense(*(y.double() for y in (q, k, v)), _double(branch), 4)[:, :, 6:]
+    ours, impls = decode((q, k, v, branch, None), 6, 4)
+    plain, others = decode((q, k, v, branch, None), 6, 4, impl="torch")
+    assert (impls, others) == ({"cpp"}, {"torch"})
+    assert ours.dtype == torch.bfloat16
+    assert (ours - exact).abs().max() <= 2 * (plain - exact).abs().max()
+
+
+def _double(branch):
+    return branch._replace(
+        **{name: getattr(branch, name).double() for name in ("q", "k", "log_weight", "log_decay")}
+    )
+
+
+def test_step_that_cpp_does_not_compute():
+    x = make(6)
+    state = run(tokens(x, slice(5)), 4, return_state=True).state
+    new = tokens(x, slice(5, 6))
+    expected = dense(*x[:4], 4)[:, :, 5:]
+    with_grad = (new[0].clone().requires_grad_(), *new[1:])
+    padding = torch.tensor([[True], [False]])
+    for given in (with_grad, (*new[:4], padding)):
+        step = run(given, 4, state=state)
+        assert step.impl.impl == "torch"
+        assert_close(step.out[:1], expected[:1])
+    assert run((*new[:4], torch.ones(B, 1, dtype=torch.bool)), 4, state=state).impl.impl == "cpp"

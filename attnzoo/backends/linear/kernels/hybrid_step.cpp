@@ -1,0 +1,192 @@
+// One token of the window hybrid on a CPU: decoding.
+//
+// The oldest key of the window enters the sums over earlier keys, and the new key the window:
+//     S = decay S + f_0 (v_0, 1)^T,   o = (ww near + lw far) / (ww + lw total),   (far, total) = f_q S
+// near is the softmax over the window and total the weight of all earlier keys; ww and lw are their
+// factors, divided by the larger of the two sums so that nothing overflows.
+//
+// work     one key head and its queries; sizes need not be multiples of anything
+// reads    the tokens with any strides but 1 in the last dimension; the state is contiguous
+// oracle   hybrid_attention(impl="reference"), float64 included
+//
+// Letters: B batch, H key heads, G query heads per key head, W window, D key size, E value size,
+// F features.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "lanes.h"
+#include "threads.h"
+#include "tiles.h"
+
+constexpr double MIN_WEIGHT = 1e-30;  // a smaller total counts as 0; MIN_WEIGHT of window_hybrid.py
+
+struct Bfloat16 {
+    uint16_t bits;
+
+    operator float() const {
+        const uint32_t wide = uint32_t(bits) << 16;
+        float value;
+        std::memcpy(&value, &wide, sizeof value);
+        return value;
+    }
+};
+
+// Key is the type of keys, Real of everything else.
+template <class Real, class Key>
+struct Step {
+    int64_t threads, batch, heads, groups, window, key_size, value_size, features;
+    int64_t decays;                           // 0, 1 or F
+    int64_t counted;                          // whether the weight is divided by the number of keys
+    int64_t relative;                         // whether it is a factor of the window's sum
+    int64_t q_steps[2], k_steps[2], v_steps[2], fq_steps[2], fk_steps[2];  // of batch and head
+    int64_t decay_steps[2], weight_steps[2];
+    double scale;
+    const Real* q;
+    const Key* k;
+    const Real *v, *fq, *fk, *log_decay, *log_weight;
+    const Key* keys;                           // of a head: [W, D]
+    const Real *values, *far, *kv, *z;         // of a head: [W, E], [W, F], [F, E + 1], [F]
+    const int64_t* seen;                       // [B]: tokens before this one
+    Real* out;
+    Key* next_keys;
+    Real *next_values, *next_far, *next_kv, *next_z;
+};
+
+template <class Real, class Key>
+class HybridStep : Math<Real> {
+    using typename Math<Real>::Reals;
+    using Math<Real>::LANES, Math<Real>::load;
+
+    const Step<Real, Key>& t;
+    std::vector<Real> weights_, sums_, near_, key_;  // [W], [E + 1], [E], [D]
+
+  public:
+    explicit HybridStep(const Step<Real, Key>& task)
+        : t(task), weights_(t.window), sums_(t.value_size + 1), near_(t.value_size),
+          key_(t.key_size) {}
+
+    void run(int64_t row, int64_t head) {
+        const int64_t i = row * t.heads + head;
+        update_sums(i, row, head);
+        shift(t.keys, token(t.k, t.k_steps, row, head), t.key_size, i, t.next_keys);
+        shift(t.values, token(t.v, t.v_steps, row, head), t.value_size, i, t.next_values);
+        shift(t.far, token(t.fk, t.fk_steps, row, head), t.features, i, t.next_far);
+        const int64_t seen = t.seen[row], first = std::max<int64_t>(0, t.window - 1 - seen);
+        for (int64_t g = 0; g < t.groups; ++g) {
+            const int64_t query = head * t.groups + g;
+            const Real lse = attend(token(t.q, t.q_steps, row, query), i, first);
+            read_sums(token(t.fq, t.fq_steps, row, query), i);
+            combine(lse, *token(t.log_weight, t.weight_steps, row, query), seen + 1 - t.window,
+                    t.out + (i * t.groups + g) * t.value_size);
+        }
+    }
+
+  private:
+    template <class X>
+    static const X* token(const X* x, const int64_t* steps, int64_t row, int64_t head) {
+        return x + row * steps[0] + head * steps[1];
+    }
+
+    // Add the oldest key of the window to the sums over earlier keys.
+    void update_sums(int64_t i, int64_t row, int64_t head) {
+        const int64_t columns = t.value_size + 1, size = t.features * columns;
+        const Real* far = t.far + i * t.window * t.features;
+        const Real* value = t.values + i * t.window * t.value_size;
+        const Real* log_decay = t.decays ? token(t.log_decay, t.decay_steps, row, head) : nullptr;
+        Real decay = t.decays ? std::exp(log_decay[0]) : Real(1);
+        for (int64_t f = 0; f < t.features; ++f) {
+            if (t.decays > 1) decay = std::exp(log_decay[f]);
+            const Real* before = t.kv + i * size + f * columns;
+            Real* after = t.next_kv + i * size + f * columns;
+            for (int64_t e = 0; e < t.value_size; ++e)
+                after[e] = decay * before[e] + far[f] * value[e];
+            after[t.value_size] = decay * before[t.value_size] + far[f];
+            const int64_t at = i * t.features + f;
+            t.next_z[at] = decay * t.z[at] + far[f];
+        }
+    }
+
+    // Remove the oldest row of the window and append the new one.
+    template <class X>
+    void shift(const X* state, const X* row, int64_t size, int64_t i, X* next) const {
+        const int64_t kept = (t.window - 1) * size;
+        next += i * t.window * size;
+        std::copy_n(state + i * t.window * size + size, kept, next);
+        std::copy_n(row, size, next + kept);
+    }
+
+    Real dot(const Real* a, const Real* b) const {
+        Reals sums{};
+        int64_t d = 0;
+        for (; d + LANES <= t.key_size; d += LANES) sums += load(a + d) * load(b + d);
+        Real sum = 0;
+        for (int j = 0; j < LANES; ++j) sum += sums[j];
+        for (; d < t.key_size; ++d) sum += a[d] * b[d];
+        return sum;
+    }
+
+    // Write the softmax over the window to near_; return its log-sum-exp.
+    Real attend(const Real* q, int64_t i, int64_t first) {
+        const Key* keys = t.next_keys + i * t.window * t.key_size;
+        const Real* values = t.next_values + i * t.window * t.value_size;
+        Real maximum = -INFINITY, sum = 0;
+        for (int64_t j = first; j < t.window; ++j) {
+            std::copy_n(keys + j * t.key_size, t.key_size, key_.data());  // converts
+            weights_[j] = Real(t.scale) * dot(q, key_.data());
+            maximum = std::max(maximum, weights_[j]);
+        }
+        for (int64_t j = first; j < t.window; ++j)
+            sum += weights_[j] = std::exp(weights_[j] - maximum);
+        std::fill(near_.begin(), near_.end(), Real(0));
+        for (int64_t j = first; j < t.window; ++j) {
+            const Real weight = weights_[j] / sum;
+            for (int64_t e = 0; e < t.value_size; ++e)
+                near_[e] += weight * values[j * t.value_size + e];
+        }
+        return maximum + std::log(sum);
+    }
+
+    void read_sums(const Real* fq, int64_t i) {
+        const int64_t columns = t.value_size + 1;
+        const Real* kv = t.next_kv + i * t.features * columns;
+        std::fill(sums_.begin(), sums_.end(), Real(0));
+        for (int64_t f = 0; f < t.features; ++f)
+            for (int64_t e = 0; e < columns; ++e) sums_[e] += fq[f] * kv[f * columns + e];
+    }
+
+    void combine(Real lse, Real log_weight, int64_t count, Real* out) const {
+        if (t.counted) log_weight -= std::log(Real(std::max<int64_t>(count, 1)));
+        if (t.relative) lse = 0;  // the window's sum is a factor of both terms and cancels
+        const Real total = sums_[t.value_size];
+        Real window_weight = 1, linear_weight = 0;
+        if (total > Real(MIN_WEIGHT)) {
+            const Real maximum = std::max(lse, log_weight + std::log(total));
+            window_weight = std::exp(lse - maximum);
+            linear_weight = std::exp(log_weight - maximum);
+        }
+        const Real factor = 1 / (window_weight + linear_weight * total);
+        for (int64_t e = 0; e < t.value_size; ++e)
+            out[e] = (window_weight * near_[e] + linear_weight * sums_[e]) * factor;
+    }
+};
+
+template <class Real, class Key>
+static void step(const Step<Real, Key>& t) {
+    const int64_t count = t.batch * t.heads;
+    const int64_t size = t.features * t.value_size + t.window * (t.key_size + t.value_size);
+    const int64_t pieces = count * size < 1 << 18 ? 1 : std::min(t.threads, count);
+    in_threads(pieces, pieces, [&](int64_t piece) {
+        const FlushDenormals flush;
+        HybridStep<Real, Key> step(t);
+        for (int64_t i = piece * count / pieces; i < (piece + 1) * count / pieces; ++i)
+            step.run(i / t.heads, i % t.heads);
+    });
+}
+
+extern "C" void hybrid_step_float32(const Step<float, float>* task) { step(*task); }
+extern "C" void hybrid_step_float64(const Step<double, double>* task) { step(*task); }
+extern "C" void hybrid_step_bfloat16(const Step<float, Bfloat16>* task) { step(*task); }
