@@ -20,12 +20,14 @@ from torch import Tensor
 from attnzoo.backends.block_sparse.impl.cpp import BLOCK_SPARSE
 from attnzoo.backends.delta.impl.cpp import DELTA
 from attnzoo.backends.linear.impl.cpp import LINEAR
+from attnzoo.backends.local.band_cpp import BAND
 from attnzoo.backends.reformer.impl.cpp import LSH, PIVOTS
 from attnzoo.kernels.cpp import Source, unavailable_reason
 from attnzoo.masks import AttentionMask
 from attnzoo.ops import (
     block_sparse_attention,
     delta_attention,
+    flash_attention,
     linear_attention,
     lsh_attention,
 )
@@ -67,11 +69,17 @@ def _lsh(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> Tensor:
     return lsh_attention(q, k, v, mask=CAUSAL, impl=impl, **sizes).out  # type: ignore[arg-type]
 
 
+def _window(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> Tensor:
+    mask = AttentionMask(causal=True, window=(15, 0))
+    return flash_attention(q, k, v, mask=mask, impl=impl).out
+
+
 BOTH = (torch.float32, torch.float64)
 KERNELS = (
     CppKernel("linear", (LINEAR,), _linear, "reference", BOTH),
     CppKernel("delta", (DELTA,), _delta, "reference", BOTH),
     CppKernel("block_sparse", (BLOCK_SPARSE,), _block_sparse, "reference", (torch.float64,)),
+    CppKernel("sliding windows", (BAND,), _window, "sdpa", BOTH),
     CppKernel("reformer", (LSH, PIVOTS), _lsh, "torch", (torch.float64,)),
 )
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,6 +74,12 @@ def test_a_version_outside_of_the_tested_range_fails(monkeypatch):
     row = only(monkeypatch, "x", lambda: installation._package("transformers"))
     assert row.status == WRONG
     assert "5.24.0 is outside of the tested range" in row.detail
+
+
+def test_every_cpp_source_is_checked():
+    checked = {source.path.resolve() for kernel in check_cpp.KERNELS for source in kernel.sources}
+    folder = Path(attnzoo.__file__).parent / "backends"
+    assert checked == {path.resolve() for path in folder.rglob("*.cpp")}
 
 
 def test_wrong_cpp_kernels_fail(monkeypatch):
