@@ -25,15 +25,21 @@ from peers import PEERS, measure_peer
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
+from windows import (
+    features,
+    flash_window,
+    longformer,
+    window_features,
+    window_gla,
+    window_hedgehog,
+)
 
 from attnzoo.backends.block_sparse.op import block_sparse_attention
 from attnzoo.backends.config import Geometry
-from attnzoo.backends.flash.op import flash_attention
 from attnzoo.backends.linear.impl.common import CHUNK_SIZE
 from attnzoo.backends.linear.impl.cpp import CPP_CHUNK, LINEAR
 from attnzoo.backends.linear.op import linear_attention
 from attnzoo.backends.linformer.op import linformer_attention, linformer_block_attention
-from attnzoo.backends.longformer.op import longformer_attention
 from attnzoo.backends.reformer.op import lsh_attention
 from attnzoo.evaluation.timing import (
     BenchmarkCase,
@@ -99,16 +105,6 @@ def per_channel(case: BenchmarkCase) -> Inputs:
 def per_head(case: BenchmarkCase) -> Inputs:
     """Return a constant log decay per head."""
     return (-0.1 * torch.rand(case.Hkv),)
-
-
-def longformer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """See 256 tokens on either side."""
-    return longformer_attention(q, k, v, window=256).out
-
-
-def flash_window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """See the 256 latest tokens."""
-    return flash_attention(q, k, v, mask=AttentionMask(causal=True, window=(255, 0))).out
 
 
 def linformer(q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> Tensor:
@@ -191,6 +187,9 @@ OPS: dict[str, Op] = {
         f"{name}, torch": Op(attend=partial(delta, impl="torch"), extras=extras)
         for name, extras in DELTA.items()
     },
+    "hedgehog, window 32": Op(attend=window_hedgehog),
+    "128 features, window 32": Op(attend=window_features, extras=features),
+    "gla, window 32": Op(attend=window_gla, extras=per_channel),
     "longformer": Op(attend=longformer),
     "flash, window 256": Op(attend=flash_window),
     "linformer": Op(attend=linformer, extras=rows_of(None, 256)),

@@ -12,6 +12,7 @@ subtracted, so nothing overflows.
 
 Time O(T (W D + C F + F E)), memory O(T D) on a CPU; the state has a fixed size. A key enters the
 linear state when it leaves the window, so query t is paired with key t - W, and no key is copied.
+In C++ one kernel computes the linear sums, and one the window and the output from both.
 Source: Zhang et al., 2024, arXiv:2410.10254 (LoLCATs), where :math:`e^{f_i}` is a factor of the
 window's largest term.
 Letters: B batch, H query heads, Hkv key heads, T queries, D key size, E value size, F features of a
@@ -38,10 +39,10 @@ from attnzoo.backends.linear.window_state import (
     LinearBranch as LinearBranch,
 )
 from attnzoo.backends.linear.window_step import hybrid_step, supports_step
-from attnzoo.backends.local.band_cpp import band_cpp_reasons
+from attnzoo.backends.local.band_cpp import OutsideSums, band_cpp_reasons
 from attnzoo.backends.local.causal_window import causal_window, local_softmax, padding_last
 from attnzoo.backends.local.pattern import gather_tokens
-from attnzoo.backends.validation import check_size
+from attnzoo.backends.validation import check_size, is_empty_call
 from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.kernels.memory import cat_huge_pages
 from attnzoo.masks import AttentionMask
@@ -51,7 +52,8 @@ STEP_IN_CPP = ImplChoice("cpp", "one token, compiled for this CPU")
 MIN_WEIGHT = 1e-30  # a smaller sum of linear weights, before scaling, counts as 0
 
 
-Parts = tuple[Tensor, Tensor, Tensor, Tensor | None, LinearState | None]
+# The output, float32 or wider, and the state of the linear sums
+Result = tuple[Tensor, LinearState | None]
 
 
 def hybrid_attention(
@@ -83,8 +85,8 @@ def hybrid_attention(
             Packed segments do not see each other, and the returned state is that of the last.
         state: The state that an earlier causal call returned; not together with segments.
         return_state: Whether to return the state after the last token.
-        impl: ``"cpp"``, ``"torch"`` or ``"reference"`` for the linear branch; ``"reference"`` also
-            computes the window with a dense mask. ``"auto"`` selects the fastest.
+        impl: ``"cpp"``, ``"torch"``, or ``"reference"``, which computes the window with a dense
+            mask. ``"auto"`` selects the fastest.
         chunk_size: As in :func:`attnzoo.backends.linear.op.linear_attention`.
         shard: This rank's part of sequences that several ranks hold, in place of ``state``; causal.
 
@@ -119,8 +121,8 @@ def hybrid_attention(
         *(impl, chunk_size, shard),
     )
     chosen, choice = select("hybrid_attention", IMPLEMENTATIONS, x, impl)
-    near, lse, sums, counts, last = chosen.run(x._replace(impl=chosen.name))
-    out = _combine(near, lse, sums, counts, branch).to(dtype)
+    out, last = chosen.run(x._replace(impl=chosen.name))
+    out = out.to(dtype)
     if order is not None and padding_mask is not None:
         out = out.masked_fill(~padding_mask[:, None, :, None], 0)
         out = gather_tokens(out, order.argsort(1))
@@ -128,20 +130,36 @@ def hybrid_attention(
     return AttentionOutput(out, next_state(x, last) if return_state else None, None, choice)
 
 
-def _compute_parts(x: HybridInputs) -> Parts:
-    """Compute the window and the linear branch.
-
-    Returns:
-        The window's output ``[B, H, T, E]`` and log-sum-exp ``[B, H, T, 1]``; the linear sums
-        ``[B, H, T, E + 1]``, the number of keys in them, ``[B, T]`` (with ``mean``), and their
-        state (causal).
-    """
+def _run_torch(x: HybridInputs) -> Result:
+    """Compute the window and the linear branch, then the output, in torch."""
     if x.causal:
-        near = causal_window(x.q, x.k, x.v[..., :-1], x.window_state, x.options)
-        return *near, *_causal_linear(x)
-    reach = (x.window, x.window)
-    near = local_softmax(x.q, x.k, x.v[..., :-1], reach, x.options)
-    return *near, *_bidirectional_linear(x), None
+        near, lse = causal_window(x.q, x.k, x.v[..., :-1], x.window_state, x.options)
+        sums, counts, last = _causal_linear(x)
+        sums = F.pad(sums, (0, 0, x.q.shape[2] - sums.shape[2], 0))
+    else:
+        reach = (x.window, x.window)
+        near, lse = local_softmax(x.q, x.k, x.v[..., :-1], reach, x.options)
+        (sums, counts), last = _bidirectional_linear(x), None
+    return _combine(near, lse, sums, _logit(x, counts, lse.dtype), x.branch), last
+
+
+def _run_cpp(x: HybridInputs) -> Result:
+    """Compute the linear branch, then the window and the output in one pass."""
+    if x.q.shape[2] == 1 or is_empty_call(x.q, x.k):
+        return _run_torch(x)
+    sums, counts, last = _causal_linear(x)
+    logit = _logit(x, counts, sums.dtype).expand(*x.q.shape[:3], 1).squeeze(3)
+    outside = OutsideSums(sums, logit, x.branch.relative, x.branch.linear_only_heads)
+    out, _ = causal_window(x.q, x.k, x.v[..., :-1], x.window_state, x.options, outside)
+    return out, last
+
+
+def _logit(x: HybridInputs, counts: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the logit of the linear sums, broadcastable to ``[B, H, T, 1]``."""
+    logit = x.branch.log_weight.to(dtype)
+    if counts is None:
+        return logit
+    return logit - counts.clamp(min=1).to(dtype).log()[:, None, :, None]
 
 
 def _cpp_reasons(x: HybridInputs) -> list[str]:
@@ -157,13 +175,13 @@ def _skip_cpp(x: HybridInputs) -> list[str]:
 IMPLEMENTATIONS = (
     Implementation(
         name="cpp",
-        run=_compute_parts,
+        run=_run_cpp,
         reasons=_cpp_reasons,
         auto_reasons=_skip_cpp,
         automatic="compiled for this CPU",
     ),
-    Implementation(name="torch", run=_compute_parts, automatic="runs on every device"),
-    Implementation(name="reference", run=_compute_parts),
+    Implementation(name="torch", run=_run_torch, automatic="runs on every device"),
+    Implementation(name="reference", run=_run_torch),
 )
 
 
@@ -173,7 +191,8 @@ IMPLEMENTATIONS = (
 def _causal_linear(x: HybridInputs) -> tuple[Tensor, Tensor | None, LinearState | None]:
     """Return the linear sums over keys before the window, their number, and their state.
 
-    Token t of the linear attention has the query of token t and the key of token t - W.
+    The first queries, whose windows hold all earlier keys, have no sums. Token t of the linear
+    attention has the query of token t and the key of token t - W.
     """
     branch, state, length, size = x.branch, x.state, x.q.shape[2], x.window
     log_decay, ids = branch.log_decay, None
@@ -209,7 +228,6 @@ def _causal_linear(x: HybridInputs) -> tuple[Tensor, Tensor | None, LinearState 
         chunk_size=x.chunk_size,
         shard=x.shard,
     )
-    out = F.pad(out, (0, 0, min(first, length), 0))
     if not branch.mean:
         return out, None, last
     counts = _tokens_around(x)[0] + 1 - size
@@ -270,12 +288,9 @@ def _tokens_around(x: HybridInputs) -> tuple[Tensor, Tensor]:
 
 
 def _combine(
-    near: Tensor, lse: Tensor, sums: Tensor, counts: Tensor | None, branch: LinearBranch
+    near: Tensor, lse: Tensor, sums: Tensor, logit: Tensor, branch: LinearBranch
 ) -> Tensor:
     """Return the window and the linear sums over one denominator."""
-    logit = branch.log_weight.to(lse.dtype)
-    if counts is not None:
-        logit = logit - counts.clamp(min=1).to(lse.dtype).log()[:, None, :, None]
     values, total = sums[..., :-1], sums[..., -1:]
     if branch.relative:
         lse = torch.zeros_like(lse)  # the window's sum is a factor of both terms and cancels

@@ -1,5 +1,7 @@
 """Banded softmax in C++, for CPUs: windows, dilation, global keys, both passes.
 
+The sums of another mechanism over the keys outside the band may share the denominator.
+
 See ``kernels/band.cpp`` and ``attnzoo/kernels/cpp``.
 Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size, G
 global keys, P pieces.
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,15 +37,30 @@ class _Task(ctypes.Structure):
         *cpp.fields(
             ctypes.c_int64,
             "threads batch heads groups queries keys key_size value_size before after dilation "
-            "offset causal num_global pieces",
+            "offset causal num_global relative far_start far_size pieces",
         ),
-        *cpp.fields(ctypes.c_int64 * 3, "q_steps k_steps v_steps out_steps d_out_steps"),
+        *cpp.fields(ctypes.c_int64 * 3, "q_steps k_steps v_steps out_steps d_out_steps far_steps"),
         ("scale", ctypes.c_double),
         *cpp.fields(
             ctypes.c_void_p,
-            "ids key_mask global_keys global_is_valid q k v out lse d_out d_lse dq dk dv",
+            "ids key_mask global_keys global_is_valid q k v out lse far logit far_only d_out d_lse "
+            "dq dk dv d_far d_logit",
         ),
     ]
+
+
+class OutsideSums(NamedTuple):
+    """Sums over keys outside the band, which share the denominator with the band's weights.
+
+    With the band's output n and log-sum-exp l, the sums u of values and s of weights, and their
+    logit f, outputs are ``(exp(l) n + exp(f) u) / (exp(l) + exp(f) s)``. Where s is 0 or below
+    ``MIN_WEIGHT`` of the kernel, they are n.
+    """
+
+    sums: Tensor  # u and, in the last column, s, of the last R queries, [B, H, R, E + 1]
+    logit: Tensor  # f, [B, H, T]
+    relative: bool  # whether l is 0 in this formula, so that weights are relative to the band's
+    only_heads: Tensor | None = None  # [H] bool: outputs are u / s where s is not 0
 
 
 def band_cpp_reasons(device: torch.device) -> list[str]:
@@ -60,7 +77,12 @@ def _build_reasons() -> tuple[str, ...]:
 
 
 def band_attention_cpp(
-    q: Tensor, k: Tensor, v: Tensor, options: LocalOptions, offset: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: LocalOptions,
+    offset: int = 0,
+    outside: OutsideSums | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return attention within a band and to global keys.
 
@@ -72,18 +94,21 @@ def band_attention_cpp(
         v: Values, ``[B, Hkv, S, E]``.
         options: Band, scale and masks. Segments are runs of equal ids of the keys.
         offset: Position of query 0 among the keys; T + offset is at most S.
+        outside: Sums over other keys to be added.
 
     Returns:
         The output ``[B, H, T, E]`` and the log-sum-exp of each query's scores, ``[B, H, T, 1]``,
         both float32 or wider. A query that sees no key gives 0 and a finite log-sum-exp.
     """
-    check_reverse_mode("sliding-window attention", q, k, v, instead=INSTEAD)
+    sums, logit, relative, only_heads = outside or (None, None, False, None)
+    check_reverse_mode("sliding-window attention", q, k, v, sums, logit, instead=INSTEAD)
     batch = len(q)
     masks = [options.key_mask, options.segment_ids, *(options.global_indices or (None, None))]
     masks = [None if x is None else x.expand(batch, -1).contiguous() for x in masks]
-    band = [*options.band, offset, int(options.causal)]
+    band = [*options.band, offset, int(options.causal), int(relative)]
     with autocast_disabled(q.device):
-        out, lse = band_softmax_cpp(q, k, v, *masks, band, options.scale)
+        tensors = (q, k, v, sums, logit, only_heads, *masks)
+        out, lse = band_softmax_cpp(*tensors, band, options.scale)
     return out, lse.unsqueeze(3)
 
 
@@ -95,6 +120,7 @@ class _Arguments:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        outside: tuple[Tensor | None, ...],
         masks: tuple[Tensor | None, ...],
         band: list[int],
         scale: float,
@@ -106,6 +132,12 @@ class _Arguments:
         if ids is not None:
             ids = ids.to(torch.int64)
         self.masks = ids, key_mask, global_keys, valid
+        sums, logit, only_heads = outside
+        if sums is not None and logit is not None:
+            sums = sums.to(dtype)
+            sums = sums if sums.stride(3) == 1 else sums.contiguous()
+            logit = logit.to(dtype).contiguous()
+        self.outside = sums, logit, only_heads
         batch, heads, keys, size = self.k.shape
         threads = torch.get_num_threads()
         self.task = _Task(
@@ -123,22 +155,20 @@ class _Arguments:
             offset=band[3],
             causal=band[4],
             num_global=0 if global_keys is None else global_keys.shape[1],
+            relative=band[5],
+            far_start=0 if sums is None else q.shape[2] - sums.shape[2],
+            far_size=v.shape[3],
             pieces=-(-threads // (batch * heads)),
             q_steps=_steps(self.q),
             k_steps=_steps(self.k),
             v_steps=_steps(self.v),
             scale=scale,
-            **_pointers(q=self.q, k=self.k, v=self.v),
-            **_pointers(
-                **dict(
-                    zip(
-                        ("ids", "key_mask", "global_keys", "global_is_valid"),
-                        self.masks,
-                        strict=True,
-                    )
-                )
-            ),
+            **_pointers(q=self.q, k=self.k, v=self.v, far=sums, logit=logit, far_only=only_heads),
+            **_pointers(ids=ids, key_mask=key_mask),
+            **_pointers(global_keys=global_keys, global_is_valid=valid),
         )
+        if sums is not None:
+            self.task.far_steps = _steps(sums)
 
     def run(self, direction: str) -> None:
         """Call the kernel of a direction."""
@@ -151,6 +181,9 @@ def band_softmax_cpp(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sums: Tensor | None,
+    logit: Tensor | None,
+    only_heads: Tensor | None,
     key_mask: Tensor | None,
     segment_ids: Tensor | None,
     global_keys: Tensor | None,
@@ -164,15 +197,22 @@ def band_softmax_cpp(
         q: Queries, ``[B, H, T, D]``.
         k: Keys, ``[B, Hkv, S, D]``.
         v: Values, ``[B, Hkv, S, E]``.
+        sums: As in :class:`OutsideSums`, and so are the next two.
+        logit: ``[B, H, T]``.
+        only_heads: ``[H]`` bool.
         key_mask: Keys that the band may see, ``[B, S]`` bool.
         segment_ids: ``[B, S]``.
         global_keys: Positions in increasing order, ``[B, G]``.
         global_is_valid: ``[B, G]`` bool.
-        band: Keys before, keys after, dilation, position of query 0, and whether later global keys
-            are masked.
+        band: Keys before, keys after, dilation, position of query 0, whether later global keys are
+            masked, and whether the logit is relative to the band's weights.
         scale: Multiplies the products.
     """
-    x = _Arguments(q, k, v, (key_mask, segment_ids, global_keys, global_is_valid), band, scale)
+    outside, masks = (
+        (sums, logit, only_heads),
+        (key_mask, segment_ids, global_keys, global_is_valid),
+    )
+    x = _Arguments(q, k, v, outside, masks, band, scale)
     batch, heads, length, _ = q.shape
     # stored as [B, T, H, E], so that the layer can join its heads without a copy
     out = empty_huge_pages(x.v, (batch, length, heads, x.v.shape[3]))
@@ -195,15 +235,22 @@ def band_softmax_cpp_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sums: Tensor | None,
+    logit: Tensor | None,
+    only_heads: Tensor | None,
     key_mask: Tensor | None,
     segment_ids: Tensor | None,
     global_keys: Tensor | None,
     global_is_valid: Tensor | None,
     band: list[int],
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
-    x = _Arguments(q, k, v, (key_mask, segment_ids, global_keys, global_is_valid), band, scale)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, sums and logit; no elements for ``None``."""
+    outside, masks = (
+        (sums, logit, only_heads),
+        (key_mask, segment_ids, global_keys, global_is_valid),
+    )
+    x = _Arguments(q, k, v, outside, masks, band, scale)
     d_out = out.new_zeros(1).expand(out.shape) if d_out is None else d_out.to(out.dtype)
     out, d_out, lse = pad_to_simd(out), pad_to_simd(d_out), lse.contiguous()
     d_lse = None if d_lse is None else d_lse.contiguous()
@@ -211,7 +258,11 @@ def band_softmax_cpp_backward(
     dq = empty_huge_pages(x.q, tuple(x.q.shape))
     dk, dv = (empty_huge_pages(y, (pieces, *y.shape)).zero_() for y in (x.k, x.v))
     x.task.out_steps, x.task.d_out_steps = _steps(out), _steps(d_out)
+    d_sums, d_logit = lse.new_empty(0), lse.new_empty(0)
+    if sums is not None:
+        d_sums, d_logit = empty_huge_pages(lse, tuple(sums.shape)), torch.zeros_like(lse)
     given = {"out": out, "lse": lse, "d_out": d_out, "d_lse": d_lse, "dq": dq, "dk": dk, "dv": dv}
+    given |= {"d_far": d_sums, "d_logit": d_logit}
     for name, pointer in _pointers(**given).items():
         setattr(x.task, name, pointer)
     x.run("backward")
@@ -221,6 +272,8 @@ def band_softmax_cpp_backward(
         unpad(dq, keys).to(q.dtype),
         unpad(dk, keys).to(k.dtype),
         unpad(dv, values).to(v.dtype),
+        d_sums if sums is None else d_sums.to(sums.dtype),
+        d_logit if logit is None else d_logit.to(logit.dtype),
     )
 
 
@@ -242,8 +295,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
 
 
 @band_softmax_cpp_backward.register_fake
-def _(d_out: Any, d_lse: Any, out: Any, lse: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any):  # type: ignore[no-untyped-def]
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+def _(d_out: Any, d_lse: Any, out: Any, lse: Tensor, *inputs: Any) -> Any:
+    return tuple(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs[:5])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -254,7 +307,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
     gradients = band_softmax_cpp_backward(d_out, d_lse, *ctx.saved_tensors, ctx.band, ctx.scale)
-    return (*gradients, *[None] * 6)
+    needed = ctx.needs_input_grad[:5]
+    return (*(g if n else None for g, n in zip(gradients, needed, strict=True)), *[None] * 7)
 
 
 band_softmax_cpp.register_autograd(_backward, setup_context=_setup_context)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.backends.local.band import band_softmax
-from attnzoo.backends.local.band_cpp import band_attention_cpp
+from attnzoo.backends.local.band_cpp import OutsideSums, band_attention_cpp
 from attnzoo.backends.local.blockwise_cpu import LocalOptions, blockwise_local_attention
 from attnzoo.backends.local.pattern import Band, gather_tokens
 from attnzoo.backends.validation import check_size, is_empty_call
@@ -107,12 +107,21 @@ def padding_last(
 
 
 def causal_window(
-    q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, x: Window
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: WindowState | None,
+    x: Window,
+    outside: OutsideSums | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return softmax attention to the W latest keys, and its log-sum-exp."""
+    """Return softmax attention to the W latest keys, and its log-sum-exp.
+
+    ``outside`` are sums over earlier keys, which only the C++ kernel adds.
+    """
     padding_mask, ids, reach = x.padding_mask, x.segment_ids, (x.size - 1, 0)
+    assert outside is None or x.impl == "cpp"
     if state is None:
-        return local_softmax(q, k, v, reach, x)
+        return local_softmax(q, k, v, reach, x, outside)
     one_token = q.shape[2] == 1
     first = int(one_token)  # one token does not see the oldest key of the state
     k = torch.cat([state.k[:, :, first:].to(k.dtype), k], 2)
@@ -126,7 +135,7 @@ def causal_window(
         ids = torch.cat([ids[:, :1].expand(-1, x.size), ids], 1)
     x = x._replace(padding_mask=padding_mask, segment_ids=ids)
     if x.impl == "cpp" and not is_empty_call(q, k):
-        return _compiled(q, k, v, reach, x, x.size)
+        return _compiled(q, k, v, reach, x, x.size, outside)
     q = F.pad(q, (0, 0, x.size, 0))
     out, lse = local_softmax(q, k, v, reach, x)
     return out[:, :, x.size :], lse[:, :, x.size :]
@@ -171,7 +180,12 @@ def is_filled(seen: Tensor, size: int) -> Tensor:
 
 
 def local_softmax(
-    q: Tensor, k: Tensor, v: Tensor, reach: tuple[int, int], x: Window
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    reach: tuple[int, int],
+    x: Window,
+    outside: OutsideSums | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return softmax attention to ``reach`` keys on either side, and its log-sum-exp."""
     length = q.shape[2]
@@ -179,7 +193,7 @@ def local_softmax(
     on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
     dense = x.impl == "reference" or is_empty_call(q, k)
     if not dense and x.impl == "cpp":
-        return _compiled(q, k, v, reach, x)
+        return _compiled(q, k, v, reach, x, 0, outside)
     if not dense and on_cpu:
         wide = torch.promote_types(q.dtype, torch.float32)
         return blockwise_local_attention(q.to(wide), k.to(wide), v.to(wide), _options(reach, x))
@@ -192,10 +206,16 @@ def local_softmax(
 
 
 def _compiled(
-    q: Tensor, k: Tensor, v: Tensor, reach: tuple[int, int], x: Window, offset: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    reach: tuple[int, int],
+    x: Window,
+    offset: int,
+    outside: OutsideSums | None,
 ) -> tuple[Tensor, Tensor]:
     """Return softmax attention and its log-sum-exp from the C++ kernel."""
-    return band_attention_cpp(q, k, v, _options(reach, x), offset)
+    return band_attention_cpp(q, k, v, _options(reach, x), offset, outside)
 
 
 def _options(reach: tuple[int, int], x: Window) -> LocalOptions:

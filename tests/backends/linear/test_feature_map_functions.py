@@ -25,6 +25,7 @@ from attnzoo.backends.linear.feature_maps.functional import (
     taylor,
 )
 from attnzoo.backends.linear.feature_maps.random_features import random_projection
+from attnzoo.kernels import memory
 
 SCALE = 16**-0.5
 RESIDUAL = 0.3 * torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -124,6 +125,16 @@ def test_hedgehog_matrix_of_lolcats_is_the_transpose():
     y = torch.einsum("hdf,bhld->bhlf", theirs, x)
     expected = torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
     torch.testing.assert_close(hedgehog(x, residual), expected)
+
+
+def test_blocks_of_tokens_give_the_same_features(monkeypatch):
+    monkeypatch.setattr(memory, "BLOCK_BYTES", 2 * 3 * 16 * 8)  # blocks of one token
+    x = torch.randn(2, 3, 40, 16, dtype=torch.float64)
+    for function in (MAPS["hedgehog"], MAPS["hedgehog_joint"]):
+        whole = function(x.clone().requires_grad_())
+        torch.testing.assert_close(function(x), whole)
+        strided = x.transpose(1, 2).contiguous().transpose(1, 2)
+        torch.testing.assert_close(function(strided), whole)
 
 
 def test_hedgehog_joint_is_one_softmax():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnzoo.backends.local.band_cpp import BAND, band_attention_cpp
+from attnzoo.backends.local.band_cpp import BAND, OutsideSums, band_attention_cpp
 from attnzoo.backends.local.blockwise_cpu import LocalOptions
 from attnzoo.backends.local.pattern import Band, global_indices
 from attnzoo.kernels import cpp
@@ -83,6 +83,40 @@ def test_equals_the_dense_formula(band, mask):
     assert found_lse.isfinite().all()
     total = (found * d_out).sum() + (found_lse * has_keys * d_lse).sum()
     torch.testing.assert_close(torch.autograd.grad(total, leaves), expected)
+
+
+@pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize(("offset", "rows"), [(0, 90), (30, 120)])
+def test_sums_outside_the_band_share_the_denominator(offset, rows, relative, only):
+    torch.manual_seed(6)
+    heads, queries = HKV * GROUPS, S - offset
+    q, k, v = draw(B, heads, queries, D), draw(B, HKV, S, D), draw(B, HKV, S, E)
+    options = LocalOptions(Band(9, 0, 1), True, 0.3)
+    total = torch.rand(B, heads, rows, 1, dtype=torch.float64) * 20
+    total[:, :, ::7] = 0
+    sums, logit = torch.cat([draw(B, heads, rows, E), total], 3), draw(B, heads, queries)
+    only_heads = torch.tensor([True, False, False, True]) if only else None
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, sums, logit)]
+
+    near, lse, _ = dense(*leaves[:3], options, offset)
+    padded = torch.nn.functional.pad(leaves[3], (0, 0, queries - rows, 0))
+    weights = padded[..., -1:]
+    values = padded[..., :-1] * (weights > 0)
+    near_weight = torch.ones_like(lse) if relative else lse.exp()
+    if only:
+        near_weight = near_weight * ~(only_heads[:, None, None] & (weights > 0))
+    factor = leaves[4].exp()[..., None]
+    expected = (near_weight * near + factor * values) / (near_weight + factor * weights)
+
+    outside = OutsideSums(*leaves[3:], relative, only_heads)
+    found, _ = band_attention_cpp(*leaves[:3], options, offset, outside)
+    torch.testing.assert_close(found, expected)
+    upstream = draw(*found.shape)
+    right, ours = (torch.autograd.grad((x * upstream).sum(), leaves) for x in (expected, found))
+    has_sums = total > 0  # where s is 0, u does not count
+    right = [*right[:3], right[3] * has_sums, right[4]]
+    torch.testing.assert_close(list(ours), right)
 
 
 def test_threads_share_the_queries_of_a_head():

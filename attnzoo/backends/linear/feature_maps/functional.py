@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.kernels.memory import cat_huge_pages
+from attnzoo.kernels.memory import map_token_blocks
 
 # Added to relu, because a row of zeros has no normaliser and no gradient. The value is that of the
 # ReLU kernel in Performer's code (arXiv:2009.14794).
@@ -234,8 +234,12 @@ def hedgehog(x: Tensor, residual: Tensor) -> Tensor:
     Returns:
         ``[B, H, T, 2 D]``, each half summing to 1, float32 or wider.
     """
-    x = _affine(x, residual)
-    return cat_huge_pages([x.softmax(-1), (-x).softmax(-1)], -1)
+
+    def features(x: Tensor) -> Tensor:
+        y = _affine(x, residual)
+        return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
+
+    return map_token_blocks(features, x, residual)
 
 
 def hedgehog_joint(x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
@@ -254,8 +258,12 @@ def hedgehog_joint(x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
     Returns:
         ``[B, H, T, 2 D]``, summing to 1, float32 or wider.
     """
-    y = 2 * _affine(x, residual, bias)
-    return torch.cat([y, -y], -1).softmax(-1)
+
+    def features(x: Tensor) -> Tensor:
+        y = 2 * _affine(x, residual, bias)
+        return torch.cat([y, -y], -1).softmax(-1)
+
+    return map_token_blocks(features, x, residual, bias)
 
 
 def learned_exp(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

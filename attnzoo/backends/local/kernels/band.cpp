@@ -1,11 +1,15 @@
 // Softmax attention within a band on a CPU: each query attends to an interval of keys around it.
 //
 // A block is up to BLOCK consecutive queries of a head, one per SIMD lane, and the keys of their
-// intervals, in tiles of TILE keys. Scores of a tile stay in the L1 cache: online softmax merges the
+// intervals, in tiles of KEY_TILE keys. Scores of a tile stay in the L1 cache: online softmax merges the
 // tiles, so memory is O(T (D + E)). The backward pass computes the scores again. A dilated band is a
 // plain one over every d-th token. Masked keys are left out of the blocks, and global keys, to which
 // every query attends, are a list of their own. The result of a query does not depend on the other
 // queries. Scores are base 2.
+//
+// Sums of another mechanism over the keys outside the band, such as linear attention's, may share the
+// denominator: with the band's output n and log-sum-exp l, the sums u of values and s of weights, and
+// their logit f, the output is (exp(l) n + exp(f) u) / (exp(l) + exp(f) s).
 //
 // work     one key head and the query heads that share it, or a part of their blocks
 // reads    q, k, v in place, with any strides but 1 in the last dimension; rows of keys and values
@@ -24,10 +28,12 @@
 
 #include "lanes.h"
 #include "threads.h"
+#include "tiles.h"
 
-constexpr int TILE = 128;               // keys of a tile
+constexpr int KEY_TILE = 128;               // keys of a tile
 constexpr double MASKED_SCORE = -1e30;  // below every score
 constexpr double EMPTY_LSE = -1e30;     // log-sum-exp of a query without keys
+constexpr double MIN_WEIGHT = 1e-30;    // as in attnzoo/backends/linear/window_hybrid.py
 
 template <class Real>
 struct Task {
@@ -36,8 +42,11 @@ struct Task {
     int64_t offset;                   // position of query 0 among the keys
     int64_t causal;                   // whether later global keys are masked
     int64_t num_global;
+    int64_t relative;                 // whether l is 0 where it is compared with the logit
+    int64_t far_start, far_size;      // the first query with sums u; columns of u
     int64_t pieces;  // into which the blocks of a key head are split; each has its own dk and dv
     int64_t q_steps[3], k_steps[3], v_steps[3], out_steps[3], d_out_steps[3];  // batch, head, token
+    int64_t far_steps[3];
     double scale;                    // multiplies query-key products
     const int64_t* ids;              // [B, S], segments, or null
     const uint8_t* key_mask;         // [B, S]: keys of the band, or null: all
@@ -45,8 +54,12 @@ struct Task {
     const uint8_t* global_is_valid;  // [B, num_global]
     const Real *q, *k, *v;
     Real *out, *lse;  // lse: [B, H G, T], natural logarithm
+    const Real *far, *logit;  // u and, in the last column, s, of queries from far_start on, or null;
+                              // f, [B, H G, T]
+    const uint8_t* far_only;  // [H G]: heads whose band does not count where s is not 0; or null
     const Real *d_out, *d_lse;
     Real *dq, *dk, *dv;  // [B, H G, T, D]; [pieces, B, H, S, D]; [pieces, B, H, S, E]
+    Real *d_far, *d_logit;  // d_far: [B, H G, T - far_start, far_size + 1]
 };
 
 // Keys of a block; lane c attends to keys low[c] to high[c] - 1. Both never decrease.
@@ -75,12 +88,12 @@ struct KeyList {
 };
 
 template <class Real>
-class Worker : Math<Real> {
+class Worker : Tiles<Real> {
     using typename Math<Real>::Reals;
     using typename Math<Real>::Ints;
     using Math<Real>::LANES, Math<Real>::load, Math<Real>::store, Math<Real>::broadcast;
     using Math<Real>::exp2, Math<Real>::add_weighted_rows, Math<Real>::dot_products;
-    using Math<Real>::store_column;
+    using Tiles<Real>::transpose;
     static constexpr int VECTORS = BLOCK / LANES;
 
   public:
@@ -90,7 +103,7 @@ class Worker : Math<Real> {
           ring_(std::min(t.before + t.after + BLOCK, t.keys)), k_ring_(ring_ * size_),
           v_ring_(ring_ * width_), k_global_(t.num_global * size_),
           v_global_(t.num_global * width_), q_(BLOCK * size_), d_out_(BLOCK * width_),
-          q_rows_(BLOCK * size_), d_out_rows_(BLOCK * width_), p_((TILE + DOT_ROWS) * BLOCK),
+          q_rows_(BLOCK * size_), d_out_rows_(BLOCK * width_), p_((KEY_TILE + DOT_ROWS) * BLOCK),
           dp_(p_.size()), sums_(BLOCK * std::max(size_, width_)),
           unused_(std::max(size_, width_)) {
         if (t.ids) find_segments(t.ids + row_ * t.keys);
@@ -120,9 +133,10 @@ class Worker : Math<Real> {
     const int64_t ring_;                           // rows of the rings
     std::vector<Real> k_ring_, v_ring_;            // keys and values of the band, by number
     std::vector<Real> k_global_, v_global_;        // of the global keys
-    std::vector<Real> q_, d_out_;                  // of the block, [rows, BLOCK]: a column per query
-    std::vector<Real> q_rows_, d_out_rows_;        // of the block, a row per query
-    std::vector<Real> p_, dp_;                     // of a tile, [TILE, BLOCK]
+    std::vector<Real> q_, d_out_;                  // of the block, [rows, BLOCK]: a column per query;
+                                                   // q times scale and log2(e)
+    std::vector<Real> q_rows_, d_out_rows_;        // of the block, a row per query, as in q_
+    std::vector<Real> p_, dp_;                     // of a tile, [KEY_TILE, BLOCK]
     std::vector<Real> sums_;                       // [BLOCK, D or E]: output or dq of the block
     std::vector<Real> unused_;                     // gradients of rows beyond the last key
     std::vector<int64_t> segment_start_, segment_end_;  // [S]
@@ -146,6 +160,35 @@ class Worker : Math<Real> {
     Pointer query_row(Pointer x, const int64_t (&steps)[3], int c) const {
         return x + row_ * steps[0] + (head_ * t.groups + group_) * steps[1] +
                (first_ + c * t.dilation) * steps[2];
+    }
+
+    // How the band's output and u are weighed.
+    struct Mix {
+        Real band, far;
+        const Real* sums;  // null without u
+    };
+
+    // The number of the block's query c among those with sums u; negative without.
+    int64_t far_number(int c) const { return first_ + c * t.dilation - t.far_start; }
+
+    const Real* far_row(int c) const {
+        return t.far + row_ * t.far_steps[0] + (head_ * t.groups + group_) * t.far_steps[1] +
+               far_number(c) * t.far_steps[2];
+    }
+
+    Mix mix(int c, Real lse) const {
+        if (!t.far || far_number(c) < 0) return {1, 0, nullptr};
+        const int64_t head = head_ * t.groups + group_;
+        const Real* sums = far_row(c);
+        const Real total = sums[t.far_size];
+        if (!(total > Real(MIN_WEIGHT))) return {1, 0, nullptr};
+        if (t.far_only && t.far_only[head]) return {0, 1 / total, sums};
+        const Real band = t.relative ? 0 : lse;
+        const Real far = t.logit[query_number(c)] + std::log(total);
+        const Real largest = std::max(band, far);
+        const Real band_weight = std::exp(band - largest), far_weight = std::exp(far - largest);
+        const Real sum = band_weight + far_weight;
+        return {band_weight / sum, far_weight / sum / total, sums};
     }
 
     // Number of the block's query c in a contiguous [B, H G, T].
@@ -178,11 +221,25 @@ class Worker : Math<Real> {
                      ++i) {
                     count_ = (int)std::min<int64_t>(BLOCK, queries - i * BLOCK);
                     first_ = first + i * BLOCK * d;
+                    prefetch(queries - i * BLOCK);
                     list_keys(phase, copied);
                     list_globals();
                     work();
                 }
             }
+    }
+
+    // Load what the block reads and writes at its end, and the next block's queries, into the cache.
+    // Always inlined, because GCC 12 removes calls of functions that only prefetch.
+    inline __attribute__((always_inline)) void prefetch(int64_t queries) const {
+        const auto row = [](const Real* x, int64_t size) __attribute__((always_inline)) {
+            for (int64_t i = 0; i < size; i += 64 / sizeof(Real)) __builtin_prefetch(x + i);
+        };
+        for (int c = 0; c < count_; ++c) row(query_row(t.out, t.out_steps, c), width_);
+        for (int c = 0; t.far && c < count_; ++c)
+            if (far_number(c) >= 0) row(far_row(c), t.far_size + 1);
+        for (int c = BLOCK; c < std::min<int64_t>(2 * BLOCK, queries); ++c)
+            row(query_row(t.q, t.q_steps, c), size_);
     }
 
     // List the keys of the block's queries, which are numbered from 0 within the phase.
@@ -239,20 +296,21 @@ class Worker : Math<Real> {
     template <class Work>
     void for_each_tile(Work work) {
         for (const KeyList<Real>* keys : {&globals_, &band_})
-            for (int start = keys->low[0]; start < keys->high[BLOCK - 1]; start += TILE)
-                work(*keys, start, std::min(TILE, keys->high[BLOCK - 1] - start));
+            for (int start = keys->low[0]; start < keys->high[BLOCK - 1]; start += KEY_TILE)
+                work(*keys, start, std::min(KEY_TILE, keys->high[BLOCK - 1] - start));
     }
 
-    // Copy the block's rows, and write them as columns, one per lane, times a factor.
+    // Copy the block's rows times a factor, and transpose them; each(c, row) may change a row before.
+    template <class Each>
     void load_rows(const Real* from, const int64_t (&steps)[3], int64_t size, Real factor,
-                   std::vector<Real>& rows, std::vector<Real>& columns) const {
+                   std::vector<Real>& rows, std::vector<Real>& columns, Each each) const {
         for (int c = 0; c < count_; ++c) {
-            Real* row = &rows[c * size];
-            std::copy_n(query_row(from, steps, c), size, row);
-            store_column(row, size, factor, &columns[c]);
+            const Real* row = query_row(from, steps, c);
+            for (int64_t d = 0; d < size; ++d) rows[c * size + d] = row[d] * factor;
+            each(c, &rows[c * size]);
         }
-        for (int c = count_; c < BLOCK; ++c)
-            for (int64_t d = 0; d < size; ++d) columns[d * BLOCK + c] = 0;
+        std::fill(rows.begin() + count_ * size, rows.end(), Real(0));
+        transpose(rows.data(), size, BLOCK, size, columns.data(), BLOCK);
     }
 
     // -- tiles ---------------------------------------------------------------------------------
@@ -325,7 +383,7 @@ class Worker : Math<Real> {
     // -- forward and backward ------------------------------------------------------------------
 
     void attend() {
-        load_rows(t.q, t.q_steps, size_, t.scale * LOG2_E, q_rows_, q_);
+        load_rows(t.q, t.q_steps, size_, t.scale * LOG2_E, q_rows_, q_, [](int, Real*) {});
         std::fill_n(max_, BLOCK, Real(MASKED_SCORE));
         std::fill_n(sum_, BLOCK, Real(0));
         std::fill_n(sums_.begin(), BLOCK * width_, Real(0));
@@ -334,10 +392,15 @@ class Worker : Math<Real> {
         });
         for (int c = 0; c < count_; ++c) {
             const Real inverse = sum_[c] == 0 ? 0 : 1 / sum_[c];  // NaN stays NaN
-            t.lse[query_number(c)] =
+            const Real lse =
                 sum_[c] == 0 ? Real(EMPTY_LSE) : Real((max_[c] + std::log2(sum_[c])) / LOG2_E);
+            t.lse[query_number(c)] = lse;
+            const Mix weights = mix(c, lse);
+            const Real factor = inverse * weights.band;
             Real* out = query_row(t.out, t.out_steps, c);
-            for (int64_t e = 0; e < width_; ++e) out[e] = sums_[c * width_ + e] * inverse;
+            for (int64_t e = 0; e < width_; ++e) out[e] = sums_[c * width_ + e] * factor;
+            if (weights.sums)
+                for (int64_t e = 0; e < t.far_size; ++e) out[e] += weights.far * weights.sums[e];
         }
     }
 
@@ -389,24 +452,46 @@ class Worker : Math<Real> {
     }
 
     void attend_backward() {
-        load_rows(t.q, t.q_steps, size_, t.scale * LOG2_E, q_rows_, q_);
-        load_rows(t.d_out, t.d_out_steps, width_, 1, d_out_rows_, d_out_);
         std::fill_n(max_, BLOCK, Real(0));
         std::fill_n(sum_, BLOCK, Real(0));
         std::fill_n(sums_.begin(), BLOCK * size_, Real(0));
-        for (int c = 0; c < count_; ++c) {
-            const int64_t number = query_number(c);
-            const Real* out = query_row(t.out, t.out_steps, c);
-            Real delta = t.d_lse ? -t.d_lse[number] : Real(0);
-            for (int64_t e = 0; e < width_; ++e) delta += out[e] * d_out_rows_[c * width_ + e];
-            max_[c] = t.lse[number] * Real(LOG2_E);
-            sum_[c] = delta;
-        }
+        load_rows(t.q, t.q_steps, size_, t.scale * LOG2_E, q_rows_, q_, [](int, Real*) {});
+        load_rows(t.d_out, t.d_out_steps, width_, 1, d_out_rows_, d_out_,
+                  [this](int c, Real* d_out) { differentiate_output(c, d_out); });
         for_each_tile([this](const KeyList<Real>& keys, int start, int width) {
             attend_backward(keys, start, width);
         });
-        for (int c = 0; c < count_; ++c)
-            std::copy_n(&sums_[c * size_], size_, t.dq + query_number(c) * size_);
+        for (int c = 0; c < count_; ++c) {
+            Real* dq = t.dq + query_number(c) * size_;
+            for (int64_t d = 0; d < size_; ++d) dq[d] = sums_[c * size_ + d] * Real(t.scale * LOG2_E);
+        }
+    }
+
+    // Replace the gradient of the output of query c by that of the band's output, and write those
+    // of u, s and the logit. max_ becomes the log-sum-exp, and sum_ the band's output times its
+    // gradient less the gradient of the log-sum-exp.
+    void differentiate_output(int c, Real* d_out) {
+        const int64_t number = query_number(c), far = far_number(c);
+        const Real* out = query_row(t.out, t.out_steps, c);
+        Real delta = 0, far_delta = 0, d_lse = t.d_lse ? t.d_lse[number] : Real(0);
+        for (int64_t e = 0; e < width_; ++e) delta += out[e] * d_out[e];
+        const Mix weights = mix(c, t.lse[number]);
+        if (t.far && far >= 0) {
+            const int64_t head = (row_ * t.heads + head_) * t.groups + group_;
+            Real* d_far = t.d_far + (head * (t.queries - t.far_start) + far) * (t.far_size + 1);
+            for (int64_t e = 0; e < t.far_size; ++e) d_far[e] = weights.far * d_out[e];
+            d_far[t.far_size] = -weights.far * delta;
+        }
+        if (weights.sums) {
+            for (int64_t e = 0; e < t.far_size; ++e) far_delta += weights.sums[e] * d_out[e];
+            t.d_logit[number] = weights.far * (far_delta - weights.sums[t.far_size] * delta);
+            const Real band_delta = delta - weights.far * far_delta;
+            if (!t.relative) d_lse += band_delta - weights.band * delta;
+            delta = band_delta;
+            for (int64_t e = 0; e < width_; ++e) d_out[e] *= weights.band;
+        }
+        max_[c] = t.lse[number] * Real(LOG2_E);
+        sum_[c] = delta - d_lse;
     }
 
     void attend_backward(const KeyList<Real>& keys, int start, int width) {
@@ -422,11 +507,11 @@ class Worker : Math<Real> {
                 [&](int at) {
                     const Reals weight = exp2(load(&p_[at]) - lse);
                     store(&p_[at], weight);
-                    store(&dp_[at], weight * (load(&dp_[at]) - delta) * Real(t.scale));
+                    store(&dp_[at], weight * (load(&dp_[at]) - delta) * Real(1 / LOG2_E));
                 },
                 [&](int at, Ints attended) {
                     const Reals weight = exp2(load(&p_[at]) - lse);
-                    const Reals d_score = weight * (load(&dp_[at]) - delta) * Real(t.scale);
+                    const Reals d_score = weight * (load(&dp_[at]) - delta) * Real(1 / LOG2_E);
                     store(&p_[at], attended ? weight : Reals{});
                     store(&dp_[at], attended ? d_score : Reals{});
                 });
