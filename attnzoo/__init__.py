@@ -26,6 +26,7 @@ _PUBLIC = {
     "available_backends": "attnzoo.registry",
     "context_parallel": "attnzoo.integrations.context_parallel",
     "describe": "attnzoo.integrations.describe",
+    "estimate_memory": "attnzoo.evaluation.memory_fit",
     "extend_positions": "attnzoo.integrations.positions",
     "get_backend": "attnzoo.registry",
     "register": "attnzoo.backends.base",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from attnzoo.backends.inputs import AttentionInputs
     from attnzoo.backends.linear.feature_maps.base import FeatureMap, register_feature_map
     from attnzoo.errors import SwapWarning
+    from attnzoo.evaluation.memory_fit import estimate_memory
     from attnzoo.integrations.context_parallel import context_parallel
     from attnzoo.integrations.convert import restore, swap
     from attnzoo.integrations.describe import describe
@@ -68,6 +70,7 @@ __all__ = [
     "available_backends",
     "context_parallel",
     "describe",
+    "estimate_memory",
     "extend_positions",
     "get_backend",
     "register",

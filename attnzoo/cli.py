@@ -16,6 +16,7 @@ from attnzoo.commands import (
     evaluate_command,
     families,
     launch,
+    memory,
     models,
     recovery,
     terminal,
@@ -60,6 +61,7 @@ app.command("finetune")(recovery.finetune)
 app.command("evaluate")(evaluate_command.evaluate)
 app.command("launch-config")(launch.launch_config)
 app.command("compare")(compare.compare)
+app.command("memory")(memory.memory)
 app.command("tasks")(compare.tasks)
 app.command("inspect")(compare.inspect)
 

@@ -33,6 +33,9 @@ Memory = Annotated[
     float | None, typer.Option(help="memory limit per case in GiB; default: 3/4 of the free memory")
 ]
 Threads = Annotated[int | None, typer.Option(help="torch threads; default: all cores")]
+Footprint = Annotated[
+    bool, typer.Option(help="compute memory of training and decoding at the longest length")
+]
 Fresh = Annotated[bool, typer.Option(help="set earlier results in --out aside and start over")]
 
 
@@ -50,6 +53,7 @@ def compare(
     text: Annotated[Path | None, typer.Option(help="text file to measure quality on")] = None,
     quality: Annotated[bool, typer.Option(help="measure quality over length")] = True,
     quality_length: Annotated[int, typer.Option(help="tokens per row for quality")] = 2048,
+    footprint: Footprint = True,
     timeout: Annotated[float, typer.Option(help="time limit per case in seconds")] = 60.0,
     memory: Memory = None,
     threads: Threads = None,
@@ -83,6 +87,7 @@ def compare(
         text=text,
         quality=quality,
         quality_length=quality_length,
+        footprint=footprint,
         timeout=timeout,
         memory_gib=memory,
         threads=threads,

@@ -11,6 +11,7 @@ from attnzoo.compare.advice import paragraph
 from attnzoo.compare.cases import LEVELS
 from attnzoo.compare.figures import Group, cost_plots, quality_plots
 from attnzoo.compare.fit import Curve, make_curves
+from attnzoo.compare.memory import computed_memory_table
 from attnzoo.compare.run import group_costs
 from attnzoo.compare.tables import cost_table, group_title, not_measured, quality_table
 from attnzoo.evaluation.results import Row
@@ -58,6 +59,9 @@ def show(console: Console, rows: Sequence[Row], mode: str, model: str, missing: 
     quality = quality_table(rows)
     if quality is not None:
         quality.print(console, wide=True)
+    memory = computed_memory_table(rows)
+    if memory is not None:
+        memory.print(console, wide=True)
     for name, reason in not_measured(rows):
         console.print(f"{name}: {reason}", soft_wrap=True, highlight=False, markup=False)
     text = advice(rows, mode, model, missing)
@@ -87,6 +91,10 @@ def write_report(
             costs = cost_plots(group, curves)
             plots += costs
             body += [page.plots_html(costs), cost_table(curves, group).html()]
+    memory = computed_memory_table(rows)
+    if memory is not None:
+        body += [page.heading(memory.title), page.paragraph(memory.caption, muted=True)]
+        body.append(memory.html())
     body += [page.reasons("Not measured", not_measured(rows)), page.footer(_footer(rows))]
     charts.write_pictures(out, plots)
     return page.write_page(out / PAGE, title="attnzoo compare", body=body)

@@ -26,6 +26,7 @@ from attnzoo.compare.cases import (
     is_exact,
     make_cases,
 )
+from attnzoo.compare.memory import add_memory, memory_cases
 from attnzoo.compare.workers import (
     NOT_RUN,
     OK,
@@ -70,6 +71,7 @@ class CompareConfig:
         text: File to evaluate quality on; the standard library for the embedded model.
         quality: Whether to measure quality.
         quality_length: Tokens per row in the quality measurement.
+        footprint: Whether to compute the memory of training and decoding at the longest length.
         timeout: Time limit of a case in seconds.
         memory_gib: Memory limit of a case; when ``None``, three quarters of the free memory on a
             CPU and no limit on a GPU.
@@ -90,6 +92,7 @@ class CompareConfig:
     text: Path | None = None
     quality: bool = True
     quality_length: int = 2048
+    footprint: bool = True
     timeout: float = 60.0
     memory_gib: float | None = None
     threads: int | None = None
@@ -194,7 +197,7 @@ def compare(
                 "give --out another folder, or --fresh to start over"
             )
     rows = [row for row in earlier if row["machine"] == about["machine"]]
-    memory = {"cpu": int(0.75 * _free_memory())}
+    memory = {"cpu": int(0.75 * free_memory())}
     if config.memory_gib:
         memory = dict.fromkeys(devices, int(config.memory_gib * 2**30))
     workers = Workers(
@@ -203,14 +206,20 @@ def compare(
         memory_bytes={device: count for device, count in memory.items() if count},
         preload=[info.module],
     )
-    total = len(cases) + (len(specs) if batch else 0)
+    sizes = memory_cases(cases) if config.footprint and info.text_model else []
+    total = len(cases) + len(sizes) + (len(specs) if batch else 0)
     rows = _measure_costs(
         cases, info, workers, config.out, about, rows, lambda n, name: on_progress(n, total, name)
     )
+    done = len(cases)
+    rows = add_memory(
+        sizes, info, config.out, about, rows, lambda n, name: on_progress(done + n, total, name)
+    )
     if batch:
+        done += len(sizes)
         rows = _measure_quality(
             specs, info, workers, config.out, about, rows, batch,
-            lambda n, name: on_progress(len(cases) + n, total, name),
+            lambda n, name: on_progress(done + n, total, name),
         )  # fmt: skip
     return rows
 
@@ -267,7 +276,7 @@ def _about(config: CompareConfig, info: ModelInfo) -> Row:
     }
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """Return the bytes of free memory of this machine; 0 if unknown."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:

@@ -166,7 +166,7 @@ def not_measured(rows: Sequence[Row]) -> list[tuple[str, str]]:
     for row in rows:
         if row["status"] in (OK, NOT_RUN):
             continue
-        what = row["kind"] if row["kind"] == "quality" else LEVEL_NAMES[row["level"]]
+        what = LEVEL_NAMES[row["level"]] if row["kind"] == "cost" else row["kind"]
         reason = ": ".join(filter(None, [row["status"], row.get("reason")]))
         cases = found.setdefault((row["attention"], reason), {})
         cases[f"{what}, {format_length(row['T'])} tokens"] = None

@@ -75,6 +75,8 @@ def cache_bytes(cache: DynamicCache) -> int:
 def layer_bytes(layer: Any) -> int:
     """Return the bytes of the tensors in one cache layer: a state, or keys and values."""
     state = getattr(layer, "state", None)
-    stock = (getattr(layer, "keys", None), getattr(layer, "values", None))
-    tensors = stock if state is None else state
+    if state is None:
+        tensors: Any = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    else:
+        tensors = state
     return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))

@@ -139,6 +139,14 @@ def peak_bytes(run: Run, device: str = "cpu", *, warm: bool = False) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+    return profile_allocations(run)[0]
+
+
+def profile_allocations(run: Run) -> tuple[int, int]:
+    """Return the peak memory of a call on the CPU and the memory of its result, in bytes.
+
+    Both are sums of the profiler's allocation events, above the current usage.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         result = run()
@@ -150,7 +158,7 @@ def peak_bytes(run: Run, device: str = "cpu", *, warm: bool = False) -> int:
     for event in sorted(events, key=lambda event: event.start_ns()):
         current += event.nbytes()
         peak = max(peak, current)
-    return peak
+    return peak, current
 
 
 def machine() -> dict[str, Any]:

@@ -28,7 +28,8 @@ def empty_huge_pages(
     sixth of a forward pass over 16k tokens.
     """
     x = like.new_empty(shape, dtype=dtype or like.dtype)
-    if x.device.type == "cpu" and x.nbytes >= HUGE_BYTES and sys.platform == "linux":
+    in_memory = x.device.type == "cpu" and type(x) is Tensor  # subclasses may have no data
+    if in_memory and x.nbytes >= HUGE_BYTES and sys.platform == "linux":
         start = -(-x.data_ptr() // PAGESIZE) * PAGESIZE
         length = (x.data_ptr() + x.nbytes - start) // PAGESIZE * PAGESIZE
         _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE)

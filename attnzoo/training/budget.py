@@ -15,7 +15,10 @@ from attnzoo.integrations.convert import restore, swap
 from attnzoo.training.plan import EXACT, LayerMeasure, Planner
 
 MEASURED_LENGTHS = (1024, 2048)  # tokens; beyond them the cache grows linearly or is constant
-UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20}
+UNITS = {
+    **{"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20},
+    **{"kb": 10**3, "mb": 10**6, "gb": 10**9},
+}
 
 
 def parse_size(text: str, option: str) -> int:

@@ -1,0 +1,380 @@
+"""Memory of training and decoding: computed without running the model, or measured.
+
+One function makes both, on fake tensors or on real ones. What is computed is for the CPU, whose
+implementations run; kernels of a GPU have buffers of their own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from attnzoo.errors import ConfigError, UnsupportedError, did_you_mean
+from attnzoo.evaluation.allocations import (
+    Allocation,
+    AllocationTracker,
+    Meter,
+    counted,
+    fake_model,
+    real_meter,
+)
+from attnzoo.evaluation.decoding import cache_bytes
+from attnzoo.evaluation.models import max_positions, spec_label
+from attnzoo.integrations.attention import NAME
+from attnzoo.integrations.files import model_class, read_config
+from attnzoo.integrations.layers import attention_layers
+from attnzoo.spec import AttentionSpec
+
+OPTIMIZERS = ("adamw", "sgd")
+TRAINED = ("full", "extras")
+AS_SAVED = "as saved"  # the label of a model with the attention of its config
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCase:
+    """One model, attention and size of inputs.
+
+    Attributes:
+        path: Folder of a saved model; its weights are not needed.
+        spec: Plain data of the attention; ``None`` for that of the model's config.
+        length: Tokens per row.
+        batch: Rows.
+        dtype: Data type of the weights.
+        optimizer: ``"adamw"``, two numbers per trained weight, or ``"sgd"`` without momentum.
+        train: ``"full"``, all weights, or ``"extras"``, those that the backends add.
+    """
+
+    path: str
+    spec: dict[str, Any] | None = None
+    length: int = 1024
+    batch: int = 1
+    dtype: str = "float32"
+    optimizer: str = "adamw"
+    train: str = "full"
+
+    def __post_init__(self) -> None:
+        for name in ("length", "batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, known in (("optimizer", OPTIMIZERS), ("train", TRAINED)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(known)}, got {value!r}."
+                    f"{did_you_mean(value, known)}"
+                )
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ConfigError(
+                f"dtype must be one of torch, such as float32 or bfloat16, got {self.dtype!r}"
+            )
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention in tables."""
+        return AS_SAVED if self.spec is None else spec_label(AttentionSpec.from_dict(self.spec))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes of training and of decoding.
+
+    Attributes:
+        parameters: Weights and buffers.
+        gradients: Of the trained weights.
+        optimizer: State of the optimizer.
+        activations: Kept by the forward pass for the backward pass, the loss included.
+        activations_checkpointed: The same under gradient checkpointing; ``None`` without support.
+        backward: The most during forward + backward beyond weights and optimizer; it includes
+            gradients.
+        backward_checkpointed: The same under gradient checkpointing.
+        update: Used by a step of the optimizer for intermediate results.
+        prompt: Used by a forward pass without gradients, beyond the weights; of a decoder it
+            includes the cache.
+        cache: Keys and values, or states, after the prompt; ``None`` if it does not decode.
+        step: Used by decoding one token, beyond weights and cache.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    activations_checkpointed: int | None
+    backward: int
+    backward_checkpointed: int | None
+    update: int
+    prompt: int
+    cache: int | None
+    step: int | None
+
+    @property
+    def training(self) -> int:
+        """The most at any time of a training step."""
+        return self._training(self.backward)
+
+    @property
+    def training_checkpointed(self) -> int | None:
+        """The most at any time of a training step under gradient checkpointing."""
+        peak = self.backward_checkpointed
+        return None if peak is None else self._training(peak)
+
+    def _training(self, backward: int) -> int:
+        return self.parameters + self.optimizer + max(backward, self.gradients + self.update)
+
+    @property
+    def inference(self) -> int:
+        """The most during a forward pass over the whole input without gradients."""
+        return self.parameters + self.prompt
+
+    @property
+    def decoding(self) -> int | None:
+        """The most while one token is decoded after the input."""
+        if self.cache is None or self.step is None:
+            return None
+        return self.parameters + self.cache + self.step
+
+    def to_dict(self) -> dict[str, int | None]:
+        """Return all fields and totals."""
+        totals = {name: getattr(self, name) for name in TOTALS}
+        return asdict(self) | totals
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> MemoryUse:
+        """Return the use that ``to_dict`` describes."""
+        return cls(**{field.name: data[field.name] for field in fields(cls)})
+
+
+TOTALS = ("training", "training_checkpointed", "inference", "decoding")
+
+
+class BackwardPeaks(NamedTuple):
+    """Peaks of forward + backward, one for each part of the backward pass.
+
+    A part ends when a parameter has its gradient. While activations are freed, gradients are
+    allocated; so the peak of one part is a polynomial in the length, but the largest is not.
+    """
+
+    backward: tuple[int, ...]
+    backward_checkpointed: tuple[int, ...] | None
+
+
+def compute(case: MemoryCase) -> tuple[MemoryUse, BackwardPeaks]:
+    """Return the memory of a case, computed on fake tensors, and its parts.
+
+    Raises:
+        AttnzooError: The model does not fit the case, or its operations depend on values.
+    """
+    model, mode = fake_model(lambda: build_model(case))
+    with counted(mode) as tracker:
+        return _memory_use(model, case, tracker, lambda: _planned_optimizer(model, case))
+
+
+def measure(case: MemoryCase) -> MemoryUse:
+    """Return the memory of a case, measured in this process on the CPU.
+
+    The weights are random, and training changes them.
+
+    Raises:
+        AttnzooError: The model does not fit the case.
+    """
+    torch.manual_seed(0)
+    model = build_model(case)
+    return _memory_use(model, case, real_meter, lambda: _measured_optimizer(model, case))[0]
+
+
+def measured(case: MemoryCase) -> dict[str, Any]:
+    """Return what :func:`measure` returns as plain data, for another process."""
+    return {"use": measure(case).to_dict()}
+
+
+def build_model(case: MemoryCase) -> PreTrainedModel:
+    """Build the model of a case with random weights.
+
+    Raises:
+        UnsupportedError: It has too few positions, or does not run on token ids alone.
+    """
+    path = Path(case.path)
+    config = read_config(path)
+    cls = model_class(config, path)
+    if not hasattr(config, "vocab_size") or getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"{cls.__name__} does not run on token ids alone (it is an encoder-decoder or takes "
+            "other inputs), so its memory is unknown; give a decoder or an encoder of text"
+        )
+    positions = max_positions(path)
+    if positions is not None and positions < case.length:
+        raise UnsupportedError(
+            f"the model has {positions} positions, but the case needs {case.length}; "
+            "attnzoo.extend_positions adds positions"
+        )
+    options = {"dtype": getattr(torch, case.dtype)}
+    if case.spec is not None:
+        config.attnzoo = case.spec
+    if getattr(config, NAME, None) is not None:
+        options["attn_implementation"] = NAME
+    model: PreTrainedModel = cls._from_config(config, **options)
+    if case.train == "extras":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(f".{NAME}." in name)
+    return model
+
+
+def _memory_use(
+    model: PreTrainedModel,
+    case: MemoryCase,
+    meter: Meter,
+    optimizer: Callable[[], tuple[int, int]],
+) -> tuple[MemoryUse, BackwardPeaks]:
+    """Run training and decoding under a meter.
+
+    Args:
+        model: The model.
+        case: The case.
+        meter: Measures calls.
+        optimizer: Returns the bytes of the optimizer's state and of its intermediate results.
+    """
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    tokens = torch.randint(vocabulary, (case.batch, case.length))
+    parameters = _bytes([*model.parameters(), *model.buffers()])
+    limit = max_positions(Path(case.path))
+    prompt, cache, step = _inference(model.eval(), tokens, meter, limit)
+    trained = [x for x in model.parameters() if x.requires_grad]
+    if not trained:
+        raise UnsupportedError(
+            f"attention {case.attention!r} adds no parameters, so there is nothing to train with "
+            "train='extras'; use train='full'"
+        )
+    model.train()
+    forward = _forward(model, tokens)
+    once = _backward(model, forward, meter)
+    gradients = _bytes(x.grad for x in trained if x.grad is not None)
+    state, update = optimizer()
+    again = None
+    if model.supports_gradient_checkpointing:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # transformers renames the method
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        again = _backward(model, forward, meter)
+    use = MemoryUse(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=state,
+        activations=once.kept,
+        activations_checkpointed=again and again.kept,
+        backward=once.peak,
+        backward_checkpointed=again and again.peak,
+        update=update,
+        prompt=prompt,
+        cache=cache,
+        step=step,
+    )
+    return use, BackwardPeaks(once.peaks, again and again.peaks)
+
+
+def _forward(model: PreTrainedModel, tokens: Tensor) -> Callable[[], Tensor]:
+    """Return a function that computes the language-model loss, or a sum of the first output."""
+    known = inspect.signature(type(model).forward).parameters
+    arguments: dict[str, Any] = {"input_ids": tokens}
+    if "use_cache" in known:
+        arguments["use_cache"] = False
+    if "labels" in known and type(model).__name__.endswith(("LMHeadModel", "LM")):
+        arguments["labels"] = tokens
+
+    def run() -> Tensor:
+        output = model(**arguments)
+        loss: Tensor = output.loss if "labels" in arguments else output[0].float().mean()
+        return loss
+
+    return run
+
+
+def _backward(model: PreTrainedModel, forward: Callable[[], Tensor], meter: Meter) -> Allocation:
+    """Return what a forward pass keeps, and the peaks of forward + backward."""
+
+    def reset() -> None:
+        model.zero_grad(set_to_none=True)
+
+    if not isinstance(meter, AllocationTracker):
+        saved = meter(forward, reset).kept
+        return meter(lambda: forward().backward(), reset)._replace(kept=saved)
+    kept: list[int] = []
+
+    def run() -> None:
+        before = meter.current
+        loss = forward()
+        kept.append(meter.current - before)
+        loss.backward()
+
+    trained = [x for x in model.parameters() if x.requires_grad]
+    hooks = [x.register_post_accumulate_grad_hook(lambda _: meter.mark()) for x in trained]
+    try:
+        return meter(run, reset)._replace(kept=kept[-1])
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def _inference(
+    model: PreTrainedModel, tokens: Tensor, meter: Meter, limit: int | None
+) -> tuple[int, int | None, int | None]:
+    """Return the bytes of a prompt, of the cache after it, and of one more token.
+
+    Args:
+        model: The model in evaluation mode.
+        tokens: The prompt.
+        meter: Measures calls.
+        limit: Number of positions of the model, ``None`` without a limit.
+    """
+    known = inspect.signature(type(model).forward).parameters
+    if not (model.can_generate() and all(x.geometry.causal for x in attention_layers(model))):
+        return meter(lambda: model(input_ids=tokens)).peak, None, None
+    arguments: dict[str, Any] = {"use_cache": True}
+    if "logits_to_keep" in known:
+        arguments["logits_to_keep"] = 1
+    caches: list[DynamicCache] = []
+    if limit is not None:
+        tokens = tokens[:, : limit - 2]  # a meter may decode two more
+
+    def prompt() -> None:
+        caches.append(DynamicCache(config=model.config))
+        model(input_ids=tokens, past_key_values=caches[0], **arguments)
+
+    used = meter(prompt, caches.clear).peak
+    kept = cache_bytes(caches[0])
+    one = tokens[:, :1]
+    step = meter(lambda: model(input_ids=one, past_key_values=caches[0], **arguments)).peak
+    return used, kept, step
+
+
+def _planned_optimizer(model: PreTrainedModel, case: MemoryCase) -> tuple[int, int]:
+    """Return the bytes of the state of an optimizer, and of its intermediate results."""
+    sizes = [x.numel() * x.element_size() for x in model.parameters() if x.requires_grad]
+    if case.optimizer == "sgd":
+        return 0, 0
+    # a root and a quotient of each weight in turn, beside the quotient of the weight before it
+    update = max(before + 2 * size for before, size in zip([0, *sizes], sizes, strict=False))
+    return 2 * sum(sizes), update  # two moments
+
+
+def _measured_optimizer(model: PreTrainedModel, case: MemoryCase) -> tuple[int, int]:
+    """Return what a step of an optimizer keeps, and what it uses."""
+    trained = [x for x in model.parameters() if x.requires_grad]
+    make = torch.optim.AdamW if case.optimizer == "adamw" else torch.optim.SGD
+    optimizer: Any = make(trained, lr=1e-5)
+    update = real_meter(optimizer.step).peak
+    state = _bytes(x for entry in optimizer.state.values() for x in entry.values())
+    return state, update
+
+
+def _bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Return the bytes of tensors; tied ones count once."""
+    unique = {id(x): x for x in tensors if x is not None}
+    return sum(x.numel() * x.element_size() for x in unique.values())

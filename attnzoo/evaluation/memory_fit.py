@@ -1,0 +1,195 @@
+"""Memory as a function of the length: long inputs, and the longest that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnzoo.evaluation.memory import BackwardPeaks, MemoryCase, MemoryUse, build_model, compute
+from attnzoo.evaluation.models import max_positions
+from attnzoo.integrations.attention import layer_backend
+from attnzoo.integrations.convert import read_spec
+from attnzoo.integrations.layers import attention_layers
+from attnzoo.spec import AttentionSpec
+
+SHORTEST = 1024  # tokens; the shortest of the three lengths from which longer ones follow
+MAX_LENGTH = 2**24  # tokens
+ATTEMPTS = 4  # of computing the memory at a length that should fit
+
+
+class MemoryCurve:
+    """The memory of a case at every length.
+
+    It is computed up to four times ``SHORTEST`` tokens, or beyond all windows of the model where
+    these are longer. From there on each part is a polynomial of degree two in the length, because
+    no operation of a layer is more than quadratic, and follows from three lengths.
+    """
+
+    def __init__(self, case: MemoryCase) -> None:
+        self.case = case
+        positions = max_positions(Path(case.path))
+        self.longest = MAX_LENGTH if positions is None else positions
+        start = max(SHORTEST, 4 * _longest_window(case))
+        self.sampled = tuple(max(1, min(start, self.longest // 4)) * n for n in (1, 2, 4))
+        self._computed: dict[int, tuple[MemoryUse, BackwardPeaks]] = {}
+        self._extrapolate: Callable[[int], MemoryUse] | None = None
+
+    def at(self, length: int) -> MemoryUse:
+        """Return the memory at a length.
+
+        Raises:
+            UnsupportedError: The model has fewer positions.
+        """
+        if self.sampled[-1] < length <= self.longest:
+            return self.extrapolated(length)
+        return self.computed(length)
+
+    def computed(self, length: int) -> MemoryUse:
+        """Return the memory at a length, computed for that length."""
+        return self._with_peaks(length)[0]
+
+    def _with_peaks(self, length: int) -> tuple[MemoryUse, BackwardPeaks]:
+        if length not in self._computed:
+            self._computed[length] = compute(replace(self.case, length=length))
+        return self._computed[length]
+
+    def extrapolated(self, length: int) -> MemoryUse:
+        """Return the memory at a length, from the polynomials through the sampled lengths."""
+        if self._extrapolate is None:
+            self._extrapolate = self._polynomials()
+        return self._extrapolate(length)
+
+    def _polynomials(self) -> Callable[[int], MemoryUse]:
+        """Return the function from a length to the memory."""
+        samples = {n: self._with_peaks(n) for n in self.sampled}
+        functions: dict[str, Callable[[int], int | None]] = {
+            field.name: _polynomial(
+                {n: getattr(use, field.name) for n, (use, _) in samples.items()}
+            )
+            for field in fields(MemoryUse)
+        }
+        for name in BackwardPeaks._fields:
+            peaks = {n: getattr(found, name) for n, (_, found) in samples.items()}
+            if None not in peaks.values():
+                functions[name] = _largest(peaks)
+
+        def use(length: int) -> MemoryUse:
+            values: dict[str, Any] = {name: value(length) for name, value in functions.items()}
+            return MemoryUse(**values)
+
+        return use
+
+    def longest_that_fits(self, limit: int, total: str) -> int | None:
+        """Return the most tokens per row with which a total stays within a limit.
+
+        Args:
+            limit: Bytes.
+            total: One of ``TOTALS``.
+
+        Returns:
+            0 if no length fits, ``longest`` if all do, ``None`` if the model has no such total.
+        """
+        if getattr(self.extrapolated(self.sampled[0]), total) is None:
+            return None
+        low, high = 0, self.longest + 1  # low fits, high does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if getattr(self.extrapolated(middle), total) <= limit:
+                low = middle
+            else:
+                high = middle
+        for _ in range(ATTEMPTS):
+            used = getattr(self.at(low), total) if low else 0
+            if used <= limit:
+                return low
+            low = min(low - 1, int(0.99 * low * limit / used))
+        return 0
+
+
+def estimate(case: MemoryCase) -> MemoryUse:
+    """Return the memory of a case of any length."""
+    return MemoryCurve(case).at(case.length)
+
+
+def estimate_memory(
+    model: str | Path,
+    attention: str | AttentionSpec | Mapping[str, Any] | None = None,
+    *,
+    length: int,
+    batch: int = 1,
+    dtype: str = "float32",
+    optimizer: str = "adamw",
+    train: str = "full",
+) -> MemoryUse:
+    """Return the bytes that training and decoding use, without running or loading the model.
+
+    Operations are counted on tensors without data, with the implementations that run on a CPU. The
+    buffers that one kernel allocates and frees, the memory of the process itself and, on GPUs, the
+    context and the fragmentation of the allocator are not part of it.
+
+    Args:
+        model: Folder of a saved model; a config.json is enough.
+        attention: As in :func:`attnzoo.swap`; ``None`` for the attention of the model's config.
+        length: Tokens per row.
+        batch: Rows.
+        dtype: Data type of the weights, such as ``"bfloat16"``.
+        optimizer: ``"adamw"``, or ``"sgd"`` without momentum.
+        train: ``"full"``, or ``"extras"`` for the parameters that the backends add.
+
+    Raises:
+        AttnzooError: An argument is invalid, or a backend does not support the model.
+    """
+    return estimate(
+        MemoryCase(
+            path=str(model),
+            spec=None if attention is None else read_spec(attention).to_dict(),
+            length=length,
+            batch=batch,
+            dtype=dtype,
+            optimizer=optimizer,
+            train=train,
+        )
+    )
+
+
+def _longest_window(case: MemoryCase) -> int:
+    """Return the tokens of the longest window or block of a model's layers, 0 without any."""
+    with torch.device("meta"):
+        layers = attention_layers(build_model(replace(case, length=1)))
+    configs = [getattr(layer_backend(layer.module), "config", None) for layer in layers]
+    options = [getattr(config, name, None) for config in configs for name in ("window", "block")]
+    sizes = [layer.geometry.window for layer in layers] + options
+    flat = [n for size in sizes for n in (size if isinstance(size, tuple) else (size,))]
+    return max((n for n in flat if isinstance(n, int)), default=0)
+
+
+def _largest(values: Mapping[int, tuple[int, ...]]) -> Callable[[int], int]:
+    """Return the largest of the polynomials through the values of several parts."""
+    parts = [
+        _polynomial(dict(zip(values, part, strict=True)))
+        for part in zip(*values.values(), strict=True)
+    ]
+    return lambda length: max(part(length) or 0 for part in parts)
+
+
+def _polynomial(values: Mapping[int, int | None]) -> Callable[[int], int | None]:
+    """Return the polynomial of degree two through three values; rounded, at least 0."""
+    if None in values.values():
+        return lambda length: None
+
+    def value(length: int) -> int:
+        total = 0.0
+        for n, y in values.items():
+            assert y is not None
+            term = float(y)
+            for other in values:
+                if other != n:
+                    term *= (length - other) / (n - other)
+            total += term
+        return max(0, round(total))
+
+    return value
