@@ -10,7 +10,7 @@ import typer
 
 from attnzoo.commands.model_argument import ModelArgument, model_folder
 from attnzoo.commands.recovery import print_results
-from attnzoo.commands.spec_options import split
+from attnzoo.commands.spec_options import parse_object, split
 from attnzoo.commands.terminal import console
 from attnzoo.commands.train_options import Column, Control, DataIfGiven, Length
 from attnzoo.errors import ConfigError
@@ -93,7 +93,7 @@ def evaluate(
         "num_fewshot": num_fewshot,
         "max_length": max_length,
         "include_path": include_path,
-        "metadata": None if metadata is None else parse_metadata(metadata),
+        "metadata": None if metadata is None else parse_object(metadata, "--metadata"),
         "gen_kwargs": gen_kwargs,
     }
     given = [name for name, value in options.items() if value is not None]
@@ -123,18 +123,3 @@ def evaluate(
         tasks_table(results).print(console)
     if "lines" in results:
         print_results(results)
-
-
-def parse_metadata(text: str) -> dict[str, Any]:
-    """Return the JSON object of ``--metadata``.
-
-    Raises:
-        ConfigError: The text is no JSON object.
-    """
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--metadata takes a JSON object, got {text!r} ({error})") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"--metadata takes a JSON object, got {text!r}")
-    return found

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnzoo.errors import SpecError
+from attnzoo.errors import ConfigError, SpecError
 
 _ATTENTION = typer.Option(
     help="backend of all layers without an exception: NAME or NAME:OPTION=VALUE,..."
@@ -79,6 +79,21 @@ def specs_of(attention: list[str], presets: Callable[[list[str]], list[Any]]) ->
 def split(text: str) -> list[str]:
     """Return the parts of a list that is separated by commas."""
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def parse_object(text: str, option: str) -> dict[str, Any]:
+    """Return the JSON object that an option has as its value.
+
+    Raises:
+        ConfigError: The text is no JSON object.
+    """
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{option} takes a JSON object, got {text!r} ({error})") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{option} takes a JSON object, got {text!r}")
+    return found
 
 
 def _backend(text: str) -> dict[str, Any]:

@@ -11,7 +11,14 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from attnzoo.commands.spec_options import AttentionIfGiven, Else, Layers, Set, spec_of
+from attnzoo.commands.spec_options import (
+    AttentionIfGiven,
+    Else,
+    Layers,
+    Set,
+    parse_object,
+    spec_of,
+)
 
 _DATA = typer.Option(help="text, .jsonl or .parquet file, or a folder of them (repeatable)")
 Data = Annotated[list[Path], _DATA]
@@ -39,14 +46,37 @@ class TrainOptions:
     extras_lr: Annotated[
         float, typer.Option(help="learning rate of the backends' own parameters")
     ] = 5e-3
+    train_on: Annotated[
+        str,
+        typer.Option(
+            help="tokens with a loss: all, or completions (of prompts, and of the assistant)"
+        ),
+    ] = "all"
     repeat_share: Annotated[
-        float,
-        typer.Option(help="fraction of rows with a repeated segment, to train recall"),
-    ] = 0.25
+        float | None,
+        typer.Option(
+            help="fraction of rows with a repeated segment, to train recall; default: 0.25, and 0 "
+            "for completions"
+        ),
+    ] = None
     batch: Annotated[int, typer.Option(help="rows per step over all processes")] = 8
     accumulate: Annotated[
         int, typer.Option(help="micro-batches per batch (gradient accumulation)")
     ] = 1
+    lr_scheduler_type: Annotated[
+        str, typer.Option(help="schedule by transformers' name: cosine, linear, inverse_sqrt, ...")
+    ] = "cosine"
+    lr_scheduler_kwargs: Annotated[
+        str, typer.Option(help='JSON for the schedule, such as {"min_lr_rate": 0.1}')
+    ] = "{}"
+    label_smoothing_factor: Annotated[
+        float,
+        typer.Option(
+            "--label-smoothing-factor",
+            "--label-smoothing",
+            help="share of a label's probability that all tokens get, in cross-entropy",
+        ),
+    ] = 0.0
     checkpoint_every: Annotated[int, typer.Option(help="steps between checkpoints")] = 50
     cp_size: Annotated[
         int, typer.Option(help="processes that split each row (context parallelism)")
@@ -59,7 +89,10 @@ class TrainOptions:
     ] = 0.0
     precision: Annotated[
         str | None,
-        typer.Option(help="autocast: no (float32) or bf16; default: Accelerate's setting"),
+        typer.Option(
+            help="autocast: no (float32), bf16, or fp16 with loss scaling, on GPUs; default: "
+            "Accelerate's setting"
+        ),
     ] = None
     gradient_checkpointing: Annotated[
         bool,
@@ -85,7 +118,7 @@ class TrainOptions:
 
         names = [
             *("weights_lr", "extras_lr", "repeat_share", "control", "window_dropout"),
-            *("gradient_checkpointing", "report_to"),
+            *("gradient_checkpointing", "report_to", "label_smoothing_factor", "train_on"),
         ]
         loop = LoopConfig(
             batch_size=self.batch,
@@ -94,6 +127,8 @@ class TrainOptions:
             cp_size=self.cp_size,
             seed=self.seed,
             precision=self.precision,
+            lr_scheduler_type=self.lr_scheduler_type,
+            lr_scheduler_kwargs=parse_object(self.lr_scheduler_kwargs, "--lr-scheduler-kwargs"),
         )
         return {"row_length": self.length, "loop": loop, **{n: getattr(self, n) for n in names}}
 

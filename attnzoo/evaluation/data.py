@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,18 @@ from attnzoo.evaluation.generation import GenerationBatch
 from attnzoo.evaluation.recall_rows import Encode
 
 
+class Completions(NamedTuple):
+    """Which tokens of packed rows are evaluated.
+
+    Attributes:
+        positions: ``[N, T]``, from 0 in each example.
+        labels: ``[N, T]``: the tokens of completions, else -100.
+    """
+
+    positions: Tensor
+    labels: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvalBatch:
     """Rows of tokens to evaluate a causal model on.
@@ -34,6 +46,7 @@ class EvalBatch:
         bytes_per_token: Converts bits per token to bits per byte.
         stream: ``[L]``, text that fills a cache.
         generation: Rows that models continue; ``None`` if generation is not measured.
+        completions: The tokens of ``tokens`` that are evaluated; all when ``None``.
     """
 
     tokens: Tensor
@@ -42,12 +55,16 @@ class EvalBatch:
     bytes_per_token: float
     stream: Tensor
     generation: GenerationBatch | None = None
+    completions: Completions | None = None
 
     def to(self, device: torch.device) -> EvalBatch:
         """Return the batch with its tensors on a device."""
         names = ("tokens", "repeat_tokens", "stream", "generation")
         given = {name: x for name in names if (x := getattr(self, name)) is not None}
-        return replace(self, **{name: x.to(device) for name, x in given.items()})
+        moved: dict[str, Any] = {name: x.to(device) for name, x in given.items()}
+        if self.completions is not None:
+            moved["completions"] = Completions(*(x.to(device) for x in self.completions))
+        return replace(self, **moved)
 
 
 def read_text(text: Path | None) -> str:

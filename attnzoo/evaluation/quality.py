@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnzoo.errors import AttnzooError
-from attnzoo.evaluation.data import EvalBatch
+from attnzoo.evaluation.data import Completions, EvalBatch
 
 OnStep = Callable[[], None]
 ROWS_PER_STEP = 8
+IGNORE_INDEX = -100  # the label of tokens that are not evaluated, as in transformers
 
 
 class NonFiniteError(AttnzooError):
@@ -57,6 +58,15 @@ def token_losses(model: PreTrainedModel, rows: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().transpose(1, 2), rows[:, 1:], reduction="none")
 
 
+@torch.no_grad()
+def completion_losses(model: PreTrainedModel, rows: Tensor, completions: Completions) -> Tensor:
+    """Return the cross-entropy in nats of each token of completions in packed rows, ``[L]``."""
+    logits = model(rows, position_ids=completions.positions, use_cache=False).logits[:, :-1]
+    labels = completions.labels[:, 1:]
+    losses = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
+    return losses[labels != IGNORE_INDEX]
+
+
 def measure_quality(
     model: PreTrainedModel, batch: EvalBatch, on_step: OnStep = lambda: None
 ) -> TextQuality:
@@ -74,6 +84,11 @@ def measure_quality(
     plain, recall = [], []
     for first in range(0, len(batch.tokens), ROWS_PER_STEP):
         rows = slice(first, first + ROWS_PER_STEP)
+        if batch.completions is not None:
+            part = Completions(*(x[rows] for x in batch.completions))
+            plain.append(completion_losses(model, batch.tokens[rows], part))
+            on_step()
+            continue
         plain.append(token_losses(model, batch.tokens[rows]).flatten())
         losses = token_losses(model, batch.repeat_tokens[rows])
         for loss, repeat in zip(losses, batch.repeats[rows], strict=False):

@@ -6,7 +6,7 @@ Letters: N rows, T tokens per row.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # others a
 HELD_OUT = 20  # one document in 20 is held out
 MIN_REPEAT_LENGTH = 256  # tokens a row needs for two distant copies of a segment
 IGNORE_INDEX = -100  # the label of tokens without a loss, as in transformers
+Extract = Callable[[dict[str, Any], Path], str]
 
 
 class DataError(AttnzooError):
@@ -39,11 +40,17 @@ class Rows(Dataset[dict[str, Tensor]]):
         tokens: ``[N, T]``.
         positions: ``[N, T]``, from 0 in each document.
         bytes_per_token: Converts bits per token to bits per byte.
+        labels: ``[N, T]``, the tokens to predict, else ``IGNORE_INDEX``; all when ``None``.
+        ends: ``[N]``, tokens before the padding of each row; ``None`` without padding.
+        shortened: Number of examples that were longer than a row.
     """
 
     tokens: Tensor
     positions: Tensor
     bytes_per_token: float
+    labels: Tensor | None = None
+    ends: Tensor | None = None
+    shortened: int = 0
 
     def __len__(self) -> int:
         """N."""
@@ -56,21 +63,33 @@ class Rows(Dataset[dict[str, Tensor]]):
         document.
         """
         tokens, positions = self.tokens[index], self.positions[index]
-        labels = tokens.masked_fill(positions == 0, IGNORE_INDEX)
+        labels = tokens if self.labels is None else self.labels[index]
+        labels = labels.masked_fill(positions == 0, IGNORE_INDEX)
         return {"input_ids": tokens, "position_ids": positions, "labels": labels}
 
     @property
     def fingerprint(self) -> str:
         """Hash of the rows."""
-        return fingerprint(self.tokens, self.positions, torch.tensor(self.bytes_per_token))
+        labels = () if self.labels is None else (self.labels,)
+        return fingerprint(self.tokens, self.positions, torch.tensor(self.bytes_per_token), *labels)
+
+    @property
+    def stream(self) -> Tensor:
+        """The tokens of all rows without padding, ``[L]``."""
+        if self.ends is None:
+            return self.tokens.flatten()
+        return torch.cat([row[:end] for row, end in zip(self.tokens, self.ends, strict=True)])
 
 
-def read_documents(paths: Sequence[Path], column: str = "text") -> list[str]:
+def read_documents(
+    paths: Sequence[Path], column: str = "text", extract: Extract | None = None
+) -> list[str]:
     """Return the documents in text, JSON lines and parquet files, and folders of them.
 
     Args:
         paths: Files and folders. A document is a text file, a line of JSON or a row of parquet.
         column: Field of JSON and parquet files that holds the text.
+        extract: Returns the document of a row, given the file too; the column when ``None``.
 
     Raises:
         DataError: A path is missing or cannot be read, or there is no text.
@@ -83,7 +102,10 @@ def read_documents(paths: Sequence[Path], column: str = "text") -> list[str]:
             rows = datasets.load_dataset(
                 reader, data_files=[str(path)], split="train", streaming=True, **options
             )
-            documents.extend(_text_of(row, column, path) for row in rows)
+            documents.extend(
+                _text_of(row, column, path) if extract is None else extract(row, path)
+                for row in rows
+            )
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{str(path)!r} is not UTF-8 text (byte {error.start}: {error.reason}); convert "

@@ -143,7 +143,11 @@ def _append_rest(log_probs: Tensor) -> Tensor:
 
 
 def distil_loss(
-    teacher: Teacher | None, *, cross_entropy: float = 0.0, top_k: int | None = None
+    teacher: Teacher | None,
+    *,
+    cross_entropy: float = 0.0,
+    top_k: int | None = None,
+    label_smoothing: float = 0.0,
 ) -> Loss:
     """Return the loss ``(1 - c) * KL + c * cross-entropy`` with c = ``cross_entropy``.
 
@@ -151,6 +155,7 @@ def distil_loss(
         teacher: Returns the target logits; ``None`` with ``cross_entropy=1``.
         cross_entropy: Weight of the cross-entropy of the text's next token, from 0 to 1.
         top_k: As in :func:`divergence`.
+        label_smoothing: Probability that the cross-entropy's targets spread over all tokens.
     """
 
     def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -166,7 +171,12 @@ def distil_loss(
             total = (1 - cross_entropy) * divergence(logits, target, mask, top_k, count=count)
         if cross_entropy > 0:
             rows = logits.float().flatten(0, 1), labels.flatten()
-            losses = F.cross_entropy(*rows, ignore_index=IGNORE_INDEX, reduction="sum")
+            losses = F.cross_entropy(
+                *rows,
+                ignore_index=IGNORE_INDEX,
+                reduction="sum",
+                label_smoothing=label_smoothing,
+            )
             total = total + cross_entropy * losses / count
         return total
 

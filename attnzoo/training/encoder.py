@@ -107,6 +107,11 @@ class EncoderRun(Run):
     def load_rows(self, data: list[Path], column: str) -> tuple[Texts, Texts]:
         """Return training texts and held-out texts."""
         config = self.config
+        if config.train_on == "completions":
+            raise SpecError(
+                "train_on='completions' selects predicted tokens, and an encoder predicts none; "
+                "leave it out"
+            )
         if config.gradient_checkpointing:
             raise SpecError(
                 "gradient_checkpointing needs training mode, but encoders are recovered without "

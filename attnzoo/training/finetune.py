@@ -87,7 +87,7 @@ def _finetune(run: Run, config: FinetuneConfig) -> dict[str, Any]:
             "The backends have no parameters of their own, so there is nothing to train with "
             "train='extras'; use 'lora' or 'full'"
         )
-    loss = distil_loss(None, cross_entropy=1.0)
+    loss = distil_loss(None, cross_entropy=1.0, label_smoothing=config.label_smoothing_factor)
     if config.tune_softmax and config.train != "extras":
         run.tune_softmax(config.steps, lambda prepared: loss)
     before_step = run.step_callback(run.model, config.steps)

@@ -16,30 +16,49 @@ from attnzoo.evaluation.models import require_causal
 from attnzoo.integrations.attention import NAME
 from attnzoo.integrations.files import read_config
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.data import Rows, pack, read_documents, split_documents, with_repeats
+from attnzoo.training.completions import example_of, pack_completions
+from attnzoo.training.data import (
+    DataError,
+    Extract,
+    Rows,
+    pack,
+    read_documents,
+    split_documents,
+    with_repeats,
+)
 from attnzoo.training.train_config import TrainConfig
 
 R = TypeVar("R")
 
 
 def split_rows(
-    path: Path, data: list[Path], column: str, config: TrainConfig, make: Callable[..., R]
+    path: Path,
+    data: list[Path],
+    column: str,
+    config: TrainConfig,
+    make: Callable[..., R],
+    extract: Extract | None = None,
 ) -> tuple[R, R]:
     """Return training rows and held-out rows, each made of documents by ``make``."""
     read_config(path)  # raises an error if the folder has no model
     tokenizer = load_tokenizer(path)
     vocab_size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    documents = read_documents(data, column, extract)
+    if extract is not None and len(documents) < 2:
+        raise DataError("One example cannot be both trained on and held out; give more")
     train, held_out = (
         make(texts, tokenizer, row_length=config.row_length, vocab_size=vocab_size)
-        for texts in split_documents(read_documents(data, column))
+        for texts in split_documents(documents)
     )
     return train, held_out
 
 
 def load_rows(path: Path, data: list[Path], column: str, config: TrainConfig) -> tuple[Rows, Rows]:
     """Return packed training rows and held-out rows in a model's tokens."""
+    if config.train_on == "completions":
+        return split_rows(path, data, column, config, pack_completions, example_of)
     train, held_out = split_rows(path, data, column, config, pack)
-    return with_repeats(train, config.repeat_share, config.loop.seed), held_out
+    return with_repeats(train, config.repeat_share or 0.0, config.loop.seed), held_out
 
 
 def load_causal(path: Path, spec: AttentionSpec | None) -> PreTrainedModel:

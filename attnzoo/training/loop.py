@@ -11,7 +11,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from accelerate.data_loader import skip_first_batches
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
-from transformers.optimization import get_cosine_schedule_with_warmup
 
 from attnzoo.errors import AttnzooError, ConfigError
 from attnzoo.integrations.context_parallel import context_parallel
@@ -29,6 +28,7 @@ from attnzoo.report.atomic_write import atomic_write
 from attnzoo.training.checkpoints import Checkpoints, explain_write_errors
 from attnzoo.training.data import Rows
 from attnzoo.training.safe_load import load_state
+from attnzoo.training.schedule import check_schedule, make_schedule
 from attnzoo.training.sharding import SHARDED, gather_weights, prepare_cp_loader
 
 LOSSES = "losses.jsonl"
@@ -36,6 +36,7 @@ DIVERGENCE_ADVICE = (
     "Start again in a new --out with a smaller learning rate (--transfer-lr for transfer; "
     "--weights-lr and --extras-lr for other stages)"
 )
+MIN_LOSS_SCALE = 1.0  # fp16 halves the scale from 65,536 at each overflow
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]  # of a prepared model and a batch
 OnStep = Callable[[str, int, float], None]  # stage, step, loss
 
@@ -69,13 +70,17 @@ class LoopConfig:
 
     batch_size: int = 8  # rows per step over all processes
     accumulate: int = 1  # gradient accumulation: micro-batches per batch
-    warmup: float = 0.1  # fraction of the steps with linear warmup; cosine decay follows
+    warmup: float = 0.1  # fraction of the steps with linear warmup
+    # as of transformers' TrainingArguments; each stage has a schedule of its own
+    lr_scheduler_type: str = "cosine"
+    lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
     clip: float = 1.0  # largest gradient norm
     weight_decay: float = 0.0
     seed: int = 0
     checkpoint_every: int = 50  # steps
     keep: int = 2  # checkpoints
-    # Autocast: "no" is float32, "bf16" is bfloat16 with float32 weights; None is Accelerate's
+    # Autocast: "no" is float32, "bf16" is bfloat16 with float32 weights, "fp16" is float16 with
+    # float32 weights and loss scaling, on GPUs; None is Accelerate's
     precision: str | None = None
     cp_size: int = 1  # context parallelism: processes that split each row
 
@@ -100,8 +105,9 @@ class LoopConfig:
             )
         if self.clip <= 0:
             raise ConfigError(f"clip must be above 0, got {self.clip}; 1.0 is usual")
-        if self.precision not in (None, "no", "bf16"):
-            raise ConfigError(f"precision must be 'no' or 'bf16', got {self.precision!r}")
+        if self.precision not in (None, "no", "bf16", "fp16"):
+            raise ConfigError(f"precision must be 'no', 'bf16' or 'fp16', got {self.precision!r}")
+        check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs)
 
 
 class Loop:
@@ -160,8 +166,13 @@ class Loop:
         optimizer = torch.optim.AdamW(
             stage.groups, betas=(0.9, 0.95), weight_decay=self.config.weight_decay
         )
-        warmup_steps = round(self.config.warmup * stage.steps)
-        schedule = get_cosine_schedule_with_warmup(optimizer, warmup_steps, stage.steps)
+        schedule = make_schedule(
+            self.config.lr_scheduler_type,
+            self.config.lr_scheduler_kwargs,
+            optimizer,
+            warmup=round(self.config.warmup * stage.steps),
+            steps=stage.steps,
+        )
         wrapped, optimizer, schedule, loader = self.accelerator.prepare(
             model, optimizer, schedule, self._loader()
         )
@@ -173,7 +184,8 @@ class Loop:
         for step in range(max(done - first, 0), stage.steps):
             stage.before_step(step)
             loss = self._step(wrapped, optimizer, next(batches), stage, step)
-            schedule.step()
+            if not self.accelerator.optimizer_step_was_skipped:  # an overflow under fp16
+                schedule.step()
             now = first + step + 1
             if self.accelerator.is_main_process:
                 line = {"total": now, "stage": stage.name, "step": step, "loss": loss}
@@ -190,6 +202,8 @@ class Loop:
                 self._save({"total": now, "stage": stage.name})
         if self.accelerator.distributed_type in SHARDED:
             model = gather_weights(self.accelerator, wrapped, rebuild())
+        else:  # removes Accelerate's autocast from forward: models are evaluated in float32
+            self.accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
         self.accelerator.free_memory()
         return model.requires_grad_(False)
 
@@ -222,10 +236,22 @@ class Loop:
             raise self._diverged(f"the loss is {loss_value}", stage, step)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of FSDP2
         if norm is not None and not math.isfinite(float(norm)):  # DeepSpeed may return None
-            raise self._diverged(f"the gradient norm is {float(norm)}", stage, step)
-        optimizer.step()
+            self._check_loss_scale(float(norm), stage, step)
+        optimizer.step()  # with loss scaling, a step with infinite gradients is left out
         optimizer.zero_grad()
         return loss_value
+
+    def _check_loss_scale(self, norm: float, stage: Stage, step: int) -> None:
+        """Raise an error for a gradient norm that a smaller loss scale cannot make finite."""
+        scaler = self.accelerator.scaler
+        if scaler is None:
+            raise self._diverged(f"the gradient norm is {norm}", stage, step)
+        if float(scaler.get_scale()) < MIN_LOSS_SCALE:
+            raise self._diverged(
+                f"the gradient norm is {norm} with a loss scale of {scaler.get_scale():g}",
+                stage,
+                step,
+            )
 
     def _require_finite_weights(self, model: nn.Module, stage: Stage, step: int) -> None:
         """Raise an error if a trained weight is not finite; called by all processes."""
@@ -258,7 +284,7 @@ class Loop:
 
     def _autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context of ``precision``, which overrides Accelerate's."""
-        if self.config.precision is None:
+        if self.config.precision in (None, "fp16"):  # fp16: the Accelerator's own, with its scaler
             return nullcontext()
         enabled = self.config.precision == "bf16"
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=enabled)

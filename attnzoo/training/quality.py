@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnzoo.evaluation.corpus import add_repeats
-from attnzoo.evaluation.data import EvalBatch
+from attnzoo.evaluation.data import Completions, EvalBatch
 from attnzoo.evaluation.generation import (
     make_generation_batch,
     measure_generation,
@@ -21,7 +21,7 @@ from attnzoo.evaluation.generation import (
 from attnzoo.evaluation.quality import NonFiniteError, measure_quality
 from attnzoo.evaluation.recall_rows import Encode
 from attnzoo.integrations.convert import original_attention
-from attnzoo.training.data import MIN_REPEAT_LENGTH, Rows
+from attnzoo.training.data import IGNORE_INDEX, MIN_REPEAT_LENGTH, Rows
 from attnzoo.training.transfer import swapped_layers
 
 NEAR, FAR = -1e4, 1e4  # values of far_log_weight that disable the linear branch, or the window
@@ -74,7 +74,7 @@ def rows_to_eval_batch(rows: Rows, count: int, encode: Encode | None = None) -> 
     """
     plain = rows.tokens[:count]
     repeated, repeats = plain.clone(), []
-    if plain.shape[1] >= MIN_REPEAT_LENGTH:
+    if plain.shape[1] >= MIN_REPEAT_LENGTH and rows.labels is None:
         repeats = add_repeats(repeated, torch.Generator().manual_seed(0))
     return EvalBatch(
         tokens=plain,
@@ -84,7 +84,13 @@ def rows_to_eval_batch(rows: Rows, count: int, encode: Encode | None = None) -> 
         stream=plain.flatten(),
         generation=None
         if encode is None
-        else make_generation_batch(rows.tokens.flatten(), encode, rows.tokens.shape[1]),
+        else make_generation_batch(rows.stream, encode, rows.tokens.shape[1]),
+        completions=None
+        if rows.labels is None
+        else Completions(
+            positions=rows.positions[:count],
+            labels=rows.labels[:count].masked_fill(rows.positions[:count] == 0, IGNORE_INDEX),
+        ),
     )
 
 

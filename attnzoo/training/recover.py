@@ -57,6 +57,11 @@ class RecoverConfig(TrainConfig):
             )
         if not 0 <= self.cross_entropy <= 1:
             raise ConfigError(f"cross_entropy must be from 0 to 1, got {self.cross_entropy}")
+        if self.label_smoothing_factor and not self.cross_entropy:
+            raise ConfigError(
+                "label_smoothing_factor smooths the targets of cross-entropy, but cross_entropy is "
+                "0, and the teacher's predictions are no labels; set both, or neither"
+            )
 
 
 def recover(
@@ -200,7 +205,12 @@ def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
     )
     if run.is_encoder:
         return hidden_loss(teacher)
-    return distil_loss(teacher, cross_entropy=config.cross_entropy, top_k=config.top_k)
+    return distil_loss(
+        teacher,
+        cross_entropy=config.cross_entropy,
+        top_k=config.top_k,
+        label_smoothing=config.label_smoothing_factor,
+    )
 
 
 def _distil(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrainedModel:

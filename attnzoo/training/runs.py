@@ -115,7 +115,10 @@ class Run:
         self.command, self.path, self.spec, self.out = command, path, spec, out
         self.config, self.log = config, log
         self.accelerator: Accelerator = make_accelerator(
-            config.loop.seed, tracker=config.report_to, logs=out / "logs"
+            config.loop.seed,
+            tracker=config.report_to,
+            logs=out / "logs",
+            precision=config.loop.precision,
         )
         main = self.accelerator.is_main_process
         if main:
@@ -141,6 +144,8 @@ class Run:
                 log("The run is finished; these are its results.")
                 return
             log(f"{len(train)} training rows, {len(held_out)} held-out rows")
+            if shortened := getattr(train, "shortened", 0):
+                log(f"{shortened} examples are longer than a row and keep their beginning only")
             self.baselines = Baselines(self.accelerator, self.checkpoints, self.quality_class)
             self.window = config.control or widest_window(self.model)
             self.model.to(self.accelerator.device)
@@ -206,7 +211,9 @@ class Run:
 
     def set_eval_data(self, held_out: Any) -> None:
         """Set the held-out rows that models are evaluated on."""
-        if self.config.row_length < MIN_REPEAT_LENGTH:
+        if self.config.train_on == "completions":
+            self.log("the loss is that of completions; recall is not measured")
+        elif self.config.row_length < MIN_REPEAT_LENGTH:
             self.log(f"recall is not measured: rows have fewer than {MIN_REPEAT_LENGTH} tokens")
         batch = rows_to_eval_batch(
             held_out,

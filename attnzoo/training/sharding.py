@@ -19,7 +19,9 @@ SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 WORLD_SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
-def make_accelerator(seed: int, *, tracker: str | None, logs: Path) -> Accelerator:
+def make_accelerator(
+    seed: int, *, tracker: str | None, logs: Path, precision: str | None = None
+) -> Accelerator:
     """Return an Accelerator for all launched processes, with a seeded order of the rows.
 
     Each batch is split over the processes. On a machine without an accelerator, Accelerate sets up
@@ -29,14 +31,21 @@ def make_accelerator(seed: int, *, tracker: str | None, logs: Path) -> Accelerat
         seed: Seed of the order.
         tracker: Name of a tracker, if any.
         logs: Folder of the tracker's logs.
+        precision: As in ``LoopConfig``. For ``"fp16"``, the Accelerator scales the loss.
 
     Raises:
-        ConfigError: Accelerate does not see all launched processes.
+        ConfigError: Accelerate does not see all launched processes, or ``precision`` needs a GPU.
     """
+    if precision == "fp16" and not torch.accelerator.is_available():
+        raise ConfigError(
+            "precision='fp16' scales the loss, which Accelerate does on GPUs only, and this "
+            "machine has none; use 'bf16', which needs no scaling, or 'no'"
+        )
     torch.manual_seed(seed)
     launched = get_int_from_env(WORLD_SIZE, 1)
     accelerator = Accelerator(
         cpu=launched > 1 and not torch.accelerator.is_available(),
+        mixed_precision="fp16" if precision == "fp16" else None,
         log_with=tracker,
         project_dir=str(logs) if tracker else None,
         dataloader_config=DataLoaderConfiguration(

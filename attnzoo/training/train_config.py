@@ -22,15 +22,29 @@ class TrainConfig:
     extras_lr: float = 5e-3
     weights_lr: float | None = None  # None: 1e-3 for adapters, 1e-4 for all weights
     row_length: int = 512  # tokens
-    repeat_share: float = 0.25  # fraction of rows with a repeated segment, which train recall
+    # "all" tokens of the text, or the "completions" of prompts and the assistant's messages
+    train_on: Literal["all", "completions"] = "all"
+    # fraction of rows with a repeated segment, which train recall; None: 0.25, completions 0
+    repeat_share: float | None = None
     judged_rows: int = 32  # held-out rows for evaluation
     control: int | None = None  # window of "window alone"; None: the swap's widest window
+    label_smoothing_factor: float = 0.0  # of cross-entropy, as in TrainingArguments
     window_dropout: float = 0.0  # initial fraction of a hybrid's heads without their window
     gradient_checkpointing: bool = False
     report_to: str | None = None  # a tracker of Accelerate, such as "tensorboard"
     loop: LoopConfig = field(default_factory=LoopConfig)
 
     def __post_init__(self) -> None:
+        if self.train_on not in ("all", "completions"):
+            raise ConfigError(f"train_on must be 'all' or 'completions', got {self.train_on!r}")
+        if self.repeat_share is None:
+            share = 0.25 if self.train_on == "all" else 0.0
+            object.__setattr__(self, "repeat_share", share)  # so that a resumed run compares it
+        elif self.repeat_share and self.train_on == "completions":
+            raise ConfigError(
+                f"repeat_share={self.repeat_share} would write copied segments into prompts and "
+                "completions; leave it out with train_on='completions'"
+            )
         for name in ("lora_rank", "judged_rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -45,6 +59,11 @@ class TrainConfig:
             raise ConfigError(
                 f"A row of {self.row_length} tokens is not divisible by cp_size="
                 f"{self.loop.cp_size} processes; make row_length a multiple"
+            )
+        if not 0 <= self.label_smoothing_factor < 1:
+            raise ConfigError(
+                "label_smoothing_factor must be at least 0 and below 1, got "
+                f"{self.label_smoothing_factor}"
             )
         for name in ("repeat_share", "window_dropout"):
             if not 0 <= getattr(self, name) <= 1:
