@@ -25,6 +25,7 @@ _PUBLIC = {
     "SwapWarning": "attnzoo.errors",
     "available_backends": "attnzoo.registry",
     "context_parallel": "attnzoo.integrations.context_parallel",
+    "convert_heads": "attnzoo.integrations.grouped_heads",
     "describe": "attnzoo.integrations.describe",
     "estimate_memory": "attnzoo.evaluation.memory_fit",
     "extend_positions": "attnzoo.integrations.positions",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from attnzoo.integrations.context_parallel import context_parallel
     from attnzoo.integrations.convert import restore, swap
     from attnzoo.integrations.describe import describe
+    from attnzoo.integrations.grouped_heads import convert_heads
     from attnzoo.integrations.positions import extend_positions
     from attnzoo.integrations.speed_up import speed_up
     from attnzoo.masks import AttentionMask
@@ -69,6 +71,7 @@ __all__ = [
     "SwapWarning",
     "available_backends",
     "context_parallel",
+    "convert_heads",
     "describe",
     "estimate_memory",
     "extend_positions",

@@ -66,8 +66,7 @@ def swap_files(path: Path, spec: AttentionSpec, out: Path) -> PreTrainedModel:
         SpecError: ``out`` is not empty, ``path`` is not a model, or its weights cannot be read.
         UnsupportedError: A backend does not support a layer.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise SpecError(f"{str(out)!r} exists and is not empty; give --out a new folder")
+    require_new_folder(out)
     config = read_config(path)
     cls = model_class(config, path)
     config.attnzoo = spec.to_dict()
@@ -77,6 +76,22 @@ def swap_files(path: Path, spec: AttentionSpec, out: Path) -> PreTrainedModel:
         raise SpecError(
             f"The weights in {str(path)!r} cannot be read ({error}); nothing was written."
         ) from error
+    save_copy(model, path, out)
+    return model
+
+
+def require_new_folder(out: Path) -> None:
+    """Raise an error if a folder has content.
+
+    Raises:
+        SpecError: ``out`` is not empty.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise SpecError(f"{str(out)!r} exists and is not empty; give --out a new folder")
+
+
+def save_copy(model: PreTrainedModel, path: Path, out: Path) -> None:
+    """Save a changed model to ``out`` atomically, with all other files of its folder ``path``."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         staging = Path(folder) / "model"
@@ -90,4 +105,3 @@ def swap_files(path: Path, spec: AttentionSpec, out: Path) -> PreTrainedModel:
         if out.exists():
             out.rmdir()
         shutil.move(staging, out)
-    return model

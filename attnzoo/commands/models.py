@@ -1,4 +1,4 @@
-"""Commands on one model: list, describe, swap, demo."""
+"""Commands on one model: list, describe, swap, convert-heads, demo."""
 
 from __future__ import annotations
 
@@ -121,6 +121,25 @@ def swap(
     check_folder(out)
     console.print(describe_model(swap_files(path, spec, out)).table())
     console.print(f"Written to {out}; load it with from_pretrained after `import attnzoo`.")
+
+
+def convert_heads(
+    path: ModelArgument,
+    kv_heads: Annotated[int, typer.Option(help="new number of key and value heads")],
+    out: Annotated[Path, typer.Option(help="new folder for the converted model")],
+) -> None:
+    """Average key and value heads (multi-head to grouped-query attention), for a smaller cache."""
+    from attnzoo.integrations.grouped_heads import convert_heads_files
+    from attnzoo.report.output_path import check_folder
+
+    check_folder(out)
+    heads = convert_heads_files(path, kv_heads, out)
+    console.print(
+        f"{heads['before']} key and value heads are now {heads['after']}. Written to {out}; train "
+        "it, because its quality has dropped.",
+        soft_wrap=True,
+        markup=False,
+    )
 
 
 def demo(
