@@ -43,6 +43,10 @@ class TrainOptions:
     weights_lr: Annotated[
         float | None, typer.Option(help="learning rate of adapters, or of all weights")
     ] = None
+    attention_lr: Annotated[
+        float | None,
+        typer.Option(help="learning rate of the weights in attention layers; default: the same"),
+    ] = None
     extras_lr: Annotated[
         float, typer.Option(help="learning rate of the backends' own parameters")
     ] = 5e-3
@@ -117,7 +121,14 @@ class TrainOptions:
         from attnzoo.training.loop import LoopConfig
 
         names = [
-            *("weights_lr", "extras_lr", "repeat_share", "control", "window_dropout"),
+            *(
+                "weights_lr",
+                "attention_lr",
+                "extras_lr",
+                "repeat_share",
+                "control",
+                "window_dropout",
+            ),
             *("gradient_checkpointing", "report_to", "label_smoothing_factor", "train_on"),
         ]
         loop = LoopConfig(

@@ -23,6 +23,7 @@ from attnzoo.integrations.attention import NAME
 from attnzoo.integrations.companions import copy_companions, move_files
 from attnzoo.integrations.context_parallel import check_model
 from attnzoo.integrations.convert import original_attention, restore, swap
+from attnzoo.integrations.layers import attention_layers
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.baselines import Baselines
@@ -315,6 +316,11 @@ class Run:
                 if id(p) not in added_ids and (config.train == "full" or "lora_" in name)
             ]
             rate = config.weights_lr or (1e-4 if config.train == "full" else 1e-3)
+            if config.attention_lr is not None:
+                inside = {id(p) for x in attention_layers(model) for p in x.module.parameters()}
+                attention = [p for p in weights if id(p) in inside]
+                weights = [p for p in weights if id(p) not in inside]
+                groups.append({"params": attention, "lr": config.attention_lr})
             groups.append({"params": weights, "lr": rate})
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()

@@ -21,6 +21,7 @@ class TrainConfig:
     lora_rank: int = 16
     extras_lr: float = 5e-3
     weights_lr: float | None = None  # None: 1e-3 for adapters, 1e-4 for all weights
+    attention_lr: float | None = None  # of weights in attention layers; None: weights_lr
     row_length: int = 512  # tokens
     # "all" tokens of the text, or the "completions" of prompts and the assistant's messages
     train_on: Literal["all", "completions"] = "all"
@@ -48,7 +49,12 @@ class TrainConfig:
         for name in ("lora_rank", "judged_rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("extras_lr", "weights_lr"):
+        if self.attention_lr is not None and self.train == "extras":
+            raise ConfigError(
+                "attention_lr is the learning rate of the model's own weights in attention layers, "
+                "but train='extras' trains none of them; leave it out, or train 'lora' or 'full'"
+            )
+        for name in ("extras_lr", "weights_lr", "attention_lr"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.control is not None and self.control < 1:

@@ -168,15 +168,46 @@ def test_gradients_that_no_loss_scale_makes_finite_stop_the_run(
         finetune(saved, spec, [text], tmp_path / "out", config(precision="fp16"))
 
 
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_weights_in_attention_layers_have_their_own_rate(saved, text, spec, tmp_path, train):
+    options = FinetuneConfig(
+        **{**SHORT, "train": train, "attention_lr": 7e-3}, loop=LoopConfig(**LOOP)
+    )
+    run = runs.Run(
+        *("finetune", saved, spec, [text], tmp_path / "out", options),
+        **{"column": "text", "resume": False, "weights": None},
+        **{"log": lambda text: None, "on_step": lambda *_: None},
+    )
+    for model in (run.model, run.load_softmax_model()):  # the baseline has the same rates
+        prepared, groups = run.prepare(model)
+        rates = {id(p): group["lr"] for group in groups for p in group["params"]}
+        assert len(rates) == sum(len(group["params"]) for group in groups)
+        for name, parameter in prepared.named_parameters():
+            if train == "lora" and "lora_" not in name and ".attnzoo." not in name:
+                assert id(parameter) not in rates
+            elif ".attnzoo." in name:
+                assert rates[id(parameter)] == 5e-3
+            else:
+                assert rates[id(parameter)] == (7e-3 if ".self_attn." in name else 3e-3)
+        assert {7e-3, 3e-3} <= set(rates.values())
+    run.close()
+    with pytest.raises(ConfigError, match="but train='extras' trains none of them"):
+        FinetuneConfig(train="extras", attention_lr=1e-3)
+    with pytest.raises(ConfigError, match="attention_lr must be above 0"):
+        FinetuneConfig(attention_lr=0)
+
+
 def test_options_of_the_command(saved, text, tmp_path, attnzoo_command):
     out = tmp_path / "out"
     attnzoo_command(
         *("finetune", saved, "--data", text, "--out", out, "--attention", "longformer"),
         *("--set", "window=4", "--length", 32, "--batch", 4, "--steps", 2, "--no-compare"),
         *("--lr-scheduler-type", "cosine_with_min_lr", "--label-smoothing", 0.2),
+        *("--attention-lr", 2e-3),
         *("--lr-scheduler-kwargs", '{"min_lr_rate": 0.1}'),
     )
     written = json.loads((out / "finetuning.json").read_text())["config"]
     assert written["label_smoothing_factor"] == 0.2
+    assert written["attention_lr"] == 2e-3
     assert written["loop"]["lr_scheduler_type"] == "cosine_with_min_lr"
     assert written["loop"]["lr_scheduler_kwargs"] == {"min_lr_rate": 0.1}
