@@ -170,6 +170,9 @@ def finetune(
     compare: Annotated[
         bool, typer.Option(help="also train the softmax model, as a baseline")
     ] = True,
+    mlm_probability: Annotated[
+        float | None, typer.Option(help="fraction of an encoder's tokens to predict; default: 0.15")
+    ] = None,
     train: Train = "full",
     *,
     options: TrainOptions,
@@ -184,6 +187,7 @@ def finetune(
     config = FinetuneConfig(
         steps=steps,
         tune_softmax=compare,
+        mlm_probability=mlm_probability,
         train=train,  # type: ignore[arg-type]
         **options.config(),
     )

@@ -10,7 +10,9 @@ from typing import Any
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.distil import distil_loss
+from attnzoo.training.encoder import is_encoder
 from attnzoo.training.loop import OnStep
+from attnzoo.training.masked import MaskedRun
 from attnzoo.training.results import collect_results
 from attnzoo.training.runs import Log, Run
 from attnzoo.training.train_config import TrainConfig
@@ -22,12 +24,17 @@ class FinetuneConfig(TrainConfig):
     """Configuration of :func:`finetune`."""
 
     steps: int = 200
+    mlm_probability: float | None = None  # of an encoder's tokens to predict; None: 0.15
     tune_softmax: bool = True  # train the model with softmax for as many steps, as a baseline
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.steps < 1:
             raise ConfigError(f"steps must be at least 1, got {self.steps}")
+        if self.mlm_probability is not None and not 0 < self.mlm_probability < 1:
+            raise ConfigError(
+                f"mlm_probability must be above 0 and below 1, got {self.mlm_probability}"
+            )
 
 
 def finetune(
@@ -42,7 +49,9 @@ def finetune(
     log: Log = lambda text: None,
     on_step: OnStep = lambda stage, step, loss: None,
 ) -> dict[str, Any]:
-    """Fine-tune a swapped causal model on text, evaluate it, and save it to ``out``.
+    """Fine-tune a swapped model on text, evaluate it, and save it to ``out``.
+
+    A causal model learns to predict the next token, an encoder masked tokens.
 
     Args:
         path: Folder of a saved model.
@@ -62,7 +71,12 @@ def finetune(
         AttnzooError: An argument is invalid.
     """
     config = config or FinetuneConfig()
-    run = Run(
+    encoder = is_encoder(path)
+    if config.mlm_probability is not None and not encoder:
+        raise ConfigError(
+            "mlm_probability is for encoders, and this model is a decoder; leave it out"
+        )
+    run = (MaskedRun if encoder else Run)(
         "finetune",
         path,
         spec,
@@ -87,10 +101,13 @@ def _finetune(run: Run, config: FinetuneConfig) -> dict[str, Any]:
             "The backends have no parameters of their own, so there is nothing to train with "
             "train='extras'; use 'lora' or 'full'"
         )
-    loss = distil_loss(None, cross_entropy=1.0, label_smoothing=config.label_smoothing_factor)
-    if config.tune_softmax and config.train != "extras":
-        run.tune_softmax(config.steps, lambda prepared: loss)
     before_step = run.step_callback(run.model, config.steps)
+    if isinstance(run, MaskedRun):
+        loss = run.loss()
+    else:
+        loss = distil_loss(None, cross_entropy=1.0, label_smoothing=config.label_smoothing_factor)
+    if config.tune_softmax and config.train != "extras":
+        run.tune_softmax(config.steps, lambda prepared: loss, before_step)
     model = run.train(
         run.model, "finetune", config.steps, lambda prepared: loss, run.load_model, before_step
     )

@@ -260,7 +260,12 @@ class Run:
         model.load_state_dict(saved, strict=False)
         model.to(self.accelerator.device)
 
-    def tune_softmax(self, steps: int, make_loss: Callable[[Any], Loss]) -> None:
+    def tune_softmax(
+        self,
+        steps: int,
+        make_loss: Callable[[Any], Loss],
+        before_step: Callable[[int], None] = lambda step: None,
+    ) -> None:
         """Train the model with softmax as the baseline ``softmax tuned``.
 
         It takes the same steps as the swapped model, so that the gain from more text does not count
@@ -269,9 +274,10 @@ class Run:
         Args:
             steps: Number of steps of the swapped model.
             make_loss: Returns the loss, given the model with adapters.
+            before_step: Called before each step.
         """
         load = self.load_softmax_model
-        tuned = self.train(load(), "softmax", steps, make_loss, load)
+        tuned = self.train(load(), "softmax", steps, make_loss, load, before_step)
         self.baselines.evaluate("softmax tuned", lambda: self.quality(tuned))
 
     def train(

@@ -166,8 +166,12 @@ def losses_alone(model, examples, tokenizer):
     return torch.cat(found)
 
 
-def test_loss_is_that_of_each_completion_alone(saved, data, spec, tmp_path, byte_tokenizer):
-    train, held_out = load_rows(saved, [data], "text", config())
+def test_loss_is_that_of_each_completion_alone(model, data, spec, tmp_path, byte_tokenizer):
+    saved = tmp_path / "model"  # whose attention is far from uniform
+    model.save_pretrained(saved)
+    byte_tokenizer.save_pretrained(saved)
+    train, held_out = load_rows(saved, [data], "text", config(row_length=96))
+    assert len(held_out) == 1  # several examples share a row
     examples = [json.loads(line) for line in data.read_text().splitlines()]
     texts = "".join(byte_tokenizer.decode(held_out.stream).split("</s>"))
     kept = [x for x in examples if x["prompt"] + x["completion"] in texts]
@@ -175,7 +179,7 @@ def test_loss_is_that_of_each_completion_alone(saved, data, spec, tmp_path, byte
     model = load_causal(saved, spec).eval()
     rest = [x for x in examples if x not in kept]
     loop = LoopConfig(batch_size=len(train))  # the first step has every row, and a rate of 0
-    finetune(saved, spec, [data], tmp_path / "out", config(steps=2, loop=loop))
+    finetune(saved, spec, [data], tmp_path / "out", config(steps=2, loop=loop, row_length=96))
     expected = losses_alone(model, rest, byte_tokenizer).mean()
     assert read_losses(tmp_path / "out")[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
     losses = losses_alone(model, kept, byte_tokenizer)
