@@ -47,6 +47,7 @@ TransferLR = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="measure and print, but write nothing")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an existing --out")]
+OPTION_OF = {"row_length": "length", "batch_size": "batch"}  # where a field has another name
 INTERRUPTED = 130  # exit code after ^C, as in shells
 
 
@@ -135,9 +136,17 @@ def recover(
     layers_at_once: LayersAtOnce = None,
     distil_steps: Annotated[int, typer.Option(help="steps of distillation from softmax")] = 100,
     top_k: TopK = None,
+    distil_length: Annotated[
+        int | None, typer.Option(help="tokens per row of distillation; default: --length")
+    ] = None,
     cross_entropy: CrossEntropy = 0.0,
     train: Train = "lora",
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="settings by name, quick or radlads; options that are given override"),
+    ] = None,
     *,
+    context: typer.Context,
     options: TrainOptions,
 ) -> None:
     """Swap a model and recover its quality by attention transfer and distillation."""
@@ -147,20 +156,37 @@ def recover(
     if (options.attention is None) == (plan is None):
         raise SpecError("recover takes either --attention (with --set, --layers) or --plan FILE")
     spec, weights = read_plan(plan) if plan else (options.spec(), None)
-    config = recovery.RecoverConfig(
-        transfer_steps=transfer_steps,
-        transfer_target=transfer_target,  # type: ignore[arg-type]
-        transfer_lr=transfer_lr,
-        layers_at_once=layers_at_once,
-        distil_steps=distil_steps,
-        top_k=top_k,
-        cross_entropy=cross_entropy,
-        train=train,  # type: ignore[arg-type]
+    given = {
+        "transfer_steps": transfer_steps,
+        "transfer_target": transfer_target,
+        "transfer_lr": transfer_lr,
+        "layers_at_once": layers_at_once,
+        "distil_steps": distil_steps,
+        "distil_length": distil_length,
+        "top_k": top_k,
+        "cross_entropy": cross_entropy,
+        "train": train,
         **options.config(),
+    }
+    config = (
+        recovery.RecoverConfig(**given) if recipe is None else _with_recipe(recipe, given, context)
     )
-    stages = {"softmax": distil_steps, "transfer": transfer_steps, "distil": distil_steps}
+    steps, distil_steps = config.transfer_steps, config.distil_steps
+    stages = {"softmax": distil_steps, "transfer": steps, "distil": distil_steps}
     start = partial(recovery.recover, path, spec, weights=weights)
     _run(start, config, stages, options)
+
+
+def _with_recipe(name: str, given: dict[str, Any], context: typer.Context) -> Any:
+    """Return the config of a recipe, changed by the options of the command line."""
+    from attnzoo.training.recipes import recipe_config
+
+    changes = {}
+    for field, value in {**given, **vars(given["loop"])}.items():
+        source = context.get_parameter_source(OPTION_OF.get(field, field))
+        if source is not None and source.name == "COMMANDLINE":
+            changes[field] = value
+    return recipe_config(name, **changes)
 
 
 @with_train_options

@@ -124,6 +124,18 @@ class EncoderRun(Run):
             )
         return split_rows(self.path, data, column, config, tokenize_texts)
 
+    def rows_of_length(self, length: int | None) -> None:
+        """Refuse rows of another length; each row is one text.
+
+        Raises:
+            SpecError: A length is given.
+        """
+        if length is not None:
+            raise SpecError(
+                "distil_length is the length of packed rows, but each row of an encoder is one "
+                "text; leave it out"
+            )
+
     def load_model(self) -> PreTrainedModel:
         """Return the swapped model with its saved weights, in the class it was saved in."""
         return load_model(self.path, self.spec, model_class(read_config(self.path), self.path))

@@ -55,6 +55,7 @@ class Stage:
         groups: Parameter groups with learning rates, as torch's optimisers take them.
         loss: Returns a scalar, given the prepared model and a batch.
         before_step: Called with the step before each step.
+        rows: Training rows; those of the loop when ``None``.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Stage:
     groups: list[dict[str, Any]]
     loss: Loss
     before_step: Callable[[int], None] = lambda step: None
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +176,7 @@ class Loop:
             steps=stage.steps,
         )
         wrapped, optimizer, schedule, loader = self.accelerator.prepare(
-            model, optimizer, schedule, self._loader()
+            model, optimizer, schedule, self._loader(stage.rows or self.rows)
         )
         if done > first:
             assert self.progress is not None
@@ -289,19 +291,19 @@ class Loop:
         enabled = self.config.precision == "bf16"
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=enabled)
 
-    def _loader(self) -> DataLoader[Any]:
-        size = min(self.config.batch_size, len(self.rows)) // self.config.accumulate
+    def _loader(self, rows: Rows) -> DataLoader[Any]:
+        size = min(self.config.batch_size, len(rows)) // self.config.accumulate
         groups = self.accelerator.num_processes // self.config.cp_size
         if size < 1 or size % groups:
             raise ConfigError(
                 f"A micro-batch of {size} rows is not divisible over {groups} processes, or groups "
                 "of cp_size processes; make batch_size a multiple of accumulate times their "
-                f"number, and give at least that many rows of text (there are {len(self.rows)})"
+                f"number, and give at least that many rows of text (there are {len(rows)})"
             )
         # its own generator: the global random state does not depend on the data order
         generator = torch.Generator().manual_seed(self.config.seed)
         loader: DataLoader[Any] = DataLoader(
-            self.rows, batch_size=size, shuffle=True, drop_last=True, generator=generator
+            rows, batch_size=size, shuffle=True, drop_last=True, generator=generator
         )
         if self.mesh is not None:
             loader = prepare_cp_loader(self.accelerator, loader, self.mesh)

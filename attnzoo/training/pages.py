@@ -223,6 +223,9 @@ def card(results: Mapping[str, Any], command: str) -> str:
         f"{GENERATION_TEXT}\n\n{generation.markdown()}" if generation else "",
         decoding.markdown() if decoding else "",
         f"The swap:\n\n```json\n{json.dumps(results['spec'], indent=2)}\n```\n",
+        f"All settings of the run:\n\n```json\n{json.dumps(results['config'], indent=2)}\n```\n"
+        if "config" in results
+        else "",
     ]
     return "\n".join(part for part in parts if part)
 

@@ -40,6 +40,8 @@ class RecoverConfig(TrainConfig):
     layers_at_once: int | None = None  # layers per block of transfer; None: all
     cross_entropy: float = 0.0  # weight of cross-entropy in the distillation loss
     top_k: int | None = None  # the teacher's most probable tokens in the KL; None: all
+    distil_length: int | None = None  # tokens per row of distillation; None: row_length
+    recipe: str | None = None  # the name of these settings, for the model card
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,6 +51,13 @@ class RecoverConfig(TrainConfig):
         for name in ("layers_at_once", "top_k"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.distil_length is not None and (
+            self.distil_length < 8 or self.distil_length % self.loop.cp_size
+        ):
+            raise ConfigError(
+                "distil_length must be at least 8 tokens and divisible by cp_size="
+                f"{self.loop.cp_size}, got {self.distil_length}"
+            )
         if self.transfer_lr is not None and self.transfer_lr <= 0:
             raise ConfigError(f"transfer_lr must be above 0, got {self.transfer_lr}")
         if self.transfer_target not in ("output", "attention"):
@@ -125,7 +134,10 @@ def _recover(run: Run, config: RecoverConfig) -> dict[str, Any]:
     """Train and evaluate the model of a run, save it, and return its results."""
     run.evaluate_baselines()
     if config.cross_entropy and config.distil_steps and config.train != "extras":
-        run.tune_softmax(config.distil_steps, lambda model: _distil_loss(model, run, config))
+        rows = run.rows_of_length(config.distil_length)
+        run.tune_softmax(
+            config.distil_steps, lambda model: _distil_loss(model, run, config), rows=rows
+        )
     model = _distil(_transfer(run.model, run, config), run, config)
     # without cross-entropy, softmax is its own teacher: distillation does not change it
     run.baselines.results.setdefault("softmax tuned", run.baselines.results["softmax"])
@@ -226,4 +238,5 @@ def _distil(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrain
         lambda prepared: _distil_loss(prepared, run, config),
         run.load_model,
         run.step_callback(model, config.distil_steps),
+        rows=run.rows_of_length(config.distil_length),
     )

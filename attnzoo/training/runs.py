@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +114,10 @@ class Run:
         on_step: OnStep,
     ) -> None:
         self.command, self.path, self.spec, self.out = command, path, spec, out
-        self.config, self.log = config, log
+        self.config, self.log, self.data, self.column = config, log, data, column
+        loop, logs = config.loop, out / "logs"
         self.accelerator: Accelerator = make_accelerator(
-            config.loop.seed,
-            tracker=config.report_to,
-            logs=out / "logs",
-            precision=config.loop.precision,
+            loop.seed, tracker=config.report_to, logs=logs, precision=loop.precision
         )
         main = self.accelerator.is_main_process
         if main:
@@ -193,6 +191,13 @@ class Run:
         if self.accelerator.is_main_process:
             self.checkpoints.release()
 
+    def rows_of_length(self, length: int | None) -> Any:
+        """Return the same training text in rows of another length; ``None`` for the run's own."""
+        if length in (None, self.config.row_length):
+            return None
+        config = replace(self.config, row_length=length)
+        return load_rows(self.path, self.data, self.column, config)[0]
+
     def load_rows(self, data: list[Path], column: str) -> tuple[Any, Any]:
         """Return training rows and held-out rows."""
         return load_rows(self.path, data, column, self.config)
@@ -265,6 +270,7 @@ class Run:
         steps: int,
         make_loss: Callable[[Any], Loss],
         before_step: Callable[[int], None] = lambda step: None,
+        rows: Any = None,
     ) -> None:
         """Train the model with softmax as the baseline ``softmax tuned``.
 
@@ -275,9 +281,10 @@ class Run:
             steps: Number of steps of the swapped model.
             make_loss: Returns the loss, given the model with adapters.
             before_step: Called before each step.
+            rows: Training rows, if not those of the run.
         """
         load = self.load_softmax_model
-        tuned = self.train(load(), "softmax", steps, make_loss, load, before_step)
+        tuned = self.train(load(), "softmax", steps, make_loss, load, before_step, rows)
         self.baselines.evaluate("softmax tuned", lambda: self.quality(tuned))
 
     def train(
@@ -288,6 +295,7 @@ class Run:
         make_loss: Callable[[Any], Loss],
         load_model: Callable[[], PreTrainedModel],
         before_step: Callable[[int], None] = lambda step: None,
+        rows: Any = None,
     ) -> PreTrainedModel:
         """Train a model for one stage and return it with adapters merged.
 
@@ -298,10 +306,13 @@ class Run:
             make_loss: Returns the loss, given the model with adapters.
             load_model: Returns a model of the same architecture, which takes sharded weights.
             before_step: Called before each step.
+            rows: Training rows, if not those of the run.
         """
         prepared, groups = self.prepare(model)
         loss = make_loss(prepared)
-        stage = Stage(name=name, steps=steps, groups=groups, loss=loss, before_step=before_step)
+        stage = Stage(
+            name=name, steps=steps, groups=groups, loss=loss, before_step=before_step, rows=rows
+        )
         trained = self.loop.run(prepared, stage, lambda: self.prepare(load_model())[0])
         return self.merge_adapters(trained)
 
