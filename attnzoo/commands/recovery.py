@@ -45,6 +45,10 @@ TransferLR = Annotated[
     float | None,
     typer.Option(help="learning rate of transfer; default: 2e-2, or 5e-2 for target attention"),
 ]
+TransferFrom = Annotated[
+    str | None,
+    typer.Option(help="folder of an earlier run, whose transferred layers are reused"),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="measure and print, but write nothing")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an existing --out")]
 OPTION_OF = {"row_length": "length", "batch_size": "batch"}  # where a field has another name
@@ -133,6 +137,7 @@ def recover(
     ] = 100,
     transfer_target: TransferTarget = "output",
     transfer_lr: TransferLR = None,
+    transfer_from: TransferFrom = None,
     layers_at_once: LayersAtOnce = None,
     distil_steps: Annotated[int, typer.Option(help="steps of distillation from softmax")] = 100,
     top_k: TopK = None,
@@ -160,6 +165,7 @@ def recover(
         "transfer_steps": transfer_steps,
         "transfer_target": transfer_target,
         "transfer_lr": transfer_lr,
+        "transfer_from": transfer_from,
         "layers_at_once": layers_at_once,
         "distil_steps": distil_steps,
         "distil_length": distil_length,

@@ -24,6 +24,7 @@ from attnzoo.training.distil import (
 from attnzoo.training.encoder import EncoderRun, is_encoder
 from attnzoo.training.loop import Loss, OnStep, Stage
 from attnzoo.training.results import collect_results
+from attnzoo.training.reuse import reuse_transfer
 from attnzoo.training.runs import Log, Run
 from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import Target, Transfer, extras, trainable_layers
@@ -36,6 +37,7 @@ class RecoverConfig(TrainConfig):
     transfer_steps: int = 100  # per block of layers
     distil_steps: int = 100
     transfer_lr: float | None = None  # None: 2e-2 for target "output", 5e-2 for "attention"
+    transfer_from: str | None = None  # folder of an earlier run, whose layers are reused
     transfer_target: Target = "output"  # a layer's output, or its "attention" weights
     layers_at_once: int | None = None  # layers per block of transfer; None: all
     cross_entropy: float = 0.0  # weight of cross-entropy in the distillation loss
@@ -157,9 +159,13 @@ def _require_hidden_state_loss(config: RecoverConfig) -> None:
 
 def _transfer(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrainedModel:
     """Run attention transfer on all layers at once, or block by block."""
-    layers = trainable_layers(model)
+    layers, reason = trainable_layers(model), "the backends have no parameters of their own"
+    if config.transfer_from is not None:
+        reused = reuse_transfer(model, Path(config.transfer_from))
+        run.log(f"transfer of {len(reused)} layers is reused from {config.transfer_from}")
+        layers, reason = [name for name in layers if name not in reused], "all layers are reused"
     if not layers or not config.transfer_steps:
-        reason = "0 steps" if layers else "the backends have no parameters of their own"
+        reason = "0 steps" if layers else reason
         run.log(f"transfer is skipped: {reason}")
         return model
     rate = config.transfer_lr or (2e-2 if config.transfer_target == "output" else 5e-2)
