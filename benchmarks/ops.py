@@ -37,7 +37,7 @@ from windows import (
 from attnzoo.backends.block_sparse.op import block_sparse_attention
 from attnzoo.backends.config import Geometry
 from attnzoo.backends.linear.impl.common import CHUNK_SIZE
-from attnzoo.backends.linear.impl.cpp import CPP_CHUNK, LINEAR
+from attnzoo.backends.linear.impl.cpp import KERNEL_CHUNK, LINEAR
 from attnzoo.backends.linear.op import linear_attention
 from attnzoo.backends.linformer.op import linformer_attention, linformer_block_attention
 from attnzoo.backends.reformer.op import lsh_attention
@@ -73,7 +73,7 @@ def chunk_flops(case: BenchmarkCase, chunk_size: int | None = None) -> float:
     """Count the products of the chunk form, half-empty ones in full."""
     if chunk_size is None:
         compiled = case.device == "cpu" and not cpp.unavailable_reason(LINEAR)
-        chunk_size = CPP_CHUNK if compiled else CHUNK_SIZE
+        chunk_size = KERNEL_CHUNK if compiled else CHUNK_SIZE
     inside, between = 2 * chunk_size * (case.D + case.E), 4 * case.D * case.E
     return float(case.B * case.H * case.T * (inside + between))
 
@@ -163,7 +163,7 @@ DELTA: dict[str, Callable[[BenchmarkCase], Inputs]] = {
     "kda": lambda case: write_strengths(case) + per_channel(case),
 }
 
-# "linear 64" and "linear 128" are torch's, as what trains is: larger chunks make more products, at
+# "linear 64" and "linear 128" are torch's: larger chunks make more products, at
 # a better rate. retention decays by a constant per head, mamba2 by a scalar per token, gla by a
 # vector per token.
 OPS: dict[str, Op] = {

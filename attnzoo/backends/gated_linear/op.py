@@ -351,7 +351,7 @@ IMPLEMENTATIONS: tuple[Implementation[LinearCall, AttentionOutput], ...] = (
         name="cpp",
         run=partial(_run_linear, impl="cpp"),
         reasons=_cpp_reasons,
-        automatic="the forward pass is compiled for this CPU",
+        automatic="compiled for this CPU",
         auto_reasons=_cpp_auto_reasons,
     ),
     Implementation(

@@ -95,15 +95,14 @@ def linear_attention(
         scale: Multiplies the features of q; ``None`` means 1. It cancels with ``normalize``, except
             for ``eps``.
         form: ``"parallel"``, ``"recurrent"`` or ``"chunk"``; see the table above.
-        impl: ``"triton"`` (causal, NVIDIA GPUs), ``"cpp"`` (causal, CPUs; the backward pass is in
-            torch), ``"torch"`` (every device), ``"reference"`` (plain operations and autograd), or
-            ``"auto"``, which selects the fastest one that supports the call; ``"triton"`` only
-            after its kernels passed a check on the device. A named implementation is never
-            replaced.
+        impl: ``"triton"`` (causal, NVIDIA GPUs), ``"cpp"`` (causal, CPUs), ``"torch"`` (every
+            device), ``"reference"`` (plain operations and autograd), or ``"auto"``, which selects
+            the fastest one that supports the call; ``"triton"`` only after its kernels passed a
+            check on the device. A named implementation is never replaced.
         state: Sums over the earlier tokens; ``None`` starts a sequence. Gradients flow through it.
         return_state: Whether to return the state after the last token.
         chunk_size: C, in tokens; ``None`` picks one. T need not be a multiple. ``"triton"`` takes
-            16, 32 or 64, and ``"cpp"`` at most 32.
+            16, 32 or 64, and ``"cpp"`` at most 32, where chunks have at most 16 tokens.
         eps: Added to the denominator.
         feature_map: Applied to q and k: ``"identity"``, ``"elu+1"``, ``"relu"`` or ``"exp"``.
         feature_scale: s of ``"exp"``; see
@@ -255,7 +254,7 @@ IMPLEMENTATIONS = (
         name="cpp",
         run=run_cpp,
         reasons=_cpp_reasons,
-        automatic="the forward pass is compiled for this CPU",
+        automatic="compiled for this CPU",
     ),
     Implementation(name="torch", run=_run_torch, automatic="runs on every device"),
     Implementation(name="reference", run=run_reference),

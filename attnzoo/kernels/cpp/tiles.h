@@ -56,16 +56,30 @@ struct Tiles : Math<Real> {
 
     // -- products ---------------------------------------------------------------------------------
 
+    // Return x, loaded once: compilers else load it again in every multiplication, and loads limit.
+    static inline __attribute__((always_inline)) Reals in_register(Reals x) {
+#if defined(__AVX512F__)
+        asm("" : "+v"(x));
+#elif defined(__AVX__)
+        asm("" : "+x"(x));
+#endif
+        return x;
+    }
+
     // sums[r][:] += sum over i < depth of a[r row_step + i step] b[i pitch + :].
     template <int R, int V>
     static inline __attribute__((always_inline)) void multiply(
         Reals (&sums)[R][V], const Real* a, int64_t row_step, int64_t step, const Real* b,
         int64_t pitch, int64_t depth) {
+        // Four rows from each pointer: as many addresses as there are registers for
+        const Real* rows[(R + 3) / 4];
+        for (int r = 0; r < R; r += 4) rows[r / 4] = a + r * row_step;
         for (int64_t i = 0; i < depth; ++i) {
             Reals row[V];
-            for (int j = 0; j < V; ++j) row[j] = load(b + i * pitch + j * LANES);
+            for (int j = 0; j < V; ++j) row[j] = in_register(load(b + i * pitch + j * LANES));
             for (int r = 0; r < R; ++r)
-                for (int j = 0; j < V; ++j) sums[r][j] += a[r * row_step + i * step] * row[j];
+                for (int j = 0; j < V; ++j) sums[r][j] += rows[r / 4][r % 4 * row_step] * row[j];
+            for (auto& pointer : rows) pointer += step;
         }
     }
 

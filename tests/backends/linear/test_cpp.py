@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from attnzoo.backends.config import Geometry
-from attnzoo.backends.linear.impl.cpp import LINEAR, linear_cpp
+from attnzoo.backends.linear.impl.cpp import LINEAR, linear_cpp, linear_cpp_backward
 from attnzoo.backends.linear.op import linear_attention
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels import cpp
@@ -87,21 +87,118 @@ def test_rounding_errors_are_at_most_twice_those_of_torch(normalize):
     assert (ours - exact).abs().max() <= budget
 
 
-def test_gradients_are_those_of_the_formula():
-    q, k, v, state = make(1, 2, 1, 37, 16, 16)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v, *state)]
+def leaves_and_results(shape, decay, packed, dtype=torch.float64, **options):
+    """Return a function that computes all results of a call, and its inputs."""
+    batch, _, key_heads, tokens, size, _ = shape
+    q, k, v, state = make(*shape, dtype=dtype)
+    gate = {
+        "none": None,
+        "head": -torch.rand(key_heads, dtype=dtype),
+        "token": -torch.rand(batch, tokens, key_heads, dtype=dtype).transpose(1, 2),
+        "channel": -between_nan(batch, key_heads, tokens, size, dtype=dtype),
+    }[decay]
+    ids = torch.zeros(batch, tokens, dtype=torch.long)
+    for border in (1, 2, 15, 20, 32, 33, 69, 512, 530) if packed else ():
+        ids[:, border:] += 1
+    mask = AttentionMask(causal=True, segment_ids=ids if packed else None)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *state, gate) if x is not None]
 
-    def run(q, k, v, kv, z):
-        found = linear_attention(
-            *(q, k, v),
-            state=LinearState(kv, z),
-            return_state=True,
-            normalize=True,
-            impl="cpp",
-        )
+    def run(q, k, v, kv, z, gate=None, **more):
+        state = LinearState(kv, z)
+        given = {"state": state, "mask": mask, "log_decay": gate, "return_state": True, "eps": 0.1}
+        found = linear_attention(q, k, v, **given, scale=0.7, **(options | more))
         return found.out, *found.state
 
+    return run, leaves
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 2, 33, 16, 32), (1, 6, 2, 70, 20, 65), (1, 2, 1, 1100, 5, 3)], ids=str
+)
+def test_gradients_are_those_of_the_formula(shape, normalize, decay, packed):
+    """Any number of threads computes the same bits; those of 1100 tokens are in three spans."""
+    run, leaves = leaves_and_results(shape, decay, packed, normalize=normalize)
+    results = run(*leaves, form="parallel", impl="reference")
+    d_results = [torch.randn_like(x) for x in results]
+    exact = torch.autograd.grad(results, leaves, d_results)
+    found, now = [], torch.get_num_threads()
+    try:
+        for threads in (1, 3, 7):
+            torch.set_num_threads(threads)
+            results = run(*leaves, impl="cpp")
+            found.append((*results, *torch.autograd.grad(results, leaves, d_results)))
+    finally:
+        torch.set_num_threads(now)
+    assert_close(found[0][3:], exact, atol=1e-10, rtol=1e-10)
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
+
+
+@pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
+def test_gradcheck(decay):
+    run, leaves = leaves_and_results((1, 4, 2, 19, 5, 3), decay, True, normalize=True, impl="cpp")
     assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+
+
+def test_gradients_of_some_results_by_some_inputs():
+    run, leaves = leaves_and_results((1, 4, 2, 40, 16, 16), "token", False)
+    for result in range(3):
+        for given in ([0], [1, 2], [5], [3, 4]):
+            chosen = [leaves[i] for i in given]
+            ours, exact = (
+                torch.autograd.grad(
+                    run(*leaves, impl=impl)[result],
+                    chosen,
+                    torch.ones(()).double().expand_as(run(*leaves)[result]),
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+                for impl in ("cpp", "reference")
+            )
+            assert_close(ours, exact, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("decay", ["none", "token", "channel"])
+def test_numbers_of_16_bits_are_read_and_rounded_exactly(decay, dtype):
+    """Results are those of the same numbers in float32, rounded once."""
+    run, leaves = leaves_and_results((1, 4, 2, 50, 20, 24), decay, True, torch.float32)
+    leaves = [
+        x.detach().to(dtype if x.dim() == 4 and i < 3 else x.dtype).requires_grad_()
+        for i, x in enumerate(leaves)
+    ]
+    wide = [x.detach().float().requires_grad_() for x in leaves]
+    results = run(*wide, impl="cpp")
+    d_results = [torch.randn_like(results[0]).to(dtype), *map(torch.randn_like, results[1:])]
+    exact = torch.autograd.grad(results, wide, [x.float() for x in d_results])
+    ours = run(*leaves, impl="cpp")
+    found = (*ours, *torch.autograd.grad(ours, leaves, d_results))
+    for a, b in zip(found, (*results, *exact), strict=True):
+        assert torch.equal(a, b.to(a.dtype))
+    assert found[0].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_every_number_of_16_bits_is_read_and_written(dtype):
+    """A token that sees only itself returns its value times the product of query and key."""
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    v = bits.view(torch.float16 if dtype == torch.float64 else dtype).to(dtype).view(1, 1, -1, 32)
+    if dtype == torch.bfloat16:  # the kernel treats subnormal float32 numbers as 0
+        v = v.masked_fill(v.abs().float() < torch.finfo(torch.float32).tiny, 0)
+    q, ids = torch.ones(1, 1, v.shape[2], 16), torch.arange(v.shape[2])[None]
+    mask = AttentionMask(causal=True, segment_ids=ids)
+    for scale in (1.0, 1 / 3):
+        out = linear_attention(q / 16, q, v, mask=mask, scale=scale, impl="cpp").out
+        wide = v.float() if dtype != torch.float64 else v
+        expected = (wide * torch.tensor(scale, dtype=wide.dtype)).to(dtype)
+        assert out.dtype == dtype
+        tiny = torch.finfo(torch.float32).tiny if dtype == torch.bfloat16 else 0
+        assert_close(
+            out, expected, equal_nan=True, rtol=0 if dtype != torch.float64 else 1e-15, atol=tiny
+        )
 
 
 def test_later_tokens_change_no_bit():
@@ -145,8 +242,18 @@ def test_it_compiles_without_a_graph_break():
 def test_the_operator_is_registered_soundly(dtype):
     q, k, v, state = make(1, 2, 1, 40, 16, 32, dtype)
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *state)]
-    args = (*leaves[:3], None, *leaves[3:], None, 0.5, True, 1e-6, 64)
-    torch.library.opcheck(linear_cpp, args)
+    options = (0.5, True, 1e-6, 64)
+    for keep in (False, True):  # without, there is no backward pass
+        given = leaves if keep else [x.detach() for x in leaves]
+        args = (*given[:3], None, *given[3:], None, *options)
+        torch.library.opcheck(linear_cpp, (*args, keep))
+    kept = linear_cpp(*args, True)[3].detach()
+    assert kept.shape == (1, 1, 1, 16 * 33)
+    given = [x.detach() for x in leaves]
+    gate = -torch.rand(1, 1, 40, dtype=dtype)
+    args = (torch.randn(1, 2, 40, 32).to(dtype), None, None, *given[:3], gate, None)
+    for want_decay in (False, True):
+        torch.library.opcheck(linear_cpp_backward, (*args, kept, *options, want_decay))
 
 
 def test_a_layer_runs_it_by_name():
@@ -171,7 +278,7 @@ def test_auto_selects_it_for_supported_calls():
     def choice(**options):
         return linear_attention(*x, **options).impl
 
-    assert choice() == ("cpp", "chunk form; the forward pass is compiled for this CPU")
+    assert choice() == ("cpp", "chunk form; compiled for this CPU")
     assert choice(chunk_size=32).impl == "cpp"
     assert choice(form="recurrent") == ("torch", "recurrent form; runs on every device")
     assert choice(chunk_size=33) == (

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnzoo.backends.delta.impl.common import DeltaInputs, Result
 from attnzoo.backends.delta.impl.cpp_step import is_step, run_step
-from attnzoo.backends.linear.impl.cpp import log_decays
+from attnzoo.backends.linear.impl.common import log_decay_per_token
 from attnzoo.kernels import cpp
 from attnzoo.kernels.derivatives import check_reverse_mode, refuse_derivative
 from attnzoo.kernels.memory import LANES, empty_huge_pages, pad_to_simd, unpad
@@ -112,7 +112,10 @@ class _Arguments:
         if (missing := self.k.shape[3] - state.shape[2]) > 0:
             state = F.pad(state, (0, 0, 0, missing))
         self.state, self.beta = state.contiguous(), beta.to(dtype)
-        self.log_decay = log_decays(log_decay, self.k)
+        self.log_decay = self.k.new_empty(*self.k.shape[:3], 0)
+        if log_decay is not None:
+            log_decay = log_decay_per_token(log_decay, self.k).to(dtype)
+            self.log_decay = pad_to_simd(log_decay) if log_decay.shape[3] > 1 else log_decay
         ids = None if segment_ids is None else segment_ids.to(torch.int64).contiguous()
         self.segment_ids = ids
         read = (self.q, self.k, self.v, self.beta, self.log_decay)
