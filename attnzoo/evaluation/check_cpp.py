@@ -20,6 +20,9 @@ from torch import Tensor
 from attnzoo.backends.block_sparse.impl.cpp import BLOCK_SPARSE
 from attnzoo.backends.delta.impl.cpp import DELTA
 from attnzoo.backends.linear.impl.cpp import LINEAR
+from attnzoo.backends.linear.window_hybrid import hybrid_attention
+from attnzoo.backends.linear.window_state import HybridState, LinearBranch
+from attnzoo.backends.linear.window_step import HYBRID_STEP
 from attnzoo.backends.local.band_cpp import BAND
 from attnzoo.backends.reformer.impl.cpp import LSH, PIVOTS
 from attnzoo.kernels.cpp import Source, unavailable_reason
@@ -31,6 +34,7 @@ from attnzoo.ops import (
     linear_attention,
     lsh_attention,
 )
+from attnzoo.state import AttentionOutput
 
 B, H, HKV, T, D, E = 1, 4, 2, 150, 24, 20
 CAUSAL = AttentionMask(causal=True)
@@ -48,6 +52,7 @@ class CppKernel(NamedTuple):
     call: Call  # of q, k, v, a log decay [B, Hkv, T] and impl
     expected: str
     dtypes: tuple[torch.dtype, ...]
+    has_gradients: bool = True
 
 
 def _linear(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> Tensor:
@@ -74,12 +79,29 @@ def _window(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> Tensor
     return flash_attention(q, k, v, mask=mask, impl=impl).out
 
 
+def _hybrid_step(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> Tensor:
+    size = 16
+    prompt, token = slice(T - 1), slice(T - 1, T)
+
+    def run(part: slice, state: HybridState | None, impl: str) -> AttentionOutput:
+        features = q[:, :, part].exp(), k[:, :, part].exp()
+        weight = q.new_zeros(1, H, 1, 1)
+        branch = LinearBranch(*features, weight, gates[:, :, part], mean=True)
+        inputs = q[:, :, part], k[:, :, part], v[:, :, part]
+        options = {"window": size, "scale": 0.2, "return_state": True}
+        return hybrid_attention(*inputs, branch, state=state, impl=impl, **options)  # type: ignore[arg-type]
+
+    state = run(prompt, None, "reference").state
+    return run(token, state, impl).out
+
+
 BOTH = (torch.float32, torch.float64)
 KERNELS = (
     CppKernel("linear", (LINEAR,), _linear, "reference", BOTH),
     CppKernel("delta", (DELTA,), _delta, "reference", BOTH),
     CppKernel("block_sparse", (BLOCK_SPARSE,), _block_sparse, "reference", (torch.float64,)),
     CppKernel("sliding windows", (BAND,), _window, "sdpa", BOTH),
+    CppKernel("decoding with windows", (HYBRID_STEP,), _hybrid_step, "reference", BOTH, False),
     CppKernel("reformer", (LSH, PIVOTS), _lsh, "torch", (torch.float64,)),
 )
 
@@ -90,15 +112,17 @@ def unavailable(kernel: CppKernel) -> str:
 
 
 def _results(kernel: CppKernel, impl: str, dtype: torch.dtype) -> list[Tensor]:
-    """Return the output and the gradients of q, k and v."""
+    """Return the output and, if the kernel has them, the gradients of q, k and v."""
     generator = torch.Generator().manual_seed(0)
     shapes = (B, H, T, D), (B, HKV, T, D), (B, HKV, T, E)
     leaves = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     gates = -torch.rand(B, HKV, T, generator=generator).to(dtype)
     weights = torch.randn(B, H, T, E, generator=generator).to(dtype)
-    leaves = [x.requires_grad_() for x in leaves]
+    leaves = [x.requires_grad_(kernel.has_gradients) for x in leaves]
     q, k, v = leaves
     out = kernel.call(q, k, v, gates, impl)
+    if not kernel.has_gradients:
+        return [out]
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
 
 
@@ -107,7 +131,8 @@ def wrong_results(kernel: CppKernel) -> Iterator[str]:
     for dtype in kernel.dtypes:
         expected = _results(kernel, kernel.expected, torch.float64)
         ours = _results(kernel, "cpp", dtype)
-        for name, x, y in zip(("out", "dq", "dk", "dv"), ours, expected, strict=True):
+        names = ("out", "dq", "dk", "dv")[: len(ours)]
+        for name, x, y in zip(names, ours, expected, strict=True):
             error = ((x.double() - y).abs().max() / y.abs().max()).item()
             if not error <= TOLERANCES[dtype]:
                 yield f"{name} of {str(dtype).removeprefix('torch.')} differs by {error:.1e}"
