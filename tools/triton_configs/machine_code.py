@@ -36,15 +36,22 @@ def registers(cubin: bytes) -> tuple[int, int]:
 def loop_instructions(cubin: bytes) -> int:
     """Return the instructions that a warp issues per iteration of the main loop; 0 without a loop.
 
-    The main loop is the longest loop that prefetches, or the longest one if none does. Forward
-    jumps over 100 instructions or more are assumed to be taken: they skip rare cases.
+    The main loop is the longest loop that prefetches and has no such loop inside, or the longest
+    one if none prefetches. Forward jumps over 100 instructions or more are assumed to be taken:
+    they skip rare cases.
     """
     code, labels = _instructions(_tool_output("nvdisasm", "-c", cubin))
     jumps = {i: labels[source[1]] for i, x in enumerate(code) if (source := _BRANCH.search(x))}
     loops = [range(target, source + 1) for source, target in jumps.items() if target <= source]
     if not loops:
         return 0
-    body = max(loops, key=lambda loop: (any("LDGDEPBAR" in code[i] for i in loop), len(loop)))
+    prefetching = [loop for loop in loops if any("LDGDEPBAR" in code[i] for i in loop)]
+    innermost = [
+        loop
+        for loop in prefetching
+        if not any(x != loop and x.start >= loop.start and x.stop <= loop.stop for x in prefetching)
+    ]
+    body = max(innermost or loops, key=len)
     count, source = 0, body.start
     while source < body.stop:
         count += 1

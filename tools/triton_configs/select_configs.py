@@ -1,12 +1,13 @@
-"""Select the configs to ship, without a GPU: the first of a preference list that fits the chip.
+"""Select the configs to ship, without a GPU: the candidates that issue the fewest instructions.
 
-    python -m tools.triton_configs.select_configs     # all rows; an hour
-    python -m tools.triton_configs.select_configs --arch 90 --decay vector    # some rows
+    python -m tools.triton_configs.select_configs     # all rows; hours
+    python -m tools.triton_configs.select_configs --arch 90 --decay vector --size 128    # some rows
 
-Large chunks and tiles come first, because they load, map and multiply least per token. A config
-fits if no kernel spills registers or exceeds the shared memory of a block. If none fits, the one
-that spills least is selected. ``python -m tools.triton_configs.compile_aot`` prints how many
-instructions the result issues per token.
+A candidate is compiled for the calls of a row. It is excluded if a kernel exceeds the shared memory
+of a block or has no tensor-core instruction. The others are ranked by the issue cycles per token of
+the first call, spilled registers included: a config that spills a few registers can issue half as
+many instructions as one that does not. Only time on a GPU is a better measure, and
+``python -m tools.triton_configs.tune`` ranks by it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from unittest import mock
 import torch
 
 from attnzoo.backends.linear.kernels import launch as linear_launch
+from attnzoo.backends.linear.kernels.compilers import avoid_defects
 from attnzoo.backends.linear.kernels.configs import (
     DECAYS,
     KERNELS,
     KINDS,
-    SHARED_BYTES,
     SHIPPED,
     SIZES,
     Config,
@@ -38,36 +39,29 @@ from tools.triton_configs.compile_aot import (
     launch_case,
     limit_violations,
 )
+from tools.triton_configs.ranking import cheapest_configs
 
-SAME_TILE = {"dq", "dk"}  # with scalar decay, dk reads q_dq per tile as dq writes it
-
-
-# Configs (chunk, warps, stages, tile) in order of preference. With four warps, two blocks fit on a
-# processor and hide each other's latency; products of 64 rows use a warp group.
-PREFERRED = {
-    "none": """
-        64,4,2,64  64,4,2,32  32,4,2,64  64,8,2,64  32,4,2,32  32,8,2,64  32,8,2,32
-        16,8,2,32  16,8,1,32  16,8,1,16""",
-    "vector": """
-        32,8,2,128  32,4,2,64  32,8,2,64  16,8,2,128  16,8,2,64  32,8,2,32  16,4,2,32
-        16,8,2,32  16,8,1,32  16,8,1,16""",
-    "small": """
-        32,4,2,64  32,4,2,32  32,8,2,64  32,8,2,32  16,8,2,64  16,8,2,32  16,8,1,32  16,8,1,16""",
+# Configs (chunk, warps, stages, tile), the preferred one of equal cost first. With four warps, two
+# blocks fit on a processor and hide each other's latency; products of 64 rows use a warp group. A
+# tile of 128 reads queries, keys and values once.
+CANDIDATES = {
+    "large": "64,4,2,64  64,8,3,128  64,8,2,128  64,4,2,32  32,4,2,64",
+    "small": "64,4,2,64  32,4,2,64  32,8,2,64  32,8,2,32  16,8,2,32  16,8,1,32  16,8,1,16",
 }
 
 
-def candidates(decay: str, kind: str, size: int, capability: int) -> Iterator[Config]:
-    """Yield configs in order of preference."""
-    small = capability < 90 or kind in ("any", "wide")
-    preferred = PREFERRED["small" if small else "vector" if decay == "vector" else "none"]
-    for text in preferred.split():
+def candidates(kind: str, size: int, capability: int) -> Iterator[Config]:
+    """Yield the configs to compile for a row, in order of preference."""
+    small = capability < 90 or kind in ("any", "wide") or size > 128
+    for text in CANDIDATES["small" if small else "large"].split():
         candidate = Config(*map(int, text.split(",")))
-        if size * candidate.tile <= 2048 * candidate.warps:
+        too_large = size * candidate.tile > 4096 * candidate.warps
+        if not too_large and candidate == avoid_defects(candidate, capability):
             yield candidate
 
 
 def cases(decay: str, kind: str, size: int) -> tuple[CompileCase, ...]:
-    """Return the calls with the largest demands among those that use a row of the table."""
+    """Return calls that use a row of the table: a typical one, and the most demanding ones."""
     case = CompileCase(d=size, e=size, decay=decay)
     if kind == "bare":
         return (case._replace(feature_map="identity", normalize=False),)
@@ -78,14 +72,11 @@ def cases(decay: str, kind: str, size: int) -> tuple[CompileCase, ...]:
     return case._replace(dtype=torch.float32), case._replace(dtype=torch.float16)
 
 
-def excess_bytes(
+def issue_cycles(
     case: CompileCase, candidate: Config, capability: int, kernel_names: set[str]
-) -> dict[str, int]:
-    """Return by how many bytes each kernel of a call exceeds the chip's limits with a config.
-
-    These are spilled bytes; a kernel that cannot run at all counts as 2^30.
-    """
-    excesses: dict[str, int] = {}
+) -> dict[str, float]:
+    """Return the issue cycles per token of each kernel of a call that can run with a config."""
+    cycles: dict[str, float] = {}
     with (
         mock.patch.object(linear_launch, "config", return_value=candidate),
         compiling(capability, kernel_names) as compiled_kernels,
@@ -93,35 +84,34 @@ def excess_bytes(
         launch_case(case)
     for compiled in compiled_kernels:
         row = kernel_resources("", compiled)
-        excess = row.stack_bytes if row.stack_bytes or not limit_violations(row) else 2**30
-        excess += 2**30 * (row.shared_bytes > SHARED_BYTES[capability])
-        excesses[compiled.name] = max(excess, excesses.get(compiled.name, 0))
-    return excesses
+        worst = float("inf") if limit_violations(row) else row.issue_cycles_per_token
+        cycles[compiled.name] = max(worst, cycles.get(compiled.name, 0.0))
+    return {name: cost for name, cost in cycles.items() if cost < float("inf")}
 
 
-def select_configs(
-    decay: str, kind: str, size: int, capability: int
-) -> Iterator[tuple[str, Config]]:
-    """Yield each kernel of a kind of call with its first config that fits, or fits best."""
-    remaining = set(KERNELS) - ({"shared"} if kind == "bare" else set())  # bare does not run it
-    best: dict[str, tuple[int, Config]] = {}
-    for candidate in candidates(decay, kind, size, capability):
-        worst = dict.fromkeys(remaining, 0)
-        for case in cases(decay, kind, size):
-            untested = {name for name in remaining if worst[name] == 0 or name not in best}
-            for name, excess in excess_bytes(case, candidate, capability, untested).items():
-                worst[name] = max(worst[name], excess)
-        if decay == "scalar" and remaining >= SAME_TILE:
-            worst |= dict.fromkeys(SAME_TILE, max(worst[name] for name in SAME_TILE))
-        for name, excess in worst.items():
-            if name not in best or excess < best[name][0]:
-                best[name] = excess, candidate
-        remaining = {name for name in remaining if best[name][0]}
-        if not remaining:
-            break
-    for name, (excess, candidate) in best.items():
-        assert excess < 2**30, f"add smaller configs to PREFERRED: {name} {decay} {kind} {size}"
-        yield name, candidate
+def select_configs(decay: str, kind: str, size: int, capability: int) -> dict[str, Config]:
+    """Return the config of each kernel of a kind of call."""
+    names = set(KERNELS) - ({"shared"} if kind == "bare" else set())  # bare does not run it
+    first, *others = cases(decay, kind, size)
+    costs = {
+        candidate: issue_cycles(first, candidate, capability, names)
+        for candidate in candidates(kind, size, capability)
+    }
+    while True:  # exclude what does not fit in the other calls, and select again
+        selected = cheapest_configs(costs, decay)
+        missing = names - set(selected)
+        assert not missing, f"add smaller configs to CANDIDATES: {missing} {decay} {kind} {size}"
+        excluded = [
+            (name, candidate)
+            for case in others
+            for candidate in set(selected.values())
+            for used in [{name for name, config in selected.items() if config == candidate}]
+            for name in used - set(issue_cycles(case, candidate, capability, used))
+        ]
+        if not excluded:
+            return selected
+        for name, candidate in excluded:
+            costs[candidate].pop(name, None)
 
 
 def main() -> int:
@@ -129,11 +119,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--arch", type=int, nargs="*", default=[80, 90], choices=[80, 90])
     parser.add_argument("--decay", nargs="*", default=DECAYS, choices=DECAYS)
+    parser.add_argument("--kind", nargs="*", default=KINDS, choices=KINDS)
+    parser.add_argument("--size", type=int, nargs="*", default=SIZES, choices=SIZES)
     args = parser.parse_args()
-    for capability, decay, kind, size in product(args.arch, args.decay, KINDS, SIZES):
+    for capability, decay, kind, size in product(args.arch, args.decay, args.kind, args.size):
         selected = {
             key(Shape(kernel, decay, kind, size), capability): config
-            for kernel, config in select_configs(decay, kind, size, capability)
+            for kernel, config in select_configs(decay, kind, size, capability).items()
         }
         rows = json.loads(SHIPPED.read_text("utf-8"))["configs"] if SHIPPED.exists() else {}
         lines = (

@@ -3,16 +3,17 @@
     python -m tools.triton_configs.tune table.json
     ATTNZOO_KERNEL_TABLE=table.json python train.py
 
-For each kernel, decay and head size, every candidate runs in a call of the operator, with the tile
-of the shipped config. Candidates that spill registers are excluded, unless all do. Calls with
-masks, grouped heads or float32 keep the shipped configs. This takes a few minutes.
+For each decay and head size, every candidate runs in a call of the operator, and each kernel takes
+the fastest one; whether it spills registers does not matter. Calls with masks, grouped heads or
+float32 keep the shipped configs. Compiling the candidates takes most of the time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,19 @@ from attnzoo.backends.linear.kernels.configs import (
     SIZES,
     Config,
     Shape,
-    default_config,
     key,
 )
 from attnzoo.errors import UnsupportedError
+from tools.triton_configs.compile_aot import kernel_name
+from tools.triton_configs.ranking import cheapest_configs
 
-CANDIDATES = tuple(product((16, 32, 64), (4, 8), (1, 2, 3)))  # chunk, warps, stages
+CANDIDATES = tuple(
+    Config(*blocks)  # chunk, warps, stages, tile
+    for blocks in (
+        *product((16, 32, 64), (4, 8), (2, 3), (32, 64)),
+        *product((32, 64), (8,), (2, 3), (128,)),
+    )
+)
 
 
 def make_launcher(
@@ -62,52 +70,43 @@ def make_launcher(
     )
 
 
-def launches(launcher: linear_launch.KernelLauncher) -> Iterator[tuple[Shape, Any]]:
-    """Yield the config key of each kernel, and a function that times it with a config."""
-    recorded: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+def kernel_times(make: Callable[[], linear_launch.KernelLauncher]) -> dict[str, float]:
+    """Return the median time of each kernel of a forward and a backward pass, in milliseconds.
+
+    Raises:
+        OutOfResources: A kernel does not fit the GPU.
+    """
+    recorded: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
     launch = JITFunction.run
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
-        recorded.append((self, args, options))
+        if "C" in options:  # split_scan_kernel has no config
+            recorded.setdefault(kernel_name(self.__name__, options), (self, args, options))
         return launch(self, *args, **options)
 
     with mock.patch.object(JITFunction, "run", run):
+        launcher = make()
         out, *last = launcher.forward()
         launcher.backward(torch.randn_like(out), *last, (last[0], last[1]))
-    seen = set()
-    for kernel, args, options in recorded:
-        if "C" not in options:  # split_scan_kernel has no config
-            continue
-        name = options.get("MODE", "sums")
-        if name in seen:
-            continue
-        seen.add(name)
-
-        def time_config(
-            chosen: Config, kernel: Any = kernel, args: Any = args, options: Any = options
-        ) -> tuple[float, bool]:
-            blocks = {"C": chosen.chunk, "num_warps": chosen.warps, "num_stages": chosen.stages}
-            compiled = launch(kernel, *args, **{**options, **blocks})
-            median = triton.testing.do_bench(
-                lambda: launch(kernel, *args, **{**options, **blocks}), return_mode="median"
-            )
-            return float(median), bool(compiled.n_spills)
-
-        yield launcher.config_shape(name), time_config
+    times = {}
+    for name, (kernel, args, options) in recorded.items():
+        call = partial(launch, kernel, *args, **options)
+        times[name] = float(triton.testing.do_bench(call, return_mode="median"))
+    return times
 
 
-def fastest_config(shape: Shape, time_config: Any, capability: int) -> tuple[Config, float, float]:
-    """Return the fastest candidate, its time and that of the shipped config, in milliseconds."""
-    shipped = default_config(shape, capability)
-    times: dict[Config, tuple[bool, float]] = {}
-    for chosen in {shipped, *(Config(*blocks, shipped.tile) for blocks in CANDIDATES)}:
-        try:
-            median_ms, spills = time_config(chosen)
-        except OutOfResources:
-            continue
-        times[chosen] = (spills, median_ms)
-    best = min(times, key=lambda chosen: times[chosen])
-    return best, times[best][1], times[shipped][1]
+def measure(
+    decay: str, kind: str, size: int, device: torch.device
+) -> dict[Config, dict[str, float]]:
+    """Return the times of all candidates that run, by candidate and kernel."""
+    costs = {}
+    for chosen in CANDIDATES:
+        with mock.patch.object(linear_launch, "config", return_value=chosen):
+            try:
+                costs[chosen] = kernel_times(partial(make_launcher, decay, kind, size, device))
+            except OutOfResources:
+                continue
+    return costs
 
 
 def main() -> int:
@@ -124,10 +123,10 @@ def main() -> int:
     major, minor = torch.cuda.get_device_capability(device)
     capability, rows = 10 * major + minor, {}
     for decay, kind, size in product(DECAYS, ("bare", "mapped"), SIZES):
-        for shape, time_config in launches(make_launcher(decay, kind, size, device)):
-            best, best_ms, shipped_ms = fastest_config(shape, time_config, capability)
-            name = key(shape, capability)
-            print(f"{name}: {best} {best_ms:.3f} ms (shipped {shipped_ms:.3f} ms)", flush=True)
+        costs = measure(decay, kind, size, device)
+        for kernel, best in cheapest_configs(costs, decay).items():
+            name = key(Shape(kernel, decay, kind, size), capability)
+            print(f"{name}: {tuple(best)} {costs[best][kernel]:.3f} ms", flush=True)
             rows[name] = list(best)
     args.table.write_text(
         json.dumps({"device": torch.cuda.get_device_name(device), "configs": rows}, indent=1),

@@ -132,12 +132,11 @@ def test_dq_and_dk_need_equal_tiles_with_scalar_decay(tmp_path, monkeypatch):
         out.sum().backward()
 
 
-@pytest.mark.parametrize(("tokens", "copied"), [(2**20 - 1, False), (2**20, True)])
-def test_offsets_between_grouped_heads_fit_32_bits(tokens, copied):
-    q = torch.empty(1, 17, tokens, 128, dtype=torch.bfloat16, device="meta")
-    rows = launch.contiguous_rows(q, 17)
-    assert (rows is not q) == copied
-    assert 16 * rows.stride(1) < 2**31
-    assert rows.shape == q.shape
-    assert rows.stride(-1) == 1
-    assert launch.contiguous_rows(q) is q  # one query head per key head: no such offset
+def test_offsets_between_grouped_heads_exceed_32_bits():
+    stride = 2**27  # of query heads; a CPU does not allocate memory that is not written
+    storage = torch.empty(17 * stride, dtype=torch.bfloat16, device=kernel_device())
+    far = storage.as_strided((1, 17, 16, 16), (0, stride, 16, 1))
+    near, k = torch.randn(1, 17, 16, 16).to(far), torch.randn(1, 1, 16, 16).to(far)
+    far.copy_(near)
+    outs = [linear_attention(x, k, k, impl="triton").out for x in (far, near)]
+    assert torch.equal(*outs)

@@ -180,7 +180,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_match_reference_in_float64(case):
-    budget = {"q": 2e-5, "log_decay": 2e-5}  # sums of terms that cancel
+    budget = {"q": 2e-5, "log_decay": 2e-5, "z": 5e-6}  # sums of terms that cancel
     for name, error in errors(case).items():
         assert error < budget.get(name, 2e-6), f"{name}: {error:.1e}"
 
@@ -194,6 +194,17 @@ def test_bfloat16_gradients_are_accurate_if_values_have_a_mean(decay):
     found = errors(case)
     for name in ("out", "q", "k", "v", "log_decay"):
         assert found.get(name, 0) < 5e-3, f"{name}: {found[name]:.1e}"
+
+
+def test_float32_features_of_bfloat16_values_are_rounded():
+    v = torch.randn(1, 1, 40, 16, device=DEVICE, dtype=torch.bfloat16)
+    features = [torch.rand(1, 1, 40, 32, device=DEVICE, requires_grad=True) for _ in range(2)]
+    found = []
+    for q, k in (features, [x.bfloat16() for x in features]):
+        out = linear_attention(q, k, v, normalize=True, impl="triton").out
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), features)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert found[0][1].dtype == torch.float32
 
 
 @pytest.mark.parametrize("decay", ["token", "channel"])
@@ -246,6 +257,16 @@ def test_chunks_with_strong_gates_are_processed_in_windows(decay, strong_gates, 
     actual, expected = run_twice(case), results(case, reference, torch.float64)
     for name, x in actual.items():
         error = relative_error(x, expected[name], 1e-6) / float32_slack()
+        assert error < 1e-5, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_chunks_after_strong_gates_are_processed_as_a_whole_again(decay):
+    # Twelve chunks in one split, more than a run of chunks
+    case = KernelCase(
+        decay=decay, strong_gates=((40, 42), (150, 151)), length=185, split_size=192, gate_scale=0.2
+    )
+    for name, error in errors(case).items():
         assert error < 1e-5, f"{name}: {error:.1e}"
 
 

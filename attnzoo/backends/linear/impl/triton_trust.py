@@ -235,5 +235,6 @@ def _source_hash(table: str) -> str:
     """Return a hash of the kernels, their configs and the check."""
     folder = Path(__file__).parents[1]
     files = sorted(p for p in (folder / "kernels").iterdir() if p.suffix in (".py", ".json"))
-    files += [folder / "check_triton.py", *([Path(table)] if table else [])]
+    files += [folder.parents[1] / "kernels" / "triton_products.py", folder / "check_triton.py"]
+    files += [Path(table)] if table else []
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]

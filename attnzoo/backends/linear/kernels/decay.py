@@ -1,21 +1,20 @@
 """Device functions for the decay of linear attention inside a chunk.
 
-Query i sees key j with weight exp(g_(j+1) + ... + g_i), where g are the log decays. Segment
-boundaries are masks, not decays.
+Query i sees key j with weight exp(P_i - P_j), where P_i is the sum of the log decays of the chunk's
+tokens up to i, token i included. Segment boundaries are masks, not decays. Exponents are in base 2.
 
-Decay is "scalar" (one per token) or "vector" (one per key channel). Let P_i be the sum of g over
-the tokens of a chunk after its first one, up to token i. Then the weight is exp(P_i) exp(-P_j): one
-product of decayed queries and decayed keys. The decay of the chunk's first token is applied to the
-state before the chunk starts, so a chunk uses the gates of the token after each of its own
-(``next_gates``).
+"scalar" (one decay per token): scores are multiplied by the weights. No weight exceeds 1, so any
+decay is exact.
 
-exp(-P) overflows if P is too small. A chunk is therefore factored only if no P in it is below
--MAX_FACTORED_DECAY (base 2). From the first chunk on where this fails, the rest of the split is
-processed in windows, each with as many tokens as can be factored together. All weights are exact
-for any gate, and weak gates cost nothing extra. The end of a window depends on earlier gates only,
-so later tokens do not change earlier results.
+"vector" (one per key channel): the weights cannot be applied to scores, which sum over channels.
+Queries are multiplied by exp(P_i - A) and keys by exp(A - P_j), with the anchor A = P in the middle
+of the chunk, so that the scores are one product; P starts with the chunk's second token here. An
+anchor is an integer: multiplication by a power of two is exact, so rounding does not depend on
+later tokens. A factor may reach 2^MAX_EXPONENT. If the decay between the anchor and an end of the
+chunk is stronger in any channel, the chunk is processed in windows of up to 16 tokens instead; if
+it is too strong even for 16, in shorter ones. The next chunk is processed as a whole again.
 
-Letters: C tokens of a chunk.
+Letters: C tokens of a chunk; W columns.
 """
 
 from __future__ import annotations
@@ -23,10 +22,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnzoo.backends.linear.kernels.parts import LOG2_E, dot_add, load_rows, weighted_column_sums
+from attnzoo.backends.linear.kernels.parts import (
+    LOG2_E,
+    collapse_repeated,
+    load_rows,
+)
+from attnzoo.kernels.triton_products import dot_add
 
-LOG_ZERO: tl.constexpr = tl.constexpr(-1e4)  # exp of it is 0 in every dtype
-MAX_FACTORED_DECAY: tl.constexpr = tl.constexpr(80.0)  # base 2; 2^80 times a feature stays finite
+LOG_ZERO: tl.constexpr = tl.constexpr(-110.0)  # natural logarithm; exp of it is 0 in float32
+MAX_EXPONENT: tl.constexpr = tl.constexpr(80.0)  # 2^80 times a feature stays finite
+SKIP: tl.constexpr = tl.constexpr(1e30)  # exp2 of its negative, plus any P, is 0
 
 
 @triton.jit
@@ -42,70 +47,66 @@ def number_segments(segment_ids, chunk_start, token, in_bounds):
     return tl.cumsum(starts, 0), tl.sum(starts, 0)
 
 
-@triton.jit
-def load_first_decay(log_decay, column, DECAY: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the decay of a split's first token, a number or ``[columns]``."""
-    if DECAY == "none":
-        gate = 0.0
-    elif DECAY == "scalar":
-        gate = tl.load(log_decay).to(tl.float32)
-    else:
-        gate = tl.load(log_decay + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
-    return tl.exp2(tl.maximum(gate, LOG_ZERO) * LOG2_E)
+# -- one decay per token ---------------------------------------------------------------------------
 
 
 @triton.jit
 def load_scalar_gates(log_decay, token_stride, token, count):
-    """Load the base-2 log decay of each token, ``[C]``, float64; 0 from token ``count`` on."""
+    """Load the log decay of each token, ``[C]``, float64; 0 from token ``count`` on."""
     gates = tl.load(log_decay + token * token_stride, mask=token < count, other=0.0)
     return tl.maximum(gates.to(tl.float32), LOG_ZERO).to(tl.float64) * LOG2_E
 
 
 @triton.jit
-def factor_scalar_decay(
-    log_decay, token_stride, token, count, edge, REVERSE: tl.constexpr, WINDOWS: tl.constexpr
-):  # fmt: skip
-    """Return the factors exp(P) and exp(-P) of the decay in a chunk or a window.
+def split_float64(x):
+    """Return a float64 tensor as the sum of two float32 tensors."""
+    high = x.to(tl.float32)
+    return high, (x - high).to(tl.float32)
 
-    Without WINDOWS, all rows of the chunk are included if ``edge`` is 1 and the chunk can be
-    factored, else none. With WINDOWS, the included rows are the longest window that can be
-    factored: from the chunk's first row on, or, REVERSE, from row ``edge - 1`` back.
+
+@triton.jit
+def exp2_float64(x):
+    """Return ``2^x`` for float64 x, in float32; the rounding of x is corrected to first order."""
+    high, low = split_float64(x)
+    return tl.exp2(high) * (1 + low / LOG2_E)
+
+
+@triton.jit
+def scalar_decay(log_decay, token_stride, token, count):
+    """Return the decays of a chunk with one decay per token.
 
     Returns:
-        exp(P) for queries and exp(-P) for keys, ``[C]``, 0 for excluded rows; the decay of the
-        state from the first included token to the first token after the last one; which rows are
-        included; and the new edge. That is whether all rows are included, or with WINDOWS the end
-        of the window (REVERSE: its start).
+        P, ``[C]``, as the sum of two float32 numbers; exp(P), from before the chunk to each token;
+        exp(P_last - P), from each token to the chunk's last one; and exp(P_last).
     """
-    C: tl.constexpr = token.shape[0]
     gates = load_scalar_gates(log_decay, token_stride, token, count)
-    next_gates = load_scalar_gates(log_decay + token_stride, token_stride, token, count - 1)
-    begin, end = edge * 0, edge * 0 + C
-    if WINDOWS:
+    cumulative, total = tl.cumsum(gates, 0), tl.sum(gates, 0)
+    high, low = split_float64(cumulative)
+    to_end = exp2_float64(total - cumulative)
+    return high, low, exp2_float64(cumulative), to_end, exp2_float64(total)
+
+
+@triton.jit
+def pair_decay(high, low, mask, REVERSE: tl.constexpr, OPERAND: tl.constexpr):
+    """Return ``exp(P_i - P_j)``, ``[C, C]``, 0 where ``mask`` is false.
+
+    Rows are queries and columns are keys; REVERSE exchanges them. With float32 operands, the parts
+    of P are subtracted separately, so strong decays earlier in the chunk cost no precision. With
+    bfloat16 they cost less than the rounding of the scores: P is at most 64 LOG_ZERO.
+    """
+    if REVERSE:
+        difference = high[None, :] - high[:, None]
+    else:
+        difference = high[:, None] - high[None, :]
+    if tl.float32 == OPERAND:
         if REVERSE:
-            end = edge
-            cumulative = tl.cumsum(tl.where(token < end - 1, next_gates, 0.0), 0, reverse=True)
-            rows = tl.sum(((token < end) & (cumulative >= -MAX_FACTORED_DECAY)).to(tl.int32), 0)
-            begin = end - tl.maximum(rows, 1)
+            difference += low[None, :] - low[:, None]
         else:
-            cumulative = tl.cumsum(tl.where(token > 0, gates, 0.0), 0)
-            end = tl.maximum(tl.sum((cumulative >= -MAX_FACTORED_DECAY).to(tl.int32), 0), 1)
-    in_window = (token >= begin) & (token < end)
-    total = tl.sum(tl.where(in_window, next_gates, 0.0), 0)
-    next_edge = begin if REVERSE else end
-    if not WINDOWS:
-        factorable = (edge > 0) & (total >= -MAX_FACTORED_DECAY)
-        in_window = in_window & factorable
-        total = tl.where(factorable, total, 0.0)
-        next_edge = factorable.to(tl.int32)
-    cumulative = tl.cumsum(tl.where(in_window & (token > begin), gates, 0.0), 0)
-    log_q_decay = cumulative.to(tl.float32)
-    residual = ((cumulative - log_q_decay) / LOG2_E).to(
-        tl.float32
-    )  # rounding error of the exponent, applied to first order
-    q_decay = tl.where(in_window, tl.exp2(log_q_decay) * (1 + residual), 0.0)
-    k_decay = tl.where(in_window, tl.exp2(-log_q_decay) * (1 - residual), 0.0)
-    return q_decay, k_decay, tl.exp2(total.to(tl.float32)), in_window, next_edge
+            difference += low[:, None] - low[None, :]
+    return tl.exp2(tl.where(mask, difference, -SKIP))
+
+
+# -- one decay per key channel ---------------------------------------------------------------------
 
 
 @triton.jit
@@ -119,63 +120,99 @@ def matmul_cumsum(gates, mask, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_vector_gates(log_decay, token_stride, token, column, count, COLUMNS: tl.constexpr):
-    """Load the base-2 log decays, ``[C, columns]``; 0 from token ``count`` on."""
-    gates = load_rows(log_decay, token, token_stride, column, token < count, COLUMNS)
+def load_vector_gates(log_decay, token_stride, token, column, mask, COLUMNS: tl.constexpr):
+    """Load the log decays, ``[C, W]``; 0 for tokens that are not in ``mask``."""
+    gates = load_rows(log_decay, token, token_stride, column, mask, COLUMNS)
     return tl.maximum(gates.to(tl.float32), LOG_ZERO) * LOG2_E
 
 
 @triton.jit
-def factor_vector_decay(
-    log_decay, token_stride, token, column, count, edge, COLUMNS: tl.constexpr,
-    SCALES_ROWS: tl.constexpr, REVERSE: tl.constexpr, WINDOWS: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+def half_sums(gates, OPERAND: tl.constexpr, PRECISION: tl.constexpr, AS_PRODUCT: tl.constexpr):
+    """Return the column sums of the first and of the second half of the rows, ``[W]`` each."""
+    C: tl.constexpr = gates.shape[0]
+    token = tl.arange(0, C)
+    if not AS_PRODUCT or tl.float32 == OPERAND:
+        second = (token >= C // 2)[:, None]
+        return tl.sum(tl.where(second, 0.0, gates), 0), tl.sum(tl.where(second, gates, 0.0), 0)
+    row = tl.arange(0, 16)[:, None]
+    mask = (token[None, :] < C // 2) == (row < 8)
+    acc = tl.zeros((16, gates.shape[1]), tl.float32)
+    sums = dot_add(mask.to(tl.float32), gates, acc, OPERAND, PRECISION, "right")
+    low = -SKIP
+    first = collapse_repeated(tl.where(row < 8, sums, low), 0)
+    return first, collapse_repeated(tl.where(row < 8, low, sums), 0)
+
+
+@triton.jit
+def vector_decay(
+    log_decay, token_stride, token, column, count, run, COLUMNS: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr, SKIP_KEYS: tl.constexpr,
+    AS_PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Return the decay of a chunk or a window per channel; see :func:`factor_scalar_decay`.
+    """Return the decays of a chunk with one decay per key channel.
+
+    CHECK: if ``run`` is 0, or if a factor could overflow, then 0 is returned as ``run``, both
+    decays of the state are 1, and the factor of keys (SKIP_KEYS; else of queries) is 0, so that the
+    chunk does not change the state; the other factor may be infinite.
+
+    AS_PRODUCT: sums over tokens are products, which costs less than scans. A caller that transposes
+    a factor for another product must not set it, because of the compilers that get that wrong.
 
     Returns:
-        P in base 2, ``[C, columns]``; the decay of the state, ``[columns]``; which rows are
-        included (the caller sets the others to 0); and the new edge.
+        exp(P - A) of queries and exp(A - P) of keys, ``[C, W]``; the decays of the state from
+        before the chunk to the anchor, and from there to the end of the chunk, ``[W]``; and run.
     """
-    C: tl.constexpr = token.shape[0]
-    # A product of so few rows would be repeated by all warps
-    USE_CUMSUM: tl.constexpr = WINDOWS or C < 32
-    i, j = token[:, None], token[None, :]
-    next_gates = load_vector_gates(
-        log_decay + token_stride, token_stride, token, column, count - 1, COLUMNS
-    )
-    gates = next_gates
-    if USE_CUMSUM:
-        gates = load_vector_gates(log_decay, token_stride, token, column, count, COLUMNS)
-    begin, end = edge * 0, edge * 0 + C
-    if WINDOWS:
-        if REVERSE:
-            end = edge
-            cumulative = tl.cumsum(tl.where(i < end - 1, next_gates, 0.0), 0, reverse=True)
-            rows = tl.sum(
-                ((token < end) & (tl.min(cumulative, 1) >= -MAX_FACTORED_DECAY)).to(tl.int32), 0
-            )
-            begin = end - tl.maximum(rows, 1)
-        else:
-            cumulative = tl.cumsum(tl.where(i > 0, gates, 0.0), 0)
-            end = tl.maximum(
-                tl.sum((tl.min(cumulative, 1) >= -MAX_FACTORED_DECAY).to(tl.int32), 0), 1
-            )
-    in_window = (token >= begin) & (token < end)
-    if USE_CUMSUM:
-        cumulative = tl.cumsum(tl.where(in_window[:, None] & (i > begin), gates, 0.0), 0)
-        cumulative = tl.where(in_window[:, None], cumulative, 0.0)
+    # A product of fewer rows would be repeated by all warps
+    USE_PRODUCTS: tl.constexpr = AS_PRODUCT and token.shape[0] >= 32
+    later = (token > 0) & (token < count)
+    gates = load_vector_gates(log_decay, token_stride, token, column, later, COLUMNS)
+    first_gate = tl.load(log_decay + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    first_gate = tl.maximum(first_gate, LOG_ZERO) * LOG2_E
+    if USE_PRODUCTS:
+        cumulative = matmul_cumsum(gates, token[:, None] >= token[None, :], OPERAND, PRECISION)
     else:
-        cumulative = matmul_cumsum(next_gates, j < i, OPERAND, PRECISION)
-    total = weighted_column_sums(
-        next_gates, in_window.to(tl.float32), SCALES_ROWS, OPERAND, PRECISION, "left"
+        cumulative = tl.cumsum(gates, 0)
+    first, second = half_sums(gates, OPERAND, PRECISION, USE_PRODUCTS)
+    anchor = tl.floor(first + 0.5)
+    to_anchor, to_end = anchor + first_gate, first + second - anchor
+    q_anchor, k_anchor = anchor, anchor
+    if CHECK:
+        weakest = tl.min(tl.minimum(first, second), 0)
+        fits = (run > 0) & (weakest >= -MAX_EXPONENT)
+        run = fits.to(tl.int32)
+        if SKIP_KEYS:
+            k_anchor = tl.where(fits, anchor, -SKIP)
+        else:
+            q_anchor = tl.where(fits, anchor, SKIP)
+        to_anchor, to_end = tl.where(fits, to_anchor, 0.0), tl.where(fits, to_end, 0.0)
+    q_decay = tl.exp2(cumulative - q_anchor[None, :])
+    k_decay = tl.exp2(k_anchor[None, :] - cumulative)
+    return q_decay, k_decay, tl.exp2(to_anchor), tl.exp2(to_end), run
+
+
+@triton.jit
+def window_length(
+    log_decay, token_stride, start, end, column, COLUMNS: tl.constexpr, REVERSE: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Return how many of the tokens ``start`` to ``end``, at most C, a window can hold; at least 1.
+
+    They are the first of them; REVERSE, the last.
+    """
+    token, count = tl.arange(0, C), end - start
+    offset = start.to(tl.int64) * token_stride
+    mask = token < count
+    if not REVERSE:  # the decay of a window's first token is not inside it
+        mask = mask & (token > 0)
+    gates = load_vector_gates(log_decay + offset, token_stride, token, column, mask, COLUMNS)
+    row = token[:, None]
+    halves = tl.minimum(
+        tl.sum(tl.where(row < C // 2, gates, 0.0), 0), tl.sum(tl.where(row < C // 2, 0.0, gates), 0)
     )
-    next_edge = begin if REVERSE else end
-    if not WINDOWS:
-        factorable = (edge > 0) & (tl.min(total, 0) >= -MAX_FACTORED_DECAY)
-        in_window = in_window & factorable
-        total = tl.where(factorable, total, 0.0)
-        if not factorable:
-            cumulative *= 0.0  # exp2(-cumulative) would be infinite
-        next_edge = factorable.to(tl.int32)
-    return cumulative, tl.exp2(total), in_window, next_edge
+    if REVERSE:
+        to_end = tl.cumsum(gates, 0, reverse=True) - gates
+    else:
+        to_end = tl.cumsum(gates, 0)
+    close = (token < count) & (tl.min(to_end, 1) >= -MAX_EXPONENT)
+    rows = tl.maximum(tl.sum(close.to(tl.int32), 0), 1)
+    return tl.where(tl.min(halves, 0) >= -MAX_EXPONENT, count, rows).to(tl.int32)

@@ -6,7 +6,6 @@ Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size, F 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,9 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.backends.linear.kernels.configs import TABLE, Shape, config
-from attnzoo.backends.linear.kernels.scan import scan_kernel
+from attnzoo.backends.linear.kernels.key_gradient import key_gradient_kernel
+from attnzoo.backends.linear.kernels.out import out_kernel
+from attnzoo.backends.linear.kernels.query_gradient import query_gradient_kernel
 from attnzoo.backends.linear.kernels.splits import split_scan_kernel, split_sums_kernel
 from attnzoo.errors import ConfigError
+from attnzoo.kernels.triton_products import (
+    block_size,
+    contiguous_rows,
+    device_context,
+    operand_precision,
+)
 
 MIN_SPLIT_SIZE = 512  # tokens; in shorter splits, the states cost more than parallelism gains
 PROGRAMS_PER_PROCESSOR = 2  # that the number of splits aims for
@@ -53,13 +60,12 @@ class KernelLauncher:
         split_size: int,
         needs_decay_grad: bool = False,
     ) -> None:
-        groups = tensors.q.shape[1] // tensors.k.shape[1]
-        self.q = contiguous_rows(tensors.q, groups)
-        self.k, self.v = contiguous_rows(tensors.k), contiguous_rows(tensors.v)
+        self.q, self.k, self.v = (contiguous_rows(x) for x in tensors[:3])
         self.kv, self.z = tensors.kv.contiguous(), tensors.z.contiguous()
         self.batch, self.heads, self.tokens, self.d = self.q.shape
         self.key_heads, self.e = self.k.shape[1], self.v.shape[3]
         self.chunk_size, self.normalize = chunk_size, normalize
+        self.needs_decay_grad = needs_decay_grad
         # scale n / (scale d + eps) is n / (d + eps / scale); else it multiplies the results
         self.scale, self.eps = (1.0, eps / scale) if normalize else (scale, eps)
         self.gate, self.decay, gate_strides = gate_and_strides(tensors.log_decay, self.k)
@@ -71,17 +77,16 @@ class KernelLauncher:
             unused if padding_mask is None else padding_mask.to(torch.int8).contiguous()
         )
         self.capability, processors = device_properties(self.q.device)
-        self.float32_operands, precision = _operand_precision(self.q, self.k, self.v)
+        self.float32_operands, precision = operand_precision(self.q, self.k, self.v)
         self.constants = {
             "D": self.d,
             "E": self.e,
-            "G": groups,
+            "G": self.heads // self.key_heads,
             "MAP": feature_map,
             "DECAY": self.decay,
             "NORMALIZE": normalize,
             "PACKED": segment_ids is not None,
             "PADDED": padding_mask is not None,
-            "DECAY_GRAD": needs_decay_grad,
             "OPERAND": tl.float32 if self.float32_operands else tl.bfloat16,
             "PRECISION": precision,
             "gate_token": gate_strides[2],
@@ -107,64 +112,120 @@ class KernelLauncher:
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output, and the state after the last token."""
         out = empty_rows(self.v, self.heads, self.e)
+        last = self._forward(out, self.z)
+        return out.transpose(1, 2), *last
+
+    def forward_sums(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what is to be divided, and by what: weighted sums of values, and of ones.
+
+        They are ``[B, T, H, E]`` and ``[B, H, T]``, float32; and the state after the last token.
+        """
+        assert not self.normalize
+        out = empty_rows(self.v, self.heads, self.e, torch.float32)
+        weights = out.new_empty(self.batch, self.heads, self.tokens)
+        return out, weights, *self._forward(out, weights)
+
+    def _forward(self, out: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         last = torch.empty_like(self.kv), torch.empty_like(self.z)
         with device_context(self.q.device):
             starts = self._split_states((self.kv, self.z), self.k, self.v)
-            self._launch_scan("out", out, starts, last=last)
-        return out.transpose(1, 2), *last
+            tensors = (out, *starts, *last, weights, self.z)
+            self._launch(out_kernel, "out", tensors, self.v, WEIGHTS=weights is not self.z)
+        return last
 
     def backward(
         self, d_out: Tensor, d_kv: Tensor, d_z: Tensor, last: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients; ``last`` is the state that the forward pass returned."""
-        d_out = contiguous_rows(d_out, self.constants["G"])
-        needs_decay_grad = self.constants["DECAY_GRAD"]
-        if self.decay == "scalar":
-            check_equal_tiles(self._tiles("dq"), self._tiles("dk"))
         dq, dk = empty_rows(self.q, self.heads, self.d), empty_rows(self.k, self.key_heads, self.d)
         dv = empty_rows(self.v, self.key_heads, self.e)
+        rest = self._backward((dq, dk, dv), d_out, (d_kv, d_z), last, None)
+        dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
+        return dq, dk, dv, *rest
+
+    def backward_sums(
+        self,
+        rows: tuple[Tensor, Tensor, Tensor],
+        d_out: Tensor,
+        delta: Tensor,
+        d_last: tuple[Tensor, Tensor],
+        last: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of :meth:`forward_sums` for ``normalize=True``, which divides.
+
+        Args:
+            rows: Receives the gradients of q, k and v, ``[B, T, heads, size]``; heads and sizes are
+                contiguous.
+            d_out: Gradient of the sums of values, ``[B, H, T, E]``: that of the output over the
+                denominator.
+            delta: Negative gradient of the sums of weights, ``[B, H, T]``.
+            d_last: Gradient of the state after the last token.
+            last: That state.
+
+        Returns:
+            The gradients of ``log_decay`` and of the state before the first token.
+        """
+        return self._backward(rows, d_out, d_last, last, (self.z, delta, self.z))
+
+    def _backward(
+        self,
+        rows: tuple[Tensor, Tensor, Tensor],
+        d_out: Tensor,
+        d_last: tuple[Tensor, Tensor],
+        last: tuple[Tensor, Tensor],
+        statistics: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Write the gradients of q, k and v into ``rows``, and return the others.
+
+        ``statistics`` are what :meth:`_row_statistics` returns, if ``d_out`` is already divided.
+        """
+        d_out, divide = contiguous_rows(d_out), self.normalize and statistics is None
+        if self.decay == "scalar":
+            check_equal_tiles(self._tiles("dq"), self._tiles("dk"))
+        dq, dk, dv = rows
         first = torch.empty_like(self.kv), torch.empty_like(self.z)
         layout = (self._tiles("dq")["TILES"], 1) if self.decay != "vector" else (1, self.d)
         shape = (layout[0], self.batch, self.key_heads, self.tokens, layout[1])
-        q_dq = self.z.new_empty(shape if needs_decay_grad else 1)
+        q_dq = self.z.new_empty(shape if self.needs_decay_grad else 1)
         with device_context(self.q.device):
             starts = self._split_states((self.kv, self.z), self.k, self.v)
-            statistics = self._row_statistics(d_out, starts)
-            inputs = {"d_out": d_out, **statistics, "q_dq": q_dq}
-            self._launch_scan("dq", dq, starts, **inputs)
-            d_last = tuple(_scale(x, 1 / self.scale).contiguous() for x in (d_kv, d_z))
-            ends = self._split_states(d_last, self.q, d_out, statistics)
+            statistics = statistics or self._row_statistics(d_out, starts)
+            tensors: tuple[Tensor, ...] = (dq, *starts, *statistics, q_dq)
+            self._launch(query_gradient_kernel, "dq", tensors, d_out, DIVIDE=divide)
+            scaled = tuple(_scale(x, 1 / self.scale).contiguous() for x in d_last)
+            ends = self._split_states((scaled[0], scaled[1]), self.q, d_out, statistics, divide)
             end_states = last
-            if needs_decay_grad and self.num_splits > 1:
+            if self.needs_decay_grad and self.num_splits > 1:
                 end_states = tuple(
                     torch.cat([start[:, :, 1:], end.unsqueeze(2)], 2)
                     for start, end in zip(starts, last, strict=True)
                 )
             d_log = torch.empty_like(q_dq)
-            self._launch_scan(
-                "dk", dk, ends, last=first, ends=end_states, d_log_decay=d_log, **inputs
-            )
-            self._launch_scan("dv", dv, ends, last=first, **inputs)
-        dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
-        d_first = (_scale(x, self.scale) for x in first)
-        return dq, dk, dv, self._reduce_log_decay_grad(d_log), *d_first
+            rest = *end_states, *statistics, q_dq, d_log
+            for of, d_rows, d_state in (("keys", dk, first[1]), ("values", dv, first[0])):
+                tensors = (d_rows, *ends, d_state, *rest)
+                name = "d" + of[0]
+                self._launch(key_gradient_kernel, name, tensors, d_out, OF=of, DIVIDE=divide)
+        d_kv, d_z = (_scale(x, self.scale) for x in first)
+        return self._reduce_log_decay_grad(d_log), d_kv, d_z
 
-    def _row_statistics(self, d_out: Tensor, starts: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    def _row_statistics(
+        self, d_out: Tensor, starts: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``inv_denom``, ``delta`` and ``row_maxima``; placeholders if they are not read."""
         exp = self.constants["MAP"] == "exp"
         if not (self.normalize or exp):
-            return {"inv_denom": self.z, "delta": self.z, "row_maxima": self.z}
+            return self.z, self.z, self.z
         inv_denom = self.z.new_empty(self.batch, self.heads, self.tokens)
         row_maxima = self.z.new_empty((2, *inv_denom.shape) if exp else 1)
         parts = self.z.new_empty(self._tiles("shared")["TILES"], *inv_denom.shape)
-        self._launch_scan(
-            "shared", parts, starts, d_out=d_out, inv_denom=inv_denom, row_maxima=row_maxima
-        )
-        return {"inv_denom": inv_denom, "delta": parts.sum(0), "row_maxima": row_maxima}
+        tensors = (parts, *starts, self.kv, self.z, inv_denom, row_maxima)
+        self._launch(out_kernel, "shared", tensors, d_out, WEIGHTS=False)
+        return inv_denom, parts.sum(0), row_maxima
 
     def _reduce_log_decay_grad(self, d_log: Tensor) -> Tensor:
         """Return the gradient of ``log_decay`` in its own shape and dtype."""
-        if not self.constants["DECAY_GRAD"]:
+        if not self.needs_decay_grad:
             return self.q.new_empty(0)
         assert self.gate_shape is not None
         d_log = d_log.sum(0) if len(d_log) > 1 else d_log[0]
@@ -174,28 +235,33 @@ class KernelLauncher:
 
     # -- launches ----------------------------------------------------------------------------------
 
-    def _launch_scan(
-        self,
-        mode: str,
-        result: Tensor,
-        states: tuple[Tensor, Tensor],
-        *,
-        last: tuple[Tensor, ...] | None = None,
-        ends: tuple[Tensor, ...] | None = None,
-        **inputs: Tensor,
+    def _launch(
+        self, kernel: Any, name: str, tensors: tuple[Tensor, ...], d_out: Tensor, **constants: Any
     ) -> None:
-        """Launch :func:`scan_kernel`; arguments that a mode does not read may be any tensor."""
-        names = ("d_out", "inv_denom", "delta", "row_maxima", "q_dq", "d_log_decay")
-        d_out, *rest = (inputs.get(name, self.z if name != "d_out" else self.v) for name in names)
-        launch, blocks = self._config(mode)
-        blocks["MODE"] = mode
-        tensors = {"q": self.q, "k": self.k, "v": self.v, "o": d_out}
-        strides = [s for x in tensors.values() for s in x.stride()[:2]]
-        token_strides = {f"{name}_token": x.stride(2) for name, x in tensors.items()}
-        scan_kernel[self._grid(blocks)](
-            self.q, self.k, self.v, d_out, result, self.gate, self.segment_ids, self.padding_mask,
-            *states, *(last or states), *(ends or states), *rest, *strides,
-            **self.scalars, eps=self.eps, **token_strides, **self.constants, **blocks, **launch,
+        """Launch a kernel with its config and constants.
+
+        Args:
+            kernel: The kernel.
+            name: Its name in the config table.
+            tensors: Its result, and its arguments from the states on.
+            d_out: Gradient of the output; any tensor if the kernel does not read it.
+            constants: Constants that the launcher does not have.
+        """
+        launch, blocks = self._config(name)
+        if kernel is out_kernel:
+            constants["STATISTICS"] = name == "shared"
+        else:
+            constants["DECAY_GRAD"] = self.needs_decay_grad
+            constants["result_batch"] = tensors[0].stride(0)
+        if kernel is not key_gradient_kernel:
+            constants["eps"] = self.eps
+        rows = {"q": self.q, "k": self.k, "v": self.v, "o": d_out}
+        strides = [s for x in rows.values() for s in x.stride()[:2]]
+        constants |= {f"{key}_token": x.stride(2) for key, x in rows.items()}
+        kernel[self._grid(blocks)](
+            self.q, self.k, self.v, d_out, tensors[0], self.gate, self.segment_ids,
+            self.padding_mask, *tensors[1:], *strides,
+            **self.scalars, **self.constants, **blocks, **launch, **constants,
         )  # fmt: skip
 
     def _split_states(
@@ -203,7 +269,8 @@ class KernelLauncher:
         initial: tuple[Tensor, Tensor],
         x: Tensor,
         y: Tensor,
-        statistics: dict[str, Tensor] | None = None,
+        statistics: tuple[Tensor, Tensor, Tensor] | None = None,
+        divide: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return the state at the start of each split, or its gradient at the end.
 
@@ -212,6 +279,7 @@ class KernelLauncher:
             x: Keys, or queries.
             y: Values, or gradients of the output.
             statistics: As :meth:`_row_statistics` returns them, to compute gradients.
+            divide: Whether gradients of the output are still to be divided.
         """
         if self.num_splits == 1:
             return initial
@@ -221,19 +289,19 @@ class KernelLauncher:
         reverse = statistics is not None
         inv_denom, delta = z, z
         if statistics is not None:
-            inv_denom, delta = statistics["inv_denom"], statistics["delta"]
+            inv_denom, delta, _ = statistics
         launch, blocks = self._config("sums")
         split_sums_kernel[self._grid(blocks)](
             x, y, self.gate, self.segment_ids, self.padding_mask, inv_denom, delta, kv, z,
             split_decays, *x.stride()[:2], *y.stride()[:2], **self.scalars, **self.constants,
             **blocks, **launch, x_token=x.stride(2), y_token=y.stride(2), REVERSE=reverse,
+            DECAY_GRAD=self.needs_decay_grad, DIVIDE=divide,
         )  # fmt: skip
-        for sums, start, e in ((kv, initial[0], self.e), (z, initial[1], 1)):
-            grid = (self.batch * self.key_heads, -(-self.d * e // SPLIT_SCAN_BLOCK))
-            split_scan_kernel[grid](
-                sums, start, split_decays, self.num_splits,
-                D=self.d, E=e, F=width, BLOCK=SPLIT_SCAN_BLOCK, REVERSE=reverse, num_warps=4,
-            )  # fmt: skip
+        blocks_of = [-(-self.d * e // SPLIT_SCAN_BLOCK) for e in (self.e, 1)]
+        split_scan_kernel[(self.batch * self.key_heads, sum(blocks_of))](
+            kv, initial[0], z, initial[1], split_decays, self.num_splits,
+            D=self.d, E=self.e, F=width, BLOCK=SPLIT_SCAN_BLOCK, REVERSE=reverse, num_warps=4,
+        )  # fmt: skip
         return kv, z
 
     def _grid(self, blocks: dict[str, Any]) -> tuple[int]:
@@ -273,20 +341,9 @@ def _scale(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
-def empty_rows(like: Tensor, heads: int, size: int) -> Tensor:
+def empty_rows(like: Tensor, heads: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return an empty tensor ``[B, T, heads, size]``, the layout of the output projection."""
-    return like.new_empty(like.shape[0], like.shape[2], heads, size)
-
-
-def _operand_precision(*inputs: Tensor) -> tuple[bool, str]:
-    """Return whether operands are float32, and the input precision of their products.
-
-    bfloat16 inputs stay bfloat16. float16 inputs use tf32, which has as many mantissa bits. float32
-    inputs follow ``torch.set_float32_matmul_precision``.
-    """
-    dtypes = {x.dtype for x in inputs}
-    full_precision = torch.float32 in dtypes and torch.get_float32_matmul_precision() == "highest"
-    return dtypes != {torch.bfloat16}, "tf32x3" if full_precision else "tf32"
+    return like.new_empty(like.shape[0], like.shape[2], heads, size, dtype=dtype)
 
 
 def check_equal_tiles(dq: dict[str, int], dk: dict[str, int]) -> None:
@@ -296,18 +353,6 @@ def check_equal_tiles(dq: dict[str, int], dk: dict[str, int]) -> None:
             f"the table that {TABLE} names has a tile of {dq['BU']} for dq and of {dk['BU']} for "
             "dk; with scalar decay both must be equal. Correct the table, or unset the variable."
         )
-
-
-def contiguous_rows(x: Tensor, groups: int = 1) -> Tensor:
-    """Return ``x`` with stride 1 in the last dimension; copies if necessary.
-
-    Kernels compute the offset between the ``groups`` query heads of a key head in 32 bits. Where it
-    does not fit, the copy is ``[B, T, H, D]`` in memory.
-    """
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    if (groups - 1) * x.stride(1) < 2**31:
-        return x
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def gate_and_strides(
@@ -328,11 +373,6 @@ def _next_power_of_2(x: int) -> int:
     return int(triton.next_power_of_2(x))
 
 
-def block_size(size: int) -> int:
-    """Return the block size for ``size`` columns: a power of two, at least 16 for ``tl.dot``."""
-    return max(16, _next_power_of_2(size))
-
-
 def _split_size(programs: int, tokens: int, processors: int) -> int:
     """Return the tokens per split: all of them, unless that leaves processors idle."""
     parts = -(-PROGRAMS_PER_PROCESSOR * processors // max(programs, 1))
@@ -347,8 +387,3 @@ def device_properties(device: torch.device) -> tuple[int, int]:
         return 90, 132
     properties = torch.cuda.get_device_properties(device)
     return 10 * properties.major + properties.minor, properties.multi_processor_count
-
-
-def device_context(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which ``device`` is the current GPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

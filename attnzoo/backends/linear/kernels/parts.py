@@ -8,47 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnzoo.kernels.triton_interpreter import interpreted
+from attnzoo.kernels.triton_products import INTERPRETED, dot_add
 
 EXP_BOUND: tl.constexpr = tl.constexpr(30.0)  # as in linear.feature_maps.functional
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 RELU_FLOOR: tl.constexpr = tl.constexpr(1e-3)
-INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
 
 
 # -- products --------------------------------------------------------------------------------------
-#
-# OPERAND is the dtype of both factors: bfloat16 for bfloat16 inputs, float32 for all others.
-# PRECISION is the input precision of float32 products: tf32 for float16 inputs (tf32 has as many
-# mantissa bits as float16, and the range of float32, which features and sums need). Products
-# accumulate in float32.
-# EXACT is the factor, "left", "right" or "both", that is not rounded to bfloat16: a second product
-# adds its rounding error, which leaves a relative error of 2**-17. Gradients of a normalised output
-# need this if the values have a mean: they are small differences of large sums.
-
-
-@triton.jit
-def round_operand(x, OPERAND: tl.constexpr):
-    """Return ``x`` in the dtype of an operand."""
-    x = x.to(OPERAND)
-    if INTERPRETED:  # its tl.dot reads bfloat16 as integers
-        x = x.to(tl.float32)
-    return x
-
-
-@triton.jit
-def dot_add(a, b, acc, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr):
-    """Return ``acc + a @ b``; the constants are described above."""
-    if tl.float32 == OPERAND:
-        precision: tl.constexpr = PRECISION if EXACT == "" else "tf32x3"
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=precision)
-    left, right = round_operand(a, OPERAND), round_operand(b, OPERAND)
-    acc = tl.dot(left, right, acc)
-    if EXACT == "left" or EXACT == "both":
-        acc = tl.dot(round_operand(a - left.to(tl.float32), OPERAND), right, acc)
-    if EXACT == "right" or EXACT == "both":
-        acc = tl.dot(left, round_operand(b - right.to(tl.float32), OPERAND), acc)
-    return acc
 
 
 @triton.jit
@@ -74,32 +41,25 @@ def matrix_vector(x, z, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def weighted_column_sums(
-    x, weights, SCALES_ROWS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-):  # fmt: skip
-    """Return ``weights @ x`` for ``x [C, columns]``, as a product with 16 equal rows or columns.
+    x, weights, OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr
+):
+    """Return ``weights @ x`` for ``x [C, columns]``, as a product with 16 equal rows.
 
     The product costs less than a reduction across threads.
 
     Args:
         x: Rows to add up, ``[C, columns]``.
         weights: One weight per row, ``[C]``.
-        SCALES_ROWS: Whether the result has the layout that scales rows of a state, or columns.
         OPERAND: Dtype of the factors.
         PRECISION: Input precision of float32 products.
         EXACT: Which of x (``"left"``) and weights (``"right"``) is not rounded.
     """
     C: tl.constexpr = x.shape[0]
-    W: tl.constexpr = x.shape[1]
     if C < 32 or tl.float32 == OPERAND:
         return tl.sum(x.to(tl.float32) * weights[:, None], 0)
-    if SCALES_ROWS:
-        repeated = tl.broadcast_to(weights[:, None], (C, 16))
-        acc = tl.zeros((W, 16), tl.float32)
-        return collapse_repeated(dot_add(tl.trans(x), repeated, acc, OPERAND, PRECISION, EXACT), 1)
     repeated = tl.broadcast_to(weights[None, :], (16, C))
     flipped: tl.constexpr = "right" if EXACT == "left" else "left" if EXACT == "right" else EXACT
-    acc = tl.zeros((16, W), tl.float32)
+    acc = tl.zeros((16, x.shape[1]), tl.float32)
     return collapse_repeated(dot_add(repeated, x, acc, OPERAND, PRECISION, flipped), 0)
 
 

@@ -2,7 +2,7 @@
 
 With few heads, one program per head would leave most of a GPU idle. The sequence is then divided
 into splits: :func:`split_sums_kernel` sums each split, :func:`split_scan_kernel` scans the sums,
-and :mod:`attnzoo.backends.linear.kernels.scan` processes all splits in parallel. With many heads,
+and the kernels of the output and of the gradients process all splits in parallel. With many heads,
 the sequence is one split and these kernels do not run.
 
 Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size, N splits, C tokens of
@@ -14,19 +14,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnzoo.backends.linear.kernels.chunk import load_d_out, load_key_features, load_query_features
 from attnzoo.backends.linear.kernels.decay import (
     load_scalar_gates,
     load_vector_gates,
-    matmul_cumsum,
     number_segments,
 )
 from attnzoo.backends.linear.kernels.parts import (
-    dot_add,
     load_rows,
     store_tile,
     weighted_column_sums,
 )
+from attnzoo.backends.linear.kernels.rows import (
+    as_int64,
+    load_d_out,
+    load_key_features,
+    load_query_features,
+)
+from attnzoo.kernels.triton_products import dot_add
 
 
 # Split sums: the sums of each split from a zero state.                       (arXiv:2006.16236)
@@ -51,7 +55,8 @@ def split_sums_kernel(
     D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
     BX: tl.constexpr, BU: tl.constexpr, TILES: tl.constexpr,
     MAP: tl.constexpr, DECAY: tl.constexpr, NORMALIZE: tl.constexpr,
-    PACKED: tl.constexpr, PADDED: tl.constexpr, DECAY_GRAD: tl.constexpr, REVERSE: tl.constexpr,
+    DIVIDE: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, DECAY_GRAD: tl.constexpr,
+    REVERSE: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum one split; see above."""
@@ -68,6 +73,7 @@ def split_sums_kernel(
     log_decay += b * gate_batch + h * gate_head
     segment_ids += b * tokens
     padding_mask += b * tokens
+    x_head, y_head = as_int64(x_head), as_int64(y_head)
     token = tl.arange(0, C)
     d, e = tl.arange(0, BX), tile * BU + tl.arange(0, BU)
     split_start = (n * split_size).to(tl.int32)
@@ -77,10 +83,6 @@ def split_sums_kernel(
     chunks = tl.where(unused, 0, chunks)
     kv, z = tl.zeros((BX, BU), tl.float32), tl.zeros((BX,), tl.float32)
     split_decay = tl.full((BX,), 1.0, tl.float32)
-    if REVERSE:  # decay from the start of the chunk to a token; else from a token to its end
-        decay_mask = token[:, None] >= token[None, :]
-    else:
-        decay_mask = token[:, None] < token[None, :]
     for i in range(chunks):
         chunk_start = split_start + ((chunks - 1 - i) if REVERSE else i) * C
         base = chunk_start.to(tl.int64)
@@ -91,20 +93,18 @@ def split_sums_kernel(
             )
         token_weights = tl.full((C,), 1.0, tl.float32)
         if VECTOR:
-            log_decays = log_decay + base * gate_token
-            gates = load_vector_gates(log_decays, gate_token, token, d, tokens - chunk_start, D)
-            if C >= 32:
-                token_decay = tl.exp2(matmul_cumsum(gates, decay_mask, OPERAND, PRECISION))
-            elif REVERSE:
+            log_decays, in_split = log_decay + base * gate_token, token < split_end - chunk_start
+            gates = load_vector_gates(log_decays, gate_token, token, d, in_split, D)
+            if REVERSE:  # not as a product: x is transposed for another one
                 token_decay = tl.exp2(tl.cumsum(gates, 0))
             else:
+                later = (token < C - 1) & (token < split_end - chunk_start - 1)
                 next_gates = load_vector_gates(
-                    log_decays + gate_token, gate_token, token, d, split_end - chunk_start - 1, D
+                    log_decays + gate_token, gate_token, token, d, later, D
                 )
-                next_gates = tl.where((token < C - 1)[:, None], next_gates, 0.0)
                 token_decay = tl.exp2(tl.cumsum(next_gates, 0, reverse=True))
             state_decay = tl.exp2(
-                weighted_column_sums(gates, token_weights, True, OPERAND, PRECISION, "left")
+                weighted_column_sums(gates, token_weights, OPERAND, PRECISION, "left")
             )
         if SCALAR:
             gates = load_scalar_gates(
@@ -149,7 +149,7 @@ def split_sums_kernel(
                     y_token,
                     e,
                     in_bounds,
-                    NORMALIZE,
+                    DIVIDE,
                     E,
                     OPERAND,
                 )
@@ -175,11 +175,11 @@ def split_sums_kernel(
             if REVERSE and NORMALIZE:
                 delta_rows = tl.load(delta + offset + token, mask=in_bounds, other=0.0)
                 z -= weighted_column_sums(
-                    x_phi, delta_rows * token_weights, True, OPERAND, PRECISION, "both"
+                    x_phi, delta_rows * token_weights, OPERAND, PRECISION, "both"
                 )
             if not REVERSE:
                 key_weights = tl.where(in_bounds, token_weights, 0.0)
-                z += weighted_column_sums(x_phi, key_weights, True, OPERAND, PRECISION, "both")
+                z += weighted_column_sums(x_phi, key_weights, OPERAND, PRECISION, "both")
     store_tile(kv_sums + split_index * D * E, kv, d[:, None] * E + e[None, :], d, e, D, E)
     if tile == 0:
         tl.store(z_sums + split_index * D + d, z, mask=d < D)
@@ -189,24 +189,13 @@ def split_sums_kernel(
             tl.store(split_decays + split_index + d, split_decay, mask=d < 1)
 
 
-# Split scan: an exclusive scan in place, which replaces the sums of each split by the state at its
-# start, or, REVERSE, by the gradient of the state at its end.
-#   state[n + 1] = split_decays[n] * state[n] + sums[n], state[0] = initial
-#   REVERSE: end[n - 1] = split_decays[n] * end[n] + sums[n], end[N - 1] = initial
-#
-# grid     (B * Hkv, D * E / BLOCK): one program scans BLOCK elements of one key head's state
-# reads    initial [B, Hkv, D, E], split_decays [B, Hkv, N, F], float32; for z, E is 1
-# writes   sums [B, Hkv, N, D, E], float32, in place
-# limits   none on D and E; splits are scanned sequentially
-# oracle   linear_attention(impl="reference"), on a GPU and with TRITON_INTERPRET=1
-@triton.jit(do_not_specialize=["num_splits"])
-def split_scan_kernel(
-    sums, initial, split_decays, num_splits,
+@triton.jit
+def scan_block(
+    sums, initial, split_decays, num_splits, bh, block,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Scan over the splits of one key head; see above."""
-    bh, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    offsets = tile * BLOCK + tl.arange(0, BLOCK)
+    """Scan a block of elements of one key head's state ``[D, E]`` over the splits."""
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
     in_bounds = offsets < D * E
     state = tl.load(initial + bh * D * E + offsets, mask=in_bounds, other=0.0)
     for i in range(num_splits):
@@ -218,3 +207,29 @@ def split_scan_kernel(
         )
         tl.store(sums + split_index * D * E + offsets, state, mask=in_bounds)
         state = state * split_decay + split_sum
+
+
+# Split scan: an exclusive scan in place, which replaces the sums of each split by the state at its
+# start, or, REVERSE, by the gradient of the state at its end.
+#   state[n + 1] = split_decays[n] * state[n] + sums[n], state[0] = initial
+#   REVERSE: end[n - 1] = split_decays[n] * end[n] + sums[n], end[N - 1] = initial
+#
+# grid     (B * Hkv, ceil(D * E / BLOCK) + ceil(D / BLOCK)): one program scans BLOCK elements of one
+#          key head's state, or, the last ones, of its z
+# reads    kv_first [B, Hkv, D, E], z_first [B, Hkv, D], split_decays [B, Hkv, N, F], float32
+# writes   kv_sums [B, Hkv, N, D, E], z_sums [B, Hkv, N, D], float32, in place
+# limits   none on D and E; splits are scanned sequentially
+# oracle   linear_attention(impl="reference"), on a GPU and with TRITON_INTERPRET=1
+@triton.jit(do_not_specialize=["num_splits"])
+def split_scan_kernel(
+    kv_sums, kv_first, z_sums, z_first, split_decays, num_splits,
+    D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Scan over the splits of one key head; see above."""
+    KV_BLOCKS: tl.constexpr = (D * E + BLOCK - 1) // BLOCK
+    bh, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if block < KV_BLOCKS:
+        scan_block(kv_sums, kv_first, split_decays, num_splits, bh, block, D, E, F, BLOCK, REVERSE)
+    else:
+        block -= KV_BLOCKS
+        scan_block(z_sums, z_first, split_decays, num_splits, bh, block, D, 1, F, BLOCK, REVERSE)

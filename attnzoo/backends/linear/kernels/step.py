@@ -11,13 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo.backends.linear.kernels.decay import LOG_ZERO
-from attnzoo.backends.linear.kernels.launch import (
-    block_size,
-    contiguous_rows,
-    device_context,
-    gate_and_strides,
-)
+from attnzoo.backends.linear.kernels.launch import gate_and_strides
 from attnzoo.backends.linear.kernels.parts import apply_feature_map, row_max_and_ties
+from attnzoo.kernels.triton_products import block_size, contiguous_rows, device_context
 
 TILE = 4096  # elements of the state per program
 WARPS = 4
