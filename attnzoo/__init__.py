@@ -30,6 +30,7 @@ _PUBLIC = {
     "estimate_memory": "attnzoo.evaluation.memory_fit",
     "extend_positions": "attnzoo.integrations.positions",
     "get_backend": "attnzoo.registry",
+    "prune_heads": "attnzoo.integrations.heads",
     "register": "attnzoo.backends.base",
     # these modules register the built-in names first, so that they are reserved
     "register_feature_map": "attnzoo.backends.linear.feature_maps.config",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from attnzoo.integrations.convert import restore, swap
     from attnzoo.integrations.describe import describe
     from attnzoo.integrations.grouped_heads import convert_heads
+    from attnzoo.integrations.heads import prune_heads
     from attnzoo.integrations.positions import extend_positions
     from attnzoo.integrations.speed_up import speed_up
     from attnzoo.masks import AttentionMask
@@ -76,6 +78,7 @@ __all__ = [
     "estimate_memory",
     "extend_positions",
     "get_backend",
+    "prune_heads",
     "register",
     "register_feature_map",
     "register_gate",

@@ -15,6 +15,7 @@ from attnzoo.commands import (
     environment,
     evaluate_command,
     families,
+    heads,
     launch,
     memory,
     models,
@@ -63,6 +64,7 @@ app.command("evaluate")(evaluate_command.evaluate)
 app.command("launch-config")(launch.launch_config)
 app.command("compare")(compare.compare)
 app.command("memory")(memory.memory)
+app.command("heads")(heads.heads)
 app.command("tasks")(compare.tasks)
 app.command("inspect")(compare.inspect)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 NAME = "attnzoo"
 RECORDING = "_attnzoo_recording"  # attribute of a cache
 REQUESTED = "_attnzoo_requested"  # attribute of a model whose attn_implementation was given
+PRUNED = "attnzoo_pruned_heads"  # attribute of a config: heads that a model has lost, by layer
 LOADED = "_attnzoo_loaded"  # attribute of an adapter's config that was read from a file
 
 
@@ -137,6 +138,10 @@ def patch_models(modeling_utils: Any) -> None:
     def post_init_with_backends(self: PreTrainedModel) -> None:
         from attnzoo.integrations.construction import attach_when_built
 
+        if getattr(self.config, PRUNED, None) is not None:
+            from attnzoo.integrations.heads import prune_when_built
+
+            prune_when_built(self)
         attach_when_built(self)  # before the original, which initialises all modules
         post_init(self)
 

@@ -110,13 +110,16 @@ class EmbeddingEvalBatch:
         return ROWS, max(self.texts)
 
 
-def make_embedding_batch(path: Path, text: Path | None, length: int) -> EmbeddingEvalBatch:
+def make_embedding_batch(
+    path: Path, text: Path | None, length: int, rows: int = ROWS
+) -> EmbeddingEvalBatch:
     """Tokenize a text with a model's tokenizer and cut texts of each length.
 
     Args:
         path: Folder of the model.
         text: File; the held-out part of the standard library when ``None``.
         length: The longest T; shorter ones are halves of it, down to 64.
+        rows: N.
 
     Raises:
         SpecError: The file cannot be read, or it is shorter than one text.
@@ -134,10 +137,9 @@ def make_embedding_batch(path: Path, text: Path | None, length: int) -> Embeddin
         )
     generator, texts, size = torch.Generator().manual_seed(0), {}, length
     while size == length or size >= SHORTEST:
-        rows = cut_rows(tokens, ROWS, size - len(special), generator)
-        ends = before.expand(ROWS, -1), after.expand(ROWS, -1)
-        rows = torch.cat([ends[0], rows, ends[1]], 1)
-        texts[size] = Texts(tokens=rows, attention_mask=torch.ones_like(rows))
+        inner = cut_rows(tokens, rows, size - len(special), generator)
+        whole = torch.cat([before.expand(rows, -1), inner, after.expand(rows, -1)], 1)
+        texts[size] = Texts(tokens=whole, attention_mask=torch.ones_like(whole))
         size //= 2
     texts = dict(sorted(texts.items()))
     digest = hashlib.sha256("".join(x.fingerprint for x in texts.values()).encode())

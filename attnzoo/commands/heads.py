@@ -1,0 +1,147 @@
+"""The command that measures and prunes attention heads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from attnzoo.commands.compare import Model, Threads
+from attnzoo.commands.terminal import console
+from attnzoo.errors import SpecError
+
+CHOICES = ("ablation", "gradient")
+FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+
+
+def heads(
+    model: Model = "embedded",
+    text: Annotated[Path | None, typer.Option(help="text file in the model's language")] = None,
+    rows: Annotated[int, typer.Option(help="texts to measure on")] = 8,
+    length: Annotated[int, typer.Option(help="tokens per text")] = 128,
+    window: Annotated[int, typer.Option(help="report attention beyond so many tokens")] = 32,
+    prune: Annotated[
+        float | None, typer.Option(help="fraction of heads to remove, such as 0.4; needs --save")
+    ] = None,
+    by: Annotated[str, typer.Option(help="importance to prune by: ablation or gradient")] = (
+        "ablation"
+    ),
+    save: Annotated[Path | None, typer.Option(help="new folder for the pruned model")] = None,
+    out: Annotated[
+        Path, typer.Option(help="folder for heads.json, heads.html and pictures")
+    ] = Path("attnzoo-heads"),
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace the results in an existing --out")
+    ] = False,
+    threads: Threads = None,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
+) -> None:
+    """Measure every head: importance by gradient and ablation, entropy, distance; prune heads.
+
+    A table has the quality after pruning more and more heads, beside random choices. `--prune 0.4
+    --save NEW` writes a model without the least important heads, which from_pretrained loads.
+    """
+    import torch
+
+    from attnzoo.compare.heads import DATA, data, write_heads
+    from attnzoo.evaluation.models import EMBEDDED, model_path
+    from attnzoo.report.output_path import check_file, check_folder
+
+    _check(prune, by, save)
+    if text is None and model != EMBEDDED:
+        raise SpecError("A model needs --text: give a text file in the model's language")
+    check_file(out / DATA, overwrite=overwrite)
+    if save is not None:
+        check_folder(save)
+    torch.set_num_threads(threads or torch.get_num_threads())
+    path = model_path(model)
+    fractions = sorted({*FRACTIONS, *([prune] if prune else [])})
+    with console.status("") as status:
+        study, found, chosen = _measure(
+            path, text, (rows, length), window, fractions, (prune, by),
+            lambda step: status.update(Text(step)),
+        )  # fmt: skip
+    page = write_heads(out, found)
+    saved = None if save is None else _save(path, study, chosen, save)
+    chosen = {name: [found.numbers[name][i] for i in heads] for name, heads in chosen.items()}
+    if as_json:
+        print(json.dumps(data(found) | {"pruned": chosen, "saved": saved}, indent=2))
+    else:
+        _show(found, page, saved, sum(map(len, chosen.values())))
+
+
+def _show(found: Any, page: Path | None, saved: str | None, count: int) -> None:
+    """Print the tables, and where the page and the model are."""
+    from attnzoo.compare.heads import importance_table, pruning_table
+    from attnzoo.report.charts import WITHOUT_MATPLOTLIB
+
+    importance_table(found).print(console, wide=True)
+    pruning_table(found).print(console)
+    console.print(f"Report:  {page}" if page else WITHOUT_MATPLOTLIB, markup=False)
+    if saved:
+        console.print(
+            f"Model:   {saved}, without {count} heads (load it with from_pretrained after "
+            "`import attnzoo`)",
+            soft_wrap=True,
+        )
+
+
+def _check(prune: float | None, by: str, save: Path | None) -> None:
+    """Raise an error if the options of pruning do not fit together."""
+    if (prune is None) != (save is None):
+        raise SpecError("--prune FRACTION and --save FOLDER belong together; give both or neither")
+    if prune is not None and not 0 < prune < 1:
+        raise SpecError(f"--prune must be a fraction above 0 and below 1, got {prune}")
+    if by not in CHOICES:
+        raise SpecError(f"--by must be one of {', '.join(CHOICES)}, got {by!r}")
+    if save is not None and save.exists() and (not save.is_dir() or any(save.iterdir())):
+        raise SpecError(f"{str(save)!r} exists and is not empty; give --save a new folder")
+
+
+def _measure(
+    path: Path,
+    text: Path | None,
+    size: tuple[int, int],
+    window: int,
+    fractions: list[float],
+    wanted: tuple[float | None, str],
+    on_step: Any,
+) -> tuple[Any, Any, dict[str, list[int]]]:
+    """Return a model with its texts, what is measured, and positions of the heads to prune."""
+    import torch
+
+    from attnzoo.evaluation.heads import HeadStudyModel, head_rows_of_text, study_heads
+    from attnzoo.integrations.files import model_class, read_config
+    from attnzoo.integrations.layers import attention_layers
+
+    config = read_config(path)
+    loaded = model_class(config, path).from_pretrained(path, dtype=torch.float32)
+    layers = attention_layers(loaded)
+    if not layers or getattr(config, "is_encoder_decoder", False):
+        raise SpecError(
+            f"{type(loaded).__name__} is an encoder-decoder or has no layer that calls "
+            "transformers' attention interface; give an encoder or a decoder of text"
+        )
+    tokens = head_rows_of_text(path, text, layers, rows=size[0], length=size[1])
+    study = HeadStudyModel(loaded, tokens)
+    found = study_heads(study, window=window, fractions=fractions, on_step=on_step)
+    fraction, by = wanted
+    chosen = {} if fraction is None else study.choose(fraction, found.measures[by])
+    return study, found, {name: sorted(heads) for name, heads in chosen.items()}
+
+
+def _save(path: Path, study: Any, chosen: dict[str, list[int]], save: Path) -> str:
+    """Write a model without some heads, given by position; return its folder."""
+    from attnzoo.integrations.files import model_class, read_config, save_copy
+    from attnzoo.integrations.heads import original_heads, prune_heads
+    from attnzoo.integrations.layers import attention_layers
+
+    model = model_class(read_config(path), path).from_pretrained(path)
+    study.add_means(model, chosen)
+    present = {layer.name: original_heads(layer) for layer in attention_layers(model)}
+    numbers = {name: [present[name][i] for i in heads] for name, heads in chosen.items()}
+    save_copy(prune_heads(model, numbers), path, save)
+    return str(save)
