@@ -21,6 +21,8 @@ key, W window.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,6 +41,7 @@ from attnzoo.backends.linear.window_state import (
     LinearBranch as LinearBranch,
 )
 from attnzoo.backends.linear.window_step import hybrid_step, supports_step
+from attnzoo.backends.linear.window_triton import hybrid_triton_reasons, run_hybrid_triton
 from attnzoo.backends.local.band_cpp import OutsideSums, band_cpp_reasons
 from attnzoo.backends.local.causal_window import causal_window, local_softmax, padding_last
 from attnzoo.backends.local.pattern import gather_tokens
@@ -86,7 +89,7 @@ def hybrid_attention(
         state: The state that an earlier causal call returned; not together with segments.
         return_state: Whether to return the state after the last token.
         impl: ``"cpp"``, ``"torch"``, or ``"reference"``, which computes the window with a dense
-            mask. ``"auto"`` selects the fastest.
+            mask, or ``"triton"`` on NVIDIA GPUs. ``"auto"`` selects the fastest of the others.
         chunk_size: As in :func:`attnzoo.backends.linear.op.linear_attention`.
         shard: This rank's part of sequences that several ranks hold, in place of ``state``; causal.
 
@@ -114,8 +117,7 @@ def hybrid_attention(
         order, padding_mask, ids = padding_last(padding_mask, ids)
         q, k, v = (gather_tokens(x, order) for x in (q, k, v))
         branch = reorder(branch, order)
-    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
-    v = cat_huge_pages([v.to(wide), v.new_ones(*v.shape[:3], 1, dtype=wide)], 3)
+    dtype = v.dtype
     x = HybridInputs(
         *(q, k, v, branch, window, scale, mask.causal, padding_mask, ids, state, return_state),
         *(impl, chunk_size, shard),
@@ -128,6 +130,24 @@ def hybrid_attention(
         out = gather_tokens(out, order.argsort(1))
     choice = ImplChoice(choice.impl, f"softmax window + linear form; {choice.reason}")
     return AttentionOutput(out, next_state(x, last) if return_state else None, None, choice)
+
+
+def _with_ones(run: Callable[[HybridInputs], Result]) -> Callable[[HybridInputs], Result]:
+    """Return a function that computes a call whose values end in ones, float32 or wider."""
+
+    def run_with_ones(x: HybridInputs) -> Result:
+        wide = torch.promote_types(x.v.dtype, torch.float32)
+        ones = x.v.new_ones(*x.v.shape[:3], 1, dtype=wide)
+        return run(x._replace(v=cat_huge_pages([x.v.to(wide), ones], 3)))
+
+    return run_with_ones
+
+
+def _run_triton(x: HybridInputs) -> Result:
+    """Run the kernels; they count the keys themselves unless rows have other sequences in them."""
+    is_simple = x.state is None and x.segment_ids is None
+    counts = _linear_counts(x) if x.branch.mean and not is_simple else None
+    return run_hybrid_triton(x, counts, MIN_WEIGHT)
 
 
 def _run_torch(x: HybridInputs) -> Result:
@@ -171,17 +191,18 @@ def _skip_cpp(x: HybridInputs) -> list[str]:
     return ["one token takes the step in torch"] if x.q.shape[2] == 1 else []
 
 
-# The Triton kernels are not among them: no GPU test compares a hybrid that uses them.
 IMPLEMENTATIONS = (
+    # By name only: no GPU has run it
+    Implementation(name="triton", run=_run_triton, reasons=hybrid_triton_reasons),
     Implementation(
         name="cpp",
-        run=_run_cpp,
+        run=_with_ones(_run_cpp),
         reasons=_cpp_reasons,
         auto_reasons=_skip_cpp,
         automatic="compiled for this CPU",
     ),
-    Implementation(name="torch", run=_run_torch, automatic="runs on every device"),
-    Implementation(name="reference", run=_run_torch),
+    Implementation(name="torch", run=_with_ones(_run_torch), automatic="runs on every device"),
+    Implementation(name="reference", run=_with_ones(_run_torch)),
 )
 
 
@@ -228,15 +249,18 @@ def _causal_linear(x: HybridInputs) -> tuple[Tensor, Tensor | None, LinearState 
         chunk_size=x.chunk_size,
         shard=x.shard,
     )
-    if not branch.mean:
-        return out, None, last
-    counts = _tokens_around(x)[0] + 1 - size
-    if state is not None:
-        earlier = state.seen[:, None]
+    return out, _linear_counts(x) if branch.mean else None, last
+
+
+def _linear_counts(x: HybridInputs) -> Tensor:
+    """Return the number of keys before each token's window, ``[B, T]``; at most 0 if none."""
+    counts = _tokens_around(x)[0] + 1 - x.window
+    if x.state is not None:
+        earlier = x.state.seen[:, None]
         if x.segment_ids is not None:
             earlier = earlier * (x.segment_ids == x.segment_ids[:, :1])
         counts = counts + earlier
-    return out, counts, last
+    return counts
 
 
 def _bidirectional_linear(x: HybridInputs) -> tuple[Tensor, Tensor | None]:

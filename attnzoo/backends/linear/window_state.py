@@ -51,7 +51,7 @@ class HybridInputs(NamedTuple):
 
     q: Tensor
     k: Tensor
-    v: Tensor  # [B, Hkv, T, E + 1], float32 or wider; the last column is ones
+    v: Tensor  # [B, Hkv, T, E]
     branch: LinearBranch
     window: int
     scale: float
@@ -80,7 +80,7 @@ def next_state(x: HybridInputs, sums: LinearState | None) -> HybridState:
     """Return the state after the last real token; the given state is not modified."""
     assert sums is not None
     options, old = x.options, () if x.state is None else (x.state.features,)
-    new = (x.k, x.v[..., :-1], x.branch.k)
+    new = (x.k, x.v.to(torch.promote_types(x.v.dtype, torch.float32)), x.branch.k)
     k, v, features, seen = next_window(new, x.window_state, options, old)
     after = HybridState(k, v, features, sums.kv, sums.k, seen)
     if x.segment_ids is None:

@@ -162,11 +162,6 @@ def test_invalid_windows_are_refused():
         build("linear", {"window": 4}, causal=False, cross_attention=True)
 
 
-def test_kernels_that_do_not_support_a_window_are_refused():
-    with pytest.raises(UnsupportedError, match=r"impl='triton' does not support a window.*cpp"):
-        build("linear", {"window": 4, "impl": "triton"})
-
-
 def test_a_state_without_a_causal_mask_is_refused():
     q, k, v, _ = inputs(8)
     with pytest.raises(UnsupportedError, match="only causal calls have it"):

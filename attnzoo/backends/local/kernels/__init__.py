@@ -1,1 +1,1 @@
-"""C++ kernels of banded softmax."""
+"""C++ and Triton kernels of softmax attention inside a window."""

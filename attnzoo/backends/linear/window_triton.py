@@ -1,0 +1,91 @@
+"""The window hybrid on the Triton kernels: which calls they support, and the call itself.
+
+Letters: B batch, H heads, Hkv key heads, T tokens, E value size, F features, W window.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo.backends.linear.impl.triton import round_features, triton_reasons
+from attnzoo.backends.linear.window_state import HybridInputs
+from attnzoo.backends.local.causal_window import is_filled
+from attnzoo.kernels.derivatives import check_reverse_mode
+from attnzoo.state import LinearState
+
+LARGEST = 256  # key and value size of the window
+
+
+def hybrid_triton_reasons(x: HybridInputs) -> list[str]:
+    """Return every reason why the kernels do not support a call."""
+    reasons = triton_reasons(x.branch.q, x.branch.k, x.v, causal=x.causal)
+    if x.q.dtype == torch.float64 and "float64" not in " ".join(reasons):
+        reasons.append("queries are float64 (the kernels support bfloat16, float16 and float32)")
+    if x.q.shape[3] > LARGEST:
+        reasons.append(f"queries have size {x.q.shape[3]} (at most {LARGEST})")
+    if x.shard is not None:
+        reasons.append("several ranks hold the sequence (use impl='torch')")
+    if x.q.shape[2] == 1 and x.state is not None:
+        reasons.append("a call decodes one token (the step is in torch)")
+    return reasons
+
+
+def run_hybrid_triton(
+    x: HybridInputs, counts: Tensor | None, min_weight: float
+) -> tuple[Tensor, LinearState]:
+    """Run the kernels, and return the output and the linear state, whose values end in ones.
+
+    With a state, the tokens of its window stand before those of the call, as queries without
+    results. ``counts`` is the number of keys in the linear sums, ``[B, T]``; ``None`` if every
+    token before the window is one of them.
+    """
+    from attnzoo.backends.linear.kernels.hybrid_op import hybrid_triton
+
+    branch, size, state = x.branch, x.window, x.state
+    q, k, v = x.q, x.k, x.v
+    q_features, k_features = (round_features(y, v) for y in (branch.q, branch.k))
+    ids, padding_mask, log_decay = x.segment_ids, x.padding_mask, branch.log_decay
+    check_reverse_mode("hybrid_attention", q, k, v, q_features, k_features, instead="impl='torch'")
+    logit = branch.log_weight.float().squeeze(-1).expand(q.shape[:3])
+    if state is not None:
+        q, q_features = F.pad(q, (0, 0, size, 0)), F.pad(q_features, (0, 0, size, 0))
+        logit = F.pad(logit, (size, 0))
+        k, v, k_features = (
+            torch.cat([old.to(new.dtype), new], 2)
+            for old, new in ((state.k, k), (state.v, v), (state.features, k_features))
+        )
+        real = padding_mask
+        if real is None:
+            real = torch.ones(len(q), x.q.shape[2], dtype=torch.bool, device=q.device)
+        padding_mask = torch.cat([is_filled(state.seen, size), real], 1)
+        ids = None if ids is None else torch.cat([ids[:, :1].expand(-1, size), ids], 1)
+        counts = None if counts is None else F.pad(counts, (size, 0))
+        kv, z = state.kv[..., :-1].contiguous(), state.z
+    else:
+        shape = *k_features.shape[:2], k_features.shape[3]  # zeros, in one launch for both
+        zeros = v.new_zeros(math.prod(shape) * (v.shape[3] + 1), dtype=torch.float32)
+        z, kv = zeros[: math.prod(shape)], zeros[math.prod(shape) :]
+        z, kv = z.view(shape), kv.view(*shape, v.shape[3])
+    length = q.shape[2]
+    hidden = None  # keys that the query W tokens later does not see, [B, T]
+    if x.padding_mask is not None and length > size:
+        assert padding_mask is not None
+        hidden = ~padding_mask[:, size:]
+    if ids is not None and length > size:
+        other = ids[:, size:] != ids[:, :-size]
+        hidden = other if hidden is None else hidden | other
+    if hidden is not None:
+        k_features = k_features.masked_fill(F.pad(hidden, (0, size))[:, None, :, None], 0)
+    if log_decay is not None and log_decay.dim() > 1 and state is None:
+        log_decay = log_decay[:, :, size:]
+    out, kv, z, *_ = hybrid_triton(
+        *(q, k, v, q_features, k_features, logit, log_decay, kv, z, padding_mask, ids, counts),
+        *(branch.linear_only_heads, size, x.scale, branch.relative, branch.mean, min_weight),
+    )
+    if state is not None:
+        out = out[:, :, size:]
+    return out, LinearState(torch.cat([kv, z.unsqueeze(-1)], -1), z)

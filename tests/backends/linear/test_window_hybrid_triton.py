@@ -1,0 +1,200 @@
+"""The window hybrid on the Triton kernels, against the reference in float64.
+
+They run on a GPU if there is one, else interpreted on the CPU.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import GridExecutor
+
+from attnzoo.backends.linear.kernels import launch
+from attnzoo.backends.linear.kernels.hybrid_op import hybrid_triton, hybrid_triton_backward
+from attnzoo.backends.linear.window_hybrid import hybrid_attention
+from attnzoo.backends.linear.window_state import LinearBranch
+from attnzoo.errors import UnsupportedError
+from attnzoo.masks import AttentionMask
+from tests.kernel_device import float32_slack, kernel_device, nan_in_uninitialized_memory
+
+DEVICE = kernel_device()
+NAMES = ("q", "k", "v", "q_features", "k_features", "log_weight", "log_decay")
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_uninitialized_memory():
+    with nan_in_uninitialized_memory():
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridCase:
+    """Options of a call; ``cut`` continues from the state after that many tokens."""
+
+    decay: str = "none"
+    heads: tuple[int, int] = (2, 1)
+    length: int = 30
+    window: int = 8
+    cut: int = 0
+    packed: bool = False
+    padded: bool = False
+    relative: bool = True
+    mean: bool = True
+    linear_only: bool = False
+    value_mean: float = 0.0
+    dtype: torch.dtype = torch.float32
+
+
+def make(case, size=16, batch=1):
+    """Return the tensors of a call, and the mask of padding and of segments."""
+    (heads, key_heads), t = case.heads, case.length
+    q = torch.randn(batch, heads, t, size)
+    k, v = (torch.randn(batch, key_heads, t, size) for _ in range(2))
+    features = torch.rand(batch, heads, t, size), torch.rand(batch, key_heads, t, size)
+    shape = {"head": (key_heads,), "token": (batch, key_heads, t)}
+    shape |= {"channel": (batch, key_heads, t, size), "none": None}
+    log_decay = None if shape[case.decay] is None else -torch.rand(shape[case.decay])
+    padding = torch.rand(batch, t) > 0.3 if case.padded else None
+    if padding is not None:
+        features[1][~padding[:, None].expand(features[1].shape[:3])] = 0
+        if log_decay is not None and log_decay.dim() > 1:
+            log_decay[~padding[:, None].expand(log_decay.shape[:3])] = 0
+    ids = (torch.arange(t) >= t // 2).long().expand(batch, t) if case.packed else None
+    tensors = [x.to(case.dtype) for x in (q, k, v + case.value_mean, *features)]
+    tensors += [torch.randn(1, heads, 1, 1), log_decay]
+    tensors = [x if x is None else x.to(DEVICE) for x in tensors]
+    return tensors, *(x if x is None else x.to(DEVICE) for x in (padding, ids))
+
+
+def attend(case, tensors, padding, ids, impl, tokens, state):
+    """Compute some tokens of a call."""
+    q, k, v, *features, log_weight, log_decay = tensors
+    q, k, v, *features = (x[:, :, tokens] for x in (q, k, v, *features))
+    if log_decay is not None and log_decay.dim() > 1:
+        log_decay = log_decay[:, :, tokens]
+    only = torch.arange(case.heads[0], device=DEVICE) == 0 if case.linear_only else None
+    branch = LinearBranch(*features, log_weight, log_decay, case.relative, case.mean, only)
+    padding, ids = (None if x is None else x[:, tokens] for x in (padding, ids))
+    mask = AttentionMask(causal=True, padding=padding, segment_ids=ids)
+    options = {"window": case.window, "scale": 0.25, "mask": mask, "impl": impl}
+    return hybrid_attention(q, k, v, branch, state=state, return_state=not case.packed, **options)
+
+
+def results(case, impl, dtype=None):
+    """Return results and gradients by name."""
+    torch.manual_seed(1)
+    tensors, padding, ids = make(case)
+    leaves = [x if x is None else x.to(dtype or x.dtype).requires_grad_() for x in tensors]
+    state, outs = None, []
+    for tokens in (slice(0, case.cut), slice(case.cut, case.length)):
+        if tokens.stop > tokens.start:
+            result = attend(case, leaves, padding, ids, impl, tokens, state)
+            state = result.state
+            outs.append(result.out)
+    values = {"out": torch.cat(outs, 2)}
+    if state is not None:
+        values |= {"kv": state.kv, "z": state.z}
+    total = (values["out"] * torch.randn(values["out"].shape).to(DEVICE)).sum()
+    if not case.value_mean:
+        total = total + sum(0.1 * x.sum() for name, x in values.items() if name != "out")
+    named = {name: x for name, x in zip(NAMES, leaves, strict=True) if x is not None}
+    return values | dict(zip(named, torch.autograd.grad(total, list(named.values())), strict=True))
+
+
+def errors(case):
+    """Return the relative error of each result and gradient."""
+    actual = results(case, "triton")
+    expected = results(case, "reference", torch.float64)
+    return {
+        name: ((x.double() - expected[name]).norm() / (expected[name].norm() + 1e-12)).item()
+        for name, x in actual.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        HybridCase(relative=False, linear_only=True, heads=(4, 2)),
+        HybridCase(decay="channel", packed=True),
+        HybridCase(decay="token", padded=True, cut=11),
+        HybridCase(length=6),  # shorter than the window
+        pytest.param(HybridCase(decay="head", mean=False, cut=5), marks=pytest.mark.exhaustive),
+        pytest.param(HybridCase(packed=True, padded=True), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_hybrid_kernels_match_reference_in_float64(case):
+    for name, error in errors(case).items():
+        assert error < 5e-6 * float32_slack(), f"{name}: {error:.1e}"
+
+
+def test_bfloat16_gradients_are_accurate_if_values_have_a_mean():
+    # Gradients of queries and keys are differences of large sums that nearly cancel
+    case = HybridCase(value_mean=1.0, dtype=torch.bfloat16, length=96, window=16)
+    for name, error in errors(case).items():
+        assert error < 6e-3, f"{name}: {error:.1e}"
+
+
+OPERATORS = {x._name: x for x in (hybrid_triton, hybrid_triton_backward)}
+
+
+class CountLaunches(TorchDispatchMode):
+    """Count the operations that would launch a kernel on a GPU, those in custom operators too."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if operator := OPERATORS.get(function._opname):
+            with self:
+                return operator._init_fn(*args, **(kwargs or {}))
+        name = str(function)
+        if not function.is_view and "empty" not in name and "detach" not in name:
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="launches are counted in the interpreter")
+@pytest.mark.parametrize(("split_size", "forward", "both"), [(512, 12, 24), (32, 12, 24)])
+def test_hybrid_takes_few_launches(split_size, forward, both, monkeypatch):
+    monkeypatch.setattr(launch, "MIN_SPLIT_SIZE", split_size)
+    monkeypatch.setattr(launch, "PROGRAMS_PER_PROCESSOR", 1)
+    torch.use_deterministic_algorithms(False)
+    case = HybridCase(length=80, heads=(1, 1))
+    tensors, *_ = make(case)
+    leaves = [x if x is None else x.requires_grad_() for x in tensors]
+    count = CountLaunches()
+    run = GridExecutor.__call__
+
+    def counted(self, *args, **kwargs):
+        count.names.append(self.fn.__name__)
+        with _disable_current_modes():  # the interpreter's own operations
+            return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    with count:
+        q, k, v, *features, log_weight, log_decay = leaves
+        branch = LinearBranch(*features, log_weight, log_decay, mean=True)
+        out = hybrid_attention(q, k, v, branch, window=8, scale=0.25, impl="triton").out
+        assert len(count.names) <= forward, count.names
+        out.backward(out.detach())
+    assert ("split_scan_kernel" in count.names) == (split_size == 32)
+    assert len(count.names) <= both, count.names
+
+
+def test_hybrid_operator_passes_opcheck():
+    (q, k, v, *features, _, _), *_ = make(HybridCase(length=18))
+    tensors = [x.requires_grad_() for x in (q, k, v, *features, torch.randn(1, 2, 18).to(DEVICE))]
+    state = [torch.randn(1, 1, 16, 16).to(DEVICE), torch.rand(1, 1, 16).to(DEVICE)]
+    options = (None, None, None, None, 8, 0.25, True, True, 1e-30)
+    torch.library.opcheck(hybrid_triton, (*tensors, None, *state, *options))
+
+
+def test_unsupported_calls_raise():
+    tensors, *_ = make(HybridCase())
+    q, k, v, *features, log_weight, _ = tensors
+    branch = LinearBranch(*features, log_weight)
+    with pytest.raises(UnsupportedError, match="bidirectional"):
+        hybrid_attention(q, k, v, branch, window=8, scale=1.0, mask=AttentionMask(), impl="triton")
