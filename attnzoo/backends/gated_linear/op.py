@@ -41,7 +41,7 @@ from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.linear.impl.common import empty_state, state_dtype
 from attnzoo.backends.linear.impl.context_parallel import state_from_earlier_ranks
 from attnzoo.backends.linear.impl.cpp import cpp_reasons
-from attnzoo.backends.linear.op import linear_attention
+from attnzoo.backends.linear.op import linear_attention, linear_sums, triton_reasons
 from attnzoo.backends.validation import check_qkv, empty_output, is_empty_call
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.context_parallel import LOG_ZERO, SequenceShard
@@ -85,7 +85,7 @@ def mlstm_attention(
             Packed segments do not see each other: ``state`` belongs to the first segment, and the
             returned state to the last.
         form: As in ``linear_attention``, like ``chunk_size``.
-        impl: As in ``linear_attention``, without ``"triton"``.
+        impl: As in ``linear_attention``; ``"auto"`` does not select ``"triton"``.
         state: Sums over the earlier tokens.
         return_state: Whether to return the state after the last token.
         chunk_size: See ``form``.
@@ -120,7 +120,7 @@ def mlstm_attention(
         F.pad(values, (0, 1), value=1.0),
         log_decay,
         LinearState(torch.cat([state.kv, state.k.unsqueeze(-1)], -1), state.k),
-        *(mask.segment_ids, form, chunk_size, return_state),
+        *(mask.segment_ids, form, chunk_size, return_state, True),
     )
     chosen, choice = select("mlstm_attention", IMPLEMENTATIONS, call, impl)
     out, last, *_ = chosen.run(call)
@@ -168,7 +168,7 @@ def rwkv6_attention(
         mask: Padding and segments, as in :func:`mlstm_attention`.
         normalize: Divide by the sum of weights plus ``eps``.
         form: As in ``linear_attention``, like ``chunk_size``.
-        impl: As in ``linear_attention``, without ``"triton"``.
+        impl: As in ``linear_attention``; ``"auto"`` does not select ``"triton"``.
         state: Sums over the earlier tokens, including the last one, as in ``linear_attention``.
         return_state: Whether to return the state after the last token.
         chunk_size: See ``form``.
@@ -201,7 +201,7 @@ def rwkv6_attention(
         k_before, decay_before = (x.masked_fill(starts, 0) for x in (k_before, decay_before))
     call = LinearCall(
         *(q, k_before, v_before, decay_before, LinearState(kv, z)),
-        *(mask.segment_ids, form, chunk_size, return_state),
+        *(mask.segment_ids, form, chunk_size, return_state, normalize),
     )
     chosen, choice = select("rwkv6_attention", IMPLEMENTATIONS, call, impl)
     from_state, last, *_ = chosen.run(call)
@@ -318,6 +318,7 @@ class LinearCall(NamedTuple):
     form: str
     chunk_size: int | None
     return_state: bool
+    has_ones: bool  # whether the last channel of v is ones, and that of kv equals z
 
 
 def _run_linear(x: LinearCall, impl: str) -> AttentionOutput:
@@ -335,6 +336,24 @@ def _run_linear(x: LinearCall, impl: str) -> AttentionOutput:
     )
 
 
+def _run_triton(x: LinearCall) -> AttentionOutput:
+    """Run the kernels; they compute the sums of weights without a channel of ones."""
+    if not x.has_ones:
+        return _run_linear(x, impl="triton")
+    values, state = x.v[..., :-1], LinearState(x.state.kv[..., :-1], x.state.k)
+    out, weights, last = linear_sums(
+        x.q, x.k, values, x.log_decay, state, x.segment_ids, x.chunk_size
+    )
+    kv = torch.cat([last.kv, last.k.unsqueeze(-1)], -1)
+    out = torch.cat([out, weights.unsqueeze(-1)], -1)
+    return AttentionOutput(out, LinearState(kv, last.k) if x.return_state else None)
+
+
+def _triton_reasons(x: LinearCall) -> list[str]:
+    v = x.v[..., :-1] if x.has_ones else x.v
+    return triton_reasons(x.q, x.k, v, form=x.form) + (["there is no token"] * (not x.q.shape[2]))
+
+
 def _cpp_reasons(x: LinearCall) -> list[str]:
     return cpp_reasons(x.q, form=x.form, chunk_size=x.chunk_size)
 
@@ -345,8 +364,9 @@ def _cpp_auto_reasons(x: LinearCall) -> list[str]:
     )
 
 
-# The Triton kernels are not among them: no GPU test compares these gates with a formula.
 IMPLEMENTATIONS: tuple[Implementation[LinearCall, AttentionOutput], ...] = (
+    # By name only: no GPU has run it
+    Implementation(name="triton", run=_run_triton, reasons=_triton_reasons),
     Implementation(
         name="cpp",
         run=partial(_run_linear, impl="cpp"),

@@ -42,7 +42,9 @@ from attnzoo.backends.linear.impl.context_parallel import state_from_earlier_ran
 from attnzoo.backends.linear.impl.cpp import cpp_reasons, run_cpp
 from attnzoo.backends.linear.impl.reference import run_reference
 from attnzoo.backends.linear.impl.step import run_steps, step
-from attnzoo.backends.linear.impl.triton import run_triton, triton_reasons
+from attnzoo.backends.linear.impl.triton import linear_sums as linear_sums
+from attnzoo.backends.linear.impl.triton import run_triton
+from attnzoo.backends.linear.impl.triton import triton_reasons as triton_reasons
 from attnzoo.backends.linear.impl.triton_trust import trust
 from attnzoo.backends.linear.validation import check_log_decay, check_segment_ids, check_state
 from attnzoo.backends.validation import check_qkv, check_size

@@ -147,7 +147,10 @@ def test_the_output_names_its_implementation():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"impl": "triton"}, "mlstm_attention has no impl 'triton'.*auto, cpp, torch, reference"),
+        (
+            {"impl": "flex"},
+            "mlstm_attention has no impl 'flex'.*auto, triton, cpp, torch",
+        ),
         ({"mask": AttentionMask()}, "mlstm_attention is causal, got a mask that is not"),
     ],
 )

@@ -114,6 +114,15 @@ def round_features(features: Tensor, v: Tensor) -> Tensor:
     return features.to(torch.bfloat16) if is_wide else features
 
 
+def check_chunk_size(chunk_size: int | None) -> int:
+    """Return the kernels' argument, 0 for their own choice, or raise ``UnsupportedError``."""
+    if chunk_size not in (None, 16, 32, 64):
+        raise UnsupportedError(
+            f"impl='triton' takes a chunk_size of 16, 32 or 64, got {chunk_size}; None picks one."
+        )
+    return chunk_size or 0
+
+
 def run_triton(x: LinearInputs) -> Result:
     """Run the kernels, which apply the feature map; one token without gradients takes the step."""
     from attnzoo.backends.linear.kernels.custom_op import linear_triton
@@ -133,11 +142,30 @@ def run_triton(x: LinearInputs) -> Result:
         raise UnsupportedError(
             "impl='triton' needs a scale other than 0, got 0; impl='torch' supports any."
         )
-    chunk_size = x.chunk_size or 0  # 0: the kernels' own choice
-    if chunk_size not in (0, 16, 32, 64):
-        raise UnsupportedError(
-            f"impl='triton' takes a chunk_size of 16, 32 or 64, got {chunk_size}; None picks one."
-        )
-    ids = x.segment_ids
+    chunk_size, ids = check_chunk_size(x.chunk_size), x.segment_ids
     out, kv, z = linear_triton(*tensors, ids, x.padding_mask, *options, chunk_size, 0)
     return out, LinearState(kv, z)
+
+
+def linear_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    state: LinearState,
+    segment_ids: Tensor | None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor, LinearState]:
+    """Return sums of values ``[B, H, T, E]``, of weights ``[B, H, T]``, and the state after them.
+
+    The arguments are those of ``linear_attention``, causal and with features; float32 results.
+    """
+    from attnzoo.backends.linear.kernels.custom_op import linear_sums_triton
+
+    kv, z = state
+    check_reverse_mode("linear_attention", q, k, v, log_decay, kv, z)
+    chunk_size = check_chunk_size(chunk_size)
+    out, weights, kv, z = linear_sums_triton(
+        q, k, v, log_decay, kv.contiguous(), z, segment_ids, chunk_size, 0
+    )
+    return out, weights, LinearState(kv, z)
