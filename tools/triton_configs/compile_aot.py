@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from attnzoo.backends.linear.kernels import launch as linear_launch
 from attnzoo.backends.linear.kernels.configs import SHARED_BYTES
+from attnzoo.backends.linear.kernels.hybrid_op import hybrid_triton, hybrid_triton_backward
 from attnzoo.backends.linear.kernels.step import launch_step
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.triton_interpreter import interpreted
@@ -38,7 +39,13 @@ KERNEL_NAMES = {  # names in the output, and in the config table
     "split_scan_kernel": "split_scan",
     "step_kernel": "step",
     "query_gradient_kernel": "dq",
+    "window_kernel": "window",
+    "window_query_gradient_kernel": "window_dq",
+    "window_key_gradient_kernel": "window_dkv",
+    "merge_kernel": "merge",
+    "merge_backward_kernel": "merge_backward",
 }
+NO_PRODUCTS = ("split_scan", "step", "merge", "merge_backward")
 
 
 class CompileCase(NamedTuple):
@@ -53,6 +60,7 @@ class CompileCase(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     packed: bool = False
     padded: bool = False
+    window: int = 0  # of the window hybrid; 0: linear attention alone
 
 
 class CompiledKernel(NamedTuple):
@@ -107,6 +115,9 @@ CASES = (
         for decay in ("none", "vector")
     ),
     CompileCase(d=128, e=128, groups=4),
+    CompileCase(groups=4, decay="vector", packed=True, padded=True, window=64),
+    *(CompileCase(d=size, e=size, window=64) for size in (64, 128, 256)),
+    CompileCase(dtype=torch.float32, window=64),
     CompileCase(feature_map="exp"),
     CompileCase(feature_map="relu"),
     *(
@@ -194,6 +205,9 @@ def launch_case(case: CompileCase) -> None:
         torch.zeros(1, t, dtype=torch.long) if case.packed else None,
         torch.ones(1, t, dtype=torch.bool) if case.padded else None,
     )
+    if case.window:
+        launch_hybrid(case, tensors)
+        return
     options = (case.feature_map, 1.0, 1.0, case.normalize, 1e-6, 0, 0)
     out, *last = linear_launch.KernelLauncher(tensors, *options).forward()
     launcher = linear_launch.KernelLauncher(tensors, *options, needs_decay_grad=shape is not None)
@@ -203,6 +217,22 @@ def launch_case(case: CompileCase) -> None:
     padding_mask = None if tensors.padding_mask is None else tensors.padding_mask[:, :1]
     step_options = (case.feature_map, 1.0, 1.0, case.normalize, 1e-6)
     launch_step(*first, gates, tensors.kv, tensors.z, padding_mask, *step_options)
+
+
+def launch_hybrid(case: CompileCase, x: linear_launch.LinearTensors) -> None:
+    """Launch the window hybrid, forward and backward, with the queries and keys as features."""
+    logit, log_decay = torch.empty(x.q.shape[:3]), x.log_decay
+    if log_decay is not None:
+        log_decay = log_decay[:, :, case.window :]
+    state, masks = (x.kv, x.z), (x.padding_mask, x.segment_ids)
+    options = (case.window, 1.0, True, True, 1e-30)
+    out, *saved = hybrid_triton._init_fn(
+        *x[:3], *x[:2], logit, log_decay, *state, *masks, None, None, *options
+    )
+    hybrid_triton_backward._init_fn(
+        torch.empty_like(out), *state, *saved, *x[:3], *x[:2], log_decay, *state, *masks,
+        *options, log_decay is not None,
+    )  # fmt: skip
 
 
 def kernel_resources(case: str, compiled: CompiledKernel) -> KernelResources:
@@ -258,7 +288,7 @@ def limit_violations(row: KernelResources) -> list[str]:
         violations.append(
             f"{row.shared_bytes} bytes of shared memory ({SHARED_BYTES[row.capability]})"
         )
-    if row.kernel not in ("split_scan", "step") and not row.tensor_core:
+    if row.kernel not in NO_PRODUCTS and not row.tensor_core:
         violations.append("no tensor-core instruction")
     return violations
 

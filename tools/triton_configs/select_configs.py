@@ -46,14 +46,15 @@ from tools.triton_configs.ranking import cheapest_configs
 # tile of 128 reads queries, keys and values once.
 CANDIDATES = {
     "large": "64,4,2,64  64,8,3,128  64,8,2,128  64,4,2,32  32,4,2,64",
+    "256": "64,8,2,128  64,8,2,64  64,4,2,32  32,8,2,64  16,8,2,32  16,8,1,16",
     "small": "64,4,2,64  32,4,2,64  32,8,2,64  32,8,2,32  16,8,2,32  16,8,1,32  16,8,1,16",
 }
 
 
 def candidates(kind: str, size: int, capability: int) -> Iterator[Config]:
     """Yield the configs to compile for a row, in order of preference."""
-    small = capability < 90 or kind in ("any", "wide") or size > 128
-    for text in CANDIDATES["small" if small else "large"].split():
+    small = capability < 90 or kind in ("any", "wide")
+    for text in CANDIDATES["small" if small else "256" if size > 128 else "large"].split():
         candidate = Config(*map(int, text.split(",")))
         too_large = size * candidate.tile > 4096 * candidate.warps
         if not too_large and candidate == avoid_defects(candidate, capability):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attnzoo.backends.linear.impl import triton as triton_impl
+from attnzoo.backends.linear.kernels import launch
 from attnzoo.backends.linear.kernels.custom_op import linear_triton, linear_triton_backward
 from attnzoo.backends.linear.kernels.step import linear_triton_step
 from attnzoo.backends.linear.op import linear_attention
@@ -345,6 +346,23 @@ def test_prefill_then_decode_matches_one_pass():
         outs.append(out)
     torch.testing.assert_close(torch.cat(outs, 2), full.out)
     torch.testing.assert_close(state, full.state)
+
+
+@pytest.mark.parametrize(
+    ("programs", "tokens", "splits"),
+    [
+        (192, 8192, 1),  # in one round; splits would only add reading
+        (16, 8192, 16),  # 256 programs for 264 places
+        (264, 65536, 1),
+        (265, 65536, 25),  # one split takes two rounds, the second nearly empty
+        (1, 300, 1),
+        (8, 0, 1),
+    ],
+)
+def test_splits_fill_the_gpu(programs, tokens, splits):
+    size = launch.choose_split_size(programs, tokens, 264)
+    assert size % 64 == 0
+    assert max(1, -(-tokens // size)) == splits
 
 
 def test_operators_pass_opcheck():

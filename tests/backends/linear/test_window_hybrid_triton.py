@@ -159,8 +159,7 @@ class CountLaunches(TorchDispatchMode):
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="launches are counted in the interpreter")
 @pytest.mark.parametrize(("split_size", "forward", "both"), [(512, 12, 24), (32, 12, 24)])
 def test_hybrid_takes_few_launches(split_size, forward, both, monkeypatch):
-    monkeypatch.setattr(launch, "MIN_SPLIT_SIZE", split_size)
-    monkeypatch.setattr(launch, "PROGRAMS_PER_PROCESSOR", 1)
+    monkeypatch.setattr(launch, "choose_split_size", lambda *_: split_size)
     torch.use_deterministic_algorithms(False)
     case = HybridCase(length=80, heads=(1, 1))
     tensors, *_ = make(case)

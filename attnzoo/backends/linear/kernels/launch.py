@@ -6,7 +6,7 @@ Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size, F 
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,10 @@ from attnzoo.kernels.triton_products import (
 )
 
 MIN_SPLIT_SIZE = 512  # tokens; in shorter splits, the states cost more than parallelism gains
-PROGRAMS_PER_PROCESSOR = 2  # that the number of splits aims for
+SPLIT_MULTIPLE = 64  # tokens, a multiple of every chunk
+SPLIT_COST = 1.5  # time of a call with splits, which reads keys and values twice, over one without
+STATE_COST = 128  # time that a state per split takes, in tokens
+WARPS_PER_PROCESSOR = 8  # with 255 registers each
 SPLIT_SCAN_BLOCK = 1024  # elements of a state per program of split_scan_kernel
 
 
@@ -92,10 +95,10 @@ class KernelLauncher:
             "gate_token": gate_strides[2],
             "key_heads": self.key_heads,
         }
-        tiles = self._tiles("out")["TILES"]
-        self.split_size = split_size or _split_size(
-            self.batch * self.key_heads * tiles, self.tokens, processors
-        )
+        launch, blocks = self._config("out")
+        programs = self.batch * self.key_heads * blocks["TILES"]
+        slots = processors * max(1, WARPS_PER_PROCESSOR // launch["num_warps"])
+        self.split_size = split_size or choose_split_size(programs, self.tokens, slots)
         self.num_splits = max(1, -(-self.tokens // self.split_size))
         self.scalars = {
             "gate_batch": gate_strides[0],
@@ -373,11 +376,25 @@ def _next_power_of_2(x: int) -> int:
     return int(triton.next_power_of_2(x))
 
 
-def _split_size(programs: int, tokens: int, processors: int) -> int:
-    """Return the tokens per split: all of them, unless that leaves processors idle."""
-    parts = -(-PROGRAMS_PER_PROCESSOR * processors // max(programs, 1))
-    split_size = _next_power_of_2(-(-tokens // parts))
-    return max(split_size, MIN_SPLIT_SIZE)
+@lru_cache(maxsize=1024)
+def choose_split_size(programs: int, tokens: int, slots: int) -> int:
+    """Return the tokens per split with which the kernels take least time.
+
+    That is the number of rounds in which the programs of all splits run, times the tokens of a
+    split; splits also read keys and values twice. Of equally fast sizes, the largest is returned.
+
+    Args:
+        programs: Programs per split.
+        tokens: T.
+        slots: Programs that run at the same time.
+    """
+    best = tokens * -(-programs // slots), max(tokens, 1)
+    for splits in range(2, tokens // MIN_SPLIT_SIZE + 1):
+        size = SPLIT_MULTIPLE * -(-tokens // (splits * SPLIT_MULTIPLE))
+        rounds = -(-programs * -(-tokens // size) // slots)
+        cost = SPLIT_COST * rounds * (size + STATE_COST)
+        best = min(best, (cost, size), key=lambda x: (x[0], -x[1]))
+    return -(-best[1] // SPLIT_MULTIPLE) * SPLIT_MULTIPLE
 
 
 @cache
