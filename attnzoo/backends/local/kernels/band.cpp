@@ -467,6 +467,16 @@ class Worker : Tiles<Real> {
         }
     }
 
+    // Rounds as the products of d_out and values do, so that the gradient of a query that attends to
+    // one key is exactly 0.
+    static Real multiply_add(Real a, Real b, Real c) {
+#ifdef __FMA__
+        return std::fma(a, b, c);
+#else
+        return a * b + c;
+#endif
+    }
+
     // Replace the gradient of the output of query c by that of the band's output, and write those
     // of u, s and the logit. max_ becomes the log-sum-exp, and sum_ the band's output times its
     // gradient less the gradient of the log-sum-exp.
@@ -474,7 +484,7 @@ class Worker : Tiles<Real> {
         const int64_t number = query_number(c), far = far_number(c);
         const Real* out = query_row(t.out, t.out_steps, c);
         Real delta = 0, far_delta = 0, d_lse = t.d_lse ? t.d_lse[number] : Real(0);
-        for (int64_t e = 0; e < width_; ++e) delta += out[e] * d_out[e];
+        for (int64_t e = 0; e < width_; ++e) delta = multiply_add(out[e], d_out[e], delta);
         const Mix weights = mix(c, t.lse[number]);
         if (t.far && far >= 0) {
             const int64_t head = (row_ * t.heads + head_) * t.groups + group_;
