@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from attnzoo.backends.linear.window_state import HybridState, LinearBranch
 from attnzoo.kernels import cpp
@@ -52,7 +53,7 @@ def supports_step(
     q: Tensor, k: Tensor, v: Tensor, branch: LinearBranch, mask: AttentionMask, state: HybridState
 ) -> bool:
     """Return whether :func:`hybrid_step` computes a call with a state."""
-    if q.shape[2] != 1 or q.device.type != "cpu" or type(v) is not Tensor:
+    if q.shape[2] != 1 or q.device.type != "cpu" or type(v) not in (Tensor, FakeTensor):
         return False
     if torch.compiler.is_compiling() or is_transformed() or cpp.unavailable_reason(HYBRID_STEP):
         return False
@@ -97,6 +98,9 @@ def hybrid_step(
         decays = features if decay.dim() == 4 else 1
         decay_steps = (0, 1) if decay.dim() == 1 else decay.stride()[:2]
     out = v.new_empty(batch, q.shape[1], 1, columns)
+    after = HybridState._make([*new, state.seen + 1])
+    if isinstance(v, FakeTensor):  # shapes without data, to count memory
+        return out.to(dtype), after
     task = _Step(
         *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, window, size, columns),
         *(features, decays, branch.mean, branch.relative),
@@ -109,4 +113,4 @@ def hybrid_step(
     )
     function = f"hybrid_step_{str(k.dtype).removeprefix('torch.')}"
     getattr(cpp.load(HYBRID_STEP), function)(ctypes.byref(task))
-    return out.to(dtype), HybridState._make([*new, state.seen + 1])
+    return out.to(dtype), after
