@@ -14,7 +14,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
 	then command -v $$name; break; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test exhaustive users check format bench clean
+.PHONY: help setup demo test exhaustive users check sanitize format bench clean
 
 help: ## Say what can be made
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -38,6 +38,9 @@ check: $(READY) ## Lint, check the format, check the types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy attnzoo
+
+sanitize: $(READY) ## Check the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(BIN)/python -m tools.sanitize
 
 format: $(READY) ## Format, and mend what the linter can mend
 	$(BIN)/ruff check --fix .
