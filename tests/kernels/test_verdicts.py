@@ -80,11 +80,20 @@ def test_a_process_that_does_not_end_is_killed_with_those_it_started(tmp_path):
         f"open({str(child)!r}, 'w').write(str(pid))",
         "time.sleep(60)",
     )
-    verdict = run_checks({"scalar": process(*lines), "none": process("time.sleep(60)")}, 1.0)
-    assert verdict[:2] == (FAILED, "scalar, few: not finished after 1 s")
-    assert time.monotonic() - start < 20
+    verdict = run_checks({"scalar": process(*lines), "none": process("time.sleep(60)")}, 3.0)
+    assert verdict[:2] == (FAILED, "scalar, few: not finished after 3 s")
     status = Path(f"/proc/{child.read_text()}/stat")
-    assert not status.exists() or status.read_text().split()[2] == "Z"
+    while is_running(status) and time.monotonic() - start < 30:  # a killed process ends later
+        time.sleep(0.1)
+    assert time.monotonic() - start < 30
+
+
+def is_running(status):
+    """Return whether a process has neither ended nor been collected by its parent."""
+    try:
+        return status.read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_one_failed_part_fails_the_check():
