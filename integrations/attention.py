@@ -211,10 +211,7 @@ def attention(
     Raises:
         UnsupportedError: The layer has no backend, or the backend does not support the inputs.
     """
-    packing = Packing(seq_idx, cu_seq_lens_q, cu_seq_lens_k)
-    pages = {}
-    if cache is not None:
-        pages = {name: kwargs.pop(name, None) for name in PAGE_ARGUMENTS} | packing._asdict()
+    pages = {} if cache is None else {name: kwargs.pop(name, None) for name in PAGE_ARGUMENTS}
     backend = _supporting_backend(module, kwargs)
     arguments = _take_arguments(module, backend)
     mask, bias = attention_mask, None
@@ -223,7 +220,10 @@ def attention(
         lengths = {"q_length": query.shape[2], "kv_length": key.shape[2]}
         causal = causal and not arguments.cross_attention
         mask, bias = read_mask(mask, causal=causal, window=sliding_window, **lengths)
-    if cache is None and packing.given():
+    if cache is not None:
+        pages |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+    elif seq_idx is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        packing = Packing(seq_idx, cu_seq_lens_q, cu_seq_lens_k)
         sizes = query.shape[0], query.shape[2], key.shape[2]
         mask = add_packing(mask, packing, sizes, sharded=backend.shard is not None)
     if indices is not None:

@@ -53,6 +53,13 @@ def is_transformed() -> bool:
     )
 
 
+def is_untracked(*tensors: Tensor | None) -> bool:
+    """Return whether a call is not compiled, transformed or recorded for a backward pass."""
+    if torch.compiler.is_compiling() or is_transformed():
+        return False
+    return not torch.is_grad_enabled() or all(x is None or not x.requires_grad for x in tensors)
+
+
 def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from attnzoo.backends.linear.window_state import HybridState, LinearBranch
 from attnzoo.kernels import cpp
-from attnzoo.kernels.derivatives import is_transformed
+from attnzoo.kernels.derivatives import is_untracked
 from attnzoo.masks import AttentionMask
 
 WIDE = {  # of each dtype of keys, that of everything else
@@ -55,16 +55,13 @@ def supports_step(
     """Return whether :func:`hybrid_step` computes a call with a state."""
     if q.shape[2] != 1 or q.device.type != "cpu" or type(v) not in (Tensor, FakeTensor):
         return False
-    if torch.compiler.is_compiling() or is_transformed() or cpp.unavailable_reason(HYBRID_STEP):
-        return False
     wide = WIDE.get(k.dtype)
     tensors = [branch.q, branch.k, branch.log_weight, *state[1:5]]
     if branch.log_decay is not None:
         tensors.append(branch.log_decay)
     if state.k.dtype != k.dtype or any(t.dtype != wide for t in tensors):
         return False
-    tensors += [q, k, v]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    if not is_untracked(q, k, v, *tensors) or cpp.unavailable_reason(HYBRID_STEP):
         return False
     plain = branch.linear_only_heads is None and mask.segment_ids is None
     return plain and (mask.padding is None or bool(mask.padding.all()))
