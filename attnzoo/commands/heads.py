@@ -97,8 +97,10 @@ def _check(prune: float | None, by: str, save: Path | None) -> None:
         raise SpecError(f"--prune must be a fraction above 0 and below 1, got {prune}")
     if by not in CHOICES:
         raise SpecError(f"--by must be one of {', '.join(CHOICES)}, got {by!r}")
-    if save is not None and save.exists() and (not save.is_dir() or any(save.iterdir())):
-        raise SpecError(f"{str(save)!r} exists and is not empty; give --save a new folder")
+    if save is not None:
+        from attnzoo.integrations.files import require_new_folder
+
+        require_new_folder(save, option="--save")
 
 
 def _measure(
