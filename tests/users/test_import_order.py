@@ -108,9 +108,12 @@ cache.activate_past_recording()
 assert is_recording(cache)
 """
 
-# transformers itself is imported first: several threads that import it at once fail without attnzoo
+# Threads that import from a package of transformers while it replaces itself by a lazy module can
+# fail, with or without attnzoo, so these packages, not what is in them, are imported first.
 THREADS = """
 import threading, transformers
+import transformers.distributed, transformers.generation, transformers.integrations
+import transformers.models.auto
 {first}
 lines, errors = {lines}, []
 barrier = threading.Barrier(len(lines))
