@@ -14,6 +14,13 @@ from attnzoo.backends.config import Geometry
 from attnzoo.registry import build_backend
 
 H, HKV, D, E, M = 4, 2, 8, 6, 12  # query heads, key heads, key, value and hidden sizes
+MODEL_SIZES: dict[str, Any] = {  # of a small transformers model, by the names of most configs
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def geometry(**changes: Any) -> Geometry:

@@ -9,6 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 import attnzoo
+from tests.helpers import MODEL_SIZES
 
 transformers.logging.set_verbosity_error()
 
@@ -46,12 +47,8 @@ def redraw() -> Callable[..., Any]:
 def llama_config() -> Callable[..., Any]:
     def make(**changes: Any) -> Any:
         sizes: dict[str, Any] = {
-            "vocab_size": 99,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
+            **MODEL_SIZES,
             "num_key_value_heads": 2,
-            "intermediate_size": 48,
             "max_position_embeddings": 64,
             "bos_token_id": 1,
             "eos_token_id": None,

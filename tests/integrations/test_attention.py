@@ -11,15 +11,9 @@ import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations.attention import attention
 from attnzoo.integrations.masks import make_mask
+from tests.helpers import MODEL_SIZES
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-}
+SIZES: dict[str, Any] = {**MODEL_SIZES, "max_position_embeddings": 64}
 MODELS = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_key_value_heads=2)),
     "gpt2": lambda: hf.GPT2LMHeadModel(

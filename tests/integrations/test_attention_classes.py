@@ -6,18 +6,12 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.errors import SpecError, UnsupportedError
+from tests.helpers import MODEL_SIZES
 
-SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GPT = {"vocab_size": 99, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4, **SPECIAL}
 NOT_ON_THE_INTERFACE = {
-    "falcon": (hf.FalconForCausalLM, lambda: hf.FalconConfig(**SIZES, **SPECIAL)),
+    "falcon": (hf.FalconForCausalLM, lambda: hf.FalconConfig(**MODEL_SIZES, **SPECIAL)),
     "gptj": (hf.GPTJForCausalLM, lambda: hf.GPTJConfig(**GPT)),
     "codegen": (hf.CodeGenForCausalLM, lambda: hf.CodeGenConfig(**GPT)),
     "gpt_neo": (
@@ -90,8 +84,8 @@ def test_a_model_with_a_table_in_one_part_is_saved_and_loaded(redraw, tmp_path):
 
 
 def clip(redraw):
-    text = {**SIZES, **SPECIAL, "eos_token_id": 98, "max_position_embeddings": 16}
-    vision = {k: v for k, v in SIZES.items() if k != "vocab_size"}
+    text = {**MODEL_SIZES, **SPECIAL, "eos_token_id": 98, "max_position_embeddings": 16}
+    vision = {k: v for k, v in MODEL_SIZES.items() if k != "vocab_size"}
     vision |= {"image_size": 16, "patch_size": 4}
     return redraw(hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision)))
 
@@ -114,14 +108,14 @@ def test_clips_text_tower_is_causal(redraw):
 
 def gemma3():
     text = {
-        **SIZES,
+        **MODEL_SIZES,
         **SPECIAL,
         "num_key_value_heads": 2,
         "head_dim": 8,
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 5,
     }
-    vision = {**SIZES, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
+    vision = {**MODEL_SIZES, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
     del vision["vocab_size"]
     config = hf.Gemma3Config(
         text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=90

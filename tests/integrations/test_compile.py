@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
-from tests.helpers import freeze_garbage_collector
+from tests.helpers import MODEL_SIZES, freeze_garbage_collector
 
 BACKENDS = {
     "softmax": {},
@@ -107,12 +107,8 @@ def test_static_decoding_compiles_once(backend, llama, ids, padding):
 @pytest.mark.parametrize("backend", ["softmax", "flash"])
 def test_sliding_windows_compile(backend, redraw, ids, padding):
     config = hf.Gemma3TextConfig(
-        vocab_size=99,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **MODEL_SIZES,
         num_key_value_heads=2,
-        intermediate_size=48,
         head_dim=8,
         sliding_window=5,
         layer_types=["sliding_attention", "full_attention"],

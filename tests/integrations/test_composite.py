@@ -9,13 +9,10 @@ import transformers as hf
 import attnzoo
 from attnzoo.errors import SpecError
 from attnzoo.integrations.convert import original_attention
+from tests.helpers import MODEL_SIZES
 
 TEXT = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
+    **MODEL_SIZES,
     "pad_token_id": 0,
     "eos_token_id": None,
 }

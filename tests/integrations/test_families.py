@@ -12,18 +12,12 @@ import transformers as hf
 from torch import Tensor
 
 import attnzoo
+from tests.helpers import MODEL_SIZES
 
 TOLERANCE = 1e-4  # float32; the issue's own number
 FELT = 1e-2  # what any real difference in attention exceeds in these models
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-}
+SIZES: dict[str, Any] = {**MODEL_SIZES, "max_position_embeddings": 64}
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 VISION: dict[str, Any] = {

@@ -15,14 +15,7 @@ from attnzoo.integrations.layers import (
     read_geometry,
     unwrap_model,
 )
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
+from tests.helpers import MODEL_SIZES
 
 
 def geometries(model: nn.Module) -> dict[str, Any]:
@@ -30,7 +23,7 @@ def geometries(model: nn.Module) -> dict[str, Any]:
 
 
 def test_grouped_heads_and_scale():
-    config = hf.GraniteConfig(**SIZES, num_key_value_heads=2, attention_multiplier=0.2)
+    config = hf.GraniteConfig(**MODEL_SIZES, num_key_value_heads=2, attention_multiplier=0.2)
     found = geometries(hf.GraniteForCausalLM(config))
     assert list(found) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     assert found["model.layers.1.self_attn"] == attnzoo.Geometry(
@@ -46,12 +39,12 @@ def test_grouped_heads_and_scale():
 
 
 def test_head_size_may_differ_from_the_quotient():
-    config = hf.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16)
+    config = hf.Qwen3Config(**MODEL_SIZES, num_key_value_heads=2, head_dim=16)
     assert all(g.head_dim == 16 for g in geometries(hf.Qwen3ForCausalLM(config)).values())
 
 
 def test_windows_caps_and_sinks():
-    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5}
+    sizes = {**MODEL_SIZES, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5}
     kinds = ["sliding_attention", "full_attention"]
     gemma = geometries(
         hf.Gemma2ForCausalLM(
@@ -65,7 +58,7 @@ def test_windows_caps_and_sinks():
     )
     assert [g.window for g in oss.values()] == [5, None]
     assert all(g.sinks for g in oss.values())
-    layer = hf.LlamaModel(hf.LlamaConfig(**SIZES)).layers[0].self_attn
+    layer = hf.LlamaModel(hf.LlamaConfig(**MODEL_SIZES)).layers[0].self_attn
     assert not read_geometry(layer, "layers.0.self_attn", layer).sinks
     layer.sink_proj = nn.Linear(4, 4)  # Inkling 2 makes them of each query's token
     assert read_geometry(layer, "layers.0.self_attn", layer).sinks
@@ -120,17 +113,18 @@ def test_position_bias():
     for name, geometry in found.items():  # all layers have that of the first one
         assert geometry.position_bias == ("EncDecAttention" not in name)
     for kind, expected in (("relative", True), ("relative_key", True), ("rotary", False)):
-        config = hf.Wav2Vec2BertConfig(**{**SIZES, "num_hidden_layers": 1, "vocab_size": None})
+        sizes = {**MODEL_SIZES, "num_hidden_layers": 1, "vocab_size": None}
+        config = hf.Wav2Vec2BertConfig(**sizes)
         config.position_embeddings_type = kind
         (geometry,) = geometries(hf.Wav2Vec2BertModel(config)).values()
         assert geometry.position_bias == expected
     assert not any(
-        g.position_bias for g in geometries(hf.BertModel(hf.BertConfig(**SIZES))).values()
+        g.position_bias for g in geometries(hf.BertModel(hf.BertConfig(**MODEL_SIZES))).values()
     )
 
 
 def test_decoder_used_as_an_encoder_is_not_causal():
-    model = hf.LlamaModel(hf.LlamaConfig(**SIZES, is_causal=False))
+    model = hf.LlamaModel(hf.LlamaConfig(**MODEL_SIZES, is_causal=False))
     assert not any(g.causal for g in geometries(model).values())
 
 
@@ -148,7 +142,7 @@ def test_heads_that_cannot_be_found_are_refused():
 
 
 def test_models_are_unwrapped():
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES))
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**MODEL_SIZES))
     assert unwrap_model(model) is model
     assert unwrap_model(nn.Sequential(model)) is model
     assert unwrap_model(torch.compile(model)) is model

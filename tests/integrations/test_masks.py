@@ -17,6 +17,7 @@ from attnzoo.integrations import packing
 from attnzoo.integrations.attention import attention
 from attnzoo.integrations.masks import ModelMask, make_mask, read_mask
 from attnzoo.integrations.packing import Packing, add_packing
+from tests.helpers import MODEL_SIZES
 
 EXACT = ["softmax", "flash"]
 ALL = [*EXACT, "linear", "gated_linear", "reformer"]
@@ -114,12 +115,8 @@ def test_packed_rows_equal_separate_sequences(backend, llama, packed):
 @pytest.mark.parametrize("backend", EXACT)
 def test_packed_rows_with_a_sliding_window(backend, redraw, packed):
     config = hf.MistralConfig(
-        vocab_size=99,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **MODEL_SIZES,
         num_key_value_heads=2,
-        intermediate_size=48,
         sliding_window=3,
     )
     model = redraw(hf.MistralForCausalLM(config))

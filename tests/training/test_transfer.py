@@ -6,6 +6,7 @@ import attnzoo
 from attnzoo.errors import SpecError
 from attnzoo.masks import AttentionMask
 from attnzoo.training.transfer import Transfer, extras, relative_error, swapped_layers
+from tests.helpers import MODEL_SIZES
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 OPTIONS = {"feature_map": "hedgehog", "window": 4}
@@ -144,11 +145,7 @@ def test_transfer_of_some_layers(model):
 
 def test_transfer_of_an_encoder():
     config = hf.BertConfig(
-        vocab_size=99,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
+        **MODEL_SIZES,
         attention_probs_dropout_prob=0.0,
     )
     model = hf.BertModel(config).eval()

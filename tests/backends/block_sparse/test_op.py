@@ -20,6 +20,7 @@ from attnzoo.backends.softmax.op import softmax_attention
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels import cpp
 from attnzoo.masks import AttentionMask
+from tests.helpers import qkv
 
 NO_KERNEL = cpp.unavailable_reason(BLOCK_SPARSE)
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(bool(NO_KERNEL), reason=NO_KERNEL))
@@ -35,22 +36,6 @@ SELECTIONS = [
     {"score": "bounds", "per_key_head": True},
     {"coverage": 0.7, "query_block": 4, "per_key_head": True},
 ]
-
-
-def nan_padded(*shape, dtype=torch.float64):
-    """Return random numbers followed by NaN in memory, so that a read past the end shows."""
-    x = torch.randn(shape, dtype=dtype)
-    storage = torch.full((x.numel() + 4096,), torch.nan, dtype=dtype)
-    storage[: x.numel()] = x.flatten()
-    return storage[: x.numel()].view(shape)
-
-
-def qkv(length, *, batch=2, heads=4, key_heads=2, size=8, value_size=6, dtype=torch.float64):
-    return (
-        nan_padded(batch, heads, length, size, dtype=dtype),
-        nan_padded(batch, key_heads, length, size, dtype=dtype),
-        nan_padded(batch, key_heads, length, value_size, dtype=dtype),
-    )
 
 
 def with_gradients(inputs, **options):
@@ -109,7 +94,7 @@ def test_the_kernel_selects_as_torch_does():
 
 def test_the_definition_query_by_query():
     """Written out for causal attention with one head, without the code of the reference."""
-    q, k, v = qkv(37, batch=1, heads=1, key_heads=1)
+    q, k, v = qkv(37, batch=1, heads=(1, 1))
     window, sinks, top_k, size, scale = 5, 3, 2, 4, 0.3
     out = block_sparse_attention(
         q,

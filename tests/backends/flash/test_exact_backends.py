@@ -3,26 +3,14 @@
 import pytest
 import torch
 
-from attnzoo.backends.config import Geometry
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
-from attnzoo.registry import build_backend
 from attnzoo.state import ImplChoice, KVState
+from tests.helpers import build, qkv
 
 NAMES = ["softmax", "flash"]
 CAUSAL = AttentionMask(causal=True)
-
-
-def build(name, *, causal=True, **options):
-    geometry = Geometry(num_heads=4, num_key_heads=2, head_dim=8, causal=causal, name="h.3.attn")
-    return build_backend(name, options, geometry)
-
-
-def qkv(length=9, batch=2, dtype=torch.float64):
-    draw = torch.Generator().manual_seed(0)
-    shapes = (4, length, 8), (2, length, 8), (2, length, 8)
-    return [torch.randn(batch, *shape, generator=draw, dtype=dtype) for shape in shapes]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -127,7 +115,7 @@ def test_weights_over_a_state():
     weights = build("softmax")(*rest, state=first.state, return_weights=True).weights
     whole = build("softmax")(q, k, v, return_weights=True).weights
     torch.testing.assert_close(weights, whole[:, :, 6:])
-    with pytest.raises(UnsupportedError, match=r"h.3.attn: .*use_cache=False"):
+    with pytest.raises(UnsupportedError, match=r"layer.attn: .*use_cache=False"):
         build("flash")(*rest, state=first.state, return_weights=True)
 
 
@@ -166,7 +154,9 @@ def test_a_named_impl_is_never_replaced():
     ],
 )
 def test_wrong_shapes_and_types_are_refused(name, change, words):
-    with pytest.raises(UnsupportedError, match=rf"h.3.attn: backend '{name}' cannot run .*{words}"):
+    with pytest.raises(
+        UnsupportedError, match=rf"layer.attn: backend '{name}' cannot run .*{words}"
+    ):
         build(name)(*change(*qkv()))
 
 

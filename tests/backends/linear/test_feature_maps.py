@@ -7,6 +7,7 @@ import math
 import pickle
 import re
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ from attnzoo.backends.linear.feature_maps.base import get_feature_map
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
+from tests import helpers
+from tests.helpers import HKV, D, E, H, qkv
 
-H, HKV, D, E = 4, 2, 8, 6
 OPTIONS = {
     "identity": {"normalize": False},
     "softmax": {},
@@ -46,19 +48,7 @@ SIZES = {
 }
 
 
-def build(dtype=torch.float64, *, geometry=None, **options):
-    shape = {"num_heads": H, "num_key_heads": HKV, "head_dim": D, "value_dim": E}
-    layer = Geometry(**{**shape, "name": "layer.attn", **(geometry or {})})
-    backend = build_backend("linear", options, layer)
-    with torch.no_grad():
-        for x in backend.parameters():  # change the initial values
-            x.add_(0.3 * torch.randn_like(x))
-    return backend.to(dtype)
-
-
-def qkv(length, batch=2):
-    shapes = (batch, H, length, D), (batch, HKV, length, D), (batch, HKV, length, E)
-    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+build = partial(helpers.build, "linear", noise=0.3)
 
 
 def weights(backend, q, k):
@@ -116,7 +106,7 @@ def weights(backend, q, k):
 def test_dense(name, normalize, causal):
     """Over more tokens than the maximum length of ``cosine``."""
     options = {**OPTIONS[name], "normalize": normalize}
-    backend = build(feature_map=name, geometry={"causal": causal}, **options)
+    backend = build(feature_map=name, causal=causal, **options)
     q, k, v = qkv(70)
     matrix = weights(backend, q, k)
     matrix = matrix.tril() if causal else matrix
@@ -198,7 +188,7 @@ def test_positions_restart_in_packed_segments():
 
 
 def test_cosine_uses_the_maximum_length_of_the_model():
-    backend = build(feature_map="cosine", geometry={"max_length": 30})
+    backend = build(feature_map="cosine", sizes={"max_length": 30})
     x = qkv(70)
     assert torch.equal(backend(*x).out, build(feature_map="cosine", max_length=30)(*x).out)
 
@@ -207,10 +197,8 @@ def test_layers_that_cosine_does_not_support():
     with pytest.raises(UnsupportedError, match=r"layer\.attn.*set max_length, in tokens"):
         build(feature_map="cosine")
     with pytest.raises(UnsupportedError, match="cross-attention does not define"):
-        build(
-            feature_map="cosine", max_length=9, geometry={"cross_attention": True, "causal": False}
-        )
-    backend = build(feature_map="cosine", max_length=9, geometry={"causal": False})
+        build(feature_map="cosine", max_length=9, cross_attention=True, causal=False)
+    backend = build(feature_map="cosine", max_length=9, causal=False)
     q, k, v = qkv(5)
     with pytest.raises(UnsupportedError, match="2 queries and 5 keys"):
         backend(q[:, :, :2], k, v)
@@ -223,13 +211,8 @@ def test_frequencies_depend_on_seed_and_layer():
     torch.manual_seed(1)
     before = torch.get_rng_state()
     one, same, layer, seed = (
-        build(feature_map="random", geometry=geometry, **options).feature_map.frequencies
-        for geometry, options in (
-            ({}, {}),
-            ({}, {"seed": 0}),
-            ({"layer": 1}, {}),
-            ({}, {"seed": 1}),
-        )
+        build(feature_map="random", **options).feature_map.frequencies
+        for options in ({}, {"seed": 0}, {"layer": 1}, {"seed": 1})
     )
     assert one.shape == (128, D)
     assert torch.equal(one, same)

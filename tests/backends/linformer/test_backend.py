@@ -14,8 +14,9 @@ from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 from attnzoo.testing import RULES, check_backend, check_generation
+from tests import helpers
+from tests.helpers import MODEL_SIZES, D, H
 
-H, D = 4, 8
 WHY = "linformer is not installed; it is in the extra 'dev'"
 
 
@@ -28,10 +29,8 @@ def build(dtype=torch.float64, place=None, **options):
     return build_backend("linformer", options, place or geometry()).to(dtype)
 
 
-def qkv(length, keys=None, batch=2, heads=H):
-    keys = length if keys is None else keys
-    shapes = (batch, H, length, D), (batch, heads, keys, D), (batch, heads, keys, D)
-    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+def qkv(length, keys=None, heads=H):
+    return helpers.qkv(length, keys, heads=(H, heads), sizes=(D, D))
 
 
 # -- projections ---------------------------------------------------------------------------------
@@ -272,11 +271,7 @@ def test_a_state_is_not_compiled():
 # -- inside transformers -------------------------------------------------------------------------
 
 SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
+    **MODEL_SIZES,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }

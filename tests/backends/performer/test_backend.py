@@ -1,6 +1,7 @@
 """The performer backend against a dense formula and performer-pytorch; when it redraws."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -16,29 +17,14 @@ from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 from attnzoo.testing import check_backend, check_generation
+from tests import helpers
+from tests.helpers import HKV, MODEL_SIZES, D, E, H, qkv
 
-H, HKV, D, E, M = 4, 2, 8, 6, 24
+M = 24  # random features
 WHY = "performer-pytorch is not installed; it is in the extra 'dev'"
 
 
-def build(dtype=torch.float64, *, causal=True, cross=False, layer=0, **options):
-    geometry = Geometry(
-        num_heads=H,
-        num_key_heads=HKV,
-        head_dim=D,
-        value_dim=E,
-        causal=causal,
-        cross_attention=cross,
-        layer=layer,
-        name="layer.attn",
-    )
-    return build_backend("performer", {"num_features": M, **options}, geometry).to(dtype)
-
-
-def qkv(length, keys=None, batch=2, size=1.0, dtype=torch.float64):
-    keys = length if keys is None else keys
-    shapes = (batch, H, length, D), (batch, HKV, keys, D), (batch, HKV, keys, E)
-    return [(size * torch.randn(shape, dtype=torch.float64)).to(dtype) for shape in shapes]
+build = partial(helpers.build, "performer", num_features=M)
 
 
 def phi(x, backend):
@@ -115,7 +101,7 @@ def test_gradients_of_blocks_are_concatenated_once(monkeypatch):
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 @pytest.mark.parametrize(("length", "keys"), [(31, 31), (7, 40), (40, 7)])
 def test_bidirectional_matches_the_dense_formula(options, length, keys):
-    backend = build(causal=False, cross=length != keys, **options)
+    backend = build(causal=False, cross_attention=length != keys, **options)
     q, k, v = qkv(length, keys)
     mask = AttentionMask(padding=torch.rand(2, keys) > 0.3)
     found, expected = (
@@ -168,7 +154,7 @@ def test_weights_of_large_keys(size, length):
 def test_the_scale_is_that_of_softmax(scale):
     """With many features, the output is close to softmax attention."""
     backend = build(causal=False, num_features=40_000)
-    q, k, v = qkv(9, size=0.5)
+    q, k, v = (0.5 * x for x in qkv(9))
     k, v = (x.repeat_interleave(H // HKV, 1) for x in (k, v))
     exact = (scale * q @ k.mT).softmax(-1) @ v
     out = backend(q, k[:, ::2], v[:, ::2], scale=scale).out
@@ -218,7 +204,7 @@ def test_equal_to_its_causal_attention():
     """Theirs divides keys by the largest of all, which includes later ones; the factor cancels."""
     backend = build()
     theirs = fast_attention(backend, causal=True)
-    q, k, v = qkv(50, size=0.3)  # small, so that its floor and its 1e-6 have little effect
+    q, k, v = (0.3 * x for x in qkv(50))  # small, so that its floor and its 1e-6 have little effect
     theirs_q, theirs_k, theirs_v = q, *(x.repeat_interleave(H // HKV, 1) for x in (k, v))
     ours = build(floor=1e-4)(q, k, v).out
     assert_close(ours, theirs(theirs_q, theirs_k, theirs_v), atol=2e-3, rtol=2e-3)
@@ -373,11 +359,7 @@ def test_wrong_heads_are_refused():
 # -- inside transformers -------------------------------------------------------------------------
 
 SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
+    **MODEL_SIZES,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }

@@ -26,6 +26,7 @@ from attnzoo.backends.softmax.op import softmax_attention
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels import cpp
 from attnzoo.masks import AttentionMask
+from tests import helpers
 
 SMALL = {"num_hashes": 3, "chunk_size": 4, "window": 3, "first_tokens": 2}
 NO_KERNEL = cpp.unavailable_reason(LSH) or cpp.unavailable_reason(PIVOTS)
@@ -40,19 +41,9 @@ FORMS = pytest.mark.parametrize(
 )
 
 
-def nan_padded(*shape, dtype=torch.float64):
-    """Return random numbers followed by NaN in memory, so that a read past the end shows."""
-    x = torch.randn(shape, dtype=dtype)
-    storage = torch.full((x.numel() + 4096,), torch.nan, dtype=dtype)
-    storage[: x.numel()] = x.flatten()
-    return storage[: x.numel()].view(shape)
-
-
-def qkv(length, *, batch=2, heads=4, key_heads=2, size=8, value_size=6, dtype=torch.float64):
-    q = nan_padded(batch, heads, length, size, dtype=dtype)
-    shift = torch.randn(batch, key_heads, 1, size, dtype=dtype)  # as pretrained keys have
-    k = nan_padded(batch, key_heads, length, size, dtype=dtype).add_(shift)
-    return q, k, nan_padded(batch, key_heads, length, value_size, dtype=dtype)
+def qkv(length, **options):
+    q, k, v = helpers.qkv(length, **options)
+    return q, k.add_(torch.randn_like(k[:, :, :1])), v  # keys share a mean, as pretrained ones do
 
 
 def make_mask(q, k, causal, ids):
@@ -141,7 +132,7 @@ def test_queries_attend_to_the_keys_of_the_definition(causal, buckets, impl):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("length", "first"), [(9, 5), (12, 5), (60, 5), (400, 200)])
 def test_many_first_tokens(length, first, causal, impl):
-    q, k, v = qkv(length, batch=1, heads=1, key_heads=1)
+    q, k, v = qkv(length, batch=1, heads=(1, 1))
     options = {"num_hashes": 1, "chunk_size": 1, "window": 1, "first_tokens": first}
     seen = torch.zeros(1, 1, length, length, dtype=torch.bool)
     for t in range(length):
@@ -168,7 +159,7 @@ def test_short_sequences_get_full_attention(causal, impl):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @FORMS
 def test_rounding_costs_no_more_than_in_the_reference(form, impl, dtype):
-    inputs = qkv(300, dtype=dtype, size=16)
+    inputs = qkv(300, dtype=dtype, sizes=(16, 6))
 
     def run(x, impl):
         if form == "shared":
@@ -189,7 +180,7 @@ def test_rounding_costs_no_more_than_in_the_reference(form, impl, dtype):
 def test_later_tokens_change_no_bit(chunk, length, dtype, impl):
     """Blocks, lanes and shapes of products depend on past tokens only."""
     size = 64 if chunk == 64 else 8
-    x = qkv(length, batch=1, heads=2, key_heads=1, size=size, value_size=size, dtype=dtype)
+    x = qkv(length, batch=1, heads=(2, 1), sizes=(size, size), dtype=dtype)
     options = {"num_hashes": 2, "chunk_size": chunk, "window": 9, "impl": impl}
     out = lsh(*x, **options)
     for cut in (length // 3, length // 2 + 1, length - 1):
@@ -278,7 +269,7 @@ def test_hashes_depend_on_the_seed_only(form, impl):
 @pytest.mark.parametrize("causal", [True, False])
 @FORMS
 def test_gradients(form, impl, causal):
-    x = [t.requires_grad_() for t in qkv(40, batch=1, heads=2, key_heads=1, size=4, value_size=3)]
+    x = [t.requires_grad_() for t in qkv(40, batch=1, heads=(2, 1), sizes=(4, 3))]
 
     def run(*x):
         if form == "shared":
@@ -294,7 +285,7 @@ def test_gradients(form, impl, causal):
 @pytest.mark.parametrize("groups", [3, 5, 6])
 def test_gradients_with_any_number_of_query_heads_per_key_head(groups, causal, impl):
     """Default options and so many tokens that blocks of 32 // groups queries share windows."""
-    given = qkv(1100, batch=1, heads=groups, key_heads=1)
+    given = qkv(1100, batch=1, heads=(groups, 1))
     upstream = torch.randn(1, groups, 1100, 6, dtype=torch.float64)
     results = []
     for name in (impl, "reference"):
@@ -314,7 +305,7 @@ def test_blocks_of_any_shape_are_the_same_in_both_impls(dtype, causal, threads):
     torch.set_num_threads(threads)
     try:
         for length, size, chunk, window in ((777, 40, 16, 300), (901, 17, 100, 5), (33, 64, 1, 2)):
-            x = qkv(length, batch=1, size=size, value_size=size + 9, dtype=dtype)
+            x = qkv(length, batch=1, sizes=(size, size + 9), dtype=dtype)
             x = [t.requires_grad_() for t in x]
             weight = torch.randn(1, 4, length, size + 9, dtype=dtype)
             options = {"num_hashes": 3, "chunk_size": chunk, "window": window, "causal": causal}
@@ -329,7 +320,7 @@ def test_blocks_of_any_shape_are_the_same_in_both_impls(dtype, causal, threads):
 
 @pytest.mark.parametrize("impl", ["torch", CPP])
 def test_nan_is_not_hidden(impl):
-    q, k, v = qkv(200, batch=1, heads=2, key_heads=2, dtype=torch.float32)
+    q, k, v = qkv(200, batch=1, heads=(2, 2), dtype=torch.float32)
     q[0, 0, 150], k[0, 1, 190] = torch.nan, torch.nan
     out = lsh(q, k, v, **SMALL, impl=impl)
     assert out[0, 0, 150].isnan().all()
@@ -478,7 +469,7 @@ def test_padding_in_shared_qk_matches_transformers(causal):
 
 
 def test_only_queries_without_other_keys_attend_to_their_own():
-    q, _, v = qkv(64, heads=2, key_heads=2)
+    q, _, v = qkv(64, heads=(2, 2))
     options = {"num_hashes": 2, "chunk_size": 8, "num_buckets": 4}
     assert_close(shared_qk(q, q, v, **options)[:, :, 0], v[:, :, 0])
     for causal in (True, False):
@@ -492,7 +483,7 @@ def test_only_queries_without_other_keys_attend_to_their_own():
 
 
 def test_shared_qk_sorts_queries_and_different_keys_separately():
-    q, k, v = qkv(100, batch=1, size=16)
+    q, k, v = qkv(100, batch=1, sizes=(16, 6))
     out = shared_qk(q, k, v, num_hashes=2, chunk_size=8)
     counts = reference_counts(q, k, LSHOptions(True, True, 2, 8))
     unit = k / k.norm(dim=-1, keepdim=True)
@@ -569,7 +560,7 @@ def test_large_inputs_trace():
 @pytest.mark.parametrize("causal", [True, False])
 def test_shared_qk_is_independent_of_the_batch_size(monkeypatch, length, causal):
     """Some blocks of a head, whole heads, all at once; one tensor for q and k, or two."""
-    q, k, v = qkv(length, heads=2, key_heads=2)
+    q, k, v = qkv(length, heads=(2, 2))
     del q
     found = []
     for scores, keys in ((64, k), (3 * 64, k), (2**18, k), (2**18, k.clone())):
