@@ -57,6 +57,23 @@ class DeltaWindowState(NamedTuple):
     seen: Tensor  # [B], int64: number of real tokens so far
 
 
+class DeltaConvolutionState(NamedTuple):
+    """The delta rule after a short convolution: the matrix, and the latest convolved tokens."""
+
+    kv: Tensor  # [B, Hkv, F, E], float32 or float64
+    convolved: Tensor  # [B, W - 1, X]: their queries, keys and values; zeros if there are fewer
+
+
+class DeltaWindowConvolutionState(NamedTuple):
+    """The delta rule after a short convolution, beside a softmax window."""
+
+    kv: Tensor  # [B, Hkv, F, E], float32 or float64
+    k: Tensor  # [B, Hkv, W, D]: the window's keys, without convolution
+    v: Tensor  # [B, Hkv, W, E]
+    seen: Tensor  # [B], int64: number of real tokens so far
+    convolved: Tensor  # [B, W - 1, X], W of the convolution
+
+
 class KVState(NamedTuple):
     """The keys and values so far, or the latest of them under a sliding window."""
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from attnzoo.errors import UnsupportedError
+from attnzoo.kernels.convolution import causal_convolution
 from attnzoo.kernels.memory import empty_huge_pages
 
 TOKENS = 128  # convolved at once, so that they stay in the cache
@@ -34,12 +35,8 @@ def convolve_packed(
         activation: Name of the activation function.
         segment_ids: ``[B, T]``.
     """
-    x, tokens = hidden_states.to(weight.dtype), hidden_states.shape[2]
-    out = x * weight[:, -1:]
-    for shift in range(1, weight.shape[1]):
-        shifted = F.pad(x, (shift, 0))[..., :tokens]
-        same = segment_ids == F.pad(segment_ids, (shift, 0), value=-1)[:, :tokens]
-        out = out + shifted * same[:, None] * weight[:, -1 - shift, None]
+    x = hidden_states.to(weight.dtype).transpose(1, 2)
+    out = causal_convolution(x, weight, segment_ids=segment_ids).transpose(1, 2)
     out = out if bias is None else out + bias[:, None]
     out = out if activation is None else ACT2FN[activation](out)
     return out.to(hidden_states.dtype)

@@ -44,6 +44,7 @@ BUILTIN = [
     ("gated_linear", {"gate": "mlstm", "feature_map": "hedgehog_joint", "chunk_size": 32}),
     ("delta", {}),
     ("delta", {"gate": "vector", "window": 20, "chunk_size": 32}),
+    ("delta", {"short_convolution": 4, "output_gate": True, "window": 20, "chunk_size": 32}),
     pytest.param(
         "delta",
         {"gate": "none", "allow_negative_eigenvalues": True, "feature_map": "hedgehog"},

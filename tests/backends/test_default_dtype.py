@@ -33,7 +33,7 @@ CASES = [
     ("gated_linear", {"gate": "mamba2"}),
     ("gated_linear", {"gate": "mlstm"}),
     ("gated_linear", {"gate": "rwkv6"}),
-    ("delta", {"gate": "vector", "window": 4}),
+    ("delta", {"gate": "vector", "window": 4, "short_convolution": 3, "output_gate": True}),
 ]
 
 

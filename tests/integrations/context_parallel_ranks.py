@@ -39,6 +39,7 @@ CASES = {
     "gated wide hybrid": ("gated_linear", {"gate": "mamba2", "window": 30}, True, (PLAIN, HOLES)),
     "delta": ("delta", {"gate": "vector"}, True, ALL),
     "delta window": ("delta", {"window": 17}, True, (PLAIN, HOLES, PACKED)),
+    "delta convolution": ("delta", {"short_convolution": 4, "output_gate": True}, True, ALL),
     "performer": ("performer", {"num_features": 32}, True, (PLAIN, HOLES, PACKED)),
     "performer floor": ("performer", {"num_features": 32, "floor": 1e-4}, True, (PLAIN,)),
     "performer bidirectional": ("performer", {"num_features": 32}, False, (PLAIN, LEFT)),

@@ -17,7 +17,7 @@ BACKENDS = {
     "flash": {},
     "linear": {},
     "gated_linear": {},
-    "delta": {"window": 4},
+    "delta": {"window": 4, "short_convolution": 3},
     "longformer": {"window": 4},
     "performer": {"num_features": 16},
     "hybrid": {"window": 4},

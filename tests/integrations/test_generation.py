@@ -18,7 +18,7 @@ RECURRENT = [
     ("flash", {"window": 4}),
     ("longformer", {"window": 4, "num_global": 2}),
     ("gated_linear", {"window": 4}),
-    ("delta", {"window": 4}),
+    ("delta", {"window": 4, "short_convolution": 3, "output_gate": True}),
     ("linformer", {"block": 5, "num_rows": 2}),
     ("block_sparse", {"window": 3, "top_k": 2, "block_size": 2, "num_sinks": 1}),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from attnzoo.backends.base import Presets, register
 from attnzoo.backends.config import BackendConfig, Geometry
-from attnzoo.backends.delta.gates import GATES, ScalarGate, VectorGate
+from attnzoo.backends.delta.convolution import ShortConvolution
+from attnzoo.backends.delta.gates import GATES, OutputGate, ScalarGate, VectorGate
 from attnzoo.backends.delta.op import IMPLEMENTATIONS, delta_attention
 from attnzoo.backends.implementation import impl_names
 from attnzoo.backends.inputs import AttentionInputs
@@ -23,7 +24,14 @@ from attnzoo.backends.linear.recurrent import RecurrentBackend, RecurrentConfig
 from attnzoo.backends.local.causal_window import WindowState, causal_window_attention
 from attnzoo.errors import ConfigError
 from attnzoo.kernels.autocast import autocast_disabled
-from attnzoo.state import AttentionOutput, DeltaState, DeltaWindowState, ImplChoice
+from attnzoo.state import (
+    AttentionOutput,
+    DeltaConvolutionState,
+    DeltaState,
+    DeltaWindowConvolutionState,
+    DeltaWindowState,
+    ImplChoice,
+)
 
 DELTA_ONLY = 1e4  # mixing logit of a head without its window
 
@@ -39,6 +47,11 @@ class DeltaConfig(RecurrentConfig, FeatureMapConfig):
             DeltaNet), or ``"vector"`` per token and key channel (KDA).
         allow_negative_eigenvalues: Whether the write strength is in (0, 2) instead of (0, 1), so
             that a token may reverse what the state holds for its key.
+        short_convolution: Width in tokens of a causal convolution per channel of queries, keys and
+            values before the delta rule, as in Gated DeltaNet and KDA, which use 4; 0 means none.
+            It starts as the identity; a window has the queries, keys and values without it.
+        output_gate: Whether the state's output is multiplied by a gate per value channel that is
+            computed from hidden states, as in KDA. It starts at 1.
         window: Latest keys with exact softmax weights. Their output and the state's are mixed per
             token and head. ``None`` means none.
         far_weight: Initial weight of the state's output, relative to the window's.
@@ -49,6 +62,8 @@ class DeltaConfig(RecurrentConfig, FeatureMapConfig):
     feature_map: str = "identity"
     gate: Literal["none", "scalar", "vector"] = "scalar"
     allow_negative_eigenvalues: bool = False
+    short_convolution: int = 0
+    output_gate: bool = False
     far_weight: float = 0.05
 
     def __post_init__(self) -> None:
@@ -57,6 +72,11 @@ class DeltaConfig(RecurrentConfig, FeatureMapConfig):
             raise ConfigError(
                 f"{type(self).__name__}.feature_map={self.feature_map!r} depends on positions, "
                 "which the delta rule does not count; take another map"
+            )
+        if self.short_convolution < 0 or self.short_convolution == 1:
+            raise ConfigError(
+                f"{type(self).__name__}.short_convolution must be 0 (none) or a width of at least "
+                f"2 tokens, got {self.short_convolution}; Gated DeltaNet uses 4"
             )
 
 
@@ -86,12 +106,20 @@ class DeltaBackend(RecurrentBackend):
         super().__init__(config, geometry)
         # A layer without a hidden size is refused after it is built; until then 1 is a placeholder
         heads, hidden = geometry.num_key_heads, geometry.hidden_size or 1
+        value_dim = geometry.value_dim or geometry.head_dim
         self.feature_map = get_feature_map(self.config.feature_map)(config, geometry)
         self.write_weight = nn.Parameter(torch.empty(heads, hidden))
         self.write_bias = nn.Parameter(torch.empty(heads))
         self.gate: ScalarGate | VectorGate | None = None
         if self.config.gate != "none":
             self.gate = GATES[self.config.gate](heads, self.feature_map.size, hidden)
+        self.convolution: ShortConvolution | None = None
+        if self.config.short_convolution:
+            channels = (geometry.num_heads + heads) * geometry.head_dim + heads * value_dim
+            self.convolution = ShortConvolution(channels, self.config.short_convolution)
+        self.output_gate: OutputGate | None = None
+        if self.config.output_gate:
+            self.output_gate = OutputGate(geometry.num_heads, value_dim, hidden)
         self.mix_weight: nn.Parameter | None = None  # u
         self.mix_lse: nn.Parameter | None = None  # c
         if self.config.window is not None:
@@ -104,13 +132,24 @@ class DeltaBackend(RecurrentBackend):
         self.feature_map.reset_parameters()
         nn.init.zeros_(self.write_weight)
         nn.init.zeros_(self.write_bias)
-        if self.gate is not None:
-            self.gate.reset_parameters()
+        for part in (self.gate, self.convolution, self.output_gate):
+            if part is not None:
+                part.reset_parameters()
         if self.far_log_weight is not None and self.mix_weight is not None:
             assert self.mix_lse is not None
             nn.init.constant_(self.far_log_weight, math.log(self.config.far_weight))
             nn.init.zeros_(self.mix_weight)
             nn.init.zeros_(self.mix_lse)
+
+    @property
+    def has_weights(self) -> bool:  # type: ignore[override]
+        """Whether all value channels share one matrix of attention weights."""
+        return self.convolution is None and self.output_gate is None
+
+    @property
+    def state_from_keys(self) -> bool:  # type: ignore[override]
+        """Whether the state depends on keys and values only; a convolution keeps queries too."""
+        return self.convolution is None
 
     def layer_reasons(self) -> list[str]:
         """Return every reason why this backend does not support its layer."""
@@ -140,13 +179,10 @@ class DeltaBackend(RecurrentBackend):
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
         """Run the delta rule, and the softmax window beside it if there is one."""
         with autocast_disabled(inputs.q.device):
+            far = self.attend_state(inputs)
             if self.config.window is None:
-                return self.run_op(inputs, inputs.state)
-            state, near_state = inputs.state, None
-            if state is not None:
-                near_state = WindowState(state.k, state.v, state.seen)
-                state = DeltaState(state.kv)
-            far = self.run_op(inputs, state)
+                return far._replace(out=far.out.to(inputs.v.dtype))
+            old = inputs.state
             assert far.impl is not None
             near, lse, near_state = causal_window_attention(
                 inputs.q,
@@ -155,17 +191,37 @@ class DeltaBackend(RecurrentBackend):
                 window=self.config.window,
                 scale=inputs.scale,
                 mask=inputs.mask,
-                state=near_state,
+                state=None if old is None else WindowState(old.k, old.v, old.seen),
                 return_state=inputs.return_state,
                 shard=inputs.shard,
                 impl=far.impl.impl,
             )
             weight = self.mixing_weight(inputs, lse)
             out = torch.lerp(near, far.out.to(near.dtype), weight).to(inputs.v.dtype)
-            if near_state is not None:
-                state = DeltaWindowState(far.state.kv, *near_state)  # type: ignore[union-attr]
+            state: Any = None
+            if far.state is not None and near_state is not None:
+                kv, *convolved = far.state
+                kind = DeltaWindowConvolutionState if convolved else DeltaWindowState
+                state = kind(kv, *near_state, *convolved)
             choice = ImplChoice(far.impl.impl, f"softmax window + {far.impl.reason}")
-            return AttentionOutput(out, state if inputs.return_state else None, None, choice)
+            return AttentionOutput(out, state, None, choice)
+
+    def attend_state(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Return the state's output and the state, without the window."""
+        old = inputs.state
+        state = None if old is None else DeltaState(old.kv)
+        last: Tensor | None = None
+        if self.convolution is not None:
+            before = None if old is None else old.convolved
+            inputs, last = self.convolution(inputs, before)
+        output = self.run_op(inputs, state)
+        if self.output_gate is not None:
+            assert inputs.hidden_states is not None
+            gate = self.output_gate(widen(inputs.hidden_states))
+            output = output._replace(out=output.out * gate)
+        if last is not None:
+            output = output._replace(state=DeltaConvolutionState(output.state.kv, last))  # type: ignore[union-attr]
+        return output
 
     def run_op(self, inputs: AttentionInputs, state: DeltaState | None) -> AttentionOutput:
         """Run the delta rule on the features of queries and keys."""

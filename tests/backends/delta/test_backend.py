@@ -11,6 +11,7 @@ from attnzoo.backends.delta.gates import INITIAL_RATE
 from attnzoo.backends.linear.recurrent import WindowDropout
 from attnzoo.backends.softmax.op import softmax_attention
 from attnzoo.errors import ConfigError, UnsupportedError
+from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 
 H, HKV, D, E, M = 4, 2, 8, 6, 12
@@ -39,8 +40,19 @@ def near_mask(length, window):
     return (distance >= 0) & (distance < window)
 
 
+def convolved(weight, *tensors):
+    """Convolve each channel by ``F.conv1d``."""
+    x = torch.cat([y.transpose(2, 3).flatten(1, 2) for y in tensors], 1)
+    x = F.conv1d(F.pad(x, (weight.shape[2] - 1, 0)), weight, groups=x.shape[1])
+    parts = x.split([y.shape[1] * y.shape[3] for y in tensors], 1)
+    return [z.unflatten(1, (y.shape[1], -1)).mT for z, y in zip(parts, tensors, strict=True)]
+
+
 def formula(weights, q, k, v, x, *, gate, window, negative):
     """Compute outputs token by token from the parameters of a state dict."""
+    window_inputs = q, k, v
+    if "convolution.weight" in weights:
+        q, k, v = convolved(weights["convolution.weight"], q, k, v)
     beta = torch.sigmoid(x @ weights["write_weight"].T + weights["write_bias"]) * (1 + negative)
     length = x.shape[1]
     g = x.new_zeros(2, length, HKV, 1)
@@ -58,6 +70,11 @@ def formula(weights, q, k, v, x, *, gate, window, negative):
         state = state + b * key * (v[:, :, t, None] - key.mT @ state)
         outs.append(unit[0][:, :, t, None] @ state.repeat_interleave(H // HKV, 1))
     far = torch.cat(outs, 2)
+    if "output_gate.up" in weights:
+        y = x @ weights["output_gate.down"].T @ weights["output_gate.up"].T
+        y = y.view(2, length, H, E) + weights["output_gate.bias"]
+        far = far * (2 * torch.sigmoid(y)).transpose(1, 2)
+    q, k, v = window_inputs
     if window is None:
         return far
     scores = q @ k.repeat_interleave(H // HKV, 1).mT * D**-0.5
@@ -82,13 +99,61 @@ def test_it_equals_the_formula(gate, window):
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_convolution_and_output_gate_equal_the_formula(window):
+    for options in ({"short_convolution": 4}, {"short_convolution": 2, "output_gate": True}):
+        backend = build(**options, window=window, chunk_size=8)
+        q, k, v, x = inputs(30)
+        out = backend(q, k, v, hidden_states=x).out
+        known = {"gate": "scalar", "window": window, "negative": False}
+        expected = formula(backend.state_dict(), q, k, v, x, **known)
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_convolution_and_output_gate_start_as_the_layer_without_them():
+    plain = build(window=5, drawn=False)
+    backend = build(window=5, short_convolution=4, output_gate=True, drawn=False)
+    q, k, v, x = inputs(30)
+    expected = plain(q, k, v, hidden_states=x).out
+    torch.testing.assert_close(backend(q, k, v, hidden_states=x).out, expected)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_convolution_sees_real_tokens_of_its_own_sequence(window):
+    """Packed sequences, each with padding inside, equal the sequences apart; so does the state."""
+    backend = build(short_convolution=4, window=window, chunk_size=8)
+    q, k, v, x = inputs(30)
+    ids = torch.bucketize(torch.arange(30), torch.tensor([12, 27])).expand(2, 30)
+    real = torch.ones(2, 30, dtype=torch.bool)
+    real[:, [0, 4, 5, 14, 20, 29]] = False
+    mask = AttentionMask(causal=True, padding=real, segment_ids=ids)
+    packed = backend(q, k, v, hidden_states=x, mask=mask, return_state=True)
+    for part in (0, 1, 2):  # the last has one real token, fewer than the convolution reaches
+        own = real[0] & (ids[0] == part)
+        apart = backend(
+            q[:, :, own], k[:, :, own], v[:, :, own], hidden_states=x[:, own], return_state=True
+        )
+        torch.testing.assert_close(packed.out[:, :, own], apart.out)
+    for name in ("kv", "convolved"):
+        torch.testing.assert_close(getattr(packed.state, name), getattr(apart.state, name))
+
+
+def test_a_convolved_layer_has_no_single_matrix_of_weights():
+    for options in ({"short_convolution": 4}, {"output_gate": True}):
+        backend, (q, k, v, x) = build(**options), inputs(5)
+        with pytest.raises(UnsupportedError, match="no single matrix of attention weights"):
+            backend(q, k, v, hidden_states=x, return_weights=True)
+
+
 @pytest.mark.parametrize("gate", GATES)
 def test_every_parameter_has_a_gradient_and_the_start_is_the_same_for_all_tokens(gate):
-    backend = build(gate=gate, window=5, feature_map="learned_linear", drawn=False)
+    parts = {"short_convolution": 4, "output_gate": True, "feature_map": "learned_linear"}
+    backend = build(gate=gate, window=5, **parts, drawn=False)
     q, k, v, x = inputs(30)
     backend(q, k, v, hidden_states=x).out.square().sum().backward()
     without = {n for n, p in backend.named_parameters() if p.grad is None or not p.grad.any()}
-    assert without == ({"gate.down"} if gate == "vector" else set())
+    # the first factor of a product that starts at 0
+    assert without == {"output_gate.down", *(["gate.down"] if gate == "vector" else [])}
     if gate != "none":
         log_decay = backend.gate(x)
         torch.testing.assert_close(log_decay, torch.full_like(log_decay, -INITIAL_RATE))
@@ -141,6 +206,10 @@ def test_a_map_may_give_keys_more_features():
         ({"window": 0}, "window must be at least 1 token, got 0"),
         ({"chunk_size": 0}, "chunk_size must be at least 1 token, got 0"),
         ({"far_weight": 0.2}, "far_weight needs a window"),
+        (
+            {"short_convolution": 1},
+            "short_convolution must be 0 \\(none\\) or a width of at least 2",
+        ),
         ({"eps": 0.1}, "has no option 'eps'"),
     ],
     ids=str,
