@@ -27,6 +27,8 @@ class AttentionMask:
             (packed sequences).
         window: ``(before, after)``: a query at position i attends to positions ``i - before`` to
             ``i + after``.
+        num_sinks: With a window: the first real keys of each sequence, to which queries outside
+            their window attend too.
         q_offset: Position of query 0 minus position of key 0.
         function: For masks that the other fields cannot describe: returns the dense mask,
             ``[B, 1 or H, T, S]`` bool, with the other fields applied. Only backends with
@@ -38,6 +40,7 @@ class AttentionMask:
     padding: Tensor | None = None
     segment_ids: Tensor | None = None
     window: Window | None = None
+    num_sinks: int = 0
     q_offset: int | Tensor = 0
     function: Callable[[], Tensor] | None = None
     function_name: str = ""
@@ -56,13 +59,16 @@ class AttentionMask:
             before, after = self.window if self.window is not None else (None, None)
             if self.window is not None:  # also a window that int64 does not contain
                 before, after = (min(side, MAX_DISTANCE) for side in self.window)
-            if self.causal:
-                parts.append(distance <= 0)
             if before is not None:
                 parts.append(distance >= -before)
             if after is not None and not self.causal:
                 parts.append(distance <= after)
             parts = [part[None, None] for part in parts]
+            if self.window is not None and self.num_sinks:
+                is_sink = self.sinks(kv_length, device)[:, None, None, :]
+                parts = [part | is_sink for part in parts]
+            if self.causal:
+                parts.append((distance <= 0)[None, None])
         if self.padding is not None:
             parts.append(self.padding[:, None, None, :])
         if self.segment_ids is not None:
@@ -74,6 +80,17 @@ class AttentionMask:
         for part in parts[1:]:
             mask = mask & part
         return mask
+
+    def sinks(self, kv_length: int, device: torch.device) -> Tensor:
+        """Return which keys are among the first real ones of their sequence, ``[1 or B, S]``."""
+        real = torch.ones(1, kv_length, dtype=torch.bool, device=device)
+        real = real if self.padding is None else self.padding
+        rank = real.cumsum(1)
+        if self.segment_ids is not None:
+            begins = self.segment_ids[:, 1:] != self.segment_ids[:, :-1]
+            before = torch.where(begins, rank[:, :-1], 0)
+            rank = rank - torch.cat([torch.zeros_like(before[:, :1]), before], 1).cummax(1).values
+        return real & (rank <= self.num_sinks)
 
     def query_padding(self, q_length: int, kv_length: int) -> Tensor | None:
         """Return the padding mask of the queries, ``[B, T]`` bool.
@@ -88,11 +105,18 @@ class AttentionMask:
             return None
         return self.padding[:, kv_length - q_length :]
 
-    def with_window(self, window: Window, q_length: int, kv_length: int) -> AttentionMask:
-        """Return the intersection of this mask and a sliding window."""
+    def with_window(
+        self, window: Window, q_length: int, kv_length: int, num_sinks: int = 0
+    ) -> AttentionMask:
+        """Return the intersection of this mask and a sliding window.
+
+        The first ``num_sinks`` keys belong to that window, and to one that the mask has already.
+        """
         if self.function is not None:
             dense = self.function
-            band = replace(self, function=None, padding=None, segment_ids=None, window=window)
+            band = replace(self, function=None, window=window, num_sinks=num_sinks)
+            if not num_sinks:
+                band = replace(band, padding=None, segment_ids=None)
 
             def intersection() -> Tensor:
                 mask = dense()
@@ -103,7 +127,7 @@ class AttentionMask:
             return replace(self, function=intersection)
         if self.window is not None:
             window = (min(window[0], self.window[0]), min(window[1], self.window[1]))
-        return replace(self, window=window)
+        return replace(self, window=window, num_sinks=num_sinks)
 
     def of_new_tokens(self, q_length: int) -> AttentionMask:
         """Return the mask of the T newest tokens, for backends whose state holds earlier ones."""

@@ -49,11 +49,11 @@ class DeltaState(NamedTuple):
 
 
 class DeltaWindowState(NamedTuple):
-    """The delta rule beside a softmax window: the matrix, and the window's keys and values."""
+    """The delta rule beside a softmax window of W keys and the first G: all keys and values."""
 
     kv: Tensor  # [B, Hkv, F, E], float32 or float64
-    k: Tensor  # [B, Hkv, W, D]: the latest keys, the newest last; zeros if there are fewer
-    v: Tensor  # [B, Hkv, W, E]
+    k: Tensor  # [B, Hkv, G + W, D]: first keys, then the latest, the newest last; zeros if fewer
+    v: Tensor  # [B, Hkv, G + W, E]
     seen: Tensor  # [B], int64: number of real tokens so far
 
 

@@ -43,6 +43,10 @@ QUALITY: tuple[tuple[str, dict[str, Any]], ...] = (
     ("block_sparse", {"top_k": 16, "coverage": 0.9}),
     ("block_sparse", {"top_k": 5, "block_size": 16}),
     ("reformer", {"chunk_size": 16}),
+    ("flash", {"window": 32, "num_sinks": 1}),
+    ("flash", {"window": 32, "num_sinks": 4}),
+    ("flash", {"window": 28, "num_sinks": 4}),
+    ("flash", {"window": 36}),
 )
 app = typer.Typer()
 
@@ -67,7 +71,9 @@ def quality() -> None:
         keys = attended_keys(model, batch.tokens[:4])
         return [found.bits_per_byte, found.recall_bits_per_byte], keys
 
-    softmax, window = measure("softmax")[0], measure("flash", window=32)[0]
+    (softmax, _), (window, keys) = measure("softmax"), measure("flash", window=32)
+    for name, (loss, recall) in (("softmax", softmax), (f"window 32, {keys:.0f} keys", window)):
+        print(f"{name}: {loss:.3f} bits a byte, {recall:.3f} in copies")
     for name, options in QUALITY:
         found, keys = measure(name, **options)
         loss, recall = ((w - x) / (w - s) for w, x, s in zip(window, found, softmax, strict=True))

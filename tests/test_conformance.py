@@ -20,6 +20,8 @@ BUILTIN = [
     ("flash", {}),
     ("flash", {"window": 1}),
     ("flash", {"window": 20}),
+    ("flash", {"window": 5, "num_sinks": 2}),
+    pytest.param("softmax", {"window": 5, "num_sinks": 2}, marks=pytest.mark.exhaustive),
     ("linear", {}),
     ("linear", {"feature_map": "relu"}),
     ("linear", {"feature_map": "exp", "chunk_size": 32}),
@@ -45,6 +47,9 @@ BUILTIN = [
     ("delta", {}),
     ("delta", {"gate": "vector", "window": 20, "chunk_size": 32}),
     ("delta", {"short_convolution": 4, "output_gate": True, "window": 20, "chunk_size": 32}),
+    pytest.param(
+        "delta", {"window": 5, "num_sinks": 2, "chunk_size": 32}, marks=pytest.mark.exhaustive
+    ),
     pytest.param(
         "delta",
         {"gate": "none", "allow_negative_eigenvalues": True, "feature_map": "hedgehog"},

@@ -13,9 +13,15 @@ SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [3] * 9])
 def sees(mask: AttentionMask, row: int, query: int, key: int) -> bool:
     """Say in plain words whether the query at a position sees a key."""
     before, after = mask.window or (99, 99)
+    earlier = [
+        other
+        for other in range(key)
+        if (mask.padding is None or mask.padding[row, other])
+        and (mask.segment_ids is None or mask.segment_ids[row, other] == mask.segment_ids[row, key])
+    ]
     return bool(
         (not mask.causal or key <= query)
-        and query - before <= key <= query + after
+        and (query - before <= key <= query + after or len(earlier) < mask.num_sinks)
         and (mask.padding is None or mask.padding[row, key])
         and (mask.segment_ids is None or mask.segment_ids[row, key] == mask.segment_ids[row, query])
     )
@@ -24,7 +30,18 @@ def sees(mask: AttentionMask, row: int, query: int, key: int) -> bool:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, (0, 0), (3, 1), (2, 99)])
 @pytest.mark.parametrize("offset", [0, 4])
-@pytest.mark.parametrize("extra", [{}, {"padding": PADDING}, {"segment_ids": SEGMENTS}])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"padding": PADDING},
+        {"segment_ids": SEGMENTS},
+        {"num_sinks": 2},
+        {"num_sinks": 1, "padding": PADDING},
+        {"num_sinks": 2, "padding": PADDING, "segment_ids": SEGMENTS},
+    ],
+    ids=list,
+)
 def test_dense_says_who_sees_whom(causal, window, offset, extra):
     mask = AttentionMask(causal=causal, window=window, q_offset=offset, **extra)
     dense = mask.dense(9 - offset, 9, CPU)

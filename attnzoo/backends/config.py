@@ -209,3 +209,15 @@ class Geometry:
             object.__setattr__(self, "value_dim", self.head_dim)
         if self.scale is None:
             object.__setattr__(self, "scale", self.head_dim**-0.5)
+
+
+def check_num_sinks(config: BackendConfig, num_sinks: int, window: int | None) -> None:
+    """Raise ``ConfigError`` if a number of first tokens is negative, or there is no window."""
+    name = f"{type(config).__name__}.num_sinks"
+    if num_sinks < 0:
+        raise ConfigError(f"{name} must be at least 0 tokens, got {num_sinks}; 4 is usual")
+    if num_sinks and window is None:
+        raise ConfigError(
+            f"{name} needs a window, got num_sinks={num_sinks} with window=None; set window, or "
+            "leave num_sinks out"
+        )

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.backends.base import AttentionBackend
-from attnzoo.backends.config import BackendConfig
+from attnzoo.backends.config import BackendConfig, check_num_sinks
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.errors import ConfigError
 from attnzoo.kernels.context_parallel import SequenceShard, with_neighbours
+from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, KVState
 
 
@@ -26,9 +27,13 @@ class ExactConfig(BackendConfig):
     Attributes:
         window: w. A causal query sees its own key and the w - 1 keys before it; otherwise w keys
             on either side. Padding is not counted. ``None`` means all keys.
+        num_sinks: Number of leading tokens of each sequence that queries attend to outside the
+            window too, also outside a window of the model (arXiv:2309.17453). Keys keep their
+            positions.
     """
 
     window: int | None = None
+    num_sinks: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,6 +42,7 @@ class ExactConfig(BackendConfig):
                 f"{type(self).__name__}.window must be at least 1 token, got {self.window}; "
                 "leave it out to see every key"
             )
+        check_num_sinks(self, self.num_sinks, self.window)
 
 
 class ExactBackend(AttentionBackend):
@@ -84,6 +90,16 @@ class ExactBackend(AttentionBackend):
             )
         return reasons
 
+    def shard_reasons(self) -> list[str]:
+        """Return every reason why this layer does not support context parallelism."""
+        reasons = super().shard_reasons()
+        if self.config.num_sinks:
+            reasons.append(
+                f"num_sinks={self.config.num_sinks} is unsupported under context parallelism "
+                "(longformer with global tokens supports it)"
+            )
+        return reasons
+
     def compute(self, inputs: AttentionInputs) -> AttentionOutput:
         """Compute attention to all given keys, those of a state included."""
         raise NotImplementedError
@@ -101,7 +117,8 @@ class ExactBackend(AttentionBackend):
                 query_order, inputs = _move_padding_first(inputs)
             causal, size = inputs.mask.causal, self.window
             window = (size - 1, 0) if causal else (size, size)
-            inputs = inputs._replace(mask=inputs.mask.with_window(window, *lengths))
+            mask = inputs.mask.with_window(window, *lengths, self.config.num_sinks)
+            inputs = inputs._replace(mask=mask)
         output = self.compute(inputs)
         if query_order is not None:
             out = _reorder_tokens(output.out, query_order.argsort(1))
@@ -200,7 +217,21 @@ def _new_state(inputs: AttentionInputs) -> KVState:
     k, v, mask, padding_mask = inputs.k, inputs.v, inputs.mask, _padding_mask(inputs)
     if mask.segment_ids is not None:  # the next tokens belong to the last segment
         padding_mask = padding_mask & (mask.segment_ids == mask.segment_ids[:, -1:])
-    if mask.window is not None and mask.function is None:
-        first = max(k.shape[2] - mask.window[0], 0)
-        k, v, padding_mask = k[:, :, first:], v[:, :, first:], padding_mask[:, first:]
-    return KVState(k, v, padding_mask)
+    if mask.window is None or mask.function is not None:
+        return KVState(k, v, padding_mask)
+    first = max(k.shape[2] - mask.window[0], 0)
+    state = KVState(k[:, :, first:], v[:, :, first:], padding_mask[:, first:])
+    if not mask.num_sinks or first <= mask.num_sinks:
+        return KVState(k, v, padding_mask) if mask.num_sinks else state
+    # The first tokens before the window stay the first real keys of the state
+    is_sink = AttentionMask(padding=padding_mask, num_sinks=mask.num_sinks).sinks(
+        k.shape[2], k.device
+    )
+    is_sink = is_sink[:, :first]
+    columns = is_sink.int().argsort(dim=1, descending=True, stable=True)[:, : mask.num_sinks]
+    old_k, old_v = (_reorder_tokens(x, columns) for x in (k, v))
+    return KVState(
+        torch.cat([old_k, state.k], 2),
+        torch.cat([old_v, state.v], 2),
+        torch.cat([is_sink.gather(1, columns), state.real], 1),
+    )

@@ -70,7 +70,8 @@ def statements(trial: Trial) -> str | None:
     if backend.windowed:
         told = True
         window = (3, 0 if trial.geometry.causal else 3)
-        far = torch.arange(length, device=trial.device)[None] < last - 3
+        place = torch.arange(length, device=trial.device)[None]
+        far = (place < last - 3) & (place >= _num_sinks(trial))
         _ignores(trial, "outside the sliding window", x, far, window=window)
     if backend.arbitrary_mask:
         told = True
@@ -189,14 +190,36 @@ def _seen(trial: Trial, mask: AttentionMask, length: int, keys: int) -> Tensor:
         seen = seen & (s <= t)
     own = getattr(trial.backend, "window", None)
     reach = [] if own is None else [(own - 1, 0) if mask.causal else (own, own)]
+    first = _first_tokens(mask, _num_sinks(trial), keys, trial.device)[:, None, None]
+    first = first & (s <= t) if mask.causal else first
     for before, after in [*reach, *([] if mask.window is None else [mask.window])]:
-        seen = seen & (s >= t - before) & (s <= t + after)
+        seen = seen & (((s >= t - before) & (s <= t + after)) | first)
     if mask.padding is not None:
         seen = seen & mask.padding[:, None, None, :]
     if mask.segment_ids is not None:
         ids = mask.segment_ids
         seen = seen & (ids[:, None, :, None] == ids[:, None, None, :])
     return seen
+
+
+def _num_sinks(trial: Trial) -> int:
+    """Return the number of first tokens that the backend's options add to every window."""
+    return getattr(trial.backend.config, "num_sinks", 0)
+
+
+def _first_tokens(mask: AttentionMask, number: int, keys: int, device: torch.device) -> Tensor:
+    """Return the first real tokens of each sequence, ``[1 or B, S]`` bool, counted one by one."""
+    given = [x for x in (mask.padding, mask.segment_ids) if x is not None]
+    rows = len(given[0]) if given else 1
+    first = torch.zeros(rows, keys, dtype=torch.bool)
+    for row in range(rows):
+        found: dict[int, int] = {}
+        for s in range(keys):
+            name = 0 if mask.segment_ids is None else int(mask.segment_ids[row, s])
+            if mask.padding is None or bool(mask.padding[row, s]):
+                found[name] = found.get(name, 0) + 1
+                first[row, s] = found[name] <= number
+    return first.to(device)
 
 
 def weights(trial: Trial) -> str | None:

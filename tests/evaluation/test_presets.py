@@ -15,12 +15,14 @@ from attnzoo.training.plan import default_candidates
 SITUATIONS = {"short", "long", "bidirectional", "from_scratch", "recovery", "tiny"}
 DEMO = [
     *("softmax", "block_sparse top_k 10", "delta window 32", "flash", "flash window 32"),
+    "flash window 32 num_sinks 4",
     *("gated_linear alibi", "gated_linear", "gated_linear window 32"),
     *("linear", "linear hedgehog", "linear hedgehog window 32"),
     *("linformer block 64", "longformer", "performer", "reformer chunk_size 16"),
 ]
 COMPARE = [
-    *("softmax", "flash", "flash window 32", "block_sparse window 64 block_size 32"),
+    *("softmax", "flash", "flash window 32", "flash window 32 num_sinks 4"),
+    "block_sparse window 64 block_size 32",
     "delta window 32",
     *("gated_linear", "gated_linear window 32"),
     *("linear", "linear hedgehog window 32", "linformer num_rows 8 block 256"),

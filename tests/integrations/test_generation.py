@@ -16,6 +16,7 @@ RECURRENT = [
     ("linear", {}),
     ("gated_linear", {}),
     ("flash", {"window": 4}),
+    ("flash", {"window": 3, "num_sinks": 2}),
     ("longformer", {"window": 4, "num_global": 2}),
     ("gated_linear", {"window": 4}),
     ("delta", {"window": 4, "short_convolution": 3, "output_gate": True}),
@@ -25,7 +26,7 @@ RECURRENT = [
 HASHED = {"num_hashes": 2, "chunk_size": 2, "window": 2, "first_tokens": 1, "decoding": "hashed"}
 ALL = [*RECURRENT, ("performer", {"num_features": 16}), ("flash", {}), ("softmax", {})]
 ALL += [("reformer", HASHED)]
-NAMES = ["linear", "gated_linear", "window", "longformer", "hybrid", "delta", "linformer"]
+NAMES = ["linear", "gated_linear", "window", "sinks", "longformer", "hybrid", "delta", "linformer"]
 NAMES += ["block_sparse", "performer", "flash", "softmax", "reformer"]
 NEW = 6
 

@@ -195,6 +195,7 @@ class DeltaBackend(RecurrentBackend):
                 return_state=inputs.return_state,
                 shard=inputs.shard,
                 impl=far.impl.impl,
+                num_sinks=self.config.num_sinks,
             )
             weight = self.mixing_weight(inputs, lse)
             out = torch.lerp(near, far.out.to(near.dtype), weight).to(inputs.v.dtype)

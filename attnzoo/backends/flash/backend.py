@@ -26,10 +26,15 @@ class FlashBackend(ExactBackend):
 
     config_class = FlashConfig
     presets: ClassVar[Presets] = {  # a window of 32 tokens is the control of approximations
-        "short": ({}, {"window": 32}),
-        "long": ({}, {"window": 32}),
+        "short": ({}, {"window": 32}, {"window": 32, "num_sinks": 4}),
+        "long": ({}, {"window": 32}, {"window": 32, "num_sinks": 4}),
+        "bidirectional": ({}, {"window": 32}),
     }
-    packing = True
+
+    @property
+    def packing(self) -> bool:  # type: ignore[override]
+        """Whether segments are computed in place; those with first tokens of their own are not."""
+        return not self.config.num_sinks
 
     def compute(self, inputs: AttentionInputs) -> AttentionOutput:
         """Compute attention with the implementation of the options."""

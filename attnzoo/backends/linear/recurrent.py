@@ -139,7 +139,6 @@ class RecurrentBackend(AttentionBackend):
 
     config: RecurrentConfig
     config_class: ClassVar[type[BackendConfig]] = RecurrentConfig
-    packing = True
     recurrent = True
     state_from_keys = True
     context_parallel = True
@@ -167,9 +166,19 @@ class RecurrentBackend(AttentionBackend):
         """Return the mean product of a query's and a key's features, for N(0, 1) inputs."""
         raise NotImplementedError
 
+    @property
+    def packing(self) -> bool:  # type: ignore[override]
+        """Whether segments are computed in place; those with first tokens of their own are not."""
+        return not self.config.num_sinks
+
     def layer_reasons(self) -> list[str]:
         """Return every reason why this backend does not support its layer."""
         reasons = super().layer_reasons()
+        if self.config.num_sinks and not self.geometry.causal:
+            reasons.append(
+                f"the layer is bidirectional, where num_sinks={self.config.num_sinks} is "
+                "unsupported (set num_sinks=0, or use flash)"
+            )
         if self.config.window is not None:
             if self.config.impl not in (names := impl_names(window_hybrid.IMPLEMENTATIONS)):
                 reasons.append(
@@ -181,6 +190,16 @@ class RecurrentBackend(AttentionBackend):
                     "the layer is cross-attention, in which queries and keys have no distance that "
                     f"window={self.config.window} could limit (leave window out for this layer)"
                 )
+        return reasons
+
+    def shard_reasons(self) -> list[str]:
+        """Return every reason why this layer does not support context parallelism."""
+        reasons = super().shard_reasons()
+        if self.config.num_sinks:
+            reasons.append(
+                f"num_sinks={self.config.num_sinks} is unsupported under context parallelism (set "
+                "num_sinks=0)"
+            )
         return reasons
 
     def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
@@ -198,6 +217,11 @@ class RecurrentBackend(AttentionBackend):
                 + " (the layer has {} and {} of size {})".format(*layer)
             )
         lengths = f"there are {q.shape[2]} queries and {k.shape[2]} keys"
+        if self.config.num_sinks and not mask.causal:
+            reasons.append(
+                f"the mask is bidirectional, where num_sinks={self.config.num_sinks} is "
+                "unsupported (set num_sinks=0)"
+            )
         if mask.causal:
             if q.shape[2] != k.shape[2]:
                 reasons.append(
@@ -242,6 +266,7 @@ class RecurrentBackend(AttentionBackend):
             impl=self.config.impl,
             chunk_size=self.config.chunk_size,
             shard=inputs.shard,
+            num_sinks=self.config.num_sinks,
         )
 
 

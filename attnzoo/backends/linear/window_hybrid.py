@@ -73,6 +73,7 @@ def hybrid_attention(
     impl: str = "auto",
     chunk_size: int | None = None,
     shard: SequenceShard | None = None,
+    num_sinks: int = 0,
 ) -> AttentionOutput:
     """Compute softmax attention inside a window and linear attention outside.
 
@@ -92,6 +93,8 @@ def hybrid_attention(
             mask, or ``"triton"`` on NVIDIA GPUs. ``"auto"`` selects the fastest of the others.
         chunk_size: As in :func:`attnzoo.backends.linear.op.linear_attention`.
         shard: This rank's part of sequences that several ranks hold, in place of ``state``; causal.
+        num_sinks: G, first real tokens of each row that belong to the window of every later query,
+            and not to the linear branch; causal, without packed segments and ``shard``.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; also ``state`` and ``impl``.
@@ -102,6 +105,7 @@ def hybrid_attention(
     needs_order = state is not None or return_state or shard is not None
     assert mask.causal or not (needs_order or branch.log_decay is not None)
     assert state is None or ids is None
+    assert not num_sinks or (mask.causal and ids is None and shard is None)
     if shard is not None:
         state = state_before_shard(k, v, branch.k, window, shard)
     if (
@@ -120,7 +124,7 @@ def hybrid_attention(
     dtype = v.dtype
     x = HybridInputs(
         *(q, k, v, branch, window, scale, mask.causal, padding_mask, ids, state, return_state),
-        *(impl, chunk_size, shard),
+        *(impl, chunk_size, shard, num_sinks),
     )
     chosen, choice = select("hybrid_attention", IMPLEMENTATIONS, x, impl)
     out, last = chosen.run(x._replace(impl=chosen.name))
@@ -213,21 +217,25 @@ def _causal_linear(x: HybridInputs) -> tuple[Tensor, Tensor | None, LinearState 
     """Return the linear sums over keys before the window, their number, and their state.
 
     The first queries, whose windows hold all earlier keys, have no sums. Token t of the linear
-    attention has the query of token t and the key of token t - W.
+    attention has the query of token t and the key of token t - W; the first G keys are left out.
     """
     branch, state, length, size = x.branch, x.state, x.q.shape[2], x.window
     log_decay, ids = branch.log_decay, None
     if state is None:
-        leaving = max(length - size, 0)
-        keys, values = branch.k[:, :, :leaving], x.v[:, :, :leaving]
-        queries, first, sums = branch.q[:, :, size:], size, None
+        first, sums = size + x.num_sinks, None
+        leaving = slice(x.num_sinks, max(length - size, x.num_sinks))
+        keys, values = branch.k[:, :, leaving], x.v[:, :, leaving]
+        queries = branch.q[:, :, first:]
         if log_decay is not None and log_decay.dim() > 1:
-            log_decay = log_decay[:, :, size:]
+            log_decay = log_decay[:, :, first:]
     else:
-        old_values = F.pad(state.v, (0, 1), value=1.0).to(x.v.dtype)
+        old_values = F.pad(state.v[:, :, x.num_sinks :], (0, 1), value=1.0).to(x.v.dtype)
         keys = torch.cat([state.features.to(branch.k.dtype), branch.k], 2)[:, :, :length]
         values = torch.cat([old_values, x.v], 2)[:, :, :length]
         queries, first, sums = branch.q, 0, LinearState(state.kv, state.z)
+        if x.num_sinks:
+            rank = state.seen[:, None] - size + torch.arange(length, device=keys.device)
+            keys = keys.masked_fill((rank < x.num_sinks)[:, None, :, None], 0)
     if x.padding_mask is not None:  # no key leaves the window at padding
         keys = keys.masked_fill(~x.padding_mask[:, None, first:, None], 0)
     if x.segment_ids is not None:  # a key of another segment does not enter the state
@@ -253,8 +261,8 @@ def _causal_linear(x: HybridInputs) -> tuple[Tensor, Tensor | None, LinearState 
 
 
 def _linear_counts(x: HybridInputs) -> Tensor:
-    """Return the number of keys before each token's window, ``[B, T]``; at most 0 if none."""
-    counts = _tokens_around(x)[0] + 1 - x.window
+    """Return the number of keys in each token's linear sums, ``[B, T]``; at most 0 if none."""
+    counts = _tokens_around(x)[0] + 1 - x.window - x.num_sinks
     if x.state is not None:
         earlier = x.state.seen[:, None]
         if x.segment_ids is not None:

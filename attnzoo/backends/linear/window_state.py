@@ -1,7 +1,7 @@
 """The inputs of the window hybrid, and the state that it keeps between calls.
 
 Letters: B batch, H query heads, Hkv key heads, T queries, D key size, E value size, F features of a
-key, W window.
+key, W window, G first tokens of a row.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from attnzoo.state import LinearState
 
 
 class HybridState(NamedTuple):
-    """The keys of the window and the sums over all earlier keys; of a fixed size."""
+    """The first keys, those of the window and the sums over all others; of a fixed size."""
 
-    k: Tensor  # [B, Hkv, W, D]: the latest keys, the newest last; zeros if there are fewer
-    v: Tensor  # [B, Hkv, W, E]
-    features: Tensor  # [B, Hkv, W, F]: the features of these keys
+    k: Tensor  # [B, Hkv, G + W, D]: first keys, then the latest, the newest last; zeros if fewer
+    v: Tensor  # [B, Hkv, G + W, E]
+    features: Tensor  # [B, Hkv, W, F]: the features of the latest keys
     kv: Tensor  # [B, Hkv, F, E + 1]: the decayed sum of k v^T and, in the last column, of k
     z: Tensor  # [B, Hkv, F]: the decayed sum of k
     seen: Tensor  # [B], int64: number of real tokens so far
@@ -63,11 +63,15 @@ class HybridInputs(NamedTuple):
     impl: str
     chunk_size: int | None
     shard: SequenceShard | None
+    num_sinks: int = 0  # G, first tokens of each row in the window of every query
 
     @property
     def options(self) -> Window:
         """The options of the window."""
-        return Window(self.window, self.scale, self.padding_mask, self.segment_ids, self.impl)
+        return Window(
+            *(self.window, self.scale, self.padding_mask, self.segment_ids, self.impl),
+            self.num_sinks,
+        )
 
     @property
     def window_state(self) -> WindowState | None:
@@ -100,7 +104,7 @@ def state_before_shard(
 
 
 def _filled_places(state: HybridState) -> Tensor:
-    return is_filled(state.seen, state.k.shape[2])[:, None, :, None]
+    return is_filled(state.seen, state.features.shape[2])[:, None, :, None]
 
 
 def reorder(branch: LinearBranch, order: Tensor) -> LinearBranch:

@@ -36,7 +36,7 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *cpp.fields(
             ctypes.c_int64,
-            "threads batch heads groups window key_size value_size features decays counted "
+            "threads batch heads groups sinks window key_size value_size features decays counted "
             "relative",
         ),
         *cpp.fields(Strides, "q_steps k_steps v_steps fq_steps fk_steps decay_steps weight_steps"),
@@ -85,8 +85,8 @@ def hybrid_step(
     old = [t.contiguous() for t in state]
     new = [torch.empty_like(t) for t in old[:5]]
     read = [t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v, branch.q, branch.k)]
-    batch, heads, window, size = old[0].shape
-    columns, features = old[1].shape[3], old[2].shape[3]
+    batch, heads, stored, size = old[0].shape
+    columns, (window, features) = old[1].shape[3], old[2].shape[2:]
     weight = branch.log_weight.expand(batch, q.shape[1], 1, 1)
     decay, decays = branch.log_decay, 0
     decay_steps: tuple[int, ...] = (0, 0)
@@ -99,8 +99,8 @@ def hybrid_step(
     if isinstance(v, FakeTensor):  # shapes without data, to count memory
         return out.to(dtype), after
     task = _Step(
-        *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, window, size, columns),
-        *(features, decays, branch.mean, branch.relative),
+        *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, stored - window, window),
+        *(size, columns, features, decays, branch.mean, branch.relative),
         *(Strides(*t.stride()[:2]) for t in read),
         *(Strides(*decay_steps), Strides(*weight.stride()[:2])),
         scale,

@@ -27,6 +27,8 @@ def hybrid_triton_reasons(x: HybridInputs) -> list[str]:
         reasons.append("queries are float64 (the kernels support bfloat16, float16 and float32)")
     if x.q.shape[3] > LARGEST:
         reasons.append(f"queries have size {x.q.shape[3]} (at most {LARGEST})")
+    if x.num_sinks:
+        reasons.append(f"num_sinks={x.num_sinks} is set (use impl='torch')")
     if x.shard is not None:
         reasons.append("several ranks hold the sequence (use impl='torch')")
     if x.q.shape[2] == 1 and x.state is not None:

@@ -3,12 +3,14 @@
 For mechanisms that combine it with a state over all earlier tokens. Time O(T W D), memory O(T D) on
 a CPU; the state has a fixed size. Windows count real tokens: padding is moved to the end of the
 rows, so that windows are contiguous, and back.
-Letters: B batch, H query heads, Hkv key heads, T queries, D key size, E value size, W window.
+Letters: B batch, H query heads, Hkv key heads, T queries, D key size, E value size, W window,
+G first tokens of a row, S keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,17 +20,18 @@ from torch import Tensor
 from attnzoo.backends.local.band import band_softmax
 from attnzoo.backends.local.band_cpp import OutsideSums, band_attention_cpp
 from attnzoo.backends.local.blockwise_cpu import LocalOptions, blockwise_local_attention
-from attnzoo.backends.local.pattern import Band, gather_tokens
+from attnzoo.backends.local.pattern import Band, GlobalIndices, gather_tokens
+from attnzoo.backends.local.sinks import SinkKeys, split_sinks
 from attnzoo.backends.validation import check_size, is_empty_call
 from attnzoo.kernels.context_parallel import SequenceShard, latest_before
 from attnzoo.masks import AttentionMask
 
 
 class WindowState(NamedTuple):
-    """The keys and values of the window; of a fixed size."""
+    """The keys and values of the first tokens and of the window; of a fixed size."""
 
-    k: Tensor  # [B, Hkv, W, D]: the latest keys, the newest last; zeros if there are fewer
-    v: Tensor  # [B, Hkv, W, E]
+    k: Tensor  # [B, Hkv, G + W, D]: first keys, then the latest, the newest last; zeros if fewer
+    v: Tensor  # [B, Hkv, G + W, E]
     seen: Tensor  # [B], int64: number of real tokens so far
 
 
@@ -40,6 +43,7 @@ class Window(NamedTuple):
     padding_mask: Tensor | None  # [B, T] bool, true at real tokens
     segment_ids: Tensor | None  # [B, T]
     impl: str  # "cpp", "torch", or "reference", which computes with a dense mask
+    num_sinks: int = 0  # G, first tokens of each row that are seen outside the window too
 
 
 def causal_window_attention(
@@ -54,6 +58,7 @@ def causal_window_attention(
     return_state: bool = False,
     shard: SequenceShard | None = None,
     impl: str = "torch",
+    num_sinks: int = 0,
 ) -> tuple[Tensor, Tensor, WindowState | None]:
     """Compute softmax attention to the W latest real keys of the same segment.
 
@@ -69,12 +74,15 @@ def causal_window_attention(
         shard: This rank's part of sequences that several ranks hold, in place of ``state``.
         impl: ``"cpp"``, ``"torch"``, or ``"reference"``, which computes with a dense mask. One
             token after a state is computed in torch.
+        num_sinks: G, first real tokens of each row that are seen outside the window too; not
+            together with segments or ``shard``.
 
     Returns:
         The output ``[B, H, T, E]`` and the log-sum-exp of the scores, ``[B, H, T, 1]``, both
         float32 or wider and 0 at padding, and the state.
     """
     check_size("window", window)
+    assert not num_sinks or (mask.segment_ids is None and shard is None)
     padding_mask, ids, order = mask.padding, mask.segment_ids, None
     if shard is not None:
         latest_k, latest_v = latest_before((k, v), shard, window)
@@ -82,7 +90,7 @@ def causal_window_attention(
     if padding_mask is not None:
         order, padding_mask, ids = padding_last(padding_mask, ids)
         q, k, v = (gather_tokens(x, order) for x in (q, k, v))
-    options = Window(window, scale, padding_mask, ids, impl)
+    options = Window(window, scale, padding_mask, ids, impl, num_sinks)
     out, lse = causal_window(q, k, v, state, options)
     last = None
     if return_state:
@@ -120,6 +128,8 @@ def causal_window(
     """
     padding_mask, ids, reach = x.padding_mask, x.segment_ids, (x.size - 1, 0)
     assert outside is None or x.impl == "cpp"
+    if x.num_sinks:
+        return _window_and_sinks(q, k, v, state, x, outside)
     if state is None:
         return local_softmax(q, k, v, reach, x, outside)
     one_token = q.shape[2] == 1
@@ -157,7 +167,8 @@ def next_window(
         tokens = [F.pad(y, (0, 0, x.size, 0)) for y in new]
         seen = torch.zeros(len(new[0]), dtype=torch.long, device=new[0].device)
     else:
-        before = (state.k, state.v, *old)
+        latest_of_state = (y[:, :, x.num_sinks :] for y in (state.k, state.v))
+        before = (*latest_of_state, *old)
         tokens = [torch.cat([a.to(b.dtype), b], 2) for a, b in zip(before, new, strict=True)]
         seen = state.seen
     if x.padding_mask is None:
@@ -170,7 +181,98 @@ def next_window(
     if x.segment_ids is not None:  # the next token belongs to the last segment
         in_last = x.segment_ids == x.segment_ids[:, -1:]
         count = (in_last if x.padding_mask is None else in_last & x.padding_mask).sum(1)
+    if x.num_sinks:
+        for i, sinks in enumerate(_next_sinks(new[:2], state, seen, count, x.num_sinks)):
+            latest[i] = torch.cat([sinks, latest[i]], 2)
     return *latest, seen + count
+
+
+def _next_sinks(
+    new: Sequence[Tensor], state: WindowState | None, seen: Tensor, count: Tensor, num_sinks: int
+) -> list[Tensor]:
+    """Return keys and values of the first tokens after a call, ``[B, Hkv, G, X]`` each."""
+    place = torch.arange(num_sinks, device=seen.device)
+    index = place - seen[:, None]  # of the first tokens among the new ones
+    is_new = ((index >= 0) & (index < count[:, None]))[:, None, :, None]
+    length = new[0].shape[2]
+    made = []
+    for i, y in enumerate(new):
+        old = y.new_zeros(*y.shape[:2], num_sinks, y.shape[3])
+        if state is not None:
+            old = state[i][:, :, :num_sinks].to(y.dtype)
+        fresh = gather_tokens(y, index.clamp(0, length - 1)) if length else old
+        made.append(torch.where(is_new, fresh, old))
+    return made
+
+
+def _window_and_sinks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: WindowState | None,
+    x: Window,
+    outside: OutsideSums | None,
+) -> tuple[Tensor, Tensor]:
+    """Return softmax attention to the first tokens and the W latest keys.
+
+    The band leaves the first tokens out, so that none is counted twice.
+    """
+    length, size, offset = q.shape[2], x.num_sinks, 0
+    real = x.padding_mask
+    if state is not None:
+        k, v = (torch.cat([a.to(b.dtype), b], 2) for a, b in ((state.k, k), (state.v, v)))
+        if real is None:
+            real = torch.ones(len(q), length, dtype=torch.bool, device=q.device)
+        place = torch.arange(size + x.size, device=q.device)
+        rank = torch.where(place < size, place, state.seen[:, None] + place - (size + x.size))
+        stored = torch.where(place < size, rank < state.seen[:, None], rank >= size)
+        real, offset = torch.cat([stored, real], 1), size + x.size
+    sinks = split_sinks(AttentionMask(padding=real, num_sinks=size), k.shape[2], q.device)
+    reach = min(x.size, k.shape[2]) - 1
+    dense = x.impl == "reference" or is_empty_call(q, k) or (state is not None and length == 1)
+    if dense:
+        return _dense_softmax(q, k, v, _dense_mask(sinks, reach, length, offset), x.scale)
+    on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if x.impl == "cpp" or on_cpu:
+        options = LocalOptions(
+            Band(reach, 0, 1),
+            True,
+            x.scale,
+            sinks.others,
+            GlobalIndices(*(y.expand(len(q), -1) for y in sinks.indices)),
+            return_lse=True,
+        )
+        if x.impl == "cpp":
+            return band_attention_cpp(q, k, v, options, offset, outside)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q, k, v = (y.to(wide) for y in (F.pad(q, (0, 0, offset, 0)), k, v))
+        options = replace(options, key_mask=sinks.others.expand(len(q), -1))
+        out, lse = blockwise_local_attention(q, k, v, options)
+        return out[:, :, offset:], lse[:, :, offset:]
+    near, near_lse = band_softmax(
+        F.pad(q, (0, 0, offset, 0)),
+        k,
+        v,
+        window=(reach, 0),
+        scale=x.scale,
+        mask=AttentionMask(padding=sinks.others),
+    )
+    first_k, first_v = (gather_tokens(y, sinks.columns(len(q))) for y in (k, v))
+    seen = sinks.seen(length, causal=True, offset=offset)[:, None]
+    first, first_lse = _dense_softmax(q, first_k, first_v, seen, x.scale)
+    near, near_lse = near[:, :, offset:], near_lse[:, :, offset:]
+    lse = torch.logaddexp(near_lse, first_lse)
+    return near * (near_lse - lse).exp() + first * (first_lse - lse).exp(), lse
+
+
+def _dense_mask(sinks: SinkKeys, reach: int, queries: int, offset: int) -> Tensor:
+    """Return which keys each query attends to, ``[1 or B, 1, T, S]`` bool."""
+    positions, valid = sinks.indices
+    key = torch.arange(sinks.others.shape[1], device=positions.device)
+    distance = torch.arange(queries, device=key.device)[:, None] + offset - key
+    is_sink = (positions[:, :, None] == key).logical_and(valid[:, :, None]).any(1)
+    in_band = (distance >= 0) & (distance <= reach) & sinks.others[:, None]
+    return (in_band | (is_sink[:, None] & (distance >= 0)))[:, None]
 
 
 def is_filled(seen: Tensor, size: int) -> Tensor:

@@ -130,6 +130,11 @@ def pattern_attention(
             f"the mask is {mask.function_name or 'a function'}, and longformer_attention supports "
             "causality, padding, segments and a window; use softmax_attention or flash_attention"
         )
+    if mask.num_sinks:
+        raise UnsupportedError(
+            f"the mask has num_sinks={mask.num_sinks}, which longformer_attention does not "
+            "support; give the first tokens as global_tokens"
+        )
     if isinstance(global_tokens, Tensor):
         global_tokens = GlobalTokens(global_tokens)
     if global_tokens is not None and mask.segment_ids is not None:

@@ -125,7 +125,7 @@ class PerformerBackend(RecurrentBackend):
     @property
     def packing(self) -> bool:  # type: ignore[override]
         """Whether rows may be packed; with a floor, the stabiliser depends on the whole row."""
-        return not self.config.floor
+        return super().packing and not self.config.floor
 
     def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
         """Return every reason why these inputs are unsupported."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnzoo.backends.inputs import AttentionInputs
-from attnzoo.errors import UnsupportedError
+from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
 from attnzoo.state import ImplChoice, KVState
 from tests.helpers import build, qkv
@@ -33,6 +33,32 @@ def test_the_state_of_a_window_drops_earlier_keys(name, window):
     state = backend(q, k, v, return_state=True).state
     assert torch.equal(state.k, k[:, :, 9 - (window - 1) :])
     assert not backend.keeps_all_keys
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_state_keeps_the_first_tokens(name):
+    """Of each row, wherever its padding is; a row that fits into the state has none twice."""
+    q, k, v = qkv(batch=3)
+    real = torch.ones(3, 9, dtype=torch.bool)
+    real[1, :3], real[2, 1:7] = False, False
+    backend = build(name, window=3, num_sinks=2)
+    mask = AttentionMask(causal=True, padding=real)
+    state = backend(q, k, v, mask=mask, return_state=True).state
+    assert state.k.shape[2] == 2 + 2
+    assert state.real.tolist() == [[True] * 4, [True] * 4, [True, False, True, True]]
+    for row, kept in enumerate(([0, 1, 7, 8], [3, 4, 7, 8], [0, 7, 8])):
+        assert torch.equal(state.k[row][:, state.real[row]], k[row][:, kept])
+    assert not backend.keeps_all_keys
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_first_tokens_need_a_window(name):
+    for options, message in (
+        ({"num_sinks": 2}, "num_sinks needs a window, got num_sinks=2 with window=None"),
+        ({"num_sinks": -1, "window": 3}, "num_sinks must be at least 0 tokens, got -1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build(name, **options)
 
 
 @pytest.mark.parametrize("name", NAMES)

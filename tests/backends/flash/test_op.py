@@ -51,6 +51,7 @@ MASKS = {
     "segments": {"causal": True, "segment_ids": (torch.arange(9) >= 4).long().expand(2, -1)},
     "window": {"window": (2, 1)},
     "causal window": {"causal": True, "window": (3, 0)},
+    "first tokens": {"causal": True, "window": (2, 0), "num_sinks": 2, "padding": padding(9, 9, 4)},
     "function": {"function": lambda: torch.ones(2, 1, 9, 9).tril().bool()},
 }
 
@@ -66,6 +67,32 @@ def test_sdpa_equals_the_dense_op(heads, mask, more):
     if "sinks" in more:
         options["sinks"] = torch.randn(heads[0], generator=draw, dtype=torch.float64)
     compare(*qkv(heads=heads), AttentionMask(**MASKS[mask]), **options)
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "cpp"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_first_tokens_beside_a_band(causal, padded, impl):
+    """In blocks along the band, and in C++, also for later queries; 3 first tokens, 9 keys."""
+    given = {"padding": padding(200, 200, 130)} if padded else {}
+    mask = AttentionMask(causal=causal, window=(8, 0 if causal else 8), num_sinks=3, **given)
+    compare(*qkv(200, heads=(4, 2)), mask, impl=impl)
+    if impl == "cpp" and causal:
+        later = AttentionMask(causal=True, window=(8, 0), num_sinks=3, q_offset=40, **given)
+        q, k, v = qkv(160, 200, heads=(4, 2))
+        compare(q, k, v, later, impl="cpp")
+
+
+def test_first_tokens_are_refused_by_name():
+    q, k, v = qkv()
+    segments = MASKS["segments"]["segment_ids"]
+    for impl, more, reason in (
+        ("cpp", {"segment_ids": segments}, "first tokens of each of several segments"),
+        ("xformers", {}, "first tokens are attended to outside the window|not installed"),
+    ):
+        mask = AttentionMask(causal=True, window=(3, 0), num_sinks=2, **more)
+        with pytest.raises(UnsupportedError, match=reason):
+            flash_attention(q, k, v, mask=mask, impl=impl)
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3)], ids=str)

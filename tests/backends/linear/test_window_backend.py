@@ -24,6 +24,19 @@ WINDOWED = [
     ("gated_linear", {"gate": "hgrn2", "window": 5}),
     ("performer", {"num_features": 16, "window": 5}),
 ]
+FIRST = [  # a linear state, and decays; with first tokens
+    pytest.param("linear", {"window": 4, "num_sinks": 2}),
+    pytest.param(
+        "gated_linear",
+        {"gate": "mamba2", "window": 5, "num_sinks": 2},
+        marks=pytest.mark.exhaustive,
+    ),
+    pytest.param(
+        "performer",
+        {"num_features": 16, "window": 5, "num_sinks": 2},
+        marks=pytest.mark.exhaustive,
+    ),
+]
 ALIKE = [(name, options) for name, options in WINDOWED if options["window"] == 5]
 RELATIVE = [(name, options) for name, options in ALIKE if name != "performer"]
 
@@ -51,7 +64,7 @@ def inputs(length, dtype=torch.float64):
 MORE = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in WINDOWED[2:]]
 
 
-@pytest.mark.parametrize(("name", "options"), [*WINDOWED[:2], *MORE], ids=str)
+@pytest.mark.parametrize(("name", "options"), [*WINDOWED[:2], *MORE, *FIRST], ids=str)
 def test_it_conforms(name, options):
     cls = get_backend(name)
     report = check_backend(cls, config=cls.config_class.from_options(name, options))
@@ -160,6 +173,22 @@ def test_invalid_windows_are_refused():
         UnsupportedError, match=r"the layer is cross-attention, in which queries and keys"
     ):
         build("linear", {"window": 4}, causal=False, cross_attention=True)
+
+
+def test_first_tokens_are_refused_by_name():
+    for name in ("linear", "gated_linear", "delta"):
+        with pytest.raises(ConfigError, match="num_sinks needs a window, got num_sinks=2"):
+            build(name, {"num_sinks": 2})
+    options = {"window": 4, "num_sinks": 2}
+    with pytest.raises(UnsupportedError, match="the layer is bidirectional, where num_sinks=2"):
+        build("linear", options, causal=False)
+    q, k, v, more = inputs(8)
+    with pytest.raises(UnsupportedError, match="the mask is bidirectional, where num_sinks=2"):
+        build("linear", options)(q, k, v, mask=AttentionMask(), **more)
+    with pytest.raises(UnsupportedError, match="num_sinks=2 is set"):
+        build("linear", {**options, "impl": "triton"})(q, k, v, **more)
+    for name in ("linear", "flash"):
+        assert "num_sinks=2 is unsupported" in "".join(build(name, options).shard_reasons())
 
 
 def test_a_state_without_a_causal_mask_is_refused():

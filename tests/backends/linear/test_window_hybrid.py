@@ -40,7 +40,7 @@ def make(length, decay=None, padded=False, *, relative=True, mean=False, dtype=t
     return q, k, v, LinearBranch(*features, weight, log_decay, relative, mean), real
 
 
-def dense(q, k, v, far, window, *, causal=True, real=None):
+def dense(q, k, v, far, window, *, causal=True, real=None, num_sinks=0):
     """Compute every weight. Distances count real tokens."""
     length = q.shape[2]
     real = torch.ones(B, length, dtype=torch.bool) if real is None else real
@@ -49,6 +49,7 @@ def dense(q, k, v, far, window, *, causal=True, real=None):
     distance = rank[:, :, None] - rank[:, None, :]
     seen = real[:, None, :] & ((distance >= 0) | (not causal))
     reach = distance < window if causal else distance.abs() <= window
+    reach = reach | (rank < num_sinks)[:, None, :]
     near, beyond = (seen & reach)[:, None], (seen & ~reach)[:, None]
     weights = (SCALE * q @ k.mT).exp() * near
     f = far.log_weight + (weights.sum(-1, keepdim=True).log() if far.relative else 0)
@@ -99,6 +100,68 @@ def test_causal_equals_formula(window, decay, padded, impl):
         for options in ({}, {"mean": True}, {"relative": False}):
             x = make(length, decay, padded, **options)
             assert_close(run(x, window, impl=impl).out, dense(*x[:4], window, real=x[4]))
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch", "cpp", "compiled"])
+@pytest.mark.parametrize("decay", DECAYS, ids=str)
+def test_first_tokens_belong_to_every_window(decay, impl, monkeypatch):
+    """In one call, and in pieces whose cuts lie before, among and after the first tokens."""
+    if impl == "compiled":
+        monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    options = {"impl": "torch" if impl == "compiled" else impl, "num_sinks": 3}
+    for window, length, padded, kind in (
+        (4, 20, True, {"mean": True}),
+        (1, 17, False, {"relative": False}),
+        (16, 18, True, {"relative": False}),
+        (4, 2, False, {"mean": True}),
+    ):
+        x = make(length, decay, padded, **kind)
+        exact = dense(*x[:4], window, real=x[4], num_sinks=3)
+        assert_close(run(x, window, **options).out, exact)
+        for cuts in ((0, 1, 2, 3, length), (0, 2, length), (0, 5, 6, 11, length)):
+            state, outs = None, []
+            for start, stop in pairwise(sorted({min(cut, length) for cut in cuts})):
+                piece = tokens(x, slice(start, stop))
+                done = run(piece, window, state=state, return_state=True, **options)
+                state = done.state
+                outs.append(done.out)
+            assert_close(torch.cat(outs, 2), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_one_token_after_first_tokens_in_cpp(dtype):
+    """The C++ step against the same step in torch, from the first token on."""
+    for decay, kind in ((None, {"mean": True}), ("channel", {}), ("token", {"relative": False})):
+        x = make(24, decay, dtype=dtype, **kind)
+        states = [None, None]
+        for t in range(24):
+            one = tokens(x, slice(t, t + 1))
+            done = [
+                run(one, 5, impl=impl, num_sinks=4, state=state, return_state=True)
+                for impl, state in zip(("cpp", "torch"), states, strict=True)
+            ]
+            states = [one.state for one in done]
+            if t:
+                assert done[0].impl.reason == "one token, compiled for this CPU"
+            tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+            pairs = [(done[0].out, done[1].out), *zip(*states, strict=True)]
+            for ours, theirs in pairs:
+                torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("impl", ["torch", "cpp", "compiled"])
+def test_gradients_with_first_tokens(impl, monkeypatch):
+    if impl == "compiled":
+        monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    q, k, v, far, _ = make(9, relative=False)
+    leaves = [x[:1].detach().requires_grad_() for x in (q, k, v, far.q, far.k)]
+
+    def call(q, k, v, far_q, far_k):
+        branch = far._replace(q=far_q, k=far_k)
+        name = "torch" if impl == "compiled" else impl
+        return hybrid_attention(q, k, v, branch, window=3, scale=SCALE, impl=name, num_sinks=2).out
+
+    assert gradcheck(call, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from attnzoo.backends.flash.impl.call import FlashCall
 from attnzoo.backends.local.band_cpp import band_attention_cpp, band_cpp_reasons
 from attnzoo.backends.local.blockwise_cpu import LocalOptions
 from attnzoo.backends.local.pattern import Band
+from attnzoo.backends.local.sinks import split_sinks
 from attnzoo.backends.validation import empty_output, is_empty_call
 
 FEW_QUERIES = 8  # the kernel computes 32 queries at a time
@@ -42,6 +45,8 @@ def cpp_reasons(x: FlashCall) -> list[str]:
         )
     elif mask.segment_ids is not None and mask.q_offset != keys - queries:
         reasons.append("segments are given, and the queries are not the last of the keys")
+    if mask.num_sinks and mask.segment_ids is not None:
+        reasons.append("the first tokens of each of several segments are attended to")
     return reasons
 
 
@@ -55,4 +60,7 @@ def run_cpp(x: FlashCall) -> Tensor:
     before, after = (min(side, x.k.shape[2]) for side in mask.window)
     band = Band(before, 0 if mask.causal else after, 1)
     options = LocalOptions(band, mask.causal, x.scale, mask.padding, segment_ids=mask.segment_ids)
+    if mask.num_sinks:
+        sinks = split_sinks(mask, x.k.shape[2], x.k.device)
+        options = replace(options, key_mask=sinks.others, global_indices=sinks.indices)
     return band_attention_cpp(x.q, x.k, x.v, options, mask.q_offset)[0].to(x.v.dtype)

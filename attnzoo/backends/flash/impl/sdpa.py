@@ -17,7 +17,9 @@ from torch.nn.attention import SDPBackend
 from attnzoo.backends.flash.impl.call import FlashCall
 from attnzoo.backends.flash.impl.varlen import varlen_attention, varlen_reasons
 from attnzoo.backends.local.band import MIN_BLOCK, band_blocks, band_mask, unblock
+from attnzoo.backends.local.pattern import gather_tokens
 from attnzoo.backends.local.sdpa import KERNELS, fastest_kernel_first, grouped_sdpa, sdpa
+from attnzoo.backends.local.sinks import split_sinks
 from attnzoo.masks import Window
 
 BLOCK = 1024  # C where many queries follow earlier keys
@@ -109,6 +111,8 @@ def _has_narrow_band(x: FlashCall) -> bool:
     mask, length = x.mask, x.q.shape[2]
     if mask.window is None or mask.function is not None or length != x.k.shape[2]:
         return False
+    if mask.num_sinks and mask.segment_ids is not None:
+        return False
     no_offset = isinstance(mask.q_offset, int) and mask.q_offset == 0
     width = mask.window[0] + (0 if mask.causal else mask.window[1])
     long_enough = length > 2 * max(width, MIN_BLOCK)
@@ -122,7 +126,20 @@ def _band_sdpa(x: FlashCall) -> Tensor:
     batch, length = x.q.shape[0], x.q.shape[2]
     block = max(sum(window), MIN_BLOCK)
     q, k, v = band_blocks(x.q, x.k, x.v, block=block, window=window)
-    mask = band_mask(length, block=block, window=window, mask=x.mask, device=x.q.device)
+    sinks = split_sinks(x.mask, length, x.q.device) if x.mask.num_sinks else None
+    in_band = x.mask if sinks is None else replace(x.mask, padding=sinks.others)
+    mask = band_mask(length, block=block, window=window, mask=in_band, device=x.q.device)
     mask = mask.repeat(q.shape[0] // mask.shape[0], 1, 1, 1)
+    if sinks is not None:
+        blocks = q.shape[0] // batch
+        k, v = (
+            torch.cat(
+                [gather_tokens(all_keys, sinks.columns(batch)).repeat_interleave(blocks, 0), y], 2
+            )
+            for all_keys, y in ((x.k, k), (x.v, v))
+        )
+        seen = sinks.seen(blocks * block, causal=x.mask.causal)  # [1 or B, N * C, G]
+        seen = seen.expand(batch, -1, -1).reshape(q.shape[0], 1, block, -1)
+        mask = torch.cat([seen, mask], 3)
     out = sdpa(q, k, v, scale=x.scale, mask=mask, dropout=x.dropout)  # [B * N, H, C, E]
     return unblock(out, batch, length)

@@ -33,6 +33,8 @@ def xformers_reasons(x: FlashCall) -> list[str]:
     reasons = []
     if x.mask.padding is not None or x.mask.segment_ids is not None or x.mask.function is not None:
         reasons.append("the mask is more than causal and sliding-window")
+    if x.mask.num_sinks:
+        reasons.append("the first tokens are attended to outside the window too")
     if x.bias is not None or x.sinks is not None:
         reasons.append("a bias or sinks are given")
     if x.mask.causal and x.mask.q_offset != x.k.shape[2] - x.q.shape[2]:

@@ -3,14 +3,15 @@
 // The oldest key of the window enters the sums over earlier keys, and the new key the window:
 //     S = decay S + f_0 (v_0, 1)^T,   o = (ww near + lw far) / (ww + lw total),   (far, total) = f_q S
 // near is the softmax over the window and total the weight of all earlier keys; ww and lw are their
-// factors, divided by the larger of the two sums so that nothing overflows.
+// factors, divided by the larger of the two sums so that nothing overflows. The first N tokens of a
+// row stand before the window in the state, belong to every softmax and enter no sum.
 //
 // work     one key head and its queries; sizes need not be multiples of anything
 // reads    the tokens with any strides but 1 in the last dimension; the state is contiguous
 // oracle   hybrid_attention(impl="reference"), float64 included
 //
 // Letters: B batch, H key heads, G query heads per key head, W window, D key size, E value size,
-// F features.
+// F features, N first tokens.
 
 #include <algorithm>
 #include <cmath>
@@ -38,7 +39,7 @@ struct Bfloat16 {
 // Key is the type of keys, Real of everything else.
 template <class Real, class Key>
 struct Step {
-    int64_t threads, batch, heads, groups, window, key_size, value_size, features;
+    int64_t threads, batch, heads, groups, sinks, window, key_size, value_size, features;
     int64_t decays;                           // 0, 1 or F
     int64_t counted;                          // whether the weight is divided by the number of keys
     int64_t relative;                         // whether it is a factor of the window's sum
@@ -48,8 +49,8 @@ struct Step {
     const Real* q;
     const Key* k;
     const Real *v, *fq, *fk, *log_decay, *log_weight;
-    const Key* keys;                           // of a head: [W, D]
-    const Real *values, *far, *kv, *z;         // of a head: [W, E], [W, F], [F, E + 1], [F]
+    const Key* keys;                           // of a head: [N + W, D]
+    const Real *values, *far, *kv, *z;         // of a head: [N + W, E], [W, F], [F, E + 1], [F]
     const int64_t* seen;                       // [B]: tokens before this one
     Real* out;
     Key* next_keys;
@@ -62,25 +63,29 @@ class HybridStep : Math<Real> {
     using Math<Real>::LANES, Math<Real>::load;
 
     const Step<Real, Key>& t;
-    std::vector<Real> weights_, sums_, near_, key_;  // [W], [E + 1], [E], [D]
+    std::vector<Real> weights_, sums_, near_, key_;  // [N + W], [E + 1], [E], [D]
 
   public:
     explicit HybridStep(const Step<Real, Key>& task)
-        : t(task), weights_(t.window), sums_(t.value_size + 1), near_(t.value_size),
+        : t(task), weights_(t.sinks + t.window), sums_(t.value_size + 1), near_(t.value_size),
           key_(t.key_size) {}
 
     void run(int64_t row, int64_t head) {
         const int64_t i = row * t.heads + head;
-        update_sums(i, row, head);
-        shift(t.keys, token(t.k, t.k_steps, row, head), t.key_size, i, t.next_keys);
-        shift(t.values, token(t.v, t.v_steps, row, head), t.value_size, i, t.next_values);
-        shift(t.far, token(t.fk, t.fk_steps, row, head), t.features, i, t.next_far);
-        const int64_t seen = t.seen[row], first = std::max<int64_t>(0, t.window - 1 - seen);
+        update_sums(i, row, head, t.seen[row] - t.window < t.sinks);
+        const int64_t seen = t.seen[row];
+        append(t.keys, token(t.k, t.k_steps, row, head), t.key_size, t.sinks, seen, i, t.next_keys);
+        append(t.values, token(t.v, t.v_steps, row, head), t.value_size, t.sinks, seen, i,
+               t.next_values);
+        append(t.far, token(t.fk, t.fk_steps, row, head), t.features, 0, seen, i, t.next_far);
+        const int64_t before = seen + 1 - t.window;  // tokens before the window
+        const int64_t first = t.sinks + std::max<int64_t>(0, -before);
+        const int64_t outside = std::clamp<int64_t>(before, 0, t.sinks);
         for (int64_t g = 0; g < t.groups; ++g) {
             const int64_t query = head * t.groups + g;
-            const Real lse = attend(token(t.q, t.q_steps, row, query), i, first);
+            const Real lse = attend(token(t.q, t.q_steps, row, query), i, outside, first);
             read_sums(token(t.fq, t.fq_steps, row, query), i);
-            combine(lse, *token(t.log_weight, t.weight_steps, row, query), seen + 1 - t.window,
+            combine(lse, *token(t.log_weight, t.weight_steps, row, query), before - t.sinks,
                     t.out + (i * t.groups + g) * t.value_size);
         }
     }
@@ -91,31 +96,36 @@ class HybridStep : Math<Real> {
         return x + row * steps[0] + head * steps[1];
     }
 
-    // Add the oldest key of the window to the sums over earlier keys.
-    void update_sums(int64_t i, int64_t row, int64_t head) {
+    // Add the oldest key of the window to the sums over earlier keys, unless it is a first token.
+    void update_sums(int64_t i, int64_t row, int64_t head, bool is_first) {
         const int64_t columns = t.value_size + 1, size = t.features * columns;
         const Real* far = t.far + i * t.window * t.features;
-        const Real* value = t.values + i * t.window * t.value_size;
+        const Real* value = t.values + (i * (t.sinks + t.window) + t.sinks) * t.value_size;
         const Real* log_decay = t.decays ? token(t.log_decay, t.decay_steps, row, head) : nullptr;
         Real decay = t.decays ? std::exp(log_decay[0]) : Real(1);
         for (int64_t f = 0; f < t.features; ++f) {
             if (t.decays > 1) decay = std::exp(log_decay[f]);
+            const Real weight = is_first ? 0 : far[f];
             const Real* before = t.kv + i * size + f * columns;
             Real* after = t.next_kv + i * size + f * columns;
             for (int64_t e = 0; e < t.value_size; ++e)
-                after[e] = decay * before[e] + far[f] * value[e];
-            after[t.value_size] = decay * before[t.value_size] + far[f];
+                after[e] = decay * before[e] + weight * value[e];
+            after[t.value_size] = decay * before[t.value_size] + weight;
             const int64_t at = i * t.features + f;
-            t.next_z[at] = decay * t.z[at] + far[f];
+            t.next_z[at] = decay * t.z[at] + weight;
         }
     }
 
-    // Remove the oldest row of the window and append the new one.
+    // Remove the oldest row of the window and append the new one, also to the first tokens.
     template <class X>
-    void shift(const X* state, const X* row, int64_t size, int64_t i, X* next) const {
+    void append(const X* state, const X* row, int64_t size, int64_t sinks, int64_t seen, int64_t i,
+                X* next) const {
         const int64_t kept = (t.window - 1) * size;
-        next += i * t.window * size;
-        std::copy_n(state + i * t.window * size + size, kept, next);
+        state += i * (sinks + t.window) * size, next += i * (sinks + t.window) * size;
+        std::copy_n(state, sinks * size, next);
+        if (seen < sinks) std::copy_n(row, size, next + seen * size);
+        state += sinks * size, next += sinks * size;
+        std::copy_n(state + size, kept, next);
         std::copy_n(row, size, next + kept);
     }
 
@@ -129,20 +139,24 @@ class HybridStep : Math<Real> {
         return sum;
     }
 
-    // Write the softmax over the window to near_; return its log-sum-exp.
-    Real attend(const Real* q, int64_t i, int64_t first) {
-        const Key* keys = t.next_keys + i * t.window * t.key_size;
-        const Real* values = t.next_values + i * t.window * t.value_size;
+    // Write the softmax over the rows before `outside` and from `first` on to near_; return its
+    // log-sum-exp.
+    Real attend(const Real* q, int64_t i, int64_t outside, int64_t first) {
+        const int64_t stored = t.sinks + t.window;
+        const Key* keys = t.next_keys + i * stored * t.key_size;
+        const Real* values = t.next_values + i * stored * t.value_size;
         Real maximum = -INFINITY, sum = 0;
-        for (int64_t j = first; j < t.window; ++j) {
+        const auto next = [=](int64_t j) { return j + 1 == outside ? first : j + 1; };
+        const int64_t begin = outside ? 0 : first;
+        for (int64_t j = begin; j < stored; j = next(j)) {
             std::copy_n(keys + j * t.key_size, t.key_size, key_.data());  // converts
             weights_[j] = Real(t.scale) * dot(q, key_.data());
             maximum = std::max(maximum, weights_[j]);
         }
-        for (int64_t j = first; j < t.window; ++j)
+        for (int64_t j = begin; j < stored; j = next(j))
             sum += weights_[j] = std::exp(weights_[j] - maximum);
         std::fill(near_.begin(), near_.end(), Real(0));
-        for (int64_t j = first; j < t.window; ++j) {
+        for (int64_t j = begin; j < stored; j = next(j)) {
             const Real weight = weights_[j] / sum;
             for (int64_t e = 0; e < t.value_size; ++e)
                 near_[e] += weight * values[j * t.value_size + e];
@@ -177,7 +191,7 @@ class HybridStep : Math<Real> {
 template <class Real, class Key>
 static void step(const Step<Real, Key>& t) {
     const int64_t count = t.batch * t.heads;
-    const int64_t size = t.features * t.value_size + t.window * (t.key_size + t.value_size);
+    const int64_t size = t.features * t.value_size + (t.sinks + t.window) * (t.key_size + t.value_size);
     const int64_t pieces = count * size < 1 << 18 ? 1 : std::min(t.threads, count);
     in_threads(pieces, pieces, [&](int64_t piece) {
         const FlushDenormals flush;
