@@ -165,7 +165,7 @@ def headline(curves: Sequence[Curve], rows: Sequence[Row], missing: str = "") ->
 def _unknown(attention: str, rows: Sequence[Row], missing: str) -> str:
     """Return why the quality of an attention is unknown."""
     if reason := unable(rows):
-        return f"its quality is not judged: {reason}"
+        return f"its quality was not measured: {reason}"
     for row in rows:
         if row["kind"] == "quality" and row["attention"] == attention and row["status"] != OK:
             reason = ": ".join(filter(None, [row["status"], row.get("reason")]))

@@ -67,7 +67,7 @@ def map_token_blocks(function: Callable[[Tensor], Tensor], x: Tensor, *weights: 
     """Return ``function(x)``, computed in blocks of tokens on a CPU if none needs a gradient.
 
     The temporaries of a block fit into the cache, and their memory is reused; those of all tokens
-    are allocated from the system anew, which takes most of the time of a feature map at 16k tokens.
+    are new pages of the system, which take most of the time of a feature map at 16k tokens.
 
     Args:
         function: Maps ``[B, H, N, D]`` to ``[B, H, N, F]``, each token by itself.

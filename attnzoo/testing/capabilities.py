@@ -65,16 +65,16 @@ def statements(trial: Trial) -> str | None:
     """Declared capabilities change the output."""
     backend, length = trial.backend, trial.chunk + 9
     x = trial.sequence(2, length)
-    plain, told = trial.run(x).out, False
+    plain, declares_some = trial.run(x).out, False
     heads, last = trial.geometry.num_heads, length - 1
     if backend.windowed:
-        told = True
+        declares_some = True
         window = (3, 0 if trial.geometry.causal else 3)
         place = torch.arange(length, device=trial.device)[None]
         far = (place < last - 3) & (place >= _num_sinks(trial))
         _ignores(trial, "outside the sliding window", x, far, window=window)
     if backend.arbitrary_mask:
-        told = True
+        declares_some = True
         seen = trial.mask().dense(length, length, trial.device)
         hidden = (torch.arange(length, device=trial.device) % 3 == 1)[None]
         whole = ~hidden[:, None, None] if seen is None else seen & ~hidden[:, None, None]
@@ -87,10 +87,14 @@ def statements(trial: Trial) -> str | None:
         (backend.sinks, "attention sinks", {"sinks": sinks}),
     ):
         if can and not backend.exact:  # see exactness
-            told = True
+            declares_some = True
             if torch.equal(trial.run(x, **options).out, plain):
                 trial.fail(f"{what} has no effect, though the backend states that it can honour it")
-    return None if told else "it states nothing beyond padding, packing and its state"
+    return (
+        None
+        if declares_some
+        else "the backend declares no capability beyond padding, packing and its state"
+    )
 
 
 def _ignores(trial: Trial, what: str, x: Sequence, where: Tensor, **mask: Any) -> None:

@@ -141,6 +141,6 @@ def state_size(trial: Trial) -> str | None:
         return None
     sizes = {length: count(length) for length in (enough, enough + 1, longest)}
     if len(set(sizes.values())) > 1:
-        told = ", ".join(f"{size} after {length} tokens" for length, size in sizes.items())
-        trial.fail(f"the state grows although keeps_all_keys is false: numbers in it are {told}")
+        counts = ", ".join(f"{size} after {length} tokens" for length, size in sizes.items())
+        trial.fail(f"the state grows although keeps_all_keys is false: its numbers are {counts}")
     return None

@@ -61,7 +61,7 @@ def test_exact_attention_differs_from_itself_by_rounding(found):
 
 
 def test_both_maps_are_of_the_same_queries_and_keys(found):
-    """A window's map is the exact one, cut off and normalised anew: only so if its inputs are."""
+    """A window's map is the exact one, masked and normalised again."""
     near = torch.ones(96, 96, dtype=torch.bool).tril().triu(-15)
     for maps in found["longformer"]:
         cut = maps.exact * near

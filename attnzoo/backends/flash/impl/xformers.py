@@ -27,7 +27,7 @@ def auto_reasons(x: FlashCall) -> list[str]:
 
 
 def xformers_reasons(x: FlashCall) -> list[str]:
-    """Return why xformers does not support this call; what it knows, it is asked."""
+    """Return why xformers does not support this call, in its own words where it gives reasons."""
     if not xformers_installed():
         return ["the package is not installed (pip install attnzoo[xformers])"]
     reasons = []
