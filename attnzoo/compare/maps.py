@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import attnzoo
+from attnzoo.backends.block_sparse.backend import BlockSparseConfig
+from attnzoo.compare.selected_blocks import SelectedBlocks, selected_blocks
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.corpus import read_bytes, standard_library_files
 from attnzoo.evaluation.data import load_tokenizer, read_text, tokenize
@@ -47,6 +49,7 @@ class AttentionMaps:
         attention: Name of the backend.
         layer: Index of the layer.
         head: Index of the head.
+        blocks: The selected key blocks; ``None`` unless the backend is ``block_sparse``.
     """
 
     exact: Tensor
@@ -55,6 +58,7 @@ class AttentionMaps:
     attention: str
     layer: int
     head: int
+    blocks: SelectedBlocks | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return the statistics of the maps as plain data."""
@@ -71,6 +75,7 @@ class AttentionMaps:
             "mass_up_to": distance_edges(len(self.exact)),
             "mass_exact": [round(float(x), 4) for x in mass_by_distance(self.exact)],
             "mass_approximate": [round(float(x), 4) for x in mass_by_distance(self.approximate)],
+            **({} if self.blocks is None else self.blocks.facts()),
         }
 
 
@@ -137,6 +142,7 @@ def make_maps(
     exact = _weights(loaded, AttentionSpec("softmax"), ids, indices.index(layer))
     one_layer = AttentionSpec("softmax", layers={str(layer): spec.default})
     approximate = _weights(loaded, one_layer, ids, indices.index(layer))
+    causal = layers[indices.index(layer)].geometry.causal
     order = [head, *(other for other in range(heads) if other != head)]
     return [
         AttentionMaps(
@@ -146,9 +152,20 @@ def make_maps(
             attention=spec_label(spec),
             layer=layer,
             head=index,
+            blocks=_blocks(exact[index], approximate[index], spec, causal=causal),
         )
         for index in order
     ]
+
+
+def _blocks(
+    exact: Tensor, approximate: Tensor, spec: AttentionSpec, *, causal: bool
+) -> SelectedBlocks | None:
+    """Return the key blocks that a head selected, if the backend selects blocks."""
+    config = spec.default.config
+    if not isinstance(config, BlockSparseConfig):
+        return None
+    return selected_blocks(exact, approximate, config, causal=causal)
 
 
 def _read(path: Path, text: Path | None, model: str, tokens: int) -> tuple[Tensor, list[str]]:
@@ -196,7 +213,7 @@ def summary(maps: AttentionMaps) -> str:
         f"key the largest weight for {facts['same_favourite']:.0%} of the queries. Entropy "
         f"{facts['entropy_exact']:.1f} bits (softmax) and {facts['entropy_approximate']:.1f}; "
         f"weight on keys more than 31 tokens away {exact_far:.0%} (softmax) and "
-        f"{approximate_far:.0%}."
+        f"{approximate_far:.0%}." + ("" if maps.blocks is None else f" {maps.blocks.summary()}")
     )
 
 
@@ -275,6 +292,7 @@ def plots(maps: AttentionMaps) -> list[Plot]:
                 value=Axis(label="fraction of the weight", percent=True),
             ),
         ),
+        *([] if maps.blocks is None else maps.blocks.plots()),
     ]
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import attnzoo
+from attnzoo.backends.block_sparse.backend import BlockSparseConfig
 from attnzoo.compare.maps import (
     AttentionMaps,
     difference,
@@ -14,6 +15,7 @@ from attnzoo.compare.maps import (
     summary,
     write_maps,
 )
+from attnzoo.compare.selected_blocks import FIRST, NOT_ATTENDED, SELECTED, WINDOW, selected_blocks
 from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.spec import AttentionSpec
 
@@ -124,3 +126,37 @@ def test_negative_weights_count_by_size():
     facts = maps.facts()
     assert all(share >= 0 for share in facts["mass_approximate"])
     assert sum(facts["mass_approximate"]) == pytest.approx(1, abs=1e-3)
+
+
+def test_the_selected_blocks_of_a_head():
+    """The picture shows what the op selected; the shares add up softmax's own weights."""
+    options = {"window": 8, "num_sinks": 2, "top_k": 3, "block_size": 4}
+    spec = AttentionSpec("block_sparse", **options)
+    found = make_maps("embedded", spec, text=None, layer=2, head=1, tokens=64)
+    for maps in found:
+        blocks, t = maps.blocks, 63
+        assert blocks.kinds.shape == (64, 16)
+        assert blocks.kinds[t].eq(SELECTED).sum() == 3
+        assert blocks.kinds[t, 14:].eq(WINDOW).all()
+        assert blocks.kinds[t, 0] in (FIRST, SELECTED)
+        assert blocks.kinds[0].tolist() == [WINDOW] + [NOT_ATTENDED] * 15
+        attended = (maps.exact * (maps.approximate > 0)).sum(1)
+        torch.testing.assert_close(blocks.covered, attended, rtol=0, atol=1e-5)
+        assert (blocks.best >= blocks.covered - 1e-6).all()
+    assert [plot.name for plot in found[0].blocks.plots()] == ["blocks", "covered"]
+    facts = found[0].facts()
+    assert 0 < facts["weight_attended"] <= facts["weight_of_best_blocks"] <= 1
+    assert "selects 2." in summary(found[0])
+
+
+def test_the_best_selection_is_counted_by_hand():
+    """Window of 1 in blocks of 2, one selected block; the last of 6 queries selected block 0."""
+    config = BlockSparseConfig(window=1, num_sinks=0, top_k=1, block_size=2)
+    exact = torch.eye(6)
+    exact[5] = torch.tensor([0.1, 0.1, 0.2, 0.3, 0.2, 0.1])
+    approximate = torch.eye(6)
+    approximate[5] = torch.tensor([0.2, 0.2, 0.0, 0.0, 0.4, 0.2])
+    blocks = selected_blocks(exact, approximate, config, causal=True)
+    assert blocks.kinds[5].tolist() == [SELECTED, NOT_ATTENDED, WINDOW]
+    assert float(blocks.covered[5]) == pytest.approx(0.5)
+    assert float(blocks.best[5]) == pytest.approx(0.8)
