@@ -49,6 +49,10 @@ TransferFrom = Annotated[
     str | None,
     typer.Option(help="folder of an earlier run, whose transferred layers are reused"),
 ]
+CalibrationRows = Annotated[
+    int,
+    typer.Option(help="training rows whose attention the gates of delta start from; 0: none"),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="measure and print, but write nothing")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an existing --out")]
 OPTION_OF = {"row_length": "length", "batch_size": "batch"}  # where a field has another name
@@ -139,6 +143,7 @@ def recover(
     transfer_lr: TransferLR = None,
     transfer_from: TransferFrom = None,
     layers_at_once: LayersAtOnce = None,
+    calibration_rows: CalibrationRows = 0,
     distil_steps: Annotated[int, typer.Option(help="steps of distillation from softmax")] = 100,
     top_k: TopK = None,
     distil_length: Annotated[
@@ -167,6 +172,7 @@ def recover(
         "transfer_lr": transfer_lr,
         "transfer_from": transfer_from,
         "layers_at_once": layers_at_once,
+        "calibration_rows": calibration_rows,
         "distil_steps": distil_steps,
         "distil_length": distil_length,
         "top_k": top_k,

@@ -47,6 +47,7 @@ def write_pages(
     if not charts.can_draw():
         return
     decoding, generation = decoding_table(results), generation_table(results)
+    calibration = calibration_table(results)
     summary = f"{_summary(results, command)} The swap: {json.dumps(results['spec'])}"
     body = [
         page.heading(results["verdict"], 1),
@@ -57,6 +58,7 @@ def write_pages(
         generation.html() if generation else "",
         page.heading("Decoding") if decoding else "",
         decoding.html() if decoding else "",
+        calibration.html() if calibration else "",
         page.plots_html([_loss_curves(losses)]),
     ]
     page.write_page(out / "report.html", title=f"attnzoo {command}", body=body)
@@ -164,6 +166,21 @@ def decoding_table(results: Mapping[str, Any]) -> Table | None:
     return Table(columns=DECODING_COLUMNS, rows=rows)
 
 
+def calibration_table(results: Mapping[str, Any]) -> Table | None:
+    """Return a table of the attention from which gates started, by layer, if they did."""
+    if not results.get("calibration"):
+        return None
+    rows = [
+        [x["layer"], f"{x['beyond']:.0%}", number(x["age"], 0), number(x["decay"], 4)]
+        for x in results["calibration"]
+    ]
+    return Table(
+        columns=("layer", "beyond the window", "tokens away", "initial decay"),
+        rows=rows,
+        title="softmax's attention, from which the gates started",
+    )
+
+
 def _summary(results: Mapping[str, Any], command: str) -> str:
     metrics = (
         "Bits per byte on held-out text (loss) and on the second copy of a repeated segment "
@@ -213,6 +230,7 @@ def card(results: Mapping[str, Any], command: str) -> str:
     kind = "feature-extraction" if is_encoder(results) else "text-generation"
     kind = "fill-mask" if is_masked(results) else kind
     decoding, generation = decoding_table(results), generation_table(results)
+    calibration = calibration_table(results)
     parts = [
         f"---\nlibrary_name: transformers\npipeline_tag: {kind}\ntags: [attnzoo]\n---\n",
         "# A model with swapped attention\n",
@@ -222,6 +240,7 @@ def card(results: Mapping[str, Any], command: str) -> str:
         results_table(results).markdown(),
         f"{GENERATION_TEXT}\n\n{generation.markdown()}" if generation else "",
         decoding.markdown() if decoding else "",
+        calibration.markdown() if calibration else "",
         f"The swap:\n\n```json\n{json.dumps(results['spec'], indent=2)}\n```\n",
         f"All settings of the run:\n\n```json\n{json.dumps(results['config'], indent=2)}\n```\n"
         if "config" in results

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from attnzoo.errors import ConfigError
 from attnzoo.spec import AttentionSpec
+from attnzoo.training.calibrate import calibrate, calibrated_layers
 from attnzoo.training.distil import (
     distil_loss,
     hidden_loss,
@@ -38,6 +39,8 @@ class RecoverConfig(TrainConfig):
     distil_steps: int = 100
     transfer_lr: float | None = None  # None: 2e-2 for target "output", 5e-2 for "attention"
     transfer_from: str | None = None  # folder of an earlier run, whose layers are reused
+    # training rows whose attention weights the gates of delta start from; 0: none
+    calibration_rows: int = 0
     transfer_target: Target = "output"  # a layer's output, or its "attention" weights
     layers_at_once: int | None = None  # layers per block of transfer; None: all
     cross_entropy: float = 0.0  # weight of cross-entropy in the distillation loss
@@ -47,7 +50,7 @@ class RecoverConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("transfer_steps", "distil_steps"):
+        for name in ("transfer_steps", "distil_steps", "calibration_rows"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("layers_at_once", "top_k"):
@@ -140,10 +143,13 @@ def _recover(run: Run, config: RecoverConfig) -> dict[str, Any]:
         run.tune_softmax(
             config.distil_steps, lambda model: _distil_loss(model, run, config), rows=rows
         )
+    calibration = _calibrate(run, config)
     model = _distil(_transfer(run.model, run, config), run, config)
     # without cross-entropy, softmax is its own teacher: distillation does not change it
     run.baselines.results.setdefault("softmax tuned", run.baselines.results["softmax"])
     results = collect_results(run, model, run.evaluate_result(model))
+    if calibration:
+        results["calibration"] = calibration
     run.save(model, results)
     return results
 
@@ -155,6 +161,22 @@ def _require_hidden_state_loss(config: RecoverConfig) -> None:
                 f"{name} applies to predicted tokens, but an encoder is distilled to its hidden "
                 "states; leave it out"
             )
+
+
+def _calibrate(run: Run, config: RecoverConfig) -> list[dict[str, Any]]:
+    """Start the gates of the run's model from softmax's attention; return what was measured."""
+    if not config.calibration_rows or not calibrated_layers(run.model):
+        return []
+    rows, count = run.loop.rows, config.calibration_rows
+    layers = calibrate(run.model, rows.tokens[:count], rows.positions[:count])
+    if not layers:
+        run.log("gates are not calibrated: no row is longer than the window")
+    for x in layers:
+        run.log(
+            f"{x['layer']}: {x['beyond']:.0%} of the attention is beyond the window, "
+            f"{x['age']:.0f} tokens away; its gates start from that"
+        )
+    return layers
 
 
 def _transfer(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrainedModel:

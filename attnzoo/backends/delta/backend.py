@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attnzoo.backends.base import Presets, register
 from attnzoo.backends.config import BackendConfig, Geometry
+from attnzoo.backends.delta.calibration import GateCalibration
 from attnzoo.backends.delta.convolution import ShortConvolution
 from attnzoo.backends.delta.gates import GATES, OutputGate, ScalarGate, VectorGate
 from attnzoo.backends.delta.op import IMPLEMENTATIONS, delta_attention
@@ -140,6 +141,28 @@ class DeltaBackend(RecurrentBackend):
             nn.init.constant_(self.far_log_weight, math.log(self.config.far_weight))
             nn.init.zeros_(self.mix_weight)
             nn.init.zeros_(self.mix_lse)
+
+    def new_calibration(self) -> GateCalibration:
+        """Return statistics of softmax's attention, to be filled for :meth:`calibrate`."""
+        groups = self.geometry.num_heads // self.geometry.num_key_heads
+        hidden_size = self.geometry.hidden_size or 1
+        window = self.config.window or 1
+        return GateCalibration(window, groups, hidden_size, self.config.num_sinks)
+
+    @torch.no_grad()
+    def calibrate(self, calibration: GateCalibration) -> None:
+        """Start write strengths, decays and mixing weights from softmax's attention."""
+        weight, bias = calibration.write_gate()
+        self.write_weight.copy_(weight)
+        self.write_bias.copy_(bias)
+        if self.gate is not None:
+            self.gate.set_rates(calibration.decay_rates())
+        if self.far_log_weight is not None and self.mix_weight is not None:
+            assert self.mix_lse is not None
+            weight, of_lse, bias = calibration.mixing_gate()
+            self.mix_weight.copy_(weight)
+            self.mix_lse.copy_(of_lse)
+            self.far_log_weight.copy_(bias)
 
     @property
     def has_weights(self) -> bool:  # type: ignore[override]

@@ -34,6 +34,12 @@ class ScalarGate(nn.Module):
         nn.init.constant_(self.bias, math.log(math.expm1(INITIAL_RATE)))
         nn.init.zeros_(self.log_rate)
 
+    @torch.no_grad()
+    def set_rates(self, rates: Tensor) -> None:
+        """Let every token decay by ``exp(-rates)``, ``[Hkv]``."""
+        self.reset_parameters()
+        self.bias.copy_(rates.expm1().log())
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return log decays, ``[B, Hkv, T]``, from ``[B, T, M]`` in float32 or wider."""
         x = hidden_states
@@ -57,6 +63,12 @@ class VectorGate(nn.Module):
         nn.init.zeros_(self.up)
         nn.init.constant_(self.bias, math.log(math.expm1(INITIAL_RATE)))
         nn.init.zeros_(self.log_rate)
+
+    @torch.no_grad()
+    def set_rates(self, rates: Tensor) -> None:
+        """Let every channel decay by ``exp(-rates)`` at every token, ``[Hkv]``."""
+        self.reset_parameters()
+        self.bias.copy_(rates.expm1().log()[:, None].expand_as(self.bias))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return log decays, ``[B, Hkv, T, F]``, from ``[B, T, M]`` in float32 or wider."""
