@@ -148,7 +148,10 @@ def out_chunk(
             if MAP == "exp":
                 tl.store(row_maxima + offset + token, row_max, mask=store_mask)
                 tl.store(row_maxima + num_rows + offset + token, ties, mask=store_mask)
-            delta = tl.sum(acc * d_rows, 1)
+            if tl.float32 == OPERAND:  # the gradient of z is a sum of deltas that may cancel
+                delta = tl.sum(acc.to(tl.float64) * d_rows.to(tl.float64), 1)
+            else:
+                delta = tl.sum(acc * d_rows, 1)
             tl.store(result + tile * num_rows + offset + token, delta, mask=store_mask)
         else:
             rows = result + g * E + base * heads * E
