@@ -16,6 +16,7 @@ from attnzoo.backends.linear.kernels.configs import (
     default_config,
     key,
 )
+from tools.triton_configs.machine_code import transposed_products
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +42,29 @@ def test_kernels_compile_within_the_limits_of_the_gpu(arch, request):
     assert [row for row in rows if row["violations"]] == []
     assert process.returncode == 0
     assert {row["capability"] for row in rows} == {int(arch)}
+
+
+KERNEL = """
+  tt.func public @kernel(%q: !tt.ptr<bf16>) {
+    %a = tt.load %q : tensor<64x64x!tt.ptr<bf16>> loc(#loc1)
+    %t = tt.trans %a {order = array<i32: 1, 0>} : tensor<64x64xbf16>
+    %s = tt.dot %a, %t, %a : tensor<64x64xbf16>
+    %o:2 = scf.for %i = %q to %q step %q iter_args(%x = %s, %y = %a) -> (i32) {
+      %s2 = arith.truncf %s : tensor<64x64xbf16>
+      %m = ttg.local_alloc OPERAND : (tensor<64x64xbf16>) -> !ttg.memdesc<64x64xbf16>
+      %n = ttg.memdesc_trans %m {order = array<i32: 1, 0>} : !ttg.memdesc<64x64xbf16>
+      %d = ttng.warp_group_dot %a, %n, %s : tensor<64x64xf32> loc(#loc2)
+      scf.yield %d, %a
+    }
+    scf.if %q {
+      %n = tt.dot %a, %t, %s : tensor<64x64xbf16>
+    }
+"""
+
+
+@pytest.mark.parametrize(("operand", "wrong"), [("%a", []), ("%s2", ["%n"])])
+def test_a_transposed_product_as_an_operand_is_found(operand, wrong):
+    assert transposed_products(KERNEL.replace("OPERAND", operand)) == wrong
 
 
 def test_interpreted_kernels_do_not_compile():

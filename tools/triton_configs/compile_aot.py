@@ -30,7 +30,11 @@ from attnzoo.backends.linear.kernels.hybrid_op import hybrid_triton, hybrid_trit
 from attnzoo.backends.linear.kernels.step import launch_step
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.triton_interpreter import interpreted
-from tools.triton_configs.machine_code import loop_instructions, registers
+from tools.triton_configs.machine_code import (
+    loop_instructions,
+    registers,
+    transposed_products,
+)
 
 SCHEDULERS = 4  # per processor; each issues one instruction per cycle
 LENGTH = 2048  # tokens: several splits, so that the kernels for splits are launched too
@@ -88,6 +92,7 @@ class KernelResources:
     tensor_core: str  # "wgmma", "mma" or ""
     tensor_core_instructions: int  # in the machine code, each counted once
     issue_cycles_per_token: float  # per token and head, for each of the schedulers
+    transposed_products: int  # that are operands of other products
 
 
 QUICK = tuple(CompileCase(decay=decay) for decay in ("none", "scalar", "vector"))
@@ -263,6 +268,7 @@ def kernel_resources(case: str, compiled: CompiledKernel) -> KernelResources:
         kind,
         counts.get(kind, 0),
         round(issue_cycles_per_token, 1),
+        len(transposed_products(kernel.asm["ttgir"])),
     )
 
 
@@ -282,7 +288,7 @@ def compile_cases(cases: tuple[CompileCase, ...], capability: int) -> Iterator[K
 
 
 def limit_violations(row: KernelResources) -> list[str]:
-    """Return the limits that a kernel exceeds, and whether it lacks tensor-core instructions."""
+    """Return the limits that a kernel exceeds, and what is wrong with its products."""
     violations = []
     if row.shared_bytes > SHARED_BYTES[row.capability]:
         violations.append(
@@ -290,6 +296,8 @@ def limit_violations(row: KernelResources) -> list[str]:
         )
     if row.kernel not in NO_PRODUCTS and not row.tensor_core:
         violations.append("no tensor-core instruction")
+    if row.transposed_products:
+        violations.append(f"{row.transposed_products} products are transposed for other products")
     return violations
 
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import triton
 
@@ -31,6 +32,65 @@ def registers(cubin: bytes) -> tuple[int, int]:
     match = re.search(r"REG:(\d+) STACK:(\d+)", _tool_output("cuobjdump", "-res-usage", cubin))
     assert match is not None
     return int(match[1]), int(match[2])
+
+
+class _Value(NamedTuple):
+    """A value in Triton's GPU dialect: its name, the operation that computes it, and operands."""
+
+    name: str
+    operation: str
+    operands: tuple[int, ...]  # indices of values
+
+
+def transposed_products(ttgir: str) -> list[str]:
+    """Return the transposed operands of products that are computed from another product.
+
+    Some versions of Triton compile this pattern wrongly for Hopper. An operand is followed back
+    through every operation, as far as loads and what a loop carries.
+
+    Args:
+        ttgir: A kernel in Triton's GPU dialect.
+    """
+    values = _values(ttgir)
+    of_product: list[bool] = []  # whether a product is among the sources of a value
+    transposed: list[frozenset[str]] = []  # the transposed products among them
+    wrong: set[str] = set()
+    for name, operation, operands in values:
+        is_product = operation in _PRODUCTS
+        sources = () if operation == "tt.load" else operands
+        from_product = any(of_product[i] for i in sources)
+        found = frozenset().union(*(transposed[i] for i in sources))
+        if operation in _TRANSPOSES and from_product:
+            found |= {name}
+        if is_product:  # the third operand is added
+            wrong.update(*(transposed[i] for i in operands[:2]))
+        of_product.append(is_product or from_product)
+        transposed.append(found)
+    return sorted(wrong)
+
+
+def _values(ttgir: str) -> list[_Value]:
+    """Return all values in order; a name that two regions use means two values."""
+    values: list[_Value] = []
+    scopes: list[dict[str, int]] = [{}]
+    for line in ttgir.splitlines():
+        if line.lstrip().startswith("}") and len(scopes) > 1:
+            scopes.pop()
+        if match := _DEFINITION.match(line):
+            name, operation, rest = match.groups()
+            used = _VALUE.findall(rest.partition(" loc(")[0])
+            known = [next((x[n] for x in reversed(scopes) if n in x), None) for n in used]
+            values.append(_Value(name, operation, tuple(i for i in known if i is not None)))
+            scopes[-1][name] = len(values) - 1
+        if line.partition(" loc(")[0].rstrip().endswith("{"):
+            scopes.append({})
+    return values
+
+
+_DEFINITION = re.compile(r"\s*(%\w+)(?::\d+)? = \"?([\w.]+)\"?(.*)")
+_VALUE = re.compile(r"%\w+")
+_PRODUCTS = ("tt.dot", "ttng.warp_group_dot")
+_TRANSPOSES = ("tt.trans", "ttg.memdesc_trans")
 
 
 def loop_instructions(cubin: bytes) -> int:
