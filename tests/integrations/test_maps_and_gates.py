@@ -22,6 +22,7 @@ SWAPS: dict[str, tuple[str, dict[str, Any]]] = {
     "rwkv6": ("gated_linear", {"gate": "rwkv6", "feature_map": "t2r"}),
     "mlstm": ("gated_linear", {"gate": "mlstm", "feature_map": "hedgehog_joint"}),
     "matrix": ("gated_linear", {"gate": "matrix"}),
+    "mamba": ("gated_linear", {"gate": "mamba"}),
 }
 
 

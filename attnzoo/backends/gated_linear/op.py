@@ -221,6 +221,7 @@ def matrix_gated_attention(
     v: Tensor,
     *,
     log_decay: Callable[[int, int], Tensor],
+    value_weights: Tensor | None = None,
     mask: AttentionMask | None = None,
     normalize: bool = False,
     impl: str = "auto",
@@ -244,6 +245,8 @@ def matrix_gated_attention(
         v: Values, ``[B, Hkv, T, E]``.
         log_decay: ``log_decay(start, stop)`` returns G of these tokens, ``[B, Hkv, n, D, E]``, at
             most 0. It is a function because G of all tokens would take T matrices per head.
+        value_weights: w, ``[B, Hkv, T, E]``: the weight of a token in each value channel, by which
+            its value is multiplied, and its ones if normalised; all 1 when ``None``.
         mask: Padding and segments, as in :func:`mlstm_attention`.
         normalize: Divide by the sum of weights plus ``eps``.
         impl: ``"torch"``, ``"reference"`` or ``"auto"``.
@@ -260,6 +263,11 @@ def matrix_gated_attention(
         ValueError: Shapes, dtypes or options are not supported; the message says which are.
     """
     mask = _check("matrix_gated_attention", q, k, v, mask)
+    if value_weights is not None and value_weights.shape != v.shape:
+        raise UnsupportedError(
+            f"matrix_gated_attention takes value_weights of the shape of v, {tuple(v.shape)}, got "
+            f"{tuple(value_weights.shape)}."
+        )
     if mask.padding is not None:
         k = k.masked_fill(~mask.padding[:, None, :, None], 0)
     dtype = state_dtype(q, k, v)
@@ -268,7 +276,7 @@ def matrix_gated_attention(
         state = MatrixState(empty, empty)
     state = MatrixState(*(x.to(dtype) for x in state))
     call = MatrixGateInputs(
-        q, k, v, log_decay, state, mask.padding, mask.segment_ids, normalize, eps
+        q, k, v, log_decay, state, mask.padding, mask.segment_ids, normalize, eps, value_weights
     )
     if shard is not None:
         total = total_log_decay(call)

@@ -1,4 +1,4 @@
-"""Gates with a recurrence of their own: RWKV-6, mLSTM and the full-matrix gate.
+"""Gates with a recurrence of their own: RWKV-6, mLSTM, the full-matrix gate and Mamba.
 
 Letters: B batch, H heads, Hkv key heads, S tokens, F features of a key, E value size, M hidden
 size, R rank.
@@ -174,3 +174,64 @@ class MatrixGate(LearnedGate):
 
         options = {n: x for n, x in options.items() if n not in ("form", "chunk_size")}
         return op.matrix_gated_attention(q, k, inputs.v, log_decay=log_decay, **options)
+
+
+@register_gate("mamba")
+class MambaGate(LearnedGate):
+    r"""Mamba's selective state space (arXiv:2312.00752): :math:`G = -\Delta_e e^{a_{de}}`.
+
+    One learned step per token and value channel, :math:`\Delta = \mathrm{softplus}(x W_1 W_2 + b)`
+    with projections of rank 16, by which the value is multiplied, and one fixed rate per key and
+    value channel. Mamba's B is the key, its C the query and its input the value. Its convolution,
+    skip connection and output gate are not part of it. It has only the recurrent form, which is
+    slow in prefill and training; ``mamba2``, with one decay per head, has chunks.
+    """
+
+    only_decays = False
+    has_weights = False
+    forms = ("recurrent",)
+    implementations = impl_names(op.MATRIX_IMPLEMENTATIONS)
+    fixed_options: ClassVar = {"chunk_size": "runs token by token and has no chunks"}
+
+    def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
+        super().__init__(config, geometry, features)
+        assert geometry.value_dim is not None
+        heads, size = geometry.num_key_heads, geometry.value_dim
+        self.down = nn.Parameter(torch.empty(RANK, self.hidden_size))
+        self.up = nn.Parameter(torch.empty(heads * size, RANK))
+        self.bias = nn.Parameter(torch.empty(heads, size))
+        self.log_rate = nn.Parameter(torch.empty(heads, features, size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise to the same small step for every token, as :class:`LowRankGate`."""
+        nn.init.eye_(self.down)
+        nn.init.zeros_(self.up)
+        nn.init.constant_(self.bias, math.log(math.expm1(INITIAL_RATE)))
+        nn.init.zeros_(self.log_rate)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        inputs: AttentionInputs,
+        options: dict[str, Any],
+        attend: Attend | None = None,
+    ) -> AttentionOutput:
+        """Compute attention with this gate."""
+        assert attend is None
+        assert inputs.hidden_states is not None
+        x = widen(inputs.hidden_states)
+        weights = (w.to(x.dtype) for w in (self.down, self.up, self.bias, self.log_rate))
+        down, up, bias, log_rate = weights
+        logits = F.linear(F.linear(x, down), up, bias.flatten()).unflatten(2, bias.shape)
+        step = F.softplus(logits).transpose(1, 2)  # [B, Hkv, S, E]
+        rate = log_rate.exp()
+
+        def log_decay(start: int, stop: int) -> Tensor:
+            return -step[:, :, start:stop, None] * rate[:, None]
+
+        options = {n: x for n, x in options.items() if n not in ("form", "chunk_size")}
+        return op.matrix_gated_attention(
+            q, k, inputs.v, log_decay=log_decay, value_weights=step, **options
+        )

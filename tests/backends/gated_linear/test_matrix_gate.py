@@ -77,11 +77,12 @@ def test_packing_and_incoming_state():
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_equals_the_reference(normalize):
-    """With padding, packed segments, an incoming state and several blocks of gates."""
+    """With padding, packed segments, weights of values, a state and several blocks of gates."""
     ids = torch.tensor([[0] * 16 + [1] * 24, [2] * 5 + [3] * 35])
     mask = AttentionMask(causal=True, padding=torch.rand(B, 40) > 0.3, segment_ids=ids)
     x, before = make(40), run(*make(7), return_state=True).state
     options = {"mask": mask, "state": before, "normalize": normalize, "return_state": True}
+    options["value_weights"] = torch.rand(B, HKV, 40, E, dtype=torch.float64)
     ours, exact = (run(*x, **options, impl=impl) for impl in ("torch", "reference"))
     torch.testing.assert_close(ours.out, exact.out)
     torch.testing.assert_close(ours.state, exact.state)

@@ -31,6 +31,7 @@ class MatrixGateInputs(NamedTuple):
     segment_ids: Tensor | None  # [B, T]
     normalize: bool
     eps: float
+    value_weights: Tensor | None = None  # [B, Hkv, T, E], factors of the values and of their ones
 
     def masked_log_decay(self, start: int, stop: int) -> Tensor:
         """Return the log decays of tokens ``start`` to ``stop``, zero at padding."""
@@ -48,7 +49,10 @@ def run_torch(x: MatrixGateInputs) -> MatrixGateResult:
     sums = torch.cat(list(x.state), -1)
     queries = x.q.to(dtype).unflatten(1, (heads, -1)).unbind(3)
     keys = x.k.to(dtype).unsqueeze(-1).unbind(2)
-    values = F.pad(x.v.to(dtype), (0, size), value=1.0).unsqueeze(3).unbind(2)
+    with_ones = F.pad(x.v.to(dtype), (0, size), value=1.0)
+    if x.value_weights is not None:
+        with_ones = with_ones * torch.cat([x.value_weights.to(dtype)] * 2, -1)
+    values = with_ones.unsqueeze(3).unbind(2)
     outs = []
     for start in range(0, tokens, BLOCK):
         stop = min(start + BLOCK, tokens)

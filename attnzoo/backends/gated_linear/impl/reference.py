@@ -16,6 +16,7 @@ from attnzoo.state import MatrixState
 def run_reference(x: MatrixGateInputs) -> tuple[Tensor, MatrixState]:
     r"""Compute :math:`S_t = e^{G_t} S_{t-1} + k_t v_t^T`, :math:`Z_t = e^{G_t} Z_{t-1} + k_t 1^T`.
 
+    With weights w of the value channels, v_t and 1 are multiplied by w_t.
     The output is :math:`q_t S_t`, divided by :math:`q_t Z_t + \epsilon` if normalised.
     """
     kv, z = x.state
@@ -29,8 +30,10 @@ def run_reference(x: MatrixGateInputs) -> tuple[Tensor, MatrixState]:
         if x.segment_ids is not None and t > 0:
             same = x.segment_ids[:, t] == x.segment_ids[:, t - 1]
             decay = decay * rearrange(same, "b -> b 1 1 1")
-        kv = decay * kv + einsum(k[:, :, t], v[:, :, t], "b h d, b h e -> b h d e")
-        z = decay * z + rearrange(k[:, :, t], "b h d -> b h d 1")
+        weight = 1.0 if x.value_weights is None else x.value_weights[:, :, t].to(kv.dtype)
+        kv = decay * kv + einsum(k[:, :, t], weight * v[:, :, t], "b h d, b h e -> b h d e")
+        ones = weight * torch.ones_like(v[:, :, t])
+        z = decay * z + einsum(k[:, :, t], ones, "b h d, b h e -> b h d e")
         out = einsum(q[t], kv, "b h g d, b h d e -> b h g e")
         if x.normalize:
             out = out / (einsum(q[t], z, "b h g d, b h d e -> b h g e") + x.eps)
