@@ -82,6 +82,13 @@ class TrainOptions:
         ),
     ] = 0.0
     checkpoint_every: Annotated[int, typer.Option(help="steps between checkpoints")] = 50
+    entropy_every: Annotated[
+        int | None,
+        typer.Option(
+            help="steps between measurements of the heads' entropy; 0: none; default: a tenth of "
+            "each stage"
+        ),
+    ] = None
     cp_size: Annotated[
         int, typer.Option(help="processes that split each row (context parallelism)")
     ] = 1
@@ -135,6 +142,7 @@ class TrainOptions:
             batch_size=self.batch,
             accumulate=self.accumulate,
             checkpoint_every=self.checkpoint_every,
+            entropy_every=self.entropy_every,
             cp_size=self.cp_size,
             seed=self.seed,
             precision=self.precision,

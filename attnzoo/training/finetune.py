@@ -11,6 +11,7 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.distil import distil_loss
 from attnzoo.training.encoder import is_encoder
+from attnzoo.training.head_entropy import make_entropy_log
 from attnzoo.training.loop import OnStep
 from attnzoo.training.masked import MaskedRun
 from attnzoo.training.results import collect_results
@@ -96,6 +97,7 @@ def finetune(
 def _finetune(run: Run, config: FinetuneConfig) -> dict[str, Any]:
     """Train and evaluate the model of a run, save it, and return its results."""
     run.evaluate_baselines()
+    run.loop.entropy_log = make_entropy_log(run)
     if config.train == "extras" and not extras(run.model):
         raise SpecError(
             "The backends have no parameters of their own, so there is nothing to train with "

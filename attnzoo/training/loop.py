@@ -6,7 +6,6 @@ split over the processes, so the steps do not depend on the number of processes.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -24,9 +23,10 @@ from torch.utils.data import DataLoader
 
 from attnzoo.errors import AttnzooError, ConfigError
 from attnzoo.integrations.context_parallel import context_parallel
-from attnzoo.report.atomic_write import atomic_write
 from attnzoo.training.checkpoints import Checkpoints, explain_write_errors
 from attnzoo.training.data import Rows
+from attnzoo.training.head_entropy import HEADS, EntropyLog
+from attnzoo.training.json_lines import append_line, read_lines, truncate_lines
 from attnzoo.training.safe_load import load_state
 from attnzoo.training.schedule import check_schedule, make_schedule
 from attnzoo.training.sharding import SHARDED, gather_weights, prepare_cp_loader
@@ -81,6 +81,8 @@ class LoopConfig:
     seed: int = 0
     checkpoint_every: int = 50  # steps
     keep: int = 2  # checkpoints
+    # steps between measurements of the heads' entropy; None: a tenth of each stage; 0: none
+    entropy_every: int | None = None
     # Autocast: "no" is float32, "bf16" is bfloat16 with float32 weights, "fp16" is float16 with
     # float32 weights and loss scaling, on GPUs; None is Accelerate's
     precision: str | None = None
@@ -109,6 +111,10 @@ class LoopConfig:
             raise ConfigError(f"clip must be above 0, got {self.clip}; 1.0 is usual")
         if self.precision not in (None, "no", "bf16", "fp16"):
             raise ConfigError(f"precision must be 'no', 'bf16' or 'fp16', got {self.precision!r}")
+        if self.entropy_every is not None and self.entropy_every < 0:
+            raise ConfigError(
+                f"entropy_every must be at least 0 steps (0: never), got {self.entropy_every}"
+            )
         check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs)
 
 
@@ -123,6 +129,9 @@ class Loop:
         progress: Progress of the last checkpoint, as :meth:`Checkpoints.begin` returns it.
         on_step: Called after each step with the stage, the step and the loss.
         mesh: Process mesh of context parallelism, ``None`` without.
+
+    Attributes:
+        entropy_log: Measures the heads of the models, on the main process; ``None`` if not.
     """
 
     def __init__(
@@ -138,9 +147,11 @@ class Loop:
         self.accelerator, self.rows, self.config = accelerator, rows, config
         self.checkpoints, self.progress, self.on_step = checkpoints, progress, on_step
         self.mesh = mesh
+        self.entropy_log: EntropyLog | None = None
         self.total = 0  # steps of the stages so far
         if accelerator.is_main_process:
-            _truncate_losses(checkpoints.out / LOSSES, progress["total"] if progress else 0)
+            for name in (LOSSES, HEADS):
+                truncate_lines(checkpoints.out / name, progress["total"] if progress else 0)
 
     def run(self, model: nn.Module, stage: Stage, rebuild: Callable[[], nn.Module]) -> Any:
         """Train a model for one stage; all parameters outside the stage are frozen.
@@ -184,6 +195,7 @@ class Loop:
         model.train()
         batches = self._batches(loader, max(done, first))
         for step in range(max(done - first, 0), stage.steps):
+            self._log_entropies(model, stage, step, first + step + 1)
             stage.before_step(step)
             loss = self._step(wrapped, optimizer, next(batches), stage, step)
             if not self.accelerator.optimizer_step_was_skipped:  # an overflow under fp16
@@ -192,13 +204,15 @@ class Loop:
             if self.accelerator.is_main_process:
                 line = {"total": now, "stage": stage.name, "step": step, "loss": loss}
                 with explain_write_errors(self.checkpoints):
-                    _append(self.checkpoints.out / LOSSES, line)
+                    append_line(self.checkpoints.out / LOSSES, line)
             if self.accelerator.trackers:
                 rate = schedule.get_last_lr()[0]
                 self.accelerator.log(
                     {f"{stage.name}/loss": loss, f"{stage.name}/learning_rate": rate}, step=now
                 )
             self.on_step(stage.name, step, loss)
+            if step + 1 == stage.steps:
+                self._log_entropies(model, stage, step + 1, now)
             if now % self.config.checkpoint_every == 0 or step + 1 == stage.steps:
                 self._require_finite_weights(wrapped, stage, step)
                 self._save({"total": now, "stage": stage.name})
@@ -208,6 +222,11 @@ class Loop:
             self.accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
         self.accelerator.free_memory()
         return model.requires_grad_(False)
+
+    def _log_entropies(self, model: nn.Module, stage: Stage, step: int, total: int) -> None:
+        if self.entropy_log is not None:
+            with explain_write_errors(self.checkpoints), self._autocast():
+                self.entropy_log.record(model, stage.name, step, stage.steps, total)
 
     def _step(
         self,
@@ -355,22 +374,6 @@ def zero_loss(stage: Stage) -> Tensor:
     return total
 
 
-def _append(path: Path, line: Mapping[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line, allow_nan=False) + "\n")
-
-
-def _truncate_losses(path: Path, total: int) -> None:
-    """Remove the losses of steps after the checkpoint, which a resumed run repeats."""
-    if path.is_file():
-        lines = path.read_text("utf-8").splitlines()
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["total"] <= total]
-        atomic_write(path, "".join(f"{line}\n" for line in kept))
-
-
 def read_losses(out: Path) -> list[dict[str, Any]]:
     """Return the rows of ``losses.jsonl``: total, stage, step and loss of each step, in order."""
-    path = out / LOSSES
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    return read_lines(out / LOSSES)

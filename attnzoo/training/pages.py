@@ -11,6 +11,8 @@ from attnzoo.report import charts, page
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.report.format import format_bytes, number
 from attnzoo.report.table import Table
+from attnzoo.training.head_entropy import HEADS, entropy_plots
+from attnzoo.training.json_lines import read_lines
 from attnzoo.training.plan import Plan
 
 GENERATION_TEXT = (
@@ -38,7 +40,7 @@ def write_pages(
     """Write the model card, and the report if matplotlib is installed.
 
     Args:
-        out: The model's folder.
+        out: The model's folder, which may have ``heads.jsonl``.
         results: Content of ``recovery.json`` or ``finetuning.json``.
         losses: Rows of ``losses.jsonl``.
         command: ``recover`` or ``finetune``.
@@ -59,7 +61,7 @@ def write_pages(
         page.heading("Decoding") if decoding else "",
         decoding.html() if decoding else "",
         calibration.html() if calibration else "",
-        page.plots_html([_loss_curves(losses)]),
+        page.plots_html([_loss_curves(losses), *entropy_plots(read_lines(out / HEADS))]),
     ]
     page.write_page(out / "report.html", title=f"attnzoo {command}", body=body)
 

@@ -23,6 +23,7 @@ from attnzoo.training.distil import (
     softmax_teacher,
 )
 from attnzoo.training.encoder import EncoderRun, is_encoder
+from attnzoo.training.head_entropy import make_entropy_log
 from attnzoo.training.loop import Loss, OnStep, Stage
 from attnzoo.training.results import collect_results
 from attnzoo.training.reuse import reuse_transfer
@@ -138,6 +139,7 @@ def recover(
 def _recover(run: Run, config: RecoverConfig) -> dict[str, Any]:
     """Train and evaluate the model of a run, save it, and return its results."""
     run.evaluate_baselines()
+    run.loop.entropy_log = make_entropy_log(run)
     if config.cross_entropy and config.distil_steps and config.train != "extras":
         rows = run.rows_of_length(config.distil_length)
         run.tune_softmax(

@@ -61,7 +61,8 @@ from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import extras, swapped_layers
 
 RESULTS = {"recover": "recovery.json", "finetune": "finetuning.json"}
-NO_IDENTITY = ("checkpoint_every", "keep")  # of LoopConfig: a resumed run may change them
+# settings of LoopConfig that a resumed run may change
+NO_IDENTITY = ("checkpoint_every", "keep", "entropy_every")
 Log = Callable[[str], None]
 
 
