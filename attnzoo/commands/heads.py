@@ -30,6 +30,10 @@ def heads(
         "ablation"
     ),
     save: Annotated[Path | None, typer.Option(help="new folder for the pruned model")] = None,
+    refit: Annotated[
+        int,
+        typer.Option(help="texts to refit the output projections on, by least squares; 0: none"),
+    ] = 64,
     out: Annotated[
         Path, typer.Option(help="folder for heads.json, heads.html and pictures")
     ] = Path("attnzoo-heads"),
@@ -47,11 +51,11 @@ def heads(
     import torch
 
     from attnzoo.compare.heads import DATA, data, write_heads
-    from attnzoo.evaluation.models import EMBEDDED, model_path
+    from attnzoo.evaluation.models import is_embedded, model_path
     from attnzoo.report.output_path import check_file, check_folder
 
-    _check(prune, by, save)
-    if text is None and model != EMBEDDED:
+    _check(prune, by, save, refit)
+    if text is None and not is_embedded(model):
         raise SpecError("A model needs --text: give a text file in the model's language")
     check_file(out / DATA, overwrite=overwrite)
     if save is not None:
@@ -59,13 +63,19 @@ def heads(
     torch.set_num_threads(threads or torch.get_num_threads())
     path = model_path(model)
     fractions = sorted({*FRACTIONS, *([prune] if prune else [])})
+    saved = None
     with console.status("") as status:
+
+        def on_step(step: str) -> None:
+            status.update(Text(step))
+
         study, found, chosen = _measure(
-            path, text, (rows, length), window, fractions, (prune, by),
-            lambda step: status.update(Text(step)),
-        )  # fmt: skip
-    page = write_heads(out, found)
-    saved = None if save is None else _save(path, study, chosen, save)
+            path, text, (rows, length), window, fractions, (prune, by), on_step
+        )
+        page = write_heads(out, found)
+        if save is not None:
+            texts = _refit_texts(path, text, study, rows=refit, length=length)
+            saved = _save(path, study, chosen, save, texts, on_step)
     chosen = {name: [found.numbers[name][i] for i in heads] for name, heads in chosen.items()}
     if as_json:
         print(json.dumps(data(found) | {"pruned": chosen, "saved": saved}, indent=2))
@@ -89,12 +99,14 @@ def _show(found: Any, page: Path | None, saved: str | None, count: int) -> None:
         )
 
 
-def _check(prune: float | None, by: str, save: Path | None) -> None:
+def _check(prune: float | None, by: str, save: Path | None, refit: int) -> None:
     """Raise an error if the options of pruning do not fit together."""
     if (prune is None) != (save is None):
         raise SpecError("--prune FRACTION and --save FOLDER belong together; give both or neither")
     if prune is not None and not 0 < prune < 1:
         raise SpecError(f"--prune must be a fraction above 0 and below 1, got {prune}")
+    if refit < 0:
+        raise SpecError(f"--refit must be a number of texts, 0 or more, got {refit}")
     if by not in CHOICES:
         raise SpecError(f"--by must be one of {', '.join(CHOICES)}, got {by!r}")
     if save is not None:
@@ -135,15 +147,47 @@ def _measure(
     return study, found, {name: sorted(heads) for name, heads in chosen.items()}
 
 
-def _save(path: Path, study: Any, chosen: dict[str, list[int]], save: Path) -> str:
+def _refit_texts(path: Path, text: Path | None, study: Any, *, rows: int, length: int) -> Any:
+    """Return texts to refit the output projections on, ``None`` for none.
+
+    Raises:
+        SpecError: They have fewer tokens than the features of a layer's heads.
+    """
+    from attnzoo.evaluation.heads import head_rows_of_text
+
+    if rows == 0:
+        return None
+    found = head_rows_of_text(path, text, study.layers, rows=rows, length=length)
+    features = max(x.geometry.num_heads * x.geometry.head_dim for x in study.layers)
+    if found.numel() < 2 * features:
+        raise SpecError(
+            f"--refit {rows} with --length {length} are {found.numel()} tokens, but the heads of a "
+            f"layer have {features} features; give at least {-(-2 * features // length)} texts, or "
+            "--refit 0"
+        )
+    return found
+
+
+def _save(
+    path: Path,
+    study: Any,
+    chosen: dict[str, list[int]],
+    save: Path,
+    refit_texts: Any,
+    on_step: Any,
+) -> str:
     """Write a model without some heads, given by position; return its folder."""
+    from attnzoo.evaluation.refit_heads import refit_outputs
     from attnzoo.integrations.files import model_class, read_config, save_copy
     from attnzoo.integrations.heads import original_heads, prune_heads
     from attnzoo.integrations.layers import attention_layers
 
-    model = model_class(read_config(path), path).from_pretrained(path)
+    model = model_class(read_config(path), path).from_pretrained(path).eval()
     study.add_means(model, chosen)
     present = {layer.name: original_heads(layer) for layer in attention_layers(model)}
     numbers = {name: [present[name][i] for i in heads] for name, heads in chosen.items()}
-    save_copy(prune_heads(model, numbers), path, save)
+    prune_heads(model, numbers)
+    if refit_texts is not None:
+        refit_outputs(model, study.model, refit_texts, on_step=on_step)
+    save_copy(model, path, save)
     return str(save)

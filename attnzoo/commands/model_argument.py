@@ -18,11 +18,15 @@ def model_folder(name: str) -> Path:
     """Return the folder of a model, downloaded if ``name`` is an id such as ``"org/model"``.
 
     Args:
-        name: A folder, ``ORG/MODEL`` or ``ORG/MODEL@REVISION``.
+        name: A folder, ``embedded``, ``ORG/MODEL`` or ``ORG/MODEL@REVISION``.
 
     Raises:
         BadParameter: ``name`` is no folder, and the Hub has no such model or cannot be reached.
     """
+    if _is_embedded(name) and not Path(name).exists():
+        from attnzoo.evaluation.models import embedded_model_path
+
+        return embedded_model_path(name)
     if Path(name).exists() or not HUB_ID.fullmatch(name):
         return Path(name)  # what reads it refuses a folder without a model
     from huggingface_hub import snapshot_download
@@ -46,11 +50,24 @@ def model_folder(name: str) -> Path:
     return folder
 
 
+def model_name(name: str) -> str:
+    """Return the name of an embedded model as it is, and the folder of any other model."""
+    return name if _is_embedded(name) else str(model_folder(name))
+
+
+def _is_embedded(name: str) -> bool:
+    if not name.startswith("embedded"):
+        return False
+    from attnzoo.evaluation.models import is_embedded
+
+    return is_embedded(name)
+
+
 ModelArgument = Annotated[
     Path,
     typer.Argument(
         metavar="MODEL",
         parser=model_folder,
-        help="folder of a saved model, or its Hub id: ORG/MODEL or ORG/MODEL@REVISION",
+        help="folder of a saved model, its Hub id (ORG/MODEL or ORG/MODEL@REVISION), or embedded",
     ),
 ]

@@ -38,7 +38,7 @@ from attnzoo.compare.workers import (
 )
 from attnzoo.errors import SpecError, did_you_mean
 from attnzoo.evaluation.embeddings import EmbeddingEvalBatch, make_embedding_batch
-from attnzoo.evaluation.models import EMBEDDED, max_positions, model_path
+from attnzoo.evaluation.models import is_embedded, max_positions, model_path
 from attnzoo.evaluation.recall import RecallEvalBatch, make_recall_batch
 from attnzoo.evaluation.results import FORMAT, Row, append, commit, open_results
 from attnzoo.evaluation.timing import machine
@@ -58,7 +58,7 @@ class CompareConfig:
     """Options of a comparison.
 
     Attributes:
-        model: Folder of a saved model, or ``"embedded"``.
+        model: Folder of a saved model, or an embedded one's name.
         lengths: T, increasing.
         specs: The attentions; every backend's presets when ``None``.
         out: Folder of results.
@@ -103,7 +103,7 @@ def read_model_info(model: str) -> ModelInfo:
     """Return what a comparison needs to know about a model, without loading its weights.
 
     Args:
-        model: Folder of a saved model, or ``"embedded"``.
+        model: Folder of a saved model, or an embedded one's name.
 
     Raises:
         SpecError: There is no model, or it has no attention layer that can be swapped.
@@ -121,7 +121,7 @@ def read_model_info(model: str) -> ModelInfo:
     config = (path / "config.json").read_bytes()
     return ModelInfo(
         path=str(path),
-        name=path.resolve().name if model != EMBEDDED else "the embedded model",
+        name=f"the model {model!r}" if is_embedded(model) else path.resolve().name,
         sha=hashlib.sha256(config + repr(sizes).encode()).hexdigest()[:12],
         geometry=layers[0].geometry,
         causal=causal,
@@ -243,7 +243,7 @@ def missing_quality(config: CompareConfig, info: ModelInfo) -> str:
         return "it was not requested"
     if not info.text_model:
         return "the model does not run on token ids alone"
-    if config.text is None and config.model != EMBEDDED:
+    if config.text is None and not is_embedded(config.model):
         return "give --text a file in the model's language"
     return ""
 

@@ -20,6 +20,7 @@ from attnzoo.evaluation.decoding import PREFILL_TOKENS, measure_decoding
 from attnzoo.evaluation.models import (
     EMBEDDED,
     embedded_model_path,
+    is_embedded,
     load_swapped,
     max_positions,
     require_causal,
@@ -83,7 +84,7 @@ def run_demo(
 
     Args:
         model: Folder of a causal model; the embedded one when ``None``.
-        text: Text file to evaluate on; required with ``model``.
+        text: Text file to evaluate on; required with a model that is not an embedded one.
         out: Folder for the results.
         specs: What to measure; :func:`default_specs` when ``None``.
         quick: Whether to use few rows and short contexts.
@@ -92,7 +93,7 @@ def run_demo(
     Raises:
         AttnzooError: An argument is invalid; nothing is written then.
     """
-    if model is not None and text is None:
+    if model is not None and text is None and not is_embedded(str(model)):
         raise SpecError("--model needs --text: give a text file in the model's language")
     path = model or embedded_model_path()
     if not (path / "config.json").is_file():

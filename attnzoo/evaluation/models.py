@@ -15,17 +15,26 @@ from attnzoo.integrations.layers import attention_layers
 from attnzoo.spec import AttentionSpec
 
 EMBEDDED = "embedded"  # the command line's name of the model that ships with the package
-_EMBEDDED_FOLDER = "assets/tiny-llama"
+_EMBEDDED_FOLDERS = {EMBEDDED: "assets/tiny-llama"}
 
 
-def embedded_model_path() -> Path:
-    """Return the folder of the pretrained model that ships with the package."""
-    return Path(str(files("attnzoo") / _EMBEDDED_FOLDER))
+def embedded_model_path(name: str = EMBEDDED) -> Path:
+    """Return the folder of a pretrained model that ships with the package.
+
+    Args:
+        name: ``"embedded"``.
+    """
+    return Path(str(files("attnzoo") / _EMBEDDED_FOLDERS[name]))
+
+
+def is_embedded(model: str) -> bool:
+    """Return whether this is the name or the folder of a model that ships with the package."""
+    return model in _EMBEDDED_FOLDERS or Path(model) in map(embedded_model_path, _EMBEDDED_FOLDERS)
 
 
 def model_path(model: str) -> Path:
-    """Return the folder of a model: of the embedded one for ``"embedded"``, else the given path."""
-    return embedded_model_path() if model == EMBEDDED else Path(model)
+    """Return the folder of a model, given its path or the name of an embedded one."""
+    return embedded_model_path(model) if model in _EMBEDDED_FOLDERS else Path(model)
 
 
 def spec_label(spec: AttentionSpec) -> str:
