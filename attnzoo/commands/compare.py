@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from attnzoo.commands.model_argument import model_folder
+from attnzoo.commands.model_argument import model_name
 from attnzoo.commands.spec_options import Attentions, spec_of, specs_of, split
 from attnzoo.commands.terminal import console
 
@@ -16,8 +16,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        parser=lambda name: str(model_folder(name)),
-        help="folder or Hub id of a saved model; default: the embedded model",
+        parser=model_name,
+        help="folder or Hub id of a saved model; default: embedded",
     ),
 ]
 Lengths = Annotated[str, typer.Option(help="tokens: 1k..64k (doubling) or 512,2k,3000")]
@@ -149,7 +149,12 @@ def inspect(
     text: Annotated[Path | None, typer.Option(help="text file; its first tokens are used")] = None,
     layer: Annotated[int, typer.Option(help="index of the layer")] = 0,
     head: Annotated[int, typer.Option(help="index of the head")] = 0,
-    attention: Annotated[str, typer.Option(help="NAME or NAME:OPTION=VALUE,...")] = "linear",
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            help="NAME or NAME:OPTION=VALUE,...; default: linear, or an encoder's own swap"
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="number of tokens")] = 192,
     out: Annotated[Path, typer.Option(help="folder for maps.json, maps.html and pictures")] = Path(
         "attnzoo-maps"
@@ -160,15 +165,36 @@ def inspect(
 ) -> None:
     """Show attention maps of a head, exact and approximate: difference, entropy, distance.
 
-    Only the given layer is swapped, so that both maps have the same queries and keys.
+    Of a decoder only the given layer is swapped, so that both maps have the same queries and keys.
+    Of an encoder all layers are swapped, and the page has all heads, a classifier's predictions,
+    and hidden states in two dimensions.
     """
-    from attnzoo.compare.maps import DATA, heads_table, make_maps, summary, write_maps
+    from attnzoo.compare.encoders import changed_table, is_encoder, prediction_table, read_encoder
+    from attnzoo.compare.maps import (
+        DATA,
+        heads_table,
+        make_maps,
+        maps_of_readings,
+        summary,
+        write_maps,
+    )
+    from attnzoo.evaluation.models import model_path
     from attnzoo.report.charts import WITHOUT_MATPLOTLIB
     from attnzoo.report.output_path import check_file
 
     check_file(out / DATA, overwrite=overwrite)
-    found = make_maps(model, spec_of(attention), text=text, layer=layer, head=head, tokens=tokens)
+    path, encoder = model_path(model), None
+    if is_encoder(path):
+        spec = None if attention is None else spec_of(attention)
+        encoder = read_encoder(path, spec, text=text, tokens=tokens)
+        found = maps_of_readings(encoder, layer=layer, head=head)
+        for table in (prediction_table(encoder), changed_table(encoder)):
+            if table is not None:
+                table.print(console, wide=True)
+    else:
+        spec = spec_of(attention or "linear")
+        found = make_maps(model, spec, text=text, layer=layer, head=head, tokens=tokens)
     heads_table(found).print(console, wide=True)
     console.print(summary(found[0]), soft_wrap=True, highlight=False)
-    page = write_maps(out, found)
+    page = write_maps(out, found, encoder)
     console.print(f"Report:  {page}" if page else WITHOUT_MATPLOTLIB, markup=False)

@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 
 import attnzoo
 from attnzoo.backends.block_sparse.backend import BlockSparseConfig
+from attnzoo.compare.encoders import EncoderReadings, encoder_plots, encoder_sections
 from attnzoo.compare.selected_blocks import SelectedBlocks, selected_blocks
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.corpus import read_bytes, standard_library_files
 from attnzoo.evaluation.data import load_tokenizer, read_text, tokenize
-from attnzoo.evaluation.models import EMBEDDED, max_positions, model_path, spec_label
+from attnzoo.evaluation.models import is_embedded, max_positions, model_path, spec_label
 from attnzoo.integrations.convert import swap
 from attnzoo.integrations.files import model_class, read_config
 from attnzoo.integrations.layers import attention_layers
@@ -50,6 +51,7 @@ class AttentionMaps:
         layer: Index of the layer.
         head: Index of the head.
         blocks: The selected key blocks; ``None`` unless the backend is ``block_sparse``.
+        one_layer: Whether only this layer is swapped, so that both have the same queries and keys.
     """
 
     exact: Tensor
@@ -59,6 +61,7 @@ class AttentionMaps:
     layer: int
     head: int
     blocks: SelectedBlocks | None = None
+    one_layer: bool = True
 
     def facts(self) -> dict[str, Any]:
         """Return the statistics of the maps as plain data."""
@@ -118,7 +121,7 @@ def make_maps(
     """Return the maps of a head, followed by those of the other heads of its layer.
 
     Args:
-        model: Folder of a saved model, or ``"embedded"``.
+        model: Folder of a saved model, or an embedded one's name.
         spec: The attention to compare with softmax.
         text: File; a held-out file of the standard library for the embedded model.
         layer: Index of the layer.
@@ -143,7 +146,6 @@ def make_maps(
     one_layer = AttentionSpec("softmax", layers={str(layer): spec.default})
     approximate = _weights(loaded, one_layer, ids, indices.index(layer))
     causal = layers[indices.index(layer)].geometry.causal
-    order = [head, *(other for other in range(heads) if other != head)]
     return [
         AttentionMaps(
             exact=exact[index],
@@ -154,7 +156,44 @@ def make_maps(
             head=index,
             blocks=_blocks(exact[index], approximate[index], spec, causal=causal),
         )
-        for index in order
+        for index in _order(head, heads)
+    ]
+
+
+def _order(head: int, heads: int) -> list[int]:
+    """Return the heads of a layer, the given one first."""
+    return [head, *(other for other in range(heads) if other != head)]
+
+
+def maps_of_readings(found: EncoderReadings, *, layer: int, head: int) -> list[AttentionMaps]:
+    """Return the maps of one layer as :func:`make_maps` does, with all layers swapped.
+
+    Raises:
+        SpecError: The layer or the head does not exist.
+    """
+    layers, heads = found.exact.weights.shape[:2]
+    for name, value, count in (("layer", layer, layers), ("head", head, heads)):
+        if not 0 <= value < count:
+            raise SpecError(f"--{name} must be 0 to {count - 1}, got {value}")
+    entry = found.spec.for_layer(layer)
+    spec = AttentionSpec(entry.backend, **entry.options)
+    return [
+        AttentionMaps(
+            exact=found.exact.weights[layer, index],
+            approximate=found.swapped.weights[layer, index],
+            tokens=[f"{word} " for word in found.tokens],
+            attention=found.attention,
+            layer=layer,
+            head=index,
+            blocks=_blocks(
+                found.exact.weights[layer, index],
+                found.swapped.weights[layer, index],
+                spec,
+                causal=False,
+            ),
+            one_layer=False,
+        )
+        for index in _order(head, heads)
     ]
 
 
@@ -172,7 +211,7 @@ def _read(path: Path, text: Path | None, model: str, tokens: int) -> tuple[Tenso
     """Tokenize the start of a text; return the ids, ``[1, T]``, and the tokens as text."""
     if tokens < 2:
         raise SpecError(f"--tokens must be 2 or more, got {tokens}")
-    if text is None and model != EMBEDDED:
+    if text is None and not is_embedded(model):
         raise SpecError("A model needs --text: give a text file in the model's language")
     limit = max_positions(path)
     if limit is not None and tokens > limit:
@@ -267,7 +306,8 @@ def plots(maps: AttentionMaps) -> list[Plot]:
         Plot(
             name="approximate",
             title=maps.attention,
-            text="The effective matrix of the backend, for the same queries and keys.",
+            text="The effective matrix of the backend, "
+            + ("for the same queries and keys." if maps.one_layer else "all layers swapped."),
             figure=_weights_chart(maps.approximate),
         ),
         Plot(
@@ -319,9 +359,20 @@ def _difference_chart(gap: Tensor) -> Any:
     )
 
 
-def write_maps(out: Path, found: list[AttentionMaps]) -> Path | None:
-    """Write ``maps.json``, ``maps.html`` and its plots; return ``None`` without matplotlib."""
-    data = {"attnzoo": attnzoo.__version__, "heads": [maps.facts() for maps in found]}
+def write_maps(
+    out: Path, found: list[AttentionMaps], encoder: EncoderReadings | None = None
+) -> Path | None:
+    """Write ``maps.json``, ``maps.html`` and its plots; return ``None`` without matplotlib.
+
+    Args:
+        out: Folder.
+        found: Maps of the heads of one layer.
+        encoder: Readings of the whole encoder, for one.
+    """
+    data: dict[str, Any] = {"attnzoo": attnzoo.__version__}
+    data["heads"] = [maps.facts() for maps in found]
+    if encoder is not None:
+        data["encoder"] = encoder.data()
     try:
         out.mkdir(parents=True, exist_ok=True)
         atomic_write(out / DATA, json.dumps(data, indent=2, allow_nan=False) + "\n")
@@ -331,8 +382,10 @@ def write_maps(out: Path, found: list[AttentionMaps]) -> Path | None:
         return None
     first, table = found[0], heads_table(found)
     drawn = plots(first)
-    charts.write_pictures(out, drawn)
+    whole = [] if encoder is None else encoder_plots(encoder)
+    charts.write_pictures(out, [*drawn, *whole])
     body = [
+        *(encoder_sections(encoder, whole) if encoder is not None else []),
         page.heading(f"Attention of layer {first.layer}, head {first.head}", 1),
         page.paragraph(summary(first)),
         page.plots_html(drawn),
