@@ -107,7 +107,8 @@ def delta_attention(
     if state is None:
         empty = torch.zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=dtype, device=v.device)
         state = DeltaState(empty)
-    state = DeltaState(state.kv.to(dtype))
+    if state.kv.dtype != dtype:
+        state = DeltaState(state.kv.to(dtype))
     scale = 1.0 if scale is None else float(scale)
     with autocast_disabled(q.device):
         x = DeltaInputs(
