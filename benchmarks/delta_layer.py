@@ -1,0 +1,166 @@
+"""Transfer of one layer of the embedded model to delta, alone: what limits its error.
+
+    python -m benchmarks.delta_layer --layer 2 --attention delta:feature_map=hedgehog_exp,window=32
+
+Inputs and outputs of the layer are recorded once under softmax; a step takes 0.2 s of one core.
+Printed is the squared error of held-out rows relative to softmax's output, of all tokens and of the
+second copies of segments: for the window alone, before and after training, and after training with
+softmax's own mixing weights, or with its own output beyond the window.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+
+from attnzoo.backends.inputs import AttentionInputs
+from attnzoo.commands.spec_options import spec_of
+from attnzoo.evaluation.corpus import add_repeats
+from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.masks import AttentionMask
+from attnzoo.registry import build_backend
+from attnzoo.spec import AttentionSpec
+from attnzoo.training.loading import load_causal, load_rows
+from attnzoo.training.schedule import make_schedule
+from attnzoo.training.train_config import TrainConfig
+from attnzoo.training.transfer import Transfer, relative_error, swapped_layers
+from benchmarks.recover import data
+
+BATCH, TRAIN, HELD_OUT = 8, 20, 3  # rows per batch, and batches
+Errors = dict[str, list[float]]
+
+
+class Batch(NamedTuple):
+    """Inputs and softmax's output of the layer, and the second copies of its rows."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    hidden_states: Tensor
+    mask: AttentionMask
+    exact: Tensor  # [B, H, T, E]
+    copies: Tensor  # [B, T] bool
+
+    def run(self, backend: Any) -> Tensor:
+        """Return the backend's output."""
+        given = {"hidden_states": self.hidden_states, "mask": self.mask}
+        out: Tensor = backend(self.q, self.k, self.v, **given).out
+        return out
+
+
+def record(number: int) -> tuple[list[Batch], list[Batch], Any]:
+    """Return training and held-out batches of a layer, and its geometry."""
+    path = embedded_model_path()
+    train, held_out = load_rows(path, data(), "text", TrainConfig(repeat_share=0.5))
+    model = load_causal(path, AttentionSpec("delta", window=32)).eval()
+    backend = list(swapped_layers(model).values())[number]
+    exact = build_backend("flash", {}, backend.geometry)
+    found: list[Batch] = []
+    copies = torch.zeros(0)
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        out = exact(*args, mask=kwargs["mask"], scale=kwargs["scale"]).out
+        found.append(Batch(*args, kwargs["hidden_states"], kwargs["mask"], out, copies))
+
+    backend.register_forward_pre_hook(hook, with_kwargs=True)
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
+    rows = order[: BATCH * TRAIN]
+    tokens, positions = train.tokens[rows], train.positions[rows]
+    judged = held_out.tokens[: BATCH * HELD_OUT].clone()
+    repeats = add_repeats(judged, torch.Generator().manual_seed(0))
+    places = torch.arange(judged.shape[1]).expand_as(judged)
+    second = torch.zeros_like(judged, dtype=torch.bool)
+    for row, repeat in zip(second, repeats, strict=True):
+        if repeat is not None:
+            row[repeat.second + 4 : repeat.second + repeat.length] = True
+    tokens, positions = torch.cat([tokens, judged]), torch.cat([positions, places])
+    second = torch.cat([torch.zeros(len(rows), judged.shape[1], dtype=torch.bool), second])
+    with torch.no_grad(), Transfer(model):
+        for first in range(0, len(tokens), BATCH):
+            own = slice(first, first + BATCH)
+            copies = second[own]
+            model(input_ids=tokens[own], position_ids=positions[own], use_cache=False)
+    return found[:TRAIN], found[TRAIN:], backend.geometry
+
+
+@torch.no_grad()
+def branches(backend: Any, x: Batch) -> dict[str, Tensor]:
+    """Return the layer's output in variants: its own, the window's, and with parts of softmax's."""
+    geometry, scale = backend.geometry, backend.geometry.scale
+    groups = geometry.num_heads // geometry.num_key_heads
+    k, v = (y.repeat_interleave(groups, 1).float() for y in (x.k, x.v))
+    length = k.shape[2]
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    seen = x.mask.dense(length, length, k.device)
+    weights = (x.q.float() @ k.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1)
+    beyond = weights * (distance >= backend.config.window)
+    share = beyond.sum(-1, keepdim=True)
+    far = beyond @ v / share.clamp(min=1e-9)
+    near = (weights - beyond) @ v / (1 - share).clamp(min=1e-9)
+    lse = (x.q.float() @ k.mT * scale).masked_fill(
+        ~(seen & (distance < backend.config.window)), -torch.inf
+    )
+    inputs = AttentionInputs(x.q, x.k, x.v, x.mask, scale=scale, hidden_states=x.hidden_states)
+    state = backend.attend_state(inputs).out.float()
+    mixing = backend.mixing_weight(inputs, lse.logsumexp(-1, keepdim=True))
+    return {
+        "window alone": near,
+        "own": x.run(backend),
+        "softmax's mixing": torch.lerp(near, state, share),
+        "softmax's far output": torch.lerp(near, far, mixing),
+    }
+
+
+def errors(backend: Any, batches: list[Batch]) -> Errors:
+    """Return the relative squared errors over all tokens and over second copies."""
+    backend.eval()
+    sums: dict[str, Tensor] = {}
+    norm = torch.zeros(2)
+    for x in batches:
+        weights = torch.stack([torch.ones_like(x.copies), x.copies]).float()[:, :, None, :, None]
+        norm += (weights * x.exact.float().square()).flatten(1).sum(1)
+        for name, out in branches(backend, x).items():
+            error = (weights * (out.float() - x.exact.float()).square()).flatten(1).sum(1)
+            sums[name] = sums.get(name, torch.zeros(2)) + error
+    backend.train()
+    return {name: [round(float(y), 4) for y in total / norm] for name, total in sums.items()}
+
+
+def main(
+    layer: Annotated[int, typer.Option(help="index of the layer")] = 2,
+    steps: Annotated[int, typer.Option(help="steps of transfer")] = 60,
+    attention: str = "delta:feature_map=hedgehog_exp,window=32",
+    lr: float = 2e-2,
+    calibrate: Annotated[bool, typer.Option(help="start gates from softmax's attention")] = False,
+) -> None:
+    """Train one layer and print its errors: all tokens, second copies."""
+    train, held_out, geometry = record(layer)
+    torch.manual_seed(0)
+    entry = spec_of(attention).default
+    backend: Any = build_backend(entry.backend, entry.options, geometry)
+    if calibrate:
+        found, x = backend.new_calibration(), train[0]
+        scale = geometry.scale
+        found.add(AttentionInputs(*x[:3], x.mask, scale=scale, hidden_states=x.hidden_states))
+        backend.calibrate(found)
+    print("before", errors(backend, held_out), flush=True)
+    parameters = list(backend.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    schedule = make_schedule("cosine", {}, optimizer, warmup=steps // 10, steps=steps)
+    for step in range(steps):
+        x = train[step % TRAIN]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = relative_error(x.run(backend), x.exact, x.mask)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+    print("after", steps, "steps", errors(backend, held_out), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
