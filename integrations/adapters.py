@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from attnzoo.backends.base import AttentionBackend
@@ -116,6 +117,30 @@ def record_swap(model: nn.Module, config: Any) -> None:
     vars(config)[NAME] = current_swap(model)
 
 
+def complete_conversion(
+    model: nn.Module, adapter_name: str, config: Any, state: dict[str, torch.Tensor]
+) -> None:
+    """Put an adapter's backends, and the swap, into the LoRA adapter that PEFT makes of it.
+
+    PEFT keeps the last part of a parameter's name only, and does not tell adapters apart.
+
+    Args:
+        model: The model with the adapter.
+        adapter_name: The adapter that was converted.
+        config: The config of the LoRA adapter, which is changed.
+        state: The weights of the LoRA adapter, which are changed.
+    """
+    record_swap(model, config)
+    for name, _, module in _backends(model):
+        if isinstance(module, AttentionBackend):
+            continue
+        for key in [key for key in state if key.startswith(f"{name}.")]:
+            del state[key]
+        if adapter_name in module.modules_to_save:
+            own = module.modules_to_save[adapter_name].state_dict()
+            state.update({f"{name}.{key}": value for key, value in own.items()})
+
+
 def _train_extras(model: nn.Module, config: Any) -> None:
     backends = [(name, _original(module)) for name, _, module in _backends(model)]
     if not any(_changes_in_training(backend) for _, backend in backends):
@@ -189,14 +214,27 @@ def unwrapped_extras(model: nn.Module, adapters: Iterable[str]) -> Iterator[None
 
 
 def _own_backend(wrapper: Any, adapters: Iterable[str]) -> nn.Module | None:
-    """Return the backend that one of the adapters has in a wrapper, or ``None``."""
+    """Return the backend that the adapters have in a wrapper, or ``None``.
+
+    Raises:
+        UnsupportedError: Several adapters have backends with different parameters.
+    """
     own = [name for name in adapters if name in wrapper.modules_to_save]
-    if len(own) > 1:
+    first = wrapper.modules_to_save[own[0]] if own else None
+    if not all(_same_state(first, wrapper.modules_to_save[name]) for name in own[1:]):
         raise UnsupportedError(
             f"The adapters {', '.join(own)} have parameters of backend {wrapper.name!r} of their "
             "own, which cannot be merged with each other. Merge one of them"
         )
-    return wrapper.modules_to_save[own[0]] if own else None
+    return first
+
+
+def _same_state(first: nn.Module | None, second: nn.Module | None) -> bool:
+    """Return whether two backends have equal parameters and buffers."""
+    if first is None or second is None:
+        return first is second
+    expected = first.state_dict()
+    return all(torch.equal(x, expected[name]) for name, x in second.state_dict().items())
 
 
 def refuse_inactive_extras(model: nn.Module, adapters: Iterable[str]) -> None:
@@ -207,7 +245,7 @@ def refuse_inactive_extras(model: nn.Module, adapters: Iterable[str]) -> None:
     """
     for _, wrapper in _wrappers(model):
         own = _own_backend(wrapper, adapters)
-        if own is not None and own is not _own_backend(wrapper, wrapper.active_adapters):
+        if own is not None and not _same_state(own, _own_backend(wrapper, wrapper.active_adapters)):
             raise UnsupportedError(
                 f"The adapter to merge ({', '.join(adapters)}) has parameters of backend "
                 f"{wrapper.name!r}, which the model runs only while that adapter is active. "

@@ -8,6 +8,7 @@ patch, which fails when a new version of the package changes what the patch reli
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -299,6 +300,28 @@ def patch_tuners(tuners_utils: Any) -> None:
     cls.merge_and_unload, cls.unload = merge_and_unload_with_extras, unload_with_extras
 
 
+def patch_lora_conversion(conversion: Any) -> None:
+    """Keep the backends of an adapter, and the swap, where PEFT converts it to LoRA."""
+    if not _mark_patched(conversion):
+        return
+    convert_to_lora = conversion.convert_to_lora
+
+    @wraps(convert_to_lora)
+    def convert_to_lora_with_extras(
+        model: nn.Module, rank: float, adapter_name: str = "default", *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        from attnzoo.integrations import adapters
+
+        config, state = convert_to_lora(model, rank, adapter_name, *args, **kwargs)
+        adapters.complete_conversion(model, adapter_name, config, state)
+        return config, state
+
+    for name in ("peft.tuners.lora.conversion", "peft.tuners.lora", "peft.tuners", "peft"):
+        module = sys.modules.get(name)
+        if getattr(module, "convert_to_lora", None) is convert_to_lora:
+            module.convert_to_lora = convert_to_lora_with_extras  # type: ignore[union-attr]
+
+
 def patch_adapter_models(peft_model: Any) -> None:
     """Do the same for methods without a tuner (prompts), and check what an adapter saves."""
     cls = peft_model.PeftModel
@@ -354,5 +377,6 @@ PATCHES = {
     "transformers.generation.continuous_batching.continuous_api": patch_continuous_batching,
     "peft.config": patch_adapter_configs,
     "peft.tuners.tuners_utils": patch_tuners,
+    "peft.tuners.lora.conversion": patch_lora_conversion,
     "peft.peft_model": patch_adapter_models,
 }

@@ -151,6 +151,12 @@ def test_peft_models_add_prompts_through_add_adapter(config):
         assert name in vars(peft.PeftModel)
 
 
+@pytest.mark.parametrize("name", ["peft", "peft.tuners.lora", "peft.tuners.lora.conversion"])
+def test_conversion_to_lora_is_patched_under_every_name(name):
+    assert import_module(name).convert_to_lora.__name__ == "convert_to_lora"
+    assert hasattr(import_module(name).convert_to_lora, "__wrapped__")
+
+
 def test_patches_are_applied_once():
     before = PreTrainedModel.post_init, PreTrainedModel.from_pretrained
     for name, patch in PATCHES.items():

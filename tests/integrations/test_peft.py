@@ -15,6 +15,7 @@ from attnzoo.integrations.attention import layer_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing. is deprecated:FutureWarning")
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+GATED = {"backend": "gated_linear", "options": {"gate": "gla"}}
 BACKENDS = [
     ("linear", {"feature_map": "hedgehog"}),
     ("gated_linear", {"gate": "gated_retention"}),
@@ -331,3 +332,42 @@ def test_trainer(base, ids, tmp_path):
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     with torch.no_grad():
         assert torch.equal(again(ids).logits, base.eval()(ids).logits)
+
+
+def test_adapters_with_equal_extras_can_be_merged(llama, ids):
+    model = adapted(swapped(llama, GATED), init_lora_weights=False)
+    torch.manual_seed(1)
+    model.add_adapter(
+        "second", peft.LoraConfig(r=2, target_modules=TARGETS, init_lora_weights=False)
+    )
+    deltas = {name: (first + second) for name, first, second in lora_deltas(model)}
+    merged = model.merge_and_unload(adapter_names=["default", "second"])
+    plain = swapped(llama, GATED)
+    for name, module in plain.named_modules():
+        if name in deltas:
+            module.weight.data += deltas[name]
+    assert deltas
+    assert_close(logits(merged, ids), logits(plain, ids), atol=1e-5, rtol=1e-5)
+
+
+def lora_deltas(model: Any) -> Any:
+    for name, module in model.base_model.model.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            yield name, module.get_delta_weight("default"), module.get_delta_weight("second")
+
+
+def test_conversion_to_lora_keeps_the_extras(llama, ids, tmp_path):
+    """Of two adapters with parameters below submodules, and with the swap in the new config."""
+    config = {"r": 2, "target_modules": TARGETS, "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(swapped(llama, GATED), peft.GraloraConfig(**config))
+    train(model, ids)
+    model.add_adapter("second", peft.GraloraConfig(**config))
+    expected = logits(model, ids)
+    lora, weights = peft.convert_to_lora(model, rank=16)
+    peft.save_as_lora(tmp_path, model, rank=16)
+    assert any(name.endswith("attnzoo.gate.down") for name in weights)
+    assert lora.attnzoo == model.peft_config["default"].attnzoo
+    again = peft.PeftModel.from_pretrained(swapped(llama, GATED), tmp_path)
+    assert_close(logits(again, ids), expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(SpecError, match="trained under another attention"):
+        peft.PeftModel.from_pretrained(llama(), tmp_path)

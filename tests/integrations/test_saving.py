@@ -7,6 +7,7 @@ import torch
 import transformers as hf
 
 import attnzoo
+from attnzoo.backends.linear.feature_maps.base import get_feature_map
 from attnzoo.errors import SpecError
 from attnzoo.registry import available_backends, get_backend
 
@@ -30,6 +31,26 @@ def test_a_saved_model_keeps_every_option(llama, tmp_path):
     assert saved == attnzoo.AttentionSpec("linear").to_dict(defaults=True)
     assert saved["options"]["feature_map"] == "elu+1"
     assert [row.options for row in attnzoo.describe(model)] == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("name", "defaults"),
+    [("hedgehog_exp", {"num_features": 256, "seed": 0}), ("dpfp", {"nu": 1})],
+)
+def test_a_saved_model_keeps_the_defaults_of_its_map(
+    name, defaults, llama, ids, tmp_path, monkeypatch
+):
+    spec = attnzoo.AttentionSpec("linear", feature_map=name)
+    assert attnzoo.AttentionSpec("linear", feature_map=name, **defaults) == spec
+    model = attnzoo.swap(llama(), spec)
+    expected = model(input_ids=ids).logits
+    assert [row.options for row in attnzoo.describe(model)] == [{"feature_map": name}] * 2
+    model.save_pretrained(tmp_path)
+    changed = {key: value + 2 for key, value in defaults.items()}
+    monkeypatch.setattr(get_feature_map(name), "options", changed)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {key: loaded.config.attnzoo["options"][key] for key in defaults} == defaults
+    assert torch.equal(loaded(input_ids=ids).logits, expected)
 
 
 def test_a_config_takes_a_spec_object(llama_config, tmp_path):

@@ -23,7 +23,9 @@ MINIMUM = {"nu": 1, "num_features": 2, "seed": 0, "max_length": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureMapConfig(BackendConfig):
-    """Settings of attention through a feature map; ``None`` means the map's own default.
+    """Settings of attention through a feature map.
+
+    An option that is left out gets the map's default, so that saved specs contain it.
 
     Attributes:
         feature_map: phi, a name (see :mod:`attnzoo.backends.linear.feature_maps.base`); in Python,
@@ -31,7 +33,8 @@ class FeatureMapConfig(BackendConfig):
         nu: The number of offsets of ``dpfp``.
         num_features: The number of features of ``hedgehog_exp`` or ``random``, where it is even.
         seed: Seed of the draw of either, together with the layer's index.
-        max_length: M of ``cosine``, in tokens; later positions count as the last.
+        max_length: M of ``cosine``, in tokens; later positions count as the last. ``None`` means
+            that of the model.
     """
 
     largest: ClassVar[Mapping[str, int]] = {
@@ -59,6 +62,7 @@ class FeatureMapConfig(BackendConfig):
         for option, minimum in MINIMUM.items():
             value = getattr(self, option)
             if value is None:
+                object.__setattr__(self, option, feature_map.options.get(option))
                 continue
             if option not in feature_map.options:
                 names = [repr(n) for n, cls in FEATURE_MAPS.items() if option in cls.options]
@@ -77,6 +81,12 @@ class FeatureMapConfig(BackendConfig):
                 raise ConfigError(
                     f"{name}.{option} {reason}, got {value}; the default is {default_text}"
                 )
+
+    def changed_options(self) -> dict[str, Any]:
+        """Return the options that differ from the defaults of the backend and of the map."""
+        of_map = get_feature_map(self.feature_map).options
+        changed = super().changed_options()
+        return {key: x for key, x in changed.items() if key not in of_map or x != of_map[key]}
 
     @classmethod
     def import_options(cls, options: Mapping[str, Any]) -> None:
