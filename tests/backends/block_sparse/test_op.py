@@ -82,14 +82,31 @@ def test_cpp_computes_what_torch_does(block_size, causal):
 @pytest.mark.skipif(bool(NO_KERNEL), reason=NO_KERNEL)
 def test_the_kernel_selects_as_torch_does():
     """With ties, negative zeros and infinities, and fewer candidates than blocks to select."""
-    scores = torch.randint(-3, 4, (2, 3, 40, 70)).float() * torch.tensor([1.0, -1.0]).repeat(35)
+    scores = torch.randint(-3, 4, (2, 3, 90, 90)).float() * torch.tensor([1.0, -1.0]).repeat(45)
     scores[..., 5] = -0.0
-    q = torch.zeros(2, 3, 40, 4)
-    call = call_of(q, q, q, block_size=1, top_k=9, window=3, num_sinks=2)
-    for kept in (1, 9, 70):
+    scores[:, 1, :, 20:40] *= 2.0**125  # infinite
+    unit = torch.eye(90).expand(2, 3, 90, 90)  # queries whose products with summaries are scores
+    for kept in (1, 9, 40, 90):
+        call = call_of(unit, unit, unit, block_size=1, top_k=kept, window=3, num_sinks=2)
         allowed = candidates(call, first_positions(call))
         right = _best(scores, allowed, call, kept)
-        assert torch.equal(best_blocks(scores, allowed, kept), right)
+        ours = best_blocks(unit[:, :, None], scores.mT, allowed, call)
+        assert torch.equal(ours, right)
+
+
+@pytest.mark.skipif(bool(NO_KERNEL), reason=NO_KERNEL)
+@pytest.mark.parametrize("score", ["mean", "moments", "bounds"])
+def test_the_kernel_scores_as_torch_does(score):
+    """Several heads per key head, rows of several lengths, and both directions."""
+    draw = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(2, h, 300, 24, generator=draw) for h in (4, 2))
+    for causal in (True, False):
+        for per_key_head in (True, False):
+            options = {"causal": causal, "per_key_head": per_key_head, "score": score}
+            call = call_of(q, k, k, block_size=4, top_k=6, window=9, **options)
+            call = call._replace(lengths=torch.tensor([300, 170]), counts=torch.tensor([300, 170]))
+            ours, right = (select_blocks(call, best) for best in (best_blocks, None))
+            assert torch.equal(ours, right)
 
 
 def test_the_definition_query_by_query():
@@ -143,8 +160,9 @@ def call_of(q, k, v, **options):
     """Return the selection ``[B, A, M, K]`` of a causal call."""
     from attnzoo.backends.block_sparse.impl import options as inputs
 
+    per_key_head, score = options.pop("per_key_head", False), options.pop("score", "mean")
     sizes = {"causal": True, "window": 1, "num_sinks": 0, "query_block": 1, **options}
-    selection = inputs.SelectionOptions("mean", None, False)
+    selection = inputs.SelectionOptions(score, None, per_key_head)
     return inputs.SparseCall(
         q, k, v, None, None, None, None, 1.0, inputs.SparseOptions(**sizes), selection
     )

@@ -21,6 +21,8 @@ from attnzoo.kernels import cpp
 from attnzoo.kernels.memory import empty_huge_pages, pad_to_simd
 
 PANEL = 32  # keys of a panel, as in the kernel
+COLUMNS = 16  # a multiple of these is computed at a time
+SCORE_NAMES = ("mean", "moments", "bounds")  # numbered in the kernel
 TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
 BLOCK_SPARSE = cpp.Source(
     Path(__file__).parents[1] / "kernels" / "block_sparse.cpp",
@@ -53,9 +55,11 @@ class _Tensors(ctypes.Structure):
 class _BestTask(ctypes.Structure):
     _fields_ = [
         *cpp.fields(
-            ctypes.c_int64, "threads rows blocks kept heads_per_range ranges_per_row first"
+            ctypes.c_int64,
+            "threads units shared queries size blocks pitch kept units_per_range first score",
         ),
-        *cpp.fields(ctypes.c_void_p, "scores end begin stop out"),
+        ("scale", ctypes.c_double),
+        *cpp.fields(ctypes.c_void_p, "q summary end begin stop out"),
     ]
 
 
@@ -75,24 +79,43 @@ def _build_reasons() -> tuple[str, ...]:
     return (reason,) if reason else ()
 
 
-def best_blocks(scores: Tensor, allowed: Candidates, kept: int) -> Tensor:
-    """Return the indices of the largest float32 scores ``[B, A, M, N]``, sorted, in C++."""
-    batch, heads, count, blocks = scores.shape
-    scores = scores.contiguous()
-    shape = (max(len(allowed.end), len(allowed.begin)), count)
-    stop = allowed.stop if isinstance(allowed.stop, Tensor) else torch.tensor(allowed.stop)
-    shape = (max(shape[0], len(stop) if stop.ndim else 1), count)
-    end, begin, stop = (x.expand(shape).contiguous() for x in (allowed.end, allowed.begin, stop))
-    out = torch.empty(batch, heads, count, kept, dtype=torch.int32)
+def best_blocks(queries: Tensor, summary: Tensor, allowed: Candidates, call: SparseCall) -> Tensor:
+    """Return the selected blocks, ``[B, A, M, K]``, sorted; scores are computed on the way.
+
+    Args:
+        queries: ``[B, Hkv, A / Hkv, M, D]``, float32.
+        summary: ``[B, Hkv, N, Z]``, float32.
+        allowed: Candidates of each query.
+        call: The call; ``coverage`` is not supported.
+    """
+    batch, key_heads, shared, count, size = queries.shape
+    blocks = summary.shape[2]
+    pitch = -(-blocks // COLUMNS) * COLUMNS
+    columns = summary.new_zeros(batch, key_heads, summary.shape[3], pitch)
+    columns[..., :blocks] = summary.mT
+    queries = queries.contiguous()
+    stop = torch.as_tensor(allowed.stop)
+    rows = max(len(allowed.end), len(allowed.begin), len(stop) if stop.ndim else 1)
+    end, begin, stop = (
+        x.expand(rows, count).contiguous() for x in (allowed.end, allowed.begin, stop)
+    )
+    kept, units = min(call.options.top_k, blocks), key_heads * shared
+    out = torch.empty(batch, units, count, kept, dtype=torch.int32)
     task = _BestTask(
         threads=torch.get_num_threads(),
-        rows=batch * heads * count,
+        units=batch * units,
+        shared=shared,
+        queries=count,
+        size=size,
         blocks=blocks,
+        pitch=pitch,
         kept=kept,
-        heads_per_range=heads if shape[0] == batch else batch * heads,
-        ranges_per_row=count,
+        units_per_range=units if rows == batch else batch * units,
         first=allowed.first,
-        scores=scores.data_ptr(),
+        score=SCORE_NAMES.index(call.selection.score),
+        scale=call.scale,
+        q=queries.data_ptr(),
+        summary=columns.data_ptr(),
         end=end.data_ptr(),
         begin=begin.data_ptr(),
         stop=stop.data_ptr(),

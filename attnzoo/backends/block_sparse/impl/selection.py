@@ -164,7 +164,7 @@ def _moments(k: Tensor, real: Tensor | None, score: str) -> Tensor:
     mean = (k if real is None else k * real).sum(3) / count
     if score == "mean":
         return mean
-    squares = (k - mean[:, :, :, None]).square()
+    squares = (k - mean[:, :, :, None]).square_()
     return torch.cat([mean, (squares if real is None else squares * real).sum(3) / count], 3)
 
 
@@ -189,7 +189,8 @@ def candidates(call: SparseCall, first: Tensor) -> Candidates:
     return Candidates(options.num_sinks // size, begin // size, end, stop)
 
 
-Best = Callable[[Tensor, Candidates, int], Tensor]  # scores, candidates, number -> blocks
+# Queries, summaries, candidates and the call -> blocks; without coverage, in float32
+Best = Callable[[Tensor, Tensor, Candidates, SparseCall], Tensor]
 
 
 @torch.no_grad()
@@ -200,8 +201,7 @@ def select_blocks(call: SparseCall, best: Best | None = None) -> Tensor:
 
     Args:
         call: The call.
-        best: Selects the blocks with the best float32 scores, without ``coverage``; ``None`` runs
-            PyTorch.
+        best: Scores and selects in float32, without ``coverage``; ``None`` runs PyTorch.
     """
     queries, first = pool_queries(call)
     summary = call.summary
@@ -219,24 +219,17 @@ def select_blocks(call: SparseCall, best: Best | None = None) -> Tensor:
     )
     if kept == 0:
         return selected
-    compiled = best is not None and call.selection.coverage is None
-    compiled = compiled and summary.dtype == torch.float32
-    most = FEW_SCORES if compiled else MAX_SCORES
-    step = max(1, most // max(1, batch * heads * blocks))
+    if best is not None and call.selection.coverage is None and summary.dtype == torch.float32:
+        return best(queries.to(summary.dtype), summary, allowed, call)
+    step = max(1, MAX_SCORES // max(1, batch * heads * blocks))
     for start in range(0, count, step):
         rows = slice(start, start + step)
         part = allowed._replace(end=allowed.end[:, rows], begin=allowed.begin[:, rows])
-        if compiled and call.options.causal:  # later blocks are no candidates
-            blocks = max(1, min(summary.shape[2], int(part.end.max())))
         features = query_features(
             queries[:, :, :, rows].to(summary.dtype), call.scale, call.selection.score
         )
-        scores = (features @ summary[:, :, None, :blocks].mT).flatten(1, 2)
-        if compiled:
-            assert best is not None
-            selected[:, :, rows] = best(scores, part, kept)
-        else:
-            selected[:, :, rows] = _best(scores, part, call, kept)
+        scores = (features @ summary[:, :, None].mT).flatten(1, 2)
+        selected[:, :, rows] = _best(scores, part, call, kept)
     return selected
 
 

@@ -17,11 +17,16 @@
 #include <cstring>
 #include <vector>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include "lanes.h"
 #include "threads.h"
+#include "tiles.h"
 
 constexpr int PANEL = 32;              // keys of a panel; blocks divide it or are multiples of it
-constexpr int TILE = 256;              // queries of a tile
+constexpr int QUERY_TILE = 256;              // queries of a tile
 constexpr double MASKED_SCORE = -1e30;  // below every score
 constexpr double HEADROOM = 32;        // of scores above the reference of a query
 constexpr int32_t NO_BLOCK = 1 << 30;  // as in impl/selection.py
@@ -63,7 +68,7 @@ class Worker : Math<Real> {
           count_(task.counts[unit / task.key_heads]), size_((int)task.block_size),
           lanes_((size_ + LANES - 1) / LANES * LANES), panels_((task.keys + PANEL - 1) / PANEL),
           p_(DOT_ROWS * lanes_), dp_(DOT_ROWS * lanes_),
-          unused_(std::max(t.key_size, t.value_size) + PANEL), sums_(TILE * LANES),
+          unused_(std::max(t.key_size, t.value_size) + PANEL), sums_(QUERY_TILE * LANES),
           starts_(task.keys / task.block_size + 3), k_rows_(lanes_), v_rows_(lanes_) {
         for (int i = 0; i < LANES; ++i) lane_index_[i] = i;
     }
@@ -97,8 +102,8 @@ class Worker : Math<Real> {
     const int64_t panels_;
     std::vector<Real> p_, dp_;        // [DOT_ROWS, lanes_]
     std::vector<Real> unused_;        // in place of queries beyond the last
-    std::vector<Real> sums_;          // [TILE, LANES]: running sum of each query, per lane
-    Real max_[TILE];                  // reference of each query
+    std::vector<Real> sums_;          // [QUERY_TILE, LANES]: running sum of each query, per lane
+    Real max_[QUERY_TILE];                  // reference of each query
     std::vector<Pair> pairs_, sorted_;
     std::vector<int32_t> blocks_;     // of pairs_
     std::vector<int64_t> starts_;     // first pair of each block, in sorted_
@@ -110,8 +115,8 @@ class Worker : Math<Real> {
     template <class Work>
     void for_each_tile(Work work) {
         for (int64_t group = 0; group < t.groups; ++group)
-            for (int64_t i = 0; i < t.queries; i += TILE) {
-                const int queries = (int)std::min<int64_t>(TILE, t.queries - i);
+            for (int64_t i = 0; i < t.queries; i += QUERY_TILE) {
+                const int queries = (int)std::min<int64_t>(QUERY_TILE, t.queries - i);
                 sort_pairs(group, i, queries);
                 work(unit_ * t.groups * t.queries + group * t.queries + i, queries, group);
             }
@@ -363,47 +368,97 @@ EXPORT(double)
 
 // -- selection ---------------------------------------------------------------------------------
 
+// How a block is scored, as in impl/selection.py.
+enum Score { MEAN, MOMENTS, BOUNDS };
+
 struct BestTask {
-    int64_t threads, rows, blocks, kept, heads_per_range, ranges_per_row;
-    int64_t first;            // candidates are blocks from first on
-    const float* scores;      // [rows, blocks]
-    const int64_t* end;       // per range: candidates below end,
-    const int64_t* begin;     // or from begin
-    const int64_t* stop;      // to stop - 1
-    int32_t* out;             // [rows, kept]: sorted; NO_BLOCK after the last
+    int64_t threads, units, shared;  // heads with a selection, shared of them per summary
+    int64_t queries, size;           // M, D
+    int64_t blocks, pitch, kept;     // N, the row step of summaries, K
+    int64_t units_per_range;         // that have the same candidates
+    int64_t first;                   // candidates are blocks from first on
+    int64_t score;
+    double scale;              // multiplies query-key products
+    const float* q;            // [units, M, D]
+    const float* summary;      // [units / shared, Z, pitch]: a column per block
+    const int64_t* end;        // [.., M]: candidates below end,
+    const int64_t* begin;      // or from begin
+    const int64_t* stop;       // to stop - 1
+    int32_t* out;              // [units, M, kept]: sorted; NO_BLOCK after the last
 };
 
-class Selector {
-  public:
-    explicit Selector(const BestTask& task) : t(task), keys_(task.blocks + 32), ids_(task.blocks) {}
+// Scores of QUERIES queries at a time stay in the cache.
+class Selector : Tiles<float> {
+    static constexpr int GROUPS = 32;  // of keys, in drop_low
 
-    void select(int64_t row, int64_t range) {
+  public:
+    static constexpr int QUERIES = 32;
+
+    explicit Selector(const BestTask& task)
+        : t(task), depth_(task.score == MEAN ? task.size : 2 * task.size),
+          buffer_(QUERIES * (depth_ + task.pitch) + 64), features_(buffer_.take(QUERIES * depth_)),
+          scores_(buffer_.take(QUERIES * task.pitch)), keys_(task.blocks + 2 * GROUPS),
+          ids_(keys_), kept_keys_(keys_), kept_ids_(keys_) {}
+
+    // Select for the queries from `from` to `to` - 1 of a unit.
+    void run(int64_t unit, int64_t from, int64_t to) {
+        const int64_t range = unit / t.units_per_range * t.queries;
+        int64_t width = 1;
+        for (int64_t i = from; i < to; ++i) {
+            const int64_t stop = std::min(t.stop[range + i], t.blocks);
+            width = std::max(width, t.begin[range + i] < stop ? stop
+                                                              : std::min(t.end[range + i], stop));
+        }
+        width = (width + 15) / 16 * 16;
+        for (int64_t i = from; i < to; ++i)
+            add_features(t.q + (unit * t.queries + i) * t.size, features_ + (i - from) * depth_);
+        product(scores_, t.pitch, (to - from + 15) / 16 * 16, features_, depth_, 1,
+                t.summary + unit / t.shared * depth_ * t.pitch, t.pitch, width, depth_);
+        for (int64_t i = from; i < to; ++i)
+            select(scores_ + (i - from) * t.pitch, range + i,
+                   t.out + (unit * t.queries + i) * t.kept);
+    }
+
+  private:
+    // Write the numbers whose product with a summary is the score of a block.
+    void add_features(const float* q, float* features) const {
+        const float factor = float(0.5 * t.scale);
+        for (int64_t d = 0; d < t.size; ++d) {
+            features[d] = t.score == BOUNDS ? std::max(q[d], 0.f) : q[d];
+            if (t.score == MOMENTS) features[t.size + d] = q[d] * q[d] * factor;
+            if (t.score == BOUNDS) features[t.size + d] = std::min(q[d], 0.f);
+        }
+    }
+
+    void select(const float* scores, int64_t range, int32_t* out) {
         int n = 0;
-        const float* scores = t.scores + row * t.blocks;
         const int64_t stop = std::min(t.stop[range], t.blocks);
         n = add(scores, t.first, std::min(t.end[range], stop), n);
         n = add(scores, std::max(t.first, t.begin[range]), stop, n);
-        int32_t* out = t.out + row * t.kept;
         int found = 0;
         if (n <= t.kept) {
             for (; found < n; ++found) out[found] = ids_[found];
         } else {
-            const int32_t limit = threshold(n);
-            int64_t ties = t.kept - count_from(n, (int64_t)limit + 1);
-            for (int i = 0; i < n; i += 16) {
-                bool any = false;
-                for (int j = i; j < i + 16; ++j) any |= keys_[j] >= limit;
-                for (int j = i; any && j < std::min(i + 16, n); ++j)
-                    if (keys_[j] > limit || (keys_[j] == limit && ties-- > 0))
-                        out[found++] = ids_[j];
+            n = drop_low(n);
+            const int32_t limit = threshold(kept_keys_.data(), n);
+            int64_t ties = t.kept - count_from(kept_keys_.data(), n, (int64_t)limit + 1);
+            for (int j = 0; found < t.kept; ++j) {
+                const bool tie = kept_keys_[j] == limit;
+                out[found] = kept_ids_[j];
+                found += kept_keys_[j] > limit || (tie && ties > 0);
+                ties -= tie;
             }
+            guess(n, limit);
         }
         for (; found < t.kept; ++found) out[found] = NO_BLOCK;
     }
 
-  private:
     const BestTask& t;
-    std::vector<int32_t> keys_, ids_;  // integers ordered as the scores; block of each
+    const int64_t depth_;  // Z
+    Buffer<float> buffer_;
+    int32_t guess_ = INT32_MAX;        // of a key that about t.kept keys reach
+    float *features_, *scores_;        // [QUERIES, Z], [QUERIES, pitch]
+    std::vector<int32_t> keys_, ids_, kept_keys_, kept_ids_;  // integers ordered as the scores; block of each
 
     static int32_t key_of(float score) {
         int32_t bits;
@@ -424,23 +479,74 @@ class Selector {
             keys_[n] = key_of(scores[j]);
             ids_[n] = (int32_t)j;
         }
-        std::fill(keys_.begin() + n, keys_.begin() + n + 16, INT32_MIN);
+        std::fill_n(keys_.begin() + n, GROUPS, INT32_MIN);
         return n;
     }
 
-    int64_t count_from(int n, int64_t limit) const {
+    // Copy the keys that reach a bound, which at least t.kept of n keys do; return their number.
+    // The bound is a guess from the last query or, where too few reach it, the t.kept-th largest of
+    // the largest keys of GROUPS groups.
+    int drop_low(int n) {
+        int left = copy_from(guess_, n);
+        if (left >= t.kept) return left;
+        if (t.kept > GROUPS) return copy_from(INT32_MIN, n);
+        int32_t largest[GROUPS];
+        std::copy_n(keys_.begin(), GROUPS, largest);
+        for (int i = GROUPS; i < n; i += GROUPS)
+            for (int j = 0; j < GROUPS; ++j) largest[j] = std::max(largest[j], keys_[i + j]);
+        return copy_from(threshold(largest, GROUPS), n);
+    }
+
+    // Keep a bound for the next query, a little below the least selected key.
+    void guess(int n, int32_t limit) {
+        int32_t most = limit;
+        for (int i = 0; i < n; ++i) most = std::max(most, kept_keys_[i]);
+        const float least = score_of(limit), below = least - 0.25f * (score_of(most) - least);
+        guess_ = std::isfinite(below) ? key_of(below) : INT32_MAX;
+    }
+
+    int copy_from(int32_t bound, int n) {
+        int left = 0;
+#if defined(__AVX512F__)
+        for (int i = 0; i < n; i += 16) {
+            const __m512i keys = _mm512_loadu_si512(&keys_[i]), ids = _mm512_loadu_si512(&ids_[i]);
+            const __mmask16 reach = _mm512_cmpge_epi32_mask(keys, _mm512_set1_epi32(bound)) &
+                                    (n - i < 16 ? (1u << (n - i)) - 1 : 0xffffu);
+            _mm512_storeu_si512(&kept_keys_[left], _mm512_maskz_compress_epi32(reach, keys));
+            _mm512_storeu_si512(&kept_ids_[left], _mm512_maskz_compress_epi32(reach, ids));
+            left += __builtin_popcount(reach);
+        }
+#else
+        for (int i = 0; i < n; ++i) {
+            kept_keys_[left] = keys_[i], kept_ids_[left] = ids_[i];
+            left += keys_[i] >= bound;
+        }
+#endif
+        std::fill_n(kept_keys_.begin() + left, 16, INT32_MIN);
+        return left;
+    }
+
+    // Keys after the first n, up to a multiple of 16 of them, are INT32_MIN.
+    static int64_t count_from(const int32_t* keys, int n, int64_t limit) {
         if (limit > INT32_MAX) return 0;
         int32_t count = 0;
         const int32_t least = (int32_t)limit;
-        for (int i = 0; i < n; ++i) count += keys_[i] >= least;
+#if defined(__AVX512F__)
+        if (least == INT32_MIN) return n;
+        for (int i = 0; i < n; i += 16)
+            count += __builtin_popcount(_mm512_cmpge_epi32_mask(_mm512_loadu_si512(keys + i),
+                                                                _mm512_set1_epi32(least)));
+#else
+        for (int i = 0; i < n; ++i) count += keys[i] >= least;
+#endif
         return count;
     }
 
     // The largest integer that at least t.kept of n keys reach.
-    int32_t threshold(int n) const {
+    int32_t threshold(const int32_t* keys, int n) const {
         int32_t least = INT32_MAX, most = INT32_MIN;
-        for (int i = 0; i < n; ++i) least = std::min(least, keys_[i]);
-        for (int i = 0; i < n; ++i) most = std::max(most, keys_[i]);
+        for (int i = 0; i < n; ++i) least = std::min(least, keys[i]);
+        for (int i = 0; i < n; ++i) most = std::max(most, keys[i]);
         int64_t low = least, high = (int64_t)most + 1;  // enough reach low, too few reach high
         float low_score = score_of(least), high_score = score_of(most);
         for (int step = 0; high - low > 1; ++step) {
@@ -450,7 +556,7 @@ class Selector {
                 const int32_t key = key_of(between);
                 if (key > low && key < high) middle = key;
             }
-            const int64_t count = count_from(n, middle);
+            const int64_t count = count_from(keys, n, middle);
             if (count >= t.kept) low = middle, low_score = score_of((int32_t)middle);
             else high = middle, high_score = score_of((int32_t)middle);
             if (count == t.kept) break;
@@ -459,12 +565,14 @@ class Selector {
     }
 };
 
-// Rows are [B, A, M]; ranges are [1 or B, M].
 extern "C" void select_best(const BestTask* task) {
-    const int64_t chunk = 64, m = task->ranges_per_row;
-    in_threads((task->rows + chunk - 1) / chunk, task->threads, [&](int64_t part) {
+    const int64_t share = 16 * Selector::QUERIES, m = task->queries;
+    const int64_t parts = (m + share - 1) / share;
+    in_threads(task->units * parts, task->threads, [&](int64_t part) {
+        const FlushDenormals flush;
         Selector selector(*task);
-        for (int64_t row = part * chunk; row < std::min((part + 1) * chunk, task->rows); ++row)
-            selector.select(row, row / (task->heads_per_range * m) * m + row % m);
+        const int64_t first = part % parts * share, last = std::min(first + share, m);
+        for (int64_t i = first; i < last; i += Selector::QUERIES)
+            selector.run(part / parts, i, std::min(i + Selector::QUERIES, last));
     });
 }
