@@ -113,6 +113,7 @@ def accuracy_cases(decay: str, small: bool) -> Iterable[tuple[Workload, float, f
 FAMILIES = ("none", "scalar", "vector", "decode")
 DECAYS = ("none", "scalar", "vector")
 KINDS = ("bare", "mapped", "any", "wide")  # of calls, as in the table of configs
+HYBRID_KINDS = ("plain", "learned", "state", "any", "wide")  # of calls of the window hybrid
 TOOLS = ("memcheck", "racecheck")  # of compute-sanitizer
 # Chunk, warps, stages and tile of all kernels, to compare beside the shipped table
 CONFIGS = (
@@ -140,9 +141,10 @@ def groups_of(stage: int, *, tiny: bool, second: bool) -> dict[str, int]:
         tiny: Fewer groups, to test the script.
         second: Whether there is a second assembler to check.
     """
-    kinds = KINDS[:1] if tiny else KINDS
+    kinds, hybrid_kinds = (x[:1] if tiny else x for x in (KINDS, HYBRID_KINDS))
     if stage == 1:
         checks = [f"check {decay} {kind}" for decay in DECAYS for kind in kinds]
+        checks += [f"hybrid {decay} {kind}" for decay in DECAYS for kind in hybrid_kinds]
         names = checks + ([f"{name} second ptxas" for name in checks] if second else [])
         names += [f"sanitizer {tool} {decay}" for tool in TOOLS for decay in DECAYS]
         names += [f"warm fla {family}" for family in FAMILIES]

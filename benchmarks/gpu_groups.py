@@ -84,11 +84,22 @@ def check(session: Session, decay: str, kind: str, *assembler: str) -> None:
     """Compare the kernels with float64 and torch, twice and bit for bit equal."""
     from attnzoo.backends.linear import check_triton
 
-    cases = list(check_triton.cases(decay, 128, kind, small=session.tiny))
+    _check(session, check_triton, decay, kind, *assembler)
+
+
+def check_hybrid(session: Session, decay: str, kind: str, *assembler: str) -> None:
+    """Compare the kernels of the window hybrid, as :func:`check`."""
+    from attnzoo.backends.linear import check_hybrid as module
+
+    _check(session, module, decay, kind, *assembler)
+
+
+def _check(session: Session, module: Any, decay: str, kind: str, *assembler: str) -> None:
+    cases = list(module.cases(decay, 128, kind, small=session.tiny))
     for case in cases[-1:] if session.interpreted else cases:
         workload = f"{decay} {kind} {case}{' second ptxas' if assembler else ''}"
         session.recorder.measure(
-            lambda case=case: {"wrong": list(check_triton.wrong_results(case, session.device))},
+            lambda case=case: {"wrong": list(module.wrong_results(case, session.device))},
             kind="check",
             workload=workload,
         )
@@ -318,6 +329,7 @@ def run_group(group: str, out: Path, *, tiny: bool) -> None:
         "machine": measure_machine,
         "copy": measure_copy,
         "check": check,
+        "hybrid": check_hybrid,
         "sanitizer": sanitize,
         "warm": warm,
         "compile": lambda session, _, decay: configs(session, decay, timed=False),

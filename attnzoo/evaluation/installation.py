@@ -16,6 +16,7 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation import check_cpp
 from attnzoo.evaluation.timing import machine
 from attnzoo.integrations.patches import NAME, PATCHES
+from attnzoo.kernels.trust import driver_version
 from attnzoo.kernels.verdicts import FAILED, PASSED, Verdict, python_command, run_checks
 from attnzoo.masks import AttentionMask
 from attnzoo.ops import flash_attention
@@ -112,10 +114,10 @@ def _device_checks(device: torch.device, full: bool) -> Iterator[tuple[str, Call
     if reasons:
         yield "Triton kernels", partial(_unavailable, "; ".join(reasons))
     else:
-        for decay in DECAYS:
-            for size in triton_trust.SIZES if full else triton_trust.SIZES[:2]:
-                name = f"Triton kernels, decay {decay}, size {size}"
-                yield name, partial(_triton, device, decay, size)
+        sizes = triton_trust.SIZES if full else triton_trust.SIZES[:2]
+        for op, decay, size in product(triton_trust.CHECKS, DECAYS, sizes):
+            name = f"Triton kernels of {triton_trust.KERNELS[op]}, decay {decay}, size {size}"
+            yield name, partial(_triton, device, decay, size, op)
     for backend, name in SDPA_KERNELS.items():
         yield f"SDPA, {name}", partial(_sdpa, device, backend)
     yield "xformers attention", partial(_xformers, device)
@@ -142,7 +144,7 @@ def _machine() -> str:
         memory = properties.total_memory / 2**30
         parts.append(f"{properties.name} ({capability}, {memory:.0f} GiB)")
     if torch.cuda.is_available():
-        parts.append(f"driver {triton_trust.driver_version()}")
+        parts.append(f"driver {driver_version()}")
     return ", ".join(parts)
 
 
@@ -193,8 +195,8 @@ def _of(verdict: Verdict) -> str:
     return "results and gradients agree with torch"
 
 
-def _triton(device: torch.device, decay: str, size: int) -> str:
-    done = _of(triton_trust.check(device, decay, size, again=True))
+def _triton(device: torch.device, decay: str, size: int, op: str) -> str:
+    done = _of(triton_trust.check(device, decay, size, op, again=True))
     return f"{done}; {triton_trust.passed_status(device)}"
 
 

@@ -23,15 +23,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 from attnzoo.kernels.cache_folder import CACHE, cache_folder, check_private, replace_file
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 OUT_OF_MEMORY = ("outofmemory", "out of memory")  # in the last line of a traceback, lower case
+Case = TypeVar("Case")
 SHOWN = 3  # wrong results in a reason
 
 
@@ -139,6 +140,27 @@ def run_checks(
         if reasons:
             return Verdict(outcome, "; ".join(filter(None, reasons)), time.monotonic() - start)
     raise AssertionError("a check has at least one process")
+
+
+def run_cases(
+    cases: Iterable[Case], check: Callable[[Case, Any], Iterable[str]], device: Any
+) -> None:
+    """Check cases on a device, in the process of a check; prints events."""
+    import torch
+
+    def tell(event: str, text: str = "") -> None:
+        print(json.dumps({"event": event, "text": text}), flush=True)
+
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.cuda.set_device(device)
+    torch.ones(64, 64, device=device).matmul(torch.ones(64, 64, device=device)).sum().item()
+    tell("ready")
+    for case in cases:
+        tell("case", str(case))
+        for text in check(case, device):
+            tell("wrong", text)
+    tell("done")
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

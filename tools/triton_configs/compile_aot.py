@@ -122,6 +122,7 @@ CASES = (
     CompileCase(d=128, e=128, groups=4),
     CompileCase(groups=4, decay="vector", packed=True, padded=True, window=64),
     *(CompileCase(d=size, e=size, window=64) for size in (64, 128, 256)),
+    CompileCase(decay="scalar", window=64),
     CompileCase(dtype=torch.float32, window=64),
     CompileCase(feature_map="exp"),
     CompileCase(feature_map="relu"),

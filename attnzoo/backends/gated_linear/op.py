@@ -12,8 +12,6 @@ Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T tokens, D key size, E v
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +21,8 @@ from attnzoo.backends.gated_linear.impl.context_parallel import (
     matrix_state_from_earlier_ranks,
     stabilized_state_from_earlier_ranks,
 )
+from attnzoo.backends.gated_linear.impl.linear_call import IMPLEMENTATIONS as IMPLEMENTATIONS
+from attnzoo.backends.gated_linear.impl.linear_call import LinearCall, divide, select_linear
 from attnzoo.backends.gated_linear.impl.matrix_gate import (
     MatrixGateInputs,
     MatrixGateResult,
@@ -40,8 +40,6 @@ from attnzoo.backends.gated_linear.impl.rwkv6 import add_last_token, shift_right
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.linear.impl.common import empty_state, state_dtype
 from attnzoo.backends.linear.impl.context_parallel import state_from_earlier_ranks
-from attnzoo.backends.linear.impl.cpp import cpp_reasons
-from attnzoo.backends.linear.op import linear_attention, linear_sums, triton_reasons
 from attnzoo.backends.validation import check_qkv, empty_output, is_empty_call
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.context_parallel import LOG_ZERO, SequenceShard
@@ -85,7 +83,7 @@ def mlstm_attention(
             Packed segments do not see each other: ``state`` belongs to the first segment, and the
             returned state to the last.
         form: As in ``linear_attention``, like ``chunk_size``.
-        impl: As in ``linear_attention``; ``"auto"`` does not select ``"triton"``.
+        impl: As in ``linear_attention``.
         state: Sums over the earlier tokens.
         return_state: Whether to return the state after the last token.
         chunk_size: See ``form``.
@@ -120,13 +118,14 @@ def mlstm_attention(
         F.pad(values, (0, 1), value=1.0),
         log_decay,
         LinearState(torch.cat([state.kv, state.k.unsqueeze(-1)], -1), state.k),
-        *(mask.segment_ids, form, chunk_size, return_state, True),
+        *(mask.segment_ids, form, chunk_size, return_state, True, v.dtype),
     )
-    chosen, choice = select("mlstm_attention", IMPLEMENTATIONS, call, impl)
+    chosen, choice = select_linear("mlstm_attention", call, impl)
     out, last, *_ = chosen.run(call)
     lower_bound = (-m.clamp(min=LOWEST_STABILIZER)).exp()
     lower_bound = lower_bound.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    out = out[..., :-1] / torch.maximum(out[..., -1:].abs(), lower_bound.unsqueeze(-1))
+    denominator = torch.maximum(out[..., -1:].abs(), lower_bound.unsqueeze(-1))
+    out = divide(out[..., :-1], denominator, chosen.name, call)
     if last is not None:
         m_last = m[:, :, -1] if m.shape[2] else state.m
         last = StabilizedState(last.kv[..., :-1], last.k, m_last)
@@ -168,7 +167,7 @@ def rwkv6_attention(
         mask: Padding and segments, as in :func:`mlstm_attention`.
         normalize: Divide by the sum of weights plus ``eps``.
         form: As in ``linear_attention``, like ``chunk_size``.
-        impl: As in ``linear_attention``; ``"auto"`` does not select ``"triton"``.
+        impl: As in ``linear_attention``.
         state: Sums over the earlier tokens, including the last one, as in ``linear_attention``.
         return_state: Whether to return the state after the last token.
         chunk_size: See ``form``.
@@ -200,16 +199,20 @@ def rwkv6_attention(
         starts = segment_starts(mask.segment_ids)[:, None, :, None]
         k_before, decay_before = (x.masked_fill(starts, 0) for x in (k_before, decay_before))
     call = LinearCall(
-        *(q, k_before, v_before, decay_before, LinearState(kv, z)),
-        *(mask.segment_ids, form, chunk_size, return_state, normalize),
+        q,
+        k_before,
+        v_before,
+        decay_before,
+        LinearState(kv, z),
+        *(mask.segment_ids, form, chunk_size, return_state, normalize, v.dtype),
     )
-    chosen, choice = select("rwkv6_attention", IMPLEMENTATIONS, call, impl)
+    chosen, choice = select_linear("rwkv6_attention", call, impl)
     from_state, last, *_ = chosen.run(call)
     grouped = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, T, D]
     weight = (grouped * (bonus.to(k.dtype).unsqueeze(1) * k).unsqueeze(2)).sum(-1, keepdim=True)
     out = from_state + (weight * values.unsqueeze(2)).flatten(1, 2)
     if normalize:
-        out = out[..., :-1] / (out[..., -1:] + eps)
+        out = divide(out[..., :-1], out[..., -1:] + eps, chosen.name, call)
     if last is not None:
         last = add_last_token(last, k, values, log_decay, normalized=normalize)
     return AttentionOutput(out.to(v.dtype), last, None, _with_form(choice, form))
@@ -314,79 +317,6 @@ def _with_form(choice: ImplChoice, form: str) -> ImplChoice:
 # -- implementations -------------------------------------------------------------------------------
 
 
-class LinearCall(NamedTuple):
-    """The call of ``linear_attention`` to which mLSTM and RWKV-6 reduce."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor
-    state: LinearState
-    segment_ids: Tensor | None
-    form: str
-    chunk_size: int | None
-    return_state: bool
-    has_ones: bool  # whether the last channel of v is ones, and that of kv equals z
-
-
-def _run_linear(x: LinearCall, impl: str) -> AttentionOutput:
-    return linear_attention(
-        x.q,
-        x.k,
-        x.v,
-        mask=AttentionMask(causal=True, segment_ids=x.segment_ids),
-        log_decay=x.log_decay,
-        form=x.form,
-        impl=impl,
-        state=x.state,
-        return_state=x.return_state,
-        chunk_size=x.chunk_size,
-    )
-
-
-def _run_triton(x: LinearCall) -> AttentionOutput:
-    """Run the kernels; they compute the sums of weights without a channel of ones."""
-    if not x.has_ones:
-        return _run_linear(x, impl="triton")
-    values, state = x.v[..., :-1], LinearState(x.state.kv[..., :-1], x.state.k)
-    out, weights, last = linear_sums(
-        x.q, x.k, values, x.log_decay, state, x.segment_ids, x.chunk_size
-    )
-    kv = torch.cat([last.kv, last.k.unsqueeze(-1)], -1)
-    out = torch.cat([out, weights.unsqueeze(-1)], -1)
-    return AttentionOutput(out, LinearState(kv, last.k) if x.return_state else None)
-
-
-def _triton_reasons(x: LinearCall) -> list[str]:
-    v = x.v[..., :-1] if x.has_ones else x.v
-    return triton_reasons(x.q, x.k, v, form=x.form) + (["there is no token"] * (not x.q.shape[2]))
-
-
-def _cpp_reasons(x: LinearCall) -> list[str]:
-    return cpp_reasons(x.q, form=x.form, chunk_size=x.chunk_size)
-
-
-def _cpp_auto_reasons(x: LinearCall) -> list[str]:
-    return (
-        ["the recurrent form is a few torch operations per token"] if x.form == "recurrent" else []
-    )
-
-
-IMPLEMENTATIONS: tuple[Implementation[LinearCall, AttentionOutput], ...] = (
-    # By name only: no GPU has run it
-    Implementation(name="triton", run=_run_triton, reasons=_triton_reasons),
-    Implementation(
-        name="cpp",
-        run=partial(_run_linear, impl="cpp"),
-        reasons=_cpp_reasons,
-        automatic="compiled for this CPU",
-        auto_reasons=_cpp_auto_reasons,
-    ),
-    Implementation(
-        name="torch", run=partial(_run_linear, impl="torch"), automatic="runs on every device"
-    ),
-    Implementation(name="reference", run=partial(_run_linear, impl="reference")),
-)
 MATRIX_IMPLEMENTATIONS: tuple[Implementation[MatrixGateInputs, MatrixGateResult], ...] = (
     Implementation(name="torch", run=run_torch, automatic="runs on every device"),
     Implementation(name="reference", run=run_reference),

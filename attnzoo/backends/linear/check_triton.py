@@ -2,31 +2,33 @@
 
     python -m attnzoo.backends.linear.check_triton scalar 128 mapped cuda:0
 
-Each case runs twice. Results must be equal bit for bit, and differ from float64 by at most twice as
-much as the torch form in the same dtype. Inputs lie in storage that continues with NaN, and memory
-that kernels should write is filled with NaN. :mod:`attnzoo.kernels.verdicts` reads the output.
+:mod:`attnzoo.backends.linear.check_hybrid` checks those of the window hybrid. Each case runs twice.
+Results must be equal bit for bit, and differ from float64 by at most twice as much as the torch
+form in the same dtype. Inputs lie in storage that continues with NaN, and memory that kernels
+should write is filled with NaN. :mod:`attnzoo.kernels.verdicts` reads the output.
 
 Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from attnzoo.backends.linear.op import linear_attention
+from attnzoo.kernels.verdicts import run_cases
 from attnzoo.masks import AttentionMask
 from attnzoo.state import LinearState
 
 SCALE, EPS, FEATURE_SCALE = 0.7, 1e-6, 0.25
 SPLIT = 64  # tokens per split, so that short inputs have several
+Results = TypeVar("Results")
 NAMES = ("out", "kv", "z", "dq", "dk", "dv", "dkv", "dz", "d_log_decay")
 
 
@@ -203,39 +205,44 @@ def wrong_results(case: CheckCase, device: torch.device) -> Iterator[str]:
     exact = results(x, run_op("reference"), torch.float64, train)
     plain = results(x, run_op("torch"), None, train)
     compute = run_kernels if train else run_op("triton")
+    first, second = compute_twice(lambda: results(x, compute, None, train))
+    for name, *found in zip(NAMES, first, second, plain, exact, strict=False):
+        yield from wrong_result(name, str(case), case.dtype, *found)
+
+
+def compute_twice(compute: Callable[[], Results]) -> tuple[Results, Results]:
+    """Return the results of two equal calls; memory that they should write contains NaN before."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.use_deterministic_algorithms(True, warn_only=True)  # empty tensors contain NaN
         try:
-            first, second = (results(x, compute, None, train) for _ in range(2))
+            return compute(), compute()
         finally:
             torch.use_deterministic_algorithms(False)
-    for name, ours, again, p, e in zip(NAMES, first, second, plain, exact, strict=False):
-        error, allowed = (ours.double() - e).abs().max().item(), budget(p, e, case.dtype)
-        if not error <= allowed:  # NaN, too
-            yield f"{name} differs from float64 by {error:.2g} (allowed {allowed:.2g}) in {case}"
-        elif not torch.equal(ours, again):
-            yield f"{name} differs between two equal calls in {case}"
+
+
+def wrong_result(
+    name: str,
+    case: str,
+    dtype: torch.dtype,
+    ours: Tensor,
+    again: Tensor,
+    plain: Tensor,
+    exact: Tensor,
+) -> Iterator[str]:
+    """Yield what is wrong with a result of the kernels, given that of a second call too."""
+    error, allowed = (ours.double() - exact).abs().max().item(), budget(plain, exact, dtype)
+    if not error <= allowed:  # NaN, too
+        yield f"{name} differs from float64 by {error:.2g} (allowed {allowed:.2g}) in {case}"
+    elif not torch.equal(ours, again):
+        yield f"{name} differs between two equal calls in {case}"
 
 
 def main(decay: str, size: str, kind: str, device: str) -> None:
     """Check one kind of calls; prints events."""
-
-    def tell(event: str, text: str = "") -> None:
-        print(json.dumps({"event": event, "text": text}), flush=True)
-
     target = torch.device(device)
-    if target.type == "cuda":
-        torch.cuda.set_device(target)
-    torch.ones(64, 64, device=target).matmul(torch.ones(64, 64, device=target)).sum().item()
-    tell("ready")
-    for case in cases(decay, int(size), kind, small=target.type != "cuda"):
-        tell("case", str(case))
-        for text in wrong_results(case, target):
-            tell("wrong", text)
-    tell("done")
+    run_cases(cases(decay, int(size), kind, target.type != "cuda"), wrong_results, target)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     main(*sys.argv[1:])

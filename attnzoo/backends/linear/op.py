@@ -43,9 +43,10 @@ from attnzoo.backends.linear.impl.cpp import cpp_reasons, run_cpp
 from attnzoo.backends.linear.impl.reference import run_reference
 from attnzoo.backends.linear.impl.step import run_steps, step
 from attnzoo.backends.linear.impl.triton import linear_sums as linear_sums
+from attnzoo.backends.linear.impl.triton import round_features as round_features
 from attnzoo.backends.linear.impl.triton import run_triton
 from attnzoo.backends.linear.impl.triton import triton_reasons as triton_reasons
-from attnzoo.backends.linear.impl.triton_trust import trust
+from attnzoo.backends.linear.impl.triton_trust import trust as trust
 from attnzoo.backends.linear.validation import check_log_decay, check_segment_ids, check_state
 from attnzoo.backends.validation import check_qkv, check_size
 from attnzoo.errors import UnsupportedError, did_you_mean
@@ -237,7 +238,7 @@ def _triton_reasons(x: LinearInputs) -> list[str]:
 
 
 def _triton_trust(x: LinearInputs) -> tuple[tuple[str, ...], str]:
-    return trust(x.k, x.v, x.log_decay)
+    return trust("linear", x.log_decay, x.k, x.v)
 
 
 def _cpp_reasons(x: LinearInputs) -> list[str]:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.linear.impl.cpp import cpp_reasons
+from attnzoo.backends.linear.impl.triton_trust import trust
 from attnzoo.backends.linear.op import linear_attention
 from attnzoo.backends.linear.window_state import (
     HybridInputs,
@@ -89,8 +90,9 @@ def hybrid_attention(
             Packed segments do not see each other, and the returned state is that of the last.
         state: The state that an earlier causal call returned; not together with segments.
         return_state: Whether to return the state after the last token.
-        impl: ``"cpp"``, ``"torch"``, or ``"reference"``, which computes the window with a dense
-            mask, or ``"triton"`` on NVIDIA GPUs. ``"auto"`` selects the fastest of the others.
+        impl: ``"triton"`` (NVIDIA GPUs), ``"cpp"`` (CPUs), ``"torch"``, ``"reference"``, which
+            computes the window with a dense mask, or ``"auto"``, which selects the fastest one that
+            supports the call; ``"triton"`` only after its kernels passed a check on the device.
         chunk_size: As in :func:`attnzoo.backends.linear.op.linear_attention`.
         shard: This rank's part of sequences that several ranks hold, in place of ``state``; causal.
         num_sinks: G, first real tokens of each row that belong to the window of every later query,
@@ -126,7 +128,8 @@ def hybrid_attention(
         *(q, k, v, branch, window, scale, mask.causal, padding_mask, ids, state, return_state),
         *(impl, chunk_size, shard, num_sinks),
     )
-    chosen, choice = select("hybrid_attention", IMPLEMENTATIONS, x, impl)
+    table = AUTOMATIC[q.device.type == "cuda"] if impl == "auto" else IMPLEMENTATIONS
+    chosen, choice = select("hybrid_attention", table, x, impl)
     out, last = chosen.run(x._replace(impl=chosen.name))
     out = out.to(dtype)
     if order is not None and padding_mask is not None:
@@ -186,6 +189,10 @@ def _logit(x: HybridInputs, counts: Tensor | None, dtype: torch.dtype) -> Tensor
     return logit - counts.clamp(min=1).to(dtype).log()[:, None, :, None]
 
 
+def _triton_trust(x: HybridInputs) -> tuple[tuple[str, ...], str]:
+    return trust("hybrid", x.branch.log_decay, x.k, x.v, x.branch.k)
+
+
 def _cpp_reasons(x: HybridInputs) -> list[str]:
     reasons = cpp_reasons(x.q, causal=x.causal, chunk_size=x.chunk_size)
     return reasons or band_cpp_reasons(x.q.device)
@@ -196,8 +203,13 @@ def _skip_cpp(x: HybridInputs) -> list[str]:
 
 
 IMPLEMENTATIONS = (
-    # By name only: no GPU has run it
-    Implementation(name="triton", run=_run_triton, reasons=hybrid_triton_reasons),
+    Implementation(
+        name="triton",
+        run=_run_triton,
+        reasons=hybrid_triton_reasons,
+        automatic="compiled for this GPU",
+        trust=_triton_trust,
+    ),
     Implementation(
         name="cpp",
         run=_with_ones(_run_cpp),
@@ -208,6 +220,8 @@ IMPLEMENTATIONS = (
     Implementation(name="torch", run=_with_ones(_run_torch), automatic="runs on every device"),
     Implementation(name="reference", run=_with_ones(_run_torch)),
 )
+# What impl="auto" selects from, by whether the tensors are on a GPU; the interpreter is for tests
+AUTOMATIC = {True: IMPLEMENTATIONS, False: IMPLEMENTATIONS[1:]}
 
 
 # -- the linear branch -----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attnzoo.backends.gated_linear.op import mlstm_attention, rwkv6_attention
+from attnzoo.backends.linear.kernels import launch
 from attnzoo.masks import AttentionMask
 from attnzoo.state import LinearState, StabilizedState
 from tests.kernel_device import float32_slack, kernel_device, nan_in_uninitialized_memory
@@ -69,3 +70,33 @@ def test_gates_with_states_of_their_own_match_reference_in_float64(attend, optio
     for i, (actual, expected) in enumerate(zip(*found, strict=True)):
         error = (actual.double() - expected).norm() / (expected.norm() + 1e-12)
         assert error < 1e-5 * float32_slack(), f"{i}: {error:.1e}"
+
+
+@pytest.mark.parametrize("attend", [mlstm, rwkv6])
+def test_bfloat16_products_keep_gradients_accurate_if_values_have_a_mean(attend, monkeypatch):
+    # Gradients of queries are differences of large sums; keys times their gate are rounded
+    b, t, d = 1, 96, 16
+    shapes = [(b, 1, t, d)] * 4 + [(b, 1, t), (b, 1, d, d), (b, 1, d)]
+    tensors = [torch.randn(shape) for shape in shapes]
+    tensors[0], tensors[1] = tensors[0].abs(), tensors[1].abs()
+    tensors[2] += 1
+    tensors[3] -= 3  # long memory
+    tensors = [x.bfloat16() if i < 3 else x for i, x in enumerate(tensors)]
+    weights, found, operands = torch.randn(b, 1, t, d).bfloat16().to(DEVICE), [], []
+    precision = launch.operand_precision
+
+    def recorded(*inputs):
+        operands.append(precision(*inputs)[0])
+        return precision(*inputs)
+
+    monkeypatch.setattr(launch, "operand_precision", recorded)
+    options = {"normalize": True} if attend is rwkv6 else {}
+    for impl, dtype in (("triton", None), ("reference", torch.float64)):
+        leaves = [x.to(DEVICE, dtype or x.dtype).requires_grad_() for x in tensors]
+        out = attend(*leaves[:5], [x * 0 for x in leaves[5:]], impl=impl, **options).out
+        grads = torch.autograd.grad((out * weights.to(out.dtype)).sum(), leaves[:4])
+        found.append([out, *grads])
+    assert operands == [False] * 2  # forward and backward
+    for i, (actual, expected) in enumerate(zip(*found, strict=True)):
+        error = (actual.double() - expected).norm() / expected.norm()
+        assert error < 6e-3, f"{i}: {error:.1e}"

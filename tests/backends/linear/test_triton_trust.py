@@ -2,16 +2,21 @@
 
 import sys
 import warnings
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attnzoo.backends.linear import check_triton, op
+from attnzoo.backends.linear import check_hybrid, check_triton, op, window_hybrid
+from attnzoo.backends.linear.check_hybrid import HybridCase
 from attnzoo.backends.linear.check_triton import CheckCase, wrong_results
 from attnzoo.backends.linear.impl import triton_trust
-from attnzoo.backends.linear.kernels import launch
+from attnzoo.backends.linear.kernels import hybrid_op, launch
+from attnzoo.backends.linear.window_state import LinearBranch
 from attnzoo.errors import ConfigError
+from attnzoo.kernels import trust
 from attnzoo.kernels.cache_folder import CACHE
 from attnzoo.kernels.verdicts import FAILED, NOT_RUN, PASSED, Verdict
 from attnzoo.ops import linear_attention
@@ -30,14 +35,14 @@ class Gpu:
         self.verdict = Verdict(PASSED)
         self.checks = []
 
-    def run_check(self, device, decay, size):
-        self.checks.append((decay, size))
+    def run_check(self, device, decay, size, op):
+        self.checks.append((op, decay, size))
         return self.verdict
 
     def new_process(self):
-        triton_trust._VERDICTS.clear()
-        triton_trust._PASSED.clear()
-        triton_trust._WARNED.clear()
+        trust._VERDICTS.clear()
+        trust._PASSED.clear()
+        trust._WARNED.clear()
 
 
 @pytest.fixture
@@ -45,9 +50,9 @@ def gpu(monkeypatch, tmp_path):
     gpu = Gpu()
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     monkeypatch.delenv(triton_trust.TRUST, raising=False)
-    monkeypatch.setattr(triton_trust, "_VERDICTS", {})
-    monkeypatch.setattr(triton_trust, "_PASSED", {})
-    monkeypatch.setattr(triton_trust, "_WARNED", set())
+    monkeypatch.setattr(trust, "_VERDICTS", {})
+    monkeypatch.setattr(trust, "_PASSED", {})
+    monkeypatch.setattr(trust, "_WARNED", set())
     monkeypatch.setattr(triton_trust, "device_identity", lambda device: gpu.identity)
     monkeypatch.setattr(triton_trust, "run_check", gpu.run_check)
     monkeypatch.setitem(op.AUTOMATIC, ("chunk", False), op.AUTOMATIC["chunk", True])
@@ -61,7 +66,7 @@ def test_auto_selects_kernels_that_passed_and_checks_them_once(gpu):
         assert choice.reason.endswith("compiled for this GPU; checked on NVIDIA Test")
     gpu.new_process()
     linear_attention(X, X, X)
-    assert gpu.checks == [("none", 64)]
+    assert gpu.checks == [("linear", "none", 64)]
 
 
 def test_each_decay_and_size_has_a_verdict(gpu):
@@ -70,7 +75,11 @@ def test_each_decay_and_size_has_a_verdict(gpu):
     linear_attention(X, X, X, log_decay=GATES[0, :, 0])
     linear_attention(X, X, X, log_decay=-torch.rand(1, 1, 20, 8, device=DEVICE))
     linear_attention(big, big, X[:, :, :2])
-    assert gpu.checks == [("scalar", 64), ("vector", 64), ("none", 128)]
+    assert gpu.checks == [
+        ("linear", "scalar", 64),
+        ("linear", "vector", 64),
+        ("linear", "none", 128),
+    ]
 
 
 def test_a_changed_identity_is_checked_again(gpu, monkeypatch):
@@ -131,10 +140,10 @@ def test_no_check_runs_while_torch_compile_traces(gpu):
         compiled()
     assert (reasons[-1].impl, gpu.checks) == ("torch", [])
     attend(X)
-    assert (reasons[-1].impl, gpu.checks) == ("triton", [("none", 64)])
+    assert (reasons[-1].impl, gpu.checks) == ("triton", [("linear", "none", 64)])
     gpu.new_process()  # the stored verdict is read while tracing
     compiled()
-    assert (reasons[-1].impl, gpu.checks) == ("triton", [("none", 64)])
+    assert (reasons[-1].impl, gpu.checks) == ("triton", [("linear", "none", 64)])
 
 
 def test_no_check_runs_while_a_cuda_graph_is_captured(gpu, monkeypatch):
@@ -142,7 +151,7 @@ def test_no_check_runs_while_a_cuda_graph_is_captured(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     k = SimpleNamespace(device=torch.device("cuda", 0), shape=X.shape)
     with pytest.warns(UserWarning, match="cannot run while a CUDA graph is captured"):
-        (reason,), _ = triton_trust.trust(k, k, None)
+        (reason,), _ = triton_trust.trust("linear", None, k, k)
     assert "run `attnzoo doctor`" in reason
     assert gpu.checks == []
 
@@ -174,10 +183,13 @@ def test_the_identity_has_what_kernels_are_made_from(monkeypatch):
 # -- the check itself -----------------------------------------------------------------
 
 
-def test_the_check_passes_in_processes_of_its_own(gpu, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr(triton_trust, "KINDS", ("bare",))
-    assert triton_trust.run_check(DEVICE, "none", 64)[:2] == (PASSED, "")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("linear", "bare"), pytest.param("hybrid", "plain", marks=pytest.mark.exhaustive)],
+)
+def test_the_check_passes_in_processes_of_its_own(name, kind, monkeypatch):
+    monkeypatch.setattr(triton_trust, "KINDS", {name: (kind,)})
+    assert triton_trust.run_check(DEVICE, "none", 64, name)[:2] == (PASSED, "")
 
 
 KINDS = [(decay, kind) for decay in ("none", "scalar", "vector") for kind in check_triton.KINDS]
@@ -185,7 +197,8 @@ QUICK = {("none", "mapped")}
 
 
 def test_the_check_has_every_kind_of_calls():
-    assert check_triton.KINDS == triton_trust.KINDS
+    found = {"linear": check_triton.KINDS, "hybrid": check_hybrid.KINDS}
+    assert found == triton_trust.KINDS
 
 
 @pytest.mark.parametrize(
@@ -195,6 +208,75 @@ def test_the_check_has_every_kind_of_calls():
 def test_the_kernels_pass_their_check(decay, kind):
     for case in check_triton.cases(decay, 64, kind, small=DEVICE.type != "cuda"):
         assert list(wrong_results(case, DEVICE)) == []
+
+
+HYBRID_KINDS = [
+    (decay, kind) for decay in ("none", "scalar", "vector") for kind in check_hybrid.KINDS
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("decay", "kind"), HYBRID_KINDS)
+def test_the_kernels_of_the_hybrid_pass_their_check(decay, kind):
+    for case in check_hybrid.cases(decay, 64, kind, small=DEVICE.type != "cuda"):
+        assert list(check_hybrid.wrong_results(case, DEVICE)) == []
+
+
+HYBRID = HybridCase(
+    decay="none", d=16, e=16, features=16, B=1, Hkv=1, T=30, W=8, dtype=torch.float32
+)
+
+
+@pytest.mark.parametrize(
+    ("function", "result", "broken"),
+    [
+        ("launch_window", 0, {"out"}),
+        ("merge", 1, {"d_q", "d_k", "d_v", "d_log_weight"}),
+        ("launch_window_backward", 1, {"d_k"}),
+        ("merge_backward", 3, {"d_q_features", "d_k_features"}),
+    ],
+)
+def test_a_broken_kernel_of_the_hybrid_fails_the_check(function, result, broken, monkeypatch):
+    run = getattr(hybrid_op, function)
+
+    def scaled(*args):
+        results = list(run(*args))
+        results[result] = results[result] * 1.1
+        return tuple(results)
+
+    assert list(check_hybrid.wrong_results(HYBRID, DEVICE)) == []
+    monkeypatch.setattr(hybrid_op, function, scaled)
+    wrong = {text.split()[0] for text in check_hybrid.wrong_results(HYBRID, DEVICE)}
+    assert broken <= wrong
+    assert "kv" not in wrong
+
+
+def test_auto_selects_the_kernels_of_the_hybrid_only_if_they_passed(gpu, monkeypatch):
+    triton, _, torch_form, _ = window_hybrid.IMPLEMENTATIONS
+    monkeypatch.setitem(window_hybrid.AUTOMATIC, False, (triton, torch_form))
+    x, features = X[:, :, :4], torch.rand(1, 1, 4, 100, device=DEVICE)
+    branch = LinearBranch(features, features, torch.zeros(1, 1, 1, 1, device=DEVICE), -features)
+    call = partial(window_hybrid.hybrid_attention, x, x, x, branch, window=4, scale=1.0)
+    choice = call().impl
+    assert choice.impl == "triton"
+    assert choice.reason.endswith("checked on NVIDIA Test")
+    assert gpu.checks == [("hybrid", "vector", 128)]  # 100 features
+    gpu.new_process()
+    gpu.identity, gpu.verdict = {"device": "Other"}, Verdict(FAILED, "d_k differs by 3")
+    with pytest.warns(UserWarning, match="kernels of the window hybrid: they failed .*d_k differs"):
+        assert call().impl.impl == "torch"
+    assert call(impl="triton").impl.impl == "triton"
+
+
+def test_the_identity_has_the_sources_of_the_window(tmp_path, monkeypatch):
+    before = triton_trust._source_hash("")
+    read = Path.read_bytes
+    for name in ("local/kernels/window.py", "linear/check_hybrid.py", "linear/kernels/merge.py"):
+        triton_trust._source_hash.cache_clear()
+        changed = lambda path, name=name: read(path) + b"#" * path.as_posix().endswith(name)  # noqa: E731
+        monkeypatch.setattr(Path, "read_bytes", changed)
+        assert triton_trust._source_hash("") != before
+    triton_trust._source_hash.cache_clear()
 
 
 CASE = CheckCase(decay="scalar", d=16, e=16, B=1, Hkv=1, T=70)
