@@ -318,16 +318,8 @@ def _take_arguments(module: nn.Module, backend: Any) -> LayerArguments:
     return arguments
 
 
-def _with_state(
-    backend: Any,
-    layer: StateLayer,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: AttentionMask,
-    options: dict[str, Any],
-) -> AttentionOutput:
-    """Run the backend from the state in the cache, and store the new state there."""
+def _check_cached_call(backend: Any, layer: StateLayer, mask: AttentionMask) -> None:
+    """Raise ``UnsupportedError`` for a call that cannot continue from a state."""
     if mask.function is not None:
         advice = (
             "call the model with use_cache=False"
@@ -347,6 +339,19 @@ def _with_state(
             f"cache that is not the layer's own, so the state of backend {backend.name!r} has no "
             "place; call the model with use_cache=False, or give this layer an exact backend"
         )
+
+
+def _with_state(
+    backend: Any,
+    layer: StateLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    options: dict[str, Any],
+) -> AttentionOutput:
+    """Run the backend from the state in the cache, and store the new state there."""
+    _check_cached_call(backend, layer, mask)
     past = None
     if not torch.compiler.is_compiling():  # raising on a tensor's values breaks the graph
         past = update_past_padding(
@@ -356,6 +361,8 @@ def _with_state(
         layer.state = state_of_keys(backend, *layer.unread, mask, options["scale"])
         layer.unread = None
     mask = mask.of_new_tokens(query.shape[2])
+    if layer.overwrites_state and backend.reuses_state:
+        options["reuse_state"] = True
     output: AttentionOutput = backend(
         query, key, value, mask=mask, state=layer.state, return_state=True, **options
     )

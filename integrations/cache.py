@@ -43,6 +43,7 @@ class StateLayer(CacheLayerMixin):
 
     is_croppable = True
     supports_early_init = False
+    overwrites_state = False  # whether a state may be computed in the place of the one before
 
     def __init__(self, owner: AttentionBackend, window: int | None = None) -> None:
         self.is_initialized = False  # instead of CacheLayerMixin.__init__, which sets keys
@@ -223,6 +224,7 @@ class StaticStateLayer(StateLayer):
 
     is_compileable = True
     is_croppable = False
+    overwrites_state = True
 
     def __init__(
         self, owner: AttentionBackend, max_cache_len: int, window: int | None = None
@@ -255,7 +257,8 @@ class StaticStateLayer(StateLayer):
         )
         if fits:
             for old, new in zip(self._buffers, state, strict=True):  # type: ignore[arg-type]
-                old.copy_(new)
+                if old is not new:  # else the backend has overwritten it
+                    old.copy_(new)
         else:
             self._buffers = type(state)(*(x.clone() for x in state))
             if not torch.compiler.is_compiling():

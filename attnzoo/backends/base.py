@@ -93,6 +93,7 @@ class AttentionBackend(nn.Module):
     cross_attention: ClassVar[bool] = False
     packing: ClassVar[bool] = False  # supports segment ids; else packed rows are unpacked for it
     windowed: ClassVar[bool] = False  # supports the mask's sliding window
+    reuses_state: ClassVar[bool] = False  # may compute one token's state in the tensors it is given
     arbitrary_mask: ClassVar[bool] = False  # supports a mask function
     additive_bias: ClassVar[bool] = False
     softcap: ClassVar[bool] = False
@@ -219,6 +220,7 @@ class AttentionBackend(nn.Module):
         return_state: bool = False,
         return_weights: bool = False,
         shard: SequenceShard | None = None,
+        reuse_state: bool = False,
     ) -> AttentionOutput:
         """Validate the inputs, set padding to zero, and compute the mechanism.
 
@@ -240,6 +242,8 @@ class AttentionBackend(nn.Module):
             return_weights: Whether to return the effective attention matrix, ``[B, H, T, S]``,
                 which takes quadratic memory.
             shard: This rank's part of the sequences under context parallelism.
+            reuse_state: Whether the tensors of ``state`` may be overwritten by the returned state;
+                without gradients.
 
         Raises:
             UnsupportedError: These inputs are unsupported; the message gives every reason.
@@ -261,6 +265,7 @@ class AttentionBackend(nn.Module):
             dropout=dropout if form == "weights" else 0.0,
             return_state=return_state,
             shard=shard,
+            reuse_state=reuse_state and not return_weights and not torch.is_grad_enabled(),
         )
         reasons = self.unsupported_reasons(inputs)
         reasons += self.dropout_reasons() if dropout > 0 else []
@@ -277,8 +282,7 @@ class AttentionBackend(nn.Module):
                     "set output_attentions=False"
                 )
             inputs = inputs._replace(mask=shard.mask(inputs.mask))
-        if inputs.mask.padding is not None:
-            inputs = zero_padding(inputs, cross_attention=self.geometry.cross_attention)
+        inputs = zero_padding(inputs, cross_attention=self.geometry.cross_attention)
         factors = None
         if form == "keys":
             inputs, factors = drop_keys(inputs, dropout)

@@ -36,6 +36,7 @@ class AttentionInputs(NamedTuple):
     dropout: float = 0.0  # probability of dropping a single weight
     return_state: bool = False
     shard: SequenceShard | None = None  # this rank's part of the sequences, if ranks share them
+    reuse_state: bool = False  # whether the tensors of the state may be overwritten by the next one
 
 
 def context_parallel_reasons(inputs: AttentionInputs, shard: SequenceShard) -> list[str]:

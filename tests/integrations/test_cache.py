@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
+from attnzoo.integrations.cache import StaticStateLayer
 
 
 def step(model: Any, cache: Any, tokens: Tensor, **given: Any) -> Tensor:
@@ -78,6 +79,26 @@ def test_static_state_stays_in_place(model, ids):
     cache.reset()
     step(model, cache, ids[:, :8])
     assert addresses() == expected
+
+
+@pytest.mark.parametrize("backend", ["linear", "gated_linear", "performer"])
+def test_static_decoding_computes_the_state_in_its_place(backend, llama, ids, monkeypatch):
+    model, stored, store = llama(), [], StaticStateLayer._store
+    attnzoo.swap(model, backend)
+    cache = hf.StaticCache(config=model.config, max_cache_len=20)
+
+    def recorded(layer, state):
+        stored.append(all(x is y for x, y in zip(state, layer._buffers or (), strict=False)))
+        store(layer, state)
+
+    with torch.no_grad():
+        logits = [model(ids[:, :8], past_key_values=cache).logits]
+        monkeypatch.setattr(StaticStateLayer, "_store", recorded)
+        for i in (8, 9):
+            logits.append(model(ids[:, i : i + 1], past_key_values=cache).logits)
+        assert_close(torch.cat(logits, 1), model(ids[:, :10]).logits, atol=1e-4, rtol=1e-4)
+    assert len(stored) == 2 * len(cache.layers)
+    assert all(stored)
 
 
 def test_bytes_do_not_grow(model, cache, ids):

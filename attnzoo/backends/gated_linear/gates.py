@@ -115,7 +115,8 @@ class Gate(nn.Module):
             log_decay = mask_log_decay(log_decay, inputs.mask.padding)
         if attend is not None:
             return attend(k, log_decay)
-        return linear_attention(q, k, inputs.v, log_decay=log_decay, **options)
+        reuse = inputs.reuse_state
+        return linear_attention(q, k, inputs.v, log_decay=log_decay, reuse_state=reuse, **options)
 
     def gate_keys(self, k: Tensor, hidden_states: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the keys, multiplied by the gate if it scales them, and the log decays."""

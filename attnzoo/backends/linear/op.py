@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from attnzoo.backends.implementation import Implementation, select
@@ -78,6 +79,7 @@ def linear_attention(
     feature_map: str = "identity",
     feature_scale: float = 1.0,
     shard: SequenceShard | None = None,
+    reuse_state: bool = False,
 ) -> AttentionOutput:
     r"""Compute attention through sums over keys and values.
 
@@ -111,6 +113,8 @@ def linear_attention(
         feature_scale: s of ``"exp"``; see
             :func:`attnzoo.backends.linear.feature_maps.functional.exp_queries`.
         shard: This rank's part of sequences that several ranks hold; not together with ``state``.
+        reuse_state: Whether one token may overwrite the tensors of ``state``, which are then
+            returned: the state is read and written once. Only without gradients.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; also ``state`` and ``impl``.
@@ -130,6 +134,7 @@ def linear_attention(
     x = LinearInputs(
         *(q, k, v, log_decay, state, mask.padding, segment_ids, causal, form, normalize),
         *(1.0 if scale is None else float(scale), eps, chunk_size, feature_map, feature_scale),
+        reuse_state=reuse_state and not torch.is_grad_enabled(),
     )
     on_gpu = q.device.type == "cuda"
     table = AUTOMATIC[form, on_gpu] if impl == "auto" else IMPLEMENTATIONS

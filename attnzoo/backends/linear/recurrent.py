@@ -273,6 +273,7 @@ class RecurrentBackend(AttentionBackend):
 class FeatureMapBackend(RecurrentBackend):
     """Attention as :math:`o_t = q_t S_t / (q_t z_t + eps)`, over features of queries and keys."""
 
+    reuses_state = True
     config: FeatureMapBackendConfig
     config_class: ClassVar[type[BackendConfig]] = FeatureMapBackendConfig
 
@@ -340,7 +341,8 @@ class FeatureMapBackend(RecurrentBackend):
         if self.far_log_weight is not None:
             weight = self.far_log_weight.to(q.dtype).view(1, -1, 1, 1)
             return self.attend_hybrid(inputs, LinearBranch(q, k, weight, mean=True))
-        return linear_attention(q, k, inputs.v, **self.op_options(inputs, feature_map))
+        options = self.op_options(inputs, feature_map)
+        return linear_attention(q, k, inputs.v, reuse_state=inputs.reuse_state, **options)
 
     def op_options(self, inputs: AttentionInputs, feature_map: str = "") -> dict[str, Any]:
         """Return the options that every op of plain or gated linear attention takes.

@@ -106,6 +106,7 @@ class PerformerBackend(RecurrentBackend):
     """
 
     config: PerformerConfig
+    reuses_state = True
     config_class = PerformerConfig
     presets: ClassVar[Presets] = {
         "long": ({"num_features": 128},),
@@ -281,6 +282,7 @@ class PerformerBackend(RecurrentBackend):
             chunk_size=self.config.chunk_size,
             eps=self.config.eps,
             shard=inputs.shard,
+            reuse_state=inputs.reuse_state,
         )
 
 

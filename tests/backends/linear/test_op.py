@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 
+from attnzoo.backends.linear.impl import bidirectional
 from attnzoo.backends.linear.impl.bidirectional import (
     bidirectional_linear,
     bidirectional_linear_backward,
@@ -130,6 +131,23 @@ def test_gradients_equal_those_of_the_formula(way, decay):
         exact = formula(*inputs, normalize, state, segment_ids=ids)
         exact = gradients(exact, [*inputs, *state])
         torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.fixture
+def _products(monkeypatch):
+    """Compute bidirectional attention as on GPUs."""
+    monkeypatch.setattr(bidirectional, "takes_products", lambda device: True)
+
+
+@pytest.mark.parametrize("queries", [1, 6, 13])
+@pytest.mark.usefixtures("_products")
+def test_bidirectional_products_equal_the_formula(queries):
+    test_bidirectional_equals_formula("chunk", "torch", queries)
+
+
+@pytest.mark.usefixtures("_products")
+def test_long_gradients_of_bidirectional_products_where_values_have_a_mean():
+    test_long_bidirectional_gradients_where_values_have_a_mean(torch.bfloat16)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -695,3 +713,18 @@ def test_bad_input_is_refused_readably(changes, message):
     given = wrong(**changes)
     with pytest.raises(ValueError, match=message):
         linear_attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_a_step_without_gradients_may_overwrite_the_state(decay):
+    (q, k, v, log_decay), state = make(1, decay, groups=3), make_state()
+    copies, options = LinearState(*(x.clone() for x in state)), {"return_state": True}
+    options |= {"log_decay": log_decay, "form": "recurrent", "normalize": True, "impl": "torch"}
+    expected = linear_attention(q, k, v, state=LinearState(*state), **options)
+    kept = linear_attention(q, k, v, state=copies, reuse_state=True, **options)  # with gradients
+    assert all(torch.equal(x, y) for x, y in zip(copies, state, strict=True))
+    with torch.no_grad():
+        found = linear_attention(q, k, v, state=copies, reuse_state=True, **options)
+    assert all(x is y for x, y in zip(found.state, copies, strict=True))
+    for each in (kept, found):
+        torch.testing.assert_close((each.out, *each.state), (expected.out, *expected.state))

@@ -4,6 +4,7 @@ They run on a GPU if there is one, else interpreted on the CPU.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from attnzoo.backends.linear.impl import triton as triton_impl
 from attnzoo.backends.linear.kernels import launch
 from attnzoo.backends.linear.kernels.custom_op import linear_triton, linear_triton_backward
-from attnzoo.backends.linear.kernels.step import linear_triton_step
+from attnzoo.backends.linear.kernels.step import linear_triton_step, linear_triton_step_
 from attnzoo.backends.linear.op import linear_attention
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
@@ -331,6 +332,26 @@ def test_step_matches_reference(decay, normalize):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("decay", ["none", "token", "channel"])
+def test_step_in_place_equals_the_other_and_returns_the_given_state(decay):
+    # Several tiles of a head, all of which read z
+    case = KernelCase(decay=decay, groups=2, length=1, d=128, e=70, padded=True)
+    (*rows, kv, z), _, padding_mask = make(case)
+    options = {"normalize": True, "form": "recurrent", "impl": "triton", "return_state": True}
+    call = partial(
+        linear_attention, *rows[:3], log_decay=rows[3], mask=AttentionMask(
+            causal=True, padding=padding_mask), **options,
+    )  # fmt: skip
+    expected = call(state=LinearState(kv.clone(), z.clone()))
+    with torch.no_grad():
+        found = call(state=LinearState(kv, z), reuse_state=True)
+    assert found.state.kv is kv
+    assert found.state.k is z
+    assert torch.equal(found.out, expected.out)
+    assert torch.equal(kv, expected.state.kv)
+    assert torch.equal(z, expected.state.k)
+
+
 def test_prefill_then_decode_matches_one_pass():
     case = KernelCase(decay="channel", length=21, padded=False)
     (q, k, v, log_decay, kv, z), _, _ = make(case)
@@ -389,6 +410,9 @@ def test_operators_pass_opcheck():
         )
         torch.library.opcheck(linear_triton_backward, args)
         first_token = [x[:, :, :1] if x.dim() > 2 and i < 4 else x for i, x in enumerate(tensors)]
+        torch.library.opcheck(
+            linear_triton_step_, (*first_token, padding_mask[:, :1], "elu+1", 0.5, 0.7, True, 1e-6)
+        )
         torch.library.opcheck(
             linear_triton_step, (*first_token, padding_mask[:, :1], "elu+1", 0.5, 0.7, True, 1e-6)
         )

@@ -1,9 +1,10 @@
 r"""Bidirectional linear attention: sums over all keys, which every query multiplies.
 
 :math:`o_t = q_t S / (q_t z + \epsilon)` with :math:`S = \sum_j k_j v_j^T`, :math:`z = \sum_j k_j`,
-in O(D E) for each query and key. Tokens are processed in chunks that fit into the cache; only the
-results have length T. Both passes are custom operators, as in
-:mod:`attnzoo.backends.linear.impl.chunk`. Letters are those of
+in O(D E) for each query and key. On CPUs, tokens are processed in chunks that fit into the cache;
+only the results have length T, and both passes are custom operators, as in
+:mod:`attnzoo.backends.linear.impl.chunk`. On GPUs, where each chunk would be several launches, two
+products compute all tokens. Letters are those of
 :mod:`attnzoo.backends.linear.impl.chunk_common`; S may differ from T.
 """
 
@@ -37,7 +38,31 @@ def run_bidirectional(x: LinearInputs) -> Result:
     check_reverse_mode("linear_attention", x.q, x.k, x.v, *x.state)
     if x.segment_ids is not None:
         return _run_packed(x)
+    if takes_products(x.q.device):
+        return _run_products(x)
     out, kv, z = bidirectional_linear(x.q, x.k, x.v, *x.state, x.scale, x.normalize, x.eps)
+    return out, LinearState(kv, z)
+
+
+def takes_products(device: torch.device) -> bool:
+    """Return whether tokens are not divided into chunks on a device."""
+    return device.type == "cuda"
+
+
+def _run_products(x: LinearInputs) -> Result:
+    """Compute a call without segments in two products, and two sums for the denominator.
+
+    Factors have the dtype of the state: gradients of a normalised output nearly cancel, and the
+    products of 16-bit factors would round the sums.
+    """
+    dtype, (kv, z) = x.state.kv.dtype, x.state
+    k, v = x.k.to(dtype), x.v.to(dtype)
+    kv, z = kv + k.mT @ v, z + k.sum(2)
+    q = x.q.to(dtype).unflatten(1, (k.shape[1], -1)).flatten(2, 3) * x.scale  # [B, Hkv, G T, D]
+    out = q @ kv
+    if x.normalize:
+        out = out / (q @ z.unsqueeze(-1) + x.eps)
+    out = out.view(*x.q.shape[:3], v.shape[3]).to(x.v.dtype)
     return out, LinearState(kv, z)
 
 

@@ -36,6 +36,7 @@ class LinearInputs(NamedTuple):
     chunk_size: int | None
     feature_map: str  # still to be applied to q and k
     feature_scale: float
+    reuse_state: bool = False  # whether the tensors of the state may be overwritten
 
     def tokens(self, start: int, stop: int) -> LinearInputs:
         """Return the inputs of tokens ``start`` to ``stop`` of a causal call."""

@@ -24,8 +24,14 @@ def step(x: LinearInputs) -> Result:
     kv, z = x.state
     if x.log_decay is not None:
         decay = log_decay_per_token(x.log_decay, x.k).to(dtype).exp()  # [B, Hkv, 1, F]
-        kv, z = kv * decay.mT, z * decay.squeeze(2)
-    kv, z = torch.addcmul(kv, k.mT, v), z + k.squeeze(2)
+        if x.reuse_state:
+            kv.mul_(decay.mT), z.mul_(decay.squeeze(2))
+        else:
+            kv, z = kv * decay.mT, z * decay.squeeze(2)
+    if x.reuse_state:
+        kv.addcmul_(k.mT, v), z.add_(k.squeeze(2))
+    else:
+        kv, z = torch.addcmul(kv, k.mT, v), z + k.squeeze(2)
     out = q @ kv
     if x.normalize:
         out = out / (q @ z.unsqueeze(-1) + x.eps)

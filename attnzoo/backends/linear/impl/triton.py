@@ -126,7 +126,7 @@ def check_chunk_size(chunk_size: int | None) -> int:
 def run_triton(x: LinearInputs) -> Result:
     """Run the kernels, which apply the feature map; one token without gradients takes the step."""
     from attnzoo.backends.linear.kernels.custom_op import linear_triton
-    from attnzoo.backends.linear.kernels.step import linear_triton_step
+    from attnzoo.backends.linear.kernels.step import linear_triton_step, linear_triton_step_
 
     if x.feature_map == "identity":
         x = x._replace(q=round_features(x.q, x.v), k=round_features(x.k, x.v))
@@ -135,6 +135,8 @@ def run_triton(x: LinearInputs) -> Result:
     tensors = (x.q, x.k, x.v, x.log_decay, kv, z)
     check_reverse_mode("linear_attention", *tensors)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if x.k.shape[2] == 1 and x.reuse_state and kv.is_contiguous() and z.is_contiguous():
+        return linear_triton_step_(*tensors, x.padding_mask, *options), x.state
     if x.k.shape[2] == 1 and not needs_grad:
         out, kv, z = linear_triton_step(*tensors, x.padding_mask, *options)
         return out, LinearState(kv, z)

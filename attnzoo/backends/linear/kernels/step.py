@@ -96,8 +96,13 @@ def launch_step(
     scale: float,
     normalize: bool,
     eps: float,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch :func:`step_kernel`; see :func:`linear_triton_step`."""
+    """Launch :func:`step_kernel`; see :func:`linear_triton_step`.
+
+    ``in_place``: the programs of one head write different tiles of kv to where they read them. All
+    of them read z, so the next one is copied after the launch.
+    """
     q, k, v, kv, z = (
         contiguous_rows(q),
         contiguous_rows(k),
@@ -107,7 +112,7 @@ def launch_step(
     )
     (batch, heads, _, d), key_heads, e = q.shape, k.shape[1], v.shape[3]
     out = v.new_empty(batch, heads, 1, e)
-    kv_next, z_next = torch.empty_like(kv), torch.empty_like(z)
+    kv_next, z_next = kv if in_place else torch.empty_like(kv), torch.empty_like(z)
     gate, decay, (gate_batch, gate_head, _) = gate_and_strides(log_decay, k)
     bd = block_size(d)
     be = min(block_size(e), max(16, TILE // bd))
@@ -124,6 +129,9 @@ def launch_step(
             D=d, E=e, G=heads // key_heads, BD=bd, BE=be, TILES=tiles, MAP=feature_map,
             DECAY=decay, NORMALIZE=normalize, PADDED=padding_mask is not None, num_warps=WARPS,
         )  # fmt: skip
+    if in_place:
+        z.copy_(z_next)
+        return out, kv, z
     return out, kv_next, z_next
 
 
@@ -158,3 +166,28 @@ def _linear_triton_step_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = v.new_empty(*q.shape[:3], v.shape[3])
     return out, kv.new_empty(kv.shape), z.new_empty(z.shape)
+
+
+@torch.library.custom_op("attnzoo::linear_triton_step_", mutates_args=("kv", "z"))
+def linear_triton_step_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    kv: Tensor,
+    z: Tensor,
+    padding_mask: Tensor | None,
+    feature_map: str,
+    map_scale: float,
+    scale: float,
+    normalize: bool,
+    eps: float,
+) -> Tensor:
+    """Return the output of :func:`linear_triton_step`; overwrite ``kv`` and ``z``, contiguous."""
+    options = (feature_map, map_scale, scale, normalize, eps)
+    return launch_step(q, k, v, log_decay, kv, z, padding_mask, *options, in_place=True)[0]
+
+
+@linear_triton_step_.register_fake
+def _linear_triton_step_in_place_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    return v.new_empty(*q.shape[:3], v.shape[3])
