@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnzoo
+from attnzoo.backends.flash.impl import varlen_trust
+from attnzoo.backends.flash.impl.varlen import device_reasons as varlen_device_reasons
 from attnzoo.backends.linear.impl import triton_trust
 from attnzoo.backends.linear.impl.triton import device_reasons
 from attnzoo.backends.softmax.op import softmax_attention
@@ -32,6 +34,7 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation import check_cpp
 from attnzoo.evaluation.timing import machine
 from attnzoo.integrations.patches import NAME, PATCHES
+from attnzoo.kernels.trust import check as check_trust
 from attnzoo.kernels.trust import driver_version
 from attnzoo.kernels.verdicts import FAILED, PASSED, Verdict, python_command, run_checks
 from attnzoo.masks import AttentionMask
@@ -118,6 +121,8 @@ def _device_checks(device: torch.device, full: bool) -> Iterator[tuple[str, Call
         for op, decay, size in product(triton_trust.CHECKS, DECAYS, sizes):
             name = f"Triton kernels of {triton_trust.KERNELS[op]}, decay {decay}, size {size}"
             yield name, partial(_triton, device, decay, size, op)
+    for size in varlen_trust.SIZES if full else varlen_trust.SIZES[:2]:
+        yield f"attention of varied lengths, size {size}", partial(_varlen, device, size)
     for backend, name in SDPA_KERNELS.items():
         yield f"SDPA, {name}", partial(_sdpa, device, backend)
     yield "xformers attention", partial(_xformers, device)
@@ -198,6 +203,14 @@ def _of(verdict: Verdict) -> str:
 def _triton(device: torch.device, decay: str, size: int, op: str) -> str:
     done = _of(triton_trust.check(device, decay, size, op, again=True))
     return f"{done}; {triton_trust.passed_status(device)}"
+
+
+def _varlen(device: torch.device, size: int) -> str:
+    reasons = varlen_device_reasons(device)
+    if reasons:
+        raise Unavailable("; ".join(reasons))
+    subject = varlen_trust.subject(device, size)
+    return f"{_of(check_trust(subject, again=True))}; {subject.status()}"
 
 
 # -- softmax attention -----------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 r"""Exact softmax attention by fused kernels, without a score matrix in memory.
 
 Computes the same as :func:`attnzoo.backends.softmax.op.softmax_attention`, by torch's
-``scaled_dot_product_attention`` (flash, cuDNN or memory-efficient kernels), by xformers, or, for
-sliding windows on CPUs, in C++.
+``scaled_dot_product_attention`` (flash, cuDNN or memory-efficient kernels), by its kernel for
+sequences of varied lengths (windows, padding, packing and continuing prompts on CUDA), by xformers,
+or, for sliding windows on CPUs, in C++.
 Time O(T S), memory O(T + S); with a sliding window of w, time and memory O(T w).
 Source: Dao et al., 2022, arXiv:2205.14135; Rabe and Staats, 2021, arXiv:2112.05682.
 Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
@@ -14,9 +15,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnzoo.backends.flash.impl import varlen
 from attnzoo.backends.flash.impl.band_cpp import cpp_reasons, run_cpp, skip_cpp
-from attnzoo.backends.flash.impl.call import FlashCall
+from attnzoo.backends.flash.impl.call import FlashCall as FlashCall
 from attnzoo.backends.flash.impl.sdpa import kernel_name, run_sdpa
+from attnzoo.backends.flash.impl.varlen import run_varlen as run_varlen
+from attnzoo.backends.flash.impl.varlen import varlen_reasons as varlen_reasons
+from attnzoo.backends.flash.impl.varlen_trust import trust_varlen as trust_varlen
 from attnzoo.backends.flash.impl.xformers import auto_reasons, run_xformers, xformers_reasons
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.validation import check_qkv
@@ -24,6 +29,14 @@ from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput
 
 IMPLEMENTATIONS = (
+    Implementation(
+        name="varlen",
+        run=run_varlen,
+        reasons=varlen_reasons,
+        auto_reasons=varlen.auto_reasons,
+        automatic="PyTorch's kernel for varied lengths needs no mask",
+        trust=trust_varlen,
+    ),
     Implementation(
         name="xformers",
         run=run_xformers,
@@ -68,8 +81,9 @@ def flash_attention(
         sinks: A logit per head, ``[H]``, or per head and query, ``[B, H, T, 1]``, that takes part
             in the softmax and has no value.
         dropout: Probability of dropping a weight.
-        impl: ``"sdpa"``, ``"xformers"``, ``"cpp"`` (sliding windows on CPUs), or ``"auto"``, which
-            selects xformers and cpp for sliding windows.
+        impl: ``"sdpa"``, ``"varlen"`` (CUDA), ``"xformers"``, ``"cpp"`` (sliding windows on CPUs),
+            or ``"auto"``: on CUDA varlen for windows, padding, packing and continuing prompts, once
+            it passed a check on the device, else xformers for windows; on CPUs cpp for windows.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``, and ``impl``, which on a GPU names the

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.local.pattern import Pattern, PerHead, expand_bias
+from attnzoo.backends.longformer.impl import varlen
 from attnzoo.backends.longformer.impl.by_band import cpp_reasons, run_cpp, run_torch, skip_cpp
 from attnzoo.backends.longformer.impl.call import GlobalTokens, LongformerCall
 from attnzoo.backends.longformer.impl.flex import flex_reasons, run_flex
@@ -36,6 +37,14 @@ IMPLEMENTATIONS = (
         reasons=cpp_reasons,
         auto_reasons=skip_cpp,
         automatic="compiled for this CPU",
+    ),
+    Implementation(
+        name="varlen",
+        run=varlen.run_by_varlen,
+        reasons=varlen.reasons,
+        auto_reasons=varlen.auto_reasons,
+        automatic="PyTorch's kernel for varied lengths needs no mask",
+        trust=varlen.trust,
     ),
     Implementation(
         name="torch",
@@ -79,8 +88,9 @@ def longformer_attention(
         bias: Added to the scores, broadcastable to ``[B, H, T, S]``. A bias of one row, such as
             ALiBi's, is not expanded.
         dropout: Probability of dropping a weight.
-        impl: ``"cpp"``, ``"torch"``, ``"flex"``, ``"reference"``, or ``"auto"``, which selects cpp
-            on CPUs and torch elsewhere: flex compiles a kernel first.
+        impl: ``"cpp"``, ``"varlen"`` (CUDA, without global tokens and dilation), ``"torch"``,
+            ``"flex"``, ``"reference"``, or ``"auto"``, which selects cpp on CPUs, varlen on CUDA
+            once it passed a check on the device, and torch elsewhere: flex compiles a kernel first.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``, and ``impl``.

@@ -1,13 +1,11 @@
 """Fused softmax attention against the dense op."""
 
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from attnzoo.backends.flash.impl import sdpa as flash_sdpa
-from attnzoo.backends.flash.impl import varlen
 from attnzoo.backends.flash.impl import xformers as flash_xformers
 from attnzoo.backends.flash.impl.call import FlashCall
 from attnzoo.backends.flash.impl.xformers import auto_reasons, xformers_reasons
@@ -315,64 +313,7 @@ def test_xformers_layout_and_mask(heads):
             assert torch.equal(bias.materialize((9, 9)) == 0, dense[0, 0])
 
 
-# -- sequences without padding ---------------------------------------------------------------------
-
-
-def varlen_attn_by_sdpa(q, k, v, unpadded, causal, scale):
-    """Compute what the GPU's kernel computes, one sequence after another."""
-    outs, cu_seqlens = [], unpadded.cu_seqlens
-    for start, stop in pairwise(cu_seqlens.tolist()):
-        assert 0 < stop - start <= unpadded.max_seqlen
-        rows = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]
-        mask = AttentionMask(causal=causal)
-        out = flash_attention(*rows, mask=mask, scale=scale, impl="sdpa").out
-        outs.append(out[0].transpose(0, 1))
-    return torch.cat(outs)
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        {"padding": padding(9, 9, 4)},
-        {"causal": True, "padding": torch.arange(18).view(2, 9) % 5 % 3 != 1},
-        {"causal": True, "padding": padding(9, 3, 0)},
-        {"causal": True, "segment_ids": (torch.arange(9) >= torch.tensor([[4], [7]])).long()},
-        {"segment_ids": torch.arange(9).expand(2, -1), "padding": padding(9, 9, 6)},
-    ],
-    ids=str,
-)
-def test_varlen_equals_a_mask(mask, monkeypatch):
-    monkeypatch.setattr(varlen, "call_varlen_attn", varlen_attn_by_sdpa)
-    mask, (q, k, v) = AttentionMask(**mask), qkv()
-    ours = varlen.varlen_attention(q, k, v, mask, 0.3)
-    dense = softmax_attention(q, k, v, scale=0.3, mask=mask).out
-    if mask.padding is not None:  # queries at padding give zeros here
-        dense = dense * mask.padding[:, None, :, None]
-    torch.testing.assert_close(ours, dense)
-
-
-def test_varlen_attn_of_an_older_torch(monkeypatch):
-    received = {}
-
-    def older(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
-        received.update(is_causal=is_causal, heads=k.shape[1], q=q)
-        return q
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
-    q, k = torch.ones(5, 4, 16), torch.ones(5, 2, 16)
-    unpadded = varlen.Unpadded(torch.arange(5), torch.tensor([0, 2, 5]), 3)
-    varlen.call_varlen_attn(q, k, k, unpadded, True, 0.5)
-    assert received["is_causal"]
-    assert received["heads"] == 4
-    assert torch.equal(received["q"], 2 * q)  # the kernel multiplies by 16 ** -0.5 itself
-
-
-def test_varlen_needs_a_gpu():
-    (reason,) = varlen.varlen_reasons(
-        *(x[..., :6].repeat(1, 1, 1, 4).to(torch.bfloat16) for x in qkv()),
-        AttentionMask(causal=True, padding=padding(9, 4, 0)),
-    )
-    assert "cpu" in reason
+# -- names of kernels ------------------------------------------------------------------------------
 
 
 def test_the_kernel_has_a_name():

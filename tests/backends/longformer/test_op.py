@@ -16,9 +16,12 @@ from attnzoo.backends.local.pattern import Pattern, global_indices
 from attnzoo.backends.longformer.impl import by_band
 from attnzoo.backends.longformer.impl.call import LongformerCall
 from attnzoo.backends.longformer.impl.flex import BLOCK, block_map, flex_reasons, mask_function
+from attnzoo.backends.longformer.impl.reference import run_reference
+from attnzoo.backends.longformer.impl.varlen import run_by_varlen
 from attnzoo.backends.longformer.op import GlobalTokens, longformer_attention
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
+from tests.backends.dense_varlen import replace_kernel
 
 B, H, HKV, T, D, E = 2, 4, 2, 45, 8, 6
 PATHS = ["reference", "blockwise", "batched", "cpp", "flex"]
@@ -437,3 +440,53 @@ def test_indices_of_global_tokens():
     assert valid.tolist() == [[True, True], [True, False]]
     assert global_indices(where, max_count=1).positions.tolist() == [[1], [4]]
     assert global_indices(torch.zeros(1, 3, dtype=torch.bool)) is None
+
+
+# -- torch's kernel for varied lengths -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("limit", ["", "padding", "gaps", "segments", "fewer queries"])
+def test_varlen_equals_the_reference(causal, limit, monkeypatch):
+    fields, queries, token = (
+        {"causal": causal},
+        9 if limit == "fewer queries" else T,
+        torch.arange(T),
+    )
+    if queries < T and not causal:
+        pytest.skip("fewer queries than keys are causal")
+    if limit == "padding":
+        fields["padding"] = token >= torch.tensor([[0], [13]])
+    if limit == "gaps":
+        fields["padding"] = (token + torch.tensor([[0], [2]])) % 5 != 1
+    if limit == "segments":
+        fields["segment_ids"] = (token >= 17).long().expand(B, -1)
+    q, k, v = qkv()
+    leaves = [x.clone().requires_grad_() for x in (q[:, :, T - queries :], k, k + v[..., :1])]
+    found = []
+    with replace_kernel(monkeypatch) as received:
+        for path in ("varlen", "reference"):
+            call = LongformerCall(
+                *leaves, Pattern.of([4, 4, 9, 9], 1, heads=H, causal=causal), 0.3,
+                fields.get("padding"), fields.get("segment_ids"), T - queries, None, None, 0.0,
+            )  # fmt: skip
+            out = (run_by_varlen if path == "varlen" else run_reference)(call)
+            weights = torch.linspace(-1, 1, out.numel()).view_as(out)
+            found.append([out, *torch.autograd.grad((out * weights).sum(), leaves)])
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-11)
+    assert len(received) == 2  # bands
+
+
+def test_varlen_refuses_what_it_does_not_compute(monkeypatch):
+    x = torch.randn(1, 2, 20, 8).bfloat16()
+    with replace_kernel(monkeypatch):
+        assert longformer_attention(x, x, x, window=3, impl="varlen").impl.impl == "varlen"
+        for options, reason in (
+            ({"global_tokens": torch.arange(20)[None] < 2}, "global tokens"),
+            ({"dilation": 2}, "dilated"),
+            ({"dropout": 0.1}, "dropout"),
+            ({"bias": torch.zeros(1, 2, 20, 20)}, "a bias"),
+        ):
+            with pytest.raises(UnsupportedError, match=f"impl='varlen' cannot run .*{reason}"):
+                longformer_attention(x, x, x, window=3, impl="varlen", **options)

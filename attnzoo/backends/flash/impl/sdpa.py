@@ -1,7 +1,7 @@
 """Fused softmax attention by torch's ``scaled_dot_product_attention``.
 
-A call keeps the fastest kernel where it can: causality is a flag instead of a mask, a sliding
-window becomes blocks along the band, and padded or packed rows are unpadded on a GPU.
+A call keeps the fastest kernel where it can: causality is a flag instead of a mask, and a sliding
+window becomes blocks along the band.
 Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
 N blocks, C queries of a block, w window.
 """
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnzoo.backends.flash.impl.call import FlashCall
-from attnzoo.backends.flash.impl.varlen import varlen_attention, varlen_reasons
 from attnzoo.backends.local.band import MIN_BLOCK, band_blocks, band_mask, unblock
 from attnzoo.backends.local.pattern import gather_tokens
 from attnzoo.backends.local.sdpa import KERNELS, fastest_kernel_first, grouped_sdpa, sdpa
@@ -28,8 +27,6 @@ BLOCK = 1024  # C where many queries follow earlier keys
 def run_sdpa(x: FlashCall) -> Tensor:
     """Compute a call in the form that keeps torch's fastest kernel."""
     length, keys = x.q.shape[2], x.k.shape[2]
-    if _is_varlen(x):
-        return varlen_attention(x.q, x.k, x.v, x.mask, x.scale)
     if _has_narrow_band(x):
         return _band_sdpa(x)
     if _only_causal(x) and isinstance(x.mask.q_offset, int):
@@ -54,8 +51,6 @@ def run_sdpa(x: FlashCall) -> Tensor:
 
 def kernel_name(x: FlashCall) -> str:
     """Return the name of the kernel that computes a call on a GPU."""
-    if _is_varlen(x):
-        return "the flash kernel for unpadded sequences"
     plain = x.mask.is_plain and x.bias is None and x.sinks is None
     return sdpa_kernel_name(x.q, x.k, x.v, is_causal=x.mask.causal, masked=not plain)
 
@@ -71,12 +66,6 @@ def sdpa_kernel_name(
     with fastest_kernel_first(q.device):
         choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, is_causal and not masked)
     return KERNELS[SDPBackend(choice)]
-
-
-def _is_varlen(x: FlashCall) -> bool:
-    """Whether a call is computed without its padding."""
-    no_extras = x.bias is None and x.sinks is None and x.dropout == 0
-    return no_extras and not varlen_reasons(x.q, x.k, x.v, x.mask)
 
 
 def _only_causal(x: FlashCall) -> bool:

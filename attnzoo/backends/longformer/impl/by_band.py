@@ -31,7 +31,7 @@ def run_torch(x: LongformerCall) -> Tensor:
         return dense_query_blocks(x)
     blockwise = x.q.device.type == "cpu" and x.dropout == 0 and not torch.compiler.is_compiling()
     attend = _blockwise if blockwise else partial(batched_local_attention, dropout=x.dropout)
-    return attend_local_and_global(x, partial(_attend_by_band, attend=attend))
+    return attend_local_and_global(x, partial(attend_by_band, attend=attend))
 
 
 def cpp_reasons(x: LongformerCall) -> list[str]:
@@ -61,8 +61,8 @@ def run_cpp(x: LongformerCall) -> Tensor:
     """Compute a call by bands in C++."""
     if x.has_fewer_queries:
         assert isinstance(x.q_offset, int)
-        return _attend_by_band(x, None, None, partial(_compiled, offset=x.q_offset))
-    return attend_local_and_global(x, partial(_attend_by_band, attend=_compiled))
+        return attend_by_band(x, None, None, partial(_compiled, offset=x.q_offset))
+    return attend_local_and_global(x, partial(attend_by_band, attend=_compiled))
 
 
 def _compiled(
@@ -82,7 +82,7 @@ def _blockwise(
     return blockwise_local_attention(q, k, v, options, bias)[0]
 
 
-def _attend_by_band(
+def attend_by_band(
     x: LongformerCall,
     key_mask: Tensor | None,
     indices: GlobalIndices | None,
