@@ -187,12 +187,18 @@ def test_kernels_match_reference_in_float64(case):
         assert error < budget.get(name, 2e-6), f"{name}: {error:.1e}"
 
 
+LONG = {"length": 2048, "d": 32, "e": 32, "chunk_size": 64, "split_size": 1024}
+
+
 @pytest.mark.parametrize("decay", ["none", "token", "channel"])
-def test_bfloat16_gradients_are_accurate_if_values_have_a_mean(decay):
+@pytest.mark.parametrize(
+    "sizes",
+    [{"length": 96, "d": 16, "e": 16}, pytest.param(LONG, marks=pytest.mark.exhaustive)],
+    ids=["short", "long"],
+)
+def test_bfloat16_gradients_are_accurate_if_values_have_a_mean(decay, sizes):
     # Rounding the state would give errors of tens of percent in dq
-    case = KernelCase(
-        decay=decay, value_mean=1.0, dtype=torch.bfloat16, length=96, d=16, e=16, gate_scale=0.1
-    )
+    case = KernelCase(decay=decay, value_mean=1.0, dtype=torch.bfloat16, gate_scale=0.1, **sizes)
     found = errors(case)
     for name in ("out", "q", "k", "v", "log_decay"):
         assert found.get(name, 0) < 5e-3, f"{name}: {found[name]:.1e}"
