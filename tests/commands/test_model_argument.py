@@ -1,0 +1,18 @@
+"""The argument of commands that names a model."""
+
+from pathlib import Path
+
+from attnzoo.commands.model_argument import model_folder, model_name
+from attnzoo.evaluation.models import embedded_model_path, is_embedded, model_path
+
+
+def test_the_embedded_model_has_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert model_folder("embedded") == embedded_model_path()
+    assert model_name("embedded") == "embedded"
+    assert model_path("embedded") == embedded_model_path()
+    assert is_embedded(str(embedded_model_path()))
+    assert model_name("embedded-other") == "embedded-other"  # a folder, which is not there
+    assert not is_embedded("embedded-other")
+    (tmp_path / "embedded").mkdir()
+    assert model_folder("embedded") == Path("embedded")  # a folder of that name comes first
