@@ -23,13 +23,20 @@ def config(**loop):
     )
 
 
+@pytest.fixture(scope="module")
+def stopped_folder(saved, text, spec, tmp_path_factory, interrupt):
+    """The folder of a run that was stopped in its fifth step; tests only copy it."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    interrupt(5, recover, saved, spec, [text], out, config())
+    return out
+
+
 @pytest.fixture
-def stopped(saved, text, spec, tmp_path, interrupt):
-    """A run that was stopped in its fifth step: its folder, and its arguments."""
+def stopped(stopped_folder, saved, text, spec, tmp_path):
+    """A copy of the folder of a stopped run, and the arguments of the run."""
     out = tmp_path / "out"
-    run = saved, spec, [text], out, config()
-    interrupt(5, recover, *run)
-    return out, run
+    shutil.copytree(stopped_folder, out)
+    return out, (saved, spec, [text], out, config())
 
 
 @pytest.mark.parametrize("fault", ["truncated", "changed", "missing", "progress"])
