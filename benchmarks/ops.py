@@ -37,7 +37,7 @@ from windows import (
 from attnzoo.backends.block_sparse.op import block_sparse_attention
 from attnzoo.backends.config import Geometry
 from attnzoo.backends.linear.impl.common import CHUNK_SIZE
-from attnzoo.backends.linear.impl.cpp import KERNEL_CHUNK, LINEAR
+from attnzoo.backends.linear.impl.cpp_call import KERNEL_CHUNK, LINEAR
 from attnzoo.backends.linear.op import linear_attention
 from attnzoo.backends.linformer.op import linformer_attention, linformer_block_attention
 from attnzoo.backends.reformer.op import lsh_attention
@@ -169,6 +169,7 @@ DELTA: dict[str, Callable[[BenchmarkCase], Inputs]] = {
 OPS: dict[str, Op] = {
     "sdpa": Op(attend=sdpa),
     "linear": Op(attend=linear, flops=chunk_flops),
+    "linear, elu+1": Op(attend=partial(linear, feature_map="elu+1"), flops=chunk_flops),
     "linear 64": Op(
         attend=lambda q, k, v: linear(q, k, v, chunk_size=64),
         flops=lambda case: chunk_flops(case, 64),

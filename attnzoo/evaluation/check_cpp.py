@@ -19,7 +19,8 @@ from torch import Tensor
 
 from attnzoo.backends.block_sparse.impl.cpp import BLOCK_SPARSE
 from attnzoo.backends.delta.impl.cpp import DELTA
-from attnzoo.backends.linear.impl.cpp import LINEAR
+from attnzoo.backends.linear.impl.cpp_call import LINEAR
+from attnzoo.backends.linear.impl.fused_maps import MapWeights
 from attnzoo.backends.linear.window_hybrid import hybrid_attention
 from attnzoo.backends.linear.window_state import HybridState, LinearBranch
 from attnzoo.backends.linear.window_step import HYBRID_STEP
@@ -60,6 +61,14 @@ def _linear(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> Tensor
     return linear_attention(q, k, v, log_decay=gates, **options).out  # type: ignore[arg-type]
 
 
+def _hedgehog(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> Tensor:
+    q, k = q[..., :16], k[..., :16]
+    weights = MapWeights(*(0.1 * x.detach()[0, :, :16] for x in (q, k)))
+    weight = q.new_zeros(1, H, 1, 1)
+    branch = LinearBranch(q, k, weight, gates, feature_map="hedgehog", map_weights=weights)
+    return hybrid_attention(q, k, v, branch, window=16, scale=0.2, impl=impl).out
+
+
 def _delta(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> Tensor:
     beta = gates.exp()
     return delta_attention(q, k, v, beta, log_decay=gates, normalize_qk=True, impl=impl).out
@@ -98,6 +107,7 @@ def _hybrid_step(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> T
 BOTH = (torch.float32, torch.float64)
 KERNELS = (
     CppKernel("linear", (LINEAR,), _linear, "reference", BOTH),
+    CppKernel("feature maps", (LINEAR, BAND), _hedgehog, "reference", BOTH),
     CppKernel("delta", (DELTA,), _delta, "reference", BOTH),
     CppKernel("block_sparse", (BLOCK_SPARSE,), _block_sparse, "reference", (torch.float64,)),
     CppKernel("sliding windows", (BAND,), _window, "sdpa", BOTH),

@@ -14,7 +14,7 @@ from attnzoo.backends.linear.feature_maps.random_features import (
     positive_keys,
     positive_queries,
 )
-from attnzoo.backends.linear.impl.cpp import LINEAR
+from attnzoo.backends.linear.impl.cpp_call import LINEAR
 from attnzoo.backends.linear.impl.state_summary import decayed_sums
 from attnzoo.backends.linear.window_hybrid import LinearBranch
 from attnzoo.errors import UnsupportedError

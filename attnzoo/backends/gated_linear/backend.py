@@ -20,7 +20,6 @@ from attnzoo.backends.gated_linear.gates import (  # noqa: F401  (the decorator,
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.backends.linear.feature_maps.base import get_feature_map
 from attnzoo.backends.linear.recurrent import FeatureMapBackend, FeatureMapBackendConfig
-from attnzoo.backends.linear.window_hybrid import LinearBranch
 from attnzoo.errors import ConfigError
 from attnzoo.state import AttentionOutput
 
@@ -135,7 +134,8 @@ class GatedLinearBackend(FeatureMapBackend):
 
     def fused_feature_map(self) -> str:
         """Return the feature map that the op applies, or ``""`` if the module applies it."""
-        fusable = self.gate.only_decays and not self.gate.scales_keys
+        gate = self.gate
+        fusable = gate.only_decays and not (gate.scales_keys or gate.reads_keys)
         return super().fused_feature_map() if fusable else ""
 
     def form(self, inputs: AttentionInputs) -> str:
@@ -152,11 +152,12 @@ class GatedLinearBackend(FeatureMapBackend):
             options["mask"] = inputs.mask  # with padding, at which the op sets the gates
         attend = None
         if self.far_log_weight is not None:
-            log_weight = self.far_log_weight.to(q.dtype).view(1, -1, 1, 1)
-            log_weight = log_weight - math.log(self.gate.expected_keys)
 
             def attend(k: Tensor, log_decay: Tensor) -> AttentionOutput:
-                return self.attend_hybrid(inputs, LinearBranch(q, k, log_weight, log_decay))
+                branch = self.linear_branch(q, k, inputs, feature_map)
+                log_weight = branch.log_weight - math.log(self.gate.expected_keys)
+                branch = branch._replace(log_weight=log_weight, log_decay=log_decay)
+                return self.attend_hybrid(inputs, branch)
 
         output: AttentionOutput = self.gate(q, k, inputs, options, attend)
         return output

@@ -64,6 +64,8 @@ class Gate(nn.Module):
         only_decays: Whether the gate is a decay of the sums and nothing else. If not, it overrides
             ``forward`` with an op and a state of its own.
         scales_keys: Whether the gate multiplies keys too; :meth:`gate_keys` is then overridden.
+        reads_keys: Whether ``log_decay`` reads the values of keys. If not, keys may be NaN, because
+            the op computes their features later.
         expected_keys: With a window, the number of keys that share ``far_weight`` before training.
             A gated state weighs no more than its memory, whereas without gates the sum is divided
             by the number of keys.
@@ -76,6 +78,7 @@ class Gate(nn.Module):
     needs_hidden_states: ClassVar[bool] = False
     only_decays: ClassVar[bool] = True
     scales_keys: ClassVar[bool] = False
+    reads_keys: ClassVar[bool] = False
     expected_keys: ClassVar[float] = 1024
     has_weights: ClassVar[bool] = True
     forms: ClassVar[tuple[str, ...]] = ("recurrent", "chunk")
@@ -85,6 +88,7 @@ class Gate(nn.Module):
     def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
         super().__init__()
         self.geometry = geometry
+        self.features = features
 
     def forward(
         self,
@@ -104,10 +108,11 @@ class Gate(nn.Module):
             options: Options of the op, from ``FeatureMapBackend.op_options``.
             attend: Called with keys and log decay instead of the op, for a gate that only decays.
         """
-        if options.get("feature_map"):  # the op maps k; a decay depends on its shape and dtype only
+        if options.get("feature_map"):  # the op maps k
             dtype = torch.promote_types(k.dtype, torch.float32)
             log_decay = self.log_decay(
-                k.new_zeros((), dtype=dtype).expand(k.shape), inputs.hidden_states
+                k.new_full((), torch.nan, dtype=dtype).expand(*k.shape[:3], self.features),
+                inputs.hidden_states,
             )
         else:
             k, log_decay = self.gate_keys(k, inputs.hidden_states)

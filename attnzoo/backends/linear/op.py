@@ -25,12 +25,6 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.implementation import Implementation, select
-from attnzoo.backends.linear.feature_maps.functional import (
-    elu_plus_one,
-    exp_keys,
-    exp_queries,
-    relu,
-)
 from attnzoo.backends.linear.impl.bidirectional import run_bidirectional
 from attnzoo.backends.linear.impl.chunk import run_chunks
 from attnzoo.backends.linear.impl.common import (
@@ -40,7 +34,20 @@ from attnzoo.backends.linear.impl.common import (
     state_dtype,
 )
 from attnzoo.backends.linear.impl.context_parallel import state_from_earlier_ranks
-from attnzoo.backends.linear.impl.cpp import cpp_reasons, run_cpp
+from attnzoo.backends.linear.impl.cpp import (
+    cpp_reasons,
+    fuses_map,
+    run_cpp,
+    run_cpp_with_totals,
+)
+from attnzoo.backends.linear.impl.fused_maps import (
+    FIXED,
+    LEARNED,
+    NAMES,
+    MapWeights,
+    feature_size,
+    map_features,
+)
 from attnzoo.backends.linear.impl.reference import run_reference
 from attnzoo.backends.linear.impl.step import run_steps, step
 from attnzoo.backends.linear.impl.triton import linear_sums as linear_sums
@@ -57,7 +64,6 @@ from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice, LinearState
 
 FORMS = ("parallel", "recurrent", "chunk")
-FEATURE_MAPS = ("identity", "elu+1", "relu", "exp")  # the maps that the Triton kernels fuse
 CAUSAL = AttentionMask(causal=True)
 
 
@@ -78,6 +84,7 @@ def linear_attention(
     eps: float = 1e-6,
     feature_map: str = "identity",
     feature_scale: float = 1.0,
+    map_weights: MapWeights | None = None,
     shard: SequenceShard | None = None,
     reuse_state: bool = False,
 ) -> AttentionOutput:
@@ -109,7 +116,11 @@ def linear_attention(
         chunk_size: C, in tokens; ``None`` picks one. T need not be a multiple. ``"triton"`` takes
             16, 32 or 64, and ``"cpp"`` at most 32, where chunks have at most 16 tokens.
         eps: Added to the denominator.
-        feature_map: Applied to q and k: ``"identity"``, ``"elu+1"``, ``"relu"`` or ``"exp"``.
+        feature_map: Applied to q and k: ``"identity"``, ``"elu+1"``, ``"relu"``, ``"exp"``, or with
+            weights ``"learned_linear"``, ``"hedgehog"``, ``"hedgehog_joint"``, ``"t2r"`` or
+            ``"hedgehog_exp"``. D is the number of features where a state or a decay has D.
+        map_weights: Weights of a learned map, as the functions in
+            :mod:`attnzoo.backends.linear.feature_maps.functional` take them.
         feature_scale: s of ``"exp"``; see
             :func:`attnzoo.backends.linear.feature_maps.functional.exp_queries`.
         shard: This rank's part of sequences that several ranks hold; not together with ``state``.
@@ -124,26 +135,31 @@ def linear_attention(
     """
     mask = CAUSAL if mask is None else mask
     causal, segment_ids = mask.causal, mask.segment_ids
-    _check_tensors(q, k, v, log_decay, state, mask)
-    _check_options(form, chunk_size, causal, feature_map)
+    _check_options(form, chunk_size, causal, feature_map, map_weights)
+    keys = _keys_of_features(k, feature_map, map_weights)
+    _check_tensors(q, k, keys, v, log_decay, state, mask)
     assert shard is None or state is None
     if state is None:
-        state = empty_state(q, k, v)
+        state = empty_state(q, keys, v)
     elif state.kv.dtype != (dtype := state_dtype(q, k, v)) or state.k.dtype != dtype:
         state = LinearState(state.kv.to(dtype), state.k.to(dtype))
     x = LinearInputs(
         *(q, k, v, log_decay, state, mask.padding, segment_ids, causal, form, normalize),
         *(1.0 if scale is None else float(scale), eps, chunk_size, feature_map, feature_scale),
+        map_weights=map_weights,
         reuse_state=reuse_state and not torch.is_grad_enabled(),
     )
+    if map_weights is not None and (impl == "triton" or q.device.type != "cpu"):
+        with autocast_disabled(q.device):  # no other kernel computes learned maps
+            x = _map_features(x)
     on_gpu = q.device.type == "cuda"
     table = AUTOMATIC[form, on_gpu] if impl == "auto" else IMPLEMENTATIONS
     chosen, choice = select("linear_attention", table, x, impl)
     with autocast_disabled(q.device):
         fused = ""
-        if chosen.name != "triton" or shard is not None:
+        if not _fuses_map(x, chosen.name) or shard is not None:
             x = _map_features(x)
-        elif feature_map != "identity":
+        elif x.feature_map != "identity":
             fused = f", {feature_map} fused"
         if shard is not None:
             x = x._replace(state=state_from_earlier_ranks(x.k, v, log_decay, shard, causal=causal))
@@ -155,9 +171,53 @@ def linear_attention(
     return AttentionOutput(out, last if return_state else None, None, choice)
 
 
+def weighted_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask,
+    log_decay: Tensor | None,
+    state: LinearState | None,
+    chunk_size: int | None,
+    feature_map: str = "identity",
+    feature_scale: float = 1.0,
+    map_weights: MapWeights | None = None,
+    shard: SequenceShard | None = None,
+) -> tuple[Tensor, Tensor, LinearState]:
+    """Return the sums of values and of weights that a normalised output divides, from C++.
+
+    Arguments are those of :func:`linear_attention`, with a causal mask. The sums are float32 or
+    wider: of values ``[B, H, T, E]``, of weights ``[B, H, T]``, and the last state.
+    """
+    if state is None:
+        state = empty_state(q, _keys_of_features(k, feature_map, map_weights), v)
+    x = LinearInputs(
+        *(q, k, v, log_decay, state, mask.padding, mask.segment_ids, True, "chunk", False),
+        *(1.0, 0.0, chunk_size, feature_map, feature_scale, map_weights),
+    )
+    with autocast_disabled(q.device):
+        if not fuses_map(x) or shard is not None:
+            x = _map_features(x)
+        if shard is not None:
+            x = x._replace(state=state_from_earlier_ranks(x.k, v, log_decay, shard))
+        if q.shape[0] == 0 or q.shape[2] == 0:
+            out = _empty_output(x).to(state.kv.dtype)
+            return out, out.sum(3), x.state
+        return run_cpp_with_totals(x)
+
+
+def _keys_of_features(k: Tensor, feature_map: str, map_weights: MapWeights | None) -> Tensor:
+    """Return a tensor as large as the features of keys, of no use but for its shape and dtype."""
+    if map_weights is None:
+        return k
+    return k.new_zeros(()).expand(*k.shape[:3], feature_size(feature_map, k.shape[3], map_weights))
+
+
 def _check_tensors(
     q: Tensor,
     k: Tensor,
+    features: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
     state: LinearState | None,
@@ -173,14 +233,20 @@ def _check_tensors(
             "that is not causal."
         )
     if log_decay is not None:
-        check_log_decay(log_decay, k, causal)
+        check_log_decay(log_decay, features, causal)
     if state is not None:
-        check_state(state, k, v)
+        check_state(state, features, v)
     if segment_ids is not None:
         check_segment_ids(segment_ids, q, k)
 
 
-def _check_options(form: str, chunk_size: int | None, causal: bool, feature_map: str) -> None:
+def _check_options(
+    form: str,
+    chunk_size: int | None,
+    causal: bool,
+    feature_map: str,
+    map_weights: MapWeights | None,
+) -> None:
     """Raise ``UnsupportedError`` for options that no implementation supports."""
     if form not in FORMS:
         raise UnsupportedError(
@@ -191,11 +257,18 @@ def _check_options(form: str, chunk_size: int | None, causal: bool, feature_map:
         raise UnsupportedError(
             "form='recurrent' is causal; without a causal mask use form='chunk'."
         )
-    if feature_map not in FEATURE_MAPS:
+    if feature_map not in NAMES:
         raise UnsupportedError(
             f"linear_attention has no feature map {feature_map!r}."
-            f"{did_you_mean(feature_map, FEATURE_MAPS)} It has {', '.join(FEATURE_MAPS)}; apply "
+            f"{did_you_mean(feature_map, NAMES)} It has {', '.join(NAMES)}; apply "
             "others to q and k before the call."
+        )
+    if (map_weights is None) == (feature_map in LEARNED):
+        raise UnsupportedError(
+            f"feature_map={feature_map!r} needs map_weights."
+            if map_weights is None
+            else f"feature_map={feature_map!r} has no weights; leave map_weights out, or take one "
+            f"of {', '.join(LEARNED)}."
         )
     if chunk_size is not None:
         check_size("chunk_size", chunk_size)
@@ -203,16 +276,19 @@ def _check_options(form: str, chunk_size: int | None, causal: bool, feature_map:
 
 def _map_features(x: LinearInputs) -> LinearInputs:
     """Apply the feature map to queries and keys, and set the features of padding keys to 0."""
-    q, k = x.q, x.k
-    if x.feature_map == "exp":
-        q, k = exp_queries(q, x.feature_scale), exp_keys(k, x.feature_scale)
-    elif x.feature_map == "elu+1":
-        q, k = elu_plus_one(q), elu_plus_one(k)
-    elif x.feature_map == "relu":
-        q, k = relu(q), relu(k)
+    options = (x.feature_map, x.feature_scale, x.map_weights)
+    q = map_features(x.q, *options, of_keys=False)
+    k = map_features(x.k, *options, of_keys=True)
     if x.padding_mask is not None:
         k = k.masked_fill(~x.padding_mask[:, None, :, None], 0)
-    return x._replace(q=q, k=k, feature_map="identity", padding_mask=None)
+    return x._replace(q=q, k=k, feature_map="identity", map_weights=None, padding_mask=None)
+
+
+def _fuses_map(x: LinearInputs, impl: str) -> bool:
+    """Return whether an implementation computes the features itself."""
+    if impl == "triton":
+        return x.feature_map in FIXED
+    return impl == "cpp" and fuses_map(x)
 
 
 def _empty_output(x: LinearInputs) -> Tensor:

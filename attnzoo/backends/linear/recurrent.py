@@ -17,7 +17,7 @@ from attnzoo.backends.config import BackendConfig, Geometry
 from attnzoo.backends.implementation import impl_names
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.backends.linear import window_hybrid
-from attnzoo.backends.linear.feature_maps.base import get_feature_map
+from attnzoo.backends.linear.feature_maps.base import FeatureMap, get_feature_map
 from attnzoo.backends.linear.feature_maps.config import FeatureMapConfig
 from attnzoo.backends.linear.op import IMPLEMENTATIONS, linear_attention
 from attnzoo.backends.linear.positions import count_tokens, with_count, without_count
@@ -328,8 +328,12 @@ class FeatureMapBackend(RecurrentBackend):
 
     def fused_feature_map(self) -> str:
         """Return the feature map that the op applies, or ``""`` if the module applies it."""
-        hooks = self.feature_map._forward_hooks or self.feature_map._forward_pre_hooks
-        return "" if hooks or self.config.window is not None else self.feature_map.fused
+        module = self.feature_map
+        if not isinstance(module, FeatureMap):  # wrapped, for example by PEFT
+            return ""
+        hooks = module._forward_hooks or module._forward_pre_hooks
+        # accelerate replaces the forward of modules whose weights it has moved away
+        return "" if hooks or "forward" in module.__dict__ else module.fused
 
     def run_op(
         self, q: Tensor, k: Tensor, inputs: AttentionInputs, *, feature_map: str = ""
@@ -339,15 +343,34 @@ class FeatureMapBackend(RecurrentBackend):
         They are features, zero at padding, or the inputs of ``feature_map``.
         """
         if self.far_log_weight is not None:
-            weight = self.far_log_weight.to(q.dtype).view(1, -1, 1, 1)
-            return self.attend_hybrid(inputs, LinearBranch(q, k, weight, mean=True))
+            branch = self.linear_branch(q, k, inputs, feature_map)
+            return self.attend_hybrid(inputs, branch._replace(mean=True))
         options = self.op_options(inputs, feature_map)
         return linear_attention(q, k, inputs.v, reuse_state=inputs.reuse_state, **options)
+
+    def linear_branch(
+        self, q: Tensor, k: Tensor, inputs: AttentionInputs, feature_map: str
+    ) -> LinearBranch:
+        """Return the linear branch of a window hybrid; arguments as in :meth:`run_op`."""
+        assert self.far_log_weight is not None
+        wide = torch.promote_types(q.dtype, torch.float32)
+        weight = self.far_log_weight.to(wide).view(1, -1, 1, 1)
+        if not feature_map:
+            return LinearBranch(q, k, weight)
+        weights = self.feature_map.weights()
+        return LinearBranch(
+            q,
+            k,
+            weight,
+            feature_map=feature_map,
+            feature_scale=inputs.scale,
+            map_weights=weights,
+        )
 
     def op_options(self, inputs: AttentionInputs, feature_map: str = "") -> dict[str, Any]:
         """Return the options that every op of plain or gated linear attention takes.
 
-        ``feature_map`` and ``feature_scale`` are among them only if the op applies the map.
+        Those of the feature map are among them only if the op applies it.
         """
         options: dict[str, Any] = {
             "mask": inputs.mask,
@@ -362,6 +385,7 @@ class FeatureMapBackend(RecurrentBackend):
         }
         if feature_map:
             options |= {"feature_map": feature_map, "feature_scale": inputs.scale}
+            options["map_weights"] = self.feature_map.weights()
         elif inputs.mask.padding is not None:  # the features are zero there already
             options["mask"] = replace(inputs.mask, padding=None)
         return options

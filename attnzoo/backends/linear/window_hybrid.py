@@ -21,8 +21,6 @@ key, W window.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,7 +28,6 @@ from torch import Tensor
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.linear.impl.cpp import cpp_reasons
 from attnzoo.backends.linear.impl.triton_trust import trust
-from attnzoo.backends.linear.op import linear_attention
 from attnzoo.backends.linear.window_state import (
     HybridInputs,
     HybridState,
@@ -42,13 +39,13 @@ from attnzoo.backends.linear.window_state import (
     LinearBranch as LinearBranch,
 )
 from attnzoo.backends.linear.window_step import hybrid_step, supports_step
+from attnzoo.backends.linear.window_sums import linear_counts, linear_sums
 from attnzoo.backends.linear.window_triton import hybrid_triton_reasons, run_hybrid_triton
 from attnzoo.backends.local.band_cpp import OutsideSums, band_cpp_reasons
 from attnzoo.backends.local.causal_window import causal_window, local_softmax, padding_last
 from attnzoo.backends.local.pattern import gather_tokens
 from attnzoo.backends.validation import check_size, is_empty_call
 from attnzoo.kernels.context_parallel import SequenceShard
-from attnzoo.kernels.memory import cat_huge_pages
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice, LinearState
 
@@ -82,7 +79,7 @@ def hybrid_attention(
         q: Queries, ``[B, H, T, D]``.
         k: Keys, ``[B, Hkv, T, D]``; H is a multiple of Hkv.
         v: Values, ``[B, Hkv, T, E]``.
-        branch: Features of queries and keys, their weight and decay.
+        branch: Features of queries and keys, or the map that computes them; weight and decay.
         window: W, in real tokens: the W latest keys, which include the query's own, or W keys on
             each side without a causal mask.
         scale: s, which multiplies query-key products in the window.
@@ -108,6 +105,9 @@ def hybrid_attention(
     assert mask.causal or not (needs_order or branch.log_decay is not None)
     assert state is None or ids is None
     assert not num_sinks or (mask.causal and ids is None and shard is None)
+    needs_features = shard is not None or num_sinks or not mask.causal or q.shape[2] == 1
+    if needs_features or impl not in ("auto", "cpp") or q.device.type != "cpu":
+        branch = branch.mapped(padding_mask)
     if shard is not None:
         state = state_before_shard(k, v, branch.k, window, shard)
     if (
@@ -130,6 +130,8 @@ def hybrid_attention(
     )
     table = AUTOMATIC[q.device.type == "cuda"] if impl == "auto" else IMPLEMENTATIONS
     chosen, choice = select("hybrid_attention", table, x, impl)
+    if chosen.name != "cpp" or is_empty_call(q, k):
+        x = x._replace(branch=branch.mapped(padding_mask))
     out, last = chosen.run(x._replace(impl=chosen.name))
     out = out.to(dtype)
     if order is not None and padding_mask is not None:
@@ -139,46 +141,40 @@ def hybrid_attention(
     return AttentionOutput(out, next_state(x, last) if return_state else None, None, choice)
 
 
-def _with_ones(run: Callable[[HybridInputs], Result]) -> Callable[[HybridInputs], Result]:
-    """Return a function that computes a call whose values end in ones, float32 or wider."""
-
-    def run_with_ones(x: HybridInputs) -> Result:
-        wide = torch.promote_types(x.v.dtype, torch.float32)
-        ones = x.v.new_ones(*x.v.shape[:3], 1, dtype=wide)
-        return run(x._replace(v=cat_huge_pages([x.v.to(wide), ones], 3)))
-
-    return run_with_ones
-
-
 def _run_triton(x: HybridInputs) -> Result:
     """Run the kernels; they count the keys themselves unless rows have other sequences in them."""
     is_simple = x.state is None and x.segment_ids is None
-    counts = _linear_counts(x) if x.branch.mean and not is_simple else None
+    counts = linear_counts(x) if x.branch.mean and not is_simple else None
     return run_hybrid_triton(x, counts, MIN_WEIGHT)
 
 
 def _run_torch(x: HybridInputs) -> Result:
     """Compute the window and the linear branch, then the output, in torch."""
+    v = x.v.to(torch.promote_types(x.v.dtype, torch.float32))
     if x.causal:
-        near, lse = causal_window(x.q, x.k, x.v[..., :-1], x.window_state, x.options)
-        sums, counts, last = _causal_linear(x)
-        sums = F.pad(sums, (0, 0, x.q.shape[2] - sums.shape[2], 0))
+        near, lse = causal_window(x.q, x.k, v, x.window_state, x.options)
     else:
-        reach = (x.window, x.window)
-        near, lse = local_softmax(x.q, x.k, x.v[..., :-1], reach, x.options)
-        (sums, counts), last = _bidirectional_linear(x), None
-    return _combine(near, lse, sums, _logit(x, counts, lse.dtype), x.branch), last
+        near, lse = local_softmax(x.q, x.k, v, (x.window, x.window), x.options)
+    far = linear_sums(x)
+    missing = x.q.shape[2] - far.sums.shape[2]
+    sums, totals = F.pad(far.sums, (0, 0, missing, 0)), F.pad(far.totals, (missing, 0))
+    logit = _logit(x, far.counts, lse.dtype)
+    return _combine(near, lse, sums, totals.unsqueeze(3), logit, x.branch), far.state
 
 
 def _run_cpp(x: HybridInputs) -> Result:
     """Compute the linear branch, then the window and the output in one pass."""
     if x.q.shape[2] == 1 or is_empty_call(x.q, x.k):
         return _run_torch(x)
-    sums, counts, last = _causal_linear(x)
-    logit = _logit(x, counts, sums.dtype).expand(*x.q.shape[:3], 1).squeeze(3)
-    outside = OutsideSums(sums, logit, x.branch.relative, x.branch.linear_only_heads)
-    out, _ = causal_window(x.q, x.k, x.v[..., :-1], x.window_state, x.options, outside)
-    return out, last
+    far = linear_sums(x)
+    logit = _logit(x, far.counts, far.sums.dtype).expand(*x.q.shape[:3], 1).squeeze(3)
+    branch = x.branch
+    outside = OutsideSums(far.sums, far.totals, logit, branch.relative, branch.linear_only_heads)
+    if x.causal:
+        out, _ = causal_window(x.q, x.k, x.v, x.window_state, x.options, outside)
+    else:
+        out, _ = local_softmax(x.q, x.k, x.v, (x.window, x.window), x.options, outside)
+    return out, far.state
 
 
 def _logit(x: HybridInputs, counts: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -194,7 +190,7 @@ def _triton_trust(x: HybridInputs) -> tuple[tuple[str, ...], str]:
 
 
 def _cpp_reasons(x: HybridInputs) -> list[str]:
-    reasons = cpp_reasons(x.q, causal=x.causal, chunk_size=x.chunk_size)
+    reasons = cpp_reasons(x.q, chunk_size=x.chunk_size)
     return reasons or band_cpp_reasons(x.q.device)
 
 
@@ -212,132 +208,25 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         name="cpp",
-        run=_with_ones(_run_cpp),
+        run=_run_cpp,
         reasons=_cpp_reasons,
         auto_reasons=_skip_cpp,
         automatic="compiled for this CPU",
     ),
-    Implementation(name="torch", run=_with_ones(_run_torch), automatic="runs on every device"),
-    Implementation(name="reference", run=_with_ones(_run_torch)),
+    Implementation(name="torch", run=_run_torch, automatic="runs on every device"),
+    Implementation(name="reference", run=_run_torch),
 )
 # What impl="auto" selects from, by whether the tensors are on a GPU; the interpreter is for tests
 AUTOMATIC = {True: IMPLEMENTATIONS, False: IMPLEMENTATIONS[1:]}
-
-
-# -- the linear branch -----------------------------------------------------------------------------
-
-
-def _causal_linear(x: HybridInputs) -> tuple[Tensor, Tensor | None, LinearState | None]:
-    """Return the linear sums over keys before the window, their number, and their state.
-
-    The first queries, whose windows hold all earlier keys, have no sums. Token t of the linear
-    attention has the query of token t and the key of token t - W; the first G keys are left out.
-    """
-    branch, state, length, size = x.branch, x.state, x.q.shape[2], x.window
-    log_decay, ids = branch.log_decay, None
-    if state is None:
-        first, sums = size + x.num_sinks, None
-        leaving = slice(x.num_sinks, max(length - size, x.num_sinks))
-        keys, values = branch.k[:, :, leaving], x.v[:, :, leaving]
-        queries = branch.q[:, :, first:]
-        if log_decay is not None and log_decay.dim() > 1:
-            log_decay = log_decay[:, :, first:]
-    else:
-        old_values = F.pad(state.v[:, :, x.num_sinks :], (0, 1), value=1.0).to(x.v.dtype)
-        keys = torch.cat([state.features.to(branch.k.dtype), branch.k], 2)[:, :, :length]
-        values = torch.cat([old_values, x.v], 2)[:, :, :length]
-        queries, first, sums = branch.q, 0, LinearState(state.kv, state.z)
-        if x.num_sinks:
-            rank = state.seen[:, None] - size + torch.arange(length, device=keys.device)
-            keys = keys.masked_fill((rank < x.num_sinks)[:, None, :, None], 0)
-    if x.padding_mask is not None:  # no key leaves the window at padding
-        keys = keys.masked_fill(~x.padding_mask[:, None, first:, None], 0)
-    if x.segment_ids is not None:  # a key of another segment does not enter the state
-        ids, key_ids = x.segment_ids[:, first:], x.segment_ids
-        if state is not None:
-            key_ids = torch.cat([key_ids[:, :1].expand(-1, size), key_ids], 1)
-        is_other = ids != key_ids[:, : ids.shape[1]]
-        keys = keys.masked_fill(is_other[:, None, :, None], 0)
-    out, last, *_ = linear_attention(
-        queries,
-        keys,
-        values,
-        mask=AttentionMask(causal=True, segment_ids=ids),
-        log_decay=log_decay,
-        form="recurrent" if queries.shape[2] == 1 else "chunk",
-        impl=x.impl,
-        state=None if x.shard is not None else sums,
-        return_state=x.return_state,
-        chunk_size=x.chunk_size,
-        shard=x.shard,
-    )
-    return out, _linear_counts(x) if branch.mean else None, last
-
-
-def _linear_counts(x: HybridInputs) -> Tensor:
-    """Return the number of keys in each token's linear sums, ``[B, T]``; at most 0 if none."""
-    counts = _tokens_around(x)[0] + 1 - x.window - x.num_sinks
-    if x.state is not None:
-        earlier = x.state.seen[:, None]
-        if x.segment_ids is not None:
-            earlier = earlier * (x.segment_ids == x.segment_ids[:, :1])
-        counts = counts + earlier
-    return counts
-
-
-def _bidirectional_linear(x: HybridInputs) -> tuple[Tensor, Tensor | None]:
-    """Return the linear sums over keys before and after the window, and their number."""
-    branch, length, skip = x.branch, x.q.shape[2], x.window + 1
-    sums = branch.q.new_zeros(*x.q.shape[:3], x.v.shape[3], dtype=x.v.dtype)
-    if length > skip:
-        early, late = slice(length - skip), slice(skip, length)
-        sums = F.pad(_directional_sums(x, late, early), (0, 0, skip, 0))
-        sums = sums + F.pad(_directional_sums(x, early, late), (0, 0, 0, skip))
-    if not branch.mean:
-        return sums, None
-    before, after = _tokens_around(x)
-    return sums, (before - x.window).clamp(min=0) + (after - x.window).clamp(min=0)
-
-
-def _directional_sums(x: HybridInputs, queries: slice, keys: slice) -> Tensor:
-    """Return the linear sums of queries paired with the first keys outside their windows."""
-    q, k, v = x.branch.q[:, :, queries], x.branch.k[:, :, keys], x.v[:, :, keys]
-    reverse, ids = queries.start is None, None
-    if x.segment_ids is not None:
-        ids = x.segment_ids[:, queries]
-        k = k.masked_fill((ids != x.segment_ids[:, keys])[:, None, :, None], 0)
-        ids = (ids.amax() - ids).flip(1) if reverse else ids
-    if reverse:
-        q, k, v = q.flip(2), k.flip(2), v.flip(2)
-    mask = AttentionMask(causal=True, segment_ids=ids)
-    out = linear_attention(q, k, v, mask=mask, impl=x.impl, chunk_size=x.chunk_size).out
-    return out.flip(2) if reverse else out
-
-
-def _tokens_around(x: HybridInputs) -> tuple[Tensor, Tensor]:
-    """Return the number of tokens before and after each token in its sequence, ``[B, T]`` each."""
-    batch, length, ids = len(x.q), x.q.shape[2], x.segment_ids
-    position = torch.arange(length, device=x.q.device)
-    lengths = torch.full((batch, 1), length, device=position.device)
-    if x.padding_mask is not None:
-        lengths = x.padding_mask.sum(1, keepdim=True)
-    if ids is None:
-        return position.expand(batch, length), (lengths - 1 - position).clamp(min=0)
-    changes = ids[:, 1:] != ids[:, :-1]
-    first = F.pad(position[1:] * changes, (1, 0)).cummax(1).values
-    last = F.pad(torch.where(changes, position[:-1], length - 1), (0, 1), value=length - 1)
-    last = torch.minimum(last.flip(1).cummin(1).values.flip(1), lengths - 1)
-    return position - first, (last - position).clamp(min=0)
 
 
 # -- the output ------------------------------------------------------------------------------------
 
 
 def _combine(
-    near: Tensor, lse: Tensor, sums: Tensor, logit: Tensor, branch: LinearBranch
+    near: Tensor, lse: Tensor, values: Tensor, total: Tensor, logit: Tensor, branch: LinearBranch
 ) -> Tensor:
     """Return the window and the linear sums over one denominator."""
-    values, total = sums[..., :-1], sums[..., -1:]
     if branch.relative:
         lse = torch.zeros_like(lse)  # the window's sum is a factor of both terms and cancels
     has_linear = total > MIN_WEIGHT

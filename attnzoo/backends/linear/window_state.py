@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.backends.linear.impl.fused_maps import MapWeights, map_features
 from attnzoo.backends.local.causal_window import Window, WindowState, is_filled, next_window
 from attnzoo.backends.local.pattern import gather_tokens
 from attnzoo.kernels.context_parallel import SequenceShard, latest_before
@@ -35,6 +36,9 @@ class LinearBranch(NamedTuple):
     the window is added to it. With ``mean``, the linear sums are divided by the number of keys in
     them. The heads in ``linear_only_heads``, ``[H]`` bool, ignore the window for every query that
     has keys outside it.
+
+    With a ``feature_map`` other than ``"identity"``, q and k are its inputs instead: ``[B, H, T,
+    D]``, and the keys of the window. Its options are those of ``linear_attention``.
     """
 
     q: Tensor  # [B, H, T, F], not negative
@@ -44,6 +48,23 @@ class LinearBranch(NamedTuple):
     relative: bool = True
     mean: bool = False
     linear_only_heads: Tensor | None = None
+    feature_map: str = "identity"
+    feature_scale: float = 1.0
+    map_weights: MapWeights | None = None
+
+    def features(self, x: Tensor, *, of_keys: bool) -> Tensor:
+        """Return the features of queries or keys."""
+        options = (self.feature_map, self.feature_scale, self.map_weights)
+        return map_features(x, *options, of_keys=of_keys)
+
+    def mapped(self, padding_mask: Tensor | None) -> LinearBranch:
+        """Return the branch with features in place of the inputs of the feature map."""
+        if self.feature_map == "identity":
+            return self
+        q, k = self.features(self.q, of_keys=False), self.features(self.k, of_keys=True)
+        if padding_mask is not None:
+            k = k.masked_fill(~padding_mask[:, None, :, None], 0)
+        return self._replace(q=q, k=k, feature_map="identity", map_weights=None)
 
 
 class HybridInputs(NamedTuple):
@@ -83,11 +104,16 @@ class HybridInputs(NamedTuple):
 def next_state(x: HybridInputs, sums: LinearState | None) -> HybridState:
     """Return the state after the last real token; the given state is not modified."""
     assert sums is not None
-    options, old = x.options, () if x.state is None else (x.state.features,)
-    new = (x.k, x.v.to(torch.promote_types(x.v.dtype, torch.float32)), x.branch.k)
-    k, v, features, seen = next_window(new, x.window_state, options, old)
+    options, branch = x.options, x.branch
+    values = x.v.to(torch.promote_types(x.v.dtype, torch.float32))
+    if branch.feature_map == "identity":
+        old = () if x.state is None else (x.state.features,)
+        k, v, features, seen = next_window((x.k, values, branch.k), x.window_state, options, old)
+    else:
+        k, v, seen = next_window((x.k, values), x.window_state, options)
+        features = branch.features(k, of_keys=True)
     after = HybridState(k, v, features, sums.kv, sums.k, seen)
-    if x.segment_ids is None:
+    if x.segment_ids is None and branch.feature_map == "identity":
         return after
     return after._replace(features=features * _filled_places(after))
 

@@ -20,7 +20,7 @@ from attnzoo.backends.local.blockwise_cpu import LocalOptions
 from attnzoo.kernels import cpp
 from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.derivatives import check_reverse_mode, refuse_derivative
-from attnzoo.kernels.memory import empty_huge_pages, pad_to_simd, unpad
+from attnzoo.kernels.memory import LANES, empty_huge_pages, pad_to_simd, unpad
 
 TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
 INSTEAD = "impl='reference', or softmax_attention"  # for derivatives that the kernel lacks
@@ -36,15 +36,16 @@ class _Task(ctypes.Structure):
     _fields_ = [
         *cpp.fields(
             ctypes.c_int64,
-            "threads batch heads groups queries keys key_size value_size before after dilation "
-            "offset causal num_global relative far_start far_size pieces",
+            "threads batch heads groups queries keys key_size value_size key_width value_width "
+            "before after dilation offset causal num_global relative far_start far_size pieces",
         ),
-        *cpp.fields(ctypes.c_int64 * 3, "q_steps k_steps v_steps out_steps d_out_steps far_steps"),
+        *cpp.fields(ctypes.c_int64 * 3, "out_steps d_out_steps far_steps"),
         ("scale", ctypes.c_double),
+        *cpp.fields(ctypes.c_void_p, "ids key_mask global_keys global_is_valid"),
+        *cpp.fields(cpp.Rows, "q k v"),
         *cpp.fields(
             ctypes.c_void_p,
-            "ids key_mask global_keys global_is_valid q k v out lse far logit far_only d_out d_lse "
-            "dq dk dv d_far d_logit",
+            "out lse far far_totals logit far_only d_out d_lse dq dk dv d_far d_far_totals d_logit",
         ),
     ]
 
@@ -57,7 +58,8 @@ class OutsideSums(NamedTuple):
     ``MIN_WEIGHT`` of the kernel, they are n.
     """
 
-    sums: Tensor  # u and, in the last column, s, of the last R queries, [B, H, R, E + 1]
+    sums: Tensor  # u of the last R queries, [B, H, R, E]
+    totals: Tensor  # s of the same queries, [B, H, R]
     logit: Tensor  # f, [B, H, T]
     relative: bool  # whether l is 0 in this formula, so that weights are relative to the band's
     only_heads: Tensor | None = None  # [H] bool: outputs are u / s where s is not 0
@@ -100,20 +102,20 @@ def band_attention_cpp(
         The output ``[B, H, T, E]`` and the log-sum-exp of each query's scores, ``[B, H, T, 1]``,
         both float32 or wider. A query that sees no key gives 0 and a finite log-sum-exp.
     """
-    sums, logit, relative, only_heads = outside or (None, None, False, None)
-    check_reverse_mode("sliding-window attention", q, k, v, sums, logit, instead=INSTEAD)
+    sums, totals, logit, relative, only_heads = outside or (None, None, None, False, None)
+    check_reverse_mode("sliding-window attention", q, k, v, sums, totals, logit, instead=INSTEAD)
     batch = len(q)
     masks = [options.key_mask, options.segment_ids, *(options.global_indices or (None, None))]
     masks = [None if x is None else x.expand(batch, -1).contiguous() for x in masks]
     band = [*options.band, offset, int(options.causal), int(relative)]
     with autocast_disabled(q.device):
-        tensors = (q, k, v, sums, logit, only_heads, *masks)
+        tensors = (q, k, v, sums, totals, logit, only_heads, *masks)
         out, lse = band_softmax_cpp(*tensors, band, options.scale)
     return out, lse.unsqueeze(3)
 
 
 class _Arguments:
-    """Padded tensors of one call, and the task that points to them."""
+    """The tensors of one call, and the task that points to them."""
 
     def __init__(
         self,
@@ -126,19 +128,19 @@ class _Arguments:
         scale: float,
     ) -> None:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        self.type_name, self.sizes = TYPE_NAMES[dtype], (q.shape[3], v.shape[3])
-        self.q, self.k, self.v = (pad_to_simd(x.to(dtype)) for x in (q, k, v))
+        self.dtype, self.sizes = dtype, (q.shape[3], v.shape[3])
+        self.widths = tuple(size + -size % LANES for size in self.sizes)
+        self.q, self.k, self.v = (cpp.with_contiguous_rows(x) for x in (q, k, v))
         key_mask, ids, global_keys, valid = masks
         if ids is not None:
             ids = ids.to(torch.int64)
         self.masks = ids, key_mask, global_keys, valid
-        sums, logit, only_heads = outside
-        if sums is not None and logit is not None:
-            sums = sums.to(dtype)
-            sums = sums if sums.stride(3) == 1 else sums.contiguous()
-            logit = logit.to(dtype).contiguous()
-        self.outside = sums, logit, only_heads
-        batch, heads, keys, size = self.k.shape
+        sums, totals, logit, only_heads = outside
+        if sums is not None and totals is not None and logit is not None:
+            sums = cpp.with_contiguous_rows(sums.to(dtype))
+            totals, logit = totals.to(dtype).contiguous(), logit.to(dtype).contiguous()
+        self.outside = sums, totals, logit, only_heads
+        batch, heads, keys, _ = self.k.shape
         threads = torch.get_num_threads()
         self.task = _Task(
             threads=threads,
@@ -147,8 +149,10 @@ class _Arguments:
             groups=q.shape[1] // heads,
             queries=q.shape[2],
             keys=keys,
-            key_size=size,
-            value_size=self.v.shape[3],
+            key_size=self.sizes[0],
+            value_size=self.sizes[1],
+            key_width=self.widths[0],
+            value_width=self.widths[1],
             before=min(band[0], keys),
             after=min(band[1], keys),
             dilation=min(band[2], max(keys, 1)),
@@ -159,11 +163,12 @@ class _Arguments:
             far_start=0 if sums is None else q.shape[2] - sums.shape[2],
             far_size=v.shape[3],
             pieces=-(-threads // (batch * heads)),
-            q_steps=_steps(self.q),
-            k_steps=_steps(self.k),
-            v_steps=_steps(self.v),
             scale=scale,
-            **_pointers(q=self.q, k=self.k, v=self.v, far=sums, logit=logit, far_only=only_heads),
+            q=cpp.rows(self.q),
+            k=cpp.rows(self.k),
+            v=cpp.rows(self.v),
+            **_pointers(far=sums, far_totals=totals),
+            **_pointers(logit=logit, far_only=only_heads),
             **_pointers(ids=ids, key_mask=key_mask),
             **_pointers(global_keys=global_keys, global_is_valid=valid),
         )
@@ -172,7 +177,7 @@ class _Arguments:
 
     def run(self, direction: str) -> None:
         """Call the kernel of a direction."""
-        function = getattr(cpp.load(BAND), f"band_{direction}_{self.type_name}")
+        function = getattr(cpp.load(BAND), f"band_{direction}_{TYPE_NAMES[self.dtype]}")
         function(ctypes.byref(self.task))
 
 
@@ -182,6 +187,7 @@ def band_softmax_cpp(
     k: Tensor,
     v: Tensor,
     sums: Tensor | None,
+    totals: Tensor | None,
     logit: Tensor | None,
     only_heads: Tensor | None,
     key_mask: Tensor | None,
@@ -197,7 +203,8 @@ def band_softmax_cpp(
         q: Queries, ``[B, H, T, D]``.
         k: Keys, ``[B, Hkv, S, D]``.
         v: Values, ``[B, Hkv, S, E]``.
-        sums: As in :class:`OutsideSums`, and so are the next two.
+        sums: As in :class:`OutsideSums`, and so are the next three.
+        totals: ``[B, H, R]``.
         logit: ``[B, H, T]``.
         only_heads: ``[H]`` bool.
         key_mask: Keys that the band may see, ``[B, S]`` bool.
@@ -209,13 +216,13 @@ def band_softmax_cpp(
         scale: Multiplies the products.
     """
     outside, masks = (
-        (sums, logit, only_heads),
+        (sums, totals, logit, only_heads),
         (key_mask, segment_ids, global_keys, global_is_valid),
     )
     x = _Arguments(q, k, v, outside, masks, band, scale)
     batch, heads, length, _ = q.shape
     # stored as [B, T, H, E], so that the layer can join its heads without a copy
-    out = empty_huge_pages(x.v, (batch, length, heads, x.v.shape[3]))
+    out = empty_huge_pages(x.v, (batch, length, heads, x.widths[1]), x.dtype)
     lse = out.new_empty(batch, heads, length)
     x.task.out, x.task.lse, x.task.out_steps = (
         out.data_ptr(),
@@ -236,6 +243,7 @@ def band_softmax_cpp_backward(
     k: Tensor,
     v: Tensor,
     sums: Tensor | None,
+    totals: Tensor | None,
     logit: Tensor | None,
     only_heads: Tensor | None,
     key_mask: Tensor | None,
@@ -244,10 +252,10 @@ def band_softmax_cpp_backward(
     global_is_valid: Tensor | None,
     band: list[int],
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, sums and logit; no elements for ``None``."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, sums, totals and logit; no elements for ``None``."""
     outside, masks = (
-        (sums, logit, only_heads),
+        (sums, totals, logit, only_heads),
         (key_mask, segment_ids, global_keys, global_is_valid),
     )
     x = _Arguments(q, k, v, outside, masks, band, scale)
@@ -255,14 +263,18 @@ def band_softmax_cpp_backward(
     out, d_out, lse = pad_to_simd(out), pad_to_simd(d_out), lse.contiguous()
     d_lse = None if d_lse is None else d_lse.contiguous()
     pieces = x.task.pieces
-    dq = empty_huge_pages(x.q, tuple(x.q.shape))
-    dk, dv = (empty_huge_pages(y, (pieces, *y.shape)).zero_() for y in (x.k, x.v))
+    dq = empty_huge_pages(x.q, (*q.shape[:3], x.widths[0]), x.dtype)
+    dk, dv = (
+        empty_huge_pages(y, (pieces, *y.shape[:3], width), x.dtype).zero_()
+        for y, width in zip((x.k, x.v), x.widths, strict=True)
+    )
     x.task.out_steps, x.task.d_out_steps = _steps(out), _steps(d_out)
-    d_sums, d_logit = lse.new_empty(0), lse.new_empty(0)
+    d_sums, d_totals, d_logit = (lse.new_empty(0) for _ in range(3))
     if sums is not None:
         d_sums, d_logit = empty_huge_pages(lse, tuple(sums.shape)), torch.zeros_like(lse)
+        d_totals = lse.new_empty(sums.shape[:3])
     given = {"out": out, "lse": lse, "d_out": d_out, "d_lse": d_lse, "dq": dq, "dk": dk, "dv": dv}
-    given |= {"d_far": d_sums, "d_logit": d_logit}
+    given |= {"d_far": d_sums, "d_far_totals": d_totals, "d_logit": d_logit}
     for name, pointer in _pointers(**given).items():
         setattr(x.task, name, pointer)
     x.run("backward")
@@ -273,6 +285,7 @@ def band_softmax_cpp_backward(
         unpad(dk, keys).to(k.dtype),
         unpad(dv, values).to(v.dtype),
         d_sums if sums is None else d_sums.to(sums.dtype),
+        d_totals if totals is None else d_totals.to(totals.dtype),
         d_logit if logit is None else d_logit.to(logit.dtype),
     )
 
@@ -296,7 +309,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
 
 @band_softmax_cpp_backward.register_fake
 def _(d_out: Any, d_lse: Any, out: Any, lse: Tensor, *inputs: Any) -> Any:
-    return tuple(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs[:5])
+    return tuple(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs[:6])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -307,7 +320,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
     gradients = band_softmax_cpp_backward(d_out, d_lse, *ctx.saved_tensors, ctx.band, ctx.scale)
-    needed = ctx.needs_input_grad[:5]
+    needed = ctx.needs_input_grad[:6]
     return (*(g if n else None for g, n in zip(gradients, needed, strict=True)), *[None] * 7)
 
 

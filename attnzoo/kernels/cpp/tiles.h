@@ -182,6 +182,25 @@ struct Tiles : Math<Real> {
         }
     }
 
+    // out[r] = the largest factor x[r][i] of each row, for a multiple of LANES rows and columns.
+    static void largest_of_rows(int64_t rows, int64_t columns, const Real* x, int64_t pitch,
+                                Real factor, Real* out) {
+        for (int64_t first = 0; first < rows; first += LANES) {
+            Reals block[LANES];
+            for (int r = 0; r < LANES; ++r) {
+                const Real* row = x + (first + r) * pitch;
+                block[r] = load(row) * factor;
+                for (int64_t i = LANES; i < columns; i += LANES) {
+                    const Reals other = load(row + i) * factor;
+                    block[r] = other > block[r] ? other : block[r];
+                }
+            }
+            transpose_block<LANES / 2>(block);
+            for (int r = 1; r < LANES; ++r) block[0] = block[r] > block[0] ? block[r] : block[0];
+            store(out + first, block[0]);
+        }
+    }
+
     static Ints lane_numbers(int first) {
         Ints lanes;
         for (int i = 0; i < LANES; ++i) lanes[i] = first + i;

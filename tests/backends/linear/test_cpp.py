@@ -5,7 +5,8 @@ import torch
 from torch.testing import assert_close
 
 from attnzoo.backends.config import Geometry
-from attnzoo.backends.linear.impl.cpp import LINEAR, linear_cpp, linear_cpp_backward
+from attnzoo.backends.linear.impl.cpp import linear_cpp, linear_cpp_backward
+from attnzoo.backends.linear.impl.cpp_call import LINEAR
 from attnzoo.backends.linear.op import linear_attention
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels import cpp
@@ -242,16 +243,20 @@ def test_it_compiles_without_a_graph_break():
 def test_the_operator_is_registered_soundly(dtype):
     q, k, v, state = make(1, 2, 1, 40, 16, 32, dtype)
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *state)]
-    options = (0.5, True, 1e-6, 64)
+    options, maps = (0.5, True, 1e-6, 64, "identity", 1.0), (None,) * 4
     for keep in (False, True):  # without, there is no backward pass
         given = leaves if keep else [x.detach() for x in leaves]
-        args = (*given[:3], None, *given[3:], None, *options)
-        torch.library.opcheck(linear_cpp, (*args, keep))
-    kept = linear_cpp(*args, True)[3].detach()
+        for normalize in (True, False):  # without, totals are returned
+            more = (0.5, normalize, *options[2:], not normalize, keep)
+            args = (*given[:3], None, *given[3:], *maps, None, None, *more)
+            torch.library.opcheck(linear_cpp, args)
+    args = (*leaves[:3], None, *leaves[3:], *maps, None, None, *options)
+    kept = linear_cpp(*args, False, True)[4].detach()
     assert kept.shape == (1, 1, 1, 16 * 33)
     given = [x.detach() for x in leaves]
     gate = -torch.rand(1, 1, 40, dtype=dtype)
-    args = (torch.randn(1, 2, 40, 32).to(dtype), None, None, *given[:3], gate, None)
+    d_out, d_totals = torch.randn(1, 2, 40, 32).to(dtype), torch.randn(1, 2, 40).to(dtype)
+    args = (d_out, None, None, d_totals, *given[:3], gate, *maps, None, None)
     for want_decay in (False, True):
         torch.library.opcheck(linear_cpp_backward, (*args, kept, *options, want_decay))
 

@@ -11,7 +11,7 @@ from attnzoo.backends.linear.impl.bidirectional import (
     bidirectional_linear_backward,
 )
 from attnzoo.backends.linear.impl.chunk import linear_chunk, linear_chunk_backward
-from attnzoo.backends.linear.impl.cpp import LINEAR
+from attnzoo.backends.linear.impl.cpp_call import LINEAR
 from attnzoo.backends.linear.op import FORMS, linear_attention
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels import cpp

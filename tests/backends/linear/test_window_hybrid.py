@@ -91,7 +91,7 @@ def assert_close(ours, exact):
     torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("impl", ["reference", "torch", "cpp"])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("decay", DECAYS, ids=str)
 @pytest.mark.parametrize("window", [1, 4, 16])
@@ -164,7 +164,7 @@ def test_gradients_with_first_tokens(impl, monkeypatch):
     assert gradcheck(call, leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("impl", ["reference", "torch", "cpp"])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("window", [1, 4, 16])
 def test_bidirectional_equals_formula(window, padded, impl):
@@ -190,7 +190,7 @@ def test_a_sequence_may_be_cut_anywhere(decay, padded):
         assert_close(torch.cat(outs, 2), exact)
 
 
-@pytest.mark.parametrize("impl", ["reference", "torch"])
+@pytest.mark.parametrize("impl", ["reference", "torch", "cpp"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_sequences_equal_separate_ones(causal, impl):
     ids = torch.tensor([[0] * 9 + [3] * 2 + [4] * 11, [1] * 3 + [2] * 19])

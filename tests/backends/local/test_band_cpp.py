@@ -93,20 +93,19 @@ def test_sums_outside_the_band_share_the_denominator(offset, rows, relative, onl
     heads, queries = HKV * GROUPS, S - offset
     q, k, v = draw(B, heads, queries, D), draw(B, HKV, S, D), draw(B, HKV, S, E)
     options = LocalOptions(Band(9, 0, 1), True, 0.3)
-    total = torch.rand(B, heads, rows, 1, dtype=torch.float64) * 20
+    total = torch.rand(B, heads, rows, dtype=torch.float64) * 20
     total[:, :, ::7] = 0
-    sums, logit = torch.cat([draw(B, heads, rows, E), total], 3), draw(B, heads, queries)
+    sums, logit = draw(B, heads, rows, E), draw(B, heads, queries)
     only_heads = torch.tensor([True, False, False, True]) if only else None
-    leaves = [x.detach().requires_grad_() for x in (q, k, v, sums, logit)]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, sums, total, logit)]
 
     near, lse, _ = dense(*leaves[:3], options, offset)
-    padded = torch.nn.functional.pad(leaves[3], (0, 0, queries - rows, 0))
-    weights = padded[..., -1:]
-    values = padded[..., :-1] * (weights > 0)
+    weights = torch.nn.functional.pad(leaves[4], (queries - rows, 0)).unsqueeze(3)
+    values = torch.nn.functional.pad(leaves[3], (0, 0, queries - rows, 0)) * (weights > 0)
     near_weight = torch.ones_like(lse) if relative else lse.exp()
     if only:
         near_weight = near_weight * ~(only_heads[:, None, None] & (weights > 0))
-    factor = leaves[4].exp()[..., None]
+    factor = leaves[5].exp()[..., None]
     expected = (near_weight * near + factor * values) / (near_weight + factor * weights)
 
     outside = OutsideSums(*leaves[3:], relative, only_heads)
@@ -115,7 +114,7 @@ def test_sums_outside_the_band_share_the_denominator(offset, rows, relative, onl
     upstream = draw(*found.shape)
     right, ours = (torch.autograd.grad((x * upstream).sum(), leaves) for x in (expected, found))
     has_sums = total > 0  # where s is 0, u does not count
-    right = [*right[:3], right[3] * has_sums, right[4]]
+    right = [*right[:3], right[3] * has_sums[..., None], right[4] * has_sums, right[5]]
     torch.testing.assert_close(list(ours), right)
 
 
@@ -143,3 +142,16 @@ def test_large_scores_and_compiled_calls():
     assert lse.isfinite().all()
     compiled = torch.compile(band_attention_cpp, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(*x, options)[0], out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_numbers_of_16_bits_are_those_in_float32(dtype):
+    options = LocalOptions(Band(9, 3, 1), False, 0.3)
+    x = [draw(B, n, S, m).to(dtype) for n, m in ((4, D), (2, D), (2, E))]
+    results = []
+    for leaves in (x, [y.float() for y in x]):
+        leaves = [y.detach().requires_grad_() for y in leaves]
+        out, lse = band_attention_cpp(*leaves, options)
+        grads = torch.autograd.grad(out.square().sum() + lse.sum(), leaves)
+        results.append((out, lse, *(y.to(dtype) for y in grads)))
+    assert all(map(torch.equal, *results))

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from attnzoo.backends.config import BackendConfig, Geometry
 from attnzoo.backends.linear.feature_maps.functional import widen
+from attnzoo.backends.linear.impl.fused_maps import MapWeights
 from attnzoo.errors import ConfigError, did_you_mean
 
 
@@ -39,6 +40,7 @@ class FeatureMap(nn.Module):
     Attributes:
         learned: Whether the map has weights.
         fused: The name by which ``linear_attention`` applies the map itself; ``""`` if it does not.
+            Subclasses do not inherit it, because they may compute other features.
         positional: Whether ``queries`` and ``keys`` take ``positions`` too.
         signed: Whether the products of features may be negative, so that sums may be zero.
         options: The options of the config that the map takes, and their defaults; ``None`` is the
@@ -50,6 +52,10 @@ class FeatureMap(nn.Module):
     positional: ClassVar[bool] = False
     signed: ClassVar[bool] = False
     options: ClassVar[Mapping[str, int | None]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.fused = cls.__dict__.get("fused", "")
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__()
@@ -104,6 +110,10 @@ class FeatureMap(nn.Module):
     def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
         """Map ``[B, Hkv, S, D]`` to ``[B, Hkv, S, F]``, float32 or wider."""
         raise NotImplementedError
+
+    def weights(self) -> MapWeights | None:
+        """Return the weights of a map that is ``fused``; ``None`` if it has none."""
+        return None
 
     def reset_parameters(self) -> None:
         """Initialise the weights."""

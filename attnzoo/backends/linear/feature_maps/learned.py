@@ -22,6 +22,7 @@ from attnzoo.backends.linear.feature_maps.functional import (
     learned_relu,
 )
 from attnzoo.backends.linear.feature_maps.random_features import random_projection
+from attnzoo.backends.linear.impl.fused_maps import MapWeights
 
 
 @register_feature_map("hedgehog")
@@ -35,6 +36,7 @@ class HedgehogMap(FeatureMap):
     """
 
     learned = True
+    fused = "hedgehog"
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)
@@ -61,6 +63,10 @@ class HedgehogMap(FeatureMap):
         """Map keys; the scale is learned."""
         return hedgehog(k, self.key_residual)
 
+    def weights(self) -> MapWeights:
+        """Return the residuals."""
+        return MapWeights(self.query_residual, self.key_residual)
+
 
 @register_feature_map("learned_linear")
 class LearnedLinearMap(HedgehogMap):
@@ -71,6 +77,7 @@ class LearnedLinearMap(HedgehogMap):
     """
 
     signed = True
+    fused = "learned_linear"
 
     @property
     def size(self) -> int:
@@ -94,6 +101,8 @@ class HedgehogJointMap(HedgehogMap):
     :func:`~attnzoo.backends.linear.feature_maps.functional.hedgehog_joint`.
     """
 
+    fused = "hedgehog_joint"
+
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)
         self.query_bias = nn.Parameter(torch.empty(geometry.num_heads, geometry.head_dim))
@@ -108,6 +117,10 @@ class HedgehogJointMap(HedgehogMap):
         """Map keys; the scale is learned."""
         return self.map_affine(k, self.key_residual, self.key_bias)
 
+    def weights(self) -> MapWeights:
+        """Return the residuals and biases."""
+        return MapWeights(self.query_residual, self.key_residual, self.query_bias, self.key_bias)
+
     def map_affine(self, x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
         """Map queries or keys with the given weights."""
         return hedgehog_joint(x, residual, bias)
@@ -120,6 +133,8 @@ class T2RMap(HedgehogJointMap):
     D features, positive; learned, W = I + R and b per head, initialised to the identity. See
     :func:`~attnzoo.backends.linear.feature_maps.functional.learned_relu`.
     """
+
+    fused = "t2r"
 
     @property
     def size(self) -> int:
@@ -142,6 +157,7 @@ class HedgehogExpMap(FeatureMap):
     """
 
     learned = True
+    fused = "hedgehog_exp"
     options: ClassVar = {"num_features": 256, "seed": 0}
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
@@ -182,3 +198,7 @@ class HedgehogExpMap(FeatureMap):
     def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
         """Map keys; the scale is learned."""
         return learned_exp(k, self.key_weight, self.key_bias)
+
+    def weights(self) -> MapWeights:
+        """Return the matrices and biases."""
+        return MapWeights(self.query_weight, self.key_weight, self.query_bias, self.key_bias)

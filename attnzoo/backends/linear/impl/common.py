@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.backends.linear.impl.fused_maps import MapWeights
 from attnzoo.state import LinearState
 
 CHUNK_SIZE = 64  # tokens per chunk, unless the call sets it
@@ -36,6 +37,7 @@ class LinearInputs(NamedTuple):
     chunk_size: int | None
     feature_map: str  # still to be applied to q and k
     feature_scale: float
+    map_weights: MapWeights | None = None  # of a learned map
     reuse_state: bool = False  # whether the tensors of the state may be overwritten
 
     def tokens(self, start: int, stop: int) -> LinearInputs:

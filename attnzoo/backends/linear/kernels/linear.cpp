@@ -1,13 +1,13 @@
 // Causal linear attention on a CPU: forward and backward pass, chunk by chunk.
 //
 //     S_t = Diag(a_t) S_{t-1} + k_t v_t^T,     z_t = a_t z_{t-1} + k_t,
-//     o_t = scale q_t S_t, or divided by scale q_t z_t + eps
+//     o_t = scale q_t S_t, or divided by scale q_t z_t + eps, or beside the totals scale q_t z_t
 //
 // A chunk has at most CHUNK tokens and ends where a packed segment ends. Its queries read the state
 // before the chunk and, through scores, the chunk's own keys: A_ij = sum over d of q_id L_ijd k_jd,
 // where L_ij is the product of the decays of tokens j + 1 to i. Every decay is an exponential of a
 // sum of log decays or a product of numbers in [0, 1], never a quotient, so no decay overflows or
-// cancels.
+// cancels. Feature maps of queries and keys are computed chunk by chunk, in both passes.
 //
 // work     one key head and some of its query heads or columns of values (forward), or some of its
 //          spans (backward); what a chunk needs fits the L1 and L2 caches
@@ -16,7 +16,7 @@
 // limits   chunk at most CHUNK
 // oracle   linear_attention(impl="reference"), float64 included
 //
-// Letters: B batch, H key heads, G query heads per key head, T tokens, D key size, E value size,
+// Letters: B batch, H key heads, G query heads per key head, T tokens, D features, E value size,
 // F decays per token (0, 1 or D), P columns of values of one piece of work. Buffers have D, E and P
 // rounded up to multiples of 16.
 
@@ -26,6 +26,7 @@
 #include <deque>
 #include <vector>
 
+#include "feature_maps.h"
 #include "rows.h"
 #include "threads.h"
 #include "tiles.h"
@@ -39,7 +40,8 @@ static int64_t pad(int64_t size) { return (size + 15) / 16 * 16; }
 template <class Real>
 struct Task {
     int64_t threads, batch, heads, groups, tokens, key_size, value_size;
-    int64_t normalize;
+    int64_t given_size;             // of queries and keys before the feature map
+    int64_t normalize;              // whether outputs are divided by the totals
     int64_t chunk;                  // tokens, at most CHUNK
     int64_t decays;                 // per token: 0, 1 or D
     double scale, eps;              // factor of queries; added to the sum of weights
@@ -47,9 +49,17 @@ struct Task {
     const Real *kv, *z;             // [B, H, D, E], [B, H, D]: the state before the first token
     Real *last_kv, *last_z;         // the state after the last token
     Real* kept;                     // [B, H, T / SPAN, D, E + 1]: kv, then z, or null
+    Real* totals;                   // [B, H G, T]: sums of weights, not divided by; or null
     const int64_t* ids;             // segments, [B, T], or null
+    const uint8_t* key_mask;        // [B, T]: keys whose features are not 0, or null: all
+    MapTask<Real> q_map, k_map;
 
     int64_t spans() const { return (tokens + SPAN - 1) / SPAN; }
+
+    // Return the number of a query in a contiguous [B, H G, T].
+    int64_t query(int64_t row, int64_t head, int64_t token) const {
+        return (row * heads * groups + head) * tokens + token;
+    }
 
     // Return the state that is kept before a span.
     Real* kept_state(int64_t row, int64_t head, int64_t span) const {
@@ -75,9 +85,14 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
     const int64_t column_, columns_;  // the first column of values, and how many
     const int64_t size_, width_;      // D and P, rounded up
     const int64_t rows_, keys_;       // of queries, G CHUNK; numbers of a chunk's keys
+    FeatureMap<Real> k_map_;
+    std::deque<FeatureMap<Real>> q_maps_;  // of the query heads
+    const int64_t given_;                  // numbers of a chunk's keys before the map; 0 without one
     Buffer<Real> buffer_;
 
     // The chunk; rows after its last token are zero.
+    bool is_token_[CHUNK], is_key_[CHUNK];
+    Real *given_k_, *given_q_, *y_k_, *y_q_;  // before the map, and before its function; as k_, q_
     int64_t start_ = 0;
     int next_ = CHUNK;      // from the chunk to the next one to be computed, in tokens
     int count_ = 0;         // tokens
@@ -95,16 +110,22 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
                     int64_t groups, int64_t column, int64_t columns)
         : t(task), row_(row), head_(head), group_(group), groups_(groups), column_(column),
           columns_(columns), size_(pad(t.key_size)), width_(pad(columns)), rows_(groups * CHUNK),
-          keys_(CHUNK * size_),
-          buffer_(keys_ * (3 + groups) + CHUNK * width_ + rows_ * (CHUNK + 1) + CHUNK * CHUNK +
+          keys_(CHUNK * size_), k_map_(task.k_map, head, task.given_size),
+          given_(k_map_.is_identity() ? 0 : CHUNK * pad(task.given_size)),
+          buffer_((given_ ? (1 + groups) * (given_ + keys_) : 0) + keys_ * (3 + groups) + CHUNK * width_ + rows_ * (CHUNK + 1) + CHUNK * CHUNK +
                   size_ + (t.decays ? keys_ * (3 + groups) : 0)),
+          given_k_(buffer_.take(given_)), given_q_(buffer_.take(groups * given_)),
+          y_k_(buffer_.take(given_ ? keys_ : 0)), y_q_(buffer_.take(given_ ? groups * keys_ : 0)),
           k_(buffer_.take(keys_)), v_(buffer_.take(CHUNK * width_)),
           q_(buffer_.take(groups * keys_)), k_written_(t.decays ? buffer_.take(keys_) : k_),
           q_read_(t.decays ? buffer_.take(groups * keys_) : q_), k_columns_(buffer_.take(keys_)),
           scores_(buffer_.take(rows_ * CHUNK)), inverse_(buffer_.take(rows_)),
           decay_(buffer_.take(t.decays ? keys_ : 0)), before_(buffer_.take(t.decays ? keys_ : 0)),
           after_(buffer_.take(keys_)), pairs_(buffer_.take(CHUNK * CHUNK)),
-          total_(buffer_.take(size_)) {}
+          total_(buffer_.take(size_)) {
+        for (int64_t g = 0; given_ && g < groups; ++g)
+            q_maps_.emplace_back(task.q_map, head * task.groups + group + g, task.given_size);
+    }
 
     // Return the number of tokens of the chunk that begins at `start`.
     int count_tokens(int64_t start) const {
@@ -122,7 +143,18 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
         count_ = count_tokens(start);
         const int64_t* ids = t.ids ? t.ids + row_ * t.tokens + start : nullptr;
         first_ = ids && start && ids[0] != ids[-1];
-        load_rows(t.k, head_, 0, t.key_size, size_, Real(1), k_);
+        for (int i = 0; i < CHUNK; ++i) {
+            is_token_[i] = i < count_;
+            is_key_[i] = i < count_ && (!t.key_mask || t.key_mask[row_ * t.tokens + start + i]);
+        }
+        if (given_) {
+            load_rows(t.k, head_, 0, t.given_size, given_ / CHUNK, Real(1), given_k_);
+            k_map_.features(given_k_, is_key_, y_k_, k_);
+        } else {
+            load_rows(t.k, head_, 0, t.key_size, size_, Real(1), k_);
+            for (int i = 0; i < count_; ++i)
+                if (!is_key_[i]) std::fill_n(k_ + i * size_, size_, Real(0));
+        }
         load_rows(t.v, head_, column_, columns_, width_, Real(1), v_);
         if (t.decays == 1) decay_tokens();
         if (t.decays > 1) decay_channels();
@@ -200,9 +232,16 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
 
     // Load the queries of the chunk and compute their scores.
     void load_queries() {
-        for (int64_t g = 0; g < groups_; ++g)
-            load_rows(t.q, head_ * t.groups + group_ + g, 0, t.key_size, size_, Real(t.scale),
-                      q_ + g * keys_);
+        for (int64_t g = 0; g < groups_; ++g) {
+            const int64_t head = head_ * t.groups + group_ + g;
+            if (!given_) {
+                load_rows(t.q, head, 0, t.key_size, size_, Real(t.scale), q_ + g * keys_);
+                continue;
+            }
+            Real* given = given_q_ + g * given_;
+            load_rows(t.q, head, 0, t.given_size, given_ / CHUNK, Real(1), given);
+            q_maps_[g].features(given, is_token_, y_q_ + g * keys_, q_ + g * keys_);
+        }
         transpose(k_, size_, CHUNK, size_, k_columns_, CHUNK);
         if (t.decays > 1) {
             for (int64_t g = 0; g < groups_; ++g)
@@ -250,8 +289,8 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
         }
     }
 
-    // Compute the inverse denominators from the sum of keys before the chunk.
-    void invert_denominators(const Real* z) {
+    // Compute the sums of weights from the sum of keys before the chunk, into inverse_.
+    void add_weights(const Real* z) {
         add_lanes_of_rows(rows_, inverse_, [&](int64_t r) {
             Reals sum{};
             for (int w = 0; w < CHUNK; w += LANES) sum += load(scores_ + r * CHUNK + w);
@@ -259,6 +298,10 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
                 sum += load(q_read_ + r * size_ + d) * load(z + d);
             return sum;
         });
+    }
+
+    void invert_denominators(const Real* z) {
+        add_weights(z);
         for (int64_t r = 0; r < rows_; r += LANES)
             store(inverse_ + r, Real(1) / (load(inverse_ + r) + Real(t.eps)));
     }
@@ -316,6 +359,7 @@ class LinearForward : LinearAttention<Real> {
                 std::fill_n(z_, size_, Real(0));
             }
             if (t.normalize) this->invert_denominators(z_);
+            if (t.totals && column_ == 0) store_totals();
             for (int64_t g = 0; g < groups_; ++g) read(g);
             advance();
             this->advance_keys(z_, z_);
@@ -325,6 +369,13 @@ class LinearForward : LinearAttention<Real> {
     }
 
   private:
+    void store_totals() {
+        this->add_weights(z_);
+        for (int64_t g = 0; g < groups_; ++g)
+            std::copy_n(inverse_ + g * CHUNK, count_,
+                        t.totals + t.query(row_, head_ * t.groups + group_ + g, start_));
+    }
+
     void store_state(Real* kv, Real* z) const {
         for (int64_t d = 0; d < t.key_size; ++d)
             std::copy_n(kv_ + d * width_, columns_, kv + d * t.value_size + column_);
@@ -378,6 +429,7 @@ template <class Real>
 struct Gradients {
     Tensor d_out, dq, dk, dv;
     Tensor d_log_decay;               // without an address if it is not needed
+    const Real* d_totals;             // [B, H G, T], or null
     const Real *d_last_kv, *d_last_z; // of the state after the last token
     Real *d_kv, *d_z;                 // of the state before the first token
 };
@@ -399,7 +451,8 @@ class LinearBackward : LinearAttention<Real> {
     using Base::rows_, Base::keys_, Base::groups_, Base::start_, Base::count_, Base::k_, Base::v_;
     using Base::q_, Base::k_written_, Base::q_read_, Base::k_columns_, Base::scores_;
     using Base::inverse_, Base::decay_, Base::before_, Base::after_, Base::pairs_, Base::total_;
-    using Base::WIDE, Base::next_, Base::index;
+    using Base::WIDE, Base::next_, Base::index, Base::given_, Base::given_k_, Base::given_q_;
+    using Base::y_k_, Base::y_q_, Base::k_map_, Base::q_maps_, Base::is_token_, Base::is_key_;
 
     struct State {
         Buffer<Real> buffer;
@@ -419,19 +472,21 @@ class LinearBackward : LinearAttention<Real> {
     Real *v_columns_, *dv_columns_, *dv_;      // [E, CHUNK] twice; [CHUNK, E]
     Real *dq_, *dk_, *d_log_;                  // [G CHUNK, D]; [CHUNK, D] twice
     Real *d_total_, *d_sums_, *written_sums_;  // [D], [G CHUNK], [CHUNK]
+    Real* d_given_;                            // of queries or keys before the feature map
 
   public:
     LinearBackward(const Task<Real>& task, const Gradients<Real>& out, int64_t row, int64_t head)
         : Base(task, row, head, 0, task.groups, 0, task.value_size), out_(out),
           d_state_(size_, width_),
           buffer_(rows_ * (width_ + CHUNK + 2 * size_ + 1) + 3 * CHUNK * width_ + 3 * keys_ +
-                  size_ + CHUNK),
+                  size_ + CHUNK + given_),
           d_out_(buffer_.take(rows_ * width_)), d_scores_(buffer_.take(rows_ * CHUNK)),
           d_read_(buffer_.take(rows_ * size_)), d_written_(buffer_.take(keys_)),
           v_columns_(buffer_.take(CHUNK * width_)), dv_columns_(buffer_.take(CHUNK * width_)),
           dv_(buffer_.take(CHUNK * width_)), dq_(buffer_.take(rows_ * size_)),
           dk_(buffer_.take(keys_)), d_log_(buffer_.take(keys_)), d_total_(buffer_.take(size_)),
-          d_sums_(buffer_.take(rows_)), written_sums_(buffer_.take(CHUNK)) {}
+          d_sums_(buffer_.take(rows_)), written_sums_(buffer_.take(CHUNK)),
+          d_given_(buffer_.take(given_)) {}
 
     // Compute the gradients of the tokens of spans `first` to `end` - 1. The gradient of the state
     // passes through the later spans before.
@@ -443,6 +498,11 @@ class LinearBackward : LinearAttention<Real> {
             const bool own = span < end;
             for (size_t count = walk(span, own || t.normalize); count--;)
                 differentiate(states_[count], own);
+            if (own && given_) {
+                k_map_.store_weight_gradients(index() * t.spans() + span);
+                for (int64_t g = 0; g < groups_; ++g)
+                    q_maps_[g].store_weight_gradients((index() * groups_ + g) * t.spans() + span);
+            }
         }
         if (first > 0) return;
         std::copy_n(d_state_.z, t.key_size, out_.d_z + index() * t.key_size);
@@ -452,6 +512,9 @@ class LinearBackward : LinearAttention<Real> {
     }
 
   private:
+    // Whether the sums of weights have gradients.
+    bool sums() const { return t.normalize || out_.d_totals; }
+
     void load_state(const Real* kv, const Real* z, State& state) const {
         for (int64_t d = 0; d < t.key_size; ++d)
             for (int64_t e = 0; e < t.value_size; ++e)
@@ -525,6 +588,11 @@ class LinearBackward : LinearAttention<Real> {
         for (int64_t g = 0; g < groups_; ++g)
             this->load_rows(out_.d_out, head_ * groups_ + g, 0, t.value_size, width_, Real(1),
                             d_out_ + g * CHUNK * width_);
+        for (int64_t g = 0; out_.d_totals && g < groups_; ++g) {
+            std::fill_n(d_sums_ + g * CHUNK, CHUNK, Real(0));
+            std::copy_n(out_.d_totals + t.query(row_, head_ * groups_ + g, start_), count_,
+                        d_sums_ + g * CHUNK);
+        }
         if (own || t.normalize) differentiate_scores(state);
         if (own) {
             differentiate_values();
@@ -559,14 +627,15 @@ class LinearBackward : LinearAttention<Real> {
                     sum += load(q_read_ + d) * load(d_read_ + d);
                 return sum;
             });
-            for (int64_t r = 0; r < rows_; ++r) {
-                const Reals d_sum = broadcast(d_sums_[r] *= -inverse_[r]);
-                for (int64_t w = r * CHUNK; w < (r + 1) * CHUNK; w += LANES)
-                    store(d_scores_ + w, load(d_scores_ + w) + d_sum);
-                for (int64_t d = 0; d < size_; d += LANES) {
-                    Real* read = d_read_ + r * size_ + d;
-                    store(read, load(read) + d_sum * load(state.z + d));
-                }
+            for (int64_t r = 0; r < rows_; ++r) d_sums_[r] *= -inverse_[r];
+        }
+        for (int64_t r = 0; sums() && r < rows_; ++r) {
+            const Reals d_sum = broadcast(d_sums_[r]);
+            for (int64_t w = r * CHUNK; w < (r + 1) * CHUNK; w += LANES)
+                store(d_scores_ + w, load(d_scores_ + w) + d_sum);
+            for (int64_t d = 0; d < size_; d += LANES) {
+                Real* read = d_read_ + r * size_ + d;
+                store(read, load(read) + d_sum * load(state.z + d));
             }
         }
         for (int64_t r = 0; r < rows_; ++r)
@@ -629,7 +698,7 @@ class LinearBackward : LinearAttention<Real> {
         for (int64_t d = 0; d < size_; d += LANES) {
             Reals sum = load(d_state_.z + d);
             if (t.decays) sum *= load(total_ + d);
-            for (int64_t r = 0; t.normalize && r < rows_; ++r)
+            for (int64_t r = 0; sums() && r < rows_; ++r)
                 sum += load(q_read_ + r * size_ + d) * d_sums_[r];
             store(d_state_.z + d, sum);
         }
@@ -750,13 +819,26 @@ class LinearBackward : LinearAttention<Real> {
         }
     }
 
+    // Store gradients of queries or keys before the feature map.
+    void store_given(const Real* rows, const Tensor& tensor, int64_t head) const {
+        this->store_rows(rows, t.given_size, given_ ? given_ / CHUNK : size_, tensor, head, 0);
+    }
+
     void store_gradients() {
         if (t.scale != 1)
             for (int64_t i = 0; i < rows_ * size_; i += LANES)
                 store(dq_ + i, load(dq_ + i) * Real(t.scale));
-        for (int64_t g = 0; g < groups_; ++g)
-            this->store_rows(dq_ + g * keys_, t.key_size, size_, out_.dq, head_ * groups_ + g, 0);
-        this->store_rows(dk_, t.key_size, size_, out_.dk, head_, 0);
+        for (int64_t g = 0; g < groups_; ++g) {
+            const Real* dq = dq_ + g * keys_;
+            if (given_)
+                q_maps_[g].gradients(given_q_ + g * given_, is_token_, y_q_ + g * keys_,
+                                     q_ + g * keys_, dq, d_given_);
+            store_given(given_ ? d_given_ : dq, out_.dq, head_ * groups_ + g);
+        }
+        for (int i = 0; i < count_; ++i)
+            if (!is_key_[i]) std::fill_n(dk_ + i * size_, size_, Real(0));
+        if (given_) k_map_.gradients(given_k_, is_key_, y_k_, k_, dk_, d_given_);
+        store_given(given_ ? d_given_ : dk_, out_.dk, head_);
         this->store_rows(dv_, t.value_size, width_, out_.dv, head_, 0);
         if (t.decays && out_.d_log_decay.data)
             this->store_rows(d_log_, t.decays, t.decays > 1 ? size_ : 1, out_.d_log_decay, head_,
@@ -794,7 +876,7 @@ template <class Real>
 static void backward(const Task<Real>& t, const Gradients<Real>& out) {
     const int64_t heads = t.batch * t.heads;
     if (heads == 0) return;
-    const double cost = t.normalize ? 0.45 : 0.25;  // of a later token, relative to an own one
+    const double cost = t.normalize ? 0.6 : 0.25;  // of a later token, relative to an own one
     const int64_t parts = std::min((t.threads + heads - 1) / heads, t.spans());
     std::vector<int64_t> ends(parts + 1, 0);
     std::vector<double> sizes(parts, 1);

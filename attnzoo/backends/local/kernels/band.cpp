@@ -12,9 +12,9 @@
 // their logit f, the output is (exp(l) n + exp(f) u) / (exp(l) + exp(f) s).
 //
 // work     one key head and the query heads that share it, or a part of their blocks
-// reads    q, k, v in place, with any strides but 1 in the last dimension; rows of keys and values
-//          are copied into a ring of the length of the band, which stays in the cache
-// limits   D and E multiples of 16
+// reads    q, k, v of any floating type in place, with any strides but 1 in the last dimension; rows of
+//          keys and values are copied into a ring of the length of the band, which stays in the cache
+// writes   out, dq, dk and dv, with D and E rounded up to multiples of 16, as in all buffers
 // oracle   longformer_attention(impl="reference"), float64 included
 //
 // Letters: B batch, H key heads, G query heads per key head, T queries, S keys, D key size, E value
@@ -26,7 +26,7 @@
 #include <utility>
 #include <vector>
 
-#include "lanes.h"
+#include "rows.h"
 #include "threads.h"
 #include "tiles.h"
 
@@ -37,29 +37,30 @@ constexpr double MIN_WEIGHT = 1e-30;    // as in attnzoo/backends/linear/window_
 
 template <class Real>
 struct Task {
-    int64_t threads, batch, heads, groups, queries, keys, key_size, value_size;
+    int64_t threads, batch, heads, groups, queries, keys;
+    int64_t key_size, value_size;     // D and E
+    int64_t key_width, value_width;   // rounded up
     int64_t before, after, dilation;  // keys of the band on either side of the query's own
     int64_t offset;                   // position of query 0 among the keys
     int64_t causal;                   // whether later global keys are masked
     int64_t num_global;
     int64_t relative;                 // whether l is 0 where it is compared with the logit
-    int64_t far_start, far_size;      // the first query with sums u; columns of u
+    int64_t far_start, far_size;      // the first query with sums u and s; columns of u
     int64_t pieces;  // into which the blocks of a key head are split; each has its own dk and dv
-    int64_t q_steps[3], k_steps[3], v_steps[3], out_steps[3], d_out_steps[3];  // batch, head, token
-    int64_t far_steps[3];
+    int64_t out_steps[3], d_out_steps[3], far_steps[3];  // of batch, head, token
     double scale;                    // multiplies query-key products
     const int64_t* ids;              // [B, S], segments, or null
     const uint8_t* key_mask;         // [B, S]: keys of the band, or null: all
     const int64_t* global_keys;      // [B, num_global]: positions, increasing
     const uint8_t* global_is_valid;  // [B, num_global]
-    const Real *q, *k, *v;
+    Tensor q, k, v;
     Real *out, *lse;  // lse: [B, H G, T], natural logarithm
-    const Real *far, *logit;  // u and, in the last column, s, of queries from far_start on, or null;
-                              // f, [B, H G, T]
+    const Real *far, *far_totals, *logit;  // u of queries from far_start on, or null; s, [B, H G,
+                                           // T - far_start]; f, [B, H G, T]
     const uint8_t* far_only;  // [H G]: heads whose band does not count where s is not 0; or null
     const Real *d_out, *d_lse;
     Real *dq, *dk, *dv;  // [B, H G, T, D]; [pieces, B, H, S, D]; [pieces, B, H, S, E]
-    Real *d_far, *d_logit;  // d_far: [B, H G, T - far_start, far_size + 1]
+    Real *d_far, *d_far_totals, *d_logit;  // d_far: [B, H G, T - far_start, far_size]
 };
 
 // Keys of a block; lane c attends to keys low[c] to high[c] - 1. Both never decrease.
@@ -88,18 +89,19 @@ struct KeyList {
 };
 
 template <class Real>
-class Worker : Tiles<Real> {
+class Worker : Tiles<Real>, Rows<Real> {
     using typename Math<Real>::Reals;
     using typename Math<Real>::Ints;
     using Math<Real>::LANES, Math<Real>::load, Math<Real>::store, Math<Real>::broadcast;
     using Math<Real>::exp2, Math<Real>::add_weighted_rows, Math<Real>::dot_products;
     using Tiles<Real>::transpose;
+    using Rows<Real>::load_row;
     static constexpr int VECTORS = BLOCK / LANES;
 
   public:
     Worker(const Task<Real>& task, int64_t unit)
         : t(task), row_(unit / t.pieces / t.heads), head_(unit / t.pieces % t.heads),
-          piece_(unit % t.pieces), size_(t.key_size), width_(t.value_size),
+          piece_(unit % t.pieces), size_(t.key_width), width_(t.value_width),
           ring_(std::min(t.before + t.after + BLOCK, t.keys)), k_ring_(ring_ * size_),
           v_ring_(ring_ * width_), k_global_(t.num_global * size_),
           v_global_(t.num_global * width_), q_(BLOCK * size_), d_out_(BLOCK * width_),
@@ -111,8 +113,7 @@ class Worker : Tiles<Real> {
             if (!t.global_is_valid[row_ * t.num_global + i]) continue;
             const int64_t key = t.global_keys[row_ * t.num_global + i];
             Real *k = &k_global_[i * size_], *v = &v_global_[i * width_];
-            std::copy_n(key_row(key), size_, k);
-            std::copy_n(value_row(key), width_, v);
+            copy_key(key, k, v);
             globals_.add(key, k, v);
         }
         globals_.pad();
@@ -147,12 +148,9 @@ class Worker : Tiles<Real> {
     int64_t first_ = 0;     // first query of the block; the others follow at steps of d
     Real max_[BLOCK], sum_[BLOCK], rescale_[BLOCK];
 
-    const Real* key_row(int64_t key) const {
-        return t.k + row_ * t.k_steps[0] + head_ * t.k_steps[1] + key * t.k_steps[2];
-    }
-
-    const Real* value_row(int64_t key) const {
-        return t.v + row_ * t.v_steps[0] + head_ * t.v_steps[1] + key * t.v_steps[2];
+    void copy_key(int64_t key, Real* k, Real* v) const {
+        load_row(t.k.at(row_, head_, key), t.k.type, t.key_size, size_, Real(1), k);
+        load_row(t.v.at(row_, head_, key), t.v.type, t.value_size, width_, Real(1), v);
     }
 
     // Row of the block's query c in a tensor with strides.
@@ -176,11 +174,17 @@ class Worker : Tiles<Real> {
                far_number(c) * t.far_steps[2];
     }
 
+    // The number of the query in a contiguous [B, H G, T - far_start].
+    int64_t far_index(int c) const {
+        const int64_t head = (row_ * t.heads + head_) * t.groups + group_;
+        return head * (t.queries - t.far_start) + far_number(c);
+    }
+
     Mix mix(int c, Real lse) const {
         if (!t.far || far_number(c) < 0) return {1, 0, nullptr};
         const int64_t head = head_ * t.groups + group_;
         const Real* sums = far_row(c);
-        const Real total = sums[t.far_size];
+        const Real total = t.far_totals[far_index(c)];
         if (!(total > Real(MIN_WEIGHT))) return {1, 0, nullptr};
         if (t.far_only && t.far_only[head]) return {0, 1 / total, sums};
         const Real band = t.relative ? 0 : lse;
@@ -237,9 +241,9 @@ class Worker : Tiles<Real> {
         };
         for (int c = 0; c < count_; ++c) row(query_row(t.out, t.out_steps, c), width_);
         for (int c = 0; t.far && c < count_; ++c)
-            if (far_number(c) >= 0) row(far_row(c), t.far_size + 1);
+            if (far_number(c) >= 0) row(far_row(c), t.far_size);
         for (int c = BLOCK; c < std::min<int64_t>(2 * BLOCK, queries); ++c)
-            row(query_row(t.q, t.q_steps, c), size_);
+            t.q.prefetch(row_, head_ * t.groups + group_, first_ + c * t.dilation, 0, t.key_size);
     }
 
     // List the keys of the block's queries, which are numbered from 0 within the phase.
@@ -263,8 +267,7 @@ class Worker : Tiles<Real> {
         for (copied = std::max(copied, begin); copied < end; ++copied) {
             if (mask && !mask[copied * d]) continue;
             const int64_t key = phase + copied * d;
-            std::copy_n(key_row(key), size_, &k_ring_[copied % ring_ * size_]);
-            std::copy_n(value_row(key), width_, &v_ring_[copied % ring_ * width_]);
+            copy_key(key, &k_ring_[copied % ring_ * size_], &v_ring_[copied % ring_ * width_]);
         }
         band_.clear();
         number_.resize(end - begin + 1);
@@ -300,17 +303,21 @@ class Worker : Tiles<Real> {
                 work(*keys, start, std::min(KEY_TILE, keys->high[BLOCK - 1] - start));
     }
 
-    // Copy the block's rows times a factor, and transpose them; each(c, row) may change a row before.
-    template <class Each>
-    void load_rows(const Real* from, const int64_t (&steps)[3], int64_t size, Real factor,
-                   std::vector<Real>& rows, std::vector<Real>& columns, Each each) const {
-        for (int c = 0; c < count_; ++c) {
-            const Real* row = query_row(from, steps, c);
-            for (int64_t d = 0; d < size; ++d) rows[c * size + d] = row[d] * factor;
-            each(c, &rows[c * size]);
-        }
+    // Load the block's rows with load(c, row), and transpose them.
+    template <class Load>
+    void load_rows(int64_t size, std::vector<Real>& rows, std::vector<Real>& columns,
+                   Load load) const {
+        for (int c = 0; c < count_; ++c) load(c, &rows[c * size]);
         std::fill(rows.begin() + count_ * size, rows.end(), Real(0));
         transpose(rows.data(), size, BLOCK, size, columns.data(), BLOCK);
+    }
+
+    void load_queries() {
+        const int64_t head = head_ * t.groups + group_;
+        load_rows(size_, q_rows_, q_, [&](int c, Real* row) {
+            load_row(t.q.at(row_, head, first_ + c * t.dilation), t.q.type, t.key_size, size_,
+                     Real(t.scale * LOG2_E), row);
+        });
     }
 
     // -- tiles ---------------------------------------------------------------------------------
@@ -383,7 +390,7 @@ class Worker : Tiles<Real> {
     // -- forward and backward ------------------------------------------------------------------
 
     void attend() {
-        load_rows(t.q, t.q_steps, size_, t.scale * LOG2_E, q_rows_, q_, [](int, Real*) {});
+        load_queries();
         std::fill_n(max_, BLOCK, Real(MASKED_SCORE));
         std::fill_n(sum_, BLOCK, Real(0));
         std::fill_n(sums_.begin(), BLOCK * width_, Real(0));
@@ -455,9 +462,11 @@ class Worker : Tiles<Real> {
         std::fill_n(max_, BLOCK, Real(0));
         std::fill_n(sum_, BLOCK, Real(0));
         std::fill_n(sums_.begin(), BLOCK * size_, Real(0));
-        load_rows(t.q, t.q_steps, size_, t.scale * LOG2_E, q_rows_, q_, [](int, Real*) {});
-        load_rows(t.d_out, t.d_out_steps, width_, 1, d_out_rows_, d_out_,
-                  [this](int c, Real* d_out) { differentiate_output(c, d_out); });
+        load_queries();
+        load_rows(width_, d_out_rows_, d_out_, [this](int c, Real* d_out) {
+            std::copy_n(query_row(t.d_out, t.d_out_steps, c), width_, d_out);
+            differentiate_output(c, d_out);
+        });
         for_each_tile([this](const KeyList<Real>& keys, int start, int width) {
             attend_backward(keys, start, width);
         });
@@ -487,14 +496,13 @@ class Worker : Tiles<Real> {
         for (int64_t e = 0; e < width_; ++e) delta = multiply_add(out[e], d_out[e], delta);
         const Mix weights = mix(c, t.lse[number]);
         if (t.far && far >= 0) {
-            const int64_t head = (row_ * t.heads + head_) * t.groups + group_;
-            Real* d_far = t.d_far + (head * (t.queries - t.far_start) + far) * (t.far_size + 1);
+            Real* d_far = t.d_far + far_index(c) * t.far_size;
             for (int64_t e = 0; e < t.far_size; ++e) d_far[e] = weights.far * d_out[e];
-            d_far[t.far_size] = -weights.far * delta;
+            t.d_far_totals[far_index(c)] = -weights.far * delta;
         }
         if (weights.sums) {
             for (int64_t e = 0; e < t.far_size; ++e) far_delta += weights.sums[e] * d_out[e];
-            t.d_logit[number] = weights.far * (far_delta - weights.sums[t.far_size] * delta);
+            t.d_logit[number] = weights.far * (far_delta - t.far_totals[far_index(c)] * delta);
             const Real band_delta = delta - weights.far * far_delta;
             if (!t.relative) d_lse += band_delta - weights.band * delta;
             delta = band_delta;

@@ -1,0 +1,224 @@
+"""Feature maps that linear attention in C++ computes, against dense formulas in float64."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from attnzoo.backends.config import Geometry
+from attnzoo.backends.linear.feature_maps.config import get_feature_map
+from attnzoo.backends.linear.impl.cpp_call import LINEAR
+from attnzoo.backends.linear.impl.fused_maps import LEARNED, NAMES, MapWeights
+from attnzoo.backends.linear.op import linear_attention
+from attnzoo.backends.linear.window_hybrid import LinearBranch, hybrid_attention
+from attnzoo.errors import UnsupportedError
+from attnzoo.kernels import cpp
+from attnzoo.masks import AttentionMask
+from attnzoo.registry import build_backend
+
+REASON = cpp.unavailable_reason(LINEAR)
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+B, H, HKV, D, E = 2, 4, 2, 16, 20
+
+
+def make_weights(name, size=D, rows=32, dtype=torch.float64):
+    """Return random weights of a learned map; ``None`` for a fixed one."""
+    if name not in LEARNED:
+        return None
+    rows = size if LEARNED[name].is_residual else rows
+    matrices = [0.3 * torch.randn(n, rows, size, dtype=dtype) for n in (H, HKV)]
+    if name in ("learned_linear", "hedgehog"):
+        return MapWeights(*matrices)
+    return MapWeights(*matrices, *(torch.randn(n, rows, dtype=dtype) for n in (H, HKV)))
+
+
+def features(x, name, scale, weight=None, bias=None, *, of_keys=False):
+    """Compute the features from their formulas."""
+    y = x
+    if weight is not None:
+        if name != "hedgehog_exp":
+            weight = weight + torch.eye(weight.shape[2], dtype=x.dtype)
+        y = torch.einsum("hnd,bhtd->bhtn", weight, x)
+        y = y if bias is None else y + bias[:, None]
+    if name == "elu+1":
+        return torch.where(y > 0, y + 1, y.exp())
+    if name in ("relu", "t2r"):
+        return y.clamp(min=0) + 1e-3
+    if name == "exp":
+        y = y * scale**0.5
+        return y.clamp(max=30).exp() if of_keys else (y - y.amax(-1, keepdim=True)).exp()
+    if name == "hedgehog":
+        return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
+    if name == "hedgehog_joint":
+        return torch.cat([2 * y, -2 * y], -1).softmax(-1)
+    return y.clamp(max=30).exp() if name == "hedgehog_exp" else y
+
+
+def dense(q, k, v, name, scale, weights, real, log_decay=None):
+    """Compute every weight of a row."""
+    q_weight, k_weight, q_bias, k_bias = weights or (None,) * 4
+    fq = features(q, name, scale, q_weight, q_bias)
+    fk = features(k, name, scale, k_weight, k_bias, of_keys=True) * real[:, None, :, None]
+    fk, v = (x.repeat_interleave(H // HKV, 1) for x in (fk, v))
+    products = fq.unsqueeze(3) * fk.unsqueeze(2)
+    if log_decay is not None:
+        total = log_decay.cumsum(2).repeat_interleave(H // HKV, 1)
+        products = products * (total.unsqueeze(3) - total.unsqueeze(2)).clamp(max=0).exp()
+    matrix = products.sum(-1).tril()
+    if name not in ("identity", "learned_linear"):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + 1e-6)
+    return matrix @ v
+
+
+@pytest.mark.parametrize("decay", [False, True], ids=["plain", "channels"])
+@pytest.mark.parametrize("name", NAMES)
+def test_results_and_gradients_are_those_of_the_formula(name, decay):
+    torch.manual_seed(0)
+    tokens, weights = 37, make_weights(name)
+    q, k, v = (
+        torch.randn(B, n, tokens, m, dtype=torch.float64) for n, m in ((H, D), (HKV, D), (HKV, E))
+    )
+    real = torch.rand(B, tokens) > 0.2
+    real[:, 0] = True
+    size = D if weights is None else weights.k.shape[1] * LEARNED[name].features
+    gates = -torch.rand(B, HKV, tokens, size, dtype=torch.float64) if decay else None
+    leaves = [x for x in (q, k, v, *(weights or ()), gates) if x is not None]
+    leaves = [x.requires_grad_() for x in leaves]
+    exact = dense(q, k, v, name, 0.3, weights, real, gates)
+    options = {"feature_map": name, "feature_scale": 0.3, "map_weights": weights}
+    options |= {"normalize": name not in ("identity", "learned_linear"), "log_decay": gates}
+    mask = AttentionMask(causal=True, padding=real)
+    ours = linear_attention(q, k, v, mask=mask, impl="cpp", **options)
+    assert ("fused" in ours.impl.reason) == (name != "identity")
+    assert_close(ours.out, exact, rtol=1e-11, atol=1e-11)
+    upstream = torch.randn_like(exact)
+    grads = [torch.autograd.grad((x * upstream).sum(), leaves) for x in (ours.out, exact)]
+    assert_close(*grads, rtol=1e-9, atol=1e-11)
+
+
+def test_equal_largest_exponents_share_their_gradient():
+    q = torch.zeros(1, 1, 20, D, dtype=torch.float64)
+    q[..., 3], q[..., 7] = 2, 2
+    k, v = (torch.rand(1, 1, 20, D, dtype=torch.float64) for _ in range(2))
+    x = [y.requires_grad_() for y in (q, k, v)]
+    options = {"feature_map": "exp", "feature_scale": 0.5}  # without normalisation, it counts
+    grads = [
+        torch.autograd.grad(linear_attention(*x, impl=impl, **options).out.sum(), x)
+        for impl in ("cpp", "reference")
+    ]
+    assert_close(*grads, rtol=1e-11, atol=1e-12)
+
+
+def test_any_number_of_threads_computes_the_same_bits():
+    q, k, v = (torch.randn(1, n, 1100, 16) for n in (2, 1, 1))
+    weights = MapWeights(torch.randn(2, 16, 16), torch.randn(1, 16, 16))
+    leaves = [x.requires_grad_() for x in (q, k, v, weights.q, weights.k)]
+    now, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            out = linear_attention(
+                *leaves[:3], feature_map="hedgehog", map_weights=weights, normalize=True
+            ).out
+            found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    finally:
+        torch.set_num_threads(now)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["elu+1", "hedgehog_exp"])
+def test_numbers_of_16_bits_are_those_in_float32_rounded_once(name, dtype):
+    weights = make_weights(name, dtype=torch.float32)
+    x = [torch.randn(B, n, 40, m).to(dtype) for n, m in ((H, D), (HKV, D), (HKV, E))]
+    options = {"feature_map": name, "map_weights": weights, "normalize": True, "impl": "cpp"}
+    results = []
+    for leaves in (x, [y.float() for y in x]):
+        leaves = [y.requires_grad_() for y in leaves]
+        out = linear_attention(*leaves, **options).out
+        upstream = torch.ones_like(out)
+        results.append((out, *torch.autograd.grad(out, leaves, upstream)))
+    for ours, wide in zip(*results, strict=True):
+        assert ours.dtype == dtype
+        assert torch.equal(ours, wide.to(dtype))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", ["exp", "hedgehog", "hedgehog_exp"])
+def test_window_hybrids_equal_those_of_given_features(name, padded, packed):
+    """Whole, and cut in three parts by a state, with the gradients of all inputs and weights."""
+    torch.manual_seed(0)
+    tokens, weights = 60, make_weights(name)
+    real = torch.rand(B, tokens) > 0.3 if padded else torch.ones(B, tokens, dtype=torch.bool)
+    ids = torch.tensor([[0] * 9 + [3] * 21 + [4] * 30, [1] * 3 + [2] * 57]) if packed else None
+    q, k, v = (
+        torch.randn(B, n, tokens, m, dtype=torch.float64) for n, m in ((H, D), (HKV, D), (HKV, E))
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v, *(weights or ())) if x is not None]
+    log_weight = torch.randn(1, H, 1, 1, dtype=torch.float64)
+    decay = -torch.rand(B, HKV, tokens, dtype=torch.float64) * real[:, None]
+
+    def run(impl, start, stop, state):
+        at = slice(start, stop)
+        maps = {"feature_map": name, "feature_scale": 0.3, "map_weights": weights}
+        branch = LinearBranch(
+            q[:, :, at], k[:, :, at], log_weight, decay[:, :, at], mean=True, **maps
+        )
+        if impl == "torch":
+            q_weight, k_weight, q_bias, k_bias = weights or (None,) * 4
+            fk = features(k, name, 0.3, k_weight, k_bias, of_keys=True)
+            branch = LinearBranch(
+                features(q, name, 0.3, q_weight, q_bias)[:, :, at],
+                (fk * real[:, None, :, None])[:, :, at],
+                *(log_weight, decay[:, :, at]),
+                mean=True,
+            )
+        part = None if ids is None else ids[:, at]
+        mask = AttentionMask(causal=True, padding=real[:, at] if padded else None, segment_ids=part)
+        inputs = q[:, :, at], k[:, :, at], v[:, :, at]
+        options = {"window": 7, "scale": 0.3, "state": state, "return_state": True, "impl": impl}
+        return hybrid_attention(*inputs, branch, mask=mask, **options)
+
+    exact, ours = (run(impl, 0, tokens, None) for impl in ("torch", "cpp"))
+    assert ours.impl.impl == "cpp"
+    assert_close(ours.out, exact.out, rtol=1e-10, atol=1e-10)
+    assert_close(tuple(ours.state), tuple(exact.state), rtol=1e-10, atol=1e-10)
+    upstream = torch.randn_like(exact.out)
+    grads = [torch.autograd.grad((x.out * upstream).sum(), leaves) for x in (ours, exact)]
+    assert_close(*grads, rtol=1e-8, atol=1e-10)
+    if packed:
+        return
+    state, outs = None, []
+    for start, stop in ((0, 3), (3, 25), (25, tokens)):
+        piece = run("cpp", start, stop, state)
+        state = piece.state
+        outs.append(piece.out)
+    assert_close(torch.cat(outs, 2), exact.out, rtol=1e-10, atol=1e-10)
+    assert_close(tuple(state), tuple(exact.state), rtol=1e-10, atol=1e-10)
+
+
+def test_maps_with_hooks_and_of_subclasses_are_called():
+    geometry = Geometry(num_heads=2, num_key_heads=1, head_dim=16)
+    x = [torch.randn(1, n, 20, 16) for n in (2, 1, 1)]
+    for window in (None, 5):
+        backend = build_backend("linear", {"feature_map": "hedgehog", "window": window}, geometry)
+        calls = []
+        out = backend(*x).out
+        assert backend.fused_feature_map() == "hedgehog"
+        backend.feature_map.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        assert_close(backend(*x).out, out)
+        assert len(calls) == 2
+
+    class Own(get_feature_map("hedgehog")):
+        """A map with other features."""
+
+    assert Own.fused == ""
+
+
+def test_weights_that_do_not_fit_the_map_are_refused():
+    x = torch.rand(1, 1, 20, 16)
+    weights = MapWeights(torch.rand(1, 16, 16), torch.rand(1, 16, 16))
+    with pytest.raises(UnsupportedError, match="'hedgehog' needs map_weights"):
+        linear_attention(x, x, x, feature_map="hedgehog")
+    with pytest.raises(UnsupportedError, match="'relu' has no weights"):
+        linear_attention(x, x, x, feature_map="relu", map_weights=weights)
