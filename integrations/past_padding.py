@@ -1,7 +1,7 @@
 """Check that the padding of tokens in a cached state does not change between calls.
 
-A recurrent state cannot add or remove earlier tokens, so a mask that differs from an earlier call
-for one of them is refused.
+A state of fixed size cannot add or remove earlier tokens, so a mask that differs from an earlier
+call for one of them is refused.
 
 Letters: B batch, T new tokens, N earlier tokens that a mask covers.
 """
@@ -119,9 +119,9 @@ def _message(changed: Tensor, before: Tensor | None, first: int) -> str:
     was, now = ("1", "0") if was_real else ("0", "1")
     return (
         f"attention_mask of row {row}, token {first + column} is {now} now and was {was} in an "
-        f"earlier call ({int(changed.sum())} such entries); a recurrent state cannot add or remove "
-        "earlier tokens. Pass an attention_mask over all tokens so far in every call, with the "
-        "earlier entries unchanged (without a mask, every token counts as real); or start with an "
-        "empty cache; or use use_cache=False; or use backend 'softmax', or 'flash' without a "
+        f"earlier call ({int(changed.sum())} such entries); the state of this layer cannot add or "
+        "remove earlier tokens. Pass an attention_mask over all tokens so far in every call, with "
+        "the earlier entries unchanged (without a mask, every token counts as real); or start with "
+        "an empty cache; or use use_cache=False; or use backend 'softmax', or 'flash' without a "
         "window, which keep all keys"
     )
