@@ -95,8 +95,8 @@ class ExactBackend(AttentionBackend):
         reasons = super().shard_reasons()
         if self.config.num_sinks:
             reasons.append(
-                f"num_sinks={self.config.num_sinks} is unsupported under context parallelism "
-                "(longformer with global tokens supports it)"
+                f"num_sinks={self.config.num_sinks} is unsupported under context parallelism (set "
+                "num_sinks=0)"
             )
         return reasons
 

@@ -27,24 +27,11 @@ def skip_cpp(x: FlashCall) -> list[str]:
 
 def cpp_reasons(x: FlashCall) -> list[str]:
     """Return every reason why the kernel does not support this call."""
-    mask, queries, keys = x.mask, x.q.shape[2], x.k.shape[2]
+    mask = x.mask
     reasons = band_cpp_reasons(x.q.device)
     if mask.window is None:
         reasons.append("there is no sliding window")
-    if mask.function is not None:
-        reasons.append("the mask is a function")
-    if x.bias is not None or x.sinks is not None:
-        reasons.append("a bias or sinks are given")
-    if x.dropout > 0:
-        reasons.append(f"attention dropout of {x.dropout} is given")
-    if not isinstance(mask.q_offset, int):
-        reasons.append("the position of the first query is a tensor")
-    elif not 0 <= mask.q_offset <= keys - queries:
-        reasons.append(
-            f"{queries} queries from position {mask.q_offset} on are not among the {keys} keys"
-        )
-    elif mask.segment_ids is not None and mask.q_offset != keys - queries:
-        reasons.append("segments are given, and the queries are not the last of the keys")
+    reasons += x.band_kernel_reasons()
     if mask.num_sinks and mask.segment_ids is not None:
         reasons.append("the first tokens of each of several segments are attended to")
     return reasons

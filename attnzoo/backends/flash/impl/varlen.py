@@ -53,25 +53,11 @@ def auto_reasons(x: FlashCall) -> list[str]:
 def varlen_reasons(x: FlashCall) -> list[str]:
     """Return every reason why the kernel does not support this call."""
     mask, queries, keys = x.mask, x.q.shape[2], x.k.shape[2]
-    reasons = device_reasons(x.q.device)
-    if mask.function is not None:
-        reasons.append("the mask is a function")
+    reasons = device_reasons(x.q.device) + x.band_kernel_reasons()
     if mask.num_sinks:
         reasons.append("the first tokens are attended to outside the window too")
-    if x.bias is not None or x.sinks is not None:
-        reasons.append("a bias or sinks are given")
-    if x.dropout > 0:
-        reasons.append(f"attention dropout of {x.dropout} is given")
-    if not isinstance(mask.q_offset, int):
-        reasons.append("the position of the first query is a tensor")
-    elif not 0 <= mask.q_offset <= keys - queries:
-        reasons.append(
-            f"{queries} queries from position {mask.q_offset} on are not among the {keys} keys"
-        )
-    elif not mask.causal and queries != keys:
+    if not mask.causal and queries != keys:
         reasons.append(f"there are {queries} queries and {keys} keys, and the mask is not causal")
-    elif mask.segment_ids is not None and mask.q_offset != keys - queries:
-        reasons.append("segments are given, and the queries are not the last of the keys")
     if mask.window is not None and not accepts_window():
         reasons.append(f"torch {torch.__version__} has no window for it")
     dtypes = {y.dtype for y in (x.q, x.k, x.v)}

@@ -59,10 +59,21 @@ def skip_cpp(x: LongformerCall) -> list[str]:
 
 def run_cpp(x: LongformerCall) -> Tensor:
     """Compute a call by bands in C++."""
+    return run_by_band(x, _compiled)
+
+
+def run_by_band(x: LongformerCall, attend: Callable[..., Tensor]) -> Tensor:
+    """Compute a call by bands.
+
+    Args:
+        x: The call; without padding and global tokens if it has fewer queries than keys.
+        attend: Computes the heads of one band as an ``AttendBand``; it also takes the position of
+            the first query as ``offset``.
+    """
     if x.has_fewer_queries:
         assert isinstance(x.q_offset, int)
-        return attend_by_band(x, None, None, partial(_compiled, offset=x.q_offset))
-    return attend_local_and_global(x, partial(attend_by_band, attend=_compiled))
+        return attend_by_band(x, None, None, partial(attend, offset=x.q_offset))
+    return attend_local_and_global(x, partial(attend_by_band, attend=attend))
 
 
 def _compiled(

@@ -7,15 +7,12 @@ Letters: B batch, H query heads, T queries.
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
 from attnzoo.backends.flash.op import FlashCall, run_varlen, trust_varlen, varlen_reasons
 from attnzoo.backends.local.blockwise_cpu import LocalOptions
-from attnzoo.backends.longformer.impl.by_band import attend_by_band
+from attnzoo.backends.longformer.impl.by_band import run_by_band
 from attnzoo.backends.longformer.impl.call import LongformerCall
-from attnzoo.backends.longformer.impl.global_rows import attend_local_and_global
 from attnzoo.masks import AttentionMask
 
 
@@ -53,10 +50,7 @@ def _flash_call(x: LongformerCall, mask: AttentionMask) -> FlashCall:
 
 def run_by_varlen(x: LongformerCall) -> Tensor:
     """Compute a call by bands."""
-    if x.has_fewer_queries:
-        assert isinstance(x.q_offset, int)
-        return attend_by_band(x, None, None, partial(_attend, offset=x.q_offset))
-    return attend_local_and_global(x, partial(attend_by_band, attend=_attend))
+    return run_by_band(x, _attend)
 
 
 def _attend(
