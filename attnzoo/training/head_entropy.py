@@ -5,6 +5,7 @@ Letters: B texts, H heads, T queries, S keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -139,6 +140,8 @@ class EntropyLog:
 
     def _write(self, model: nn.Module, line: dict[str, Any], original: bool = False) -> None:
         found = head_entropies(model, self.inputs, original=original)
+        # A model that diverges has none; the loss of its next step explains that
+        found = {name: bits for name, bits in found.items() if all(map(math.isfinite, bits))}
         if found:
             append_line(self.path, {**line, "entropy": found})
 

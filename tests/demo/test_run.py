@@ -135,6 +135,7 @@ def test_labels():
         "softmax",
         "flash",
         "flash window 32",
+        "flash window 32 num_sinks 4",
     ]
 
 
