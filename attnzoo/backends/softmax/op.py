@@ -42,7 +42,8 @@ def softmax_attention(
         scale: Multiplies the products; ``None`` means ``D ** -0.5``.
         mask: Which keys each query sees, as an :class:`~attnzoo.masks.AttentionMask` or as a bool
             tensor that broadcasts to ``[B, H, T, S]``. A query that sees none gives zeros.
-        bias: Added to the scores, broadcastable to ``[B, H, T, S]``.
+        bias: Added to the scores, broadcastable to ``[B, H, T, S]``. It hides keys where it is
+            -inf; a query that sees none gives zeros.
         softcap: Scores become ``softcap * tanh(scores / softcap)``.
         sinks: A logit per head, ``[H]``, or per head and query, ``[B, H, T, 1]``, that takes part
             in the softmax and has no value.

@@ -145,6 +145,23 @@ def test_weights_over_a_state():
         build("flash")(*rest, state=first.state, return_weights=True)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_query_without_keys_by_its_bias_gives_zeros(name):
+    """As in PyTorch's SDPA: some models pass -inf at every key of a padding token."""
+    q, k, v = (x.requires_grad_() for x in qkv())
+    bias = torch.randn(1, 4, 9, 9, dtype=q.dtype)
+    bias[:, :, 5] = -torch.inf
+    bias[:, :, 4, 2:] = -torch.inf
+    options = {"mask": AttentionMask(causal=False), "bias": bias}
+    out = build(name, causal=False)(q, k, v, **options).out
+    seen = torch.arange(9) != 5
+    exact = torch.softmax((q @ k.repeat_interleave(2, 1).mT * 8**-0.5 + bias)[:, :, seen], -1)
+    torch.testing.assert_close(out[:, :, seen], exact @ v.repeat_interleave(2, 1))
+    assert (out[:, :, 5] == 0).all()
+    for gradient in torch.autograd.grad(out.square().sum(), (q, k, v)):
+        assert gradient.isfinite().all()
+
+
 def test_the_choice_is_recorded():
     for name, impl in (("softmax", "reference"), ("flash", "sdpa")):
         backend = build(name)

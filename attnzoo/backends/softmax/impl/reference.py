@@ -43,6 +43,10 @@ def run_reference(x: SoftmaxCall) -> tuple[Tensor, Tensor]:
     if mask is not None:
         sees_any = mask.any(-1, keepdim=True)
         scores = scores.masked_fill(~(mask | ~sees_any), -torch.inf)
+    if x.bias is not None and sinks is None:  # a bias of -inf hides keys as a mask does
+        hidden = scores.isneginf().all(-1, keepdim=True)
+        scores = scores.masked_fill(hidden, 0)
+        sees_any = ~hidden if sees_any is None else sees_any & ~hidden
     if sinks is not None:
         logits = sinks.to(wide)
         logits = logits if logits.ndim == 4 else logits.view(1, heads, 1, 1)
