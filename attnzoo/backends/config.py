@@ -221,3 +221,10 @@ def check_num_sinks(config: BackendConfig, num_sinks: int, window: int | None) -
             f"{name} needs a window, got num_sinks={num_sinks} with window=None; set window, or "
             "leave num_sinks out"
         )
+
+
+def sinks_shard_reasons(num_sinks: int) -> list[str]:
+    """Return why first tokens beside a window are unsupported under context parallelism."""
+    if not num_sinks:
+        return []
+    return [f"num_sinks={num_sinks} is unsupported under context parallelism (set num_sinks=0)"]

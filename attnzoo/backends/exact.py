@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.backends.base import AttentionBackend
-from attnzoo.backends.config import BackendConfig, check_num_sinks
+from attnzoo.backends.config import BackendConfig, check_num_sinks, sinks_shard_reasons
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.errors import ConfigError
 from attnzoo.kernels.context_parallel import SequenceShard, with_neighbours
@@ -92,13 +92,7 @@ class ExactBackend(AttentionBackend):
 
     def shard_reasons(self) -> list[str]:
         """Return every reason why this layer does not support context parallelism."""
-        reasons = super().shard_reasons()
-        if self.config.num_sinks:
-            reasons.append(
-                f"num_sinks={self.config.num_sinks} is unsupported under context parallelism (set "
-                "num_sinks=0)"
-            )
-        return reasons
+        return super().shard_reasons() + sinks_shard_reasons(self.config.num_sinks)
 
     def compute(self, inputs: AttentionInputs) -> AttentionOutput:
         """Compute attention to all given keys, those of a state included."""
@@ -217,12 +211,12 @@ def _new_state(inputs: AttentionInputs) -> KVState:
     k, v, mask, padding_mask = inputs.k, inputs.v, inputs.mask, _padding_mask(inputs)
     if mask.segment_ids is not None:  # the next tokens belong to the last segment
         padding_mask = padding_mask & (mask.segment_ids == mask.segment_ids[:, -1:])
-    if mask.window is None or mask.function is not None:
+    first = 0 if mask.window is None else max(k.shape[2] - mask.window[0], 0)
+    if mask.function is not None or first <= mask.num_sinks:
         return KVState(k, v, padding_mask)
-    first = max(k.shape[2] - mask.window[0], 0)
     state = KVState(k[:, :, first:], v[:, :, first:], padding_mask[:, first:])
-    if not mask.num_sinks or first <= mask.num_sinks:
-        return KVState(k, v, padding_mask) if mask.num_sinks else state
+    if not mask.num_sinks:
+        return state
     # The first tokens before the window stay the first real keys of the state
     is_sink = AttentionMask(padding=padding_mask, num_sinks=mask.num_sinks).sinks(
         k.shape[2], k.device

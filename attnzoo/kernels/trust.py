@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -131,6 +132,21 @@ def _refusal(subject: Subject, verdict: Verdict | None, busy: str) -> str:
             stacklevel=2,
         )
     return reason
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of attnzoo and torch, on which every verdict depends."""
+    return {
+        "attnzoo": str(getattr(sys.modules["attnzoo"], "__version__", "")),
+        "torch": torch.__version__,
+    }
+
+
+def gpu(device: torch.device) -> dict[str, str]:
+    """Return the name, compute capability and driver of a CUDA device."""
+    properties = torch.cuda.get_device_properties(device)
+    capability = f"{properties.major}.{properties.minor}"
+    return {"device": properties.name, "capability": capability, "driver": driver_version()}
 
 
 @cache

@@ -120,6 +120,8 @@ def run_checks(
         seconds: Time limit of all together.
         environment: Environment variables of the processes; ``None`` means those of this one.
     """
+    if getattr(sys, "frozen", False) or not sys.executable:
+        return Verdict(NOT_RUN, "this program has no Python interpreter to start")
     start = time.monotonic()
     with ExitStack() as stack:
         running = {}

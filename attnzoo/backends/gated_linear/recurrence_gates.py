@@ -7,6 +7,7 @@ size, R rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,8 @@ from attnzoo.backends.implementation import impl_names
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.backends.linear.feature_maps.functional import widen
 from attnzoo.state import AttentionOutput
+
+LogDecay = Callable[[int, int], Tensor]  # of the tokens from start to stop
 
 
 @register_gate("rwkv6")
@@ -124,12 +127,10 @@ class MLSTMGate(LearnedGate):
         )
 
 
-@register_gate("matrix")
-class MatrixGate(LearnedGate):
-    r"""Full-matrix gate (arXiv:2312.06635, table 1): :math:`G = \log \sigma(x W_1 W_2 + b) / 16`.
+class TokenByTokenGate(LearnedGate):
+    """Base class of gates with a decay per token, key channel and value channel.
 
-    One learned decay per token, key channel and value channel, with projections of rank 16. It has
-    only the recurrent form: prefill and training run token by token too, which is slow.
+    They have only the recurrent form: prefill and training run token by token too.
     """
 
     only_decays = False
@@ -137,6 +138,45 @@ class MatrixGate(LearnedGate):
     forms = ("recurrent",)
     implementations = impl_names(op.MATRIX_IMPLEMENTATIONS)
     fixed_options: ClassVar = {"chunk_size": "runs token by token and has no chunks"}
+
+    def gates(self, x: Tensor) -> tuple[LogDecay, Tensor | None]:
+        """Return a function that gives the log decays of some tokens, and the weights of values.
+
+        Args:
+            x: Hidden states, ``[B, S, M]``, float32 or wider.
+
+        Returns:
+            The function takes ``start`` and ``stop`` and returns log decays at these tokens,
+            broadcastable to ``[B, Hkv, stop - start, F, E]``. The weights multiply the values,
+            ``[B, Hkv, S, E]``; ``None`` means ones.
+        """
+        raise NotImplementedError
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        inputs: AttentionInputs,
+        options: dict[str, Any],
+        attend: Attend | None = None,
+    ) -> AttentionOutput:
+        """Compute attention with this gate."""
+        assert attend is None
+        assert inputs.hidden_states is not None
+        log_decay, value_weights = self.gates(widen(inputs.hidden_states))
+        options = {n: x for n, x in options.items() if n not in ("form", "chunk_size")}
+        return op.matrix_gated_attention(
+            q, k, inputs.v, log_decay=log_decay, value_weights=value_weights, **options
+        )
+
+
+@register_gate("matrix")
+class MatrixGate(TokenByTokenGate):
+    r"""Full-matrix gate (arXiv:2312.06635, table 1): :math:`G = \log \sigma(x W_1 W_2 + b) / 16`.
+
+    One learned decay per token, key channel and value channel, with projections of rank 16. It has
+    only the recurrent form: prefill and training run token by token too, which is slow.
+    """
 
     def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
         super().__init__(config, geometry, features)
@@ -153,18 +193,8 @@ class MatrixGate(LearnedGate):
         nn.init.zeros_(self.up)
         nn.init.constant_(self.bias, GATE_BIAS)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        inputs: AttentionInputs,
-        options: dict[str, Any],
-        attend: Attend | None = None,
-    ) -> AttentionOutput:
-        """Compute attention with this gate."""
-        assert attend is None
-        assert inputs.hidden_states is not None
-        x = widen(inputs.hidden_states)
+    def gates(self, x: Tensor) -> tuple[LogDecay, Tensor | None]:
+        """Return the log decays and the weights of values."""
         inner = F.linear(x, self.down.to(x.dtype))
         up, bias = self.up.to(x.dtype), self.bias.to(x.dtype)
 
@@ -172,12 +202,11 @@ class MatrixGate(LearnedGate):
             logits = F.linear(inner[:, start:stop], up, bias.flatten()).unflatten(2, bias.shape)
             return F.logsigmoid(logits).transpose(1, 2) / TEMPERATURE
 
-        options = {n: x for n, x in options.items() if n not in ("form", "chunk_size")}
-        return op.matrix_gated_attention(q, k, inputs.v, log_decay=log_decay, **options)
+        return log_decay, None
 
 
 @register_gate("mamba")
-class MambaGate(LearnedGate):
+class MambaGate(TokenByTokenGate):
     r"""Mamba's selective state space (arXiv:2312.00752): :math:`G = -\Delta_e e^{a_{de}}`.
 
     One learned step per token and value channel, :math:`\Delta = \mathrm{softplus}(x W_1 W_2 + b)`
@@ -186,12 +215,6 @@ class MambaGate(LearnedGate):
     skip connection and output gate are not part of it. It has only the recurrent form, which is
     slow in prefill and training; ``mamba2``, with one decay per head, has chunks.
     """
-
-    only_decays = False
-    has_weights = False
-    forms = ("recurrent",)
-    implementations = impl_names(op.MATRIX_IMPLEMENTATIONS)
-    fixed_options: ClassVar = {"chunk_size": "runs token by token and has no chunks"}
 
     def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
         super().__init__(config, geometry, features)
@@ -210,18 +233,8 @@ class MambaGate(LearnedGate):
         nn.init.constant_(self.bias, math.log(math.expm1(INITIAL_RATE)))
         nn.init.zeros_(self.log_rate)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        inputs: AttentionInputs,
-        options: dict[str, Any],
-        attend: Attend | None = None,
-    ) -> AttentionOutput:
-        """Compute attention with this gate."""
-        assert attend is None
-        assert inputs.hidden_states is not None
-        x = widen(inputs.hidden_states)
+    def gates(self, x: Tensor) -> tuple[LogDecay, Tensor | None]:
+        """Return the log decays and the weights of values."""
         weights = (w.to(x.dtype) for w in (self.down, self.up, self.bias, self.log_rate))
         down, up, bias, log_rate = weights
         logits = F.linear(F.linear(x, down), up, bias.flatten()).unflatten(2, bias.shape)
@@ -231,7 +244,4 @@ class MambaGate(LearnedGate):
         def log_decay(start: int, stop: int) -> Tensor:
             return -step[:, :, start:stop, None] * rate[:, None]
 
-        options = {n: x for n, x in options.items() if n not in ("form", "chunk_size")}
-        return op.matrix_gated_attention(
-            q, k, inputs.v, log_decay=log_decay, value_weights=step, **options
-        )
+        return log_decay, step

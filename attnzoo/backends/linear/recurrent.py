@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.backends.base import AttentionBackend
-from attnzoo.backends.config import BackendConfig, Geometry
+from attnzoo.backends.config import BackendConfig, Geometry, sinks_shard_reasons
 from attnzoo.backends.implementation import impl_names
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.backends.linear import window_hybrid
@@ -194,13 +194,7 @@ class RecurrentBackend(AttentionBackend):
 
     def shard_reasons(self) -> list[str]:
         """Return every reason why this layer does not support context parallelism."""
-        reasons = super().shard_reasons()
-        if self.config.num_sinks:
-            reasons.append(
-                f"num_sinks={self.config.num_sinks} is unsupported under context parallelism (set "
-                "num_sinks=0)"
-            )
-        return reasons
+        return super().shard_reasons() + sinks_shard_reasons(self.config.num_sinks)
 
     def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
         """Return every reason why these inputs are unsupported."""

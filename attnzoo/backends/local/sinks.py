@@ -8,7 +8,6 @@ Letters: B batch, T queries, S keys, G first tokens.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -52,7 +51,7 @@ def split_sinks(mask: AttentionMask, keys: int, device: torch.device) -> SinkKey
         device: Device of the keys.
     """
     assert mask.segment_ids is None
-    is_sink = replace(mask, segment_ids=None).sinks(keys, device)
+    is_sink = mask.sinks(keys, device)
     indices = global_indices(is_sink, mask.num_sinks)
     assert indices is not None
     real = torch.ones_like(is_sink) if mask.padding is None else mask.padding

@@ -172,7 +172,8 @@ def test_the_identity_has_what_kernels_are_made_from(monkeypatch):
     assert {"attnzoo", "kernels", "torch", "triton"} < set(found)
     properties = SimpleNamespace(name="NVIDIA Test", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(triton_trust, "driver_version", lambda: "580.1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(trust, "driver_version", lambda: "580.1")
     triton_trust._identity.cache_clear()
     found = triton_trust._identity(torch.device("cuda", 0), "ptxas", "")
     assert found["ptxas"].count(".") == 2

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -17,8 +16,8 @@ from pathlib import Path
 import torch
 
 from attnzoo.backends.flash.impl.call import FlashCall
-from attnzoo.kernels.trust import SECONDS, Subject, driver_version, trusted, why_busy
-from attnzoo.kernels.verdicts import NOT_RUN, Verdict, python_command, run_checks
+from attnzoo.kernels.trust import SECONDS, Subject, gpu, trusted, versions, why_busy
+from attnzoo.kernels.verdicts import Verdict, python_command, run_checks
 
 TRUST = "ATTNZOO_TRUST_VARLEN"  # environment variable: 1 or 0
 SIZES = (64, 128, 256)  # of heads; torch has a kernel for each
@@ -55,8 +54,6 @@ def subject(device: torch.device, size: int) -> Subject:
 
 def run_check(device: torch.device, size: int) -> Verdict:
     """Run the check in a process of its own."""
-    if getattr(sys, "frozen", False) or not sys.executable:
-        return Verdict(NOT_RUN, "this program has no Python interpreter to start")
     return run_checks({f"size {size}": python_command(CHECK, str(size), str(device))}, SECONDS)
 
 
@@ -65,14 +62,6 @@ def device_identity(device: torch.device) -> Mapping[str, str]:
     """Return the device and the versions of everything that a verdict depends on."""
     folder = Path(__file__).parent
     sources = folder / "varlen.py", folder.parent / "check_varlen.py"
-    found = {
-        "attnzoo": str(getattr(sys.modules["attnzoo"], "__version__", "")),
-        "calls": hashlib.sha256(b"\0".join(p.read_bytes() for p in sources)).hexdigest()[:16],
-        "torch": torch.__version__,
-    }
-    if device.type != "cuda":
-        return {"device": f"a {platform.machine()} CPU", **found}
-    properties = torch.cuda.get_device_properties(device)
-    capability = f"{properties.major}.{properties.minor}"
-    driver = driver_version()
-    return {"device": properties.name, "capability": capability, "driver": driver, **found}
+    calls = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    where = gpu(device) if device.type == "cuda" else {"device": f"a {platform.machine()} CPU"}
+    return {**where, **versions(), "calls": calls}

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -27,8 +26,8 @@ from attnzoo.backends.linear.impl.triton import LARGEST, assembler
 from attnzoo.backends.linear.kernels.compilers import compiler_caution, ptxas_version
 from attnzoo.backends.linear.kernels.configs import TABLE
 from attnzoo.kernels import trust as shared
-from attnzoo.kernels.trust import SECONDS, Subject, driver_version, trusted, why_busy
-from attnzoo.kernels.verdicts import NOT_RUN, Verdict, python_command, run_checks
+from attnzoo.kernels.trust import SECONDS, Subject, gpu, trusted, versions, why_busy
+from attnzoo.kernels.verdicts import Verdict, python_command, run_checks
 
 TRUST = "ATTNZOO_TRUST_TRITON"  # environment variable: 1 or 0
 SIZES = (64, 128, LARGEST)  # a check uses the smallest of these that keys and values fit
@@ -107,8 +106,6 @@ def check(
 
 def run_check(device: torch.device, decay: str, size: int, op: str = "linear") -> Verdict:
     """Run the check, one process per kind of calls."""
-    if getattr(sys, "frozen", False) or not sys.executable:
-        return Verdict(NOT_RUN, "this program has no Python interpreter to start")
     commands = {
         f"{decay} decay, {kind} calls": python_command(
             CHECKS[op], decay, str(size), kind, str(device)
@@ -134,24 +131,12 @@ def device_identity(device: torch.device) -> Mapping[str, str]:
 def _identity(device: torch.device, ptxas: str, table: str) -> Mapping[str, str]:
     import triton
 
-    found = {
-        "attnzoo": str(getattr(sys.modules["attnzoo"], "__version__", "")),
-        "kernels": _source_hash(table),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
+    found = {**versions(), "kernels": _source_hash(table), "triton": triton.__version__}
     if device.type != "cuda":  # the interpreter
         return {"device": "Triton's interpreter", "cpu": platform.machine(), **found}
-    properties = torch.cuda.get_device_properties(device)
     options = [triton.knobs.nvidia.ptxas_options, triton.knobs.nvidia.disable_ptxas_opt]
-    return {
-        "device": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "driver": driver_version(),
-        "ptxas": ptxas_version(properties.major),
-        "ptxas options": repr(options),
-        **found,
-    }
+    assembled = {"ptxas": ptxas_version(_major(device)), "ptxas options": repr(options)}
+    return {**gpu(device), **assembled, **found}
 
 
 @cache
