@@ -6,7 +6,8 @@ Letters: N rows, T tokens per row.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,10 @@ def read_documents(
         reader = READERS.get(path.suffix.lower(), "text")
         options = {"sample_by": "document"} if reader == "text" else {}
         try:
-            rows = datasets.load_dataset(
-                reader, data_files=[str(path)], split="train", streaming=True, **options
-            )
+            with _no_download_counts():
+                rows = datasets.load_dataset(
+                    reader, data_files=[str(path)], split="train", streaming=True, **options
+                )
             documents.extend(
                 _text_of(row, column, path) if extract is None else extract(row, path)
                 for row in rows
@@ -122,6 +124,20 @@ def read_documents(
             ".jsonl or .parquet"
         )
     return documents
+
+
+@contextmanager
+def _no_download_counts() -> Iterator[None]:
+    """Context in which ``load_dataset`` sends no request to the hub for each local file.
+
+    A request takes up to 3 seconds where the hub cannot be reached.
+    """
+    old = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    try:
+        yield
+    finally:
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = old
 
 
 def list_files(paths: Iterable[Path]) -> list[Path]:

@@ -35,6 +35,20 @@ def test_read_documents_of_every_format(tmp_path):
     assert read_documents([tmp_path / "d.jsonl"], "body") == ["z"]
 
 
+def test_local_files_are_read_without_requests_to_the_hub(tmp_path, monkeypatch):
+    import datasets.load
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    requests = []
+    monkeypatch.setattr(datasets.load, "get_session", lambda: requests.append("session"))
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "b.jsonl").write_text('{"text": "y"}\n')
+    assert read_documents([tmp_path]) == ["x", "y"]
+    assert not requests
+    assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS  # the user's setting is kept
+
+
 def test_invalid_files_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"no file or folder '.*absent'"):
         read_documents([tmp_path / "absent"])
