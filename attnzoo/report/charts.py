@@ -310,7 +310,9 @@ def _set_axis(axes: Any, which: str, axis: Axis) -> None:
     if axis.percent:
         own.set_major_formatter(PercentFormatter(1.0, decimals=0))
     if axis.ticks is not None:
-        own.set_ticks(list(axis.ticks), labels=list(axis.ticks.values()))
+        labels = list(axis.ticks.values())
+        text = {"rotation": 30, "ha": "right"} if which == "x" and len("".join(labels)) > 40 else {}
+        own.set_ticks(list(axis.ticks), labels=labels, **text)
         own.set_ticks([], minor=True)
 
 

@@ -1,5 +1,6 @@
 """Charts as inline SVG: what they contain, and what they do not."""
 
+import itertools
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -58,6 +59,19 @@ def test_charts_are_deterministic_and_small(lines):
     assert ids[0]
     assert not ids[0] & ids[1]  # both are in one page
     assert set(re.findall(r"""["(]#([^")]*)""", first)) <= ids[0]
+
+
+@pytest.mark.parametrize(("label", "rotation"), [("transfer 10", 30), ("1k", 0)])
+def test_long_labels_of_ticks_are_rotated(label, rotation):
+    ticks = dict.fromkeys(range(8), label)
+    series = [Series(name="a", x=[0, 7], y=[1, 2])]
+    figure = line_chart(series, x=Axis(label="step", ticks=ticks), y=Axis(label="bits"))
+    figure.canvas.draw()
+    found = figure.axes[0].get_xticklabels()
+    assert {text.get_rotation() for text in found} == {rotation}
+    if not rotation:  # horizontal labels do not touch
+        boxes = [text.get_window_extent() for text in found]
+        assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
 
 
 def test_twenty_series_differ_in_colour_or_dashes():
