@@ -23,7 +23,7 @@ from attnzoo.backends.linear.impl.cpp_call import LINEAR
 from attnzoo.backends.linear.impl.fused_maps import MapWeights
 from attnzoo.backends.linear.window_hybrid import hybrid_attention
 from attnzoo.backends.linear.window_state import HybridState, LinearBranch
-from attnzoo.backends.linear.window_step import HYBRID_STEP
+from attnzoo.backends.linear.window_step_cpp import HYBRID_STEP
 from attnzoo.backends.local.band_cpp import BAND
 from attnzoo.backends.reformer.impl.cpp import LSH, PIVOTS
 from attnzoo.kernels.cpp import Source, unavailable_reason

@@ -81,10 +81,11 @@ def test_static_state_stays_in_place(model, ids):
     assert addresses() == expected
 
 
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("backend", ["linear", "gated_linear", "performer"])
-def test_static_decoding_computes_the_state_in_its_place(backend, llama, ids, monkeypatch):
+def test_static_decoding_computes_the_state_in_its_place(backend, window, llama, ids, monkeypatch):
     model, stored, store = llama(), [], StaticStateLayer._store
-    attnzoo.swap(model, backend)
+    attnzoo.swap(model, backend, window=window)
     cache = hf.StaticCache(config=model.config, max_cache_len=20)
 
     def recorded(layer, state):

@@ -261,6 +261,7 @@ class RecurrentBackend(AttentionBackend):
             chunk_size=self.config.chunk_size,
             shard=inputs.shard,
             num_sinks=self.config.num_sinks,
+            reuse_state=inputs.reuse_state,
         )
 
 

@@ -28,10 +28,13 @@ from torch import Tensor
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.linear.impl.cpp import cpp_reasons
 from attnzoo.backends.linear.impl.triton_trust import trust
+from attnzoo.backends.linear.window_merge import MIN_WEIGHT, combine
 from attnzoo.backends.linear.window_state import (
     HybridInputs,
     HybridState,
+    as_ring,
     next_state,
+    oldest_first,
     reorder,
     state_before_shard,
 )
@@ -39,6 +42,7 @@ from attnzoo.backends.linear.window_state import (
     LinearBranch as LinearBranch,
 )
 from attnzoo.backends.linear.window_step import hybrid_step, supports_step
+from attnzoo.backends.linear.window_step_cpp import hybrid_step_cpp, supports_step_cpp
 from attnzoo.backends.linear.window_sums import linear_counts, linear_sums
 from attnzoo.backends.linear.window_triton import hybrid_triton_reasons, run_hybrid_triton
 from attnzoo.backends.local.band_cpp import OutsideSums, band_cpp_reasons
@@ -50,7 +54,7 @@ from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice, LinearState
 
 STEP_IN_CPP = ImplChoice("cpp", "one token, compiled for this CPU")
-MIN_WEIGHT = 1e-30  # a smaller sum of linear weights, before scaling, counts as 0
+STEP_IN_TORCH = ImplChoice("torch", "softmax window + linear form; one token on every device")
 
 
 # The output, float32 or wider, and the state of the linear sums
@@ -72,6 +76,7 @@ def hybrid_attention(
     chunk_size: int | None = None,
     shard: SequenceShard | None = None,
     num_sinks: int = 0,
+    reuse_state: bool = False,
 ) -> AttentionOutput:
     """Compute softmax attention inside a window and linear attention outside.
 
@@ -94,6 +99,8 @@ def hybrid_attention(
         shard: This rank's part of sequences that several ranks hold, in place of ``state``; causal.
         num_sinks: G, first real tokens of each row that belong to the window of every later query,
             and not to the linear branch; causal, without packed segments and ``shard``.
+        reuse_state: Whether one token without gradients may overwrite the tensors of ``state`` with
+            the returned state.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; also ``state`` and ``impl``.
@@ -110,14 +117,11 @@ def hybrid_attention(
         branch = branch.mapped(padding_mask)
     if shard is not None:
         state = state_before_shard(k, v, branch.k, window, shard)
-    if (
-        state is not None
-        and shard is None
-        and impl in ("auto", "cpp")
-        and supports_step(q, k, v, branch, mask, state)
-    ):
-        out, after = hybrid_step(q, k, v, branch, state, scale=scale)
-        return AttentionOutput(out, after if return_state else None, None, STEP_IN_CPP)
+    elif state is not None:
+        in_place = reuse_state and return_state and not torch.is_grad_enabled()
+        if done := _step(q, k, v, branch, mask, state, impl, scale, in_place):
+            return done._replace(state=done.state if return_state else None)
+        state = oldest_first(state)
     order = None
     if padding_mask is not None:  # a stable sort puts real tokens first, so windows are contiguous
         order, padding_mask, ids = padding_last(padding_mask, ids)
@@ -138,7 +142,32 @@ def hybrid_attention(
         out = out.masked_fill(~padding_mask[:, None, :, None], 0)
         out = gather_tokens(out, order.argsort(1))
     choice = ImplChoice(choice.impl, f"softmax window + linear form; {choice.reason}")
-    return AttentionOutput(out, next_state(x, last) if return_state else None, None, choice)
+    after = as_ring(next_state(x, last)) if return_state else None
+    return AttentionOutput(out, after, None, choice)
+
+
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    branch: LinearBranch,
+    mask: AttentionMask,
+    state: HybridState,
+    impl: str,
+    scale: float,
+    in_place: bool,
+) -> AttentionOutput | None:
+    """Return the output of one token after a state; ``None`` if a step does not support it."""
+    if impl in ("auto", "cpp") and supports_step_cpp(q, k, v, branch, mask, state):
+        out, after = hybrid_step_cpp(q, k, v, branch, state, scale=scale, in_place=in_place)
+        return AttentionOutput(out, after, None, STEP_IN_CPP)
+    if impl not in ("auto", "torch") or q.shape[2] != 1:
+        return None
+    branch = branch.mapped(mask.padding)
+    if not supports_step(q, k, v, branch, mask, state, in_place):
+        return None
+    out, after = hybrid_step(q, k, v, branch, mask, state, scale=scale, in_place=in_place)
+    return AttentionOutput(out, after, None, STEP_IN_TORCH)
 
 
 def _run_triton(x: HybridInputs) -> Result:
@@ -159,7 +188,7 @@ def _run_torch(x: HybridInputs) -> Result:
     missing = x.q.shape[2] - far.sums.shape[2]
     sums, totals = F.pad(far.sums, (0, 0, missing, 0)), F.pad(far.totals, (missing, 0))
     logit = _logit(x, far.counts, lse.dtype)
-    return _combine(near, lse, sums, totals.unsqueeze(3), logit, x.branch), far.state
+    return combine(near, lse, sums, totals.unsqueeze(3), logit, x.branch), far.state
 
 
 def _run_cpp(x: HybridInputs) -> Result:
@@ -218,24 +247,3 @@ IMPLEMENTATIONS = (
 )
 # What impl="auto" selects from, by whether the tensors are on a GPU; the interpreter is for tests
 AUTOMATIC = {True: IMPLEMENTATIONS, False: IMPLEMENTATIONS[1:]}
-
-
-# -- the output ------------------------------------------------------------------------------------
-
-
-def _combine(
-    near: Tensor, lse: Tensor, values: Tensor, total: Tensor, logit: Tensor, branch: LinearBranch
-) -> Tensor:
-    """Return the window and the linear sums over one denominator."""
-    if branch.relative:
-        lse = torch.zeros_like(lse)  # the window's sum is a factor of both terms and cancels
-    has_linear = total > MIN_WEIGHT
-    if branch.linear_only_heads is not None:
-        heads = branch.linear_only_heads.view(1, -1, 1, 1)
-        lse = lse.masked_fill(has_linear & heads, -torch.inf)
-    log_total = total.clamp(min=MIN_WEIGHT).log()
-    maximum = torch.where(has_linear, torch.maximum(lse, logit + log_total), lse).detach()
-    linear_weight = (logit - maximum).masked_fill(~has_linear, -torch.inf).exp()
-    window_weight = (lse - maximum).exp()
-    numerator = window_weight * near + linear_weight * values
-    return numerator / (window_weight + linear_weight * total)

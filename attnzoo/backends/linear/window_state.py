@@ -19,14 +19,40 @@ from attnzoo.state import LinearState
 
 
 class HybridState(NamedTuple):
-    """The first keys, those of the window and the sums over all others; of a fixed size."""
+    """The first keys, those of the window and the sums over all others; of a fixed size.
 
-    k: Tensor  # [B, Hkv, G + W, D]: first keys, then the latest, the newest last; zeros if fewer
+    The window is a ring buffer: real token number n of a row is in row n mod W, and the next token
+    overwrites the oldest one.
+    """
+
+    k: Tensor  # [B, Hkv, G + W, D]: first keys, then the latest; zeros if there are fewer
     v: Tensor  # [B, Hkv, G + W, E]
     features: Tensor  # [B, Hkv, W, F]: the features of the latest keys
     kv: Tensor  # [B, Hkv, F, E + 1]: the decayed sum of k v^T and, in the last column, of k
     z: Tensor  # [B, Hkv, F]: the decayed sum of k
     seen: Tensor  # [B], int64: number of real tokens so far
+
+
+def oldest_first(state: HybridState) -> HybridState:
+    """Return the state with the keys of its window in order of time, the newest last."""
+    return _rotate(state, state.seen)
+
+
+def as_ring(state: HybridState) -> HybridState:
+    """Return the ring buffer of a state whose keys are in order of time."""
+    return _rotate(state, -state.seen)
+
+
+def _rotate(state: HybridState, steps: Tensor) -> HybridState:
+    """Return the state with row i of its window from row i + ``steps``, ``[B]``."""
+    window = state.features.shape[2]
+    place = torch.arange(window, device=steps.device)
+    index = (place + steps[:, None]) % window
+    rows = state.k.shape[2] - window + index
+    first = torch.arange(state.k.shape[2] - window, device=steps.device).expand(len(steps), -1)
+    rows = torch.cat([first, rows], 1)
+    k, v = gather_tokens(state.k, rows), gather_tokens(state.v, rows)
+    return state._replace(k=k, v=v, features=gather_tokens(state.features, index))
 
 
 class LinearBranch(NamedTuple):
@@ -79,7 +105,7 @@ class HybridInputs(NamedTuple):
     causal: bool
     padding_mask: Tensor | None
     segment_ids: Tensor | None
-    state: HybridState | None
+    state: HybridState | None  # in order of time
     return_state: bool
     impl: str
     chunk_size: int | None
@@ -102,7 +128,7 @@ class HybridInputs(NamedTuple):
 
 
 def next_state(x: HybridInputs, sums: LinearState | None) -> HybridState:
-    """Return the state after the last real token; the given state is not modified."""
+    """Return the state after the last real token, in order of time; does not modify the given."""
     assert sums is not None
     options, branch = x.options, x.branch
     values = x.v.to(torch.promote_types(x.v.dtype, torch.float32))

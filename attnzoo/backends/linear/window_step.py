@@ -1,70 +1,42 @@
-"""One token of the window hybrid in C++, without gradients: decoding.
+"""One token of the window hybrid in torch, without gradients: decoding.
+
+A few operations of fixed shapes, which a CUDA graph can capture. The state is read once; the new
+key overwrites the oldest of the window, which enters the linear sums.
 
 Letters: B batch, H query heads, Hkv key heads, D key size, E value size, F features of a key,
-W window.
+W window, G first tokens of a row.
 """
 
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
-
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from attnzoo.backends.linear.impl.common import log_decay_per_token
+from attnzoo.backends.linear.window_merge import combine
 from attnzoo.backends.linear.window_state import HybridState, LinearBranch
-from attnzoo.kernels import cpp
+from attnzoo.backends.local.causal_window import dense_softmax
 from attnzoo.kernels.derivatives import is_untracked
 from attnzoo.masks import AttentionMask
 
-WIDE = {  # of each dtype of keys, that of everything else
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-    torch.bfloat16: torch.float32,
-}
-HYBRID_STEP = cpp.Source(
-    Path(__file__).parent / "kernels" / "hybrid_step.cpp",
-    tuple(f"hybrid_step_{str(dtype).removeprefix('torch.')}" for dtype in WIDE),
-)
-Strides = ctypes.c_int64 * 2
-
-
-class _Step(ctypes.Structure):
-    """The arguments of the C++ function; ``hybrid_step.cpp`` has the same struct."""
-
-    _fields_ = [
-        *cpp.fields(
-            ctypes.c_int64,
-            "threads batch heads groups sinks window key_size value_size features decays counted "
-            "relative",
-        ),
-        *cpp.fields(Strides, "q_steps k_steps v_steps fq_steps fk_steps decay_steps weight_steps"),
-        ("scale", ctypes.c_double),
-        *cpp.fields(
-            ctypes.c_void_p,
-            "q k v fq fk log_decay log_weight keys values far kv z seen "
-            "out next_keys next_values next_far next_kv next_z",
-        ),
-    ]
-
 
 def supports_step(
-    q: Tensor, k: Tensor, v: Tensor, branch: LinearBranch, mask: AttentionMask, state: HybridState
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    branch: LinearBranch,
+    mask: AttentionMask,
+    state: HybridState,
+    in_place: bool,
 ) -> bool:
-    """Return whether :func:`hybrid_step` computes a call with a state."""
-    if q.shape[2] != 1 or q.device.type != "cpu" or type(v) not in (Tensor, FakeTensor):
+    """Return whether :func:`hybrid_step` computes a call; the branch has features."""
+    if mask.segment_ids is not None or not (
+        in_place or is_untracked(q, k, v, branch.q, branch.k, branch.log_weight, *state[:5])
+    ):
         return False
-    wide = WIDE.get(k.dtype)
-    tensors = [branch.q, branch.k, branch.log_weight, *state[1:5]]
-    if branch.log_decay is not None:
-        tensors.append(branch.log_decay)
-    if state.k.dtype != k.dtype or any(t.dtype != wide for t in tensors):
-        return False
-    if not is_untracked(q, k, v, *tensors) or cpp.unavailable_reason(HYBRID_STEP):
-        return False
-    plain = branch.linear_only_heads is None and mask.segment_ids is None
-    return plain and (mask.padding is None or bool(mask.padding.all()))
+    wide = torch.promote_types(v.dtype, torch.float32)
+    kept = state.k.dtype, state.v.dtype, state.features.dtype
+    return kept == (k.dtype, wide, branch.k.dtype)
 
 
 def hybrid_step(
@@ -72,42 +44,82 @@ def hybrid_step(
     k: Tensor,
     v: Tensor,
     branch: LinearBranch,
+    mask: AttentionMask,
     state: HybridState,
     *,
     scale: float,
+    in_place: bool,
 ) -> tuple[Tensor, HybridState]:
-    """Compute one token: its output ``[B, H, 1, E]``, and the next state in new tensors.
+    """Compute one token: its output ``[B, H, 1, E]``, zeros at padding, and the next state.
 
-    Keys may be bfloat16; the arithmetic is in float32, or in float64 for float64 tensors.
+    ``in_place``: the next state overwrites the tensors of the given one; else they are copied.
     """
-    dtype, wide = v.dtype, WIDE[k.dtype]
-    q, v = q.to(wide), v.to(wide)
-    old = [t.contiguous() for t in state]
-    new = [torch.empty_like(t) for t in old[:5]]
-    read = [t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v, branch.q, branch.k)]
-    batch, heads, stored, size = old[0].shape
-    columns, (window, features) = old[1].shape[3], old[2].shape[2:]
-    weight = branch.log_weight.expand(batch, q.shape[1], 1, 1)
-    decay, decays = branch.log_decay, 0
-    decay_steps: tuple[int, ...] = (0, 0)
-    if decay is not None:
-        decay = decay.contiguous()
-        decays = features if decay.dim() == 4 else 1
-        decay_steps = (0, 1) if decay.dim() == 1 else decay.stride()[:2]
-    out = v.new_empty(batch, q.shape[1], 1, columns)
-    after = HybridState._make([*new, state.seen + 1])
-    if isinstance(v, FakeTensor):  # shapes without data, to count memory
-        return out.to(dtype), after
-    task = _Step(
-        *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, stored - window, window),
-        *(size, columns, features, decays, branch.mean, branch.relative),
-        *(Strides(*t.stride()[:2]) for t in read),
-        *(Strides(*decay_steps), Strides(*weight.stride()[:2])),
-        scale,
-        *(t.data_ptr() for t in read),
-        None if decay is None else decay.data_ptr(),
-        *(t.data_ptr() for t in (weight, *old, out, *new)),
-    )
-    function = f"hybrid_step_{str(k.dtype).removeprefix('torch.')}"
-    getattr(cpp.load(HYBRID_STEP), function)(ctypes.byref(task))
-    return out.to(dtype), after
+    if not in_place:
+        state = HybridState._make([x.clone() for x in state])
+    real = None if mask.padding is None else mask.padding[:, 0]
+    sums = _update_sums(branch, state, real)
+    _update_window((k, v.to(state.v.dtype), branch.k), state, real)
+    state.seen.add_(1 if real is None else real)
+    stored, window = state.k.shape[2], state.features.shape[2]
+    outside = state.seen[:, None] - window  # tokens before the window, at most 0 if there are none
+    place = torch.arange(stored, device=q.device)
+    num_sinks = stored - window
+    seen = torch.where(place < num_sinks, place < outside, place - num_sinks < state.seen[:, None])
+    near, lse = dense_softmax(q, state.k, state.v, seen[:, None, None], scale)
+    logit = branch.log_weight.to(lse.dtype)
+    if branch.mean:
+        count = (outside - num_sinks).clamp(min=1).to(lse.dtype)
+        logit = logit - count.log()[:, :, None, None]
+    out = combine(near, lse, sums[..., :-1], sums[..., -1:], logit, branch).to(v.dtype)
+    return out if real is None else out.masked_fill(~real[:, None, None, None], 0), state
+
+
+def _update_sums(branch: LinearBranch, state: HybridState, real: Tensor | None) -> Tensor:
+    """Add the oldest key of the window to the linear sums.
+
+    Returns the sums of values and, in the last column, of weights that the query reads,
+    ``[B, H, 1, E + 1]``.
+    """
+    kv, z = state.kv, state.z
+    window = state.features.shape[2]
+    num_sinks = state.k.shape[2] - window
+    row = (state.seen % window)[:, None, None, None]
+    counted = state.seen >= window + num_sinks
+    if real is not None:
+        counted = counted & real
+    features = torch.take_along_dim(state.features, row, 2).to(kv.dtype)
+    features = features * counted[:, None, None, None]
+    values = torch.take_along_dim(state.v[:, :, num_sinks:], row, 2).to(kv.dtype)
+    values = torch.cat([values, values.new_ones(*values.shape[:3], 1)], 3)
+    if branch.log_decay is not None:
+        decay = log_decay_per_token(branch.log_decay, branch.k).to(kv.dtype).exp()
+        kv.mul_(decay.mT), z.mul_(decay.squeeze(2))
+    kv.addcmul_(features.mT, values), z.add_(features.squeeze(2))
+    batch, heads, _, size = branch.q.shape
+    queries = branch.q.to(kv.dtype).reshape(batch, kv.shape[1], -1, size)
+    return (queries @ kv).view(batch, heads, 1, kv.shape[3])
+
+
+def _update_window(
+    new: tuple[Tensor, Tensor, Tensor], state: HybridState, real: Tensor | None
+) -> None:
+    """Overwrite the oldest key, value and features of the window; also write first tokens."""
+    window = state.features.shape[2]
+    num_sinks = state.k.shape[2] - window
+    row = state.seen % window
+    for i, (rows, token) in enumerate(zip(state[:3], new, strict=True)):
+        of_window = rows if i == 2 else rows[:, :, num_sinks:]
+        _overwrite(of_window, row, token, real)
+    if num_sinks:
+        row, is_first = state.seen.clamp(max=num_sinks - 1), state.seen < num_sinks
+        is_first = is_first if real is None else is_first & real
+        for rows, token in zip(state[:2], new[:2], strict=True):
+            _overwrite(rows, row, token, is_first)
+
+
+def _overwrite(rows: Tensor, row: Tensor, token: Tensor, where: Tensor | None) -> None:
+    """Write a token ``[B, Hkv, 1, X]`` to row ``[B]`` of ``[B, Hkv, R, X]``, where true."""
+    index = row[:, None, None, None].expand_as(token)
+    if where is not None:
+        token = torch.where(where[:, None, None, None], token, rows.gather(2, index))
+    rows.scatter_(2, index, token)

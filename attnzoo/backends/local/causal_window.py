@@ -140,7 +140,7 @@ def causal_window(
         padding_mask = torch.ones(len(q), q.shape[2], dtype=torch.bool, device=q.device)
     padding_mask = torch.cat([is_filled(state.seen, x.size)[:, first:], padding_mask], 1)
     if one_token:
-        return _dense_softmax(q, k, v, padding_mask[:, None, None], x.scale)
+        return dense_softmax(q, k, v, padding_mask[:, None, None], x.scale)
     if ids is not None:  # the state belongs to the first segment
         ids = torch.cat([ids[:, :1].expand(-1, x.size), ids], 1)
     x = x._replace(padding_mask=padding_mask, segment_ids=ids)
@@ -231,7 +231,7 @@ def _window_and_sinks(
     reach = min(x.size, k.shape[2]) - 1
     dense = x.impl == "reference" or is_empty_call(q, k) or (state is not None and length == 1)
     if dense:
-        return _dense_softmax(q, k, v, _dense_mask(sinks, reach, length, offset), x.scale)
+        return dense_softmax(q, k, v, _dense_mask(sinks, reach, length, offset), x.scale)
     on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
     if x.impl == "cpp" or on_cpu:
         options = LocalOptions(
@@ -259,7 +259,7 @@ def _window_and_sinks(
     )
     first_k, first_v = (gather_tokens(y, sinks.columns(len(q))) for y in (k, v))
     seen = sinks.seen(length, causal=True, offset=offset)[:, None]
-    first, first_lse = _dense_softmax(q, first_k, first_v, seen, x.scale)
+    first, first_lse = dense_softmax(q, first_k, first_v, seen, x.scale)
     near, near_lse = near[:, :, offset:], near_lse[:, :, offset:]
     lse = torch.logaddexp(near_lse, first_lse)
     return near * (near_lse - lse).exp() + first * (first_lse - lse).exp(), lse
@@ -304,7 +304,7 @@ def local_softmax(
         return band_softmax(q, k, v, window=reach, scale=x.scale, mask=mask)
     seen = mask.dense(length, length, q.device)
     assert seen is not None
-    return _dense_softmax(q, k, v, seen, x.scale)
+    return dense_softmax(q, k, v, seen, x.scale)
 
 
 def _compiled(
@@ -331,7 +331,7 @@ def _options(reach: tuple[int, int], x: Window) -> LocalOptions:
     )
 
 
-def _dense_softmax(
+def dense_softmax(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return softmax attention and its log-sum-exp; finite for queries that see no key."""

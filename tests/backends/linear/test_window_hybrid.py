@@ -358,3 +358,45 @@ def test_step_that_cpp_does_not_compute():
         assert step.impl.impl == "torch"
         assert_close(step.out[:1], expected[:1])
     assert run((*new[:4], torch.ones(B, 1, dtype=torch.bool)), 4, state=state).impl.impl == "cpp"
+
+
+@pytest.mark.parametrize("impl", ["torch", "cpp"])
+@pytest.mark.parametrize("num_sinks", [0, 2])
+def test_a_step_without_gradients_may_overwrite_the_state(num_sinks, impl):
+    x = make(9, "channel", mean=True)
+    options = {"num_sinks": num_sinks, "return_state": True}
+    state = run(tokens(x, slice(3)), 4, **options).state
+    options |= {"reuse_state": True, "impl": impl}
+    exact = dense(*x[:4], 4, num_sinks=num_sinks)
+    for t in range(3, 9):
+        given, before = state, [y.clone() for y in state]
+        leaf = (x[0].clone().requires_grad_(), *x[1:])
+        run(tokens(leaf, slice(t, t + 1)), 4, state=state, **options)
+        assert all(map(torch.equal, state, before))
+        with torch.no_grad():
+            step = run(tokens(x, slice(t, t + 1)), 4, state=state, **options)
+        state = step.state
+        assert all(a is b for a, b in zip(state, given, strict=True))
+        assert step.impl.impl == impl
+        assert_close(step.out, exact[:, :, t : t + 1])
+
+
+def test_a_step_in_place_keeps_the_state_of_rows_with_padding():
+    x = make(8, "token", mean=True)
+    real = torch.ones(B, 8, dtype=torch.bool)
+    real[0, 5], real[1, 6] = False, False
+    decay = x[3].log_decay * real[:, None]
+    x = (*x[:3], x[3]._replace(k=x[3].k * real[:, None, :, None], log_decay=decay), real)
+    options = {"num_sinks": 1, "return_state": True}
+    state = run(tokens(x, slice(3)), 4, **options).state
+    outs = []
+    for t in range(3, 8):
+        new = [y.clone() for y in tokens(x, slice(t, t + 1))[:3]]
+        for y in new:
+            y[~real[:, t]] = torch.nan
+        with torch.no_grad():
+            step = run(
+                (*new, *tokens(x, slice(t, t + 1))[3:]), 4, state=state, reuse_state=True, **options
+            )
+        outs.append(step.out)
+    assert_close(torch.cat(outs, 2), dense(*x[:4], 4, real=real, num_sinks=1)[:, :, 3:])

@@ -4,7 +4,8 @@
 //     S = decay S + f_0 (v_0, 1)^T,   o = (ww near + lw far) / (ww + lw total),   (far, total) = f_q S
 // near is the softmax over the window and total the weight of all earlier keys; ww and lw are their
 // factors, divided by the larger of the two sums so that nothing overflows. The first N tokens of a
-// row stand before the window in the state, belong to every softmax and enter no sum.
+// row stand before the window in the state, belong to every softmax and enter no sum. The window is a
+// ring buffer: token n is in row n mod W. The next state may be in the place of the given one.
 //
 // work     one key head and its queries; sizes need not be multiples of anything
 // reads    the tokens with any strides but 1 in the last dimension; the state is contiguous
@@ -23,7 +24,7 @@
 #include "threads.h"
 #include "tiles.h"
 
-constexpr double MIN_WEIGHT = 1e-30;  // a smaller total counts as 0; MIN_WEIGHT of window_hybrid.py
+constexpr double MIN_WEIGHT = 1e-30;  // a smaller total counts as 0; MIN_WEIGHT of window_merge.py
 
 struct Bfloat16 {
     uint16_t bits;
@@ -71,19 +72,18 @@ class HybridStep : Math<Real> {
           key_(t.key_size) {}
 
     void run(int64_t row, int64_t head) {
-        const int64_t i = row * t.heads + head;
-        update_sums(i, row, head, t.seen[row] - t.window < t.sinks);
-        const int64_t seen = t.seen[row];
+        const int64_t i = row * t.heads + head, seen = t.seen[row];
+        update_sums(i, row, head);
         append(t.keys, token(t.k, t.k_steps, row, head), t.key_size, t.sinks, seen, i, t.next_keys);
         append(t.values, token(t.v, t.v_steps, row, head), t.value_size, t.sinks, seen, i,
                t.next_values);
         append(t.far, token(t.fk, t.fk_steps, row, head), t.features, 0, seen, i, t.next_far);
         const int64_t before = seen + 1 - t.window;  // tokens before the window
-        const int64_t first = t.sinks + std::max<int64_t>(0, -before);
+        const int64_t stop = t.sinks + std::min(seen + 1, t.window);
         const int64_t outside = std::clamp<int64_t>(before, 0, t.sinks);
         for (int64_t g = 0; g < t.groups; ++g) {
             const int64_t query = head * t.groups + g;
-            const Real lse = attend(token(t.q, t.q_steps, row, query), i, outside, first);
+            const Real lse = attend(token(t.q, t.q_steps, row, query), i, outside, stop);
             read_sums(token(t.fq, t.fq_steps, row, query), i);
             combine(lse, *token(t.log_weight, t.weight_steps, row, query), before - t.sinks,
                     t.out + (i * t.groups + g) * t.value_size);
@@ -97,10 +97,12 @@ class HybridStep : Math<Real> {
     }
 
     // Add the oldest key of the window to the sums over earlier keys, unless it is a first token.
-    void update_sums(int64_t i, int64_t row, int64_t head, bool is_first) {
+    void update_sums(int64_t i, int64_t row, int64_t head) {
         const int64_t columns = t.value_size + 1, size = t.features * columns;
-        const Real* far = t.far + i * t.window * t.features;
-        const Real* value = t.values + (i * (t.sinks + t.window) + t.sinks) * t.value_size;
+        const int64_t oldest = t.seen[row] % t.window;
+        const bool is_first = t.seen[row] - t.window < t.sinks;  // or none
+        const Real* far = t.far + (i * t.window + oldest) * t.features;
+        const Real* value = t.values + (i * (t.sinks + t.window) + t.sinks + oldest) * t.value_size;
         const Real* log_decay = t.decays ? token(t.log_decay, t.decay_steps, row, head) : nullptr;
         Real decay = t.decays ? std::exp(log_decay[0]) : Real(1);
         for (int64_t f = 0; f < t.features; ++f) {
@@ -116,17 +118,15 @@ class HybridStep : Math<Real> {
         }
     }
 
-    // Remove the oldest row of the window and append the new one, also to the first tokens.
+    // Overwrite the oldest row of the window with the new one, which may also be a first token.
     template <class X>
     void append(const X* state, const X* row, int64_t size, int64_t sinks, int64_t seen, int64_t i,
                 X* next) const {
-        const int64_t kept = (t.window - 1) * size;
-        state += i * (sinks + t.window) * size, next += i * (sinks + t.window) * size;
-        std::copy_n(state, sinks * size, next);
+        const int64_t stored = (sinks + t.window) * size;
+        state += i * stored, next += i * stored;
+        if (next != state) std::copy_n(state, stored, next);
         if (seen < sinks) std::copy_n(row, size, next + seen * size);
-        state += sinks * size, next += sinks * size;
-        std::copy_n(state + size, kept, next);
-        std::copy_n(row, size, next + kept);
+        std::copy_n(row, size, next + (sinks + seen % t.window) * size);
     }
 
     Real dot(const Real* a, const Real* b) const {
@@ -139,24 +139,24 @@ class HybridStep : Math<Real> {
         return sum;
     }
 
-    // Write the softmax over the rows before `outside` and from `first` on to near_; return its
-    // log-sum-exp.
-    Real attend(const Real* q, int64_t i, int64_t outside, int64_t first) {
+    // Write the softmax over the rows before `outside` and those of the window before `stop` to near_;
+    // return its log-sum-exp.
+    Real attend(const Real* q, int64_t i, int64_t outside, int64_t stop) {
         const int64_t stored = t.sinks + t.window;
         const Key* keys = t.next_keys + i * stored * t.key_size;
         const Real* values = t.next_values + i * stored * t.value_size;
         Real maximum = -INFINITY, sum = 0;
-        const auto next = [=](int64_t j) { return j + 1 == outside ? first : j + 1; };
-        const int64_t begin = outside ? 0 : first;
-        for (int64_t j = begin; j < stored; j = next(j)) {
+        const auto next = [=](int64_t j) { return j + 1 == outside ? t.sinks : j + 1; };
+        const int64_t begin = outside ? 0 : t.sinks;
+        for (int64_t j = begin; j < stop; j = next(j)) {
             std::copy_n(keys + j * t.key_size, t.key_size, key_.data());  // converts
             weights_[j] = Real(t.scale) * dot(q, key_.data());
             maximum = std::max(maximum, weights_[j]);
         }
-        for (int64_t j = begin; j < stored; j = next(j))
+        for (int64_t j = begin; j < stop; j = next(j))
             sum += weights_[j] = std::exp(weights_[j] - maximum);
         std::fill(near_.begin(), near_.end(), Real(0));
-        for (int64_t j = begin; j < stored; j = next(j)) {
+        for (int64_t j = begin; j < stop; j = next(j)) {
             const Real weight = weights_[j] / sum;
             for (int64_t e = 0; e < t.value_size; ++e)
                 near_[e] += weight * values[j * t.value_size + e];
