@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.flash.impl.call import FlashCall
-from attnzoo.backends.flash.impl.varlen import accepts_window, run_varlen
+from attnzoo.backends.flash.impl.varlen import run_varlen
+from attnzoo.backends.flash.impl.varlen_kernel import accepts_window, returns_lse
 from attnzoo.backends.softmax.op import softmax_attention
 from attnzoo.kernels.verdicts import run_cases
 from attnzoo.masks import AttentionMask, Window
@@ -37,12 +38,14 @@ class VarlenCase(NamedTuple):
     padded: bool = False
     packed: bool = False
     later: int = 0  # keys after the last query, as in a static cache
+    num_sinks: int = 0  # first tokens, which queries see outside the window too
     dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
         flags = ("causal", "padded", "packed")
         names = [name for name in flags if getattr(self, name)]
         names += [f"window {self.window}"] if self.window else []
+        names += [f"{self.num_sinks} first tokens"] if self.num_sinks else []
         return f"{self.queries} queries, {self.keys} keys, {', '.join(names)}, {self.dtype}"
 
     def mask(self, device: torch.device) -> AttentionMask:
@@ -60,6 +63,7 @@ class VarlenCase(NamedTuple):
             segment_ids=ids,
             window=self.window,
             q_offset=self.keys - self.later - self.queries,
+            num_sinks=self.num_sinks,
         )
 
 
@@ -78,6 +82,10 @@ def cases() -> Iterator[VarlenCase]:
         yield VarlenCase(150, 150, window=(31, 0), packed=True, padded=True)
         yield VarlenCase(37, 150, window=(31, 0), padded=True)
         yield VarlenCase(1, 150, window=(31, 0))
+    if accepts_window() and returns_lse():
+        yield VarlenCase(513, 513, window=(63, 0), num_sinks=4)
+        yield VarlenCase(150, 150, causal=False, window=(9, 17), padded=True, num_sinks=20)
+        yield VarlenCase(37, 150, window=(31, 0), num_sinks=3, dtype=torch.float16)
 
 
 def _run_dense(x: FlashCall) -> Tensor:

@@ -19,8 +19,18 @@ from attnzoo.backends.flash.impl import varlen
 from attnzoo.backends.flash.impl.band_cpp import cpp_reasons, run_cpp, skip_cpp
 from attnzoo.backends.flash.impl.call import FlashCall as FlashCall
 from attnzoo.backends.flash.impl.sdpa import kernel_name, run_sdpa
+from attnzoo.backends.flash.impl.varlen import extra_keys_reasons as extra_keys_reasons
+from attnzoo.backends.flash.impl.varlen import kernel_window as kernel_window
 from attnzoo.backends.flash.impl.varlen import run_varlen as run_varlen
 from attnzoo.backends.flash.impl.varlen import varlen_reasons as varlen_reasons
+from attnzoo.backends.flash.impl.varlen_extra import ExtraKeys as ExtraKeys
+from attnzoo.backends.flash.impl.varlen_extra import (
+    attend_with_extra_keys as attend_with_extra_keys,
+)
+from attnzoo.backends.flash.impl.varlen_extra import outside_window as outside_window
+from attnzoo.backends.flash.impl.varlen_kernel import Sequences as Sequences
+from attnzoo.backends.flash.impl.varlen_kernel import attend_sequences as attend_sequences
+from attnzoo.backends.flash.impl.varlen_kernel import sequences as sequences
 from attnzoo.backends.flash.impl.varlen_trust import trust_varlen as trust_varlen
 from attnzoo.backends.flash.impl.xformers import auto_reasons, run_xformers, xformers_reasons
 from attnzoo.backends.implementation import Implementation, select

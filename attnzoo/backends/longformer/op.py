@@ -88,9 +88,9 @@ def longformer_attention(
         bias: Added to the scores, broadcastable to ``[B, H, T, S]``. A bias of one row, such as
             ALiBi's, is not expanded.
         dropout: Probability of dropping a weight.
-        impl: ``"cpp"``, ``"varlen"`` (CUDA, without global tokens and dilation), ``"torch"``,
-            ``"flex"``, ``"reference"``, or ``"auto"``, which selects cpp on CPUs, varlen on CUDA
-            once it passed a check on the device, and torch elsewhere: flex compiles a kernel first.
+        impl: ``"cpp"``, ``"varlen"`` (CUDA), ``"torch"``, ``"flex"``, ``"reference"``, or
+            ``"auto"``, which selects cpp on CPUs, varlen on CUDA once it passed a check on the
+            device, and torch elsewhere: flex compiles a kernel first.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``, and ``impl``.

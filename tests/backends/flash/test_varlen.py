@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnzoo.backends.flash import check_varlen, op
-from attnzoo.backends.flash.impl import varlen, varlen_trust
+from attnzoo.backends.flash.impl import varlen, varlen_kernel, varlen_trust
 from attnzoo.backends.flash.impl.call import FlashCall
 from attnzoo.backends.flash.op import flash_attention
 from attnzoo.backends.softmax.op import softmax_attention
@@ -65,6 +65,33 @@ CASES = {
         {"causal": True, "q_offset": 5, "window": (3, 0), "padding": padding(9, 9, 2)},
     ),
     "continuing, segments": (4, {"causal": True, "q_offset": 5, "segment_ids": SEGMENTS}),
+    "first tokens": (9, {"causal": True, "window": (2, 0), "num_sinks": 3}),
+    "first tokens, padding": (
+        9,
+        {"causal": True, "window": (1, 0), "num_sinks": 2, "padding": padding(9, 9, 5)},
+    ),
+    "first tokens, right padding": (
+        9,
+        {"causal": True, "window": (0, 0), "num_sinks": 4, "padding": ~padding(9, 0, 6)},
+    ),
+    "first tokens, an empty row": (
+        9,
+        {"window": (1, 2), "num_sinks": 2, "padding": padding(9, 9, 0)},
+    ),
+    "first tokens, continuing": (
+        4,
+        {"causal": True, "q_offset": 4, "window": (2, 0), "num_sinks": 2},
+    ),
+    "first tokens, continuing, padding": (
+        4,
+        {
+            "causal": True,
+            "q_offset": 5,
+            "window": (1, 0),
+            "num_sinks": 3,
+            "padding": padding(9, 9, 7),
+        },
+    ),
     "static cache, padding": (
         4,
         {"causal": True, "q_offset": 3, "padding": padding(9, 9, 7)},
@@ -119,7 +146,11 @@ def test_keys_of_segments_without_queries_are_left_out(kernel):
     [
         (9, {"window": (2, 0), "padding": torch.arange(9).expand(2, -1) != 4}, "padding inside"),
         (9, {"function": lambda: None}, "a function"),
-        (9, {"causal": True, "window": (2, 0), "num_sinks": 2}, "first tokens"),
+        (
+            9,
+            {"causal": True, "window": (2, 0), "num_sinks": 2, "segment_ids": SEGMENTS},
+            "each segment has first tokens of its own",
+        ),
         (4, {"causal": True, "q_offset": torch.tensor(5)}, "is a tensor"),
         (4, {"causal": True, "q_offset": 7}, "4 queries from position 7"),
         (4, {}, "not causal"),
@@ -159,7 +190,7 @@ def test_a_torch_without_windows(monkeypatch):
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
     monkeypatch.setattr(varlen, "device_reasons", lambda device: [])
-    varlen._parameters.cache_clear()
+    varlen_kernel._parameters.cache_clear()
     q, k = torch.ones(1, 4, 5, 16).bfloat16(), torch.ones(1, 2, 5, 16).bfloat16()
     mask = AttentionMask(causal=True, segment_ids=(torch.arange(5) >= 2).long()[None])
     varlen.run_varlen(FlashCall(q, k, k, mask, 0.5))
@@ -168,7 +199,7 @@ def test_a_torch_without_windows(monkeypatch):
     assert received["q"].eq(2).all()  # the kernel multiplies by 16 ** -0.5 itself
     (reason,) = varlen.varlen_reasons(FlashCall(q, k, k, AttentionMask(window=(2, 2)), 0.5))
     assert "has no window" in reason
-    varlen._parameters.cache_clear()
+    varlen_kernel._parameters.cache_clear()
 
 
 def test_compiled_windows_equal_eager_ones(kernel, monkeypatch):
@@ -248,3 +279,24 @@ def test_a_wrong_window_fails_the_check(left, right, kernel, monkeypatch, capsys
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     wrong = {event["text"].split()[0] for event in events if event["event"] == "wrong"}
     assert wrong == {"out", "dq", "dk", "dv"}
+
+
+def test_torch_accepts_the_arguments_of_the_kernel_with_extra_keys():
+    """Its operators check them on meta tensors; no kernel runs."""
+    with torch.device("meta"):
+        q, starts = torch.empty(20, 4, 16).bfloat16(), torch.empty(3, dtype=torch.int32)
+        call = varlen_kernel.Sequences(None, None, starts, starts, 12, 12), (3, 0), 0.3
+        out, lse = varlen_kernel.call_varlen_attn(q, q[:, :2], q[:, :2], *call, return_lse=True)
+        rows = q, q[:, :2], q[:, :2], out, lse
+        grads = varlen_kernel.call_varlen_attn_backward(out, *rows, *call)
+    assert (out.shape, lse.shape) == (q.shape, (4, 20))
+    assert [x.shape for x in grads] == [x.shape for x in rows[:3]]
+
+
+def test_gradients_with_extra_keys_are_not_differentiated_again(kernel):
+    q, k, v = (x.requires_grad_() for x in qkv(9, 9))
+    mask = AttentionMask(causal=True, window=(2, 0), num_sinks=2)
+    out = varlen.run_varlen(FlashCall(q, k, v, mask, 0.3))
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="differentiated again; use another impl"):
+        dq.sum().backward()

@@ -1,6 +1,7 @@
 """Sliding windows and global tokens, against a dense formula and transformers' own Longformer."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -445,46 +446,58 @@ def test_indices_of_global_tokens():
 # -- torch's kernel for varied lengths -------------------------------------------------------------
 
 
+UNDILATED, DILATED, FAR = (1, 1, 1, 1), (1, 2, 3, 3), (50, 2, 2, 2)
+VARLEN_CALLS = [  # limit, dilations, whether there are global tokens
+    ("fewer queries", UNDILATED, False),
+    *(("segments", dilations, False) for dilations in (UNDILATED, DILATED)),
+    *product(("", "padding", "gaps"), (UNDILATED, DILATED), (False, True)),
+    *(("padding", FAR, has_global) for has_global in (False, True)),
+    ("", FAR, True),
+]
+
+
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("limit", ["", "padding", "gaps", "segments", "fewer queries"])
-def test_varlen_equals_the_reference(causal, limit, monkeypatch):
-    fields, queries, token = (
-        {"causal": causal},
-        9 if limit == "fewer queries" else T,
-        torch.arange(T),
-    )
-    if queries < T and not causal:
-        pytest.skip("fewer queries than keys are causal")
+@pytest.mark.parametrize(("limit", "dilations", "has_global"), VARLEN_CALLS)
+def test_varlen_equals_the_reference(limit, dilations, has_global, causal, monkeypatch):
+    causal = causal or limit == "fewer queries"
+    queries, token = 9 if limit == "fewer queries" else T, torch.arange(T)
+    padding = ids = tokens = None
     if limit == "padding":
-        fields["padding"] = token >= torch.tensor([[0], [13]])
+        padding = token >= torch.tensor([[0], [13]])
     if limit == "gaps":
-        fields["padding"] = (token + torch.tensor([[0], [2]])) % 5 != 1
+        padding = (token + torch.tensor([[0], [2]])) % 5 != 1
     if limit == "segments":
-        fields["segment_ids"] = (token >= 17).long().expand(B, -1)
+        ids = (token >= 17).long().expand(B, -1)
     q, k, v = qkv()
     leaves = [x.clone().requires_grad_() for x in (q[:, :, T - queries :], k, k + v[..., :1])]
+    if has_global:  # fewer in one row; they have queries, keys and values of their own
+        leaves += [x.detach().flip(2).clone().requires_grad_() for x in leaves]
+        is_global = token % 9 == torch.tensor([[4], [11]]).clamp(max=8)
+        is_global[1, 20:] = False
+        is_global = is_global if padding is None else is_global & padding
+        tokens = GlobalTokens(is_global, None, *leaves[3:])
     found = []
     with replace_kernel(monkeypatch) as received:
         for path in ("varlen", "reference"):
             call = LongformerCall(
-                *leaves, Pattern.of([4, 4, 9, 9], 1, heads=H, causal=causal), 0.3,
-                fields.get("padding"), fields.get("segment_ids"), T - queries, None, None, 0.0,
+                *leaves[:3], Pattern.of([4, 4, 9, 9], dilations, heads=H, causal=causal), 0.3,
+                padding, ids, T - queries, tokens, None, 0.0,
             )  # fmt: skip
             out = (run_by_varlen if path == "varlen" else run_reference)(call)
             weights = torch.linspace(-1, 1, out.numel()).view_as(out)
             found.append([out, *torch.autograd.grad((out * weights).sum(), leaves)])
     for ours, exact in zip(*found, strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-11)
-    assert len(received) == 2  # bands
+    assert len(received) == len(set(zip([4, 4, 9, 9], dilations, strict=True)))  # bands
 
 
 def test_varlen_refuses_what_it_does_not_compute(monkeypatch):
     x = torch.randn(1, 2, 20, 8).bfloat16()
     with replace_kernel(monkeypatch):
-        assert longformer_attention(x, x, x, window=3, impl="varlen").impl.impl == "varlen"
+        for options in ({}, {"dilation": 2}, {"global_tokens": torch.arange(20)[None] < 2}):
+            found = longformer_attention(x, x, x, window=3, impl="varlen", **options)
+            assert found.impl.impl == "varlen"
         for options, reason in (
-            ({"global_tokens": torch.arange(20)[None] < 2}, "global tokens"),
-            ({"dilation": 2}, "dilated"),
             ({"dropout": 0.1}, "dropout"),
             ({"bias": torch.zeros(1, 2, 20, 20)}, "a bias"),
         ):

@@ -10,31 +10,29 @@ tokens.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from inspect import signature
-from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.backends.flash.impl.call import FlashCall
+from attnzoo.backends.flash.impl.varlen_extra import (
+    ExtraKeys,
+    attend_with_extra_keys,
+    outside_window,
+)
+from attnzoo.backends.flash.impl.varlen_kernel import (
+    UNLIMITED,
+    Sequences,
+    accepts_window,
+    attend_sequences,
+    returns_lse,
+    sequences,
+)
+from attnzoo.backends.local.pattern import gather_tokens
+from attnzoo.backends.local.sinks import split_sinks
 from attnzoo.backends.validation import empty_output, is_empty_call
 from attnzoo.kernels.trust import why_busy
 from attnzoo.masks import AttentionMask, Window
-
-UNLIMITED = -1  # of a window's side, for the kernel
-
-
-class Sequences(NamedTuple):
-    """The sequences of a batch, one after another; each ends with its queries' own keys."""
-
-    q_indices: Tensor | None  # [N of queries], into the flattened rows; None means all tokens
-    k_indices: Tensor | None  # the same for keys
-    cu_seqlens_q: Tensor  # int32: cumulative numbers of queries, from 0 on
-    cu_seqlens_k: Tensor
-    max_q: int
-    max_k: int
 
 
 def auto_reasons(x: FlashCall) -> list[str]:
@@ -54,8 +52,10 @@ def varlen_reasons(x: FlashCall) -> list[str]:
     """Return every reason why the kernel does not support this call."""
     mask, queries, keys = x.mask, x.q.shape[2], x.k.shape[2]
     reasons = device_reasons(x.q.device) + x.band_kernel_reasons()
-    if mask.num_sinks:
-        reasons.append("the first tokens are attended to outside the window too")
+    if mask.num_sinks and mask.window is not None:
+        reasons += extra_keys_reasons(x.q.device)
+        if mask.segment_ids is not None:
+            reasons.append("each segment has first tokens of its own")
     if not mask.causal and queries != keys:
         reasons.append(f"there are {queries} queries and {keys} keys, and the mask is not causal")
     if mask.window is not None and not accepts_window():
@@ -70,6 +70,16 @@ def varlen_reasons(x: FlashCall) -> list[str]:
             reasons.append(f"the number of real tokens is unknown while {busy}")
         elif mask.window is not None and _has_gaps(mask):
             reasons.append("padding inside a sequence counts in its window")
+    return reasons
+
+
+def extra_keys_reasons(device: torch.device) -> list[str]:
+    """Return why the kernel does not support keys outside the window of a query."""
+    reasons = []
+    if not returns_lse():
+        reasons.append(f"torch {torch.__version__} does not return its log-sum-exp")
+    if busy := why_busy(device):
+        reasons.append(f"keys outside the window are not supported while {busy}")
     return reasons
 
 
@@ -95,22 +105,34 @@ def run_varlen(x: FlashCall) -> Tensor:
     if is_empty_call(x.q, x.k):
         return empty_output(x.q, x.k, x.v)
     x = _without_later_keys(x)
-    mask, (batch, heads, queries, _) = x.mask, x.q.shape
+    mask, (batch, _, queries, _) = x.mask, x.q.shape
     found = sequences(mask, batch, queries, x.k.shape[2], x.q.device)
-    rows = batch * queries
-    out = x.q.new_zeros(rows, heads, x.v.shape[3])
-    if found.max_q:
-        q, k, v = (y.transpose(1, 2).flatten(0, 1) for y in (x.q, x.k, x.v))
-        if found.q_indices is not None:
-            q = q[found.q_indices]
-        if found.k_indices is not None:
-            k, v = k[found.k_indices], v[found.k_indices]
-        computed = call_varlen_attn(q, k, v, found, kernel_window(mask, found), x.scale)
-        if found.q_indices is not None:
-            out = out.index_copy(0, found.q_indices, computed)
-        else:
-            out = computed
-    return out.view(batch, queries, heads, -1).transpose(1, 2)
+    window = kernel_window(mask, found)
+    if not (mask.num_sinks and mask.window is not None and found.max_q):
+        return attend_sequences(x.q, x.k, x.v, found, window, x.scale)
+    out = attend_with_extra_keys(x.q, x.k, x.v, found, window, x.scale, _first_keys(x))
+    padding = mask.query_padding(queries, x.k.shape[2])
+    return out if padding is None else out.masked_fill(~padding[:, None, :, None], 0)
+
+
+def _first_keys(x: FlashCall) -> ExtraKeys:
+    """Return the first keys of each row, which every later query sees."""
+    assert x.mask.window is not None
+    assert isinstance(x.mask.q_offset, int)
+    keys = x.k.shape[2]
+    positions, valid = split_sinks(x.mask, keys, x.q.device).indices
+    columns = positions.expand(len(x.q), -1)
+    window = (min(x.mask.window[0], keys), min(x.mask.window[1], keys))
+    return ExtraKeys(
+        gather_tokens(x.k, columns),
+        gather_tokens(x.v, columns),
+        outside_window(
+            *(positions, valid, x.q.shape[2]),
+            window=window,
+            causal=x.mask.causal,
+            offset=x.mask.q_offset,
+        ),
+    )
 
 
 def _without_later_keys(x: FlashCall) -> FlashCall:
@@ -131,85 +153,3 @@ def kernel_window(mask: AttentionMask, found: Sequences) -> Window:
     before = UNLIMITED if before >= longest else before
     after = UNLIMITED if after >= longest else after
     return before, 0 if mask.causal else after
-
-
-def sequences(
-    mask: AttentionMask, batch: int, queries: int, keys: int, device: torch.device
-) -> Sequences:
-    """Return the sequences of a batch whose queries are the last of its keys.
-
-    Synchronises with the device if rows are padded or packed. Keys of sequences without queries are
-    left out.
-    """
-    if mask.padding is None and mask.segment_ids is None:
-        steps = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        return Sequences(None, None, steps * queries, steps * keys, queries, keys)
-    token = torch.arange(batch * keys, device=device)
-    if mask.padding is not None:
-        token = token[mask.padding.expand(batch, keys).flatten()]
-    row, position = token // keys, token % keys
-    begins = row.diff(prepend=row.new_full((1,), -1)) != 0
-    if mask.segment_ids is not None:
-        ids = mask.segment_ids.expand(batch, keys).flatten()[token]
-        begins |= ids.diff(prepend=ids[:1]) != 0
-    sequence = begins.cumsum(0) - 1
-    is_query = position >= keys - queries
-    none = sequence.new_zeros(batch * keys)  # there are not more sequences
-    counts = torch.stack(
-        [none.index_add(0, sequence, y.long()) for y in (is_query, torch.ones_like(is_query))]
-    )
-    has_queries = counts[0] > 0
-    counts = counts[:, has_queries]
-    kept = has_queries[sequence]
-    starts = F.pad(counts.cumsum(1), (1, 0)).int()
-    longest = counts.amax(1).tolist() if counts.shape[1] else [0, 0]
-    q_indices = (row * queries + position - (keys - queries))[is_query]
-    return Sequences(q_indices, token[kept], starts[0], starts[1], *longest)
-
-
-# -- the kernel, whose arguments differ between torch versions -------------------------------------
-
-
-@cache
-def _parameters() -> frozenset[str]:
-    from torch.nn.attention import varlen
-
-    return frozenset(signature(varlen.varlen_attn).parameters)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _accepts(name: str) -> bool:
-    return name in _parameters()
-
-
-def accepts_window() -> bool:
-    """Return whether the kernel of this torch version has sliding windows."""
-    accepts: bool = _accepts("window_size")
-    return accepts
-
-
-def call_varlen_attn(
-    q: Tensor, k: Tensor, v: Tensor, found: Sequences, window: Window, scale: float
-) -> Tensor:
-    """Call ``varlen_attn`` on ``[N, H, D]``, with the keys that a query sees on either side."""
-    from torch.nn.attention import varlen
-
-    options: dict[str, Any] = {}
-    if _accepts("window_size"):
-        options["window_size"] = window
-    else:
-        options["is_causal"] = window[1] == 0
-    if _accepts("scale"):
-        options["scale"] = scale
-    else:
-        q = q * (scale * q.shape[2] ** 0.5)
-    if q.shape[1] != k.shape[1]:
-        if _accepts("enable_gqa"):
-            options["enable_gqa"] = True
-        else:
-            groups = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    lengths = found.cu_seqlens_q, found.cu_seqlens_k, found.max_q, found.max_k
-    out = varlen.varlen_attn(q, k, v, *lengths, **options)
-    assert isinstance(out, Tensor)
-    return out
