@@ -18,17 +18,21 @@ def model_folder(name: str) -> Path:
     """Return the folder of a model, downloaded if ``name`` is an id such as ``"org/model"``.
 
     Args:
-        name: A folder, ``embedded``, ``ORG/MODEL`` or ``ORG/MODEL@REVISION``.
+        name: A folder, ``embedded``, ``ORG/MODEL`` or ``ORG/MODEL@REVISION``. A folder comes
+            first, one of the name ``embedded`` too.
 
     Raises:
         BadParameter: ``name`` is no folder, and the Hub has no such model or cannot be reached.
     """
-    if _is_embedded(name) and not Path(name).exists():
+    if _is_embedded(name):
         from attnzoo.evaluation.models import embedded_model_path
 
         return embedded_model_path(name)
-    if Path(name).exists() or not HUB_ID.fullmatch(name):
-        return Path(name)  # what reads it refuses a folder without a model
+    folder = Path(name)
+    if folder.exists() or not HUB_ID.fullmatch(name):
+        # A relative path ./embedded would be read as the name; what reads it refuses a folder
+        # without a model
+        return folder.absolute() if _is_embedded_name(folder.name) else folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -56,6 +60,11 @@ def model_name(name: str) -> str:
 
 
 def _is_embedded(name: str) -> bool:
+    """Return whether this names a model that ships with the package, and no folder here."""
+    return _is_embedded_name(name) and not Path(name).exists()
+
+
+def _is_embedded_name(name: str) -> bool:
     if not name.startswith("embedded"):
         return False
     from attnzoo.evaluation.models import is_embedded

@@ -29,7 +29,9 @@ def agree(ours, theirs, inputs):
     """Compare two outputs and the gradients of all inputs."""
     assert_close(ours, theirs, atol=1e-11, rtol=1e-11)
     upstream = torch.randn_like(theirs)
-    found, right = (torch.autograd.grad(x, inputs, upstream) for x in (ours, theirs))
+    found, right = (
+        torch.autograd.grad(x, inputs, upstream, retain_graph=True) for x in (ours, theirs)
+    )
     assert_close(found, right, atol=1e-10, rtol=1e-10)
 
 
@@ -37,6 +39,13 @@ def alibi():
     """Return the bias of models with ALiBi, by key position: softmax ignores the query's part."""
     slopes = -alibi_log_decay(HEADS, dtype=torch.float64)
     return slopes[None, :, None, None] * torch.arange(LENGTH, dtype=torch.float64)
+
+
+def hide_keys(bias):
+    """Hide all keys from queries 7 and 41, and many from others, by a bias of -inf."""
+    hidden = torch.zeros(1, HEADS, LENGTH, LENGTH, dtype=torch.bool)
+    hidden[:, :, [7, 41]] = hidden[:, 2:, 60, 13:] = hidden[:, :, :, 20] = True
+    return bias.masked_fill(hidden, -torch.inf)
 
 
 # -- longformer ------------------------------------------------------------------------------------
@@ -58,6 +67,15 @@ def seen_by(causal, window, dilation, tokens, padding):
     return torch.cat(heads, 1) & allowed
 
 
+def use_batched(monkeypatch):
+    """Compute windows as on GPUs."""
+
+    def batched(q, k, v, options, bias):
+        return (by_band.batched_local_attention(q, k, v, options, bias),)
+
+    monkeypatch.setattr(by_band, "blockwise_local_attention", batched)
+
+
 @pytest.mark.parametrize("form", ["reference", "blockwise", "batched"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
@@ -73,12 +91,8 @@ def seen_by(causal, window, dilation, tokens, padding):
 def test_longformer_adds_the_bias_to_what_it_sees(
     monkeypatch, causal, window, dilation, some_global, padded, shape, form
 ):
-    if form == "batched":  # as on GPUs
-
-        def batched(q, k, v, options, bias):
-            return (by_band.batched_local_attention(q, k, v, options, bias),)
-
-        monkeypatch.setattr(by_band, "blockwise_local_attention", batched)
+    if form == "batched":
+        use_batched(monkeypatch)
     bias = torch.randn(shape, dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (*qkv(), bias)]
     tokens, padding = torch.zeros(2, ROWS, LENGTH, dtype=torch.bool)
@@ -98,6 +112,34 @@ def test_longformer_adds_the_bias_to_what_it_sees(
     ).out
     seen = seen_by(causal, window, dilation, tokens, padding)
     agree(out, softmax_attention(*inputs[:3], mask=seen, bias=inputs[3]).out, inputs)
+
+
+@pytest.mark.parametrize("form", ["reference", "blockwise", "batched", "dense"])
+@pytest.mark.parametrize("some_global", [False, True])
+def test_longformer_gives_zeros_where_the_bias_hides_all_keys(monkeypatch, form, some_global):
+    if form == "batched":
+        use_batched(monkeypatch)
+    bias = torch.randn(1, HEADS, LENGTH, LENGTH, dtype=torch.float64)
+    q, k, v, bias = inputs = [x.requires_grad_() for x in (*qkv(), bias)]
+    lowest = torch.arange(LENGTH)[:, None] == 12  # the same at all keys: none is hidden
+    bias = hide_keys(bias).masked_fill(lowest, torch.finfo(bias.dtype).min)
+    tokens, padding = torch.zeros(2, ROWS, LENGTH, dtype=torch.bool)
+    tokens[:, 60] = some_global
+    queries = slice(1 if form == "dense" else 0, None)  # fewer queries than keys
+    out = longformer_attention(
+        q[:, :, queries],
+        k,
+        v,
+        window=5,
+        mask=AttentionMask(causal=True, q_offset=queries.start),
+        bias=bias[:, :, queries],
+        global_tokens=tokens if some_global else None,
+        impl="reference" if form == "reference" else "torch",
+    ).out
+    seen = seen_by(True, 5, 1, tokens, ~padding)
+    right = softmax_attention(q, k, v, mask=seen, bias=bias).out[:, :, queries]
+    assert (right[:, :, 41 - queries.start] == 0).all()
+    agree(out, right, inputs)
 
 
 def test_alibi_of_a_long_sequence_is_not_expanded():
@@ -173,6 +215,37 @@ def test_reformer_adds_the_bias_to_attended_keys(form, causal, packed, shape, im
     log_counts = counts.clamp_min(1).to(q.dtype).log()
     scale = 1.0 if form == "shared" else None
     right = softmax_attention(q, k, v, scale=scale, mask=counts > 0, bias=bias + log_counts).out
+    agree(out, right, inputs)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("form", ["asymmetric", "shared"])
+def test_reformer_gives_zeros_where_the_bias_hides_all_keys(form, causal, impl):
+    """In the shared form, a query that sees no other key attends to its own, unless hidden."""
+    bias = torch.randn(1, HEADS, LENGTH, LENGTH, dtype=torch.float64)
+    q, k, v, bias = inputs = [x.requires_grad_() for x in (*qkv(), bias)]
+    sees_itself = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
+    sees_itself[41, 41] = True
+    bias = torch.cat(
+        [torch.where(sees_itself, bias, hide_keys(bias))[:, :1], hide_keys(bias)[:, 1:]], 1
+    )
+    options = {"mask": AttentionMask(causal=causal), "bias": bias, "impl": impl}
+    if form == "shared":
+        lsh = LSHOptions(True, causal, 2, 8)
+        out = shared_qk_attention(q, k, v, num_hashes=2, chunk_size=8, **options).out
+        k = unit(k)
+    else:
+        lsh = LSHOptions(False, causal, 3, 4, 0, 3, 2)
+        out = lsh_attention(q, k, v, **SMALL, **options).out
+    seed, integers = torch.tensor([0]), list(map(int, lsh))
+    counts = count_attended_keys(q, inputs[1], None, None, None, seed, [], integers)
+    if form == "shared":
+        counts[:, 0, 41, 41] = 1
+    log_counts = counts.clamp_min(1).to(q.dtype).log()
+    scale = 1.0 if form == "shared" else None
+    right = softmax_attention(q, k, v, scale=scale, mask=counts > 0, bias=bias + log_counts).out
+    assert (right[:, 1:, 41] == 0).all()
     agree(out, right, inputs)
 
 

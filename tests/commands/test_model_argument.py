@@ -1,6 +1,6 @@
 """The argument of commands that names a model."""
 
-from pathlib import Path
+import pytest
 
 from attnzoo.commands.model_argument import model_folder, model_name
 from attnzoo.evaluation.models import embedded_model_path, is_embedded, model_path
@@ -14,5 +14,13 @@ def test_the_embedded_model_has_a_name(tmp_path, monkeypatch):
     assert is_embedded(str(embedded_model_path()))
     assert model_name("embedded-other") == "embedded-other"  # a folder, which is not there
     assert not is_embedded("embedded-other")
-    (tmp_path / "embedded").mkdir()
-    assert model_folder("embedded") == Path("embedded")  # a folder of that name comes first
+
+
+@pytest.mark.parametrize("name", ["embedded", "./embedded"])
+def test_a_folder_of_that_name_comes_first(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "embedded"
+    folder.mkdir()
+    assert model_folder(name) == model_path(model_name(name)) == folder
+    assert not is_embedded(str(model_folder(name)))
+    assert not is_embedded(model_name(name))

@@ -13,13 +13,20 @@ size, d dilation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.backends.local.blockwise_bias import (
+    add_bias,
+    add_bias_gradients,
+    finite_bias,
+    mask_value,
+    query_rows,
+)
 from attnzoo.backends.local.pattern import Band, GlobalIndices, gather_bias, gather_tokens
 from attnzoo.kernels.derivatives import check_reverse_mode, first_derivative_only
 from attnzoo.kernels.memory import empty_huge_pages
@@ -39,6 +46,7 @@ class LocalOptions:
     global_indices: GlobalIndices | None = None  # of the global keys
     segment_ids: Tensor | None = None  # [B, T] integers: the band sees the query's segment only
     return_lse: bool = False
+    bias_hides_keys: bool = False  # it is -inf somewhere
 
 
 def blockwise_local_attention(
@@ -52,7 +60,8 @@ def blockwise_local_attention(
         v: Values, ``[B, Hkv, T, E]``.
         options: Band, scale and masks. The output of a query that sees no key is arbitrary but
             finite.
-        bias: Added to the scores, ``[1 or B, H, 1 or T, T]``; read within the band only.
+        bias: Added to the scores, ``[1 or B, H, 1 or T, T]``; read within the band only. A query
+            whose bias is -inf at every key that it sees gives zeros.
 
     Returns:
         ``[B, H, T, E]`` in the dtype of ``v``, and the log-sum-exp of each query's scores,
@@ -63,16 +72,20 @@ def blockwise_local_attention(
     rows = batch * k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
     k_global = v_global = global_bias = None
+    if bias is not None:
+        bias = bias.to(wide)
+        if bool(bias.isneginf().any()):
+            bias, options = finite_bias(bias), replace(options, bias_hides_keys=True)
     if options.global_indices is not None:
         index = options.global_indices.positions
         k_global, v_global = (
             gather_tokens(x, index).to(wide).reshape(rows, -1, x.shape[3]) for x in (k, v)
         )
         if bias is not None:
-            global_bias = gather_bias(bias, None, index).to(wide)
+            global_bias = gather_bias(bias, None, index)
             global_bias = global_bias.reshape(rows, -1, *global_bias.shape[2:])
     if bias is not None:
-        bias = bias.to(wide).unflatten(1, (k.shape[1], -1))  # [1 or B, Hkv, g, 1 or T, T]
+        bias = bias.unflatten(1, (k.shape[1], -1))  # [1 or B, Hkv, g, 1 or T, T]
     out, lse = _BlockwiseLocalAttention.apply(  # type: ignore[no-untyped-call]
         q.to(wide).reshape(rows, -1, length, size),
         k.to(wide).reshape(rows, length, size),
@@ -124,6 +137,12 @@ class _Block:
             future = phase.causal_positions[rows, None, None] > queries[:, None]
             by_query[..., :first].masked_fill_(future, phase.mask_value)
 
+    def hidden_queries(self, scores: Tensor) -> Tensor | None:
+        """Return which queries see no key, ``[n, g C, 1]``; ``None`` if the bias hides none."""
+        if not self.phase.options.bias_hides_keys:
+            return None
+        return scores.amax(-1, keepdim=True) <= self.phase.mask_value / 2
+
 
 class _Phase:
     """The tokens p, p + d, p + 2 d, ...: a dilated band is a plain band over them."""
@@ -135,8 +154,7 @@ class _Phase:
         step = options.band.dilation
         self.tokens = slice(first, None, step)
         self.length = -(-(length - first) // step)
-        # A masked score gets weight 0, and the sum of four of these is still finite.
-        self.mask_value = torch.finfo(like.dtype).min / 8
+        self.mask_value = mask_value(like.dtype)
         square = torch.full((BLOCK, BLOCK), self.mask_value, dtype=like.dtype, device=like.device)
         self.left_corner, self.right_corner = square.tril(-1), square.triu(1)
         self.key_bias: Tensor | None = None
@@ -172,9 +190,9 @@ class _Phase:
         assert k is not None
         assert v is not None
         if bias is not None:
-            bias = _query_rows(bias, self.tokens)[..., self.tokens]
+            bias = query_rows(bias, self.tokens)[..., self.tokens]
         if global_bias is not None:
-            global_bias = _query_rows(global_bias, self.tokens)
+            global_bias = query_rows(global_bias, self.tokens)
         qkv = q[:, :, self.tokens], k[:, self.tokens], v[:, self.tokens]
         return (*qkv, k_global, v_global, bias, global_bias)
 
@@ -270,47 +288,6 @@ class _BlockwiseLocalAttention(torch.autograd.Function):
         return (*grads, None, None)
 
 
-def _query_rows(bias: Tensor, queries: slice) -> Tensor:
-    """Return the rows of some queries of ``[..., 1 or T, S]``, where one row may serve them all."""
-    return bias if bias.shape[-2] == 1 else bias[..., queries, :]
-
-
-def _bias_index(bias: Tensor, count: int, rows: slice) -> tuple[Tensor, Tensor]:
-    """Return the index of each row in the bias ``[1 or B, Hkv, ...]``: batch and key head."""
-    row = torch.arange(count, device=bias.device)[rows]
-    return row // bias.shape[1] * (len(bias) > 1), row % bias.shape[1]
-
-
-def _add_bias(scores: Tensor, inputs: tuple[Any, ...], block: _Block, rows: slice) -> None:
-    """Add the biases to the scores ``[n, g C, G + W]`` of a block."""
-    q, *_, bias, global_bias = inputs
-    queries, first = slice(block.start, block.stop), block.phase.num_global
-    by_head = scores.view(len(scores), q.shape[1], -1, scores.shape[2])
-    if bias is not None:
-        in_band = _query_rows(bias, queries)[..., block.low : block.high]
-        by_head[..., first:].add_(in_band[_bias_index(bias, len(q), rows)])
-    if global_bias is not None:
-        by_head[..., :first].add_(_query_rows(global_bias[rows], queries))
-
-
-def _add_bias_gradients(
-    grad_scores: Tensor, grads: tuple[Any, ...], block: _Block, rows: slice, count: int
-) -> None:
-    """Add the gradients of the scores ``[n, g, C, G + W]`` to those of the biases."""
-    *_, grad_bias, grad_global_bias = grads
-    queries, first = slice(block.start, block.stop), block.phase.num_global
-    if grad_bias is not None:
-        into = _query_rows(grad_bias, queries)[..., block.low : block.high]
-        part = grad_scores[..., first:]
-        part = part.sum(2, keepdim=True) if into.shape[-2] == 1 else part
-        into.index_put_(_bias_index(grad_bias, count, rows), part, accumulate=True)
-    if grad_global_bias is not None:
-        into = _query_rows(grad_global_bias, queries)
-        part = grad_scores[..., :first]
-        part = part.sum(2, keepdim=True) if into.shape[-2] == 1 else part
-        into[rows].add_(part)
-
-
 def _block_queries(q: Tensor, block: _Block, rows: slice) -> Tensor:
     """Return the queries of a block, ``[n, g C, D]``: a view if g is 1."""
     return q[rows, :, block.start : block.stop].flatten(1, 2)
@@ -327,7 +304,7 @@ def _block_scores(queries: Tensor, inputs: tuple[Any, ...], block: _Block, rows:
     scores = scaled_products(k[rows, block.low : block.high])
     if k_global is not None:
         scores = torch.cat([scaled_products(k_global[rows]), scores], -1)
-    _add_bias(scores, inputs, block, rows)
+    add_bias(scores, inputs, block, rows)
     block.mask(scores, rows)
     return scores
 
@@ -338,13 +315,16 @@ def _block_forward(
     """Write the output of one block, and the log-sum-exp of its scores."""
     q, _, v, _, v_global, *_ = inputs
     scores = _block_scores(_block_queries(q, block, rows), inputs, block, rows)
-    weights, first = torch.softmax(scores, -1), block.phase.num_global
+    hidden, first = block.hidden_queries(scores), block.phase.num_global
+    weights = torch.softmax(scores, -1)
     out_view = outputs[rows, :, block.start : block.stop]
     in_place = out_view.shape[1] == 1  # g is 1: the product is written to the output itself
     out = out_view[:, 0] if in_place else scores.new_empty(*scores.shape[:2], v.shape[2])
     out.baddbmm_(weights[..., first:], v[rows, block.low : block.high], beta=0)
     if v_global is not None:
         out.baddbmm_(weights[..., :first], v_global[rows])
+    if hidden is not None:
+        out.masked_fill_(hidden, 0)
     if not in_place:
         out_view.copy_(out.view_as(out_view))
     if lses is not None:
@@ -364,13 +344,16 @@ def _block_backward(
     q, k, v, k_global, v_global, *_ = inputs
     grad_q, grad_k, grad_v, grad_k_global, grad_v_global, *_ = grads
     queries = _block_queries(q, block, rows)
-    weights = torch.softmax(_block_scores(queries, inputs, block, rows), -1)
+    scores = _block_scores(queries, inputs, block, rows)
+    hidden, weights = block.hidden_queries(scores), torch.softmax(scores, -1)
     first, keys = block.phase.num_global, slice(block.low, block.high)
 
     def flatten_heads(x: Tensor) -> Tensor:  # [n, g C, ...]
         return x[rows, :, block.start : block.stop].reshape(*queries.shape[:2], -1).contiguous()
 
     grad_out = flatten_heads(grad_outputs[0])
+    if hidden is not None:
+        grad_out = grad_out.masked_fill(hidden, 0)
     grad_v[rows, keys].add_(torch.bmm(weights[..., first:].mT, grad_out))
     grad_scores = torch.bmm(grad_out, v[rows, keys].mT)
     if v_global is not None:
@@ -383,7 +366,7 @@ def _block_backward(
         total.sub_(flatten_heads(grad_outputs[1]))
     grad_scores.addcmul_(weights, total, value=-1)
     by_head = grad_scores.unflatten(1, (q.shape[1], -1))
-    _add_bias_gradients(by_head, grads, block, rows, len(q))
+    add_bias_gradients(by_head, grads, block, rows, len(q))
     scale = block.phase.options.scale
     grad_queries = torch.bmm(grad_scores[..., first:], k[rows, keys])
     grad_k[rows, keys].add_(torch.bmm(grad_scores[..., first:].mT, queries), alpha=scale)

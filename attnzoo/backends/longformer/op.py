@@ -86,7 +86,7 @@ def longformer_attention(
         scale: Multiplies the products; ``None`` means ``D ** -0.5``.
         global_tokens: ``[B, S]`` bool, true where a token is global; or :class:`GlobalTokens`.
         bias: Added to the scores, broadcastable to ``[B, H, T, S]``. A bias of one row, such as
-            ALiBi's, is not expanded.
+            ALiBi's, is not expanded. A query whose bias is -inf at all its keys gives zeros.
         dropout: Probability of dropping a weight.
         impl: ``"cpp"``, ``"varlen"`` (CUDA), ``"torch"``, ``"flex"``, ``"reference"``, or
             ``"auto"``, which selects cpp on CPUs, varlen on CUDA once it passed a check on the

@@ -72,8 +72,10 @@ def _softmax(x: LongformerCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -
     scores = products.view(batch, heads, length, keys) * x.scale
     if x.bias is not None:
         scores = scores + x.bias
+        mask = mask & (scores > -torch.inf)  # a bias of -inf hides keys
     sees_any = mask.any(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(~(mask | ~sees_any), -torch.inf), -1)
+    scores = scores.masked_fill(~mask, -torch.inf).masked_fill(~sees_any, 0)
+    weights = torch.softmax(scores, -1)
     weights = torch.dropout(weights.masked_fill(~sees_any, 0), x.dropout, train=x.dropout > 0)
     out = weights.view(batch, key_heads, rows, keys) @ v.to(wide)
     return out.view(batch, heads, length, v.shape[3]).to(v.dtype)

@@ -54,7 +54,9 @@ def _softmax_attention(x: LongformerCall, q: Tensor, k: Tensor, v: Tensor, mask:
     scores = q.to(wide) @ keys.mT * x.scale
     if x.bias is not None:
         scores = scores + x.bias
+        mask = mask & (scores > -torch.inf)  # a bias of -inf hides keys
     sees_any = mask.any(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(~(mask | ~sees_any), -torch.inf), -1)
+    scores = scores.masked_fill(~mask, -torch.inf).masked_fill(~sees_any, 0)
+    weights = torch.softmax(scores, -1)
     weights = torch.dropout(weights.masked_fill(~sees_any, 0), x.dropout, train=x.dropout > 0)
     return (weights @ values).to(v.dtype)

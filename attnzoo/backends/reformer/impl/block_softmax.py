@@ -29,6 +29,7 @@ LOG2_E = 1 / math.log(2)  # exp2 takes 0.2 ns an element, exp 9 for scores far b
 PENALTY_SCALE = 2.0**31  # multiplies the penalty; a power of 2, so exact
 # Log-sum-exp of a query without keys: below any other, and finite, so that 0 * exp(x) is 0
 EMPTY_LSE = -1e8
+HIDDEN = -PENALTY_SCALE  # a bias of -inf, made finite: far below EMPTY_LSE
 
 
 class BlockBatch(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor
 from attnzoo.backends.reformer.impl.asymmetric_plan import plan_rounds
 from attnzoo.backends.reformer.impl.block_softmax import (
     EMPTY_LSE,
+    HIDDEN,
     BlockPlan,
     PairBias,
     SoftmaxOutput,
@@ -80,7 +81,7 @@ class BlockwiseTensors(NamedTuple):
         return cls(q_rows, k, v, scale, norm, groups, length, plan, pair_bias)
 
     def forward(self) -> SoftmaxOutput:
-        """Attend; in the shared form, a query without other keys attends to its own."""
+        """Attend; in the shared form, a query that sees no other key attends to its own."""
         result = block_attention(self.q, self.k, self.v, self.plan, self.bias)
         queries, keys = self._self_attending(result.lse)
         result.out[queries] = self.v[keys]
@@ -105,7 +106,12 @@ class BlockwiseTensors(NamedTuple):
         """Return the query rows without other keys, and the rows of their own keys."""
         empty = (lse[:-1, 0] <= EMPTY_LSE / 2) & (self.norm is not None)
         queries = empty.nonzero()[:, 0]
-        return queries, queries // (self.groups * self.length) * self.length + queries % self.length
+        keys = queries // (self.groups * self.length) * self.length + queries % self.length
+        if self.bias is not None:  # it may hide a query's own key too
+            own = self.bias.query_offsets[queries] + self.bias.key_offsets[keys]
+            visible = self.bias.values.take(own) > HIDDEN
+            queries, keys = queries[visible], keys[visible]
+        return queries, keys
 
 
 def plan_blocks(item: WorkItem, hashing: HashParameters, q: Tensor, k: Tensor) -> BlockPlan:

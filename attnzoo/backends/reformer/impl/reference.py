@@ -34,6 +34,8 @@ def reference_attention(inputs: LSHInputs) -> Tensor:
         [int(option) for option in x.options],
     )
     dtype = torch.promote_types(x.q.dtype, torch.float32)
+    if x.bias is not None:
+        counts = _hide_keys(counts, x.bias, x.options.shared_qk)
     bias = counts.clamp_min(1).to(dtype).log()  # a key attended to in n rounds has weight n
     if x.bias is not None:
         bias = bias + x.bias
@@ -41,6 +43,20 @@ def reference_attention(inputs: LSHInputs) -> Tensor:
         k = k.to(dtype)
         k = k / (k.square().sum(-1, keepdim=True) + 1e-6 * k.shape[3]).sqrt()
     return softmax_attention(x.q, k, x.v, scale=x.scale, mask=counts > 0, bias=bias).out
+
+
+def _hide_keys(counts: Tensor, bias: Tensor, shared_qk: bool) -> Tensor:
+    """Return the counts without keys whose bias is -inf.
+
+    In the shared form, a query that sees no other key attends to its own.
+    """
+    visible = bias != -torch.inf
+    seen = counts.masked_fill(~visible, 0)
+    if not shared_qk:
+        return seen
+    own = torch.eye(counts.shape[3], dtype=torch.bool, device=counts.device)
+    alone = counts.any(-1, keepdim=True) & ~seen.any(-1, keepdim=True) & visible
+    return seen + (alone & own)
 
 
 @torch.library.custom_op("attnzoo::lsh_count_attended_keys", mutates_args=())

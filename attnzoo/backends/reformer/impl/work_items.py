@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from attnzoo.backends.reformer.impl.block_softmax import PairBias, SoftmaxOutput
+from attnzoo.backends.reformer.impl.block_softmax import HIDDEN, PairBias, SoftmaxOutput
 from attnzoo.backends.reformer.impl.options import LSHOptions
 from attnzoo.backends.reformer.impl.voronoi_hashing import Level, split_levels
 from attnzoo.kernels.memory import empty_huge_pages
@@ -85,7 +85,7 @@ class WorkItem(NamedTuple):
         queries = row[:, None, None] + head[:, None] + query
         keys = key.expand(*k.shape[:2], -1)
         return PairBias(
-            bias.flatten().to(self.dtype),
+            bias.flatten().to(self.dtype).clamp_min(HIDDEN),
             to_rows(self._gather(queries[..., None], QUERIES)).flatten(),
             self._gather(keys[..., None], KEYS).flatten(),
         )
