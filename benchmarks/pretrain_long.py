@@ -39,7 +39,7 @@ POSITIONS = 16384
 ROPE_THETA = 500_000.0
 SHORT, LONG = 1024, 4096  # tokens of a row in the first and the second part of training
 STEP_TOKENS = 8192
-TOKENS = 7e6  # about an hour
+TOKENS = 7e6  # 45 minutes
 ASSIGNMENTS = (  # of a value to a key, and the question whose answer is the value
     ("\n{k} = {v}\n", "\n{k} = "),
     ('"{k}": "{v}", ', '"{k}": "'),

@@ -18,8 +18,8 @@ def model_folder(name: str) -> Path:
     """Return the folder of a model, downloaded if ``name`` is an id such as ``"org/model"``.
 
     Args:
-        name: A folder, ``embedded``, ``ORG/MODEL`` or ``ORG/MODEL@REVISION``. A folder comes
-            first, one of the name ``embedded`` too.
+        name: A folder, ``embedded``, ``embedded-long``, ``ORG/MODEL`` or ``ORG/MODEL@REVISION``. A
+            folder comes first, one of the name ``embedded`` too.
 
     Raises:
         BadParameter: ``name`` is no folder, and the Hub has no such model or cannot be reached.
@@ -77,6 +77,7 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="MODEL",
         parser=model_folder,
-        help="folder of a saved model, its Hub id (ORG/MODEL or ORG/MODEL@REVISION), or embedded",
+        help="folder of a saved model, its Hub id (ORG/MODEL or ORG/MODEL@REVISION), embedded or "
+        "embedded-long",
     ),
 ]

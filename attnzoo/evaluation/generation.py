@@ -128,8 +128,8 @@ def measure_generation(model: PreTrainedModel, batch: GenerationBatch) -> Genera
     """Return how a model generates, compared with ``batch.reference`` and with the rows."""
     assert batch.reference is not None
     equal = continue_greedily(model, batch.prompts, batch.new_tokens) == batch.reference
-    copied = _generated(model, batch.copies, COPY_ANSWER)
-    found = _generated(model, batch.needles, batch.needle_answer)
+    copied = correct_tokens(model, batch.copies, COPY_ANSWER)
+    found = correct_tokens(model, batch.needles, batch.needle_answer)
     return GenerationQuality(
         agreement=float(equal.float().mean()),
         equal_tokens=float(equal.int().cumprod(1).sum(1).float().mean()),
@@ -138,7 +138,7 @@ def measure_generation(model: PreTrainedModel, batch: GenerationBatch) -> Genera
     )
 
 
-def _generated(model: PreTrainedModel, rows: Tensor | None, answer: int) -> Tensor | None:
+def correct_tokens(model: PreTrainedModel, rows: Tensor | None, answer: int) -> Tensor | None:
     """Return which of the last ``answer`` tokens of each row a model generates, ``[N, answer]``."""
     if rows is None:
         return None

@@ -14,15 +14,19 @@ from attnzoo.integrations.attention import NAME
 from attnzoo.integrations.layers import attention_layers
 from attnzoo.spec import AttentionSpec
 
-EMBEDDED = "embedded"  # the command line's name of the model that ships with the package
-_EMBEDDED_FOLDERS = {EMBEDDED: "assets/tiny-llama"}
+EMBEDDED = "embedded"  # the command line's names of the models that ship with the package
+EMBEDDED_LONG = "embedded-long"
+_EMBEDDED_FOLDERS = {
+    EMBEDDED: "assets/tiny-llama",
+    EMBEDDED_LONG: "assets/tiny-llama-long",
+}
 
 
 def embedded_model_path(name: str = EMBEDDED) -> Path:
     """Return the folder of a pretrained model that ships with the package.
 
     Args:
-        name: ``"embedded"``.
+        name: ``"embedded"``, of 512 positions, or ``"embedded-long"``, which recalls over 4,096.
     """
     return Path(str(files("attnzoo") / _EMBEDDED_FOLDERS[name]))
 

@@ -9,6 +9,7 @@ from attnzoo.evaluation.models import embedded_model_path, is_embedded, model_pa
 def test_the_embedded_model_has_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert model_folder("embedded") == embedded_model_path()
+    assert model_folder("embedded-long") == embedded_model_path("embedded-long")
     assert model_name("embedded") == "embedded"
     assert model_path("embedded") == embedded_model_path()
     assert is_embedded(str(embedded_model_path()))

@@ -7,9 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attnzoo
-from attnzoo.evaluation.data import make_eval_batch
-from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.evaluation.data import make_eval_batch, read_text, string_tokenizer
+from attnzoo.evaluation.generation import correct_tokens
+from attnzoo.evaluation.models import embedded_model_path, load_swapped
 from attnzoo.evaluation.quality import measure_quality
+from attnzoo.evaluation.recall_rows import Needles
+from attnzoo.spec import AttentionSpec
 
 MEGABYTE = 1e6
 
@@ -44,8 +47,9 @@ def short_measurement():
     return lambda backend, **options: measure(backend, tuple(options.items()))
 
 
-def test_it_is_small_and_complete():
-    path = embedded_model_path()
+@pytest.mark.parametrize("name", ["embedded", "embedded-long"])
+def test_it_is_small_and_complete(name):
+    path = embedded_model_path(name)
     assert sum(f.stat().st_size for f in path.iterdir()) <= 8 * MEGABYTE
     card = (path / "README.md").read_text()
     for fact in ("licen", "Python standard library", "steps", "bits per byte"):
@@ -122,6 +126,22 @@ def test_bits_per_byte_is_the_loss_that_transformers_reports():
     with torch.no_grad():
         loss = model(batch.tokens, labels=batch.tokens).loss.item()
     assert result.bits_per_byte == pytest.approx(loss / math.log(2), abs=1e-4)
+
+
+def test_the_long_model_repeats_numbers_that_a_window_loses():
+    path = embedded_model_path("embedded-long")
+    tokenizer = string_tokenizer(path)
+    tokens = tokenizer(read_text(None))
+    distance, rows = 1024, 4
+    needles = Needles(tokenizer, rows)
+    asked = needles.rows(tokens, distance, torch.Generator().manual_seed(0))
+    found = {}
+    for window in (None, 256):
+        model = load_swapped(path, AttentionSpec("flash", window=window))
+        right = correct_tokens(model, asked, needles.answer_tokens)
+        found[window] = int(right.all(1).sum())
+    assert found[None] >= 3
+    assert found[256] == 0
 
 
 def test_it_writes_python():

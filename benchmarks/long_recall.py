@@ -1,0 +1,63 @@
+"""Numbers that the long embedded model repeats, by distance, under several attentions, untrained.
+
+    python -m benchmarks.long_recall softmax flash:window=256 block_sparse plan.json
+
+Each argument is an attention as commands take it, or a file of ``attnzoo plan``. A text assigns a
+number of seven digits to a name and asks for it later. One JSON line per attention: by distance in
+tokens, the fraction of numbers that greedy generation repeats without an error, and of right digits
+after the right ones before them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from attnzoo.commands.spec_options import spec_of
+from attnzoo.evaluation.data import read_text, string_tokenizer
+from attnzoo.evaluation.generation import correct_tokens
+from attnzoo.evaluation.models import EMBEDDED_LONG, load_swapped, model_path
+from attnzoo.evaluation.recall_rows import Needles
+from attnzoo.spec import AttentionSpec
+
+DISTANCES = [1024, 2048, 4096]
+
+
+def read_attention(text: str) -> AttentionSpec:
+    """Read an attention, or the one that a plan chose."""
+    if text.endswith(".json"):
+        return AttentionSpec.from_dict(json.loads(Path(text).read_text("utf-8"))["spec"])
+    return spec_of(text)
+
+
+def main(
+    attention: Annotated[list[str], typer.Argument(help="attentions, or files of a plan")],
+    distance: Annotated[list[int] | None, typer.Option(help="tokens; repeatable")] = None,
+    rows: Annotated[int, typer.Option(help="numbers per distance")] = 16,
+    model: Annotated[str, typer.Option(help="name or folder of a model")] = EMBEDDED_LONG,
+) -> None:
+    """Print a JSON line per attention."""
+    path = model_path(model)
+    encode = string_tokenizer(path)
+    tokens, needles = encode(read_text(None)), Needles(encode, rows)
+    for name in attention:
+        swapped = load_swapped(path, read_attention(name))
+        numbers, digits = {}, {}
+        for length in distance or DISTANCES:
+            asked = needles.rows(tokens, length, torch.Generator().manual_seed(0))
+            right = correct_tokens(swapped, asked, needles.answer_tokens)
+            assert right is not None
+            first_wrong = right.int().cumprod(1).sum(1)
+            numbers[length] = round(float(right.all(1).float().mean()), 3)
+            asked_digits = (first_wrong + 1).clamp(max=right.shape[1]).sum()
+            digits[length] = round(float(first_wrong.sum() / asked_digits), 3)
+        line = {"attention": name, "numbers": numbers, "digits": digits}
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
