@@ -25,11 +25,15 @@ class Workload:
     feature_map: str = "identity"
     train: bool = False  # forward and backward
     decode: bool = False  # one token
+    mechanism: str = "linear"  # or one of MECHANISMS
+    window: int = 0  # of "hybrid" and "window"
     peers: tuple[str, ...] = ("fla",)
 
     @property
     def family(self) -> str:
         """The workloads that one process measures."""
+        if self.mechanism != "linear":
+            return self.mechanism
         return "decode" if self.decode else self.decay
 
     @property
@@ -45,6 +49,10 @@ class Workload:
 
     def minimum_bytes(self) -> int:
         """Return the bytes that a call must read and write, each tensor once per pass."""
+        if self.decode and self.window:  # float32 sums and values, features and keys of 16 bits
+            sums = 2 * 4 * 2 * self.D * (self.D + 2)
+            rows = self.window * self.D * (2 + 4 + 2 * 2)
+            return self.B * self.key_heads * (sums + rows)
         if self.decode:
             return 2 * 4 * self.B * self.key_heads * self.D * (self.D + 1)
         out = 2 * self.B * self.T * self.D * self.H
@@ -78,16 +86,32 @@ def _cases() -> Iterable[Workload]:
             yield Workload(
                 name=name, decay=decay, B=4, H=16, T=tokens, D=128, train=True, peers=peers
             )
+    for tokens in (1024, 4096, 8192, 16384):
+        for mechanism, window in (("hybrid", 64), ("window", 512)):
+            name = f"{mechanism} against softmax {tokens}"
+            shape = {"B": 4, "H": 16, "T": tokens, "D": 128, "window": window}
+            yield Workload(name=name, mechanism=mechanism, train=True, peers=("sdpa",), **shape)  # type: ignore[arg-type]
+    step = {"B": 64, "H": 32, "Hkv": 8, "T": 1, "D": 128, "decode": True}
+    yield Workload(name="hybrid decode", mechanism="hybrid", window=64, peers=(), **step)  # type: ignore[arg-type]
+    for mechanism, decay in (("mlstm", "scalar"), ("rwkv6", "vector")):
+        name = f"{mechanism} against softmax 4096"
+        shape = {"B": 4, "H": 16, "T": 4096, "D": 128, "decay": decay, "mechanism": mechanism}
+        yield Workload(name=name, train=True, peers=("sdpa",), **shape)  # type: ignore[arg-type]
     yield Workload(
         name="decode", B=64, H=32, T=1, D=128, decode=True, normalize=True, feature_map="elu+1"
     )
 
+
+# Others than linear attention; the last one runs torch's kernel for varied lengths
+MECHANISMS = ("hybrid", "mlstm", "rwkv6", "window")
+VARLEN_SIZES = ("64", "128", "256")  # of heads, checked
 
 CASES = tuple(_cases())
 TINY = tuple(
     workload
     for workload in CASES
     if workload.name.endswith(("B8 T1024 H8 D64", "grouped", "heads 8", "softmax 1024", "decode"))
+    or workload.mechanism in ("mlstm", "rwkv6")
 )
 
 
@@ -95,12 +119,27 @@ def shrink(workload: Workload) -> Workload:
     """Return a small version of a workload for the interpreter."""
     heads = 2 if workload.Hkv else 1
     return replace(
-        workload, B=1, H=heads, Hkv=1 if workload.Hkv else 0, T=min(workload.T, 33), D=16
+        workload,
+        B=1,
+        H=heads,
+        Hkv=1 if workload.Hkv else 0,
+        T=min(workload.T, 33),
+        D=16,
+        window=min(workload.window, 8),
     )
 
 
 def accuracy_cases(decay: str, small: bool) -> Iterable[tuple[Workload, float, float]]:
-    """Yield workloads to compare with float64, the mean of the values, and the tolerance."""
+    """Yield workloads to compare with float64, the mean of the values, and the tolerance.
+
+    ``decay`` may also be a mechanism with kernels of attnzoo's own.
+    """
+    if decay in MECHANISMS:
+        for workload in CASES:
+            if workload.family == decay and workload.name.endswith("softmax 4096"):
+                made = replace(workload, name=f"{decay}, mean 1", B=1, H=2, T=2048)
+                yield shrink(made) if small else made, 1.0, 1e-2
+        return
     for mean in (0.0, 1.0):
         workload = Workload(
             name=f"{decay} normalized, mean {mean:.0f}", decay=decay, normalize=True,
@@ -110,7 +149,7 @@ def accuracy_cases(decay: str, small: bool) -> Iterable[tuple[Workload, float, f
         yield (shrink(workload), mean, 1e-2) if small else (workload, mean, 5e-3)
 
 
-FAMILIES = ("none", "scalar", "vector", "decode")
+FAMILIES = ("none", "scalar", "vector", "decode")  # of linear attention
 DECAYS = ("none", "scalar", "vector")
 KINDS = ("bare", "mapped", "any", "wide")  # of calls, as in the table of configs
 HYBRID_KINDS = ("plain", "learned", "state", "any", "wide")  # of calls of the window hybrid
@@ -145,18 +184,20 @@ def groups_of(stage: int, *, tiny: bool, second: bool) -> dict[str, int]:
     if stage == 1:
         checks = [f"check {decay} {kind}" for decay in DECAYS for kind in kinds]
         checks += [f"hybrid {decay} {kind}" for decay in DECAYS for kind in hybrid_kinds]
+        checks += [f"varlen {size}" for size in VARLEN_SIZES[: 1 if tiny else None]]
         names = checks + ([f"{name} second ptxas" for name in checks] if second else [])
         names += [f"sanitizer {tool} {decay}" for tool in TOOLS for decay in DECAYS]
         names += [f"warm fla {family}" for family in FAMILIES]
         names += [f"compile configs {decay}" for decay in DECAYS]
         return {"machine": 1, "copy": 1} | dict.fromkeys(names, PARALLEL)
     if stage == 2:
-        names = [f"time attnzoo {family}" for family in FAMILIES]
+        names = [f"time attnzoo {family}" for family in (*FAMILIES, *MECHANISMS)]
         return dict.fromkeys([*names, *(f"time configs {decay}" for decay in DECAYS)], 1)
     if stage == 3:
         names = [f"time fla {family}" for family in FAMILIES]
-        names += ["time softmax none", "time softmax vector"]
-        return dict.fromkeys([*names, *(f"accuracy {decay}" for decay in DECAYS)], 1)
+        names += [f"time softmax {family}" for family in ("none", "vector", *MECHANISMS)]
+        checked = (*DECAYS, *MECHANISMS[:-1])
+        return dict.fromkeys([*names, *(f"accuracy {family}" for family in checked)], 1)
     if stage == 4:
         return {"profile none": 1, "profile vector": 1}
     return dict.fromkeys(["again", "llama", "compare", "tune"], 1)
@@ -217,6 +258,7 @@ GOALS = (
     *(Goal(f"GLA, {n} heads at 16k", 3.0, f"vector few heads {n}") for n in (8, 16, 32)),
     Goal("linear against softmax, T 2048", 1.0, "none against softmax 2048", "sdpa"),
     Goal("GLA against softmax, T 4096", 1.0, "vector against softmax 4096", "sdpa"),
+    Goal("hybrid, window 64, against softmax, T 8192", 1.0, "hybrid against softmax 8192", "sdpa"),
     Goal(
         "GLA, peak memory over fla's",
         0.5,

@@ -94,6 +94,19 @@ def check_hybrid(session: Session, decay: str, kind: str, *assembler: str) -> No
     _check(session, module, decay, kind, *assembler)
 
 
+def check_varlen(session: Session, size: str, *_: str) -> None:
+    """Compare torch's kernel for varied lengths with a dense mask and float64."""
+    from attnzoo.backends.flash import check_varlen as module
+
+    for case in module.cases():
+
+        def run(case: Any = case) -> Row:
+            session.need_gpu()
+            return {"wrong": list(module.wrong_results(case, int(size), session.device))}
+
+        session.recorder.measure(run, kind="check", workload=f"{case}, size {size}")
+
+
 def _check(session: Session, module: Any, decay: str, kind: str, *assembler: str) -> None:
     cases = list(module.cases(decay, 128, kind, small=session.tiny))
     for case in cases[-1:] if session.interpreted else cases:
@@ -330,6 +343,7 @@ def run_group(group: str, out: Path, *, tiny: bool) -> None:
         "copy": measure_copy,
         "check": check,
         "hybrid": check_hybrid,
+        "varlen": check_varlen,
         "sanitizer": sanitize,
         "warm": warm,
         "compile": lambda session, _, decay: configs(session, decay, timed=False),

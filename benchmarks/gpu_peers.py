@@ -12,7 +12,13 @@ from gpu_rows import PeerUnavailable
 from torch import Tensor
 
 from attnzoo.backends.flash.impl.sdpa import sdpa_kernel_name
+from attnzoo.backends.flash.op import flash_attention
+from attnzoo.backends.gated_linear.op import mlstm_attention, rwkv6_attention
+from attnzoo.backends.linear.impl.fused_maps import MapWeights
 from attnzoo.backends.linear.op import linear_attention
+from attnzoo.backends.linear.window_hybrid import LinearBranch, hybrid_attention
+from attnzoo.backends.linear.window_state import HybridState
+from attnzoo.masks import AttentionMask
 from attnzoo.state import LinearState
 
 Inputs = list[Tensor | None]  # q, k, v and the log decay
@@ -59,7 +65,9 @@ def prepared(run: Run, inputs: Inputs, *, train: bool) -> Callable[[], list[Tens
 
 
 def attnzoo_kernels(workload: Workload, inputs: Inputs, impl: str = "triton") -> Run:
-    """Return a call of attnzoo's linear attention."""
+    """Return a call of attnzoo: linear attention, or another mechanism."""
+    if workload.mechanism != "linear":
+        return _MECHANISMS[workload.mechanism](workload, inputs, impl)
     q, k, v, gates = inputs
     assert q is not None
     assert k is not None
@@ -77,6 +85,66 @@ def attnzoo_kernels(workload: Workload, inputs: Inputs, impl: str = "triton") ->
         )
         options |= {"form": "recurrent", "state": state, "return_state": True}
     return lambda: linear_attention(q, k, v, **options).out
+
+
+def _hybrid(workload: Workload, inputs: Inputs, impl: str) -> Run:
+    """Return a window hybrid whose map, hedgehog, has 2 D features; one token is in place."""
+    q, k, v, gates = inputs
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    size, generator = workload.D, torch.Generator().manual_seed(3)
+    shape = {"generator": generator, "dtype": torch.float32}
+    maps = [torch.randn(n, size, size, **shape) / size for n in (workload.H, workload.key_heads)]
+    weights = MapWeights(*(x.bfloat16().to(q.device, q.dtype) for x in maps))
+    branch = LinearBranch(
+        *(q, k, torch.zeros(1, workload.H, 1, 1, device=q.device), gates),
+        mean=True,
+        feature_map="hedgehog",
+        feature_scale=size**-0.5,
+        map_weights=weights,
+    )
+    options: dict[str, Any] = {"window": workload.window, "scale": size**-0.5, "impl": impl}
+    if workload.decode:
+        rows = workload.B, workload.key_heads, workload.window
+        sums = torch.rand(*rows[:2], 2 * size, size + 1, device=q.device)
+        keys = k.new_zeros(*rows, size)
+        features = branch.features(keys, of_keys=True)
+        seen = torch.full((workload.B,), 4096, device=q.device)
+        state = HybridState(keys, keys.float(), features, sums, sums[..., -1].clone(), seen)
+        options |= {"impl": "torch", "state": state, "return_state": True, "reuse_state": True}
+    return lambda: hybrid_attention(q, k, v, branch, **options).out
+
+
+def _mlstm(workload: Workload, inputs: Inputs, impl: str) -> Run:
+    q, k, v, gates = inputs
+    assert gates is not None
+    return lambda: mlstm_attention(q, k, v, log_forget=gates, log_input=gates, impl=impl).out  # type: ignore[arg-type]
+
+
+def _rwkv6(workload: Workload, inputs: Inputs, impl: str) -> Run:
+    q, k, v, gates = inputs
+    assert gates is not None
+    bonus = torch.zeros(workload.key_heads, workload.D, dtype=gates.dtype, device=gates.device)
+    return lambda: rwkv6_attention(q, k, v, log_decay=gates, bonus=bonus, impl=impl).out  # type: ignore[arg-type]
+
+
+def _window(workload: Workload, inputs: Inputs, impl: str) -> Run:
+    """Return softmax attention in a sliding window by torch's kernel for varied lengths."""
+    q, k, v, _ = inputs
+    assert q is not None
+    if q.device.type != "cuda":
+        raise PeerUnavailable("torch's kernel for varied lengths runs on a GPU only")
+    mask = AttentionMask(causal=True, window=(workload.window - 1, 0))
+    return lambda: flash_attention(q, k, v, mask=mask, impl="varlen").out  # type: ignore[arg-type]
+
+
+_MECHANISMS: dict[str, Callable[[Workload, Inputs, str], Run]] = {
+    "hybrid": _hybrid,
+    "mlstm": _mlstm,
+    "rwkv6": _rwkv6,
+    "window": _window,
+}
 
 
 def remark(name: str, workload: Workload) -> str:

@@ -147,6 +147,10 @@ def test_every_stage_runs_without_a_gpu_and_resumes(tmp_path, capsys):
     }
     assert {row["kind"] for row in rows} == kinds | {"again", "llama", "tool", "start"}
     assert [row for row in rows if "error" in row] == []
+    keys = [tuple(row["key"]) for row in rows if row["kind"] == "start"]
+    assert len(set(keys)) == len(keys)
+    measured = {row["workload"] for row in rows if row["kind"] == "time" and "first_seconds" in row}
+    assert {"hybrid against softmax 1024", "hybrid decode"} <= measured
     expected = {name for n in range(1, 6) for name in script("gpu_cases").groups_of(
         n, tiny=True, second=False)}  # fmt: skip
     assert {row["group"] for row in rows} == expected

@@ -45,6 +45,7 @@ class VarlenCase(NamedTuple):
         flags = ("causal", "padded", "packed")
         names = [name for name in flags if getattr(self, name)]
         names += [f"window {self.window}"] if self.window else []
+        names += [f"{self.later} later keys"] if self.later else []
         names += [f"{self.num_sinks} first tokens"] if self.num_sinks else []
         return f"{self.queries} queries, {self.keys} keys, {', '.join(names)}, {self.dtype}"
 
