@@ -231,13 +231,13 @@ def launch_hybrid(case: CompileCase, x: linear_launch.LinearTensors) -> None:
     if log_decay is not None:
         log_decay = log_decay[:, :, case.window :]
     state, masks = (x.kv, x.z), (x.padding_mask, x.segment_ids)
-    options = (case.window, 1.0, True, True, 1e-30)
+    no_first, options = (None, None, None), (case.window, 1.0, True, True, 1e-30)
     out, *saved = hybrid_triton._init_fn(
-        *x[:3], *x[:2], logit, log_decay, *state, *masks, None, None, *options
+        *x[:3], *x[:2], logit, log_decay, *state, *masks, None, None, *no_first, *options
     )
     hybrid_triton_backward._init_fn(
         torch.empty_like(out), *state, *saved, *x[:3], *x[:2], log_decay, *state, *masks,
-        *options, log_decay is not None,
+        *no_first, *options, log_decay is not None,
     )  # fmt: skip
 
 

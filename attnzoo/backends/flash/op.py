@@ -23,7 +23,6 @@ from attnzoo.backends.flash.impl.varlen import extra_keys_reasons as extra_keys_
 from attnzoo.backends.flash.impl.varlen import kernel_window as kernel_window
 from attnzoo.backends.flash.impl.varlen import run_varlen as run_varlen
 from attnzoo.backends.flash.impl.varlen import varlen_reasons as varlen_reasons
-from attnzoo.backends.flash.impl.varlen_extra import ExtraKeys as ExtraKeys
 from attnzoo.backends.flash.impl.varlen_extra import (
     attend_with_extra_keys as attend_with_extra_keys,
 )

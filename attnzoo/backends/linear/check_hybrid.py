@@ -47,6 +47,7 @@ class HybridCase:
     linear_only: bool = False  # the first head ignores its window
     masked: bool = False  # packed and padded
     cut: int = 0  # the call continues from the state after that many tokens
+    num_sinks: int = 0
     B: int = 2
     Hkv: int = 2
     T: int = 150
@@ -55,7 +56,8 @@ class HybridCase:
 
     def __str__(self) -> str:
         gates = " strong gates" if self.strong_gates else ""
-        return f"{self.T} tokens of {self.d}, {self.e} and {self.features} features{gates}"
+        sinks = f", {self.num_sinks} first tokens" if self.num_sinks else ""
+        return f"{self.T} tokens of {self.d}, {self.e} and {self.features} features{sinks}{gates}"
 
 
 def base_case(decay: str, size: int, kind: str) -> HybridCase:
@@ -86,6 +88,8 @@ def cases(decay: str, size: int, kind: str, small: bool) -> Iterator[HybridCase]
     yield case
     if decay != "none":
         yield replace(case, strong_gates=True)
+    if kind == "state":
+        yield replace(case, num_sinks=4)
     if not small:
         yield replace(case, T=1400)
     if not case.cut:
@@ -155,6 +159,7 @@ def attend(
         state=state,
         return_state=ids is None,
         impl=impl,
+        num_sinks=case.num_sinks,
     )
     assert after is None or isinstance(after, HybridState)
     return out, after

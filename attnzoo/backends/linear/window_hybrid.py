@@ -172,7 +172,7 @@ def _step(
 
 def _run_triton(x: HybridInputs) -> Result:
     """Run the kernels; they count the keys themselves unless rows have other sequences in them."""
-    is_simple = x.state is None and x.segment_ids is None
+    is_simple = x.state is None and x.segment_ids is None and not x.num_sinks
     counts = linear_counts(x) if x.branch.mean and not is_simple else None
     return run_hybrid_triton(x, counts, MIN_WEIGHT)
 

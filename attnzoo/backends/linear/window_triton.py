@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnzoo.backends.linear.impl.triton import round_features, triton_reasons
 from attnzoo.backends.linear.window_state import HybridInputs
-from attnzoo.backends.local.causal_window import is_filled
+from attnzoo.backends.local.causal_window import is_filled, next_sinks
 from attnzoo.kernels.derivatives import check_reverse_mode
 from attnzoo.state import LinearState
 
@@ -27,8 +27,6 @@ def hybrid_triton_reasons(x: HybridInputs) -> list[str]:
         reasons.append("queries are float64 (the kernels support bfloat16, float16 and float32)")
     if x.q.shape[3] > LARGEST:
         reasons.append(f"queries have size {x.q.shape[3]} (at most {LARGEST})")
-    if x.num_sinks:
-        reasons.append(f"num_sinks={x.num_sinks} is set (use impl='torch')")
     if x.shard is not None:
         reasons.append("several ranks hold the sequence (use impl='torch')")
     if x.q.shape[2] == 1 and x.state is not None:
@@ -49,6 +47,7 @@ def run_hybrid_triton(
 
     branch, size, state = x.branch, x.window, x.state
     q, k, v = x.q, x.k, x.v
+    first_k, first_v, first_seen = _first_tokens(x) if x.num_sinks else (None, None, None)
     q_features, k_features = (round_features(y, v) for y in (branch.q, branch.k))
     ids, padding_mask, log_decay = x.segment_ids, x.padding_mask, branch.log_decay
     check_reverse_mode("hybrid_attention", q, k, v, q_features, k_features, instead="impl='torch'")
@@ -58,8 +57,13 @@ def run_hybrid_triton(
         logit = F.pad(logit, (size, 0))
         k, v, k_features = (
             torch.cat([old.to(new.dtype), new], 2)
-            for old, new in ((state.k, k), (state.v, v), (state.features, k_features))
+            for old, new in (
+                (state.k[:, :, x.num_sinks :], k),
+                (state.v[:, :, x.num_sinks :], v),
+                (state.features, k_features),
+            )
         )
+        first_seen = None if first_seen is None else F.pad(first_seen, (0, 0, size, 0))
         real = padding_mask
         if real is None:
             real = torch.ones(len(q), x.q.shape[2], dtype=torch.bool, device=q.device)
@@ -72,7 +76,53 @@ def run_hybrid_triton(
         zeros = v.new_zeros(math.prod(shape) * (v.shape[3] + 1), dtype=torch.float32)
         z, kv = zeros[: math.prod(shape)], zeros[math.prod(shape) :]
         z, kv = z.view(shape), kv.view(*shape, v.shape[3])
-    length = q.shape[2]
+    k_features = _zero_outside_sums(x, k_features, padding_mask, ids)
+    if log_decay is not None and log_decay.dim() > 1 and state is None:
+        log_decay = log_decay[:, :, size:]
+    out, kv, z, *_ = hybrid_triton(
+        *(q, k, v, q_features, k_features, logit, log_decay, kv, z, padding_mask, ids, counts),
+        *(
+            branch.linear_only_heads,
+            first_k,
+            first_v,
+            first_seen,
+            size,
+            x.scale,
+            branch.relative,
+            branch.mean,
+            min_weight,
+        ),
+    )
+    if state is not None:
+        out = out[:, :, size:]
+    return out, LinearState(torch.cat([kv, z.unsqueeze(-1)], -1), z)
+
+
+def _first_tokens(x: HybridInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys and values of the first tokens, and which queries see them outside the window."""
+    tokens = torch.arange(x.q.shape[2], device=x.q.device)
+    seen = tokens.new_zeros(len(x.q)) if x.state is None else x.state.seen
+    count = torch.full_like(seen, len(tokens))
+    if x.padding_mask is not None:
+        count = x.padding_mask.sum(1)
+    k, v = next_sinks((x.k, x.v), x.window_state, seen, count, x.num_sinks)
+    rank = seen[:, None, None] + tokens[:, None]
+    return k, v, rank - torch.arange(x.num_sinks, device=rank.device) >= x.window
+
+
+def _zero_outside_sums(
+    x: HybridInputs, k_features: Tensor, padding_mask: Tensor | None, ids: Tensor | None
+) -> Tensor:
+    """Return the features of keys, zero where they do not enter the linear sums.
+
+    The tokens of a state's window stand before those of the call in all arguments but ``x``.
+    """
+    size, length = x.window, k_features.shape[2]
+    if x.num_sinks:
+        before = 0 if x.state is None else x.state.seen[:, None] - size
+        place = torch.arange(length, device=k_features.device)[None]
+        is_first = before + place < x.num_sinks
+        k_features = k_features.masked_fill(is_first[:, None, :, None], 0)
     hidden = None  # keys that the query W tokens later does not see, [B, T]
     if x.padding_mask is not None and length > size:
         assert padding_mask is not None
@@ -80,14 +130,6 @@ def run_hybrid_triton(
     if ids is not None and length > size:
         other = ids[:, size:] != ids[:, :-size]
         hidden = other if hidden is None else hidden | other
-    if hidden is not None:
-        k_features = k_features.masked_fill(F.pad(hidden, (0, size))[:, None, :, None], 0)
-    if log_decay is not None and log_decay.dim() > 1 and state is None:
-        log_decay = log_decay[:, :, size:]
-    out, kv, z, *_ = hybrid_triton(
-        *(q, k, v, q_features, k_features, logit, log_decay, kv, z, padding_mask, ids, counts),
-        *(branch.linear_only_heads, size, x.scale, branch.relative, branch.mean, min_weight),
-    )
-    if state is not None:
-        out = out[:, :, size:]
-    return out, LinearState(torch.cat([kv, z.unsqueeze(-1)], -1), z)
+    if hidden is None:
+        return k_features
+    return k_features.masked_fill(F.pad(hidden, (0, size))[:, None, :, None], 0)

@@ -182,12 +182,12 @@ def next_window(
         in_last = x.segment_ids == x.segment_ids[:, -1:]
         count = (in_last if x.padding_mask is None else in_last & x.padding_mask).sum(1)
     if x.num_sinks:
-        for i, sinks in enumerate(_next_sinks(new[:2], state, seen, count, x.num_sinks)):
+        for i, sinks in enumerate(next_sinks(new[:2], state, seen, count, x.num_sinks)):
             latest[i] = torch.cat([sinks, latest[i]], 2)
     return *latest, seen + count
 
 
-def _next_sinks(
+def next_sinks(
     new: Sequence[Tensor], state: WindowState | None, seen: Tensor, count: Tensor, num_sinks: int
 ) -> list[Tensor]:
     """Return keys and values of the first tokens after a call, ``[B, Hkv, G, X]`` each."""

@@ -42,6 +42,7 @@ class HybridCase:
     relative: bool = True
     mean: bool = True
     linear_only: bool = False
+    num_sinks: int = 0
     value_mean: float = 0.0
     dtype: torch.dtype = torch.float32
 
@@ -78,6 +79,7 @@ def attend(case, tensors, padding, ids, impl, tokens, state):
     padding, ids = (None if x is None else x[:, tokens] for x in (padding, ids))
     mask = AttentionMask(causal=True, padding=padding, segment_ids=ids)
     options = {"window": case.window, "scale": 0.25, "mask": mask, "impl": impl}
+    options["num_sinks"] = case.num_sinks
     return hybrid_attention(q, k, v, branch, state=state, return_state=not case.packed, **options)
 
 
@@ -102,9 +104,9 @@ def results(case, impl, dtype=None):
     return values | dict(zip(named, torch.autograd.grad(total, list(named.values())), strict=True))
 
 
-def errors(case):
+def errors(case, impl="triton"):
     """Return the relative error of each result and gradient."""
-    actual = results(case, "triton")
+    actual = results(case, impl)
     expected = results(case, "reference", torch.float64)
     return {
         name: ((x.double() - expected[name]).norm() / (expected[name].norm() + 1e-12)).item()
@@ -119,6 +121,12 @@ def errors(case):
         HybridCase(decay="channel", packed=True),
         HybridCase(decay="token", padded=True, cut=11),
         HybridCase(length=6),  # shorter than the window
+        HybridCase(num_sinks=3, padded=True, heads=(4, 2), relative=False),
+        HybridCase(num_sinks=12, decay="token", cut=9),
+        pytest.param(
+            HybridCase(num_sinks=2, decay="channel", padded=True, cut=11),
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(HybridCase(decay="head", mean=False, cut=5), marks=pytest.mark.exhaustive),
         pytest.param(HybridCase(packed=True, padded=True), marks=pytest.mark.exhaustive),
     ],
@@ -134,6 +142,14 @@ def test_bfloat16_gradients_are_accurate_if_values_have_a_mean():
     case = HybridCase(value_mean=1.0, dtype=torch.bfloat16, length=96, window=16)
     for name, error in errors(case).items():
         assert error < 6e-3, f"{name}: {error:.1e}"
+
+
+@pytest.mark.exhaustive
+def test_bfloat16_gradients_with_first_tokens_are_as_accurate_as_in_torch():
+    case = HybridCase(value_mean=1.0, dtype=torch.bfloat16, length=96, window=16, num_sinks=4)
+    ours, plain = errors(case), errors(case, "torch")
+    for name, error in ours.items():
+        assert error <= 2 * plain[name] + 1e-6, f"{name}: {error:.1e}, {plain[name]:.1e} in torch"
 
 
 OPERATORS = {x._name: x for x in (hybrid_triton, hybrid_triton_backward)}
@@ -187,8 +203,11 @@ def test_hybrid_operator_passes_opcheck():
     (q, k, v, *features, _, _), *_ = make(HybridCase(length=18))
     tensors = [x.requires_grad_() for x in (q, k, v, *features, torch.randn(1, 2, 18).to(DEVICE))]
     state = [torch.randn(1, 1, 16, 16).to(DEVICE), torch.rand(1, 1, 16).to(DEVICE)]
-    options = (None, None, None, None, 8, 0.25, True, True, 1e-30)
-    torch.library.opcheck(hybrid_triton, (*tensors, None, *state, *options))
+    first = (torch.randn(1, 1, 2, 16).to(DEVICE).requires_grad_() for _ in range(2))
+    seen = torch.rand(1, 18, 2).to(DEVICE) > 0.5
+    for keys in ((None, None, None), (*first, seen)):
+        options = (None, None, None, None, *keys, 8, 0.25, True, True, 1e-30)
+        torch.library.opcheck(hybrid_triton, (*tensors, None, *state, *options))
 
 
 def test_unsupported_calls_raise():

@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.flash.impl.call import FlashCall
-from attnzoo.backends.flash.impl.varlen_extra import (
-    ExtraKeys,
-    attend_with_extra_keys,
-    outside_window,
-)
+from attnzoo.backends.flash.impl.varlen_extra import attend_with_extra_keys, outside_window
 from attnzoo.backends.flash.impl.varlen_kernel import (
     UNLIMITED,
     Sequences,
@@ -28,6 +24,7 @@ from attnzoo.backends.flash.impl.varlen_kernel import (
     returns_lse,
     sequences,
 )
+from attnzoo.backends.local.extra_keys import ExtraKeys
 from attnzoo.backends.local.pattern import gather_tokens
 from attnzoo.backends.local.sinks import split_sinks
 from attnzoo.backends.validation import empty_output, is_empty_call

@@ -61,7 +61,8 @@ def run_check(device: torch.device, size: int) -> Verdict:
 def device_identity(device: torch.device) -> Mapping[str, str]:
     """Return the device and the versions of everything that a verdict depends on."""
     folder = Path(__file__).parent
-    sources = *sorted(folder.glob("varlen*.py")), folder.parent / "check_varlen.py"
+    sources = [*sorted(folder.glob("varlen*.py")), folder.parent / "check_varlen.py"]
+    sources.append(folder.parents[1] / "local" / "extra_keys.py")
     calls = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     where = gpu(device) if device.type == "cuda" else {"device": f"a {platform.machine()} CPU"}
     return {**where, **versions(), "calls": calls}

@@ -146,6 +146,7 @@ def _source_hash(table: str) -> str:
     folders = linear / "kernels", linear.parent / "local" / "kernels"
     files = sorted(p for f in folders for p in f.iterdir() if p.suffix in (".py", ".json"))
     files += [linear / f"{name}.py" for name in ("window_triton", "check_triton", "check_hybrid")]
+    files += [linear.parent / "local" / "extra_keys.py"]
     files += [linear.parents[1] / "kernels" / "triton_products.py"]
     files += [Path(table)] if table else []
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnzoo.backends.linear.kernels.launch import KernelLauncher, LinearTensors, empty_rows
 from attnzoo.backends.linear.kernels.merge import MergeOptions, merge, merge_backward
+from attnzoo.backends.local.extra_keys import ExtraKeys, extra_key_gradients, merge_extra_keys
 from attnzoo.backends.local.kernels.custom_op import (
     WindowOptions,
     launch_window,
@@ -39,6 +40,9 @@ def hybrid_triton(
     segment_ids: Tensor | None,
     counts: Tensor | None,
     linear_only_heads: Tensor | None,
+    first_k: Tensor | None,
+    first_v: Tensor | None,
+    first_seen: Tensor | None,
     window: int,
     scale: float,
     relative: bool,
@@ -64,6 +68,11 @@ def hybrid_triton(
         segment_ids: ``[B, T]`` integers, or ``None``.
         counts: Number of keys in the linear sums of each token, ``[B, T]``; see ``merge``.
         linear_only_heads: See ``merge``.
+        first_k: Keys of the first tokens, which queries see outside the window too,
+            ``[B, Hkv, G, D]``, or ``None``.
+        first_v: Their values, ``[B, Hkv, G, E]``.
+        first_seen: Which of them each query sees only because they are first tokens,
+            ``[1 or B, T, G]`` bool.
         window: W.
         scale: Multiplies query-key products in the window.
         relative: See ``MergeOptions``.
@@ -77,6 +86,10 @@ def hybrid_triton(
     options = _merge_options(q, window, relative, mean, min_weight)
     masks, near_options = (padding_mask, segment_ids), WindowOptions(window - 1, 0, scale)
     near, lse = launch_window(q, k, v, masks, near_options, torch.float32)
+    if first_k is not None and first_v is not None and first_seen is not None:
+        extra = ExtraKeys(first_k, first_v, first_seen)
+        rows, lse = merge_extra_keys(near.transpose(1, 2), lse, q, extra, scale)
+        near = rows.transpose(1, 2).contiguous()
     linear = LinearTensors(q_features, k_features, v, log_decay, kv, z, segment_ids, None)
     if options.first < q.shape[2]:
         values, total, *last = _launcher(linear, options.first, False).forward_sums()
@@ -109,14 +122,20 @@ def hybrid_triton_backward(
     z: Tensor,
     padding_mask: Tensor | None,
     segment_ids: Tensor | None,
+    first_k: Tensor | None,
+    first_v: Tensor | None,
+    first_seen: Tensor | None,
     window: int,
     scale: float,
     relative: bool,
     mean: bool,
     min_weight: float,
     needs_decay_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, features, logit, log_decay (or empty), kv and z."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, features, logit, log_decay, kv, z, first_k and first_v.
+
+    Those of log_decay, first_k and first_v are empty if they are ``None``.
+    """
     options = _merge_options(q, window, relative, mean, min_weight)
     d_near, d_lse, d_values, delta, d_logit = merge_backward(
         d_out, near, values, near_weight, linear_weight, options, v.dtype
@@ -125,6 +144,14 @@ def hybrid_triton_backward(
     dq, dk, dv = launch_window_backward(
         d_near.transpose(1, 2), d_lse, q, k, v, near, lse, masks, near_options
     )
+    d_first = q.new_empty(0), q.new_empty(0)
+    if first_k is not None and first_v is not None and first_seen is not None:
+        extra, d_rows = ExtraKeys(first_k, first_v, first_seen), d_near.transpose(1, 2)
+        delta_near = (d_near.float() * near).sum(3).transpose(1, 2) - d_lse
+        dq_first, *d_first = extra_key_gradients(
+            d_rows, delta_near.contiguous(), lse, q, extra, scale
+        )
+        dq += dq_first.transpose(1, 2)
     dq_features = empty_rows(q_features, q_features.shape[1], q_features.shape[3])
     dk_features = empty_rows(k_features, k_features.shape[1], k_features.shape[3])
     rows = tuple(x.transpose(1, 2) for x in (dq, dk, dv, dq_features, dk_features))
@@ -133,7 +160,7 @@ def hybrid_triton_backward(
     dk_features[:, length - first :].zero_()
     if first == length:
         no_decay = q.new_empty(0) if log_decay is None else torch.zeros_like(log_decay)
-        return *rows, d_logit, no_decay, d_kv.clone(), d_z.clone()
+        return *rows, d_logit, no_decay, d_kv.clone(), d_z.clone(), *d_first
     linear = LinearTensors(q_features, k_features, v, log_decay, kv, z, segment_ids, None)
     launcher = _launcher(linear, first, True, needs_decay_grad)
     dv_linear = empty_rows(launcher.v, v.shape[1], v.shape[3])
@@ -142,7 +169,7 @@ def hybrid_triton_backward(
         d_rows, d_values.transpose(1, 2), delta, (d_kv, d_z), (kv_last, z_last)
     )
     dv[:, : length - first] += dv_linear
-    return *rows, d_logit, d_log, d_kv, d_z
+    return *rows, d_logit, d_log, d_kv, d_z, *d_first
 
 
 def _merge_options(
@@ -178,7 +205,7 @@ def _hybrid_triton_fake(
     z: Tensor,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    first = min(options[4], q.shape[2])
+    first = min(options[7], q.shape[2])
     shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
     out = v.new_empty(shape).transpose(1, 2)
     near = v.new_empty(shape, dtype=torch.float32)
@@ -195,18 +222,18 @@ def _hybrid_triton_backward_fake(*args: Any) -> tuple[Tensor, ...]:
         empty_rows(x, x.shape[1], x.shape[3]).transpose(1, 2)
         for x in (q, k, v, q_features, k_features)
     )
-    has_decay = log_decay is not None and (args[-1] or args[20] >= q.shape[2])
+    has_decay = log_decay is not None and (args[-1] or args[23] >= q.shape[2])
     d_log = log_decay.new_empty(log_decay.shape) if has_decay else q.new_empty(0)
-    d_first = kv.new_empty(kv.shape), z.new_empty(z.shape)
-    return *rows, lse.new_empty(lse.shape), d_log, *d_first
+    d_state = kv.new_empty(kv.shape), z.new_empty(z.shape)
+    d_first = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in args[20:22])
+    return *rows, lse.new_empty(lse.shape), d_log, *d_state, *d_first
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, q_features, k_features, _, log_decay, kv, z, padding_mask, segment_ids = inputs[:11]
-    ctx.save_for_backward(
-        *output[1:], q, k, v, q_features, k_features, log_decay, kv, z, padding_mask, segment_ids
-    )
-    ctx.options = inputs[13:]
+    tensors = q, k, v, q_features, k_features, log_decay, kv, z, padding_mask, segment_ids
+    ctx.save_for_backward(*output[1:], *tensors, *inputs[13:16])
+    ctx.options = inputs[16:]
     ctx.set_materialize_grads(False)  # zeros for what only the gradients read would be large
 
 
@@ -224,8 +251,9 @@ def _backward(
     grads = hybrid_triton_backward(
         d_out, d_kv, d_z, *ctx.saved_tensors, *ctx.options, needs_decay_grad
     )
-    needed = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
-    return *needed, *[None] * 9
+    needs = *ctx.needs_input_grad[:9], *ctx.needs_input_grad[13:15]
+    needed = [g if need else None for g, need in zip(grads, needs, strict=True)]
+    return *needed[:9], *[None] * 4, *needed[9:], *[None] * 6
 
 
 hybrid_triton.register_autograd(_backward, setup_context=_setup_context)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.flash.op import (
-    ExtraKeys,
     FlashCall,
     Sequences,
     attend_sequences,
@@ -26,6 +25,7 @@ from attnzoo.backends.flash.op import (
     varlen_reasons,
 )
 from attnzoo.backends.local.blockwise_cpu import LocalOptions
+from attnzoo.backends.local.extra_keys import ExtraKeys
 from attnzoo.backends.local.pattern import GlobalIndices, gather_tokens
 from attnzoo.backends.longformer.impl.by_band import attend_by_band, run_by_band
 from attnzoo.backends.longformer.impl.call import LongformerCall
