@@ -47,6 +47,12 @@ class LayerSpec:
         return {"backend": self.backend, **({"options": _plain(options)} if options else {})}
 
 
+def _short(entry: dict[str, Any]) -> str | dict[str, Any]:
+    """Return an entry of a spec's plain data as its backend's name, if it has no options."""
+    name: str = entry["backend"]
+    return entry if "options" in entry else name
+
+
 def _layer_spec(value: object, where: str, allow_import: bool) -> LayerSpec:
     """Return an entry from ``"flash"`` or ``{"backend": "flash", "options": {...}}``, validated."""
     if isinstance(value, LayerSpec):
@@ -301,5 +307,11 @@ class AttentionSpec:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        """Return the spec as its plain data."""
-        return f"AttentionSpec.from_dict({self.to_dict()!r})"
+        """Return the call that makes this spec, without options that have their default values."""
+        data = self.to_dict()
+        layers = {key: _short(entry) for key, entry in data.get("layers", {}).items()}
+        keywords = data.get("options", {}) | ({"layers": layers} if layers else {})
+        if "else" in data:
+            keywords["else_"] = _short(data["else"])
+        arguments = [repr(data["backend"]), *(f"{k}={v!r}" for k, v in keywords.items())]
+        return f"AttentionSpec({', '.join(arguments)})"

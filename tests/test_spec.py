@@ -37,6 +37,12 @@ def test_plain_data_comes_back_as_it_was(data):
     assert eval(repr(spec), {"AttentionSpec": AttentionSpec}) == spec
 
 
+def test_a_spec_prints_as_the_call_that_makes_it():
+    spec = AttentionSpec("linear", window=4, eps=1e-12, layers={"0": "flash"}, else_="softmax")
+    text = "AttentionSpec('linear', window=4, layers={'0': 'flash'}, else_='softmax')"
+    assert repr(spec) == text
+
+
 def test_python_and_json_make_the_same_spec():
     spec = AttentionSpec(
         "linear",

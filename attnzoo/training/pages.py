@@ -11,6 +11,7 @@ from attnzoo.report import charts, page
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.report.format import format_bytes, number
 from attnzoo.report.table import Table
+from attnzoo.spec import AttentionSpec
 from attnzoo.training.head_entropy import HEADS, entropy_plots
 from attnzoo.training.json_lines import read_lines
 from attnzoo.training.plan import Plan
@@ -50,7 +51,9 @@ def write_pages(
         return
     decoding, generation = decoding_table(results), generation_table(results)
     calibration = calibration_table(results)
-    summary = f"{_summary(results, command)} The swap: {json.dumps(results['spec'])}"
+    summary = (
+        f"{_summary(results, command)} The swap: {AttentionSpec.from_dict(results['spec'])!r}."
+    )
     body = [
         page.heading(results["verdict"], 1),
         page.paragraph(summary, muted=True),
