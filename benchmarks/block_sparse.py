@@ -1,8 +1,9 @@
 """Block-sparse attention: quality on the embedded model, time against SDPA, and decoding.
 
-    python benchmarks/block_sparse.py quality
-    python benchmarks/block_sparse.py prefill     # 4k and 16k tokens, both passes; 64k, one head
-    python benchmarks/block_sparse.py decode      # one token after 16k and 64k, in a model
+    python -m benchmarks.block_sparse quality
+    python -m benchmarks.block_sparse indexer     # trained for 64 keys of 512; minutes
+    python -m benchmarks.block_sparse prefill     # 4k and 16k tokens, both passes; 64k, one head
+    python -m benchmarks.block_sparse decode      # one token after 16k and 64k, in a model
 
 Quality is the share of the difference between a window of 32 and softmax that is closed, without
 training. Each timed query attends to at most 963 keys; calls of a row take turns.
@@ -10,6 +11,9 @@ training. Each timed query attends to at most 963 keys; calls of a row take turn
 
 from __future__ import annotations
 
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +32,14 @@ from attnzoo.evaluation.quality import measure_quality
 from attnzoo.evaluation.timing import time_together
 from attnzoo.masks import AttentionMask
 from attnzoo.spec import AttentionSpec
+from attnzoo.training.loading import load_causal
+from attnzoo.training.recover import RecoverConfig, recover
+from benchmarks.recover import data
 
 LONG: dict[str, Any] = {"window": 64, "block_size": 64, "top_k": 13}  # at most 963 keys a query
+INDEXER: dict[str, Any] = {  # 62 keys a query on average
+    **{"score": "indexer", "block_size": 1, "top_k": 50, "window": 16, "num_sinks": 0}
+}
 ROWS = 24
 QUALITY: tuple[tuple[str, dict[str, Any]], ...] = (
     ("block_sparse", {}),
@@ -58,26 +68,69 @@ def attended_keys(model: Any, tokens: torch.Tensor) -> float:
     return float(torch.stack([(w > 0).sum(-1).float().mean() for w in weights]).mean())
 
 
+class Evaluation:
+    """Evaluates models on the held-out rows, beside softmax and a window of 32."""
+
+    def __init__(self) -> None:
+        self.path = embedded_model_path()
+        self.batch = make_eval_batch(self.path, None, rows=ROWS, row_length=512, stream_length=8)
+        (self.softmax, _), (self.window, keys) = (
+            self.measure(load_swapped(self.path, AttentionSpec(name, **options)))
+            for name, options in (("softmax", {}), ("flash", {"window": 32}))
+        )
+        lines = (("softmax", self.softmax), (f"window 32, {keys:.0f} keys", self.window))
+        for name, (loss, recall) in lines:
+            print(f"{name}: {loss:.3f} bits a byte, {recall:.3f} in copies")
+
+    def measure(self, model: Any) -> tuple[list[float], float]:
+        """Return the losses of a model on plain rows and copies, and the keys of a query."""
+        found = measure_quality(model, self.batch)
+        assert found.recall_bits_per_byte is not None
+        keys = attended_keys(model, self.batch.tokens[:4])
+        return [found.bits_per_byte, found.recall_bits_per_byte], keys
+
+    def show(self, name: str, options: dict[str, Any], model: Any) -> None:
+        """Print what a model brings back."""
+        found, keys = self.measure(model)
+        lines = zip(self.window, found, self.softmax, strict=True)
+        loss, recall = ((w - x) / (w - s) for w, x, s in lines)
+        print(
+            f"{name} {options}: {keys:.0f} keys, loss {loss:.1%}, recall {recall:.1%}", flush=True
+        )
+
+
 @app.command()
 def quality() -> None:
     """Print the share of loss and recall that each selection brings back."""
-    path = embedded_model_path()
-    batch = make_eval_batch(path, None, rows=ROWS, row_length=512, stream_length=8)
-
-    def measure(name: str, **options: Any) -> tuple[list[float], float]:
-        model = load_swapped(path, AttentionSpec(name, **options))
-        found = measure_quality(model, batch)
-        assert found.recall_bits_per_byte is not None
-        keys = attended_keys(model, batch.tokens[:4])
-        return [found.bits_per_byte, found.recall_bits_per_byte], keys
-
-    (softmax, _), (window, keys) = measure("softmax"), measure("flash", window=32)
-    for name, (loss, recall) in (("softmax", softmax), (f"window 32, {keys:.0f} keys", window)):
-        print(f"{name}: {loss:.3f} bits a byte, {recall:.3f} in copies")
+    evaluation = Evaluation()
     for name, options in QUALITY:
-        found, keys = measure(name, **options)
-        loss, recall = ((w - x) / (w - s) for w, x, s in zip(window, found, softmax, strict=True))
-        print(f"{name} {options}: {keys:.0f} keys, loss {loss:.1%}, recall {recall:.1%}")
+        model = load_swapped(evaluation.path, AttentionSpec(name, **options))
+        evaluation.show(name, options, model)
+
+
+@app.command()
+def indexer(
+    steps: int = 100,
+    block_size: int = 1,
+    top_k: int = 50,
+    window: int = 16,
+    lr: float = 1e-2,
+    heads: int = 4,
+    out: Path | None = None,
+) -> None:
+    """Train an indexer on the folders of ``benchmarks/recover.py``, and print what it brings."""
+    options = {**INDEXER, "block_size": block_size, "top_k": top_k, "window": window}
+    options |= {} if heads == 4 else {"index_heads": heads}
+    evaluation, started = Evaluation(), time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        saved = out or Path(folder) / "out"
+        config = RecoverConfig(
+            transfer_steps=steps, distil_steps=0, transfer_lr=lr, repeat_share=0.5, judged_rows=8
+        )
+        spec = AttentionSpec("block_sparse", **options)
+        recover(evaluation.path, spec, data(), saved, config)
+        seconds = time.process_time() - started
+        evaluation.show(f"{steps} steps, {seconds:.0f} s", options, load_causal(saved, None).eval())
 
 
 @app.command()

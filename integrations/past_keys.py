@@ -29,7 +29,8 @@ def refuse_unreadable(layer: Any, length: int, backend: AttentionBackend) -> Non
     """
     keys: Any = layer.keys
     if backend.needs_hidden_states:
-        reason = "it computes gates from hidden states, which the cache does not hold"
+        what = "index keys" if backend.has_transfer_loss else "gates"
+        reason = f"it computes {what} from hidden states, which the cache does not hold"
     elif not backend.state_from_keys:
         reason = "its state is not a sum over keys and values"
     elif type(layer) is not DynamicLayer or keys.shape[2] != length:

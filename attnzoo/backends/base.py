@@ -81,6 +81,8 @@ class AttentionBackend(nn.Module):
         ran: The implementation that the last call ran, and why; ``None`` before the first call and
             under ``torch.compile``.
         shard: This rank's part of the sequences under context parallelism, else ``None``.
+        records_transfer_loss: Whether calls set ``transfer_loss``, in attention transfer.
+        transfer_loss: With ``has_transfer_loss``, the loss of the parameters in the last call.
     """
 
     name: ClassVar[str] = ""
@@ -107,6 +109,7 @@ class AttentionBackend(nn.Module):
     needs_hidden_states: ClassVar[bool] = False
     has_weights: ClassVar[bool] = True  # has one matrix of weights per head, for all value channels
     context_parallel: ClassVar[bool] = False  # supports sequences split over ranks
+    has_transfer_loss: ClassVar[bool] = False  # outputs have no gradient in its parameters
     needs_full_sequences: ClassVar[str] = "it needs full sequences on each rank"  # why it does not
     # Options that commands and tools try. Use cases: "short", a pretrained model on text of a few
     # hundred tokens (demo); "long", one on a thousand tokens or more (compare); "bidirectional", an
@@ -121,6 +124,8 @@ class AttentionBackend(nn.Module):
         self.geometry = geometry
         self.ran: ImplChoice | None = None
         self.shard: SequenceShard | None = None  # set by attnzoo.context_parallel
+        self.records_transfer_loss = False
+        self.transfer_loss: Tensor | None = None
 
     # -- implemented by backends -----------------------------------------------------------------
 
@@ -323,7 +328,8 @@ class AttentionBackend(nn.Module):
             kind = "causal" if mask.causal else "bidirectional"
             reasons.append(f"the mask is {kind}, which it does not support")
         if self.needs_hidden_states and inputs.hidden_states is None:
-            reasons.append("hidden_states are missing, from which it computes gates")
+            what = "index keys" if self.has_transfer_loss else "gates"
+            reasons.append(f"hidden_states are missing, from which it computes {what}")
         if inputs.shard is not None:
             reasons += self.shard_reasons() + context_parallel_reasons(inputs, inputs.shard)
             if inputs.shard.segment_ids is not None and not self.packing:

@@ -17,7 +17,7 @@ from attnzoo.training.masked import MaskedRun
 from attnzoo.training.results import collect_results
 from attnzoo.training.runs import Log, Run
 from attnzoo.training.train_config import TrainConfig
-from attnzoo.training.transfer import extras
+from attnzoo.training.transfer import output_extras
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +98,11 @@ def _finetune(run: Run, config: FinetuneConfig) -> dict[str, Any]:
     """Train and evaluate the model of a run, save it, and return its results."""
     run.evaluate_baselines()
     run.loop.entropy_log = make_entropy_log(run)
-    if config.train == "extras" and not extras(run.model):
+    if config.train == "extras" and not output_extras(run.model):
         raise SpecError(
-            "The backends have no parameters of their own, so there is nothing to train with "
-            "train='extras'; use 'lora' or 'full'"
+            "The backends have no parameters of their own with a gradient from the model's output, "
+            "so there is nothing to train with train='extras'; use 'lora' or 'full' (`attnzoo "
+            "recover` trains indexers)"
         )
     before_step = run.step_callback(run.model, config.steps)
     if isinstance(run, MaskedRun):

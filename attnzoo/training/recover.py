@@ -29,7 +29,7 @@ from attnzoo.training.results import collect_results
 from attnzoo.training.reuse import reuse_transfer
 from attnzoo.training.runs import Log, Run
 from attnzoo.training.train_config import TrainConfig
-from attnzoo.training.transfer import Target, Transfer, extras, trainable_layers
+from attnzoo.training.transfer import Target, Transfer, extras, output_extras, trainable_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,8 +257,8 @@ def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
 
 def _distil(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrainedModel:
     """Distil softmax into the model; return it with adapters merged."""
-    if not config.distil_steps or (config.train == "extras" and not extras(model)):
-        reason = "no parameters to train" if config.distil_steps else "0 steps"
+    if not config.distil_steps or (config.train == "extras" and not output_extras(model)):
+        reason = "no parameters with a gradient from outputs" if config.distil_steps else "0 steps"
         run.log(f"distillation is skipped: {reason}")
         return model
     return run.train(

@@ -58,7 +58,7 @@ from attnzoo.training.quality import (
 )
 from attnzoo.training.sharding import context_mesh, make_accelerator
 from attnzoo.training.train_config import TrainConfig
-from attnzoo.training.transfer import extras, swapped_layers
+from attnzoo.training.transfer import extras, output_extras, swapped_layers
 
 RESULTS = {"recover": "recovery.json", "finetune": "finetuning.json"}
 # settings of LoopConfig that a resumed run may change
@@ -320,8 +320,8 @@ class Run:
     def prepare(self, model: PreTrainedModel) -> tuple[Any, list[dict[str, Any]]]:
         """Return a model, with LoRA adapters for ``train="lora"``, and its parameter groups."""
         config = self.config
-        added = list(extras(model).values())
-        added_ids = {id(p) for p in added}
+        added = list(output_extras(model).values())
+        added_ids = {id(p) for p in extras(model).values()}
         prepared: Any = model
         if config.train == "lora":
             torch.manual_seed(config.loop.seed)  # the same adapters in a resumed run

@@ -19,6 +19,9 @@ key and zero elsewhere return the weights of that key. E columns per step cover 
 n steps cover all keys. Time is that of twice as many value columns.
 Source: Zhang et al., 2024, arXiv:2402.04347 (Hedgehog), which minimises the cross-entropy of all
 weights.
+
+A backend with parameters that select keys, such as the indexer of ``block_sparse``, has no gradient
+in its output; it computes a loss of its own, which takes the place of either.
 Letters: B batch, H heads, T queries, S keys, E value size.
 """
 
@@ -56,6 +59,17 @@ def extras(model: nn.Module) -> dict[str, nn.Parameter]:
         if isinstance(module, AttentionBackend):
             found.update({f"{prefix}.{name}": p for name, p in module.named_parameters()})
     return found
+
+
+def output_extras(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of :func:`extras` in which a model's output has a gradient."""
+    selecting = {
+        id(p)
+        for backend in swapped_layers(model).values()
+        if backend.has_transfer_loss
+        for p in backend.parameters()
+    }
+    return {name: p for name, p in extras(model).items() if id(p) not in selecting}
 
 
 def trainable_layers(model: nn.Module) -> list[str]:
@@ -130,7 +144,9 @@ class Transfer:
         for name, backend in self.backends.items():
             teacher = build_backend("flash", {}, backend.geometry)
             prepare: Any = self._detach
-            if self.target == "attention" and name in self.trained:
+            own_loss = backend.has_transfer_loss and name in self.trained
+            backend.records_transfer_loss = own_loss
+            if self.target == "attention" and name in self.trained and not own_loss:
                 prepare = self._append_indicators
             self.handles += [
                 backend.register_forward_pre_hook(prepare, with_kwargs=True),
@@ -147,6 +163,8 @@ class Transfer:
         """Remove the hooks, so that layers return their own output."""
         for handle in self.handles:
             handle.remove()
+        for backend in self.backends.values():
+            backend.records_transfer_loss, backend.transfer_loss = False, None
 
     def _check_sharding(self, model: nn.Module, args: Any) -> None:
         self.sharded = is_sharded(model)
@@ -179,10 +197,11 @@ class Transfer:
 
     def _hook(self, name: str, teacher: AttentionBackend) -> Any:
         trained = name in self.trained
-        compare_weights = trained and self.target == "attention"
+        own_loss = self.backends[name].has_transfer_loss
+        compare_weights = trained and self.target == "attention" and not own_loss
 
         def hook(
-            backend: nn.Module, args: Any, kwargs: dict[str, Any], output: AttentionOutput
+            backend: AttentionBackend, args: Any, kwargs: dict[str, Any], output: AttentionOutput
         ) -> AttentionOutput:
             q, k, values = args
             parts = values.chunk(2, 3) if compare_weights else [values]
@@ -193,7 +212,10 @@ class Transfer:
             if trained:
                 mask, outs = kwargs.get("mask"), output.out.chunk(len(exact), 3)
                 shard = kwargs.get("shard")
-                if compare_weights:
+                if own_loss:
+                    error, backend.transfer_loss = backend.transfer_loss, None
+                    assert error is not None
+                elif compare_weights:
                     length, count = parts[1].shape[2:]
                     error = weights_divergence(outs[1], exact[1], mask, shard)
                     error = error * key_stride(length * (shard.size if shard else 1), count)

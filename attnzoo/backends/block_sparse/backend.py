@@ -1,27 +1,39 @@
 """The block_sparse backend: softmax over a window, the first tokens and the best key blocks.
 
 Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-N key blocks.
+N key blocks, I indexer heads, P size of index queries and keys.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from attnzoo.backends.base import AttentionBackend, Presets, register
-from attnzoo.backends.block_sparse.impl.options import SelectionOptions
+from attnzoo.backends.block_sparse.impl.options import (
+    IndexTensors,
+    SelectionOptions,
+    SparseOptions,
+)
+from attnzoo.backends.block_sparse.indexer import LightningIndexer
 from attnzoo.backends.block_sparse.op import IMPLEMENTATIONS, block_sparse_attention
+from attnzoo.backends.block_sparse.selection_loss import selection_loss
 from attnzoo.backends.block_sparse.validation import selection_reasons
-from attnzoo.backends.config import BackendConfig
+from attnzoo.backends.config import BackendConfig, Geometry
 from attnzoo.backends.flash.op import flash_attention
 from attnzoo.backends.implementation import impl_names
 from attnzoo.backends.inputs import AttentionInputs
-from attnzoo.errors import ConfigError
+from attnzoo.errors import ConfigError, SwapWarning
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice
+
+UNTRAINED = (
+    "the indexer is not trained: all scores are 0, so every query selects the first blocks "
+    "(train it with `attnzoo recover`, or take another score)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +50,15 @@ class BlockSparseConfig(BackendConfig):
             selects, which costs quality; otherwise their mean.
         score: How a block is scored. ``"moments"``: mean and variance of its keys, which estimate
             the logarithm of its weight. ``"mean"``: the mean key, for half the time. ``"bounds"``:
-            Quest's upper bound of its scores.
+            Quest's upper bound of its scores. ``"indexer"``: a trained indexer
+            (arXiv:2512.02556), which computes one selection for all heads from hidden states;
+            ``attnzoo recover`` trains it.
         coverage: Select fewer blocks if these have this share of the estimated weight of all blocks
             outside the window. ``None`` means always ``top_k``.
         per_key_head: Whether query heads that share a key head share a selection. Decoding then
             reads fewer keys.
+        index_heads: Heads of the indexer.
+        index_head_dim: Size of the indexer's queries and keys, a multiple of 4.
         decoding: ``"sparse"``: a new token reads the selected blocks, as in one pass, and the
             cache has a summary of each block. ``"exact"``: a single new token attends to all
             cached keys.
@@ -54,9 +70,11 @@ class BlockSparseConfig(BackendConfig):
     top_k: int = 12
     block_size: int = 8
     query_block: int = 1
-    score: Literal["moments", "mean", "bounds"] = "moments"
+    score: Literal["moments", "mean", "bounds", "indexer"] = "moments"
     coverage: float | None = None
     per_key_head: bool = False
+    index_heads: int = 4
+    index_head_dim: int = 32
     decoding: Literal["sparse", "exact"] = "sparse"
 
     def __post_init__(self) -> None:
@@ -67,6 +85,8 @@ class BlockSparseConfig(BackendConfig):
             ("top_k", 0, "blocks"),
             ("block_size", 1, "token"),
             ("query_block", 1, "token"),
+            ("index_heads", 1, "head"),
+            ("index_head_dim", 4, "channels"),
         ):
             value = getattr(self, name)
             if value < least:
@@ -75,6 +95,19 @@ class BlockSparseConfig(BackendConfig):
                     f"the default is {BlockSparseConfig.default_options()[name]}"
                 )
         reasons = selection_reasons(self.selection)
+        if self.index_head_dim % 4:
+            reasons.append(
+                f"index_head_dim must be a multiple of 4, got {self.index_head_dim}; half of the "
+                "channels have rotary positions, in pairs"
+            )
+        if self.score != "indexer":
+            defaults = BlockSparseConfig.default_options()
+            reasons += [
+                f"{name} needs score='indexer', got {name}={getattr(self, name)} with "
+                f"score={self.score!r}; leave it out"
+                for name in ("index_heads", "index_head_dim")
+                if getattr(self, name) != defaults[name]
+            ]
         if reasons:
             raise ConfigError(f"BlockSparseConfig.{'; '.join(reasons)}")
 
@@ -88,8 +121,9 @@ class BlockSparseConfig(BackendConfig):
 class BlockSparseBackend(AttentionBackend):
     """Softmax over a window, the first tokens and the key blocks with the best scores.
 
-    Nothing is trained. The state of a causal layer contains all keys and values, and a summary of
-    each finished block. A new token scores the summaries and reads the selected blocks.
+    Nothing is trained, unless ``score="indexer"``. The state of a causal layer contains all keys
+    and values, and a summary of each finished block. A new token scores the summaries and reads the
+    selected blocks.
     """
 
     config: BlockSparseConfig
@@ -104,6 +138,29 @@ class BlockSparseBackend(AttentionBackend):
     state_keeps_keys = True
     needs_full_sequences: ClassVar[str] = "it selects among the blocks of a whole row"
 
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
+        self.indexer: LightningIndexer | None = None
+        if self.config.score == "indexer":
+            self.indexer = LightningIndexer(
+                geometry, self.config.index_heads, self.config.index_head_dim
+            )
+
+    def reset_parameters(self) -> None:
+        """Initialise the indexer, whose scores are 0 until it is trained."""
+        if self.indexer is not None:
+            self.indexer.reset_parameters()
+
+    @property
+    def needs_hidden_states(self) -> bool:  # type: ignore[override]
+        """Whether it has an indexer, which computes its scores from hidden states."""
+        return self.config.score == "indexer"
+
+    @property
+    def has_transfer_loss(self) -> bool:  # type: ignore[override]
+        """Whether it has an indexer, in which outputs have no gradient."""
+        return self.config.score == "indexer"
+
     @property
     def exact_steps(self) -> bool:  # type: ignore[override]
         """Whether a single new token attends to all cached keys."""
@@ -117,7 +174,7 @@ class BlockSparseBackend(AttentionBackend):
     @property
     def state_from_keys(self) -> bool:  # type: ignore[override]
         """Whether the state depends on keys and values only; a query block has a first query."""
-        return self.config.query_block == 1
+        return self.config.query_block == 1 and self.config.score != "indexer"
 
     def layer_reasons(self) -> list[str]:
         """Return why this backend does not support its layer."""
@@ -127,6 +184,11 @@ class BlockSparseBackend(AttentionBackend):
                 f"query_block={config.query_block} with decoding='exact' is unsupported in a "
                 "causal layer (a KV cache lacks the query that selected for the tokens after it; "
                 "set decoding='sparse' or query_block=1)"
+            )
+        if self.needs_hidden_states and self.geometry.hidden_size is None:
+            reasons.append(
+                "the layer's hidden size is unknown, and score='indexer' needs hidden states (use "
+                "score='moments')"
             )
         return reasons
 
@@ -152,7 +214,25 @@ class BlockSparseBackend(AttentionBackend):
                 "a state is requested under torch.compile (its size grows with the tokens; "
                 "generate without torch.compile, or set use_cache=False)"
             )
-        return reasons
+        return reasons + self._hidden_reasons(inputs)
+
+    def _hidden_reasons(self, inputs: AttentionInputs) -> list[str]:
+        """Return why the indexer does not support a call."""
+        hidden, (batch, _, length, _) = inputs.hidden_states, inputs.q.shape
+        if self.indexer is None or hidden is None or (self.exact_steps and length == 1):
+            return []
+        if length != inputs.k.shape[2]:
+            return [
+                f"{length} queries and {inputs.k.shape[2]} keys are given, and score='indexer' "
+                "needs the hidden states of all keys (give all tokens at once or one token at a "
+                "time, or set decoding='sparse', whose state has the index keys)"
+            ]
+        expected = (batch, length, self.geometry.hidden_size)
+        if tuple(hidden.shape) != expected:
+            return [
+                f"hidden_states have shape {tuple(hidden.shape)} (the indexer takes {expected})"
+            ]
+        return []
 
     def _mask(self, inputs: AttentionInputs) -> AttentionMask:
         """Return the mask, causal for one query of a causal layer, where it may not say so."""
@@ -164,12 +244,22 @@ class BlockSparseBackend(AttentionBackend):
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
         """Select blocks and attend to them."""
         config, (q, k, v), mask = self.config, inputs[:3], self._mask(inputs)
-        if self.exact_steps and q.shape[2] == 1 and mask.causal:
+        is_step = q.shape[2] == 1 and mask.causal
+        if self.exact_steps and is_step and not self.records_transfer_loss:
             output = flash_attention(q, k, v, mask=mask, scale=inputs.scale, impl="sdpa")
             choice = ImplChoice("sdpa", "a single new token attends exactly to all cached keys")
             return output._replace(impl=choice)
         options: dict[str, Any] = config.selection._asdict()
-        return block_sparse_attention(
+        index = self._index(inputs)
+        if self.records_transfer_loss and index is not None:
+            sizes = (config.window, config.num_sinks, config.top_k, config.block_size, 1)
+            each = SparseOptions(mask.causal, *sizes)
+            self.transfer_loss = selection_loss(
+                q, k, index, mask=mask, scale=inputs.scale, options=each
+            )
+            if not inputs.return_state:  # transfer replaces the output by softmax's
+                return AttentionOutput(v.new_zeros(*q.shape[:3], v.shape[3]))
+        output = block_sparse_attention(
             q,
             k,
             v,
@@ -179,9 +269,36 @@ class BlockSparseBackend(AttentionBackend):
             top_k=config.top_k,
             block_size=config.block_size,
             query_block=config.query_block,
+            index=index,
             scale=inputs.scale,
             state=inputs.state,
             return_state=inputs.return_state,
             impl=config.impl,
             **options,
         )
+        return self._with_status(output)
+
+    def _index(self, inputs: AttentionInputs) -> IndexTensors | None:
+        """Return the index tensors of the new tokens; ``None`` without an indexer."""
+        if self.indexer is None:
+            return None
+        assert inputs.hidden_states is not None
+        padding, keys = inputs.mask.padding, inputs.k.shape[2]
+        if padding is None:
+            positions = torch.arange(keys, device=inputs.k.device)[None]
+        else:
+            positions = (padding.cumsum(1) - 1).clamp(min=0)
+        if inputs.state is not None:
+            positions = positions + inputs.state.length[:, None]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.records_transfer_loss):
+            index: IndexTensors = self.indexer(inputs.hidden_states, positions)
+        return index
+
+    def _with_status(self, output: AttentionOutput) -> AttentionOutput:
+        """Warn and say why if the indexer is not trained."""
+        if self.indexer is None or torch.compiler.is_compiling() or self.records_transfer_loss:
+            return output
+        if self.indexer.is_trained or output.impl is None:
+            return output
+        warnings.warn(f"block_sparse: {UNTRAINED}", SwapWarning, stacklevel=2)
+        return output._replace(impl=ImplChoice(output.impl.impl, UNTRAINED))

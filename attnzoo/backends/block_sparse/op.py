@@ -17,7 +17,9 @@ from torch import Tensor
 
 from attnzoo.backends.block_sparse.impl.cpp import cpp_reasons
 from attnzoo.backends.block_sparse.impl.custom_ops import sparse_attention
+from attnzoo.backends.block_sparse.impl.index_keys import add_index, pack_queries
 from attnzoo.backends.block_sparse.impl.layout import (
+    Aligned,
     add_token,
     align_rows,
     new_state,
@@ -25,13 +27,14 @@ from attnzoo.backends.block_sparse.impl.layout import (
 )
 from attnzoo.backends.block_sparse.impl.options import (
     BlockSparseState,
+    IndexTensors,
     SelectionOptions,
     SparseCall,
     SparseOptions,
 )
 from attnzoo.backends.block_sparse.impl.reference import reference_attention
 from attnzoo.backends.block_sparse.impl.step import attend_step
-from attnzoo.backends.block_sparse.validation import check_inputs, check_options
+from attnzoo.backends.block_sparse.validation import check_index, check_inputs, check_options
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.validation import empty_output, is_empty_call
 from attnzoo.masks import AttentionMask
@@ -67,6 +70,7 @@ def block_sparse_attention(
     score: str = "moments",
     coverage: float | None = None,
     per_key_head: bool = False,
+    index: tuple[Tensor, Tensor, Tensor] | None = None,
     scale: float | None = None,
     state: BlockSparseState | None = None,
     return_state: bool = False,
@@ -95,10 +99,13 @@ def block_sparse_attention(
         block_size: Keys per block.
         query_block: Consecutive queries that share a selection and a window, for fewer scores. In
             causal attention their first query selects, else their mean.
-        score: ``"moments"``, ``"mean"`` or ``"bounds"``.
+        score: ``"moments"``, ``"mean"``, ``"bounds"``, or ``"indexer"``, which needs ``index``.
         coverage: Select no more blocks than have this share of the estimated weight of all blocks
             outside the window; ``None`` selects ``top_k``.
         per_key_head: Whether the query heads of a key head share a selection, by their mean query.
+        index: Queries ``[B, I, T, P]``, keys ``[B, 1, S, P]`` and head weights ``[B, I, T]`` of an
+            indexer, whose selection all heads share (see
+            :mod:`attnzoo.backends.block_sparse.impl.index_keys`). They get no gradient.
         scale: Multiplies query-key products; ``None`` means ``D ** -0.5``.
         state: State of the earlier tokens; causal only.
         return_state: Whether to return the state after the last token.
@@ -119,15 +126,19 @@ def block_sparse_attention(
     selection = SelectionOptions(score, coverage, per_key_head)
     check_options(options, selection)
     check_inputs(q, k, v, mask, has_state=state is not None, query_block=query_block)
+    given = None if index is None else IndexTensors(*(x.detach() for x in index))
+    check_index(given, q, k, score)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     call = SparseCall(q, k, v, None, None, None, None, scale, options, selection)
     if is_empty_call(q, k):
         _, choice = select("block_sparse_attention", IMPLEMENTATIONS, call, impl)
         if return_state and state is None:
+            if given is not None:
+                call = add_index(call, given, Aligned(q, k, v, None, None, None, None), None)
             state = new_state(call, None)
         return AttentionOutput(empty_output(q, k, v), state if return_state else None, impl=choice)
     if state is not None and impl != "reference" and _is_step(q, k, v, mask):
-        return _step(call, state, return_state)
+        return _step(call, given, state, return_state)
     aligned = align_rows(q, k, v, mask, state)
     call = call._replace(
         q=aligned.q,
@@ -137,6 +148,8 @@ def block_sparse_attention(
         counts=aligned.counts,
         leader=None if state is None else state.leader,
     )
+    if given is not None:
+        call = add_index(call, given, aligned, state)
     implementation, choice = select("block_sparse_attention", IMPLEMENTATIONS, call, impl)
     out = restore_order(implementation.run(call), aligned.order).to(v.dtype)
     return AttentionOutput(out, new_state(call, state) if return_state else None, impl=choice)
@@ -150,9 +163,15 @@ def _is_step(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> bool:
     return mask.padding is None or bool(mask.padding.all())
 
 
-def _step(call: SparseCall, state: BlockSparseState, return_state: bool) -> AttentionOutput:
+def _step(
+    call: SparseCall, index: IndexTensors | None, state: BlockSparseState, return_state: bool
+) -> AttentionOutput:
     """Attend with one new token."""
-    after = add_token(state, call.k, call.v, call.q, call.options, call.selection)
+    index_k = None
+    if index is not None:
+        call, index_k = call._replace(index_q=pack_queries(index)), index.k
+    query = call.with_selecting_queries().q
+    after = add_token(state, call.k, call.v, query, call.options, call.selection, index_k)
     out = attend_step(call, after).to(call.v.dtype)
     blocks, kept = after.summary.shape[2], min(call.options.top_k, after.summary.shape[2])
     choice = ImplChoice(

@@ -1,18 +1,22 @@
 """Checks of the masks, lengths and options that block-sparse attention supports.
 
-Letters: B batch, T queries, S keys.
+Letters: B batch, T queries, S keys, I indexer heads, P size of index queries and keys.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from attnzoo.backends.block_sparse.impl.options import SelectionOptions, SparseOptions
-from attnzoo.backends.validation import check_qkv, check_size
+from attnzoo.backends.block_sparse.impl.options import (
+    IndexTensors,
+    SelectionOptions,
+    SparseOptions,
+)
+from attnzoo.backends.validation import check_dtype, check_qkv, check_size, format_shape
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
 
-SCORES = ("mean", "moments", "bounds")
+SCORES = ("mean", "moments", "bounds", "indexer")
 
 
 def selection_reasons(selection: SelectionOptions) -> list[str]:
@@ -29,8 +33,13 @@ def selection_reasons(selection: SelectionOptions) -> list[str]:
         )
     if coverage is not None and selection.score == "bounds":
         reasons.append(
-            "coverage needs score='mean' or 'moments', got score='bounds', which does not estimate "
-            "the weight of a block"
+            "coverage needs score='mean' or 'moments' or 'indexer', got score='bounds', which does "
+            "not estimate the weight of a block"
+        )
+    if selection.per_key_head and selection.score == "indexer":
+        reasons.append(
+            "per_key_head must be False with score='indexer', got True; an indexer has one "
+            "selection for all heads"
         )
     return reasons
 
@@ -44,6 +53,35 @@ def check_options(options: SparseOptions, selection: SelectionOptions) -> None:
     reasons = selection_reasons(selection)
     if reasons:
         raise UnsupportedError(f"{'; '.join(reasons)}.")
+
+
+def check_index(index: IndexTensors | None, q: Tensor, k: Tensor, score: str) -> None:
+    """Raise ``UnsupportedError`` if index tensors are missing, unexpected or of wrong shapes."""
+    if score != "indexer":
+        if index is not None:
+            raise UnsupportedError(
+                f"index is given with score={score!r}, which does not use it; set score='indexer', "
+                "or leave index out."
+            )
+        return
+    if index is None:
+        raise UnsupportedError(
+            "score='indexer' needs index=(queries, keys, weights) of the indexer; another score "
+            "computes blocks' scores from q and k."
+        )
+    for name, x in zip(("queries", "keys", "weights"), index, strict=True):
+        check_dtype(f"index {name}", x)
+    heads, size = index.q.shape[1], index.q.shape[-1]
+    (batch, _, length, _), keys = q.shape, k.shape[2]
+    for name, x, letters, shape in (
+        ("queries", index.q, "B, I, T, P", (batch, heads, length, size)),
+        ("keys", index.k, "B, 1, S, P", (batch, 1, keys, size)),
+        ("weights", index.weights, "B, I, T", (batch, heads, length)),
+    ):
+        if tuple(x.shape) != shape:
+            raise UnsupportedError(
+                f"index {name} must be [{letters}], here {list(shape)}, got {format_shape(x)}."
+            )
 
 
 def check_inputs(

@@ -63,7 +63,10 @@ def test_conformance(options, dtypes):
         ({"top_k": -1}, r"top_k must be at least 0 blocks, got -1; the default is 12"),
         ({"coverage": 1.5}, r"BlockSparseConfig\.coverage must be above 0 and at most 1, got 1\.5"),
         ({"coverage": 0.9, "score": "bounds"}, "coverage needs score='mean' or 'moments'"),
-        ({"score": "best"}, "score must be 'moments' or 'mean' or 'bounds', got 'best'"),
+        (
+            {"score": "best"},
+            "score must be 'moments' or 'mean' or 'bounds' or 'indexer', got 'best'",
+        ),
         ({"impl": "fast"}, "impl must be"),
     ],
 )

@@ -286,7 +286,10 @@ def test_16_bits(dtype):
     [
         ({"block_size": 0}, "block_size must be an integer from 1"),
         ({"top_k": -1}, "top_k must be an integer from 0"),
-        ({"score": "exact"}, "score must be 'mean' or 'moments' or 'bounds', got 'exact'"),
+        (
+            {"score": "exact"},
+            "score must be 'mean' or 'moments' or 'bounds' or 'indexer', got 'exact'",
+        ),
         ({"coverage": 0.0}, "coverage must be above 0 and at most 1, got 0.0"),
         ({"coverage": 0.5, "score": "bounds"}, "does not estimate the weight"),
         ({"impl": "triton"}, "has no impl 'triton'"),

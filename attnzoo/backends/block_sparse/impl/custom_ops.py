@@ -47,8 +47,9 @@ def sparse_attention(call: SparseCall, impl: str) -> Tensor:
     with autocast_disabled(x.q.device):
         options = [int(option) for option in x.options]
         selected = block_sparse_select(
-            x.q.detach(),
+            (x.q if x.index_q is None else x.index_q).detach(),
             x.k.detach(),
+            None if x.index_q is None else x.summary,
             x.lengths,
             x.counts,
             x.leader,
@@ -67,6 +68,7 @@ def sparse_attention(call: SparseCall, impl: str) -> Tensor:
 def block_sparse_select(
     q: Tensor,
     k: Tensor,
+    summary: Tensor | None,
     lengths: Tensor | None,
     counts: Tensor | None,
     leader: Tensor | None,
@@ -77,12 +79,16 @@ def block_sparse_select(
     per_key_head: bool,
     impl: str,
 ) -> Tensor:
-    """Return the selected blocks, ``[B, A, M, K]``; see :func:`select_blocks`."""
+    """Return the selected blocks, ``[B, A, M, K]``; see :func:`select_blocks`.
+
+    With an indexer, ``q`` are its packed queries, ``summary`` is that of its keys, and ``k`` gives
+    its shape only.
+    """
     sizes, selection = (
         SparseOptions.from_ints(options),
         SelectionOptions(score, coverage, per_key_head),
     )
-    call = SparseCall(q, k, k, lengths, counts, leader, None, scale, sizes, selection)
+    call = SparseCall(q, k, k, lengths, counts, leader, summary, scale, sizes, selection)
     with autocast_disabled(q.device):
         return select_blocks(call, BEST[impl])
 
@@ -91,6 +97,7 @@ def block_sparse_select(
 def _(
     q: Tensor,
     k: Tensor,
+    summary: Tensor | None,
     lengths: Tensor | None,
     counts: Tensor | None,
     leader: Tensor | None,
@@ -102,7 +109,7 @@ def _(
     impl: str,
 ) -> Tensor:
     sizes = SparseOptions.from_ints(options)
-    heads = k.shape[1] if per_key_head else q.shape[1]
+    heads = k.shape[1] if per_key_head or score == "indexer" else q.shape[1]
     query_blocks = count_query_blocks(q.shape[2], sizes.query_block)
     kept = min(sizes.top_k, count_key_blocks(k.shape[2], sizes))
     return q.new_empty(q.shape[0], heads, query_blocks, kept, dtype=torch.int32)

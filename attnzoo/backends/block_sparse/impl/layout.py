@@ -18,7 +18,7 @@ from attnzoo.backends.block_sparse.impl.options import (
     SparseCall,
     SparseOptions,
 )
-from attnzoo.backends.block_sparse.impl.selection import pool_queries, summarize
+from attnzoo.backends.block_sparse.impl.selection import MEAN, pool_queries, summarize
 from attnzoo.masks import AttentionMask
 
 MAX_RECENT = 256  # tokens that a state keeps apart; a multiple of this many are merged at a time
@@ -33,6 +33,7 @@ class Aligned(NamedTuple):
     lengths: Tensor | None  # [B], real keys; None means all
     counts: Tensor | None  # [B], real queries; None means all
     order: Tensor | None  # [B, T], index of each query in the call; None means unchanged
+    key_order: Tensor | None  # [B, S], index of each key, those of the state first
 
 
 def align_rows(
@@ -42,7 +43,7 @@ def align_rows(
     batch, length = len(q), q.shape[2]
     padding = _key_mask(q, k, mask)
     if state is None and padding is None:
-        return Aligned(q, k, v, None, None, None)
+        return Aligned(q, k, v, None, None, None, None)
     if padding is None:
         padding = torch.ones(batch, length, dtype=torch.bool, device=q.device)
     padding = padding.expand(batch, -1)
@@ -59,15 +60,15 @@ def align_rows(
         real = position >= past - state.length[:, None]
         padding = torch.cat([real, padding], 1)
     if not torch.compiler.is_compiling() and bool(padding.all()):
-        return Aligned(q, k, v, None, None, None)
+        return Aligned(q, k, v, None, None, None, None)
     keys = padding.int().argsort(dim=1, stable=True)
     order = query_mask.int().argsort(dim=1, stable=True)
     lengths, counts = padding.sum(1), query_mask.sum(1)
-    k, v = (_gather_tokens(x, keys, lengths) for x in (k, v))
+    k, v = (gather_tokens(x, keys, lengths) for x in (k, v))
     if not torch.compiler.is_compiling():
         longest = max(int(lengths.max()), length)
         k, v = k[:, :, k.shape[2] - longest :], v[:, :, v.shape[2] - longest :]
-    return Aligned(_gather_tokens(q, order, counts), k, v, lengths, counts, order)
+    return Aligned(gather_tokens(q, order, counts), k, v, lengths, counts, order, keys)
 
 
 def _key_mask(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor | None:
@@ -79,7 +80,7 @@ def _key_mask(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor | None:
     return exists if mask.padding is None else exists & mask.padding
 
 
-def _gather_tokens(x: Tensor, order: Tensor, counts: Tensor) -> Tensor:
+def gather_tokens(x: Tensor, order: Tensor, counts: Tensor) -> Tensor:
     """Reorder ``[B, H, T, D]`` by ``[B, T]``; tokens before the last ``counts`` become zeros."""
     x = torch.take_along_dim(x, order[:, None, :, None], 2)
     is_padding = torch.arange(x.shape[2], device=x.device) < x.shape[2] - counts[:, None]
@@ -103,10 +104,11 @@ def new_state(call: SparseCall, state: BlockSparseState | None) -> BlockSparseSt
     if summary is None:
         summary = summarize(k, call.lengths, call.options, call.selection)
     finished = int(lengths.max()) // size if len(k) else 0
-    leader = _current_leader(call, lengths)
+    leader = _current_leader(call.with_selecting_queries(), lengths)
     empty = k[:, :, :0], v[:, :, :0]
+    tail = k[:, :1, :0, :0] if call.tail is None else call.tail
     return BlockSparseState(
-        k.contiguous(), v.contiguous(), *empty, lengths, summary[:, :, :finished], leader
+        k.contiguous(), v.contiguous(), *empty, lengths, summary[:, :, :finished], leader, tail
     )
 
 
@@ -128,25 +130,36 @@ def add_token(
     q: Tensor,
     options: SparseOptions,
     selection: SelectionOptions,
+    index_k: Tensor | None = None,
 ) -> BlockSparseState:
-    """Return the state after one more real token in every row; copies the recent keys only."""
+    """Return the state after one more real token in every row; copies the recent keys only.
+
+    ``q`` is the query that scores blocks, and ``index_k`` the index key, ``[B, 1, 1, P]``.
+    """
     recent_k = torch.cat([state.recent_k, k], 2)
     recent_v = torch.cat([state.recent_v, v], 2)
     old_k, old_v, length, size = state.k, state.v, state.length + 1, options.block_size
     finished = length % size == 0
-    summary = state.summary
+    summary, tail = state.summary, state.tail
+    if index_k is not None:
+        latest = torch.cat([tail, index_k.to(tail.dtype)], 2)
+        tail = latest[:, :, 1:]
     if bool(finished.any()):
-        keys = recent_k[:, :, -size:]
+        keys = recent_k[:, :, -size:] if index_k is None else latest
         if keys.shape[2] < size:
             keys = torch.cat([old_k[:, :, old_k.shape[2] + keys.shape[2] - size :], keys], 2)
         keys = F.pad(keys, (0, 0, size - keys.shape[2], 0))  # of rows that are shorter than a block
-        new = summarize(keys, None, options, selection).to(summary.dtype)
+        given = selection if index_k is None else MEAN
+        new = summarize(keys, None, options, given).to(summary.dtype)
         index = length // size - 1
-        if int(index.max()) >= summary.shape[2]:
-            summary = F.pad(summary, (0, 0, 0, 1))
-        index = torch.where(finished, index, -1)[:, None, None, None]
-        column = torch.arange(summary.shape[2], device=k.device)[:, None]
-        summary = torch.where(column == index, new, summary)
+        if bool((index == summary.shape[2]).all()):
+            summary = torch.cat([summary, new], 2)
+        else:
+            if int(index.max()) >= summary.shape[2]:
+                summary = F.pad(summary, (0, 0, 0, 1))
+            index = torch.where(finished, index, -1)[:, None, None, None]
+            column = torch.arange(summary.shape[2], device=k.device)[:, None]
+            summary = torch.where(column == index, new, summary)
     leader = state.leader
     if leader.shape[2]:
         begins = (state.length % options.query_block == 0)[:, None, None]
@@ -154,4 +167,4 @@ def add_token(
     if recent_k.shape[2] >= MAX_RECENT:
         old_k, old_v = torch.cat([old_k, recent_k], 2), torch.cat([old_v, recent_v], 2)
         recent_k, recent_v = recent_k[:, :, :0], recent_v[:, :, :0]
-    return BlockSparseState(old_k, old_v, recent_k, recent_v, length, summary, leader)
+    return BlockSparseState(old_k, old_v, recent_k, recent_v, length, summary, leader, tail)

@@ -1,7 +1,8 @@
 """Options, inputs and state of block-sparse attention.
 
 Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-N key blocks, Z numbers per summary, R recent keys.
+N key blocks, C keys of a block, Z numbers per summary, R recent keys, I indexer heads, P size of
+index queries and keys.
 """
 
 from __future__ import annotations
@@ -55,9 +56,17 @@ class SparseOptions(NamedTuple):
 class SelectionOptions(NamedTuple):
     """How blocks are scored."""
 
-    score: str  # "mean", "moments" or "bounds"
+    score: str  # "mean", "moments", "bounds" or "indexer"
     coverage: float | None  # share of the estimated weight that is enough; None: top_k blocks
     per_key_head: bool  # whether the query heads of a key head share a selection
+
+
+class IndexTensors(NamedTuple):
+    """What an indexer computes from the hidden states of a call."""
+
+    q: Tensor  # [B, I, T, P]
+    k: Tensor  # [B, 1, S, P]; with a state, of the new tokens
+    weights: Tensor  # [B, I, T], of the indexer's heads
 
 
 class SparseCall(NamedTuple):
@@ -68,11 +77,19 @@ class SparseCall(NamedTuple):
     v: Tensor  # [B, Hkv, S, E]
     lengths: Tensor | None  # [B], real keys of each row; None means S
     counts: Tensor | None  # [B], real queries of each row; None means T
-    leader: Tensor | None  # [B, H, D], first query of the query block in which the call begins
-    summary: Tensor | None  # [B, Hkv, N, Z] from a state; None computes them from the keys
+    # [B, H, D] or [B, I, P + 1], first query of the query block in which the call begins
+    leader: Tensor | None
+    # [B, Hkv, N, Z] from a state, or [B, 1, N, P] of index keys; None computes them from the keys
+    summary: Tensor | None
     scale: float
     options: SparseOptions
     selection: SelectionOptions
+    index_q: Tensor | None = None  # [B, I, T, P + 1]: index queries, and the weights of their heads
+    tail: Tensor | None = None  # [B, 1, C - 1, P]: the latest index keys
+
+    def with_selecting_queries(self) -> SparseCall:
+        """Return the call with the queries that score blocks."""
+        return self if self.index_q is None else self._replace(q=self.index_q)
 
 
 class BlockSparseState(NamedTuple):
@@ -86,5 +103,7 @@ class BlockSparseState(NamedTuple):
     recent_k: Tensor  # [B, Hkv, R, D], the latest keys
     recent_v: Tensor  # [B, Hkv, R, E]
     length: Tensor  # [B], integers: real tokens so far
-    summary: Tensor  # [B, Hkv, N, Z], float32 or float64: of finished blocks
-    leader: Tensor  # [B, H, D]: first query of the current query block; size 0 without sharing
+    summary: Tensor  # [B, Hkv or 1, N, Z], float32 or float64: of finished blocks
+    # [B, H, D] or [B, I, P + 1]: first query of the current query block; size 0 without sharing
+    leader: Tensor
+    tail: Tensor  # [B, 1, C - 1, P]: the latest index keys; size 0 without an indexer

@@ -27,25 +27,37 @@ def reference_attention(call: SparseCall) -> Tensor:
         if queries:
             real_k, real_v = (x[:, x.shape[1] - keys :] for x in (k, v))
             real_q = q[:, q.shape[1] - queries :]
-            attended = _attend_row(real_q, real_k, real_v, leader, call)
+            asking, index_keys = real_q, None
+            if call.index_q is not None:
+                assert call.summary is not None
+                asking = call.index_q[b, :, q.shape[1] - queries :].to(dtype)
+                index_keys = call.summary[b, 0].to(dtype)
+            mask = _mask(asking, real_k, leader, index_keys, call)
+            attended = _attend_row(real_q, real_k, real_v, mask, call.scale)
             out = torch.cat([out[:, queries:], attended], 1)
         rows.append(out)
     return torch.stack(rows)
 
 
-def _attend_row(q: Tensor, k: Tensor, v: Tensor, leader: Tensor | None, call: SparseCall) -> Tensor:
+def _attend_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attend in one sequence: queries ``[H, T, D]`` are its last positions."""
     groups = q.shape[0] // k.shape[0]
-    mask = _mask(q, k, leader, call)
     k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-    scores = (q @ k.mT * call.scale).masked_fill(~mask, -torch.inf)
+    scores = (q @ k.mT * scale).masked_fill(~mask, -torch.inf)
     return scores.softmax(2) @ v
 
 
-def _mask(q: Tensor, k: Tensor, leader: Tensor | None, call: SparseCall) -> Tensor:
-    """Return which keys each query attends to, ``[H, T, S]``."""
+def _mask(
+    q: Tensor, k: Tensor, leader: Tensor | None, index_keys: Tensor | None, call: SparseCall
+) -> Tensor:
+    """Return which keys each query attends to, ``[H, T, S]``, or ``[1, T, S]`` with an indexer.
+
+    With an indexer, ``q`` are its queries, ``[I, T, P + 1]``, and ``index_keys`` the mean keys of
+    blocks, ``[N, P]``.
+    """
     options, (heads, length, _), keys = call.options, q.shape, k.shape[1]
     start, size, share = keys - length, options.block_size, options.query_block
+    heads = heads if index_keys is None else 1
     mask = torch.zeros(heads, length, keys, dtype=torch.bool, device=q.device)
     position = torch.arange(keys, device=q.device)
     for first in range(start // share * share, keys, share):
@@ -58,7 +70,7 @@ def _mask(q: Tensor, k: Tensor, leader: Tensor | None, call: SparseCall) -> Tens
             low, high = max(first - options.window, 0), first + share + options.window
         low, high = low // size * size, -(-high // size) * size
         query = _query(q, leader, first, members, start, options)
-        chosen = _chosen(query, k, low, high, call)  # [H, N]
+        chosen = _chosen(query, k, index_keys, low, high, call)  # [H, N]
         allowed = chosen.repeat_interleave(size, 1)[:, :keys]
         allowed = allowed | ((position >= low) & (position < high)) | (position < options.num_sinks)
         for t in members:
@@ -83,19 +95,27 @@ def _query(
     return leader
 
 
-def _chosen(query: Tensor, k: Tensor, low: int, high: int, call: SparseCall) -> Tensor:
+def _chosen(
+    query: Tensor, k: Tensor, index_keys: Tensor | None, low: int, high: int, call: SparseCall
+) -> Tensor:
     """Return the selected blocks, ``[H, N]`` bool."""
     options, selection, keys = call.options, call.selection, k.shape[1]
     size, groups = options.block_size, query.shape[0] // k.shape[0]
     if selection.per_key_head:
         query = query.unflatten(0, (-1, groups)).mean(1).repeat_interleave(groups, 0)
     blocks = -(-keys // size)
-    scores = query.new_full((query.shape[0], blocks), -torch.inf)
+    heads = query.shape[0] if index_keys is None else 1
+    scores = query.new_full((heads, blocks), -torch.inf)
     for j in range(blocks):
         begin, end = j * size, min((j + 1) * size, keys)
         outside = end <= low or begin >= high
         finished = end - begin == size or not options.causal
-        if outside and finished and end > options.num_sinks:
+        if not (outside and finished and end > options.num_sinks):
+            continue
+        if index_keys is not None:
+            products = (query[:, :-1] * index_keys[j]).sum(1)  # [I]
+            scores[0, j] = (query[:, -1] * products.clamp(min=0)).sum()
+        else:
             part = k[:, begin:end].repeat_interleave(groups, 0)  # [H, C, D]
             scores[:, j] = _score(query, part, call.scale, selection)
     better = scores[:, None, :] > scores[:, :, None]  # [H, N, N], whether n beats m

@@ -10,6 +10,8 @@ Each block of keys has a summary, from which a score is computed for one query:
 
 - ``"bounds"``: Quest's upper bound of all products,
   :math:`\sum_d \max(q_d \min_s k_{sd}, q_d \max_s k_{sd})`.
+- ``"indexer"``: the score of a trained indexer, whose queries and summaries replace those of the
+  layer (see :mod:`attnzoo.backends.block_sparse.impl.index_keys`).
 
 A query block is represented by one query: in a causal layer its first, so that later tokens change
 no selection; otherwise the mean of its queries. Candidates are the blocks outside the window.
@@ -32,6 +34,7 @@ from attnzoo.backends.block_sparse.impl.options import SelectionOptions, SparseC
 NO_BLOCK = 2**30  # in place of a block, after the selected ones
 MAX_SCORES = 2**21  # computed at a time
 FEW_SCORES = 2**19  # that stay in the L2 cache
+MEAN = SelectionOptions("mean", None, False)  # how index keys are summarized
 
 
 class Candidates(NamedTuple):
@@ -90,7 +93,7 @@ def pool_queries(call: SparseCall) -> tuple[Tensor, Tensor]:
     index = first - (keys - length)  # [1 or B, M], of the block's first query in the call
     if not call.options.causal:
         return _mean_queries(call, index), first
-    gathered = _gather(q, index.clamp(0, length - 1))
+    gathered = gather_rows(q, index.clamp(0, length - 1))
     if call.leader is not None and call.leader.shape[2]:
         oldest = 0 if call.counts is None else length - call.counts[:, None]
         earlier = (index < oldest)[:, None, :, None]
@@ -107,12 +110,12 @@ def _mean_queries(call: SparseCall, index: Tensor) -> Tensor:
     for i in range(size):
         at = index + i
         real = (at >= least) & (at >= 0) & (at < length)
-        total = total + _gather(q, at.clamp(0, length - 1)) * real[:, None, :, None]
+        total = total + gather_rows(q, at.clamp(0, length - 1)) * real[:, None, :, None]
         count = count + real
     return total / count.clamp(min=1)[:, None, :, None]
 
 
-def _gather(x: Tensor, index: Tensor) -> Tensor:
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Gather the tokens ``[1 or B, M]`` of ``[B, H, T, D]``."""
     index = index.expand(len(x), -1)[:, None, :, None]
     return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
@@ -138,7 +141,7 @@ def summarize(
     exists = position < (keys if lengths is None else lengths[:, None])
     if lengths is not None:
         index = (position + keys - lengths[:, None]).clamp(0, keys - 1)
-        k = _gather(k, index)
+        k = gather_rows(k, index)
     elif blocks * size <= keys:
         k = k[:, :, : blocks * size]
     else:
@@ -203,8 +206,8 @@ def select_blocks(call: SparseCall, best: Best | None = None) -> Tensor:
         call: The call.
         best: Scores and selects in float32, without ``coverage``; ``None`` runs PyTorch.
     """
-    queries, first = pool_queries(call)
-    summary = call.summary
+    queries, first = pool_queries(call.with_selecting_queries())
+    summary, indexed = call.summary, call.selection.score == "indexer"
     if summary is None:
         summary = summarize(call.k, call.lengths, call.options, call.selection)
     key_heads = summary.shape[1]
@@ -212,25 +215,49 @@ def select_blocks(call: SparseCall, best: Best | None = None) -> Tensor:
         queries = queries.to(summary.dtype).unflatten(1, (key_heads, -1)).mean(2)
     batch, heads, count, _ = queries.shape
     queries = queries.unflatten(1, (key_heads, -1))  # [B, Hkv, A / Hkv, M, D]
+    selections = 1 if indexed else heads
     allowed = candidates(call, first)
     blocks, kept = summary.shape[2], min(call.options.top_k, summary.shape[2])
     selected = torch.full(
-        (batch, heads, count, kept), NO_BLOCK, dtype=torch.int32, device=queries.device
+        (batch, selections, count, kept), NO_BLOCK, dtype=torch.int32, device=queries.device
     )
     if kept == 0:
-        return selected
+        return _for_key_heads(selected, call)
+    if indexed:
+        best = None
     if best is not None and call.selection.coverage is None and summary.dtype == torch.float32:
         return best(queries.to(summary.dtype), summary, allowed, call)
     step = max(1, MAX_SCORES // max(1, batch * heads * blocks))
     for start in range(0, count, step):
         rows = slice(start, start + step)
         part = allowed._replace(end=allowed.end[:, rows], begin=allowed.begin[:, rows])
-        features = query_features(
-            queries[:, :, :, rows].to(summary.dtype), call.scale, call.selection.score
-        )
-        scores = (features @ summary[:, :, None].mT).flatten(1, 2)
+        some = queries[:, :, :, rows].to(summary.dtype)
+        if indexed:
+            scores = index_scores(some[:, 0], summary)[:, None]
+        else:
+            features = query_features(some, call.scale, call.selection.score)
+            scores = (features @ summary[:, :, None].mT).flatten(1, 2)
         selected[:, :, rows] = _best(scores, part, call, kept)
-    return selected
+    return _for_key_heads(selected, call)
+
+
+def _for_key_heads(selected: Tensor, call: SparseCall) -> Tensor:
+    """Repeat the selection of an indexer for every key head."""
+    if call.selection.score != "indexer":
+        return selected
+    return selected.repeat(1, call.k.shape[1], 1, 1)
+
+
+def index_scores(queries: Tensor, summary: Tensor) -> Tensor:
+    """Return the indexer's score of each block, ``[B, M, N]``.
+
+    Args:
+        queries: Index queries and the weights of their heads, ``[B, I, M, P + 1]``.
+        summary: Mean index keys of blocks, ``[B, 1, N, P]``.
+    """
+    products = (queries[..., :-1] @ summary.mT).relu()  # [B, I, M, N]
+    weights = queries[..., -1].transpose(1, 2)[:, :, None]  # [B, M, 1, I]
+    return (weights @ products.transpose(1, 2)).squeeze(2)
 
 
 def _best(scores: Tensor, allowed: Candidates, call: SparseCall, kept: int) -> Tensor:
@@ -241,8 +268,8 @@ def _best(scores: Tensor, allowed: Candidates, call: SparseCall, kept: int) -> T
     threshold = values[..., -1:]
     coverage = call.selection.coverage
     if coverage is not None:
-        logits = values * call.scale
-        weights = (logits - (scores * call.scale).logsumexp(3, keepdim=True)).exp()
+        scale = 1.0 if call.selection.score == "indexer" else call.scale
+        weights = (values * scale - (scores * scale).logsumexp(3, keepdim=True)).exp()
         before = weights.cumsum(3) - weights  # NaN without candidates
         needed = ((before < coverage) & (values > -torch.inf)).sum(3, keepdim=True)
         threshold = values.gather(3, (needed - 1).clamp(min=0))
