@@ -187,6 +187,7 @@ def groups_of(stage: int, *, tiny: bool, second: bool) -> dict[str, int]:
         checks += [f"varlen {size}" for size in VARLEN_SIZES[: 1 if tiny else None]]
         names = checks + ([f"{name} second ptxas" for name in checks] if second else [])
         names += [f"sanitizer {tool} {decay}" for tool in TOOLS for decay in DECAYS]
+        names += [f"sanitizer {tool} vector hybrid" for tool in TOOLS]
         names += [f"warm fla {family}" for family in FAMILIES]
         names += [f"compile configs {decay}" for decay in DECAYS]
         return {"machine": 1, "copy": 1} | dict.fromkeys(names, PARALLEL)

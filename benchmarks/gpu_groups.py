@@ -118,15 +118,16 @@ def _check(session: Session, module: Any, decay: str, kind: str, *assembler: str
         )
 
 
-def sanitize(session: Session, tool: str, decay: str) -> None:
-    """Run small cases under compute-sanitizer."""
+def sanitize(session: Session, tool: str, decay: str, op: str = "triton") -> None:
+    """Run small cases under compute-sanitizer: of linear attention, or of the window hybrid."""
 
     def run() -> Row:
         binary = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
         if not Path(binary).exists():
             raise PeerUnavailable("compute-sanitizer is not installed")
         session.need_gpu()
-        module = ["-m", "attnzoo.backends.linear.check_triton", decay, "64", "mapped", "cuda:0"]
+        kind = "any" if op == "hybrid" else "mapped"
+        module = ["-m", f"attnzoo.backends.linear.check_{op}", decay, "64", kind, "cuda:0"]
         done = subprocess.run(
             [binary, "--tool", tool, sys.executable, *module],
             capture_output=True,
@@ -139,7 +140,7 @@ def sanitize(session: Session, tool: str, decay: str) -> None:
             raise RuntimeError((text.strip().splitlines() or ["no output"])[-1])
         return {"sanitizer_errors": int(found[1])}
 
-    session.recorder.measure(run, kind="sanitizer", workload=f"{tool} {decay}")
+    session.recorder.measure(run, kind="sanitizer", workload=f"{tool} {decay} {op}")
 
 
 def warm(session: Session, peer: str, family: str) -> None:
