@@ -61,7 +61,7 @@ class BlockSparseConfig(BackendConfig):
         index_head_dim: Size of the indexer's queries and keys, a multiple of 4.
         decoding: ``"sparse"``: a new token reads the selected blocks, as in one pass, and the
             cache has a summary of each block. ``"exact"``: a single new token attends to all
-            cached keys.
+            cached keys; not with an indexer.
     """
 
     implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
@@ -185,6 +185,12 @@ class BlockSparseBackend(AttentionBackend):
                 "causal layer (a KV cache lacks the query that selected for the tokens after it; "
                 "set decoding='sparse' or query_block=1)"
             )
+        if self.geometry.causal and config.decoding == "exact" and config.score == "indexer":
+            reasons.append(
+                "score='indexer' with decoding='exact' is unsupported in a causal layer (a KV "
+                "cache lacks the index keys from which later tokens select; set "
+                "decoding='sparse', or take another score)"
+            )
         if self.needs_hidden_states and self.geometry.hidden_size is None:
             reasons.append(
                 "the layer's hidden size is unknown, and score='indexer' needs hidden states (use "
@@ -219,14 +225,8 @@ class BlockSparseBackend(AttentionBackend):
     def _hidden_reasons(self, inputs: AttentionInputs) -> list[str]:
         """Return why the indexer does not support a call."""
         hidden, (batch, _, length, _) = inputs.hidden_states, inputs.q.shape
-        if self.indexer is None or hidden is None or (self.exact_steps and length == 1):
+        if self.indexer is None or hidden is None:
             return []
-        if length != inputs.k.shape[2]:
-            return [
-                f"{length} queries and {inputs.k.shape[2]} keys are given, and score='indexer' "
-                "needs the hidden states of all keys (give all tokens at once or one token at a "
-                "time, or set decoding='sparse', whose state has the index keys)"
-            ]
         expected = (batch, length, self.geometry.hidden_size)
         if tuple(hidden.shape) != expected:
             return [
@@ -244,8 +244,7 @@ class BlockSparseBackend(AttentionBackend):
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
         """Select blocks and attend to them."""
         config, (q, k, v), mask = self.config, inputs[:3], self._mask(inputs)
-        is_step = q.shape[2] == 1 and mask.causal
-        if self.exact_steps and is_step and not self.records_transfer_loss:
+        if self.exact_steps and q.shape[2] == 1 and mask.causal:
             output = flash_attention(q, k, v, mask=mask, scale=inputs.scale, impl="sdpa")
             choice = ImplChoice("sdpa", "a single new token attends exactly to all cached keys")
             return output._replace(impl=choice)

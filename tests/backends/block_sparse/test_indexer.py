@@ -147,7 +147,6 @@ def test_a_state_continues_as_one_pass(block_size):
     [
         {"decoding": "sparse"},  # the default
         pytest.param({"block_size": 1, "query_block": 3}, marks=pytest.mark.exhaustive),
-        pytest.param({"decoding": "exact"}, marks=pytest.mark.exhaustive),
         pytest.param({}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
@@ -178,10 +177,10 @@ def test_what_an_indexer_does_not_support():
     with pytest.raises(UnsupportedError, match=r"hidden size is unknown, and score='indexer'"):
         build("block_sparse", sizes={"hidden_size": None}, **INDEXER)
     (q, k, v), hidden = qkv(12), torch.randn(2, 12, 12).double()
-    backend = build("block_sparse", **INDEXER, decoding="exact")
-    mask = AttentionMask(causal=True, q_offset=7)
-    with pytest.raises(UnsupportedError, match="needs the hidden states of all keys"):
-        backend(q[:, :, 7:], k, v, hidden_states=hidden[:, 7:], mask=mask)
+    with pytest.raises(UnsupportedError, match="score='indexer' with decoding='exact'"):
+        build("block_sparse", **INDEXER, decoding="exact")
+    assert not build("block_sparse", causal=False, **INDEXER, decoding="exact").layer_reasons()
+    backend = build("block_sparse", **INDEXER)
     with pytest.raises(UnsupportedError, match="hidden_states have shape"):
         backend(q, k, v, hidden_states=hidden[:, :5])
     for given, message in (
