@@ -131,6 +131,8 @@ class AttentionMask:
 
     def of_new_tokens(self, q_length: int) -> AttentionMask:
         """Return the mask of the T newest tokens, for backends whose state holds earlier ones."""
+        if self.is_plain:
+            return PLAIN[self.causal]
         padding = self.padding
         if padding is not None:
             if isinstance(self.q_offset, int):
@@ -149,3 +151,6 @@ class AttentionMask:
             and self.window is None
             and self.function is None
         )
+
+
+PLAIN = {causal: AttentionMask(causal=causal) for causal in (False, True)}

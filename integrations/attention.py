@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
-from attnzoo.integrations import compat
 from attnzoo.integrations.cache import RecordedCall, StateLayer, state_layer
+from attnzoo.integrations.compat import active_collector
 from attnzoo.integrations.context_parallel import refuse_torch_context_parallel
 from attnzoo.integrations.layers import is_causal as layer_is_causal
 from attnzoo.integrations.layers import position_bias_is_zero
@@ -40,9 +41,8 @@ from attnzoo.integrations.patches import NAME as NAME
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput
 
-BUILTIN_SDPA = (
-    torch._C._nn.scaled_dot_product_attention
-)  # torch's context_parallel replaces it in F
+# torch's context_parallel replaces it in F
+BUILTIN_SDPA = torch._C._nn.scaled_dot_product_attention
 
 # Arguments that attention layers pass on and that do not change the result.
 IGNORED_ARGUMENTS = frozenset(
@@ -128,10 +128,8 @@ class LayerHook:
             return  # set_attn_implementation was called: the layer runs its own attention
         backend = module.attnzoo
         cross = self.get(self.ENCODER_STATES, args, kwargs) is not None
-        hidden = None
-        if backend.needs_hidden_states:
-            hidden = self.get(self.HIDDEN_STATES, args, kwargs)
-        layer = None
+        names = self.HIDDEN_STATES if backend.needs_hidden_states else ()
+        hidden, layer = self.get(names, args, kwargs), None
         if not backend.keeps_all_keys and not cross:
             cache = self.get(self.CACHE, args, kwargs)
             if cache is not None:
@@ -237,7 +235,7 @@ def attention(
         "softcap": softcap,
         "sinks": s_aux if sinks is None else sinks,
         "dropout": dropout,
-        "return_weights": compat.wants_weights(kwargs),
+        "return_weights": _wants_weights(kwargs),
         "shard": backend.shard,
     }
     if cache is not None:
@@ -248,6 +246,17 @@ def attention(
     output = _run_backend(backend, arguments, query, key, value, mask, options)
     weights = output.weights if options["return_weights"] else None
     return output.out.transpose(1, 2).contiguous(), weights
+
+
+def _wants_weights(kwargs: dict[str, Any]) -> bool:
+    """Return whether the caller set ``output_attentions``; not all models pass the flag on."""
+    if kwargs.get("output_attentions"):
+        return True
+    if not torch.compiler.is_compiling():
+        collected = active_collector.get()
+    else:  # a context variable cannot be traced; while tracing, transformers uses a plain one
+        collected = active_collector.global_var if active_collector.compiling else None
+    return bool(collected) and any("attentions" in key for key in collected)
 
 
 def _run_backend(
@@ -354,9 +363,8 @@ def _with_state(
     _check_cached_call(backend, layer, mask)
     past = None
     if not torch.compiler.is_compiling():  # raising on a tensor's values breaks the graph
-        past = update_past_padding(
-            mask, layer.past_padding, query.shape[2], layer.cumulative_length
-        )
+        lengths = query.shape[2], layer.cumulative_length
+        past = update_past_padding(mask, layer.past_padding, *lengths)
     if layer.unread is not None:
         layer.state = state_of_keys(backend, *layer.unread, mask, options["scale"])
         layer.unread = None
@@ -385,3 +393,6 @@ def _with_state(
     layer.set_state(output.state, RecordedCall(query.shape[2], replay))
     layer.past_padding = past
     return output
+
+
+AttentionInterface.register(NAME, attention)  # in place of the function that imports this module

@@ -122,7 +122,9 @@ class StateLayer(CacheLayerMixin):
         self._store(state)
 
     def _store(self, state: State) -> None:
-        self.state = type(state)(*(_clone_view(x) for x in state))
+        if not torch.compiler.is_compiling():
+            state = type(state)(*map(_clone_view, state))
+        self.state = state
 
     # -- called by generation --------------------------------------------------------------------
 
@@ -324,9 +326,7 @@ def _attributes(layer: Any) -> dict[str, Any]:
 
 def _clone_view(x: Tensor) -> Tensor:
     """Return ``x``, cloned if it is a view that keeps a larger storage alive."""
-    if torch.compiler.is_compiling() or x.untyped_storage().nbytes() <= x.nbytes:
-        return x
-    return x.clone()
+    return x if x.untyped_storage().nbytes() <= x.nbytes else x.clone()
 
 
 def _mask_sizes(past: int, new: int, window: int | None) -> tuple[int, int]:

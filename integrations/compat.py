@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -22,11 +21,12 @@ from transformers.masking_utils import (
     causal_mask_function,
     sdpa_mask,
 )
-from transformers.utils.output_capturing import _active_collector
+from transformers.utils.output_capturing import _active_collector as active_collector
 
 from attnzoo.integrations.patches import NAME, RECORDING
 
 __all__ = [
+    "active_collector",
     "all_configs",
     "bidirectional_mask_function",
     "calls_attention_interface",
@@ -41,7 +41,6 @@ __all__ = [
     "set_implementation",
     "sub_configs",
     "submodels",
-    "wants_weights",
 ]
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name of the interface in modelling files
@@ -84,17 +83,6 @@ def materialise_mask(**arguments: Any) -> Tensor:
     mask = sdpa_mask(**arguments, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     assert mask is not None
     return mask
-
-
-def wants_weights(kwargs: dict[str, Any]) -> bool:
-    """Return whether the caller set ``output_attentions``; not all models pass the flag on."""
-    if kwargs.get("output_attentions"):
-        return True
-    if not torch.compiler.is_compiling():
-        collected = _active_collector.get()
-    else:  # a context variable cannot be traced; while tracing, transformers uses a plain one
-        collected = _active_collector.global_var if _active_collector.compiling else None
-    return bool(collected) and any("attentions" in key for key in collected)
 
 
 def all_configs(model: PreTrainedModel) -> list[Any]:

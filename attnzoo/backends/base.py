@@ -24,7 +24,7 @@ from attnzoo.backends.packing import unpack_and_attend
 from attnzoo.backends.validation import DTYPES, qkv_reasons
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.context_parallel import SequenceShard
-from attnzoo.masks import AttentionMask
+from attnzoo.masks import PLAIN, AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice
 
 B = TypeVar("B", bound="type[AttentionBackend]")
@@ -260,7 +260,7 @@ class AttentionBackend(nn.Module):
             q=q,
             k=k,
             v=v,
-            mask=mask if mask is not None else AttentionMask(causal=self.geometry.causal),
+            mask=mask if mask is not None else PLAIN[self.geometry.causal],
             scale=scale,
             state=state,
             hidden_states=hidden_states if self.needs_hidden_states else None,
@@ -274,20 +274,20 @@ class AttentionBackend(nn.Module):
         )
         reasons = self.unsupported_reasons(inputs)
         reasons += self.dropout_reasons() if dropout > 0 else []
+        if shard is not None and return_weights:
+            reasons.append(
+                "attention weights are unavailable under context parallelism, where no rank has "
+                "all of them (compute them on one process, or set output_attentions=False)"
+            )
         if reasons:
             raise UnsupportedError(
                 f"{self.geometry.name}: backend {self.name!r} cannot run this call: "
                 f"{'; '.join(reasons)}."
             )
         if shard is not None:
-            if return_weights:
-                raise UnsupportedError(
-                    f"{self.geometry.name}: attention weights are unavailable under context "
-                    "parallelism, where no rank has all of them; compute them on one process, or "
-                    "set output_attentions=False"
-                )
             inputs = inputs._replace(mask=shard.mask(inputs.mask))
-        inputs = zero_padding(inputs, cross_attention=self.geometry.cross_attention)
+        if inputs.mask.padding is not None:
+            inputs = zero_padding(inputs, cross_attention=self.geometry.cross_attention)
         factors = None
         if form == "keys":
             inputs, factors = drop_keys(inputs, dropout)
@@ -323,7 +323,10 @@ class AttentionBackend(nn.Module):
             given.append("attention sinks are given")
         if (inputs.state is not None or inputs.return_state) and not self.recurrent:
             given.append("a state is requested")
-        reasons += [f"{what}, which it does not support (softmax and flash do)" for what in given]
+        if given:
+            reasons += [
+                f"{what}, which it does not support (softmax and flash do)" for what in given
+            ]
         if length > 1 and not (self.causal if mask.causal else self.bidirectional):
             kind = "causal" if mask.causal else "bidirectional"
             reasons.append(f"the mask is {kind}, which it does not support")
@@ -382,7 +385,7 @@ class AttentionBackend(nn.Module):
         else:
             output = self.attend(inputs)
         if not torch.compiler.is_compiling():
-            self.ran = output.impl or ONLY_IMPLEMENTATION
+            vars(self)["ran"] = output.impl or ONLY_IMPLEMENTATION  # faster than Module.__setattr__
         return output
 
     def extra_repr(self) -> str:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from attnzoo.backends.block_sparse.impl.cpp import BLOCK_SPARSE
 from attnzoo.backends.delta.impl.cpp import DELTA
+from attnzoo.backends.linear.impl.common import MapWeights
 from attnzoo.backends.linear.impl.cpp_call import LINEAR
-from attnzoo.backends.linear.impl.fused_maps import MapWeights
+from attnzoo.backends.linear.impl.cpp_step import LINEAR_STEP
 from attnzoo.backends.linear.window_hybrid import hybrid_attention
 from attnzoo.backends.linear.window_state import HybridState, LinearBranch
 from attnzoo.backends.linear.window_step_cpp import HYBRID_STEP
@@ -59,6 +60,18 @@ class CppKernel(NamedTuple):
 def _linear(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> Tensor:
     options = {"normalize": True, "feature_map": "elu+1", "impl": impl}
     return linear_attention(q, k, v, log_decay=gates, **options).out  # type: ignore[arg-type]
+
+
+def _linear_step(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> Tensor:
+    options = {"normalize": True, "feature_map": "elu+1", "impl": impl, "return_state": True}
+    outs, state = [], None
+    for t in range(3):
+        x = (y[:, :, t : t + 1] for y in (q, k, v))
+        gate = gates[:, :, t : t + 1]
+        output = linear_attention(*x, log_decay=gate, state=state, **options)  # type: ignore[arg-type]
+        outs.append(output.out)
+        state = output.state
+    return torch.cat(outs, 2)
 
 
 def _hedgehog(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> Tensor:
@@ -107,6 +120,7 @@ def _hybrid_step(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> T
 BOTH = (torch.float32, torch.float64)
 KERNELS = (
     CppKernel("linear", (LINEAR,), _linear, "reference", BOTH),
+    CppKernel("decoding", (LINEAR_STEP,), _linear_step, "reference", BOTH, False),
     CppKernel("feature maps", (LINEAR, BAND), _hedgehog, "reference", BOTH),
     CppKernel("delta", (DELTA,), _delta, "reference", BOTH),
     CppKernel("block_sparse", (BLOCK_SPARSE,), _block_sparse, "reference", (torch.float64,)),

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+is_autocast_enabled = torch._C._is_any_autocast_enabled  # on any kind of device
+
 
 def autocast_disabled(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which autocast does not change the precision of operations."""

@@ -19,6 +19,7 @@ Letters: B batch, H heads, Hkv key heads, T queries, S keys, D key size, E value
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -28,9 +29,16 @@ from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.linear.impl.bidirectional import run_bidirectional
 from attnzoo.backends.linear.impl.chunk import run_chunks
 from attnzoo.backends.linear.impl.common import (
+    FIXED,
+    LEARNED,
+    NAMES,
     LinearInputs,
+    MapWeights,
     Result,
+    empty_output,
     empty_state,
+    like_features,
+    map_inputs,
     state_dtype,
 )
 from attnzoo.backends.linear.impl.context_parallel import state_from_earlier_ranks
@@ -38,16 +46,8 @@ from attnzoo.backends.linear.impl.cpp import (
     cpp_reasons,
     fuses_map,
     run_cpp,
-    run_cpp_with_totals,
 )
-from attnzoo.backends.linear.impl.fused_maps import (
-    FIXED,
-    LEARNED,
-    NAMES,
-    MapWeights,
-    feature_size,
-    map_features,
-)
+from attnzoo.backends.linear.impl.cpp_step import run_step, supports_step
 from attnzoo.backends.linear.impl.reference import run_reference
 from attnzoo.backends.linear.impl.step import run_steps, step
 from attnzoo.backends.linear.impl.triton import linear_sums as linear_sums
@@ -58,13 +58,13 @@ from attnzoo.backends.linear.impl.triton_trust import trust as trust
 from attnzoo.backends.linear.validation import check_log_decay, check_segment_ids, check_state
 from attnzoo.backends.validation import check_qkv, check_size
 from attnzoo.errors import UnsupportedError, did_you_mean
-from attnzoo.kernels.autocast import autocast_disabled
+from attnzoo.kernels.autocast import autocast_disabled, is_autocast_enabled
 from attnzoo.kernels.context_parallel import SequenceShard
-from attnzoo.masks import AttentionMask
+from attnzoo.masks import PLAIN, AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice, LinearState
 
 FORMS = ("parallel", "recurrent", "chunk")
-CAUSAL = AttentionMask(causal=True)
+STEP_IN_CPP = ImplChoice("cpp", "one token, compiled for this CPU")
 
 
 def linear_attention(
@@ -133,10 +133,10 @@ def linear_attention(
     Raises:
         ValueError: Shapes, dtypes or options are not supported; the message says which are.
     """
-    mask = CAUSAL if mask is None else mask
+    mask = PLAIN[True] if mask is None else mask
     causal, segment_ids = mask.causal, mask.segment_ids
     _check_options(form, chunk_size, causal, feature_map, map_weights)
-    keys = _keys_of_features(k, feature_map, map_weights)
+    keys = like_features(k, feature_map, map_weights)
     _check_tensors(q, k, keys, v, log_decay, state, mask)
     assert shard is None or state is None
     if state is None:
@@ -149,69 +149,33 @@ def linear_attention(
         map_weights=map_weights,
         reuse_state=reuse_state and not torch.is_grad_enabled(),
     )
+    if q.shape[2] == 1 and impl in ("auto", "cpp") and shard is None and supports_step(x):
+        out, last = run_step(x)
+        return AttentionOutput(out, last if return_state else None, None, STEP_IN_CPP)
     if map_weights is not None and (impl == "triton" or q.device.type != "cpu"):
         with autocast_disabled(q.device):  # no other kernel computes learned maps
-            x = _map_features(x)
+            x = map_inputs(x)
     on_gpu = q.device.type == "cuda"
     table = AUTOMATIC[form, on_gpu] if impl == "auto" else IMPLEMENTATIONS
     chosen, choice = select("linear_attention", table, x, impl)
-    with autocast_disabled(q.device):
-        fused = ""
-        if not _fuses_map(x, chosen.name) or shard is not None:
-            x = _map_features(x)
-        elif x.feature_map != "identity":
-            fused = f", {feature_map} fused"
-        if shard is not None:
-            x = x._replace(state=state_from_earlier_ranks(x.k, v, log_decay, shard, causal=causal))
-        if q.shape[0] == 0 or (causal and q.shape[2] == 0):
-            out, last = _empty_output(x), x.state
-        else:
-            out, last = chosen.run(x)
+    fuses_map = shard is None and _fuses_map(x, chosen.name)
+    with autocast_disabled(q.device) if is_autocast_enabled() else nullcontext():
+        out, last = _run(chosen, x if fuses_map else map_inputs(x), shard)
+    fused = f", {feature_map} fused" if fuses_map and x.feature_map != "identity" else ""
     choice = ImplChoice(choice.impl, f"{form} form{fused}; {choice.reason}")
     return AttentionOutput(out, last if return_state else None, None, choice)
 
 
-def weighted_sums(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: AttentionMask,
-    log_decay: Tensor | None,
-    state: LinearState | None,
-    chunk_size: int | None,
-    feature_map: str = "identity",
-    feature_scale: float = 1.0,
-    map_weights: MapWeights | None = None,
-    shard: SequenceShard | None = None,
-) -> tuple[Tensor, Tensor, LinearState]:
-    """Return the sums of values and of weights that a normalised output divides, from C++.
-
-    Arguments are those of :func:`linear_attention`, with a causal mask. The sums are float32 or
-    wider: of values ``[B, H, T, E]``, of weights ``[B, H, T]``, and the last state.
-    """
-    if state is None:
-        state = empty_state(q, _keys_of_features(k, feature_map, map_weights), v)
-    x = LinearInputs(
-        *(q, k, v, log_decay, state, mask.padding, mask.segment_ids, True, "chunk", False),
-        *(1.0, 0.0, chunk_size, feature_map, feature_scale, map_weights),
-    )
-    with autocast_disabled(q.device):
-        if not fuses_map(x) or shard is not None:
-            x = _map_features(x)
-        if shard is not None:
-            x = x._replace(state=state_from_earlier_ranks(x.k, v, log_decay, shard))
-        if q.shape[0] == 0 or q.shape[2] == 0:
-            out = _empty_output(x).to(state.kv.dtype)
-            return out, out.sum(3), x.state
-        return run_cpp_with_totals(x)
-
-
-def _keys_of_features(k: Tensor, feature_map: str, map_weights: MapWeights | None) -> Tensor:
-    """Return a tensor as large as the features of keys, of no use but for its shape and dtype."""
-    if map_weights is None:
-        return k
-    return k.new_zeros(()).expand(*k.shape[:3], feature_size(feature_map, k.shape[3], map_weights))
+def _run(
+    chosen: Implementation[LinearInputs, Result], x: LinearInputs, shard: SequenceShard | None
+) -> Result:
+    """Run an implementation, from the state of earlier ranks if there are any."""
+    if shard is not None:
+        state = state_from_earlier_ranks(x.k, x.v, x.log_decay, shard, causal=x.causal)
+        x = x._replace(state=state)
+    if x.q.shape[0] == 0 or (x.causal and x.q.shape[2] == 0):
+        return empty_output(x), x.state
+    return chosen.run(x)
 
 
 def _check_tensors(
@@ -274,29 +238,11 @@ def _check_options(
         check_size("chunk_size", chunk_size)
 
 
-def _map_features(x: LinearInputs) -> LinearInputs:
-    """Apply the feature map to queries and keys, and set the features of padding keys to 0."""
-    options = (x.feature_map, x.feature_scale, x.map_weights)
-    q = map_features(x.q, *options, of_keys=False)
-    k = map_features(x.k, *options, of_keys=True)
-    if x.padding_mask is not None:
-        k = k.masked_fill(~x.padding_mask[:, None, :, None], 0)
-    return x._replace(q=q, k=k, feature_map="identity", map_weights=None, padding_mask=None)
-
-
 def _fuses_map(x: LinearInputs, impl: str) -> bool:
     """Return whether an implementation computes the features itself."""
     if impl == "triton":
         return x.feature_map in FIXED
     return impl == "cpp" and fuses_map(x)
-
-
-def _empty_output(x: LinearInputs) -> Tensor:
-    """Return an output without elements, ``[B, H, T, E]``, whose gradients are zeros."""
-    total = x.q.sum() + x.k.sum() + x.v.sum()
-    if x.log_decay is not None:
-        total = total + x.log_decay.sum()
-    return total.to(x.v.dtype).expand(*x.q.shape[:3], x.v.shape[3])
 
 
 # -- implementations -------------------------------------------------------------------------------

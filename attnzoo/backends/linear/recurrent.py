@@ -6,6 +6,7 @@ Letters: B batch, H query heads, Hkv key heads, T queries, S keys, F features.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,13 +20,14 @@ from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.backends.linear import window_hybrid
 from attnzoo.backends.linear.feature_maps.base import FeatureMap, get_feature_map
 from attnzoo.backends.linear.feature_maps.config import FeatureMapConfig
+from attnzoo.backends.linear.impl.common import MapWeights
 from attnzoo.backends.linear.op import IMPLEMENTATIONS, linear_attention
 from attnzoo.backends.linear.positions import count_tokens, with_count, without_count
 from attnzoo.backends.linear.window_config import WindowConfig
 from attnzoo.backends.linear.window_hybrid import hybrid_attention
 from attnzoo.backends.linear.window_state import LinearBranch
 from attnzoo.errors import ConfigError
-from attnzoo.kernels.autocast import autocast_disabled
+from attnzoo.kernels.autocast import autocast_disabled, is_autocast_enabled
 from attnzoo.state import AttentionOutput
 
 
@@ -308,7 +310,7 @@ class FeatureMapBackend(RecurrentBackend):
         # bits they are no faster on a CPU (T=2048, D=64, forward and backward: 43 ms against 40),
         # the gradients of q and k lose up to twice as much (3.5e-3 against 1.7e-3, which is the
         # rounding of the gradients themselves), and features of exp overflow in float16.
-        with autocast_disabled(inputs.q.device):
+        with autocast_disabled(inputs.q.device) if is_autocast_enabled() else nullcontext():
             if name := self.fused_feature_map():
                 return self.run_op(inputs.q, inputs.k, inputs, feature_map=name)
             counts = count_tokens(inputs) if self.feature_map.positional else None
@@ -329,6 +331,13 @@ class FeatureMapBackend(RecurrentBackend):
         hooks = module._forward_hooks or module._forward_pre_hooks
         # accelerate replaces the forward of modules whose weights it has moved away
         return "" if hooks or "forward" in module.__dict__ else module.fused
+
+    def map_weights(self) -> MapWeights | None:
+        """Return the weights of a map that the op applies, or ``None`` if it has none."""
+        module = self.feature_map
+        if not module.fused_weights:
+            return None
+        return MapWeights(*(getattr(module, name) for name in module.fused_weights))
 
     def run_op(
         self, q: Tensor, k: Tensor, inputs: AttentionInputs, *, feature_map: str = ""
@@ -352,14 +361,13 @@ class FeatureMapBackend(RecurrentBackend):
         weight = self.far_log_weight.to(wide).view(1, -1, 1, 1)
         if not feature_map:
             return LinearBranch(q, k, weight)
-        weights = self.feature_map.weights()
         return LinearBranch(
             q,
             k,
             weight,
             feature_map=feature_map,
             feature_scale=inputs.scale,
-            map_weights=weights,
+            map_weights=self.map_weights(),
         )
 
     def op_options(self, inputs: AttentionInputs, feature_map: str = "") -> dict[str, Any]:
@@ -380,7 +388,7 @@ class FeatureMapBackend(RecurrentBackend):
         }
         if feature_map:
             options |= {"feature_map": feature_map, "feature_scale": inputs.scale}
-            options["map_weights"] = self.feature_map.weights()
+            options["map_weights"] = self.map_weights()
         elif inputs.mask.padding is not None:  # the features are zero there already
             options["mask"] = replace(inputs.mask, padding=None)
         return options

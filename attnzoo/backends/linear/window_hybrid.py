@@ -28,6 +28,7 @@ from torch import Tensor
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.linear.impl.cpp import cpp_reasons
 from attnzoo.backends.linear.impl.triton_trust import trust
+from attnzoo.backends.linear.op import STEP_IN_CPP
 from attnzoo.backends.linear.window_merge import MIN_WEIGHT, combine
 from attnzoo.backends.linear.window_state import (
     HybridInputs,
@@ -46,14 +47,19 @@ from attnzoo.backends.linear.window_step_cpp import hybrid_step_cpp, supports_st
 from attnzoo.backends.linear.window_sums import linear_counts, linear_sums
 from attnzoo.backends.linear.window_triton import hybrid_triton_reasons, run_hybrid_triton
 from attnzoo.backends.local.band_cpp import OutsideSums, band_cpp_reasons
-from attnzoo.backends.local.causal_window import causal_window, local_softmax, padding_last
+from attnzoo.backends.local.causal_window import (
+    Window,
+    WindowState,
+    causal_window,
+    local_softmax,
+    padding_last,
+)
 from attnzoo.backends.local.pattern import gather_tokens
 from attnzoo.backends.validation import check_size, is_empty_call
 from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice, LinearState
 
-STEP_IN_CPP = ImplChoice("cpp", "one token, compiled for this CPU")
 STEP_IN_TORCH = ImplChoice("torch", "softmax window + linear form; one token on every device")
 
 
@@ -142,7 +148,7 @@ def hybrid_attention(
         out = out.masked_fill(~padding_mask[:, None, :, None], 0)
         out = gather_tokens(out, order.argsort(1))
     choice = ImplChoice(choice.impl, f"softmax window + linear form; {choice.reason}")
-    after = as_ring(next_state(x, last)) if return_state else None
+    after = as_ring(next_state(x, *_window(x), last)) if return_state else None
     return AttentionOutput(out, after, None, choice)
 
 
@@ -181,9 +187,9 @@ def _run_torch(x: HybridInputs) -> Result:
     """Compute the window and the linear branch, then the output, in torch."""
     v = x.v.to(torch.promote_types(x.v.dtype, torch.float32))
     if x.causal:
-        near, lse = causal_window(x.q, x.k, v, x.window_state, x.options)
+        near, lse = causal_window(x.q, x.k, v, *_window(x))
     else:
-        near, lse = local_softmax(x.q, x.k, v, (x.window, x.window), x.options)
+        near, lse = local_softmax(x.q, x.k, v, (x.window, x.window), _window(x)[1])
     far = linear_sums(x)
     missing = x.q.shape[2] - far.sums.shape[2]
     sums, totals = F.pad(far.sums, (0, 0, missing, 0)), F.pad(far.totals, (missing, 0))
@@ -200,10 +206,19 @@ def _run_cpp(x: HybridInputs) -> Result:
     branch = x.branch
     outside = OutsideSums(far.sums, far.totals, logit, branch.relative, branch.linear_only_heads)
     if x.causal:
-        out, _ = causal_window(x.q, x.k, x.v, x.window_state, x.options, outside)
+        out, _ = causal_window(x.q, x.k, x.v, *_window(x), outside)
     else:
-        out, _ = local_softmax(x.q, x.k, x.v, (x.window, x.window), x.options, outside)
+        reach, options = (x.window, x.window), _window(x)[1]
+        out, _ = local_softmax(x.q, x.k, x.v, reach, options, outside)
     return out, far.state
+
+
+def _window(x: HybridInputs) -> tuple[WindowState | None, Window]:
+    """Return the window before a call, and its options."""
+    state = x.state
+    before = None if state is None else WindowState(state.k, state.v, state.seen)
+    masks = x.padding_mask, x.segment_ids
+    return before, Window(x.window, x.scale, *masks, x.impl, x.num_sinks)
 
 
 def _logit(x: HybridInputs, counts: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.backends.linear.impl.fused_maps import MapWeights, map_features
+from attnzoo.backends.linear.impl.common import MapWeights, map_features
 from attnzoo.backends.local.causal_window import Window, WindowState, is_filled, next_window
 from attnzoo.backends.local.pattern import gather_tokens
 from attnzoo.kernels.context_parallel import SequenceShard, latest_before
@@ -112,31 +112,19 @@ class HybridInputs(NamedTuple):
     shard: SequenceShard | None
     num_sinks: int = 0  # G, first tokens of each row in the window of every query
 
-    @property
-    def options(self) -> Window:
-        """The options of the window."""
-        return Window(
-            *(self.window, self.scale, self.padding_mask, self.segment_ids, self.impl),
-            self.num_sinks,
-        )
 
-    @property
-    def window_state(self) -> WindowState | None:
-        """The window before this call."""
-        state = self.state
-        return None if state is None else WindowState(state.k, state.v, state.seen)
-
-
-def next_state(x: HybridInputs, sums: LinearState | None) -> HybridState:
+def next_state(
+    x: HybridInputs, before: WindowState | None, options: Window, sums: LinearState | None
+) -> HybridState:
     """Return the state after the last real token, in order of time; does not modify the given."""
     assert sums is not None
-    options, branch = x.options, x.branch
+    branch = x.branch
     values = x.v.to(torch.promote_types(x.v.dtype, torch.float32))
     if branch.feature_map == "identity":
         old = () if x.state is None else (x.state.features,)
-        k, v, features, seen = next_window((x.k, values, branch.k), x.window_state, options, old)
+        k, v, features, seen = next_window((x.k, values, branch.k), before, options, old)
     else:
-        k, v, seen = next_window((x.k, values), x.window_state, options)
+        k, v, seen = next_window((x.k, values), before, options)
         features = branch.features(k, of_keys=True)
     after = HybridState(k, v, features, sums.kv, sums.k, seen)
     if x.segment_ids is None and branch.feature_map == "identity":

@@ -7,6 +7,7 @@ W window.
 from __future__ import annotations
 
 import ctypes
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -27,7 +28,6 @@ HYBRID_STEP = cpp.Source(
     Path(__file__).parent / "kernels" / "hybrid_step.cpp",
     tuple(f"hybrid_step_{str(dtype).removeprefix('torch.')}" for dtype in WIDE),
 )
-Strides = ctypes.c_int64 * 2
 
 
 class _Step(ctypes.Structure):
@@ -39,7 +39,11 @@ class _Step(ctypes.Structure):
             "threads batch heads groups sinks window key_size value_size features decays counted "
             "relative",
         ),
-        *cpp.fields(Strides, "q_steps k_steps v_steps fq_steps fk_steps decay_steps weight_steps"),
+        *cpp.fields(
+            ctypes.c_int64,
+            "q_row q_head k_row k_head v_row v_head fq_row fq_head fk_row fk_head "
+            "decay_row decay_head weight_row weight_head",
+        ),
         ("scale", ctypes.c_double),
         *cpp.fields(
             ctypes.c_void_p,
@@ -59,7 +63,7 @@ def supports_step_cpp(
     tensors = [branch.q, branch.k, branch.log_weight, *state[1:5]]
     if branch.log_decay is not None:
         tensors.append(branch.log_decay)
-    if state.k.dtype != k.dtype or any(t.dtype != wide for t in tensors):
+    if state.k.dtype != k.dtype or {t.dtype for t in tensors} != {wide}:
         return False
     if not is_untracked(q, k, v, *tensors) or cpp.unavailable_reason(HYBRID_STEP):
         return False
@@ -84,10 +88,10 @@ def hybrid_step_cpp(
     """
     dtype, wide = v.dtype, WIDE[k.dtype]
     q, v = q.to(wide), v.to(wide)
-    old = [t.contiguous() for t in state]
-    in_place = in_place and all(t.is_contiguous() for t in state)
-    new = old[:5] if in_place else [torch.empty_like(t) for t in old[:5]]
-    read = [t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v, branch.q, branch.k)]
+    old = [*map(Tensor.contiguous, state)]
+    in_place = in_place and all(map(Tensor.is_contiguous, state))
+    new = old[:5] if in_place else [*map(torch.empty_like, old[:5])]
+    read = [*map(cpp.with_contiguous_rows, (q, k, v, branch.q, branch.k))]
     batch, heads, stored, size = old[0].shape
     columns, (window, features) = old[1].shape[3], old[2].shape[2:]
     weight = branch.log_weight.expand(batch, q.shape[1], 1, 1)
@@ -104,12 +108,11 @@ def hybrid_step_cpp(
     task = _Step(
         *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, stored - window, window),
         *(size, columns, features, decays, branch.mean, branch.relative),
-        *(Strides(*t.stride()[:2]) for t in read),
-        *(Strides(*decay_steps), Strides(*weight.stride()[:2])),
+        *chain(*[t.stride()[:2] for t in read], decay_steps, weight.stride()[:2]),
         scale,
-        *(t.data_ptr() for t in read),
+        *map(Tensor.data_ptr, read),
         None if decay is None else decay.data_ptr(),
-        *(t.data_ptr() for t in (weight, *old, out, *new)),
+        *map(Tensor.data_ptr, (weight, *old, out, *new)),
     )
     function = f"hybrid_step_{str(k.dtype).removeprefix('torch.')}"
     getattr(cpp.load(HYBRID_STEP), function)(ctypes.byref(task))

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.backends.linear.op import linear_attention, weighted_sums
+from attnzoo.backends.linear.impl.cpp import weighted_sums
+from attnzoo.backends.linear.op import linear_attention
 from attnzoo.backends.linear.window_state import HybridInputs
 from attnzoo.backends.local.causal_window import is_filled
 from attnzoo.kernels.memory import cat_huge_pages

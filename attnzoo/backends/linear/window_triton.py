@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnzoo.backends.linear.impl.triton import round_features, triton_reasons
 from attnzoo.backends.linear.window_state import HybridInputs
-from attnzoo.backends.local.causal_window import is_filled, next_sinks
+from attnzoo.backends.local.causal_window import WindowState, is_filled, next_sinks
 from attnzoo.kernels.derivatives import check_reverse_mode
 from attnzoo.state import LinearState
 
@@ -105,7 +105,8 @@ def _first_tokens(x: HybridInputs) -> tuple[Tensor, Tensor, Tensor]:
     count = torch.full_like(seen, len(tokens))
     if x.padding_mask is not None:
         count = x.padding_mask.sum(1)
-    k, v = next_sinks((x.k, x.v), x.window_state, seen, count, x.num_sinks)
+    before = None if x.state is None else WindowState(x.state.k, x.state.v, seen)
+    k, v = next_sinks((x.k, x.v), before, seen, count, x.num_sinks)
     rank = seen[:, None, None] + tokens[:, None]
     return k, v, rank - torch.arange(x.num_sinks, device=rank.device) >= x.window
 

@@ -147,8 +147,12 @@ def test_what_ran_is_recorded():
     backend, x = build(), qkv(9)
     backend(*x)
     assert "chunk" in backend.ran.reason
-    backend(*(t[:, :, :1] for t in x))
-    assert "recurrent" in backend.ran.reason
+    token = [t[:, :, :1] for t in x]
+    backend(*token)
+    assert "one token" in backend.ran.reason
+    plain = build(impl="torch")
+    plain(*token)
+    assert "recurrent" in plain.ran.reason
     reference = build(impl="reference")
     reference(*x)
     assert reference.ran.impl == "reference"

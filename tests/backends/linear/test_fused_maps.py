@@ -6,8 +6,8 @@ from torch.testing import assert_close
 
 from attnzoo.backends.config import Geometry
 from attnzoo.backends.linear.feature_maps.config import get_feature_map
+from attnzoo.backends.linear.impl.common import LEARNED, NAMES, MapWeights
 from attnzoo.backends.linear.impl.cpp_call import LINEAR
-from attnzoo.backends.linear.impl.fused_maps import LEARNED, NAMES, MapWeights
 from attnzoo.backends.linear.op import linear_attention
 from attnzoo.backends.linear.window_hybrid import LinearBranch, hybrid_attention
 from attnzoo.errors import UnsupportedError

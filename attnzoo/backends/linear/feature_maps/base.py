@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from attnzoo.backends.config import BackendConfig, Geometry
 from attnzoo.backends.linear.feature_maps.functional import widen
-from attnzoo.backends.linear.impl.fused_maps import MapWeights
 from attnzoo.errors import ConfigError, did_you_mean
 
 
@@ -41,6 +40,8 @@ class FeatureMap(nn.Module):
         learned: Whether the map has weights.
         fused: The name by which ``linear_attention`` applies the map itself; ``""`` if it does not.
             Subclasses do not inherit it, because they may compute other features.
+        fused_weights: Names of the parameters that ``linear_attention`` takes as ``map_weights`` in
+            that case, in the order of ``MapWeights``.
         positional: Whether ``queries`` and ``keys`` take ``positions`` too.
         signed: Whether the products of features may be negative, so that sums may be zero.
         options: The options of the config that the map takes, and their defaults; ``None`` is the
@@ -49,6 +50,7 @@ class FeatureMap(nn.Module):
 
     learned: ClassVar[bool] = False
     fused: ClassVar[str] = ""
+    fused_weights: ClassVar[tuple[str, ...]] = ()
     positional: ClassVar[bool] = False
     signed: ClassVar[bool] = False
     options: ClassVar[Mapping[str, int | None]] = {}
@@ -110,10 +112,6 @@ class FeatureMap(nn.Module):
     def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
         """Map ``[B, Hkv, S, D]`` to ``[B, Hkv, S, F]``, float32 or wider."""
         raise NotImplementedError
-
-    def weights(self) -> MapWeights | None:
-        """Return the weights of a map that is ``fused``; ``None`` if it has none."""
-        return None
 
     def reset_parameters(self) -> None:
         """Initialise the weights."""

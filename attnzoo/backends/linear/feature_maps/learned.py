@@ -22,7 +22,6 @@ from attnzoo.backends.linear.feature_maps.functional import (
     learned_relu,
 )
 from attnzoo.backends.linear.feature_maps.random_features import random_projection
-from attnzoo.backends.linear.impl.fused_maps import MapWeights
 
 
 @register_feature_map("hedgehog")
@@ -37,6 +36,7 @@ class HedgehogMap(FeatureMap):
 
     learned = True
     fused = "hedgehog"
+    fused_weights: ClassVar[tuple[str, ...]] = ("query_residual", "key_residual")
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)
@@ -62,10 +62,6 @@ class HedgehogMap(FeatureMap):
     def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
         """Map keys; the scale is learned."""
         return hedgehog(k, self.key_residual)
-
-    def weights(self) -> MapWeights:
-        """Return the residuals."""
-        return MapWeights(self.query_residual, self.key_residual)
 
 
 @register_feature_map("learned_linear")
@@ -102,6 +98,12 @@ class HedgehogJointMap(HedgehogMap):
     """
 
     fused = "hedgehog_joint"
+    fused_weights: ClassVar[tuple[str, ...]] = (
+        "query_residual",
+        "key_residual",
+        "query_bias",
+        "key_bias",
+    )
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)
@@ -116,10 +118,6 @@ class HedgehogJointMap(HedgehogMap):
     def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
         """Map keys; the scale is learned."""
         return self.map_affine(k, self.key_residual, self.key_bias)
-
-    def weights(self) -> MapWeights:
-        """Return the residuals and biases."""
-        return MapWeights(self.query_residual, self.key_residual, self.query_bias, self.key_bias)
 
     def map_affine(self, x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
         """Map queries or keys with the given weights."""
@@ -158,6 +156,12 @@ class HedgehogExpMap(FeatureMap):
 
     learned = True
     fused = "hedgehog_exp"
+    fused_weights: ClassVar[tuple[str, ...]] = (
+        "query_weight",
+        "key_weight",
+        "query_bias",
+        "key_bias",
+    )
     options: ClassVar = {"num_features": 256, "seed": 0}
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
@@ -198,7 +202,3 @@ class HedgehogExpMap(FeatureMap):
     def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
         """Map keys; the scale is learned."""
         return learned_exp(k, self.key_weight, self.key_bias)
-
-    def weights(self) -> MapWeights:
-        """Return the matrices and biases."""
-        return MapWeights(self.query_weight, self.key_weight, self.query_bias, self.key_bias)

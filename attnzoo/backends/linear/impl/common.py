@@ -1,22 +1,43 @@
-"""What the implementations of linear attention share: their inputs, and small helpers.
+"""What the implementations of linear attention share: inputs, the feature maps that they apply.
 
 Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T queries, S keys, D key size, E value size,
-F decays per token (1 or D).
+N rows of a matrix, F decays per token (1 or D) or features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnzoo.backends.linear.impl.fused_maps import MapWeights
+from attnzoo.backends.linear.feature_maps.functional import (
+    elu_plus_one,
+    exp_keys,
+    exp_queries,
+    hedgehog,
+    hedgehog_joint,
+    identity,
+    learned_exp,
+    learned_linear,
+    learned_relu,
+    relu,
+)
 from attnzoo.state import LinearState
 
 CHUNK_SIZE = 64  # tokens per chunk, unless the call sets it
 
 Result = tuple[Tensor, LinearState]  # the output, and the state after the last token
+
+
+class MapWeights(NamedTuple):
+    """Weights of a learned map: matrices ``[H, N, D]`` or residuals ``[H, D, D]``, and biases."""
+
+    q: Tensor
+    k: Tensor
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
 
 
 class LinearInputs(NamedTuple):
@@ -67,3 +88,81 @@ def empty_state(q: Tensor, k: Tensor, v: Tensor) -> LinearState:
 def state_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
     """Return the dtype of the sums: float64 if any input is float64, else float32."""
     return torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+
+
+def empty_output(x: LinearInputs) -> Tensor:
+    """Return an output without elements, ``[B, H, T, E]``, whose gradients are zeros."""
+    total = x.q.sum() + x.k.sum() + x.v.sum()
+    if x.log_decay is not None:
+        total = total + x.log_decay.sum()
+    return total.to(x.v.dtype).expand(*x.q.shape[:3], x.v.shape[3])
+
+
+# -- feature maps that implementations apply -------------------------------------------------------
+
+
+class LearnedMap(NamedTuple):
+    """A learned map: its function of inputs, weights and, if it has one, the bias."""
+
+    function: Callable[..., Tensor]
+    is_residual: bool  # whether the matrix is the identity plus the weights
+    features: int = 1  # per row of the matrix
+
+
+FIXED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "identity": (identity, identity),
+    "elu+1": (elu_plus_one, elu_plus_one),
+    "relu": (relu, relu),
+    "exp": (exp_queries, exp_keys),  # these take the scale
+}
+LEARNED = {
+    "learned_linear": LearnedMap(learned_linear, True),
+    "hedgehog": LearnedMap(hedgehog, True, 2),
+    "hedgehog_joint": LearnedMap(hedgehog_joint, True, 2),
+    "t2r": LearnedMap(learned_relu, True),
+    "hedgehog_exp": LearnedMap(learned_exp, False),
+}
+NAMES = (*FIXED, *LEARNED)
+
+
+def like_features(k: Tensor, name: str, weights: MapWeights | None) -> Tensor:
+    """Return a tensor of the shape and dtype of the features of keys; its numbers mean nothing."""
+    if weights is None:
+        return k
+    size = weights.k.shape[1] * LEARNED[name].features
+    return k.new_zeros(()).expand(*k.shape[:3], size)
+
+
+def map_features(
+    x: Tensor, name: str, scale: float, weights: MapWeights | None, *, of_keys: bool
+) -> Tensor:
+    """Return the features of queries or keys, ``[B, H, T, F]``, in torch."""
+    if weights is not None:
+        matrix, bias = (weights.k, weights.k_bias) if of_keys else (weights.q, weights.q_bias)
+        function = LEARNED[name].function
+        return function(x, matrix) if bias is None else function(x, matrix, bias)
+    fixed = FIXED[name][of_keys]
+    return fixed(x, scale) if name == "exp" else fixed(x)
+
+
+def map_inputs(x: LinearInputs) -> LinearInputs:
+    """Apply the feature map to queries and keys, and set the features of padding keys to 0."""
+    options = (x.feature_map, x.feature_scale, x.map_weights)
+    q = map_features(x.q, *options, of_keys=False)
+    k = map_features(x.k, *options, of_keys=True)
+    if x.padding_mask is not None:
+        k = k.masked_fill(~x.padding_mask[:, None, :, None], 0)
+    return x._replace(q=q, k=k, feature_map="identity", map_weights=None, padding_mask=None)
+
+
+def matrices(name: str, weights: MapWeights, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """Return the matrices ``[H, N, D]`` of queries and keys, and their biases ``[H, N]``."""
+
+    def matrix(x: Tensor) -> Tensor:
+        x = x.to(dtype)
+        if LEARNED[name].is_residual:
+            x = x + torch.eye(x.shape[1], dtype=dtype, device=x.device)
+        return x.contiguous()
+
+    biases = (None if x is None else x.to(dtype).contiguous() for x in weights[2:])
+    return matrix(weights.q), matrix(weights.k), *biases

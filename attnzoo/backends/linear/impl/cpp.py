@@ -10,12 +10,23 @@ matrix, F features.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnzoo.backends.linear.impl.common import LinearInputs, Result
+from attnzoo.backends.linear.impl.common import (
+    LinearInputs,
+    MapWeights,
+    Result,
+    empty_output,
+    empty_state,
+    like_features,
+    map_inputs,
+    matrices,
+)
+from attnzoo.backends.linear.impl.context_parallel import state_from_earlier_ranks
 from attnzoo.backends.linear.impl.cpp_call import (
     KERNEL_CHUNK,
     LINEAR,
@@ -24,11 +35,13 @@ from attnzoo.backends.linear.impl.cpp_call import (
     Gradients,
     Task,
 )
-from attnzoo.backends.linear.impl.fused_maps import matrices
 from attnzoo.backends.linear.impl.step import step
 from attnzoo.kernels import cpp
+from attnzoo.kernels.autocast import autocast_disabled, is_autocast_enabled
+from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.kernels.derivatives import check_reverse_mode, refuse_derivative
 from attnzoo.kernels.memory import empty_huge_pages
+from attnzoo.masks import AttentionMask
 from attnzoo.state import LinearState
 
 CPP_CHUNK = 32  # the largest chunk size that a call may ask for, in tokens
@@ -82,13 +95,40 @@ def run_cpp(x: LinearInputs) -> Result:
     return out, state
 
 
-def run_cpp_with_totals(x: LinearInputs) -> tuple[Tensor, Tensor, LinearState]:
-    """Return outputs that are not divided, the sums of weights ``[B, H, T]``, and the state.
+def weighted_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask,
+    log_decay: Tensor | None,
+    state: LinearState | None,
+    chunk_size: int | None,
+    feature_map: str = "identity",
+    feature_scale: float = 1.0,
+    map_weights: MapWeights | None = None,
+    shard: SequenceShard | None = None,
+) -> tuple[Tensor, Tensor, LinearState]:
+    """Return the sums of values and of weights that a normalised output divides.
 
-    Outputs and sums have the dtype of the state.
+    Arguments are those of ``linear_attention``, with a causal mask. The sums have the dtype of the
+    state: of values ``[B, H, T, E]``, of weights ``[B, H, T]``, and the last state.
     """
-    assert not x.normalize
-    return _run(x, totals=True)
+    if state is None:
+        state = empty_state(q, like_features(k, feature_map, map_weights), v)
+    x = LinearInputs(
+        *(q, k, v, log_decay, state, mask.padding, mask.segment_ids, True, "chunk", False),
+        *(1.0, 0.0, chunk_size, feature_map, feature_scale, map_weights),
+    )
+    with autocast_disabled(q.device) if is_autocast_enabled() else nullcontext():
+        if not fuses_map(x) or shard is not None:
+            x = map_inputs(x)
+        if shard is not None:
+            x = x._replace(state=state_from_earlier_ranks(x.k, v, log_decay, shard))
+        if q.shape[0] == 0 or q.shape[2] == 0:
+            out = empty_output(x).to(state.kv.dtype)
+            return out, out.sum(3), x.state
+        return _run(x, totals=True)
 
 
 def _run(x: LinearInputs, *, totals: bool) -> tuple[Tensor, Tensor, LinearState]:
