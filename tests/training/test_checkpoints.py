@@ -41,7 +41,7 @@ def stopped(stopped_folder, saved, text, spec, tmp_path):
 
 @pytest.mark.parametrize("fault", ["truncated", "changed", "missing", "progress"])
 def test_a_damaged_checkpoint_is_passed_over(stopped, fault):
-    """The older one is used, which is reported, and the run ends with the same losses."""
+    """The older one is used, which is reported; from there, a run ends with the same losses."""
     out, run = stopped
     last, messages = out / FOLDER / "step-000004", []
     file = last / ("progress.json" if fault == "progress" else "optimizer.bin")
@@ -53,12 +53,17 @@ def test_a_damaged_checkpoint_is_passed_over(stopped, fault):
         file.write_bytes(data)
     else:
         file.write_bytes(data[: len(data) // 2])
-    recover(*run, resume=True, log=messages.append)
-    (message,) = [text for text in messages if "damaged" in text]
+    found = Checkpoints(out, {}).latest(messages.append)
+    (message,) = messages
     assert "step-000004' is damaged (" in message
     assert file.name in message
     assert message.endswith("step-000002' is used instead")
-    assert [line["total"] for line in read_losses(out)] == [1, 2, 3, 4, 5, 6]
+    assert (found["path"].name, found["total"]) == ("step-000002", 2)
+    if fault == "truncated":  # what follows depends on the older checkpoint only
+        logged = []
+        recover(*run, resume=True, log=logged.append)
+        assert [text for text in logged if "damaged" in text] == messages
+        assert [line["total"] for line in read_losses(out)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_no_checkpoint_is_intact(stopped):
