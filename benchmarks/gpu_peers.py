@@ -14,7 +14,7 @@ from torch import Tensor
 from attnzoo.backends.flash.impl.sdpa import sdpa_kernel_name
 from attnzoo.backends.flash.op import flash_attention
 from attnzoo.backends.gated_linear.op import mlstm_attention, rwkv6_attention
-from attnzoo.backends.linear.impl.fused_maps import MapWeights
+from attnzoo.backends.linear.impl.common import MapWeights
 from attnzoo.backends.linear.op import linear_attention
 from attnzoo.backends.linear.window_hybrid import LinearBranch, hybrid_attention
 from attnzoo.backends.linear.window_state import HybridState
