@@ -189,6 +189,26 @@ def test_unsupported_calls_with_fewer_queries_are_refused():
 # -- reformer --------------------------------------------------------------------------------------
 
 
+def reformer(form, q, k, v, mask, bias, impl):
+    """Return the output of a form, and the number of rounds in which queries meet keys."""
+    options = {"mask": mask, "bias": bias, "impl": impl}
+    if form == "shared":
+        lsh = LSHOptions(True, mask.causal, 2, 8)
+        out = shared_qk_attention(q, k, v, num_hashes=2, chunk_size=8, **options).out
+    else:
+        lsh = LSHOptions(False, mask.causal, 3, 4, 0, 3, 2)
+        out = lsh_attention(q, k, v, **SMALL, **options).out
+    seed, ids = torch.tensor([0]), mask.segment_ids
+    return out, count_attended_keys(q, k, ids, ids, None, seed, [], list(map(int, lsh)))
+
+
+def softmax_of_counts(form, q, k, v, counts, bias):
+    """Return softmax attention to keys that are met, with weight n if in n rounds."""
+    k, scale = (unit(k), 1.0) if form == "shared" else (k, None)
+    bias = bias + counts.clamp_min(1).to(q.dtype).log()
+    return softmax_attention(q, k, v, scale=scale, mask=counts > 0, bias=bias).out
+
+
 @pytest.mark.parametrize("impl", ["torch", "reference"])
 @pytest.mark.parametrize("shape", [*SHAPES, (100, 100)], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
@@ -197,25 +217,13 @@ def test_unsupported_calls_with_fewer_queries_are_refused():
 def test_reformer_adds_the_bias_to_attended_keys(form, causal, packed, shape, impl):
     bias = torch.randn(shape, dtype=torch.float64)
     q, k, v, bias = inputs = [x.requires_grad_() for x in (*qkv(), bias)]
-    mask, ids = AttentionMask(causal=causal), None
+    mask = AttentionMask(causal=causal)
     if packed:
         ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
         ids[0, 40:], ids[1, :7] = 1, -1
         mask = AttentionMask(causal=causal, segment_ids=ids, padding=ids >= 0)
-    options = {"mask": mask, "bias": bias, "impl": impl}
-    if form == "shared":
-        lsh = LSHOptions(True, causal, 2, 8)
-        out = shared_qk_attention(q, k, v, num_hashes=2, chunk_size=8, **options).out
-        k = unit(k)
-    else:
-        lsh = LSHOptions(False, causal, 3, 4, 0, 3, 2)
-        out = lsh_attention(q, k, v, **SMALL, **options).out
-    seed, integers = torch.tensor([0]), list(map(int, lsh))
-    counts = count_attended_keys(q, inputs[1], ids, ids, None, seed, [], integers)
-    log_counts = counts.clamp_min(1).to(q.dtype).log()
-    scale = 1.0 if form == "shared" else None
-    right = softmax_attention(q, k, v, scale=scale, mask=counts > 0, bias=bias + log_counts).out
-    agree(out, right, inputs)
+    out, counts = reformer(form, q, k, v, mask, bias, impl)
+    agree(out, softmax_of_counts(form, q, k, v, counts, bias), inputs)
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
@@ -230,21 +238,10 @@ def test_reformer_gives_zeros_where_the_bias_hides_all_keys(form, causal, impl):
     bias = torch.cat(
         [torch.where(sees_itself, bias, hide_keys(bias))[:, :1], hide_keys(bias)[:, 1:]], 1
     )
-    options = {"mask": AttentionMask(causal=causal), "bias": bias, "impl": impl}
-    if form == "shared":
-        lsh = LSHOptions(True, causal, 2, 8)
-        out = shared_qk_attention(q, k, v, num_hashes=2, chunk_size=8, **options).out
-        k = unit(k)
-    else:
-        lsh = LSHOptions(False, causal, 3, 4, 0, 3, 2)
-        out = lsh_attention(q, k, v, **SMALL, **options).out
-    seed, integers = torch.tensor([0]), list(map(int, lsh))
-    counts = count_attended_keys(q, inputs[1], None, None, None, seed, [], integers)
+    out, counts = reformer(form, q, k, v, AttentionMask(causal=causal), bias, impl)
     if form == "shared":
         counts[:, 0, 41, 41] = 1
-    log_counts = counts.clamp_min(1).to(q.dtype).log()
-    scale = 1.0 if form == "shared" else None
-    right = softmax_attention(q, k, v, scale=scale, mask=counts > 0, bias=bias + log_counts).out
+    right = softmax_of_counts(form, q, k, v, counts, bias)
     assert (right[:, 1:, 41] == 0).all()
     agree(out, right, inputs)
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers as hf
 from torch.testing import assert_close
 
 import attnzoo
@@ -14,19 +13,6 @@ from attnzoo.registry import build_backend
 from attnzoo.testing import RULES, check_backend, check_generation
 
 SMALL = {"window": 3, "top_k": 2, "block_size": 2, "num_sinks": 1}
-
-
-@pytest.fixture
-def llama():
-    """A tiny Llama whose attention matters."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=99, **sizes, **heads)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
-    return model
 
 
 def build(*, causal=True, **options):

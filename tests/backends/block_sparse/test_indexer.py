@@ -275,22 +275,15 @@ def test_positions_are_rotary():
 
 
 @pytest.fixture
-def llama(monkeypatch):
-    """A tiny Llama whose attention matters; new indexers have random scores."""
+def llama(llama, monkeypatch):
+    """The tiny Llama; new indexers have random scores."""
 
     def noise(self):
         for parameter in self.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
 
     monkeypatch.setattr(LightningIndexer, "reset_parameters", noise)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=99, **sizes, **heads)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
-    return model
+    return llama
 
 
 def test_generation(llama):

@@ -85,7 +85,7 @@ def extend_summary(
         counts: New keys of each row, ``[B]``; ``None`` means T.
         options: Sizes.
     """
-    size, length, before = options.block_size, keys.shape[2], size_of_tail(options)
+    size, length, before = options.block_size, keys.shape[2], state.tail.shape[2]
     if counts is None:
         counts = torch.full_like(state.length, length)
     unfinished = state.length % size
@@ -110,8 +110,3 @@ def extend_summary(
     old = F.pad(state.summary[:, :, :blocks], (0, 0, 0, max(0, blocks - state.summary.shape[2])))
     summary = torch.where((block >= 0)[:, None, :, None], found, old)
     return summary, latest_keys(joined, size)
-
-
-def size_of_tail(options: SparseOptions) -> int:
-    """Return the number of index keys that a state contains besides the summaries."""
-    return options.block_size - 1
