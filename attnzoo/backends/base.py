@@ -109,7 +109,7 @@ class AttentionBackend(nn.Module):
     needs_hidden_states: ClassVar[bool] = False
     has_weights: ClassVar[bool] = True  # has one matrix of weights per head, for all value channels
     context_parallel: ClassVar[bool] = False  # supports sequences split over ranks
-    has_transfer_loss: ClassVar[bool] = False  # outputs have no gradient in its parameters
+    has_transfer_loss: ClassVar[bool] = False  # its output gives parameters no gradient
     needs_full_sequences: ClassVar[str] = "it needs full sequences on each rank"  # why it does not
     # Options that commands and tools try. Use cases: "short", a pretrained model on text of a few
     # hundred tokens (demo); "long", one on a thousand tokens or more (compare); "bidirectional", an

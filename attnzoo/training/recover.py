@@ -258,7 +258,9 @@ def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
 def _distil(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrainedModel:
     """Distil softmax into the model; return it with adapters merged."""
     if not config.distil_steps or (config.train == "extras" and not output_extras(model)):
-        reason = "no parameters with a gradient from outputs" if config.distil_steps else "0 steps"
+        reason = (
+            "no parameter gets a gradient from the output" if config.distil_steps else "0 steps"
+        )
         run.log(f"distillation is skipped: {reason}")
         return model
     return run.train(

@@ -20,8 +20,8 @@ n steps cover all keys. Time is that of twice as many value columns.
 Source: Zhang et al., 2024, arXiv:2402.04347 (Hedgehog), which minimises the cross-entropy of all
 weights.
 
-A backend with parameters that select keys, such as the indexer of ``block_sparse``, has no gradient
-in its output; it computes a loss of its own, which takes the place of either.
+The output is not differentiable with respect to parameters that select keys, such as those of the
+indexer of ``block_sparse``. Their backend computes a loss of its own, which replaces either one.
 Letters: B batch, H heads, T queries, S keys, E value size.
 """
 
@@ -62,7 +62,7 @@ def extras(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def output_extras(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of :func:`extras` in which a model's output has a gradient."""
+    """Return the parameters of :func:`extras` that receive gradients from a model's output."""
     selecting = {
         id(p)
         for backend in swapped_layers(model).values()

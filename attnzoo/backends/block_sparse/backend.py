@@ -158,7 +158,7 @@ class BlockSparseBackend(AttentionBackend):
 
     @property
     def has_transfer_loss(self) -> bool:  # type: ignore[override]
-        """Whether it has an indexer, in which outputs have no gradient."""
+        """Whether it has an indexer, which receives no gradient from the output."""
         return self.config.score == "indexer"
 
     @property

@@ -126,7 +126,7 @@ NAMES = (*FIXED, *LEARNED)
 
 
 def like_features(k: Tensor, name: str, weights: MapWeights | None) -> Tensor:
-    """Return a tensor of the shape and dtype of the features of keys; its numbers mean nothing."""
+    """Return a tensor with the shape and dtype of the features of keys; its values are not used."""
     if weights is None:
         return k
     size = weights.k.shape[1] * LEARNED[name].features
