@@ -1,7 +1,8 @@
-"""Continue from a cache of keys and values: backends with a sum as state read them into it.
+"""Continue from a cache of keys and values: backends read them into their state.
 
 PEFT's prefix tuning passes its virtual tokens in such a cache, and so does a prompt that ran before
-the swap.
+the swap. Gates are computed from hidden states, which the cache does not hold: those of a prompt
+are lost, and a prefix has none, so its gates are those of hidden states of zero.
 """
 
 from __future__ import annotations
@@ -9,11 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
+
+
+def mark_virtual_tokens(cache: Any) -> None:
+    """Record that a stock cache holds virtual tokens, whose keys and values a prefix trains."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if isinstance(cache, Cache):
+        for layer in cache.layers:
+            vars(layer)["virtual_tokens"] = True
 
 
 def refuse_unreadable(layer: Any, length: int, backend: AttentionBackend) -> None:
@@ -28,9 +38,11 @@ def refuse_unreadable(layer: Any, length: int, backend: AttentionBackend) -> Non
         UnsupportedError: The message gives the reason.
     """
     keys: Any = layer.keys
-    if backend.needs_hidden_states:
-        what = "index keys" if backend.has_transfer_loss else "gates"
-        reason = f"it computes {what} from hidden states, which the cache does not hold"
+    virtual = hasattr(layer, "virtual_tokens")
+    if backend.has_transfer_loss:
+        reason = "it computes index keys from hidden states, which the cache does not hold"
+    elif backend.needs_hidden_states and not virtual:
+        reason = "it computes gates from hidden states, which the cache does not hold"
     elif not backend.state_from_keys:
         reason = "its state is not a sum over keys and values"
     elif type(layer) is not DynamicLayer or keys.shape[2] != length:
@@ -39,8 +51,8 @@ def refuse_unreadable(layer: Any, length: int, backend: AttentionBackend) -> Non
         return
     raise UnsupportedError(
         f"{backend.geometry.name}: the cache already holds {length} tokens as keys and values "
-        "(virtual tokens of a prefix, or a prompt from before the swap), from which backend "
-        f"{backend.name!r} cannot continue: {reason}. Start with an empty cache"
+        f"({'virtual tokens of a prefix' if virtual else 'a prompt from before the swap'}), from "
+        f"which backend {backend.name!r} cannot continue: {reason}. Start with an empty cache"
     )
 
 
@@ -54,7 +66,7 @@ def state_of_keys(
     """Return the state after the tokens of a stock cache layer.
 
     Args:
-        backend: The backend, whose state depends on keys and values only.
+        backend: The backend, whose state depends on keys and values, and on gates.
         keys: ``[B, Hkv, S, D]``.
         values: ``[B, Hkv, S, E]``.
         mask: The mask of a call with new tokens after these.
@@ -72,5 +84,18 @@ def state_of_keys(
             )
         padding = padding[:, :length]
     queries = keys.new_zeros(keys.shape[0], backend.geometry.num_heads, *keys.shape[2:])
-    earlier = AttentionMask(causal=True, padding=padding)
-    return backend(queries, keys, values, mask=earlier, scale=scale, return_state=True).state
+    hidden = None
+    if backend.needs_hidden_states:
+        size = backend.geometry.hidden_size
+        assert size is not None  # a layer without one was refused when it was built
+        hidden = keys.new_zeros(keys.shape[0], length, size)
+    output = backend(
+        queries,
+        keys,
+        values,
+        mask=AttentionMask(causal=True, padding=padding),
+        scale=scale,
+        hidden_states=hidden,
+        return_state=True,
+    )
+    return output.state

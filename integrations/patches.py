@@ -329,6 +329,7 @@ def patch_adapter_models(peft_model: Any) -> None:
         return
     init, add_adapter = cls.__init__, cls.add_adapter
     disable_adapter, save_pretrained = cls.disable_adapter, cls.save_pretrained
+    get_prompt = cls.get_prompt
 
     @wraps(init)
     def init_with_extras(
@@ -365,6 +366,15 @@ def patch_adapter_models(peft_model: Any) -> None:
             adapters.record_swap(self, config)
         save_pretrained(self, *args, **kwargs)
 
+    @wraps(get_prompt)
+    def get_prompt_with_mark(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from attnzoo.integrations.past_keys import mark_virtual_tokens
+
+        prompt = get_prompt(self, *args, **kwargs)  # a cache if it is a prefix
+        mark_virtual_tokens(prompt)
+        return prompt
+
+    cls.get_prompt = get_prompt_with_mark
     cls.__init__, cls.add_adapter = init_with_extras, add_adapter_with_extras
     cls.disable_adapter, cls.save_pretrained = disable_adapter_and_extras, save_pretrained_with_swap
 

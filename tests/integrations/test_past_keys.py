@@ -43,12 +43,27 @@ def test_prompt_from_before_the_swap(name, side, llama, ids, padding):
     assert cache.get_seq_length() == 12
 
 
-@pytest.mark.parametrize("name", READ)
+# Gates of hidden states: those of a prefix are zero
+GATED = {
+    **{f"gated_linear, {gate}": {"gate": gate} for gate in ("gla", "mamba2", "mlstm", "rwkv6")},
+    "gated_linear, window": {"window": 4},
+    "delta": {"window": 4},
+    "delta, kda": {"gate": "vector"},
+}
+
+
+@pytest.mark.parametrize("name", [*READ, *GATED])
 def test_gradients_of_a_prefix(name):
     """Prefix tuning trains the keys and values; the oracle is one call on all tokens."""
-    geometry = Geometry(num_heads=4, num_key_heads=2, head_dim=8, causal=True, max_length=16)
-    backend = build_backend(name.partition(",")[0], READ[name], geometry).double()
+    sizes = {"num_heads": 4, "num_key_heads": 2, "head_dim": 8, "hidden_size": 32}
+    geometry = Geometry(**sizes, causal=True, max_length=16)
+    backend = build_backend(name.partition(",")[0], (READ | GATED)[name], geometry).double()
     generator = torch.Generator().manual_seed(0)
+    for parameter in backend.parameters():
+        with torch.no_grad():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    hidden = torch.randn(2, 9, 32, generator=generator, dtype=torch.float64)
+    hidden[:, :3] = 0
     q, k, v = (
         torch.randn(2, heads, 9, 8, generator=generator, dtype=torch.float64, requires_grad=True)
         for heads in (4, 2, 2)
@@ -59,8 +74,10 @@ def test_gradients_of_a_prefix(name):
     mask = AttentionMask(causal=True, padding=padding, q_offset=3)
     state = state_of_keys(backend, k[:, :, :3], v[:, :, :3], mask, None)
     new = (x[:, :, 3:] for x in (q, k, v))
-    found = backend(*new, mask=mask.of_new_tokens(6), state=state, return_state=True).out
-    expected = backend(q, k, v, mask=AttentionMask(causal=True, padding=padding)).out[:, :, 3:]
+    options = {"mask": mask.of_new_tokens(6), "hidden_states": hidden[:, 3:]}
+    found = backend(*new, **options, state=state, return_state=True).out
+    all_tokens = AttentionMask(causal=True, padding=padding)
+    expected = backend(q, k, v, mask=all_tokens, hidden_states=hidden).out[:, :, 3:]
     assert_close(found, expected)
     for ours, theirs in zip(
         torch.autograd.grad((found * weight).sum(), (k, v)),

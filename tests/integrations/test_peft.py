@@ -246,8 +246,9 @@ PROMPTS = {
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")
 @pytest.mark.parametrize("method", PROMPTS)
-def test_prompts(method, llama, ids, tmp_path):
-    spec = {"backend": "linear", "options": {"feature_map": "hedgehog", "window": 4}}
+@pytest.mark.parametrize("backend", ["linear", "gated_linear", "delta"])
+def test_prompts(backend, method, llama, ids, tmp_path):
+    spec = {"backend": backend, "options": {"feature_map": "hedgehog", "window": 4}}
     base = swapped(llama, spec)
     raw = logits(base, ids)
     model = peft.get_peft_model(base, PROMPTS[method]())
@@ -265,9 +266,20 @@ def test_prompts(method, llama, ids, tmp_path):
         peft.PeftModel.from_pretrained(llama(), tmp_path)
 
 
-def test_prefix_is_refused_where_gates_need_hidden_states(llama, ids):
-    model = peft.get_peft_model(swapped(llama, "gated_linear"), PROMPTS["prefix"]())
-    with pytest.raises(UnsupportedError, match="computes gates from hidden states"):
+PREFIX_REFUSED = {
+    "longformer": ({}, "its state is not a sum"),
+    "delta": ({"short_convolution": 4}, "its state is not a sum"),
+    "block_sparse": ({"score": "indexer"}, "computes index keys from hidden states"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*indexer:UserWarning")
+@pytest.mark.parametrize("backend", PREFIX_REFUSED)
+def test_prefix_is_refused_where_the_state_needs_more(backend, llama, ids):
+    options, reason = PREFIX_REFUSED[backend]
+    spec = {"backend": backend, "options": options}
+    model = peft.get_peft_model(swapped(llama, spec), PROMPTS["prefix"]())
+    with pytest.raises(UnsupportedError, match=rf"virtual tokens of a prefix.*{reason}"):
         model(input_ids=ids)
 
 
