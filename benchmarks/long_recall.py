@@ -48,8 +48,8 @@ def main(
         swapped = load_swapped(path, read_attention(name))
         numbers, digits = {}, {}
         for length in distance or DISTANCES:
-            asked = needles.rows(tokens, length, torch.Generator().manual_seed(0))
-            right = correct_tokens(swapped, asked, needles.answer_tokens)
+            prompts = needles.rows(tokens, length, torch.Generator().manual_seed(0))
+            right = correct_tokens(swapped, prompts, needles.answer_tokens)
             assert right is not None
             first_wrong = right.int().cumprod(1).sum(1)
             numbers[length] = round(float(right.all(1).float().mean()), 3)

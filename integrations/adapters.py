@@ -122,7 +122,7 @@ def complete_conversion(
 ) -> None:
     """Put an adapter's backends, and the swap, into the LoRA adapter that PEFT makes of it.
 
-    PEFT keeps the last part of a parameter's name only, and does not tell adapters apart.
+    PEFT keeps the last part of a parameter's name only, and does not distinguish adapters.
 
     Args:
         model: The model with the adapter.

@@ -77,11 +77,11 @@ def prune_heads(
             "PreTrainedModel"
         )
     layers = attention_layers(target)
-    asked: dict[str, set[int]] = {}
+    requested: dict[str, set[int]] = {}
     for key, numbers in heads.items():
         layer = _find_layer(layers, key)
-        asked.setdefault(layer.name, set()).update(numbers)
-    _prune(target, layers, asked)
+        requested.setdefault(layer.name, set()).update(numbers)
+    _prune(target, layers, requested)
     recorded = {layer.name: _pruned(layer) for layer in layers if _KEPT in vars(layer.module)}
     if recorded:
         setattr(target.config, PRUNED, recorded)
@@ -89,11 +89,11 @@ def prune_heads(
 
 
 def _prune(
-    model: nn.Module, layers: Sequence[AttentionLayer], asked: Mapping[str, set[int]]
+    model: nn.Module, layers: Sequence[AttentionLayer], requested: Mapping[str, set[int]]
 ) -> None:
     """Remove heads by the name of a layer."""
     by_name = {layer.name: layer for layer in layers}
-    cuts = [_plan(model, by_name[name], numbers) for name, numbers in asked.items() if numbers]
+    cuts = [_plan(model, by_name[name], numbers) for name, numbers in requested.items() if numbers]
     for cut in cuts:
         _apply(cut)
 
@@ -149,12 +149,12 @@ def prune_when_built(model: PreTrainedModel) -> None:
             f"got {short_repr(recorded)}"
         )
     layers = [x for x in attention_layers(model) if _KEPT not in vars(x.module)]
-    asked = {}
+    requested = {}
     for layer in layers:  # a model with a head has one prefix more than its base model
         names = [name for name in recorded if _same_layer(name, layer.name)]
         if len(names) == 1:
-            asked[layer.name] = set(recorded[names[0]])
-    _prune(model, layers, asked)
+            requested[layer.name] = set(recorded[names[0]])
+    _prune(model, layers, requested)
 
 
 def _same_layer(first: str, second: str) -> bool:

@@ -29,8 +29,8 @@ def group_curves(rows: Sequence[Row]) -> dict[Group, list[Curve]]:
 
 def main_group(groups: dict[Group, list[Curve]], mode: str) -> Group | None:
     """Return the group to summarise: of the mode if measured, on a GPU if any, largest level."""
-    asked = [group for group in groups if group[2] == mode] or list(groups)
-    found = [group for group in asked if any(curve.ms for curve in groups[group])]
+    selected = [group for group in groups if group[2] == mode] or list(groups)
+    found = [group for group in selected if any(curve.ms for curve in groups[group])]
     on_gpu = [group for group in found if group[0] != "cpu"]
     return next(iter(on_gpu or found), None)
 

@@ -10,7 +10,6 @@ Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ from attnzoo.backends.linear.window_step_cpp import HYBRID_STEP
 from attnzoo.backends.local.band_cpp import BAND
 from attnzoo.backends.reformer.impl.cpp import LSH, PIVOTS
 from attnzoo.kernels.cpp import Source, unavailable_reason
+from attnzoo.kernels.verdicts import run_cases
 from attnzoo.masks import AttentionMask
 from attnzoo.ops import (
     block_sparse_attention,
@@ -55,6 +55,9 @@ class CppKernel(NamedTuple):
     expected: str
     dtypes: tuple[torch.dtype, ...]
     has_gradients: bool = True
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def _linear(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> Tensor:
@@ -164,20 +167,14 @@ def wrong_results(kernel: CppKernel) -> Iterator[str]:
 
 def main() -> None:
     """Check all kernels; prints events."""
-
-    def tell(event: str, text: str = "") -> None:
-        print(json.dumps({"event": event, "text": text}), flush=True)
-
-    for kernel in KERNELS:
-        reason = unavailable(kernel)
+    for reason in map(unavailable, KERNELS):
         if reason:
             raise SystemExit(reason)
-    tell("ready")
-    for kernel in KERNELS:
-        tell("case", kernel.name)
-        for text in wrong_results(kernel):
-            tell("wrong", f"{kernel.name}: {text}")
-    tell("done")
+
+    def check(kernel: CppKernel, device: torch.device) -> Iterator[str]:
+        return (f"{kernel}: {text}" for text in wrong_results(kernel))
+
+    run_cases(KERNELS, check, torch.device("cpu"))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class HeadStudyModel:
         rows: Token ids, ``[B, T]``, without padding.
 
     Raises:
-        UnsupportedError: The heads of a layer cannot be told apart.
+        UnsupportedError: The heads of a layer cannot be distinguished.
     """
 
     def __init__(self, model: PreTrainedModel, rows: Tensor) -> None:

@@ -63,8 +63,8 @@ class Needles:
         """Return rows that assign a number ``distance`` tokens before they ask for it."""
         length = MIN_DISTANCE + distance + max(map(len, self.questions))
         rows = cut_rows(tokens, len(self.questions), length, generator)
-        for row, given, asked in zip(rows, self.assignments, self.questions, strict=True):
-            start = length - len(asked) - distance
+        for row, given, question in zip(rows, self.assignments, self.questions, strict=True):
+            start = length - len(question) - distance
             row[start : start + len(given)] = given
-            row[length - len(asked) :] = asked
+            row[length - len(question) :] = question
         return rows

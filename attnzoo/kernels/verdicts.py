@@ -150,19 +150,19 @@ def run_cases(
     """Check cases on a device, in the process of a check; prints events."""
     import torch
 
-    def tell(event: str, text: str = "") -> None:
+    def print_event(event: str, text: str = "") -> None:
         print(json.dumps({"event": event, "text": text}), flush=True)
 
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
     torch.ones(64, 64, device=device).matmul(torch.ones(64, 64, device=device)).sum().item()
-    tell("ready")
+    print_event("ready")
     for case in cases:
-        tell("case", str(case))
+        print_event("case", str(case))
         for text in check(case, device):
-            tell("wrong", text)
-    tell("done")
+            print_event("wrong", text)
+    print_event("done")
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

@@ -91,9 +91,9 @@ def make_model(task: Task, spec: AttentionSpec, seed: int) -> PreTrainedModel:
 
 def losses(model: PreTrainedModel, rows: LabelledRows) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cross-entropy of each target in nats, and whether argmax is correct, ``[M]``."""
-    asked = rows.labels != IGNORED
-    hidden = model.model(rows.tokens, use_cache=False).last_hidden_state[asked]
-    logits, labels = model.lm_head(hidden), rows.labels[asked]
+    labelled = rows.labels != IGNORED
+    hidden = model.model(rows.tokens, use_cache=False).last_hidden_state[labelled]
+    logits, labels = model.lm_head(hidden), rows.labels[labelled]
     return F.cross_entropy(logits, labels, reduction="none"), logits.argmax(-1) == labels
 
 

@@ -100,12 +100,12 @@ def test_what_is_written(found, tmp_path):
     ],
 )
 def test_mistakes(given, message, tmp_path):
-    asked = {"model": "embedded", "text": None, "layer": 0, "head": 0, "tokens": 8} | given
-    if asked["text"]:
-        asked["text"] = tmp_path / asked["text"]
-    model = asked.pop("model")
+    options = {"model": "embedded", "text": None, "layer": 0, "head": 0, "tokens": 8} | given
+    if options["text"]:
+        options["text"] = tmp_path / options["text"]
+    model = options.pop("model")
     with pytest.raises(SpecError, match=message):
-        make_maps(model, AttentionSpec("linear"), **asked)
+        make_maps(model, AttentionSpec("linear"), **options)
 
 
 def test_a_folder_that_cannot_be_written(found, tmp_path):

@@ -151,29 +151,29 @@ def test_a_reason_is_given_once():
 
 def test_the_advice_takes_what_costs_little():
     """Linear is faster than reformer, but costs 3 bits per byte; reformer costs 0.05."""
-    told = advice(ROWS, "forward", "DIR")
+    text = advice(ROWS, "forward", "DIR")
     assert (
         "From 5.1k tokens on, reformer is faster than exact attention, 2.6 times at 16k, and costs "
         "+0.050 bits per byte without training."
-    ) in told
-    assert "The fastest at 16k is linear, 6.4 times, which costs +3.00 bits per byte" in told
-    assert "linear needs the least memory at 16k tokens, 7.6 MiB; flash needs 15 MiB" in told
-    assert told.endswith("Next: attnzoo swap DIR --attention reformer --out NEW.")
+    ) in text
+    assert "The fastest at 16k is linear, 6.4 times, which costs +3.00 bits per byte" in text
+    assert "linear needs the least memory at 16k tokens, 7.6 MiB; flash needs 15 MiB" in text
+    assert text.endswith("Next: attnzoo swap DIR --attention reformer --out NEW.")
 
 
 def test_the_advice_names_a_command_with_the_options_measured():
     rows = [row for row in ROWS if row["attention"] in ("flash", "linear")]
-    told = advice(rows, "forward", "DIR")
-    assert "From 2.5k tokens on, linear is faster than exact attention, 6.4 times at 16k" in told
-    assert "costs +3.00 bits per byte without training, and every faster" in told
-    assert "attnzoo recover DIR --attention linear --set feature_map=relu" in told
+    text = advice(rows, "forward", "DIR")
+    assert "From 2.5k tokens on, linear is faster than exact attention, 6.4 times at 16k" in text
+    assert "costs +3.00 bits per byte without training, and every faster" in text
+    assert "attnzoo recover DIR --attention linear --set feature_map=relu" in text
 
 
 def test_without_quality_the_advice_says_so():
-    told = advice([row for row in ROWS if row["kind"] == "cost"], "forward", "DIR")
-    assert "its quality was not measured." in told
-    assert "bits per byte" not in told
-    assert "--text" not in told
+    text = advice([row for row in ROWS if row["kind"] == "cost"], "forward", "DIR")
+    assert "its quality was not measured." in text
+    assert "bits per byte" not in text
+    assert "--text" not in text
     costs = [row for row in ROWS if row["kind"] == "cost"]
     assert "not measured (give --text a file)" in advice(
         costs, "forward", "DIR", "give --text a file"
@@ -184,13 +184,13 @@ def test_without_quality_the_advice_says_so():
 
 def test_no_advice_if_exact_attention_cannot_predict_the_text():
     """Bits per byte above those of the tokens' frequencies: an untrained model."""
-    told = advice([*ROWS, quality("flash", 7.0) | {"attention": "softmax"}], "forward", "DIR")
-    assert "costs +0.050 bits per byte" in told  # the best exact attention counts
+    text = advice([*ROWS, quality("flash", 7.0) | {"attention": "softmax"}], "forward", "DIR")
+    assert "costs +0.050 bits per byte" in text  # the best exact attention counts
     rows = [row | {"unigram_bits_per_byte": 0.5} if "trained" in row else row for row in ROWS]
-    told = advice(rows, "forward", "DIR")
-    assert "exact attention itself has 1.00 bits per byte on this text" in told
-    assert "Next:" not in told
-    assert "costs" not in told
+    text = advice(rows, "forward", "DIR")
+    assert "exact attention itself has 1.00 bits per byte on this text" in text
+    assert "Next:" not in text
+    assert "costs" not in text
 
 
 def test_recall_is_left_out_if_exact_attention_has_none():
@@ -206,18 +206,18 @@ def test_advice_on_embeddings():
     for name, cosine in cosines.items():
         measured = {"kind": "quality", "cosine": cosine, "least": cosine}
         rows.append(cost(name, 512) | measured | {"cosine_by_length": {"512": cosine}})
-    told = advice(rows, "forward", "DIR")
-    assert "2.6 times at 16k, and has a mean cosine of 0.9950 to the original embeddings" in told
-    assert "is linear, 6.4 times, which has a mean cosine of 0.900" in told
-    assert told.endswith("Next: attnzoo swap DIR --attention reformer --out NEW.")
-    assert "bits per byte" not in told
+    text = advice(rows, "forward", "DIR")
+    assert "2.6 times at 16k, and has a mean cosine of 0.9950 to the original embeddings" in text
+    assert "is linear, 6.4 times, which has a mean cosine of 0.900" in text
+    assert text.endswith("Next: attnzoo swap DIR --attention reformer --out NEW.")
+    assert "bits per byte" not in text
 
 
 def test_nothing_faster():
     rows = [row for row in ROWS if row["attention"] in ("flash", "odd <one>")]
-    told = advice(rows, "forward", "DIR")
-    assert "nothing that was measured is faster" in told
-    assert "The fastest" not in told
+    text = advice(rows, "forward", "DIR")
+    assert "nothing that was measured is faster" in text
+    assert "The fastest" not in text
 
 
 def test_nothing_measured():

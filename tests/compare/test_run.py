@@ -76,10 +76,10 @@ def own_map(tmp_path, monkeypatch):
 def test_maps_of_a_users_own_are_compared(llama, own_map, tmp_path):
     """Their cases run in other processes, which import what the caller named."""
     specs = [AttentionSpec("linear", feature_map=own_map)]
-    asked = compare_config(
+    config = compare_config(
         llama, tmp_path / "out", specs=specs, lengths=[64], levels=["op", "model"]
     )
-    rows = [row for row in compare(asked) if row["spec"]["backend"] == "linear"]
+    rows = [row for row in compare(config) if row["spec"]["backend"] == "linear"]
     assert [row["status"] for row in rows] == [OK, OK], rows
 
 
@@ -95,12 +95,12 @@ def compare_config(model, out, **given):
 def measured(llama, text, tmp_path_factory):
     """A whole comparison of the small model."""
     out = tmp_path_factory.mktemp("out")
-    asked = compare_config(llama, out, text=text, quality_length=256, lengths=[64, 256])
-    return asked, compare(asked)
+    config = compare_config(llama, out, text=text, quality_length=256, lengths=[64, 256])
+    return config, compare(config)
 
 
 def test_every_case_has_a_row(measured):
-    asked, rows = measured
+    config, rows = measured
     cost = [row for row in rows if row["kind"] == "cost"]
     assert {(row["level"], row["T"], row["attention"]) for row in cost} == {
         (level, length, name)
@@ -111,7 +111,7 @@ def test_every_case_has_a_row(measured):
     assert all(row["status"] == OK and row["median_ms"] > 0 < row["peak_bytes"] for row in cost)
     assert {row["B"] for row in cost if row["T"] == 64} == {4}  # of 256 tokens
     assert {row["exact"] for row in cost if row["attention"] == "flash"} == {True}
-    assert read(asked.out / FILE) == rows
+    assert read(config.out / FILE) == rows
 
 
 def test_a_row_says_where_it_is_from(measured):
@@ -152,13 +152,13 @@ def test_quality_is_judged_inside_and_beyond_the_trained_length(measured):
 
 
 def test_a_second_run_measures_nothing(measured, monkeypatch):
-    asked, rows = measured
+    config, rows = measured
 
     def fails(*_, **__):
         raise AssertionError("it was measured already")
 
     monkeypatch.setattr(Workers, "run", fails)
-    again = compare(asked)
+    again = compare(config)
     assert sorted(row["key"] for row in again) == sorted(row["key"] for row in rows)
 
 
@@ -169,24 +169,24 @@ def test_a_run_that_was_cut_goes_on(llama, tmp_path, monkeypatch):
     def stop(self, work, case, *rest, **named):
         raise Killed
 
-    asked = compare_config(llama, tmp_path, lengths=[64, 128], levels=["op"], quality=False)
+    config = compare_config(llama, tmp_path, lengths=[64, 128], levels=["op"], quality=False)
     compare(compare_config(llama, tmp_path, lengths=[64], levels=["op"], quality=False))
     lines = (tmp_path / FILE).read_text().splitlines()
     monkeypatch.setattr(Workers, "run", stop)
     with pytest.raises(Killed):
-        compare(asked)
+        compare(config)
     assert (tmp_path / FILE).read_text().splitlines() == lines
     monkeypatch.undo()
-    rows = compare(asked)
+    rows = compare(config)
     assert len(rows) == 4
     assert (tmp_path / FILE).read_text().splitlines()[: len(lines)] == lines
 
 
 def test_advice_recommends_what_was_measured_only(measured):
-    asked, rows = measured
-    told = advice(rows, "forward", asked.model)
-    assert "reformer" not in told
-    assert 20_000 < write_report(asked.out, rows, "forward", asked.model).stat().st_size < 1e6
+    config, rows = measured
+    text = advice(rows, "forward", config.model)
+    assert "reformer" not in text
+    assert 20_000 < write_report(config.out, rows, "forward", config.model).stat().st_size < 1e6
 
 
 def test_decoding_keeps_a_state_of_constant_size(llama, tmp_path):
@@ -225,14 +225,14 @@ def test_an_encoder_is_measured(text, tmp_path):
             parameter.mul_(5)  # attention that is far from uniform
     bert.save_pretrained(tmp_path / "bert")
     ByT5Tokenizer().save_pretrained(tmp_path / "bert")
-    asked = compare_config(tmp_path / "bert", tmp_path / "out", lengths=[128, 256], text=text)
-    rows = compare(asked)
+    config = compare_config(tmp_path / "bert", tmp_path / "out", lengths=[128, 256], text=text)
+    rows = compare(config)
     judged = {row["attention"]: row for row in rows if row["kind"] == "quality"}
     assert list(judged["flash"]["cosine_by_length"]) == ["64", "128"]
     assert judged["flash"]["cosine"] == pytest.approx(1, abs=1e-3)
     assert judged["flash"]["least"] > judged["linear"]["cosine"]
     assert quality_table(rows).columns == ["attention", "cosine @64", "cosine @128", "least"]
-    assert write_report(asked.out, rows, "forward", asked.model).stat().st_size > 20_000
+    assert write_report(config.out, rows, "forward", config.model).stat().st_size > 20_000
     status = {(row["level"], row["T"], row["attention"]): row["status"] for row in rows}
     assert status["op", 256, "linear"] == OK
     assert status["layer", 128, "flash"] == status["model", 128, "linear"] == OK
@@ -332,9 +332,9 @@ def test_fresh_sets_it_aside(llama, tmp_path, monkeypatch):
 
 
 def test_results_of_another_model_are_refused(llama, tmp_path, measured):
-    asked, _ = measured
+    config, _ = measured
     with pytest.raises(SpecError, match="another model"):
-        compare(compare_config("embedded", asked.out, quality=False))
+        compare(compare_config("embedded", config.out, quality=False))
 
 
 def test_a_folder_that_cannot_be_written(llama, tmp_path):
@@ -430,9 +430,9 @@ def test_exact_attention_is_added_where_none_was_named(llama):
 
 def test_memory_at_the_longest_length(llama, tmp_path):
     specs = [AttentionSpec("flash"), AttentionSpec("linformer", num_rows=4)]
-    asked = {"lengths": [32, 64], "specs": specs, "footprint": True, "levels": ["model"]}
-    asked = compare_config(llama, tmp_path, **asked, quality=False)
-    rows = compare(asked)
+    options = {"lengths": [32, 64], "specs": specs, "footprint": True, "levels": ["model"]}
+    config = compare_config(llama, tmp_path, **options, quality=False)
+    rows = compare(config)
     found = {row["attention"]: row for row in rows if row["kind"] == "memory"}
     assert [row["T"] for row in found.values()] == [64, 64]
     flash = found["flash"]["computed"]
@@ -442,4 +442,4 @@ def test_memory_at_the_longest_length(llama, tmp_path):
     assert [row[0] for row in table.rows] == ["flash"]
     assert "64 tokens, 4 rows" in table.title
     assert found["linformer num_rows 4"]["status"] == REFUSED
-    assert len(compare(asked)) == len(rows)  # all known
+    assert len(compare(config)) == len(rows)  # all known

@@ -134,11 +134,11 @@ def test_the_long_model_repeats_numbers_that_a_window_loses():
     tokens = tokenizer(read_text(None))
     distance, rows = 1024, 4
     needles = Needles(tokenizer, rows)
-    asked = needles.rows(tokens, distance, torch.Generator().manual_seed(0))
+    prompts = needles.rows(tokens, distance, torch.Generator().manual_seed(0))
     found = {}
     for window in (None, 256):
         model = load_swapped(path, AttentionSpec("flash", window=window))
-        right = correct_tokens(model, asked, needles.answer_tokens)
+        right = correct_tokens(model, prompts, needles.answer_tokens)
         found[window] = int(right.all(1).sum())
     assert found[None] >= 3
     assert found[256] == 0

@@ -61,8 +61,8 @@ def case(folder, attention=None, *, length=64, options=None, **changes):
     ],
 )
 def test_computed_memory_is_the_measured_memory(configs, model, attention, options, changes):
-    asked = case(configs / model, attention, options=options, **changes)
-    computed, measured = compute(asked)[0].to_dict(), measure(asked).to_dict()
+    trial = case(configs / model, attention, options=options, **changes)
+    computed, measured = compute(trial)[0].to_dict(), measure(trial).to_dict()
     for name, real in measured.items():
         if real is None:
             assert computed[name] is None

@@ -128,10 +128,12 @@ def test_cache_made_by_the_user(recurrent, ids):
 def test_chat_goes_on_from_a_returned_cache(model, ids, padding):
     mask = padding("left")
     first = generate(model, ids, attention_mask=mask, return_dict_in_generate=True)
-    asked = torch.cat([first.sequences, ids[:, :4]], 1)
+    conversation = torch.cat([first.sequences, ids[:, :4]], 1)
     longer = torch.cat([mask, mask.new_ones(3, NEW + 4)], 1)
-    fresh = traced(model, asked, attention_mask=longer)
-    again = traced(model, asked, attention_mask=longer, past_key_values=first.past_key_values)
+    fresh = traced(model, conversation, attention_mask=longer)
+    again = traced(
+        model, conversation, attention_mask=longer, past_key_values=first.past_key_values
+    )
     assert_close(torch.stack(again.logits), torch.stack(fresh.logits), atol=1e-4, rtol=1e-4)
 
 

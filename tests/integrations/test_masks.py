@@ -458,9 +458,9 @@ def test_mask_moves_between_devices(ids, padding, mask_config):
 )
 def test_models_that_compute_with_their_mask_get_the_eager_one(use):
     padding = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]]).bool()
-    asked: dict[str, Any] = {"batch_size": 2, "q_length": 4, "kv_length": 4}
-    mask = make_mask(**asked, attention_mask=padding, dtype=torch.float32)
-    found, expected = use(mask), use(masking_utils.eager_mask(**asked, attention_mask=padding))
+    sizes: dict[str, Any] = {"batch_size": 2, "q_length": 4, "kv_length": 4}
+    mask = make_mask(**sizes, attention_mask=padding, dtype=torch.float32)
+    found, expected = use(mask), use(masking_utils.eager_mask(**sizes, attention_mask=padding))
     if isinstance(expected, torch.Tensor):
         torch.testing.assert_close(found, expected)
     else:

@@ -39,9 +39,9 @@ def test_rows_are_seeded_and_in_the_vocabulary(name):
     assert torch.equal(rows.labels, again.labels)
     assert not torch.equal(rows.tokens, other.tokens)
     assert 0 <= rows.tokens.min() <= rows.tokens.max() < task.vocabulary
-    asked = rows.labels[rows.labels != IGNORED]
-    assert len(asked) >= 8
-    assert 0 <= asked.min() <= asked.max() < task.vocabulary
+    labels = rows.labels[rows.labels != IGNORED]
+    assert len(labels) >= 8
+    assert 0 <= labels.min() <= labels.max() < task.vocabulary
 
 
 def test_mqar_asks_for_the_value_that_stood_behind_the_key():
@@ -49,9 +49,9 @@ def test_mqar_asks_for_the_value_that_stood_behind_the_key():
     for tokens, labels in zip(rows.tokens.tolist(), rows.labels.tolist(), strict=True):
         pairs = dict(zip(tokens[:16:2], tokens[1:16:2], strict=True))
         assert len(pairs) == 8
-        asked = [i for i, label in enumerate(labels) if label != IGNORED]
-        assert asked == list(range(16, 32, 2))
-        assert all(labels[i] == pairs[tokens[i]] == tokens[i + 1] for i in asked)
+        labelled = [i for i, label in enumerate(labels) if label != IGNORED]
+        assert labelled == list(range(16, 32, 2))
+        assert all(labels[i] == pairs[tokens[i]] == tokens[i + 1] for i in labelled)
 
 
 def test_duplication_asks_for_the_word():

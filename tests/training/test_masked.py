@@ -50,7 +50,7 @@ def encoder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """Texts in which one word follows another, so that masked words can be told."""
+    """Texts in which one word follows another, so that masked words can be predicted."""
     path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
     rows = []
     for n in range(80):

@@ -108,8 +108,8 @@ def needles(
         for _ in range(size)
     ]
     context = "\n".join(_insert(sentences, inserted, rng))
-    asked = rng.sample(names, queries)
-    query = asked[0] if queries == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
+    chosen = rng.sample(names, queries)
+    query = chosen[0] if queries == 1 else f"{', '.join(chosen[:-1])}, and {chosen[-1]}"
     if queries * values == 1:
         hidden, question = "A special magic number is", "What is the special magic number"
         answer = "The special magic number for {} mentioned in the provided text is"
@@ -124,7 +124,7 @@ def needles(
         f"about the {'number' if queries * values == 1 else 'numbers'} afterwards.\n{context}\n"
         f"{question} for {query} mentioned in the provided text?"
     )
-    answers = [number for name in asked for number in numbers[name]]
+    answers = [number for name in chosen for number in numbers[name]]
     return Sample(text=text, prefix=answer.format(query), answers=answers)
 
 
