@@ -200,8 +200,8 @@ class LinformerBackend(AttentionBackend):
         if mask.causal and q.shape[2] > 1:
             reasons.append(
                 "the mask is causal (the layer is bidirectional: its module has is_causal=False, "
-                "and projections of the whole sequence would show later tokens; name another "
-                "backend for it under layers, such as flash)"
+                "and projections of the whole sequence would show later tokens, so it "
+                "needs another backend under layers, such as flash)"
             )
         if inputs.state is not None or inputs.return_state:
             reasons.append("a state is requested (only causal layers have one)")
