@@ -19,7 +19,6 @@ Letters: B batch, H heads, Hkv key heads, T queries, S keys, D key size, E value
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -58,7 +57,7 @@ from attnzoo.backends.linear.impl.triton_trust import trust as trust
 from attnzoo.backends.linear.validation import check_log_decay, check_segment_ids, check_state
 from attnzoo.backends.validation import check_qkv, check_size
 from attnzoo.errors import UnsupportedError, did_you_mean
-from attnzoo.kernels.autocast import autocast_disabled, is_autocast_enabled
+from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.masks import PLAIN, AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice, LinearState
@@ -159,7 +158,7 @@ def linear_attention(
     table = AUTOMATIC[form, on_gpu] if impl == "auto" else IMPLEMENTATIONS
     chosen, choice = select("linear_attention", table, x, impl)
     fuses_map = shard is None and _fuses_map(x, chosen.name)
-    with autocast_disabled(q.device) if is_autocast_enabled() else nullcontext():
+    with autocast_disabled(q.device):
         out, last = _run(chosen, x if fuses_map else map_inputs(x), shard)
     fused = f", {feature_map} fused" if fuses_map and x.feature_map != "identity" else ""
     choice = ImplChoice(choice.impl, f"{form} form{fused}; {choice.reason}")

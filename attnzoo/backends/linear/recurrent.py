@@ -6,7 +6,6 @@ Letters: B batch, H query heads, Hkv key heads, T queries, S keys, F features.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,7 +26,7 @@ from attnzoo.backends.linear.window_config import WindowConfig
 from attnzoo.backends.linear.window_hybrid import hybrid_attention
 from attnzoo.backends.linear.window_state import LinearBranch
 from attnzoo.errors import ConfigError
-from attnzoo.kernels.autocast import autocast_disabled, is_autocast_enabled
+from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.state import AttentionOutput
 
 
@@ -310,7 +309,7 @@ class FeatureMapBackend(RecurrentBackend):
         # bits they are no faster on a CPU (T=2048, D=64, forward and backward: 43 ms against 40),
         # the gradients of q and k lose up to twice as much (3.5e-3 against 1.7e-3, which is the
         # rounding of the gradients themselves), and features of exp overflow in float16.
-        with autocast_disabled(inputs.q.device) if is_autocast_enabled() else nullcontext():
+        with autocast_disabled(inputs.q.device):
             if name := self.fused_feature_map():
                 return self.run_op(inputs.q, inputs.k, inputs, feature_map=name)
             counts = count_tokens(inputs) if self.feature_map.positional else None

@@ -10,7 +10,6 @@ global keys, P pieces.
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from attnzoo.backends.local.blockwise_cpu import LocalOptions
 from attnzoo.kernels import cpp
-from attnzoo.kernels.autocast import autocast_disabled, is_autocast_enabled
+from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.derivatives import check_reverse_mode, refuse_derivative
 from attnzoo.kernels.memory import LANES, empty_huge_pages, pad_to_simd, unpad
 
@@ -109,7 +108,7 @@ def band_attention_cpp(
     masks = [options.key_mask, options.segment_ids, *(options.global_indices or (None, None))]
     masks = [None if x is None else x.expand(batch, -1).contiguous() for x in masks]
     band = [*options.band, offset, int(options.causal), int(relative)]
-    with autocast_disabled(q.device) if is_autocast_enabled() else nullcontext():
+    with autocast_disabled(q.device):
         tensors = (q, k, v, sums, totals, logit, only_heads, *masks)
         out, lse = band_softmax_cpp(*tensors, band, options.scale)
     return out, lse.unsqueeze(3)

@@ -10,7 +10,6 @@ matrix, F features.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from attnzoo.backends.linear.impl.cpp_call import (
 )
 from attnzoo.backends.linear.impl.step import step
 from attnzoo.kernels import cpp
-from attnzoo.kernels.autocast import autocast_disabled, is_autocast_enabled
+from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.kernels.derivatives import check_reverse_mode, refuse_derivative
 from attnzoo.kernels.memory import empty_huge_pages
@@ -120,7 +119,7 @@ def weighted_sums(
         *(q, k, v, log_decay, state, mask.padding, mask.segment_ids, True, "chunk", False),
         *(1.0, 0.0, chunk_size, feature_map, feature_scale, map_weights),
     )
-    with autocast_disabled(q.device) if is_autocast_enabled() else nullcontext():
+    with autocast_disabled(q.device):
         if not fuses_map(x) or shard is not None:
             x = map_inputs(x)
         if shard is not None:

@@ -6,7 +6,6 @@ Letters: B batch, H heads, Hkv key heads, D key size, E value size.
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from attnzoo.backends.linear.impl.common import FIXED, LinearInputs, Result, map_inputs
 from attnzoo.backends.linear.impl.cpp_call import FUNCTIONS
 from attnzoo.kernels import cpp
-from attnzoo.kernels.autocast import autocast_disabled, is_autocast_enabled
+from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.derivatives import is_untracked
 from attnzoo.state import LinearState
 
@@ -60,7 +59,7 @@ def run_step(x: LinearInputs) -> Result:
     The kernel computes the features, unless the map is learned.
     """
     if x.feature_map not in FIXED or x.padding_mask is not None:
-        with autocast_disabled(x.q.device) if is_autocast_enabled() else nullcontext():
+        with autocast_disabled(x.q.device):
             x = map_inputs(x)
     q, k, v, log_decay = (
         cpp.with_contiguous_rows(x.q),
