@@ -293,6 +293,37 @@ def test_torch_accepts_the_arguments_of_the_kernel_with_extra_keys():
     assert [x.shape for x in grads] == [x.shape for x in rows[:3]]
 
 
+OPERATOR = "aten::_flash_attention_backward"
+
+
+def test_a_torch_with_another_operator_for_gradients(kernel, monkeypatch):
+    """Calls that need the operator are refused, those that do not still run."""
+    # Fails if a new torch changes its private operator
+    assert varlen_kernel.backward_reason() == ""
+    (schema,) = map(str, torch._C._jit_get_schemas_for_operator(OPERATOR))
+    for old, new in (
+        ("Tensor rng_state, Tensor unused", "Tensor rng_state"),
+        ("Tensor grad_out, Tensor query", "Tensor query, Tensor grad_out"),
+        ("*, ", "*, int deterministic, "),
+        ("window_size_left", "window"),
+        ("(Tensor, Tensor, Tensor)", "(Tensor, Tensor)"),
+    ):
+        assert old in schema
+        assert not varlen_kernel.takes_lse(torch._C.parse_schema(schema.replace(old, new)))
+    assert varlen_kernel.takes_lse(
+        torch._C.parse_schema(schema.replace(") ->", ", bool deterministic=False) ->"))
+    )
+    monkeypatch.setattr(varlen_kernel, "takes_lse", lambda schema: False)
+    varlen_kernel._backward_reason.cache_clear()
+    q, k, v = torch.randn(3, 1, 2, 9, 16).bfloat16()
+    mask = AttentionMask(causal=True, window=(2, 0), num_sinks=2)
+    with pytest.raises(UnsupportedError, match="gradients has other arguments in torch 2"):
+        flash_attention(q, k, v, mask=mask, impl="varlen")
+    mask = replace(mask, num_sinks=0)
+    assert flash_attention(q, k, v, mask=mask, impl="varlen").impl.impl == "varlen"
+    varlen_kernel._backward_reason.cache_clear()
+
+
 def test_gradients_with_extra_keys_are_not_differentiated_again(kernel):
     q, k, v = (x.requires_grad_() for x in qkv(9, 9))
     mask = AttentionMask(causal=True, window=(2, 0), num_sinks=2)

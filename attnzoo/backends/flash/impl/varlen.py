@@ -21,6 +21,7 @@ from attnzoo.backends.flash.impl.varlen_kernel import (
     Sequences,
     accepts_window,
     attend_sequences,
+    backward_reason,
     returns_lse,
     sequences,
 )
@@ -75,6 +76,8 @@ def extra_keys_reasons(device: torch.device) -> list[str]:
     reasons = []
     if not returns_lse():
         reasons.append(f"torch {torch.__version__} does not return its log-sum-exp")
+    if reason := backward_reason():
+        reasons.append(reason)
     if busy := why_busy(device):
         reasons.append(f"keys outside the window are not supported while {busy}")
     return reasons

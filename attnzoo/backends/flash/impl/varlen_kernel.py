@@ -118,6 +118,41 @@ def returns_lse() -> bool:
     return returns
 
 
+# Of the private operator that computes gradients from a given output and log-sum-exp; the public
+# function computes them from its own only
+BACKWARD_ARGUMENTS = (
+    *("grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k"),
+    *("max_q", "max_k", "dropout_p", "is_causal", "rng_state", "unused"),
+)
+BACKWARD_OPTIONS = {"scale", "window_size_left", "window_size_right"}
+
+
+def backward_reason() -> str:
+    """Return why :func:`call_varlen_attn_backward` does not run with this torch version, or ""."""
+    reason: str = _backward_reason()
+    return reason
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@cache
+def _backward_reason() -> str:
+    found = torch._C._jit_get_schemas_for_operator("aten::_flash_attention_backward")
+    if any(map(takes_lse, found)):
+        return ""
+    return f"the operator for its gradients has other arguments in torch {torch.__version__}"
+
+
+def takes_lse(schema: torch.FunctionSchema) -> bool:
+    """Return whether an operator has the arguments that :func:`call_varlen_attn_backward` gives."""
+    named = [x for x in schema.arguments if x.kwarg_only]
+    required = {x.name for x in named if not x.has_default_value()}
+    return (
+        tuple(x.name for x in schema.arguments if not x.kwarg_only) == BACKWARD_ARGUMENTS
+        and required <= BACKWARD_OPTIONS <= {x.name for x in named}
+        and [str(x.type) for x in schema.returns] == ["Tensor"] * 3
+    )
+
+
 def call_varlen_attn(
     q: Tensor,
     k: Tensor,
