@@ -23,6 +23,7 @@ os.environ["OMP_NUM_THREADS"] = str(min(_share, int(os.environ.get("OMP_NUM_THRE
 INTERPRETED = (
     "attnzoo.backends.linear.kernels.custom_op",
     "attnzoo.backends.linear.kernels.hybrid_op",
+    "attnzoo.backends.linear.kernels.hybrid_step",
     "attnzoo.backends.linear.kernels.step",
     "triton.experimental.gluon",
 )

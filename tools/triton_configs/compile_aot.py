@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 from attnzoo.backends.linear.kernels import launch as linear_launch
 from attnzoo.backends.linear.kernels.configs import SHARED_BYTES
 from attnzoo.backends.linear.kernels.hybrid_op import hybrid_triton, hybrid_triton_backward
+from attnzoo.backends.linear.kernels.hybrid_step import launch_hybrid_step
 from attnzoo.backends.linear.kernels.step import launch_step
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.triton_interpreter import interpreted
@@ -42,6 +43,8 @@ KERNEL_NAMES = {  # names in the output, and in the config table
     "split_sums_kernel": "sums",
     "split_scan_kernel": "split_scan",
     "step_kernel": "step",
+    "hybrid_step_kernel": "hybrid_step",
+    "hybrid_store_kernel": "hybrid_store",
     "query_gradient_kernel": "dq",
     "window_kernel": "window",
     "window_query_gradient_kernel": "window_dq",
@@ -49,7 +52,7 @@ KERNEL_NAMES = {  # names in the output, and in the config table
     "merge_kernel": "merge",
     "merge_backward_kernel": "merge_backward",
 }
-NO_PRODUCTS = ("split_scan", "step", "merge", "merge_backward")
+NO_PRODUCTS = ("split_scan", "step", "hybrid_step", "hybrid_store", "merge", "merge_backward")
 
 
 class CompileCase(NamedTuple):
@@ -226,7 +229,7 @@ def launch_case(case: CompileCase) -> None:
 
 
 def launch_hybrid(case: CompileCase, x: linear_launch.LinearTensors) -> None:
-    """Launch the window hybrid, forward and backward, with the queries and keys as features."""
+    """Launch the window hybrid, forward, backward and one decoded token; features are q and k."""
     logit, log_decay = torch.empty(x.q.shape[:3]), x.log_decay
     if log_decay is not None:
         log_decay = log_decay[:, :, case.window :]
@@ -238,6 +241,17 @@ def launch_hybrid(case: CompileCase, x: linear_launch.LinearTensors) -> None:
     hybrid_triton_backward._init_fn(
         torch.empty_like(out), *state, *saved, *x[:3], *x[:2], log_decay, *state, *masks,
         *no_first, *options, log_decay is not None,
+    )  # fmt: skip
+    first = [y[:, :, :1] for y in x[:3]]
+    gates = None if x.log_decay is None else x.log_decay[:, :, :1]
+    rows = (case.window, x.z.shape[2]), (case.window, case.e), (case.window, x.z.shape[2])
+    window = [x.z.new_empty(*x.z.shape[:2], *sizes) for sizes in rows]
+    kv = x.kv.new_empty(*x.z.shape, case.e + 1)
+    padding_mask = None if x.padding_mask is None else x.padding_mask[:, :1]
+    launch_hybrid_step(
+        *first, *first[:2], gates, logit[:, :, :1, None], padding_mask, None,
+        window[0].to(case.dtype), *window[1:], kv, x.z, torch.zeros(1, dtype=torch.long),
+        1.0, True, True, 1e-30,
     )  # fmt: skip
 
 

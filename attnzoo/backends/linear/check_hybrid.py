@@ -30,6 +30,7 @@ from attnzoo.masks import AttentionMask
 
 NAMES = ("q", "k", "v", "q_features", "k_features", "log_weight", "log_decay")
 KINDS = ("plain", "learned", "state", "any", "wide")
+DECODED = 4  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,14 @@ class Inputs:
 
 
 def attend(
-    x: Inputs, tensors: list[Tensor | None], tokens: slice, state: HybridState | None, impl: str
+    x: Inputs,
+    tensors: list[Tensor | None],
+    tokens: slice,
+    state: HybridState | None,
+    impl: str,
+    *,
+    packed: bool = True,
+    reuse_state: bool = False,
 ) -> tuple[Tensor, HybridState | None]:
     """Return the output of some tokens, and the state after them unless rows are packed."""
     q, k, v, *features, log_weight, log_decay = tensors
@@ -140,7 +148,7 @@ def attend(
     assert k is not None
     assert v is not None
     assert log_weight is not None
-    case, masks = x.case, (x.padding, x.segments)
+    case, masks = x.case, (x.padding, x.segments if packed else None)
     if log_decay is not None:
         log_decay = log_decay[:, :, tokens]
     q_features, k_features = (y[:, :, tokens] for y in features if y is not None)
@@ -160,6 +168,7 @@ def attend(
         return_state=ids is None,
         impl=impl,
         num_sinks=case.num_sinks,
+        reuse_state=reuse_state,
     )
     assert after is None or isinstance(after, HybridState)
     return out, after
@@ -187,11 +196,29 @@ def results(x: Inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str,
     }
 
 
+@torch.no_grad()
+def decoded(x: Inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return the outputs of a few tokens, decoded in place, and the state after them, by name."""
+    tensors = [None if t is None else t.to(dtype or t.dtype) for t in x.tensors]
+    start, before = x.case.T // 2, "reference" if dtype == torch.float64 else "torch"
+    _, state = attend(x, tensors, slice(0, start), None, before, packed=False)
+    outs = []
+    for t in range(start, start + DECODED):
+        tokens = slice(t, t + 1)
+        out, state = attend(x, tensors, tokens, state, impl, packed=False, reuse_state=True)
+        outs.append(out)
+    assert state is not None
+    found = {"out": torch.cat(outs, 2), **state._asdict()}
+    del found["seen"]
+    return {f"{name} after decoding": value for name, value in found.items()}
+
+
 def wrong_results(case: HybridCase, device: torch.device) -> Iterator[str]:
     """Yield what is wrong with the kernels' results of a case."""
     x = Inputs(case, device)
-    exact, plain = results(x, "reference", torch.float64), results(x, "torch")
-    first, second = compute_twice(lambda: results(x, "triton"))
+    exact = results(x, "reference", torch.float64) | decoded(x, "reference", torch.float64)
+    plain = results(x, "torch") | decoded(x, "torch")
+    first, second = compute_twice(lambda: results(x, "triton") | decoded(x, "triton"))
     for name, expected in exact.items():
         found = (first[name], second[name], plain[name], expected)
         yield from wrong_result(name, str(case), case.dtype, *found)

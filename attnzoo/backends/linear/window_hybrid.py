@@ -45,7 +45,13 @@ from attnzoo.backends.linear.window_state import (
 from attnzoo.backends.linear.window_step import hybrid_step, supports_step
 from attnzoo.backends.linear.window_step_cpp import hybrid_step_cpp, supports_step_cpp
 from attnzoo.backends.linear.window_sums import linear_counts, linear_sums
-from attnzoo.backends.linear.window_triton import hybrid_triton_reasons, run_hybrid_triton
+from attnzoo.backends.linear.window_triton import (
+    StepInputs,
+    hybrid_triton_reasons,
+    run_hybrid_triton,
+    run_step_triton,
+    step_triton_reasons,
+)
 from attnzoo.backends.local.band_cpp import OutsideSums, band_cpp_reasons
 from attnzoo.backends.local.causal_window import (
     Window,
@@ -59,9 +65,6 @@ from attnzoo.backends.validation import check_size, is_empty_call
 from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice, LinearState
-
-STEP_IN_TORCH = ImplChoice("torch", "softmax window + linear form; one token on every device")
-
 
 # The output, float32 or wider, and the state of the linear sums
 Result = tuple[Tensor, LinearState | None]
@@ -167,13 +170,17 @@ def _step(
     if impl in ("auto", "cpp") and supports_step_cpp(q, k, v, branch, mask, state):
         out, after = hybrid_step_cpp(q, k, v, branch, state, scale=scale, in_place=in_place)
         return AttentionOutput(out, after, None, STEP_IN_CPP)
-    if impl not in ("auto", "torch") or q.shape[2] != 1:
+    if impl not in ("auto", "triton", "torch") or q.shape[2] != 1:
         return None
     branch = branch.mapped(mask.padding)
     if not supports_step(q, k, v, branch, mask, state, in_place):
         return None
-    out, after = hybrid_step(q, k, v, branch, mask, state, scale=scale, in_place=in_place)
-    return AttentionOutput(out, after, None, STEP_IN_TORCH)
+    x = StepInputs(q, k, v, branch, mask, state, scale, in_place)
+    table = AUTOMATIC_STEPS[q.device.type == "cuda"] if impl == "auto" else STEPS
+    chosen, choice = select("hybrid_attention", table, x, impl)
+    out, after = chosen.run(x)
+    choice = ImplChoice(choice.impl, f"softmax window + linear form; one token; {choice.reason}")
+    return AttentionOutput(out, after, None, choice)
 
 
 def _run_triton(x: HybridInputs) -> Result:
@@ -229,7 +236,15 @@ def _logit(x: HybridInputs, counts: Tensor | None, dtype: torch.dtype) -> Tensor
     return logit - counts.clamp(min=1).to(dtype).log()[:, None, :, None]
 
 
-def _triton_trust(x: HybridInputs) -> tuple[tuple[str, ...], str]:
+def _run_step_triton(x: StepInputs) -> tuple[Tensor, HybridState]:
+    return run_step_triton(x, MIN_WEIGHT)
+
+
+def _run_step_torch(x: StepInputs) -> tuple[Tensor, HybridState]:
+    return hybrid_step(*x[:6], scale=x.scale, in_place=x.in_place)
+
+
+def _triton_trust(x: HybridInputs | StepInputs) -> tuple[tuple[str, ...], str]:
     return trust("hybrid", x.branch.log_decay, x.k, x.v, x.branch.k)
 
 
@@ -260,5 +275,16 @@ IMPLEMENTATIONS = (
     Implementation(name="torch", run=_run_torch, automatic="runs on every device"),
     Implementation(name="reference", run=_run_torch),
 )
+STEPS = (  # of one token after a state; C++ has its own
+    Implementation(
+        name="triton",
+        run=_run_step_triton,
+        reasons=step_triton_reasons,
+        automatic="compiled for this GPU",
+        trust=_triton_trust,
+    ),
+    Implementation(name="torch", run=_run_step_torch, automatic="runs on every device"),
+)
 # What impl="auto" selects from, by whether the tensors are on a GPU; the interpreter is for tests
 AUTOMATIC = {True: IMPLEMENTATIONS, False: IMPLEMENTATIONS[1:]}
+AUTOMATIC_STEPS = {True: STEPS, False: STEPS[1:]}

@@ -6,15 +6,17 @@ Letters: B batch, H heads, Hkv key heads, T tokens, E value size, F features, W 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.backends.linear.impl.triton import round_features, triton_reasons
-from attnzoo.backends.linear.window_state import HybridInputs
+from attnzoo.backends.linear.window_state import HybridInputs, HybridState, LinearBranch
 from attnzoo.backends.local.causal_window import WindowState, is_filled, next_sinks
 from attnzoo.kernels.derivatives import check_reverse_mode
+from attnzoo.masks import AttentionMask
 from attnzoo.state import LinearState
 
 LARGEST = 256  # key and value size of the window
@@ -23,14 +25,18 @@ LARGEST = 256  # key and value size of the window
 def hybrid_triton_reasons(x: HybridInputs) -> list[str]:
     """Return every reason why the kernels do not support a call."""
     reasons = triton_reasons(x.branch.q, x.branch.k, x.v, causal=x.causal)
-    if x.q.dtype == torch.float64 and "float64" not in " ".join(reasons):
-        reasons.append("queries are float64 (the kernels support bfloat16, float16 and float32)")
-    if x.q.shape[3] > LARGEST:
-        reasons.append(f"queries have size {x.q.shape[3]} (at most {LARGEST})")
+    reasons = _size_reasons(x.q, reasons)
     if x.shard is not None:
         reasons.append("several ranks hold the sequence (use impl='torch')")
-    if x.q.shape[2] == 1 and x.state is not None:
-        reasons.append("a call decodes one token (the step is in torch)")
+    return reasons
+
+
+def _size_reasons(q: Tensor, reasons: list[str]) -> list[str]:
+    """Return the reasons against the features and values, and those against the window's q."""
+    if q.dtype == torch.float64 and "float64" not in " ".join(reasons):
+        reasons.append("queries are float64 (the kernels support bfloat16, float16 and float32)")
+    if q.shape[3] > LARGEST:
+        reasons.append(f"queries have size {q.shape[3]} (at most {LARGEST})")
     return reasons
 
 
@@ -96,6 +102,42 @@ def run_hybrid_triton(
     if state is not None:
         out = out[:, :, size:]
     return out, LinearState(torch.cat([kv, z.unsqueeze(-1)], -1), z)
+
+
+class StepInputs(NamedTuple):
+    """Inputs of one token after a state; the branch has features."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    branch: LinearBranch
+    mask: AttentionMask
+    state: HybridState
+    scale: float
+    in_place: bool  # whether the next state overwrites the tensors of the given one
+
+
+def step_triton_reasons(x: StepInputs) -> list[str]:
+    """Return every reason why :func:`run_step_triton` does not support a call."""
+    return _size_reasons(x.q, triton_reasons(x.branch.q, x.branch.k, x.v))
+
+
+def run_step_triton(x: StepInputs, min_weight: float) -> tuple[Tensor, HybridState]:
+    """Compute one token: its output ``[B, H, 1, E]``, zeros at padding, and the next state."""
+    from attnzoo.backends.linear.kernels.hybrid_step import hybrid_triton_step_
+
+    branch, state = x.branch, x.state
+    if not (x.in_place and all(y.is_contiguous() for y in state)):
+        state = HybridState._make(y.clone(memory_format=torch.contiguous_format) for y in state)
+    out = hybrid_triton_step_(
+        *(x.q, x.k, x.v, branch.q, branch.k, branch.log_decay),
+        branch.log_weight.float().expand(*x.q.shape[:3], 1),
+        x.mask.padding,
+        branch.linear_only_heads,
+        *state,
+        *(x.scale, branch.relative, branch.mean, min_weight),
+    )
+    return out, state
 
 
 def _first_tokens(x: HybridInputs) -> tuple[Tensor, Tensor, Tensor]:

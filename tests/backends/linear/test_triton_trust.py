@@ -13,7 +13,7 @@ from attnzoo.backends.linear import check_hybrid, check_triton, op, window_hybri
 from attnzoo.backends.linear.check_hybrid import HybridCase
 from attnzoo.backends.linear.check_triton import CheckCase, wrong_results
 from attnzoo.backends.linear.impl import triton_trust
-from attnzoo.backends.linear.kernels import hybrid_op, launch
+from attnzoo.backends.linear.kernels import hybrid_op, hybrid_step, launch
 from attnzoo.backends.linear.window_state import LinearBranch
 from attnzoo.errors import ConfigError
 from attnzoo.kernels import trust
@@ -252,9 +252,25 @@ def test_a_broken_kernel_of_the_hybrid_fails_the_check(function, result, broken,
     assert "kv" not in wrong
 
 
+def test_a_broken_decoding_step_of_the_hybrid_fails_the_check(monkeypatch):
+    run = hybrid_step.launch_hybrid_step
+
+    def without_store(*args):
+        seen = args[14].clone()
+        out = run(*args)
+        args[14].copy_(seen)  # so that the next token overwrites the same row
+        return out
+
+    monkeypatch.setattr(hybrid_step, "launch_hybrid_step", without_store)
+    wrong = {text.partition(" differs")[0] for text in check_hybrid.wrong_results(HYBRID, DEVICE)}
+    assert {"out after decoding", "k after decoding"} <= wrong
+    assert "out" not in wrong
+
+
 def test_auto_selects_the_kernels_of_the_hybrid_only_if_they_passed(gpu, monkeypatch):
     triton, _, torch_form, _ = window_hybrid.IMPLEMENTATIONS
     monkeypatch.setitem(window_hybrid.AUTOMATIC, False, (triton, torch_form))
+    monkeypatch.setitem(window_hybrid.AUTOMATIC_STEPS, False, window_hybrid.STEPS)
     x, features = X[:, :, :4], torch.rand(1, 1, 4, 100, device=DEVICE)
     branch = LinearBranch(features, features, torch.zeros(1, 1, 1, 1, device=DEVICE), -features)
     call = partial(window_hybrid.hybrid_attention, x, x, x, branch, window=4, scale=1.0)
@@ -262,10 +278,21 @@ def test_auto_selects_the_kernels_of_the_hybrid_only_if_they_passed(gpu, monkeyp
     assert choice.impl == "triton"
     assert choice.reason.endswith("checked on NVIDIA Test")
     assert gpu.checks == [("hybrid", "vector", 128)]  # 100 features
+    first, new = branch._replace(log_decay=-features[:, :, :1]), (y[:, :, :1] for y in (x, x, x))
+    first = first._replace(q=features[:, :, :1], k=features[:, :, :1])
+    state = call(return_state=True).state
+    monkeypatch.setattr(window_hybrid, "supports_step_cpp", lambda *_: False)
+    token = partial(window_hybrid.hybrid_attention, *new, first, window=4, scale=1.0, state=state)
+    with torch.no_grad():
+        choice = token().impl
+    assert (choice.impl, "one token" in choice.reason) == ("triton", True)
+    assert choice.reason.endswith("checked on NVIDIA Test")
     gpu.new_process()
     gpu.identity, gpu.verdict = {"device": "Other"}, Verdict(FAILED, "d_k differs by 3")
     with pytest.warns(UserWarning, match="kernels of the window hybrid: they failed .*d_k differs"):
         assert call().impl.impl == "torch"
+    with torch.no_grad():
+        assert token().impl.impl == "torch"
     assert call(impl="triton").impl.impl == "triton"
 
 

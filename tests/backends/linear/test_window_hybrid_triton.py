@@ -3,6 +3,7 @@
 They run on a GPU if there is one, else interpreted on the CPU.
 """
 
+import operator
 from dataclasses import dataclass
 
 import pytest
@@ -12,6 +13,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from attnzoo.backends.linear.kernels import launch
 from attnzoo.backends.linear.kernels.hybrid_op import hybrid_triton, hybrid_triton_backward
+from attnzoo.backends.linear.kernels.hybrid_step import hybrid_triton_step_
 from attnzoo.backends.linear.window_hybrid import hybrid_attention
 from attnzoo.backends.linear.window_state import LinearBranch
 from attnzoo.errors import UnsupportedError
@@ -68,7 +70,7 @@ def make(case, size=16, batch=1):
     return tensors, *(x if x is None else x.to(DEVICE) for x in (padding, ids))
 
 
-def attend(case, tensors, padding, ids, impl, tokens, state):
+def attend(case, tensors, padding, ids, impl, tokens, state, **options):
     """Compute some tokens of a call."""
     q, k, v, *features, log_weight, log_decay = tensors
     q, k, v, *features = (x[:, :, tokens] for x in (q, k, v, *features))
@@ -78,7 +80,7 @@ def attend(case, tensors, padding, ids, impl, tokens, state):
     branch = LinearBranch(*features, log_weight, log_decay, case.relative, case.mean, only)
     padding, ids = (None if x is None else x[:, tokens] for x in (padding, ids))
     mask = AttentionMask(causal=True, padding=padding, segment_ids=ids)
-    options = {"window": case.window, "scale": 0.25, "mask": mask, "impl": impl}
+    options |= {"window": case.window, "scale": 0.25, "mask": mask, "impl": impl}
     options["num_sinks"] = case.num_sinks
     return hybrid_attention(q, k, v, branch, state=state, return_state=not case.packed, **options)
 
@@ -152,7 +154,59 @@ def test_bfloat16_gradients_with_first_tokens_are_as_accurate_as_in_torch():
         assert error <= 2 * plain[name] + 1e-6, f"{name}: {error:.1e}, {plain[name]:.1e} in torch"
 
 
-OPERATORS = {x._name: x for x in (hybrid_triton, hybrid_triton_backward)}
+def decode(case, impl, dtype, in_place):
+    """Return outputs of all tokens after the prompt, and the state after them, by name."""
+    torch.manual_seed(1)
+    tensors, padding, _ = make(case, batch=2)
+    tensors = [x if x is None else x.to(dtype) for x in tensors]
+    before = "reference" if dtype == torch.float64 else "torch"
+    outs, state = [], None
+    with torch.no_grad():
+        for start in (0, *range(case.cut, case.length)):
+            tokens = slice(start, start + 1 if start else case.cut)
+            name = impl if start else before
+            step = attend(case, tensors, padding, None, name, tokens, state, reuse_state=in_place)
+            assert step.impl.impl == name
+            if start and in_place:
+                assert all(map(operator.is_, step.state, state))
+            outs.append(step.out)
+            state = step.state
+    return {"out": torch.cat(outs[1:], 2), **state._asdict()}
+
+
+@pytest.mark.parametrize(
+    ("case", "in_place"),
+    [
+        (HybridCase(cut=3, length=14, num_sinks=2, decay="channel", padded=True), True),
+        (HybridCase(cut=2, length=12, heads=(4, 2), decay="token", mean=False), False),
+        (HybridCase(cut=5, length=12, relative=False, linear_only=True), True),
+        pytest.param(
+            HybridCase(cut=1, length=20, decay="head", num_sinks=12),
+            True,
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            HybridCase(cut=20, length=90, window=70, num_sinks=3),  # more than one tile
+            True,
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=str,
+)
+def test_decoding_matches_reference_in_float64(case, in_place):
+    exact = decode(case, "reference", torch.float64, False)
+    for name, x in decode(case, "triton", torch.float32, in_place).items():
+        error = (x.double() - exact[name]).norm() / (exact[name].double().norm() + 1e-12)
+        assert error < 5e-6 * float32_slack(), f"{name}: {error:.1e}"
+
+
+def test_one_token_with_gradients_runs_the_chunk_kernels():
+    case = HybridCase(length=12, cut=11, decay="token", num_sinks=2)
+    for name, error in errors(case).items():
+        assert error < 5e-6 * float32_slack(), f"{name}: {error:.1e}"
+
+
+OPERATORS = {x._name: x for x in (hybrid_triton, hybrid_triton_backward, hybrid_triton_step_)}
 
 
 class CountLaunches(TorchDispatchMode):
@@ -163,25 +217,18 @@ class CountLaunches(TorchDispatchMode):
         self.names = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if operator := OPERATORS.get(function._opname):
+        if custom := OPERATORS.get(function._opname):
             with self:
-                return operator._init_fn(*args, **(kwargs or {}))
+                return custom._init_fn(*args, **(kwargs or {}))
         name = str(function)
-        if not function.is_view and "empty" not in name and "detach" not in name:
+        if not function.is_view and not any(x in name for x in ("empty", "detach", "promote")):
             self.names.append(name)
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="launches are counted in the interpreter")
-@pytest.mark.parametrize(("split_size", "forward", "both"), [(512, 12, 24), (32, 12, 24)])
-def test_hybrid_takes_few_launches(split_size, forward, both, monkeypatch):
-    monkeypatch.setattr(launch, "choose_split_size", lambda *_: split_size)
-    torch.use_deterministic_algorithms(False)
-    case = HybridCase(length=80, heads=(1, 1))
-    tensors, *_ = make(case)
-    leaves = [x if x is None else x.requires_grad_() for x in tensors]
-    count = CountLaunches()
-    run = GridExecutor.__call__
+def counted_launches(monkeypatch):
+    """Return a context that collects the names of operations and kernels."""
+    count, run = CountLaunches(), GridExecutor.__call__
 
     def counted(self, *args, **kwargs):
         count.names.append(self.fn.__name__)
@@ -189,6 +236,33 @@ def test_hybrid_takes_few_launches(split_size, forward, both, monkeypatch):
             return run(self, *args, **kwargs)
 
     monkeypatch.setattr(GridExecutor, "__call__", counted)
+    torch.use_deterministic_algorithms(False)
+    return count
+
+
+INTERPRETED_ONLY = pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="launches are counted in the interpreter"
+)
+
+
+@INTERPRETED_ONLY
+def test_a_decoded_token_takes_two_launches(monkeypatch):
+    case = HybridCase(length=10, heads=(2, 1), decay="channel", num_sinks=2)
+    tensors, *_ = make(case)
+    state = attend(case, tensors, None, None, "torch", slice(0, 9), None).state
+    with torch.no_grad(), counted_launches(monkeypatch) as count:
+        attend(case, tensors, None, None, "triton", slice(9, 10), state, reuse_state=True)
+    assert count.names == ["hybrid_step_kernel", "hybrid_store_kernel"]
+
+
+@INTERPRETED_ONLY
+@pytest.mark.parametrize(("split_size", "forward", "both"), [(512, 12, 24), (32, 12, 24)])
+def test_hybrid_takes_few_launches(split_size, forward, both, monkeypatch):
+    monkeypatch.setattr(launch, "choose_split_size", lambda *_: split_size)
+    case = HybridCase(length=80, heads=(1, 1))
+    tensors, *_ = make(case)
+    leaves = [x if x is None else x.requires_grad_() for x in tensors]
+    count = counted_launches(monkeypatch)
     with count:
         q, k, v, *features, log_weight, log_decay = leaves
         branch = LinearBranch(*features, log_weight, log_decay, mean=True)
@@ -208,6 +282,15 @@ def test_hybrid_operator_passes_opcheck():
     for keys in ((None, None, None), (*first, seen)):
         options = (None, None, None, None, *keys, 8, 0.25, True, True, 1e-30)
         torch.library.opcheck(hybrid_triton, (*tensors, None, *state, *options))
+
+
+def test_decoding_operator_passes_opcheck():
+    x = [torch.rand(1, heads, 1, 16).to(DEVICE) for heads in (2, 1, 1, 2, 1)]
+    state = [torch.rand(1, 1, rows, 16) for rows in (5, 5, 4)]
+    state += [torch.rand(1, 1, 16, 17), torch.rand(1, 1, 16), torch.tensor([7])]
+    weight = torch.rand(1, 2, 1, 1).to(DEVICE)
+    options = (None, weight, None, None, *(y.to(DEVICE) for y in state), 0.25, True, True, 1e-30)
+    torch.library.opcheck(hybrid_triton_step_, (*x, *options))
 
 
 def test_unsupported_calls_raise():
