@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from attnzoo.errors import AttnzooError, UnsupportedError
 from attnzoo.evaluation.timing import profile_allocations
+from attnzoo.kernels.memory import buffer_bytes
 
 REAL_ELEMENTS = 2**24  # tensors of integers with more elements are fake
 
@@ -69,8 +70,8 @@ def real_meter(run: Callable[[], Any], reset: Callable[[], Any] = _nothing) -> A
 class AllocationTracker(TorchDispatchMode):
     """Count the bytes of the storages that operations on fake tensors create.
 
-    It is a :class:`Meter`. Buffers that a kernel allocates and frees within one operation are not
-    counted.
+    It is a :class:`Meter`. Buffers that a kernel allocates and frees within one operation are
+    counted where the operator registers them (``register_buffer_bytes``).
 
     Attributes:
         current: Bytes of the counted storages that are alive.
@@ -111,6 +112,8 @@ class AllocationTracker(TorchDispatchMode):
         result = _run(func, args, kwargs, inputs)
         for x in _tensors(result):
             self._add(x, x.untyped_storage().nbytes())
+        buffers = buffer_bytes(func.name(), *args, **kwargs)
+        self.peak = max(self.peak, self.current + buffers)
         return result
 
     def _add(self, x: Tensor, count: int) -> None:

@@ -72,6 +72,30 @@ def test_computed_memory_is_the_measured_memory(configs, model, attention, optio
             assert computed[name] == pytest.approx(real, rel=0.02, abs=11000), name
 
 
+INDEXER = {"score": "indexer", "block_size": 1, "top_k": 16, "window": 16, "num_sinks": 0}
+
+
+@pytest.mark.filterwarnings("ignore:block_sparse. the indexer is not trained")
+@pytest.mark.parametrize(
+    ("attention", "options", "dtype"),
+    [
+        ("delta", {}, "bfloat16"),
+        ("block_sparse", INDEXER, "float32"),
+        pytest.param("delta", {}, "float32", marks=pytest.mark.exhaustive),
+        pytest.param("block_sparse", {}, "bfloat16", marks=pytest.mark.exhaustive),
+        pytest.param("reformer", {}, "bfloat16", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_buffers_of_kernels_count(tmp_path, attention, options, dtype):
+    """In a model that is attention for the most part, with heads that kernels pad and convert."""
+    sizes = SIZES | {"hidden_size": 96, "intermediate_size": 16, "num_attention_heads": 4}
+    LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    asked = case(tmp_path, attention, options=options, dtype=dtype, length=1024)
+    computed, measured = compute(asked)[0], measure(asked)
+    for name in ("inference", "training", "training_checkpointed"):
+        assert getattr(computed, name) == pytest.approx(getattr(measured, name), rel=0.1), name
+
+
 def test_parts_of_the_memory(configs):
     plain = compute(case(configs / "llama", "flash"))[0]
     elements = sum(x.numel() for x in LlamaForCausalLM(LlamaConfig.from_pretrained(

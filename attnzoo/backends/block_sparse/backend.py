@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from attnzoo.backends.base import AttentionBackend, Presets, register
 from attnzoo.backends.block_sparse.impl.options import (
@@ -297,7 +298,8 @@ class BlockSparseBackend(AttentionBackend):
         """Warn and say why if the indexer is not trained."""
         if self.indexer is None or torch.compiler.is_compiling() or self.records_transfer_loss:
             return output
-        if self.indexer.is_trained or output.impl is None:
+        fake = isinstance(self.indexer.head_weight, FakeTensor)  # no values, to count memory
+        if fake or self.indexer.is_trained or output.impl is None:
             return output
         warnings.warn(f"block_sparse: {UNTRAINED}", SwapWarning, stacklevel=2)
         return output._replace(impl=ImplChoice(output.impl.impl, UNTRAINED))

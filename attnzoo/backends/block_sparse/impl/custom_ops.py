@@ -16,6 +16,7 @@ from attnzoo.backends.block_sparse.impl import cpp, gather
 from attnzoo.backends.block_sparse.impl.gather import SparseTensors
 from attnzoo.backends.block_sparse.impl.options import SelectionOptions, SparseCall, SparseOptions
 from attnzoo.backends.block_sparse.impl.selection import (
+    MAX_SCORES,
     Best,
     count_key_blocks,
     count_query_blocks,
@@ -23,6 +24,7 @@ from attnzoo.backends.block_sparse.impl.selection import (
 )
 from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.derivatives import check_reverse_mode, refuse_derivative
+from attnzoo.kernels.memory import register_buffer_bytes, simd_bytes
 
 FORWARD: dict[str, Callable[[SparseTensors], tuple[Tensor, Tensor]]] = {
     "torch": gather.forward,
@@ -171,6 +173,42 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv
+
+
+@register_buffer_bytes(block_sparse_select)
+def _(
+    q: Tensor,
+    k: Tensor,
+    summary: Tensor | None,
+    lengths: Tensor | None,
+    counts: Tensor | None,
+    leader: Tensor | None,
+    scale: float,
+    options: list[int],
+    score: str,
+    coverage: float | None,
+    *_: Any,
+) -> int:
+    if score != "indexer" and coverage is None:
+        return 0  # the kernel scores a few blocks at a time
+    sizes = SparseOptions.from_ints(options)
+    blocks = count_key_blocks(k.shape[2], sizes)
+    scores = q.shape[0] * q.shape[1] * count_query_blocks(q.shape[2], sizes.query_block) * blocks
+    return 2 * min(scores, MAX_SCORES) * torch.float32.itemsize  # and their sums, or masked
+
+
+@register_buffer_bytes(block_sparse_forward)
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    written = q.shape[:3].numel() * v.shape[3]  # in v's type only when the rows are freed
+    converted = written * (dtype.itemsize - v.dtype.itemsize)
+    return simd_bytes(dtype, q, k, k, v) + converted  # keys by row and by column
+
+
+@register_buffer_bytes(block_sparse_backward)
+def _(d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
+    read = simd_bytes(lse.dtype, d_out, q, k, k, v, v)
+    return read + (simd_bytes(lse.dtype, q, k, v) if q.dtype != lse.dtype else 0)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -19,7 +19,14 @@ from attnzoo.backends.delta.impl.cpp_step import is_step, run_step
 from attnzoo.backends.linear.impl.common import log_decay_per_token
 from attnzoo.kernels import cpp
 from attnzoo.kernels.derivatives import check_reverse_mode, refuse_derivative
-from attnzoo.kernels.memory import LANES, empty_huge_pages, pad_to_simd, unpad
+from attnzoo.kernels.memory import (
+    LANES,
+    empty_huge_pages,
+    pad_to_simd,
+    register_buffer_bytes,
+    simd_copy_bytes,
+    unpad,
+)
 from attnzoo.state import DeltaState
 
 CPP_CHUNK = 16  # the largest chunk size, in tokens
@@ -274,6 +281,51 @@ def _delta_cpp_backward_fake(d_out: Any, d_last: Any, *inputs: Any) -> tuple[Ten
     state = inputs[5]
     like = (x if x is not None else state.new_empty(0) for x in inputs[:6])
     return tuple(x.new_empty(x.shape) for x in like)
+
+
+@register_buffer_bytes(delta_cpp)
+def _delta_cpp_buffers(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    *_: Any,
+) -> int:
+    dtype, out = state.dtype, v.new_empty(*q.shape[:3], v.shape[3])
+    read = simd_copy_bytes(dtype, q, k, v, state, _per_channel(log_decay))
+    written = simd_copy_bytes(dtype, out)
+    if v.dtype != dtype and v.shape[3] % LANES:  # without padding, before the conversion
+        written += out.numel() * dtype.itemsize
+    return read + written
+
+
+@register_buffer_bytes(delta_cpp_backward)
+def _delta_cpp_backward_buffers(
+    d_out: Tensor | None,
+    d_last_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    *_: Any,
+) -> int:
+    dtype, decay = state.dtype, _per_channel(log_decay)
+    read = simd_copy_bytes(dtype, d_out, q, k, v, state, decay)
+    columns = v.shape[3] + -v.shape[3] % LANES
+    panels = -(-columns // _panel(k, v, BACKWARD_PIECES))
+    if panels == 1:
+        return read + simd_copy_bytes(dtype, q, k, v, decay)
+    sums = (x.numel() * dtype.itemsize for x in (q, k, decay) if x is not None)
+    return read + panels * sum(sums) + simd_copy_bytes(dtype, v)
+
+
+def _per_channel(log_decay: Tensor | None) -> Tensor | None:
+    """Return decays that have one number per channel; ``None`` for others."""
+    return log_decay if log_decay is not None and log_decay.dim() == 4 else None
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -24,8 +24,9 @@ from attnzoo.backends.reformer.impl.work_items import (
 )
 from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.derivatives import check_reverse_mode, refuse_derivative
-from attnzoo.kernels.memory import empty_huge_pages
+from attnzoo.kernels.memory import empty_huge_pages, register_buffer_bytes, simd_bytes
 
+SORT_BYTES = 100, 43  # of the sort of hash rounds: per query and key of a round, as measured
 FROM_ITEM: dict[str, Callable[..., WorkItemTensors]] = {
     "torch": BlockwiseTensors.from_item,
     "cpp": CppTensors.from_item,
@@ -146,6 +147,83 @@ def _(
     dq, dk, dv = (_fake_tokens_first(x, x.shape[3], x.dtype) for x in (q, k, v))
     bias, _, needs_grad = options[-3:]
     return dq, dk, dv, bias.new_empty(bias.shape) if needs_grad else q.new_empty(0)
+
+
+@register_buffer_bytes(lsh_forward)
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
+    rotations: Tensor | None,
+    seed: Tensor,
+    bucket_factors: list[int],
+    options: list[int],
+    *_: Any,
+) -> int:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    rows = _work_item_bytes(q, k, v, dtype, LSHOptions.from_ints(options))
+    written = q.shape[:3].numel() * v.shape[3]  # in v's type only when the rows are freed
+    return rows + written * (dtype.itemsize - v.dtype.itemsize)
+
+
+@register_buffer_bytes(lsh_backward)
+def _(
+    d_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
+    rotations: Tensor | None,
+    seed: Tensor,
+    bucket_factors: list[int],
+    options: list[int],
+    *_: Any,
+) -> int:
+    rows = _work_item_bytes(q, k, v, lse.dtype, LSHOptions.from_ints(options), backward=True)
+    return rows + _converted_bytes(lse.dtype, q, k, v)
+
+
+def _work_item_bytes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dtype: torch.dtype,
+    options: LSHOptions,
+    *,
+    backward: bool = False,
+) -> int:
+    """Return the bytes of the largest work item: its rows, and the sort of its hash rounds."""
+    groups, most = q.shape[1] // k.shape[1], 0
+    for item in split_work(q, k, None, options):
+        units = k.shape[0] * len(range(*item.heads.indices(item.key_heads)))
+        queries = units * groups * (item.level.end - item.level.begin)
+        keys = units * item.level.keys
+        rounds = options.num_hashes if item.level.pivot_keys else 0
+        sort = rounds * (SORT_BYTES[0] * queries + SORT_BYTES[1] * keys)
+        written = v.new_empty(queries, v.shape[3])  # the output, or its gradient
+        read = (
+            q.new_empty(queries, q.shape[3]),
+            k.new_empty(keys, k.shape[3]),
+            v.new_empty(keys, v.shape[3]),
+        )
+        rows = sum(x.numel() for x in read) * dtype.itemsize
+        padded = simd_bytes(dtype, *read)
+        kernel = simd_bytes(dtype, written) + backward * padded + sort * 3 // 8
+        kernel += padded if padded != rows else 0
+        most = max(most, rows + max(sort, kernel) + backward * simd_bytes(dtype, written))
+    return most
+
+
+def _converted_bytes(dtype: torch.dtype, *tensors: Tensor) -> int:
+    """Return the bytes of the tensors of another data type, in this one."""
+    return sum(x.numel() * dtype.itemsize for x in tensors if x.dtype != dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
