@@ -150,6 +150,7 @@ class GatedLinearBackend(FeatureMapBackend):
         options = self.op_options(inputs, feature_map)
         if not self.gate.only_decays:
             options["mask"] = inputs.mask  # with padding, at which the op sets the gates
+            options["reuse_state"] = inputs.reuse_state
         attend = None
         if self.far_log_weight is not None:
 

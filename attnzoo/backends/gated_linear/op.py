@@ -40,6 +40,7 @@ from attnzoo.backends.gated_linear.impl.rwkv6 import add_last_token, shift_right
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.linear.impl.common import empty_state, state_dtype
 from attnzoo.backends.linear.impl.context_parallel import state_from_earlier_ranks
+from attnzoo.backends.linear.op import GatedResult, StepGate, gated_step
 from attnzoo.backends.validation import check_qkv, empty_output, is_empty_call
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.context_parallel import LOG_ZERO, SequenceShard
@@ -61,6 +62,7 @@ def mlstm_attention(
     return_state: bool = False,
     chunk_size: int | None = None,
     shard: SequenceShard | None = None,
+    reuse_state: bool = False,
 ) -> AttentionOutput:
     r"""Compute the mLSTM cell of xLSTM: linear attention with exponential input gates.
 
@@ -88,6 +90,7 @@ def mlstm_attention(
         return_state: Whether to return the state after the last token.
         chunk_size: See ``form``.
         shard: This rank's part of sequences that several ranks hold; not together with ``state``.
+        reuse_state: As in ``linear_attention``.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; also ``state`` and ``impl``.
@@ -106,6 +109,11 @@ def mlstm_attention(
     if state is None:
         kv, z = empty_state(q, k, values)
         state = StabilizedState(kv, z, z.new_zeros(k.shape[:2]))
+    if q.shape[2] == 1:
+        gate, options = StepGate(None, log_input[:, :, 0], state.m), (False, 0.0, impl, reuse_state)
+        step = gated_step(q, k, v, log_forget, LinearState(*state[:2]), gate, *options)
+        if step is not None:
+            return _step_output(step, form, return_state)
     starts = None if mask.segment_ids is None else segment_starts(mask.segment_ids)[:, None]
     m = stabilizer(log_forget, log_input, state.m, starts)
     m_before = torch.cat([state.m.to(m.dtype).unsqueeze(2), m[:, :, :-1]], 2)[:, :, : m.shape[2]]
@@ -148,6 +156,7 @@ def rwkv6_attention(
     chunk_size: int | None = None,
     eps: float = 1e-6,
     shard: SequenceShard | None = None,
+    reuse_state: bool = False,
 ) -> AttentionOutput:
     r"""Compute the recurrence of RWKV-6: each query reads the state before its own token enters it.
 
@@ -173,6 +182,7 @@ def rwkv6_attention(
         chunk_size: See ``form``.
         eps: Added to the sum of weights.
         shard: This rank's part of sequences that several ranks hold; not together with ``state``.
+        reuse_state: As in ``linear_attention``.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; also ``state`` and ``impl``.
@@ -190,6 +200,10 @@ def rwkv6_attention(
         state = state_from_earlier_ranks(k, values, log_decay, shard)
     if state is None:
         state = empty_state(q, k, values)
+    options = normalize, eps, impl, reuse_state
+    step = gated_step(q, k, v, log_decay, state, StepGate(bonus), *options)
+    if step is not None:
+        return _step_output(step, form, return_state)
     kv, z = state
     if normalize:  # the output of one more value channel, of ones, is the sum of weights
         values = F.pad(values, (0, 1), value=1.0)
@@ -307,6 +321,13 @@ def _check(op: str, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None)
             f"{k.shape[2]} keys; pass earlier tokens as state=."
         )
     return AttentionMask(causal=True) if mask is None else mask
+
+
+def _step_output(step: GatedResult, form: str, return_state: bool) -> AttentionOutput:
+    """Return the output of one decoded token."""
+    out, (kv, z), m, choice = step
+    state = LinearState(kv, z) if m is None else StabilizedState(kv, z, m)
+    return AttentionOutput(out, state if return_state else None, None, _with_form(choice, form))
 
 
 def _with_form(choice: ImplChoice, form: str) -> ImplChoice:

@@ -164,7 +164,8 @@ class TokenByTokenGate(LearnedGate):
         assert attend is None
         assert inputs.hidden_states is not None
         log_decay, value_weights = self.gates(widen(inputs.hidden_states))
-        options = {n: x for n, x in options.items() if n not in ("form", "chunk_size")}
+        left_out = ("form", "chunk_size", "reuse_state")
+        options = {n: x for n, x in options.items() if n not in left_out}
         return op.matrix_gated_attention(
             q, k, inputs.v, log_decay=log_decay, value_weights=value_weights, **options
         )

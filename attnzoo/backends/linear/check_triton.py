@@ -21,6 +21,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from attnzoo.backends.linear.impl.common import StepGate
+from attnzoo.backends.linear.impl.gated_step import gated_step
 from attnzoo.backends.linear.op import linear_attention
 from attnzoo.kernels.verdicts import run_cases
 from attnzoo.masks import AttentionMask
@@ -208,6 +210,69 @@ def wrong_results(case: CheckCase, device: torch.device) -> Iterator[str]:
     first, second = compute_twice(lambda: results(x, compute, None, train))
     for name, *found in zip(NAMES, first, second, plain, exact, strict=False):
         yield from wrong_result(name, str(case), case.dtype, *found)
+    if case.T == 1 and case.decay != "none":
+        yield from wrong_gated_step(x)
+
+
+def wrong_gated_step(x: Inputs) -> Iterator[str]:
+    """Yield what is wrong with one token of mLSTM (scalar decay) or RWKV-6 (vector decay)."""
+    name = "rwkv6" if x.case.decay == "vector" else "mlstm"
+    with torch.no_grad():
+        exact = gated_recurrence(*gated_inputs(x, torch.float64))
+        plain = gated_recurrence(*gated_inputs(x, torch.float32))
+        first, second = compute_twice(lambda: _gated_kernel(x))
+    for result, *found in zip(("out", "kv", "z"), first, second, plain, exact, strict=True):
+        yield from wrong_result(f"{result} of {name}", str(x.case), x.case.dtype, *found)
+
+
+GatedInputs = tuple[Tensor, Tensor, Tensor, Tensor, LinearState, StepGate]
+
+
+def gated_inputs(x: Inputs, dtype: torch.dtype | None = None) -> GatedInputs:
+    """Return q, k, v, log decay, state and gate of one token; the numbers of a case."""
+    tensors = [None if t is None else t.to(dtype or t.dtype) for t in x.tensors]
+    q, k, v, kv, z, log_decay = tensors
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    assert kv is not None
+    assert z is not None
+    assert log_decay is not None
+    others = x.weights[2].to(kv.dtype)
+    if x.case.decay == "vector":
+        return q.abs(), k.abs(), v, log_decay, LinearState(kv, z), StepGate(others[0].abs())
+    gate = StepGate(None, others[:, :, 0].contiguous(), others[:, :, 1].contiguous())
+    return q, k, v, log_decay, LinearState(kv, z), gate
+
+
+def _gated_kernel(x: Inputs) -> list[Tensor]:
+    found = gated_step(*gated_inputs(x), True, EPS, "triton", False)
+    assert found is not None
+    return [found[0], *found[1]]
+
+
+def gated_recurrence(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: LinearState, gate: StepGate
+) -> list[Tensor]:
+    """Return output and state of one token, in plain operations."""
+    (kv, z), groups = state, q.shape[1] // k.shape[1]
+    q, k, log_decay = q.unflatten(1, (-1, groups))[:, :, :, 0], k[:, :, 0], log_decay[:, :, 0]
+    own = torch.zeros_like(q[..., :1])  # weight of the token itself beside the state
+    lowest = None
+    if gate.log_input is not None and gate.m is not None:
+        kept = log_decay + gate.m
+        m = torch.maximum(kept, gate.log_input)
+        log_decay, lowest = (kept - m).unsqueeze(2), (-m).exp()[:, :, None, None]
+        k = k * (gate.log_input - m).exp().unsqueeze(2)
+    kv = kv * log_decay.exp().unsqueeze(3) + k.unsqueeze(3) * v
+    z = z * log_decay.exp() + k
+    if gate.bonus is not None:
+        own = (q * (gate.bonus * k).unsqueeze(2)).sum(3, keepdim=True)
+    read = state if gate.bonus is not None else LinearState(kv, z)
+    total = (q * read.k.unsqueeze(2)).sum(3, keepdim=True) + own
+    total = total + EPS if lowest is None else torch.maximum(total.abs(), lowest)
+    out = (q @ read.kv + own * v) / total
+    return [out.flatten(1, 2).unsqueeze(2), kv, z]
 
 
 def compute_twice(compute: Callable[[], Results]) -> tuple[Results, Results]:

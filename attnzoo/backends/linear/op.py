@@ -40,6 +40,7 @@ from attnzoo.backends.linear.impl.common import (
     map_inputs,
     state_dtype,
 )
+from attnzoo.backends.linear.impl.common import StepGate as StepGate
 from attnzoo.backends.linear.impl.context_parallel import state_from_earlier_ranks
 from attnzoo.backends.linear.impl.cpp import (
     cpp_reasons,
@@ -47,6 +48,8 @@ from attnzoo.backends.linear.impl.cpp import (
     run_cpp,
 )
 from attnzoo.backends.linear.impl.cpp_step import run_step, supports_step
+from attnzoo.backends.linear.impl.gated_step import GatedResult as GatedResult
+from attnzoo.backends.linear.impl.gated_step import gated_step as gated_step
 from attnzoo.backends.linear.impl.reference import run_reference
 from attnzoo.backends.linear.impl.step import run_steps, step
 from attnzoo.backends.linear.impl.triton import linear_sums as linear_sums

@@ -12,7 +12,7 @@ import torch
 from attnzoo.backends.linear import check_hybrid, check_triton, op, window_hybrid
 from attnzoo.backends.linear.check_hybrid import HybridCase
 from attnzoo.backends.linear.check_triton import CheckCase, wrong_results
-from attnzoo.backends.linear.impl import triton_trust
+from attnzoo.backends.linear.impl import gated_step, triton_trust
 from attnzoo.backends.linear.kernels import hybrid_op, hybrid_step, launch
 from attnzoo.backends.linear.window_state import LinearBranch
 from attnzoo.errors import ConfigError
@@ -360,6 +360,16 @@ def test_the_step_kernel_is_checked(monkeypatch):
     monkeypatch.setattr("attnzoo.backends.linear.kernels.step.launch_step", _wrong_step)
     case = CheckCase(decay="none", d=16, e=16, B=1, Hkv=1, T=1)
     assert [text.split()[0] for text in wrong_results(case, DEVICE)] == ["out", "kv", "z"]
+
+
+@pytest.mark.parametrize(("decay", "name"), [("scalar", "mlstm"), ("vector", "rwkv6")])
+def test_the_step_of_gates_is_checked(decay, name, monkeypatch):
+    case = CheckCase(decay=decay, d=16, e=18, B=1, Hkv=2, T=1, groups=2)
+    assert list(wrong_results(case, DEVICE)) == []
+    run = gated_step._run_triton
+    monkeypatch.setattr(gated_step, "_run_triton", lambda x, gate: run(x._replace(k=x.k * 3), gate))
+    wrong = {text.partition(" differs")[0] for text in wrong_results(case, DEVICE)}
+    assert wrong == {f"{result} of {name}" for result in ("out", "kv", "z")}
 
 
 def _wrong_step(q, k, v, log_decay, kv, z, *options):

@@ -71,6 +71,14 @@ class LinearInputs(NamedTuple):
         return self._replace(q=q, k=k, v=v, log_decay=log_decay, segment_ids=ids)
 
 
+class StepGate(NamedTuple):
+    """What one token of mLSTM or RWKV-6 has besides a decay; the dtype is that of the state."""
+
+    bonus: Tensor | None = None  # RWKV-6, [Hkv, D]: multiplies the key that its own query reads
+    log_input: Tensor | None = None  # mLSTM, [B, Hkv]: logarithm of the weight of the key
+    m: Tensor | None = None  # mLSTM, [B, Hkv]: logarithm of the largest weight so far
+
+
 def log_decay_per_token(log_decay: Tensor, k: Tensor) -> Tensor:
     """Return log decays of any accepted shape as ``[B, Hkv, S, F]``."""
     if log_decay.dim() == 1:

@@ -11,7 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attnzoo.backends.linear.impl.common import FIXED, LinearInputs, Result, map_inputs
+from attnzoo.backends.linear.impl.common import (
+    FIXED,
+    LinearInputs,
+    Result,
+    StepGate,
+    map_inputs,
+)
 from attnzoo.backends.linear.impl.cpp_call import FUNCTIONS
 from attnzoo.kernels import cpp
 from attnzoo.kernels.autocast import autocast_disabled
@@ -22,6 +28,7 @@ STEPS = {torch.float32: "linear_step_float", torch.float64: "linear_step_double"
 LINEAR_STEP = cpp.Source(
     Path(__file__).parents[1] / "kernels" / "linear_step.cpp", tuple(STEPS.values())
 )
+NO_GATE = StepGate()
 
 
 class _Step(ctypes.Structure):
@@ -35,11 +42,13 @@ class _Step(ctypes.Structure):
             "q_row q_head k_row k_head v_row v_head decay_row decay_head",
         ),
         *cpp.fields(ctypes.c_double, "map_scale scale eps"),
-        *cpp.fields(ctypes.c_void_p, "q k v log_decay kv z out next_kv next_z"),
+        *cpp.fields(
+            ctypes.c_void_p, "q k v log_decay kv z out next_kv next_z bonus log_input m next_m"
+        ),
     ]
 
 
-def supports_step(x: LinearInputs) -> bool:
+def supports_step(x: LinearInputs, gate: StepGate = NO_GATE) -> bool:
     """Return whether :func:`run_step` computes a call of one token."""
     v = x.v
     return (
@@ -47,16 +56,16 @@ def supports_step(x: LinearInputs) -> bool:
         and x.causal
         and x.form != "parallel"
         and type(v) is Tensor
-        and is_untracked(x.q, x.k, v, x.log_decay, *x.state, *(x.map_weights or ()))
+        and is_untracked(x.q, x.k, v, x.log_decay, *x.state, *(x.map_weights or ()), *gate)
         and v.numel() > 0
         and not cpp.unavailable_reason(LINEAR_STEP)
     )
 
 
-def run_step(x: LinearInputs) -> Result:
+def run_step(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
     """Compute one token from the state, in the place of the state if ``x.reuse_state``.
 
-    The kernel computes the features, unless the map is learned.
+    The kernel computes the features, unless the map is learned. It overwrites ``gate.m``.
     """
     if x.feature_map not in FIXED or x.padding_mask is not None:
         with autocast_disabled(x.q.device):
@@ -87,6 +96,7 @@ def run_step(x: LinearInputs) -> Result:
         *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
         None if log_decay is None else log_decay.data_ptr(),
         *(kv.data_ptr(), z.data_ptr(), out.data_ptr(), last[0].data_ptr(), last[1].data_ptr()),
+        *(None if y is None else y.data_ptr() for y in (*gate, gate.m)),
     )
     getattr(cpp.load(LINEAR_STEP), STEPS[kv.dtype])(ctypes.byref(task))
     return out, LinearState(*last)

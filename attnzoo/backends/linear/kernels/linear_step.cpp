@@ -1,6 +1,9 @@
 // One token of linear attention on a CPU: decoding.
 //
 //     S = decay S + f_k v^T,   z = decay z + f_k,   o = s f_q S,   normalised: / (s f_q z + eps)
+// RWKV-6, with a bonus u: the query reads S and z before the update, and (f_q . u f_k) (v, 1) besides.
+// mLSTM, with an input gate i: m' = max(log decay + m, i), the decay is e^(log decay + m - m'), f_k is
+// multiplied by e^(i - m'), and the denominator is max(|f_q z|, e^-m').
 //
 // work     one key head and its queries; sizes need not be multiples of anything
 // reads    tokens of any type, with any strides but 1 in the last dimension; the state is contiguous
@@ -30,7 +33,12 @@ struct Step {
     const char *q, *k, *v, *log_decay;
     const void *kv, *z;  // of a head: [D, E], [D]
     void *out, *next_kv, *next_z;
+    const void *bonus;          // [heads, D], or null
+    const void *log_input, *m;  // [batch, heads] each, or null
+    void* next_m;
 };
+
+constexpr double LOWEST_STABILIZER = -87;  // of impl/mlstm.py: exp(87) is finite in float32
 
 template <class Real>
 class LinearStep : Tiles<Real>, Rows<Real> {
@@ -42,6 +50,7 @@ class LinearStep : Tiles<Real>, Rows<Real> {
     const int64_t keys_, values_;  // D and E rounded up to vectors
     Buffer<Real> buffer_;
     Real *q_, *k_, *v_, *decay_, *sums_;
+    Real lowest_ = 0;  // bound on the denominator of mLSTM
 
     static int64_t rounded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
@@ -56,12 +65,11 @@ class LinearStep : Tiles<Real>, Rows<Real> {
         read(t.k, t.k_type, t.k_steps, row, head, t.key_size, keys_, k_);
         read(t.v, t.v_type, t.v_steps, row, head, t.value_size, values_, v_);
         map(t.k_map, k_);
-        update_state(i, row, head);
-        for (int64_t g = 0; g < t.groups; ++g) {
-            read(t.q, t.q_type, t.q_steps, row, head * t.groups + g, t.key_size, keys_, q_);
-            map(t.q_map, q_);
-            read_state(i, i * t.groups + g);
-        }
+        read_decay(row, head);
+        if (t.log_input) stabilize(i);
+        if (t.bonus) read_queries(i, row, head, t.kv, t.z);
+        update_state(i);
+        if (!t.bonus) read_queries(i, row, head, t.next_kv, t.next_z);
     }
 
   private:
@@ -100,11 +108,24 @@ class LinearStep : Tiles<Real>, Rows<Real> {
         }
     }
 
-    void update_state(int64_t i, int64_t row, int64_t head) {
-        if (t.decays) {
-            read(t.log_decay, t.decay_type, t.decay_steps, row, head, t.decays, t.decays, decay_);
-            for (int64_t d = 0; d < t.decays; ++d) decay_[d] = std::exp(decay_[d]);
-        }
+    void read_decay(int64_t row, int64_t head) {
+        if (!t.decays) return;
+        read(t.log_decay, t.decay_type, t.decay_steps, row, head, t.decays, t.decays, decay_);
+        if (t.log_input) return;  // stabilize takes the logarithm
+        for (int64_t d = 0; d < t.decays; ++d) decay_[d] = std::exp(decay_[d]);
+    }
+
+    void stabilize(int64_t i) {
+        const Real kept = decay_[0] + static_cast<const Real*>(t.m)[i];
+        const Real input = static_cast<const Real*>(t.log_input)[i], m = std::max(kept, input);
+        static_cast<Real*>(t.next_m)[i] = m;
+        decay_[0] = std::exp(kept - m);
+        const Real weight = std::exp(input - m);
+        for (int64_t d = 0; d < t.key_size; ++d) k_[d] *= weight;
+        lowest_ = std::exp(-std::max(m, Real(LOWEST_STABILIZER)));
+    }
+
+    void update_state(int64_t i) {
         const int64_t size = t.value_size;
         for (int64_t d = 0; d < t.key_size; ++d) {
             const Real decay = t.decays ? decay_[t.decays > 1 ? d : 0] : Real(1), key = k_[d];
@@ -116,11 +137,20 @@ class LinearStep : Tiles<Real>, Rows<Real> {
         }
     }
 
+    // Write the outputs of the queries of key head `head`, from a state of all heads.
+    void read_queries(int64_t i, int64_t row, int64_t head, const void* kv, const void* z) {
+        const Real* sums = static_cast<const Real*>(kv) + i * t.key_size * t.value_size;
+        const Real* weights = static_cast<const Real*>(z) + i * t.key_size;
+        for (int64_t g = 0; g < t.groups; ++g) {
+            read(t.q, t.q_type, t.q_steps, row, head * t.groups + g, t.key_size, keys_, q_);
+            map(t.q_map, q_);
+            read_state(head, i * t.groups + g, sums, weights);
+        }
+    }
+
     // Write the output of query `query`, numbered in the batch.
-    void read_state(int64_t i, int64_t query) {
+    void read_state(int64_t head, int64_t query, const Real* kv, const Real* z) {
         const int64_t size = t.value_size;
-        const Real* kv = static_cast<const Real*>(t.next_kv) + i * t.key_size * size;
-        const Real* z = static_cast<const Real*>(t.next_z) + i * t.key_size;
         Real total = 0;
         std::fill_n(sums_, values_, Real(0));
         for (int64_t d = 0; d < t.key_size; ++d) {
@@ -128,8 +158,20 @@ class LinearStep : Tiles<Real>, Rows<Real> {
             total += weight * z[d];
             for (int64_t e = 0; e < size; ++e) sums_[e] += weight * kv[d * size + e];
         }
-        if (t.normalize)
+        if (t.bonus) {
+            const Real* bonus = static_cast<const Real*>(t.bonus) + head * t.key_size;
+            Real weight = 0;
+            for (int64_t d = 0; d < t.key_size; ++d) weight += q_[d] * bonus[d] * k_[d];
+            weight *= Real(t.scale);
+            total += weight;
+            for (int64_t e = 0; e < size; ++e) sums_[e] += weight * v_[e];
+        }
+        if (t.log_input) {
+            const Real denominator = std::max(std::abs(total), lowest_);
+            for (int64_t e = 0; e < size; ++e) sums_[e] /= denominator;
+        } else if (t.normalize) {
             for (int64_t e = 0; e < size; ++e) sums_[e] /= total + Real(t.eps);
+        }
         char* out = static_cast<char*>(t.out) + bytes(t.v_type) * query * size;
         Rows<Real>::store_row(sums_, size, out, t.v_type);
     }

@@ -17,25 +17,32 @@ from attnzoo.kernels.triton_products import block_size, contiguous_rows, device_
 
 TILE = 4096  # elements of the state per program
 WARPS = 4
+LOWEST_STABILIZER: tl.constexpr = tl.constexpr(-87.0)  # of mLSTM: exp(87) is finite in float32
 
 
 # Step: S = decay * S + k v^T, z = decay * z + k, o = q S / (q z + eps)         (arXiv:2006.16236)
+# GATE "rwkv6", with a bonus u: the query reads S and z before the update, and (q . u k) (v, 1)
+#      besides                                                                  (arXiv:2404.05892)
+# GATE "mlstm", with an input gate i: m' = max(log decay + m, i), the decay is
+#      exp(log decay + m - m'), k is multiplied by exp(i - m'), and the denominator is
+#      max(|q z|, exp(-m'))                                                     (arXiv:2405.04517)
 #
 # grid     (B * Hkv * tiles): one program updates one tile [D, BE] of one key head's state
 # reads    q [B, H, 1, D], k [B, Hkv, 1, D], v [B, Hkv, 1, E], log decay [B, Hkv, 1, F];
 #          any strides; kv [B, Hkv, D, E], z [B, Hkv, D], float32, contiguous
-# writes   out [B, H, 1, E]; kv_next and z_next, shaped like kv and z
+#          bonus [Hkv, D]; log_input [B, Hkv] and m [B, Hkv], float32, contiguous
+# writes   out [B, H, 1, E]; kv_next and z_next, shaped like kv and z; m_next
 # memory   2 * 4 * (D * E + D) bytes per key head for the state, and each other tensor once
 # limits   D, E <= 256
 # oracle   linear_attention(impl="reference"), on a GPU and with TRITON_INTERPRET=1
 @triton.jit
 def step_kernel(
-    q, k, v, out, log_decay, padding_mask, kv, z, kv_next, z_next,
+    q, k, v, out, log_decay, padding_mask, kv, z, kv_next, z_next, bonus, log_input, m, m_next,
     q_batch, q_head, k_batch, k_head, v_batch, v_head, gate_batch, gate_head,
     key_heads, scale, map_scale, eps,
     D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     TILES: tl.constexpr, MAP: tl.constexpr, DECAY: tl.constexpr, NORMALIZE: tl.constexpr,
-    PADDED: tl.constexpr,
+    PADDED: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """Update one tile of the state with one token; see above."""
     tile, bh = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
@@ -54,6 +61,7 @@ def step_kernel(
         valid = tl.load(padding_mask + b) != 0
         keys = tl.where(valid, keys, 0.0)
         values = tl.where(valid, values, 0.0)
+    state_before, z_before = state, z_sums
     if DECAY == "vector":
         gates = tl.load(log_decay + b * gate_batch + h * gate_head + d, mask=d < D, other=0.0)
         channel_decay = tl.exp(tl.maximum(gates.to(tl.float32), LOG_ZERO))
@@ -61,6 +69,14 @@ def step_kernel(
         z_sums *= channel_decay
     if DECAY == "scalar":
         gate = tl.load(log_decay + b * gate_batch + h * gate_head).to(tl.float32)
+        if GATE == "mlstm":
+            kept, weight = gate + tl.load(m + bh), tl.load(log_input + bh)
+            largest = tl.maximum(kept, weight)
+            gate = kept - largest
+            keys *= tl.exp(weight - largest)
+            lowest = tl.exp(-tl.maximum(largest, LOWEST_STABILIZER))
+            if tile == 0:
+                tl.store(m_next + bh, largest)
         token_decay = tl.exp(tl.maximum(gate, LOG_ZERO))
         state *= token_decay
         z_sums *= token_decay
@@ -77,9 +93,18 @@ def step_kernel(
             tl.reshape(apply_feature_map(raw, row_max, d, map_scale, MAP, "queries", D), (BD,))
             * scale
         )
-        row = tl.sum(query[:, None] * state, 0)
-        if NORMALIZE:
-            row /= tl.sum(query * z_sums, 0) + eps
+        if GATE == "rwkv6":
+            own = tl.load(bonus + h * D + d, mask=d < D, other=0.0) * keys
+            weight = tl.sum(query * own, 0)
+            row = tl.sum(query[:, None] * state_before, 0) + weight * values
+            total = tl.sum(query * z_before, 0) + weight
+        else:
+            row = tl.sum(query[:, None] * state, 0)
+            total = tl.sum(query * z_sums, 0)
+        if GATE == "mlstm":
+            row /= tl.maximum(tl.abs(total), lowest)
+        elif NORMALIZE:
+            row /= total + eps
         tl.store(out + (bh * G + g) * E + e, row.to(out.dtype.element_ty), mask=e < E)
 
 
@@ -96,12 +121,15 @@ def launch_step(
     scale: float,
     normalize: bool,
     eps: float,
+    bonus: Tensor | None = None,
+    log_input: Tensor | None = None,
+    m: Tensor | None = None,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch :func:`step_kernel`; see :func:`linear_triton_step`.
 
     ``in_place``: the programs of one head write different tiles of kv to where they read them. All
-    of them read z, so the next one is copied after the launch.
+    of them read z and m, so the next ones are copied after the launch.
     """
     q, k, v, kv, z = (
         contiguous_rows(q),
@@ -113,6 +141,8 @@ def launch_step(
     (batch, heads, _, d), key_heads, e = q.shape, k.shape[1], v.shape[3]
     out = v.new_empty(batch, heads, 1, e)
     kv_next, z_next = kv if in_place else torch.empty_like(kv), torch.empty_like(z)
+    m_next = None if m is None else torch.empty_like(m)
+    kind = "mlstm" if m is not None else "rwkv6" if bonus is not None else ""
     gate, decay, (gate_batch, gate_head, _) = gate_and_strides(log_decay, k)
     bd = block_size(d)
     be = min(block_size(e), max(16, TILE // bd))
@@ -124,13 +154,17 @@ def launch_step(
     )
     with device_context(q.device):
         step_kernel[(batch * key_heads * tiles,)](
-            q, k, v, out, gate, padding, kv, z, kv_next, z_next, *q.stride()[:2], *k.stride()[:2],
-            *v.stride()[:2], gate_batch, gate_head, key_heads, scale, map_scale, eps,
-            D=d, E=e, G=heads // key_heads, BD=bd, BE=be, TILES=tiles, MAP=feature_map,
-            DECAY=decay, NORMALIZE=normalize, PADDED=padding_mask is not None, num_warps=WARPS,
+            q, k, v, out, gate, padding, kv, z, kv_next, z_next,
+            *(z if x is None else x for x in (bonus, log_input, m, m_next)), *q.stride()[:2],
+            *k.stride()[:2], *v.stride()[:2], gate_batch, gate_head, key_heads, scale, map_scale,
+            eps, D=d, E=e, G=heads // key_heads, BD=bd, BE=be, TILES=tiles, MAP=feature_map,
+            DECAY=decay, NORMALIZE=normalize, PADDED=padding_mask is not None, GATE=kind,
+            num_warps=WARPS,
         )  # fmt: skip
     if in_place:
         z.copy_(z_next)
+        if m is not None and m_next is not None:
+            m.copy_(m_next)
         return out, kv, z
     return out, kv_next, z_next
 
@@ -168,7 +202,7 @@ def _linear_triton_step_fake(
     return out, kv.new_empty(kv.shape), z.new_empty(z.shape)
 
 
-@torch.library.custom_op("attnzoo::linear_triton_step_", mutates_args=("kv", "z"))
+@torch.library.custom_op("attnzoo::linear_triton_step_", mutates_args=("kv", "z", "m"))
 def linear_triton_step_(
     q: Tensor,
     k: Tensor,
@@ -182,12 +216,21 @@ def linear_triton_step_(
     scale: float,
     normalize: bool,
     eps: float,
+    bonus: Tensor | None = None,
+    log_input: Tensor | None = None,
+    m: Tensor | None = None,
 ) -> Tensor:
-    """Return the output of :func:`linear_triton_step`; overwrite ``kv`` and ``z``, contiguous."""
-    options = (feature_map, map_scale, scale, normalize, eps)
+    """Return the output of :func:`linear_triton_step`; overwrite ``kv`` and ``z``, contiguous.
+
+    With the tensors of a :class:`attnzoo.backends.linear.impl.common.StepGate`, compute RWKV-6, or
+    mLSTM, which overwrites ``m`` too.
+    """
+    options = (feature_map, map_scale, scale, normalize, eps, bonus, log_input, m)
     return launch_step(q, k, v, log_decay, kv, z, padding_mask, *options, in_place=True)[0]
 
 
 @linear_triton_step_.register_fake
-def _linear_triton_step_in_place_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+def _linear_triton_step_in_place_fake(
+    q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object
+) -> Tensor:
     return v.new_empty(*q.shape[:3], v.shape[3])
