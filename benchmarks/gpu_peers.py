@@ -112,7 +112,7 @@ def _hybrid(workload: Workload, inputs: Inputs, impl: str) -> Run:
         features = branch.features(keys, of_keys=True)
         seen = torch.full((workload.B,), 4096, device=q.device)
         state = HybridState(keys, keys.float(), features, sums, sums[..., -1].clone(), seen)
-        options |= {"impl": "torch", "state": state, "return_state": True, "reuse_state": True}
+        options |= {"state": state, "return_state": True, "reuse_state": True}
     return lambda: hybrid_attention(q, k, v, branch, **options).out
 
 

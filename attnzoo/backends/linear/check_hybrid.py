@@ -49,6 +49,7 @@ class HybridCase:
     masked: bool = False  # packed and padded
     cut: int = 0  # the call continues from the state after that many tokens
     num_sinks: int = 0
+    causal: bool = True
     B: int = 2
     Hkv: int = 2
     T: int = 150
@@ -58,6 +59,7 @@ class HybridCase:
     def __str__(self) -> str:
         gates = " strong gates" if self.strong_gates else ""
         sinks = f", {self.num_sinks} first tokens" if self.num_sinks else ""
+        sinks += "" if self.causal else ", bidirectional"
         return f"{self.T} tokens of {self.d}, {self.e} and {self.features} features{sinks}{gates}"
 
 
@@ -95,6 +97,8 @@ def cases(decay: str, size: int, kind: str, small: bool) -> Iterator[HybridCase]
         yield replace(case, T=1400)
     if not case.cut:
         yield replace(case, T=case.W - 3)
+        if decay == "none":
+            yield replace(case, causal=False)
 
 
 class Inputs:
@@ -163,9 +167,9 @@ def attend(
         *(q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], branch),
         window=case.W,
         scale=case.d**-0.5,
-        mask=AttentionMask(causal=True, padding=padding, segment_ids=ids),
+        mask=AttentionMask(causal=case.causal, padding=padding, segment_ids=ids),
         state=state,
-        return_state=ids is None,
+        return_state=case.causal and ids is None,
         impl=impl,
         num_sinks=case.num_sinks,
         reuse_state=reuse_state,
@@ -199,6 +203,8 @@ def results(x: Inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str,
 @torch.no_grad()
 def decoded(x: Inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return the outputs of a few tokens, decoded in place, and the state after them, by name."""
+    if not x.case.causal:
+        return {}
     tensors = [None if t is None else t.to(dtype or t.dtype) for t in x.tensors]
     start, before = x.case.T // 2, "reference" if dtype == torch.float64 else "torch"
     _, state = attend(x, tensors, slice(0, start), None, before, packed=False)

@@ -52,6 +52,7 @@ from attnzoo.backends.linear.impl.gated_step import GatedResult as GatedResult
 from attnzoo.backends.linear.impl.gated_step import gated_step as gated_step
 from attnzoo.backends.linear.impl.reference import run_reference
 from attnzoo.backends.linear.impl.step import run_steps, step
+from attnzoo.backends.linear.impl.triton import divide_sums as divide_sums
 from attnzoo.backends.linear.impl.triton import linear_sums as linear_sums
 from attnzoo.backends.linear.impl.triton import round_features as round_features
 from attnzoo.backends.linear.impl.triton import run_triton

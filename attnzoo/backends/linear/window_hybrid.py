@@ -29,7 +29,7 @@ from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.linear.impl.cpp import cpp_reasons
 from attnzoo.backends.linear.impl.triton_trust import trust
 from attnzoo.backends.linear.op import STEP_IN_CPP
-from attnzoo.backends.linear.window_merge import MIN_WEIGHT, combine
+from attnzoo.backends.linear.window_merge import MIN_WEIGHT, combine, combine_kernels
 from attnzoo.backends.linear.window_state import (
     HybridInputs,
     HybridState,
@@ -50,6 +50,7 @@ from attnzoo.backends.linear.window_triton import (
     hybrid_triton_reasons,
     run_hybrid_triton,
     run_step_triton,
+    run_window_triton,
     step_triton_reasons,
 )
 from attnzoo.backends.local.band_cpp import OutsideSums, band_cpp_reasons
@@ -185,9 +186,19 @@ def _step(
 
 def _run_triton(x: HybridInputs) -> Result:
     """Run the kernels; they count the keys themselves unless rows have other sequences in them."""
+    if not x.causal:
+        return _run_triton_bidirectional(x)
     is_simple = x.state is None and x.segment_ids is None and not x.num_sinks
     counts = linear_counts(x) if x.branch.mean and not is_simple else None
     return run_hybrid_triton(x, counts, MIN_WEIGHT)
+
+
+def _run_triton_bidirectional(x: HybridInputs) -> Result:
+    """Run the kernels of the window and of linear sums in both directions, and merge in torch."""
+    near, lse = run_window_triton(x)
+    far = linear_sums(x)
+    logit, totals = _logit(x, far.counts, lse.dtype), far.totals.unsqueeze(3)
+    return combine_kernels(near, lse, far.sums, totals, logit, x.branch, x.v.dtype), None
 
 
 def _run_torch(x: HybridInputs) -> Result:

@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.backends.linear.impl.common import empty_state
 from attnzoo.backends.linear.impl.cpp import weighted_sums
+from attnzoo.backends.linear.impl.triton import linear_sums as triton_sums
+from attnzoo.backends.linear.impl.triton import round_features
 from attnzoo.backends.linear.op import linear_attention
 from attnzoo.backends.linear.window_state import HybridInputs
 from attnzoo.backends.local.causal_window import is_filled
@@ -121,9 +124,23 @@ def _directional_sums(x: HybridInputs, queries: slice, keys: slice) -> tuple[Ten
         q, k, v = q.flip(2), k.flip(2), v.flip(2)
         ids = None if ids is None else (ids.amax() - ids).flip(1)
         seen = None if seen is None else seen.flip(1)
-    mask = AttentionMask(causal=True, padding=seen, segment_ids=ids)
-    sums, totals, _ = _sums(x, (q, k, v), mask, None, None)
+    if x.impl == "triton":
+        sums, totals = _kernel_sums(q, k, v, seen, ids)
+    else:
+        mask = AttentionMask(causal=True, padding=seen, segment_ids=ids)
+        sums, totals, _ = _sums(x, (q, k, v), mask, None, None)
     return (sums.flip(2), totals.flip(2)) if reverse else (sums, totals)
+
+
+def _kernel_sums(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return causal sums of values and of weights from the Triton kernels; features are given."""
+    q, k = round_features(q, v), round_features(k, v)
+    if seen is not None:
+        k = k.masked_fill(~seen[:, None, :, None], 0)
+    out, totals, _ = triton_sums(q, k, v, None, empty_state(q, k, v), ids)
+    return out, totals
 
 
 def _sums(

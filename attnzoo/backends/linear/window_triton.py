@@ -24,7 +24,7 @@ LARGEST = 256  # key and value size of the window
 
 def hybrid_triton_reasons(x: HybridInputs) -> list[str]:
     """Return every reason why the kernels do not support a call."""
-    reasons = triton_reasons(x.branch.q, x.branch.k, x.v, causal=x.causal)
+    reasons = triton_reasons(x.branch.q, x.branch.k, x.v)
     reasons = _size_reasons(x.q, reasons)
     if x.shard is not None:
         reasons.append("several ranks hold the sequence (use impl='torch')")
@@ -102,6 +102,16 @@ def run_hybrid_triton(
     if state is not None:
         out = out[:, :, size:]
     return out, LinearState(torch.cat([kv, z.unsqueeze(-1)], -1), z)
+
+
+def run_window_triton(x: HybridInputs) -> tuple[Tensor, Tensor]:
+    """Return softmax attention to W keys on each side, and its log-sum-exp ``[B, H, T, 1]``."""
+    from attnzoo.backends.local.kernels.custom_op import window_triton
+
+    check_reverse_mode("hybrid_attention", x.q, x.k, x.v, instead="impl='torch'")
+    masks = x.padding_mask, x.segment_ids
+    near, lse = window_triton(x.q, x.k, x.v, *masks, x.window, x.window, x.scale, True)
+    return near, lse.unsqueeze(3)
 
 
 class StepInputs(NamedTuple):

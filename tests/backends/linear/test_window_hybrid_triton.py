@@ -45,6 +45,7 @@ class HybridCase:
     mean: bool = True
     linear_only: bool = False
     num_sinks: int = 0
+    causal: bool = True
     value_mean: float = 0.0
     dtype: torch.dtype = torch.float32
 
@@ -79,10 +80,11 @@ def attend(case, tensors, padding, ids, impl, tokens, state, **options):
     only = torch.arange(case.heads[0], device=DEVICE) == 0 if case.linear_only else None
     branch = LinearBranch(*features, log_weight, log_decay, case.relative, case.mean, only)
     padding, ids = (None if x is None else x[:, tokens] for x in (padding, ids))
-    mask = AttentionMask(causal=True, padding=padding, segment_ids=ids)
+    mask = AttentionMask(causal=case.causal, padding=padding, segment_ids=ids)
     options |= {"window": case.window, "scale": 0.25, "mask": mask, "impl": impl}
     options["num_sinks"] = case.num_sinks
-    return hybrid_attention(q, k, v, branch, state=state, return_state=not case.packed, **options)
+    options["return_state"] = case.causal and not case.packed
+    return hybrid_attention(q, k, v, branch, state=state, **options)
 
 
 def results(case, impl, dtype=None):
@@ -123,6 +125,12 @@ def errors(case, impl="triton"):
         HybridCase(decay="channel", packed=True),
         HybridCase(decay="token", padded=True, cut=11),
         HybridCase(length=6),  # shorter than the window
+        HybridCase(causal=False, heads=(4, 2), relative=False, linear_only=True),
+        HybridCase(causal=False, packed=True, padded=True, window=4),
+        pytest.param(HybridCase(causal=False, length=6), marks=pytest.mark.exhaustive),
+        pytest.param(
+            HybridCase(causal=False, padded=True, mean=False), marks=pytest.mark.exhaustive
+        ),
         HybridCase(num_sinks=3, padded=True, heads=(4, 2), relative=False),
         HybridCase(num_sinks=12, decay="token", cut=9),
         pytest.param(
@@ -139,9 +147,12 @@ def test_hybrid_kernels_match_reference_in_float64(case):
         assert error < 5e-6 * float32_slack(), f"{name}: {error:.1e}"
 
 
-def test_bfloat16_gradients_are_accurate_if_values_have_a_mean():
+@pytest.mark.parametrize("causal", [True, False])
+def test_bfloat16_gradients_are_accurate_if_values_have_a_mean(causal):
     # Gradients of queries and keys are differences of large sums that nearly cancel
-    case = HybridCase(value_mean=1.0, dtype=torch.bfloat16, length=96, window=16)
+    case = HybridCase(
+        value_mean=1.0, dtype=torch.bfloat16, length=96, window=16, causal=causal, relative=causal
+    )
     for name, error in errors(case).items():
         assert error < 6e-3, f"{name}: {error:.1e}"
 
@@ -297,5 +308,6 @@ def test_unsupported_calls_raise():
     tensors, *_ = make(HybridCase())
     q, k, v, *features, log_weight, _ = tensors
     branch = LinearBranch(*features, log_weight)
-    with pytest.raises(UnsupportedError, match="bidirectional"):
-        hybrid_attention(q, k, v, branch, window=8, scale=1.0, mask=AttentionMask(), impl="triton")
+    options = {"window": 8, "scale": 1.0, "impl": "triton"}
+    with pytest.raises(UnsupportedError, match="float64"):
+        hybrid_attention(q.double(), k, v, branch, mask=AttentionMask(), **options)

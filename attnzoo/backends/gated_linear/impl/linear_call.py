@@ -5,9 +5,8 @@ Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +14,13 @@ from torch import Tensor
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.linear.impl.cpp import cpp_reasons
 from attnzoo.backends.linear.op import (
+    divide_sums,
     linear_attention,
     linear_sums,
     round_features,
     triton_reasons,
     trust,
 )
-from attnzoo.kernels.derivatives import first_derivative_only
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice, LinearState
 
@@ -89,33 +88,10 @@ def _triton_trust(x: LinearCall) -> tuple[tuple[str, ...], str]:
     return trust("hybrid" if x.has_ones else "linear", x.log_decay, x.k, _values(x))
 
 
-class _RoundedQuotient(torch.autograd.Function):
-    """A quotient whose gradients are consistent after the kernels round that of the numerator.
-
-    With values of mean 1, gradients of queries are differences of both gradients that nearly
-    cancel; rounding one of them would leave its error.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, numerator: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor:
-        out = numerator / denominator
-        ctx.save_for_backward(out, denominator)
-        ctx.dtype = dtype
-        return out
-
-    @staticmethod
-    @first_derivative_only("linear_attention")
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
-        out, denominator = ctx.saved_tensors
-        d_numerator = (d_out / denominator).to(ctx.dtype).to(d_out.dtype)
-        return d_numerator, -(d_numerator * out).sum(-1, keepdim=True), None
-
-
 def divide(numerator: Tensor, denominator: Tensor, impl: str, x: LinearCall) -> Tensor:
     """Return the quotient of the sums that an implementation has computed."""
     if impl == "triton" and x.v_dtype == torch.bfloat16:
-        apply: Callable[[Tensor, Tensor, torch.dtype], Tensor] = _RoundedQuotient.apply
-        return apply(numerator, denominator, x.v_dtype)
+        return divide_sums(numerator, denominator, x.v_dtype)
     return numerator / denominator
 
 

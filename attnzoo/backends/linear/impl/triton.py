@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from attnzoo.backends.linear.impl.common import LinearInputs, Result
 from attnzoo.backends.linear.kernels.compilers import compiler_reasons, ptxas_path
 from attnzoo.errors import UnsupportedError
-from attnzoo.kernels.derivatives import check_reverse_mode
+from attnzoo.kernels.derivatives import check_reverse_mode, first_derivative_only
 from attnzoo.state import LinearState
 
 LARGEST = 256  # key and value size
@@ -171,3 +172,32 @@ def linear_sums(
         q, k, v, log_decay, kv.contiguous(), z, segment_ids, chunk_size, 0
     )
     return out, weights, LinearState(kv, z)
+
+
+def divide_sums(values: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``values / weights``, sums that :func:`linear_sums` returned.
+
+    The gradients of both sums are consistent after the kernels round that of the values to
+    ``dtype``. With values of mean 1, gradients of queries are differences of both that nearly
+    cancel; rounding one of them would leave its error.
+    """
+    out: Tensor = _RoundedQuotient.apply(values, weights, dtype)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RoundedQuotient(torch.autograd.Function):
+    """See :func:`divide_sums`."""
+
+    @staticmethod
+    def forward(ctx: Any, numerator: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor:
+        out = numerator / denominator
+        ctx.save_for_backward(out, denominator)
+        ctx.dtype = dtype
+        return out
+
+    @staticmethod
+    @first_derivative_only("linear_attention")
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
+        out, denominator = ctx.saved_tensors
+        d_numerator = (d_out / denominator).to(ctx.dtype).to(d_out.dtype)
+        return d_numerator, -(d_numerator * out).sum(-1, keepdim=True), None
