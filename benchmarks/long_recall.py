@@ -5,7 +5,8 @@
 Each argument is an attention as commands take it, or a file of ``attnzoo plan``. A text assigns a
 number of seven digits to a name and asks for it later. One JSON line per attention: by distance in
 tokens, the fraction of numbers that greedy generation repeats without an error, and of right digits
-after the right ones before them.
+after the right ones before them; then how many numbers it repeats for each that the first attention
+repeats, over all distances, with the 95% interval of a bootstrap over rows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Annotated
 
 import torch
 import typer
+from torch import Tensor
 
 from attnzoo.commands.spec_options import spec_of
 from attnzoo.evaluation.data import read_text, string_tokenizer
@@ -25,6 +27,8 @@ from attnzoo.evaluation.recall_rows import Needles
 from attnzoo.spec import AttentionSpec
 
 DISTANCES = [1024, 2048, 4096]
+BATCH = 16  # rows at a time
+DRAWS = 10_000  # of the bootstrap
 
 
 def read_attention(text: str) -> AttentionSpec:
@@ -32,6 +36,15 @@ def read_attention(text: str) -> AttentionSpec:
     if text.endswith(".json"):
         return AttentionSpec.from_dict(json.loads(Path(text).read_text("utf-8"))["spec"])
     return spec_of(text)
+
+
+def relative(right: Tensor, first: Tensor) -> list[float]:
+    """Return the ratio of the means of two vectors ``[N]``, and its 95% interval."""
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(len(right), (DRAWS, len(right)), generator=generator)
+    ratios = right[draws].mean(1) / first[draws].mean(1)
+    bounds = ratios[ratios.isfinite()].quantile(torch.tensor([0.025, 0.975]))
+    return [round(float(x), 3) for x in (right.mean() / first.mean(), *bounds)]
 
 
 def main(
@@ -44,18 +57,24 @@ def main(
     path = model_path(model)
     encode = string_tokenizer(path)
     tokens, needles = encode(read_text(None)), Needles(encode, rows)
+    first = None
     for name in attention:
         swapped = load_swapped(path, read_attention(name))
-        numbers, digits = {}, {}
+        numbers, digits, found = {}, {}, []
         for length in distance or DISTANCES:
             prompts = needles.rows(tokens, length, torch.Generator().manual_seed(0))
-            right = correct_tokens(swapped, prompts, needles.answer_tokens)
-            assert right is not None
+            size = needles.answer_tokens
+            parts = [correct_tokens(swapped, x, size) for x in prompts.split(BATCH)]
+            right = torch.cat([x for x in parts if x is not None])
+            found.append(right.all(1).float())
             first_wrong = right.int().cumprod(1).sum(1)
             numbers[length] = round(float(right.all(1).float().mean()), 3)
             asked_digits = (first_wrong + 1).clamp(max=right.shape[1]).sum()
             digits[length] = round(float(first_wrong.sum() / asked_digits), 3)
-        line = {"attention": name, "numbers": numbers, "digits": digits}
+        all_found = torch.cat(found)
+        first = all_found if first is None else first
+        ratio = relative(all_found, first)
+        line = {"attention": name, "numbers": numbers, "digits": digits, "of_first": ratio}
         print(json.dumps(line), flush=True)
 
 
