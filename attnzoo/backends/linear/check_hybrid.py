@@ -132,7 +132,8 @@ class Inputs:
             features[1].masked_fill_(is_padding.unsqueeze(-1), 0)
             if log_decay is not None:
                 log_decay.masked_fill_(is_padding.view(b, 1, t, *[1] * (log_decay.dim() - 3)), 0)
-        self.tensors = [q, k, v, *features, draw(1, heads, 1, 1), log_decay]
+        log_weight = draw(b, heads, t, 1)  # the gradient of one for all tokens would cancel
+        self.tensors = [q, k, v, *features, log_weight, log_decay]
         self.weights = draw(b, heads, t - case.cut, case.e)
 
 
@@ -160,7 +161,8 @@ def attend(
     if case.linear_only:
         only = torch.arange(q.shape[1], device=x.device) == 0
     branch = LinearBranch(
-        *(q_features, k_features, log_weight, log_decay, case.relative, case.mean, only)
+        *(q_features, k_features, log_weight[:, :, tokens], log_decay),
+        *(case.relative, case.mean, only),
     )
     padding, ids = (None if mask is None else mask[:, tokens] for mask in masks)
     out, after, *_ = hybrid_attention(

@@ -127,7 +127,6 @@ def errors(case, impl="triton"):
         HybridCase(length=6),  # shorter than the window
         HybridCase(causal=False, heads=(4, 2), relative=False, linear_only=True),
         HybridCase(causal=False, packed=True, padded=True, window=4),
-        pytest.param(HybridCase(causal=False, length=6), marks=pytest.mark.exhaustive),
         pytest.param(
             HybridCase(causal=False, padded=True, mean=False), marks=pytest.mark.exhaustive
         ),
