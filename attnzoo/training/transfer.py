@@ -15,8 +15,8 @@ The loss can compare the attention weights a instead, by their divergence from s
 
 in which each term is non-negative. It penalises a missed key by its logarithm, while an output
 averages it with others. Every mechanism is linear in the values, so value columns that are one at a
-key and zero elsewhere return the weights of that key. E columns per step cover every n-th key;
-n steps cover all keys. Time is that of twice as many value columns.
+key and zero elsewhere return the weights of that key. E such columns replace a layer's values and
+cover every n-th key; n steps cover all keys. Softmax runs twice, for these columns and the values.
 Source: Zhang et al., 2024, arXiv:2402.04347 (Hedgehog), which minimises the cross-entropy of all
 weights.
 
@@ -136,6 +136,7 @@ class Transfer:
             )
         self.model, self.target, self.step = model, target, 0
         self.errors: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}  # of layers that get indicators in their place
         self.sharded = False
 
     def __enter__(self) -> Self:
@@ -147,7 +148,7 @@ class Transfer:
             own_loss = backend.has_transfer_loss and name in self.trained
             backend.records_transfer_loss = own_loss
             if self.target == "attention" and name in self.trained and not own_loss:
-                prepare = self._append_indicators
+                prepare = self._replace_values
             self.handles += [
                 backend.register_forward_pre_hook(prepare, with_kwargs=True),
                 backend.register_forward_hook(self._hook(name, teacher), with_kwargs=True),
@@ -183,17 +184,18 @@ class Transfer:
         kwargs = {name: detach(x) for name, x in kwargs.items()}
         return tuple(map(detach, args)), {**kwargs, "dropout": 0.0}
 
-    def _append_indicators(
-        self, backend: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _replace_values(
+        self, backend: AttentionBackend, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Append key indicator columns to the values, as many as the values have."""
+        """Keep the values for the hook, and replace them by as many key indicator columns."""
         (q, k, v), kwargs = self._detach(backend, args, kwargs)
         shard = kwargs.get("shard")
         length = v.shape[2] if shard is None else shard.size * shard.length
         columns = key_indicators(length, v.shape[3], self.step).to(v)
         if shard is not None:
             columns = shard.local(columns[None])[0]
-        return (q, k, torch.cat([v, columns.expand_as(v)], 3)), kwargs
+        self.values[backend.geometry.name] = v
+        return (q, k, columns.expand_as(v)), kwargs
 
     def _hook(self, name: str, teacher: AttentionBackend) -> Any:
         trained = name in self.trained
@@ -203,30 +205,31 @@ class Transfer:
         def hook(
             backend: AttentionBackend, args: Any, kwargs: dict[str, Any], output: AttentionOutput
         ) -> AttentionOutput:
-            q, k, values = args
-            parts = values.chunk(2, 3) if compare_weights else [values]
+            q, k, columns = args
+            values = self.values.pop(name) if compare_weights else columns
+            options = {k: x for k, x in kwargs.items() if k not in ("state", "return_state")}
+            options["return_weights"] = False
             with torch.no_grad():
-                options = {k: x for k, x in kwargs.items() if k not in ("state", "return_state")}
-                options["return_weights"] = False
-                exact = [teacher(q, k, x, **options).out for x in parts]
+                exact = teacher(q, k, values, **options).out
             if trained:
-                mask, outs = kwargs.get("mask"), output.out.chunk(len(exact), 3)
-                shard = kwargs.get("shard")
+                mask, shard = kwargs.get("mask"), kwargs.get("shard")
                 if own_loss:
                     error, backend.transfer_loss = backend.transfer_loss, None
                     assert error is not None
                 elif compare_weights:
-                    length, count = parts[1].shape[2:]
-                    error = weights_divergence(outs[1], exact[1], mask, shard)
+                    with torch.no_grad():
+                        weights = teacher(q, k, columns, **options).out
+                    length, count = columns.shape[2:]
+                    error = weights_divergence(output.out, weights, mask, shard)
                     error = error * key_stride(length * (shard.size if shard else 1), count)
                 else:
-                    error = relative_error(outs[0], exact[0], mask, shard)
+                    error = relative_error(output.out, exact, mask, shard)
                 # not in the backward pass, where gradient checkpointing repeats the forward pass
                 if torch._C._current_graph_task_id() == -1:
                     self.errors[name] = error
                 if self.sharded:
-                    exact[0] = exact[0] + 0 * error
-            return output._replace(out=exact[0])
+                    exact = exact + 0 * error
+            return output._replace(out=exact)
 
         return hook
 
