@@ -149,6 +149,9 @@ def recover(
     distil_length: Annotated[
         int | None, typer.Option(help="tokens per row of distillation; default: --length")
     ] = None,
+    distil_batch: Annotated[
+        int | None, typer.Option(help="rows per step of distillation; default: --batch")
+    ] = None,
     cross_entropy: CrossEntropy = 0.0,
     train: Train = "lora",
     recipe: Annotated[
@@ -175,6 +178,7 @@ def recover(
         "calibration_rows": calibration_rows,
         "distil_steps": distil_steps,
         "distil_length": distil_length,
+        "distil_batch": distil_batch,
         "top_k": top_k,
         "cross_entropy": cross_entropy,
         "train": train,

@@ -56,6 +56,7 @@ class Stage:
         loss: Returns a scalar, given the prepared model and a batch.
         before_step: Called with the step before each step.
         rows: Training rows; those of the loop when ``None``.
+        batch_size: Rows per step over all processes; that of the loop when ``None``.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Stage:
     loss: Loss
     before_step: Callable[[int], None] = lambda step: None
     rows: Rows | None = None
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +189,7 @@ class Loop:
             steps=stage.steps,
         )
         wrapped, optimizer, schedule, loader = self.accelerator.prepare(
-            model, optimizer, schedule, self._loader(stage.rows or self.rows)
+            model, optimizer, schedule, self._loader(stage)
         )
         if done > first:
             assert self.progress is not None
@@ -310,8 +312,10 @@ class Loop:
         enabled = self.config.precision == "bf16"
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=enabled)
 
-    def _loader(self, rows: Rows) -> DataLoader[Any]:
-        size = min(self.config.batch_size, len(rows)) // self.config.accumulate
+    def _loader(self, stage: Stage) -> DataLoader[Any]:
+        rows = stage.rows or self.rows
+        batch_size = stage.batch_size or self.config.batch_size
+        size = min(batch_size, len(rows)) // self.config.accumulate
         groups = self.accelerator.num_processes // self.config.cp_size
         if size < 1 or size % groups:
             raise ConfigError(

@@ -47,6 +47,7 @@ class RecoverConfig(TrainConfig):
     cross_entropy: float = 0.0  # weight of cross-entropy in the distillation loss
     top_k: int | None = None  # the teacher's most probable tokens in the KL; None: all
     distil_length: int | None = None  # tokens per row of distillation; None: row_length
+    distil_batch: int | None = None  # rows per step of distillation; None: loop.batch_size
     recipe: str | None = None  # the name of these settings, for the model card
 
     def __post_init__(self) -> None:
@@ -63,6 +64,13 @@ class RecoverConfig(TrainConfig):
             raise ConfigError(
                 "distil_length must be at least 8 tokens and divisible by cp_size="
                 f"{self.loop.cp_size}, got {self.distil_length}"
+            )
+        if self.distil_batch is not None and (
+            self.distil_batch < 1 or self.distil_batch % self.loop.accumulate
+        ):
+            raise ConfigError(
+                "distil_batch must be at least 1 row and divisible into "
+                f"accumulate={self.loop.accumulate} micro-batches, got {self.distil_batch}"
             )
         if self.transfer_lr is not None and self.transfer_lr <= 0:
             raise ConfigError(f"transfer_lr must be above 0, got {self.transfer_lr}")
@@ -143,7 +151,10 @@ def _recover(run: Run, config: RecoverConfig) -> dict[str, Any]:
     if config.cross_entropy and config.distil_steps and config.train != "extras":
         rows = run.rows_of_length(config.distil_length)
         run.tune_softmax(
-            config.distil_steps, lambda model: _distil_loss(model, run, config), rows=rows
+            config.distil_steps,
+            lambda model: _distil_loss(model, run, config),
+            rows=rows,
+            batch_size=config.distil_batch,
         )
     calibration = _calibrate(run, config)
     model = _distil(_transfer(run.model, run, config), run, config)
@@ -271,4 +282,5 @@ def _distil(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrain
         run.load_model,
         run.step_callback(model, config.distil_steps),
         rows=run.rows_of_length(config.distil_length),
+        batch_size=config.distil_batch,
     )

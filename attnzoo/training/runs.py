@@ -271,7 +271,7 @@ class Run:
         steps: int,
         make_loss: Callable[[Any], Loss],
         before_step: Callable[[int], None] = lambda step: None,
-        rows: Any = None,
+        **options: Any,
     ) -> None:
         """Train the model with softmax as the baseline ``softmax tuned``.
 
@@ -282,10 +282,10 @@ class Run:
             steps: Number of steps of the swapped model.
             make_loss: Returns the loss, given the model with adapters.
             before_step: Called before each step.
-            rows: Training rows, if not those of the run.
+            options: Further arguments of :class:`Stage`.
         """
         load = self.load_softmax_model
-        tuned = self.train(load(), "softmax", steps, make_loss, load, before_step, rows)
+        tuned = self.train(load(), "softmax", steps, make_loss, load, before_step, **options)
         self.baselines.evaluate("softmax tuned", lambda: self.quality(tuned))
 
     def train(
@@ -296,7 +296,7 @@ class Run:
         make_loss: Callable[[Any], Loss],
         load_model: Callable[[], PreTrainedModel],
         before_step: Callable[[int], None] = lambda step: None,
-        rows: Any = None,
+        **options: Any,
     ) -> PreTrainedModel:
         """Train a model for one stage and return it with adapters merged.
 
@@ -307,12 +307,12 @@ class Run:
             make_loss: Returns the loss, given the model with adapters.
             load_model: Returns a model of the same architecture, which takes sharded weights.
             before_step: Called before each step.
-            rows: Training rows, if not those of the run.
+            options: Further arguments of :class:`Stage`.
         """
         prepared, groups = self.prepare(model)
         loss = make_loss(prepared)
         stage = Stage(
-            name=name, steps=steps, groups=groups, loss=loss, before_step=before_step, rows=rows
+            name=name, steps=steps, groups=groups, loss=loss, before_step=before_step, **options
         )
         trained = self.loop.run(prepared, stage, lambda: self.prepare(load_model())[0])
         return self.merge_adapters(trained)

@@ -58,13 +58,15 @@ def test_options_override_a_recipe_and_the_card_shows_all(saved, text, tmp_path,
 
 def config(**changes):
     options = {"transfer_steps": 3, "distil_steps": 4, "distil_length": 48, "row_length": 32}
-    options |= {"judged_rows": 2, "cross_entropy": 0.5, "train": "full"}
+    options |= {"judged_rows": 2, "cross_entropy": 0.5, "train": "full", "distil_batch": 2}
     loop = LoopConfig(batch_size=4, checkpoint_every=2)
     return RecoverConfig(**{**options, **changes}, loop=loop)
 
 
-def test_distillation_in_longer_rows(saved, text, spec, tmp_path, monkeypatch, interrupt):
-    """The stages have rows of their own length, and a resumed run has the same losses."""
+def test_distillation_in_batches_of_another_shape(
+    saved, text, spec, tmp_path, monkeypatch, interrupt
+):
+    """The stages have batches of their own shape, and a resumed run has the same losses."""
     shapes = []
 
     def record(make, *arguments):
@@ -79,15 +81,17 @@ def test_distillation_in_longer_rows(saved, text, spec, tmp_path, monkeypatch, i
     for name in ("_distil_loss", "transfer_loss"):
         monkeypatch.setattr(recovery, name, partial(record, getattr(recovery, name)))
     recover(saved, spec, [text], tmp_path / "whole", config())
-    assert shapes == [(4, 48)] * 4 + [(4, 32)] * 3 + [(4, 48)] * 4  # softmax tuned is the first
+    assert shapes == [(2, 48)] * 4 + [(4, 32)] * 3 + [(2, 48)] * 4  # softmax tuned is the first
     interrupt(9, recover, saved, spec, [text], tmp_path / "parts", config())
     recover(saved, spec, [text], tmp_path / "parts", config(), resume=True)
     assert read_losses(tmp_path / "parts") == read_losses(tmp_path / "whole")
 
 
-def test_invalid_lengths_are_refused():
+def test_invalid_shapes_are_refused():
     with pytest.raises(ConfigError, match="distil_length must be at least 8 tokens"):
         config(distil_length=4)
+    with pytest.raises(ConfigError, match="distil_batch must be at least 1 row"):
+        config(distil_batch=0)
     with pytest.raises(SpecError, match="each row of an encoder is one text"):
         EncoderRun.rows_of_length(None, 48)
     assert EncoderRun.rows_of_length(None, None) is None
