@@ -45,7 +45,16 @@ BUILTIN = [
     ("gated_linear", {"gate": "rwkv6", "feature_map": "t2r", "chunk_size": 32}),
     ("gated_linear", {"gate": "mlstm", "feature_map": "hedgehog_joint", "chunk_size": 32}),
     ("delta", {}),
-    ("delta", {"gate": "vector", "window": 20, "chunk_size": 32}),
+    (
+        "delta",
+        {
+            "gate": "vector",
+            "feature_map": "squared_relu",
+            "num_features": 12,
+            "window": 20,
+            "chunk_size": 32,
+        },
+    ),
     ("delta", {"short_convolution": 4, "output_gate": True, "window": 20, "chunk_size": 32}),
     pytest.param(
         "delta", {"window": 5, "num_sinks": 2, "chunk_size": 32}, marks=pytest.mark.exhaustive

@@ -34,6 +34,7 @@ OPTIONS = {
     "hedgehog_joint": {},
     "t2r": {},
     "hedgehog_exp": {"num_features": 12, "seed": 3},
+    "squared_relu": {"num_features": 12, "seed": 3},
 }
 SIZES = {
     "identity": D,
@@ -45,6 +46,7 @@ SIZES = {
     "hedgehog_joint": 2 * D,
     "t2r": D,
     "hedgehog_exp": 12,
+    "squared_relu": 12,
 }
 
 
@@ -87,12 +89,14 @@ def weights(backend, q, k):
                 torch.cat([2 * q, -2 * q], -1).softmax(-1)
                 @ torch.cat([2 * k, -2 * k], -1).softmax(-1).mT
             )
-        case "hedgehog_exp":
+        case "hedgehog_exp" | "squared_relu":
             q, k = (
                 torch.einsum("hfd,bhtd->bhtf", w[f"{name}_weight"].repeat_interleave(n, 0), x)
                 + w[f"{name}_bias"].repeat_interleave(n, 0)[:, None]
                 for name, x, n in (("query", q, 1), ("key", k, H // HKV))
             )
+            if backend.config.feature_map == "squared_relu":
+                return (q.relu() ** 2 + 1e-3) @ (k.relu() ** 2 + 1e-3).mT
             return (q[:, :, :, None] + k[:, :, None]).exp().sum(-1)
         case "t2r":
             return (affine(q, "query").relu() + 1e-3) @ (affine(k, "key").relu() + 1e-3).mT
@@ -246,7 +250,7 @@ def test_directions_depend_on_seed_layer_and_key_head():
         ({"nu": 2}, "LinearConfig.nu is an option of feature_map='dpfp', got 2"),
         (
             {"feature_map": "dpfp", "seed": 0},
-            "seed is an option of feature_map='random' or 'hedgehog_exp', got 0",
+            "seed is an option of feature_map='random' or 'hedgehog_exp' or 'squared_relu', got 0",
         ),
         ({"feature_map": "dpfp", "nu": 0}, "nu must be at least 1, got 0"),
         ({"feature_map": "dpfp", "nu": 1.5}, "LinearConfig.nu must be int or None, got 1.5"),

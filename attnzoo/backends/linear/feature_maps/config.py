@@ -31,8 +31,9 @@ class FeatureMapConfig(BackendConfig):
         feature_map: phi, a name (see :mod:`attnzoo.backends.linear.feature_maps.base`); in Python,
             a function or a class, or in an ``AttentionSpec`` its ``"module:name"``.
         nu: The number of offsets of ``dpfp``.
-        num_features: The number of features of ``hedgehog_exp`` or ``random``, where it is even.
-        seed: Seed of the draw of either, together with the layer's index.
+        num_features: The number of features of ``hedgehog_exp``, ``squared_relu`` or ``random``,
+            where it is even.
+        seed: Seed of the draw of these, together with the layer's index.
         max_length: M of ``cosine``, in tokens; later positions count as the last. ``None`` means
             that of the model.
     """

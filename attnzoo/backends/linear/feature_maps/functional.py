@@ -284,11 +284,31 @@ def learned_exp(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     Returns:
         ``[B, H, T, F]``, positive, at most exp(30), float32 or wider.
     """
+    return _linear_features(x, weight, bias).clamp(max=EXP_BOUND).exp()
+
+
+def learned_squared_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    r"""Return :math:`\max(Wx + b, 0)^2` plus :data:`RELU_FLOOR`: any number of features.
+
+    The scale is not used. Source of squared ReLU: Primer, So et al., 2021, arXiv:2109.08668.
+
+    Args:
+        x: Queries or keys, ``[B, H, T, D]``.
+        weight: W, ``[H, F, D]``.
+        bias: b, ``[H, F]``.
+
+    Returns:
+        ``[B, H, T, F]``, positive, float32 or wider.
+    """
+    return F.relu(_linear_features(x, weight, bias)).square() + RELU_FLOOR
+
+
+def _linear_features(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return Wx + b, ``[B, H, T, F]``, float32 or wider."""
     x = widen(x)
     # b is one more column of W: its gradient is part of a product; a sum takes twice as long
     rows = torch.cat([weight, bias.unsqueeze(-1)], -1).to(x.dtype)
-    y = F.pad(x, (0, 1), value=1.0) @ rows.transpose(1, 2)
-    return y.clamp(max=EXP_BOUND).exp()
+    return F.pad(x, (0, 1), value=1.0) @ rows.transpose(1, 2)
 
 
 def learned_relu(x: Tensor, residual: Tensor, bias: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from attnzoo.backends.linear.feature_maps.functional import (
     learned_exp,
     learned_linear,
     learned_relu,
+    learned_squared_relu,
 )
 from attnzoo.backends.linear.feature_maps.random_features import random_projection
 
@@ -202,3 +203,20 @@ class HedgehogExpMap(FeatureMap):
     def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
         """Map keys; the scale is learned."""
         return learned_exp(k, self.key_weight, self.key_bias)
+
+
+@register_feature_map("squared_relu")
+class SquaredReluMap(HedgehogExpMap):
+    r"""Squares of rectified linear features: :math:`\max(Wx + b, 0)^2` plus a floor.
+
+    ``num_features`` features, 256 by default, positive; W and b as in ``hedgehog_exp``. See
+    :func:`~attnzoo.backends.linear.feature_maps.functional.learned_squared_relu`.
+    """
+
+    def queries(self, q: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
+        """Map queries; the scale is learned."""
+        return learned_squared_relu(q, self.query_weight, self.query_bias)
+
+    def keys(self, k: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
+        """Map keys; the scale is learned."""
+        return learned_squared_relu(k, self.key_weight, self.key_bias)
