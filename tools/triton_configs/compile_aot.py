@@ -106,6 +106,7 @@ GOALS = (
         for decay in ("none", "scalar", "vector")
     ),
     CompileCase(),
+    CompileCase(d=256, e=128, feature_map="identity"),  # features of hedgehog
 )
 CASES = (
     *QUICK,
