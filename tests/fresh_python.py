@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ class FreshPython:
         *arguments: object,
         cwd: Path | None = None,
         path: tuple[Path, ...] = (),
+        processes: int = 0,
+        environment: Mapping[str, str] = {},
     ) -> subprocess.CompletedProcess[str]:
         """Run a program: its code, or a file.
 
@@ -35,6 +40,10 @@ class FreshPython:
             arguments: ``sys.argv[1:]`` of the program.
             cwd: Its working directory; ``None`` means this process's.
             path: Folders that it finds first when it imports modules.
+            processes: Number of processes that run it as ranks of one process group, with the
+                environment variables that torchrun sets; ``0`` means one process without a group.
+                When one fails, the others are killed.
+            environment: Environment variables that are added to those of the server.
         """
         if self.server is None:
             command = [sys.executable, __file__]
@@ -51,6 +60,7 @@ class FreshPython:
                 "arguments": [str(x) for x in arguments],
                 "cwd": str(cwd or Path.cwd()),
                 "path": [str(x) for x in path],
+                "environments": [{**environment, **rank} for rank in ranks(processes)],
                 "out": str(out),
                 "err": str(err),
             }
@@ -70,27 +80,58 @@ class FreshPython:
             self.server.communicate()
 
 
+def ranks(processes: int) -> list[dict[str, str]]:
+    """Return the environment variables of each rank; see :class:`FreshPython`."""
+    if not processes:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    size = str(processes)
+    return [
+        {
+            **group,
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            **{"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": "1"},
+        }
+        for rank in range(processes)
+    ]
+
+
 def serve() -> None:
-    """Fork a process for each request; it leaves this function and the script, as it ends."""
+    """Fork the processes of each request; they leave this function and the script, as they end."""
     sys.path[0] = ""  # as with ``python -c``: the folder of this file is not on the path
-    import torch  # noqa: F401
+    import torch
     from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401
 
     assert "attnzoo" not in sys.modules
     answers = os.fdopen(os.dup(1), "w")
     while line := sys.stdin.readline():
-        child = os.fork()
-        if not child:
-            answers.close()
-            return run(json.loads(line))
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+        request = json.loads(line)
+        children = set()
+        for environment in request["environments"]:
+            if not (child := os.fork()):
+                answers.close()
+                os.environ.update(environment)
+                if "WORLD_SIZE" in environment:
+                    torch.set_num_threads(1)
+                return run(request)
+            children.add(child)
+        returncode = 0
+        while children:
+            child, status = os.wait()
+            children.remove(child)
+            if status and not returncode:
+                returncode = os.waitstatus_to_exitcode(status)
+                for other in children:  # they may wait for the one that failed
+                    os.kill(other, signal.SIGKILL)
+        print(returncode, file=answers, flush=True)
 
 
 def run(request: dict[str, Any]) -> None:
     """Run a program as ``__main__``."""
     for descriptor, name in ((1, request["out"]), (2, request["err"])):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(request["cwd"])
     sys.path[1:1] = request["path"]

@@ -31,3 +31,27 @@ def test_output_and_exit_code(fresh_python, tmp_path, end, returncode, error):
     assert error in done.stderr
     if returncode >= 0:
         assert done.stdout == f"['a b', '1'] {tmp_path}\n"
+
+
+RANKS = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+number = torch.tensor(dist.get_rank() + 1)
+{end}
+dist.all_reduce(number)
+print(number.item(), dist.get_world_size(), torch.get_num_threads())
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "returncode", "output"),
+    [
+        ("", 0, "3 2 1\n3 2 1\n"),
+        ("if number == 2: sys.exit(3)", 1, ""),  # sys is not imported
+    ],
+)
+def test_ranks_of_a_process_group(fresh_python, end, returncode, output):
+    """The rank that waits for one that failed is killed."""
+    done = fresh_python(RANKS.format(end=end), processes=2)
+    assert (done.returncode, done.stdout) == (returncode, output)
+    assert ("NameError" in done.stderr) == bool(returncode)

@@ -1,4 +1,4 @@
-"""Script under torchrun: compare backends and models on several processes with one process.
+"""Script of several ranks: compare backends and models on them with one process.
 
 torchrun --nproc-per-node 4 context_parallel_ranks.py OUT
 

@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,13 +34,10 @@ RANKS = load()
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory):
+def errors(fresh_python, tmp_path_factory):
     """Run every case on 2 and on 4 processes; return the largest errors over ranks."""
     out = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "4", str(SCRIPT), str(out)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    done = fresh_python(SCRIPT, out, processes=4)
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(4)]
     return {name: [max(x) for x in zip(*(r[name] for r in ranks))] for name in ranks[0]}  # noqa: B905

@@ -1,9 +1,6 @@
 """Training in several processes: launch configs, FSDP2, context parallelism, DDP."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -49,18 +46,21 @@ def test_accelerate_accepts_the_config(name):
         assert arguments.zero_stage == int(name[-1])
 
 
-def run(checks, *paths):
-    """Run checks of ``two_processes.py``, separated by commas, in two processes."""
+@pytest.fixture(scope="session")
+def run(fresh_python):
+    """Return a function that runs checks of ``two_processes.py`` in two processes."""
     script = Path(__file__).with_name("two_processes.py")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    command = [sys.executable, *launcher, str(script), checks, *map(str, paths)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+
+    def start(checks, *paths):
+        environment = {"ACCELERATE_USE_CPU": "true"}
+        done = fresh_python(script, checks, *paths, processes=2, environment=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    return start
 
 
 @pytest.fixture(scope="module")
-def launched(saved, text, tmp_path_factory):
+def launched(run, saved, text, tmp_path_factory):
     """The folder with the results of three checks, which share one start of two processes."""
     out = tmp_path_factory.mktemp("launched")
     run("draws,idle,sharded", saved, text, out)
@@ -109,7 +109,7 @@ def test_sharded_weights_take_the_same_steps(saved, text, spec, tmp_path, launch
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_context_parallelism_takes_the_same_steps(saved, text, tmp_path):
+def test_context_parallelism_takes_the_same_steps(run, saved, text, tmp_path):
     """In every stage, including the teacher and the softmax baseline."""
     run("shared", saved, text, tmp_path)
     spec = attnzoo.AttentionSpec(

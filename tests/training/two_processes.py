@@ -1,4 +1,4 @@
-"""Script that tests start under torchrun; it runs the same checks in each process.
+"""Script that tests start as two ranks; it runs the same checks in each process.
 
 torchrun --nproc-per-node 2 two_processes.py CHECK,CHECK,... MODEL TEXT OUT
 
