@@ -55,7 +55,7 @@ BUILTIN = [
             "chunk_size": 32,
         },
     ),
-    ("delta", {"short_convolution": 4, "output_gate": True, "window": 20, "chunk_size": 32}),
+    ("delta", {"short_convolution": 4, "output_gate": True, "chunk_size": 32}),
     pytest.param(
         "delta", {"window": 5, "num_sinks": 2, "chunk_size": 32}, marks=pytest.mark.exhaustive
     ),

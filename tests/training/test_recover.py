@@ -144,7 +144,7 @@ def test_killed_process_is_resumed(saved, text, tmp_path, capsys, attnzoo_comman
     arguments = [
         *("recover", str(saved), "--data", str(text), "--out", str(tmp_path / "out")),
         *("--attention", "linear", "--set", "feature_map=hedgehog", "--length", "32"),
-        *("--transfer-steps", "200", "--distil-steps", "3", "--batch", "2"),
+        *("--transfer-steps", "120", "--distil-steps", "3", "--batch", "2"),
     ]
     command = [sys.executable, "-m", "attnzoo", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -155,9 +155,9 @@ def test_killed_process_is_resumed(saved, text, tmp_path, capsys, attnzoo_comman
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
     done = len(losses(tmp_path / "out"))
-    assert 50 <= done < 200
+    assert 50 <= done < 120
     attnzoo_command(*arguments, "--resume")
-    assert [step for _, step, _ in losses(tmp_path / "out")] == [*range(200), *range(3)]
+    assert [step for _, step, _ in losses(tmp_path / "out")] == [*range(120), *range(3)]
     assert "softmax" in capsys.readouterr().out
 
 
