@@ -53,6 +53,7 @@ class Case:
 CASES = {
     "half exact": Case(keep=0.5, transfer=40, distil=0),
     "quarter exact": Case(keep=0.25, transfer=40, distil=60),
+    "quarter exact, bf16": Case(keep=0.25, transfer=40, distil=60, precision="bf16"),
     "none exact": Case(keep=0.0, transfer=0, distil=0),
     "gated hybrid": Case(
         transfer=60,

@@ -67,6 +67,9 @@ class TrainOptions:
     accumulate: Annotated[
         int, typer.Option(help="micro-batches per batch (gradient accumulation)")
     ] = 1
+    optim: Annotated[
+        str, typer.Option(help="adamw_torch, or muon for matrices and AdamW for the rest")
+    ] = "adamw_torch"
     lr_scheduler_type: Annotated[
         str, typer.Option(help="schedule by transformers' name: cosine, linear, inverse_sqrt, ...")
     ] = "cosine"
@@ -146,6 +149,7 @@ class TrainOptions:
             cp_size=self.cp_size,
             seed=self.seed,
             precision=self.precision,
+            optim=self.optim,
             lr_scheduler_type=self.lr_scheduler_type,
             lr_scheduler_kwargs=parse_object(self.lr_scheduler_kwargs, "--lr-scheduler-kwargs"),
         )

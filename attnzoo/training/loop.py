@@ -27,6 +27,7 @@ from attnzoo.training.checkpoints import Checkpoints, explain_write_errors
 from attnzoo.training.data import Rows
 from attnzoo.training.head_entropy import HEADS, EntropyLog
 from attnzoo.training.json_lines import append_line, read_lines, truncate_lines
+from attnzoo.training.optimizer import check_optimizer, make_optimizer
 from attnzoo.training.safe_load import load_state
 from attnzoo.training.schedule import check_schedule, make_schedule
 from attnzoo.training.sharding import SHARDED, gather_weights, prepare_cp_loader
@@ -76,6 +77,7 @@ class LoopConfig:
     accumulate: int = 1  # gradient accumulation: micro-batches per batch
     warmup: float = 0.1  # fraction of the steps with linear warmup
     # as of transformers' TrainingArguments; each stage has a schedule of its own
+    optim: str = "adamw_torch"  # or "muon", for the matrices of the model's own layers
     lr_scheduler_type: str = "cosine"
     lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
     clip: float = 1.0  # largest gradient norm
@@ -117,6 +119,7 @@ class LoopConfig:
             raise ConfigError(
                 f"entropy_every must be at least 0 steps (0: never), got {self.entropy_every}"
             )
+        check_optimizer(self.optim)
         check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs)
 
 
@@ -178,8 +181,13 @@ class Loop:
         trained = {id(p) for group in stage.groups for p in group["params"]}
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in trained)
-        optimizer = torch.optim.AdamW(
-            stage.groups, betas=(0.9, 0.95), weight_decay=self.config.weight_decay
+        if self.config.optim == "muon" and self.accelerator.distributed_type in SHARDED:
+            raise ConfigError(
+                "optim='muon' needs whole matrices, but FSDP or DeepSpeed shards them; use "
+                "'adamw_torch', or train without sharding"
+            )
+        optimizer = make_optimizer(
+            self.config.optim, model, stage.groups, weight_decay=self.config.weight_decay
         )
         schedule = make_schedule(
             self.config.lr_scheduler_type,

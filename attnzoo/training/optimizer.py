@@ -1,0 +1,106 @@
+"""Optimisers by transformers' names: AdamW, or Muon for matrices with AdamW for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnzoo.errors import ConfigError, did_you_mean
+from attnzoo.training.transfer import extras
+
+NAMES = ("adamw_torch", "muon")
+BETAS = (0.9, 0.95)
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for some parameter groups and AdamW for the others, as one optimiser.
+
+    Muon's updates are scaled to the size of AdamW's, so that both take the same learning rates.
+    Source: Jordan et al., 2024, https://kellerjordan.github.io/posts/muon; the scale is that of
+    Liu et al., 2025, arXiv:2502.16982.
+
+    Args:
+        groups: Parameter groups with ``use_muon`` and ``lr``.
+        weight_decay: Of all groups.
+    """
+
+    def __init__(self, groups: Iterable[Mapping[str, Any]], *, weight_decay: float) -> None:
+        mine = [{k: x for k, x in group.items() if k != "use_muon"} for group in groups]
+        uses = [group["use_muon"] for group in groups]
+        matrices = [group for group, use in zip(mine, uses, strict=True) if use]
+        others = [group for group, use in zip(mine, uses, strict=True) if not use]
+        self.parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            self.parts.append(
+                torch.optim.Muon(
+                    matrices, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+                )
+            )
+        if others:
+            self.parts.append(torch.optim.AdamW(others, betas=BETAS, weight_decay=weight_decay))
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share_state()
+
+    def _share_state(self) -> None:
+        """Let the parts have this optimiser's groups and state, so that it saves and loads both."""
+        first = 0
+        for part in self.parts:
+            last = first + len(part.param_groups)
+            part.param_groups, part.state = self.param_groups[first:last], self.state
+            first = last
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load the state of both parts."""
+        super().load_state_dict(state_dict)
+        self._share_state()
+
+    def step(self, closure: Any = None) -> Any:
+        """Take a step of both parts."""
+        loss = None if closure is None else closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+
+def check_optimizer(name: str) -> None:
+    """Refuse the name of an unknown optimiser.
+
+    Raises:
+        ConfigError: The optimiser is unknown.
+    """
+    if name not in NAMES:
+        raise ConfigError(
+            f"optim must be one of {', '.join(NAMES)}, got {name!r}.{did_you_mean(name, NAMES)}"
+        )
+
+
+def make_optimizer(
+    name: str, model: nn.Module, groups: list[dict[str, Any]], *, weight_decay: float
+) -> torch.optim.Optimizer:
+    """Return the optimiser of a stage.
+
+    Args:
+        name: ``"adamw_torch"``, or ``"muon"``: Muon for the matrices of the model's own layers,
+            and AdamW for embeddings, vectors and the parameters that backends add.
+        model: The model that has the parameters.
+        groups: Parameter groups with learning rates.
+        weight_decay: Of all groups.
+    """
+    if name == "adamw_torch":
+        return torch.optim.AdamW(groups, betas=BETAS, weight_decay=weight_decay)
+    excluded = {id(p) for p in extras(model).values()}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):  # an output layer has its weight, or one as large
+            excluded |= {id(p) for p in module.parameters()}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    excluded |= set() if head is None else {id(p) for p in head.parameters()}
+    split = []
+    for group in groups:
+        for use in (True, False):
+            chosen = [p for p in group["params"] if (p.ndim == 2 and id(p) not in excluded) == use]
+            if chosen:
+                split.append({**group, "params": chosen, "use_muon": use})
+    return MuonWithAdamW(split, weight_decay=weight_decay)
