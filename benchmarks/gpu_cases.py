@@ -97,13 +97,19 @@ def _cases() -> Iterable[Workload]:
         name = f"{mechanism} against softmax 4096"
         shape = {"B": 4, "H": 16, "T": 4096, "D": 128, "decay": decay, "mechanism": mechanism}
         yield Workload(name=name, train=True, peers=("sdpa",), **shape)  # type: ignore[arg-type]
+    for tokens in (1024, 4096, 16384):
+        for decay in ("scalar", "vector"):
+            name = f"delta {decay} against softmax {tokens}"
+            shape = {"B": 4, "H": 16, "T": tokens, "D": 128, "decay": decay}
+            peers = ("fla", "sdpa")
+            yield Workload(name=name, mechanism="delta", train=True, peers=peers, **shape)  # type: ignore[arg-type]
     yield Workload(
         name="decode", B=64, H=32, T=1, D=128, decode=True, normalize=True, feature_map="elu+1"
     )
 
 
 # Others than linear attention; the last one runs torch's kernel for varied lengths
-MECHANISMS = ("hybrid", "mlstm", "rwkv6", "window")
+MECHANISMS = ("hybrid", "mlstm", "rwkv6", "delta", "window")
 VARLEN_SIZES = ("64", "128", "256")  # of heads, checked
 
 CASES = tuple(_cases())
@@ -137,7 +143,8 @@ def accuracy_cases(decay: str, small: bool) -> Iterable[tuple[Workload, float, f
     if decay in MECHANISMS:
         for workload in CASES:
             if workload.family == decay and workload.name.endswith("softmax 4096"):
-                made = replace(workload, name=f"{decay}, mean 1", B=1, H=2, T=2048)
+                name = f"{workload.name.partition(' against')[0]}, mean 1"
+                made = replace(workload, name=name, B=1, H=2, T=2048)
                 yield shrink(made) if small else made, 1.0, 1e-2
         return
     for mean in (0.0, 1.0):
@@ -153,6 +160,7 @@ FAMILIES = ("none", "scalar", "vector", "decode")  # of linear attention
 DECAYS = ("none", "scalar", "vector")
 KINDS = ("bare", "mapped", "any", "wide")  # of calls, as in the table of configs
 HYBRID_KINDS = ("plain", "learned", "state", "any", "wide")  # of calls of the window hybrid
+DELTA_KINDS = ("plain", "any", "wide")  # of calls of the delta rule
 TOOLS = ("memcheck", "racecheck")  # of compute-sanitizer
 # Chunk, warps, stages and tile of all kernels, to compare beside the shipped table
 CONFIGS = (
@@ -180,22 +188,24 @@ def groups_of(stage: int, *, tiny: bool, second: bool) -> dict[str, int]:
         tiny: Fewer groups, to test the script.
         second: Whether there is a second assembler to check.
     """
-    kinds, hybrid_kinds = (x[:1] if tiny else x for x in (KINDS, HYBRID_KINDS))
+    every = (KINDS, HYBRID_KINDS, DELTA_KINDS)
+    kinds, hybrid_kinds, delta_kinds = (x[:1] if tiny else x for x in every)
     if stage == 1:
         checks = [f"check {decay} {kind}" for decay in DECAYS for kind in kinds]
         checks += [f"hybrid {decay} {kind}" for decay in DECAYS for kind in hybrid_kinds]
+        checks += [f"delta {decay} {kind}" for decay in DECAYS for kind in delta_kinds]
         checks += [f"varlen {size}" for size in VARLEN_SIZES[: 1 if tiny else None]]
         names = checks + ([f"{name} second ptxas" for name in checks] if second else [])
         names += [f"sanitizer {tool} {decay}" for tool in TOOLS for decay in DECAYS]
         names += [f"sanitizer {tool} vector hybrid" for tool in TOOLS]
-        names += [f"warm fla {family}" for family in FAMILIES]
+        names += [f"warm fla {family}" for family in (*FAMILIES, "delta")]
         names += [f"compile configs {decay}" for decay in DECAYS]
         return {"machine": 1, "copy": 1} | dict.fromkeys(names, PARALLEL)
     if stage == 2:
         names = [f"time attnzoo {family}" for family in (*FAMILIES, *MECHANISMS)]
         return dict.fromkeys([*names, *(f"time configs {decay}" for decay in DECAYS)], 1)
     if stage == 3:
-        names = [f"time fla {family}" for family in FAMILIES]
+        names = [f"time fla {family}" for family in (*FAMILIES, "delta")]
         names += [f"time softmax {family}" for family in ("none", "vector", *MECHANISMS)]
         checked = (*DECAYS, *MECHANISMS[:-1])
         return dict.fromkeys([*names, *(f"accuracy {family}" for family in checked)], 1)

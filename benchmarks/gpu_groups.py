@@ -94,6 +94,13 @@ def check_hybrid(session: Session, decay: str, kind: str, *assembler: str) -> No
     _check(session, module, decay, kind, *assembler)
 
 
+def check_delta(session: Session, decay: str, kind: str, *assembler: str) -> None:
+    """Compare the kernels of the delta rule, as :func:`check`."""
+    from attnzoo.backends.delta import check_triton as module
+
+    _check(session, module, decay, kind, *assembler)
+
+
 def check_varlen(session: Session, size: str, *_: str) -> None:
     """Compare torch's kernel for varied lengths with a dense mask and float64."""
     from attnzoo.backends.flash import check_varlen as module
@@ -344,6 +351,7 @@ def run_group(group: str, out: Path, *, tiny: bool) -> None:
         "copy": measure_copy,
         "check": check,
         "hybrid": check_hybrid,
+        "delta": check_delta,
         "varlen": check_varlen,
         "sanitizer": sanitize,
         "warm": warm,

@@ -11,6 +11,7 @@ from gpu_cases import Workload
 from gpu_rows import PeerUnavailable
 from torch import Tensor
 
+from attnzoo.backends.delta.op import delta_attention
 from attnzoo.backends.flash.impl.sdpa import sdpa_kernel_name
 from attnzoo.backends.flash.op import flash_attention
 from attnzoo.backends.gated_linear.op import mlstm_attention, rwkv6_attention
@@ -129,6 +130,19 @@ def _rwkv6(workload: Workload, inputs: Inputs, impl: str) -> Run:
     return lambda: rwkv6_attention(q, k, v, log_decay=gates, bonus=bonus, impl=impl).out  # type: ignore[arg-type]
 
 
+def _write_strengths(k: Tensor) -> Tensor:
+    """Return beta, ``[B, Hkv, T]``: the same for all implementations, between 0 and 1."""
+    return torch.sigmoid(k.detach()[..., 0].float())
+
+
+def _delta(workload: Workload, inputs: Inputs, impl: str) -> Run:
+    q, k, v, gates = inputs
+    assert k is not None
+    beta = _write_strengths(k)
+    options: dict[str, Any] = {"log_decay": gates, "normalize_qk": True, "impl": impl}
+    return lambda: delta_attention(q, k, v, beta, **options).out  # type: ignore[arg-type]
+
+
 def _window(workload: Workload, inputs: Inputs, impl: str) -> Run:
     """Return softmax attention in a sliding window by torch's kernel for varied lengths."""
     q, k, v, _ = inputs
@@ -143,6 +157,7 @@ _MECHANISMS: dict[str, Callable[[Workload, Inputs, str], Run]] = {
     "hybrid": _hybrid,
     "mlstm": _mlstm,
     "rwkv6": _rwkv6,
+    "delta": _delta,
     "window": _window,
 }
 
@@ -160,7 +175,9 @@ def fla(workload: Workload, inputs: Inputs) -> Run:
     if inputs[0] is None or inputs[0].device.type != "cuda":
         raise PeerUnavailable("fla runs on a GPU only")
     try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
         from fla.ops.gla import chunk_gla
+        from fla.ops.kda import chunk_kda
         from fla.ops.linear_attn import chunk_linear_attn, fused_recurrent_linear_attn
         from fla.ops.simple_gla import chunk_simple_gla
     except ImportError as error:
@@ -182,7 +199,12 @@ def fla(workload: Workload, inputs: Inputs) -> Run:
         if workload.feature_map == "elu+1":
             q, k = F.elu(q) + 1, F.elu(k) + 1
         gates = None if inputs[3] is None else to_fla_layout(inputs[3], groups)
-        if workload.decay == "scalar":
+        if workload.mechanism == "delta":
+            assert inputs[1] is not None
+            attend = chunk_gated_delta_rule if workload.decay == "scalar" else chunk_kda
+            beta = _write_strengths(inputs[1]).transpose(1, 2)
+            out, _ = attend(q, k, v, g=gates, beta=beta, scale=1.0, use_qk_l2norm_in_kernel=True)
+        elif workload.decay == "scalar":
             out, _ = chunk_simple_gla(q, k, v, g=gates, scale=1.0)
         elif workload.decay == "vector":
             out, _ = chunk_gla(q, k, v, g=gates, scale=1.0)

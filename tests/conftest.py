@@ -21,6 +21,8 @@ os.environ["OMP_NUM_THREADS"] = str(min(_share, int(os.environ.get("OMP_NUM_THRE
 # before any test module imports Triton for another reason, and unseen by what tests start. The
 # first launch would import the last of these.
 INTERPRETED = (
+    "attnzoo.backends.delta.kernels.custom_op",
+    "attnzoo.backends.delta.kernels.step",
     "attnzoo.backends.linear.kernels.custom_op",
     "attnzoo.backends.linear.kernels.hybrid_op",
     "attnzoo.backends.linear.kernels.hybrid_step",

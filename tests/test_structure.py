@@ -101,7 +101,8 @@ LEVELS = {
 }
 BETWEEN = 3
 # What a mechanism may import of another one, beside its op. gated_linear and performer derive from
-# the base of the linear family; the chunks of the delta rule are those of linear attention.
+# the base of the linear family; the chunks and the Triton kernels of the delta rule are those of
+# linear attention.
 SHARED = (
     "linear.recurrent",
     "linear.window_hybrid",
@@ -115,6 +116,10 @@ SHARED = (
     "linear.impl.state_summary",
     "linear.impl.context_parallel",
     "linear.impl.cpp",
+    "linear.impl.triton",
+    "linear.impl.triton_trust",
+    "linear.kernels",
+    "linear.check_triton",
     "local",
 )
 

@@ -24,6 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from attnzoo.backends.delta.kernels.launch import DeltaLauncher
+from attnzoo.backends.delta.kernels.step import delta_triton_step
 from attnzoo.backends.linear.kernels import launch as linear_launch
 from attnzoo.backends.linear.kernels.configs import SHARED_BYTES
 from attnzoo.backends.linear.kernels.hybrid_op import hybrid_triton, hybrid_triton_backward
@@ -51,8 +53,21 @@ KERNEL_NAMES = {  # names in the output, and in the config table
     "window_key_gradient_kernel": "window_dkv",
     "merge_kernel": "merge",
     "merge_backward_kernel": "merge_backward",
+    "inverse_kernel": "inverse",
+    "errors_kernel": "errors",
+    "delta_step_kernel": "delta_step",
 }
-NO_PRODUCTS = ("split_scan", "step", "hybrid_step", "hybrid_store", "merge", "merge_backward")
+# without a product; inverse: with decays per channel
+NO_PRODUCTS = (
+    "split_scan",
+    "step",
+    "hybrid_step",
+    "hybrid_store",
+    "merge",
+    "merge_backward",
+    "inverse",
+    "delta_step",
+)
 
 
 class CompileCase(NamedTuple):
@@ -68,6 +83,7 @@ class CompileCase(NamedTuple):
     packed: bool = False
     padded: bool = False
     window: int = 0  # of the window hybrid; 0: linear attention alone
+    delta: bool = False  # the delta rule: its own kernels alone
 
 
 class CompiledKernel(NamedTuple):
@@ -98,7 +114,11 @@ class KernelResources:
     transposed_products: int  # that are operands of other products
 
 
-QUICK = tuple(CompileCase(decay=decay) for decay in ("none", "scalar", "vector"))
+DECAYS = ("none", "scalar", "vector")
+QUICK = (
+    *(CompileCase(decay=decay) for decay in DECAYS),
+    *(CompileCase(decay=decay, delta=True) for decay in ("scalar", "vector")),
+)
 # The calls whose issue cycles docs/kernels.md lists
 GOALS = (
     *(
@@ -128,6 +148,18 @@ CASES = (
     *(CompileCase(d=size, e=size, window=64) for size in (64, 128, 256)),
     CompileCase(decay="scalar", window=64),
     CompileCase(dtype=torch.float32, window=64),
+    *(
+        CompileCase(d=size, e=size, decay=decay, delta=True)
+        for size in (64, 256)
+        for decay in DECAYS
+    ),
+    CompileCase(delta=True),
+    *(CompileCase(decay=decay, delta=True, packed=True) for decay in DECAYS),
+    *(
+        CompileCase(decay=decay, delta=True, dtype=dtype)
+        for decay in DECAYS
+        for dtype in (torch.float16, torch.float32)
+    ),
     CompileCase(feature_map="exp"),
     CompileCase(feature_map="relu"),
     *(
@@ -215,8 +247,8 @@ def launch_case(case: CompileCase) -> None:
         torch.zeros(1, t, dtype=torch.long) if case.packed else None,
         torch.ones(1, t, dtype=torch.bool) if case.padded else None,
     )
-    if case.window:
-        launch_hybrid(case, tensors)
+    if case.window or case.delta:
+        (launch_delta if case.delta else launch_hybrid)(case, tensors)
         return
     options = (case.feature_map, 1.0, 1.0, case.normalize, 1e-6, 0, 0)
     out, *last = linear_launch.KernelLauncher(tensors, *options).forward()
@@ -227,6 +259,17 @@ def launch_case(case: CompileCase) -> None:
     padding_mask = None if tensors.padding_mask is None else tensors.padding_mask[:, :1]
     step_options = (case.feature_map, 1.0, 1.0, case.normalize, 1e-6)
     launch_step(*first, gates, tensors.kv, tensors.z, padding_mask, *step_options)
+
+
+def launch_delta(case: CompileCase, x: linear_launch.LinearTensors) -> None:
+    """Launch the kernels that only the delta rule has."""
+    beta = torch.empty(x.k.shape[:3])
+    launcher = DeltaLauncher(x.k, x.v, beta, x.log_decay, x.kv, x.segment_ids)
+    _, u = launcher.errors()
+    launcher.transposed_errors(u)
+    gates = None if x.log_decay is None else x.log_decay[:, :, :1]
+    rows = [y[:, :, :1] for y in (*x[:3], beta)]
+    delta_triton_step._init_fn(*rows, gates, x.kv, 1.0)
 
 
 def launch_hybrid(case: CompileCase, x: linear_launch.LinearTensors) -> None:
@@ -269,7 +312,7 @@ def kernel_resources(case: str, compiled: CompiledKernel) -> KernelResources:
     if "C" in options:
         tokens = options["C"] * (options["G"] if name in ("out", "shared", "dq") else 1)
         issued = loop_instructions(kernel.asm["cubin"]) * warps / SCHEDULERS
-        issue_cycles_per_token = issued * options["TILES"] / tokens
+        issue_cycles_per_token = issued * options.get("TILES", 1) / tokens
     return KernelResources(
         kernel.metadata.target.arch,
         name,

@@ -182,6 +182,11 @@ class DeltaBackend(RecurrentBackend):
                 "the layer's hidden size is unknown, and write strengths are computed from hidden "
                 "states (use gated_linear with gate 'retnet')"
             )
+        if self.config.impl == "triton" and self.config.window is not None:
+            reasons.append(
+                f"impl='triton' does not compute window={self.config.window} (use impl='auto', "
+                "which computes the window in torch on a GPU, or window=None)"
+            )
         return reasons
 
     def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
@@ -207,6 +212,7 @@ class DeltaBackend(RecurrentBackend):
                 return far._replace(out=far.out.to(inputs.v.dtype))
             old = inputs.state
             assert far.impl is not None
+            impl = "torch" if far.impl.impl == "triton" else far.impl.impl
             near, lse, near_state = causal_window_attention(
                 inputs.q,
                 inputs.k,
@@ -217,7 +223,7 @@ class DeltaBackend(RecurrentBackend):
                 state=None if old is None else WindowState(old.k, old.v, old.seen),
                 return_state=inputs.return_state,
                 shard=inputs.shard,
-                impl=far.impl.impl,
+                impl=impl,
                 num_sinks=self.config.num_sinks,
             )
             weight = self.mixing_weight(inputs, lse)
@@ -227,7 +233,8 @@ class DeltaBackend(RecurrentBackend):
                 kv, *convolved = far.state
                 kind = DeltaWindowConvolutionState if convolved else DeltaWindowState
                 state = kind(kv, *near_state, *convolved)
-            choice = ImplChoice(far.impl.impl, f"softmax window + {far.impl.reason}")
+            where = "" if impl == far.impl.impl else f" ({impl})"
+            choice = ImplChoice(far.impl.impl, f"softmax window{where} + {far.impl.reason}")
             return AttentionOutput(out, state, None, choice)
 
     def attend_state(self, inputs: AttentionInputs) -> AttentionOutput:

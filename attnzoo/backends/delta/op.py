@@ -30,6 +30,7 @@ from attnzoo.backends.delta.impl.cpp import cpp_reasons, run_cpp
 from attnzoo.backends.delta.impl.cpp_step import is_step
 from attnzoo.backends.delta.impl.reference import run_reference
 from attnzoo.backends.delta.impl.step import run_steps, step
+from attnzoo.backends.delta.impl.triton import run_triton, triton_reasons, triton_trust_reasons
 from attnzoo.backends.delta.validation import check_inputs
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.linear.impl.common import state_dtype
@@ -82,10 +83,11 @@ def delta_attention(
         scale: Multiplies q; ``None`` means 1.
         normalize_qk: Divide each query and key by :math:`\sqrt{\|x\|^2 + 10^{-6}}`.
         form: ``"parallel"``, ``"recurrent"`` or ``"chunk"``; see the table above.
-        impl: ``"cpp"`` (CPUs; forward and backward pass), ``"torch"`` (every device),
-            ``"reference"`` (the recurrence and autograd, whatever the form), or ``"auto"``, which
-            selects the fastest one that supports the call. A named implementation is never
-            replaced.
+        impl: ``"cpp"`` (CPUs; forward and backward pass), ``"triton"`` (NVIDIA GPUs; the same, for
+            every form but ``"parallel"``), ``"torch"`` (every device), ``"reference"`` (the
+            recurrence and autograd, whatever the form), or ``"auto"``, which selects the fastest
+            one that supports the call; ``"triton"`` only on devices where it passed a check. A
+            named implementation is never replaced.
         state: The state after the earlier tokens; ``None`` starts a sequence. Gradients flow
             through it.
         return_state: Whether to return the state after the last token.
@@ -176,6 +178,13 @@ def _run_torch(x: DeltaInputs) -> Result:
 
 IMPLEMENTATIONS: tuple[Implementation[DeltaInputs, Result], ...] = (
     Implementation(name="cpp", run=run_cpp, reasons=cpp_reasons, automatic="compiled for this CPU"),
+    Implementation(
+        name="triton",
+        run=run_triton,
+        reasons=triton_reasons,
+        automatic="compiled for this GPU",
+        trust=triton_trust_reasons,
+    ),
     Implementation(name="torch", run=_run_torch, automatic="runs on every device"),
     Implementation(name="reference", run=run_reference),
 )

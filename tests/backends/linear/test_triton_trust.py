@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attnzoo.backends.delta import check_triton as check_delta
 from attnzoo.backends.linear import check_hybrid, check_triton, op, window_hybrid
 from attnzoo.backends.linear.check_hybrid import HybridCase
 from attnzoo.backends.linear.check_triton import CheckCase, wrong_results
@@ -198,7 +199,7 @@ QUICK = {("none", "mapped")}
 
 
 def test_the_check_has_every_kind_of_calls():
-    found = {"linear": check_triton.KINDS, "hybrid": check_hybrid.KINDS}
+    found = {"linear": check_triton.KINDS, "hybrid": check_hybrid.KINDS, "delta": check_delta.KINDS}
     assert found == triton_trust.KINDS
 
 

@@ -1,8 +1,9 @@
 """Whether ``impl="auto"`` may select the Triton kernels: only on devices where they passed a check.
 
 A check runs the kernels of an op with one decay and size in other processes and compares them with
-torch: :mod:`attnzoo.backends.linear.check_triton` for linear attention, and
-:mod:`attnzoo.backends.linear.check_hybrid` for the window hybrid. Its verdict is kept in attnzoo's
+torch: :mod:`attnzoo.backends.linear.check_triton` for linear attention,
+:mod:`attnzoo.backends.linear.check_hybrid` for the window hybrid, and
+:mod:`attnzoo.backends.delta.check_triton` for the delta rule. Its verdict is kept in attnzoo's
 cache folder, for one GPU, driver, torch, Triton, ptxas and source of the kernels. ``impl="triton"``
 needs no verdict.
 
@@ -34,12 +35,18 @@ SIZES = (64, 128, LARGEST)  # a check uses the smallest of these that keys and v
 CHECKS = {  # module by op
     "linear": "attnzoo.backends.linear.check_triton",
     "hybrid": "attnzoo.backends.linear.check_hybrid",
+    "delta": "attnzoo.backends.delta.check_triton",
 }
 KINDS = {  # of calls, by op; the check runs one process each
     "linear": ("bare", "mapped", "any", "wide"),  # as in the table of configs
     "hybrid": ("plain", "learned", "state", "any", "wide"),
+    "delta": ("plain", "any", "wide"),
 }
-KERNELS = {"linear": "linear attention", "hybrid": "the window hybrid"}  # in messages
+KERNELS = {  # in messages
+    "linear": "linear attention",
+    "hybrid": "the window hybrid",
+    "delta": "the delta rule",
+}
 
 
 def trust(
@@ -143,10 +150,11 @@ def _identity(device: torch.device, ptxas: str, table: str) -> Mapping[str, str]
 def _source_hash(table: str) -> str:
     """Return a hash of the kernels, their configs, the calls of the hybrid and the checks."""
     linear = Path(__file__).parents[1]
-    folders = linear / "kernels", linear.parent / "local" / "kernels"
+    delta = linear.parent / "delta"
+    folders = linear / "kernels", linear.parent / "local" / "kernels", delta / "kernels"
     files = sorted(p for f in folders for p in f.iterdir() if p.suffix in (".py", ".json"))
     files += [linear / f"{name}.py" for name in ("window_triton", "check_triton", "check_hybrid")]
-    files += [linear.parent / "local" / "extra_keys.py"]
+    files += [linear.parent / "local" / "extra_keys.py", delta / "check_triton.py"]
     files += [linear.parents[1] / "kernels" / "triton_products.py"]
     files += [Path(table)] if table else []
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]

@@ -146,6 +146,18 @@ class KernelLauncher:
         dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
         return dq, dk, dv, *rest
 
+    def value_gradient(self, d_out: Tensor, d_kv: Tensor, d_z: Tensor) -> Tensor:
+        """Return the gradient of v alone, ``[B, Hkv, T, E]``, of a call that does not divide."""
+        assert not self.normalize
+        d_out, z = contiguous_rows(d_out), self.z
+        dv = empty_rows(self.v, self.key_heads, self.e)
+        scaled = tuple(_scale(x, 1 / self.scale).contiguous() for x in (d_kv, d_z))
+        with device_context(self.q.device):
+            ends = self._split_states((scaled[0], scaled[1]), self.q, d_out, (z, z, z))
+            tensors = (dv, *ends, torch.empty_like(self.kv), self.kv, *(z,) * 6)
+            self._launch(key_gradient_kernel, "dv", tensors, d_out, OF="values", DIVIDE=False)
+        return dv.transpose(1, 2)
+
     def backward_sums(
         self,
         rows: tuple[Tensor, Tensor, Tensor],
