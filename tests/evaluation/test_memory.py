@@ -90,8 +90,8 @@ def test_buffers_of_kernels_count(tmp_path, attention, options, dtype):
     """In a model that is attention for the most part, with heads that kernels pad and convert."""
     sizes = SIZES | {"hidden_size": 96, "intermediate_size": 16, "num_attention_heads": 4}
     LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    asked = case(tmp_path, attention, options=options, dtype=dtype, length=1024)
-    computed, measured = compute(asked)[0], measure(asked)
+    trial = case(tmp_path, attention, options=options, dtype=dtype, length=1024)
+    computed, measured = compute(trial)[0], measure(trial)
     for name in ("inference", "training", "training_checkpointed"):
         assert getattr(computed, name) == pytest.approx(getattr(measured, name), rel=0.1), name
 

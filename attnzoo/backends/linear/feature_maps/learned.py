@@ -209,7 +209,8 @@ class HedgehogExpMap(FeatureMap):
 class SquaredReluMap(HedgehogExpMap):
     r"""Squares of rectified linear features: :math:`\max(Wx + b, 0)^2` plus a floor.
 
-    ``num_features`` features, 256 by default, positive; W and b as in ``hedgehog_exp``. See
+    ``num_features`` features, 256 by default, positive; W and b as in ``hedgehog_exp``. The
+    function is that of Primer's feed-forward layers (arXiv:2109.08668). See
     :func:`~attnzoo.backends.linear.feature_maps.functional.learned_squared_relu`.
     """
 
