@@ -133,6 +133,8 @@ def run(request: dict[str, Any]) -> None:
     for descriptor, name in ((1, request["out"]), (2, request["err"])):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for stream in (sys.stdout, sys.stderr):  # ranks share the files: a line is one write
+        stream.reconfigure(line_buffering=True, write_through=False)
     os.chdir(request["cwd"])
     sys.path[1:1] = request["path"]
     sys.argv = [request["file"], *request["arguments"]]
