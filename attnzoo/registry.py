@@ -52,7 +52,12 @@ def _load_plugin(name: str) -> None:
 
 
 def available_backends() -> list[str]:
-    """Return the names of all backends: built in, registered by import, and installed plugins."""
+    """Return the names of all backends: built in, registered by import, and installed plugins.
+
+    Example:
+        >>> attnzoo.available_backends()[:3]
+        ['block_sparse', 'delta', 'flash']
+    """
     return sorted({*BUILTIN, *BACKENDS, *_plugins()})
 
 
@@ -63,6 +68,10 @@ def get_backend(name: str) -> type[AttentionBackend]:
         UnknownBackendError: No backend has this name.
         ConfigError: The plugin of this name cannot be imported or does not register it, or another
             backend has the same name.
+
+    Example:
+        >>> attnzoo.get_backend("linear").config_class.__name__
+        'LinearConfig'
     """
     if not isinstance(name, str):
         raise UnknownBackendError(

@@ -73,6 +73,11 @@ def swap(
         ConfigError: An option is wrong.
         UnsupportedError: A backend does not support a layer. After any of these errors the model is
             unchanged.
+
+    Example:
+        >>> model = attnzoo.swap(model, "linear", feature_map="hedgehog", layers={"0-1": "flash"})
+        >>> [layer.backend for layer in attnzoo.describe(model)]
+        ['flash', 'flash', 'linear', 'linear']
     """
     target = unwrap_model(model)
     if target is None:
@@ -183,6 +188,11 @@ def restore(model: nn.Module) -> None:
 
     Raises:
         SpecError: ``model`` is a submodel of a model that was swapped as a whole.
+
+    Example:
+        >>> attnzoo.restore(attnzoo.swap(model, "linear"))
+        >>> model.config._attn_implementation
+        'sdpa'
     """
     target = unwrap_model(model)
     sped_up = target is not None and remove_speed_up(target)

@@ -84,6 +84,14 @@ def describe(model: nn.Module | str | Path) -> Description:
 
     Raises:
         SpecError: ``model`` is neither.
+
+    Example:
+        >>> for layer in attnzoo.describe(attnzoo.swap(model, "linear", layers={"0-1": "flash"})):
+        ...     print(layer.name, layer.backend)
+        model.layers.0.self_attn flash
+        model.layers.1.self_attn flash
+        model.layers.2.self_attn linear
+        model.layers.3.self_attn linear
     """
     if isinstance(model, str | Path):
         model = empty_model(Path(model))

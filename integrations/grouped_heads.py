@@ -40,6 +40,10 @@ def convert_heads(model: PreTrainedModel, kv_heads: int) -> PreTrainedModel:
     Raises:
         SpecError: The model is swapped or quantized, its family has no grouped heads or keeps
             queries, keys and values in one weight, or ``kv_heads`` is no smaller divisor.
+
+    Example:
+        >>> attnzoo.convert_heads(model, 1).config.num_key_value_heads
+        1
     """
     config = deepcopy(model.config)
     present = _present_heads(config)

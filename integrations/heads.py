@@ -69,6 +69,9 @@ def prune_heads(
         SpecError: There is no such layer or head, or a layer would have no heads.
         UnsupportedError: The heads of a layer cannot be removed. After an error the model is
             unchanged.
+
+    Example:
+        >>> model = attnzoo.prune_heads(model, {0: [0, 1], 3: [2, 3]})
     """
     target = unwrap_model(model)
     if target is None:

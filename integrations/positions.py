@@ -63,6 +63,11 @@ def extend_positions(model: nn.Module, length: int, *, method: str | None = None
         SpecError: The length or the method is invalid for this model.
         UnsupportedError: The positions cannot be extended. After any of these errors the model is
             unchanged.
+
+    Example:
+        >>> extension = attnzoo.extend_positions(model, 2048)
+        >>> model.config.max_position_embeddings
+        2048
     """
     target = unwrap_model(model)
     if target is None:

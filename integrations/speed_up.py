@@ -61,6 +61,15 @@ def speed_up(model: M) -> M:
     Raises:
         SpecError: It is not a transformers model, or has none of these layers.
         UnsupportedError: The ``forward`` of such a layer has been replaced already.
+
+    Example:
+        >>> from transformers import MiniMaxConfig, MiniMaxModel
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+        >>> heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+        >>> config = MiniMaxConfig(vocab_size=64, num_local_experts=2, **sizes, **heads)
+        >>> model = attnzoo.speed_up(MiniMaxModel(config))
+        >>> model(torch.arange(64)[None]).last_hidden_state.shape
+        torch.Size([1, 64, 32])
     """
     target = unwrap_model(model)
     if target is None:

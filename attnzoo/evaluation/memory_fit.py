@@ -142,6 +142,14 @@ def estimate_memory(
 
     Raises:
         AttnzooError: An argument is invalid, or a backend does not support the model.
+
+    Example:
+        >>> at_4k, at_8k = (
+        ...     attnzoo.estimate_memory(folder, "linear", length=length).cache
+        ...     for length in (4096, 8192)
+        ... )
+        >>> at_4k == at_8k
+        True
     """
     return estimate(
         MemoryCase(

@@ -120,6 +120,14 @@ def block_sparse_attention(
     Raises:
         UnsupportedError: Shapes, lengths, the mask or an option are not supported, or ``impl`` is
             unknown or does not support the call.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 1000, 8)
+        >>> mask = attnzoo.AttentionMask(causal=True)
+        >>> exact = attnzoo.ops.flash_attention(q, k, v, mask=mask).out
+        >>> out = attnzoo.ops.block_sparse_attention(q, k, v, mask=mask, top_k=125).out  # all
+        >>> torch.allclose(out, exact, atol=1e-5)
+        True
     """
     mask = AttentionMask() if mask is None else mask
     options = SparseOptions(mask.causal, window, num_sinks, top_k, block_size, query_block)

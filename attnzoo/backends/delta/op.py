@@ -100,6 +100,12 @@ def delta_attention(
 
     Raises:
         ValueError: Shapes, dtypes or options are not supported; the message says which are.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 1000, 8)
+        >>> beta = torch.rand(1, 4, 1000)
+        >>> attnzoo.ops.delta_attention(q, k, v, beta, normalize_qk=True).out.shape
+        torch.Size([1, 4, 1000, 8])
     """
     mask = CAUSAL if mask is None else mask
     check_inputs(q, k, v, beta, log_decay, state, mask)

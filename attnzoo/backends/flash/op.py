@@ -100,6 +100,13 @@ def flash_attention(
 
     Raises:
         UnsupportedError: The shapes disagree, or ``impl`` is unknown or does not support the call.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 10, 8)
+        >>> mask = attnzoo.AttentionMask(causal=True)
+        >>> out = attnzoo.ops.flash_attention(q, k, v, mask=mask).out
+        >>> torch.allclose(out, attnzoo.ops.softmax_attention(q, k, v, mask=mask).out, atol=1e-6)
+        True
     """
     check_qkv(q, k, v)
     call = FlashCall(

@@ -97,6 +97,13 @@ def mlstm_attention(
 
     Raises:
         ValueError: Shapes, dtypes or options are not supported; the message says which are.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 1000, 8)
+        >>> forget, write = torch.randn(2, 1, 4, 1000)
+        >>> log_forget = torch.nn.functional.logsigmoid(forget)
+        >>> attnzoo.ops.mlstm_attention(q, k, v, log_forget=log_forget, log_input=write).out.shape
+        torch.Size([1, 4, 1000, 8])
     """
     mask = _check("mlstm_attention", q, k, v, mask)
     if mask.padding is not None:
@@ -189,6 +196,13 @@ def rwkv6_attention(
 
     Raises:
         ValueError: Shapes, dtypes or options are not supported; the message says which are.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 1000, 8)
+        >>> log_decay = torch.nn.functional.logsigmoid(torch.randn(1, 4, 1000, 8))
+        >>> bonus = torch.rand(4, 8)
+        >>> attnzoo.ops.rwkv6_attention(q, k, v, log_decay=log_decay, bonus=bonus).out.shape
+        torch.Size([1, 4, 1000, 8])
     """
     mask = _check("rwkv6_attention", q, k, v, mask)
     if mask.padding is not None:
@@ -278,6 +292,13 @@ def matrix_gated_attention(
 
     Raises:
         ValueError: Shapes, dtypes or options are not supported; the message says which are.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 100, 8)
+        >>> log_decays = -torch.rand(1, 4, 100, 8, 8)
+        >>> decay = lambda start, stop: log_decays[:, :, start:stop]
+        >>> attnzoo.ops.matrix_gated_attention(q, k, v, log_decay=decay).out.shape
+        torch.Size([1, 4, 100, 8])
     """
     mask = _check("matrix_gated_attention", q, k, v, mask)
     if value_weights is not None and value_weights.shape != v.shape:

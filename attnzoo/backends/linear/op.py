@@ -135,6 +135,17 @@ def linear_attention(
 
     Raises:
         ValueError: Shapes, dtypes or options are not supported; the message says which are.
+
+    Example:
+        >>> q, k = torch.rand(2, 1, 4, 1000, 16)  # features; positive, to be normalised
+        >>> v = torch.randn(1, 4, 1000, 8)
+        >>> whole = attnzoo.ops.linear_attention(q, k, v, normalize=True)
+        >>> first = [x[:, :, :999] for x in (q, k, v)]
+        >>> last = [x[:, :, 999:] for x in (q, k, v)]
+        >>> before = attnzoo.ops.linear_attention(*first, normalize=True, return_state=True)
+        >>> after = attnzoo.ops.linear_attention(*last, normalize=True, state=before.state)
+        >>> torch.allclose(after.out, whole.out[:, :, 999:], atol=1e-5)
+        True
     """
     mask = PLAIN[True] if mask is None else mask
     causal, segment_ids = mask.causal, mask.segment_ids

@@ -114,6 +114,12 @@ def hybrid_attention(
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; also ``state`` and ``impl``.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 1000, 8)
+        >>> branch = LinearBranch(q.exp(), k.exp(), log_weight=torch.zeros(()))
+        >>> attnzoo.ops.hybrid_attention(q, k, v, branch, window=64, scale=8**-0.5).out.shape
+        torch.Size([1, 4, 1000, 8])
     """
     mask = AttentionMask(causal=True) if mask is None else mask
     check_size("window", window)

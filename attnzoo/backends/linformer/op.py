@@ -83,6 +83,12 @@ def linformer_attention(
 
     Raises:
         UnsupportedError: S exceeds L, or the shapes, the mask or ``impl`` are unsupported.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 1000, 8)
+        >>> key_rows, value_rows = torch.randn(2, 1, 1024, 64)  # up to 1024 tokens become 64 rows
+        >>> attnzoo.ops.linformer_attention(q, k, v, key_rows, value_rows).out.shape
+        torch.Size([1, 4, 1000, 8])
     """
     _check("linformer_attention", q, k, v, key_rows, value_rows, mask)
     if mask is not None and mask.causal and q.shape[2] > 1:
@@ -143,6 +149,12 @@ def linformer_block_attention(
 
     Raises:
         UnsupportedError: The shapes, the mask or ``impl`` are unsupported.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 1000, 8)
+        >>> key_rows, value_rows = torch.randn(2, 1, 64, 8)  # every 64 tokens become 8 rows
+        >>> attnzoo.ops.linformer_block_attention(q, k, v, key_rows, value_rows).out.shape
+        torch.Size([1, 4, 1000, 8])
     """
     _check("linformer_block_attention", q, k, v, key_rows, value_rows, mask)
     if q.shape[2] != k.shape[2]:

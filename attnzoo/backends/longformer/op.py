@@ -100,6 +100,11 @@ def longformer_attention(
             each head.
         UnsupportedError: The shapes disagree, the mask is not supported, or ``impl`` is unknown or
             does not support the call.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 1000, 8)
+        >>> attnzoo.ops.longformer_attention(q, k, v, window=64).out.shape
+        torch.Size([1, 4, 1000, 8])
     """
     check_qkv(q, k, v)
     mask = AttentionMask() if mask is None else mask

@@ -59,6 +59,12 @@ def favor_attention(
 
     Raises:
         ValueError: Shapes, dtypes or the mask are not supported; the message says which are.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 1000, 8)
+        >>> projection = torch.randn(256, 8)
+        >>> attnzoo.ops.favor_attention(q, k, v, projection, scale=8**-0.5).shape
+        torch.Size([1, 4, 1000, 8])
     """
     check_qkv(q, k, v)
     if mask is not None and (mask.causal or mask.segment_ids is not None):

@@ -96,6 +96,12 @@ def lsh_attention(
     Raises:
         UnsupportedError: Shapes or lengths disagree, the mask is not supported, or ``impl`` is
             unknown or does not support the call.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 1000, 8)
+        >>> mask = attnzoo.AttentionMask(causal=True)
+        >>> attnzoo.ops.lsh_attention(q, k, v, mask=mask, num_hashes=4).out.shape
+        torch.Size([1, 4, 1000, 8])
     """
     mask = AttentionMask() if mask is None else mask
     check_lsh_inputs(q, k, v, mask)
@@ -153,6 +159,12 @@ def shared_qk_attention(
     Raises:
         UnsupportedError: Shapes or lengths disagree, the mask is not supported, or ``impl`` is
             unknown or does not support the call.
+
+    Example:
+        >>> qk, v = torch.randn(2, 1, 4, 1024, 8)
+        >>> mask = attnzoo.AttentionMask(causal=True)
+        >>> attnzoo.ops.shared_qk_attention(qk, qk, v, mask=mask).out.shape
+        torch.Size([1, 4, 1024, 8])
     """
     mask = AttentionMask() if mask is None else mask
     check_lsh_inputs(q, k, v, mask)

@@ -55,6 +55,12 @@ def softmax_attention(
 
     Raises:
         UnsupportedError: The shapes disagree, or ``impl`` is unknown.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 10, 8)
+        >>> output = attnzoo.ops.softmax_attention(q, k, v, mask=attnzoo.AttentionMask(causal=True))
+        >>> output.out.shape, output.weights.shape
+        (torch.Size([1, 4, 10, 8]), torch.Size([1, 4, 10, 10]))
     """
     check_qkv(q, k, v)
     if isinstance(mask, AttentionMask):
