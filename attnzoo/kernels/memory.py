@@ -1,4 +1,4 @@
-"""Allocate large CPU tensors in huge pages, and pad rows to SIMD vectors."""
+"""How CPU tensors lie in memory: huge pages, rows padded to SIMD vectors, rows for C++ kernels."""
 
 from __future__ import annotations
 
@@ -58,6 +58,30 @@ def simd_copy_bytes(dtype: torch.dtype, *tensors: Tensor | None) -> int:
     """Return the bytes of the copies that ``pad_to_simd(x.to(dtype))`` makes of some tensors."""
     given = (x for x in tensors if x is not None)
     return simd_bytes(dtype, *(x for x in given if x.dtype != dtype or x.shape[-1] % LANES))
+
+
+# The types of numbers that a kernel reads and writes through ``rows.h``, by their number there
+DTYPE_NUMBERS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+class Rows(ctypes.Structure):
+    """A tensor ``[B, H, T, X]`` with contiguous rows; ``Tensor`` of ``rows.h``."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("type", ctypes.c_int64),
+        ("steps", ctypes.c_int64 * 3),
+    ]
+
+
+def rows_of(x: Tensor) -> Rows:
+    """Return how a kernel reads or writes ``x``, ``[B, H, T, X]``; it does not keep ``x`` alive."""
+    return Rows(x.data_ptr(), DTYPE_NUMBERS[x.dtype], (ctypes.c_int64 * 3)(*x.stride()[:3]))
+
+
+def with_contiguous_rows(x: Tensor) -> Tensor:
+    """Return ``x`` if the numbers of its rows are adjacent in memory, otherwise a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 _buffer_bytes: dict[str, Callable[..., int]] = {}  # by the name of an operator

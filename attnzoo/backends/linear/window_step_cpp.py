@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from attnzoo.backends.linear.window_state import HybridState, LinearBranch
 from attnzoo.kernels import cpp
 from attnzoo.kernels.derivatives import is_untracked
+from attnzoo.kernels.memory import with_contiguous_rows
 from attnzoo.masks import AttentionMask
 
 WIDE = {  # of each dtype of keys, that of everything else
@@ -91,7 +92,7 @@ def hybrid_step_cpp(
     old = [*map(Tensor.contiguous, state)]
     in_place = in_place and all(map(Tensor.is_contiguous, state))
     new = old[:5] if in_place else [*map(torch.empty_like, old[:5])]
-    read = [*map(cpp.with_contiguous_rows, (q, k, v, branch.q, branch.k))]
+    read = [*map(with_contiguous_rows, (q, k, v, branch.q, branch.k))]
     batch, heads, stored, size = old[0].shape
     columns, (window, features) = old[1].shape[3], old[2].shape[2:]
     weight = branch.log_weight.expand(batch, q.shape[1], 1, 1)

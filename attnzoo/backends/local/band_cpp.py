@@ -20,7 +20,15 @@ from attnzoo.backends.local.blockwise_cpu import LocalOptions
 from attnzoo.kernels import cpp
 from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.derivatives import check_reverse_mode, refuse_derivative
-from attnzoo.kernels.memory import LANES, empty_huge_pages, pad_to_simd, unpad
+from attnzoo.kernels.memory import (
+    LANES,
+    Rows,
+    empty_huge_pages,
+    pad_to_simd,
+    rows_of,
+    unpad,
+    with_contiguous_rows,
+)
 
 TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
 INSTEAD = "impl='reference', or softmax_attention"  # for derivatives that the kernel lacks
@@ -42,7 +50,7 @@ class _Task(ctypes.Structure):
         *cpp.fields(ctypes.c_int64 * 3, "out_steps d_out_steps far_steps"),
         ("scale", ctypes.c_double),
         *cpp.fields(ctypes.c_void_p, "ids key_mask global_keys global_is_valid"),
-        *cpp.fields(cpp.Rows, "q k v"),
+        *cpp.fields(Rows, "q k v"),
         *cpp.fields(
             ctypes.c_void_p,
             "out lse far far_totals logit far_only d_out d_lse dq dk dv d_far d_far_totals d_logit",
@@ -130,14 +138,14 @@ class _Arguments:
         dtype = torch.promote_types(q.dtype, torch.float32)
         self.dtype, self.sizes = dtype, (q.shape[3], v.shape[3])
         self.widths = tuple(size + -size % LANES for size in self.sizes)
-        self.q, self.k, self.v = (cpp.with_contiguous_rows(x) for x in (q, k, v))
+        self.q, self.k, self.v = (with_contiguous_rows(x) for x in (q, k, v))
         key_mask, ids, global_keys, valid = masks
         if ids is not None:
             ids = ids.to(torch.int64)
         self.masks = ids, key_mask, global_keys, valid
         sums, totals, logit, only_heads = outside
         if sums is not None and totals is not None and logit is not None:
-            sums = cpp.with_contiguous_rows(sums.to(dtype))
+            sums = with_contiguous_rows(sums.to(dtype))
             totals, logit = totals.to(dtype).contiguous(), logit.to(dtype).contiguous()
         self.outside = sums, totals, logit, only_heads
         batch, heads, keys, _ = self.k.shape
@@ -164,9 +172,9 @@ class _Arguments:
             far_size=v.shape[3],
             pieces=-(-threads // (batch * heads)),
             scale=scale,
-            q=cpp.rows(self.q),
-            k=cpp.rows(self.k),
-            v=cpp.rows(self.v),
+            q=rows_of(self.q),
+            k=rows_of(self.k),
+            v=rows_of(self.v),
             **_pointers(far=sums, far_totals=totals),
             **_pointers(logit=logit, far_only=only_heads),
             **_pointers(ids=ids, key_mask=key_mask),

@@ -23,9 +23,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from attnzoo.kernels.cache_folder import cache_folder, check_private
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
@@ -165,27 +162,3 @@ def unavailable_reason(source: Source) -> str:
 def fields(kind: type, names: str) -> list[tuple[str, type]]:
     """Return ``_fields_`` of one type for a :class:`ctypes.Structure`, from names in a string."""
     return [(name, kind) for name in names.split()]
-
-
-# The types of numbers that a kernel reads and writes through ``rows.h``, by their number there
-TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-
-
-class Rows(ctypes.Structure):
-    """A tensor ``[B, H, T, X]`` with contiguous rows; ``Tensor`` of ``rows.h``."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("type", ctypes.c_int64),
-        ("steps", ctypes.c_int64 * 3),
-    ]
-
-
-def rows(x: Tensor) -> Rows:
-    """Return how a kernel reads or writes ``x``, ``[B, H, T, X]``; it does not keep ``x`` alive."""
-    return Rows(x.data_ptr(), TYPES[x.dtype], (ctypes.c_int64 * 3)(*x.stride()[:3]))
-
-
-def with_contiguous_rows(x: Tensor) -> Tensor:
-    """Return ``x`` if the numbers of its rows are adjacent in memory, otherwise a copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

@@ -39,7 +39,7 @@ from attnzoo.kernels import cpp
 from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.kernels.derivatives import check_reverse_mode, refuse_derivative
-from attnzoo.kernels.memory import empty_huge_pages
+from attnzoo.kernels.memory import empty_huge_pages, rows_of, with_contiguous_rows
 from attnzoo.masks import AttentionMask
 from attnzoo.state import LinearState
 
@@ -202,7 +202,7 @@ def linear_cpp(
     sums = kv.new_empty(q.shape[:3] if totals else 0)
     last_kv, last_z = torch.empty_like(kv), torch.empty_like(z)
     kept = empty_huge_pages(kv, _kept_shape(kv, k.shape[2], keep))
-    x.task.out, x.task.kept = cpp.rows(out), kept.data_ptr() if keep else None
+    x.task.out, x.task.kept = rows_of(out), kept.data_ptr() if keep else None
     x.task.totals = sums.data_ptr() if totals else None
     x.task.kv, x.task.z = kv.data_ptr(), z.data_ptr()
     x.task.last_kv, x.task.last_z = last_kv.data_ptr(), last_z.data_ptr()
@@ -247,19 +247,19 @@ def linear_cpp_backward(
     d_weights = _new_weight_gradients(x.task, len(q), kept, weights)
     if d_out is None:
         d_out = v.new_zeros(v.shape[3]).expand(*q.shape[:3], v.shape[3])
-    d_out = cpp.with_contiguous_rows(d_out)
+    d_out = with_contiguous_rows(d_out)
     d_kv, d_z = _new_state(k, v, kept)
     d_last_kv = torch.zeros_like(d_kv) if d_last_kv is None else d_last_kv.contiguous()
     d_last_z = torch.zeros_like(d_z) if d_last_z is None else d_last_z.contiguous()
     d_totals = None if d_totals is None else d_totals.contiguous()
     dq, dk, dv = (empty_huge_pages(t, t.shape) for t in (q, k, v))
-    gradients = Gradients(*map(cpp.rows, (d_out, dq, dk, dv)))
+    gradients = Gradients(*map(rows_of, (d_out, dq, dk, dv)))
     gradients.d_last_kv, gradients.d_last_z = d_last_kv.data_ptr(), d_last_z.data_ptr()
     gradients.d_totals = None if d_totals is None else d_totals.data_ptr()
     gradients.d_kv, gradients.d_z = d_kv.data_ptr(), d_z.data_ptr()
     d_log = _new_decay_gradient(k, log_decay if want_decay else None, kept.dtype)
     if d_log.numel():
-        gradients.d_log_decay = cpp.rows(d_log)
+        gradients.d_log_decay = rows_of(d_log)
     x.run("backward", kept.dtype, gradients)
     if want_decay and log_decay is not None:
         d_log = d_log.sum((0, 2, 3)) if log_decay.dim() == 1 else d_log

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnzoo.backends.linear.impl.common import log_decay_per_token
 from attnzoo.kernels import cpp
+from attnzoo.kernels.memory import Rows, rows_of, with_contiguous_rows
 
 KERNEL_CHUNK = 16  # the largest chunk; CHUNK of linear.cpp
 SPAN = 512  # tokens between the states that the forward pass keeps; SPAN of linear.cpp
@@ -59,7 +60,7 @@ class Task(ctypes.Structure):
             "decays",
         ),
         *cpp.fields(ctypes.c_double, "scale eps"),
-        *cpp.fields(cpp.Rows, "q k v log_decay out"),
+        *cpp.fields(Rows, "q k v log_decay out"),
         *cpp.fields(ctypes.c_void_p, "kv z last_kv last_z kept totals ids key_mask"),
         *cpp.fields(_Map, "q_map k_map"),
     ]
@@ -69,7 +70,7 @@ class Gradients(ctypes.Structure):
     """The further arguments of the backward pass; ``linear.cpp`` has the same struct."""
 
     _fields_ = [
-        *cpp.fields(cpp.Rows, "d_out dq dk dv d_log_decay"),
+        *cpp.fields(Rows, "d_out dq dk dv d_log_decay"),
         *cpp.fields(ctypes.c_void_p, "d_totals d_last_kv d_last_z d_kv d_z"),
     ]
 
@@ -93,7 +94,7 @@ class CallArguments:
         decays = k.new_empty(*k.shape[:3], 0)
         if log_decay is not None:
             decays = log_decay_per_token(log_decay, k)
-        read = tuple(cpp.with_contiguous_rows(x) for x in (q, k, v, decays))
+        read = tuple(with_contiguous_rows(x) for x in (q, k, v, decays))
         ids = None if segment_ids is None else segment_ids.to(torch.int64).contiguous()
         key_mask = None if key_mask is None else key_mask.contiguous()
         self.read = (*read, ids, key_mask)  # kept alive, because the struct refers to them
@@ -101,7 +102,7 @@ class CallArguments:
         self.task = Task(
             *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, tokens, features),
             *(v.shape[3], size, normalize, min(chunk_size, KERNEL_CHUNK), decays.shape[3]),
-            *(scale, eps, *map(cpp.rows, read)),
+            *(scale, eps, *map(rows_of, read)),
             ids=None if ids is None else ids.data_ptr(),
             key_mask=None if key_mask is None else key_mask.data_ptr(),
         )

@@ -22,6 +22,7 @@ from attnzoo.backends.linear.impl.cpp_call import FUNCTIONS
 from attnzoo.kernels import cpp
 from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.derivatives import is_untracked
+from attnzoo.kernels.memory import DTYPE_NUMBERS, with_contiguous_rows
 from attnzoo.state import LinearState
 
 STEPS = {torch.float32: "linear_step_float", torch.float64: "linear_step_double"}
@@ -71,9 +72,9 @@ def run_step(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
         with autocast_disabled(x.q.device):
             x = map_inputs(x)
     q, k, v, log_decay = (
-        cpp.with_contiguous_rows(x.q),
-        cpp.with_contiguous_rows(x.k),
-        cpp.with_contiguous_rows(x.v),
+        with_contiguous_rows(x.q),
+        with_contiguous_rows(x.k),
+        with_contiguous_rows(x.v),
         x.log_decay,
     )
     kv, z = x.state[0].contiguous(), x.state[1].contiguous()
@@ -81,8 +82,8 @@ def run_step(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
     decays, decay_type, decay_steps = 0, 0, (0, 0)
     if log_decay is not None:
         decays = size if log_decay.dim() == 4 else 1
-        log_decay = cpp.with_contiguous_rows(log_decay) if decays > 1 else log_decay
-        decay_type, steps = cpp.TYPES[log_decay.dtype], log_decay.stride()
+        log_decay = with_contiguous_rows(log_decay) if decays > 1 else log_decay
+        decay_type, steps = DTYPE_NUMBERS[log_decay.dtype], log_decay.stride()
         decay_steps = (0, steps[0]) if len(steps) == 1 else (steps[0], steps[1])
     out = v.new_empty(batch, q.shape[1], 1, columns)
     last = (kv, z) if x.reuse_state else (torch.empty_like(kv), torch.empty_like(z))
@@ -90,7 +91,7 @@ def run_step(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
     task = _Step(
         *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, size, columns, decays),
         *(x.normalize, *FUNCTIONS[x.feature_map]),
-        *(cpp.TYPES[q.dtype], cpp.TYPES[k.dtype], cpp.TYPES[v.dtype], decay_type),
+        *(DTYPE_NUMBERS[q.dtype], DTYPE_NUMBERS[k.dtype], DTYPE_NUMBERS[v.dtype], decay_type),
         *(q_steps[0], q_steps[1], k_steps[0], k_steps[1], v_steps[0], v_steps[1], *decay_steps),
         *(x.feature_scale**0.5 if x.feature_map == "exp" else 1.0, x.scale, x.eps),
         *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
