@@ -139,6 +139,16 @@ def test_blocks_of_tokens_give_the_same_features(monkeypatch):
         torch.testing.assert_close(function(strided), whole)
 
 
+@pytest.mark.parametrize("function", [hedgehog_joint, learned_relu, learned_exp])
+def test_features_of_one_token_equal_those_of_many(function):
+    torch.manual_seed(0)
+    x, bias = torch.randn(3, 2, 5, 4).double(), torch.randn(2, 4).double()
+    weight = torch.randn(2, 4, 4).double()
+    many = function(x, weight, bias)
+    one = torch.cat([function(token, weight, bias) for token in x.split(1, 2)], 2)
+    torch.testing.assert_close(one, many)
+
+
 def test_hedgehog_joint_is_one_softmax():
     x, residual, bias = entries(2.0), RESIDUAL.double(), BIAS.double()
     for head in range(3):

@@ -306,6 +306,8 @@ def learned_squared_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _linear_features(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return Wx + b, ``[B, H, T, F]``, float32 or wider."""
     x = widen(x)
+    if x.shape[2] == 1:
+        return _one_token_product(x, weight.to(x.dtype), bias.to(x.dtype))
     # b is one more column of W: its gradient is part of a product; a sum takes twice as long
     rows = torch.cat([weight, bias.unsqueeze(-1)], -1).to(x.dtype)
     return F.pad(x, (0, 1), value=1.0) @ rows.transpose(1, 2)
@@ -343,5 +345,20 @@ def learned_linear(x: Tensor, residual: Tensor) -> Tensor:
 def _affine(x: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return :math:`(I + R)x + b` of each head, float32 or wider."""
     x = widen(x)
-    y = x + x @ residual.to(x.dtype).transpose(1, 2)
+    residual = residual.to(x.dtype)
+    one_token = x.shape[2] == 1
+    y = x + (_one_token_product(x, residual) if one_token else x @ residual.transpose(1, 2))
     return y if bias is None else y + bias.to(x.dtype).unsqueeze(1)
+
+
+def _one_token_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return Wx or Wx + b of one token per row, ``[B, H, 1, F]``.
+
+    ``x @ weight.transpose(1, 2)`` would copy W for each of the B rows.
+    """
+    rows, columns = x.squeeze(2).transpose(0, 1), weight.transpose(1, 2)
+    if bias is None:
+        y = torch.bmm(rows, columns)
+    else:
+        y = torch.baddbmm(bias.unsqueeze(1), rows, columns)
+    return y.transpose(0, 1).unsqueeze(2)
