@@ -37,6 +37,9 @@ TopK = Annotated[
 CrossEntropy = Annotated[
     float, typer.Option(help="weight of cross-entropy in the distillation loss, 0 to 1")
 ]
+HiddenStates = Annotated[
+    float, typer.Option(help="weight of the error of hidden states in the distillation loss")
+]
 Train = Annotated[
     str,
     typer.Option(help="what to train: extras (of the backends), lora (and extras) or full (all)"),
@@ -153,6 +156,7 @@ def recover(
         int | None, typer.Option(help="rows per step of distillation; default: --batch")
     ] = None,
     cross_entropy: CrossEntropy = 0.0,
+    hidden_states: HiddenStates = 0.0,
     train: Train = "lora",
     recipe: Annotated[
         str | None,
@@ -181,6 +185,7 @@ def recover(
         "distil_batch": distil_batch,
         "top_k": top_k,
         "cross_entropy": cross_entropy,
+        "hidden_states": hidden_states,
         "train": train,
         **options.config(),
     }

@@ -3,7 +3,15 @@ r"""Distillation of a model with softmax attention into the swapped model.
 .. math:: \ell = \frac{1}{T} \sum_t \mathrm{KL}\big(p^*(\cdot \mid x_{\le t}) \,\big\|\,
           p(\cdot \mid x_{\le t})\big)
 
+The hidden states of every layer can be distilled too, by their relative squared error per token,
+which trains each layer by more than the predictions tell:
+
+.. math:: \frac{1}{L T} \sum_{l,t} \frac{|h_{lt} - h^*_{lt}|^2}{|h^*_{lt}|^2}
+
 An encoder, which predicts no tokens, is distilled to the last hidden states of the teacher.
+Sources: Hinton et al., 2015, arXiv:1503.02531 (predictions); Romero et al., 2015, arXiv:1412.6550,
+and Jiao et al., 2020, arXiv:1909.10351 (hidden states).
+Letters: B batch, T tokens, V vocabulary, M hidden size, L layers.
 
 If the model's own weights are frozen, the teacher is the same model with softmax attention and
 without adapters, so memory holds no second copy.
@@ -11,10 +19,10 @@ without adapters, so memory holds no second copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +37,15 @@ from attnzoo.training.loop import Loss
 from attnzoo.training.transfer import swapped_layers
 
 LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
-Outputs = Callable[[Any, Mapping[str, Tensor]], Tensor]  # of a model and a batch
-Teacher = Outputs  # logits, [B, T, V], or hidden states, [B, T, M]
+Outputs = Callable[[Any, Mapping[str, Tensor]], Any]  # of a model and a batch
+Teacher = Outputs  # Predictions, or of an encoder its last hidden states, [B, T, M]
+
+
+class Predictions(NamedTuple):
+    """What a decoder computes: logits, ``[B, T, V]``, and the output of each layer, if wanted."""
+
+    logits: Tensor
+    layers: tuple[Tensor, ...] = ()  # [B, T, M] each
 
 
 def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -39,10 +54,14 @@ def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
     return {**inputs, "use_cache": False} if "labels" in batch else inputs
 
 
-def model_logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return a model's logits, ``[B, T, V]``."""
-    logits: Tensor = model(**model_inputs(batch)).logits
-    return logits
+def predictions(
+    model: Any, batch: Mapping[str, Tensor], *, with_layers: bool = False
+) -> Predictions:
+    """Return what a decoder computes, with the outputs of its layers if ``with_layers``."""
+    if not with_layers:
+        return Predictions(model(**model_inputs(batch)).logits)
+    output = model(**model_inputs(batch), output_hidden_states=True)
+    return Predictions(output.logits, tuple(output.hidden_states[1:]))  # 0 is the embedding
 
 
 def hidden_states(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -72,7 +91,7 @@ def softmax_teacher(
     model: nn.Module,
     *,
     weights_change: bool,
-    outputs: Outputs = model_logits,
+    outputs: Outputs = predictions,
     context_parallel: bool = False,
 ) -> Teacher:
     """Return a function that computes a swapped model's outputs with softmax attention.
@@ -93,7 +112,7 @@ def softmax_teacher(
             restore(frozen)
 
     @torch.no_grad()
-    def teach(student: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def teach(student: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         softmax: AbstractContextManager[Any] = nullcontext()
         if context_parallel:
             shard = next(iter(swapped_layers(model).values())).shard
@@ -136,6 +155,25 @@ def divergence(
     return (kl * mask).sum() / (mask.sum().clamp(min=1) if count is None else count)
 
 
+def hidden_states_error(
+    student: Sequence[Tensor], teacher: Sequence[Tensor], mask: Tensor, *, count: Tensor
+) -> Tensor:
+    """Return the relative squared error of hidden states, a mean over layers and tokens, a scalar.
+
+    Args:
+        student: The output of each layer, ``[B, T, M]``.
+        teacher: The same.
+        mask: ``[B, T]``, true or 1 for the tokens in the mean.
+        count: Number of tokens by which the sum is divided.
+    """
+    total = mask.new_zeros((), dtype=torch.float32)
+    for x, exact in zip(student, teacher, strict=True):
+        error = (x.float() - exact.float()).square().sum(-1)
+        norm = exact.float().square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+        total = total + (error / norm * mask).sum()
+    return total / (len(student) * count)
+
+
 def _append_rest(log_probs: Tensor) -> Tensor:
     """Append the log-probability of all other outcomes."""
     rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(log_probs.dtype).eps)
@@ -147,14 +185,17 @@ def distil_loss(
     *,
     cross_entropy: float = 0.0,
     top_k: int | None = None,
+    hidden_states: float = 0.0,
     label_smoothing: float = 0.0,
 ) -> Loss:
-    """Return the loss ``(1 - c) * KL + c * cross-entropy`` with c = ``cross_entropy``.
+    """Return the loss ``(1 - c) * KL + c * cross-entropy + w * error of hidden states``.
 
     Args:
-        teacher: Returns the target logits; ``None`` with ``cross_entropy=1``.
-        cross_entropy: Weight of the cross-entropy of the text's next token, from 0 to 1.
+        teacher: Returns the target :class:`Predictions`; ``None`` with ``cross_entropy=1``.
+        cross_entropy: c, the weight of the cross-entropy of the text's next token, from 0 to 1.
         top_k: As in :func:`divergence`.
+        hidden_states: w, the weight of :func:`hidden_states_error`; not without a teacher, which
+            then returns the outputs of its layers.
         label_smoothing: Probability that the cross-entropy's targets spread over all tokens.
     """
 
@@ -165,10 +206,16 @@ def distil_loss(
         mask = labels != IGNORE_INDEX
         count = batch.get("num_items_in_batch", mask.sum().clamp(min=1))
         target = None if teacher is None else teacher(model, batch)
-        logits = model_logits(model, batch)
+        output = predictions(model, batch, with_layers=hidden_states > 0)
+        logits = output.logits
         total = logits.new_zeros((), dtype=torch.float32)
         if target is not None and cross_entropy < 1:
-            total = (1 - cross_entropy) * divergence(logits, target, mask, top_k, count=count)
+            kl = divergence(logits, target.logits, mask, top_k, count=count)
+            total = (1 - cross_entropy) * kl
+        if hidden_states > 0:
+            assert target is not None
+            errors = hidden_states_error(output.layers, target.layers, mask, count=count)
+            total = total + hidden_states * errors
         if cross_entropy > 0:
             rows = logits.float().flatten(0, 1), labels.flatten()
             losses = F.cross_entropy(
@@ -194,6 +241,7 @@ def hidden_loss(teacher: Teacher) -> Loss:
         exact = teacher(model, batch).float()
         mask = batch["attention_mask"].unsqueeze(-1)
         error = (hidden_states(model, batch).float() - exact).square() * mask
-        return error.sum() / (exact.square() * mask).sum()
+        total: Tensor = error.sum() / (exact.square() * mask).sum()
+        return total
 
     return loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from attnzoo.training.distil import (
     hidden_loss,
     hidden_states,
     model_inputs,
-    model_logits,
+    predictions,
     softmax_teacher,
 )
 from attnzoo.training.encoder import EncoderRun, is_encoder
@@ -45,6 +46,7 @@ class RecoverConfig(TrainConfig):
     transfer_target: Target = "output"  # a layer's output, or its "attention" weights
     layers_at_once: int | None = None  # layers per block of transfer; None: all
     cross_entropy: float = 0.0  # weight of cross-entropy in the distillation loss
+    hidden_states: float = 0.0  # weight of the error of every layer's hidden states in it
     top_k: int | None = None  # the teacher's most probable tokens in the KL; None: all
     distil_length: int | None = None  # tokens per row of distillation; None: row_length
     distil_batch: int | None = None  # rows per step of distillation; None: loop.batch_size
@@ -80,6 +82,8 @@ class RecoverConfig(TrainConfig):
             )
         if not 0 <= self.cross_entropy <= 1:
             raise ConfigError(f"cross_entropy must be from 0 to 1, got {self.cross_entropy}")
+        if self.hidden_states < 0:
+            raise ConfigError(f"hidden_states must not be negative, got {self.hidden_states}")
         if self.label_smoothing_factor and not self.cross_entropy:
             raise ConfigError(
                 "label_smoothing_factor smooths the targets of cross-entropy, but cross_entropy is "
@@ -174,6 +178,11 @@ def _require_hidden_state_loss(config: RecoverConfig) -> None:
                 f"{name} applies to predicted tokens, but an encoder is distilled to its hidden "
                 "states; leave it out"
             )
+    if config.hidden_states:
+        raise ConfigError(
+            f"hidden_states={config.hidden_states} is a weight beside the loss of predictions, but "
+            "an encoder is distilled to its last hidden states alone; leave it out"
+        )
 
 
 def _calibrate(run: Run, config: RecoverConfig) -> list[dict[str, Any]]:
@@ -250,10 +259,11 @@ def transfer_loss(transfer: Transfer) -> Loss:
 
 def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
     """Return the distillation loss of a model that :meth:`Run.prepare` returned."""
+    outputs = partial(predictions, with_layers=config.hidden_states > 0)
     teacher = softmax_teacher(
         model,
         weights_change=config.train == "full",
-        outputs=hidden_states if run.is_encoder else model_logits,
+        outputs=hidden_states if run.is_encoder else outputs,
         context_parallel=config.loop.cp_size > 1,
     )
     if run.is_encoder:
@@ -262,6 +272,7 @@ def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
         teacher,
         cross_entropy=config.cross_entropy,
         top_k=config.top_k,
+        hidden_states=config.hidden_states,
         label_smoothing=config.label_smoothing_factor,
     )
 

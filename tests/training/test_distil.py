@@ -1,9 +1,10 @@
-"""The KL divergence of distillation."""
+"""The losses of distillation."""
 
 import pytest
 import torch
 
-from attnzoo.training.distil import divergence
+import attnzoo
+from attnzoo.training.distil import Predictions, distil_loss, divergence, softmax_teacher
 
 MASK = torch.ones(2, 5)
 
@@ -33,3 +34,40 @@ def test_divergence_leaves_masked_tokens_out():
     mask[1] = 0
     expected = divergence(student[:1], teacher[:1], MASK[:1], top_k=2)
     torch.testing.assert_close(divergence(student, teacher, mask, top_k=2), expected)
+
+
+def test_error_of_hidden_states(model):
+    """Against the outputs of the decoder layers, read by hooks, in float64."""
+    tokens = torch.arange(5, 17).view(2, 6)
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    batch["labels"][1, 4:] = -100  # predictions 3 to 5 of the row; the last token has none
+    model = model.double()
+    exact = outputs(model, batch)
+    teacher = softmax_teacher(model, weights_change=True, outputs=predict)
+    swapped = attnzoo.swap(model, "linear")
+    found = outputs(swapped, batch)
+    errors = [
+        ((x - y).square().sum(-1) / y.square().sum(-1))[[0] * 5 + [1] * 3, [*range(5), *range(3)]]
+        for x, y in zip(found, exact, strict=True)
+    ]
+    expected = 0.5 * float(torch.stack(errors).mean())
+    with_error = distil_loss(teacher, hidden_states=0.5)(swapped, batch)
+    plain = distil_loss(teacher)(swapped, batch)
+    assert expected > 0.01
+    assert float(with_error) - float(plain) == pytest.approx(expected, rel=1e-5)
+
+
+def predict(model, batch):
+    return Predictions(model(batch["input_ids"]).logits, outputs(model, batch))
+
+
+def outputs(model, batch):
+    """Return the outputs of a Llama's layers, the last one after the final norm."""
+    found, decoder = [], model.model
+    modules = [*decoder.layers[:-1], decoder.norm]
+    handles = [m.register_forward_hook(lambda m, args, out: found.append(out)) for m in modules]
+    with torch.no_grad():
+        model(batch["input_ids"], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return tuple(found)

@@ -119,7 +119,8 @@ def test_context_parallelism_takes_the_same_steps(run, saved, text, tmp_path):
     options = {"row_length": 32, "judged_rows": 2, "loop": loop}
     steps = {"transfer_steps": 3, "distil_steps": 4}
     one = tmp_path / "one"
-    lora = RecoverConfig(**options, **steps, train="lora", cross_entropy=0.5)
+    losses = {"cross_entropy": 0.5, "hidden_states": 0.5}
+    lora = RecoverConfig(**options, **steps, **losses, train="lora")
     recover(saved, spec, [text], one / "lora", lora)
     tuned = FinetuneConfig(**options, steps=3, train="full")
     finetune(saved, spec, [text], one / "finetune", tuned)

@@ -318,6 +318,7 @@ def test_invalid_arguments_are_refused(saved, text, spec, tmp_path):
         ({"extras_lr": 0.0}, "extras_lr must be above 0"),
         ({"row_length": 4}, "row_length must be at least 8 tokens"),
         ({"cross_entropy": 1.5}, "cross_entropy must be from 0 to 1"),
+        ({"hidden_states": -1.0}, "hidden_states must not be negative, got -1"),
         ({"top_k": 0}, "top_k must be at least 1, got 0"),
         ({"layers_at_once": 0}, "layers_at_once must be at least 1, got 0"),
         ({"window_dropout": 2}, "window_dropout must be from 0 to 1"),

@@ -96,7 +96,8 @@ def shared(model, text, out):
     spec = attnzoo.AttentionSpec(
         "gated_linear", feature_map="hedgehog", window=4, layers={1: "flash"}
     )
-    given = {"train": "lora", "cross_entropy": 0.5, "gradient_checkpointing": True}
+    given = {"train": "lora", "cross_entropy": 0.5, "hidden_states": 0.5}
+    given["gradient_checkpointing"] = True
     recover(model, spec, [text], out / "lora", config(loop=loop, **given))
     tuned = FinetuneConfig(steps=3, row_length=32, judged_rows=2, train="full", loop=loop)
     finetune(model, spec, [text], out / "finetune", tuned)
