@@ -24,7 +24,7 @@ from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.loading import load_rows
 from attnzoo.training.loop import LoopConfig
-from attnzoo.training.plan import default_candidates, make_plan
+from attnzoo.training.plan import make_plan, preset_candidates
 from attnzoo.training.recover import RecoverConfig, recover
 from attnzoo.training.train_config import TrainConfig
 
@@ -102,7 +102,7 @@ def spec_for(case: Case) -> AttentionSpec:
         return AttentionSpec(case.backend, **case.swap)
     path = embedded_model_path()
     train, _ = load_rows(path, data(), "text", TrainConfig(repeat_share=1.0))
-    candidates = {text: read_candidate(text) for text in default_candidates()}
+    candidates = {text: read_candidate(text) for text in preset_candidates()}
     return make_plan(path, train.tokens[:8], candidates, keep_softmax=case.keep).spec
 
 

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, Llama
 from attnzoo import AttentionSpec
 from attnzoo.cli import app, main
 from attnzoo.commands import terminal
+from attnzoo.errors import SwapWarning
 from attnzoo.registry import available_backends
 
 
@@ -178,6 +179,24 @@ def test_plan_recover_evaluate(saved, text, tmp_path, monkeypatch, capsys):
     code, printed, _ = run(monkeypatch, capsys, "evaluate", out, *data)
     assert code in (0, None)
     assert "window alone" in printed
+
+
+def test_plan_of_backends_by_name(saved, text, tmp_path, monkeypatch, capsys):
+    """A name without options has the options of its presets; an indexer is given by option."""
+    plan = tmp_path / "plan.json"
+    given = ["plan", saved, "--data", text, "--length", 48, "--rows", 2, "--keep-softmax", 1]
+    given += ["--candidate", "delta", "--overwrite", "--out", plan]
+    code, printed, _ = run(monkeypatch, capsys, *given)
+    assert code in (0, None)
+    options = {"feature_map": "squared_relu", "window": 32}
+    layers = json.loads(plan.read_text())["spec"]["layers"]
+    assert list(layers.values()) == [{"backend": "delta", "options": options}] * 2
+    assert "--calibration-rows 2 ..." in printed
+    given[-4] = "block_sparse:score=indexer"
+    with pytest.warns(SwapWarning, match="the indexer is not trained"):
+        code, printed, _ = run(monkeypatch, capsys, *given)
+    assert '"score": "indexer"' in plan.read_text()
+    assert "--calibration-rows" not in printed
 
 
 def test_plan_under_a_budget(saved, text, tmp_path, monkeypatch, capsys):

@@ -78,7 +78,7 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="JSON file for the plan")] = None,
     candidate: Annotated[
         list[str] | None,
-        typer.Option(help="BACKEND or BACKEND:NAME=VALUE,NAME=VALUE (repeatable)"),
+        typer.Option(help="BACKEND (by its presets) or BACKEND:NAME=VALUE,... (repeatable)"),
     ] = None,
     rows: Annotated[int, typer.Option(help="rows to measure on")] = 8,
     length: Length = 512,
@@ -91,7 +91,7 @@ def plan(
     from attnzoo.report.output_path import check_file
     from attnzoo.training.budget import CacheBudget, parse_size
     from attnzoo.training.loading import load_rows
-    from attnzoo.training.plan import default_candidates, make_plan
+    from attnzoo.training.plan import make_plan
     from attnzoo.training.report import plan_table
     from attnzoo.training.train_config import TrainConfig
 
@@ -103,7 +103,7 @@ def plan(
     if cache_bytes is not None:
         tokens = parse_size(cache_length, "--cache-length")
         budget = CacheBudget(bytes=parse_size(cache_bytes, "--cache-bytes"), length=tokens)
-    specs = {text: spec_of(text) for text in candidate or default_candidates()}
+    specs = _candidate_specs(candidate)
     train, _ = load_rows(path, data, column, TrainConfig(row_length=length, repeat_share=1.0))
     with console.status("") as status:
         made_plan = make_plan(
@@ -119,10 +119,21 @@ def plan(
     if out is None or dry_run:
         console.print("Nothing was written; give --out FILE to save the plan.")
         return
-    _write_plan(made_plan, out, path)
+    _write_plan(made_plan, out, path, rows)
 
 
-def _write_plan(made_plan: Any, out: Path, path: Path) -> None:
+def _candidate_specs(candidates: list[str] | None) -> dict[str, Any]:
+    """Return the specs of ``--candidate`` by their texts; names have their presets' options."""
+    from attnzoo.training.plan import CANDIDATE_BACKENDS, preset_candidates
+
+    specs = {}
+    for given in candidates or CANDIDATE_BACKENDS:
+        for text in [given] if ":" in given else preset_candidates([given]):
+            specs[text] = spec_of(text)
+    return specs
+
+
+def _write_plan(made_plan: Any, out: Path, path: Path, rows: int) -> None:
     """Write a plan and its charts, and print the next command."""
     from attnzoo.training.pages import write_plan_page
 
@@ -132,6 +143,8 @@ def _write_plan(made_plan: Any, out: Path, path: Path) -> None:
     if pages:
         console.print(f"Charts: {pages}", soft_wrap=True)
     command = shlex.join(["attnzoo", "recover", str(path), "--plan", str(out)])
+    if made_plan.calibrated:
+        command += f" --calibration-rows {rows}"  # it was measured with calibrated gates
     console.print(f"Next:   {command} ...", soft_wrap=True)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from attnzoo.backends.delta.backend import DeltaConfig
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.models import require_causal
 from attnzoo.evaluation.presets import preset_options
@@ -28,20 +29,33 @@ from attnzoo.integrations.convert import restore, swap
 from attnzoo.integrations.layers import attention_layers
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
+from attnzoo.training.calibrate import calibrate, calibrated_layers
 from attnzoo.training.distil import divergence
 
 EXACT = "flash"
-CANDIDATE_BACKENDS = ("longformer", "gated_linear", "reformer")
+CANDIDATE_BACKENDS = ("longformer", "gated_linear", "delta", "reformer")
 OnStep = Callable[[str], None]
 
 
-def default_candidates() -> list[str]:
-    """Return the candidates of a plan by default, such as ``"longformer:window=128"``."""
+def preset_candidates(names: Iterable[str] = CANDIDATE_BACKENDS) -> list[str]:
+    """Return the candidates of backends by their presets, such as ``"longformer:window=128"``.
+
+    Raises:
+        UnknownBackendError: A name is unknown.
+    """
     return [
-        f"{name}:" + ",".join(f"{key}={value}" for key, value in options.items())
-        for name in CANDIDATE_BACKENDS
-        for options in preset_options(name, "recovery")
+        f"{name}:{options}".rstrip(":")
+        for name in names
+        for options in map(_options_text, preset_options(name, "recovery"))
     ]
+
+
+def _options_text(options: Mapping[str, Any]) -> str:
+    """Return options as the command line takes them; the inverse of ``spec_of``."""
+    return ",".join(
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in options.items()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +94,11 @@ class Plan:
     window: int
     layers: list[LayerMeasure]
     weights: str
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it has layers that were measured with calibrated gates."""
+        return any(isinstance(layer.config, DeltaConfig) for layer in self.spec.layers.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON data."""
@@ -147,6 +166,8 @@ def weights_fingerprint(model: nn.Module) -> str:
 class Planner:
     """Measures how swaps change a causal model's predictions, and chooses a plan.
 
+    Layers of ``delta`` have gates calibrated on the rows, as recovery starts from them.
+
     Args:
         model: A model that is not swapped.
         rows: Tokens to measure on, ``[B, T]``.
@@ -175,6 +196,7 @@ class Planner:
         if not self.numbers:
             raise SpecError(f"{type(model).__name__} has no attention layers to plan for")
         self.exact = self._logits()
+        self.calibrated = {name: self._calibrate(name) for name in self.candidates}
 
     def make_spec(self, chosen: Mapping[int, str]) -> AttentionSpec:
         """Return the spec with these layers' candidates and exact attention elsewhere."""
@@ -189,6 +211,9 @@ class Planner:
         """
         swap(self.model, self.make_spec(chosen))
         try:
+            for name, backend in calibrated_layers(self.model).items():
+                weights = self.calibrated[chosen[backend.geometry.layer]]
+                backend.load_state_dict(weights[name])
             kl = float(
                 sum(
                     divergence(logits, exact, torch.ones(logits.shape[:2], device=logits.device))
@@ -255,6 +280,23 @@ class Planner:
             entropy = torch.special.entr(weight.float()).sum(-1).mean()
             statistics[number] = (float(beyond), float(entropy))
         return statistics
+
+    def _calibrate(self, candidate: str) -> dict[str, dict[str, Tensor]]:
+        """Return the weights of a candidate's calibrated layers, by name.
+
+        Each layer is calibrated on the inputs that it has in the model with softmax. Its weights
+        are therefore the same for every choice of the other layers.
+        """
+        swap(self.model, self.make_spec(dict.fromkeys(self.numbers, candidate)))
+        try:
+            layers = calibrated_layers(self.model)
+            if layers:
+                self.on_step(f"gates, {candidate}")
+                positions = torch.arange(self.rows.shape[1]).expand_as(self.rows)
+                calibrate(self.model, self.rows, positions)
+            return {name: backend.state_dict() for name, backend in layers.items()}
+        finally:
+            restore(self.model)
 
     @torch.no_grad()
     def _logits(self) -> list[Tensor]:

@@ -10,7 +10,7 @@ from attnzoo.evaluation.models import spec_label
 from attnzoo.evaluation.presets import preset_options
 from attnzoo.registry import get_backend
 from attnzoo.tasks import run as tasks
-from attnzoo.training.plan import default_candidates
+from attnzoo.training.plan import preset_candidates
 
 SITUATIONS = {"short", "long", "bidirectional", "from_scratch", "recovery", "tiny"}
 DEMO = [
@@ -51,11 +51,14 @@ def test_rows():
 
 
 def test_candidates():
-    assert default_candidates() == [
+    assert preset_candidates() == [
         "longformer:window=128",
         "gated_linear:feature_map=hedgehog,window=32",
+        "delta:feature_map=squared_relu,window=32",
         "reformer:chunk_size=16",
     ]
+    assert preset_candidates(["linear"]) == ["linear"]  # no preset for recovery: the defaults
+    assert preset_candidates(["block_sparse"]) == ["block_sparse:top_k=10"]
 
 
 @pytest.mark.parametrize("name", BUILTIN)

@@ -9,6 +9,7 @@ import attnzoo
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.data import make_eval_batch
 from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.training.calibrate import calibrate
 from attnzoo.training.pages import write_plan_page
 from attnzoo.training.plan import (
     Plan,
@@ -54,6 +55,25 @@ def test_attention_beyond_the_window_and_entropy(model):
         entropy = -(weight * weight.clamp(min=1e-30).log()).sum(-1).mean()
         assert statistics[number][0] == pytest.approx(float(torch.stack(beyond).mean()), abs=1e-5)
         assert statistics[number][1] == pytest.approx(float(entropy), abs=1e-4)
+
+
+@torch.no_grad()
+def test_gates_of_delta_are_measured_calibrated(model):
+    """Each layer's gates follow from softmax's attention, whichever other layers are swapped."""
+    spec = attnzoo.AttentionSpec("delta", feature_map="squared_relu", window=5)
+    planner = Planner(model, ROWS, {"delta": spec, "window": CANDIDATES["near"]})
+    exact = model(ROWS).logits.log_softmax(-1)
+    for chosen in ({0: "delta", 1: "delta"}, {0: "window", 1: "delta"}):
+        found = planner.divergence(chosen)
+        attnzoo.swap(model, planner.make_spec(chosen))
+        raw = model(ROWS).logits.log_softmax(-1)
+        calibrate(model, ROWS, torch.arange(ROWS.shape[1]).expand_as(ROWS))
+        swapped = model(ROWS).logits.log_softmax(-1)
+        attnzoo.restore(model)
+        kl, raw_kl = ((exact.exp() * (exact - x)).sum(-1).mean() for x in (swapped, raw))
+        assert found == pytest.approx(float(kl), rel=1e-3)
+        assert abs(found - float(raw_kl)) > 0.05 * found
+    assert planner.divergence({0: "window"}) > 0
 
 
 def test_planner_restores_the_model(model):

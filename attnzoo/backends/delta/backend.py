@@ -98,7 +98,7 @@ class DeltaBackend(RecurrentBackend):
         "short": ({"window": 32},),
         "long": ({"window": 32},),
         "from_scratch": ({},),
-        "recovery": ({"feature_map": "hedgehog", "window": 32},),
+        "recovery": ({"feature_map": "squared_relu", "window": 32},),
     }
     bidirectional = False
     needs_hidden_states = True
