@@ -31,6 +31,10 @@ class SwapWarning(UserWarning):
     """A swap was made, or loaded, that may not be the one that was meant."""
 
 
+class UntrainedWarning(SwapWarning):
+    """A backend runs whose parameters must be trained before its output means anything."""
+
+
 class UnsupportedError(AttnzooError):
     """A backend, or an implementation of an op, does not support the inputs or the layer."""
 

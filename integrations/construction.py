@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import SpecError
 from attnzoo.integrations.attention import NAME, layer_backend
 from attnzoo.integrations.convert import (
@@ -52,8 +54,17 @@ def attach_when_built(model: PreTrainedModel) -> None:
         backends = build_backends(model, rest, spec)
         warn_of_image_masks(model, rest, backends)
         attach(rest, backends)
+        _ignore_when_missing(model, backends)
     if implementation == NAME:
         write_config(model.config, spec)
+
+
+def _ignore_when_missing(model: Any, backends: Iterable[AttentionBackend]) -> None:
+    """Keep buffers that a checkpoint may lack out of the report that transformers prints."""
+    keys = {key for backend in backends for key in backend.optional_buffers}
+    patterns = {rf"\.{NAME}\.{re.escape(key)}$" for key in keys}
+    known = model._keys_to_ignore_on_load_missing or ()
+    model._keys_to_ignore_on_load_missing = {*known, *patterns}
 
 
 def _check_disabled(model: PreTrainedModel, spec: Any, implementation: str) -> None:

@@ -125,6 +125,7 @@ def _report_missing_extras(model: Any, missing: Iterable[str]) -> None:
         for name, module in model.named_modules()
         if NAME in module._modules
         for key, x in module._modules[NAME].state_dict(keep_vars=True).items()
+        if key not in module._modules[NAME].optional_buffers
     }
     loaded = {tensor for key, (_, tensor) in extras.items() if key not in absent}  # or shared
     layers = {name for key, (name, tensor) in extras.items() if tensor not in loaded}

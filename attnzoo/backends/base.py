@@ -110,6 +110,7 @@ class AttentionBackend(nn.Module):
     has_weights: ClassVar[bool] = True  # has one matrix of weights per head, for all value channels
     context_parallel: ClassVar[bool] = False  # supports sequences split over ranks
     has_transfer_loss: ClassVar[bool] = False  # its output gives parameters no gradient
+    optional_buffers: ClassVar[tuple[str, ...]] = ()  # those that a checkpoint may lack
     needs_full_sequences: ClassVar[str] = "it needs full sequences on each rank"  # why it does not
     # Options that commands and tools try. Use cases: "short", a pretrained model on text of a few
     # hundred tokens (demo); "long", one on a thousand tokens or more (compare); "bidirectional", an

@@ -59,6 +59,14 @@ def model_name(name: str) -> str:
     return name if _is_embedded(name) else str(model_folder(name))
 
 
+def argument_of(folder: Path) -> str:
+    """Return what a command takes to read a model's folder: its name if it ships with attnzoo."""
+    from attnzoo.evaluation.models import EMBEDDED_NAMES
+
+    named = (name for name in EMBEDDED_NAMES if model_folder(name) == folder)
+    return next(named, str(folder))
+
+
 def _is_embedded(name: str) -> bool:
     """Return whether this names a model that ships with the package, and no folder here."""
     return _is_embedded_name(name) and not Path(name).exists()

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from attnzoo.commands.model_argument import ModelArgument
+from attnzoo.commands.model_argument import ModelArgument, argument_of
 from attnzoo.commands.spec_options import spec_of
 from attnzoo.commands.terminal import console, problems
 from attnzoo.commands.train_options import (
@@ -142,7 +142,7 @@ def _write_plan(made_plan: Any, out: Path, path: Path, rows: int) -> None:
     console.print(f"Plan:   {out}", soft_wrap=True)
     if pages:
         console.print(f"Charts: {pages}", soft_wrap=True)
-    command = shlex.join(["attnzoo", "recover", str(path), "--plan", str(out)])
+    command = shlex.join(["attnzoo", "recover", argument_of(path), "--plan", str(out)])
     if made_plan.calibrated:
         command += f" --calibration-rows {rows}"  # it was measured with calibrated gates
     console.print(f"Next:   {command} ...", soft_wrap=True)

@@ -11,6 +11,7 @@ from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from attnzoo.errors import ConfigError, did_you_mean
 
@@ -135,7 +136,7 @@ class Harness:
         }
 
     def _evaluate(self, model: Any, names: list[str]) -> Any:
-        from lm_eval import simple_evaluate
+        from lm_eval import evaluator
         from lm_eval.models.huggingface import HFLM
 
         tasks = self.tasks
@@ -146,15 +147,17 @@ class Harness:
             batch_size=tasks.batch_size,
         )
         self._check_lengths(names, harness.max_length)
-        return simple_evaluate(
-            harness,
-            tasks=names,
-            num_fewshot=tasks.num_fewshot,
-            limit=tasks.limit,
-            gen_kwargs=tasks.gen_kwargs,
-            task_manager=self.manager,
-            log_samples=False,
-        )
+        # Its result has the revision of the working folder; git prints an error where there is none
+        with patch.object(evaluator, "get_git_commit_hash", lambda: None, create=True):
+            return evaluator.simple_evaluate(
+                harness,
+                tasks=names,
+                num_fewshot=tasks.num_fewshot,
+                limit=tasks.limit,
+                gen_kwargs=tasks.gen_kwargs,
+                task_manager=self.manager,
+                log_samples=False,
+            )
 
     def _check_lengths(self, names: list[str], limit: int) -> None:
         """Raise an error if a generated prompt would lose its beginning."""

@@ -20,6 +20,7 @@ _EMBEDDED_FOLDERS = {
     EMBEDDED: "assets/tiny-llama",
     EMBEDDED_LONG: "assets/tiny-llama-long",
 }
+EMBEDDED_NAMES = tuple(_EMBEDDED_FOLDERS)
 
 
 def embedded_model_path(name: str = EMBEDDED) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from attnzoo.errors import UntrainedWarning
 from attnzoo.evaluation.quality import NonFiniteError
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.training.checkpoints import FOLDER, Checkpoints, explain_write_errors
@@ -47,7 +49,9 @@ class Baselines:
         if name in self.results:
             return
         try:
-            self.results[name] = evaluate()
+            with warnings.catch_warnings():  # a raw swap is untrained by definition
+                warnings.simplefilter("ignore", UntrainedWarning)
+                self.results[name] = evaluate()
         except NonFiniteError as error:
             raise NonFiniteError(f"The baseline {name!r} cannot be measured: {error}") from error
         if self.accelerator.is_main_process:

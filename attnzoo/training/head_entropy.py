@@ -6,6 +6,7 @@ Letters: B texts, H heads, T queries, S keys.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.backends.base import AttentionBackend
+from attnzoo.errors import UntrainedWarning
 from attnzoo.evaluation.heads import entropy
 from attnzoo.registry import build_backend
 from attnzoo.report import charts
@@ -139,7 +141,9 @@ class EntropyLog:
             self._write(model, {"total": total, "stage": stage, "step": step})
 
     def _write(self, model: nn.Module, line: dict[str, Any], original: bool = False) -> None:
-        found = head_entropies(model, self.inputs, original=original)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UntrainedWarning)  # before the first step, nothing is
+            found = head_entropies(model, self.inputs, original=original)
         # A model that diverges has none; the loss of its next step explains that
         found = {name: bits for name, bits in found.items() if all(map(math.isfinite, bits))}
         if found:

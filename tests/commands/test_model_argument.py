@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnzoo.commands.model_argument import model_folder, model_name
+from attnzoo.commands.model_argument import argument_of, model_folder, model_name
 from attnzoo.evaluation.models import embedded_model_path, is_embedded, model_path
 
 
@@ -15,6 +15,10 @@ def test_the_embedded_model_has_a_name(tmp_path, monkeypatch):
     assert is_embedded(str(embedded_model_path()))
     assert model_name("embedded-other") == "embedded-other"  # a folder, which is not there
     assert not is_embedded("embedded-other")
+    for name in ("embedded", "embedded-long", "folder"):
+        assert argument_of(model_folder(name)) == name
+    (tmp_path / "embedded").mkdir()
+    assert argument_of(embedded_model_path()) == str(embedded_model_path())
 
 
 @pytest.mark.parametrize("name", ["embedded", "./embedded"])

@@ -99,6 +99,14 @@ def test_outputs_are_checked_before_anything_is_measured(
     assert (tmp_path / "maps" / "maps.json").read_text() == "mine"
 
 
+def test_a_plan_names_the_embedded_model(attnzoo, text, tmp_path):
+    out = tmp_path / "plan.json"
+    given = ["plan", "embedded", "--data", text, "--length", 32, "--rows", 1, "--out", out]
+    code, printed, _ = attnzoo(*given, "--candidate", "longformer:window=4")
+    assert code == 0
+    assert f"Next:   attnzoo recover embedded --plan {out} ..." in printed
+
+
 def test_brackets_are_printed_as_they_are(attnzoo, saved, text, tmp_path):
     """Rich reads [red] and [/x] as markup."""
     out = tmp_path / "[red][/x]" / "plan.json"

@@ -1,13 +1,14 @@
 """Attention transfer of block_sparse's indexer: its own loss, frozen weights, and recovery."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 import transformers as hf
 
 import attnzoo
-from attnzoo.errors import SpecError
+from attnzoo.errors import SpecError, UntrainedWarning
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.recover import RecoverConfig, recover
@@ -75,7 +76,9 @@ def test_recovery(saved, text, tmp_path):
     models = {}
     for train in ("extras", "lora"):
         config = RecoverConfig(**steps, distil_steps=3, train=train, loop=loop)
-        recover(saved, spec, [text], tmp_path / train, config, log=logged.append)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UntrainedWarning)  # the raw swap has no trained indexer
+            recover(saved, spec, [text], tmp_path / train, config, log=logged.append)
         models[train] = hf.AutoModelForCausalLM.from_pretrained(tmp_path / train)
         stages = [line["stage"] for line in read_losses(tmp_path / train) if line["step"] == 0]
         assert stages == (["transfer"] if train == "extras" else ["transfer", "distil"])

@@ -27,7 +27,7 @@ from attnzoo.backends.config import BackendConfig, Geometry
 from attnzoo.backends.flash.op import flash_attention
 from attnzoo.backends.implementation import impl_names
 from attnzoo.backends.inputs import AttentionInputs
-from attnzoo.errors import ConfigError, SwapWarning
+from attnzoo.errors import ConfigError, UntrainedWarning
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice
 
@@ -301,5 +301,5 @@ class BlockSparseBackend(AttentionBackend):
         fake = isinstance(self.indexer.head_weight, FakeTensor)  # no values, to count memory
         if fake or self.indexer.is_trained or output.impl is None:
             return output
-        warnings.warn(f"block_sparse: {UNTRAINED}", SwapWarning, stacklevel=2)
+        warnings.warn(f"block_sparse: {UNTRAINED}", UntrainedWarning, stacklevel=2)
         return output._replace(impl=ImplChoice(output.impl.impl, UNTRAINED))

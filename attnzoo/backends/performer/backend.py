@@ -114,6 +114,7 @@ class PerformerBackend(RecurrentBackend):
     }
     cross_attention = True
     projection: Tensor  # [M, D]
+    optional_buffers: ClassVar[tuple[str, ...]] = ("calls",)
     calls: Tensor  # number of training calls, a scalar
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:

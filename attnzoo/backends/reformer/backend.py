@@ -127,6 +127,7 @@ class ReformerBackend(AttentionBackend):
     }
     packing = True
     needs_full_sequences: ClassVar[str] = "its buckets sort the tokens of a whole row"
+    optional_buffers: ClassVar[tuple[str, ...]] = ("calls",)
     calls: Tensor  # training calls so far, a scalar
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
