@@ -105,7 +105,9 @@ def compare(
 
 
 def tasks(
-    task: Annotated[str, typer.Option(help="mqar, duplication, induction, listops or bytes")],
+    task: Annotated[
+        str, typer.Option(help="mqar, mqar64, duplication, induction, listops or bytes")
+    ],
     attention: Attentions = None,
     seeds: Annotated[int, typer.Option(help="runs per attention")] = 3,
     steps: Annotated[

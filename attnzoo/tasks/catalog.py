@@ -6,9 +6,9 @@ from attnzoo.errors import SpecError, did_you_mean
 from attnzoo.tasks.base import Task
 from attnzoo.tasks.documents import DOCUMENTS
 from attnzoo.tasks.listops import LISTOPS
-from attnzoo.tasks.recall import DUPLICATION, INDUCTION, MQAR
+from attnzoo.tasks.recall import DUPLICATION, INDUCTION, MQAR, MQAR_64
 
-TASKS = {task.name: task for task in (MQAR, DUPLICATION, INDUCTION, LISTOPS, DOCUMENTS)}
+TASKS = {task.name: task for task in (MQAR, MQAR_64, DUPLICATION, INDUCTION, LISTOPS, DOCUMENTS)}
 
 
 def find_task(name: str) -> Task:

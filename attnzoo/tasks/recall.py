@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Generator
 
 from attnzoo.tasks.base import IGNORED, LabelledRows, Task
 
-KEYS = VALUES = 32  # number of key tokens and of value tokens in associative recall
+KEYS = 32  # number of key tokens in associative recall, and of value tokens
 SYMBOLS = 62  # of duplication and induction, besides a separator and a trigger
 SEPARATOR, TRIGGER = SYMBOLS, SYMBOLS + 1
 
 
-def draw_mqar(count: int, size: int, generator: Generator, held_out: bool) -> LabelledRows:
+def draw_mqar(
+    count: int, size: int, generator: Generator, held_out: bool, *, symbols: int = KEYS
+) -> LabelledRows:
     """Draw ``size`` key-value pairs, then all of them again in another order.
+
+    There are ``symbols`` keys, of which each occurs in at most one pair, and as many values.
 
     The target after the second occurrence of a key is its value. There are too many different
     rows to memorise, so held-out rows are drawn in the same way.
     """
-    keys = torch.rand(count, KEYS, generator=generator).argsort(1)[:, :size]
-    values = KEYS + torch.randint(VALUES, (count, size), generator=generator)
+    keys = torch.rand(count, symbols, generator=generator).argsort(1)[:, :size]
+    values = symbols + torch.randint(symbols, (count, size), generator=generator)
     order = torch.rand(count, size, generator=generator).argsort(1)
     first = torch.stack([keys, values], 2).flatten(1)
     second = torch.stack([keys.gather(1, order), values.gather(1, order)], 2).flatten(1)
@@ -53,14 +59,26 @@ def draw_induction(count: int, size: int, generator: Generator, held_out: bool) 
 MQAR = Task(
     name="mqar",
     about="multi-query associative recall (arXiv:2312.04927): the value of each repeated key",
-    vocabulary=KEYS + VALUES,
+    vocabulary=2 * KEYS,
     draw=draw_mqar,
     train_sizes=(4, 8, 16, 32),
     test_sizes=(8, 16, 32),
     size_unit="pairs",
     steps=1200,
     batch=128,
-    chance=1 / VALUES,
+    chance=1 / KEYS,
+)
+MQAR_64 = Task(
+    name="mqar64",
+    about="multi-query associative recall (arXiv:2312.04927) of up to 64 pairs",
+    vocabulary=2 * 64,
+    draw=partial(draw_mqar, symbols=64),
+    train_sizes=(4, 8, 16, 32, 64),
+    test_sizes=(16, 32, 64),
+    size_unit="pairs",
+    steps=1200,
+    batch=128,
+    chance=1 / 64,
 )
 DUPLICATION = Task(
     name="duplication",

@@ -22,7 +22,7 @@ from attnzoo.tasks.run import (
 )
 from attnzoo.tasks.train import losses, make_model, make_optimizers, sizes_at, train
 
-NAMES = ["mqar", "duplication", "induction", "listops", "bytes"]
+NAMES = ["mqar", "mqar64", "duplication", "induction", "listops", "bytes"]
 
 
 def draw(name, count=8, size=None, seed=0, held_out=False):
@@ -44,13 +44,14 @@ def test_rows_are_seeded_and_in_the_vocabulary(name):
     assert 0 <= labels.min() <= labels.max() < task.vocabulary
 
 
-def test_mqar_asks_for_the_value_that_stood_behind_the_key():
-    rows = draw("mqar", size=8)
+@pytest.mark.parametrize(("name", "size"), [("mqar", 8), ("mqar64", 64)])
+def test_mqar_asks_for_the_value_that_stood_behind_the_key(name, size):
+    rows = draw(name, size=size)
     for tokens, labels in zip(rows.tokens.tolist(), rows.labels.tolist(), strict=True):
-        pairs = dict(zip(tokens[:16:2], tokens[1:16:2], strict=True))
-        assert len(pairs) == 8
+        pairs = dict(zip(tokens[: 2 * size : 2], tokens[1 : 2 * size : 2], strict=True))
+        assert len(pairs) == size
         labelled = [i for i, label in enumerate(labels) if label != IGNORED]
-        assert labelled == list(range(16, 32, 2))
+        assert labelled == list(range(2 * size, 4 * size, 2))
         assert all(labels[i] == pairs[tokens[i]] == tokens[i + 1] for i in labelled)
 
 
