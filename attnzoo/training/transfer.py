@@ -16,7 +16,7 @@ The loss can compare the attention weights a instead, by their divergence from s
 in which each term is non-negative. It penalises a missed key by its logarithm, while an output
 averages it with others. Every mechanism is linear in the values, so value columns that are one at a
 key and zero elsewhere return the weights of that key. E such columns replace a layer's values and
-cover every n-th key; n steps cover all keys. Softmax runs twice, for these columns and the values.
+cover every n-th key; n steps cover all keys.
 Source: Zhang et al., 2024, arXiv:2402.04347 (Hedgehog), which minimises the cross-entropy of all
 weights.
 
@@ -42,6 +42,11 @@ from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 from attnzoo.state import AttentionOutput
 from attnzoo.training.sharding import is_sharded
+from attnzoo.training.softmax_target import (
+    key_indicators,
+    key_stride,
+    softmax_target,
+)
 
 MIN_WEIGHT = 1e-20  # smaller or negative attention weights are clamped and get no gradient
 Target = Literal["output", "attention"]
@@ -209,16 +214,14 @@ class Transfer:
             values = self.values.pop(name) if compare_weights else columns
             options = {k: x for k, x in kwargs.items() if k not in ("state", "return_state")}
             options["return_weights"] = False
-            with torch.no_grad():
-                exact = teacher(q, k, values, **options).out
+            indicators = columns if compare_weights else None
+            exact, weights = softmax_target(teacher, q, k, values, options, indicators, self.step)
             if trained:
                 mask, shard = kwargs.get("mask"), kwargs.get("shard")
                 if own_loss:
                     error, backend.transfer_loss = backend.transfer_loss, None
                     assert error is not None
-                elif compare_weights:
-                    with torch.no_grad():
-                        weights = teacher(q, k, columns, **options).out
+                elif weights is not None:
                     length, count = columns.shape[2:]
                     error = weights_divergence(output.out, weights, mask, shard)
                     error = error * key_stride(length * (shard.size if shard else 1), count)
@@ -280,29 +283,6 @@ def _mean(x: Tensor, shard: SequenceShard | None) -> Tensor:
     total = x.detach().clone()
     dist.all_reduce(total, group=shard.group)
     return total / shard.size
-
-
-def key_stride(length: int, count: int) -> int:
-    """Return n such that ``count`` columns cover every n-th of ``length`` keys."""
-    return -(-length // count)
-
-
-def key_indicators(length: int, count: int, step: int) -> Tensor:
-    """Return value columns for which an attention's output is the weight of one key per column.
-
-    Args:
-        length: S.
-        count: Number of columns; unused ones are zero.
-        step: Selects the keys ``step % n``, ``step % n + n``, ... with n = :func:`key_stride`.
-
-    Returns:
-        ``[S, count]``, one at each column's key and zero elsewhere.
-    """
-    stride = key_stride(length, count)
-    keys = torch.arange(step % stride, length, stride)
-    columns = torch.zeros(length, count)
-    columns[keys, torch.arange(len(keys))] = 1
-    return columns
 
 
 def weights_divergence(

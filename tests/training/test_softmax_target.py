@@ -1,0 +1,43 @@
+import pytest
+import torch
+
+from attnzoo.backends.config import Geometry
+from attnzoo.masks import AttentionMask
+from attnzoo.registry import build_backend
+from attnzoo.training import softmax_target as module
+from attnzoo.training.softmax_target import key_indicators, softmax_target
+
+
+def inputs(heads, length):
+    generator = torch.Generator().manual_seed(0)
+    return 2 * torch.randn(2, heads, length, 8, generator=generator).double()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("form", ["kernel", "padded", "without kernel"])
+def test_output_and_weights(monkeypatch, causal, form):
+    """19 keys and 8 columns: the steps take every third key, and some columns are unused."""
+    if form == "without kernel":
+        monkeypatch.setattr(module, "band_cpp_reasons", lambda device: ["not built"])
+    q, k, v = inputs(4, 19), inputs(2, 19) / 2, inputs(2, 19)
+    mask = AttentionMask(causal=causal)
+    real = torch.ones(2, 19, dtype=torch.bool)
+    if form == "padded":
+        real[1, 15:] = False
+        mask = AttentionMask(causal=causal, padding=real)
+    geometry = Geometry(num_heads=4, num_key_heads=2, head_dim=8, causal=causal, scale=0.5)
+    teacher = build_backend("flash", {}, geometry)
+    see = real[:, None, None] & (torch.ones(19, 19).tril() > 0 if causal else torch.tensor(True))
+    scores = 0.5 * q @ k.repeat_interleave(2, 1).mT
+    exact = scores.masked_fill(~see, -torch.inf).softmax(-1)
+    queries = real[:, None, :, None]
+    for step in (0, 4, 5):
+        columns = key_indicators(19, 8, step).to(v).expand_as(v)
+        out, weights = softmax_target(teacher, q, k, v, {"mask": mask}, columns, step)
+        chosen = exact @ columns[:, :1]
+        torch.testing.assert_close(weights * queries, chosen * queries)
+        expected = exact @ v.repeat_interleave(2, 1)
+        torch.testing.assert_close(out * queries, expected * queries)
+    alone, nothing = softmax_target(teacher, q, k, v, {"mask": mask})
+    assert torch.equal(alone, out)
+    assert nothing is None
