@@ -63,6 +63,9 @@ class TrainOptions:
             "for completions"
         ),
     ] = None
+    repeats_per_row: Annotated[
+        int, typer.Option(help="repeated segments in such a row, which may overwrite each other")
+    ] = 1
     batch: Annotated[int, typer.Option(help="rows per step over all processes")] = 8
     accumulate: Annotated[
         int, typer.Option(help="micro-batches per batch (gradient accumulation)")
@@ -136,6 +139,7 @@ class TrainOptions:
                 "attention_lr",
                 "extras_lr",
                 "repeat_share",
+                "repeats_per_row",
                 "control",
                 "window_dropout",
             ),

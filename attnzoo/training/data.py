@@ -240,17 +240,27 @@ def pack(documents: Sequence[str], tokenizer: Any, *, row_length: int, vocab_siz
     )
 
 
-def with_repeats(rows: Rows, share: float, seed: int = 0) -> Rows:
-    """Return rows of which a fraction has a segment copied to a later position, to train recall.
+def with_repeats(rows: Rows, share: float, seed: int = 0, *, per_row: int = 1) -> Rows:
+    """Return rows of which a fraction has segments copied to later positions, to train recall.
 
     The positions of such a row are those of one document. Rows of fewer than 256 tokens are too
     short and are not changed.
+
+    Args:
+        rows: Rows of tokens.
+        share: Fraction of the rows that get copies.
+        seed: Draws rows and positions.
+        per_row: Copied segments in such a row; a later one may overwrite a part of an earlier one.
     """
     if share <= 0 or rows.tokens.shape[1] < MIN_REPEAT_LENGTH:
         return rows
     tokens, positions = rows.tokens.clone(), rows.positions.clone()
-    repeats = add_repeats(tokens, torch.Generator().manual_seed(seed), share=share)
-    for row, repeat in zip(positions, repeats, strict=True):
-        if repeat is not None:
-            row.copy_(torch.arange(len(row)))
+    generator = torch.Generator().manual_seed(seed)
+    repeats = add_repeats(tokens, generator, share=share)
+    changed = torch.tensor([repeat is not None for repeat in repeats])
+    positions[changed] = torch.arange(tokens.shape[1], dtype=positions.dtype)
+    for _ in range(per_row - 1):
+        copies = tokens[changed]
+        add_repeats(copies, generator)
+        tokens[changed] = copies
     return Rows(tokens=tokens, positions=positions, bytes_per_token=rows.bytes_per_token)

@@ -58,7 +58,8 @@ def load_rows(path: Path, data: list[Path], column: str, config: TrainConfig) ->
     if config.train_on == "completions":
         return split_rows(path, data, column, config, pack_completions, example_of)
     train, held_out = split_rows(path, data, column, config, pack)
-    return with_repeats(train, config.repeat_share or 0.0, config.loop.seed), held_out
+    share, per_row = config.repeat_share or 0.0, config.repeats_per_row
+    return with_repeats(train, share, config.loop.seed, per_row=per_row), held_out
 
 
 def load_causal(path: Path, spec: AttentionSpec | None) -> PreTrainedModel:

@@ -27,6 +27,7 @@ class TrainConfig:
     train_on: Literal["all", "completions"] = "all"
     # fraction of rows with a repeated segment, which train recall; None: 0.25, completions 0
     repeat_share: float | None = None
+    repeats_per_row: int = 1  # repeated segments in such a row
     judged_rows: int = 32  # held-out rows for evaluation
     control: int | None = None  # window of "window alone"; None: the swap's widest window
     label_smoothing_factor: float = 0.0  # of cross-entropy, as in TrainingArguments
@@ -46,7 +47,12 @@ class TrainConfig:
                 f"repeat_share={self.repeat_share} would write copied segments into prompts and "
                 "completions; leave it out with train_on='completions'"
             )
-        for name in ("lora_rank", "judged_rows"):
+        if self.repeats_per_row > 1 and not self.repeat_share:
+            raise ConfigError(
+                f"repeats_per_row={self.repeats_per_row} is about the rows of repeat_share, which "
+                "is 0; set both, or neither"
+            )
+        for name in ("lora_rank", "judged_rows", "repeats_per_row"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.attention_lr is not None and self.train == "extras":

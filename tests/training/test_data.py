@@ -108,3 +108,13 @@ def test_repeats_in_a_fraction_of_the_rows(tokenizer):
     assert torch.equal(with_repeats(rows, 0.5).tokens, some.tokens)
     assert some.fingerprint != rows.fingerprint
     assert with_repeats(rows, 0.0) is rows
+
+
+def test_several_repeats_in_a_row(tokenizer):
+    """They change the same rows as one repeat, and more tokens of most of them."""
+    rows = pack([json.dumps(list(range(9999)))], tokenizer, row_length=512, vocab_size=384)
+    once, thrice = (with_repeats(rows, 0.5, per_row=n).tokens != rows.tokens for n in (1, 3))
+    assert torch.equal(once.any(1), thrice.any(1))
+    more = (thrice.sum(1) > once.sum(1))[once.any(1)]
+    assert more.float().mean() > 0.8
+    assert thrice.sum() > 1.5 * once.sum()
