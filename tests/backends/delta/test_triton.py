@@ -10,7 +10,7 @@ import torch
 
 from attnzoo.backends.config import Geometry
 from attnzoo.backends.delta import check_triton
-from attnzoo.backends.delta.check_triton import DeltaCase, wrong_results
+from attnzoo.backends.delta.check_triton import DeltaCase, Inputs, results, wrong_results
 from attnzoo.backends.delta.impl import triton as module
 from attnzoo.backends.delta.kernels import launch
 from attnzoo.backends.delta.kernels.custom_op import delta_triton
@@ -42,6 +42,16 @@ def test_one_token(decay):
 def test_a_small_scale_does_not_overflow_float16():
     case = replace(SMALL, dtype=torch.float16, scale=1e-4, T=20)
     assert list(wrong_results(case, DEVICE)) == []
+
+
+def test_the_gradient_of_write_strengths_sums_products_in_float32():
+    """In bfloat16, with values of mean 1; the products of rounded factors exceed this budget."""
+    case = DeltaCase(decay="none", d=64, e=64, B=1, Hkv=1, T=70, mean=1.0)
+    x = Inputs(case, DEVICE)
+    exact = results(x, "reference", torch.float64)["d_beta"]
+    plain, ours = (results(x, impl)["d_beta"] - exact for impl in ("torch", "triton"))
+    assert ours.norm() <= 2 * plain.norm()
+    assert ours.norm() <= 5e-3 * exact.norm()
 
 
 def test_gradients_of_one_token():

@@ -29,7 +29,7 @@ def delta_triton(
     segment_ids: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the output ``[B, H, T, E]``, the last state, and the errors e and u = beta e.
+    """Return the output ``[B, H, T, E]``, the last state, the errors e (float32) and u = beta e.
 
     Args:
         q: Queries, ``[B, H, T, D]``.
@@ -64,7 +64,7 @@ def delta_triton_backward(
     needs_decay_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, beta, log_decay (empty if not needed) and state."""
-    launcher = DeltaLauncher(k, errors, beta, log_decay, state, segment_ids)
+    launcher = DeltaLauncher(k, u, beta, log_decay, state, segment_ids)
     return launcher.backward(d_out, d_last, q, errors, u, last, scale, needs_decay_grad)
 
 
@@ -73,15 +73,16 @@ def _delta_triton_fake(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor, *_: Any
 ) -> tuple[Tensor, ...]:
     out = empty_rows(v, q.shape[1], v.shape[3]).transpose(1, 2)
-    errors, u = (empty_rows(v, v.shape[1], v.shape[3]).transpose(1, 2) for _ in range(2))
+    u = empty_rows(v, v.shape[1], v.shape[3]).transpose(1, 2)
+    errors = empty_rows(v, v.shape[1], v.shape[3], torch.float32).transpose(1, 2)
     return out, state.new_empty(state.shape), errors, u
 
 
 @delta_triton_backward.register_fake
 def _delta_triton_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    q, k, beta, log_decay, state, _, _, errors = args[2:10]
+    q, k, beta, log_decay, state, _, _, _, u = args[2:11]
     d_log = q.new_empty(0) if not args[-1] else log_decay.new_empty(log_decay.shape)
-    dv = empty_rows(errors, errors.shape[1], errors.shape[3]).transpose(1, 2)
+    dv = empty_rows(u, u.shape[1], u.shape[3]).transpose(1, 2)
     dq, dk, d_beta, d_state = (x.new_empty(x.shape) for x in (q, k, beta, state))
     return dq, dk, dv, d_beta, d_log, d_state
 

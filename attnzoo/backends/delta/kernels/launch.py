@@ -83,11 +83,17 @@ class DeltaLauncher:
         }
 
     def errors(self) -> tuple[Tensor, Tensor]:
-        """Return the prediction errors e, and u = beta e, ``[B, Hkv, T, E]`` in the dtype of v."""
+        """Return the prediction errors e in float32, and u = beta e in the dtype of v.
+
+        Both are ``[B, Hkv, T, E]``. The gradient of beta is a sum of products of e, which cancel.
+        """
         return self._scan(self.v, reverse=False)
 
     def transposed_errors(self, d_u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return w, and beta w: the solution of the transposed system for the gradient of u."""
+        """Return w in float32, and beta w: the solution of the transposed system for u's gradient.
+
+        The dtype of beta w is that of v.
+        """
         return self._scan(d_u, reverse=True)
 
     def _scan(self, x: Tensor, *, reverse: bool) -> tuple[Tensor, Tensor]:
@@ -95,7 +101,8 @@ class DeltaLauncher:
         heads = self.batch * self.key_heads
         size = self.num_chunks, self.chunk, self.chunk
         inverse = self.state.new_empty(self.batch, self.key_heads, *size)
-        errors, written = (empty_rows(self.v, self.key_heads, self.e) for _ in range(2))
+        written = empty_rows(self.v, self.key_heads, self.e)
+        errors = empty_rows(self.v, self.key_heads, self.e, torch.float32)
         block = block_size(self.e)
         block = min(block, max(16, STATE_ELEMENTS // self.constants["BD"]))
         tiles = -(-self.e // block)
@@ -138,7 +145,7 @@ class DeltaLauncher:
         z = self.state.new_zeros(self.state.shape[:3])
         d_u = self.linear(q, u, scale, decay_grad=False).value_gradient(d_out, d_state, z)
         w, d_v = self.transposed_errors(d_u)
-        d_beta = (errors.float() * w.float()).sum(3).to(self.beta.dtype)
+        d_beta = (errors * w).sum(3).to(self.beta.dtype)
         groups = q.shape[1] // self.key_heads
         # A quotient by a small scale overflows float16, whose products have float32 operands anyway
         wide = d_out.float() if d_out.dtype == torch.float16 else d_out
