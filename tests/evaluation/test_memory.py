@@ -81,6 +81,7 @@ INDEXER = {"score": "indexer", "block_size": 1, "top_k": 16, "window": 16, "num_
     [
         ("delta", {}, "bfloat16"),
         ("block_sparse", INDEXER, "float32"),
+        ("reformer", {}, "float32"),
         pytest.param("delta", {}, "float32", marks=pytest.mark.exhaustive),
         pytest.param("block_sparse", {}, "bfloat16", marks=pytest.mark.exhaustive),
         pytest.param("reformer", {}, "bfloat16", marks=pytest.mark.exhaustive),

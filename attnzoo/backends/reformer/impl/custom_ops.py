@@ -24,7 +24,7 @@ from attnzoo.backends.reformer.impl.work_items import (
 )
 from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.derivatives import check_reverse_mode, refuse_derivative
-from attnzoo.kernels.memory import empty_huge_pages, register_buffer_bytes, simd_bytes
+from attnzoo.kernels.memory import LANES, empty_huge_pages, register_buffer_bytes, simd_bytes
 
 SORT_BYTES = 100, 43  # of the sort of hash rounds: per query and key of a round, as measured
 FROM_ITEM: dict[str, Callable[..., WorkItemTensors]] = {
@@ -77,6 +77,7 @@ def lsh_forward(
             result = FROM_ITEM[impl](item, hashing, q, k, v, scale, bias).forward()
             item.scatter(result.out, out)
             item.scatter(result.lse, lse)
+            del result  # before the tensors of the next item are allocated
     return out.to(v.dtype), lse
 
 
@@ -116,6 +117,7 @@ def lsh_backward(
             item.scatter(gradients[0], dq)
             item.scatter_add(gradients[1], dk)
             item.scatter_add(gradients[2], dv)
+            del d_rows, sums, logs, tensors, gradients  # before those of the next are allocated
     bias_gradient = q.new_empty(0)
     if bias is not None and d_bias is not None:
         bias_gradient = d_bias.to(bias.dtype).view(bias.shape)
@@ -187,7 +189,7 @@ def _(
     *_: Any,
 ) -> int:
     rows = _work_item_bytes(q, k, v, lse.dtype, LSHOptions.from_ints(options), backward=True)
-    return rows + _converted_bytes(lse.dtype, q, k, v)
+    return rows + sum(x.numel() * (lse.dtype.itemsize - x.dtype.itemsize) for x in (q, k, v))
 
 
 def _work_item_bytes(
@@ -199,7 +201,11 @@ def _work_item_bytes(
     *,
     backward: bool = False,
 ) -> int:
-    """Return the bytes of the largest work item: its rows, and the sort of its hash rounds."""
+    """Return the bytes of the largest work item.
+
+    The sort of its hash rounds, the padding of its rows and the kernel follow each other; the
+    kernel has the padded rows and 3/8 of the sort's bytes.
+    """
     groups, most = q.shape[1] // k.shape[1], 0
     for item in split_work(q, k, None, options):
         units = k.shape[0] * len(range(*item.heads.indices(item.key_heads)))
@@ -207,23 +213,21 @@ def _work_item_bytes(
         keys = units * item.level.keys
         rounds = options.num_hashes if item.level.pivot_keys else 0
         sort = rounds * (SORT_BYTES[0] * queries + SORT_BYTES[1] * keys)
+        rows, padding, unpadded, gradients = 0, 0, 0, 0
+        for x, count in ((q, queries), (k, keys), (v, keys)):
+            is_view = count == x.shape[:3].numel() and x.dtype == dtype and x.is_contiguous()
+            row, padded = count * x.shape[3] * dtype.itemsize, x.new_empty(count, x.shape[3])
+            gradients += simd_bytes(dtype, padded)
+            rows += 0 if is_view else row
+            if x.shape[3] % LANES:
+                padding += simd_bytes(dtype, padded)
+                unpadded += 0 if is_view else row
         written = v.new_empty(queries, v.shape[3])  # the output, or its gradient
-        read = (
-            q.new_empty(queries, q.shape[3]),
-            k.new_empty(keys, k.shape[3]),
-            v.new_empty(keys, v.shape[3]),
-        )
-        rows = sum(x.numel() for x in read) * dtype.itemsize
-        padded = simd_bytes(dtype, *read)
-        kernel = simd_bytes(dtype, written) + backward * padded + sort * 3 // 8
-        kernel += padded if padded != rows else 0
-        most = max(most, rows + max(sort, kernel) + backward * simd_bytes(dtype, written))
+        kept = sort * 3 // 8
+        kernel = rows - unpadded + padding + kept + simd_bytes(dtype, written)
+        item_bytes = max(rows + max(sort, padding + kept), kernel + backward * gradients)
+        most = max(most, item_bytes + backward * written.numel() * dtype.itemsize)
     return most
-
-
-def _converted_bytes(dtype: torch.dtype, *tensors: Tensor) -> int:
-    """Return the bytes of the tensors of another data type, in this one."""
-    return sum(x.numel() * dtype.itemsize for x in tensors if x.dtype != dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
