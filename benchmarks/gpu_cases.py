@@ -27,6 +27,7 @@ class Workload:
     decode: bool = False  # one token
     mechanism: str = "linear"  # or one of MECHANISMS
     window: int = 0  # of "hybrid" and "window"
+    sparse: tuple[tuple[str, Any], ...] = ()  # options of "block_sparse"
     peers: tuple[str, ...] = ("fla",)
 
     @property
@@ -60,6 +61,16 @@ class Workload:
         return forward if not self.train else 2 * forward + out
 
 
+# One selection per query and head, as in the preset "long", or for 64 queries of four heads
+SPARSE_OPTIONS = {
+    "queries": (("block_size", 32), ("window", 64)),
+    "query blocks": (
+        ("block_size", 64),
+        ("window", 64),
+        ("query_block", 64),
+        ("per_key_head", True),
+    ),
+}
 SHAPES = {
     "B4 T4096 H64 D128": {"B": 4, "T": 4096, "H": 64, "D": 128},
     "B2 T16384 H16 D128": {"B": 2, "T": 16384, "H": 16, "D": 128},
@@ -103,13 +114,21 @@ def _cases() -> Iterable[Workload]:
             shape = {"B": 4, "H": 16, "T": tokens, "D": 128, "decay": decay}
             peers = ("fla", "sdpa")
             yield Workload(name=name, mechanism="delta", train=True, peers=peers, **shape)  # type: ignore[arg-type]
+    for tokens in (1024, 4096, 16384):
+        for name, options in SPARSE_OPTIONS.items():
+            shape = {"B": 1, "H": 32, "Hkv": 8, "T": tokens, "D": 128, "sparse": options}
+            name = f"block_sparse {name} against softmax {tokens}"
+            yield Workload(
+                name=name, mechanism="block_sparse", train=True, peers=("sdpa",), **shape
+            )  # type: ignore[arg-type]
     yield Workload(
         name="decode", B=64, H=32, T=1, D=128, decode=True, normalize=True, feature_map="elu+1"
     )
 
 
-# Others than linear attention; the last one runs torch's kernel for varied lengths
-MECHANISMS = ("hybrid", "mlstm", "rwkv6", "delta", "window")
+# Others than linear attention. In the last two, the check alone compares with float64: block_sparse
+# needs the same selection, and window runs torch's kernel for varied lengths
+MECHANISMS = ("hybrid", "mlstm", "rwkv6", "delta", "block_sparse", "window")
 VARLEN_SIZES = ("64", "128", "256")  # of heads, checked
 
 CASES = tuple(_cases())
@@ -118,6 +137,7 @@ TINY = tuple(
     for workload in CASES
     if workload.name.endswith(("B8 T1024 H8 D64", "grouped", "heads 8", "softmax 1024", "decode"))
     or workload.mechanism in ("mlstm", "rwkv6")
+    if not workload.name.startswith("block_sparse queries")
 )
 
 
@@ -161,6 +181,7 @@ DECAYS = ("none", "scalar", "vector")
 KINDS = ("bare", "mapped", "any", "wide")  # of calls, as in the table of configs
 HYBRID_KINDS = ("plain", "learned", "state", "any", "wide")  # of calls of the window hybrid
 DELTA_KINDS = ("plain", "any", "wide")  # of calls of the delta rule
+SPARSE_KINDS = ("plain", "shared", "any", "wide")  # of calls of block-sparse attention
 TOOLS = ("memcheck", "racecheck")  # of compute-sanitizer
 # Chunk, warps, stages and tile of all kernels, to compare beside the shipped table
 CONFIGS = (
@@ -188,12 +209,13 @@ def groups_of(stage: int, *, tiny: bool, second: bool) -> dict[str, int]:
         tiny: Fewer groups, to test the script.
         second: Whether there is a second assembler to check.
     """
-    every = (KINDS, HYBRID_KINDS, DELTA_KINDS)
-    kinds, hybrid_kinds, delta_kinds = (x[:1] if tiny else x for x in every)
+    every = (KINDS, HYBRID_KINDS, DELTA_KINDS, SPARSE_KINDS)
+    kinds, hybrid_kinds, delta_kinds, sparse_kinds = (x[:1] if tiny else x for x in every)
     if stage == 1:
         checks = [f"check {decay} {kind}" for decay in DECAYS for kind in kinds]
         checks += [f"hybrid {decay} {kind}" for decay in DECAYS for kind in hybrid_kinds]
         checks += [f"delta {decay} {kind}" for decay in DECAYS for kind in delta_kinds]
+        checks += [f"block_sparse none {kind}" for kind in sparse_kinds]
         checks += [f"varlen {size}" for size in VARLEN_SIZES[: 1 if tiny else None]]
         names = checks + ([f"{name} second ptxas" for name in checks] if second else [])
         names += [f"sanitizer {tool} {decay}" for tool in TOOLS for decay in DECAYS]
@@ -207,7 +229,7 @@ def groups_of(stage: int, *, tiny: bool, second: bool) -> dict[str, int]:
     if stage == 3:
         names = [f"time fla {family}" for family in (*FAMILIES, "delta")]
         names += [f"time softmax {family}" for family in ("none", "vector", *MECHANISMS)]
-        checked = (*DECAYS, *MECHANISMS[:-1])
+        checked = (*DECAYS, *MECHANISMS[:-2])
         return dict.fromkeys([*names, *(f"accuracy {family}" for family in checked)], 1)
     if stage == 4:
         return {"profile none": 1, "profile vector": 1}

@@ -101,6 +101,13 @@ def check_delta(session: Session, decay: str, kind: str, *assembler: str) -> Non
     _check(session, module, decay, kind, *assembler)
 
 
+def check_sparse(session: Session, decay: str, kind: str, *assembler: str) -> None:
+    """Compare the kernels of block-sparse attention, as :func:`check`."""
+    from attnzoo.backends.block_sparse import check_triton as module
+
+    _check(session, module, decay, kind, *assembler)
+
+
 def check_varlen(session: Session, size: str, *_: str) -> None:
     """Compare torch's kernel for varied lengths with a dense mask and float64."""
     from attnzoo.backends.flash import check_varlen as module
@@ -352,6 +359,7 @@ def run_group(group: str, out: Path, *, tiny: bool) -> None:
         "check": check,
         "hybrid": check_hybrid,
         "delta": check_delta,
+        "block_sparse": check_sparse,
         "varlen": check_varlen,
         "sanitizer": sanitize,
         "warm": warm,

@@ -11,6 +11,7 @@ from gpu_cases import Workload
 from gpu_rows import PeerUnavailable
 from torch import Tensor
 
+from attnzoo.backends.block_sparse.op import block_sparse_attention
 from attnzoo.backends.delta.op import delta_attention
 from attnzoo.backends.flash.impl.sdpa import sdpa_kernel_name
 from attnzoo.backends.flash.op import flash_attention
@@ -143,6 +144,15 @@ def _delta(workload: Workload, inputs: Inputs, impl: str) -> Run:
     return lambda: delta_attention(q, k, v, beta, **options).out  # type: ignore[arg-type]
 
 
+def _block_sparse(workload: Workload, inputs: Inputs, impl: str) -> Run:
+    q, k, v, _ = inputs
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    options: dict[str, Any] = {"mask": AttentionMask(causal=True), **dict(workload.sparse)}
+    return lambda: block_sparse_attention(q, k, v, impl=impl, **options).out
+
+
 def _window(workload: Workload, inputs: Inputs, impl: str) -> Run:
     """Return softmax attention in a sliding window by torch's kernel for varied lengths."""
     q, k, v, _ = inputs
@@ -158,6 +168,7 @@ _MECHANISMS: dict[str, Callable[[Workload, Inputs, str], Run]] = {
     "mlstm": _mlstm,
     "rwkv6": _rwkv6,
     "delta": _delta,
+    "block_sparse": _block_sparse,
     "window": _window,
 }
 

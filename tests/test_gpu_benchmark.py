@@ -152,6 +152,7 @@ def test_every_stage_runs_without_a_gpu_and_resumes(tmp_path, capsys):
     measured = {row["workload"] for row in rows if row["kind"] == "time" and "first_seconds" in row}
     assert {"hybrid against softmax 1024", "hybrid decode"} <= measured
     assert "delta vector against softmax 1024" in measured
+    assert "block_sparse query blocks against softmax 1024" in measured
     expected = {name for n in range(1, 6) for name in script("gpu_cases").groups_of(
         n, tiny=True, second=False)}  # fmt: skip
     assert {row["group"] for row in rows} == expected

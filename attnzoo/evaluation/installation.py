@@ -42,7 +42,6 @@ from attnzoo.ops import flash_attention
 
 OK, WRONG, UNAVAILABLE = "ok", "failed", "unavailable"
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "xformers", "peft")
-DECAYS = ("none", "scalar", "vector")
 SECONDS = 300.0  # time limit of the C++ kernels for one instruction set
 # Flags of the compiler that leave out instructions, from the widest set down
 NARROWER = {
@@ -118,9 +117,11 @@ def _device_checks(device: torch.device, full: bool) -> Iterator[tuple[str, Call
         yield "Triton kernels", partial(_unavailable, "; ".join(reasons))
     else:
         sizes = triton_trust.SIZES if full else triton_trust.SIZES[:2]
-        for op, decay, size in product(triton_trust.CHECKS, DECAYS, sizes):
-            name = f"Triton kernels of {triton_trust.KERNELS[op]}, decay {decay}, size {size}"
-            yield name, partial(_triton, device, decay, size, op)
+        for op, decays in triton_trust.DECAYS.items():
+            for decay, size in product(decays, sizes):
+                kind = "" if len(decays) == 1 else f"decay {decay}, "
+                name = f"Triton kernels of {triton_trust.KERNELS[op]}, {kind}size {size}"
+                yield name, partial(_triton, device, decay, size, op)
     for size in varlen_trust.SIZES if full else varlen_trust.SIZES[:2]:
         yield f"attention of varied lengths, size {size}", partial(_varlen, device, size)
     for backend, name in SDPA_KERNELS.items():

@@ -112,7 +112,7 @@ def test_triton_kernels_are_checked_again(verdict, status, detail, monkeypatch):
     monkeypatch.setattr(installation.triton_trust, "check", checked)
     checks = dict(installation._device_checks(torch.device("cpu"), full=False))
     names = [name for name in checks if name.startswith("Triton")]
-    assert len(names) == 18
+    assert len(names) == 20
     row = only(monkeypatch, names[0], checks[names[0]])
     assert row.status == status
     assert row.detail.startswith(detail)

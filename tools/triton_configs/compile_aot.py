@@ -24,6 +24,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from attnzoo.backends.block_sparse.impl.gather import SparseTensors
+from attnzoo.backends.block_sparse.impl.options import SparseOptions
+from attnzoo.backends.block_sparse.impl.selection import count_key_blocks, count_query_blocks
+from attnzoo.backends.block_sparse.impl.triton import launcher as sparse_launcher
 from attnzoo.backends.delta.kernels.launch import DeltaLauncher
 from attnzoo.backends.delta.kernels.step import delta_triton_step
 from attnzoo.backends.linear.kernels import launch as linear_launch
@@ -56,6 +60,9 @@ KERNEL_NAMES = {  # names in the output, and in the config table
     "inverse_kernel": "inverse",
     "errors_kernel": "errors",
     "delta_step_kernel": "delta_step",
+    "sink_gradient_kernel": "sink_dkv",
+    "selection_gradient_kernel": "selected_dkv",
+    "window_gradient_kernel": "sparse_dkv",
 }
 # without a product; inverse: with decays per channel
 NO_PRODUCTS = (
@@ -84,6 +91,7 @@ class CompileCase(NamedTuple):
     padded: bool = False
     window: int = 0  # of the window hybrid; 0: linear attention alone
     delta: bool = False  # the delta rule: its own kernels alone
+    sparse: SparseOptions | None = None  # of block-sparse attention
 
 
 class CompiledKernel(NamedTuple):
@@ -115,9 +123,12 @@ class KernelResources:
 
 
 DECAYS = ("none", "scalar", "vector")
+SPARSE = SparseOptions(True, 32, 4, 12, 8, 1)  # the defaults of the backend
+LONG = SPARSE._replace(window=64, block_size=32)
 QUICK = (
     *(CompileCase(decay=decay) for decay in DECAYS),
     *(CompileCase(decay=decay, delta=True) for decay in ("scalar", "vector")),
+    CompileCase(sparse=SPARSE),
 )
 # The calls whose issue cycles docs/kernels.md lists
 GOALS = (
@@ -160,6 +171,15 @@ CASES = (
         for decay in DECAYS
         for dtype in (torch.float16, torch.float32)
     ),
+    *(CompileCase(d=size, e=size, sparse=LONG) for size in (64, 128, 256)),
+    CompileCase(groups=4, padded=True, sparse=SPARSE._replace(causal=False, block_size=12)),
+    CompileCase(groups=4, sparse=LONG._replace(query_block=16)),
+    CompileCase(sparse=LONG._replace(query_block=64, block_size=64)),
+    *(
+        CompileCase(d=size, e=size, dtype=dtype, sparse=SPARSE)
+        for size in (64, 256)
+        for dtype in (torch.float16, torch.float32)
+    ),
     CompileCase(feature_map="exp"),
     CompileCase(feature_map="relu"),
     *(
@@ -181,6 +201,8 @@ def kernel_name(function: str, options: dict[str, Any]) -> str:
         return "shared" if options["STATISTICS"] else "out"
     if function == "key_gradient_kernel":
         return {"keys": "dk", "values": "dv"}[options["OF"]]
+    if function == "attend_kernel":
+        return "sparse_dq" if options["GRADIENT"] else "sparse_out"
     return KERNEL_NAMES[function]
 
 
@@ -247,6 +269,9 @@ def launch_case(case: CompileCase) -> None:
         torch.zeros(1, t, dtype=torch.long) if case.packed else None,
         torch.ones(1, t, dtype=torch.bool) if case.padded else None,
     )
+    if case.sparse is not None:
+        launch_sparse(case.sparse, tensors)
+        return
     if case.window or case.delta:
         (launch_delta if case.delta else launch_hybrid)(case, tensors)
         return
@@ -270,6 +295,19 @@ def launch_delta(case: CompileCase, x: linear_launch.LinearTensors) -> None:
     gates = None if x.log_decay is None else x.log_decay[:, :, :1]
     rows = [y[:, :, :1] for y in (*x[:3], beta)]
     delta_triton_step._init_fn(*rows, gates, x.kv, 1.0)
+
+
+def launch_sparse(options: SparseOptions, x: linear_launch.LinearTensors) -> None:
+    """Launch block-sparse attention, forward and backward; all query heads share a selection."""
+    batch, key_heads, tokens, _ = x.k.shape
+    query_blocks = count_query_blocks(tokens, options.query_block)
+    kept = min(options.top_k, count_key_blocks(tokens, options))
+    selected = torch.zeros(batch, key_heads, query_blocks, kept, dtype=torch.int32)
+    lengths = None if x.padding_mask is None else x.padding_mask.sum(1)
+    tensors = SparseTensors(*x[:3], selected, lengths, lengths, 1.0, options)
+    launcher = sparse_launcher(tensors)
+    out, lse = launcher.forward()
+    launcher.backward(torch.empty_like(out), torch.empty_like(lse), lse)
 
 
 def launch_hybrid(case: CompileCase, x: linear_launch.LinearTensors) -> None:

@@ -34,6 +34,7 @@ from attnzoo.backends.block_sparse.impl.options import (
 )
 from attnzoo.backends.block_sparse.impl.reference import reference_attention
 from attnzoo.backends.block_sparse.impl.step import attend_step
+from attnzoo.backends.block_sparse.impl.triton import triton_reasons, triton_trust_reasons
 from attnzoo.backends.block_sparse.validation import check_index, check_inputs, check_options
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.validation import empty_output, is_empty_call
@@ -46,6 +47,13 @@ IMPLEMENTATIONS = (
         run=partial(sparse_attention, impl="cpp"),
         reasons=cpp_reasons,
         automatic="compiled for this CPU",
+    ),
+    Implementation(
+        name="triton",
+        run=partial(sparse_attention, impl="triton"),
+        reasons=triton_reasons,
+        automatic="compiled for this GPU",
+        trust=triton_trust_reasons,
     ),
     Implementation(
         name="torch",
@@ -110,9 +118,11 @@ def block_sparse_attention(
         state: State of the earlier tokens; causal only.
         return_state: Whether to return the state after the last token.
         impl: ``"cpp"`` (on CPUs, for block sizes that divide 32 or are multiples of it),
-            ``"torch"`` (gathers the keys), ``"reference"`` (dense scores), or ``"auto"``, which
-            selects the fastest that supports the call. A single new token after a state reads the
-            selected blocks in every implementation but ``"reference"``.
+            ``"triton"`` (on NVIDIA GPUs; torch selects the blocks), ``"torch"`` (gathers the keys),
+            ``"reference"`` (dense scores), or ``"auto"``, which selects the fastest that supports
+            the call; ``"triton"`` only on devices where it passed a check. A single new token after
+            a state reads the selected blocks in torch, in every implementation but
+            ``"reference"``.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; ``state``; and ``impl``.

@@ -292,7 +292,7 @@ def test_16_bits(dtype):
         ),
         ({"coverage": 0.0}, "coverage must be above 0 and at most 1, got 0.0"),
         ({"coverage": 0.5, "score": "bounds"}, "does not estimate the weight"),
-        ({"impl": "triton"}, "has no impl 'triton'"),
+        ({"impl": "flex"}, "has no impl 'flex'"),
         ({"mask": AttentionMask(window=(2, 2))}, "got window of the mask"),
     ],
 )

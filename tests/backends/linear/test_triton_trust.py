@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attnzoo.backends.block_sparse import check_triton as check_sparse
 from attnzoo.backends.delta import check_triton as check_delta
 from attnzoo.backends.linear import check_hybrid, check_triton, op, window_hybrid
 from attnzoo.backends.linear.check_hybrid import HybridCase
@@ -199,7 +200,8 @@ QUICK = {("none", "mapped")}
 
 
 def test_the_check_has_every_kind_of_calls():
-    found = {"linear": check_triton.KINDS, "hybrid": check_hybrid.KINDS, "delta": check_delta.KINDS}
+    found = {"linear": check_triton.KINDS, "hybrid": check_hybrid.KINDS}
+    found |= {"delta": check_delta.KINDS, "block_sparse": check_sparse.KINDS}
     assert found == triton_trust.KINDS
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.backends.block_sparse.impl import cpp, gather
+from attnzoo.backends.block_sparse.impl import cpp, gather, triton
 from attnzoo.backends.block_sparse.impl.gather import SparseTensors
 from attnzoo.backends.block_sparse.impl.options import SelectionOptions, SparseCall, SparseOptions
 from attnzoo.backends.block_sparse.impl.selection import (
@@ -29,11 +29,13 @@ from attnzoo.kernels.memory import register_buffer_bytes, simd_bytes
 FORWARD: dict[str, Callable[[SparseTensors], tuple[Tensor, Tensor]]] = {
     "torch": gather.forward,
     "cpp": cpp.forward,
+    "triton": triton.forward,
 }
-BEST: dict[str, Best | None] = {"torch": None, "cpp": cpp.best_blocks}
+BEST: dict[str, Best | None] = {"torch": None, "cpp": cpp.best_blocks, "triton": None}
 BACKWARD: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
     "torch": gather.backward,
     "cpp": cpp.backward,
+    "triton": triton.backward,
 }
 
 
@@ -42,7 +44,7 @@ def sparse_attention(call: SparseCall, impl: str) -> Tensor:
 
     Args:
         call: Inputs of the call.
-        impl: ``"torch"`` or ``"cpp"``.
+        impl: ``"torch"``, ``"cpp"`` or ``"triton"``.
     """
     x = call
     check_reverse_mode("block_sparse_attention", x.q, x.k, x.v)

@@ -2,10 +2,11 @@
 
 A check runs the kernels of an op with one decay and size in other processes and compares them with
 torch: :mod:`attnzoo.backends.linear.check_triton` for linear attention,
-:mod:`attnzoo.backends.linear.check_hybrid` for the window hybrid, and
-:mod:`attnzoo.backends.delta.check_triton` for the delta rule. Its verdict is kept in attnzoo's
-cache folder, for one GPU, driver, torch, Triton, ptxas and source of the kernels. ``impl="triton"``
-needs no verdict.
+:mod:`attnzoo.backends.linear.check_hybrid` for the window hybrid,
+:mod:`attnzoo.backends.delta.check_triton` for the delta rule, and
+:mod:`attnzoo.backends.block_sparse.check_triton` for block-sparse attention. Its verdict is kept in
+attnzoo's cache folder, for one GPU, driver, torch, Triton, ptxas and source of the kernels.
+``impl="triton"`` needs no verdict.
 
 The environment variable ``ATTNZOO_TRUST_TRITON`` replaces the check: with 1, ``"auto"`` selects the
 kernels unchecked, and with 0 never.
@@ -36,16 +37,23 @@ CHECKS = {  # module by op
     "linear": "attnzoo.backends.linear.check_triton",
     "hybrid": "attnzoo.backends.linear.check_hybrid",
     "delta": "attnzoo.backends.delta.check_triton",
+    "block_sparse": "attnzoo.backends.block_sparse.check_triton",
 }
 KINDS = {  # of calls, by op; the check runs one process each
     "linear": ("bare", "mapped", "any", "wide"),  # as in the table of configs
     "hybrid": ("plain", "learned", "state", "any", "wide"),
     "delta": ("plain", "any", "wide"),
+    "block_sparse": ("plain", "shared", "any", "wide"),
+}
+DECAYS = {  # of calls, by op
+    **dict.fromkeys(("linear", "hybrid", "delta"), ("none", "scalar", "vector")),
+    "block_sparse": ("none",),
 }
 KERNELS = {  # in messages
     "linear": "linear attention",
     "hybrid": "the window hybrid",
     "delta": "the delta rule",
+    "block_sparse": "block-sparse attention",
 }
 
 
@@ -114,7 +122,7 @@ def check(
 def run_check(device: torch.device, decay: str, size: int, op: str = "linear") -> Verdict:
     """Run the check, one process per kind of calls."""
     commands = {
-        f"{decay} decay, {kind} calls": python_command(
+        f"{kind} calls" if len(DECAYS[op]) == 1 else f"{decay} decay, {kind} calls": python_command(
             CHECKS[op], decay, str(size), kind, str(device)
         )
         for kind in KINDS[op]
@@ -150,11 +158,12 @@ def _identity(device: torch.device, ptxas: str, table: str) -> Mapping[str, str]
 def _source_hash(table: str) -> str:
     """Return a hash of the kernels, their configs, the calls of the hybrid and the checks."""
     linear = Path(__file__).parents[1]
-    delta = linear.parent / "delta"
-    folders = linear / "kernels", linear.parent / "local" / "kernels", delta / "kernels"
+    others = [linear.parent / name for name in ("delta", "block_sparse")]
+    folders = [folder / "kernels" for folder in (linear, linear.parent / "local", *others)]
     files = sorted(p for f in folders for p in f.iterdir() if p.suffix in (".py", ".json"))
     files += [linear / f"{name}.py" for name in ("window_triton", "check_triton", "check_hybrid")]
-    files += [linear.parent / "local" / "extra_keys.py", delta / "check_triton.py"]
+    files += [linear.parent / "local" / "extra_keys.py"]
+    files += [folder / "check_triton.py" for folder in others]
     files += [linear.parents[1] / "kernels" / "triton_products.py"]
     files += [Path(table)] if table else []
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
