@@ -52,7 +52,8 @@ def build(
         sizes: Other fields of :func:`geometry`.
         options: Options of the backend.
     """
-    place = geometry(causal=causal, cross_attention=cross_attention, layer=layer, **sizes)
+    layout = {"causal": causal, "cross_attention": cross_attention, "layer": layer}
+    place = geometry(**{**layout, **sizes})
     backend = build_backend(name, options, place)
     with torch.no_grad():
         for parameter in backend.parameters():

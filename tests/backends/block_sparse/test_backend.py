@@ -6,18 +6,12 @@ from torch.testing import assert_close
 
 import attnzoo
 from attnzoo.backends.block_sparse.backend import BlockSparseBackend, BlockSparseConfig
-from attnzoo.backends.config import Geometry
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
-from attnzoo.registry import build_backend
 from attnzoo.testing import RULES, check_backend, check_generation
+from tests.helpers import build
 
 SMALL = {"window": 3, "top_k": 2, "block_size": 2, "num_sinks": 1}
-
-
-def build(*, causal=True, **options):
-    geometry = Geometry(num_heads=4, num_key_heads=2, head_dim=8, causal=causal, name="layer.attn")
-    return build_backend("block_sparse", options, geometry).double()
 
 
 CONFIGS = [
@@ -64,26 +58,26 @@ def test_invalid_options(options, message):
 def test_a_query_block_needs_its_first_query():
     options = {"query_block": 4, "decoding": "exact"}
     with pytest.raises(UnsupportedError, match="query_block=4 with decoding='exact'"):
-        build(**options)
-    assert not build(causal=False, **options).layer_reasons()
-    assert not build(query_block=4).layer_reasons()
+        build("block_sparse", **options)
+    assert not build("block_sparse", causal=False, **options).layer_reasons()
+    assert not build("block_sparse", query_block=4).layer_reasons()
 
 
 def test_exact_decoding_attends_to_all_keys():
     q, k, v = (torch.randn(2, heads, 60, 8).double() for heads in (4, 2, 2))
-    backend = build(**SMALL, decoding="exact")
+    backend = build("block_sparse", **SMALL, decoding="exact")
     out = backend(q[:, :, -1:], k, v, mask=AttentionMask(causal=True, q_offset=59)).out
     exact = torch.nn.functional.scaled_dot_product_attention(q[:, :, -1:], k, v, enable_gqa=True)
     assert_close(out, exact)
     assert backend.ran.impl == "sdpa"
     assert backend.keeps_all_keys
-    assert not build(**SMALL).keeps_all_keys
+    assert not build("block_sparse", **SMALL).keeps_all_keys
 
 
 def test_a_bidirectional_layer_has_no_state():
     q, k, v = (torch.randn(2, heads, 9, 8).double() for heads in (4, 2, 2))
     with pytest.raises(UnsupportedError, match="only causal layers have one"):
-        build(causal=False)(q, k, v, return_state=True)
+        build("block_sparse", causal=False)(q, k, v, return_state=True)
 
 
 @pytest.mark.parametrize(

@@ -6,27 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attnzoo.backends.config import Geometry
 from attnzoo.backends.delta.gates import INITIAL_RATE
 from attnzoo.backends.linear.recurrent import WindowDropout
 from attnzoo.backends.softmax.op import softmax_attention
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
-from attnzoo.registry import build_backend
+from tests.helpers import HKV, D, E, H, M, build
 
-H, HKV, D, E, M = 4, 2, 8, 6, 12
 GATES = ("none", "scalar", "vector")
-
-
-def build(*, changes=None, dtype=torch.float64, drawn=True, **options):
-    """Return a backend, with random parameters unless ``drawn`` is false."""
-    layer = {"num_heads": H, "num_key_heads": HKV, "head_dim": D, "value_dim": E, "hidden_size": M}
-    backend = build_backend("delta", options, Geometry(**layer | (changes or {}))).to(dtype)
-    if drawn:
-        with torch.no_grad():
-            for p in backend.parameters():
-                p.add_(0.5 * torch.randn(p.shape))
-    return backend
 
 
 def inputs(length, dtype=torch.float64):
@@ -91,7 +78,7 @@ def formula(weights, q, k, v, x, *, gate, window, negative):
 def test_it_equals_the_formula(gate, window):
     for negative in (False, True):
         options = {"gate": gate, "window": window, "allow_negative_eigenvalues": negative}
-        backend = build(**options, chunk_size=8)
+        backend = build("delta", noise=0.5, **options, chunk_size=8)
         q, k, v, x = inputs(30)
         out = backend(q, k, v, hidden_states=x).out
         options = {"gate": gate, "window": window, "negative": negative}
@@ -102,7 +89,7 @@ def test_it_equals_the_formula(gate, window):
 @pytest.mark.parametrize("window", [None, 5])
 def test_convolution_and_output_gate_equal_the_formula(window):
     for options in ({"short_convolution": 4}, {"short_convolution": 2, "output_gate": True}):
-        backend = build(**options, window=window, chunk_size=8)
+        backend = build("delta", noise=0.5, **options, window=window, chunk_size=8)
         q, k, v, x = inputs(30)
         out = backend(q, k, v, hidden_states=x).out
         known = {"gate": "scalar", "window": window, "negative": False}
@@ -111,8 +98,8 @@ def test_convolution_and_output_gate_equal_the_formula(window):
 
 
 def test_convolution_and_output_gate_start_as_the_layer_without_them():
-    plain = build(window=5, drawn=False)
-    backend = build(window=5, short_convolution=4, output_gate=True, drawn=False)
+    plain = build("delta", window=5)
+    backend = build("delta", window=5, short_convolution=4, output_gate=True)
     q, k, v, x = inputs(30)
     expected = plain(q, k, v, hidden_states=x).out
     torch.testing.assert_close(backend(q, k, v, hidden_states=x).out, expected)
@@ -121,7 +108,7 @@ def test_convolution_and_output_gate_start_as_the_layer_without_them():
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_convolution_sees_real_tokens_of_its_own_sequence(window):
     """Packed sequences, each with padding inside, equal the sequences apart; so does the state."""
-    backend = build(short_convolution=4, window=window, chunk_size=8)
+    backend = build("delta", noise=0.5, short_convolution=4, window=window, chunk_size=8)
     q, k, v, x = inputs(30)
     ids = torch.bucketize(torch.arange(30), torch.tensor([12, 27])).expand(2, 30)
     real = torch.ones(2, 30, dtype=torch.bool)
@@ -140,7 +127,7 @@ def test_a_convolution_sees_real_tokens_of_its_own_sequence(window):
 
 def test_a_convolved_layer_has_no_single_matrix_of_weights():
     for options in ({"short_convolution": 4}, {"output_gate": True}):
-        backend, (q, k, v, x) = build(**options), inputs(5)
+        backend, (q, k, v, x) = build("delta", noise=0.5, **options), inputs(5)
         with pytest.raises(UnsupportedError, match="no single matrix of attention weights"):
             backend(q, k, v, hidden_states=x, return_weights=True)
 
@@ -148,7 +135,7 @@ def test_a_convolved_layer_has_no_single_matrix_of_weights():
 @pytest.mark.parametrize("gate", GATES)
 def test_every_parameter_has_a_gradient_and_the_start_is_the_same_for_all_tokens(gate):
     parts = {"short_convolution": 4, "output_gate": True, "feature_map": "learned_linear"}
-    backend = build(gate=gate, window=5, **parts, drawn=False)
+    backend = build("delta", gate=gate, window=5, **parts)
     q, k, v, x = inputs(30)
     backend(q, k, v, hidden_states=x).out.square().sum().backward()
     without = {n for n, p in backend.named_parameters() if p.grad is None or not p.grad.any()}
@@ -160,7 +147,7 @@ def test_every_parameter_has_a_gradient_and_the_start_is_the_same_for_all_tokens
 
 
 def test_it_starts_near_the_window():
-    backend = build(window=5, far_weight=0.01, drawn=False)
+    backend = build("delta", window=5, far_weight=0.01)
     for length in (20, 400):
         q, k, v, x = inputs(length)
         window = softmax_attention(q, k, v, mask=near_mask(length, 5)).out
@@ -169,7 +156,7 @@ def test_it_starts_near_the_window():
 
 
 def test_a_token_that_finds_its_answer_in_the_window_mixes_in_less():
-    backend = build(window=5, far_weight=0.5, drawn=False)
+    backend = build("delta", window=5, far_weight=0.5)
     with torch.no_grad():
         backend.mix_lse.fill_(1.0)
     q, k, v, x = inputs(30)
@@ -180,7 +167,7 @@ def test_a_token_that_finds_its_answer_in_the_window_mixes_in_less():
 
 
 def test_heads_may_train_without_their_window():
-    backend, alone = build(window=5), build()
+    backend, alone = build("delta", noise=0.5, window=5), build("delta", noise=0.5)
     alone.load_state_dict(backend.state_dict(), strict=False)
     q, k, v, x = inputs(30)
     backend.window_dropout = WindowDropout(1.0, 0)
@@ -191,7 +178,9 @@ def test_heads_may_train_without_their_window():
 
 
 def test_a_map_may_give_keys_more_features():
-    backend = build(feature_map="hedgehog_exp", num_features=24, gate="vector", chunk_size=8)
+    backend = build(
+        "delta", noise=0.5, feature_map="hedgehog_exp", num_features=24, gate="vector", chunk_size=8
+    )
     q, k, v, x = inputs(20)
     whole = backend(q, k, v, hidden_states=x, return_state=True)
     assert whole.state.kv.shape == (2, HKV, 24, E)
@@ -216,7 +205,7 @@ def test_a_map_may_give_keys_more_features():
 )
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        build(**options)
+        build("delta", noise=0.5, **options)
 
 
 def test_layers_and_calls_that_it_cannot_serve_are_refused():
@@ -226,9 +215,9 @@ def test_layers_and_calls_that_it_cannot_serve_are_refused():
         ({"cross_attention": True}, "the layer is cross-attention"),
     ):
         with pytest.raises(UnsupportedError, match=message):
-            build(changes=changes)
+            build("delta", noise=0.5, sizes=changes)
     q, k, v, x = inputs(5)
     with pytest.raises(UnsupportedError, match="hidden_states are missing"):
-        build()(q, k, v)
+        build("delta", noise=0.5)(q, k, v)
     with pytest.raises(UnsupportedError, match=r"hidden_states have shape \(2, 4, 12\)"):
-        build()(q, k, v, hidden_states=x[:, :4])
+        build("delta", noise=0.5)(q, k, v, hidden_states=x[:, :4])

@@ -5,15 +5,14 @@ import math
 import pytest
 import torch
 
-from attnzoo.backends.config import Geometry
 from attnzoo.backends.linear.recurrent import WindowDropout
 from attnzoo.backends.softmax.op import softmax_attention
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
-from attnzoo.registry import build_backend, get_backend
+from attnzoo.registry import get_backend
 from attnzoo.testing import check_backend
+from tests.helpers import HKV, D, E, H, M, build
 
-H, HKV, D, E, M = 4, 2, 8, 6, 12
 WINDOWED = [
     ("linear", {"window": 5}),
     ("linear", {"feature_map": "hedgehog", "window": 20, "chunk_size": 16}),
@@ -41,20 +40,6 @@ ALIKE = [(name, options) for name, options in WINDOWED if options["window"] == 5
 RELATIVE = [(name, options) for name, options in ALIKE if name != "performer"]
 
 
-def build(name, options, *, causal=True, dtype=torch.float64, **changes):
-    geometry = Geometry(
-        num_heads=H,
-        num_key_heads=HKV,
-        head_dim=D,
-        value_dim=E,
-        hidden_size=M,
-        causal=causal,
-        name="layer.attn",
-        **changes,
-    )
-    return build_backend(name, options, geometry).to(dtype)
-
-
 def inputs(length, dtype=torch.float64):
     q = torch.randn(2, H, length, D, dtype=dtype)
     k, v = (torch.randn(2, HKV, length, n, dtype=dtype) for n in (D, E))
@@ -77,7 +62,7 @@ def test_it_conforms(name, options):
     ids=str,
 )
 def test_it_starts_near_the_window_at_any_length(name, options, causal):
-    backend = build(name, {**options, "far_weight": 0.01}, causal=causal)
+    backend = build(name, **options, far_weight=0.01, causal=causal)
     for length in (20, 700):
         q, k, v, more = inputs(length)
         distance = torch.arange(length)[:, None] - torch.arange(length)
@@ -96,14 +81,14 @@ def test_a_performer_at_full_weight_estimates_softmax():
     errors = []
     for features in (64, 4096):
         options = {"num_features": features, "window": 5, "far_weight": 1.0}
-        out = build("performer", options)(q, k, v).out.detach()
+        out = build("performer", **options)(q, k, v).out.detach()
         errors.append(float((out - exact).norm() / exact.norm()))
     assert errors[1] < 0.02
     assert errors[1] < errors[0] / 3
 
 
 def test_a_performer_starts_no_farther_from_softmax_than_the_window():
-    backend = build("performer", {"num_features": 16, "window": 5})
+    backend = build("performer", num_features=16, window=5)
     for length in (20, 2000):
         q, k, v, _ = inputs(length)
         distance = torch.arange(length)[:, None] - torch.arange(length)
@@ -115,7 +100,7 @@ def test_a_performer_starts_no_farther_from_softmax_than_the_window():
 
 def test_linear_weights_equal_the_formula():
     """Against a formula that reads the state dict."""
-    backend = build("linear", {"feature_map": "elu+1", "window": 5})
+    backend = build("linear", feature_map="elu+1", window=5)
     q, k, v, _ = inputs(30)
     out, weight = backend(q, k, v).out, backend.state_dict()["far_log_weight"][:, None, None]
     k, v = (x.repeat_interleave(H // HKV, 1) for x in (k, v))
@@ -131,7 +116,7 @@ def test_linear_weights_equal_the_formula():
 
 @pytest.mark.parametrize(("name", "options"), ALIKE, ids=str)
 def test_its_weight_is_learned(name, options):
-    backend = build(name, options)
+    backend = build(name, **options)
     q, k, v, more = inputs(30)
     backend(q, k, v, **more).out.square().sum().backward()
     grad = backend.far_log_weight.grad
@@ -141,7 +126,7 @@ def test_its_weight_is_learned(name, options):
 
 def test_the_initial_weight_of_every_head_is_about_far_weight():
     for name, feature_map in (("linear", "elu+1"), ("linear", "hedgehog"), ("linear", "relu")):
-        backend = build(name, {"window": 5, "feature_map": feature_map, "far_weight": 0.1})
+        backend = build(name, window=5, feature_map=feature_map, far_weight=0.1)
         q, k, v, _ = inputs(500)
         ones = torch.ones_like(v)
         ones[:, :, -100:] = 0  # what the last queries miss is the weight of their near keys
@@ -153,55 +138,53 @@ def test_the_initial_weight_of_every_head_is_about_far_weight():
 def test_invalid_windows_are_refused():
     for name in ("linear", "gated_linear", "performer"):
         with pytest.raises(ConfigError, match=r"window must be at least 1 token, got 0"):
-            build(name, {"window": 0})
+            build(name, window=0)
         with pytest.raises(ConfigError, match=r"far_weight must be above 0, got -1"):
-            build(name, {"window": 4, "far_weight": -1.0})
+            build(name, window=4, far_weight=-1.0)
         with pytest.raises(ConfigError, match=r"far_weight needs a window"):
-            build(name, {"far_weight": 0.5})
+            build(name, far_weight=0.5)
     for name in ("linear", "gated_linear"):
         with pytest.raises(ConfigError, match=r"eps has no effect with a window, got eps=0.1"):
-            build(name, {"window": 4, "eps": 0.1})
+            build(name, window=4, eps=0.1)
     with pytest.raises(ConfigError, match=r"window needs normalize=True"):
-        build("linear", {"window": 4, "normalize": False})
+        build("linear", window=4, normalize=False)
     with pytest.raises(ConfigError, match=r"window does not support feature_map='cosine'"):
-        build("linear", {"window": 4, "feature_map": "cosine", "max_length": 9})
+        build("linear", window=4, feature_map="cosine", max_length=9)
     with pytest.raises(ConfigError, match=r"window does not support gate='mlstm'"):
-        build("gated_linear", {"window": 4, "gate": "mlstm"})
+        build("gated_linear", window=4, gate="mlstm")
     with pytest.raises(ConfigError, match=r"window needs kernel='softmax'"):
-        build("performer", {"window": 4, "kernel": "relu"})
+        build("performer", window=4, kernel="relu")
     with pytest.raises(
         UnsupportedError, match=r"the layer is cross-attention, in which queries and keys"
     ):
-        build("linear", {"window": 4}, causal=False, cross_attention=True)
+        build("linear", window=4, causal=False, cross_attention=True)
 
 
 def test_first_tokens_are_refused_by_name():
     for name in ("linear", "gated_linear", "delta"):
         with pytest.raises(ConfigError, match="num_sinks needs a window, got num_sinks=2"):
-            build(name, {"num_sinks": 2})
+            build(name, num_sinks=2)
     options = {"window": 4, "num_sinks": 2}
     with pytest.raises(UnsupportedError, match="the layer is bidirectional, where num_sinks=2"):
-        build("linear", options, causal=False)
+        build("linear", **options, causal=False)
     q, k, v, more = inputs(8)
     with pytest.raises(UnsupportedError, match="the mask is bidirectional, where num_sinks=2"):
-        build("linear", options)(q, k, v, mask=AttentionMask(), **more)
+        build("linear", **options)(q, k, v, mask=AttentionMask(), **more)
     for name in ("linear", "flash"):
-        assert "num_sinks=2 is unsupported" in "".join(build(name, options).shard_reasons())
+        assert "num_sinks=2 is unsupported" in "".join(build(name, **options).shard_reasons())
 
 
 def test_a_state_without_a_causal_mask_is_refused():
     q, k, v, _ = inputs(8)
     with pytest.raises(UnsupportedError, match="only causal calls have it"):
-        build("linear", {"window": 4}, causal=False)(
-            q, k, v, mask=AttentionMask(), return_state=True
-        )
+        build("linear", window=4, causal=False)(q, k, v, mask=AttentionMask(), return_state=True)
 
 
 @pytest.mark.parametrize("name", ["linear", "gated_linear", "performer"])
 def test_heads_may_train_without_their_window(name):
     """Dropped heads return the linear branch, where it has keys; other heads do not change."""
     options = {"window": 4} if name == "performer" else {"feature_map": "hedgehog", "window": 4}
-    backend = build(name, options)
+    backend = build(name, **options)
     q, k, v, given = inputs(20)
     whole = backend.eval()(q, k, v, **given).out
     with torch.no_grad():

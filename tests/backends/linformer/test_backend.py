@@ -1,6 +1,7 @@
 """The linformer backend: shared projections, refusals, models, the linformer package."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from attnzoo.testing import RULES, check_backend, check_generation
 from tests import helpers
 from tests.helpers import MODEL_SIZES, D, H
 
+qkv = partial(helpers.qkv, heads=(H, H), sizes=(D, D))
 WHY = "linformer is not installed; it is in the extra 'dev'"
 
 
@@ -27,10 +29,6 @@ def geometry(**changes):
 
 def build(dtype=torch.float64, place=None, **options):
     return build_backend("linformer", options, place or geometry()).to(dtype)
-
-
-def qkv(length, keys=None, heads=H):
-    return helpers.qkv(length, keys, heads=(H, heads), sizes=(D, D))
 
 
 # -- projections ---------------------------------------------------------------------------------
@@ -116,7 +114,7 @@ def test_default_rows():
 def test_grouped_heads_have_rows_per_key_head():
     backend = build(None, geometry(num_key_heads=2), sharing="none", num_rows=5)
     assert backend.key_rows.shape == (2, 32, 5)
-    assert backend(*(x.float() for x in qkv(7, heads=2))).out.shape == (2, H, 7, D)
+    assert backend(*(x.float() for x in qkv(7, heads=(H, 2)))).out.shape == (2, H, 7, D)
 
 
 @pytest.mark.parametrize("length", [3, 9])

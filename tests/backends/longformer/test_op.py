@@ -23,8 +23,9 @@ from attnzoo.backends.longformer.op import GlobalTokens, longformer_attention
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
 from tests.backends.dense_varlen import replace_kernel
+from tests.helpers import D, E, H, draw, qkv
 
-B, H, HKV, T, D, E = 2, 4, 2, 45, 8, 6
+B, T = 2, 45
 PATHS = ["reference", "blockwise", "batched", "cpp", "flex"]
 
 
@@ -50,22 +51,6 @@ def run(q, k, v, *, causal=False, padding=None, segment_ids=None, limit=None, **
     """Return the output of the op, which takes the mask as one value."""
     mask = AttentionMask(causal=causal, padding=padding, segment_ids=segment_ids, window=limit)
     return longformer_attention(q, k, v, mask=mask, **options).out
-
-
-def nan_padded(x: Tensor) -> Tensor:
-    """Copy a tensor into storage that continues with NaN, so that a read past the end shows."""
-    storage = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype)
-    storage[: x.numel()] = x.flatten()
-    return storage[: x.numel()].view(x.shape)
-
-
-def draw(*shape, dtype=torch.float64):
-    return nan_padded(torch.randn(shape, dtype=torch.float64).to(dtype))
-
-
-def qkv(length=T, dtype=torch.float64):
-    shapes = (B, H, length, D), (B, HKV, length, D), (B, HKV, length, E)
-    return [draw(*shape, dtype=dtype) for shape in shapes]
 
 
 def dense(
@@ -131,9 +116,9 @@ WINDOWS = {
 @pytest.mark.parametrize("sizes", WINDOWS)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_every_path_equals_the_dense_formula(attend, sizes, causal):
-    x, options = qkv(), {**WINDOWS[sizes], "causal": causal}
+    x, options = qkv(T), {**WINDOWS[sizes], "causal": causal}
     torch.testing.assert_close(attend(*x, **options), dense(*x, **options))
-    own, where = qkv(), global_tokens()
+    own, where = qkv(T), global_tokens()
     for place in ("none", "interior"):
         real = None if place == "none" else padding(place)
         seen = where if real is None else where & real
@@ -146,7 +131,7 @@ def test_every_path_equals_the_dense_formula(attend, sizes, causal):
 @pytest.mark.parametrize("place", ["left", "right", "interior"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_padding_is_not_counted(attend, place, causal):
-    x, real, where = qkv(), padding(place), global_tokens()
+    x, real, where = qkv(T), padding(place), global_tokens()
     options = {"window": [5, 5, 2, 2], "dilation": [1, 1, 1, 3], "causal": causal}
     expected = dense(*x, **options, real=real, where=where & real)
     clean = [t.masked_fill(~real[:, None, :, None], 0) for t in x]
@@ -158,7 +143,7 @@ def test_padding_is_not_counted(attend, place, causal):
 @pytest.mark.parametrize("place", ["none", "interior"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_segments_are_separate(attend, place):
-    x, real = qkv(), padding(place)
+    x, real = qkv(T), padding(place)
     ids = torch.stack([torch.arange(T) // 16, (torch.arange(T) >= 3).long()])
     options = {"window": [9, 9, 4, 2], "dilation": [1, 1, 1, 3]}
     found = attend(*x, **options, padding=real, segment_ids=ids)
@@ -169,7 +154,7 @@ def test_segments_are_separate(attend, place):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_window_over_all_keys_is_softmax(attend, causal):
     """A global key within the window is seen once."""
-    x = qkv()
+    x = qkv(T)
     repeated = [t.repeat_interleave(H // t.shape[1], 1) for t in x]
     full = torch.nn.functional.scaled_dot_product_attention(*repeated, is_causal=causal)
     found = attend(*x, window=T, causal=causal, global_tokens=global_tokens())
@@ -189,7 +174,7 @@ def test_short_sequences(attend, length):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_window_of_the_mask_limits_every_head(attend):
-    x = qkv()
+    x = qkv(T)
     found = attend(*x, window=[9, 3, 2, 9], dilation=[1, 1, 2, 2], limit=(5, 5))
     torch.testing.assert_close(found, dense(*x, window=[5, 3, 2, 2], dilation=[1, 1, 2, 2]))
 
@@ -198,7 +183,7 @@ def test_the_window_of_the_mask_limits_every_head(attend):
 def test_gradients_are_those_of_the_dense_form(attend, causal, request):
     if "flex" in request.node.name:
         pytest.skip("FlexAttention has no backward pass on a CPU")
-    inputs = [t.clone().requires_grad_() for t in (*qkv(), *qkv())]
+    inputs = [t.clone().requires_grad_() for t in (*qkv(T), *qkv(T))]
     upstream, real, where = draw(B, H, T, E), padding("interior"), global_tokens()
     options = {"window": [5, 2, 5, 5], "dilation": [1, 1, 2, 2], "causal": causal, "padding": real}
     found = []
@@ -212,7 +197,7 @@ def test_gradients_are_those_of_the_dense_form(attend, causal, request):
 
 @pytest.mark.parametrize("impl", ["torch", "cpp"])
 def test_gradcheck(impl):
-    x = [t[:1, :, :19].clone().requires_grad_() for t in qkv()]
+    x = [t[:1, :, :19].clone().requires_grad_() for t in qkv(T)]
     where = torch.arange(19)[None] == 3
 
     def function(q, k, v):
@@ -223,7 +208,7 @@ def test_gradcheck(impl):
 
 @pytest.mark.parametrize("impl", ["torch", "cpp"])
 def test_a_second_derivative_is_refused(impl):
-    x = [t.requires_grad_() for t in qkv()]
+    x = [t.requires_grad_() for t in qkv(T)]
     out = run(*x, window=3, impl=impl)
     (grad,) = torch.autograd.grad(out.square().sum(), x[0], create_graph=True)
     with pytest.raises(UnsupportedError, match="first derivatives only"):
@@ -235,7 +220,7 @@ def test_a_second_derivative_is_refused(impl):
 @pytest.mark.parametrize("impl", ["torch", "cpp"])
 def test_budget(dtype, length, impl):
     """The error is at most twice that of the dense form in the same dtype."""
-    x = qkv(length, dtype)
+    x = qkv(length, dtype=dtype)
     options = {"window": 20, "global_tokens": torch.arange(length)[None] == 1}
     exact = run(*(t.double() for t in x), **options, impl="reference")
     plain = run(*x, **options, impl="reference")
@@ -249,7 +234,7 @@ def test_budget(dtype, length, impl):
 def test_causality_holds_bit_for_bit(attend, request):
     if "flex" in request.node.name:
         pytest.skip("uncompiled FlexAttention is not what runs on CUDA")
-    x, where = qkv(dtype=torch.float32), global_tokens()
+    x, where = qkv(T, dtype=torch.float32), global_tokens()
     options = {"window": 6, "dilation": [1, 1, 2, 4], "causal": True, "global_tokens": where}
     louder = [torch.cat([t[:, :, :30], 6 * t[:, :, 30:]], 2) for t in x]
     before, after = attend(*x, **options), attend(*louder, **options)
@@ -356,7 +341,7 @@ def test_equals_transformers(impl, marked):
 
 
 def test_flex_is_refused_on_a_cpu():
-    x = qkv(dtype=torch.float32)
+    x = qkv(T, dtype=torch.float32)
     with pytest.raises(UnsupportedError, match=r"'flex'.*on cpu.*no backward.*'torch'"):
         longformer_attention(*x, window=3, impl="flex")
     pattern = Pattern.of(3, 1, heads=H, causal=True)
@@ -402,34 +387,34 @@ def test_the_block_map_misses_no_key_and_few_blocks_are_empty(causal, sizes):
 )
 def test_sizes_are_checked(options, message):
     with pytest.raises(ConfigError, match=message):
-        longformer_attention(*qkv(), **options)
+        longformer_attention(*qkv(T), **options)
 
 
 def test_impl_is_checked():
     with pytest.raises(UnsupportedError, match=r"'torhc'.*Did you mean 'torch'.*reference"):
-        longformer_attention(*qkv(), window=3, impl="torhc")
+        longformer_attention(*qkv(T), window=3, impl="torhc")
 
 
 def test_packed_global_tokens_are_refused():
     ids = torch.zeros(B, T, dtype=torch.long)
     with pytest.raises(UnsupportedError, match="together with segment_ids"):
-        run(*qkv(), window=3, segment_ids=ids, global_tokens=global_tokens())
+        run(*qkv(T), window=3, segment_ids=ids, global_tokens=global_tokens())
 
 
 def test_a_mask_function_is_refused():
     mask = AttentionMask(function=lambda: None, function_name="a tree")
     with pytest.raises(UnsupportedError, match=r"the mask is a tree, .* use softmax_attention"):
-        longformer_attention(*qkv(), window=3, mask=mask)
+        longformer_attention(*qkv(T), window=3, mask=mask)
 
 
 def test_the_choice_is_returned():
-    assert longformer_attention(*qkv(), window=3).impl == ("cpp", "compiled for this CPU")
-    impl = longformer_attention(*qkv(), window=3, bias=torch.zeros(T)).impl
+    assert longformer_attention(*qkv(T), window=3).impl == ("cpp", "compiled for this CPU")
+    impl = longformer_attention(*qkv(T), window=3, bias=torch.zeros(T)).impl
     assert impl.impl == "torch"
     assert "blocks of queries" in impl.reason
     assert "a bias is given" in impl.reason
     one = longformer_attention(
-        qkv()[0][:, :, :1], *qkv()[1:], window=3, mask=AttentionMask(causal=True, q_offset=T - 1)
+        qkv(T)[0][:, :, :1], *qkv(T)[1:], window=3, mask=AttentionMask(causal=True, q_offset=T - 1)
     )
     assert one.impl.impl == "torch"
 
@@ -468,7 +453,7 @@ def test_varlen_equals_the_reference(limit, dilations, has_global, causal, monke
         padding = (token + torch.tensor([[0], [2]])) % 5 != 1
     if limit == "segments":
         ids = (token >= 17).long().expand(B, -1)
-    q, k, v = qkv()
+    q, k, v = qkv(T)
     leaves = [x.clone().requires_grad_() for x in (q[:, :, T - queries :], k, k + v[..., :1])]
     if has_global:  # fewer in one row; they have queries, keys and values of their own
         leaves += [x.detach().flip(2).clone().requires_grad_() for x in leaves]
