@@ -8,7 +8,7 @@ import transformers as hf
 import attnzoo
 from attnzoo.cli import main
 from attnzoo.evaluation.models import embedded_model_path
-from attnzoo.training import results
+from tests.training.short_runs import shorten_runs
 
 
 def tiny_llama():
@@ -21,6 +21,7 @@ def tiny_llama():
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
+        max_position_embeddings=128,  # fewer than the contexts at which commands time decoding
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
@@ -38,10 +39,11 @@ def model():
     return model
 
 
-@pytest.fixture(autouse=True)
-def _short_decoding(monkeypatch):
-    """Time decoding at a short context: most of a tiny model's run would be decoding."""
-    monkeypatch.setattr(results, "LENGTHS", (16,))
+@pytest.fixture(autouse=True, scope="module")
+def _short_runs():
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_runs(patch.setattr)
+        yield
 
 
 @pytest.fixture

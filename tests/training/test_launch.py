@@ -16,7 +16,8 @@ from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.recover import RecoverConfig, recover
 
-LAUNCH = Path(__file__).resolve().parents[2] / "integrations" / "launch"
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "integrations" / "launch"
 TYPES = {
     "ddp": DistributedType.MULTI_GPU,
     "fsdp2": DistributedType.FSDP,
@@ -53,7 +54,8 @@ def run(fresh_python):
 
     def start(checks, *paths):
         environment = {"ACCELERATE_USE_CPU": "true"}
-        done = fresh_python(script, checks, *paths, processes=2, environment=environment)
+        options = {"path": (ROOT,), "processes": 2, "environment": environment}
+        done = fresh_python(script, checks, *paths, **options)
         assert done.returncode == 0, done.stderr[-3000:]
 
     return start
@@ -71,7 +73,7 @@ def launched(run, saved, text, tmp_path_factory):
 def test_sharded_weights_take_the_same_steps(saved, text, spec, tmp_path, launched):
     """In both stages with Accelerate's FSDP2; the saved model has full weights.
 
-    A run that is stopped twice and resumed has the same losses, bit for bit. With context
+    A run that is stopped and resumed has the same losses, bit for bit. With context
     parallelism too, the steps are those of one process.
     """
     for train in ("full", "lora"):

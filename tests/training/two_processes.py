@@ -19,10 +19,11 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 import attnzoo
-from attnzoo.training import results, runs
+from attnzoo.training import runs
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.recover import RecoverConfig, recover
+from tests.training.short_runs import shorten_runs
 
 
 def sharding(**options):
@@ -71,19 +72,20 @@ def stop_at(total):
 
 
 def sharded(model, text, out):
-    """Train with sharded weights; repeat each run with stops after a checkpoint."""
-    runs.Accelerator, results.LENGTHS = sharding, (16,)
+    """Train with sharded weights; repeat each run with stops after a checkpoint.
+
+    In the first stage and in the second; LoRA, which the first stage has none of, in the second.
+    """
+    runs.Accelerator = sharding
     loop = LoopConfig(batch_size=4, checkpoint_every=2)
-    for train in ("full", "lora"):
+    for train, stops in (("full", (3, 4)), ("lora", (6,))):  # steps of each process
         given = model, SPEC, [text]
         recover(*given, out / train, config(train=train, loop=loop))
         again = out / f"{train}-again"
-        for total in (3, 6):  # in the first stage, and in the second
+        for number, steps in enumerate(stops):
             with suppress(Stopped):
-                on_step = stop_at(total if total == 3 else 4)
-                recover(
-                    *given, again, config(train=train, loop=loop), resume=total > 3, on_step=on_step
-                )
+                options = {"resume": number > 0, "on_step": stop_at(steps)}
+                recover(*given, again, config(train=train, loop=loop), **options)
         recover(*given, again, config(train=train, loop=loop), resume=True)
     both = LoopConfig(batch_size=4, cp_size=2)
     recover(model, SPEC, [text], out / "shared", config(loop=both))
@@ -91,7 +93,6 @@ def sharded(model, text, out):
 
 def shared(model, text, out):
     """Train with context parallelism; the last layer is exact."""
-    results.LENGTHS = (16,)
     loop = LoopConfig(batch_size=4, accumulate=2, cp_size=2)
     spec = attnzoo.AttentionSpec(
         "gated_linear", feature_map="hedgehog", window=4, layers={1: "flash"}
@@ -105,7 +106,6 @@ def shared(model, text, out):
 
 def idle(model, text, out):
     """Train with a window wider than the rows: the linear branch gets no gradient."""
-    results.LENGTHS = (16,)
     spec = attnzoo.AttentionSpec("linear", feature_map="hedgehog", window=64)
     recover(model, spec, [text], out / "idle", config())
 
@@ -134,6 +134,7 @@ def draws(model, text, out):
 if __name__ == "__main__":
     names, *paths = sys.argv[1:]
     dist.init_process_group("gloo")
+    shorten_runs(setattr)
     checks = {"sharded": sharded, "shared": shared, "idle": idle, "draws": draws}
     for name in names.split(","):
         checks[name](*map(Path, paths))
