@@ -15,9 +15,8 @@ from attnzoo.registry import available_backends, build_backend
 SCRIPT = Path(__file__).with_name("empty_calls.py")
 
 
-@pytest.mark.parametrize(("batch", "length"), [(0, 70), (0, 1), (2, 0), (0, 0)])
-def test_empty_inputs_give_empty_outputs(batch, length, fresh_python):
-    ran = fresh_python(SCRIPT, batch, length)
+def test_empty_inputs_give_empty_outputs(fresh_python):
+    ran = fresh_python(SCRIPT)
     assert ran.stdout.endswith("done\n"), f"exit {ran.returncode}: {ran.stdout}{ran.stderr}"
     assert ran.returncode == 0
 
