@@ -35,6 +35,7 @@ def test_kernels_compile_within_the_limits_of_the_gpu(arch, request):
     cache = request.config.rootpath / ".pytest_cache" / "triton"
     process = run(
         "-m", "tools.triton_configs.compile_aot", "--quick", "--json", "--arch", arch,
+        "--count", "out",
         TRITON_CACHE_DIR=str(cache),
     )  # fmt: skip
     rows = [json.loads(line) for line in process.stdout.splitlines()]
@@ -42,6 +43,8 @@ def test_kernels_compile_within_the_limits_of_the_gpu(arch, request):
     assert [row for row in rows if row["violations"]] == []
     assert process.returncode == 0
     assert {row["capability"] for row in rows} == {int(arch)}
+    cycles = {row["kernel"]: row["issue_cycles_per_token"] for row in rows}
+    assert [name for name, count in cycles.items() if count] == ["out"]
 
 
 KERNEL = """
@@ -67,18 +70,21 @@ def test_a_transposed_product_as_an_operand_is_found(operand, wrong):
     assert transposed_products(KERNEL.replace("OPERAND", operand)) == wrong
 
 
-def test_interpreted_kernels_do_not_compile():
-    process = run(
-        "-m", "tools.triton_configs.compile_aot", "--quick", "--arch", "90", TRITON_INTERPRET="1"
-    )
+def run_module(fresh_python, module, *arguments, **environment):
+    program = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return fresh_python(program, *arguments, cwd=ROOT, environment=environment)
+
+
+def test_interpreted_kernels_do_not_compile(fresh_python):
+    module = "tools.triton_configs.compile_aot"
+    process = run_module(fresh_python, module, "--quick", "--arch", 90, TRITON_INTERPRET="1")
     assert process.returncode != 0
     assert "unset it and start again" in process.stderr
 
 
-def test_tuning_needs_a_gpu(tmp_path):
-    process = run(
-        "-m", "tools.triton_configs.tune", str(tmp_path / "table.json"), CUDA_VISIBLE_DEVICES=""
-    )
+def test_tuning_needs_a_gpu(tmp_path, fresh_python):
+    module, table = "tools.triton_configs.tune", tmp_path / "table.json"
+    process = run_module(fresh_python, module, table, CUDA_VISIBLE_DEVICES="")
     assert process.returncode != 0
     assert "torch sees none" in process.stderr
     assert not list(tmp_path.iterdir())
