@@ -369,7 +369,7 @@ def compile_cases(
 ) -> Iterator[KernelResources]:
     """Compile all kernels of some cases for an architecture; yields each variant once.
 
-    ``counted`` restricts counting of instructions to some kernels; it takes a fifth of the time.
+    ``counted`` restricts counting of instructions to some kernels; it disassembles each.
     """
     seen = set()
     for case in cases:
