@@ -7,9 +7,11 @@ weights are compared.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.backends.base import AttentionBackend
@@ -67,9 +69,9 @@ def softmax_target(
 ) -> tuple[Tensor, Tensor | None]:
     """Return softmax's output, and its weights of the keys that ``columns`` indicate.
 
-    On CPUs a plain call runs in C++, with all keys in the window: 512 tokens take half the time of
-    PyTorch's kernel, and the log-sum-exp normalises the weights of any key. Other calls run softmax
-    once for the output and once for the weights.
+    On CPUs a call without padding runs in C++, with all keys in the window: 512 tokens take half
+    the time of PyTorch's kernel, and the log-sum-exp normalises the weights of any key. Other calls
+    run softmax once for the output and once for the weights.
 
     Args:
         teacher: Softmax attention of the layer.
@@ -86,7 +88,12 @@ def softmax_target(
     """
     mask = options.get("mask")
     causal = teacher.geometry.causal if mask is None else mask.causal
-    plain = mask is None or (mask.is_plain and isinstance(mask.q_offset, int) and not mask.q_offset)
+    ids = None if mask is None else mask.segment_ids
+    plain = mask is None or (
+        replace(mask, segment_ids=None).is_plain
+        and isinstance(mask.q_offset, int)
+        and not mask.q_offset
+    )
     restricted = any(options.get(name) is not None for name in RESTRICTIONS)
     same_length = 0 < q.shape[2] == k.shape[2]
     if restricted or not plain or not same_length or band_cpp_reasons(q.device):
@@ -96,32 +103,32 @@ def softmax_target(
     scale = teacher.geometry.scale if scale is None else scale
     assert scale is not None
     length, count = v.shape[2:]
-    every_key = LocalOptions(Band(length, 0 if causal else length, 1), causal, scale)
+    band = Band(length, 0 if causal else length, 1)
+    every_key = LocalOptions(band, causal, scale, segment_ids=ids)
     out, lse = band_attention_cpp(q, k, v, every_key)
     if columns is None:
         return out.to(v.dtype), None
     keys = compared_keys(length, count, step)
-    return out.to(v.dtype), _weights_of_keys(q, k, lse, keys, count, scale, causal)
+    weights = _weights_of_keys(q, k, lse, keys, scale)
+    if causal:
+        weights.masked_fill_(keys > torch.arange(length)[:, None], 0)
+    if ids is not None:
+        weights.masked_fill_((ids[:, :, None] != ids[:, None, keys]).unsqueeze(1), 0)
+    return out.to(v.dtype), F.pad(weights, (0, count - len(keys)))
 
 
-def _weights_of_keys(
-    q: Tensor, k: Tensor, lse: Tensor, keys: Tensor, count: int, scale: float, causal: bool
-) -> Tensor:
-    """Return softmax's weights of some keys, ``[B, H, T, count]``, with zeros after the last key.
+def _weights_of_keys(q: Tensor, k: Tensor, lse: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Return softmax's weights of some keys, ``[B, H, T, n]``, as if every query saw them.
 
     Args:
         q: Queries, ``[B, H, T, D]``.
         k: Keys, ``[B, Hkv, T, D]``.
         lse: Log-sum-exp of each query's scores, ``[B, H, T, 1]``.
         keys: Positions, ``[n]``.
-        count: Number of columns, at least n.
         scale: Multiplies the products.
-        causal: Whether a query sees itself and earlier keys only.
     """
     grouped = q.to(lse.dtype).unflatten(1, (k.shape[1], -1))
     selected = k[:, :, keys].to(lse.dtype).mul_(scale).unsqueeze(2)
     with autocast_disabled(q.device):
-        weights = (grouped @ selected.mT).flatten(1, 2).sub_(lse).exp_()
-    if causal:
-        weights.masked_fill_(keys > torch.arange(q.shape[2])[:, None], 0)
-    return torch.nn.functional.pad(weights, (0, count - len(keys)))
+        weights: Tensor = (grouped @ selected.mT).flatten(1, 2).sub_(lse).exp_()
+    return weights

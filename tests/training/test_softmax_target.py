@@ -14,7 +14,7 @@ def inputs(heads, length):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("form", ["kernel", "padded", "without kernel"])
+@pytest.mark.parametrize("form", ["kernel", "packed", "padded", "without kernel"])
 def test_output_and_weights(monkeypatch, causal, form):
     """19 keys and 8 columns: the steps take every third key, and some columns are unused."""
     if form == "without kernel":
@@ -25,9 +25,14 @@ def test_output_and_weights(monkeypatch, causal, form):
     if form == "padded":
         real[1, 15:] = False
         mask = AttentionMask(causal=causal, padding=real)
+    see = real[:, None, None] & (torch.ones(19, 19).tril() > 0 if causal else torch.tensor(True))
+    if form == "packed":
+        ids = (torch.arange(19) >= torch.tensor([[5], [19]])).long()
+        mask = AttentionMask(causal=causal, segment_ids=ids)
+        see = see & (ids[:, :, None] == ids[:, None])[:, None]
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)  # not run
     geometry = Geometry(num_heads=4, num_key_heads=2, head_dim=8, causal=causal, scale=0.5)
     teacher = build_backend("flash", {}, geometry)
-    see = real[:, None, None] & (torch.ones(19, 19).tril() > 0 if causal else torch.tensor(True))
     scores = 0.5 * q @ k.repeat_interleave(2, 1).mT
     exact = scores.masked_fill(~see, -torch.inf).softmax(-1)
     queries = real[:, None, :, None]
