@@ -178,8 +178,11 @@ def _text_of(row: dict[str, Any], column: str, path: Path) -> str:
 
 
 def split_documents(documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return training and held-out documents: one in 20 by hash, or a single one's last tenth."""
-    if len(documents) == 1:
+    """Return training and held-out documents: one in 20 by hash, or a single one's last tenth.
+
+    Equal documents are on the same side.
+    """
+    if len(set(documents)) == 1:
         cut = len(documents[0]) * 9 // 10
         return [documents[0][:cut]], [documents[0][cut:]]
     ranked = sorted(documents, key=lambda text: hashlib.sha256(text.encode()).digest())

@@ -75,6 +75,7 @@ def test_held_out_documents_do_not_depend_on_their_order():
     assert sorted(train + held_out) == sorted(documents)
     assert set(split_documents(documents[::-1])[1]) == set(held_out)
     assert split_documents(["0123456789"]) == (["012345678"], ["9"])
+    assert split_documents(["0123456789"] * 2) == (["012345678"], ["9"])
 
 
 def test_positions_of_packed_rows_restart_in_each_document(tokenizer):

@@ -85,7 +85,8 @@ def lsh_attention(
         first_tokens: Number of leading keys that every query attends to.
         scale: Multiplies query-key products; ``None`` means ``D ** -0.5``.
         bias: Added to the scores, broadcastable to ``[B, H, T, S]``. It does not change which keys
-            a query attends to; one whose bias is -inf at all of them gives zeros.
+            a query attends to; one whose bias is -inf, or in ``"torch"`` below -1e8, at all of them
+            gives zeros.
         seed: Integer, or tensor of integers, from which pivots are drawn.
         impl: ``"torch"`` (block by block), ``"cpp"`` (on CPUs, without ``bias``), ``"reference"``
             (dense scores), or ``"auto"``, which selects the fastest that supports the call.
