@@ -165,6 +165,31 @@ def run_cases(
     print_event("done")
 
 
+def run_check(
+    cases: Callable[[str, int, str, bool], Iterable[Case]],
+    check: Callable[[Case, Any], Iterable[str]],
+    decay: str,
+    size: str,
+    kind: str,
+    device: str,
+) -> None:
+    """Check one kind of calls of Triton kernels, given by the arguments of a check's process.
+
+    Args:
+        cases: Returns the cases of a decay, a size and a kind; small ones if the last argument is
+            true, for the interpreter.
+        check: As in :func:`run_cases`.
+        decay: Decay of the calls.
+        size: Largest key and value size.
+        kind: Kind of calls.
+        device: Name of the device.
+    """
+    import torch
+
+    target = torch.device(device)
+    run_cases(cases(decay, int(size), kind, target.type != "cuda"), check, target)
+
+
 def python_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module with this process's Python and import path."""
     code = f"import runpy, sys; sys.path[:] = sys.argv.pop(1).split({os.pathsep!r}); "

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ from attnzoo.backends.block_sparse.impl.options import (
     SparseOptions,
 )
 from attnzoo.backends.block_sparse.impl.selection import select_blocks
-from attnzoo.backends.linear.check_triton import compute_twice, nan_padded, wrong_result
-from attnzoo.kernels.verdicts import run_cases
+from attnzoo.backends.linear.check_triton import nan_padded, wrong_results_by_name
+from attnzoo.kernels.verdicts import run_check
 
 KINDS = ("plain", "shared", "any", "wide")
 DEFAULTS = SparseOptions(True, 32, 4, 12, 8, 1)
@@ -137,19 +138,9 @@ def results(x: Inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str,
 
 def wrong_results(case: SparseCase, device: torch.device) -> Iterator[str]:
     """Yield what is wrong with the kernels' results of a case."""
-    x = Inputs(case, device)
-    exact, plain = results(x, "torch", torch.float64), results(x, "torch")
-    first, second = compute_twice(lambda: results(x, "triton"))
-    for name, y in first.items():
-        values = y, second[name], plain[name], exact[name]
-        yield from wrong_result(name, str(case), case.dtype, *values)
-
-
-def main(decay: str, size: str, kind: str, device: str) -> None:
-    """Check one kind of calls; prints events."""
-    target = torch.device(device)
-    run_cases(cases(decay, int(size), kind, target.type != "cuda"), wrong_results, target)
+    of_case = partial(results, Inputs(case, device))
+    yield from wrong_results_by_name(str(case), case.dtype, of_case, "torch")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_check(cases, wrong_results, *sys.argv[1:])

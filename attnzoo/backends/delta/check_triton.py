@@ -12,14 +12,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.backends.delta.op import delta_attention
-from attnzoo.backends.linear.check_triton import compute_twice, nan_padded, wrong_result
-from attnzoo.kernels.verdicts import run_cases
+from attnzoo.backends.linear.check_triton import nan_padded, wrong_results_by_name
+from attnzoo.kernels.verdicts import run_check
 from attnzoo.masks import AttentionMask
 from attnzoo.state import DeltaState
 
@@ -150,19 +151,9 @@ def results(x: Inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str,
 
 def wrong_results(case: DeltaCase, device: torch.device) -> Iterator[str]:
     """Yield what is wrong with the kernels' results of a case."""
-    x = Inputs(case, device)
-    exact, plain = results(x, "reference", torch.float64), results(x, "torch")
-    first, second = compute_twice(lambda: results(x, "triton"))
-    for name, y in first.items():
-        values = y, second[name], plain[name], exact[name]
-        yield from wrong_result(name, str(case), case.dtype, *values)
-
-
-def main(decay: str, size: str, kind: str, device: str) -> None:
-    """Check one kind of calls; prints events."""
-    target = torch.device(device)
-    run_cases(cases(decay, int(size), kind, target.type != "cuda"), wrong_results, target)
+    of_case = partial(results, Inputs(case, device))
+    yield from wrong_results_by_name(str(case), case.dtype, of_case, "reference")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_check(cases, wrong_results, *sys.argv[1:])

@@ -25,7 +25,7 @@ from attnzoo.backends.linear.check_triton import (
 )
 from attnzoo.backends.linear.window_hybrid import hybrid_attention
 from attnzoo.backends.linear.window_state import HybridState, LinearBranch
-from attnzoo.kernels.verdicts import run_cases
+from attnzoo.kernels.verdicts import run_check
 from attnzoo.masks import AttentionMask
 
 NAMES = ("q", "k", "v", "q_features", "k_features", "log_weight", "log_decay")
@@ -232,11 +232,5 @@ def wrong_results(case: HybridCase, device: torch.device) -> Iterator[str]:
         yield from wrong_result(name, str(case), case.dtype, *found)
 
 
-def main(decay: str, size: str, kind: str, device: str) -> None:
-    """Check one kind of calls; prints events."""
-    target = torch.device(device)
-    run_cases(cases(decay, int(size), kind, target.type != "cuda"), wrong_results, target)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_check(cases, wrong_results, *sys.argv[1:])

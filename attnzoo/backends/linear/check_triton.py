@@ -24,7 +24,7 @@ from torch import Tensor
 from attnzoo.backends.linear.impl.common import StepGate
 from attnzoo.backends.linear.impl.gated_step import gated_step
 from attnzoo.backends.linear.op import linear_attention
-from attnzoo.kernels.verdicts import run_cases
+from attnzoo.kernels.verdicts import run_check
 from attnzoo.masks import AttentionMask
 from attnzoo.state import LinearState
 
@@ -303,11 +303,22 @@ def wrong_result(
         yield f"{name} differs between two equal calls in {case}"
 
 
-def main(decay: str, size: str, kind: str, device: str) -> None:
-    """Check one kind of calls; prints events."""
-    target = torch.device(device)
-    run_cases(cases(decay, int(size), kind, target.type != "cuda"), wrong_results, target)
+def wrong_results_by_name(
+    case: str, dtype: torch.dtype, results: Callable[..., dict[str, Tensor]], oracle: str
+) -> Iterator[str]:
+    """Yield what is wrong with the kernels' results of a case.
+
+    Args:
+        case: Describes the case.
+        dtype: Dtype of its inputs.
+        results: ``results(impl)`` and ``results(impl, dtype)`` return results by name.
+        oracle: Implementation that runs in float64.
+    """
+    exact, plain = results(oracle, torch.float64), results("torch")
+    first, second = compute_twice(lambda: results("triton"))
+    for name, y in first.items():
+        yield from wrong_result(name, case, dtype, y, second[name], plain[name], exact[name])
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_check(cases, wrong_results, *sys.argv[1:])
