@@ -19,9 +19,15 @@ from attnzoo.backends.base import AttentionBackend
 from attnzoo.backends.delta.backend import DeltaBackend
 from attnzoo.backends.delta.calibration import GateCalibration
 from attnzoo.backends.inputs import AttentionInputs, zero_padding
+from attnzoo.registry import get_backend
 from attnzoo.training.transfer import Transfer, swapped_layers
 
 ROWS_AT_ONCE = 4
+
+
+def can_calibrate(backend: str) -> bool:
+    """Return whether the gates of a backend can be calibrated."""
+    return issubclass(get_backend(backend), DeltaBackend)
 
 
 def calibrated_layers(model: nn.Module) -> dict[str, DeltaBackend]:

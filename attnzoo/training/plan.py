@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attnzoo.backends.delta.backend import DeltaConfig
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.models import require_causal
 from attnzoo.evaluation.presets import preset_options
@@ -29,7 +28,7 @@ from attnzoo.integrations.convert import restore, swap
 from attnzoo.integrations.layers import attention_layers
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.calibrate import calibrate, calibrated_layers
+from attnzoo.training.calibrate import calibrate, calibrated_layers, can_calibrate
 from attnzoo.training.distil import divergence
 
 EXACT = "flash"
@@ -98,7 +97,7 @@ class Plan:
     @property
     def calibrated(self) -> bool:
         """Whether it has layers that were measured with calibrated gates."""
-        return any(isinstance(layer.config, DeltaConfig) for layer in self.spec.layers.values())
+        return any(can_calibrate(layer.backend) for layer in self.spec.layers.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON data."""
@@ -196,7 +195,11 @@ class Planner:
         if not self.numbers:
             raise SpecError(f"{type(model).__name__} has no attention layers to plan for")
         self.exact = self._logits()
-        self.calibrated = {name: self._calibrate(name) for name in self.candidates}
+        self.calibrated = {
+            name: self._calibrate(name)
+            for name, spec in candidates.items()
+            if can_calibrate(spec.default.backend)
+        }
 
     def make_spec(self, chosen: Mapping[int, str]) -> AttentionSpec:
         """Return the spec with these layers' candidates and exact attention elsewhere."""
@@ -289,11 +292,10 @@ class Planner:
         """
         swap(self.model, self.make_spec(dict.fromkeys(self.numbers, candidate)))
         try:
+            self.on_step(f"gates, {candidate}")
+            positions = torch.arange(self.rows.shape[1]).expand_as(self.rows)
+            calibrate(self.model, self.rows, positions)
             layers = calibrated_layers(self.model)
-            if layers:
-                self.on_step(f"gates, {candidate}")
-                positions = torch.arange(self.rows.shape[1]).expand_as(self.rows)
-                calibrate(self.model, self.rows, positions)
             return {name: backend.state_dict() for name, backend in layers.items()}
         finally:
             restore(self.model)
