@@ -34,10 +34,12 @@ exhaustive: $(READY) ## Run the tests that repeat a rule on more cases
 users: $(READY) ## Run attnzoo with PEFT, TRL, sentence-transformers and lm_eval, in threads and fresh processes
 	$(PYTEST) tests/users $(ARGS)
 
-check: $(READY) ## Lint, check the format, check the types
+check: $(READY) ## Lint, check the format and the types, compile the Triton kernels for sm_90
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy attnzoo
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+		$(BIN)/python -m tools.triton_configs.compile_aot --quick --arch 90 --count; fi
 
 sanitize: $(READY) ## Check the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(BIN)/python -m tools.sanitize

@@ -25,6 +25,12 @@ BACKENDS = {
 }
 
 
+def some_of(*names: str) -> list[Any]:
+    """Return all backends; those not named are exhaustive."""
+    exhaustive = pytest.mark.exhaustive
+    return [x if x in names else pytest.param(x, marks=exhaustive) for x in BACKENDS]
+
+
 @pytest.fixture
 def one_layer(llama):
     """Return a Llama with one layer: torch.compile traces each layer again."""
@@ -63,14 +69,7 @@ def test_forward_is_one_graph(backend, one_layer, ids, padding):
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        name if name in ("flash", "linear", "hybrid")
-        else pytest.param(name, marks=pytest.mark.exhaustive)
-        for name in BACKENDS
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("backend", some_of("flash", "linear", "hybrid"))
 def test_training_step(backend, one_layer, ids, padding):
     model = one_layer
     swap(model, backend)
@@ -123,7 +122,10 @@ def test_sliding_windows_compile(backend, redraw, ids, padding):
     assert_close(found[real], expected[real], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+# linear, gated_linear and performer: as the hybrid, of their operation
+@pytest.mark.parametrize(
+    "backend", some_of("softmax", "flash", "delta", "longformer", "hybrid", "reformer")
+)
 def test_packed_rows_compile(backend, one_layer):
     model = one_layer
     swap(model, backend)

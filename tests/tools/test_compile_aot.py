@@ -28,8 +28,8 @@ def run(*arguments, **environment):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", [pytest.param("80", marks=pytest.mark.exhaustive), "90"])
+@pytest.mark.exhaustive  # `make check` compiles them for sm_90
+@pytest.mark.parametrize("arch", ["80", "90"])
 def test_kernels_compile_within_the_limits_of_the_gpu(arch, request):
     # Triton compiles what the cache lacks: its keys hash the sources, the options and the compiler
     cache = request.config.rootpath / ".pytest_cache" / "triton"

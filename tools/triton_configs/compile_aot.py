@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from attnzoo.backends.block_sparse.impl.triton import launcher as sparse_launche
 from attnzoo.backends.delta.kernels.launch import DeltaLauncher
 from attnzoo.backends.delta.kernels.step import delta_triton_step
 from attnzoo.backends.linear.kernels import launch as linear_launch
-from attnzoo.backends.linear.kernels.configs import SHARED_BYTES
+from attnzoo.backends.linear.kernels.configs import KERNELS, SHARED_BYTES
 from attnzoo.backends.linear.kernels.hybrid_op import hybrid_triton, hybrid_triton_backward
 from attnzoo.backends.linear.kernels.hybrid_step import launch_hybrid_step
 from attnzoo.backends.linear.kernels.step import launch_step
@@ -400,7 +401,7 @@ def limit_violations(row: KernelResources) -> list[str]:
 
 
 def main() -> int:
-    """Print the resources of each kernel; return 1 if one violates a limit."""
+    """Print the resources of each kernel; return 1 if one violates a limit or is not compiled."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="head size 128 in bfloat16 only")
     parser.add_argument("--goals", action="store_true", help="and the sums of docs/kernels.md only")
@@ -409,9 +410,11 @@ def main() -> int:
     parser.add_argument("--arch", type=int, nargs="*", default=[80, 90], choices=[80, 90])
     args = parser.parse_args()
     failed, totals = 0, defaultdict(float)
+    missing = set(KERNELS)
     cases = GOALS if args.goals else QUICK if args.quick else CASES
     for capability in args.arch:
         for row in compile_cases(cases, capability, args.count):
+            missing.discard(row.kernel)
             if row.kernel in ("out", "shared", "dq", "dk", "dv"):
                 totals[f"sm_{capability} {row.case}"] += row.issue_cycles_per_token
             violations = limit_violations(row)
@@ -430,6 +433,9 @@ def main() -> int:
     if args.goals and not args.json:
         for case, total in totals.items():
             print(f"{case}: {total:.0f} issue cycles per token, forward and backward")
+    if missing and not args.goals:
+        print(f"not compiled by any case: {', '.join(sorted(missing))}", file=sys.stderr)
+        return 1
     return 1 if failed else 0
 
 
