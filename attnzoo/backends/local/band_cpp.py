@@ -260,8 +260,12 @@ def band_softmax_cpp_backward(
     global_is_valid: Tensor | None,
     band: list[int],
     scale: float,
+    needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, sums, totals and logit; no elements for ``None``."""
+    """Return the gradients of q, k, v, sums, totals and logit; no elements for ``None``.
+
+    Those of q, k and v are computed if ``needed``, and have no elements otherwise.
+    """
     outside, masks = (
         (sums, totals, logit, only_heads),
         (key_mask, segment_ids, global_keys, global_is_valid),
@@ -271,10 +275,10 @@ def band_softmax_cpp_backward(
     out, d_out, lse = pad_to_simd(out), pad_to_simd(d_out), lse.contiguous()
     d_lse = None if d_lse is None else d_lse.contiguous()
     pieces = x.task.pieces
-    dq = empty_huge_pages(x.q, (*q.shape[:3], x.widths[0]), x.dtype)
+    dq = empty_huge_pages(x.q, (*q.shape[:3], x.widths[0]), x.dtype) if needed[0] else None
     dk, dv = (
-        empty_huge_pages(y, (pieces, *y.shape[:3], width), x.dtype).zero_()
-        for y, width in zip((x.k, x.v), x.widths, strict=True)
+        empty_huge_pages(y, (pieces, *y.shape[:3], width), x.dtype).zero_() if need else None
+        for y, width, need in zip((x.k, x.v), x.widths, needed[1:], strict=True)
     )
     x.task.out_steps, x.task.d_out_steps = _steps(out), _steps(d_out)
     d_sums, d_totals, d_logit = (lse.new_empty(0) for _ in range(3))
@@ -286,12 +290,16 @@ def band_softmax_cpp_backward(
     for name, pointer in _pointers(**given).items():
         setattr(x.task, name, pointer)
     x.run("backward")
-    dk, dv = (y[0] if pieces == 1 else y.sum(0) for y in (dk, dv))
+    dk, dv = (y if y is None else y[0] if pieces == 1 else y.sum(0) for y in (dk, dv))
     keys, values = x.sizes
+
+    def narrow(d: Tensor | None, x: Tensor, size: int) -> Tensor:
+        return x.new_empty(0) if d is None else unpad(d, size).to(x.dtype)
+
     return (
-        unpad(dq, keys).to(q.dtype),
-        unpad(dk, keys).to(k.dtype),
-        unpad(dv, values).to(v.dtype),
+        narrow(dq, q, keys),
+        narrow(dk, k, keys),
+        narrow(dv, v, values),
         d_sums if sums is None else d_sums.to(sums.dtype),
         d_totals if totals is None else d_totals.to(totals.dtype),
         d_logit if logit is None else d_logit.to(logit.dtype),
@@ -317,7 +325,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
 
 @band_softmax_cpp_backward.register_fake
 def _(d_out: Any, d_lse: Any, out: Any, lse: Tensor, *inputs: Any) -> Any:
-    return tuple(lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs[:6])
+    needed = (*inputs[-1], *(x is not None for x in inputs[3:6]))
+    like = (lse if x is None else x for x in inputs[:6])
+    return tuple(x.new_empty(x.shape if need else 0) for x, need in zip(like, needed, strict=True))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -327,8 +337,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-    gradients = band_softmax_cpp_backward(d_out, d_lse, *ctx.saved_tensors, ctx.band, ctx.scale)
     needed = ctx.needs_input_grad[:6]
+    options = ctx.band, ctx.scale, list(needed[:3])
+    gradients = band_softmax_cpp_backward(d_out, d_lse, *ctx.saved_tensors, *options)
     return (*(g if n else None for g, n in zip(gradients, needed, strict=True)), *[None] * 7)
 
 

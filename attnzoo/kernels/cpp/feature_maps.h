@@ -116,6 +116,7 @@ class FeatureMap : Tiles<Real> {
     }
 
     // The gradient of x from x, y, f and the gradient of f. The gradients of W and b are added up.
+    // With a matrix, d_x may be null.
     void gradients(const Real* x, const bool* counts, const Real* y, const Real* f, const Real* d_f,
                    Real* d_x) {
         Real* d_y = has_matrix() ? d_y_ : d_x;
@@ -123,7 +124,7 @@ class FeatureMap : Tiles<Real> {
         for (int r = 0; r < ROWS; ++r)
             if (!counts[r]) std::fill_n(d_y + r * in_, in_, Real(0));
         if (!has_matrix()) return;
-        product(d_x, size_, ROWS, d_y, in_, 1, weight_, size_, size_, in_);
+        if (d_x) product(d_x, size_, ROWS, d_y, in_, 1, weight_, size_, size_, in_);
         if (t.d_bias)
             for (int64_t n = 0; n < in_; n += LANES) {
                 Reals sum = load(d_bias_ + n);

@@ -1,5 +1,7 @@
 """Linear attention in C++ against the dense form in float64."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -111,6 +113,32 @@ def leaves_and_results(shape, decay, packed, dtype=torch.float64, **options):
         return found.out, *found.state
 
     return run, leaves
+
+
+@pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_gradients_of_some_inputs_are_those_of_all(normalize, decay):
+    """The kernel skips what no input needs; other gradients keep their bits."""
+    run, leaves = leaves_and_results((1, 4, 2, 600, 8, 5), decay, True, normalize=normalize)
+    d_results = [torch.randn_like(x) for x in run(*leaves, impl="cpp")]
+    threads = torch.get_num_threads()
+
+    def gradients(needed):
+        given = [x.detach().requires_grad_(n) for x, n in zip(leaves, needed, strict=True)]
+        torch.autograd.backward(run(*given, impl="cpp"), d_results)
+        return [x.grad for x in given]
+
+    everything = gradients([True] * len(leaves))
+    try:
+        for n, (q, k, v, state, gate) in enumerate(product([False, True], repeat=5)):
+            torch.set_num_threads(1 + 2 * (n % 2))
+            needed = (q, k, v, state, state, gate)[: len(leaves)]
+            if not any(needed):
+                continue
+            for found, expected, need in zip(gradients(needed), everything, needed, strict=True):
+                assert torch.equal(found, expected) if need else found is None
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -257,8 +285,12 @@ def test_the_operator_is_registered_soundly(dtype):
     gate = -torch.rand(1, 1, 40, dtype=dtype)
     d_out, d_totals = torch.randn(1, 2, 40, 32).to(dtype), torch.randn(1, 2, 40).to(dtype)
     args = (d_out, None, None, d_totals, *given[:3], gate, *maps, None, None)
-    for want_decay in (False, True):
-        torch.library.opcheck(linear_cpp_backward, (*args, kept, *options, want_decay))
+    for needed in (range(6), [3], [1, 5], []):
+        wanted = [i in needed for i in range(10)]
+        torch.library.opcheck(linear_cpp_backward, (*args, kept, *options, wanted))
+        found = linear_cpp_backward(*args, kept, *options, wanted)
+        wanted[4] = wanted[5]
+        assert [x.numel() > 0 for x in found] == wanted
 
 
 def test_a_layer_runs_it_by_name():

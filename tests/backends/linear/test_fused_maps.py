@@ -108,6 +108,36 @@ def test_equal_largest_exponents_share_their_gradient():
     assert_close(*grads, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("name", ["hedgehog", "t2r"])
+def test_gradients_of_weights_do_not_depend_on_frozen_inputs(name, window):
+    """The kernels skip what no input needs; other gradients keep their bits."""
+    torch.manual_seed(3)
+    x = [torch.randn(B, n, 40, m) for n, m in ((H, D), (HKV, D), (HKV, E))]
+    weights = make_weights(name, dtype=torch.float32)
+    x += [y for y in weights if y is not None]
+
+    def gradients(needed):
+        q, k, v, *rest = (
+            y.detach().requires_grad_(bool(n)) for y, n in zip(x, needed, strict=True)
+        )
+        maps, options = MapWeights(*rest), {"feature_map": name}
+        if window is None:
+            out = linear_attention(q, k, v, map_weights=maps, normalize=True, **options).out
+        else:
+            branch = LinearBranch(q, k, torch.zeros(()), map_weights=maps, **options)
+            out = hybrid_attention(q, k, v, branch, window=window, scale=0.3).out
+        out.square().sum().backward()
+        return [y.grad for y in (q, k, v, *rest)]
+
+    everything = gradients([True] * len(x))
+    count = len(x) - 3
+    cases = ((0, 0, 0, *[1] * count), (0, 1, 0, *[0] * count), (1, 0, 0, 0, *[1] * (count - 1)))
+    for needed in cases:
+        for found, expected, need in zip(gradients(needed), everything, needed, strict=True):
+            assert torch.equal(found, expected) if need else found is None
+
+
 def test_any_number_of_threads_computes_the_same_bits():
     q, k, v = (torch.randn(1, n, 1100, 16) for n in (2, 1, 1))
     weights = MapWeights(torch.randn(2, 16, 16), torch.randn(1, 16, 16))

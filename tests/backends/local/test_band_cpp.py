@@ -1,9 +1,16 @@
 """The C++ kernel of banded softmax against a dense formula: output, log-sum-exp and gradients."""
 
+from itertools import product
+
 import pytest
 import torch
 
-from attnzoo.backends.local.band_cpp import BAND, OutsideSums, band_attention_cpp
+from attnzoo.backends.local.band_cpp import (
+    BAND,
+    OutsideSums,
+    band_attention_cpp,
+    band_softmax_cpp_backward,
+)
 from attnzoo.backends.local.blockwise_cpu import LocalOptions
 from attnzoo.backends.local.pattern import Band, global_indices
 from attnzoo.kernels import cpp
@@ -116,6 +123,44 @@ def test_sums_outside_the_band_share_the_denominator(offset, rows, relative, onl
     has_sums = total > 0  # where s is 0, u does not count
     right = [*right[:3], right[3] * has_sums[..., None], right[4] * has_sums, right[5]]
     torch.testing.assert_close(list(ours), right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_some_inputs_are_those_of_all(dtype):
+    """The kernel skips what no input needs; other gradients keep their bits."""
+    torch.manual_seed(7)
+    heads, rows = HKV * GROUPS, S - 10
+    x = [draw(B, n, S, m).to(dtype) for n, m in ((heads, D), (HKV, D), (HKV, E))]
+    x += [y.float() for y in (draw(B, heads, rows, E), draw(B, heads, rows), draw(B, heads, S))]
+    is_global = torch.rand(B, S) < 0.1
+    options = LocalOptions(Band(9, 0, 1), True, 0.3, ~is_global, global_indices(is_global))
+    d_out = draw(B, heads, S, E).float()
+
+    def gradients(needed):
+        leaves = [y.detach().requires_grad_(n) for y, n in zip(x, needed, strict=True)]
+        out, lse = band_attention_cpp(
+            *leaves[:3], options, outside=OutsideSums(*leaves[3:], relative=False)
+        )
+        ((out * d_out).sum() + lse.sum()).backward()
+        return [y.grad for y in leaves]
+
+    everything = gradients([True] * 6)
+    for needed in product([False, True], repeat=4):
+        if not any(needed):
+            continue
+        needed = (*needed, needed[3], needed[3])
+        for found, expected, need in zip(gradients(needed), everything, needed, strict=True):
+            assert torch.equal(found, expected) if need else found is None
+
+
+def test_gradients_that_are_not_needed_have_no_elements():
+    q, k, v = (draw(1, 2, 40, 16) for _ in range(3))
+    out, lse = band_attention_cpp(q, k, v, LocalOptions(Band(9, 0, 1), True, 0.3))
+    given = torch.ones_like(out), None, out, lse[..., 0], q, k, v, *[None] * 8, [9, 0, 1, 0, 1, 0]
+    for needed in ([True, False, False], [False, True, True], [False] * 3):
+        found = band_softmax_cpp_backward(*given, 0.3, needed)
+        assert [x.numel() > 0 for x in found[:3]] == needed
+        torch.library.opcheck(band_softmax_cpp_backward, (*given, 0.3, needed))
 
 
 def test_threads_share_the_queries_of_a_head():

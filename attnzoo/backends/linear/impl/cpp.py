@@ -39,7 +39,7 @@ from attnzoo.kernels import cpp
 from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.kernels.derivatives import check_reverse_mode, refuse_derivative
-from attnzoo.kernels.memory import empty_huge_pages, rows_of, with_contiguous_rows
+from attnzoo.kernels.memory import Rows, empty_huge_pages, rows_of, with_contiguous_rows
 from attnzoo.masks import AttentionMask
 from attnzoo.state import LinearState
 
@@ -233,18 +233,20 @@ def linear_cpp_backward(
     chunk_size: int,
     feature_map: str,
     feature_scale: float,
-    want_decay: bool,
+    needed: list[bool],
 ) -> list[Tensor]:
-    """Return the gradients of q, k, v, log_decay (empty without ``want_decay``), kv, z and weights.
+    """Return the gradients of q, k, v, log_decay, kv, z and weights.
 
-    Those of weights are in the order of the arguments, without elements for ``None``.
+    Those of weights are in the order of the arguments. What is not ``needed`` is not computed and
+    has no elements; kv and z have gradients if one of them is needed.
     """
     weights, masks = (q_weight, k_weight, q_bias, k_bias), (segment_ids, key_mask)
     options = (scale, normalize, eps, chunk_size, feature_map, feature_scale)
     features = kept.shape[3] // (v.shape[3] + 1)
     x = CallArguments(q, k, v, log_decay, weights, masks, features, options)
     x.task.kept = kept.data_ptr()
-    d_weights = _new_weight_gradients(x.task, len(q), kept, weights)
+    trained = tuple(w if need else None for w, need in zip(weights, needed[6:], strict=True))
+    d_weights = _new_weight_gradients(x.task, len(q), kept, trained)
     if d_out is None:
         d_out = v.new_zeros(v.shape[3]).expand(*q.shape[:3], v.shape[3])
     d_out = with_contiguous_rows(d_out)
@@ -252,20 +254,26 @@ def linear_cpp_backward(
     d_last_kv = torch.zeros_like(d_kv) if d_last_kv is None else d_last_kv.contiguous()
     d_last_z = torch.zeros_like(d_z) if d_last_z is None else d_last_z.contiguous()
     d_totals = None if d_totals is None else d_totals.contiguous()
-    dq, dk, dv = (empty_huge_pages(t, t.shape) for t in (q, k, v))
-    gradients = Gradients(*map(rows_of, (d_out, dq, dk, dv)))
+    dq, dk, dv = (
+        empty_huge_pages(t, t.shape) if need else t.new_empty(0)
+        for t, need in zip((q, k, v), needed, strict=False)
+    )
+    new_rows = (rows_of(t) if t.numel() else Rows() for t in (dq, dk, dv))
+    gradients = Gradients(rows_of(d_out), *new_rows)
     gradients.d_last_kv, gradients.d_last_z = d_last_kv.data_ptr(), d_last_z.data_ptr()
     gradients.d_totals = None if d_totals is None else d_totals.data_ptr()
-    gradients.d_kv, gradients.d_z = d_kv.data_ptr(), d_z.data_ptr()
-    d_log = _new_decay_gradient(k, log_decay if want_decay else None, kept.dtype)
+    if not (needed[4] or needed[5]):
+        d_kv, d_z = kept.new_empty(0), kept.new_empty(0)
+    gradients.d_kv, gradients.d_z = d_kv.data_ptr() or None, d_z.data_ptr() or None
+    d_log = _new_decay_gradient(k, log_decay if needed[3] else None, kept.dtype)
     if d_log.numel():
         gradients.d_log_decay = rows_of(d_log)
     x.run("backward", kept.dtype, gradients)
-    if want_decay and log_decay is not None:
+    if needed[3] and log_decay is not None:
         d_log = d_log.sum((0, 2, 3)) if log_decay.dim() == 1 else d_log
         d_log = d_log.view(log_decay.shape).to(log_decay.dtype)
     # one row per batch row and span, so that results do not depend on the number of threads
-    sums = [d if w is None else d.sum((0, 2)) for d, w in zip(d_weights, weights, strict=True)]
+    sums = [d if w is None else d.sum((0, 2)) for d, w in zip(d_weights, trained, strict=True)]
     return [dq, dk, dv, d_log, d_kv, d_z, *sums]
 
 
@@ -321,9 +329,11 @@ def _linear_cpp_backward_fake(
     d_out: Any, d_last_kv: Any, d_last_z: Any, d_totals: Any, *inputs: Any
 ) -> list[Tensor]:
     q, k, v, log_decay, *weights, _, _, kept = inputs[:11]
-    log_decay = log_decay if inputs[-1] else None
+    needed = list(inputs[-1])
+    needed[4:6] = [needed[4] or needed[5]] * 2
     like = (q, k, v, log_decay, *_new_state(k, v, kept), *weights)
-    return [kept.new_empty(0) if x is None else x.new_empty(x.shape) for x in like]
+    found = (kept.new_empty(0) if x is None else x for x in like)
+    return [x.new_empty(x.shape if need else 0) for x, need in zip(found, needed, strict=True)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -338,7 +348,7 @@ def _backward(
     ctx: Any, d_out: Any, d_kv: Any, d_z: Any, d_totals: Any, d_kept: Any
 ) -> tuple[Tensor | None, ...]:
     needed = ctx.needs_input_grad
-    options = (*ctx.options, needed[3])
+    options = (*ctx.options, list(needed[:10]))
     grads = linear_cpp_backward(d_out, d_kv, d_z, d_totals, *ctx.saved_tensors, *options)
     return *(g if need else None for g, need in zip(grads, needed, strict=False)), *(None,) * 10
 

@@ -425,13 +425,25 @@ class LinearForward : LinearAttention<Real> {
 
 // -- the backward pass ----------------------------------------------------------------------------
 
+// What is not needed has no address.
 template <class Real>
 struct Gradients {
-    Tensor d_out, dq, dk, dv;
-    Tensor d_log_decay;               // without an address if it is not needed
+    Tensor d_out, dq, dk, dv, d_log_decay;
     const Real* d_totals;             // [B, H G, T], or null
     const Real *d_last_kv, *d_last_z; // of the state after the last token
-    Real *d_kv, *d_z;                 // of the state before the first token
+    Real *d_kv, *d_z;                 // of the state before the first token; both or none
+};
+
+// Which gradients are computed.
+struct Needed {
+    bool q, k, v, decay;  // of queries and keys before or after the feature map, or of its weights
+    bool state;           // of the state before a chunk, because gradients of earlier tokens need it
+
+    template <class Real>
+    Needed(const Task<Real>& t, const Gradients<Real>& out)
+        : q(out.dq.data || t.q_map.d_weight || t.q_map.d_bias),
+          k(out.dk.data || t.k_map.d_weight || t.k_map.d_bias), v(out.dv.data),
+          decay(t.decays && out.d_log_decay.data), state(k || v || decay || out.d_kv) {}
 };
 
 // Computes the states of a span again, then walks its chunks backward. States are transposed, [E, D].
@@ -464,6 +476,8 @@ class LinearBackward : LinearAttention<Real> {
     };
 
     const Gradients<Real>& out_;
+    const Needed needed_;
+    const bool reads_;  // whether gradients of the decayed queries are needed
     std::deque<State> states_;  // before the chunks of a span
     State d_state_;
     Buffer<Real> buffer_;
@@ -477,6 +491,7 @@ class LinearBackward : LinearAttention<Real> {
   public:
     LinearBackward(const Task<Real>& task, const Gradients<Real>& out, int64_t row, int64_t head)
         : Base(task, row, head, 0, task.groups, 0, task.value_size), out_(out),
+          needed_(task, out), reads_(task.normalize || needed_.q || needed_.decay),
           d_state_(size_, width_),
           buffer_(rows_ * (width_ + CHUNK + 2 * size_ + 1) + 3 * CHUNK * width_ + 3 * keys_ +
                   size_ + CHUNK + given_),
@@ -494,9 +509,9 @@ class LinearBackward : LinearAttention<Real> {
         const int64_t matrix = t.key_size * t.value_size;
         load_state(out_.d_last_kv + index() * matrix, out_.d_last_z + index() * t.key_size,
                    d_state_);
-        for (int64_t span = t.spans() - 1; span >= first; --span) {
+        for (int64_t span = (needed_.state ? t.spans() : end) - 1; span >= first; --span) {
             const bool own = span < end;
-            for (size_t count = walk(span, own || t.normalize); count--;)
+            for (size_t count = walk(span, own ? reads_ : t.normalize); count--;)
                 differentiate(states_[count], own);
             if (own && given_) {
                 k_map_.store_weight_gradients(index() * t.spans() + span);
@@ -504,7 +519,7 @@ class LinearBackward : LinearAttention<Real> {
                     q_maps_[g].store_weight_gradients((index() * groups_ + g) * t.spans() + span);
             }
         }
-        if (first > 0) return;
+        if (first > 0 || !out_.d_kv) return;
         std::copy_n(d_state_.z, t.key_size, out_.d_z + index() * t.key_size);
         for (int64_t d = 0; d < t.key_size; ++d)
             for (int64_t e = 0; e < t.value_size; ++e)
@@ -593,18 +608,16 @@ class LinearBackward : LinearAttention<Real> {
             std::copy_n(out_.d_totals + t.query(row_, head_ * groups_ + g, start_), count_,
                         d_sums_ + g * CHUNK);
         }
-        if (own || t.normalize) differentiate_scores(state);
+        const bool scores = needed_.q || needed_.k || needed_.decay;
+        if (t.normalize || (own && scores)) differentiate_scores(state);
         if (own) {
-            differentiate_values();
-            product(d_written_, size_, CHUNK, v_, width_, 1, d_state_.kv, size_, size_, width_);
-            for (int64_t i = 0; i < keys_; i += size_)
-                for (int64_t d = 0; d < size_; d += LANES)
-                    store(d_written_ + i + d, load(d_written_ + i + d) + load(d_state_.z + d));
-            if (t.decays && out_.d_log_decay.data) multiply_states(state);
-            t.decays > 1 ? differentiate_channels() : differentiate_tokens();
+            if (needed_.v) differentiate_values();
+            if (needed_.k || needed_.decay) differentiate_writes();
+            if (needed_.decay) multiply_states(state);
+            if (scores) t.decays > 1 ? differentiate_channels() : differentiate_tokens();
             store_gradients();
         }
-        retreat();
+        if (needed_.state) retreat();
     }
 
     // Divide the gradients of the outputs by the denominators, and compute those of the scores and
@@ -617,7 +630,8 @@ class LinearBackward : LinearAttention<Real> {
         }
         transpose(v_, width_, CHUNK, width_, v_columns_, CHUNK);
         product(d_scores_, CHUNK, rows_, d_out_, width_, 1, v_columns_, CHUNK, CHUNK, width_);
-        product(d_read_, size_, rows_, d_out_, width_, 1, state.kv, size_, size_, width_);
+        if (reads_)
+            product(d_read_, size_, rows_, d_out_, width_, 1, state.kv, size_, size_, width_);
         if (t.normalize) {
             add_lanes_of_rows(rows_, d_sums_, [&](int64_t r) {
                 Reals sum{};
@@ -633,7 +647,7 @@ class LinearBackward : LinearAttention<Real> {
             const Reals d_sum = broadcast(d_sums_[r]);
             for (int64_t w = r * CHUNK; w < (r + 1) * CHUNK; w += LANES)
                 store(d_scores_ + w, load(d_scores_ + w) + d_sum);
-            for (int64_t d = 0; d < size_; d += LANES) {
+            for (int64_t d = 0; reads_ && d < size_; d += LANES) {
                 Real* read = d_read_ + r * size_ + d;
                 store(read, load(read) + d_sum * load(state.z + d));
             }
@@ -654,6 +668,13 @@ class LinearBackward : LinearAttention<Real> {
             for (int i = 0; i < CHUNK; ++i)
                 this->scale_row(dv_ + i * width_, after_[i], width_, dv_ + i * width_);
         add_later(dv_, scores_, d_out_, width_);
+    }
+
+    void differentiate_writes() {
+        product(d_written_, size_, CHUNK, v_, width_, 1, d_state_.kv, size_, size_, width_);
+        for (int64_t i = 0; i < keys_; i += size_)
+            for (int64_t d = 0; d < size_; d += LANES)
+                store(d_written_ + i + d, load(d_written_ + i + d) + load(d_state_.z + d));
     }
 
     // out[j][:] += sum over query heads and tokens i >= j of weights[i][j] rows[i][:].
@@ -706,16 +727,19 @@ class LinearBackward : LinearAttention<Real> {
 
     // Gradients of keys, queries and log decays; one decay per token, or none.
     void differentiate_tokens() {
-        if (t.decays && out_.d_log_decay.data) differentiate_decays();
+        if (needed_.decay) differentiate_decays();
         for (int64_t r = 0; t.decays && r < rows_; ++r)
             for (int w = 0; w < CHUNK; w += LANES) {
                 Real* d_score = d_scores_ + r * CHUNK + w;
                 store(d_score, load(d_score) * load(pairs_ + r % CHUNK * CHUNK + w));
             }
-        for (int i = 0; i < CHUNK; ++i)
-            this->scale_row(d_written_ + i * size_, t.decays ? after_[i] : Real(1), size_,
-                            dk_ + i * size_);
-        add_later(dk_, d_scores_, q_, size_);
+        if (needed_.k) {
+            for (int i = 0; i < CHUNK; ++i)
+                this->scale_row(d_written_ + i * size_, t.decays ? after_[i] : Real(1), size_,
+                                dk_ + i * size_);
+            add_later(dk_, d_scores_, q_, size_);
+        }
+        if (!needed_.q) return;
         for_columns(size_, [&](auto vectors, int64_t column) {
             constexpr int V = decltype(vectors)::value, R = std::min(TILE / V, CHUNK);
             for (int64_t row = 0; row < rows_; row += R) {
@@ -825,6 +849,15 @@ class LinearBackward : LinearAttention<Real> {
     }
 
     void store_gradients() {
+        if (needed_.q) store_query_gradients();
+        if (needed_.k) store_key_gradients();
+        if (needed_.v) this->store_rows(dv_, t.value_size, width_, out_.dv, head_, 0);
+        if (needed_.decay)
+            this->store_rows(d_log_, t.decays, t.decays > 1 ? size_ : 1, out_.d_log_decay, head_,
+                             0);
+    }
+
+    void store_query_gradients() {
         if (t.scale != 1)
             for (int64_t i = 0; i < rows_ * size_; i += LANES)
                 store(dq_ + i, load(dq_ + i) * Real(t.scale));
@@ -832,17 +865,17 @@ class LinearBackward : LinearAttention<Real> {
             const Real* dq = dq_ + g * keys_;
             if (given_)
                 q_maps_[g].gradients(given_q_ + g * given_, is_token_, y_q_ + g * keys_,
-                                     q_ + g * keys_, dq, d_given_);
-            store_given(given_ ? d_given_ : dq, out_.dq, head_ * groups_ + g);
+                                     q_ + g * keys_, dq, out_.dq.data ? d_given_ : nullptr);
+            if (out_.dq.data) store_given(given_ ? d_given_ : dq, out_.dq, head_ * groups_ + g);
         }
+    }
+
+    void store_key_gradients() {
         for (int i = 0; i < count_; ++i)
             if (!is_key_[i]) std::fill_n(dk_ + i * size_, size_, Real(0));
-        if (given_) k_map_.gradients(given_k_, is_key_, y_k_, k_, dk_, d_given_);
-        store_given(given_ ? d_given_ : dk_, out_.dk, head_);
-        this->store_rows(dv_, t.value_size, width_, out_.dv, head_, 0);
-        if (t.decays && out_.d_log_decay.data)
-            this->store_rows(d_log_, t.decays, t.decays > 1 ? size_ : 1, out_.d_log_decay, head_,
-                             0);
+        Real* d_given = out_.dk.data ? d_given_ : nullptr;
+        if (given_) k_map_.gradients(given_k_, is_key_, y_k_, k_, dk_, d_given);
+        if (out_.dk.data) store_given(given_ ? d_given : dk_, out_.dk, head_);
     }
 };
 
@@ -876,7 +909,8 @@ template <class Real>
 static void backward(const Task<Real>& t, const Gradients<Real>& out) {
     const int64_t heads = t.batch * t.heads;
     if (heads == 0) return;
-    const double cost = t.normalize ? 0.6 : 0.25;  // of a later token, relative to an own one
+    // Of a later token, relative to an own one
+    const double cost = !Needed(t, out).state ? 0 : t.normalize ? 0.6 : 0.25;
     const int64_t parts = std::min((t.threads + heads - 1) / heads, t.spans());
     std::vector<int64_t> ends(parts + 1, 0);
     std::vector<double> sizes(parts, 1);

@@ -59,7 +59,8 @@ struct Task {
                                            // T - far_start]; f, [B, H G, T]
     const uint8_t* far_only;  // [H G]: heads whose band does not count where s is not 0; or null
     const Real *d_out, *d_lse;
-    Real *dq, *dk, *dv;  // [B, H G, T, D]; [pieces, B, H, S, D]; [pieces, B, H, S, E]
+    // [B, H G, T, D]; [pieces, B, H, S, D]; [pieces, B, H, S, E]; null: not needed
+    Real *dq, *dk, *dv;
     Real *d_far, *d_far_totals, *d_logit;  // d_far: [B, H G, T - far_start, far_size]
 };
 
@@ -123,9 +124,12 @@ class Worker : Tiles<Real>, Rows<Real> {
         for_each_block([this] { attend(); });
     }
 
-    // Write dq, and add to dk and dv.
+    // Write dq, and add to dk and dv, as far as they are needed.
     void backward() {
-        for_each_block([this] { attend_backward(); });
+        if (needs_keys())
+            for_each_block([this] { attend_backward(); });
+        else
+            for_each_block([this] { load_output_gradients(); }, false);
     }
 
   private:
@@ -147,6 +151,12 @@ class Worker : Tiles<Real>, Rows<Real> {
     int64_t group_ = 0;     // query head within the key head
     int64_t first_ = 0;     // first query of the block; the others follow at steps of d
     Real max_[BLOCK], sum_[BLOCK], rescale_[BLOCK];
+
+    // Whether the gradients that are needed depend on the keys of the band.
+    bool needs_keys() const { return t.dq || t.dk || t.dv; }
+
+    // Whether the gradients of scores are needed.
+    bool needs_scores() const { return t.dq || t.dk; }
 
     void copy_key(int64_t key, Real* k, Real* v) const {
         load_row(t.k.at(row_, head_, key), t.k.type, t.key_size, size_, Real(1), k);
@@ -211,8 +221,9 @@ class Worker : Tiles<Real>, Rows<Real> {
 
     // -- blocks --------------------------------------------------------------------------------
 
+    // Call work() for each block, whose keys are listed if `with_keys`.
     template <class Work>
-    void for_each_block(Work work) {
+    void for_each_block(Work work, bool with_keys = true) {
         const int64_t d = t.dilation;
         for (group_ = 0; group_ < t.groups; ++group_)
             for (int64_t phase = 0; phase < std::min(d, t.keys); ++phase) {
@@ -226,8 +237,10 @@ class Worker : Tiles<Real>, Rows<Real> {
                     count_ = (int)std::min<int64_t>(BLOCK, queries - i * BLOCK);
                     first_ = first + i * BLOCK * d;
                     prefetch(queries - i * BLOCK);
-                    list_keys(phase, copied);
-                    list_globals();
+                    if (with_keys) {
+                        list_keys(phase, copied);
+                        list_globals();
+                    }
                     work();
                 }
             }
@@ -463,17 +476,21 @@ class Worker : Tiles<Real>, Rows<Real> {
         std::fill_n(sum_, BLOCK, Real(0));
         std::fill_n(sums_.begin(), BLOCK * size_, Real(0));
         load_queries();
+        load_output_gradients();
+        for_each_tile([this](const KeyList<Real>& keys, int start, int width) {
+            attend_backward(keys, start, width);
+        });
+        for (int c = 0; t.dq && c < count_; ++c) {
+            Real* dq = t.dq + query_number(c) * size_;
+            for (int64_t d = 0; d < size_; ++d) dq[d] = sums_[c * size_ + d] * Real(t.scale * LOG2_E);
+        }
+    }
+
+    void load_output_gradients() {
         load_rows(width_, d_out_rows_, d_out_, [this](int c, Real* d_out) {
             std::copy_n(query_row(t.d_out, t.d_out_steps, c), width_, d_out);
             differentiate_output(c, d_out);
         });
-        for_each_tile([this](const KeyList<Real>& keys, int start, int width) {
-            attend_backward(keys, start, width);
-        });
-        for (int c = 0; c < count_; ++c) {
-            Real* dq = t.dq + query_number(c) * size_;
-            for (int64_t d = 0; d < size_; ++d) dq[d] = sums_[c * size_ + d] * Real(t.scale * LOG2_E);
-        }
     }
 
     // Rounds as the products of d_out and values do, so that the gradient of a query that attends to
@@ -516,7 +533,8 @@ class Worker : Tiles<Real>, Rows<Real> {
         Range ranges[VECTORS];
         for (int i = 0; i < VECTORS; ++i) ranges[i] = vector_range(keys, i * LANES, start, width);
         multiply(&keys.k_rows[start], q_, size_, ranges, width, p_.data());
-        multiply(&keys.v_rows[start], d_out_, width_, ranges, width, dp_.data());
+        if (needs_scores())
+            multiply(&keys.v_rows[start], d_out_, width_, ranges, width, dp_.data());
         for (int i = 0; i < VECTORS; ++i) {
             const int lane = i * LANES;
             const Reals lse = load(max_ + lane), delta = load(sum_ + lane);
@@ -536,7 +554,7 @@ class Worker : Tiles<Real>, Rows<Real> {
             for (int w = 0; w < ranges[i].begin; ++w) clear(w * BLOCK + lane);
             for (int w = ranges[i].end; w < width + SUM_ROWS; ++w) clear(w * BLOCK + lane);
         }
-        for (int c = 0; c < count_; c += SUM_ROWS) {
+        for (int c = 0; t.dq && c < count_; c += SUM_ROWS) {
             const Range own = range(keys, c, SUM_ROWS, start, width);
             if (own.begin == own.end) continue;
             Real* dq[SUM_ROWS];
@@ -544,7 +562,7 @@ class Worker : Tiles<Real>, Rows<Real> {
             add_weighted_rows(dq, nullptr, &dp_[c], 1, BLOCK, &keys.k_rows[start],
                               {own.begin, own.end}, size_);
         }
-        add_key_gradients(keys, start, width);
+        if (t.dk || t.dv) add_key_gradients(keys, start, width);
     }
 
     // Set the weights of LANES queries for a key to 0.
@@ -567,12 +585,12 @@ class Worker : Tiles<Real>, Rows<Real> {
             for (int r = 0; r < SUM_ROWS; ++r) {
                 const bool valid = w + r < width;
                 const int64_t key = first + keys.keys[start + std::min(w + r, width - 1)];
-                dk[r] = valid ? t.dk + key * size_ : unused_.data();
-                dv[r] = valid ? t.dv + key * width_ : unused_.data();
+                dk[r] = valid && t.dk ? t.dk + key * size_ : unused_.data();
+                dv[r] = valid && t.dv ? t.dv + key * width_ : unused_.data();
             }
             const Real *p = &p_[w * BLOCK], *dp = &dp_[w * BLOCK];
-            add_weighted_rows(dk, nullptr, dp, BLOCK, 1, q_rows, {from, to}, size_);
-            add_weighted_rows(dv, nullptr, p, BLOCK, 1, d_out_rows, {from, to}, width_);
+            if (t.dk) add_weighted_rows(dk, nullptr, dp, BLOCK, 1, q_rows, {from, to}, size_);
+            if (t.dv) add_weighted_rows(dv, nullptr, p, BLOCK, 1, d_out_rows, {from, to}, width_);
         }
     }
 };
