@@ -26,9 +26,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from attnzoo.backends.block_sparse.impl.gather import SparseTensors
-from attnzoo.backends.block_sparse.impl.options import SparseOptions
-from attnzoo.backends.block_sparse.impl.selection import count_key_blocks, count_query_blocks
+from attnzoo.backends.block_sparse.impl.options import (
+    SelectionOptions,
+    SparseCall,
+    SparseOptions,
+)
+from attnzoo.backends.block_sparse.impl.selection import count_key_blocks
 from attnzoo.backends.block_sparse.impl.triton import launcher as sparse_launcher
+from attnzoo.backends.block_sparse.impl.triton import selection_launcher
 from attnzoo.backends.delta.kernels.launch import DeltaLauncher
 from attnzoo.backends.delta.kernels.step import delta_triton_step
 from attnzoo.backends.linear.kernels import launch as linear_launch
@@ -46,6 +51,7 @@ from tools.triton_configs.machine_code import (
 
 SCHEDULERS = 4  # per processor; each issues one instruction per cycle
 LENGTH = 2048  # tokens: several splits, so that the kernels for splits are launched too
+INDEX_HEADS, INDEX_SIZE = 4, 32  # of an indexer, the defaults of the backend
 KERNEL_NAMES = {  # names in the output, and in the config table
     "split_sums_kernel": "sums",
     "split_scan_kernel": "split_scan",
@@ -64,10 +70,13 @@ KERNEL_NAMES = {  # names in the output, and in the config table
     "sink_gradient_kernel": "sink_dkv",
     "selection_gradient_kernel": "selected_dkv",
     "window_gradient_kernel": "sparse_dkv",
+    "summary_kernel": "summary",
+    "pool_kernel": "pool",
+    "select_kernel": "select",
 }
 # without a product; inverse: with decays per channel
 NO_PRODUCTS = ("split_scan", "step", "hybrid_step", "hybrid_store", "merge", "merge_backward")
-NO_PRODUCTS += ("inverse", "delta_step")
+NO_PRODUCTS += ("inverse", "delta_step", "summary", "pool")
 
 
 class CompileCase(NamedTuple):
@@ -85,6 +94,8 @@ class CompileCase(NamedTuple):
     window: int = 0  # of the window hybrid; 0: linear attention alone
     delta: bool = False  # the delta rule: its own kernels alone
     sparse: SparseOptions | None = None  # of block-sparse attention
+    score: str = "moments"  # of block-sparse attention
+    coverage: float | None = None
 
 
 class CompiledKernel(NamedTuple):
@@ -173,6 +184,12 @@ CASES = (
         for size in (64, 256)
         for dtype in (torch.float16, torch.float32)
     ),
+    CompileCase(sparse=SPARSE, score="indexer"),
+    CompileCase(sparse=SPARSE, score="bounds"),
+    CompileCase(sparse=SPARSE, score="mean", groups=4, coverage=0.9),
+    *(CompileCase(sparse=SPARSE._replace(top_k=top_k)) for top_k in (1, 64, 256)),
+    CompileCase(d=256, e=256, dtype=torch.float32, sparse=SPARSE._replace(top_k=64)),
+    CompileCase(dtype=torch.float32, sparse=SPARSE._replace(top_k=256)),
     CompileCase(feature_map="exp"),
     CompileCase(feature_map="relu"),
     *(
@@ -263,7 +280,7 @@ def launch_case(case: CompileCase) -> None:
         torch.ones(1, t, dtype=torch.bool) if case.padded else None,
     )
     if case.sparse is not None:
-        launch_sparse(case.sparse, tensors)
+        launch_sparse(case, case.sparse, tensors)
         return
     if case.window or case.delta:
         (launch_delta if case.delta else launch_hybrid)(case, tensors)
@@ -290,13 +307,18 @@ def launch_delta(case: CompileCase, x: linear_launch.LinearTensors) -> None:
     delta_triton_step._init_fn(*rows, gates, x.kv, 1.0)
 
 
-def launch_sparse(options: SparseOptions, x: linear_launch.LinearTensors) -> None:
+def launch_sparse(
+    case: CompileCase, options: SparseOptions, x: linear_launch.LinearTensors
+) -> None:
     """Launch block-sparse attention, forward and backward; all query heads share a selection."""
-    batch, key_heads, tokens, _ = x.k.shape
-    query_blocks = count_query_blocks(tokens, options.query_block)
-    kept = min(options.top_k, count_key_blocks(tokens, options))
-    selected = torch.zeros(batch, key_heads, query_blocks, kept, dtype=torch.int32)
     lengths = None if x.padding_mask is None else x.padding_mask.sum(1)
+    selection = SelectionOptions(case.score, case.coverage, True)
+    call = SparseCall(*x[:3], lengths, lengths, None, None, 1.0, options, selection)
+    if case.score == "indexer":
+        blocks = count_key_blocks(LENGTH, options)
+        index_q = torch.empty(1, INDEX_HEADS, LENGTH, INDEX_SIZE + 1)
+        call = call._replace(index_q=index_q, summary=torch.empty(1, 1, blocks, INDEX_SIZE))
+    selected = selection_launcher(call).select()
     tensors = SparseTensors(*x[:3], selected, lengths, lengths, 1.0, options)
     launcher = sparse_launcher(tensors)
     out, lse = launcher.forward()

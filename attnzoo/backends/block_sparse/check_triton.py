@@ -3,10 +3,11 @@
     python -m attnzoo.backends.block_sparse.check_triton none 128 plain cuda:0
 
 As :mod:`attnzoo.backends.linear.check_triton`. All implementations get the same selected blocks, as
-near scores may be ordered differently in float64.
+near scores may be ordered differently in float64. The selection has a check of its own, in
+:mod:`attnzoo.backends.block_sparse.check_selection`.
 
 Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-Q queries of a query block.
+Q queries of a query block, I heads of an indexer, P size of index queries and keys.
 """
 
 from __future__ import annotations
@@ -15,23 +16,27 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnzoo.backends.block_sparse.check_selection import wrong_selection, wrong_ties
 from attnzoo.backends.block_sparse.impl.custom_ops import block_sparse_forward
 from attnzoo.backends.block_sparse.impl.options import (
     SelectionOptions,
     SparseCall,
     SparseOptions,
 )
-from attnzoo.backends.block_sparse.impl.selection import select_blocks
+from attnzoo.backends.block_sparse.impl.selection import MEAN, select_blocks, summarize
 from attnzoo.backends.linear.check_triton import nan_padded, wrong_results_by_name
 from attnzoo.kernels.verdicts import run_check
 
 KINDS = ("plain", "shared", "any", "wide")
 DEFAULTS = SparseOptions(True, 32, 4, 12, 8, 1)
 NAMES = ("q", "k", "v")
+SCORES = {"plain": "moments", "shared": "mean", "any": "bounds", "wide": "moments"}
+INDEX_HEADS, INDEX_SIZE = 3, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,7 @@ class SparseCase:
     dtype: torch.dtype = torch.bfloat16
     groups: int = 1
     options: SparseOptions = DEFAULTS
+    score: str = "moments"
     coverage: float | None = None
     per_key_head: bool = False
     padded: bool = False
@@ -53,7 +59,8 @@ class SparseCase:
 
     def __str__(self) -> str:
         sizes = " ".join(f"{name}={value}" for name, value in self.options._asdict().items())
-        return f"{self.T} queries of {self.d} and {self.e}, {self.S or self.T} keys, {sizes}"
+        keys = f"{self.S or self.T} keys"
+        return f"{self.T} queries of {self.d} and {self.e}, {keys}, {sizes} score={self.score}"
 
 
 def cases(decay: str, size: int, kind: str, small: bool) -> Iterator[SparseCase]:
@@ -66,7 +73,7 @@ def cases(decay: str, size: int, kind: str, small: bool) -> Iterator[SparseCase]
         small: Whether the cases are for the interpreter.
     """
     assert decay == "none"
-    case, tokens = SparseCase(d=size, e=size), 300
+    case, tokens = SparseCase(d=size, e=size, score=SCORES[kind]), 300
     if small:
         case, tokens = replace(case, B=1, Hkv=1), 50
         case = replace(case, options=DEFAULTS._replace(window=5, top_k=3), T=tokens)
@@ -84,6 +91,7 @@ def cases(decay: str, size: int, kind: str, small: bool) -> Iterator[SparseCase]
     yield replace(case, options=case.options._replace(causal=False))
     if kind == "wide":
         yield replace(case, dtype=torch.float16, T=tokens // 2)
+        yield replace(case, score="indexer", padded=True)
     if kind == "plain":
         yield replace(case, T=tokens // 3, S=tokens)
     if not small:
@@ -110,16 +118,24 @@ class Inputs:
             self.counts = case.T - torch.arange(case.B) * (case.T // 3) - case.T // 5
             self.lengths = self.counts + keys - case.T
         self.scale = case.d**-0.5
-        selection = SelectionOptions("moments", case.coverage, case.per_key_head)
+        selection = SelectionOptions(case.score, case.coverage, case.per_key_head)
         call = SparseCall(
             q, k, v, self.lengths, self.counts, None, None, self.scale, case.options, selection
         )
+        if case.score == "indexer":
+            index_q = draw(case.B, INDEX_HEADS, case.T, INDEX_SIZE + 1).float()
+            index_k = draw(case.B, 1, keys, INDEX_SIZE).float()
+            summary = summarize(index_k, self.lengths, case.options, MEAN)
+            call = call._replace(index_q=index_q, summary=summary)
         self.selected = select_blocks(call).to(device)
-        self.tensors = [nan_padded(x.to(device)) for x in (q, k, v)]
-        if case.padded:
-            self.lengths, self.counts = (
-                x.to(device) for x in (call.lengths, call.counts) if x is not None
-            )
+        moved: dict[str, Any] = {
+            name: x.to(device) if x.dtype == torch.int64 else nan_padded(x.to(device))
+            for name, x in call._asdict().items()
+            if isinstance(x, Tensor)
+        }
+        self.call = call._replace(**moved)
+        self.tensors = [self.call.q, self.call.k, self.call.v]
+        self.lengths, self.counts = self.call.lengths, self.call.counts
         self.weights = draw(*q.shape[:3], case.e).to(device)
 
 
@@ -138,7 +154,10 @@ def results(x: Inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str,
 
 def wrong_results(case: SparseCase, device: torch.device) -> Iterator[str]:
     """Yield what is wrong with the kernels' results of a case."""
-    of_case = partial(results, Inputs(case, device))
+    inputs = Inputs(case, device)
+    yield from wrong_selection(inputs.call, str(case))
+    yield from wrong_ties(inputs.call, str(case))
+    of_case = partial(results, inputs)
     yield from wrong_results_by_name(str(case), case.dtype, of_case, "torch")
 
 

@@ -34,7 +34,12 @@ from attnzoo.backends.block_sparse.impl.options import (
 )
 from attnzoo.backends.block_sparse.impl.reference import reference_attention
 from attnzoo.backends.block_sparse.impl.step import attend_step
-from attnzoo.backends.block_sparse.impl.triton import triton_reasons, triton_trust_reasons
+from attnzoo.backends.block_sparse.impl.triton import (
+    selection_reason,
+    summarize,
+    triton_reasons,
+    triton_trust_reasons,
+)
 from attnzoo.backends.block_sparse.validation import check_index, check_inputs, check_options
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.validation import empty_output, is_empty_call
@@ -118,11 +123,10 @@ def block_sparse_attention(
         state: State of the earlier tokens; causal only.
         return_state: Whether to return the state after the last token.
         impl: ``"cpp"`` (on CPUs, for block sizes that divide 32 or are multiples of it),
-            ``"triton"`` (on NVIDIA GPUs; torch selects the blocks), ``"torch"`` (gathers the keys),
-            ``"reference"`` (dense scores), or ``"auto"``, which selects the fastest that supports
-            the call; ``"triton"`` only on devices where it passed a check. A single new token after
-            a state reads the selected blocks in torch, in every implementation but
-            ``"reference"``.
+            ``"triton"`` (on NVIDIA GPUs), ``"torch"`` (gathers the keys), ``"reference"`` (dense
+            scores), or ``"auto"``, which selects the fastest that supports the call; ``"triton"``
+            only on devices where it passed a check. A single new token after a state reads the
+            selected blocks in torch, in every implementation but ``"reference"``.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; ``state``; and ``impl``.
@@ -169,6 +173,11 @@ def block_sparse_attention(
     if given is not None:
         call = add_index(call, given, aligned, state)
     implementation, choice = select("block_sparse_attention", IMPLEMENTATIONS, call, impl)
+    if choice.impl == "triton":
+        if reason := selection_reason(call):
+            choice = choice._replace(reason=f"{choice.reason}; {reason}")
+        if return_state and call.summary is None:
+            call = call._replace(summary=summarize(call))  # once for the selection and the state
     out = restore_order(implementation.run(call), aligned.order).to(v.dtype)
     return AttentionOutput(out, new_state(call, state) if return_state else None, impl=choice)
 

@@ -7,6 +7,7 @@ M query blocks, K selected blocks, A heads with a selection of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from attnzoo.backends.block_sparse.impl.gather import SparseTensors
 from attnzoo.backends.block_sparse.impl.options import SelectionOptions, SparseCall, SparseOptions
 from attnzoo.backends.block_sparse.impl.selection import (
     MAX_SCORES,
-    Best,
     count_key_blocks,
     count_query_blocks,
     select_blocks,
@@ -31,7 +31,11 @@ FORWARD: dict[str, Callable[[SparseTensors], tuple[Tensor, Tensor]]] = {
     "cpp": cpp.forward,
     "triton": triton.forward,
 }
-BEST: dict[str, Best | None] = {"torch": None, "cpp": cpp.best_blocks, "triton": None}
+SELECT: dict[str, Callable[[SparseCall], Tensor]] = {
+    "torch": select_blocks,
+    "cpp": partial(select_blocks, best=cpp.best_blocks),
+    "triton": triton.select,
+}
 BACKWARD: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
     "torch": gather.backward,
     "cpp": cpp.backward,
@@ -53,7 +57,7 @@ def sparse_attention(call: SparseCall, impl: str) -> Tensor:
         selected = block_sparse_select(
             (x.q if x.index_q is None else x.index_q).detach(),
             x.k.detach(),
-            None if x.index_q is None else x.summary,
+            x.summary,
             x.lengths,
             x.counts,
             x.leader,
@@ -85,8 +89,8 @@ def block_sparse_select(
 ) -> Tensor:
     """Return the selected blocks, ``[B, A, M, K]``; see :func:`select_blocks`.
 
-    With an indexer, ``q`` are its packed queries, ``summary`` is that of its keys, and ``k`` gives
-    its shape only.
+    With an indexer, ``q`` are its packed queries, and ``summary`` is that of its keys. Where there
+    is a summary, ``k`` gives its shape only.
     """
     sizes, selection = (
         SparseOptions.from_ints(options),
@@ -94,7 +98,7 @@ def block_sparse_select(
     )
     call = SparseCall(q, k, k, lengths, counts, leader, summary, scale, sizes, selection)
     with autocast_disabled(q.device):
-        return select_blocks(call, BEST[impl])
+        return SELECT[impl](call)
 
 
 @block_sparse_select.register_fake

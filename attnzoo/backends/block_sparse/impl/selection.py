@@ -222,7 +222,7 @@ def select_blocks(call: SparseCall, best: Best | None = None) -> Tensor:
         (batch, selections, count, kept), NO_BLOCK, dtype=torch.int32, device=queries.device
     )
     if kept == 0:
-        return _for_key_heads(selected, call)
+        return for_key_heads(selected, call)
     if indexed:
         best = None
     if best is not None and call.selection.coverage is None and summary.dtype == torch.float32:
@@ -238,10 +238,10 @@ def select_blocks(call: SparseCall, best: Best | None = None) -> Tensor:
             features = query_features(some, call.scale, call.selection.score)
             scores = (features @ summary[:, :, None].mT).flatten(1, 2)
         selected[:, :, rows] = _best(scores, part, call, kept)
-    return _for_key_heads(selected, call)
+    return for_key_heads(selected, call)
 
 
-def _for_key_heads(selected: Tensor, call: SparseCall) -> Tensor:
+def for_key_heads(selected: Tensor, call: SparseCall) -> Tensor:
     """Repeat the selection of an indexer for every key head."""
     if call.selection.score != "indexer":
         return selected

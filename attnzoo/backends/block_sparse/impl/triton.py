@@ -1,22 +1,31 @@
 """Block-sparse attention in Triton, for NVIDIA GPUs: ``impl="triton"``.
 
-PyTorch selects the blocks; the kernels attend to them. See ``kernels/``.
+Kernels select the blocks and attend to them. See ``kernels/``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from attnzoo.backends.block_sparse.impl.gather import SparseTensors
-from attnzoo.backends.block_sparse.impl.options import SparseCall
-from attnzoo.backends.block_sparse.impl.selection import count_key_blocks
+from attnzoo.backends.block_sparse.impl.options import SparseCall, SparseOptions
+from attnzoo.backends.block_sparse.impl.selection import (
+    count_key_blocks,
+    count_query_blocks,
+    for_key_heads,
+    select_blocks,
+)
 from attnzoo.backends.linear.impl.triton import triton_reasons as linear_reasons
 from attnzoo.backends.linear.impl.triton_trust import trust
 
 if TYPE_CHECKING:
-    from attnzoo.backends.block_sparse.kernels.launch import SparseLauncher
+    from attnzoo.backends.block_sparse.kernels.launch import KernelOptions, SparseLauncher
+    from attnzoo.backends.block_sparse.kernels.selection_launch import SelectionLauncher
+
+MOST_BLOCKS = {128: 256, 256: 64}  # that the kernel sorts, by the largest size of keys
 
 
 def triton_reasons(call: SparseCall) -> list[str]:
@@ -27,6 +36,63 @@ def triton_reasons(call: SparseCall) -> list[str]:
 def triton_trust_reasons(call: SparseCall) -> tuple[tuple[str, ...], str]:
     """Return why ``impl="auto"`` does not trust the kernels, or what ``describe`` says of them."""
     return trust("block_sparse", None, call.k, call.v)
+
+
+def selection_reason(call: SparseCall) -> str:
+    """Return why torch selects the blocks of a call, or "" if a kernel does."""
+    kept = min(call.options.top_k, count_key_blocks(call.k.shape[2], call.options))
+    size = call.q.shape[3] if call.index_q is None else call.index_q.shape[3] - 1
+    most = next((most for largest, most in MOST_BLOCKS.items() if size <= largest), 0)
+    if kept > most:
+        return f"torch selects {kept} blocks, as the kernel sorts at most {most} of this size"
+    return ""
+
+
+@torch.no_grad()
+def select(call: SparseCall) -> Tensor:
+    """Return the selected blocks, as :func:`select_blocks` does."""
+    if selection_reason(call):
+        return select_blocks(call)
+    return for_key_heads(selection_launcher(call).select(), call)
+
+
+@torch.no_grad()
+def summarize(call: SparseCall) -> Tensor:
+    """Return the summary of each block of keys, ``[B, Hkv, N, Z]``."""
+    return selection_launcher(call).summarize()
+
+
+def selection_launcher(call: SparseCall) -> SelectionLauncher:
+    """Return the launcher of the kernels that select the blocks of a call; imports Triton."""
+    from attnzoo.backends.block_sparse.kernels.selection_launch import (
+        SelectionLauncher,
+        SelectionTensors,
+    )
+
+    queries = call.with_selecting_queries().q
+    tensors = queries, call.k, call.summary, call.lengths, call.counts, call.leader
+    return SelectionLauncher(
+        SelectionTensors(*tensors),
+        kernel_options(call.options, call.k.shape[2], call.scale),
+        query_blocks=count_query_blocks(queries.shape[2], call.options.query_block),
+        top_k=call.options.top_k,
+        **call.selection._asdict(),
+    )
+
+
+def kernel_options(options: SparseOptions, keys: int, scale: float) -> KernelOptions:
+    """Return the sizes of a call of some keys as the kernels take them; imports Triton."""
+    from attnzoo.backends.block_sparse.kernels.launch import KernelOptions
+
+    return KernelOptions(
+        causal=options.causal,
+        window=options.window,
+        num_sinks=options.num_sinks,
+        block_size=options.block_size,
+        query_block=options.query_block,
+        num_blocks=count_key_blocks(keys, options),
+        scale=float(scale),
+    )
 
 
 def forward(x: SparseTensors) -> tuple[Tensor, Tensor]:
@@ -43,15 +109,7 @@ def backward(
 
 def launcher(x: SparseTensors) -> SparseLauncher:
     """Return the launcher of the kernels of a call; imports Triton."""
-    from attnzoo.backends.block_sparse.kernels.launch import KernelOptions, SparseLauncher
+    from attnzoo.backends.block_sparse.kernels.launch import SparseLauncher
 
-    options = KernelOptions(
-        causal=x.options.causal,
-        window=x.options.window,
-        num_sinks=x.options.num_sinks,
-        block_size=x.options.block_size,
-        query_block=x.options.query_block,
-        num_blocks=count_key_blocks(x.k.shape[2], x.options),
-        scale=float(x.scale),
-    )
+    options = kernel_options(x.options, x.k.shape[2], x.scale)
     return SparseLauncher(x.q, x.k, x.v, x.selected, x.lengths, x.counts, options)

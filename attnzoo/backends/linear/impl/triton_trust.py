@@ -164,6 +164,7 @@ def _source_hash(table: str) -> str:
     files += [linear / f"{name}.py" for name in ("window_triton", "check_triton", "check_hybrid")]
     files += [linear.parent / "local" / "extra_keys.py"]
     files += [folder / "check_triton.py" for folder in others]
+    files += [linear.parent / "block_sparse" / "check_selection.py"]
     files += [linear.parents[1] / "kernels" / "triton_products.py"]
     files += [Path(table)] if table else []
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]

@@ -1,0 +1,141 @@
+"""Selection of key blocks by the Triton kernels, against torch.
+
+They run on a GPU if there is one, else interpreted on the CPU.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+
+from attnzoo.backends.block_sparse import check_triton
+from attnzoo.backends.block_sparse.check_selection import wrong_selection, wrong_ties
+from attnzoo.backends.block_sparse.impl import triton as module
+from attnzoo.backends.block_sparse.impl.options import SelectionOptions, SparseCall, SparseOptions
+from attnzoo.backends.block_sparse.impl.selection import MEAN, select_blocks, summarize
+from attnzoo.backends.block_sparse.kernels.selection_launch import SelectionLauncher
+from attnzoo.backends.block_sparse.op import block_sparse_attention
+from attnzoo.masks import AttentionMask
+from tests.kernel_device import kernel_device
+
+DEVICE = kernel_device()
+OPTIONS = SparseOptions(causal=True, window=3, num_sinks=2, top_k=3, block_size=4, query_block=1)
+
+
+def integers(*shape):
+    return torch.randint(-1, 2, shape, device=DEVICE).float()
+
+
+def integer_call(name, causal):
+    """Return a call all of whose scores are exact, so that many are equal."""
+    score, coverage, shared, ragged, leader, sizes = CALLS[name]
+    tokens, keys, heads, key_heads = 16, 23, 2, 1
+    q, k = integers(2, heads, tokens, 8), integers(2, key_heads, keys, 8)
+    lengths = counts = None
+    if ragged:
+        counts = torch.tensor([16, 9], device=DEVICE)
+        lengths = counts + keys - tokens
+    options = OPTIONS._replace(causal=causal, **sizes)
+    selection = SelectionOptions(score, coverage, shared)
+    call = SparseCall(q, k, k, lengths, counts, None, None, 1.0, options, selection)
+    if score == "indexer":
+        weights = torch.randint(1, 3, (2, 3, tokens, 1), device=DEVICE)
+        index_q = torch.cat([integers(2, 3, tokens, 8), weights], 3)
+        summary = summarize(integers(2, 1, keys, 8), lengths, options, MEAN)
+        return call._replace(index_q=index_q, summary=summary)
+    return call._replace(leader=integers(2, heads, 8)) if leader and causal else call
+
+
+CALLS = {  # score, coverage, selection per key head, padding, state, sizes
+    "moments": ("moments", None, False, True, False, {}),
+    "mean": ("mean", None, True, False, True, {"query_block": 5, "num_sinks": 5}),
+    "bounds": ("bounds", None, False, True, True, {"query_block": 4, "top_k": 2}),
+    "indexer": ("indexer", None, False, True, False, {"query_block": 2}),
+    "coverage": ("moments", 0.77, True, False, False, {"query_block": 2}),
+    "coverage of an indexer": ("indexer", 0.77, False, False, False, {}),
+    "one": ("bounds", None, False, False, False, {"top_k": 1, "query_block": 3}),
+    "all": ("mean", None, False, True, False, {"top_k": 99, "query_block": 6}),
+    "blocks of one": ("mean", None, True, False, False, {"block_size": 1, "query_block": 8}),
+}
+QUICK = {("moments", True), ("mean", True), ("bounds", False), ("indexer", True)}
+QUICK |= {("coverage", False), ("one", True)}
+
+
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    [
+        pytest.param(*x, marks=() if x in QUICK else pytest.mark.exhaustive)
+        for x in product(CALLS, (True, False))
+    ],
+)
+def test_the_selection_is_that_of_torch_where_scores_are_equal(name, causal):
+    call = integer_call(name, causal)
+    assert torch.equal(module.select(call), select_blocks(call))
+
+
+def test_ties_go_to_the_earlier_block_and_minus_zero_is_zero():
+    k = torch.zeros(1, 1, 24, 8, device=DEVICE)
+    k[:, :, 4:8] = -0.0
+    k[:, :, 12:16] = 1.0
+    q = torch.zeros(1, 1, 24, 8, device=DEVICE)
+    q[:, :, 20:] = 1.0
+    selection = SelectionOptions("mean", None, False)
+    options = OPTIONS._replace(num_sinks=0, top_k=2)
+    call = SparseCall(-q, k, k, None, None, None, None, 1.0, options, selection)
+    assert module.select(call)[0, 0, -1].tolist() == [0, 1]  # block 3 has the lowest score
+    assert module.select(call._replace(q=q))[0, 0, -1].tolist() == [0, 3]
+
+
+def broken(monkeypatch, function, change):
+    run = getattr(SelectionLauncher, function)
+    monkeypatch.setattr(SelectionLauncher, function, lambda self: change(run(self)))
+
+
+@pytest.mark.parametrize(
+    ("function", "change", "message"),
+    [
+        ("summarize", lambda x: x.roll(1, 2), "lower by"),
+        ("pool", lambda x: x.flip(2), "lower by"),
+        ("select", lambda x: torch.where(x == 2, 1, x), "no candidate|twice"),
+        ("select", lambda x: torch.where(x == 0, 2**30, x), "another number"),
+        ("select", lambda x: x + torch.randint(2, x.shape).int(), "two equal calls"),
+    ],
+)
+def test_a_broken_kernel_fails_the_check(function, change, message, monkeypatch):
+    q, k = torch.randn(1, 2, 16, 8, device=DEVICE), torch.randn(1, 1, 16, 8, device=DEVICE)
+    selection = SelectionOptions("mean", None, True)
+    options = OPTIONS._replace(top_k=2, num_sinks=0)
+    call = SparseCall(q, k, k, None, None, None, None, 0.3, options, selection)
+    assert list(wrong_selection(call, "a call")) == []
+    broken(monkeypatch, function, change)
+    found = " ".join(wrong_selection(call, "a call"))
+    assert any(word in found for word in message.split("|"))
+
+
+def test_other_ties_fail_the_check(monkeypatch):
+    case = check_triton.SparseCase(d=8, e=8, dtype=torch.float32, B=1, Hkv=1, T=40, score="mean")
+    options = OPTIONS._replace(block_size=8, top_k=1, num_sinks=0, query_block=2)
+    case = check_triton.replace(case, options=options)
+    call = check_triton.Inputs(case, DEVICE).call
+    assert list(wrong_ties(call, "a call")) == []
+    broken(monkeypatch, "select", lambda x: torch.where(x == 1, 2, x))
+    assert list(wrong_ties(call, "a call"))
+
+
+def test_torch_selects_more_blocks_than_the_kernel_sorts(monkeypatch):
+    monkeypatch.setattr(module, "MOST_BLOCKS", {8: 2})
+    x = torch.randn(1, 1, 9, 8, device=DEVICE)
+    options = {"block_size": 2, "window": 2, "query_block": 3, "impl": "triton"}
+    reason = block_sparse_attention(x, x, x, top_k=3, **options).impl.reason
+    assert "torch selects 3 blocks, as the kernel sorts at most 2" in reason
+    assert "torch selects" not in block_sparse_attention(x, x, x, top_k=2, **options).impl.reason
+
+
+def test_summaries_are_computed_once_for_selection_and_state(monkeypatch):
+    calls = []
+    broken(monkeypatch, "summarize", lambda x: calls.append(x) or x)
+    x = torch.randn(1, 1, 12, 8, device=DEVICE)
+    options = {"mask": AttentionMask(causal=True), "block_size": 4, "window": 2, "impl": "triton"}
+    state = block_sparse_attention(x, x, x, return_state=True, **options).state
+    assert len(calls) == 1
+    assert torch.equal(state.summary, calls[0])
