@@ -129,6 +129,20 @@ def test_many_queries_after_earlier_keys_are_computed_in_blocks(limit, monkeypat
     assert built[1:] == [(8, 17), (8, 25), (5, 30)]
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)], ids=str)
+@pytest.mark.parametrize("mask", ["plain", "causal", "padding", "causal and padding", "segments"])
+@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (70, 70), (70, 131)])
+def test_compiled_attention_to_all_keys(heads, mask, queries, keys):
+    """In C++, without a window; later queries too. The masks are those of 9 tokens, repeated."""
+    fields, offset = dict(MASKS[mask]), keys - queries
+    for name in ("padding", "segment_ids"):
+        if name in fields:
+            fields[name] = fields[name].repeat_interleave(-(-keys // 9), 1)[:, :keys]
+    if not fields:
+        offset = 0  # also keys after the last query
+    compare(*qkv(queries, keys, heads=heads), AttentionMask(**fields, q_offset=offset), "cpp")
+
+
 @pytest.mark.parametrize("length", [129, 130, 192, 193, 300])  # blocks of 64 and more
 @pytest.mark.parametrize("window", [(0, 0), (5, 0), (31, 31), (64, 3), (100, 0)], ids=str)
 @pytest.mark.parametrize("limit", ["", "padding", "segments"])
@@ -154,16 +168,42 @@ def test_calls_that_the_compiled_window_does_not_support():
     q, k, v = qkv(4, 9)
     window = {"causal": True, "window": (2, 0)}
     for mask, options, reason in (
-        (AttentionMask(causal=True, q_offset=5), {}, "there is no sliding window"),
+        (AttentionMask(function=lambda: torch.ones(2, 1, 4, 9).bool()), {}, "mask is a function"),
         (AttentionMask(**window, q_offset=7), {}, "4 queries from position 7 on"),
         (AttentionMask(**window, q_offset=torch.tensor(5)), {}, "is a tensor"),
         (AttentionMask(**window, q_offset=5), {"dropout": 0.1}, r"dropout of 0\.1"),
     ):
         with pytest.raises(UnsupportedError, match=f"impl='cpp' cannot run .*{reason}"):
             flash_attention(q, k, v, mask=mask, impl="cpp", **options)
-    ran = flash_attention(*qkv(64), mask=AttentionMask(window=(3, 3))).impl
-    assert ran.impl == "cpp"
-    assert "sliding windows are compiled" in ran.reason
+
+
+@pytest.mark.parametrize(
+    ("length", "mask", "impl", "reason"),
+    [
+        (64, {"window": (3, 3)}, "cpp", "masks are compiled"),
+        (512, {"causal": True}, "cpp", "causal attention and masks are compiled"),
+        (512, {"padding": padding(512, 512, 4)}, "cpp", "masks are compiled"),
+        (512, {}, "sdpa", "without causality or a mask PyTorch's kernels are as fast"),
+        (64, {"causal": True}, "sdpa", "the call is small"),
+        (63, {"causal": True}, "sdpa", "there are 63 queries"),
+        (8, {"causal": True, "window": (3, 0)}, "sdpa", "there are 8 queries"),
+    ],
+)
+def test_auto_on_cpus(length, mask, impl, reason):
+    ran = flash_attention(*qkv(length), mask=AttentionMask(**mask)).impl
+    assert ran.impl == impl
+    assert reason in ran.reason
+
+
+def test_auto_leaves_transforms_to_torch():
+    q, k, v = qkv(512)
+
+    def total(v):
+        return flash_attention(q, k, v, mask=AttentionMask(causal=True)).out.square().sum()
+
+    leaf = v.clone().requires_grad_()
+    total(leaf).backward()
+    torch.testing.assert_close(torch.func.grad(total)(v), leaf.grad)
 
 
 def test_causal_and_windowed_masks_are_not_materialised(monkeypatch):
