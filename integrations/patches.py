@@ -115,10 +115,10 @@ def patch_models(modeling_utils: Any) -> None:
 
         return ours.attention(*args, **kwargs)
 
-    modeling_utils.AttentionInterface.register(NAME, attention)
     cls = modeling_utils.PreTrainedModel
     if not _mark_patched(cls):
         return
+    modeling_utils.AttentionInterface.register(NAME, attention)
     _patch_saving(cls)
     init, post_init = cls.__init__, cls.post_init
     initialize_weights = cls._initialize_weights

@@ -167,7 +167,11 @@ def test_conversion_to_lora_is_patched_under_every_name(name):
 
 
 def test_patches_are_applied_once():
-    before = PreTrainedModel.post_init, PreTrainedModel.from_pretrained
+    def patched():
+        attention = AttentionInterface._global_mapping[NAME]
+        return PreTrainedModel.post_init, PreTrainedModel.from_pretrained, attention
+
+    before = patched()
     for name, patch in PATCHES.items():
         patch(import_module(name))
-    assert (PreTrainedModel.post_init, PreTrainedModel.from_pretrained) == before
+    assert patched() == before
