@@ -76,6 +76,11 @@ def test_equals_the_dense_form(shape, normalize, threads, decay, packed):
         torch.set_num_threads(now)
 
 
+def test_a_layer_joins_the_heads_of_the_output_without_a_copy():
+    q, k, v, _ = make(2, 4, 2, 20, 16, 32)
+    assert linear_attention(q, k, v, impl="cpp").out.transpose(1, 2).is_contiguous()
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_rounding_errors_are_at_most_twice_those_of_torch(normalize):
     x = make(1, 4, 2, 3000, 64, 64)[:3]

@@ -198,7 +198,7 @@ def linear_cpp(
     options = (scale, normalize, eps, chunk_size, feature_map, feature_scale)
     x = CallArguments(q, k, v, log_decay, weights, masks, kv.shape[2], options)
     kv, z = kv.contiguous(), z.contiguous()
-    out = empty_huge_pages(v, (*q.shape[:3], v.shape[3]), kv.dtype if totals else v.dtype)
+    out = _empty_out(q, v, kv.dtype if totals else v.dtype)
     sums = kv.new_empty(q.shape[:3] if totals else 0)
     last_kv, last_z = torch.empty_like(kv), torch.empty_like(z)
     kept = empty_huge_pages(kv, _kept_shape(kv, k.shape[2], keep))
@@ -307,6 +307,12 @@ def _new_state(k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     return kv, kv.new_empty(kv.shape[:3])
 
 
+def _empty_out(q: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an empty output, stored as ``[B, T, H, E]``: joining its heads copies nothing."""
+    batch, heads, tokens, _ = q.shape
+    return empty_huge_pages(v, (batch, tokens, heads, v.shape[3]), dtype).transpose(1, 2)
+
+
 def _kept_shape(kv: Tensor, tokens: int, keep: bool) -> tuple[int, ...]:
     """Return the shape of the states that the forward pass keeps."""
     spans = (tokens + SPAN - 1) // SPAN if keep else 0
@@ -318,7 +324,7 @@ def _linear_cpp_fake(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, kv: Tensor, z: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     *_, totals, keep = rest
-    out = v.new_empty(*q.shape[:-1], v.shape[-1], dtype=kv.dtype if totals else v.dtype)
+    out = _empty_out(q, v, kv.dtype if totals else v.dtype)
     sums = kv.new_empty(q.shape[:3] if totals else 0)
     kept = kv.new_empty(_kept_shape(kv, k.shape[2], keep))
     return out, kv.new_empty(kv.shape), z.new_empty(z.shape), sums, kept

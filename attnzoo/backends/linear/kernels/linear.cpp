@@ -137,8 +137,8 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
         return count;
     }
 
-    // Load the keys and values of the chunk that begins at `start`, and its decays.
-    void load_keys(int64_t start) {
+    // Begin the chunk that begins at `start`.
+    void begin(int64_t start) {
         start_ = start;
         count_ = count_tokens(start);
         const int64_t* ids = t.ids ? t.ids + row_ * t.tokens + start : nullptr;
@@ -147,6 +147,11 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
             is_token_[i] = i < count_;
             is_key_[i] = i < count_ && (!t.key_mask || t.key_mask[row_ * t.tokens + start + i]);
         }
+    }
+
+    // Begin a chunk, and load its keys, values and decays.
+    void load_keys(int64_t start) {
+        begin(start);
         if (given_) {
             load_rows(t.k, head_, 0, t.given_size, given_ / CHUNK, Real(1), given_k_);
             k_map_.features(given_k_, is_key_, y_k_, k_);
@@ -156,6 +161,11 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
                 if (!is_key_[i]) std::fill_n(k_ + i * size_, size_, Real(0));
         }
         load_rows(t.v, head_, column_, columns_, width_, Real(1), v_);
+        load_decays();
+    }
+
+    // Load the decays, and decay the keys.
+    void load_decays() {
         if (t.decays == 1) decay_tokens();
         if (t.decays > 1) decay_channels();
     }
@@ -230,7 +240,7 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
 
     // -- scores -----------------------------------------------------------------------------------
 
-    // Load the queries of the chunk and compute their scores.
+    // Load the queries of the chunk, and decay them.
     void load_queries() {
         for (int64_t g = 0; g < groups_; ++g) {
             const int64_t head = head_ * t.groups + group_ + g;
@@ -242,17 +252,20 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
             load_rows(t.q, head, 0, t.given_size, given_ / CHUNK, Real(1), given);
             q_maps_[g].features(given, is_token_, y_q_ + g * keys_, q_ + g * keys_);
         }
+        for (int64_t g = 0; t.decays > 1 && g < groups_; ++g)
+            for (int64_t i = 0; i < keys_; i += LANES)
+                store(q_read_ + g * keys_ + i, load(q_ + g * keys_ + i) * load(before_ + i));
+        for (int64_t r = 0; t.decays == 1 && r < rows_; ++r)
+            scale_row(q_ + r * size_, before_[r % CHUNK], size_, q_read_ + r * size_);
+    }
+
+    // Compute the scores of the chunk's queries.
+    void compute_scores() {
         transpose(k_, size_, CHUNK, size_, k_columns_, CHUNK);
         if (t.decays > 1) {
-            for (int64_t g = 0; g < groups_; ++g)
-                for (int64_t i = 0; i < keys_; i += LANES)
-                    store(q_read_ + g * keys_ + i,
-                          load(q_ + g * keys_ + i) * load(before_ + i));
             for (int i = 0; i < CHUNK; ++i) score_channels(i);
             return;
         }
-        for (int64_t r = 0; t.decays && r < rows_; ++r)
-            scale_row(q_ + r * size_, before_[r % CHUNK], size_, q_read_ + r * size_);
         product(scores_, CHUNK, rows_, q_, size_, 1, k_columns_, CHUNK, CHUNK, size_);
         for (int64_t r = 0; r < rows_; ++r)
             for (int w = 0; w < CHUNK; w += LANES) {
@@ -354,6 +367,7 @@ class LinearForward : LinearAttention<Real> {
             }
             this->load_keys(start);
             this->load_queries();
+            this->compute_scores();
             if (this->first_) {
                 std::fill_n(kv_, size_ * width_, Real(0));
                 std::fill_n(z_, size_, Real(0));
@@ -512,7 +526,7 @@ class LinearBackward : LinearAttention<Real> {
         for (int64_t span = (needed_.state ? t.spans() : end) - 1; span >= first; --span) {
             const bool own = span < end;
             for (size_t count = walk(span, own ? reads_ : t.normalize); count--;)
-                differentiate(states_[count], own);
+                own || t.normalize ? differentiate(states_[count], own) : skip(states_[count].start);
             if (own && given_) {
                 k_map_.store_weight_gradients(index() * t.spans() + span);
                 for (int64_t g = 0; g < groups_; ++g)
@@ -600,14 +614,8 @@ class LinearBackward : LinearAttention<Real> {
         next_ = -CHUNK;
         this->load_keys(state.start);
         this->load_queries();
-        for (int64_t g = 0; g < groups_; ++g)
-            this->load_rows(out_.d_out, head_ * groups_ + g, 0, t.value_size, width_, Real(1),
-                            d_out_ + g * CHUNK * width_);
-        for (int64_t g = 0; out_.d_totals && g < groups_; ++g) {
-            std::fill_n(d_sums_ + g * CHUNK, CHUNK, Real(0));
-            std::copy_n(out_.d_totals + t.query(row_, head_ * groups_ + g, start_), count_,
-                        d_sums_ + g * CHUNK);
-        }
+        this->compute_scores();
+        load_output_gradients();
         const bool scores = needed_.q || needed_.k || needed_.decay;
         if (t.normalize || (own && scores)) differentiate_scores(state);
         if (own) {
@@ -618,6 +626,29 @@ class LinearBackward : LinearAttention<Real> {
             store_gradients();
         }
         if (needed_.state) retreat();
+    }
+
+    // Compute only the gradient of the state before a chunk. Without denominators it depends on the
+    // queries and the gradients of the outputs alone.
+    void skip(int64_t start) {
+        next_ = -CHUNK;
+        this->begin(start);
+        this->load_decays();
+        this->load_queries();
+        load_output_gradients();
+        retreat();
+    }
+
+    // Load the gradients of outputs and totals.
+    void load_output_gradients() {
+        for (int64_t g = 0; g < groups_; ++g)
+            this->load_rows(out_.d_out, head_ * groups_ + g, 0, t.value_size, width_, Real(1),
+                            d_out_ + g * CHUNK * width_);
+        for (int64_t g = 0; out_.d_totals && g < groups_; ++g) {
+            std::fill_n(d_sums_ + g * CHUNK, CHUNK, Real(0));
+            std::copy_n(out_.d_totals + t.query(row_, head_ * groups_ + g, start_), count_,
+                        d_sums_ + g * CHUNK);
+        }
     }
 
     // Divide the gradients of the outputs by the denominators, and compute those of the scores and
@@ -910,7 +941,7 @@ static void backward(const Task<Real>& t, const Gradients<Real>& out) {
     const int64_t heads = t.batch * t.heads;
     if (heads == 0) return;
     // Of a later token, relative to an own one
-    const double cost = !Needed(t, out).state ? 0 : t.normalize ? 0.6 : 0.25;
+    const double cost = !Needed(t, out).state ? 0 : t.normalize ? 0.6 : 0.2;
     const int64_t parts = std::min((t.threads + heads - 1) / heads, t.spans());
     std::vector<int64_t> ends(parts + 1, 0);
     std::vector<double> sizes(parts, 1);
