@@ -23,6 +23,7 @@ os.environ["OMP_NUM_THREADS"] = str(min(_share, int(os.environ.get("OMP_NUM_THRE
 INTERPRETED = (
     "attnzoo.backends.block_sparse.kernels.launch",
     "attnzoo.backends.block_sparse.kernels.selection_launch",
+    "attnzoo.backends.block_sparse.kernels.step_launch",
     "attnzoo.backends.delta.kernels.custom_op",
     "attnzoo.backends.delta.kernels.step",
     "attnzoo.backends.linear.kernels.custom_op",

@@ -27,11 +27,13 @@ from triton.runtime.jit import JITFunction
 
 from attnzoo.backends.block_sparse.impl.gather import SparseTensors
 from attnzoo.backends.block_sparse.impl.options import (
+    BlockSparseState,
     SelectionOptions,
     SparseCall,
     SparseOptions,
 )
 from attnzoo.backends.block_sparse.impl.selection import count_key_blocks
+from attnzoo.backends.block_sparse.impl.triton import attend_step as sparse_step
 from attnzoo.backends.block_sparse.impl.triton import launcher as sparse_launcher
 from attnzoo.backends.block_sparse.impl.triton import selection_launcher
 from attnzoo.backends.delta.kernels.launch import DeltaLauncher
@@ -52,6 +54,7 @@ from tools.triton_configs.machine_code import (
 SCHEDULERS = 4  # per processor; each issues one instruction per cycle
 LENGTH = 2048  # tokens: several splits, so that the kernels for splits are launched too
 INDEX_HEADS, INDEX_SIZE = 4, 32  # of an indexer, the defaults of the backend
+RECENT = 64  # keys that the state of a decoded token keeps apart
 KERNEL_NAMES = {  # names in the output, and in the config table
     "split_sums_kernel": "sums",
     "split_scan_kernel": "split_scan",
@@ -73,10 +76,13 @@ KERNEL_NAMES = {  # names in the output, and in the config table
     "summary_kernel": "summary",
     "pool_kernel": "pool",
     "select_kernel": "select",
+    "rank_kernel": "rank",
+    "attend_step_kernel": "sparse_step",
+    "add_parts_kernel": "add_parts",
 }
 # without a product; inverse: with decays per channel
 NO_PRODUCTS = ("split_scan", "step", "hybrid_step", "hybrid_store", "merge", "merge_backward")
-NO_PRODUCTS += ("inverse", "delta_step", "summary", "pool")
+NO_PRODUCTS += ("inverse", "delta_step", "summary", "pool", "add_parts")
 
 
 class CompileCase(NamedTuple):
@@ -318,11 +324,25 @@ def launch_sparse(
         blocks = count_key_blocks(LENGTH, options)
         index_q = torch.empty(1, INDEX_HEADS, LENGTH, INDEX_SIZE + 1)
         call = call._replace(index_q=index_q, summary=torch.empty(1, 1, blocks, INDEX_SIZE))
-    selected = selection_launcher(call).select()
+    batch, selected = len(x.k), selection_launcher(call).select()
     tensors = SparseTensors(*x[:3], selected, lengths, lengths, 1.0, options)
     launcher = sparse_launcher(tensors)
     out, lse = launcher.forward()
     launcher.backward(torch.empty_like(out), torch.empty_like(lse), lse)
+    if options.causal:
+        first = call._replace(q=x.q[:, :, :1], index_q=None)
+        query = first.q
+        if call.index_q is not None:
+            first = first._replace(index_q=call.index_q[:, :, :1])
+            query = call.index_q[:, :, :1]
+        leader = query[:, :, 0] if options.query_block > 1 else query[:, :, 0, :0]
+        summary = call.summary
+        if summary is None:
+            summary = selection_launcher(call).summarize()
+        recent = x.k[:, :, :RECENT], x.v[:, :, :RECENT]
+        length = torch.ones(batch, dtype=torch.long)
+        state = BlockSparseState(x.k, x.v, *recent, length, summary, leader, x.k[:, :, :0])
+        sparse_step(first, state)
 
 
 def launch_hybrid(case: CompileCase, x: linear_launch.LinearTensors) -> None:

@@ -1,4 +1,4 @@
-"""Check of the Triton kernels that select key blocks, against torch and float64.
+"""Check of the Triton kernels that select key blocks or decode a token, against torch and float64.
 
 Where all scores are exact and many are equal, the selection must be that of torch. Otherwise near
 scores may be ordered differently: the j-th best of the selected blocks may have a lower score than
@@ -11,13 +11,18 @@ own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnzoo.backends.block_sparse.impl.options import SelectionOptions, SparseCall
+from attnzoo.backends.block_sparse.impl.options import (
+    BlockSparseState,
+    SelectionOptions,
+    SparseCall,
+)
 from attnzoo.backends.block_sparse.impl.selection import (
+    MEAN,
     Candidates,
     candidates,
     index_scores,
@@ -26,11 +31,14 @@ from attnzoo.backends.block_sparse.impl.selection import (
     select_blocks,
     summarize,
 )
-from attnzoo.backends.block_sparse.impl.triton import select
-from attnzoo.backends.linear.check_triton import compute_twice
+from attnzoo.backends.block_sparse.impl.step import attend_step as torch_step
+from attnzoo.backends.block_sparse.impl.triton import attend_step, select
+from attnzoo.backends.linear.check_triton import compute_twice, wrong_result
 
 ROUNDING = 2.0**-11  # of operands, tf32
 COUNTED = 1e-3  # of the weight: rounding decides whether a block near the coverage is selected
+STEP_COVERAGE = 0.7123  # which no sum of a few equal weights is near
+RECENT = 7  # keys that the state of a decoded token keeps apart
 
 
 class Scores(NamedTuple):
@@ -140,3 +148,46 @@ def wrong_ties(call: SparseCall, case: str) -> Iterator[str]:
     )
     if call.k.shape[2] >= options.block_size and not torch.equal(select(call), select_blocks(call)):
         yield f"of blocks with equal scores, others are selected than in torch in {case}"
+
+
+def wrong_step(call: SparseCall, case: str) -> Iterator[str]:
+    """Yield what is wrong with one decoded token, where scores are exact."""
+    options, generator = call.options, torch.Generator().manual_seed(2)
+    if not options.causal:
+        return
+
+    def small(x: Tensor) -> Tensor:
+        drawn = torch.randint(-1, 2, x.shape, generator=generator)
+        return drawn.to(x.device, x.dtype)
+
+    options = options._replace(block_size=8)
+    coverage = None if call.selection.coverage is None else STEP_COVERAGE
+    selection = call.selection._replace(coverage=coverage)
+    asking = call.with_selecting_queries().q[:, :, -1:]
+    k, v, keys = small(call.k), call.v, call.k.shape[2]
+    leader = small(asking[:, :, 0]) if options.query_block > 1 else asking[:, :, 0, :0]
+    lengths = call.lengths
+    if lengths is None:
+        lengths = torch.full((len(k),), keys, device=k.device)
+    index_q = None if call.index_q is None else small(asking)
+    summary = summarize(k, call.lengths, options, selection)
+    if call.index_q is not None:
+        index_k = small(k[:, :1, :, : asking.shape[3] - 1].float())
+        summary = summarize(index_k, call.lengths, options, MEAN)
+    old = max(0, keys - RECENT)
+    state = BlockSparseState(
+        *(k[:, :, :old], v[:, :, :old], k[:, :, old:], v[:, :, old:]),
+        *(lengths, summary, leader, k[:, :1, :0]),
+    )
+    step = SparseCall(
+        *(small(call.q[:, :, -1:]), k, v, None, None, None, None, 0.5, options, selection),
+        index_q=index_q,
+    )
+    first, second = compute_twice(lambda: {"out": attend_step(step, state).to(v.dtype)})
+    plain = torch_step(step, state).to(v.dtype)
+    wide: dict[str, Any] = {
+        name: x.double() for name, x in state._asdict().items() if x.is_floating_point()
+    }
+    asked: dict[str, Any] = {} if index_q is None else {"index_q": index_q.double()}
+    exact = torch_step(step._replace(q=step.q.double(), **asked), state._replace(**wide))
+    yield from wrong_result("the token", case, v.dtype, first["out"], second["out"], plain, exact)

@@ -21,7 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.backends.block_sparse.check_selection import wrong_selection, wrong_ties
+from attnzoo.backends.block_sparse.check_selection import (
+    wrong_selection,
+    wrong_step,
+    wrong_ties,
+)
 from attnzoo.backends.block_sparse.impl.custom_ops import block_sparse_forward
 from attnzoo.backends.block_sparse.impl.options import (
     SelectionOptions,
@@ -35,7 +39,7 @@ from attnzoo.kernels.verdicts import run_check
 KINDS = ("plain", "shared", "any", "wide")
 DEFAULTS = SparseOptions(True, 32, 4, 12, 8, 1)
 NAMES = ("q", "k", "v")
-SCORES = {"plain": "moments", "shared": "mean", "any": "bounds", "wide": "moments"}
+SCORES = {"plain": "moments", "shared": "bounds", "any": "mean", "wide": "moments"}
 INDEX_HEADS, INDEX_SIZE = 3, 8
 
 
@@ -157,6 +161,7 @@ def wrong_results(case: SparseCase, device: torch.device) -> Iterator[str]:
     inputs = Inputs(case, device)
     yield from wrong_selection(inputs.call, str(case))
     yield from wrong_ties(inputs.call, str(case))
+    yield from wrong_step(inputs.call, str(case))
     of_case = partial(results, inputs)
     yield from wrong_results_by_name(str(case), case.dtype, of_case, "torch")
 

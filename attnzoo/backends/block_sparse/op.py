@@ -33,9 +33,11 @@ from attnzoo.backends.block_sparse.impl.options import (
     SparseOptions,
 )
 from attnzoo.backends.block_sparse.impl.reference import reference_attention
-from attnzoo.backends.block_sparse.impl.step import attend_step
+from attnzoo.backends.block_sparse.impl.step import attend_step as torch_step
+from attnzoo.backends.block_sparse.impl.triton import attend_step as triton_step
 from attnzoo.backends.block_sparse.impl.triton import (
     selection_reason,
+    sorting_reason,
     summarize,
     triton_reasons,
     triton_trust_reasons,
@@ -125,8 +127,9 @@ def block_sparse_attention(
         impl: ``"cpp"`` (on CPUs, for block sizes that divide 32 or are multiples of it),
             ``"triton"`` (on NVIDIA GPUs), ``"torch"`` (gathers the keys), ``"reference"`` (dense
             scores), or ``"auto"``, which selects the fastest that supports the call; ``"triton"``
-            only on devices where it passed a check. A single new token after a state reads the
-            selected blocks in torch, in every implementation but ``"reference"``.
+            only on devices where it passed a check. A single new token after a state is computed
+            in Triton with ``"triton"``, on checked devices also with ``"auto"``, and in torch with
+            ``"cpp"`` and ``"torch"``.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; ``state``; and ``impl``.
@@ -160,7 +163,7 @@ def block_sparse_attention(
             state = new_state(call, None)
         return AttentionOutput(empty_output(q, k, v), state if return_state else None, impl=choice)
     if state is not None and impl != "reference" and _is_step(q, k, v, mask):
-        return _step(call, given, state, return_state)
+        return _step(call, given, state, return_state, impl)
     aligned = align_rows(q, k, v, mask, state)
     call = call._replace(
         q=aligned.q,
@@ -191,17 +194,33 @@ def _is_step(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> bool:
 
 
 def _step(
-    call: SparseCall, index: IndexTensors | None, state: BlockSparseState, return_state: bool
+    call: SparseCall,
+    index: IndexTensors | None,
+    state: BlockSparseState,
+    return_state: bool,
+    impl: str,
 ) -> AttentionOutput:
-    """Attend with one new token."""
+    """Attend with one new token, in Triton on NVIDIA GPUs, otherwise in torch."""
+    reason = _step_in_triton(call, impl)
     index_k = None
     if index is not None:
         call, index_k = call._replace(index_q=pack_queries(index)), index.k
     query = call.with_selecting_queries().q
     after = add_token(state, call.k, call.v, query, call.options, call.selection, index_k)
-    out = attend_step(call, after).to(call.v.dtype)
     blocks, kept = after.summary.shape[2], min(call.options.top_k, after.summary.shape[2])
-    choice = ImplChoice(
-        "step", f"one new token scores {blocks} blocks and reads at most {kept} of them"
-    )
-    return AttentionOutput(out, after if return_state else None, impl=choice)
+    doubt = sorting_reason(call, kept)
+    run = triton_step if reason and not doubt else torch_step
+    out = run(call, after).to(call.v.dtype)
+    text = f"one new token scores {blocks} blocks and reads at most {kept} of them"
+    if reason:
+        text += f"; {doubt or 'triton: ' + reason}"
+    return AttentionOutput(out, after if return_state else None, impl=ImplChoice("step", text))
+
+
+def _step_in_triton(call: SparseCall, impl: str) -> str:
+    """Return why the kernels compute one new token; "" if torch does."""
+    if impl not in ("auto", "triton"):
+        return ""
+    table = tuple(x for x in IMPLEMENTATIONS if x.name in ("triton", "torch"))
+    choice = select("block_sparse_attention", table, call, impl)[1]
+    return choice.reason if choice.impl == "triton" else ""

@@ -1,4 +1,4 @@
-"""Selection of key blocks by the Triton kernels, against torch.
+"""Selection of key blocks and decoded tokens by the Triton kernels, against torch and float64.
 
 They run on a GPU if there is one, else interpreted on the CPU.
 """
@@ -8,15 +8,16 @@ from itertools import product
 import pytest
 import torch
 
-from attnzoo.backends.block_sparse import check_triton
-from attnzoo.backends.block_sparse.check_selection import wrong_selection, wrong_ties
+from attnzoo.backends.block_sparse import check_triton, op
+from attnzoo.backends.block_sparse.check_selection import wrong_selection, wrong_step, wrong_ties
 from attnzoo.backends.block_sparse.impl import triton as module
 from attnzoo.backends.block_sparse.impl.options import SelectionOptions, SparseCall, SparseOptions
 from attnzoo.backends.block_sparse.impl.selection import MEAN, select_blocks, summarize
+from attnzoo.backends.block_sparse.kernels import step_launch
 from attnzoo.backends.block_sparse.kernels.selection_launch import SelectionLauncher
 from attnzoo.backends.block_sparse.op import block_sparse_attention
 from attnzoo.masks import AttentionMask
-from tests.kernel_device import kernel_device
+from tests.kernel_device import float32_slack, kernel_device
 
 DEVICE = kernel_device()
 OPTIONS = SparseOptions(causal=True, window=3, num_sinks=2, top_k=3, block_size=4, query_block=1)
@@ -139,3 +140,82 @@ def test_summaries_are_computed_once_for_selection_and_state(monkeypatch):
     state = block_sparse_attention(x, x, x, return_state=True, **options).state
     assert len(calls) == 1
     assert torch.equal(state.summary, calls[0])
+
+
+def tokens_with_state(impl, dtype, options, indexed):
+    """Return the outputs of decoded tokens after a prompt; scores are exact, and many are equal."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape):
+        return torch.randint(-1, 2, shape, generator=generator).to(DEVICE, dtype)
+
+    tokens, prompt, state, found = 23, 20, None, []
+    q, k = draw(2, 4, tokens, 8), draw(2, 2, tokens, 8)
+    v = torch.randn(2, 2, tokens, 12, generator=generator).to(DEVICE, dtype)
+    index = draw(2, 3, tokens, 8), draw(2, 1, tokens, 8), draw(2, 3, tokens)
+    padding = torch.arange(prompt, device=DEVICE) >= torch.tensor([[0], [7]], device=DEVICE)
+    for part in (slice(0, prompt), *(slice(i, i + 1) for i in range(prompt, tokens))):
+        piece = [x[:, :, part] for x in (q, k, v)]
+        mask = AttentionMask(causal=True, padding=padding if state is None else None)
+        if indexed:
+            options = options | {"score": "indexer", "index": tuple(x[:, :, part] for x in index)}
+        result = block_sparse_attention(
+            *piece, mask=mask, state=state, return_state=True, impl=impl, scale=0.5, **options
+        )
+        state = result.state
+        found.append(result.out)
+    return torch.cat(found[1:], 2).double().cpu()
+
+
+STEPS = {
+    "moments": {"block_size": 2, "top_k": 3},
+    "shared": {"block_size": 4, "query_block": 5, "per_key_head": True, "score": "mean"},
+    "coverage": {"block_size": 1, "top_k": 5, "score": "mean", "coverage": 0.7123},
+    "bounds": {"block_size": 3, "top_k": 2, "score": "bounds"},
+    "indexer": {"block_size": 4, "query_block": 2},
+    "window only": {"top_k": 0},
+    "few keys": {"block_size": 32},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x == "shared" else pytest.mark.exhaustive) for x in STEPS],
+)
+def test_decoded_tokens_are_those_of_the_definition(name, monkeypatch):
+    """In several parts, with padding, sinks and recent keys apart."""
+    for constant in ("SPLIT_BLOCKS", "PART_SLOTS", "TILE_BLOCKS"):
+        monkeypatch.setattr(step_launch, constant, 16)
+    monkeypatch.setattr(step_launch, "SPLIT_BLOCKS", 2)
+    options = {"window": 3, "num_sinks": 2, "top_k": 2, **STEPS[name]}
+    indexed = name == "indexer"
+    exact = tokens_with_state("reference", torch.float64, options, indexed)
+    plain = tokens_with_state("torch", torch.float32, options, indexed)
+    ours = tokens_with_state("triton", torch.float32, options, indexed)
+    budget = 2 * (plain - exact).abs().max() + 1e-6
+    assert (ours - exact).abs().max() <= budget * float32_slack()
+
+
+def test_a_broken_step_fails_the_check(monkeypatch):
+    case = check_triton.SparseCase(d=8, e=8, dtype=torch.float32, B=1, Hkv=1, T=20, score="mean")
+    case = check_triton.replace(case, options=OPTIONS._replace(top_k=1))
+    call = check_triton.Inputs(case, DEVICE).call
+    assert list(wrong_step(call, "a call")) == []
+    run = step_launch.launch_step
+    monkeypatch.setattr(step_launch, "launch_step", lambda *x, **y: 1.1 * run(*x, **y))
+    assert any("the token differs" in text for text in wrong_step(call, "a call"))
+
+
+def test_describe_says_what_computes_a_token(monkeypatch):
+    x = torch.randn(1, 1, 9, 8, device=DEVICE)
+    options = {"mask": AttentionMask(causal=True), "block_size": 2, "window": 2, "impl": "triton"}
+    state = block_sparse_attention(x, x, x, return_state=True, top_k=2, **options).state
+    one = x[:, :, :1]
+    monkeypatch.setattr(op, "triton_step", lambda call, state: call.v)
+    found = block_sparse_attention(one, one, one, state=state, top_k=2, **options)
+    assert found.impl.reason.endswith("reads at most 2 of them; triton: named in the options")
+    assert torch.equal(found.out, one)
+    monkeypatch.setattr(module, "MOST_BLOCKS", {8: 2})
+    found = block_sparse_attention(one, one, one, state=state, top_k=3, **options)
+    assert "; torch selects 3 blocks" in found.impl.reason
+    assert not torch.equal(found.out, one)

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.block_sparse.impl.gather import SparseTensors
-from attnzoo.backends.block_sparse.impl.options import SparseCall, SparseOptions
+from attnzoo.backends.block_sparse.impl.options import (
+    BlockSparseState,
+    SparseCall,
+    SparseOptions,
+)
 from attnzoo.backends.block_sparse.impl.selection import (
     count_key_blocks,
     count_query_blocks,
@@ -40,7 +44,12 @@ def triton_trust_reasons(call: SparseCall) -> tuple[tuple[str, ...], str]:
 
 def selection_reason(call: SparseCall) -> str:
     """Return why torch selects the blocks of a call, or "" if a kernel does."""
-    kept = min(call.options.top_k, count_key_blocks(call.k.shape[2], call.options))
+    blocks = count_key_blocks(call.k.shape[2], call.options)
+    return sorting_reason(call, min(call.options.top_k, blocks))
+
+
+def sorting_reason(call: SparseCall, kept: int) -> str:
+    """Return why torch selects ``kept`` blocks, or "" if a kernel does."""
     size = call.q.shape[3] if call.index_q is None else call.index_q.shape[3] - 1
     most = next((most for largest, most in MOST_BLOCKS.items() if size <= largest), 0)
     if kept > most:
@@ -92,6 +101,25 @@ def kernel_options(options: SparseOptions, keys: int, scale: float) -> KernelOpt
         query_block=options.query_block,
         num_blocks=count_key_blocks(keys, options),
         scale=float(scale),
+    )
+
+
+@torch.no_grad()
+def attend_step(call: SparseCall, state: BlockSparseState) -> Tensor:
+    """Return the output of one token, as :func:`step.attend_step` does."""
+    from attnzoo.backends.block_sparse.kernels.step_launch import StepTensors, launch_step
+
+    keys = state.k.shape[2] + state.recent_k.shape[2]
+    tensors = (
+        *(call.q, call.index_q, state.k, state.v, state.recent_k, state.recent_v),
+        *(state.length, state.summary, state.leader),
+    )
+    return launch_step(
+        StepTensors(*tensors),
+        kernel_options(call.options, keys, call.scale),
+        near_slots=call.options.near_slots,
+        top_k=call.options.top_k,
+        **call.selection._asdict(),
     )
 
 

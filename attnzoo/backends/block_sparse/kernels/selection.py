@@ -167,6 +167,64 @@ def load_summaries(x, block, mask, column, SIZE: tl.constexpr, WIDTH: tl.constex
     return tl.load(x + offset, mask=mask[:, None] & (column < SIZE)[None, :], other=0.0)
 
 
+@triton.jit
+def second_queries(query, scale, SCORE: tl.constexpr):
+    """Return the two factors of both halves of a summary; see :func:`query_features`."""
+    other = query
+    if SCORE == "moments":
+        scaled = query * scale
+        other = scaled * scaled * (0.5 / scale)
+    if SCORE == "bounds":
+        other = tl.minimum(query, 0.0)
+        query = tl.maximum(query, 0.0)
+    return query, other
+
+
+@triton.jit
+def score_tile(
+    query, other, rows, written, q_head, summary, block, exists, column,
+    HEADS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SCORE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the scores ``[BM, BN]`` of some blocks; with an indexer, ``rows`` are its queries."""
+    width: tl.constexpr = D if SCORE == "mean" or SCORE == "indexer" else 2 * D
+    scores = tl.zeros((BM, BN), tl.float32)
+    part = tl.trans(load_summaries(summary, block, exists, column, D, width))
+    if SCORE == "indexer":
+        for i in range(HEADS):
+            at = rows[:, None] + i * q_head
+            own_mask = written[:, None] & (column < D)[None, :]
+            own = tl.load(at + column[None, :], mask=own_mask, other=0.0).to(tl.float32)
+            weight = tl.load(at + D, mask=written[:, None], other=0.0).to(tl.float32)
+            products = tl.zeros((BM, BN), tl.float32)
+            products = dot_add(own, part, products, tl.float32, PRECISION, "")
+            scores += weight * tl.maximum(products, 0.0)
+    else:
+        scores = dot_add(query, part, scores, tl.float32, PRECISION, "")
+    if width > D:
+        part = tl.trans(load_summaries(summary + D, block, exists, column, D, width))
+        scores = dot_add(other, part, scores, tl.float32, PRECISION, "")
+    return scores
+
+
+@triton.jit
+def add_weights(scores, is_candidate, largest, total, scale):
+    """Add weights to the sum of each row, relative to the largest; logarithms have base 2."""
+    logs = tl.where(is_candidate, scores * (scale * LOG2_E), float("-inf"))
+    new = tl.maximum(largest, tl.max(logs, 1))
+    finite = tl.where(new == float("-inf"), 0.0, new)
+    total = total * tl.exp2(largest - finite) + tl.sum(tl.exp2(logs - finite[:, None]), 1)
+    return new, total
+
+
+@triton.jit
+def rank_weights(rank, largest, total, scale):
+    """Return the shares of the weight that ranked blocks have; 0 for the least rank."""
+    logs = largest + tl.log2(tl.where(total > 0, total, 1.0))
+    logs = rank_scores(rank) * (scale * LOG2_E) - logs[:, None]
+    return tl.where(rank > LEAST, tl.exp2(logs), 0.0)
+
+
 # Selection: the K best blocks of each row, or as many of them as cover a share of the weight
 #
 # grid     (B * Hkv * tiles of BM rows): rows are query blocks times the F heads of a key head
@@ -209,12 +267,9 @@ def select_kernel(
     rows = q + b * q_batch + head.to(tl.int64) * q_head + m.to(tl.int64) * q_token
     if SCORE != "indexer":
         query = tl.load(rows[:, None] + column[None, :], mask=row_mask, other=0.0).to(tl.float32)
-        if SCORE == "moments":
-            scaled = query * scale
-            other = scaled * scaled * (0.5 / scale)
-        if SCORE == "bounds":
-            other = tl.minimum(query, 0.0)
-            query = tl.maximum(query, 0.0)
+        query, other = second_queries(query, scale, SCORE)
+    else:
+        query, other = rows, rows  # unused
     of_head = summary + bh * blocks * width
     best = tl.full((BM, KP), LEAST, tl.int64)
     if COVERAGE:
@@ -222,21 +277,10 @@ def select_kernel(
     for base in range(least, stop, BN):
         block = base + tl.arange(0, BN)
         exists = block < stop
-        scores = tl.zeros((BM, BN), tl.float32)
-        part = tl.trans(load_summaries(of_head, block, exists, column, D, width))
-        if SCORE == "indexer":
-            for i in range(HEADS):
-                at = rows[:, None] + i * q_head
-                query = tl.load(at + column[None, :], mask=row_mask, other=0.0).to(tl.float32)
-                weight = tl.load(at + D, mask=written[:, None], other=0.0).to(tl.float32)
-                products = tl.zeros((BM, BN), tl.float32)
-                products = dot_add(query, part, products, tl.float32, PRECISION, "")
-                scores += weight * tl.maximum(products, 0.0)
-        else:
-            scores = dot_add(query, part, scores, tl.float32, PRECISION, "")
-        if width > D:
-            part = tl.trans(load_summaries(of_head + D, block, exists, column, D, width))
-            scores = dot_add(other, part, scores, tl.float32, PRECISION, "")
+        scores = score_tile(
+            query, other, rows, written, q_head, of_head, block, exists, column,
+            HEADS, D, BM, BN, SCORE, PRECISION,
+        )  # fmt: skip
         if CAUSAL:
             is_candidate = block[None, :] < begin[:, None]
         else:
@@ -244,19 +288,13 @@ def select_kernel(
             is_candidate = is_candidate & exists[None, :]
         rank = block_ranks(scores, block[None, :], is_candidate)
         if COVERAGE:
-            logs = tl.where(is_candidate, scores * (scale * LOG2_E), float("-inf"))
-            new = tl.maximum(largest, tl.max(logs, 1))
-            finite = tl.where(new == float("-inf"), 0.0, new)
-            total = total * tl.exp2(largest - finite) + tl.sum(tl.exp2(logs - finite[:, None]), 1)
-            largest = new
+            largest, total = add_weights(scores, is_candidate, largest, total, scale)
         better = rank > tl.min(best, 1)[:, None]
         if tl.max(tl.max(better.to(tl.int32), 1), 0) > 0:
             best = merge_ranks(best, rank, KP)
     taken = tl.arange(0, KP)[None, :] >= KP - kept
     if COVERAGE:
-        logs = largest + tl.log2(tl.where(total > 0, total, 1.0))
-        logs = rank_scores(best) * (scale * LOG2_E) - logs[:, None]
-        weights = tl.where(best > LEAST, tl.exp2(logs), 0.0)
+        weights = rank_weights(best, largest, total, scale)
         taken = taken & (tl.cumsum(weights, 1, reverse=True) - weights < coverage)
     found = tl.sort(tl.where(taken, rank_blocks(best), NONE))
     place = ((b * key_heads * F + head) * query_blocks + m)[:, None] * kept
