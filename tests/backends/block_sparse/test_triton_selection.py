@@ -74,7 +74,7 @@ def test_the_selection_is_that_of_torch_where_scores_are_equal(name, causal):
     assert torch.equal(module.select(call), select_blocks(call))
 
 
-def test_ties_go_to_the_earlier_block_and_minus_zero_is_zero():
+def test_ties_go_to_the_earlier_block():
     k = torch.zeros(1, 1, 24, 8, device=DEVICE)
     k[:, :, 4:8] = -0.0
     k[:, :, 12:16] = 1.0
@@ -139,7 +139,7 @@ def test_summaries_are_computed_once_for_selection_and_state(monkeypatch):
     options = {"mask": AttentionMask(causal=True), "block_size": 4, "window": 2, "impl": "triton"}
     state = block_sparse_attention(x, x, x, return_state=True, **options).state
     assert len(calls) == 1
-    assert torch.equal(state.summary, calls[0])
+    assert state.summary.data_ptr() == calls[0].data_ptr()
 
 
 def tokens_with_state(impl, dtype, options, indexed):
