@@ -27,7 +27,7 @@ from rich.progress import Progress
 from torch import Tensor
 from windows import (
     features,
-    flash_window,
+    flash,
     longformer,
     window_features,
     window_gla,
@@ -163,9 +163,8 @@ DELTA: dict[str, Callable[[BenchmarkCase], Inputs]] = {
     "kda": lambda case: write_strengths(case) + per_channel(case),
 }
 
-# "linear 64" and "linear 128" are torch's: larger chunks make more products, at
-# a better rate. retention decays by a constant per head, mamba2 by a scalar per token, gla by a
-# vector per token.
+# "linear 64" and "linear 128" are torch's: larger chunks make more products, at a better rate.
+# retention decays by a constant per head, mamba2 by a scalar and gla by a vector per token.
 OPS: dict[str, Op] = {
     "sdpa": Op(attend=sdpa),
     "linear": Op(attend=linear, flops=chunk_flops),
@@ -192,7 +191,8 @@ OPS: dict[str, Op] = {
     "128 features, window 32": Op(attend=window_features, extras=features),
     "gla, window 32": Op(attend=window_gla, extras=per_channel),
     "longformer": Op(attend=longformer),
-    "flash, window 256": Op(attend=flash_window),
+    "flash": Op(attend=flash),
+    "flash, window 256": Op(attend=partial(flash, window=(255, 0))),
     "linformer": Op(attend=linformer, extras=rows_of(None, 256)),
     "linformer, blocks": Op(attend=linformer_blocks, extras=rows_of(256, 32)),
     "performer": Op(attend=performer),

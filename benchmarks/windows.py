@@ -22,9 +22,9 @@ def longformer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return longformer_attention(q, k, v, window=256).out
 
 
-def flash_window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """See the 256 latest tokens."""
-    return flash_attention(q, k, v, mask=AttentionMask(causal=True, window=(255, 0))).out
+def flash(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int] | None = None) -> Tensor:
+    """See all earlier tokens, or those of a window."""
+    return flash_attention(q, k, v, mask=AttentionMask(causal=True, window=window)).out
 
 
 @cache

@@ -3,7 +3,7 @@ r"""Exact softmax attention by fused kernels, without a score matrix in memory.
 Computes the same as :func:`attnzoo.backends.softmax.op.softmax_attention`, by torch's
 ``scaled_dot_product_attention`` (flash, cuDNN or memory-efficient kernels), by its kernel for
 sequences of varied lengths (windows, padding, packing and continuing prompts on CUDA), by xformers,
-or, on CPUs, in C++ (causal attention, padding, packing, sliding windows).
+or, on CPUs, in C++: sliding windows, and other calls where that was measured to be faster.
 Time O(T S), memory O(T + S); with a sliding window of w, time and memory O(T w).
 Source: Dao et al., 2022, arXiv:2205.14135; Rabe and Staats, 2021, arXiv:2112.05682.
 Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
@@ -90,10 +90,11 @@ def flash_attention(
         sinks: A logit per head, ``[H]``, or per head and query, ``[B, H, T, 1]``, that takes part
             in the softmax and has no value.
         dropout: Probability of dropping a weight.
-        impl: ``"sdpa"``, ``"varlen"`` (CUDA), ``"xformers"``, ``"cpp"`` (CPUs), or ``"auto"``: on
-            CUDA varlen for windows, padding, packing and continuing prompts, once it passed a check
-            on the device, else xformers for windows; on CPUs cpp for windows and for causal, padded
-            or packed calls of many queries; else sdpa.
+        impl: ``"sdpa"``, ``"varlen"`` (CUDA), ``"xformers"``, ``"cpp"`` (CPUs), or
+            ``"auto"``: on CUDA varlen for windows, padding, packing and continuing prompts, once
+            it passed a check on the device, else xformers for windows; on CPUs cpp for windows,
+            and on CPUs with AVX-512 also for causal calls from B H T S (D + E) = 2^24 on and
+            padded or packed bidirectional ones from 2^25 on, with 64 queries or more; else sdpa.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``, and ``impl``, which on a GPU names the

@@ -228,6 +228,7 @@ def band_softmax_cpp(
         (key_mask, segment_ids, global_keys, global_is_valid),
     )
     x = _Arguments(q, k, v, outside, masks, band, scale)
+    x.task.pieces = _forward_pieces(x.task)
     batch, heads, length, _ = q.shape
     # stored as [B, T, H, E], so that the layer can join its heads without a copy
     out = empty_huge_pages(x.v, (batch, length, heads, x.widths[1]), x.dtype)
@@ -304,6 +305,15 @@ def band_softmax_cpp_backward(
         d_totals if totals is None else d_totals.to(totals.dtype),
         d_logit if logit is None else d_logit.to(logit.dtype),
     )
+
+
+def _forward_pieces(task: _Task) -> int:
+    """Return into how many pieces the forward pass cuts a key head; none costs memory.
+
+    Threads take the next piece as they finish one, so that 3 heads occupy 2 threads to the end.
+    """
+    units = task.batch * task.heads
+    return int(task.pieces if units % task.threads == 0 else -(-4 * task.threads // units))
 
 
 def _steps(x: Tensor) -> Any:

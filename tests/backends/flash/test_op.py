@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attnzoo.backends.flash.impl import band_cpp as flash_cpp
 from attnzoo.backends.flash.impl import sdpa as flash_sdpa
 from attnzoo.backends.flash.impl import xformers as flash_xformers
 from attnzoo.backends.flash.impl.call import FlashCall
@@ -168,7 +169,9 @@ def test_calls_that_the_compiled_window_does_not_support():
     q, k, v = qkv(4, 9)
     window = {"causal": True, "window": (2, 0)}
     for mask, options, reason in (
-        (AttentionMask(function=lambda: torch.ones(2, 1, 4, 9).bool()), {}, "mask is a function"),
+        (AttentionMask(causal=True, q_offset=5), {"bias": q.new_zeros(1, 4, 4, 9)}, "a bias or"),
+        (AttentionMask(function=lambda: q.new_ones(1, 1, 4, 9) > 0), {}, "the mask is a function"),
+        (AttentionMask(q_offset=6), {}, "4 queries from position 6 on are not among the 9 keys"),
         (AttentionMask(**window, q_offset=7), {}, "4 queries from position 7 on"),
         (AttentionMask(**window, q_offset=torch.tensor(5)), {}, "is a tensor"),
         (AttentionMask(**window, q_offset=5), {"dropout": 0.1}, r"dropout of 0\.1"),
@@ -182,14 +185,15 @@ def test_calls_that_the_compiled_window_does_not_support():
     [
         (64, {"window": (3, 3)}, "cpp", "masks are compiled"),
         (512, {"causal": True}, "cpp", "causal attention and masks are compiled"),
-        (512, {"padding": padding(512, 512, 4)}, "cpp", "masks are compiled"),
+        (600, {"padding": padding(600, 600, 4)}, "cpp", "masks are compiled"),
         (512, {}, "sdpa", "without causality or a mask PyTorch's kernels are as fast"),
         (64, {"causal": True}, "sdpa", "the call is small"),
         (63, {"causal": True}, "sdpa", "there are 63 queries"),
         (8, {"causal": True, "window": (3, 0)}, "sdpa", "there are 8 queries"),
     ],
 )
-def test_auto_on_cpus(length, mask, impl, reason):
+def test_auto_on_cpus(monkeypatch, length, mask, impl, reason):
+    monkeypatch.setattr(flash_cpp, "_has_avx512", lambda: True)
     ran = flash_attention(*qkv(length), mask=AttentionMask(**mask)).impl
     assert ran.impl == impl
     assert reason in ran.reason
@@ -204,6 +208,56 @@ def test_auto_leaves_transforms_to_torch():
     leaf = v.clone().requires_grad_()
     total(leaf).backward()
     torch.testing.assert_close(torch.func.grad(total)(v), leaf.grad)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_compiled_heads_of_unequal_blocks_on_several_threads(threads):
+    """3 heads on 2 threads, and 1 head, whose last queries attend to the most keys."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for heads in ((3, 3), (1, 1), (2, 1)):
+            compare(*qkv(200, heads=heads, batch=1), AttentionMask(causal=True), impl="cpp")
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "impl"),
+    [
+        (AttentionMask(causal=True), {}, "cpp"),
+        (AttentionMask(causal=True), {"dtype": torch.bfloat16}, "cpp"),
+        (AttentionMask(causal=True), {"dtype": torch.bfloat16, "amx": True}, "sdpa"),
+        (AttentionMask(causal=True), {"avx512": False}, "sdpa"),
+        (AttentionMask(causal=True), {"length": 127}, "sdpa"),
+        (AttentionMask(causal=True, q_offset=900), {"length": 63, "keys": 963}, "sdpa"),
+        (AttentionMask(padding=padding(128, 128)), {}, "sdpa"),
+        (AttentionMask(padding=padding(256, 200)), {"length": 256}, "cpp"),
+    ],
+    ids=str,
+)
+def test_auto_computes_calls_without_a_window_in_cpp(monkeypatch, mask, options, impl):
+    """Where it was measured to be faster; the named implementations support all of them."""
+    monkeypatch.setattr(flash_cpp, "_has_avx512", lambda: options.get("avx512", True))
+    monkeypatch.setattr(flash_cpp, "_has_amx", lambda: options.get("amx", False))
+    length, dtype = options.get("length", 128), options.get("dtype", torch.float32)
+    x = torch.randn(3, 1, 8, options.get("keys", length), 64, dtype=dtype)
+    q, k, v = x[0, :, :, :length], x[1], x[2]
+    assert flash_attention(q, k, v, mask=mask).impl.impl == impl
+
+
+def test_auto_leaves_derivatives_that_the_compiled_kernel_lacks_to_torch(monkeypatch):
+    monkeypatch.setattr(flash_cpp, "_has_avx512", lambda: True)
+    x = torch.randn(1, 8, 128, 64)
+    mask = AttentionMask(causal=True)
+
+    def attend(q):
+        return flash_attention(q, x, x, mask=mask)
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert attend(x).impl.impl == "sdpa"
+    out = torch.func.vmap(lambda q: attend(q).out)(x.expand(2, -1, -1, -1, -1))
+    torch.testing.assert_close(out[0], attend(x).out, rtol=1e-4, atol=1e-5)
 
 
 def test_causal_and_windowed_masks_are_not_materialised(monkeypatch):

@@ -232,8 +232,8 @@ class Worker : Tiles<Real>, Rows<Real> {
                 const int64_t queries = (t.queries - first + d - 1) / d;
                 const int64_t blocks = (queries + BLOCK - 1) / BLOCK;
                 int64_t copied = 0;  // keys that the rings have held, by number within the phase
-                for (int64_t i = piece_ * blocks / t.pieces; i < (piece_ + 1) * blocks / t.pieces;
-                     ++i) {
+                const int64_t end = piece_start(piece_ + 1, phase, first, blocks);
+                for (int64_t i = piece_start(piece_, phase, first, blocks); i < end; ++i) {
                     count_ = (int)std::min<int64_t>(BLOCK, queries - i * BLOCK);
                     first_ = first + i * BLOCK * d;
                     prefetch(queries - i * BLOCK);
@@ -244,6 +244,20 @@ class Worker : Tiles<Real>, Rows<Real> {
                     work();
                 }
             }
+    }
+
+    // The first block of a piece: pieces have blocks with about as many keys in all.
+    int64_t piece_start(int64_t piece, int64_t phase, int64_t first, int64_t blocks) const {
+        if (piece == 0 || piece == t.pieces) return piece * blocks / t.pieces;
+        const int64_t d = t.dilation, count = (t.keys - phase + d - 1) / d;
+        const auto keys = [&](int64_t i) {
+            const int64_t center = (t.offset + first - phase) / d + i * BLOCK;
+            return std::min(center + BLOCK + t.after, count) - std::max<int64_t>(center - t.before, 0);
+        };
+        int64_t total = 0, seen = 0, i = 0;
+        for (int64_t j = 0; j < blocks; ++j) total += keys(j);
+        while (i < blocks && seen < total * piece / t.pieces) seen += keys(i++);
+        return i;
     }
 
     // Load what the block reads and writes at its end, and the next block's queries, into the cache.
