@@ -56,7 +56,7 @@ CALLS = {  # score, coverage, selection per key head, padding, state, sizes
     "coverage of an indexer": ("indexer", 0.77, False, False, False, {}),
     "one": ("bounds", None, False, False, False, {"top_k": 1, "query_block": 3}),
     "all": ("mean", None, False, True, False, {"top_k": 99, "query_block": 6}),
-    "blocks of one": ("mean", None, True, False, False, {"block_size": 1, "query_block": 8}),
+    "blocks of one": ("mean", None, True, False, False, {"block_size": 1}),
 }
 QUICK = {("moments", True), ("mean", True), ("bounds", False), ("indexer", True)}
 QUICK |= {("coverage", False), ("one", True)}
