@@ -124,17 +124,29 @@ def with_reference(batch: GenerationBatch, model: PreTrainedModel) -> Generation
     return replace(batch, reference=continue_greedily(model, batch.prompts, batch.new_tokens))
 
 
-def measure_generation(model: PreTrainedModel, batch: GenerationBatch) -> GenerationQuality:
-    """Return how a model generates, compared with ``batch.reference`` and with the rows."""
+def measure_generation(
+    model: PreTrainedModel, batch: GenerationBatch, *, is_original: bool = False
+) -> GenerationQuality:
+    """Return how a model generates, compared with ``batch.reference`` and with the rows.
+
+    Args:
+        model: A causal model in evaluation mode.
+        batch: The rows.
+        is_original: Whether the model is the one that continued the prompts as
+            ``batch.reference``, so that it need not continue them again.
+    """
     assert batch.reference is not None
-    equal = continue_greedily(model, batch.prompts, batch.new_tokens) == batch.reference
+    continued = batch.reference
+    if not is_original:
+        continued = continue_greedily(model, batch.prompts, batch.new_tokens)
+    equal = continued.eq(batch.reference)
     copied = correct_tokens(model, batch.copies, COPY_ANSWER)
-    found = correct_tokens(model, batch.needles, batch.needle_answer)
+    needles = correct_tokens(model, batch.needles, batch.needle_answer)
     return GenerationQuality(
         agreement=float(equal.float().mean()),
         equal_tokens=float(equal.int().cumprod(1).sum(1).float().mean()),
         copies=None if copied is None else float(copied.float().mean()),
-        needles=None if found is None else float(found.all(1).float().mean()),
+        needles=None if needles is None else float(needles.all(1).float().mean()),
     )
 
 

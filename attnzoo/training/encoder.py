@@ -147,7 +147,7 @@ class EncoderRun(Run):
         with original_attention(self.model):
             self.originals = embeddings(self.model, self.texts)
 
-    def quality(self, model: PreTrainedModel) -> EmbeddingSimilarity:
+    def quality(self, model: PreTrainedModel, *, is_original: bool = False) -> EmbeddingSimilarity:
         """Return the similarity of a model's embeddings to the original model's."""
         return similarity(embeddings(model, self.texts), self.originals)
 

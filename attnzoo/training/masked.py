@@ -221,7 +221,7 @@ class MaskedRun(Run):
         n = self.config.judged_rows
         self.texts = Texts(tokens=held_out.tokens[:n], attention_mask=held_out.attention_mask[:n])
 
-    def quality(self, model: PreTrainedModel) -> MaskedQuality:
+    def quality(self, model: PreTrainedModel, *, is_original: bool = False) -> MaskedQuality:
         """Return how well a model predicts masked tokens of the held-out texts."""
         return measure_masked(model, self.texts, self.masking)
 

@@ -94,14 +94,22 @@ def rows_to_eval_batch(rows: Rows, count: int, encode: Encode | None = None) -> 
     )
 
 
-def quality(model: PreTrainedModel, batch: EvalBatch) -> Quality:
-    """Return the quality of a model in evaluation mode; its mode is restored."""
+def quality(model: PreTrainedModel, batch: EvalBatch, *, is_original: bool = False) -> Quality:
+    """Return the quality of a model in evaluation mode; its mode is restored.
+
+    Args:
+        model: The model.
+        batch: Rows to evaluate it on.
+        is_original: Whether :func:`with_original_continuations` has run the same model.
+    """
     training = model.training
     model.eval()
     batch = batch.to(next(model.parameters()).device)
     result = measure_quality(model, batch)
     generated = (
-        {} if batch.generation is None else asdict(measure_generation(model, batch.generation))
+        {}
+        if batch.generation is None
+        else asdict(measure_generation(model, batch.generation, is_original=is_original))
     )
     model.train(training)
     return Quality(loss=result.bits_per_byte, recall=result.recall_bits_per_byte, **generated)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -225,7 +226,7 @@ def _transfer(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTra
                 name=name,
                 steps=config.transfer_steps,
                 groups=[{"params": parameters, "lr": rate}],
-                loss=transfer_loss(transfer),
+                loss=transfer_loss(transfer, **_one_prediction(model)),
                 before_step=with_step(transfer, run.step_callback(model, config.transfer_steps)),
             )
             model = run.loop.run(model, stage, run.load_model)
@@ -248,13 +249,27 @@ def with_step(transfer: Transfer, before_step: Callable[[int], None]) -> Callabl
     return wrapper
 
 
-def transfer_loss(transfer: Transfer) -> Loss:
-    """Return the loss of attention transfer, for a :class:`Stage`."""
+def transfer_loss(transfer: Transfer, **arguments: Any) -> Loss:
+    """Return the loss of attention transfer, for a :class:`Stage`.
+
+    Args:
+        transfer: Records the errors of the layers.
+        arguments: Further arguments of the model's ``forward``.
+    """
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        return transfer.loss(model(**model_inputs(batch))[0])
+        return transfer.loss(model(**model_inputs(batch), **arguments)[0])
 
     return loss
+
+
+def _one_prediction(model: nn.Module) -> dict[str, int]:
+    """Return the argument that limits a model's logits to one token, if it has such an argument.
+
+    Attention transfer does not use predictions, whose logits can take more memory than all else.
+    """
+    known = inspect.signature(type(model).forward).parameters
+    return {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 
 
 def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:

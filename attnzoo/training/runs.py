@@ -230,9 +230,9 @@ class Run:
         )
         self.eval_batch: EvalBatch = with_original_continuations(self.model, batch)
 
-    def quality(self, model: PreTrainedModel) -> Any:
-        """Evaluate a model on held-out rows."""
-        return quality(model, self.eval_batch)
+    def quality(self, model: PreTrainedModel, *, is_original: bool = False) -> Any:
+        """Evaluate a model on held-out rows; ``is_original`` if untrained and with softmax."""
+        return quality(model, self.eval_batch, is_original=is_original)
 
     def evaluate_result(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the results of the baselines, the trained model, and each branch of a hybrid.
@@ -256,7 +256,7 @@ class Run:
         if "window alone" in baselines.results:
             return
         with original_attention(model):
-            baselines.evaluate("softmax", lambda: self.quality(model))
+            baselines.evaluate("softmax", lambda: self.quality(model, is_original=True))
         baselines.evaluate("raw swap", lambda: self.quality(model))
         saved = {n: x.clone() for n, x in model.state_dict().items() if ".attnzoo." in n}
         restore(model)  # swapping would warn that trained extras are lost

@@ -101,6 +101,9 @@ def test_fractions_of_equal_tokens():
     assert found.needles == 0.5
     short = measure_generation(Speaker(reference), replace(batch, copies=None, needles=None))
     assert (short.agreement, short.copies, short.needles) == (1, None, None)
+    copies = replace(batch, needles=None)
+    known = measure_generation(Speaker(copied), copies, is_original=True)  # prompts are not run
+    assert (known.agreement, known.equal_tokens, known.copies) == (1, 4, found.copies)
 
 
 def test_a_model_agrees_with_itself(model, text):

@@ -57,6 +57,33 @@ def test_error_of_hidden_states(model):
     assert float(with_error) - float(plain) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("weights_change", [True, False])
+def test_teacher_of_a_swapped_model_is_the_model_before_the_swap(model, weights_change):
+    """A copy keeps its weights while the model is trained; padding and packed rows included."""
+    tokens = torch.arange(5, 29).view(2, 12)
+    padded = torch.ones_like(tokens)
+    padded[0, :5] = 0
+    packed = torch.arange(12).remainder(7).expand(2, -1)
+    batches = [
+        {"input_ids": tokens},
+        {"input_ids": tokens, "attention_mask": padded},
+        {"input_ids": tokens, "position_ids": packed},
+    ]
+    model = model.double().eval()
+    with torch.no_grad():
+        exact = [model(**batch, use_cache=False).logits for batch in batches]
+    swapped = attnzoo.swap(model, "linear", feature_map="hedgehog", window=4)
+    teach = softmax_teacher(swapped, weights_change=weights_change)
+    if weights_change:
+        with torch.no_grad():
+            for weight in swapped.parameters():
+                weight.mul_(1.5)
+    for batch, logits in zip(batches, exact, strict=True):
+        found = teach(swapped, {**batch, "labels": tokens}).logits
+        real = batch.get("attention_mask", torch.ones_like(tokens)).bool()
+        torch.testing.assert_close(found[real], logits[real], rtol=1e-9, atol=1e-11)
+
+
 def predict(model, batch):
     return Predictions(model(batch["input_ids"]).logits, outputs(model, batch))
 

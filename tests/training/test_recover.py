@@ -22,8 +22,15 @@ from attnzoo.training.evaluate_command import evaluate
 from attnzoo.training.loading import load_rows
 from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.quality import quality, rows_to_eval_batch
-from attnzoo.training.recover import RecoverConfig, recover, with_step
+from attnzoo.training.recover import (
+    RecoverConfig,
+    _one_prediction,
+    recover,
+    transfer_loss,
+    with_step,
+)
 from attnzoo.training.transfer import Transfer
+from tests.helpers import MODEL_SIZES
 
 STEPS = {"transfer_steps": 5, "distil_steps": 6, "row_length": 32, "judged_rows": 2}
 
@@ -100,6 +107,21 @@ def test_evaluate_repeats_the_results_of_the_run(saved, text, spec, tmp_path):
     assert found["verdict"] == made["verdict"]
     with pytest.raises(SpecError, match="is not swapped, so there is nothing to compare"):
         evaluate(saved, [text], row_length=32)
+
+
+def test_transfer_computes_one_prediction_per_row(model):
+    """Of a decoder, whose layers have the same errors with all predictions; an encoder has none."""
+    attnzoo.swap(model, "linear", feature_map="hedgehog", window=4)
+    batch = {"input_ids": torch.arange(3, 27).view(2, 12)}
+    batch["labels"] = batch["input_ids"]
+    sizes, losses = [], []
+    model.lm_head.register_forward_hook(lambda module, args, out: sizes.append(out.shape[1]))
+    for arguments in ({}, _one_prediction(model)):
+        with Transfer(model) as transfer:
+            losses.append(float(transfer_loss(transfer, **arguments)(model, batch)))
+    assert sizes == [12, 1]
+    assert losses[0] == losses[1] > 0
+    assert _one_prediction(hf.BertModel(hf.BertConfig(**MODEL_SIZES))) == {}
 
 
 def test_with_step_sets_the_step_of_transfer(model):
@@ -224,7 +246,7 @@ def test_resumed_run_reuses_baselines(saved, text, spec, tmp_path, monkeypatch, 
     kept = json.loads((tmp_path / "out" / "checkpoints" / "lines.json").read_text())
     assert set(kept) == {"softmax", "raw swap", "window alone"}
     calls = []
-    monkeypatch.setattr(runs, "quality", lambda *args: calls.append(1) or quality(*args))
+    monkeypatch.setattr(runs, "quality", lambda *x, **y: calls.append(1) or quality(*x, **y))
     outcome = recover(saved, spec, [text], tmp_path / "out", config(), resume=True)
     new = set(outcome["lines"]) - {*kept, "softmax tuned"}  # a copy of softmax's line here
     assert len(calls) == len(new) == 3
