@@ -8,6 +8,9 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int VECTOR_BYTES = 64;
@@ -49,18 +52,32 @@ struct Math {
 
     static Reals broadcast(Real value) { return value - Reals{}; }
 
+    // 2^x for x between -1/2 and 1/2.
+    static Reals polynomial(Reals x) {
+        Reals p = broadcast(1.5403530e-4f);
+        for (float coefficient :
+             {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.f})
+            p = p * x + coefficient;
+        return p;
+    }
+
     // 2^x for x clamped to [-126, 126]; float: relative error 2e-7. NaN stays NaN.
     static Reals exp2(Reals x) {
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+        if constexpr (sizeof(Real) == 4) {  // the same bits as below
+            const __m512 low = _mm512_set1_ps(-126), high = _mm512_set1_ps(126);
+            const __m512 bounded = _mm512_min_ps(high, _mm512_max_ps(low, (__m512)x));  // or NaN
+            const Reals fraction = (Reals)_mm512_reduce_ps(bounded, 0);
+            const __m512 rounded = _mm512_roundscale_ps(bounded, 0);
+            return (Reals)_mm512_scalef_ps((__m512)polynomial(fraction), rounded);
+        }
+#endif
         x = x < Real(-126) ? broadcast(-126) : x;
         x = x > Real(126) ? broadcast(126) : x;
         if constexpr (sizeof(Real) == 4) {
             const Reals rounded = x + Real(12582912);  // 1.5 * 2^23: the sum has no fraction bits
             const Reals fraction = x - (rounded - Real(12582912));
-            Reals p = broadcast(1.5403530e-4f);
-            for (float coefficient : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f,
-                                      6.9314718e-1f, 1.f})
-                p = p * fraction + coefficient;
-            const Reals result = (Reals)((Ints)p + ((Ints)rounded << 23));
+            const Reals result = (Reals)((Ints)polynomial(fraction) + ((Ints)rounded << 23));
             return x == x ? result : x;  // the bits of a NaN would change the exponent
         } else {
             for (int i = 0; i < LANES; ++i) x[i] = std::exp2(x[i]);
@@ -73,16 +90,27 @@ struct Math {
         for (int64_t d = 0; d < size; ++d) column[d * BLOCK] = row[d] * factor;
     }
 
+    // Return x, loaded once: compilers else load it again in every multiplication, and loads limit.
+    static inline __attribute__((always_inline)) Reals in_register(Reals x) {
+#if defined(__AVX512F__)
+        asm("" : "+v"(x));
+#elif defined(__AVX__)
+        asm("" : "+x"(x));
+#endif
+        return x;
+    }
+
     // sums[r][:] = sum over d of rows[r][d] columns[d][:], for V vectors of columns.
-    template <int V>
+    template <int V, int R>
     static void dot_products(const Real* const* rows, const Real* columns, int64_t depth,
-                             Reals (&sums)[DOT_ROWS][V]) {
+                             Reals (&sums)[R][V]) {
         for (auto& row : sums)
             for (auto& sum : row) sum = Reals{};
         for (int64_t d = 0; d < depth; ++d) {
             Reals values[V];
-            for (int i = 0; i < V; ++i) values[i] = load(columns + d * BLOCK + i * LANES);
-            for (int r = 0; r < DOT_ROWS; ++r)
+            for (int i = 0; i < V; ++i)
+                values[i] = in_register(load(columns + d * BLOCK + i * LANES));
+            for (int r = 0; r < R; ++r)
                 for (int i = 0; i < V; ++i) sums[r][i] += rows[r][d] * values[i];
         }
     }

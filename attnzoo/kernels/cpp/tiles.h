@@ -53,18 +53,9 @@ struct Tiles : Math<Real> {
     using typename Math<Real>::Reals;
     using typename Math<Real>::Ints;
     using Math<Real>::LANES, Math<Real>::load, Math<Real>::store, Math<Real>::broadcast;
+    using Math<Real>::in_register;
 
     // -- products ---------------------------------------------------------------------------------
-
-    // Return x, loaded once: compilers else load it again in every multiplication, and loads limit.
-    static inline __attribute__((always_inline)) Reals in_register(Reals x) {
-#if defined(__AVX512F__)
-        asm("" : "+v"(x));
-#elif defined(__AVX__)
-        asm("" : "+x"(x));
-#endif
-        return x;
-    }
 
     // sums[r][:] += sum over i < depth of a[r row_step + i step] b[i pitch + :].
     template <int R, int V>

@@ -26,7 +26,8 @@
 #include "tiles.h"
 
 constexpr int PANEL = 32;              // keys of a panel; blocks divide it or are multiples of it
-constexpr int QUERY_TILE = 256;              // queries of a tile
+constexpr int GROUP = 32;              // pairs of a query and a block that are processed together
+constexpr int64_t LEAST_TILE = 256, MOST_TILE = 4096;  // queries of a tile
 constexpr double MASKED_SCORE = -1e30;  // below every score
 constexpr double HEADROOM = 32;        // of scores above the reference of a query
 constexpr int32_t NO_BLOCK = 1 << 30;  // as in impl/selection.py
@@ -67,8 +68,8 @@ class Worker : Math<Real> {
         : t(task), x(tensors), unit_(unit), n_(task.lengths[unit / task.key_heads]),
           count_(task.counts[unit / task.key_heads]), size_((int)task.block_size),
           lanes_((size_ + LANES - 1) / LANES * LANES), panels_((task.keys + PANEL - 1) / PANEL),
-          p_(DOT_ROWS * lanes_), dp_(DOT_ROWS * lanes_),
-          unused_(std::max(t.key_size, t.value_size) + PANEL), sums_(QUERY_TILE * LANES),
+          tile_(queries_per_tile(task)), p_(GROUP * lanes_), dp_(GROUP * lanes_),
+          unused_(std::max(t.key_size, t.value_size) + PANEL), sums_(tile_ * LANES), max_(tile_),
           starts_(task.keys / task.block_size + 3), k_rows_(lanes_), v_rows_(lanes_) {
         for (int i = 0; i < LANES; ++i) lane_index_[i] = i;
     }
@@ -76,11 +77,16 @@ class Worker : Math<Real> {
     void forward() {
         for_each_tile([this](int64_t row, int queries, int64_t) {
             std::fill(sums_.begin(), sums_.begin() + queries * LANES, Real(0));
-            std::fill(max_, max_ + queries, Real(MASKED_SCORE));
+            std::fill(max_.begin(), max_.begin() + queries, Real(MASKED_SCORE));
             std::fill(x.out + row * t.value_size, x.out + (row + queries) * t.value_size, Real(0));
-            for_each_group([&](int64_t block, const Pair* pairs, int count) {
-                attend(row, block, pairs, count);
-            });
+            for_each_group(
+                [&](int64_t block, const Pair* pairs, int count) {
+                    attend(row, block, pairs, count);
+                },
+                [&](const Pair& pair) __attribute__((always_inline)) {
+                    prefetch_row(x.q + (row + pair.query) * t.key_size, t.key_size);
+                    prefetch_row(x.out + (row + pair.query) * t.value_size, t.value_size);
+                });
             finish(row, queries);
         });
     }
@@ -88,9 +94,15 @@ class Worker : Math<Real> {
     // Add to dq, dk and dv.
     void backward() {
         for_each_tile([this](int64_t row, int, int64_t) {
-            for_each_group([&](int64_t block, const Pair* pairs, int count) {
-                attend_backward(row, block, pairs, count);
-            });
+            for_each_group(
+                [&](int64_t block, const Pair* pairs, int count) {
+                    attend_backward(row, block, pairs, count);
+                },
+                [&](const Pair& pair) __attribute__((always_inline)) {
+                    prefetch_row(x.q + (row + pair.query) * t.key_size, t.key_size);
+                    prefetch_row(x.dq + (row + pair.query) * t.key_size, t.key_size);
+                    prefetch_row(x.d_out + (row + pair.query) * t.value_size, t.value_size);
+                });
         });
     }
 
@@ -99,11 +111,11 @@ class Worker : Math<Real> {
     const Tensors<Real>& x;
     const int64_t unit_, n_, count_;  // real keys and queries of the row
     const int size_, lanes_;          // keys of a block; rounded up to vectors
-    const int64_t panels_;
-    std::vector<Real> p_, dp_;        // [DOT_ROWS, lanes_]
+    const int64_t panels_, tile_;
+    std::vector<Real> p_, dp_;        // [GROUP, lanes_]
     std::vector<Real> unused_;        // in place of queries beyond the last
-    std::vector<Real> sums_;          // [QUERY_TILE, LANES]: running sum of each query, per lane
-    Real max_[QUERY_TILE];                  // reference of each query
+    std::vector<Real> sums_;          // [tile_, LANES]: running sum of each query, per lane
+    std::vector<Real> max_;           // [tile_]: reference of each query
     std::vector<Pair> pairs_, sorted_;
     std::vector<int32_t> blocks_;     // of pairs_
     std::vector<int64_t> starts_;     // first pair of each block, in sorted_
@@ -112,11 +124,20 @@ class Worker : Math<Real> {
 
     // -- tiles and pairs -----------------------------------------------------------------------
 
+    // So many queries that a block has more than GROUP pairs of the tile on average.
+    static int64_t queries_per_tile(const Task& t) {
+        const int64_t blocks = t.keys / t.block_size + 1;
+        const int64_t enough = 2 * GROUP * blocks / (t.selected_blocks + 1);
+        int64_t queries = LEAST_TILE;
+        while (queries < std::min({enough, t.queries, MOST_TILE})) queries *= 2;
+        return queries;
+    }
+
     template <class Work>
     void for_each_tile(Work work) {
         for (int64_t group = 0; group < t.groups; ++group)
-            for (int64_t i = 0; i < t.queries; i += QUERY_TILE) {
-                const int queries = (int)std::min<int64_t>(QUERY_TILE, t.queries - i);
+            for (int64_t i = 0; i < t.queries; i += tile_) {
+                const int queries = (int)std::min(tile_, t.queries - i);
                 sort_pairs(group, i, queries);
                 work(unit_ * t.groups * t.queries + group * t.queries + i, queries, group);
             }
@@ -169,16 +190,27 @@ class Worker : Math<Real> {
         for (size_t j = 0; j < pairs_.size(); ++j) sorted_[starts_[blocks_[j] + 1]++] = pairs_[j];
     }
 
-    // Call work(block, pairs, count) for up to DOT_ROWS pairs of a block at a time.
-    template <class Work>
-    void for_each_group(Work work) {
+    // Call work(block, pairs, count) for up to GROUP pairs of a block at a time, after prefetch(pair)
+    // for each of the pairs.
+    template <class Work, class Prefetch>
+    void for_each_group(Work work, Prefetch prefetch) {
+        int64_t prefetched = 0;
         for (int64_t block = 0; block + 2 < (int64_t)starts_.size(); ++block) {
             if (starts_[block] == starts_[block + 1]) continue;
             point_to_keys(block);
-            for (int64_t j = starts_[block]; j < starts_[block + 1]; j += DOT_ROWS)
-                work(block, &sorted_[j],
-                     (int)std::min<int64_t>(DOT_ROWS, starts_[block + 1] - j));
+            for (int64_t j = starts_[block]; j < starts_[block + 1]; j += GROUP) {
+                const int count = (int)std::min<int64_t>(GROUP, starts_[block + 1] - j);
+                const int64_t end = std::min<int64_t>(j + count + GROUP, sorted_.size());
+                for (; prefetched < end; ++prefetched) prefetch(sorted_[prefetched]);
+                work(block, &sorted_[j], count);
+            }
         }
+    }
+
+    // Load a row into the L2 cache, to be read soon. Always inlined, because GCC 12 takes a function
+    // that only prefetches for one without effects, and removes its calls.
+    static inline __attribute__((always_inline)) void prefetch_row(const Real* row, int64_t size) {
+        for (int64_t i = 0; i < size; i += 64 / sizeof(Real)) __builtin_prefetch(row + i, 0, 2);
     }
 
     void point_to_keys(int64_t block) {
@@ -191,9 +223,10 @@ class Worker : Math<Real> {
 
     // -- products ------------------------------------------------------------------------------
 
-    // out[r][i] = factor rows[r] . (key i of the block), from panels of a depth.
-    void multiply(const Real* const* rows, const Real* panels, int64_t block, int64_t depth,
-                  Real factor, std::vector<Real>& out) const {
+    // out[r][i] = factor rows[r] . (key i of the block), from panels of a depth, for `count` rows;
+    // further ones up to a multiple of SUM_ROWS are written too.
+    void multiply(const Real* const* rows, int count, const Real* panels, int64_t block,
+                  int64_t depth, Real factor, std::vector<Real>& out) const {
         const int64_t begin = block * size_;
         for (int from = 0; from < lanes_;) {
             const int64_t key = begin + from;
@@ -202,29 +235,38 @@ class Worker : Math<Real> {
             const int width = std::min<int>(lanes_ - from, PANEL);
             for (int done = 0; done < width;)
                 if (width - done >= 2 * LANES)
-                    multiply<2>(rows, columns + done, depth, factor, &out[from + done]),
+                    multiply<2>(rows, count, columns + done, depth, factor, &out[from + done]),
                         done += 2 * LANES;
                 else
-                    multiply<1>(rows, columns + done, depth, factor, &out[from + done]),
+                    multiply<1>(rows, count, columns + done, depth, factor, &out[from + done]),
                         done += LANES;
             from += width;
         }
     }
 
     template <int V>
+    void multiply(const Real* const* rows, int count, const Real* columns, int64_t depth,
+                  Real factor, Real* out) const {
+        int r = 0;
+        for (; r + SUM_ROWS < count; r += DOT_ROWS)
+            multiply<DOT_ROWS, V>(rows + r, columns, depth, factor, out + r * lanes_);
+        if (r < count) multiply<SUM_ROWS, V>(rows + r, columns, depth, factor, out + r * lanes_);
+    }
+
+    template <int R, int V>
     void multiply(const Real* const* rows, const Real* columns, int64_t depth, Real factor,
                   Real* out) const {
-        Reals sums[DOT_ROWS][V];
+        Reals sums[R][V];
         Math<Real>::dot_products(rows, columns, depth, sums);
-        for (int r = 0; r < DOT_ROWS; ++r)
+        for (int r = 0; r < R; ++r)
             for (int i = 0; i < V; ++i) store(out + r * lanes_ + i * LANES, sums[r][i] * factor);
     }
 
-    // Pointers to the rows of DOT_ROWS queries; past the last query, to unused_.
+    // Pointers to the rows of GROUP queries; past the last query, to unused_.
     template <class Pointer>
     void point_to_queries(const Pair* pairs, int count, Pointer from, int64_t size,
                           Pointer* rows) {
-        for (int r = 0; r < DOT_ROWS; ++r)
+        for (int r = 0; r < GROUP; ++r)
             rows[r] = r < count ? from + pairs[r].query * size : unused_.data();
     }
 
@@ -233,14 +275,20 @@ class Worker : Math<Real> {
         return (key >= pair.low) & (key < pair.high);
     }
 
+    // Set rows `count` to the next multiple of SUM_ROWS to 0.
+    void clear_rows_from(int count, std::vector<Real>& rows) const {
+        const int end = (count + SUM_ROWS - 1) / SUM_ROWS * SUM_ROWS;
+        std::fill(rows.begin() + count * lanes_, rows.begin() + end * lanes_, Real(0));
+    }
+
     // -- forward and backward ------------------------------------------------------------------
 
     void attend(int64_t row, int64_t block, const Pair* pairs, int count) {
-        const Real* q_rows[DOT_ROWS];
+        const Real* q_rows[GROUP];
         point_to_queries(pairs, count, x.q + row * t.key_size, t.key_size, q_rows);
-        multiply(q_rows, x.k_panels, block, t.key_size, Real(t.scale * LOG2_E), p_);
-        Real rescale[DOT_ROWS];
-        std::fill(rescale, rescale + DOT_ROWS, Real(1));
+        multiply(q_rows, count, x.k_panels, block, t.key_size, Real(t.scale * LOG2_E), p_);
+        Real rescale[GROUP];
+        std::fill(rescale, rescale + GROUP, Real(1));
         bool rescaled = false;
         for (int r = 0; r < count; ++r) {
             Real* p = &p_[r * lanes_];
@@ -270,8 +318,8 @@ class Worker : Math<Real> {
             }
             store(&sums_[pairs[r].query * LANES], sum);
         }
-        std::fill(p_.begin() + count * lanes_, p_.end(), Real(0));
-        Real* out[DOT_ROWS];
+        clear_rows_from(count, p_);
+        Real* out[GROUP];
         point_to_queries(pairs, count, x.out + row * t.value_size, t.value_size, out);
         for (int r = 0; r < count; r += SUM_ROWS)
             add_weighted_rows(out + r, rescaled ? rescale + r : nullptr, &p_[r * lanes_], lanes_, 1,
@@ -279,10 +327,14 @@ class Worker : Math<Real> {
     }
 
     static bool any(Ints x) {
+#if defined(__AVX512F__)
+        return _mm512_test_epi64_mask((__m512i)x, (__m512i)x) != 0;
+#else
         int64_t parts[sizeof(Ints) / 8], sum = 0;
         std::memcpy(parts, &x, sizeof x);
         for (int64_t part : parts) sum |= part;
         return sum != 0;
+#endif
     }
 
     // Move the reference of a query up to its largest score, and rescale its sum.
@@ -306,11 +358,11 @@ class Worker : Math<Real> {
     }
 
     void attend_backward(int64_t row, int64_t block, const Pair* pairs, int count) {
-        const Real *q_rows[DOT_ROWS], *d_out_rows[DOT_ROWS];
+        const Real *q_rows[GROUP], *d_out_rows[GROUP];
         point_to_queries(pairs, count, x.q + row * t.key_size, t.key_size, q_rows);
         point_to_queries(pairs, count, x.d_out + row * t.value_size, t.value_size, d_out_rows);
-        multiply(q_rows, x.k_panels, block, t.key_size, Real(t.scale * LOG2_E), p_);
-        multiply(d_out_rows, x.v_panels, block, t.value_size, 1, dp_);
+        multiply(q_rows, count, x.k_panels, block, t.key_size, Real(t.scale * LOG2_E), p_);
+        multiply(d_out_rows, count, x.v_panels, block, t.value_size, 1, dp_);
         for (int r = 0; r < count; ++r) {
             const int64_t i = row + pairs[r].query;
             const bool full = pairs[r].low == 0 && pairs[r].high == lanes_;
@@ -324,9 +376,9 @@ class Worker : Math<Real> {
                 store(&dp_[lane], d_score);
             }
         }
-        std::fill(p_.begin() + count * lanes_, p_.end(), Real(0));
-        std::fill(dp_.begin() + count * lanes_, dp_.end(), Real(0));
-        Real* dq[DOT_ROWS];
+        clear_rows_from(count, p_);
+        clear_rows_from(count, dp_);
+        Real* dq[GROUP];
         point_to_queries(pairs, count, x.dq + row * t.key_size, t.key_size, dq);
         for (int r = 0; r < count; r += SUM_ROWS)
             add_weighted_rows(dq + r, nullptr, &dp_[r * lanes_], lanes_, 1, k_rows_.data(),
