@@ -281,6 +281,17 @@ def test_16_bits(dtype):
     assert error <= 2 * rounding
 
 
+def test_queries_of_16_bits_are_averaged_in_float32():
+    """A query block of a bidirectional layer selects by the mean of its 32 queries."""
+    inputs = [x.bfloat16() for x in qkv(256)]
+    options = {"causal": False, "query_block": 32, "block_size": 4, "top_k": 8, "window": 4}
+    selected = [
+        select_blocks(call_of(*(x.to(dtype) for x in inputs), **options))
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    assert torch.equal(*selected)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

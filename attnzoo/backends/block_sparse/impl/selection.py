@@ -102,9 +102,10 @@ def pool_queries(call: SparseCall) -> tuple[Tensor, Tensor]:
 
 
 def _mean_queries(call: SparseCall, index: Tensor) -> Tensor:
-    """Return the mean of the real queries of each query block, ``[B, H, M, D]``."""
+    """Return the mean of the real queries of each query block, ``[B, H, M, D]``, float32 or wider."""
     q, size, length = call.q, call.options.query_block, call.q.shape[2]
-    total = torch.zeros(*q.shape[:2], index.shape[1], q.shape[3], dtype=q.dtype, device=q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    total = torch.zeros(*q.shape[:2], index.shape[1], q.shape[3], dtype=wide, device=q.device)
     count = torch.zeros_like(index)
     least = 0 if call.counts is None else (length - call.counts)[:, None]
     for i in range(size):
