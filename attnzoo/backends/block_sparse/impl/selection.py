@@ -102,7 +102,7 @@ def pool_queries(call: SparseCall) -> tuple[Tensor, Tensor]:
 
 
 def _mean_queries(call: SparseCall, index: Tensor) -> Tensor:
-    """Return the mean of the real queries of each query block, ``[B, H, M, D]``, float32 or wider."""
+    """Return the mean of the real queries of a query block, ``[B, H, M, D]``, at least float32."""
     q, size, length = call.q, call.options.query_block, call.q.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     total = torch.zeros(*q.shape[:2], index.shape[1], q.shape[3], dtype=wide, device=q.device)
