@@ -55,9 +55,9 @@ def test_a_model_that_is_not_finite_is_not_saved(saved, text, spec, tmp_path, mo
     """The baselines and every loss are finite, the outputs of the trained model are not."""
     out, calls = tmp_path / "out", count()
 
-    def overflow(model, batch):
+    def overflow(model, batch, **options):
         if next(calls) < 3:
-            return quality(model, batch)
+            return quality(model, batch, **options)
         raise NonFiniteError("the loss on plain text is nan")
 
     monkeypatch.setattr(runs, "quality", overflow)
@@ -89,7 +89,7 @@ def test_gradients_and_weights_are_checked(
 
 
 def test_a_baseline_that_is_not_finite_is_an_error(saved, text, spec, tmp_path, monkeypatch):
-    def overflow(model, batch):
+    def overflow(model, batch, **options):
         raise NonFiniteError("the loss on plain text is nan")
 
     monkeypatch.setattr("attnzoo.training.runs.quality", overflow)

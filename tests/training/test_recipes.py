@@ -69,8 +69,8 @@ def test_distillation_in_batches_of_another_shape(
     """The stages have batches of their own shape, and a resumed run has the same losses."""
     shapes = []
 
-    def record(make, *arguments):
-        loss = make(*arguments)
+    def record(make, *arguments, **options):
+        loss = make(*arguments, **options)
 
         def recorded(model, batch):
             shapes.append(tuple(batch["input_ids"].shape))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.backends.block_sparse.impl.custom_ops import triton_step
 from attnzoo.backends.block_sparse.impl.options import (
     BlockSparseState,
     SelectionOptions,
@@ -32,7 +33,7 @@ from attnzoo.backends.block_sparse.impl.selection import (
     summarize,
 )
 from attnzoo.backends.block_sparse.impl.step import attend_step as torch_step
-from attnzoo.backends.block_sparse.impl.triton import attend_step, select
+from attnzoo.backends.block_sparse.impl.triton import select
 from attnzoo.backends.linear.check_triton import compute_twice, wrong_result
 
 ROUNDING = 2.0**-11  # of operands, tf32
@@ -183,7 +184,7 @@ def wrong_step(call: SparseCall, case: str) -> Iterator[str]:
         *(small(call.q[:, :, -1:]), k, v, None, None, None, None, 0.5, options, selection),
         index_q=index_q,
     )
-    first, second = compute_twice(lambda: {"out": attend_step(step, state).to(v.dtype)})
+    first, second = compute_twice(lambda: {"out": triton_step(step, state).to(v.dtype)})
     plain = torch_step(step, state).to(v.dtype)
     wide: dict[str, Any] = {
         name: x.double() for name, x in state._asdict().items() if x.is_floating_point()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.block_sparse.impl.cpp import cpp_reasons
-from attnzoo.backends.block_sparse.impl.custom_ops import sparse_attention
+from attnzoo.backends.block_sparse.impl.custom_ops import sparse_attention, triton_step
 from attnzoo.backends.block_sparse.impl.index_keys import add_index, pack_queries
 from attnzoo.backends.block_sparse.impl.layout import (
     Aligned,
@@ -34,7 +34,6 @@ from attnzoo.backends.block_sparse.impl.options import (
 )
 from attnzoo.backends.block_sparse.impl.reference import reference_attention
 from attnzoo.backends.block_sparse.impl.step import attend_step as torch_step
-from attnzoo.backends.block_sparse.impl.triton import attend_step as triton_step
 from attnzoo.backends.block_sparse.impl.triton import (
     selection_reason,
     sorting_reason,

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from attnzoo.backends.block_sparse.impl import cpp, gather, triton
 from attnzoo.backends.block_sparse.impl.gather import SparseTensors
-from attnzoo.backends.block_sparse.impl.options import SelectionOptions, SparseCall, SparseOptions
+from attnzoo.backends.block_sparse.impl.options import (
+    BlockSparseState,
+    SelectionOptions,
+    SparseCall,
+    SparseOptions,
+)
 from attnzoo.backends.block_sparse.impl.selection import (
     MAX_SCORES,
     count_key_blocks,
@@ -179,6 +184,54 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv
+
+
+@torch.library.custom_op("attnzoo::block_sparse_triton_step", mutates_args=())
+def block_sparse_triton_step(
+    q: Tensor,
+    index_q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    recent_k: Tensor,
+    recent_v: Tensor,
+    length: Tensor,
+    summary: Tensor,
+    leader: Tensor,
+    scale: float,
+    options: list[int],
+    score: str,
+    coverage: float | None,
+    per_key_head: bool,
+) -> Tensor:
+    """Return the output of one token, ``[B, H, 1, E]``; see :class:`BlockSparseState`."""
+    return triton.attend_step(
+        (q, index_q, k, v, recent_k, recent_v, length, summary, leader),
+        SparseOptions.from_ints(options),
+        SelectionOptions(score, coverage, per_key_head),
+        scale,
+    )
+
+
+@block_sparse_triton_step.register_fake
+def _(q: Tensor, index_q: Tensor | None, k: Tensor, v: Tensor, *states_and_options: Any) -> Tensor:
+    return v.new_empty(*q.shape[:3], v.shape[3])
+
+
+@torch.no_grad()
+def triton_step(call: SparseCall, state: BlockSparseState) -> Tensor:
+    """Return the output of one token, as :func:`step.attend_step` does, by Triton kernels.
+
+    Args:
+        call: Inputs of the call.
+        state: State after the token.
+    """
+    out: Tensor = block_sparse_triton_step(
+        *(call.q, call.index_q, state.k, state.v, state.recent_k, state.recent_v),
+        *(state.length, state.summary, state.leader, call.scale),
+        [int(option) for option in call.options],
+        *call.selection,
+    )
+    return out
 
 
 @register_buffer_bytes(block_sparse_select)

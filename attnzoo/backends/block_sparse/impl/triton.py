@@ -5,14 +5,14 @@ Kernels select the blocks and attend to them. See ``kernels/``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from attnzoo.backends.block_sparse.impl.gather import SparseTensors
 from attnzoo.backends.block_sparse.impl.options import (
-    BlockSparseState,
+    SelectionOptions,
     SparseCall,
     SparseOptions,
 )
@@ -104,22 +104,22 @@ def kernel_options(options: SparseOptions, keys: int, scale: float) -> KernelOpt
     )
 
 
-@torch.no_grad()
-def attend_step(call: SparseCall, state: BlockSparseState) -> Tensor:
-    """Return the output of one token, as :func:`step.attend_step` does."""
+def attend_step(
+    tensors: tuple[Any, ...],
+    options: SparseOptions,
+    selection: SelectionOptions,
+    scale: float,
+) -> Tensor:
+    """Return the output of one token from the tensors of ``StepTensors``; imports Triton."""
     from attnzoo.backends.block_sparse.kernels.step_launch import StepTensors, launch_step
 
-    keys = state.k.shape[2] + state.recent_k.shape[2]
-    tensors = (
-        *(call.q, call.index_q, state.k, state.v, state.recent_k, state.recent_v),
-        *(state.length, state.summary, state.leader),
-    )
+    x = StepTensors(*tensors)
     return launch_step(
-        StepTensors(*tensors),
-        kernel_options(call.options, keys, call.scale),
-        near_slots=call.options.near_slots,
-        top_k=call.options.top_k,
-        **call.selection._asdict(),
+        x,
+        kernel_options(options, x.k.shape[2] + x.recent_k.shape[2], scale),
+        near_slots=options.near_slots,
+        top_k=options.top_k,
+        **selection._asdict(),
     )
 
 
