@@ -33,9 +33,8 @@ from attnzoo.backends.block_sparse.impl.options import (
     SparseOptions,
 )
 from attnzoo.backends.block_sparse.impl.selection import count_key_blocks
-from attnzoo.backends.block_sparse.impl.triton import attend_step as sparse_step
+from attnzoo.backends.block_sparse.impl.triton import attend_step, selection_launcher
 from attnzoo.backends.block_sparse.impl.triton import launcher as sparse_launcher
-from attnzoo.backends.block_sparse.impl.triton import selection_launcher
 from attnzoo.backends.delta.kernels.launch import DeltaLauncher
 from attnzoo.backends.delta.kernels.step import delta_triton_step
 from attnzoo.backends.linear.kernels import launch as linear_launch
@@ -342,7 +341,7 @@ def launch_sparse(
         recent = x.k[:, :, :RECENT], x.v[:, :, :RECENT]
         length = torch.ones(batch, dtype=torch.long)
         state = BlockSparseState(x.k, x.v, *recent, length, summary, leader, x.k[:, :, :0])
-        sparse_step(first, state)
+        attend_step((first.q, first.index_q, *state[:-1]), options, first.selection, first.scale)
 
 
 def launch_hybrid(case: CompileCase, x: linear_launch.LinearTensors) -> None:
