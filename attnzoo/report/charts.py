@@ -318,8 +318,13 @@ def _set_axis(axes: Any, which: str, axis: Axis) -> None:
 
 def _add_legend(figure: Any) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    if labels:
-        figure.legend(handles, labels, loc="outside lower center", ncols=2)
+    if not labels:
+        return
+    legend = figure.legend(handles, labels, loc="outside lower center", ncols=2)
+    if legend.get_window_extent().width > figure.bbox.width:
+        legend.remove()
+        figure.legend(handles, labels, loc="outside lower center", ncols=1)
+        figure.set_figheight(figure.get_figheight() + LEGEND_ROW * (len(labels) // 2))
 
 
 def _contrast(rgba: tuple[float, float, float, float]) -> str:

@@ -61,6 +61,15 @@ def test_charts_are_deterministic_and_small(lines):
     assert set(re.findall(r"""["(]#([^")]*)""", first)) <= ids[0]
 
 
+@pytest.mark.parametrize("characters", [30, 31, 40])
+def test_a_legend_is_not_wider_than_the_figure(characters):
+    series = [Series(name="n" * characters, x=[0, 1], y=[i, 2]) for i in range(4)]
+    figure = line_chart(series, x=Axis(label="x"), y=Axis(label="y"))
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert 0 <= legend.get_window_extent().x0 < legend.get_window_extent().x1 <= figure.bbox.width
+
+
 @pytest.mark.parametrize(("label", "rotation"), [("transfer 10", 30), ("1k", 0)])
 def test_long_labels_of_ticks_are_rotated(label, rotation):
     ticks = dict.fromkeys(range(8), label)
