@@ -37,7 +37,7 @@ users: $(READY) ## Run attnzoo with PEFT, TRL, sentence-transformers and lm_eval
 check: $(READY) ## Lint, check the format and the types, compile the Triton kernels for sm_90
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy attnzoo
+	$(BIN)/mypy attnzoo tools
 	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
 		$(BIN)/python -m tools.triton_configs.compile_aot --quick --arch 90 --count; fi
 

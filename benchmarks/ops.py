@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import typer
 from delta_rule import delta, delta_step, write_strengths
 from goals import LONGEST, SUBQUADRATIC, show
+from matrix_products import MATMUL, measure_tiles
 from peers import PEERS, measure_peer
 from rich.console import Console
 from rich.progress import Progress
@@ -54,7 +55,6 @@ from attnzoo.kernels import cpp
 from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 
-MATMUL = 2048  # rows and columns of the square product that rates are measured against
 SLOPE_LENGTHS = (4096, 8192, 16384, LONGEST)
 Inputs = tuple[Tensor, ...]
 
@@ -296,33 +296,6 @@ def measure(base: BenchmarkCase, names: list[str], rounds: int) -> list[dict[str
 
 def _out_bytes(case: BenchmarkCase) -> int:
     return case.B * case.H * case.T * case.E * int(getattr(torch, case.dtype).itemsize)
-
-
-def measure_tiles(base: BenchmarkCase) -> list[dict[str, Any]]:
-    """Time the products of the chunk form by themselves: what its rate could be at best."""
-    n, c, d, e = base.B * base.Hkv, CHUNK_SIZE, base.D, base.E
-    q, k, v, scores, state = (
-        torch.randn(n, *shape) for shape in ((c, d), (c, d), (c, e), (c, c), (d, e))
-    )
-    runs: dict[str, Run] = {
-        "bmm q k^T": lambda: torch.bmm(q, k.mT),
-        "bmm scores v": lambda: torch.bmm(scores, v),
-        "bmm q state": lambda: torch.bmm(q, state),
-        "bmm k^T v": lambda: torch.bmm(k.mT, v),
-    }
-    flops: dict[str, float] = dict(
-        zip(runs, (c * d * c, c * c * e, c * d * e, d * c * e), strict=True)
-    )
-    square = torch.randn(MATMUL, MATMUL)
-    runs["matmul"], flops["matmul"] = lambda: square @ square, MATMUL**3 / n
-    taken = time_together(runs, rounds=5)
-    rows = []
-    for name, timing in taken.items():
-        case = replace(
-            base, op=name, impl="torch", mode="product", T=MATMUL if name == "matmul" else c
-        )
-        rows.append(as_row(case, timing, gflops=2 * n * flops[name] / timing.min_ms / 1e6))
-    return rows
 
 
 def measure_slopes(base: BenchmarkCase, name: str, rounds: int) -> list[dict[str, Any]]:

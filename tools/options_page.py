@@ -23,7 +23,8 @@ COLUMNS = ["option", "default", "accepts", "meaning"]
 
 def page() -> str:
     """Return the page in Markdown."""
-    parts, registered = [HEAD], {}
+    parts = [HEAD]
+    registered: dict[str, dict[str, str]] = {}
     for name in available_backends():
         backend = get_backend(name)
         config = backend.config_class

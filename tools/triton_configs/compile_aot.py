@@ -80,8 +80,10 @@ KERNEL_NAMES = {  # names in the output, and in the config table
     "add_parts_kernel": "add_parts",
 }
 # without a product; inverse: with decays per channel
-NO_PRODUCTS = ("split_scan", "step", "hybrid_step", "hybrid_store", "merge", "merge_backward")
-NO_PRODUCTS += ("inverse", "delta_step", "summary", "pool", "add_parts")
+NO_PRODUCTS = {
+    *("split_scan", "step", "hybrid_step", "hybrid_store", "merge", "merge_backward"),
+    *("inverse", "delta_step", "summary", "pool", "add_parts"),
+}
 
 
 class CompileCase(NamedTuple):
@@ -231,7 +233,7 @@ class _Driver:
         return self.target
 
     def get_current_device(self) -> int:
-        return self.target.arch
+        return int(self.target.arch)
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -291,14 +293,16 @@ def launch_case(case: CompileCase) -> None:
         (launch_delta if case.delta else launch_hybrid)(case, tensors)
         return
     options = (case.feature_map, 1.0, 1.0, case.normalize, 1e-6, 0, 0)
-    out, *last = linear_launch.KernelLauncher(tensors, *options).forward()
+    out, kv, z = linear_launch.KernelLauncher(tensors, *options).forward()
     launcher = linear_launch.KernelLauncher(tensors, *options, needs_decay_grad=shape is not None)
-    launcher.backward(torch.empty_like(out), *last, (last[0], last[1]))
-    first = [x[:, :, :1] for x in tensors[:3]]
+    launcher.backward(torch.empty_like(out), kv, z, (kv, z))
+    first_q, first_k, first_v = (x[:, :, :1] for x in tensors[:3])
     gates = None if tensors.log_decay is None else tensors.log_decay[:, :, :1]
     padding_mask = None if tensors.padding_mask is None else tensors.padding_mask[:, :1]
-    step_options = (case.feature_map, 1.0, 1.0, case.normalize, 1e-6)
-    launch_step(*first, gates, tensors.kv, tensors.z, padding_mask, *step_options)
+    launch_step(
+        first_q, first_k, first_v, gates, tensors.kv, tensors.z, padding_mask, case.feature_map,
+        1.0, 1.0, case.normalize, 1e-6,
+    )  # fmt: skip
 
 
 def launch_delta(case: CompileCase, x: linear_launch.LinearTensors) -> None:
@@ -358,16 +362,16 @@ def launch_hybrid(case: CompileCase, x: linear_launch.LinearTensors) -> None:
         torch.empty_like(out), *state, *saved, *x[:3], *x[:2], log_decay, *state, *masks,
         *no_first, *options, log_decay is not None,
     )  # fmt: skip
-    first = [y[:, :, :1] for y in x[:3]]
+    q, k, v = (y[:, :, :1] for y in x[:3])
     gates = None if x.log_decay is None else x.log_decay[:, :, :1]
     rows = (case.window, x.z.shape[2]), (case.window, case.e), (case.window, x.z.shape[2])
-    window = [x.z.new_empty(*x.z.shape[:2], *sizes) for sizes in rows]
+    window_k, window_v, window_features = (x.z.new_empty(*x.z.shape[:2], *sizes) for sizes in rows)
     kv = x.kv.new_empty(*x.z.shape, case.e + 1)
     padding_mask = None if x.padding_mask is None else x.padding_mask[:, :1]
     launch_hybrid_step(
-        *first, *first[:2], gates, logit[:, :, :1, None], padding_mask, None,
-        window[0].to(case.dtype), *window[1:], kv, x.z, torch.zeros(1, dtype=torch.long),
-        1.0, True, True, 1e-30,
+        q, k, v, q, k, gates, logit[:, :, :1, None], padding_mask, None,
+        window_k.to(case.dtype), window_v, window_features, kv, x.z,
+        torch.zeros(1, dtype=torch.long), 1.0, True, True, 1e-30,
     )  # fmt: skip
 
 
@@ -450,7 +454,8 @@ def main() -> int:
     parser.add_argument("--count", nargs="*", help="kernels whose instructions are counted")
     parser.add_argument("--arch", type=int, nargs="*", default=[80, 90], choices=[80, 90])
     args = parser.parse_args()
-    failed, totals = 0, defaultdict(float)
+    failed = 0
+    totals: defaultdict[str, float] = defaultdict(float)
     missing = set(KERNELS)
     cases = GOALS if args.goals else QUICK if args.quick else CASES
     for capability in args.arch:

@@ -101,7 +101,7 @@ def loop_instructions(cubin: bytes) -> int:
     they skip rare cases.
     """
     code, labels = _instructions(_tool_output("nvdisasm", "-c", cubin))
-    jumps = {i: labels[source[1]] for i, x in enumerate(code) if (source := _BRANCH.search(x))}
+    jumps = {i: labels[jump[1]] for i, x in enumerate(code) if (jump := _BRANCH.search(x))}
     loops = [range(target, source + 1) for source, target in jumps.items() if target <= source]
     if not loops:
         return 0
