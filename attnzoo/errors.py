@@ -32,7 +32,7 @@ class SwapWarning(UserWarning):
 
 
 class UntrainedWarning(SwapWarning):
-    """A backend runs whose parameters must be trained before its output means anything."""
+    """A backend runs before its parameters are trained; its output is meaningless until then."""
 
 
 class UnsupportedError(AttnzooError):

@@ -1,4 +1,4 @@
-"""What backends send each other when rows lie on two processes: bytes, and time beside one process.
+"""Bytes that backends exchange under context parallelism, and their time relative to one process.
 
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py
 

@@ -1,6 +1,6 @@
-"""The delta rule beside transformers' torch functions and SDPA: one run, JSON lines.
+"""The delta rule against transformers' torch functions and SDPA: one run, JSON lines.
 
-Measures one core in float32 unless told otherwise; 8 heads of 64. ``python -m benchmarks.delta``.
+Measures one core in float32 unless noted; 8 heads of 64. ``python -m benchmarks.delta``.
 """
 
 from __future__ import annotations

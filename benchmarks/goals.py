@@ -110,7 +110,7 @@ COLUMNS = {  # head of a column: the figure and how it is written
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print what was measured, with the goals beside it."""
+    """Print the measurements next to their goals."""
     table = Table(title=_title(rows[-1]))
     for column in ("op", "mode", "T"):
         table.add_column(column, justify="right" if column == "T" else "left")

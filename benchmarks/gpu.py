@@ -1,4 +1,4 @@
-"""Check the linear-attention kernels on a GPU, then time them beside their peers, in stages.
+"""Check the linear-attention kernels on a GPU, then time them against their peers, in stages.
 
     python benchmarks/gpu.py --stage 1        # correctness; compiles and tunes the peers meanwhile
     python benchmarks/gpu.py --stage 2        # attnzoo: graph replay and eager
@@ -82,7 +82,7 @@ def run_stage(groups: dict[str, int], end: float, args: argparse.Namespace) -> b
     """Run the groups of a stage; return whether all ended.
 
     Args:
-        groups: How many processes may run beside each group: 1 for timings.
+        groups: Number of processes that may run at the same time as each group: 1 for timings.
         end: When the stage ends, in seconds of the monotonic clock.
         args: Options of the command line.
     """

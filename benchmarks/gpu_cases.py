@@ -183,7 +183,7 @@ HYBRID_KINDS = ("plain", "learned", "state", "any", "wide")  # of calls of the w
 DELTA_KINDS = ("plain", "any", "wide")  # of calls of the delta rule
 SPARSE_KINDS = ("plain", "shared", "any", "wide")  # of calls of block-sparse attention
 TOOLS = ("memcheck", "racecheck")  # of compute-sanitizer
-# Chunk, warps, stages and tile of all kernels, to compare beside the shipped table
+# Chunk, warps, stages and tile of all kernels, to compare with the shipped table
 CONFIGS = (
     (64, 4, 2, 64),
     (64, 8, 3, 128),
@@ -192,7 +192,7 @@ CONFIGS = (
     (32, 8, 2, 64),
     (32, 4, 2, 64),
 )
-PARALLEL = 8  # processes beside each other where nothing is timed
+PARALLEL = 8  # concurrent processes where nothing is timed
 
 
 def workloads(family: str, tiny: bool) -> list[Workload]:
@@ -202,7 +202,7 @@ def workloads(family: str, tiny: bool) -> list[Workload]:
 
 
 def groups_of(stage: int, *, tiny: bool, second: bool) -> dict[str, int]:
-    """Return the groups of a stage, and how many processes may run beside each.
+    """Return the groups of a stage, and how many processes may run at the same time as each.
 
     Args:
         stage: 1 to 5.

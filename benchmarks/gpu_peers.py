@@ -174,7 +174,7 @@ _MECHANISMS: dict[str, Callable[[Workload, Inputs, str], Run]] = {
 
 
 def remark(name: str, workload: Workload) -> str:
-    """Return what has to be said beside a peer's time, or ""."""
+    """Return the remark printed next to a peer's time, or ""."""
     if name == "fla" and workload.decay == "scalar" and workload.train:
         # On Hopper, its gradients may be wrong there, and fla 0.6.0 refuses the call
         return "fla's guard against Triton 3.4 to 3.7 is lifted; only timed"

@@ -17,7 +17,7 @@ _EVENTS = ("start", "done", "timeout", "crash")
 
 
 def failures(rows: list[Row]) -> list[str]:
-    """Return what is wrong: results, sanitizer errors, crashes of attnzoo's own groups."""
+    """Return the failures: wrong results, sanitizer errors, crashes of attnzoo's own groups."""
     found = []
     for row in latest(rows):
         name = f"{row['group']}, {row.get('workload', '')}".removesuffix(", ")

@@ -81,7 +81,7 @@ def chunk_flops(case: BenchmarkCase, chunk_size: int | None = None) -> float:
 def linear(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Call the chunk form, normalised unless told otherwise."""
+    """Call the chunk form, normalised by default."""
     options = {"normalize": True, "log_decay": log_decay} | options
     return linear_attention(q, k, v, **options).out
 

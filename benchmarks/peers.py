@@ -1,4 +1,4 @@
-"""Our ops beside public implementations of the same mechanisms: same inputs, weights and work.
+"""Our ops against public implementations of the same mechanisms: same inputs, weights and work.
 
 Each pair is first held to equal results, within what the peer adds to its own (named there). Where
 a peer is a module with projections, ours gets the very same ones.
@@ -206,7 +206,7 @@ PEERS: dict[str, tuple[str, int, Callable[[BenchmarkCase], Pair], int]] = {
 
 
 def measure_peer(name: str, base: BenchmarkCase, rounds: int) -> list[dict[str, Any]]:
-    """Check that a pair agrees, and time one beside the other."""
+    """Check that a pair agrees, and time them in turns."""
     peer, length, make, most = PEERS[name]
     case = replace(base, op=name, impl="torch", T=length)
     pair = make(case)
@@ -230,7 +230,7 @@ def measure_peer(name: str, base: BenchmarkCase, rounds: int) -> list[dict[str, 
 
 
 def _beyond(whole: Timing, part: Timing) -> Timing:
-    """Return what the whole takes beside a part of it, round by round."""
+    """Return the time of the whole relative to a part of it, round by round."""
     pairs = zip(whole.rounds_ms, part.rounds_ms, strict=True)
     return Timing(rounds_ms=tuple(a - b for a, b in pairs))
 

@@ -45,7 +45,7 @@ def heads(
 ) -> None:
     """Measure every head: importance by gradient and ablation, entropy, distance; prune heads.
 
-    A table has the quality after pruning more and more heads, beside random choices. `--prune 0.4
+    A table has the quality after pruning more and more heads, next to random choices. `--prune 0.4
     --save NEW` writes a model without the least important heads, which from_pretrained loads.
     """
     import torch

@@ -60,7 +60,7 @@ def model_name(name: str) -> str:
 
 
 def argument_of(folder: Path) -> str:
-    """Return what a command takes to read a model's folder: its name if it ships with attnzoo."""
+    """Return a model's folder as a command-line argument: its name if it ships with attnzoo."""
     from attnzoo.evaluation.models import EMBEDDED_NAMES
 
     named = (name for name in EMBEDDED_NAMES if model_folder(name) == folder)

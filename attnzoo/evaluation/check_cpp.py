@@ -154,7 +154,7 @@ def _results(kernel: CppKernel, impl: str, dtype: torch.dtype) -> list[Tensor]:
 
 
 def wrong_results(kernel: CppKernel) -> Iterator[str]:
-    """Yield what is wrong with a kernel's results."""
+    """Yield a message for each error in a kernel's results."""
     for dtype in kernel.dtypes:
         expected = _results(kernel, kernel.expected, torch.float64)
         ours = _results(kernel, "cpp", dtype)

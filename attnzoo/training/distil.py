@@ -4,7 +4,7 @@ r"""Distillation of a model with softmax attention into the swapped model.
           p(\cdot \mid x_{\le t})\big)
 
 The hidden states of every layer can be distilled too, by their relative squared error per token,
-which trains each layer by more than the predictions tell:
+which gives every layer a training signal beyond the predictions:
 
 .. math:: \frac{1}{L T} \sum_{l,t} \frac{|h_{lt} - h^*_{lt}|^2}{|h^*_{lt}|^2}
 
@@ -42,7 +42,7 @@ Teacher = Outputs  # Predictions, or of an encoder its last hidden states, [B, T
 
 
 class Predictions(NamedTuple):
-    """What a decoder computes: logits, ``[B, T, V]``, and the output of each layer, if wanted."""
+    """Logits of a decoder, ``[B, T, V]``, and the output of each layer if requested."""
 
     logits: Tensor
     layers: tuple[Tensor, ...] = ()  # [B, T, M] each
@@ -57,7 +57,7 @@ def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
 def predictions(
     model: Any, batch: Mapping[str, Tensor], *, with_layers: bool = False
 ) -> Predictions:
-    """Return what a decoder computes, with the outputs of its layers if ``with_layers``."""
+    """Return the logits of a decoder, and with ``with_layers`` the outputs of its layers."""
     if not with_layers:
         return Predictions(model(**model_inputs(batch)).logits)
     output = model(**model_inputs(batch), output_hidden_states=True)

@@ -142,7 +142,7 @@ class EntropyLog:
 
     def _write(self, model: nn.Module, line: dict[str, Any], original: bool = False) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UntrainedWarning)  # before the first step, nothing is
+            warnings.simplefilter("ignore", UntrainedWarning)  # no step was taken yet
             found = head_entropies(model, self.inputs, original=original)
         # A model that diverges has none; the loss of its next step explains that
         found = {name: bits for name, bits in found.items() if all(map(math.isfinite, bits))}

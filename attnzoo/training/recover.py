@@ -181,8 +181,8 @@ def _require_hidden_state_loss(config: RecoverConfig) -> None:
             )
     if config.hidden_states:
         raise ConfigError(
-            f"hidden_states={config.hidden_states} is a weight beside the loss of predictions, but "
-            "an encoder is distilled to its last hidden states alone; leave it out"
+            f"hidden_states={config.hidden_states} adds a term to the loss of predictions, but an "
+            "encoder is distilled to its last hidden states only; leave it out"
         )
 
 

@@ -49,8 +49,8 @@ class TrainConfig:
             )
         if self.repeats_per_row > 1 and not self.repeat_share:
             raise ConfigError(
-                f"repeats_per_row={self.repeats_per_row} is about the rows of repeat_share, which "
-                "is 0; set both, or neither"
+                f"repeats_per_row={self.repeats_per_row} applies to the rows that repeat_share "
+                "selects, but repeat_share is 0; set both, or neither"
             )
         for name in ("lora_rank", "judged_rows", "repeats_per_row"):
             if getattr(self, name) < 1:

@@ -168,7 +168,7 @@ def test_invalid_arguments_are_refused(encoder, lines, saved, tmp_path):
         recover(encoder, SPEC, [lines], out, config(cross_entropy=0.5))
     with pytest.raises(ConfigError, match="top_k applies to predicted tokens"):
         recover(encoder, SPEC, [lines], out, config(top_k=4))
-    with pytest.raises(ConfigError, match="distilled to its last hidden states alone"):
+    with pytest.raises(ConfigError, match="distilled to its last hidden states only"):
         recover(encoder, SPEC, [lines], out, config(hidden_states=1.0))
     with pytest.raises(SpecError, match="use accumulate to save memory"):
         recover(encoder, SPEC, [lines], out, config(gradient_checkpointing=True))

@@ -432,7 +432,7 @@ def compile_cases(
 
 
 def limit_violations(row: KernelResources) -> list[str]:
-    """Return the limits that a kernel exceeds, and what is wrong with its products."""
+    """Return the limits that a kernel exceeds, and the errors in its matrix products."""
     violations = []
     if row.shared_bytes > SHARED_BYTES[row.capability]:
         violations.append(

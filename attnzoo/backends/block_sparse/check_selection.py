@@ -76,7 +76,7 @@ def scores_of(call: SparseCall, dtype: torch.dtype) -> Scores:
 
 
 def wrong_selection(call: SparseCall, case: str) -> Iterator[str]:
-    """Yield what is wrong with the selection of a call."""
+    """Yield a message for each error in the selection of a call."""
     first, second = compute_twice(lambda: {"selected": select(call)})
     selected = first["selected"]
     if not torch.equal(selected, second["selected"]):
@@ -152,7 +152,7 @@ def wrong_ties(call: SparseCall, case: str) -> Iterator[str]:
 
 
 def wrong_step(call: SparseCall, case: str) -> Iterator[str]:
-    """Yield what is wrong with one decoded token, where scores are exact."""
+    """Yield a message for each error in one decoded token, where scores are exact."""
     options, generator = call.options, torch.Generator().manual_seed(2)
     if not options.causal:
         return

@@ -157,7 +157,7 @@ def results(x: Inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str,
 
 
 def wrong_results(case: SparseCase, device: torch.device) -> Iterator[str]:
-    """Yield what is wrong with the kernels' results of a case."""
+    """Yield a message for each error in the kernels' results of a case."""
     inputs = Inputs(case, device)
     yield from wrong_selection(inputs.call, str(case))
     yield from wrong_ties(inputs.call, str(case))

@@ -150,7 +150,7 @@ def results(x: Inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str,
 
 
 def wrong_results(case: DeltaCase, device: torch.device) -> Iterator[str]:
-    """Yield what is wrong with the kernels' results of a case."""
+    """Yield a message for each error in the kernels' results of a case."""
     of_case = partial(results, Inputs(case, device))
     yield from wrong_results_by_name(str(case), case.dtype, of_case, "reference")
 

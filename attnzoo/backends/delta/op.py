@@ -119,9 +119,7 @@ def delta_attention(
         state = DeltaState(state.kv.to(dtype))
     scale = 1.0 if scale is None else float(scale)
     with autocast_disabled(q.device):
-        x = DeltaInputs(
-            *(q, k, v, beta, log_decay, state, mask.segment_ids, form, scale, chunk_size)
-        )
+        x = DeltaInputs(q, k, v, beta, log_decay, state, mask.segment_ids, form, scale, chunk_size)
         x = x if mask.padding is None else _clear_padding(x, mask.padding)
         chosen, choice = select("delta_attention", IMPLEMENTATIONS, x, impl)
         if normalize_qk and chosen.name == "cpp" and shard is None and is_step(x):

@@ -111,7 +111,7 @@ def _results(run: Any, tensors: list[Tensor], weights: Tensor, case: VarlenCase)
 
 
 def wrong_results(case: VarlenCase, size: int, device: torch.device) -> Iterator[str]:
-    """Yield what is wrong with the kernel's results of a case."""
+    """Yield a message for each error in the kernel's results of a case."""
     generator = torch.Generator().manual_seed(0)  # on the CPU: the same on every device
 
     def draw(heads: int, tokens: int) -> Tensor:

@@ -222,7 +222,7 @@ def decoded(x: Inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str,
 
 
 def wrong_results(case: HybridCase, device: torch.device) -> Iterator[str]:
-    """Yield what is wrong with the kernels' results of a case."""
+    """Yield a message for each error in the kernels' results of a case."""
     x = Inputs(case, device)
     exact = results(x, "reference", torch.float64) | decoded(x, "reference", torch.float64)
     plain = results(x, "torch") | decoded(x, "torch")

@@ -202,7 +202,7 @@ def budget(plain: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
 
 
 def wrong_results(case: CheckCase, device: torch.device) -> Iterator[str]:
-    """Yield what is wrong with the kernels' results of a case."""
+    """Yield a message for each error in the kernels' results of a case."""
     x, train = Inputs(case, device), case.T > 1
     exact = results(x, run_op("reference"), torch.float64, train)
     plain = results(x, run_op("torch"), None, train)
@@ -215,7 +215,7 @@ def wrong_results(case: CheckCase, device: torch.device) -> Iterator[str]:
 
 
 def wrong_gated_step(x: Inputs) -> Iterator[str]:
-    """Yield what is wrong with one token of mLSTM (scalar decay) or RWKV-6 (vector decay)."""
+    """Yield the errors in one token of mLSTM (scalar decay) or RWKV-6 (vector decay)."""
     name = "rwkv6" if x.case.decay == "vector" else "mlstm"
     with torch.no_grad():
         exact = gated_recurrence(*gated_inputs(x, torch.float64))
@@ -295,7 +295,7 @@ def wrong_result(
     plain: Tensor,
     exact: Tensor,
 ) -> Iterator[str]:
-    """Yield what is wrong with a result of the kernels, given that of a second call too."""
+    """Yield the errors in a result of the kernels, and its differences from a second call."""
     error, allowed = (ours.double() - exact).abs().max().item(), budget(plain, exact, dtype)
     if not error <= allowed:  # NaN, too
         yield f"{name} differs from float64 by {error:.2g} (allowed {allowed:.2g}) in {case}"
@@ -306,7 +306,7 @@ def wrong_result(
 def wrong_results_by_name(
     case: str, dtype: torch.dtype, results: Callable[..., dict[str, Tensor]], oracle: str
 ) -> Iterator[str]:
-    """Yield what is wrong with the kernels' results of a case.
+    """Yield a message for each error in the kernels' results of a case.
 
     Args:
         case: Describes the case.

@@ -61,7 +61,7 @@ def add_rows(
     return d_key, d_value
 
 
-# Sinks: what a part of the queries contributes to the first tokens, which all queries attend to
+# Sinks: gradients of the first tokens, which all queries attend to, from a part of the queries
 #
 # grid     (B * Hkv * SPLITS * TILES): one program per tile of sinks and part of the queries
 # writes   d_key [B, Hkv, SPLITS, num_sinks, D], d_value, float32, without the scale
@@ -114,7 +114,7 @@ def sink_gradient_kernel(
     )
 
 
-# Selected blocks: what a part of the selections of a block contributes to its keys
+# Selected blocks: gradients of a block's keys from a part of the selections of the block
 #
 # grid     (items * TILES): one program per tile of a block's keys and part of its selections
 # reads    item_block [items]: the block of each item, b Hkv N + h N + j; first_item and first_pair

@@ -40,7 +40,7 @@ class KernelOptions(NamedTuple):
     num_sinks: int
     block_size: int
     query_block: int
-    num_blocks: int  # N; a larger number among the selected blocks is none
+    num_blocks: int  # N; in the list of selected blocks, N or more marks an unused entry
     scale: float
 
 

@@ -15,25 +15,25 @@ from attnzoo.state import DeltaState
 
 
 def run_reference(x: DeltaInputs) -> Result:
-    r"""Compute :math:`S_t = (I - b_t k_t k_t^T) e^{g_t} S_{t-1} + b_t k_t v_t^T`, every form alike.
+    r"""Compute :math:`S_t = (I - \beta_t k_t k_t^T)\, e^{g_t} S_{t-1} + \beta_t k_t v_t^T`.
 
-    The output is :math:`o_t = s\, q_t S_t`.
+    The output is :math:`o_t = s\, q_t S_t`; the option ``form`` makes no difference.
     """
-    s = x.state.kv
-    q, k, v, beta, decay = (z.to(s.dtype) for z in (x.q, x.k, x.v, x.beta, _decay(x)))
+    state = x.state.kv
+    q, k, v, beta, decay = (y.to(state.dtype) for y in (x.q, x.k, x.v, x.beta, _decay(x)))
     q = rearrange(q, "b (h g) t d -> t b h g d", h=k.shape[1])
-    eye = torch.eye(k.shape[3], dtype=s.dtype, device=s.device)
+    eye = torch.eye(k.shape[3], dtype=state.dtype, device=state.device)
     outs = [q.new_zeros(0, *q.shape[1:4], v.shape[3])]
     for t in range(k.shape[2]):
         if x.segment_ids is not None and t > 0:
-            same = x.segment_ids[:, t] == x.segment_ids[:, t - 1]
-            s = s * rearrange(same, "b -> b 1 1 1")
-        key, b = k[:, :, t], beta[:, :, t, None, None]
-        s = decay[:, :, t].unsqueeze(-1) * s
-        s = (eye - b * einsum(key, key, "b h d, b h c -> b h d c")) @ s
-        s = s + b * einsum(key, v[:, :, t], "b h d, b h e -> b h d e")
-        outs.append(x.scale * einsum(q[t], s, "b h g d, b h d e -> b h g e").unsqueeze(0))
-    return rearrange(torch.cat(outs), "t b h g e -> b (h g) t e").to(x.v.dtype), DeltaState(s)
+            same_segment = x.segment_ids[:, t] == x.segment_ids[:, t - 1]
+            state = state * rearrange(same_segment, "b -> b 1 1 1")
+        key, value, strength = k[:, :, t], v[:, :, t], beta[:, :, t, None, None]
+        state = decay[:, :, t].unsqueeze(-1) * state
+        state = (eye - strength * einsum(key, key, "b h d, b h c -> b h d c")) @ state
+        state = state + strength * einsum(key, value, "b h d, b h e -> b h d e")
+        outs.append(x.scale * einsum(q[t], state, "b h g d, b h d e -> b h g e").unsqueeze(0))
+    return rearrange(torch.cat(outs), "t b h g e -> b (h g) t e").to(x.v.dtype), DeltaState(state)
 
 
 def _decay(x: DeltaInputs) -> Tensor:
