@@ -1,13 +1,13 @@
-"""What several test files share: small layers, their inputs, and fewer garbage collections."""
+"""Small layers, models and inputs, error budgets, and fewer garbage collections."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.backends.config import Geometry
@@ -55,11 +55,46 @@ def build(
     layout = {"causal": causal, "cross_attention": cross_attention, "layer": layer}
     place = geometry(**{**layout, **sizes})
     backend = build_backend(name, options, place)
-    with torch.no_grad():
-        for parameter in backend.parameters():
-            if noise:
-                parameter.add_(noise * torch.randn_like(parameter))
+    if noise:
+        add_noise(backend, noise)
     return backend.to(dtype)
+
+
+@torch.no_grad()
+def add_noise(module: nn.Module, std: float) -> None:
+    """Add normal noise to every parameter: in a new model, biases are zero and norms are one."""
+    for parameter in module.parameters():
+        parameter.add_(std * torch.randn_like(parameter))
+
+
+@torch.no_grad()
+def redrawn(model: nn.Module, seed: int = 5) -> Any:
+    """Draw weights so large that scores spread; the usual small ones make all attention uniform."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            parameter.copy_(1.5 * noise * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(0.1 * noise)
+    return model.eval()
+
+
+def tiny_llama_config(**changes: Any) -> Any:
+    """Return the config of a Llama of :data:`MODEL_SIZES`."""
+    from transformers import LlamaConfig  # most tests of layers do without transformers
+
+    sizes = {"num_key_value_heads": 2, "max_position_embeddings": 64}
+    tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    return LlamaConfig(**{**MODEL_SIZES, **sizes, **tokens, **changes})
+
+
+def tiny_llama(**changes: Any) -> Any:
+    """Return a :func:`redrawn` Llama on eager attention, the same one in every call."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_llama_config(**changes)
+    return redrawn(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
 
 
 def nan_padded(x: Tensor) -> Tensor:
@@ -101,6 +136,21 @@ def qkv(
 def hidden_states(length: int, *, batch: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return random hidden states, ``[B, T, M]``."""
     return draw(batch, length, M, dtype=dtype)
+
+
+def gradients(results: Sequence[Tensor], inputs: Iterable[Tensor | None], seed: int = 7) -> Any:
+    """Return the gradients of a fixed random sum of the results, for all inputs but ``None``."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in results]
+    total = sum((x * weight).sum() for x, weight in zip(results, weights, strict=True))
+    return torch.autograd.grad(total, [x for x in inputs if x is not None])
+
+
+def assert_within(ours: Tensor, plain: Tensor, exact: Tensor, eps: float) -> None:
+    """Compare with float64; the error of the plain form in the same dtype sets the tolerance."""
+    budget = 2 * (plain.double() - exact).abs().max() + 4 * eps * exact.abs().max()
+    worst = (ours.double() - exact).abs().max()
+    assert worst <= budget, f"error {worst:.2e} exceeds {budget:.2e}"
 
 
 def freeze_garbage_collector() -> None:

@@ -3,32 +3,17 @@
 from dataclasses import replace
 
 import pytest
-import torch
 import transformers as hf
 
 import attnzoo
 from attnzoo.backends.linear.backend import LinearBackend
 from attnzoo.testing import ConformanceError, check_generation
+from tests.helpers import tiny_llama
 
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = hf.LlamaConfig(
-        vocab_size=60,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-    )
-    model = hf.LlamaForCausalLM(config).eval()
-    with torch.no_grad():  # attention is far from uniform
-        for x in model.parameters():
-            if x.ndim > 1:
-                x.copy_(1.5 * torch.randn_like(x) * x.shape[-1] ** -0.5)
-    return model
+    return tiny_llama()
 
 
 def without_state(inputs):

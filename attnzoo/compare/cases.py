@@ -1,4 +1,4 @@
-"""What a comparison measures: a model, its attentions, and cases of level, mode and length."""
+"""Config of a comparison: a model, its attentions, and cases of level, mode and length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens inside an encoder, with softmax attention and with a swap: every head and layer.
+"""Heads and layers of an encoder, with softmax attention and with a swap.
 
 Both models read the same text with its special tokens: their predictions if the model classifies,
 their attention maps, and their hidden states in two dimensions.

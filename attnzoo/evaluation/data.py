@@ -24,7 +24,7 @@ from attnzoo.evaluation.recall_rows import Encode
 
 
 class Completions(NamedTuple):
-    """Which tokens of packed rows are evaluated.
+    """Positions and labels of packed rows.
 
     Attributes:
         positions: ``[N, T]``, from 0 in each example.

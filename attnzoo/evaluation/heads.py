@@ -1,4 +1,4 @@
-"""What each attention head does, and how much a model needs it.
+"""Behaviour and importance of each attention head.
 
 Importance by gradient is that of Michel et al., 2019 (arXiv:1905.10650): a head's output is
 multiplied by a mask m = 1, and its importance is the mean over texts of |dL/dm|. L is the loss of

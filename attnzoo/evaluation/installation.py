@@ -64,7 +64,7 @@ class CheckResult:
 
 
 class Unavailable(Exception):
-    """What a check needs is not there; the message gives the reason."""
+    """A requirement of a check is missing; the message says which."""
 
 
 class Failed(Exception):

@@ -45,7 +45,7 @@ def restored():
     torch.set_default_dtype(dtype)
 
 
-def build(name, options, causal):
+def build_in_default_dtype(name, options, causal):
     torch.manual_seed(0)
     geometry = Geometry(
         num_heads=4,
@@ -78,11 +78,11 @@ def test_the_default_dtype_changes_nothing(name, options, causal):
     if name in ("gated_linear", "delta") and not causal:
         pytest.skip("gates are causal")
     torch.set_default_dtype(torch.float32)
-    expected = build(name, options, causal)
+    expected = build_in_default_dtype(name, options, causal)
     found = outputs(expected, causal)
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
         torch.set_default_dtype(dtype)
-        backend = build(name, options, causal)
+        backend = build_in_default_dtype(name, options, causal)
         state = expected.state_dict()
         for key, x in backend.state_dict().items():  # float64 start values have more digits
             rtol = 1e-6 if x.dtype == torch.float64 else 0

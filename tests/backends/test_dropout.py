@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from attnzoo.backends.config import Geometry
 from attnzoo.backends.inputs import AttentionInputs, drop_keys
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
-from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
+from tests import helpers
 
 B, H, HKV, T, D = 2, 4, 2, 11, 8
 CASES = {  # backends that drop keys
@@ -36,11 +35,8 @@ WEIGHTS = {
 }
 
 
-def build(name, options, **changes):
-    geometry = Geometry(
-        **{"num_heads": H, "num_key_heads": HKV, "head_dim": D, "hidden_size": 16, **changes}
-    )
-    return build_backend(name, options, geometry).double()
+def build_layer(name, options, **changes):
+    return helpers.build(name, sizes={"value_dim": D, "hidden_size": 16, **changes}, **options)
 
 
 @pytest.fixture
@@ -71,7 +67,7 @@ def masks():
 @pytest.mark.parametrize("mask", masks())
 @pytest.mark.parametrize("case", CASES)
 def test_a_dropped_key_has_no_value_and_kept_ones_are_scaled(case, mask, x):
-    backend, mask = build(*CASES[case]), masks()[mask]
+    backend, mask = build_layer(*CASES[case]), masks()[mask]
     expected = backend(**{**x, "v": x["v"] * draw(0.4)}, mask=mask)
     torch.manual_seed(7)
     found = backend(**x, mask=mask, dropout=0.4)
@@ -82,7 +78,7 @@ def test_a_dropped_key_has_no_value_and_kept_ones_are_scaled(case, mask, x):
 @pytest.mark.parametrize("case", [*CASES, *WEIGHTS])
 def test_the_expected_output_is_exact(case, x):
     """The mean of many draws is within 5 standard errors; unnormalised, it is the numerator."""
-    backend, draws, p = build(*{**CASES, **WEIGHTS}[case]), 400, 0.3
+    backend, draws, p = build_layer(*{**CASES, **WEIGHTS}[case]), 400, 0.3
     first = {name: t[:1] for name, t in x.items()}
     plain = backend(**first).out.detach()[0]
     rows = {name: t.expand(draws, *t.shape[1:]) for name, t in first.items()}
@@ -95,11 +91,11 @@ def test_the_expected_output_is_exact(case, x):
 @pytest.mark.parametrize("case", [*CASES, *WEIGHTS])
 def test_no_dropout_draws_nothing(case, x):
     name, options = {**CASES, **WEIGHTS}[case]
-    backend = build(name, options)
+    backend = build_layer(name, options)
     plain = backend(**x).out
     before = torch.get_rng_state()
     assert torch.equal(backend(**x, dropout=0.0).out, plain)
-    disabled = build(name, {**options, "attention_dropout": "off"})
+    disabled = build_layer(name, {**options, "attention_dropout": "off"})
     disabled.load_state_dict(backend.state_dict())
     before = torch.get_rng_state()
     assert torch.equal(disabled(**x, dropout=0.5).out, plain)
@@ -108,7 +104,7 @@ def test_no_dropout_draws_nothing(case, x):
 
 def test_a_state_lacks_dropped_values_and_has_all_keys(x):
     """Dropping a key removes its product from the state, not its normaliser term or its decay."""
-    backend = build("gated_linear", {"gate": "retnet"})
+    backend = build_layer("gated_linear", {"gate": "retnet"})
     full = backend(**x, return_state=True).state
     kept = backend(**{**x, "v": x["v"] * draw(0.4)}, return_state=True).state
     torch.manual_seed(7)
@@ -123,7 +119,7 @@ def test_a_state_lacks_dropped_values_and_has_all_keys(x):
 
 @pytest.mark.parametrize("case", ["linear", "flash, keys", "softmax", "reformer"])
 def test_returned_weights_gave_the_output(case, x):
-    backend = build(*{**CASES, **WEIGHTS}[case])
+    backend = build_layer(*{**CASES, **WEIGHTS}[case])
     output = backend(**x, dropout=0.4, return_weights=True)
     applied = output.weights @ x["v"].repeat_interleave(H // HKV, 1)
     assert_close(applied, output.out)
@@ -151,20 +147,20 @@ def test_options():
     assert spec.default.config.attention_dropout == "auto"
     with pytest.raises(ConfigError, match=r"attention_dropout must be 'auto' or .* got 'values'"):
         AttentionSpec("linear", attention_dropout="values")
-    assert build("linear", {}).dropout_form == "keys"
-    assert build("flash", {}).dropout_form == "weights"
-    assert build("longformer", {"impl": "flex"}).dropout_form == "keys"
+    assert build_layer("linear", {}).dropout_form == "keys"
+    assert build_layer("flash", {}).dropout_form == "weights"
+    assert build_layer("longformer", {"impl": "flex"}).dropout_form == "keys"
 
 
 def test_refused_when_it_is_built():
     for name in ("linear", "gated_linear", "performer", "reformer", "block_sparse"):
         with pytest.raises(UnsupportedError, match="does not compute single weights"):
-            build(name, {"attention_dropout": "weights"})
+            build_layer(name, {"attention_dropout": "weights"})
     own = {"window": 4, "num_global": 1, "global_projections": True}
-    build("longformer", own, dropout=0.1)
-    build("longformer", {**own, "impl": "flex"})
+    build_layer("longformer", own, dropout=0.1)
+    build_layer("longformer", {**own, "impl": "flex"})
     for options in ({**own, "impl": "flex"}, {**own, "attention_dropout": "keys"}):
         with pytest.raises(UnsupportedError, match="values of their own"):
-            build("longformer", options, dropout=0.1)
+            build_layer("longformer", options, dropout=0.1)
     with pytest.raises(UnsupportedError, match="does not compute single weights"):
-        build("longformer", {"impl": "flex", "attention_dropout": "weights"})
+        build_layer("longformer", {"impl": "flex", "attention_dropout": "weights"})

@@ -20,6 +20,7 @@ from attnzoo.commands import terminal
 from attnzoo.evaluation.heads import HeadStudyModel, entropy, study_heads
 from attnzoo.evaluation.refit_heads import refit_outputs
 from attnzoo.report import charts
+from tests.helpers import add_noise
 
 SIZES = {
     "hidden_size": 32,
@@ -48,9 +49,7 @@ def gpt2():
 def bert():
     torch.manual_seed(0)
     model = BertModel(BertConfig(**SIZES), add_pooling_layer=False).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    add_noise(model, 0.1)
     return model
 
 

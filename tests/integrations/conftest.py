@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 import attnzoo
-from tests.helpers import MODEL_SIZES
+from tests.helpers import redrawn, tiny_llama, tiny_llama_config
 
 transformers.logging.set_verbosity_error()
 
@@ -25,51 +25,21 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def redrawn(model: nn.Module, seed: int = 5) -> nn.Module:
-    """Draw weights so large that scores spread; the usual small ones make all attention uniform."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
-                parameter.copy_(1.5 * noise * parameter.shape[-1] ** -0.5)
-            else:
-                parameter.add_(0.1 * noise)
-    return model.eval()
-
-
 @pytest.fixture(scope="session")
 def redraw() -> Callable[..., Any]:
     return redrawn
 
 
 @pytest.fixture(scope="session")
-def llama_config() -> Callable[..., Any]:
-    def make(**changes: Any) -> Any:
-        sizes: dict[str, Any] = {
-            **MODEL_SIZES,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 64,
-            "bos_token_id": 1,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-        }
-        return transformers.LlamaConfig(**{**sizes, **changes})
-
-    return make
+def llama() -> Callable[..., Any]:
+    """Return a function that makes a Llama on eager attention, the same one in every call."""
+    return tiny_llama
 
 
 @pytest.fixture(scope="session")
-def llama(llama_config: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes a Llama on eager attention, the same one in every call."""
-
-    def make(**changes: Any) -> Any:
-        config = llama_config(**changes)
-        return redrawn(
-            transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        )
-
-    return make
+def llama_config() -> Callable[..., Any]:
+    """Return a function that makes the config of :func:`tiny_llama`."""
+    return tiny_llama_config
 
 
 @pytest.fixture(params=RECURRENT)

@@ -17,10 +17,9 @@ from accelerate import ParallelismConfig
 
 import attnzoo
 from attnzoo.backends.base import AttentionBackend
-from attnzoo.backends.config import Geometry
 from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.masks import AttentionMask
-from attnzoo.registry import build_backend
+from tests import helpers
 
 B, H, HKV, D, M, T = 2, 4, 2, 8, 16, 48
 PLAIN, LEFT, RIGHT, HOLES, PACKED = "plain", "left", "right", "holes", "packed"
@@ -72,16 +71,11 @@ def padding_and_segments(kind):
     return (None, None) if kind == PLAIN else (real, None)
 
 
-def build(name, options, causal, dtype):
+def build_noisy(name, options, causal, dtype):
     torch.manual_seed(0)
-    geometry = Geometry(
-        num_heads=H, num_key_heads=HKV, head_dim=D, hidden_size=M, causal=causal, name="a layer"
-    )
-    backend = build_backend(name, options, geometry)
-    with torch.no_grad():
-        for p in backend.parameters():  # initial values may have no effect
-            p.add_(0.3 * torch.randn(p.shape))
-    return backend.to(dtype)
+    # with noise: initial values may have no effect
+    sizes = {"value_dim": D, "hidden_size": M}
+    return helpers.build(name, dtype, noise=0.3, causal=causal, sizes=sizes, **options)
 
 
 def run(backend, inputs, mask, real, shard=None):
@@ -107,7 +101,7 @@ def errors(case, kind, group):
     shapes = [(B, H, T, D), (B, HKV, T, D), (B, HKV, T, D), (B, T, M), (B, H, T, D)]
     full = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     mask = AttentionMask(causal=causal, padding=padding, segment_ids=ids)
-    backend = build(name, options, causal, torch.float64)
+    backend = build_noisy(name, options, causal, torch.float64)
     expected, grads = run(backend, full, mask, padding)
     length = T // size
     here = slice(rank * length, (rank + 1) * length)
@@ -115,7 +109,7 @@ def errors(case, kind, group):
         group=group, rank=rank, size=size, length=length, padding=padding, segment_ids=ids
     )
     parts = [(x[:, here] if x.dim() == 3 else x[:, :, here]).float() for x in full]
-    backend = build(name, options, causal, torch.float32)
+    backend = build_noisy(name, options, causal, torch.float32)
     real = None if padding is None else padding[:, here]
     actual, params = run(backend, parts, AttentionMask(causal=causal), real, shard)
     local = [x[:, here] if x.dim() == 3 else x[:, :, here] for x in expected]

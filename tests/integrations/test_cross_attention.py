@@ -59,13 +59,13 @@ CASES = [(name, backend) for name in CONFIGS for backend in OPTIONS]
 
 
 @pytest.fixture
-def make(redraw):
-    def build(name: str) -> Any:
+def make_model(redraw):
+    def make(name: str) -> Any:
         config = CONFIGS[name]()
         auto = hf.AutoModelForSpeechSeq2Seq if name == "whisper" else hf.AutoModelForSeq2SeqLM
         return redraw(auto.from_config(config, attn_implementation="eager")).double()
 
-    return build
+    return make
 
 
 def swap(model: Any, backend: str) -> None:
@@ -142,8 +142,8 @@ def dense(
 
 
 @pytest.mark.parametrize(("name", "backend"), CASES)
-def test_whole_models_equal_dense_formulas(name, backend, make, ids, padding, monkeypatch):
-    model, mask = make(name), padding("right", (9, 12, 2))
+def test_whole_models_equal_dense_formulas(name, backend, make_model, ids, padding, monkeypatch):
+    model, mask = make_model(name), padding("right", (9, 12, 2))
     given = {**sources(name, ids, mask), "decoder_input_ids": ids, "use_cache": False}
     with torch.no_grad():
         exact = model(**given).logits
@@ -164,8 +164,8 @@ def test_whole_models_equal_dense_formulas(name, backend, make, ids, padding, mo
 
 
 @pytest.mark.parametrize(("name", "backend"), [case for case in CASES if case[0] != "whisper"])
-def test_padding_of_the_encoder_takes_no_part(name, backend, make, ids, padding):
-    model, mask = make(name), padding("right", (9, 12, 2))
+def test_padding_of_the_encoder_takes_no_part(name, backend, make_model, ids, padding):
+    model, mask = make_model(name), padding("right", (9, 12, 2))
     swap(model, backend)
     with torch.no_grad():
         given = sources(name, ids, mask)
@@ -179,8 +179,8 @@ def test_padding_of_the_encoder_takes_no_part(name, backend, make, ids, padding)
 
 
 @pytest.mark.parametrize(("name", "backend"), CASES)
-def test_cached_decoding_equals_one_pass(name, backend, make, ids, padding):
-    model, cache, parts = make(name), None, []
+def test_cached_decoding_equals_one_pass(name, backend, make_model, ids, padding):
+    model, cache, parts = make_model(name), None, []
     swap(model, backend)
     given = sources(name, ids, padding("right", (9, 12, 2)))
     with torch.no_grad():
@@ -194,8 +194,8 @@ def test_cached_decoding_equals_one_pass(name, backend, make, ids, padding):
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize(("name", "backend"), CASES)
-def test_generate(name, backend, beams, make, ids, padding):
-    model = make(name)
+def test_generate(name, backend, beams, make_model, ids, padding):
+    model = make_model(name)
     swap(model, backend)
     given = sources(name, ids, padding("right", (9, 12, 2)))
     options = {"max_new_tokens": 7, "do_sample": False, "num_beams": beams}
@@ -205,8 +205,8 @@ def test_generate(name, backend, beams, make, ids, padding):
 
 
 @pytest.mark.parametrize(("name", "backend"), CASES)
-def test_saved_models_come_back(name, backend, make, ids, tmp_path):
-    model = make(name)
+def test_saved_models_come_back(name, backend, make_model, ids, tmp_path):
+    model = make_model(name)
     swap(model, backend)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype="auto").eval()
@@ -221,8 +221,8 @@ def test_saved_models_come_back(name, backend, make, ids, tmp_path):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("backend", ["longformer", "gated_linear"])
-def test_other_backends_refuse_it(name, backend, make):
-    model = make(name)
+def test_other_backends_refuse_it(name, backend, make_model):
+    model = make_model(name)
     with pytest.raises(UnsupportedError, match=backend):
         attnzoo.swap(model, backend)
     attnzoo.swap(model, backend, else_="flash")
@@ -233,8 +233,8 @@ def test_other_backends_refuse_it(name, backend, make):
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
 @pytest.mark.parametrize("backend", ["softmax", "flash", "linear", "performer"])
-def test_a_window_on_cross_attention_is_refused(name, backend, make):
-    model = make(name)
+def test_a_window_on_cross_attention_is_refused(name, backend, make_model):
+    model = make_model(name)
     other = {"flash": "softmax"}.get(backend, "flash")
     with pytest.raises(UnsupportedError, match=r"cross-attention.*window=4.*leave win"):
         attnzoo.swap(model, backend, window=4, layers={_self(name): other})
@@ -249,8 +249,8 @@ def _self(name: str) -> str:
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
 @pytest.mark.parametrize("backend", ["softmax", "flash"])
-def test_cached_decoding_with_a_window_equals_one_pass(name, backend, make, ids):
-    model = make(name)
+def test_cached_decoding_with_a_window_equals_one_pass(name, backend, make_model, ids):
+    model = make_model(name)
     attnzoo.swap(model, backend, window=4, else_="flash" if backend == "softmax" else "softmax")
     source = {"input_ids": ids.flip(0)}
     with torch.no_grad():
@@ -264,8 +264,8 @@ def test_cached_decoding_with_a_window_equals_one_pass(name, backend, make, ids)
     assert_close(torch.cat(steps, 1), whole)
 
 
-def test_the_reason_is_given(make):
-    model = make("bart")
+def test_the_reason_is_given(make_model):
+    model = make_model("bart")
     attnzoo.swap(model, "flash")
     with pytest.raises(
         UnsupportedError, match=r"decoder\.layers\.0\.encoder_attn.*cross-attention"
@@ -275,8 +275,8 @@ def test_the_reason_is_given(make):
 
 
 @pytest.mark.parametrize("backend", ["linear", "performer", "linformer"])
-def test_position_bias_of_t5_is_refused_at_the_swap(backend, make, ids):
-    model = make("t5")
+def test_position_bias_of_t5_is_refused_at_the_swap(backend, make_model, ids):
+    model = make_model("t5")
     with pytest.raises(UnsupportedError, match=r"encoder\.block\.0.*position bias to its scores"):
         attnzoo.swap(model, backend)
     assert kinds(model) == {"self": set(), "cross": set()}

@@ -208,7 +208,7 @@ REFUSED |= {
 
 
 @pytest.fixture
-def build(redraw):
+def make_model(redraw):
     def make(name: str) -> Any:
         family = FAMILIES[name]
         return redraw(family.auto.from_config(family.config(), attn_implementation="eager"))
@@ -245,8 +245,8 @@ def outputs(kind: str, model: Any, ids: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("backend", ["softmax", "flash"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_exact_backends_equal_eager(name, backend, build, ids, padding):
-    kind, model = FAMILIES[name].kind, build(name)
+def test_exact_backends_equal_eager(name, backend, make_model, ids, padding):
+    kind, model = FAMILIES[name].kind, make_model(name)
     masks = [padding(side) for side in ("none", "left", "right")]
     expected = [outputs(kind, model, ids, mask) for mask in masks]
     if (name, backend) in REFUSED:
@@ -265,8 +265,8 @@ def test_exact_backends_equal_eager(name, backend, build, ids, padding):
 
 @pytest.mark.parametrize("backend", ["softmax", "flash"])
 @pytest.mark.parametrize("name", DECODING)
-def test_cached_decoding_equals_one_pass(name, backend, build, ids):
-    kind, model = FAMILIES[name].kind, build(name)
+def test_cached_decoding_equals_one_pass(name, backend, make_model, ids):
+    kind, model = FAMILIES[name].kind, make_model(name)
     given: dict[str, Any] = {}
     if kind == "coupled":
         given = {"input_ids": ids.flip(1)}
@@ -286,8 +286,8 @@ def test_cached_decoding_equals_one_pass(name, backend, build, ids):
 
 @pytest.mark.parametrize("backend", ["linear", "gated_linear"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_linear_decoders_run_or_are_refused(name, backend, build, ids, padding, positions):
-    model = build(name)
+def test_linear_decoders_run_or_are_refused(name, backend, make_model, ids, padding, positions):
+    model = make_model(name)
     if (name, backend) in REFUSED:
         with pytest.raises(attnzoo.errors.UnsupportedError, match=REFUSED[name, backend]) as error:
             attnzoo.swap(model, backend)
@@ -329,8 +329,8 @@ def test_linear_decoders_run_or_are_refused(name, backend, build, ids, padding, 
         ("gpt_oss", "flash", [True, True]),
     ],
 )
-def test_else_keeps_refused_layers_exact(name, exact, kept, build, ids, padding):
-    model = build(name)
+def test_else_keeps_refused_layers_exact(name, exact, kept, make_model, ids, padding):
+    model = make_model(name)
     expected = outputs("decoder", model, ids, padding("left"))
     attnzoo.swap(model, "linear", else_=exact)
     found = [layer.self_attn.attnzoo.name for layer in model.model.layers]
@@ -352,8 +352,8 @@ def test_else_keeps_refused_layers_exact(name, exact, kept, build, ids, padding)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_linear_encoders_ignore_padding(name, build, ids, padding):
-    kind, model = FAMILIES[name].kind, build(name)
+def test_linear_encoders_ignore_padding(name, make_model, ids, padding):
+    kind, model = FAMILIES[name].kind, make_model(name)
     if (name, "linear") in REFUSED:
         with pytest.raises(attnzoo.errors.UnsupportedError, match=REFUSED[name, "linear"]):
             attnzoo.swap(model, "linear")
@@ -366,13 +366,13 @@ def test_linear_encoders_ignore_padding(name, build, ids, padding):
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_gates_have_no_bidirectional_form(name, build):
+def test_gates_have_no_bidirectional_form(name, make_model):
     with pytest.raises(attnzoo.errors.UnsupportedError, match="bidirectional"):
-        attnzoo.swap(build(name), "gated_linear")
+        attnzoo.swap(make_model(name), "gated_linear")
 
 
-def test_clip_text_is_causal_with_linear_too(build, ids):
-    model = build("clip")
+def test_clip_text_is_causal_with_linear_too(make_model, ids):
+    model = make_model("clip")
     attnzoo.swap(model, "linear")
     changed = ids.clone()
     changed[:, 8:] = 5

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 import attnzoo
 from attnzoo.integrations.cache import StateLayer, StaticStateLayer
+from tests.helpers import add_noise
 
 # Every kind of state: sums, decayed sums from the hidden states, the last keys, rows of finished
 # blocks, keys with summaries of their blocks; and stock keys
@@ -146,9 +147,7 @@ def test_prompt_lookup_equals_greedy(model, ids):
 
 def test_assisted_decoding_equals_greedy(model, llama, redraw, ids):
     assistant = redraw(llama(), seed=5)
-    with torch.no_grad():  # agrees often, not always
-        for parameter in assistant.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+    add_noise(assistant, 0.05)  # agrees often, not always
     layer = model.model.layers[0].self_attn.attnzoo
     attnzoo.swap(assistant, layer.name, **layer.config.changed_options())
     plain = generate(model, ids[:1], max_new_tokens=12)

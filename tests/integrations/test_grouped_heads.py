@@ -11,6 +11,7 @@ import attnzoo
 from attnzoo.cli import main
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.models import embedded_model_path
+from tests.helpers import add_noise
 
 SIZES = {
     "vocab_size": 384,
@@ -29,12 +30,10 @@ FAMILIES = {
 TOKENS = torch.randint(2, 384, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
-def build(config):
+def noisy_model(config):
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))  # biases too
+    add_noise(model, 0.1)
     return model
 
 
@@ -45,14 +44,14 @@ def with_equal_heads(grouped, config):
         if ".k_proj." in name or ".v_proj." in name:
             heads = x.view(2, len(x) // 2, *x.shape[1:])
             state[name] = heads.repeat_interleave(4, 0).flatten(0, 1)
-    model = build(config)
+    model = noisy_model(config)
     model.load_state_dict(state)
     return model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equal_heads_are_merged_exactly(family):
-    grouped = build(FAMILIES[family](2))
+    grouped = noisy_model(FAMILIES[family](2))
     dense = with_equal_heads(grouped, FAMILIES[family](8))
     with torch.no_grad():
         expected = grouped(TOKENS).logits
@@ -66,7 +65,7 @@ def test_equal_heads_are_merged_exactly(family):
 
 
 def test_heads_are_means_of_neighbours():
-    model = build(FAMILIES["llama"](8)).to(torch.bfloat16)
+    model = noisy_model(FAMILIES["llama"](8)).to(torch.bfloat16)
     converted = attnzoo.convert_heads(model, 4)
     weight = model.model.layers[1].self_attn.v_proj.weight
     found = converted.model.layers[1].self_attn.v_proj.weight
@@ -83,24 +82,24 @@ def test_heads_are_means_of_neighbours():
     ("model", "heads", "message"),
     [
         (
-            lambda: build(FAMILIES["llama"](8)),
+            lambda: noisy_model(FAMILIES["llama"](8)),
             3,
             "8 key and value heads, got 3; give one of 1, 2, 4",
         ),
-        (lambda: build(FAMILIES["llama"](8)), 8, r"got 8; give one of 1, 2, 4$"),
-        (lambda: build(FAMILIES["llama"](1)), 1, r"none: it has one"),
+        (lambda: noisy_model(FAMILIES["llama"](8)), 8, r"got 8; give one of 1, 2, 4$"),
+        (lambda: noisy_model(FAMILIES["llama"](1)), 1, r"none: it has one"),
         (
-            lambda: build(hf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)),
+            lambda: noisy_model(hf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)),
             1,
             "gpt2 has no integer num_key_value_heads",
         ),
         (
-            lambda: build(hf.Phi3Config(num_key_value_heads=8, **SIZES)),
+            lambda: noisy_model(hf.Phi3Config(num_key_value_heads=8, **SIZES)),
             2,
             "qkv_proj.weight has 96 rows, .* queries, keys and values in one weight",
         ),
         (
-            lambda: build(hf.Olmo2Config(num_key_value_heads=8, **SIZES)),
+            lambda: noisy_model(hf.Olmo2Config(num_key_value_heads=8, **SIZES)),
             2,
             "k_norm.weight of olmo2 depends on the number of key heads",
         ),
@@ -112,7 +111,7 @@ def test_what_cannot_be_converted_is_refused(model, heads, message):
 
 
 def test_a_swapped_model_is_refused():
-    model = build(FAMILIES["llama"](8))
+    model = noisy_model(FAMILIES["llama"](8))
     attnzoo.swap(model, "linear")
     with pytest.raises(SpecError, match="convert the heads of the original model, then swap it"):
         attnzoo.convert_heads(model, 2)
@@ -129,7 +128,7 @@ def run(monkeypatch, *arguments):
 
 def test_a_converted_folder_is_recovered(tmp_path, monkeypatch, capsys):
     source, out = tmp_path / "source", tmp_path / "out"
-    build(FAMILIES["llama"](8)).save_pretrained(source)
+    noisy_model(FAMILIES["llama"](8)).save_pretrained(source)
     hf.AutoTokenizer.from_pretrained(embedded_model_path()).save_pretrained(source)
     assert run(monkeypatch, "convert-heads", source, "--kv-heads", 2, "--out", out) == 0
     assert "8 key and value heads are now 2" in " ".join(capsys.readouterr().out.split())

@@ -27,6 +27,7 @@ import attnzoo
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.integrations.head_projections import head_projections
 from attnzoo.integrations.layers import attention_layers
+from tests.helpers import add_noise
 
 SIZES = {
     "hidden_size": 32,
@@ -49,12 +50,10 @@ GROUP, ONE_EACH = {0: [0, 1], 1: [1, 2]}, {0: [0, 3], 1: [2, 3]}
 UNEVEN = {0: [1], 1: [0, 1, 3]}
 
 
-def build(name, dtype=torch.float64):
+def noisy_model(name):
     torch.manual_seed(0)
-    model = MODELS[name]().to(dtype).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # biases are zero in a new model
-            parameter.add_(0.05 * torch.randn_like(parameter))
+    model = MODELS[name]().double().eval()
+    add_noise(model, 0.05)
     return model
 
 
@@ -100,7 +99,7 @@ def equal(found, expected):
 )
 @torch.no_grad()
 def test_a_pruned_model_equals_a_masked_one(name, heads, tmp_path):
-    model = build(name)
+    model = noisy_model(name)
     expected, before = masked(model, heads), sum(p.numel() for p in model.parameters())
     assert attnzoo.prune_heads(model, heads) is model
     pruned = model(IDS)[0]
@@ -122,27 +121,25 @@ def test_a_pruned_model_equals_a_masked_one(name, heads, tmp_path):
 def test_before_and_after_a_swap(attention, tmp_path):
     options = {"linear": {"feature_map": "hedgehog", "window": 4}}.get(attention, {})
     torch.manual_seed(1)
-    model = attnzoo.swap(build("llama"), attention, **options)
-    with torch.no_grad():
-        for layer in attention_layers(model):
-            for parameter in layer.module.attnzoo.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
+    model = attnzoo.swap(noisy_model("llama"), attention, **options)
+    for layer in attention_layers(model):
+        add_noise(layer.module.attnzoo, 0.1)
     expected = masked(model, GROUP)
     attnzoo.prune_heads(model, GROUP)
     torch.testing.assert_close(model(IDS)[0], expected)
     model.save_pretrained(tmp_path)
     equal(LlamaForCausalLM.from_pretrained(tmp_path).eval(), model)
-    early = attnzoo.swap(attnzoo.prune_heads(build("llama"), GROUP), attention, **options)
+    early = attnzoo.swap(attnzoo.prune_heads(noisy_model("llama"), GROUP), attention, **options)
     early.load_state_dict(model.state_dict())
     torch.testing.assert_close(early(IDS)[0], model(IDS)[0])
     attnzoo.restore(model)
-    torch.testing.assert_close(model(IDS)[0], masked(build("llama"), GROUP))
+    torch.testing.assert_close(model(IDS)[0], masked(noisy_model("llama"), GROUP))
 
 
 @pytest.mark.parametrize("attention", [None, "linear"])
 @torch.no_grad()
 def test_decoding_with_a_cache(attention):
-    model = attnzoo.prune_heads(build("llama"), {0: [0, 1]})
+    model = attnzoo.prune_heads(noisy_model("llama"), {0: [0, 1]})
     if attention:
         attnzoo.swap(model, attention)
     expected = model(IDS).logits
@@ -157,8 +154,8 @@ def test_decoding_with_a_cache(attention):
 
 @torch.no_grad()
 def test_pruning_again_counts_heads_as_before():
-    once = attnzoo.prune_heads(build("bert"), {0: [0, 2], 1: [3]})
-    twice = attnzoo.prune_heads(build("bert"), {0: [0]})
+    once = attnzoo.prune_heads(noisy_model("bert"), {0: [0, 2], 1: [3]})
+    twice = attnzoo.prune_heads(noisy_model("bert"), {0: [0]})
     attnzoo.prune_heads(twice, {0: [0, 2], 1: [3]})
     equal(once, twice)
     assert once.config.attnzoo_pruned_heads == twice.config.attnzoo_pruned_heads
@@ -166,21 +163,21 @@ def test_pruning_again_counts_heads_as_before():
 
 @torch.no_grad()
 def test_a_base_model_of_a_pruned_model(tmp_path):
-    model = attnzoo.prune_heads(build("llama"), GROUP)
+    model = attnzoo.prune_heads(noisy_model("llama"), GROUP)
     model.save_pretrained(tmp_path / "whole")
     base = LlamaModel.from_pretrained(tmp_path / "whole").eval()
     equal(base, model.model)
     base.save_pretrained(tmp_path / "base")
     again = LlamaModel.from_pretrained(tmp_path / "base").eval()
     equal(again, base)
-    encoder = attnzoo.prune_heads(build("bert"), UNEVEN)
+    encoder = attnzoo.prune_heads(noisy_model("bert"), UNEVEN)
     encoder.save_pretrained(tmp_path / "encoder")
     inner = BertModel.from_pretrained(tmp_path / "encoder", add_pooling_layer=False).eval()
     equal(inner, encoder.bert)
 
 
 def test_gradients_reach_the_smaller_weights():
-    model = attnzoo.prune_heads(build("llama"), GROUP)
+    model = attnzoo.prune_heads(noisy_model("llama"), GROUP)
     model(IDS, labels=IDS).loss.backward()
     assert model.model.layers[0].self_attn.q_proj.weight.grad.shape == (16, 32)
 
@@ -196,7 +193,7 @@ def test_gradients_reach_the_smaller_weights():
     ],
 )
 def test_choices_of_heads_that_are_refused(heads, message):
-    model = build("llama")
+    model = noisy_model("llama")
     with pytest.raises((SpecError, UnsupportedError), match=message):
         attnzoo.prune_heads(model, {1: [0, 1], **heads})
     assert not hasattr(model.config, "attnzoo_pruned_heads")
@@ -219,14 +216,16 @@ def test_families_that_are_refused(model, message):
 
 
 def test_parameters_that_layers_share_are_refused():
-    model = attnzoo.swap(build("llama"), "linformer", block=8, num_rows=2, sharing="layerwise")
+    model = attnzoo.swap(
+        noisy_model("llama"), "linformer", block=8, num_rows=2, sharing="layerwise"
+    )
     with pytest.raises(UnsupportedError, match="shares parameters"):
         attnzoo.prune_heads(model, GROUP)
 
 
 @pytest.mark.parametrize("record", [["0"], {"model.layers.0.self_attn": "0"}, {"x": [True]}])
 def test_a_config_is_data(record, tmp_path):
-    attnzoo.prune_heads(build("llama"), GROUP).save_pretrained(tmp_path)
+    attnzoo.prune_heads(noisy_model("llama"), GROUP).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["attnzoo_pruned_heads"] = record
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -41,13 +41,13 @@ KINDS = {
 
 
 @pytest.fixture
-def make(redraw):
-    def build(kind: str = "t5") -> Any:
+def make_model(redraw):
+    def make(kind: str = "t5") -> Any:
         config, model = KINDS[kind]
         model = model._from_config(config(**T5), attn_implementation="eager")
         return redraw(model).double()
 
-    return build
+    return make
 
 
 def given(length: int = 24) -> dict[str, Any]:
@@ -64,8 +64,8 @@ def tables(model: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("backend", list(WIDE))
-def test_where_all_is_seen_it_is_softmax_and_the_table_learns_alike(backend, kind, make):
-    model, found = make(kind), []
+def test_where_all_is_seen_it_is_softmax_and_the_table_learns_alike(backend, kind, make_model):
+    model, found = make_model(kind), []
     for name, options in (("softmax", {}), (backend, WIDE[backend])):
         attnzoo.restore(model) if found else None
         attnzoo.swap(model, name, **options, else_="flash")
@@ -78,8 +78,8 @@ def test_where_all_is_seen_it_is_softmax_and_the_table_learns_alike(backend, kin
 
 
 @pytest.mark.parametrize("backend", list(NARROW))
-def test_where_little_is_seen_the_bias_still_counts(backend, make):
-    model = make()
+def test_where_little_is_seen_the_bias_still_counts(backend, make_model):
+    model = make_model()
     attnzoo.swap(model, backend, **NARROW[backend], else_="flash")
     with torch.no_grad():
         before = model(**given()).logits
@@ -88,8 +88,8 @@ def test_where_little_is_seen_the_bias_still_counts(backend, make):
 
 
 @pytest.mark.parametrize("backend", list(NARROW))
-def test_decoding_from_the_cache_equals_one_pass(backend, make):
-    model, inputs = make(), given()
+def test_decoding_from_the_cache_equals_one_pass(backend, make_model):
+    model, inputs = make_model(), given()
     attnzoo.swap(model, backend, **NARROW[backend], else_="flash")
     decoder = inputs.pop("decoder_input_ids")
     with torch.no_grad():
@@ -110,8 +110,8 @@ def test_decoding_from_the_cache_equals_one_pass(backend, make):
 
 @pytest.mark.parametrize("backend", list(WIDE))
 @pytest.mark.parametrize("cache", [None, "static"])
-def test_it_generates_what_softmax_does(backend, cache, make):
-    model, texts = make(), []
+def test_it_generates_what_softmax_does(backend, cache, make_model):
+    model, texts = make_model(), []
     inputs = {name: x for name, x in given().items() if name != "decoder_input_ids"}
     for name, options in (("softmax", {}), (backend, WIDE[backend])):
         attnzoo.restore(model) if texts else None
@@ -122,8 +122,8 @@ def test_it_generates_what_softmax_does(backend, cache, make):
 
 
 @pytest.mark.parametrize("backend", list(WIDE))
-def test_a_mask_in_place_of_causality_is_refused(backend, make):
-    model = make()
+def test_a_mask_in_place_of_causality_is_refused(backend, make_model):
+    model = make_model()
     attnzoo.swap(model, backend, **WIDE[backend], else_="flash")
     layer = model.decoder.block[0].layer[0].SelfAttention.attnzoo
     x = torch.randn(1, 4, 6, 8, dtype=torch.float64)

@@ -32,8 +32,8 @@ CASES = {  # family, position_embeddings_type: parameters of the positions
 
 
 @pytest.fixture
-def make(redraw):
-    def build(family: str, kind: str | None) -> tuple[Any, dict[str, Any]]:
+def make_model(redraw):
+    def make(family: str, kind: str | None) -> tuple[Any, dict[str, Any]]:
         draw = torch.Generator().manual_seed(3)
         frames = torch.randn(2, 24, 16, generator=draw, dtype=torch.float64)
         mask = torch.ones(2, 24, dtype=torch.long)
@@ -89,12 +89,12 @@ def make(redraw):
         model = cls._from_config(config, attn_implementation=implementation)
         return redraw(model).double(), inputs
 
-    return build
+    return make
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1]}")
-def test_exact_backends_equal_stock_and_learn_the_positions_alike(case, make):
-    model, inputs = make(*case)
+def test_exact_backends_equal_stock_and_learn_the_positions_alike(case, make_model):
+    model, inputs = make_model(*case)
     positions = [
         x for name, x in model.named_parameters() if any(word in name for word in CASES[case])
     ]
@@ -115,8 +115,8 @@ def test_exact_backends_equal_stock_and_learn_the_positions_alike(case, make):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1]}")
 @pytest.mark.parametrize("backend", ["linear", "performer", "linformer"])
-def test_other_backends_refuse_them_by_name(case, backend, make):
-    model, inputs = make(*case)
+def test_other_backends_refuse_them_by_name(case, backend, make_model):
+    model, inputs = make_model(*case)
 
     def run():
         attnzoo.swap(model, backend)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 import attnzoo
+from tests.helpers import tiny_llama
 
 THREADS = 4
 CALLS = 100  # with the arguments of a call kept on the module, 12 to 80 of them failed
@@ -34,23 +34,7 @@ BACKENDS = {
 @pytest.fixture(params=BACKENDS)
 def model(request) -> Any:
     """A tiny Llama whose attention matters, under one backend."""
-    config = transformers.LlamaConfig(
-        vocab_size=99,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
+    model = tiny_llama()
     attnzoo.swap(model, request.param.split(",")[0], **BACKENDS[request.param])
     return model
 

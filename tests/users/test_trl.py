@@ -77,7 +77,7 @@ def tiny(tokenizer: Any, backend: str) -> Any:
 
 
 @pytest.fixture
-def build(trl, tokenizer, tmp_path):
+def make_trainer(trl, tokenizer, tmp_path):
     """Return a function that builds a trainer of two steps."""
 
     def make(kind: str, model: Any, where: str, lora: bool, **options: Any) -> Any:
@@ -136,42 +136,42 @@ def train(trainer: Any, backend: str) -> None:
 
 @pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize(("backend", "where", "lora"), CASES)
-def test_sft(build, tokenizer, backend, where, lora, packing):
+def test_sft(make_trainer, tokenizer, backend, where, lora, packing):
     model = tiny(tokenizer, backend)
-    train(build("SFT", model, where, lora, packing=packing, max_length=64), backend)
+    train(make_trainer("SFT", model, where, lora, packing=packing, max_length=64), backend)
 
 
 @pytest.mark.parametrize(("backend", "where", "lora"), CASES)
-def test_dpo(build, tokenizer, backend, where, lora):
+def test_dpo(make_trainer, tokenizer, backend, where, lora):
     """TRL loads the reference model from the path of the policy, if PEFT does not make it."""
     options = {}
     if where == "memory" and not lora:
         options["ref_model"] = tiny(tokenizer, backend)
-    train(build("DPO", tiny(tokenizer, backend), where, lora, **options), backend)
+    train(make_trainer("DPO", tiny(tokenizer, backend), where, lora, **options), backend)
 
 
 @pytest.mark.parametrize(("backend", "where", "lora"), CASES)
-def test_grpo(build, tokenizer, backend, where, lora):
+def test_grpo(make_trainer, tokenizer, backend, where, lora):
     beta = 0.0 if where == "memory" and not lora else 0.1  # above 0, a reference model is loaded
     options = {"num_generations": 2, "max_completion_length": 6, "beta": beta}
-    train(build("GRPO", tiny(tokenizer, backend), where, lora, **options), backend)
+    train(make_trainer("GRPO", tiny(tokenizer, backend), where, lora, **options), backend)
 
 
-def test_reference_model_of_a_swap_in_memory_is_refused(build):
+def test_reference_model_of_a_swap_in_memory_is_refused(make_trainer):
     """The path of the policy holds no spec, so TRL's reference model would not be this model."""
     model = transformers.AutoModelForCausalLM.from_pretrained(embedded_model_path())
     attnzoo.swap(model, "linear")
     with pytest.raises(SpecError, match="requires a spec"):
-        build("DPO", model, "memory", False)
+        make_trainer("DPO", model, "memory", False)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("option", [{"packing": True}, {"padding_free": True}], ids=str)
-def test_packed_loss_is_the_loss_of_the_sequences(build, tokenizer, backend, option):
+def test_packed_loss_is_the_loss_of_the_sequences(make_trainer, tokenizer, backend, option):
     """Each token's loss is that of its sequence alone, to the rounding of float32."""
     model = tiny(tokenizer, backend).eval()
     length = 64 if "packing" in option else None
-    trainer = build("SFT", model, "memory", False, max_length=length, **option)
+    trainer = make_trainer("SFT", model, "memory", False, max_length=length, **option)
     batch = next(iter(trainer.get_train_dataloader()))
     assert {"seq_idx", "position_ids", "cu_seq_lens_q"} <= set(batch)
     lengths = batch["cu_seq_lens_q"].diff().tolist()

@@ -149,7 +149,7 @@ def _check_options(form: str, chunk_size: int | None) -> None:
 
 
 def _clear_padding(x: DeltaInputs, padding_mask: Tensor) -> DeltaInputs:
-    """Let padding tokens neither write nor decay."""
+    """Set inputs at padding to 0, so that padding tokens neither write nor decay."""
     q, k, v, beta, log_decay = x[:5]
     is_padding = ~padding_mask[:, None, :, None]
     q, k, v = (each.masked_fill(is_padding, 0) for each in (q, k, v))

@@ -29,7 +29,7 @@ LEARNED = ["gated_retention", "gla", "mamba2", "hgrn2"]
 OWN = ["rwkv6", "mlstm", "matrix", "mamba"]  # have a recurrence of their own
 
 
-def build(dtype=torch.float64, *, strong=True, **options):
+def build_gated(dtype=torch.float64, *, strong=True, **options):
     backend = helpers.build("gated_linear", torch.float32, **options)
     if strong:  # change the initial values to gates with a memory of a few tokens
         with torch.no_grad():
@@ -112,14 +112,14 @@ def dense(backend, q, k, v, hidden):
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("gate", GATES)
 def test_dense(gate, normalize):
-    backend, (x, hidden) = build(gate=gate, normalize=normalize), inputs(37)
+    backend, (x, hidden) = build_gated(gate=gate, normalize=normalize), inputs(37)
     ours = backend(*x, hidden_states=hidden).out
     torch.testing.assert_close(ours, dense(backend, *x, hidden))
 
 
 @pytest.mark.parametrize("gate", GATES)
 def test_gate_size_is_the_feature_size(gate):
-    backend, (x, hidden) = build(gate=gate, feature_map="hedgehog", strong=False), inputs(20)
+    backend, (x, hidden) = build_gated(gate=gate, feature_map="hedgehog", strong=False), inputs(20)
     ours = backend(*x, hidden_states=hidden).out
     torch.testing.assert_close(ours, dense(backend, *x, hidden))
 
@@ -142,7 +142,7 @@ def test_alibi_is_the_bias_of_the_exponential_kernel():
 @pytest.mark.parametrize("gate", GATES)
 def test_padding_changes_neither_output_nor_state(gate):
     """Padding on the left, on the right and inside, filled with NaN."""
-    backend, (x, hidden) = build(gate=gate), inputs(12)
+    backend, (x, hidden) = build_gated(gate=gate), inputs(12)
     real = torch.ones(2, 12, dtype=torch.bool)
     real[0, [0, 1, 5, 6, 11]] = False
     poisoned = [t.masked_fill(~real[:, None, :, None], torch.nan) for t in x]
@@ -165,7 +165,7 @@ def test_padding_changes_neither_output_nor_state(gate):
 
 @pytest.mark.parametrize("gate", GATES)
 def test_packed_segments_do_not_see_each_other(gate):
-    backend, (x, hidden) = build(gate=gate), inputs(14)
+    backend, (x, hidden) = build_gated(gate=gate), inputs(14)
     segments = torch.tensor([[0] * 5 + [1] * 9, [3] * 13 + [4]])
     mask = AttentionMask(causal=True, segment_ids=segments)
     ours = backend(*x, hidden_states=hidden, mask=mask).out
@@ -179,7 +179,7 @@ def test_packed_segments_do_not_see_each_other(gate):
 @pytest.mark.parametrize("cut", [1, 7, 16])
 @pytest.mark.parametrize("gate", GATES)
 def test_decoding_matches_one_pass(gate, cut):
-    backend, (x, hidden) = build(gate=gate), inputs(20)
+    backend, (x, hidden) = build_gated(gate=gate), inputs(20)
     output = backend(*(t[:, :, :cut] for t in x), hidden_states=hidden[:, :cut], return_state=True)
     outs = [output.out]
     for t in range(cut, 20):
@@ -194,7 +194,7 @@ def test_decoding_matches_one_pass(gate, cut):
 
 @pytest.mark.parametrize("gate", GATES)
 def test_gradients(gate):
-    backend, (x, hidden) = build(gate=gate, strong=False), inputs(5, batch=1)
+    backend, (x, hidden) = build_gated(gate=gate, strong=False), inputs(5, batch=1)
     weights = list(backend.parameters())
     real = torch.tensor([[True, True, False, True, True]])
 
@@ -210,8 +210,8 @@ def test_gradients(gate):
 @pytest.mark.parametrize("gate", GATES)
 def test_16_bit_error_is_within_the_rounding_of_the_dtype(gate, dtype):
     """Weights, gates and features are computed in float32."""
-    backend, (x, hidden) = build(dtype, gate=gate), inputs(90, dtype, batch=1)
-    double = build(gate=gate)
+    backend, (x, hidden) = build_gated(dtype, gate=gate), inputs(90, dtype, batch=1)
+    double = build_gated(gate=gate)
     double.load_state_dict(backend.state_dict())
     exact = dense(double, *(t.double() for t in x), hidden.double())
     plain = dense(double.float(), *(t.float() for t in x), hidden.float()).to(dtype).double()
@@ -222,11 +222,14 @@ def test_16_bit_error_is_within_the_rounding_of_the_dtype(gate, dtype):
 
 @pytest.mark.parametrize("gate", GATES)
 def test_bfloat16_gradients_with_values_around_one(gate):
-    backend, (x, hidden) = build(torch.bfloat16, gate=gate, strong=False), inputs(1024, batch=1)
+    backend, (x, hidden) = (
+        build_gated(torch.bfloat16, gate=gate, strong=False),
+        inputs(1024, batch=1),
+    )
     x[2] = x[2] * 0.1 + 1
     x, hidden = [t.bfloat16() for t in x], hidden.bfloat16()
     target = torch.randn(1, H, 1024, E).bfloat16()
-    double = build(gate=gate, strong=False)
+    double = build_gated(gate=gate, strong=False)
     double.load_state_dict(backend.state_dict())
     grads = []
     for layer, dtype in (backend, torch.bfloat16), (double, torch.float64):
@@ -240,7 +243,7 @@ def test_bfloat16_gradients_with_values_around_one(gate):
 
 
 def test_autocast_does_not_change_the_output():
-    backend, (x, hidden) = build(torch.float32), inputs(30, torch.float32)
+    backend, (x, hidden) = build_gated(torch.float32), inputs(30, torch.float32)
     plain = backend(*x, hidden_states=hidden).out
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(backend(*x, hidden_states=hidden).out, plain)
@@ -248,7 +251,7 @@ def test_autocast_does_not_change_the_output():
 
 @pytest.mark.parametrize("length", [20, 1])
 def test_compiles_without_a_graph_break(length):
-    backend = build(torch.float32, gate="gla", feature_map="hedgehog", strong=False)
+    backend = build_gated(torch.float32, gate="gla", feature_map="hedgehog", strong=False)
     x, hidden = inputs(length, torch.float32)
     mask = AttentionMask(causal=True, padding=torch.rand(2, length) > 0.3)
     options = {"hidden_states": hidden, "mask": mask, "return_state": True}
@@ -266,7 +269,7 @@ def test_compiles_without_a_graph_break(length):
 @pytest.mark.parametrize("gate", OWN)
 def test_own_recurrence(gate, feature_map):
     """One token after another, as in the papers."""
-    backend, (x, hidden) = build(gate=gate, feature_map=feature_map, strong=False), inputs(37)
+    backend, (x, hidden) = build_gated(gate=gate, feature_map=feature_map, strong=False), inputs(37)
     with torch.no_grad():
         for p in backend.gate.parameters():
             p.add_(0.5 * torch.randn_like(p))
@@ -356,7 +359,7 @@ def test_mamba_is_the_selective_scan_of_transformers():
 @pytest.mark.parametrize("gate", GATES + OWN)
 def test_initial_gates_have_a_long_memory(gate):
     """After 30 tokens, the first token has at least 3/4 of its weight."""
-    backend, (x, hidden) = build(gate=gate, strong=False), inputs(30)
+    backend, (x, hidden) = build_gated(gate=gate, strong=False), inputs(30)
     if gate in ("retnet", "alibi"):
         return
     state = backend(*x, hidden_states=hidden, return_state=True).state
@@ -383,7 +386,7 @@ def test_hgrn2_with_features_of_one_matches_hgrn2(naive, monkeypatch):
     """The key is then 1 - f; 100 tokens are several chunks."""
     monkeypatch.setattr(feature_maps, "FEATURE_MAPS", dict(feature_maps.FEATURE_MAPS))
     register_feature_map("ones")(torch.ones_like)
-    backend = build(gate="hgrn2", normalize=False, feature_map="ones")
+    backend = build_gated(gate="hgrn2", normalize=False, feature_map="ones")
     x, hidden = inputs(100)
     with torch.no_grad():
         forget = backend.gate.gate_keys(torch.ones_like(x[1]), hidden)[1]
@@ -400,7 +403,7 @@ def test_hgrn2_with_features_of_one_matches_hgrn2(naive, monkeypatch):
 @pytest.mark.parametrize("gate", ["retnet", "gated_retention", "mamba2", "gla"])
 def test_equals_flash_linear_attention(gate, naive):
     """Without normalisation, on the same features, over 100 tokens in chunks of 32."""
-    backend = build(gate=gate, normalize=False, chunk_size=32, strong=gate == "mamba2")
+    backend = build_gated(gate=gate, normalize=False, chunk_size=32, strong=gate == "mamba2")
     x, hidden = inputs(100)
     k = phi("elu+1", x[1])
     with torch.no_grad():
@@ -429,7 +432,7 @@ def test_custom_gate(monkeypatch):
         def log_decay(self, k, hidden_states):
             return k.new_full((k.shape[1],), math.log(0.5))
 
-    backend, (x, _) = build(gate="halving", normalize=False), inputs(9)
+    backend, (x, _) = build_gated(gate="halving", normalize=False), inputs(9)
     q, k, v = phi("elu+1", x[0]), phi("elu+1", x[1]), x[2]
     since = (torch.arange(9)[:, None] - torch.arange(9)).double()
     matrix = q @ k.repeat_interleave(2, 1).mT * (0.5**since).tril()
@@ -439,7 +442,7 @@ def test_custom_gate(monkeypatch):
 
 
 def test_matrix_gate_returns_no_attention_weights():
-    backend, (x, hidden) = build(gate="matrix"), inputs(5)
+    backend, (x, hidden) = build_gated(gate="matrix"), inputs(5)
     backend(*x, hidden_states=hidden)
     assert "recurrent" in backend.ran.reason
     with pytest.raises(UnsupportedError, match=r"layer\.attn.*'gated_linear'.*value channels"):
@@ -458,13 +461,13 @@ def test_matrix_gate_returns_no_attention_weights():
 )
 def test_options_that_a_gate_does_not_support(options, message):
     with pytest.raises(ConfigError, match="GatedLinearConfig") as caught:
-        build(**options)
+        build_gated(**options)
     assert message in str(caught.value)
 
 
 def test_mlstm_supports_signed_features():
     """mLSTM divides by the absolute sum of weights, or by 1."""
-    backend, (x, hidden) = build(gate="mlstm", feature_map="identity"), inputs(9)
+    backend, (x, hidden) = build_gated(gate="mlstm", feature_map="identity"), inputs(9)
     output = backend(*x, hidden_states=hidden, return_weights=True)
     assert (output.weights < 0).any()
     assert output.weights.sum(-1).abs().max() <= 1 + 1e-9
@@ -472,7 +475,7 @@ def test_mlstm_supports_signed_features():
 
 def test_hooks_on_the_gate_run():
     """Offloading loads a module's weights in such a hook."""
-    backend, (x, hidden) = build(gate="gla"), inputs(3)
+    backend, (x, hidden) = build_gated(gate="gla"), inputs(3)
     seen = []
     backend.gate.register_forward_pre_hook(lambda module, args: seen.append(module))
     backend(*x, hidden_states=hidden)
@@ -485,7 +488,7 @@ def test_hooks_on_the_gate_run():
 def test_initial_memory_of_learned_gates():
     """Every token keeps 1/e of its weight after 126 tokens."""
     for gate in LEARNED:
-        backend, (x, hidden) = build(torch.float32, gate=gate, strong=False), inputs(5)
+        backend, (x, hidden) = build_gated(torch.float32, gate=gate, strong=False), inputs(5)
         k = backend.feature_map.keys(x[1].float(), 1.0)
         _, decay = backend.gate.gate_keys(k, hidden.float())
         assert decay.unique().numel() == 1
@@ -557,7 +560,7 @@ def test_reset_after_meta(gate, shapes):
     for x in backend.parameters():
         nn.init.constant_(x, torch.nan)
     backend.reset_parameters()
-    fresh = build(torch.float32, gate=gate, strong=False)
+    fresh = build_gated(torch.float32, gate=gate, strong=False)
     for name, x in backend.named_parameters():
         assert torch.equal(x, fresh.get_parameter(name))
         if name == "gate.bias" and gate in ("gla", "gated_retention", "matrix"):
@@ -568,7 +571,7 @@ def test_loaded_weights_survive_a_guarded_reset():
     """Transformers marks loaded weights, and its guard makes torch's initialisers skip them."""
     from transformers.initialization import guard_torch_init_functions
 
-    backend = build()
+    backend = build_gated()
     before = {name: x.detach().clone() for name, x in backend.named_parameters()}
     for x in backend.parameters():
         x._is_hf_initialized = True
@@ -581,7 +584,10 @@ def test_loaded_weights_survive_a_guarded_reset():
 @pytest.mark.parametrize("gate", LEARNED + OWN)
 def test_every_weight_learns(gate):
     """From the second step on; in the first, the gate's projection is zero."""
-    backend, (x, hidden) = build(torch.float32, gate=gate, strong=False), inputs(9, torch.float32)
+    backend, (x, hidden) = (
+        build_gated(torch.float32, gate=gate, strong=False),
+        inputs(9, torch.float32),
+    )
     optimizer = torch.optim.Adam(backend.parameters(), lr=1e-2)
     for _ in range(2):
         optimizer.zero_grad()
@@ -594,7 +600,7 @@ def test_every_weight_learns(gate):
 def test_the_global_random_state_does_not_change():
     x, hidden = inputs(5)
     before = torch.random.get_rng_state()
-    build(strong=False)(*x, hidden_states=hidden)
+    build_gated(strong=False)(*x, hidden_states=hidden)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -603,7 +609,7 @@ def test_the_global_random_state_does_not_change():
 
 @pytest.mark.parametrize("gate", GATES)
 def test_only_learned_gates_need_hidden_states(gate):
-    backend, (x, _) = build(gate=gate), inputs(3)
+    backend, (x, _) = build_gated(gate=gate), inputs(3)
     assert backend.needs_hidden_states == (gate in LEARNED)
     if gate in LEARNED:
         with pytest.raises(UnsupportedError, match="hidden_states are missing"):
@@ -625,7 +631,7 @@ def test_only_learned_gates_need_the_hidden_size(gate):
 
 
 def test_causal_only():
-    backend, (x, hidden) = build(), inputs(3)
+    backend, (x, hidden) = build_gated(), inputs(3)
     with pytest.raises(UnsupportedError, match="not causal"):
         backend(*x, hidden_states=hidden, mask=AttentionMask())
     with pytest.raises(UnsupportedError, match="bidirectional"):
@@ -645,5 +651,5 @@ def test_causal_only():
 )
 def test_wrong_options(options, message):
     with pytest.raises(ConfigError, match="Backend 'gated_linear'") as caught:
-        build(**options)
+        build_gated(**options)
     assert message in str(caught.value)

@@ -17,6 +17,7 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.kernels import cpp
 from attnzoo.masks import AttentionMask
 from attnzoo.state import LinearState
+from tests.helpers import assert_within, gradients
 
 DECAYS = ("none", "head", "token", "channel")
 IMPLS = ("reference", "torch")  # triton and cpp have test files of their own
@@ -82,23 +83,6 @@ def run(q, k, v, log_decay, causal=True, segment_ids=None, **options):
     options = {"mask": mask, "log_decay": log_decay, "return_state": True} | options
     out, state, *_ = linear_attention(q, k, v, **options)
     return out, *state
-
-
-def gradients(results, inputs, seed=7):
-    """Return the gradients of a fixed random sum of the results."""
-    generator = torch.Generator().manual_seed(seed)
-    total = 0
-    for x in results:
-        total = total + (x * torch.randn(x.shape, generator=generator).to(x.dtype)).sum()
-    return torch.autograd.grad(total, [x for x in inputs if x is not None])
-
-
-def assert_within(ours, plain, exact, eps):
-    """Compare with float64; the error of the plain form in the same dtype sets the tolerance."""
-    scale = exact.abs().max()
-    budget = 2 * (plain.double() - exact).abs().max() + 4 * eps * scale
-    worst = (ours.double() - exact).abs().max()
-    assert worst <= budget, f"error {worst:.2e} exceeds {budget:.2e}"
 
 
 # -- the formula -----------------------------------------------------------------------------------

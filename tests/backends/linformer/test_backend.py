@@ -16,7 +16,7 @@ from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 from attnzoo.testing import RULES, check_backend, check_generation
 from tests import helpers
-from tests.helpers import MODEL_SIZES, D, H
+from tests.helpers import MODEL_SIZES, D, H, redrawn, tiny_llama
 
 qkv = partial(helpers.qkv, heads=(H, H), sizes=(D, D))
 WHY = "linformer is not installed; it is in the extra 'dev'"
@@ -27,7 +27,7 @@ def geometry(**changes):
     return Geometry(**{**sizes, "name": "layer.attn", **changes})
 
 
-def build(dtype=torch.float64, place=None, **options):
+def build_linformer(dtype=torch.float64, place=None, **options):
     return build_backend("linformer", options, place or geometry()).to(dtype)
 
 
@@ -47,7 +47,7 @@ def test_number_of_matrices_in_two_layers_with_four_heads(sharing, count):
 
 @pytest.mark.parametrize("sharing", MATRICES)
 def test_keys_and_values_have_separate_rows_unless_shared(sharing):
-    backend = build(sharing=sharing, pooling=False)
+    backend = build_linformer(sharing=sharing, pooling=False)
     keys, values = backend.rows(torch.empty(0))
     assert (keys is values) == (sharing in ("kv", "layerwise"))
     if keys is not values:
@@ -55,8 +55,8 @@ def test_keys_and_values_have_separate_rows_unless_shared(sharing):
 
 
 def test_layers_share_the_rows_of_the_first():
-    one, two, other = (build(sharing="layerwise", num_rows=4) for _ in range(3))
-    longer = build(None, geometry(max_length=48), sharing="layerwise", num_rows=4)
+    one, two, other = (build_linformer(sharing="layerwise", num_rows=4) for _ in range(3))
+    longer = build_linformer(None, geometry(max_length=48), sharing="layerwise", num_rows=4)
     for number, backend in enumerate((two, longer, other), 1):
         backend.share_with([one, two, longer][:number])
     assert not list(two.parameters())
@@ -81,7 +81,7 @@ def test_shared_rows_stay_shared_in_a_copy():
 
 def test_a_layer_is_not_copied_without_the_owner_of_its_rows():
     """PEFT's modules_to_save would train one copy of the rows per layer and save one of them."""
-    one, two = (build(sharing="layerwise", num_rows=4) for _ in range(2))
+    one, two = (build_linformer(sharing="layerwise", num_rows=4) for _ in range(2))
     assert copy.deepcopy(two).key_rows is not two.key_rows
     two.share_with([one])
     with pytest.raises(UnsupportedError, match=r"those of layer\.attn .* set sharing='kv'"):
@@ -95,24 +95,24 @@ def test_a_layer_is_not_copied_without_the_owner_of_its_rows():
 def test_initial_rows_leave_the_global_generator_unchanged(pooling):
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    one, two = build(pooling=pooling), build(pooling=pooling)
+    one, two = build_linformer(pooling=pooling), build_linformer(pooling=pooling)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(one.key_rows, two.key_rows)
-    other = build(None, geometry(layer=1), pooling=pooling)
+    other = build_linformer(None, geometry(layer=1), pooling=pooling)
     assert torch.equal(one.key_rows, other.key_rows.double()) == pooling
     assert bool(one.key_rows.any()) != pooling
 
 
 def test_default_rows():
-    assert build(None, geometry(max_length=2048)).key_rows.shape == (1, 2048, 256)
-    assert build(None, geometry(max_length=100)).key_rows.shape == (1, 100, 100)
-    assert build(None, geometry(causal=True), block=128).key_rows.shape == (1, 128, 16)
-    assert build(None, geometry(causal=True), block=3).key_rows.shape == (1, 3, 1)
-    assert build(max_length=50).key_rows.shape[1] == 50
+    assert build_linformer(None, geometry(max_length=2048)).key_rows.shape == (1, 2048, 256)
+    assert build_linformer(None, geometry(max_length=100)).key_rows.shape == (1, 100, 100)
+    assert build_linformer(None, geometry(causal=True), block=128).key_rows.shape == (1, 128, 16)
+    assert build_linformer(None, geometry(causal=True), block=3).key_rows.shape == (1, 3, 1)
+    assert build_linformer(max_length=50).key_rows.shape[1] == 50
 
 
 def test_grouped_heads_have_rows_per_key_head():
-    backend = build(None, geometry(num_key_heads=2), sharing="none", num_rows=5)
+    backend = build_linformer(None, geometry(num_key_heads=2), sharing="none", num_rows=5)
     assert backend.key_rows.shape == (2, 32, 5)
     assert backend(*(x.float() for x in qkv(7, heads=(H, 2)))).out.shape == (2, H, 7, D)
 
@@ -120,7 +120,7 @@ def test_grouped_heads_have_rows_per_key_head():
 @pytest.mark.parametrize("length", [3, 9])
 def test_rows_always_get_a_gradient(length):
     """Distributed training needs a gradient also before a block is finished."""
-    backend = build(place=geometry(causal=True), block=8, num_rows=2)
+    backend = build_linformer(place=geometry(causal=True), block=8, num_rows=2)
     backend(*qkv(length)).out.sum().backward()
     assert all((x.grad != 0).any() == (length > 8) for x in backend.parameters())
 
@@ -138,7 +138,7 @@ def test_equal_to_the_linformer_package(length, shared, context):
     theirs = package.LinformerSelfAttention(H * D, **options).double()
     place = geometry(cross_attention=context is not None)
     sharing = "kv" if shared else "headwise"
-    ours = build(place=place, max_length=20, num_rows=6, pooling=False, sharing=sharing)
+    ours = build_linformer(place=place, max_length=20, num_rows=6, pooling=False, sharing=sharing)
     with torch.no_grad():
         ours.key_rows.copy_(theirs.proj_k)
         if not shared:
@@ -161,18 +161,18 @@ def test_equal_to_the_linformer_package(length, shared, context):
 
 def test_causal_layers_without_blocks_are_refused():
     with pytest.raises(UnsupportedError, match=r"layer is causal, .* \(set block=256"):
-        build(place=geometry(causal=True))
+        build_linformer(place=geometry(causal=True))
 
 
 def test_layers_without_a_maximum_length_are_refused():
     with pytest.raises(UnsupportedError, match=r"define a maximum length.* \(set max_length\)"):
-        build(place=geometry(max_length=None))
-    build(place=geometry(max_length=None), max_length=9)
-    build(place=geometry(max_length=None, causal=True), block=9)
+        build_linformer(place=geometry(max_length=None))
+    build_linformer(place=geometry(max_length=None), max_length=9)
+    build_linformer(place=geometry(max_length=None, causal=True), block=9)
 
 
 def test_maximum_length_applies_to_each_packed_sequence():
-    backend, (q, k, v) = build(), qkv(40)
+    backend, (q, k, v) = build_linformer(), qkv(40)
     with pytest.raises(UnsupportedError, match=r"40 keys are given, .* 32 \(set max_length"):
         backend(q, k, v)
     ids = (torch.arange(40) >= 15).long().expand(2, -1)
@@ -186,12 +186,12 @@ def test_maximum_length_applies_to_each_packed_sequence():
 def test_unsupported_masks_and_states_are_refused():
     causal, inputs = AttentionMask(causal=True), qkv(5)
     with pytest.raises(UnsupportedError, match=r"the mask is causal .*is_causal=False.*layers"):
-        build()(*inputs, mask=causal)
-    in_blocks = build(place=geometry(causal=True), block=4)
+        build_linformer()(*inputs, mask=causal)
+    in_blocks = build_linformer(place=geometry(causal=True), block=4)
     with pytest.raises(UnsupportedError, match="the mask is bidirectional"):
         in_blocks(*inputs, mask=AttentionMask())
     with pytest.raises(UnsupportedError, match="a state is requested"):
-        build()(*inputs, return_state=True)
+        build_linformer()(*inputs, return_state=True)
     with pytest.raises(UnsupportedError, match="pass the state"):
         in_blocks(inputs[0][:, :, 4:], *inputs[1:], mask=AttentionMask(causal=True, q_offset=4))
 
@@ -216,10 +216,10 @@ def test_invalid_options_are_refused(options, words):
 def test_more_rows_or_longer_blocks_than_tokens():
     inputs = qkv(5)
     for pooling in (True, False):
-        assert torch.isfinite(build(num_rows=100, pooling=pooling)(*inputs).out).all()
+        assert torch.isfinite(build_linformer(num_rows=100, pooling=pooling)(*inputs).out).all()
         place = geometry(causal=True)
         for rows, block in ((100, 2), (100, 100), (1, 1)):
-            backend = build(place=place, num_rows=rows, block=block, pooling=pooling)
+            backend = build_linformer(place=place, num_rows=rows, block=block, pooling=pooling)
             assert torch.isfinite(backend(*inputs).out).all()
 
 
@@ -252,7 +252,7 @@ def test_conformance(options):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_compiles_without_graph_breaks(causal):
-    backend = build(torch.float32, geometry(causal=causal), block=6, num_rows=2)
+    backend = build_linformer(torch.float32, geometry(causal=causal), block=6, num_rows=2)
     inputs = [x.float() for x in qkv(30)]
     compiled = torch.compile(backend, fullgraph=True, backend="aot_eager")
     assert_close(compiled(*inputs).out, backend(*inputs).out)
@@ -260,7 +260,7 @@ def test_compiles_without_graph_breaks(causal):
 
 def test_a_state_is_not_compiled():
     """The number of finished blocks, and so the shape of the state, depends on the padding."""
-    backend = build(torch.float32, geometry(causal=True), block=6, num_rows=2)
+    backend = build_linformer(torch.float32, geometry(causal=True), block=6, num_rows=2)
     compiled = torch.compile(backend, backend="aot_eager")
     with pytest.raises(UnsupportedError, match=r"under torch\.compile .* use_cache=False"):
         compiled(*(x.float() for x in qkv(30)), return_state=True)
@@ -282,26 +282,9 @@ def ids():
     return torch.randint(3, 99, (3, 12), generator=torch.Generator().manual_seed(1))
 
 
-def with_large_weights(model):
-    """Draw weights large enough for attention to be far from uniform."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for x in model.parameters():
-            if x.ndim > 1:
-                x.copy_(1.5 * torch.randn(x.shape, generator=generator) * x.shape[-1] ** -0.5)
-    return model.eval()
-
-
 def bert():
     config = hf.BertConfig(**SIZES)
-    return with_large_weights(hf.AutoModel.from_config(config, attn_implementation="eager"))
-
-
-def llama():
-    config = hf.LlamaConfig(**SIZES, num_key_value_heads=2, eos_token_id=None, bos_token_id=1)
-    return with_large_weights(
-        hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    )
+    return redrawn(hf.AutoModel.from_config(config, attn_implementation="eager"))
 
 
 def bart():
@@ -319,7 +302,7 @@ def bart():
         forced_eos_token_id=None,
     )
     model = hf.BartForConditionalGeneration._from_config(config, attn_implementation="eager")
-    return with_large_weights(model)
+    return redrawn(model)
 
 
 def perturb(model):
@@ -345,7 +328,7 @@ def test_one_row_per_token_leaves_an_encoder_unchanged(ids, sharing):
 
 
 def test_one_row_per_token_leaves_a_decoder_unchanged(ids):
-    model = llama()
+    model = tiny_llama()
     with torch.no_grad():
         exact = model(ids, attention_mask=LEFT).logits[LEFT.bool()]
         attnzoo.swap(model, "linformer", num_rows=5, block=5)
@@ -366,13 +349,13 @@ def test_encoder_decoder_and_cross_attention(ids, sharing):
 
 
 def test_a_decoder_is_refused_without_blocks():
-    model = llama()
+    model = tiny_llama()
     with pytest.raises(UnsupportedError, match=r"set block=256: .* \(1 more layers likewise"):
         attnzoo.swap(model, "linformer")
 
 
 def test_generation_equals_one_pass():
-    model = llama()
+    model = tiny_llama()
     attnzoo.swap(model, "linformer", num_rows=2, block=4, sharing="layerwise")
     perturb(model)
     check_generation(model, new_tokens=9)
@@ -388,7 +371,7 @@ def test_beams_of_an_encoder_decoder(ids):
 
 
 @pytest.mark.parametrize("sharing", ["headwise", "layerwise"])
-@pytest.mark.parametrize("make", [llama, bart])
+@pytest.mark.parametrize("make", [tiny_llama, bart])
 def test_saving_and_loading(ids, make, sharing, tmp_path):
     model = make()
     attnzoo.swap(model, "linformer", num_rows=2, block=4, sharing=sharing)
@@ -403,7 +386,7 @@ def test_saving_and_loading(ids, make, sharing, tmp_path):
 
 @pytest.mark.parametrize("pooling", [True, False])
 def test_rows_missing_in_a_checkpoint_are_initialised(pooling, tmp_path):
-    model = llama()
+    model = tiny_llama()
     model.save_pretrained(tmp_path)
     options = {"num_rows": 2, "block": 4, "pooling": pooling}
     attnzoo.swap(model, "linformer", **options)

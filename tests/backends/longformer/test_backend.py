@@ -20,7 +20,7 @@ from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 from attnzoo.testing import RULES, check_backend, check_generation
 from tests import helpers
-from tests.helpers import HKV, D, H, hidden_states, qkv
+from tests.helpers import HKV, D, H, hidden_states, qkv, redrawn, tiny_llama
 
 build = partial(helpers.build, "longformer", noise=0.3)
 
@@ -293,32 +293,9 @@ def test_the_state_owns_its_storage():
 # -- models --------------------------------------------------------------------------------------
 
 
-def redrawn(model):
-    """Draw weights so large that scores spread."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn_like(parameter)
-            if parameter.ndim > 1:
-                parameter.copy_(1.5 * noise * parameter.shape[-1] ** -0.5)
-            else:
-                parameter.add_(0.1 * noise)
-    return model.eval()
-
-
 @pytest.fixture
 def llama():
-    config = hf.LlamaConfig(
-        vocab_size=60,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    return redrawn(hf.LlamaForCausalLM(config))
+    return tiny_llama(max_position_embeddings=128)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
 from attnzoo.testing import RULES, ConformanceError, check_backend, check_generation
 from tests import helpers
-from tests.helpers import qkv
+from tests.helpers import qkv, tiny_llama
 
 build = partial(helpers.build, "reformer")
 
@@ -221,23 +221,7 @@ def test_a_static_cache_with_unwritten_keys():
 
 @pytest.fixture
 def llama():
-    config = hf.LlamaConfig(
-        vocab_size=60,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    model = hf.LlamaForCausalLM(config)
-    with torch.no_grad():  # large weights, so that scores vary
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.copy_(1.5 * torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
-    return model.eval()
+    return tiny_llama(max_position_embeddings=128)
 
 
 def test_generation_equals_one_pass(llama, tmp_path):

@@ -54,7 +54,7 @@ class SparseOptions(NamedTuple):
 
 
 class SelectionOptions(NamedTuple):
-    """How blocks are scored."""
+    """Options of the scores of blocks."""
 
     score: str  # "mean", "moments", "bounds" or "indexer"
     coverage: float | None  # share of the estimated weight that is enough; None: top_k blocks
@@ -62,7 +62,7 @@ class SelectionOptions(NamedTuple):
 
 
 class IndexTensors(NamedTuple):
-    """What an indexer computes from the hidden states of a call."""
+    """Outputs of an indexer for the hidden states of a call."""
 
     q: Tensor  # [B, I, T, P]
     k: Tensor  # [B, 1, S, P]; with a state, of the new tokens

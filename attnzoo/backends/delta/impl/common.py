@@ -1,4 +1,4 @@
-"""What the implementations of the delta rule share: their inputs.
+"""Inputs that all implementations of the delta rule share.
 
 Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
 """

@@ -1,4 +1,4 @@
-"""What the implementations of linear attention share: inputs, the feature maps that they apply.
+"""Inputs and feature maps that all implementations of linear attention share.
 
 Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T queries, S keys, D key size, E value size,
 N rows of a matrix, F decays per token (1 or D) or features.
@@ -72,7 +72,7 @@ class LinearInputs(NamedTuple):
 
 
 class StepGate(NamedTuple):
-    """What one token of mLSTM or RWKV-6 has besides a decay; the dtype is that of the state."""
+    """Inputs of one token of mLSTM or RWKV-6 besides its decay, in the dtype of the state."""
 
     bonus: Tensor | None = None  # RWKV-6, [Hkv, D]: multiplies the key that its own query reads
     log_input: Tensor | None = None  # mLSTM, [B, Hkv]: logarithm of the weight of the key
