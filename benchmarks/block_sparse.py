@@ -3,16 +3,21 @@
     python -m benchmarks.block_sparse quality
     python -m benchmarks.block_sparse indexer     # trained for 64 keys of 512; minutes
     python -m benchmarks.block_sparse prefill     # 4k and 16k tokens, both passes; 64k, one head
+    python -m benchmarks.block_sparse sizes       # of blocks, forward, at 16k tokens
     python -m benchmarks.block_sparse decode      # one token after 16k and 64k, in a model
 
 Quality is the share of the difference between a window of 32 and softmax that is closed, without
-training. Each timed query attends to at most 963 keys; calls of a row take turns.
+training. Each timed query attends to at most 963 keys, or 978 in
+query blocks of 16; calls take turns.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,7 @@ from attnzoo.training.recover import RecoverConfig, recover
 from benchmarks.recover import data
 
 LONG: dict[str, Any] = {"window": 64, "block_size": 64, "top_k": 13}  # at most 963 keys a query
+SIZES = [(64, 13), (32, 27), (8, 64), (8, 32), (8, 12)]  # block_size and top_k
 INDEXER: dict[str, Any] = {  # 62 keys a query on average
     **{"score": "indexer", "block_size": 1, "top_k": 50, "window": 16, "num_sinks": 0}
 }
@@ -141,40 +147,38 @@ def prefill(rounds: int = 3, longest: int = 65536) -> None:
         torch.manual_seed(0)
         heads = 8 if length < longest else 1  # SDPA takes a minute for 8 heads of 64k tokens
         q, k, v, d = (torch.randn(1, heads, length, 64) for _ in range(4))
-        sizes = SparseOptions(True, LONG["window"], 4, LONG["top_k"], LONG["block_size"], 1)
         mask, scale = AttentionMask(causal=True), 64**-0.5
-
-        def ours(*x: torch.Tensor, mask: AttentionMask = mask) -> torch.Tensor:
-            return block_sparse_attention(*x, mask=mask, **LONG).out
 
         def sdpa(*x: torch.Tensor) -> torch.Tensor:
             return F.scaled_dot_product_attention(*x, is_causal=True)
 
-        for score in ("moments", "mean"):
+        calls: dict[str, Any] = {"sdpa": torch.no_grad()(lambda x=(q, k, v): sdpa(*x))}
+        cases = list(itertools.product(("moments", "mean"), (1, 16)))  # 16: at most 978 keys
+        for case in cases:
+            score, query_block = case
+            options = {"score": score, "query_block": query_block, **LONG}
+            sizes = SparseOptions(causal=True, num_sinks=4, query_block=query_block, **LONG)
             choice = SelectionOptions(score, None, False)
             call = SparseCall(q, k, v, None, None, None, None, scale, sizes, choice)
-
-            def attend(score: str = score, x: Any = (q, k, v), mask: Any = mask) -> Any:
-                return block_sparse_attention(*x, mask=mask, score=score, **LONG).out
-
-            turns = rounds if length < longest else 1
-            taken = time_together(
-                {
-                    "sdpa": torch.no_grad()(lambda x=(q, k, v): sdpa(*x)),
-                    "ours": torch.no_grad()(attend),
-                    "selection": lambda call=call: select_blocks(call, cpp.best_blocks),
-                },
-                rounds=turns,
-            )
-            share = 1 / taken["selection"].times_faster_than(taken["ours"])
-            faster = taken["ours"].times_faster_than(taken["sdpa"])
+            attend = partial(block_sparse_attention, q, k, v, mask=mask, **options)
+            calls[f"{case}"] = torch.no_grad()(attend)
+            calls[f"{case} selection"] = partial(select_blocks, call, cpp.best_blocks)
+        taken = time_together(calls, rounds=rounds if length < longest else 1)
+        for case in cases:
+            ours, selection = taken[f"{case}"], taken[f"{case} selection"]
+            score, query_block = case
             print(
-                f"{length} {score}: {taken['ours'].min_ms:.0f} ms, {faster:.1f}x SDPA, "
-                f"selection {share:.0%}",
+                f"{length} {score}, query_block={query_block}: {ours.min_ms:.0f} ms, "
+                f"{ours.times_faster_than(taken['sdpa']):.1f}x SDPA, "
+                f"selection {1 / selection.times_faster_than(ours):.0%}",
                 flush=True,
             )
         if length == longest:
             continue
+
+        def ours(*x: torch.Tensor, mask: AttentionMask = mask) -> torch.Tensor:
+            return block_sparse_attention(*x, mask=mask, **LONG).out
+
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         taken = time_together(
             {
@@ -187,6 +191,24 @@ def prefill(rounds: int = 3, longest: int = 65536) -> None:
         print(
             f"{length} both passes: {taken['ours'].min_ms:.0f} ms, {faster:.1f}x SDPA", flush=True
         )
+
+
+@app.command()
+@torch.no_grad()
+def sizes(length: int = 16384, rounds: int = 3) -> None:
+    """Print the time of the forward pass for several sizes and numbers of blocks, by score."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    x = torch.randn(3, 1, 8, length, 64).unbind()
+    calls: dict[str, Any] = {"sdpa": lambda: F.scaled_dot_product_attention(*x, is_causal=True)}
+    for (block_size, top_k), score in itertools.product(SIZES, ("moments", "bounds")):
+        options: Any = {"block_size": block_size, "top_k": top_k, "score": score}
+        mask = AttentionMask(causal=True)
+        calls[json.dumps(options)] = partial(block_sparse_attention, *x, mask=mask, **options)
+    taken = time_together(calls, rounds=rounds)
+    for name, timing in taken.items():
+        faster = timing.times_faster_than(taken["sdpa"])
+        print(f"{length} {name}: {timing.min_ms:.0f} ms, {faster:.1f}x SDPA")
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """Train the embedded model on for long contexts, with positions up to 16k tokens.
 
-    python -m benchmarks.pretrain_long --out DIR
+    python -m benchmarks.pretrain_long --out FIRST
+    python -m benchmarks.pretrain_long --start FIRST --rows 16384 --tokens 1e6 --lr 5e-4 --out DIR
 
 It starts from the weights of the embedded model with another base of the rotary positions. Most
 rows repeat text, and most contain numbers that are assigned to names and asked for later, so that
@@ -31,14 +32,15 @@ from attnzoo.evaluation.corpus import (
     standard_library_files,
 )
 from attnzoo.evaluation.generation import measure_generation, with_reference
-from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.evaluation.models import EMBEDDED, model_path
 from attnzoo.evaluation.recall import make_recall_batch, measure_recall
 from benchmarks.pretrain_tiny import make_optimizers
 
 POSITIONS = 16384
 ROPE_THETA = 500_000.0
-SHORT, LONG = 1024, 4096  # tokens of a row in the first and the second part of training
-STEP_TOKENS = 8192
+ROWS = [1024, 4096]  # tokens of a row in the first and the second part of training
+FIRST_PART = 0.4
+STEP_TOKENS = 8192  # or one row
 TOKENS = 7e6  # 45 minutes
 ASSIGNMENTS = (  # of a value to a key, and the question whose answer is the value
     ("\n{k} = {v}\n", "\n{k} = "),
@@ -148,13 +150,13 @@ def positions(count: int, length: int, draw: random.Random) -> Tensor:
     rows = torch.arange(length).repeat(count, 1)
     for row in rows:
         if draw.random() < 0.5:
-            row[draw.randrange(1, length) :] += draw.randrange(POSITIONS - length)
+            row[draw.randrange(1, length) :] += draw.randrange(POSITIONS - length + 1)
     return rows
 
 
 def batches(maker: RowMaker, length: int) -> tuple[Tensor, Tensor]:
     """Return rows ``[N, T + 1]`` and positions ``[N, T]`` of one step."""
-    count = STEP_TOKENS // length
+    count = max(1, STEP_TOKENS // length)
     tokens = [
         torch.frombuffer(bytearray(maker.row(length + 1)), dtype=torch.uint8) for _ in range(count)
     ]
@@ -170,14 +172,12 @@ def step_loss(model: LlamaForCausalLM, rows: Tensor, at: Tensor) -> Tensor:
     return F.cross_entropy(hidden.logits.float().transpose(1, 2), rows[:, 1:])
 
 
-def long_model() -> LlamaForCausalLM:
-    """Return the embedded model with positions up to 16k tokens."""
-    config = LlamaConfig.from_pretrained(embedded_model_path())
+def long_model(start: Path) -> LlamaForCausalLM:
+    """Return a model with positions up to 16k tokens."""
+    config = LlamaConfig.from_pretrained(start)
     config.max_position_embeddings = POSITIONS
     config.rope_parameters = {"rope_type": "default", "rope_theta": ROPE_THETA}
-    return LlamaForCausalLM.from_pretrained(
-        embedded_model_path(), config=config, dtype=torch.float32
-    )
+    return LlamaForCausalLM.from_pretrained(start, config=config, dtype=torch.float32)
 
 
 def save(model: LlamaForCausalLM, out: Path) -> None:
@@ -188,7 +188,7 @@ def save(model: LlamaForCausalLM, out: Path) -> None:
     ByT5Tokenizer(model_max_length=POSITIONS).save_pretrained(out)
 
 
-def report(out: Path, length: int = LONG) -> Iterator[str]:
+def report(out: Path, length: int = ROWS[-1]) -> Iterator[str]:
     """Lines about a saved model: loss, recall by distance and generation at one length."""
     model = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     batch = make_recall_batch(out, None, length)
@@ -199,6 +199,8 @@ def report(out: Path, length: int = LONG) -> Iterator[str]:
 
 def main(
     out: Annotated[Path, typer.Option(help="folder for the trained model")],
+    start: Annotated[str, typer.Option(help="name or folder of the first weights")] = EMBEDDED,
+    rows: Annotated[list[int] | None, typer.Option(help="tokens of a row; repeatable")] = None,
     tokens: Annotated[float, typer.Option(help="tokens to train on")] = TOKENS,
     minutes: Annotated[float, typer.Option(help="most wall-clock time")] = 90.0,
     lr: Annotated[float, typer.Option(help="peak learning rate")] = 2e-3,
@@ -208,7 +210,7 @@ def main(
     """Train on a number of tokens, warming up and then decaying to zero; save in bfloat16."""
     torch.set_num_threads(1)
     text = read_bytes(standard_library_files(held_out=False))
-    model = long_model()
+    model, lengths = long_model(model_path(start)), rows or ROWS
     optimizers = make_optimizers(model, lr)
     step, seen, before, smooth = 0, 0, 0.0, 0.0
     if checkpoint.exists():
@@ -218,10 +220,10 @@ def main(
         for optimizer, values in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(values)
     maker = RowMaker(text, seed + step)
-    start, saved = time.monotonic() - before, time.monotonic()
-    while (done := max(seen / tokens, (time.monotonic() - start) / (60 * minutes))) < 1:
-        rows, at = batches(maker, SHORT if done < 0.4 else LONG)
-        loss = step_loss(model, rows, at)
+    began, saved = time.monotonic() - before, time.monotonic()
+    while (done := max(seen / tokens, (time.monotonic() - began) / (60 * minutes))) < 1:
+        texts, at = batches(maker, lengths[0] if done < FIRST_PART else lengths[-1])
+        loss = step_loss(model, texts, at)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -240,7 +242,7 @@ def main(
             saved = time.monotonic()
             torch.save(
                 {
-                    "at": [step, seen, saved - start, smooth],
+                    "at": [step, seen, saved - began, smooth],
                     "model": model.state_dict(),
                     "optimizers": [x.state_dict() for x in optimizers],
                 },
