@@ -1,7 +1,7 @@
 """Train the embedded model on for long contexts, with positions up to 16k tokens.
 
-    python -m benchmarks.pretrain_long --out FIRST
-    python -m benchmarks.pretrain_long --start FIRST --rows 16384 --tokens 1e6 --lr 5e-4 --out DIR
+    python -m benchmarks.pretrain_long --out DIR  # the model that ships
+    python -m benchmarks.pretrain_long --start DIR --rows 16384 --tokens 1e6 --lr 5e-4 --out LONGER
 
 It starts from the weights of the embedded model with another base of the rotary positions. Most
 rows repeat text, and most contain numbers that are assigned to names and asked for later, so that
