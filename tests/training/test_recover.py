@@ -337,7 +337,7 @@ def test_invalid_arguments_are_refused(saved, text, spec, tmp_path):
         ({"transfer_steps": -1}, "transfer_steps must not be negative, got -1"),
         ({"lora_rank": 0}, "lora_rank must be at least 1, got 0"),
         ({"repeats_per_row": 0}, "repeats_per_row must be at least 1, got 0"),
-        ({"repeats_per_row": 2, "repeat_share": 0.0}, "applies to the rows that repeat_share selects"),
+        ({"repeats_per_row": 2, "repeat_share": 0.0}, "rows that repeat_share selects"),
         ({"extras_lr": 0.0}, "extras_lr must be above 0"),
         ({"row_length": 4}, "row_length must be at least 8 tokens"),
         ({"cross_entropy": 1.5}, "cross_entropy must be from 0 to 1"),
