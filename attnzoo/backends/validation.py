@@ -68,12 +68,7 @@ def qkv_reasons(
             f"and {key_heads}"
         )
     if mask is not None:
-        for name, x in (("padding", mask.padding), ("segment_ids", mask.segment_ids)):
-            if x is not None and (x.shape[0] not in (1, key_batch) or x.shape[1] != length):
-                reasons.append(
-                    f"{name} of the mask must be [B, S], here {[key_batch, length]}, "
-                    f"got {format_shape(x)}"
-                )
+        reasons += _mask_reasons(mask, key_batch, length)
     return reasons
 
 
@@ -82,6 +77,30 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None
     reasons = qkv_reasons(q, k, v, mask)
     if reasons:
         raise UnsupportedError(f"{'; '.join(reasons)}.")
+
+
+def _mask_reasons(mask: AttentionMask, batch: int, keys: int) -> list[str]:
+    """Return every reason why the tensors of a mask do not fit the keys; kernels trust them."""
+    reasons = []
+    for name, x in (("padding", mask.padding), ("segment_ids", mask.segment_ids)):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            reasons.append(f"{name} of the mask must be a tensor, got {type(x).__name__}")
+        elif x.shape != (batch, keys):
+            reasons.append(
+                f"{name} of the mask must be [B, S], here {[batch, keys]}, got {format_shape(x)}"
+            )
+        elif name == "padding" and x.dtype != torch.bool:
+            reasons.append(
+                "padding of the mask must be bool, true at real tokens, got "
+                f"{_format_dtype(x.dtype)} (pass padding.bool())"
+            )
+        elif x.is_floating_point() or x.is_complex():
+            reasons.append(
+                f"segment_ids of the mask must be integers, got {_format_dtype(x.dtype)}"
+            )
+    return reasons
 
 
 def check_dtype(name: str, x: Tensor) -> None:

@@ -110,7 +110,7 @@ def flash_attention(
         >>> torch.allclose(out, attnzoo.ops.softmax_attention(q, k, v, mask=mask).out, atol=1e-6)
         True
     """
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, mask)
     call = FlashCall(
         q,
         k,

@@ -331,7 +331,7 @@ def matrix_gated_attention(
 
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> AttentionMask:
     """Return the mask, or raise ``UnsupportedError`` if the op does not support the inputs."""
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, mask)
     if mask is not None and not mask.causal:
         raise UnsupportedError(
             f"{op} is causal, got a mask that is not; pass AttentionMask(causal=True), or None."

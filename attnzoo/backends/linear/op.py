@@ -58,7 +58,7 @@ from attnzoo.backends.linear.impl.triton import round_features as round_features
 from attnzoo.backends.linear.impl.triton import run_triton
 from attnzoo.backends.linear.impl.triton import triton_reasons as triton_reasons
 from attnzoo.backends.linear.impl.triton_trust import trust as trust
-from attnzoo.backends.linear.validation import check_log_decay, check_segment_ids, check_state
+from attnzoo.backends.linear.validation import check_log_decay, check_packed_tokens, check_state
 from attnzoo.backends.validation import check_qkv, check_size
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.kernels.autocast import autocast_disabled
@@ -203,7 +203,7 @@ def _check_tensors(
 ) -> None:
     """Raise ``UnsupportedError`` for tensors that do not fit each other."""
     causal, segment_ids = mask.causal, mask.segment_ids
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, mask)
     if causal and q.shape[2] != k.shape[2]:
         raise UnsupportedError(
             "causal attention needs queries and keys of the same tokens, got "
@@ -215,7 +215,7 @@ def _check_tensors(
     if state is not None:
         check_state(state, features, v)
     if segment_ids is not None:
-        check_segment_ids(segment_ids, q, k)
+        check_packed_tokens(q, k)
 
 
 def _check_options(

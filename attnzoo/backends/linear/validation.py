@@ -47,15 +47,8 @@ def check_state(state: LinearState, k: Tensor, v: Tensor) -> None:
             )
 
 
-def check_segment_ids(segment_ids: Tensor, q: Tensor, k: Tensor) -> None:
-    """Raise ``UnsupportedError`` if segment ids do not fit the queries and keys."""
-    if segment_ids.dtype.is_floating_point or segment_ids.dtype.is_complex:
-        raise UnsupportedError(f"segment_ids must be integer, got {segment_ids.dtype}.")
-    if segment_ids.shape != (k.shape[0], k.shape[2]):
-        raise UnsupportedError(
-            f"segment_ids must be [B, S], here {[k.shape[0], k.shape[2]]}; "
-            f"got {format_shape(segment_ids)}."
-        )
+def check_packed_tokens(q: Tensor, k: Tensor) -> None:
+    """Raise ``UnsupportedError`` for queries and keys of other tokens."""
     if q.shape[2] != k.shape[2]:
         raise UnsupportedError(
             "segment_ids give the segments of queries and keys, which must be the same tokens, got "

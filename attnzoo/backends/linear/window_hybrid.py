@@ -62,7 +62,7 @@ from attnzoo.backends.local.causal_window import (
     padding_last,
 )
 from attnzoo.backends.local.pattern import gather_tokens
-from attnzoo.backends.validation import check_size, is_empty_call
+from attnzoo.backends.validation import check_qkv, check_size, is_empty_call
 from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice, LinearState
@@ -122,6 +122,7 @@ def hybrid_attention(
         torch.Size([1, 4, 1000, 8])
     """
     mask = AttentionMask(causal=True) if mask is None else mask
+    check_qkv(q, k, v, mask)
     check_size("window", window)
     padding_mask, ids = mask.padding, mask.segment_ids
     needs_order = state is not None or return_state or shard is not None

@@ -66,7 +66,7 @@ def favor_attention(
         >>> attnzoo.ops.favor_attention(q, k, v, projection, scale=8**-0.5).shape
         torch.Size([1, 4, 1000, 8])
     """
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, mask)
     if mask is not None and (mask.causal or mask.segment_ids is not None):
         raise UnsupportedError(
             "favor_attention supports only padding, got a causal mask or segments; use "

@@ -20,7 +20,7 @@ MAX_BUCKETS = 2**16  # or of each factor; more cost more than full attention
 
 def check_lsh_inputs(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
     """Raise ``UnsupportedError`` for inputs that no form of LSH attention supports."""
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, mask)
     if mask.function is not None or mask.window is not None:
         kind = f"a sliding window of {mask.window}" if mask.window is not None else "arbitrary"
         name = mask.function_name or kind

@@ -670,11 +670,11 @@ def wrong(**changes):
         ),
         (
             {"mask": AttentionMask(segment_ids=torch.zeros(2, 6))},
-            r"segment_ids must be integer, got torch.float32",
+            r"segment_ids of the mask must be integers, got float32",
         ),
         (
             {"mask": AttentionMask(segment_ids=torch.zeros(2, 5).long())},
-            r"\[B, S\], here \[2, 6\]; got \[2, 5\]",
+            r"\[B, S\], here \[2, 6\], got \[2, 5\]",
         ),
         (
             {

@@ -1,0 +1,78 @@
+"""Masks whose tensors do not fit the keys are refused: kernels read them by their addresses."""
+
+import pytest
+import torch
+
+from attnzoo import ops
+from attnzoo.backends.linear.window_hybrid import LinearBranch
+from attnzoo.errors import UnsupportedError
+from attnzoo.masks import AttentionMask
+
+B, H, T, D = 2, 2, 40, 8
+q, k, v = torch.randn(3, B, H, T, D)
+GATES = torch.rand(B, H, T).log()
+BRANCH = LinearBranch(q.exp(), k.exp(), torch.zeros(1, 1, 1, 1))
+
+
+def log_decay(start, stop):
+    return torch.zeros(B, H, stop - start, D, D)
+
+
+OPS = {
+    "block_sparse_attention": {},
+    "delta_attention": {"beta": GATES.exp()},
+    "favor_attention": {"projection": torch.randn(6, D), "scale": 1.0},
+    "flash_attention": {},
+    "hybrid_attention": {"branch": BRANCH, "window": 3, "scale": 1.0},
+    "linear_attention": {},
+    "linformer_attention": dict.fromkeys(("key_rows", "value_rows"), torch.rand(1, T, 4)),
+    "linformer_block_attention": dict.fromkeys(("key_rows", "value_rows"), torch.rand(1, 8, 2)),
+    "longformer_attention": {"window": 3},
+    "lsh_attention": {},
+    "matrix_gated_attention": {"log_decay": log_decay},
+    "mlstm_attention": {"log_forget": GATES, "log_input": GATES},
+    "rwkv6_attention": {"log_decay": -q.abs(), "bonus": torch.ones(H, D)},
+    "shared_qk_attention": {},
+    "softmax_attention": {},
+}
+PADDING = {
+    "fewer tokens": torch.ones(B, T - 3, dtype=torch.bool),
+    "more tokens": torch.ones(B, T + 3, dtype=torch.bool),
+    "more rows": torch.ones(3, T, dtype=torch.bool),
+    "one row": torch.ones(1, T, dtype=torch.bool),
+    "one dimension": torch.ones(T, dtype=torch.bool),
+    "integers": torch.ones(B, T, dtype=torch.long),
+    "a list": [[True] * T] * B,
+}
+BIDIRECTIONAL = ("favor_attention", "linformer_attention")
+PACKED = (
+    "delta",
+    "flash",
+    "hybrid",
+    "linear",
+    "longformer",
+    "lsh",
+    "mlstm",
+    "shared_qk",
+    "softmax",
+)
+
+
+def test_every_op_is_here():
+    assert set(OPS) == set(ops.__all__)
+
+
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("op", OPS)
+def test_padding_that_does_not_fit_is_refused(op, padding):
+    mask = AttentionMask(causal=op not in BIDIRECTIONAL, padding=PADDING[padding])
+    with pytest.raises(UnsupportedError, match=r"padding of the mask must be (\[B, S\]|bool|a te)"):
+        getattr(ops, op)(q, k, v, mask=mask, **OPS[op])
+
+
+@pytest.mark.parametrize("op", PACKED)
+def test_segments_that_do_not_fit_are_refused(op):
+    for ids in (torch.zeros(B, T - 3).long(), torch.zeros(B, T), torch.zeros(B, 1, T).long()):
+        mask = AttentionMask(causal=True, segment_ids=ids)
+        with pytest.raises(UnsupportedError, match="segment_ids of the mask must be"):
+            getattr(ops, f"{op}_attention")(q, k, v, mask=mask, **OPS[f"{op}_attention"])
