@@ -511,14 +511,15 @@ def test_fully_masked_rows_give_zeros():
 # -- cost ------------------------------------------------------------------------------------------
 
 
-def test_only_inputs_are_kept_for_the_backward_pass():
+def test_inputs_outputs_and_sums_are_kept_for_the_backward_pass():
+    """A model keeps the output too, as an input of the next layer."""
     inputs = make(512, "channel", dtype=torch.float32, grad=True, d=16, e=16)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        run(*inputs, normalize=True)
-    known = {x.data_ptr() for x in inputs}
+        out = run(*inputs, normalize=True)[0]
+    known = {x.data_ptr() for x in (*inputs, out)}
     extra = sum(x.nbytes for x in kept if x.data_ptr() not in known)
-    assert extra <= 4 * B * HKV * (16 * 16 + 16)  # the first state
+    assert extra <= 4 * B * HKV * (16 * 16 + 16) + 4 * out[..., 0].numel()  # the first state, sums
 
 
 def test_state_is_returned_only_on_request():

@@ -142,7 +142,7 @@ def _run(x: LinearInputs, *, totals: bool) -> tuple[Tensor, Tensor, LinearState]
     options = (x.scale, x.normalize, x.eps, chunk_size, x.feature_map, feature_scale)
     masks = (x.segment_ids, x.padding_mask)
     out, kv, z, sums, _ = linear_cpp(*tensors, *masks, *options, totals, needs_grad)
-    return out, sums, LinearState(kv, z)
+    return (out if totals else out.to(x.v.dtype)), sums, LinearState(kv, z)
 
 
 @torch.library.custom_op("attnzoo::linear_cpp", mutates_args=())
@@ -168,7 +168,12 @@ def linear_cpp(
     totals: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the output, both sums of the state after the last token, totals, and the states kept.
+    """Return the output, both sums of the last state, the sums of weights, and the states kept.
+
+    With ``totals``, outputs are not divided by the sums of weights, ``[B, H, T]``, which are
+    returned. With ``normalize`` and ``keep``, the reciprocals of these sums are returned for the
+    backward pass, which reads outputs too. In both cases outputs have the dtype of the state, and
+    in others sums of weights have no elements.
 
     Args:
         q: Queries, ``[B, H, T, D]``.
@@ -189,8 +194,7 @@ def linear_cpp(
         chunk_size: C, in tokens; chunks have at most :data:`KERNEL_CHUNK`.
         feature_map: One of :data:`FUNCTIONS`.
         feature_scale: Factor of exponents.
-        totals: Whether to return the sums of weights, ``[B, H, T]``, which outputs are then not
-            divided by; otherwise they have no elements.
+        totals: Whether to return the sums of weights.
         keep: Whether to keep the states before every :data:`SPAN` th token for the backward pass,
             ``[B, Hkv, T / SPAN, F (E + 1)]``; otherwise without elements.
     """
@@ -198,12 +202,12 @@ def linear_cpp(
     options = (scale, normalize, eps, chunk_size, feature_map, feature_scale)
     x = CallArguments(q, k, v, log_decay, weights, masks, kv.shape[2], options)
     kv, z = kv.contiguous(), z.contiguous()
-    out = _empty_out(q, v, kv.dtype if totals else v.dtype)
-    sums = kv.new_empty(q.shape[:3] if totals else 0)
+    out, sums = _new_outputs(q, v, kv.dtype, totals or (normalize and keep))
     last_kv, last_z = torch.empty_like(kv), torch.empty_like(z)
     kept = empty_huge_pages(kv, _kept_shape(kv, k.shape[2], keep))
     x.task.out, x.task.kept = rows_of(out), kept.data_ptr() if keep else None
-    x.task.totals = sums.data_ptr() if totals else None
+    if sums.numel():
+        setattr(x.task, "totals" if totals else "inverse", sums.data_ptr())
     x.task.kv, x.task.z = kv.data_ptr(), z.data_ptr()
     x.task.last_kv, x.task.last_z = last_kv.data_ptr(), last_z.data_ptr()
     x.run("forward", kv.dtype)
@@ -227,6 +231,8 @@ def linear_cpp_backward(
     segment_ids: Tensor | None,
     key_mask: Tensor | None,
     kept: Tensor,
+    out: Tensor | None,
+    inverse: Tensor | None,
     scale: float,
     normalize: bool,
     eps: float,
@@ -238,13 +244,16 @@ def linear_cpp_backward(
     """Return the gradients of q, k, v, log_decay, kv, z and weights.
 
     Those of weights are in the order of the arguments. What is not ``needed`` is not computed and
-    has no elements; kv and z have gradients if one of them is needed.
+    has no elements; kv and z have gradients if one of them is needed. With ``normalize``, ``out``
+    and ``inverse`` are the output and the reciprocals of the sums of weights.
     """
     weights, masks = (q_weight, k_weight, q_bias, k_bias), (segment_ids, key_mask)
     options = (scale, normalize, eps, chunk_size, feature_map, feature_scale)
     features = kept.shape[3] // (v.shape[3] + 1)
     x = CallArguments(q, k, v, log_decay, weights, masks, features, options)
     x.task.kept = kept.data_ptr()
+    if out is not None and inverse is not None:
+        x.task.out, x.task.inverse = rows_of(out), inverse.data_ptr()
     trained = tuple(w if need else None for w, need in zip(weights, needed[6:], strict=True))
     d_weights = _new_weight_gradients(x.task, len(q), kept, trained)
     if d_out is None:
@@ -307,10 +316,17 @@ def _new_state(k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     return kv, kv.new_empty(kv.shape[:3])
 
 
-def _empty_out(q: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an empty output, stored as ``[B, T, H, E]``: joining its heads copies nothing."""
+def _new_outputs(
+    q: Tensor, v: Tensor, state_dtype: torch.dtype, with_sums: bool
+) -> tuple[Tensor, Tensor]:
+    """Return an empty output and empty sums of weights.
+
+    The output is stored as ``[B, T, H, E]``: joining its heads copies nothing.
+    """
     batch, heads, tokens, _ = q.shape
-    return empty_huge_pages(v, (batch, tokens, heads, v.shape[3]), dtype).transpose(1, 2)
+    dtype = state_dtype if with_sums else v.dtype
+    out = empty_huge_pages(v, (batch, tokens, heads, v.shape[3]), dtype).transpose(1, 2)
+    return out, out.new_empty(q.shape[:3] if with_sums else 0, dtype=state_dtype)
 
 
 def _kept_shape(kv: Tensor, tokens: int, keep: bool) -> tuple[int, ...]:
@@ -323,9 +339,8 @@ def _kept_shape(kv: Tensor, tokens: int, keep: bool) -> tuple[int, ...]:
 def _linear_cpp_fake(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, kv: Tensor, z: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *_, totals, keep = rest
-    out = _empty_out(q, v, kv.dtype if totals else v.dtype)
-    sums = kv.new_empty(q.shape[:3] if totals else 0)
+    _, normalize, *_, totals, keep = rest[6:]
+    out, sums = _new_outputs(q, v, kv.dtype, totals or (normalize and keep))
     kept = kv.new_empty(_kept_shape(kv, k.shape[2], keep))
     return out, kv.new_empty(kv.shape), z.new_empty(z.shape), sums, kept
 
@@ -334,7 +349,7 @@ def _linear_cpp_fake(
 def _linear_cpp_backward_fake(
     d_out: Any, d_last_kv: Any, d_last_z: Any, d_totals: Any, *inputs: Any
 ) -> list[Tensor]:
-    q, k, v, log_decay, *weights, _, _, kept = inputs[:11]
+    q, k, v, log_decay, *weights, _, _, kept = inputs[:11]  # then out and inverse
     needed = list(inputs[-1])
     needed[4:6] = [needed[4] or needed[5]] * 2
     like = (q, k, v, log_decay, *_new_state(k, v, kept), *weights)
@@ -345,7 +360,8 @@ def _linear_cpp_backward_fake(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, v, log_decay, _, _, *others = inputs
     weights_and_masks, options = others[:6], others[6:]
-    ctx.save_for_backward(q, k, v, log_decay, *weights_and_masks, output[4])
+    divided = (output[0], output[3]) if options[1] else (None, None)
+    ctx.save_for_backward(q, k, v, log_decay, *weights_and_masks, output[4], *divided)
     ctx.options = options[:-2]  # without totals and keep
     ctx.set_materialize_grads(False)
 

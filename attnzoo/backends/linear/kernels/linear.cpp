@@ -50,6 +50,7 @@ struct Task {
     Real *last_kv, *last_z;         // the state after the last token
     Real* kept;                     // [B, H, T / SPAN, D, E + 1]: kv, then z, or null
     Real* totals;                   // [B, H G, T]: sums of weights, not divided by; or null
+    Real* inverse;                  // [B, H G, T]: 1 / denominator, for the backward pass; or null
     const int64_t* ids;             // segments, [B, T], or null
     const uint8_t* key_mask;        // [B, T]: keys whose features are not 0, or null: all
     MapTask<Real> q_map, k_map;
@@ -313,12 +314,6 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
         });
     }
 
-    void invert_denominators(const Real* z) {
-        add_weights(z);
-        for (int64_t r = 0; r < rows_; r += LANES)
-            store(inverse_ + r, Real(1) / (load(inverse_ + r) + Real(t.eps)));
-    }
-
     // z = decayed z + sum of keys.
     void advance_keys(const Real* before, Real* after) const {
         for (int64_t d = 0; d < size_; d += LANES) {
@@ -354,41 +349,66 @@ class LinearForward : LinearAttention<Real> {
           buffer_(size_ * (width_ + 1) + rows_ * width_), kv_(buffer_.take(size_ * width_)),
           z_(buffer_.take(size_)), out_(buffer_.take(rows_ * width_)) {}
 
-    void run() {
-        const int64_t matrix = t.key_size * t.value_size;
-        for (int64_t d = 0; d < t.key_size; ++d)
-            std::copy_n(t.kv + index() * matrix + d * t.value_size + column_, columns_,
-                        kv_ + d * width_);
-        std::copy_n(t.z + index() * t.key_size, t.key_size, z_);
-        for (int64_t start = 0; start < t.tokens; start += count_) {
-            if (t.kept && start % SPAN == 0 && group_ == 0) {
-                Real* kept = t.kept_state(row_, head_, start / SPAN);
-                store_state(kept, kept + matrix);
-            }
-            this->load_keys(start);
+    // Compute the outputs of tokens `first` to `end` - 1 from the state before them, or from that
+    // of the call.
+    void run(int64_t first, int64_t end, const Real* state) {
+        load_state(state);
+        for (int64_t start = first; start < end; start += count_) {
+            if (t.kept && start % SPAN == 0 && group_ == 0)
+                store_state(t.kept_state(row_, head_, start / SPAN));
+            load_chunk(start);
             this->load_queries();
             this->compute_scores();
-            if (this->first_) {
-                std::fill_n(kv_, size_ * width_, Real(0));
-                std::fill_n(z_, size_, Real(0));
-            }
-            if (t.normalize) this->invert_denominators(z_);
-            if (t.totals && column_ == 0) store_totals();
+            if (t.normalize || t.totals) compute_sums();
             for (int64_t g = 0; g < groups_; ++g) read(g);
             advance();
-            this->advance_keys(z_, z_);
         }
-        if (group_ == 0)
-            store_state(t.last_kv + index() * matrix, t.last_z + index() * t.key_size);
+        if (group_ == 0 && end == t.tokens)
+            store_state(t.last_kv + index() * matrix(), t.last_z + index() * t.key_size);
+    }
+
+    // Compute the states before the tokens `cuts`, but for the first and the last of them.
+    void compute_states(const std::vector<int64_t>& cuts, Real* states) {
+        load_state(nullptr);
+        for (size_t i = 1; i + 1 < cuts.size(); ++i, states += matrix() + t.key_size) {
+            for (int64_t start = cuts[i - 1]; start < cuts[i]; start += count_) {
+                load_chunk(start);
+                advance();
+            }
+            store_state(states);
+        }
     }
 
   private:
-    void store_totals() {
-        this->add_weights(z_);
-        for (int64_t g = 0; g < groups_; ++g)
-            std::copy_n(inverse_ + g * CHUNK, count_,
-                        t.totals + t.query(row_, head_ * t.groups + group_ + g, start_));
+    int64_t matrix() const { return t.key_size * t.value_size; }
+
+    void load_state(const Real* state) {
+        const Real* kv = state ? state : t.kv + index() * matrix();
+        for (int64_t d = 0; d < t.key_size; ++d)
+            std::copy_n(kv + d * t.value_size + column_, columns_, kv_ + d * width_);
+        std::copy_n(state ? state + matrix() : t.z + index() * t.key_size, t.key_size, z_);
     }
+
+    // Load the keys and values of the chunk that begins at `start`.
+    void load_chunk(int64_t start) {
+        this->load_keys(start);
+        if (!this->first_) return;
+        std::fill_n(kv_, size_ * width_, Real(0));
+        std::fill_n(z_, size_, Real(0));
+    }
+
+    // Compute the sums of weights, or their reciprocals.
+    void compute_sums() {
+        this->add_weights(z_);
+        for (int64_t r = 0; t.normalize && r < rows_; r += LANES)
+            store(inverse_ + r, Real(1) / (load(inverse_ + r) + Real(t.eps)));
+        Real* out = t.normalize ? t.inverse : t.totals;
+        for (int64_t g = 0; out && column_ == 0 && g < groups_; ++g)
+            std::copy_n(inverse_ + g * CHUNK, count_,
+                        out + t.query(row_, head_ * t.groups + group_ + g, start_));
+    }
+
+    void store_state(Real* state) const { store_state(state, state + matrix()); }
 
     void store_state(Real* kv, Real* z) const {
         for (int64_t d = 0; d < t.key_size; ++d)
@@ -418,6 +438,7 @@ class LinearForward : LinearAttention<Real> {
 
     // Compute the state after the chunk.
     void advance() {
+        this->advance_keys(z_, z_);
         for_columns(width_, [&](auto vectors, int64_t column) {
             constexpr int V = decltype(vectors)::value, R = TILE / V;
             for (int64_t d = 0; d < size_; d += R) {
@@ -464,6 +485,7 @@ struct Needed {
 // With do the gradient of a numerator, and y that of a denominator:
 //     dA_ij = do_i v_j + y_i,     dq_i = do_i S^T + y_i z + sum over j <= i of dA_ij L_ij k_j,
 //     dk_j = v_j dS^T + dz + sum over i >= j of dA_ij L_ij q_i,     y_i = -o_i do_i / denominator
+// Outputs and denominators are those of the forward pass.
 // A log decay acts on the state, reads of it, writes to it, and pairs of tokens around it. Its
 // gradient is the sum of these values times their gradients, none of which is subtracted.
 template <class Real>
@@ -500,14 +522,15 @@ class LinearBackward : LinearAttention<Real> {
     Real *v_columns_, *dv_columns_, *dv_;      // [E, CHUNK] twice; [CHUNK, E]
     Real *dq_, *dk_, *d_log_;                  // [G CHUNK, D]; [CHUNK, D] twice
     Real *d_total_, *d_sums_, *written_sums_;  // [D], [G CHUNK], [CHUNK]
+    Real* outputs_;                            // [CHUNK, E]: of the forward pass
     Real* d_given_;                            // of queries or keys before the feature map
 
   public:
     LinearBackward(const Task<Real>& task, const Gradients<Real>& out, int64_t row, int64_t head)
         : Base(task, row, head, 0, task.groups, 0, task.value_size), out_(out),
-          needed_(task, out), reads_(task.normalize || needed_.q || needed_.decay),
+          needed_(task, out), reads_(needed_.q || needed_.decay),
           d_state_(size_, width_),
-          buffer_(rows_ * (width_ + CHUNK + 2 * size_ + 1) + 3 * CHUNK * width_ + 3 * keys_ +
+          buffer_(rows_ * (width_ + CHUNK + 2 * size_ + 1) + 4 * CHUNK * width_ + 3 * keys_ +
                   size_ + CHUNK + given_),
           d_out_(buffer_.take(rows_ * width_)), d_scores_(buffer_.take(rows_ * CHUNK)),
           d_read_(buffer_.take(rows_ * size_)), d_written_(buffer_.take(keys_)),
@@ -515,7 +538,7 @@ class LinearBackward : LinearAttention<Real> {
           dv_(buffer_.take(CHUNK * width_)), dq_(buffer_.take(rows_ * size_)),
           dk_(buffer_.take(keys_)), d_log_(buffer_.take(keys_)), d_total_(buffer_.take(size_)),
           d_sums_(buffer_.take(rows_)), written_sums_(buffer_.take(CHUNK)),
-          d_given_(buffer_.take(given_)) {}
+          outputs_(buffer_.take(CHUNK * width_)), d_given_(buffer_.take(given_)) {}
 
     // Compute the gradients of the tokens of spans `first` to `end` - 1. The gradient of the state
     // passes through the later spans before.
@@ -525,8 +548,8 @@ class LinearBackward : LinearAttention<Real> {
                    d_state_);
         for (int64_t span = (needed_.state ? t.spans() : end) - 1; span >= first; --span) {
             const bool own = span < end;
-            for (size_t count = walk(span, own ? reads_ : t.normalize); count--;)
-                own || t.normalize ? differentiate(states_[count], own) : skip(states_[count].start);
+            for (size_t count = walk(span, own && reads_); count--;)
+                own ? differentiate(states_[count]) : skip(states_[count].start);
             if (own && given_) {
                 k_map_.store_weight_gradients(index() * t.spans() + span);
                 for (int64_t g = 0; g < groups_; ++g)
@@ -609,27 +632,25 @@ class LinearBackward : LinearAttention<Real> {
         });
     }
 
-    // Compute the gradients of a chunk, or only that of the state before it.
-    void differentiate(const State& state, bool own) {
+    // Compute the gradients of a chunk.
+    void differentiate(const State& state) {
         next_ = -CHUNK;
         this->load_keys(state.start);
         this->load_queries();
         this->compute_scores();
         load_output_gradients();
         const bool scores = needed_.q || needed_.k || needed_.decay;
-        if (t.normalize || (own && scores)) differentiate_scores(state);
-        if (own) {
-            if (needed_.v) differentiate_values();
-            if (needed_.k || needed_.decay) differentiate_writes();
-            if (needed_.decay) multiply_states(state);
-            if (scores) t.decays > 1 ? differentiate_channels() : differentiate_tokens();
-            store_gradients();
-        }
+        if (scores) differentiate_scores(state);
+        if (needed_.v) differentiate_values();
+        if (needed_.k || needed_.decay) differentiate_writes();
+        if (needed_.decay) multiply_states(state);
+        if (scores) t.decays > 1 ? differentiate_channels() : differentiate_tokens();
+        store_gradients();
         if (needed_.state) retreat();
     }
 
-    // Compute only the gradient of the state before a chunk. Without denominators it depends on the
-    // queries and the gradients of the outputs alone.
+    // Compute only the gradient of the state before a chunk, which does not depend on the chunk's
+    // keys, values and state.
     void skip(int64_t start) {
         next_ = -CHUNK;
         this->begin(start);
@@ -639,41 +660,40 @@ class LinearBackward : LinearAttention<Real> {
         retreat();
     }
 
-    // Load the gradients of outputs and totals.
+    // Load the gradients of numerators and of sums of weights.
     void load_output_gradients() {
-        for (int64_t g = 0; g < groups_; ++g)
-            this->load_rows(out_.d_out, head_ * groups_ + g, 0, t.value_size, width_, Real(1),
-                            d_out_ + g * CHUNK * width_);
-        for (int64_t g = 0; out_.d_totals && g < groups_; ++g) {
-            std::fill_n(d_sums_ + g * CHUNK, CHUNK, Real(0));
-            std::copy_n(out_.d_totals + t.query(row_, head_ * groups_ + g, start_), count_,
-                        d_sums_ + g * CHUNK);
+        for (int64_t g = 0; g < groups_; ++g) {
+            Real* d_out = d_out_ + g * CHUNK * width_;
+            const int64_t head = head_ * groups_ + g, query = t.query(row_, head, start_);
+            this->load_rows(out_.d_out, head, 0, t.value_size, width_, Real(1), d_out);
+            if (out_.d_totals) load_sums(out_.d_totals + query, d_sums_ + g * CHUNK);
+            if (!t.normalize) continue;
+            load_sums(t.inverse + query, inverse_ + g * CHUNK);
+            this->load_rows(t.out, head, 0, t.value_size, width_, Real(1), outputs_);
+            for (int i = 0; i < CHUNK; ++i)
+                this->scale_row(d_out + i * width_, inverse_[g * CHUNK + i], width_,
+                                d_out + i * width_);
+            add_lanes_of_rows(CHUNK, d_sums_ + g * CHUNK, [&](int64_t i) {
+                Reals sum{};
+                for (int64_t e = i * width_; e < (i + 1) * width_; e += LANES)
+                    sum -= load(outputs_ + e) * load(d_out + e);
+                return sum;
+            });
         }
     }
 
-    // Divide the gradients of the outputs by the denominators, and compute those of the scores and
-    // of the decayed queries.
+    // Load numbers of the chunk's tokens, and zeros after them.
+    void load_sums(const Real* from, Real* to) const {
+        std::copy_n(from, count_, to);
+        std::fill_n(to + count_, CHUNK - count_, Real(0));
+    }
+
+    // Compute the gradients of the scores and of the decayed queries.
     void differentiate_scores(const State& state) {
-        if (t.normalize) {
-            this->invert_denominators(state.z);
-            for (int64_t r = 0; r < rows_; ++r)
-                this->scale_row(d_out_ + r * width_, inverse_[r], width_, d_out_ + r * width_);
-        }
         transpose(v_, width_, CHUNK, width_, v_columns_, CHUNK);
         product(d_scores_, CHUNK, rows_, d_out_, width_, 1, v_columns_, CHUNK, CHUNK, width_);
         if (reads_)
             product(d_read_, size_, rows_, d_out_, width_, 1, state.kv, size_, size_, width_);
-        if (t.normalize) {
-            add_lanes_of_rows(rows_, d_sums_, [&](int64_t r) {
-                Reals sum{};
-                for (int64_t w = r * CHUNK; w < (r + 1) * CHUNK; w += LANES)
-                    sum += load(scores_ + w) * load(d_scores_ + w);
-                for (int64_t d = r * size_; d < (r + 1) * size_; d += LANES)
-                    sum += load(q_read_ + d) * load(d_read_ + d);
-                return sum;
-            });
-            for (int64_t r = 0; r < rows_; ++r) d_sums_[r] *= -inverse_[r];
-        }
         for (int64_t r = 0; sums() && r < rows_; ++r) {
             const Reals d_sum = broadcast(d_sums_[r]);
             for (int64_t w = r * CHUNK; w < (r + 1) * CHUNK; w += LANES)
@@ -912,24 +932,47 @@ class LinearBackward : LinearAttention<Real> {
 
 // -- entry points ---------------------------------------------------------------------------------
 
-// Where there are more threads than key heads, pieces of work are query heads, then columns of the
-// values; each piece computes the state of its columns.
+// Where there are more threads than key heads, pieces of work are parts of the tokens, and first the
+// states before them, in columns of the values. Few tokens are not divided: pieces are query heads
+// then, and columns of the values. Results do not depend on the number of threads.
 template <class Real>
 static void forward(const Task<Real>& t) {
     const int64_t heads = t.batch * t.heads;
     if (heads == 0) return;
     const int64_t wanted = (t.threads + heads - 1) / heads;
-    const int64_t groups = std::min(t.groups, wanted);
-    const int64_t panels = std::min(pad(t.value_size) / 16, (wanted + groups - 1) / groups);
+    const int64_t parts = t.spans() < 2 * wanted ? 1 : wanted;
+    const int64_t groups = std::min(t.groups, (wanted + parts - 1) / parts);
+    const int64_t blocks = pad(t.value_size) / 16;  // of columns
+    const int64_t panels = std::min(blocks, (wanted + parts * groups - 1) / (parts * groups));
     const int64_t panel = pad((t.value_size + panels - 1) / panels);
-    in_threads(heads * groups * panels, t.threads, [&](int64_t i) {
+    const int64_t state_size = t.key_size * (t.value_size + 1);
+    std::vector<int64_t> cuts;  // where parts begin
+    for (int64_t p = 0; p <= parts; ++p)
+        cuts.push_back(std::min(t.tokens, p * t.spans() / parts * SPAN));
+    std::vector<Real> states(heads * (parts - 1) * state_size);  // before the parts but the first
+
+    const int64_t state_panels = std::min(blocks, wanted);
+    const int64_t state_panel = pad((t.value_size + state_panels - 1) / state_panels);
+    in_threads(parts == 1 ? 0 : heads * state_panels, t.threads, [&](int64_t i) {
         const FlushDenormals flush;
-        const int64_t head = i / panels / groups, group = i / panels % groups;
-        const int64_t column = i % panels * panel, first = group * t.groups / groups;
+        const int64_t head = i / state_panels, column = i % state_panels * state_panel;
         if (column >= t.value_size) return;
+        LinearForward<Real>(t, head / t.heads, head % t.heads, 0, 1, column,
+                            std::min(state_panel, t.value_size - column))
+            .compute_states(cuts, states.data() + head * (parts - 1) * state_size);
+    });
+    in_threads(heads * parts * groups * panels, t.threads, [&](int64_t i) {
+        const FlushDenormals flush;
+        const int64_t head = i / panels / groups / parts, part = i / panels / groups % parts;
+        const int64_t column = i % panels * panel, group = i / panels % groups;
+        const int64_t first = group * t.groups / groups;
+        if (column >= t.value_size) return;
+        const Real* state =
+            part ? states.data() + (head * (parts - 1) + part - 1) * state_size : nullptr;
         LinearForward<Real>(t, head / t.heads, head % t.heads, first,
                             (group + 1) * t.groups / groups - first, column,
-                            std::min(panel, t.value_size - column)).run();
+                            std::min(panel, t.value_size - column))
+            .run(cuts[part], cuts[part + 1], state);
     });
 }
 
@@ -941,7 +984,7 @@ static void backward(const Task<Real>& t, const Gradients<Real>& out) {
     const int64_t heads = t.batch * t.heads;
     if (heads == 0) return;
     // Of a later token, relative to an own one
-    const double cost = !Needed(t, out).state ? 0 : t.normalize ? 0.6 : 0.2;
+    const double cost = !Needed(t, out).state ? 0 : t.decays > 1 ? 0.3 : 0.2;
     const int64_t parts = std::min((t.threads + heads - 1) / heads, t.spans());
     std::vector<int64_t> ends(parts + 1, 0);
     std::vector<double> sizes(parts, 1);
