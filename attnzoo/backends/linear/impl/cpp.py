@@ -231,8 +231,8 @@ def linear_cpp_backward(
     segment_ids: Tensor | None,
     key_mask: Tensor | None,
     kept: Tensor,
-    out: Tensor | None,
-    inverse: Tensor | None,
+    out: Tensor,
+    inverse: Tensor,
     scale: float,
     normalize: bool,
     eps: float,
@@ -243,23 +243,21 @@ def linear_cpp_backward(
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, log_decay, kv, z and weights.
 
-    Those of weights are in the order of the arguments. What is not ``needed`` is not computed and
-    has no elements; kv and z have gradients if one of them is needed. With ``normalize``, ``out``
-    and ``inverse`` are the output and the reciprocals of the sums of weights.
+    What is not ``needed`` is not computed and has no elements; kv and z have gradients if one of
+    them is needed. ``out`` and ``inverse``, with ``normalize``, are those of the forward pass.
     """
     weights, masks = (q_weight, k_weight, q_bias, k_bias), (segment_ids, key_mask)
     options = (scale, normalize, eps, chunk_size, feature_map, feature_scale)
-    features = kept.shape[3] // (v.shape[3] + 1)
-    x = CallArguments(q, k, v, log_decay, weights, masks, features, options)
+    d_kv, d_z = _new_state(k, v, kept)
+    x = CallArguments(q, k, v, log_decay, weights, masks, d_kv.shape[2], options)
     x.task.kept = kept.data_ptr()
-    if out is not None and inverse is not None:
+    if normalize:
         x.task.out, x.task.inverse = rows_of(out), inverse.data_ptr()
     trained = tuple(w if need else None for w, need in zip(weights, needed[6:], strict=True))
     d_weights = _new_weight_gradients(x.task, len(q), kept, trained)
     if d_out is None:
         d_out = v.new_zeros(v.shape[3]).expand(*q.shape[:3], v.shape[3])
     d_out = with_contiguous_rows(d_out)
-    d_kv, d_z = _new_state(k, v, kept)
     d_last_kv = torch.zeros_like(d_kv) if d_last_kv is None else d_last_kv.contiguous()
     d_last_z = torch.zeros_like(d_z) if d_last_z is None else d_last_z.contiguous()
     d_totals = None if d_totals is None else d_totals.contiguous()
@@ -267,22 +265,19 @@ def linear_cpp_backward(
         empty_huge_pages(t, t.shape) if need else t.new_empty(0)
         for t, need in zip((q, k, v), needed, strict=False)
     )
-    new_rows = (rows_of(t) if t.numel() else Rows() for t in (dq, dk, dv))
-    gradients = Gradients(rows_of(d_out), *new_rows)
+    gradients = Gradients(rows_of(d_out), *map(_rows, (dq, dk, dv)))
     gradients.d_last_kv, gradients.d_last_z = d_last_kv.data_ptr(), d_last_z.data_ptr()
     gradients.d_totals = None if d_totals is None else d_totals.data_ptr()
     if not (needed[4] or needed[5]):
         d_kv, d_z = kept.new_empty(0), kept.new_empty(0)
     gradients.d_kv, gradients.d_z = d_kv.data_ptr() or None, d_z.data_ptr() or None
     d_log = _new_decay_gradient(k, log_decay if needed[3] else None, kept.dtype)
-    if d_log.numel():
-        gradients.d_log_decay = rows_of(d_log)
+    gradients.d_log_decay = _rows(d_log)
     x.run("backward", kept.dtype, gradients)
     if needed[3] and log_decay is not None:
-        d_log = d_log.sum((0, 2, 3)) if log_decay.dim() == 1 else d_log
-        d_log = d_log.view(log_decay.shape).to(log_decay.dtype)
+        d_log = _sum_decay_gradient(d_log, log_decay)
     # one row per batch row and span, so that results do not depend on the number of threads
-    sums = [d if w is None else d.sum((0, 2)) for d, w in zip(d_weights, trained, strict=True)]
+    sums = (d if w is None else d.sum((0, 2)) for d, w in zip(d_weights, trained, strict=True))
     return [dq, dk, dv, d_log, d_kv, d_z, *sums]
 
 
@@ -308,6 +303,17 @@ def _new_decay_gradient(k: Tensor, log_decay: Tensor | None, dtype: torch.dtype)
     channels = log_decay.shape[3] if log_decay.dim() == 4 else 1
     dtype = dtype if log_decay.dim() == 1 else log_decay.dtype  # its elements are added later
     return empty_huge_pages(k, (*k.shape[:3], channels), dtype)
+
+
+def _rows(x: Tensor) -> Rows:
+    """Return the rows of a tensor, or of none if it has no elements."""
+    return rows_of(x) if x.numel() else Rows()
+
+
+def _sum_decay_gradient(d_log: Tensor, log_decay: Tensor) -> Tensor:
+    """Return the gradients of tokens ``[B, Hkv, T, F]`` as those of the log decays."""
+    d_log = d_log.sum((0, 2, 3)) if log_decay.dim() == 1 else d_log
+    return d_log.view(log_decay.shape).to(log_decay.dtype)
 
 
 def _new_state(k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -360,8 +366,10 @@ def _linear_cpp_backward_fake(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, v, log_decay, _, _, *others = inputs
     weights_and_masks, options = others[:6], others[6:]
-    divided = (output[0], output[3]) if options[1] else (None, None)
-    ctx.save_for_backward(q, k, v, log_decay, *weights_and_masks, output[4], *divided)
+    out, _, _, inverse, kept = output
+    if not options[1]:  # normalize
+        out, inverse = kept.new_empty(0), kept.new_empty(0)
+    ctx.save_for_backward(q, k, v, log_decay, *weights_and_masks, kept, out, inverse)
     ctx.options = options[:-2]  # without totals and keep
     ctx.set_materialize_grads(False)
 
