@@ -28,8 +28,14 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import attnzoo
 from attnzoo.backends.block_sparse.impl import cpp
-from attnzoo.backends.block_sparse.impl.options import SelectionOptions, SparseCall, SparseOptions
-from attnzoo.backends.block_sparse.impl.selection import select_blocks
+from attnzoo.backends.block_sparse.impl.index_keys import pack_queries
+from attnzoo.backends.block_sparse.impl.options import (
+    IndexTensors,
+    SelectionOptions,
+    SparseCall,
+    SparseOptions,
+)
+from attnzoo.backends.block_sparse.impl.selection import MEAN, select_blocks, summarize
 from attnzoo.backends.block_sparse.op import block_sparse_attention
 from attnzoo.evaluation.data import make_eval_batch
 from attnzoo.evaluation.models import embedded_model_path, load_swapped
@@ -153,13 +159,20 @@ def prefill(rounds: int = 3, longest: int = 65536) -> None:
             return F.scaled_dot_product_attention(*x, is_causal=True)
 
         calls: dict[str, Any] = {"sdpa": torch.no_grad()(lambda x=(q, k, v): sdpa(*x))}
-        cases = list(itertools.product(("moments", "mean"), (1, 16)))  # 16: at most 978 keys
+        scores = ("moments", "mean", "indexer") if heads == 8 else ("moments", "mean")
+        cases = list(itertools.product(scores, (1, 16)))  # 16: at most 978 keys
+        shapes = (1, 4, length, 32), (1, 1, length, 32), (1, 4, length)
+        index = IndexTensors(*map(torch.randn, shapes))
         for case in cases:
             score, query_block = case
-            options = {"score": score, "query_block": query_block, **LONG}
+            options: dict[str, Any] = {"score": score, "query_block": query_block, **LONG}
             sizes = SparseOptions(causal=True, num_sinks=4, query_block=query_block, **LONG)
             choice = SelectionOptions(score, None, False)
             call = SparseCall(q, k, v, None, None, None, None, scale, sizes, choice)
+            if score == "indexer":
+                options["index"] = index
+                summary = summarize(index.k, None, sizes, MEAN)
+                call = call._replace(index_q=pack_queries(index), summary=summary)
             attend = partial(block_sparse_attention, q, k, v, mask=mask, **options)
             calls[f"{case}"] = torch.no_grad()(attend)
             calls[f"{case} selection"] = partial(select_blocks, call, cpp.best_blocks)

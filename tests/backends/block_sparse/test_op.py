@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from attnzoo.backends.block_sparse.impl.cpp import BLOCK_SPARSE, best_blocks
 from attnzoo.backends.block_sparse.impl.selection import (
+    MEAN,
     NO_BLOCK,
     _best,
     candidates,
@@ -95,16 +96,23 @@ def test_the_kernel_selects_as_torch_does():
 
 
 @pytest.mark.skipif(bool(NO_KERNEL), reason=NO_KERNEL)
-@pytest.mark.parametrize("score", ["mean", "moments", "bounds"])
+@pytest.mark.parametrize("score", ["mean", "moments", "bounds", "indexer"])
 def test_the_kernel_scores_as_torch_does(score):
     """Several heads per key head, rows of several lengths, and both directions."""
     draw = torch.Generator().manual_seed(1)
     q, k = (torch.randn(2, h, 300, 24, generator=draw) for h in (4, 2))
+    lengths = torch.tensor([300, 170])
     for causal in (True, False):
-        for per_key_head in (True, False):
+        for per_key_head in (True, False) if score != "indexer" else (False,):
             options = {"causal": causal, "per_key_head": per_key_head, "score": score}
             call = call_of(q, k, k, block_size=4, top_k=6, window=9, **options)
-            call = call._replace(lengths=torch.tensor([300, 170]), counts=torch.tensor([300, 170]))
+            call = call._replace(lengths=lengths, counts=lengths)
+            if score == "indexer":  # of three heads, some of whose weights are negative
+                index_q, index_k = (
+                    torch.randn(2, *x, generator=draw) for x in ((3, 300, 9), (1, 300, 8))
+                )
+                summary = summarize(index_k, lengths, call.options, MEAN)
+                call = call._replace(index_q=index_q, summary=summary)
             ours, right = (select_blocks(call, best) for best in (best_blocks, None))
             assert torch.equal(ours, right)
 

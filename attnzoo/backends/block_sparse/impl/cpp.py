@@ -22,7 +22,7 @@ from attnzoo.kernels.memory import empty_huge_pages, pad_to_simd
 
 PANEL = 32  # keys of a panel, as in the kernel
 COLUMNS = 16  # a multiple of these is computed at a time
-SCORE_NAMES = ("mean", "moments", "bounds")  # numbered in the kernel
+SCORE_NAMES = ("mean", "moments", "bounds", "indexer")  # numbered in the kernel
 TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
 BLOCK_SPARSE = cpp.Source(
     Path(__file__).parents[1] / "kernels" / "block_sparse.cpp",
@@ -56,10 +56,10 @@ class _BestTask(ctypes.Structure):
     _fields_ = [
         *cpp.fields(
             ctypes.c_int64,
-            "threads units shared queries size blocks pitch kept units_per_range first score",
+            "threads units shared heads queries size blocks pitch kept units_per_range first score",
         ),
         ("scale", ctypes.c_double),
-        *cpp.fields(ctypes.c_void_p, "q summary end begin stop out"),
+        *cpp.fields(ctypes.c_void_p, "q weights summary end begin stop out"),
     ]
 
 
@@ -83,13 +83,18 @@ def best_blocks(queries: Tensor, summary: Tensor, allowed: Candidates, call: Spa
     """Return the selected blocks, ``[B, A, M, K]``, sorted; scores are computed on the way.
 
     Args:
-        queries: ``[B, Hkv, A / Hkv, M, D]``, float32.
-        summary: ``[B, Hkv, N, Z]``, float32.
+        queries: ``[B, Hkv, A / Hkv, M, D]``, float32; of an indexer and with the weights of its
+            heads, ``[B, 1, I, M, P + 1]``.
+        summary: ``[B, Hkv, N, Z]``, float32; of an indexer, ``[B, 1, N, P]``.
         allowed: Candidates of each query.
         call: The call; ``coverage`` is not supported.
     """
+    heads, weights = 1, queries.new_empty(0)
+    if call.selection.score == "indexer":  # one selection
+        heads, weights = queries.shape[2], queries[..., -1].contiguous()
+        queries = queries[..., :-1].flatten(2, 3)[:, :, None]
     batch, key_heads, shared, count, size = queries.shape
-    blocks = summary.shape[2]
+    count, blocks = count // heads, summary.shape[2]
     pitch = -(-blocks // COLUMNS) * COLUMNS
     columns = summary.new_zeros(batch, key_heads, summary.shape[3], pitch)
     columns[..., :blocks] = summary.mT
@@ -105,6 +110,7 @@ def best_blocks(queries: Tensor, summary: Tensor, allowed: Candidates, call: Spa
         threads=torch.get_num_threads(),
         units=batch * units,
         shared=shared,
+        heads=heads,
         queries=count,
         size=size,
         blocks=blocks,
@@ -115,6 +121,7 @@ def best_blocks(queries: Tensor, summary: Tensor, allowed: Candidates, call: Spa
         score=SCORE_NAMES.index(call.selection.score),
         scale=call.scale,
         q=queries.data_ptr(),
+        weights=weights.data_ptr(),
         summary=columns.data_ptr(),
         end=end.data_ptr(),
         begin=begin.data_ptr(),

@@ -224,10 +224,8 @@ def select_blocks(call: SparseCall, best: Best | None = None) -> Tensor:
     )
     if kept == 0:
         return for_key_heads(selected, call)
-    if indexed:
-        best = None
     if best is not None and call.selection.coverage is None and summary.dtype == torch.float32:
-        return best(queries.to(summary.dtype), summary, allowed, call)
+        return for_key_heads(best(queries.to(summary.dtype), summary, allowed, call), call)
     step = max(1, MAX_SCORES // max(1, batch * heads * blocks))
     for start in range(0, count, step):
         rows = slice(start, start + step)

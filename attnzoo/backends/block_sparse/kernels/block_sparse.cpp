@@ -421,17 +421,19 @@ EXPORT(double)
 // -- selection ---------------------------------------------------------------------------------
 
 // How a block is scored, as in impl/selection.py.
-enum Score { MEAN, MOMENTS, BOUNDS };
+enum Score { MEAN, MOMENTS, BOUNDS, INDEXER };
 
 struct BestTask {
-    int64_t threads, units, shared;  // heads with a selection, shared of them per summary
+    int64_t threads, units, shared;  // selections, shared of them per summary
+    int64_t heads;                   // I, of an indexer; otherwise 1
     int64_t queries, size;           // M, D
     int64_t blocks, pitch, kept;     // N, the row step of summaries, K
     int64_t units_per_range;         // that have the same candidates
     int64_t first;                   // candidates are blocks from first on
     int64_t score;
     double scale;              // multiplies query-key products
-    const float* q;            // [units, M, D]
+    const float* q;            // [units, I, M, D]
+    const float* weights;      // [units, I, M], of the heads of an indexer
     const float* summary;      // [units / shared, Z, pitch]: a column per block
     const int64_t* end;        // [.., M]: candidates below end,
     const int64_t* begin;      // or from begin
@@ -447,9 +449,12 @@ class Selector : Tiles<float> {
     static constexpr int QUERIES = 32;
 
     explicit Selector(const BestTask& task)
-        : t(task), depth_(task.score == MEAN ? task.size : 2 * task.size),
-          buffer_(QUERIES * (depth_ + task.pitch) + 64), features_(buffer_.take(QUERIES * depth_)),
-          scores_(buffer_.take(QUERIES * task.pitch)), keys_(task.blocks + 2 * GROUPS),
+        : t(task), is_indexer_(task.score == INDEXER),
+          depth_(task.score == MEAN || is_indexer_ ? task.size : 2 * task.size),
+          buffer_(QUERIES * (depth_ + (1 + is_indexer_) * task.pitch) + 64),
+          features_(buffer_.take(QUERIES * depth_)), scores_(buffer_.take(QUERIES * task.pitch)),
+          products_(is_indexer_ ? buffer_.take(QUERIES * task.pitch) : scores_),
+          keys_(task.blocks + 2 * GROUPS),
           ids_(keys_), kept_keys_(keys_), kept_ids_(keys_) {}
 
     // Select for the queries from `from` to `to` - 1 of a unit.
@@ -462,10 +467,15 @@ class Selector : Tiles<float> {
                                                               : std::min(t.end[range + i], stop));
         }
         width = (width + 15) / 16 * 16;
-        for (int64_t i = from; i < to; ++i)
-            add_features(t.q + (unit * t.queries + i) * t.size, features_ + (i - from) * depth_);
-        product(scores_, t.pitch, (to - from + 15) / 16 * 16, features_, depth_, 1,
-                t.summary + unit / t.shared * depth_ * t.pitch, t.pitch, width, depth_);
+        for (int64_t head = 0; head < t.heads; ++head) {
+            const int64_t first = (unit * t.heads + head) * t.queries;
+            for (int64_t i = from; i < to; ++i)
+                add_features(t.q + (first + i) * t.size, features_ + (i - from) * depth_);
+            product(products_, t.pitch, (to - from + 15) / 16 * 16, features_, depth_, 1,
+                    t.summary + unit / t.shared * depth_ * t.pitch, t.pitch, width, depth_);
+            for (int64_t i = from; is_indexer_ && i < to; ++i)
+                add_products((i - from) * t.pitch, width, t.weights[first + i], head == 0);
+        }
         for (int64_t i = from; i < to; ++i)
             select(scores_ + (i - from) * t.pitch, range + i,
                    t.out + (unit * t.queries + i) * t.kept);
@@ -479,6 +489,15 @@ class Selector : Tiles<float> {
             features[d] = t.score == BOUNDS ? std::max(q[d], 0.f) : q[d];
             if (t.score == MOMENTS) features[t.size + d] = q[d] * q[d] * factor;
             if (t.score == BOUNDS) features[t.size + d] = std::min(q[d], 0.f);
+        }
+    }
+
+    // Add what a head of the indexer contributes to the scores of a query.
+    void add_products(int64_t row, int64_t width, float weight, bool is_first) {
+        for (int64_t j = row; j < row + width; j += LANES) {
+            const Reals product = load(products_ + j);
+            const Reals sum = is_first ? Reals{} : load(scores_ + j);
+            store(scores_ + j, sum + (product > 0 ? product : Reals{}) * weight);
         }
     }
 
@@ -506,10 +525,12 @@ class Selector : Tiles<float> {
     }
 
     const BestTask& t;
+    const bool is_indexer_;
     const int64_t depth_;  // Z
     Buffer<float> buffer_;
     int32_t guess_ = INT32_MAX;        // of a key that about t.kept keys reach
     float *features_, *scores_;        // [QUERIES, Z], [QUERIES, pitch]
+    float* products_;                  // of a head of the indexer, [QUERIES, pitch]
     std::vector<int32_t> keys_, ids_, kept_keys_, kept_ids_;  // integers ordered as the scores; block of each
 
     static int32_t key_of(float score) {
