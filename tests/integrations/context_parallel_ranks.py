@@ -8,6 +8,7 @@ outputs, of the input gradients (of models: the loss), and of the parameter grad
 
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -92,17 +93,24 @@ def run(backend, inputs, mask, real, shard=None):
     return [out.detach(), *zero], params
 
 
-def errors(case, kind, group):
-    """Return the largest errors of a case's outputs, gradients, and parameters' gradients."""
+@cache
+def one_process(case, kind):
+    """Return inputs, and the results and gradients of parameters of one process in float64."""
     name, options, causal, _ = CASES[case]
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
     padding, ids = padding_and_segments(kind)
     generator = torch.Generator().manual_seed(1)
     shapes = [(B, H, T, D), (B, HKV, T, D), (B, HKV, T, D), (B, T, M), (B, H, T, D)]
     full = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     mask = AttentionMask(causal=causal, padding=padding, segment_ids=ids)
-    backend = build_noisy(name, options, causal, torch.float64)
-    expected, grads = run(backend, full, mask, padding)
+    return full, *run(build_noisy(name, options, causal, torch.float64), full, mask, padding)
+
+
+def errors(case, kind, group):
+    """Return the largest errors of a case's outputs, gradients, and parameters' gradients."""
+    name, options, causal, _ = CASES[case]
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    padding, ids = padding_and_segments(kind)
+    full, expected, grads = one_process(case, kind)
     length = T // size
     here = slice(rank * length, (rank + 1) * length)
     shard = SequenceShard(
@@ -115,7 +123,6 @@ def errors(case, kind, group):
     local = [x[:, here] if x.dim() == 3 else x[:, :, here] for x in expected]
     for x in params:
         dist.all_reduce(x, group=group)
-
     return [worst(actual[:1], local[:1]), worst(actual[1:], local[1:]), worst(params, grads)]
 
 
@@ -220,15 +227,15 @@ def main(out, only):
     dist.init_process_group("gloo")
     two = ParallelismConfig(dp_shard_size=2, cp_size=2).get_device_mesh("cpu")["cp"]
     four = ParallelismConfig(cp_size=4).get_device_mesh("cpu")["cp"]
+    pair = dist.get_rank() // 2  # one of them takes even cases, the other odd ones
+    runs = [(case, kind) for case, (*_, kinds) in CASES.items() for kind in kinds]
     found = {}
-    for mesh in (two, four):
+    for mesh, share in ((two, slice(pair, None, 2)), (four, slice(None))):
         size = mesh.size()
-        for case, (*_, kinds) in CASES.items():
-            for kind in kinds if not only or case in only else ():
-                found[f"{case}/{kind}/{size}"] = errors(case, kind, mesh.get_group())
-        for case in MODELS:
-            if not only or case in only:
-                found[f"{case}/model/{size}"] = model_errors(case, mesh)
+        for case, kind in [x for x in runs if not only or x[0] in only][share]:
+            found[f"{case}/{kind}/{size}"] = errors(case, kind, mesh.get_group())
+        for case in [x for x in MODELS if not only or x in only][share]:
+            found[f"{case}/model/{size}"] = model_errors(case, mesh)
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

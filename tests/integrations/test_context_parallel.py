@@ -39,8 +39,12 @@ def errors(fresh_python, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     done = fresh_python(SCRIPT, out, processes=4)
     assert done.returncode == 0, done.stderr[-3000:]
-    ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(4)]
-    return {name: [max(x) for x in zip(*(r[name] for r in ranks))] for name in ranks[0]}  # noqa: B905
+    found = {}
+    for rank in range(4):
+        for name, errors in json.loads((out / f"{rank}.json").read_text()).items():
+            found.setdefault(name, []).append(errors)
+    assert {len(ranks) for ranks in found.values()} == {2, 4}
+    return {name: [max(x) for x in zip(*ranks, strict=True)] for name, ranks in found.items()}
 
 
 @pytest.mark.slow
