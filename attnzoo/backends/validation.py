@@ -80,8 +80,17 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None
 
 
 def _mask_reasons(mask: AttentionMask, batch: int, keys: int) -> list[str]:
-    """Return every reason why the tensors of a mask do not fit the keys; kernels trust them."""
-    reasons = []
+    """Return every reason why a mask does not fit the keys; kernels trust its fields."""
+    reasons, window = [], mask.window
+    if window is not None and not (isinstance(window, tuple | list) and len(window) == 2):
+        reasons.append(
+            f"window of the mask must be (before, after), got {window!r} (n keys up to the query's "
+            "own are (n - 1, 0))"
+        )
+    elif window is not None and any(isinstance(side, float) for side in window):
+        reasons.append(f"window of the mask must be integers, got {window}")
+    if isinstance(mask.q_offset, float):
+        reasons.append(f"q_offset of the mask must be an integer, got {mask.q_offset}")
     for name, x in (("padding", mask.padding), ("segment_ids", mask.segment_ids)):
         if x is None:
             continue

@@ -70,6 +70,21 @@ def test_padding_that_does_not_fit_is_refused(op, padding):
         getattr(ops, op)(q, k, v, mask=mask, **OPS[op])
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 5}, r"window of the mask must be \(before, after\), got 5 \(n keys"),
+        ({"window": (5,)}, r"must be \(before, after\), got \(5,\)"),
+        ({"window": (5.0, 0)}, r"window of the mask must be integers, got \(5.0, 0\)"),
+        ({"q_offset": 1.0}, "q_offset of the mask must be an integer, got 1.0"),
+    ],
+)
+@pytest.mark.parametrize("op", ["flash_attention", "softmax_attention", "longformer_attention"])
+def test_windows_and_offsets_are_integers(op, options, message):
+    with pytest.raises(UnsupportedError, match=message):
+        getattr(ops, op)(q, k, v, mask=AttentionMask(causal=True, **options), **OPS[op])
+
+
 @pytest.mark.parametrize("op", PACKED)
 def test_segments_that_do_not_fit_are_refused(op):
     for ids in (torch.zeros(B, T - 3).long(), torch.zeros(B, T), torch.zeros(B, 1, T).long()):
