@@ -984,7 +984,7 @@ static void backward(const Task<Real>& t, const Gradients<Real>& out) {
     const int64_t heads = t.batch * t.heads;
     if (heads == 0) return;
     // Of a later token, relative to an own one
-    const double cost = !Needed(t, out).state ? 0 : t.decays > 1 ? 0.3 : 0.2;
+    const double cost = !Needed(t, out).state ? 0 : t.decays > 1 ? 0.3 : t.decays ? 0.2 : 0.15;
     const int64_t parts = std::min((t.threads + heads - 1) / heads, t.spans());
     std::vector<int64_t> ends(parts + 1, 0);
     std::vector<double> sizes(parts, 1);
