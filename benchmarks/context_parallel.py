@@ -6,9 +6,10 @@ Predicted, for one layer of 8 heads of 64 in float32 and T tokens of which each 
 sent by the first process: a state has 64 (64 + 1) numbers a head, 133,120 bytes at any T; a window
 of 256 has 256 keys and values, 1 MiB; all keys and values of 8,192 tokens are 32 MiB, 252 times the
 state. The time of a collective should follow the bytes; a layer with states should take half the
-time of one process and a fifth more, for each share's keys are summed up once before. With causal
-keys from everywhere, the second process has three quarters of the work. Layers are timed by the
-processor's time, which other work on the machine does not disturb, collectives by the clock.
+time of one process and a fifth more, because the keys of each part are summed once before. Where
+queries attend to all earlier keys, the second process has three quarters of the work. Layers are
+timed by the processor's time, which other work on the machine does not disturb, collectives by the
+clock.
 """
 
 from __future__ import annotations

@@ -375,7 +375,7 @@ struct Gradients {
     Real *dq, *dk, *d_beta, *d_log_decay, *dv, *d_state;
 };
 
-// Computes the states of a span again, then walks its chunks backward. With Z_i = b_i dx_i:
+// Computes the states of a span again, then processes its chunks in reverse. With Z_i = b_i dx_i:
 //     dx_j = (k_j decayed to the end) dS' + sum over i >= j of QK_ij do_i
 //            - sum over i > j of KK_ij Z_i,     dKK_ij = -Z_i x_j,     dQK_ij = do_i x_j
 template <class Real>

@@ -481,7 +481,7 @@ struct Needed {
           decay(t.decays && out.d_log_decay.data), state(k || v || decay || out.d_kv) {}
 };
 
-// Computes the states of a span again, then walks its chunks backward. States are transposed, [E, D].
+// Computes the states of a span again, then processes its chunks in reverse. States are transposed, [E, D].
 // With do the gradient of a numerator, and y that of a denominator:
 //     dA_ij = do_i v_j + y_i,     dq_i = do_i S^T + y_i z + sum over j <= i of dA_ij L_ij k_j,
 //     dk_j = v_j dS^T + dz + sum over i >= j of dA_ij L_ij q_i,     y_i = -o_i do_i / denominator
@@ -548,7 +548,7 @@ class LinearBackward : LinearAttention<Real> {
                    d_state_);
         for (int64_t span = (needed_.state ? t.spans() : end) - 1; span >= first; --span) {
             const bool own = span < end;
-            for (size_t count = walk(span, own && reads_); count--;)
+            for (size_t count = find_chunks(span, own && reads_); count--;)
                 own ? differentiate(states_[count]) : skip(states_[count].start);
             if (own && given_) {
                 k_map_.store_weight_gradients(index() * t.spans() + span);
@@ -575,7 +575,7 @@ class LinearBackward : LinearAttention<Real> {
     }
 
     // Find the chunks of a span, and compute the states before them if they are needed.
-    size_t walk(int64_t span, bool with_states) {
+    size_t find_chunks(int64_t span, bool with_states) {
         size_t count = 0;
         const int64_t end = std::min(t.tokens, (span + 1) * SPAN);
         next_ = CHUNK;
