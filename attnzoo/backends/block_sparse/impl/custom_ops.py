@@ -248,7 +248,7 @@ def _(
     coverage: float | None,
     *_: Any,
 ) -> int:
-    if score != "indexer" and coverage is None:
+    if coverage is None:
         return 0  # the kernel scores a few blocks at a time
     sizes = SparseOptions.from_ints(options)
     blocks = count_key_blocks(k.shape[2], sizes)
