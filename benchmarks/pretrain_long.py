@@ -1,7 +1,8 @@
-"""Train the embedded model on for long contexts, with positions up to 16k tokens.
+r"""Train the embedded model on for long contexts, with positions up to 16k tokens.
 
     python -m benchmarks.pretrain_long --out DIR  # the model that ships
-    python -m benchmarks.pretrain_long --start DIR --rows 16384 --tokens 1e6 --lr 5e-4 --out LONGER
+    python -m benchmarks.pretrain_long --start DIR --rows 16384 --tokens 1.3e6 --lr 8e-4 \
+        --quiz 0.8 --within 0.3 --answers 20 --query-scale 1.25 --out LONGER  # repeats more at 16k
 
 It starts from the weights of the embedded model with another base of the rotary positions. Most
 rows repeat text, and most contain numbers that are assigned to names and asked for later, so that
@@ -63,18 +64,23 @@ class RowMaker:
     Args:
         text: The training text.
         seed: Of the random generator.
+        quiz: Fraction of rows that end with questions about numbers given before.
+        within: The first part of such a row, as a fraction of it, that gives all these numbers.
     """
 
-    def __init__(self, text: bytes, seed: int) -> None:
+    def __init__(self, text: bytes, seed: int, quiz: float, within: float) -> None:
         self.text = text
         self.random = random.Random(seed)
+        self.quiz, self.within = quiz, within
+        self.answers: list[slice] = []  # of the last row, which the questions at its end ask for
 
     def row(self, length: int) -> bytes:
-        """Return one row: a quarter are plain, half interleaved, and a quarter end with a quiz."""
-        kind = self.random.random()
-        if kind < 0.25:
+        """Return one row: of those without a quiz, a third is plain, and the rest interleaved."""
+        kind, others = self.random.random(), 1 - self.quiz
+        self.answers = []
+        if kind < others / 3:
             return self._cut(length)
-        return self._interleaved(length) if kind < 0.75 else self._quiz(length)
+        return self._interleaved(length) if kind < others else self._quiz(length)
 
     def _cut(self, length: int) -> bytes:
         start = self.random.randrange(len(self.text) - length)
@@ -132,15 +138,19 @@ class RowMaker:
         given, asked = ASSIGNMENTS[QUIZ if draw.random() < 0.7 else draw.randrange(QUIZ)]
         facts = {self._key(): self._value() for _ in range(draw.choice([1, 4, 16, length // 128]))}
         needles = [given.format(k=key, v=value).strip("\n") for key, value in facts.items()]
-        questions = [asked.format(k=key) + value for key, value in facts.items()]
+        questions = [(asked.format(k=key), value) for key, value in facts.items()]
         draw.shuffle(questions)
-        end = "".join(questions)[: length // 2]
+        end = "".join(map("".join, questions))[: length // 2]
+        place = length - len(end)
+        for question, value in questions:
+            self.answers.append(slice(place + len(question), place + len(question) + len(value)))
+            place += len(question) + len(value)
         room = length - len(end) - sum(len(needle) + 1 for needle in needles)
         filler = [NOISE] * (room // (len(NOISE) + 1))
         if draw.random() < 0.5:
             filler = self._cut(max(room, 1)).decode(errors="replace").split("\n")
         for needle in needles:
-            filler.insert(draw.randint(0, len(filler)), needle)
+            filler.insert(draw.randint(0, int(len(filler) * self.within)), needle)
         row = ("\n".join(filler)).encode()[: length - len(end)] + end.encode()
         return row if len(row) == length else self._cut(length - len(row)) + row
 
@@ -154,30 +164,37 @@ def positions(count: int, length: int, draw: random.Random) -> Tensor:
     return rows
 
 
-def batches(maker: RowMaker, length: int) -> tuple[Tensor, Tensor]:
-    """Return rows ``[N, T + 1]`` and positions ``[N, T]`` of one step."""
+def batches(maker: RowMaker, length: int, weight: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows ``[N, T + 1]``, positions ``[N, T]`` and weights ``[N, T + 1]`` of one step."""
     count = max(1, STEP_TOKENS // length)
-    tokens = [
-        torch.frombuffer(bytearray(maker.row(length + 1)), dtype=torch.uint8) for _ in range(count)
-    ]
-    return torch.stack(tokens).long() + BYTE_OFFSET, positions(count, length, maker.random)
+    tokens, weights = [], torch.ones(count, length + 1)
+    for row in weights:
+        tokens.append(torch.frombuffer(bytearray(maker.row(length + 1)), dtype=torch.uint8))
+        for answer in maker.answers:
+            row[answer] = weight
+    rows = torch.stack(tokens).long() + BYTE_OFFSET
+    return rows, positions(count, length, maker.random), weights
 
 
-def step_loss(model: LlamaForCausalLM, rows: Tensor, at: Tensor) -> Tensor:
+def step_loss(model: LlamaForCausalLM, rows: Tensor, at: Tensor, weights: Tensor) -> Tensor:
     """Mean cross-entropy in nats; the mask of ones says that skipped positions start no text."""
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model(
             rows[:, :-1], position_ids=at, attention_mask=torch.ones_like(at), use_cache=False
         )
-    return F.cross_entropy(hidden.logits.float().transpose(1, 2), rows[:, 1:])
+    loss = F.cross_entropy(hidden.logits.float().transpose(1, 2), rows[:, 1:], reduction="none")
+    return (loss * weights[:, 1:]).sum() / weights[:, 1:].sum()
 
 
-def long_model(start: Path) -> LlamaForCausalLM:
-    """Return a model with positions up to 16k tokens."""
+def long_model(start: Path, query_scale: float) -> LlamaForCausalLM:
+    """Return a model with positions up to 16k tokens, and with larger attention logits."""
     config = LlamaConfig.from_pretrained(start)
     config.max_position_embeddings = POSITIONS
     config.rope_parameters = {"rope_type": "default", "rope_theta": ROPE_THETA}
-    return LlamaForCausalLM.from_pretrained(start, config=config, dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(start, config=config, dtype=torch.float32)
+    for layer in model.model.layers:  # more keys need larger logits, as in YaRN
+        layer.self_attn.q_proj.weight.data.mul_(query_scale)
+    return model
 
 
 def save(model: LlamaForCausalLM, out: Path) -> None:
@@ -204,13 +221,17 @@ def main(
     tokens: Annotated[float, typer.Option(help="tokens to train on")] = TOKENS,
     minutes: Annotated[float, typer.Option(help="most wall-clock time")] = 90.0,
     lr: Annotated[float, typer.Option(help="peak learning rate")] = 2e-3,
+    quiz: Annotated[float, typer.Option(help="fraction of rows that end with questions")] = 0.25,
+    within: Annotated[float, typer.Option(help="part of them that gives the numbers")] = 1.0,
+    answers: Annotated[float, typer.Option(help="weight of their answers in the loss")] = 1.0,
+    query_scale: Annotated[float, typer.Option(help="factor of queries, at the start")] = 1.0,
     checkpoint: Annotated[Path, typer.Option(help="state of a run")] = Path("pretrain_long.pt"),
     seed: int = 0,
 ) -> None:
     """Train on a number of tokens, warming up and then decaying to zero; save in bfloat16."""
     torch.set_num_threads(1)
     text = read_bytes(standard_library_files(held_out=False))
-    model, lengths = long_model(model_path(start)), rows or ROWS
+    model, lengths = long_model(model_path(start), query_scale), rows or ROWS
     optimizers = make_optimizers(model, lr)
     step, seen, before, smooth = 0, 0, 0.0, 0.0
     if checkpoint.exists():
@@ -219,11 +240,11 @@ def main(
         model.load_state_dict(state["model"])
         for optimizer, values in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(values)
-    maker = RowMaker(text, seed + step)
+    maker = RowMaker(text, seed + step, quiz, within)
     began, saved = time.monotonic() - before, time.monotonic()
     while (done := max(seen / tokens, (time.monotonic() - began) / (60 * minutes))) < 1:
-        texts, at = batches(maker, lengths[0] if done < FIRST_PART else lengths[-1])
-        loss = step_loss(model, texts, at)
+        length = lengths[0] if done < FIRST_PART else lengths[-1]
+        loss = step_loss(model, *batches(maker, length, answers))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -231,7 +252,7 @@ def main(
                 group["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - done)
             optimizer.step()
             optimizer.zero_grad()
-        step, seen = step + 1, seen + at.numel()
+        step, seen = step + 1, seen + max(length, STEP_TOKENS)
         smooth = 0.95 * smooth + 0.05 * loss.item() if step > 1 else loss.item()
         if step % 10 == 0:
             cpu = time.process_time() / 60
