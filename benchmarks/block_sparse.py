@@ -7,8 +7,8 @@
     python -m benchmarks.block_sparse decode      # one token after 16k and 64k, in a model
 
 Quality is the share of the difference between a window of 32 and softmax that is closed, without
-training. Each timed query attends to at most 963 keys, or 978 in
-query blocks of 16; calls take turns.
+training. Each timed query attends to at most 963 keys, or 978 in query blocks of 16; calls take
+turns.
 """
 
 from __future__ import annotations

@@ -220,9 +220,7 @@ def _step_in_triton(call: SparseCall, impl: str) -> str:
     """Return why the kernels compute one new token; "" if torch does."""
     if impl not in ("auto", "triton"):
         return ""
-    if (
-        impl == "auto" and call.q.device.type == "cpu"
-    ):  # only in the interpreter, which allows one thread
+    if impl == "auto" and call.q.device.type == "cpu":  # the interpreter runs on one thread only
         return ""
     table = tuple(x for x in IMPLEMENTATIONS if x.name in ("triton", "torch"))
     choice = select("block_sparse_attention", table, call, impl)[1]

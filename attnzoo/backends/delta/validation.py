@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.backends.linear.validation import check_log_decay, check_packed_tokens
+from attnzoo.backends.linear.validation import check_log_decay
 from attnzoo.backends.validation import check_dtype, check_qkv, format_shape
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
@@ -45,8 +45,6 @@ def check_inputs(
         check_log_decay(log_decay, k, causal=True)
     if state is not None:
         check_state(state, k, v)
-    if mask.segment_ids is not None:
-        check_packed_tokens(q, k)
 
 
 def check_state(state: DeltaState, k: Tensor, v: Tensor) -> None:

@@ -48,7 +48,7 @@ def check_state(state: LinearState, k: Tensor, v: Tensor) -> None:
 
 
 def check_packed_tokens(q: Tensor, k: Tensor) -> None:
-    """Raise ``UnsupportedError`` for queries and keys of other tokens."""
+    """Raise ``UnsupportedError`` if packed queries and keys are not the same tokens."""
     if q.shape[2] != k.shape[2]:
         raise UnsupportedError(
             "segment_ids give the segments of queries and keys, which must be the same tokens, got "

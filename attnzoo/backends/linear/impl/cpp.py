@@ -172,8 +172,8 @@ def linear_cpp(
 
     With ``totals``, outputs are not divided by the sums of weights, ``[B, H, T]``, which are
     returned. With ``normalize`` and ``keep``, the reciprocals of these sums are returned for the
-    backward pass, which reads outputs too. In both cases outputs have the dtype of the state, and
-    in others sums of weights have no elements.
+    backward pass, which reads outputs too. In both cases outputs have the dtype of the state.
+    Otherwise the sums of weights have no elements.
 
     Args:
         q: Queries, ``[B, H, T, D]``.
@@ -206,8 +206,7 @@ def linear_cpp(
     last_kv, last_z = torch.empty_like(kv), torch.empty_like(z)
     kept = empty_huge_pages(kv, _kept_shape(kv, k.shape[2], keep))
     x.task.out, x.task.kept = rows_of(out), kept.data_ptr() if keep else None
-    if sums.numel():
-        setattr(x.task, "totals" if totals else "inverse", sums.data_ptr())
+    x.task.sums = sums.data_ptr() or None
     x.task.kv, x.task.z = kv.data_ptr(), z.data_ptr()
     x.task.last_kv, x.task.last_z = last_kv.data_ptr(), last_z.data_ptr()
     x.run("forward", kv.dtype)
@@ -252,7 +251,7 @@ def linear_cpp_backward(
     x = CallArguments(q, k, v, log_decay, weights, masks, d_kv.shape[2], options)
     x.task.kept = kept.data_ptr()
     if normalize:
-        x.task.out, x.task.inverse = rows_of(out), inverse.data_ptr()
+        x.task.out, x.task.sums = rows_of(out), inverse.data_ptr()
     trained = tuple(w if need else None for w, need in zip(weights, needed[6:], strict=True))
     d_weights = _new_weight_gradients(x.task, len(q), kept, trained)
     if d_out is None:
@@ -311,7 +310,7 @@ def _rows(x: Tensor) -> Rows:
 
 
 def _sum_decay_gradient(d_log: Tensor, log_decay: Tensor) -> Tensor:
-    """Return the gradients of tokens ``[B, Hkv, T, F]`` as those of the log decays."""
+    """Return the gradient of the log decays from those of single tokens, ``[B, Hkv, T, F]``."""
     d_log = d_log.sum((0, 2, 3)) if log_decay.dim() == 1 else d_log
     return d_log.view(log_decay.shape).to(log_decay.dtype)
 

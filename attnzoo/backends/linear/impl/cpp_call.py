@@ -61,7 +61,7 @@ class Task(ctypes.Structure):
         ),
         *cpp.fields(ctypes.c_double, "scale eps"),
         *cpp.fields(Rows, "q k v log_decay out"),
-        *cpp.fields(ctypes.c_void_p, "kv z last_kv last_z kept totals inverse ids key_mask"),
+        *cpp.fields(ctypes.c_void_p, "kv z last_kv last_z kept sums ids key_mask"),
         *cpp.fields(_Map, "q_map k_map"),
     ]
 

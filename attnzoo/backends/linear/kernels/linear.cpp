@@ -49,8 +49,7 @@ struct Task {
     const Real *kv, *z;             // [B, H, D, E], [B, H, D]: the state before the first token
     Real *last_kv, *last_z;         // the state after the last token
     Real* kept;                     // [B, H, T / SPAN, D, E + 1]: kv, then z, or null
-    Real* totals;                   // [B, H G, T]: sums of weights, not divided by; or null
-    Real* inverse;                  // [B, H G, T]: 1 / denominator, for the backward pass; or null
+    Real* sums;                     // [B, H G, T]: of weights; 1 / denominator if normalised; or null
     const int64_t* ids;             // segments, [B, T], or null
     const uint8_t* key_mask;        // [B, T]: keys whose features are not 0, or null: all
     MapTask<Real> q_map, k_map;
@@ -359,7 +358,7 @@ class LinearForward : LinearAttention<Real> {
             load_chunk(start);
             this->load_queries();
             this->compute_scores();
-            if (t.normalize || t.totals) compute_sums();
+            if (t.normalize || t.sums) compute_sums();
             for (int64_t g = 0; g < groups_; ++g) read(g);
             advance();
         }
@@ -402,10 +401,9 @@ class LinearForward : LinearAttention<Real> {
         this->add_weights(z_);
         for (int64_t r = 0; t.normalize && r < rows_; r += LANES)
             store(inverse_ + r, Real(1) / (load(inverse_ + r) + Real(t.eps)));
-        Real* out = t.normalize ? t.inverse : t.totals;
-        for (int64_t g = 0; out && column_ == 0 && g < groups_; ++g)
+        for (int64_t g = 0; t.sums && column_ == 0 && g < groups_; ++g)
             std::copy_n(inverse_ + g * CHUNK, count_,
-                        out + t.query(row_, head_ * t.groups + group_ + g, start_));
+                        t.sums + t.query(row_, head_ * t.groups + group_ + g, start_));
     }
 
     void store_state(Real* state) const { store_state(state, state + matrix()); }
@@ -668,7 +666,7 @@ class LinearBackward : LinearAttention<Real> {
             this->load_rows(out_.d_out, head, 0, t.value_size, width_, Real(1), d_out);
             if (out_.d_totals) load_sums(out_.d_totals + query, d_sums_ + g * CHUNK);
             if (!t.normalize) continue;
-            load_sums(t.inverse + query, inverse_ + g * CHUNK);
+            load_sums(t.sums + query, inverse_ + g * CHUNK);
             this->load_rows(t.out, head, 0, t.value_size, width_, Real(1), outputs_);
             for (int i = 0; i < CHUNK; ++i)
                 this->scale_row(d_out + i * width_, inverse_[g * CHUNK + i], width_,
