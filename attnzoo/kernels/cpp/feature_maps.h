@@ -1,8 +1,9 @@
 // Feature maps of queries and keys, computed for the rows of a chunk, and their gradients.
 //
-//     y = x, or W x + b of each head,    f = map(y): see the enum Map
+//     y = x, or W x + b with the W and b of the head,     f = map(y), see the enum Map
 //
-// Letters: D size of x, N size of y, F features. N is a multiple of 16, and so are the rows of a chunk.
+// Letters: D size of x, N size of y, F features. N and the number of rows of a chunk are multiples
+// of 16.
 
 #pragma once
 
@@ -15,18 +16,18 @@ enum Map : int64_t {
     IDENTITY,
     ELU_PLUS_ONE,
     RELU,            // max(y, 0) + RELU_FLOOR
-    EXP_OF_QUERIES,  // exp(s y - m), m the row's largest exponent
+    EXP_OF_QUERIES,  // exp(s y - m), where m is the maximum of s y over the row
     EXP,             // exp(min(s y, EXP_BOUND))
-    HEDGEHOG,        // softmax(y) and softmax(-y)
-    HEDGEHOG_JOINT,  // softmax of 2 y and -2 y together
+    HEDGEHOG,        // softmax(y), then softmax(-y)
+    HEDGEHOG_JOINT,  // one softmax over 2 y and -2 y
 };
 
-// As in attnzoo/backends/linear/feature_maps/functional.py
+// The values of attnzoo/backends/linear/feature_maps/functional.py
 constexpr double RELU_FLOOR = 1e-3, EXP_BOUND = 30;
 
 template <class Real>
 struct MapTask {
-    int64_t kind;        // a Map
+    int64_t kind;        // a value of Map
     int64_t size;        // N
     double scale;        // s
     const Real* weight;  // W, [H, N, D], or null
@@ -34,7 +35,7 @@ struct MapTask {
     Real *d_weight, *d_bias;  // [B, H, spans, N, D] and [B, H, spans, N], or null
 };
 
-// The map of one head.
+// The feature map of one head.
 template <class Real>
 class FeatureMap : Tiles<Real> {
     using typename Tiles<Real>::Reals;
@@ -44,11 +45,11 @@ class FeatureMap : Tiles<Real> {
     static constexpr int ROWS = 16;
 
     const MapTask<Real>& t;
-    const int64_t given_, size_, in_, out_;  // D, D rounded up, N, F
+    const int64_t x_size_, x_width_, y_size_, f_size_;  // D, D rounded up, N, F
     Buffer<Real> buffer_;
-    Real *weight_, *columns_, *bias_;      // [N, D], [D, N], [N]
-    Real *d_weight_, *d_bias_;             // sums over the rows so far
-    Real *a_, *b_;                         // of rows: two numbers each
+    Real *weight_, *columns_, *bias_;      // W [N, D], its transpose [D, N], b [N]
+    Real *d_weight_, *d_bias_;             // gradients, summed over the rows so far
+    Real *a_, *b_;                         // [ROWS]: maxima or sums of rows
     Real* d_y_;                            // [ROWS, N]
 
     static int64_t rounded(int64_t size) { return (size + 15) / 16 * 16; }
@@ -56,34 +57,37 @@ class FeatureMap : Tiles<Real> {
     bool has_halves() const { return t.kind == HEDGEHOG || t.kind == HEDGEHOG_JOINT; }
 
   public:
-    FeatureMap(const MapTask<Real>& task, int64_t head, int64_t given)
-        : t(task), given_(given), size_(rounded(given)), in_(task.size),
-          out_(has_halves() ? 2 * in_ : in_),
-          buffer_((has_matrix() ? 3 * size_ * in_ : 0) + 2 * in_ + 2 * ROWS + ROWS * in_),
-          weight_(buffer_.take(has_matrix() ? size_ * in_ : 0)),
-          columns_(buffer_.take(has_matrix() ? size_ * in_ : 0)), bias_(buffer_.take(in_)),
-          d_weight_(buffer_.take(has_matrix() ? size_ * in_ : 0)), d_bias_(buffer_.take(in_)),
-          a_(buffer_.take(ROWS)), b_(buffer_.take(ROWS)), d_y_(buffer_.take(ROWS * in_)) {
-        if (t.bias) std::copy_n(t.bias + head * in_, in_, bias_);
+    FeatureMap(const MapTask<Real>& task, int64_t head, int64_t x_size)
+        : t(task), x_size_(x_size), x_width_(rounded(x_size)), y_size_(task.size),
+          f_size_(has_halves() ? 2 * y_size_ : y_size_),
+          buffer_((has_matrix() ? 3 * x_width_ * y_size_ : 0) + 2 * y_size_ + 2 * ROWS +
+                  ROWS * y_size_),
+          weight_(buffer_.take(has_matrix() ? x_width_ * y_size_ : 0)),
+          columns_(buffer_.take(has_matrix() ? x_width_ * y_size_ : 0)),
+          bias_(buffer_.take(y_size_)),
+          d_weight_(buffer_.take(has_matrix() ? x_width_ * y_size_ : 0)),
+          d_bias_(buffer_.take(y_size_)),
+          a_(buffer_.take(ROWS)), b_(buffer_.take(ROWS)), d_y_(buffer_.take(ROWS * y_size_)) {
+        if (t.bias) std::copy_n(t.bias + head * y_size_, y_size_, bias_);
         if (!has_matrix()) return;
-        for (int64_t n = 0; n < in_; ++n)
-            std::copy_n(t.weight + (head * in_ + n) * given, given, weight_ + n * size_);
-        transpose(weight_, size_, in_, size_, columns_, in_);
+        for (int64_t n = 0; n < y_size_; ++n)
+            std::copy_n(t.weight + (head * y_size_ + n) * x_size, x_size, weight_ + n * x_width_);
+        transpose(weight_, x_width_, y_size_, x_width_, columns_, y_size_);
     }
 
-    // Whether features are computed at all.
+    // Whether the features are x itself, so that nothing has to be computed.
     bool is_identity() const { return t.kind == IDENTITY && !has_matrix(); }
 
-    // y and f of ROWS rows x, [ROWS, D rounded up]. Features of rows that do not count are 0; y and f
-    // may be x where nothing is computed.
-    void features(const Real* x, const bool* counts, Real* y, Real* f) {
+    // Compute y and f of ROWS rows x, [ROWS, D rounded up]. The features of rows that are not valid
+    // are 0. If is_identity(), y and f may be x.
+    void features(const Real* x, const bool* valid, Real* y, Real* f) {
         if (has_matrix()) {
-            product(y, in_, ROWS, x, size_, 1, columns_, in_, in_, size_);
-            for (int64_t i = 0; t.bias && i < ROWS * in_; i += in_)
-                for (int64_t n = 0; n < in_; n += LANES)
+            product(y, y_size_, ROWS, x, x_width_, 1, columns_, y_size_, y_size_, x_width_);
+            for (int64_t i = 0; t.bias && i < ROWS * y_size_; i += y_size_)
+                for (int64_t n = 0; n < y_size_; n += LANES)
                     store(y + i + n, load(y + i + n) + load(bias_ + n));
         } else {
-            std::copy_n(x, ROWS * in_, y);
+            std::copy_n(x, ROWS * y_size_, y);
         }
         const Real s = Real(t.scale);
         switch (t.kind) {
@@ -104,83 +108,86 @@ class FeatureMap : Tiles<Real> {
                 });
                 break;
             case EXP_OF_QUERIES:
-                largest_of_rows(ROWS, in_, y, in_, s, a_);
+                largest_of_rows(ROWS, y_size_, y, y_size_, s, a_);
                 for (int r = 0; r < ROWS; ++r)
-                    for (int64_t n = r * in_; n < (r + 1) * in_; n += LANES)
+                    for (int64_t n = r * y_size_; n < (r + 1) * y_size_; n += LANES)
                         store(f + n, exp(load(y + n) * s - a_[r]));
                 break;
             default: softmax_halves(y, f);
         }
         for (int r = 0; r < ROWS; ++r)
-            if (!counts[r]) std::fill_n(f + r * out_, out_, Real(0));
+            if (!valid[r]) std::fill_n(f + r * f_size_, f_size_, Real(0));
     }
 
-    // The gradient of x from x, y, f and the gradient of f. The gradients of W and b are added up.
-    // With a matrix, d_x may be null.
-    void gradients(const Real* x, const bool* counts, const Real* y, const Real* f, const Real* d_f,
+    // Compute the gradient of x from x, y, f and the gradient of f, and add to the gradients of W
+    // and b. With a matrix W, d_x may be null.
+    void gradients(const Real* x, const bool* valid, const Real* y, const Real* f, const Real* d_f,
                    Real* d_x) {
         Real* d_y = has_matrix() ? d_y_ : d_x;
         differentiate(y, f, d_f, d_y);
         for (int r = 0; r < ROWS; ++r)
-            if (!counts[r]) std::fill_n(d_y + r * in_, in_, Real(0));
+            if (!valid[r]) std::fill_n(d_y + r * y_size_, y_size_, Real(0));
         if (!has_matrix()) return;
-        if (d_x) product(d_x, size_, ROWS, d_y, in_, 1, weight_, size_, size_, in_);
+        if (d_x)
+            product(d_x, x_width_, ROWS, d_y, y_size_, 1, weight_, x_width_, x_width_, y_size_);
         if (t.d_bias)
-            for (int64_t n = 0; n < in_; n += LANES) {
+            for (int64_t n = 0; n < y_size_; n += LANES) {
                 Reals sum = load(d_bias_ + n);
-                for (int r = 0; r < ROWS; ++r) sum += load(d_y + r * in_ + n);
+                for (int r = 0; r < ROWS; ++r) sum += load(d_y + r * y_size_ + n);
                 store(d_bias_ + n, sum);
             }
         if (!t.d_weight) return;
-        for_columns(size_, [&](auto vectors, int64_t column) {
+        for_columns(x_width_, [&](auto vectors, int64_t column) {
             constexpr int V = decltype(vectors)::value, R = TILE / V;
-            for (int64_t n = 0; n < in_; n += R) {
-                Real* d_weight = d_weight_ + n * size_ + column;
+            for (int64_t n = 0; n < y_size_; n += R) {
+                Real* d_weight = d_weight_ + n * x_width_ + column;
                 Reals sums[R][V];
                 for (int r = 0; r < R; ++r)
                     for (int j = 0; j < V; ++j)
-                        sums[r][j] = load(d_weight + r * size_ + j * LANES);
-                multiply(sums, d_y + n, 1, in_, x + column, size_, ROWS);
+                        sums[r][j] = load(d_weight + r * x_width_ + j * LANES);
+                multiply(sums, d_y + n, 1, y_size_, x + column, x_width_, ROWS);
                 for (int r = 0; r < R; ++r)
                     for (int j = 0; j < V; ++j)
-                        store(d_weight + r * size_ + j * LANES, sums[r][j]);
+                        store(d_weight + r * x_width_ + j * LANES, sums[r][j]);
             }
         });
     }
 
-    // Write the gradients of W and b that have been added up, and begin again with zeros.
+    // Write the accumulated gradients of W and b at index `number` of their tensors, and reset
+    // them.
     void store_weight_gradients(int64_t number) {
         if (t.d_weight)
-            for (int64_t n = 0; n < in_; ++n)
-                std::copy_n(d_weight_ + n * size_, given_,
-                            t.d_weight + (number * in_ + n) * given_);
-        if (t.d_bias) std::copy_n(d_bias_, in_, t.d_bias + number * in_);
-        if (has_matrix()) std::fill_n(d_weight_, size_ * in_, Real(0));
-        std::fill_n(d_bias_, in_, Real(0));
+            for (int64_t n = 0; n < y_size_; ++n)
+                std::copy_n(d_weight_ + n * x_width_, x_size_,
+                            t.d_weight + (number * y_size_ + n) * x_size_);
+        if (t.d_bias) std::copy_n(d_bias_, y_size_, t.d_bias + number * y_size_);
+        if (has_matrix()) std::fill_n(d_weight_, x_width_ * y_size_, Real(0));
+        std::fill_n(d_bias_, y_size_, Real(0));
     }
 
   private:
     template <class Function>
     void each(const Real* y, Real* f, Function function) const {
-        for (int64_t i = 0; i < ROWS * in_; i += LANES) store(f + i, function(load(y + i)));
+        for (int64_t i = 0; i < ROWS * y_size_; i += LANES) store(f + i, function(load(y + i)));
     }
 
-    // Both halves of f: exponentials of factor y and of -factor y, less their maxima, divided by sums.
+    // Compute both halves of f from factor y and -factor y: a softmax of each, or one softmax of
+    // both if joint.
     void softmax_halves(const Real* y, Real* f) {
         const bool joint = t.kind == HEDGEHOG_JOINT;
         const Real factor = joint ? 2 : 1;
-        largest_of_rows(ROWS, in_, y, in_, factor, a_);
-        largest_of_rows(ROWS, in_, y, in_, -factor, b_);
+        largest_of_rows(ROWS, y_size_, y, y_size_, factor, a_);
+        largest_of_rows(ROWS, y_size_, y, y_size_, -factor, b_);
         for (int r = 0; joint && r < ROWS; ++r) a_[r] = b_[r] = b_[r] > a_[r] ? b_[r] : a_[r];
         Reals sums[ROWS], others[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             Reals sum{}, other{};
-            Real* row = f + r * out_;
-            for (int64_t n = 0; n < in_; n += LANES) {
-                const Reals v = load(y + r * in_ + n) * factor;
+            Real* row = f + r * f_size_;
+            for (int64_t n = 0; n < y_size_; n += LANES) {
+                const Reals v = load(y + r * y_size_ + n) * factor;
                 const Reals positive = exp(v - a_[r]), negative = exp(-v - b_[r]);
                 store(row + n, positive);
-                store(row + in_ + n, negative);
+                store(row + y_size_ + n, negative);
                 sum += positive;
                 other += negative;
             }
@@ -190,22 +197,22 @@ class FeatureMap : Tiles<Real> {
         add_lanes_of_rows(ROWS, a_, [&](int64_t r) { return sums[r]; });
         add_lanes_of_rows(ROWS, b_, [&](int64_t r) { return others[r]; });
         for (int r = 0; r < ROWS; ++r) {
-            Real* row = f + r * out_;
+            Real* row = f + r * f_size_;
             const Real a = 1 / a_[r], b = 1 / b_[r];
-            for (int64_t n = 0; n < in_; n += LANES) {
+            for (int64_t n = 0; n < y_size_; n += LANES) {
                 store(row + n, load(row + n) * a);
-                store(row + in_ + n, load(row + in_ + n) * b);
+                store(row + y_size_ + n, load(row + y_size_ + n) * b);
             }
         }
     }
 
-    // a_ and b_ of each row: the sums of f d_f over the first and the last N features.
+    // Compute a_ and b_ of each row: the sums of f d_f over the first and the last N features.
     void add_products(const Real* f, const Real* d_f) {
-        for (int64_t half = 0; half < out_ / in_; ++half)
+        for (int64_t half = 0; half < f_size_ / y_size_; ++half)
             add_lanes_of_rows(ROWS, half ? b_ : a_, [&](int64_t r) {
                 Reals sum{};
-                const int64_t first = r * out_ + half * in_;
-                for (int64_t i = first; i < first + in_; i += LANES)
+                const int64_t first = r * f_size_ + half * y_size_;
+                for (int64_t i = first; i < first + y_size_; i += LANES)
                     sum += load(f + i) * load(d_f + i);
                 return sum;
             });
@@ -216,17 +223,17 @@ class FeatureMap : Tiles<Real> {
         switch (t.kind) {
             case IDENTITY: each(d_f, d_y, [](Reals v) { return v; }); break;
             case ELU_PLUS_ONE:
-                for (int64_t i = 0; i < ROWS * in_; i += LANES) {
+                for (int64_t i = 0; i < ROWS * y_size_; i += LANES) {
                     const Reals d = load(d_f + i), low = d * load(f + i);
                     store(d_y + i, load(y + i) > Real(0) ? d : low);
                 }
                 break;
             case RELU:
-                for (int64_t i = 0; i < ROWS * in_; i += LANES)
+                for (int64_t i = 0; i < ROWS * y_size_; i += LANES)
                     store(d_y + i, load(y + i) > Real(0) ? load(d_f + i) : Reals{});
                 break;
             case EXP:
-                for (int64_t i = 0; i < ROWS * in_; i += LANES) {
+                for (int64_t i = 0; i < ROWS * y_size_; i += LANES) {
                     const Reals d = load(d_f + i) * load(f + i) * s;
                     store(d_y + i, load(y + i) * s > Real(EXP_BOUND) ? Reals{} : d);
                 }
@@ -236,17 +243,17 @@ class FeatureMap : Tiles<Real> {
         }
     }
 
-    // The gradient of the largest exponent is shared by all entries that have it.
+    // The gradient of the maximum of a row is divided equally among all entries that equal it.
     void differentiate_exp_of_queries(const Real* y, const Real* f, const Real* d_f, Real* d_y) {
         const Real s = Real(t.scale);
         add_products(f, d_f);
-        largest_of_rows(ROWS, in_, y, in_, s, b_);
+        largest_of_rows(ROWS, y_size_, y, y_size_, s, b_);
         for (int r = 0; r < ROWS; ++r) {
             Reals equal{};
-            for (int64_t i = r * in_; i < (r + 1) * in_; i += LANES)
+            for (int64_t i = r * y_size_; i < (r + 1) * y_size_; i += LANES)
                 equal += load(y + i) * s == b_[r] ? broadcast(1) : Reals{};
             const Real share = a_[r] / this->add_lanes(equal);
-            for (int64_t i = r * in_; i < (r + 1) * in_; i += LANES) {
+            for (int64_t i = r * y_size_; i < (r + 1) * y_size_; i += LANES) {
                 const Reals d = load(d_f + i) * load(f + i);
                 store(d_y + i, (load(y + i) * s == b_[r] ? d - share : d) * s);
             }
@@ -259,11 +266,11 @@ class FeatureMap : Tiles<Real> {
         add_products(f, d_f);
         for (int r = 0; r < ROWS; ++r) {
             if (joint) a_[r] = b_[r] = a_[r] + b_[r];
-            const Real *row = f + r * out_, *d_row = d_f + r * out_;
-            for (int64_t n = 0; n < in_; n += LANES) {
+            const Real *row = f + r * f_size_, *d_row = d_f + r * f_size_;
+            for (int64_t n = 0; n < y_size_; n += LANES) {
                 const Reals a = load(row + n) * (load(d_row + n) - a_[r]);
-                const Reals b = load(row + in_ + n) * (load(d_row + in_ + n) - b_[r]);
-                store(d_y + r * in_ + n, (a - b) * factor);
+                const Reals b = load(row + y_size_ + n) * (load(d_row + y_size_ + n) - b_[r]);
+                store(d_y + r * y_size_ + n, (a - b) * factor);
             }
         }
     }

@@ -1,6 +1,7 @@
-// SIMD register tiles: dot products and weighted sums of rows at any addresses.
+// SIMD vectors, exp2, and register tiles: dot products and weighted sums of rows, which are given
+// by their addresses.
 //
-// Vector types of GCC and Clang, as wide as the registers of the CPU.
+// Uses the vector extensions of GCC and Clang. A vector is as wide as the registers of the CPU.
 
 #pragma once
 
@@ -14,10 +15,10 @@
 
 #if defined(__AVX512F__)
 constexpr int VECTOR_BYTES = 64;
-constexpr int DOT_ROWS = 8;  // rows of a tile of dot_products: float sums take 16 of 32 registers
-constexpr int SUM_ROWS = 4;  // rows of a tile of add_weighted_rows
+constexpr int DOT_ROWS = 8;  // rows per tile of dot_products; its float sums use 16 of 32 registers
+constexpr int SUM_ROWS = 4;  // rows per tile of add_weighted_rows
 #else
-constexpr int VECTOR_BYTES = 32, DOT_ROWS = 2, SUM_ROWS = 2;  // 8 of 16 registers
+constexpr int VECTOR_BYTES = 32, DOT_ROWS = 2, SUM_ROWS = 2;  // sums use 8 of 16 registers
 #endif
 
 template <class Real>
@@ -61,12 +62,12 @@ struct Math {
         return p;
     }
 
-    // 2^x for x clamped to [-126, 126]; float: relative error 2e-7. NaN stays NaN.
+    // 2^x, with x clamped to [-126, 126]. The relative error in float is 2e-7. NaN stays NaN.
     static Reals exp2(Reals x) {
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
-        if constexpr (sizeof(Real) == 4) {  // the same bits as below
+        if constexpr (sizeof(Real) == 4) {  // bitwise equal to the generic code below
             const __m512 low = _mm512_set1_ps(-126), high = _mm512_set1_ps(126);
-            const __m512 bounded = _mm512_min_ps(high, _mm512_max_ps(low, (__m512)x));  // or NaN
+            const __m512 bounded = _mm512_min_ps(high, _mm512_max_ps(low, (__m512)x));  // keeps NaN
             const Reals fraction = (Reals)_mm512_reduce_ps(bounded, 0);
             const __m512 rounded = _mm512_roundscale_ps(bounded, 0);
             return (Reals)_mm512_scalef_ps((__m512)polynomial(fraction), rounded);
@@ -75,22 +76,23 @@ struct Math {
         x = x < Real(-126) ? broadcast(-126) : x;
         x = x > Real(126) ? broadcast(126) : x;
         if constexpr (sizeof(Real) == 4) {
-            const Reals rounded = x + Real(12582912);  // 1.5 * 2^23: the sum has no fraction bits
+            const Reals rounded = x + Real(12582912);  // adding 1.5 * 2^23 rounds to an integer
             const Reals fraction = x - (rounded - Real(12582912));
             const Reals result = (Reals)((Ints)polynomial(fraction) + ((Ints)rounded << 23));
-            return x == x ? result : x;  // the bits of a NaN would change the exponent
+            return x == x ? result : x;  // the addition to the exponent bits does not keep NaN
         } else {
             for (int i = 0; i < LANES; ++i) x[i] = std::exp2(x[i]);
             return x;
         }
     }
 
-    // Write a row, times a factor, as a column of a [size, BLOCK] matrix.
+    // Write a row, multiplied by a factor, as a column of a [size, BLOCK] matrix.
     static void store_column(const Real* row, int64_t size, Real factor, Real* column) {
         for (int64_t d = 0; d < size; ++d) column[d * BLOCK] = row[d] * factor;
     }
 
-    // Return x, loaded once: compilers else load it again in every multiplication, and loads limit.
+    // Return x, and keep it in a register. Otherwise compilers load it again for every
+    // multiplication, and loads are the bottleneck.
     static inline __attribute__((always_inline)) Reals in_register(Reals x) {
 #if defined(__AVX512F__)
         asm("" : "+v"(x));
@@ -117,7 +119,7 @@ struct Math {
 
     // For SUM_ROWS rows r, with i from range.first to range.second - 1:
     // out[r][:] = scale[r] out[r][:] + sum over i of weights[r row_stride + i stride] rows[i][:].
-    // Without scale, it is 1.
+    // If scale is null, it is 1 for all rows.
     static void add_weighted_rows(Real* const* out, const Real* scale, const Real* weights,
                                   int64_t row_stride, int64_t stride, const Real* const* rows,
                                   std::pair<int, int> range, int64_t size) {

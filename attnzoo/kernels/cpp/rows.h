@@ -1,4 +1,4 @@
-// Rows of tensors of any floating type: read into buffers of float or double, and written from them.
+// Load rows of tensors of any floating type into buffers of float or double, and store them.
 //
 // 16-bit numbers are converted in registers, so no tensor is copied to a wider type first.
 
@@ -17,21 +17,22 @@
 
 enum Type : int64_t { FLOAT, DOUBLE, BFLOAT16, HALF };
 
-// [B, H, T, X] with any strides but 1 in the last dimension; the same struct as in Python.
+// A tensor [B, H, T, X] with stride 1 in the last dimension and any other strides. The struct Rows
+// of attnzoo/kernels/memory.py has the same fields.
 struct Tensor {
     char* data;
-    int64_t type;      // a Type
-    int64_t steps[3];  // strides of batch, head and token, in numbers
+    int64_t type;      // a value of Type
+    int64_t steps[3];  // strides of batch, head and token, in elements
 
     int64_t bytes() const { return type == DOUBLE ? 8 : type == FLOAT ? 4 : 2; }
 
-    // Return the address of a number of the row of a token.
+    // Return the address of an element of a token's row.
     char* at(int64_t row, int64_t head, int64_t token, int64_t column = 0) const {
         return data + bytes() * (row * steps[0] + head * steps[1] + token * steps[2] + column);
     }
 
-    // Load part of a row into the L2 cache, to be read soon. Always inlined, because GCC 12 takes a
-    // function that only prefetches for one without effects, and removes its calls.
+    // Prefetch part of a row into the L2 cache. Always inlined, because GCC 12 treats a function
+    // that only prefetches as one without side effects, and removes its calls.
     inline __attribute__((always_inline)) void prefetch(int64_t row, int64_t head, int64_t token,
                                                         int64_t column, int64_t size) const {
         const char* x = at(row, head, token, column);
@@ -39,7 +40,7 @@ struct Tensor {
     }
 };
 
-// As many bits and halves of bits as a vector of floats has lanes
+// 32-bit and 16-bit integers, one for each lane of a vector of floats
 typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t HalfWords __attribute__((vector_size(VECTOR_BYTES / 2)));
 
@@ -48,7 +49,7 @@ struct Rows : Math<Real> {
     using typename Math<Real>::Reals;
     using Math<Real>::LANES;
 
-    // out[:] = factor x[:] for `size` numbers, then zeros up to `padded` numbers.
+    // out[:] = factor x[:] for `size` elements, then zeros up to `padded` elements.
     static void load_row(const char* x, int64_t type, int64_t size, int64_t padded, Real factor,
                          Real* out) {
         switch (type) {
@@ -60,7 +61,7 @@ struct Rows : Math<Real> {
         std::fill(out + size, out + padded, Real(0));
     }
 
-    // Write `size` numbers, rounded to the nearest number of the type.
+    // Write `size` elements, rounded to the nearest number of the type.
     static void store_row(const Real* row, int64_t size, char* out, int64_t type) {
         switch (type) {
             case FLOAT: store_as<FLOAT, float>(row, size, out); break;
@@ -184,8 +185,8 @@ struct Rows : Math<Real> {
         const uint32_t bits = to_bits(value), magnitude = bits & 0x7fffffff;
         const uint16_t sign = (bits >> 16) & 0x8000;
         if (value != value) return sign | 0x7e00;
-        if (magnitude >= 0x477ff000) return sign | 0x7c00;  // 65520 and more: infinity
-        if (magnitude < 0x38800000)  // below 2^-14: a multiple of 2^-24
+        if (magnitude >= 0x477ff000) return sign | 0x7c00;  // 65520 and above round to infinity
+        if (magnitude < 0x38800000)  // below 2^-14, subnormal: a multiple of 2^-24
             return sign | (uint16_t)std::nearbyint(to_float(magnitude) * 0x1p24f);
         return sign | (uint16_t)((magnitude - (112u << 23) + 0xfff + ((bits >> 13) & 1)) >> 13);
 #endif

@@ -1,7 +1,8 @@
 // Parallel loops on the OpenMP threads of torch.
 //
-// Other threads would compete with them: torch's threads spin for milliseconds after each of its
-// parallel regions. torch has loaded its OpenMP library already, so its symbols are found.
+// Threads that the kernels start would compete with those of torch, which spin for milliseconds
+// after each parallel region. The OpenMP library is found at run time, because torch has already
+// loaded it; without it, std::thread is used.
 
 #pragma once
 
@@ -26,7 +27,7 @@ struct ParallelLoop {
     }
 };
 
-// Call work(0) to work(count - 1), scheduled dynamically.
+// Call work(0) to work(count - 1) on up to `threads` threads, scheduled dynamically.
 template <class Work>
 void in_threads(int64_t count, int64_t threads, Work work) {
     ParallelLoop<Work> loop{work, count};

@@ -1,8 +1,9 @@
-// Products of small matrices in registers, transposes, exponentials, sums of lanes.
+// Products of small matrices in registers, transposes, exponentials, and sums over the lanes of a
+// vector.
 //
-// Sizes of matrices are multiples of 16, and their rows are contiguous. A matrix that is only read
-// may have any strides (`row_step`, `step`), so a transposed one needs no copy where its numbers are
-// broadcast; the other operand is read in vectors of columns.
+// Sizes of matrices are multiples of 16, and their rows are contiguous. The left operand of a
+// product is broadcast element by element, so it may have any strides (`row_step`, `step`), and a
+// transposed matrix needs no copy. The right operand is read in vectors of columns.
 
 #pragma once
 
@@ -17,9 +18,9 @@
 
 #include "lanes.h"
 
-constexpr int TILE = VECTOR_BYTES == 64 ? 16 : 8;  // vectors of sums of one product
+constexpr int TILE = VECTOR_BYTES == 64 ? 16 : 8;  // vectors that accumulate a tile of a product
 
-// Treat numbers below the smallest normal number as 0: some CPUs are slow with them.
+// Treat denormal numbers as 0 in the current scope, because some CPUs are slow with them.
 class FlushDenormals {
 #if defined(__SSE__)
     const unsigned saved_ = _mm_getcsr();
@@ -30,7 +31,7 @@ class FlushDenormals {
 #endif
 };
 
-// Zeros at an address that is a multiple of the vector size.
+// Memory that is filled with zeros and aligned to the vector size; take() returns the next part.
 template <class Real>
 class Buffer {
     std::vector<Real> storage_;
@@ -62,7 +63,7 @@ struct Tiles : Math<Real> {
     static inline __attribute__((always_inline)) void multiply(
         Reals (&sums)[R][V], const Real* a, int64_t row_step, int64_t step, const Real* b,
         int64_t pitch, int64_t depth) {
-        // Four rows from each pointer: as many addresses as there are registers for
+        // One pointer per four rows: registers do not suffice for more pointers
         const Real* rows[(R + 3) / 4];
         for (int r = 0; r < R; r += 4) rows[r / 4] = a + r * row_step;
         for (int64_t i = 0; i < depth; ++i) {
@@ -74,7 +75,8 @@ struct Tiles : Math<Real> {
         }
     }
 
-    // Call tile(vectors, column) for all columns; `vectors` is 4, 2 or 1 as a type.
+    // Call tile(vectors, column) for tiles that cover all columns. `vectors` is the width of the
+    // tile, 4, 2 or 1 vectors, as a std::integral_constant.
     template <class Tile>
     static inline __attribute__((always_inline)) void for_columns(int64_t width, Tile tile) {
         int64_t column = 0;
@@ -121,7 +123,8 @@ struct Tiles : Math<Real> {
             }
     }
 
-    // Exchange the blocks of S rows and columns beside the diagonal, then smaller ones.
+    // Transpose a square: exchange its two off-diagonal S x S blocks, then those of half the size
+    // in each block, recursively.
     template <int S>
     static inline __attribute__((always_inline)) void transpose_block(Reals (&rows)[LANES]) {
         if constexpr (S > 0) {
@@ -140,7 +143,7 @@ struct Tiles : Math<Real> {
         }
     }
 
-    // Lane i is lane indices[i] of a and b, one after the other.
+    // Lane i of the result is lane indices[i] of the concatenation of a and b.
     static inline __attribute__((always_inline)) Reals choose(Reals a, Reals b, Ints indices) {
 #if defined(__clang__)
         Reals chosen;
@@ -173,7 +176,7 @@ struct Tiles : Math<Real> {
         }
     }
 
-    // out[r] = the largest factor x[r][i] of each row, for a multiple of LANES rows and columns.
+    // out[r] = the maximum over i of factor x[r][i], for a multiple of LANES rows and columns.
     static void largest_of_rows(int64_t rows, int64_t columns, const Real* x, int64_t pitch,
                                 Real factor, Real* out) {
         for (int64_t first = 0; first < rows; first += LANES) {
@@ -200,7 +203,8 @@ struct Tiles : Math<Real> {
 
     // -- functions --------------------------------------------------------------------------------
 
-    // e^x within one unit in the last place; 0 below the smallest normal number. NaN stays NaN.
+    // e^x within one unit in the last place; in float, for x of at most 88, and 0 for x below -87,
+    // where results become denormal. NaN stays NaN.
     static Reals exp(Reals x) {
         if constexpr (sizeof(Real) == 4) {
             const Reals bounded = x < Real(-88) ? broadcast(-88) : x > Real(88) ? broadcast(88) : x;
