@@ -1,15 +1,16 @@
-// The delta rule on a CPU: forward and backward pass, chunk by chunk, and one token.
+// The delta rule on a CPU: forward and backward pass, chunk by chunk, and decoding of one token.
 //
 //     S_t = (I - b_t k_t k_t^T) Diag(a_t) S_{t-1} + b_t k_t v_t^T,     o_t = scale q_t S_t
 //
-// A chunk has at most CHUNK tokens and ends where a packed segment ends. Its tokens write
-//     x_i = b_i (v_i - (k_i decayed) S - sum over j < i of KK_ij x_j)
-// to the state S before the chunk, by forward substitution: KK_ij = sum over d of k_id L_ijd k_jd,
-// where L_ij is the product of the decays of tokens j + 1 to i. All decays are such products of
-// numbers in [0, 1], so no decay overflows, cancels or has an inverse.
+// A chunk has at most CHUNK tokens and ends where a packed segment ends. Token i writes k_i x_i^T
+// to the state. With the state S before the chunk, forward substitution gives
+//     x_i = b_i (v_i - (k_i decayed) S - sum over j < i of KK_ij x_j),
+// with KK_ij = sum over d of k_id L_ijd k_jd, where L_ij is the product of the decays of tokens
+// j + 1 to i. Every decay is such a product of numbers in [0, 1], never an inverse or a difference,
+// so no decay overflows or cancels.
 //
 // work     some columns of the values of one key head; its queries, keys and state stay in caches
-// reads    q, k, v, beta and log decay in place, with any strides but 1 in the last dimension
+// reads    q, k, v, beta and log decay in place, with stride 1 in the last dimension
 // writes   out, the state after the last token, and for the backward pass one state per SPAN tokens
 // limits   D and E multiples of 16; chunk at most CHUNK
 // oracle   delta_attention(impl="reference"), float64 included
@@ -28,7 +29,7 @@
 #include "tiles.h"
 
 constexpr int CHUNK = 16;   // tokens
-constexpr int SPAN = 128;   // tokens between the states that the forward pass keeps
+constexpr int SPAN = 128;   // tokens between the states that the forward pass stores
 
 template <class Real>
 struct Task {
@@ -42,27 +43,27 @@ struct Task {
     const Real *q, *k, *v, *beta, *log_decay, *state;  // state: before the first token
     Real *out, *last_state;
     Real* kept;                              // [B, H, T / SPAN, D, E]: states, or null
-    const int64_t* ids;                      // segments, [B, T], or null
+    const int64_t* ids;                      // segment ids, [B, T], or null
 
     int64_t panels() const { return (value_size + panel - 1) / panel; }
     int64_t spans() const { return (tokens + SPAN - 1) / SPAN; }
 };
 
-// What is known of the tokens of a chunk; rows after its last token are zero.
+// The tensors of a chunk. Rows after its last token are zero.
 template <class Real>
 struct Chunk {
     Buffer<Real> buffer;
     int64_t start = 0;
     int count = 0;         // tokens
-    bool first = false;    // of a packed segment
+    bool first = false;    // whether the chunk begins a packed segment
     Real *k, *q;           // [CHUNK, D], [G, CHUNK, D]: keys, scaled queries
-    Real *k_read, *q_read, *k_written;  // the same, decayed from the chunk's start, or to its end
-    Real *kk, *qk;         // [CHUNK, CHUNK], [G, CHUNK, CHUNK]: their products, decayed
-    Real *decay, *before, *after;  // [CHUNK, F]: of tokens; products from the start; to the end
+    Real *k_read, *q_read, *k_written;  // k and q decayed from the chunk's start; k to its end
+    Real *kk, *qk;         // [CHUNK, CHUNK], [G, CHUNK, CHUNK]: decayed products with keys
+    Real *decay, *before, *after;  // [CHUNK, F]: decays; products from the start; to the end
     Real *pairs;           // [CHUNK, CHUNK]: products of decays between tokens, F = 1
-    Real *total;           // [D]: decay of the state
+    Real *total;           // [D]: decay of the state over the chunk
     Real *beta;            // [CHUNK]
-    Real *state, *x, *error;  // [D, P] before the chunk; [CHUNK, P] written; the same before beta
+    Real *state, *x, *error;  // [D, P] before the chunk; [CHUNK, P]: x; x before beta
 
     Chunk(const Task<Real>& t, int64_t width)
         : buffer(CHUNK * (t.key_size * (t.decays ? 3 + 2 * t.groups : 1 + t.groups) +
@@ -98,7 +99,7 @@ class DeltaRule : protected Tiles<Real> {
     using Tiles<Real>::multiply, Tiles<Real>::for_columns, Tiles<Real>::product;
     using Tiles<Real>::transpose, Tiles<Real>::add_lanes, Tiles<Real>::dot;
     using Tiles<Real>::lane_numbers, Tiles<Real>::exp, Tiles<Real>::scale_row;
-    static constexpr int WIDE = CHUNK / LANES;  // vectors of a row of tokens
+    static constexpr int WIDE = CHUNK / LANES;  // vectors per row of CHUNK tokens
 
     const Task<Real>& t;
     const int64_t row_, head_, column_, size_, width_;
@@ -153,7 +154,7 @@ class DeltaRule : protected Tiles<Real> {
                       i < c.count ? load(rows + i * steps[2] + d) * factor : Reals{});
     }
 
-    // Without decay, or with one decay per token.
+    // Compute the decays and the products of a chunk without decay or with one decay per token.
     void decay_tokens(Chunk<Real>& c) const {
         if (t.decays) {
             const Real* log_decay = t.log_decay + row_ * t.decay_steps[0] +
@@ -191,7 +192,7 @@ class DeltaRule : protected Tiles<Real> {
             }
     }
 
-    // With one decay per key channel.
+    // Compute the decays and the products of a chunk with one decay per key channel.
     void decay_channels(Chunk<Real>& c) const {
         const Real* log_decay = t.log_decay + row_ * t.decay_steps[0] + head_ * t.decay_steps[1] +
                                 c.start * t.decay_steps[2];
@@ -221,8 +222,9 @@ class DeltaRule : protected Tiles<Real> {
         for (int i = 0; i < CHUNK; ++i) decay_keys(c, i);
     }
 
-    // Decay the transposed keys before token i by its decays, and multiply them with its key and
-    // queries. The keys after it are not decayed yet; their products are discarded.
+    // Multiply the transposed keys of earlier tokens by the decays of token i, in place, and then
+    // by its key and queries. The calls for tokens 0 to i accumulate L_ij k_j. Keys of later tokens
+    // are not decayed yet; their products are discarded.
     void decay_keys(Chunk<Real>& c, int i) const {
         const Real *k = c.k + i * size_, *decay = c.decay + i * size_;
         for (int w = 0; w < WIDE; ++w) {
@@ -255,7 +257,7 @@ class DeltaRule : protected Tiles<Real> {
         }
     }
 
-    // Compute what the tokens of a chunk write, x and the errors, from the state before it.
+    // Compute x and the errors of a chunk from the state before it.
     void solve(Chunk<Real>& c) const {
         if (c.first) std::fill_n(c.state, size_ * width_, Real(0));
         const Real* v = t.v + row_ * t.v_steps[0] + head_ * t.v_steps[1] +
@@ -282,7 +284,7 @@ class DeltaRule : protected Tiles<Real> {
         });
     }
 
-    // Compute the state after a chunk; it may replace the one before.
+    // Compute the state after a chunk; it may overwrite the state before the chunk.
     void advance(const Chunk<Real>& c, Real* state) const {
         for_columns(width_, [&](auto vectors, int64_t column) {
             constexpr int V = decltype(vectors)::value, R = TILE / V;
@@ -337,7 +339,7 @@ class DeltaForward : DeltaRule<Real> {
                                   t.kept + (this->index() * t.spans() + start / SPAN) * matrix);
             this->prepare(chunk_, start);
             this->solve(chunk_);
-            for (int64_t g = 0; g < t.groups; ++g) read(g);
+            for (int64_t g = 0; g < t.groups; ++g) compute_outputs(g);
             this->advance(chunk_, chunk_.state);
         }
         this->store_panel(chunk_.state, t.last_state + this->index() * matrix);
@@ -345,7 +347,7 @@ class DeltaForward : DeltaRule<Real> {
 
   private:
     // Compute the outputs of a query head.
-    void read(int64_t g) const {
+    void compute_outputs(int64_t g) const {
         const Chunk<Real>& c = chunk_;
         const Real *q = c.q_read + g * CHUNK * size_, *qk = c.qk + g * CHUNK * CHUNK;
         Real* out = t.out + row_ * t.out_steps[0] + (head_ * t.groups + g) * t.out_steps[1] +
@@ -370,8 +372,9 @@ template <class Real>
 struct Gradients {
     int64_t d_out_steps[3];
     const Real *d_out, *d_last_state;
-    // Panels add to the gradients of what they share: [P, B, H G, T, D], [P, B, H, T, D],
-    // [P, B, H, T] and [P, B, H, T, F]; dv is [B, H, T, E] and d_state [B, H, D, E].
+    // Panels share queries, keys, betas and decays, so each writes its own term of their gradients:
+    // [panels, B, H G, T, D], [panels, B, H, T, D], [panels, B, H, T] and [panels, B, H, T, F]. dv
+    // is [B, H, T, E] and d_state [B, H, D, E].
     Real *dq, *dk, *d_beta, *d_log_decay, *dv, *d_state;
 };
 
@@ -389,15 +392,15 @@ class DeltaBackward : DeltaRule<Real> {
     using Base::width_;
 
     const Gradients<Real>& out_;
-    const int64_t panel_, rows_, keys_;  // rows_: of Z and the gradients of the outputs
+    const int64_t panel_, rows_, keys_;  // rows of Z and of output gradients; elements of keys
     std::deque<Chunk<Real>> chunks_;     // of a span
     Buffer<Real> buffer_;
     Real *d_state_, *rows, *rows_t_, *x_t_;  // [D, P]; -Z and do [rows_, P]; transposed
-    Real *read_t_, *read_, *written_t_, *written_;  // gradients of decayed keys and queries
-    Real *d_products_;           // of KK, QK: [rows_, CHUNK]
+    Real *read_t_, *read_, *written_t_, *written_;  // gradients of k_read and q_read; k_written
+    Real *d_products_;           // gradients of KK and QK, [rows_, CHUNK]
     Real *dk_, *dq_, *dg_;       // [CHUNK, D], [G, CHUNK, D], [CHUNK, D]
     Real *d_total_, *d_beta_;    // [D]; [CHUNK, LANES]
-    Real* both_;                 // [CHUNK, CHUNK]: dKK, decayed, plus its transpose
+    Real* both_;                 // [CHUNK, CHUNK]: decayed dKK plus its transpose
 
   public:
     DeltaBackward(const Task<Real>& task, const Gradients<Real>& out, int64_t row, int64_t head,
@@ -451,7 +454,7 @@ class DeltaBackward : DeltaRule<Real> {
         transpose(written_t_, CHUNK, size_, CHUNK, written_, size_);
         for (int64_t d = 0; t.decays && d < size_; ++d)
             d_total_[d] = c.total[d] * dot(c.state + d * width_, d_state_ + d * width_, width_);
-        retreat(c);
+        differentiate_state(c);
         if (t.decays > 1)
             differentiate_channels(c);
         else
@@ -507,8 +510,8 @@ class DeltaBackward : DeltaRule<Real> {
         });
     }
 
-    // Compute the gradients of the state before the chunk.
-    void retreat(const Chunk<Real>& c) {
+    // Compute the gradient of the state before the chunk from that of the state after it.
+    void differentiate_state(const Chunk<Real>& c) {
         if (c.first) {  // a segment begins with a state of zeros
             std::fill_n(d_state_, size_ * width_, Real(0));
             return;
@@ -531,7 +534,7 @@ class DeltaBackward : DeltaRule<Real> {
         });
     }
 
-    // Gradients of keys, queries and log decays; one decay per token, or none.
+    // Compute the gradients of keys, queries and log decays, with one decay per token or none.
     void differentiate_tokens(const Chunk<Real>& c) {
         if (t.decays) differentiate_decays(c);
         for (int i = 0; i < CHUNK; ++i)
@@ -581,8 +584,9 @@ class DeltaBackward : DeltaRule<Real> {
         });
     }
 
-    // Sum what decays with token i: reads of tokens i and later from the state, writes of earlier
-    // tokens to the state, products between both, and the state itself.
+    // Compute the gradient of each log decay i: add up the terms of all values that decay with
+    // token i. These are reads of the state by tokens i and later, writes to the state by earlier
+    // tokens, products of the former with the latter, and the state itself.
     void differentiate_decays(const Chunk<Real>& c) {
         Real state = 0, read[CHUNK], pairs[CHUNK];
         for (int64_t d = 0; d < size_; ++d) state += d_total_[d];
@@ -611,7 +615,7 @@ class DeltaBackward : DeltaRule<Real> {
         }
     }
 
-    // The same with one decay per key channel.
+    // Compute the gradients of keys, queries and log decays, with one decay per key channel.
     void differentiate_channels(const Chunk<Real>& c) {
         for (int64_t d = 0; d < size_; d += LANES) {
             Reals read{};
@@ -642,7 +646,8 @@ class DeltaBackward : DeltaRule<Real> {
         }
     }
 
-    // The products of key j with itself and all later tokens of the chunk, in channels d and on.
+    // Add the terms of the products of key j with the query of token j and with the keys and
+    // queries of later tokens, in the vector of channels that begins at d.
     void differentiate_pairs(const Chunk<Real>& c, int j, int64_t d) {
         const Real *k = c.k + d, *q = c.q + d, *decay = c.decay + d;
         const Reals key = load(k + j * size_);
@@ -694,12 +699,12 @@ class DeltaBackward : DeltaRule<Real> {
 
 // -- decoding -------------------------------------------------------------------------------------
 
-// One token; sizes need not be multiples of anything.
+// The arguments of the step for one token; sizes are arbitrary.
 template <class Real>
 struct Step {
     int64_t threads, batch, heads, groups, key_size, value_size, decays;
     int64_t q_steps[2], k_steps[2], v_steps[2], beta_steps[2], decay_steps[2];  // batch, head
-    double scale, eps;  // eps is added to squared norms; below 0, nothing is normalised
+    double scale, eps;  // eps is added to squared norms of q and k; below 0: not normalised
     const Real *q, *k, *v, *beta, *log_decay, *state;
     Real *out, *last_state;  // contiguous
 };
@@ -748,7 +753,7 @@ class DeltaStep : Math<Real> {
         for (int64_t d = 0; d < t.key_size; ++d) out[d] = row[d] * Real(factor);
     }
 
-    // V vectors of columns.
+    // Update V vectors of columns of the state, and compute their outputs.
     template <int V>
     void update(const Real* before, Real* after, const Real* v, Real beta, Real* out,
                 int64_t column) const {

@@ -1,14 +1,16 @@
 // One token of the window hybrid on a CPU: decoding.
 //
-// The oldest key of the window enters the sums over earlier keys, and the new key the window:
+// The oldest key leaves the window and is added to the sums over earlier keys, and the new key
+// enters the window:
 //     S = decay S + f_0 (v_0, 1)^T,   o = (ww near + lw far) / (ww + lw total),   (far, total) = f_q S
-// near is the softmax over the window and total the weight of all earlier keys; ww and lw are their
-// factors, divided by the larger of the two sums so that nothing overflows. The first N tokens of a
-// row stand before the window in the state, belong to every softmax and enter no sum. The window is a
-// ring buffer: token n is in row n mod W. The next state may be in the place of the given one.
+// near is the output of the softmax over the window, and total the sum of the weights of all
+// earlier keys. The factors ww and lw are divided by the larger of the two sums of weights, so that
+// nothing overflows. The state stores the first N tokens of a row before the window; every softmax
+// contains them, and no sum does. The window is a ring buffer: token n is in row n mod W. The next
+// state may overwrite the given one.
 //
-// work     one key head and its queries; sizes need not be multiples of anything
-// reads    the tokens with any strides but 1 in the last dimension; the state is contiguous
+// work     one key head and its queries; sizes are arbitrary
+// reads    tokens with stride 1 in the last dimension; a contiguous state
 // oracle   hybrid_attention(impl="reference"), float64 included
 //
 // Letters: B batch, H key heads, G query heads per key head, W window, D key size, E value size,
@@ -37,21 +39,21 @@ struct Bfloat16 {
     }
 };
 
-// Key is the type of keys, Real of everything else.
+// Key is the element type of keys, and Real that of all other tensors.
 template <class Real, class Key>
 struct Step {
     int64_t threads, batch, heads, groups, sinks, window, key_size, value_size, features;
-    int64_t decays;                           // 0, 1 or F
-    int64_t counted;                          // whether the weight is divided by the number of keys
-    int64_t relative;                         // whether it is a factor of the window's sum
-    int64_t q_steps[2], k_steps[2], v_steps[2], fq_steps[2], fk_steps[2];  // of batch and head
+    int64_t decays;                           // per token: 0, 1 or F
+    int64_t counted;                          // whether lw is divided by the number of keys
+    int64_t relative;                         // whether lw is relative to the window's sum
+    int64_t q_steps[2], k_steps[2], v_steps[2], fq_steps[2], fk_steps[2];  // strides: batch, head
     int64_t decay_steps[2], weight_steps[2];
     double scale;
     const Real* q;
     const Key* k;
     const Real *v, *fq, *fk, *log_decay, *log_weight;
-    const Key* keys;                           // of a head: [N + W, D]
-    const Real *values, *far, *kv, *z;         // of a head: [N + W, E], [W, F], [F, E + 1], [F]
+    const Key* keys;                           // per head: [N + W, D]
+    const Real *values, *far, *kv, *z;         // per head: [N + W, E], [W, F], [F, E + 1], [F]
     const int64_t* seen;                       // [B]: tokens before this one
     Real* out;
     Key* next_keys;
@@ -80,7 +82,7 @@ class HybridStep : Math<Real> {
         append(t.far, token(t.fk, t.fk_steps, row, head), t.features, 0, seen, i, t.next_far);
         const int64_t before = seen + 1 - t.window;  // tokens before the window
         const int64_t stop = t.sinks + std::min(seen + 1, t.window);
-        const int64_t outside = std::clamp<int64_t>(before, 0, t.sinks);
+        const int64_t outside = std::clamp<int64_t>(before, 0, t.sinks);  // first tokens of these
         for (int64_t g = 0; g < t.groups; ++g) {
             const int64_t query = head * t.groups + g;
             const Real lse = attend(token(t.q, t.q_steps, row, query), i, outside, stop);
@@ -96,11 +98,12 @@ class HybridStep : Math<Real> {
         return x + row * steps[0] + head * steps[1];
     }
 
-    // Add the oldest key of the window to the sums over earlier keys, unless it is a first token.
+    // Add the oldest key of the window to the sums over earlier keys, unless it is one of the first
+    // N tokens.
     void update_sums(int64_t i, int64_t row, int64_t head) {
         const int64_t columns = t.value_size + 1, size = t.features * columns;
         const int64_t oldest = t.seen[row] % t.window;
-        const bool is_first = t.seen[row] - t.window < t.sinks;  // or none
+        const bool is_first = t.seen[row] - t.window < t.sinks;  // or the window is not full
         const Real* far = t.far + (i * t.window + oldest) * t.features;
         const Real* value = t.values + (i * (t.sinks + t.window) + t.sinks + oldest) * t.value_size;
         const Real* log_decay = t.decays ? token(t.log_decay, t.decay_steps, row, head) : nullptr;
@@ -118,7 +121,8 @@ class HybridStep : Math<Real> {
         }
     }
 
-    // Overwrite the oldest row of the window with the new one, which may also be a first token.
+    // Overwrite the oldest row of the window with the new one; one of the first N tokens is stored
+    // among them too.
     template <class X>
     void append(const X* state, const X* row, int64_t size, int64_t sinks, int64_t seen, int64_t i,
                 X* next) const {
@@ -139,8 +143,8 @@ class HybridStep : Math<Real> {
         return sum;
     }
 
-    // Write the softmax over the rows before `outside` and those of the window before `stop` to near_;
-    // return its log-sum-exp.
+    // Write the output of the softmax over the rows before `outside` and the rows of the window
+    // before `stop` to near_, and return the log-sum-exp of its scores.
     Real attend(const Real* q, int64_t i, int64_t outside, int64_t stop) {
         const int64_t stored = t.sinks + t.window;
         const Key* keys = t.next_keys + i * stored * t.key_size;
@@ -149,7 +153,7 @@ class HybridStep : Math<Real> {
         const auto next = [=](int64_t j) { return j + 1 == outside ? t.sinks : j + 1; };
         const int64_t begin = outside ? 0 : t.sinks;
         for (int64_t j = begin; j < stop; j = next(j)) {
-            std::copy_n(keys + j * t.key_size, t.key_size, key_.data());  // converts
+            std::copy_n(keys + j * t.key_size, t.key_size, key_.data());  // converts Key to Real
             weights_[j] = Real(t.scale) * dot(q, key_.data());
             maximum = std::max(maximum, weights_[j]);
         }

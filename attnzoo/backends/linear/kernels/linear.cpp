@@ -1,24 +1,26 @@
 // Causal linear attention on a CPU: forward and backward pass, chunk by chunk.
 //
 //     S_t = Diag(a_t) S_{t-1} + k_t v_t^T,     z_t = a_t z_{t-1} + k_t,
-//     o_t = scale q_t S_t, or divided by scale q_t z_t + eps, or beside the totals scale q_t z_t
+//     o_t = scale q_t S_t / (scale q_t z_t + eps) if normalised, else scale q_t S_t
+//
+// Without normalisation, the totals scale q_t z_t can be returned too.
 //
 // A chunk has at most CHUNK tokens and ends where a packed segment ends. Its queries read the state
 // before the chunk and, through scores, the chunk's own keys: A_ij = sum over d of q_id L_ijd k_jd,
-// where L_ij is the product of the decays of tokens j + 1 to i. Every decay is an exponential of a
+// where L_ij is the product of the decays of tokens j + 1 to i. Every decay is the exponential of a
 // sum of log decays or a product of numbers in [0, 1], never a quotient, so no decay overflows or
-// cancels. Feature maps of queries and keys are computed chunk by chunk, in both passes.
+// cancels. Both passes compute the feature maps of queries and keys chunk by chunk.
 //
 // work     one key head and some of its query heads or columns of values (forward), or some of its
-//          spans (backward); what a chunk needs fits the L1 and L2 caches
-// reads    tensors of any floating type in place, with any strides but 1 in the last dimension
+//          spans (backward); the data of a chunk fits in the L1 and L2 caches
+// reads    tensors of any floating type in place, with stride 1 in the last dimension
 // writes   out, the state after the last token, and for the backward pass one state per SPAN tokens
 // limits   chunk at most CHUNK
 // oracle   linear_attention(impl="reference"), float64 included
 //
 // Letters: B batch, H key heads, G query heads per key head, T tokens, D features, E value size,
-// F decays per token (0, 1 or D), P columns of values of one piece of work. Buffers have D, E and P
-// rounded up to multiples of 16.
+// F decays per token (0, 1 or D), P columns of values of one piece of work. In buffers, D, E and P
+// are rounded up to multiples of 16.
 
 #include <algorithm>
 #include <cmath>
@@ -32,7 +34,7 @@
 #include "tiles.h"
 
 constexpr int CHUNK = 16;   // tokens
-constexpr int SPAN = 512;   // tokens between the states that the forward pass keeps
+constexpr int SPAN = 512;   // tokens between the states that the forward pass stores
 constexpr double LOWEST_LOG_DECAY = -1e4;  // its exponential is 0; sums of -infinity would be NaN
 
 static int64_t pad(int64_t size) { return (size + 15) / 16 * 16; }
@@ -40,28 +42,29 @@ static int64_t pad(int64_t size) { return (size + 15) / 16 * 16; }
 template <class Real>
 struct Task {
     int64_t threads, batch, heads, groups, tokens, key_size, value_size;
-    int64_t given_size;             // of queries and keys before the feature map
+    int64_t given_size;             // size of queries and keys before the feature map
     int64_t normalize;              // whether outputs are divided by the totals
     int64_t chunk;                  // tokens, at most CHUNK
     int64_t decays;                 // per token: 0, 1 or D
-    double scale, eps;              // factor of queries; added to the sum of weights
+    double scale, eps;              // factor of queries; added to sums of weights
     Tensor q, k, v, log_decay, out;
     const Real *kv, *z;             // [B, H, D, E], [B, H, D]: the state before the first token
     Real *last_kv, *last_z;         // the state after the last token
-    Real* kept;                     // [B, H, T / SPAN, D, E + 1]: kv, then z, or null
-    Real* sums;                     // [B, H G, T]: of weights; 1 / denominator if normalised; or null
-    const int64_t* ids;             // segments, [B, T], or null
-    const uint8_t* key_mask;        // [B, T]: keys whose features are not 0, or null: all
+    Real* kept;                     // [B, H, T / SPAN, D, E + 1]: states (kv, then z), or null
+    Real* sums;                     // [B, H G, T]: sums of weights, or 1 / denominators if
+                                    // normalised; or null
+    const int64_t* ids;             // segment ids, [B, T], or null
+    const uint8_t* key_mask;        // [B, T]: false where key features are set to 0; or null
     MapTask<Real> q_map, k_map;
 
     int64_t spans() const { return (tokens + SPAN - 1) / SPAN; }
 
-    // Return the number of a query in a contiguous [B, H G, T].
+    // Return the index of a query in a contiguous [B, H G, T].
     int64_t query(int64_t row, int64_t head, int64_t token) const {
         return (row * heads * groups + head) * tokens + token;
     }
 
-    // Return the state that is kept before a span.
+    // Return the stored state before a span.
     Real* kept_state(int64_t row, int64_t head, int64_t span) const {
         return kept + ((row * heads + head) * spans() + span) * key_size * (value_size + 1);
     }
@@ -77,34 +80,34 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
     using Tiles<Real>::transpose, Tiles<Real>::lane_numbers, Tiles<Real>::exp;
     using Tiles<Real>::scale_row, Tiles<Real>::add_lanes, Tiles<Real>::add_lanes_of_rows;
     using Rows<Real>::load_row, Rows<Real>::store_row;
-    static constexpr int WIDE = CHUNK / LANES;  // vectors of a row of tokens
+    static constexpr int WIDE = CHUNK / LANES;  // vectors per row of CHUNK tokens
 
     const Task<Real>& t;
     const int64_t row_, head_;
     const int64_t group_, groups_;    // the first query head, and how many
     const int64_t column_, columns_;  // the first column of values, and how many
     const int64_t size_, width_;      // D and P, rounded up
-    const int64_t rows_, keys_;       // of queries, G CHUNK; numbers of a chunk's keys
+    const int64_t rows_, keys_;       // rows of queries, G CHUNK; elements of a chunk's keys
     FeatureMap<Real> k_map_;
-    std::deque<FeatureMap<Real>> q_maps_;  // of the query heads
-    const int64_t given_;                  // numbers of a chunk's keys before the map; 0 without one
+    std::deque<FeatureMap<Real>> q_maps_;  // one per query head
+    const int64_t given_;                  // elements of a chunk's keys before the map; 0 without
     Buffer<Real> buffer_;
 
     // The chunk; rows after its last token are zero.
     bool is_token_[CHUNK], is_key_[CHUNK];
-    Real *given_k_, *given_q_, *y_k_, *y_q_;  // before the map, and before its function; as k_, q_
+    Real *given_k_, *given_q_, *y_k_, *y_q_;  // x and y of the feature maps, see feature_maps.h
     int64_t start_ = 0;
-    int next_ = CHUNK;      // from the chunk to the next one to be computed, in tokens
+    int next_ = CHUNK;      // distance to the chunk that is computed next, in tokens
     int count_ = 0;         // tokens
-    bool first_ = false;    // of a packed segment
+    bool first_ = false;    // whether the chunk begins a packed segment
     Real *k_, *v_, *q_;     // [CHUNK, D], [CHUNK, P], [G CHUNK, D]: keys, values, scaled queries
-    Real *k_written_, *q_read_;       // decayed to the chunk's end, or from its start
+    Real *k_written_, *q_read_;       // keys decayed to the chunk's end, queries from its start
     Real *k_columns_;                 // [D, CHUNK]: transposed keys
     Real *scores_;                    // [G CHUNK, CHUNK]
     Real *inverse_;                   // [G CHUNK]: 1 / denominator
-    Real *decay_, *before_, *after_;  // [CHUNK, F]: of tokens; products from the start; to the end
+    Real *decay_, *before_, *after_;  // [CHUNK, F]: decays; products from the start; to the end
     Real *pairs_;                     // [CHUNK, CHUNK]: products of decays between tokens, F = 1
-    Real *total_;                     // [D]: decay of the state
+    Real *total_;                     // [D]: decay of the state over the chunk
 
     LinearAttention(const Task<Real>& task, int64_t row, int64_t head, int64_t group,
                     int64_t groups, int64_t column, int64_t columns)
@@ -191,7 +194,8 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
 
     // -- decays -----------------------------------------------------------------------------------
 
-    // With one decay per token. Differences of sums are exact in float64.
+    // Compute the decays of a chunk with one decay per token, and decay the keys. Differences of
+    // sums are exact in float64.
     void decay_tokens() {
         Real logs[CHUNK * CHUNK];
         double sums[CHUNK], sum = 0;
@@ -216,7 +220,7 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
             scale_row(k_ + i * size_, after_[i], size_, k_written_ + i * size_);
     }
 
-    // With one decay per key channel.
+    // Compute the decays of a chunk with one decay per key channel, and decay the keys.
     void decay_channels() {
         load_rows(t.log_decay, head_, 0, t.key_size, size_, Real(1), decay_);
         for (int64_t d = 0; d < size_; d += LANES) {
@@ -228,7 +232,7 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
                 store(decay_ + at, decay);
                 store(before_ + at, product);
             }
-            store(total_ + d, exp(sum));  // of the sum: errors of the state add up over chunks
+            store(total_ + d, exp(sum));  // more precise; errors of the state add up over chunks
             product = broadcast(1);
             for (int64_t at = keys_ - size_ + d; at >= 0; at -= size_) {
                 store(after_ + at, product);
@@ -277,8 +281,9 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
             }
     }
 
-    // Decay the transposed keys before token i by its decays, and multiply them with its queries.
-    // The keys after it are not decayed yet; their products are discarded.
+    // Compute the scores of token i: multiply the transposed keys of earlier tokens by the decays
+    // of token i, in place, and then by its queries. The calls for tokens 0 to i accumulate L_ij
+    // k_j. Keys of later tokens are not decayed yet; their scores are discarded.
     void score_channels(int i) {
         const Real* decay = decay_ + i * size_;
         for (int w = 0; w < CHUNK; w += LANES) {
@@ -302,7 +307,7 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
         }
     }
 
-    // Compute the sums of weights from the sum of keys before the chunk, into inverse_.
+    // Write the sums of weights to inverse_; z is the sum of keys before the chunk.
     void add_weights(const Real* z) {
         add_lanes_of_rows(rows_, inverse_, [&](int64_t r) {
             Reals sum{};
@@ -313,7 +318,7 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
         });
     }
 
-    // z = decayed z + sum of keys.
+    // Compute the sum of keys after the chunk: z = decayed z + sum of decayed keys.
     void advance_keys(const Real* before, Real* after) const {
         for (int64_t d = 0; d < size_; d += LANES) {
             Reals sum = load(before + d);
@@ -348,8 +353,8 @@ class LinearForward : LinearAttention<Real> {
           buffer_(size_ * (width_ + 1) + rows_ * width_), kv_(buffer_.take(size_ * width_)),
           z_(buffer_.take(size_)), out_(buffer_.take(rows_ * width_)) {}
 
-    // Compute the outputs of tokens `first` to `end` - 1 from the state before them, or from that
-    // of the call.
+    // Compute the outputs of tokens `first` to `end` - 1 from the state before them; null stands
+    // for the state before the first token of the call.
     void run(int64_t first, int64_t end, const Real* state) {
         load_state(state);
         for (int64_t start = first; start < end; start += count_) {
@@ -359,14 +364,14 @@ class LinearForward : LinearAttention<Real> {
             this->load_queries();
             this->compute_scores();
             if (t.normalize || t.sums) compute_sums();
-            for (int64_t g = 0; g < groups_; ++g) read(g);
+            for (int64_t g = 0; g < groups_; ++g) compute_outputs(g);
             advance();
         }
         if (group_ == 0 && end == t.tokens)
             store_state(t.last_kv + index() * matrix(), t.last_z + index() * t.key_size);
     }
 
-    // Compute the states before the tokens `cuts`, but for the first and the last of them.
+    // Compute the states before the tokens `cuts`, except the first and the last of these tokens.
     void compute_states(const std::vector<int64_t>& cuts, Real* states) {
         load_state(nullptr);
         for (size_t i = 1; i + 1 < cuts.size(); ++i, states += matrix() + t.key_size) {
@@ -415,7 +420,7 @@ class LinearForward : LinearAttention<Real> {
     }
 
     // Compute the outputs of a query head.
-    void read(int64_t g) const {
+    void compute_outputs(int64_t g) const {
         const Real *q = q_read_ + g * keys_, *scores = scores_ + g * CHUNK * CHUNK;
         Real* out = out_ + g * CHUNK * width_;
         for_columns(width_, [&](auto vectors, int64_t column) {
@@ -458,13 +463,13 @@ class LinearForward : LinearAttention<Real> {
 
 // -- the backward pass ----------------------------------------------------------------------------
 
-// What is not needed has no address.
+// Gradients that are not needed are null.
 template <class Real>
 struct Gradients {
     Tensor d_out, dq, dk, dv, d_log_decay;
     const Real* d_totals;             // [B, H G, T], or null
     const Real *d_last_kv, *d_last_z; // of the state after the last token
-    Real *d_kv, *d_z;                 // of the state before the first token; both or none
+    Real *d_kv, *d_z;                 // of the state before the first token; both or neither
 };
 
 // Which gradients are computed.
@@ -479,13 +484,14 @@ struct Needed {
           decay(t.decays && out.d_log_decay.data), state(k || v || decay || out.d_kv) {}
 };
 
-// Computes the states of a span again, then processes its chunks in reverse. States are transposed, [E, D].
-// With do the gradient of a numerator, and y that of a denominator:
+// Computes the states of a span again, then processes its chunks in reverse. States are transposed,
+// [E, D]. With do the gradient of a numerator, and y that of a denominator:
 //     dA_ij = do_i v_j + y_i,     dq_i = do_i S^T + y_i z + sum over j <= i of dA_ij L_ij k_j,
 //     dk_j = v_j dS^T + dz + sum over i >= j of dA_ij L_ij q_i,     y_i = -o_i do_i / denominator
 // Outputs and denominators are those of the forward pass.
-// A log decay acts on the state, reads of it, writes to it, and pairs of tokens around it. Its
-// gradient is the sum of these values times their gradients, none of which is subtracted.
+// A log decay multiplies, as an exponential, the state, later reads of it, earlier writes to it,
+// and the scores of later queries with earlier keys. Its gradient is the sum of these values times
+// their gradients; no term is subtracted.
 template <class Real>
 class LinearBackward : LinearAttention<Real> {
     using Base = LinearAttention<Real>;
@@ -538,8 +544,8 @@ class LinearBackward : LinearAttention<Real> {
           d_sums_(buffer_.take(rows_)), written_sums_(buffer_.take(CHUNK)),
           outputs_(buffer_.take(CHUNK * width_)), d_given_(buffer_.take(given_)) {}
 
-    // Compute the gradients of the tokens of spans `first` to `end` - 1. The gradient of the state
-    // passes through the later spans before.
+    // Compute the gradients of the tokens of spans `first` to `end` - 1, after propagating the
+    // gradient of the state back through all later spans.
     void run(int64_t first, int64_t end) {
         const int64_t matrix = t.key_size * t.value_size;
         load_state(out_.d_last_kv + index() * matrix, out_.d_last_z + index() * t.key_size,
@@ -562,7 +568,7 @@ class LinearBackward : LinearAttention<Real> {
     }
 
   private:
-    // Whether the sums of weights have gradients.
+    // Return whether the sums of weights have gradients.
     bool sums() const { return t.normalize || out_.d_totals; }
 
     void load_state(const Real* kv, const Real* z, State& state) const {
@@ -641,10 +647,10 @@ class LinearBackward : LinearAttention<Real> {
         if (scores) differentiate_scores(state);
         if (needed_.v) differentiate_values();
         if (needed_.k || needed_.decay) differentiate_writes();
-        if (needed_.decay) multiply_states(state);
+        if (needed_.decay) differentiate_state_decay(state);
         if (scores) t.decays > 1 ? differentiate_channels() : differentiate_tokens();
         store_gradients();
-        if (needed_.state) retreat();
+        if (needed_.state) differentiate_state();
     }
 
     // Compute only the gradient of the state before a chunk, which does not depend on the chunk's
@@ -655,7 +661,7 @@ class LinearBackward : LinearAttention<Real> {
         this->load_decays();
         this->load_queries();
         load_output_gradients();
-        retreat();
+        differentiate_state();
     }
 
     // Load the gradients of numerators and of sums of weights.
@@ -680,7 +686,7 @@ class LinearBackward : LinearAttention<Real> {
         }
     }
 
-    // Load numbers of the chunk's tokens, and zeros after them.
+    // Copy one number per token of the chunk, followed by zeros.
     void load_sums(const Real* from, Real* to) const {
         std::copy_n(from, count_, to);
         std::fill_n(to + count_, CHUNK - count_, Real(0));
@@ -744,8 +750,8 @@ class LinearBackward : LinearAttention<Real> {
         });
     }
 
-    // d_total = state decay times its gradient.
-    void multiply_states(const State& state) {
+    // Compute the gradient of the logarithm of the state decay: the decay times its gradient.
+    void differentiate_state_decay(const State& state) {
         for (int64_t d = 0; d < size_; d += LANES) {
             Reals sums[2] = {load(state.z + d) * load(d_state_.z + d), Reals{}};
             for (int64_t e = 0; e < width_; e += 2)
@@ -757,8 +763,8 @@ class LinearBackward : LinearAttention<Real> {
         }
     }
 
-    // Compute the gradients of the state before the chunk.
-    void retreat() {
+    // Compute the gradient of the state before the chunk from that of the state after it.
+    void differentiate_state() {
         if (this->first_) {  // a segment begins with a state of zeros
             std::fill_n(d_state_.kv, size_ * width_, Real(0));
             std::fill_n(d_state_.z, size_, Real(0));
@@ -774,7 +780,7 @@ class LinearBackward : LinearAttention<Real> {
         }
     }
 
-    // Gradients of keys, queries and log decays; one decay per token, or none.
+    // Compute the gradients of keys, queries and log decays, with one decay per token or none.
     void differentiate_tokens() {
         if (needed_.decay) differentiate_decays();
         for (int64_t r = 0; t.decays && r < rows_; ++r)
@@ -806,8 +812,9 @@ class LinearBackward : LinearAttention<Real> {
         });
     }
 
-    // Sum what decays with token i: reads of tokens i and later from the state, writes of earlier
-    // tokens to the state, scores of both, and the state itself.
+    // Compute the gradient of each log decay i: add up the terms of all values that decay with
+    // token i. These are reads of the state by tokens i and later, writes to the state by earlier
+    // tokens, scores of the former with the latter, and the state itself.
     void differentiate_decays() {
         add_lanes_of_rows(CHUNK, dk_, [&](int64_t i) {
             Reals sum{};
@@ -842,7 +849,7 @@ class LinearBackward : LinearAttention<Real> {
         for (int i = 0; i < CHUNK; written += written_sums_[i++]) d_log_[i] += state + written;
     }
 
-    // The same with one decay per key channel.
+    // Compute the gradients of keys, queries and log decays, with one decay per key channel.
     void differentiate_channels() {
         for (int64_t d = 0; d < size_; d += LANES) {
             Reals read{};
@@ -866,7 +873,8 @@ class LinearBackward : LinearAttention<Real> {
         }
     }
 
-    // The scores of key j with all queries of the chunk from its own token on, in channels d and on.
+    // Add the terms of the scores of key j with the queries of tokens j and later, in the vector of
+    // channels that begins at d.
     void differentiate_pairs(int j, int64_t d) {
         const Real *q = q_ + d, *decay = decay_ + d;
         const Reals key = load(k_ + j * size_ + d);
@@ -930,9 +938,10 @@ class LinearBackward : LinearAttention<Real> {
 
 // -- entry points ---------------------------------------------------------------------------------
 
-// Where there are more threads than key heads, pieces of work are parts of the tokens, and first the
-// states before them, in columns of the values. Few tokens are not divided: pieces are query heads
-// then, and columns of the values. Results do not depend on the number of threads.
+// With more threads than key heads, the tokens are divided into parts. The states before the parts
+// are computed first, in parallel over columns of the values. Few tokens are not divided; the
+// pieces of work are then query heads and columns of the values. Results do not depend on the
+// number of threads.
 template <class Real>
 static void forward(const Task<Real>& t) {
     const int64_t heads = t.batch * t.heads;
@@ -944,10 +953,10 @@ static void forward(const Task<Real>& t) {
     const int64_t panels = std::min(blocks, (wanted + parts * groups - 1) / (parts * groups));
     const int64_t panel = pad((t.value_size + panels - 1) / panels);
     const int64_t state_size = t.key_size * (t.value_size + 1);
-    std::vector<int64_t> cuts;  // where parts begin
+    std::vector<int64_t> cuts;  // first tokens of the parts, and the end
     for (int64_t p = 0; p <= parts; ++p)
         cuts.push_back(std::min(t.tokens, p * t.spans() / parts * SPAN));
-    std::vector<Real> states(heads * (parts - 1) * state_size);  // before the parts but the first
+    std::vector<Real> states(heads * (parts - 1) * state_size);  // before parts 1 to parts - 1
 
     const int64_t state_panels = std::min(blocks, wanted);
     const int64_t state_panel = pad((t.value_size + state_panels - 1) / state_panels);
@@ -974,14 +983,15 @@ static void forward(const Task<Real>& t) {
     });
 }
 
-// Where there are more threads than key heads, pieces of work are parts of the tokens. Each piece
-// first takes the gradient of the state through all later tokens, in the same way as the pieces that
-// own them, so results do not depend on the number of threads. Earlier parts are therefore shorter.
+// With more threads than key heads, the tokens are divided into parts, one per piece of work. Each
+// piece first propagates the gradient of the state back through all later tokens, with the same
+// operations as the pieces that contain them, so results do not depend on the number of threads.
+// Earlier parts have more later tokens, so they are shorter.
 template <class Real>
 static void backward(const Task<Real>& t, const Gradients<Real>& out) {
     const int64_t heads = t.batch * t.heads;
     if (heads == 0) return;
-    // Of a later token, relative to an own one
+    // Cost of a later token, relative to a token of the part
     const double cost = !Needed(t, out).state ? 0 : t.decays > 1 ? 0.3 : t.decays ? 0.2 : 0.15;
     const int64_t parts = std::min((t.threads + heads - 1) / heads, t.spans());
     std::vector<int64_t> ends(parts + 1, 0);

@@ -1,13 +1,14 @@
 // One token of linear attention on a CPU: decoding.
 //
 //     S = decay S + f_k v^T,   z = decay z + f_k,   o = s f_q S,   normalised: / (s f_q z + eps)
-// RWKV-6, with a bonus u: the query reads S and z before the update, and (f_q . u f_k) (v, 1) besides.
-// mLSTM, with an input gate i: m' = max(log decay + m, i), the decay is e^(log decay + m - m'), f_k is
-// multiplied by e^(i - m'), and the denominator is max(|f_q z|, e^-m').
+// RWKV-6 has a bonus u: the query reads S and z before the update, and (f_q . u f_k) (v, 1) is
+// added. mLSTM has an input gate i: m' = max(log decay + m, i), the decay is
+// e^(log decay + m - m'), f_k is multiplied by e^(i - m'), and the denominator is
+// max(|f_q z|, e^-m').
 //
-// work     one key head and its queries; sizes need not be multiples of anything
-// reads    tokens of any type, with any strides but 1 in the last dimension; the state is contiguous
-// writes   the next state, which may be in the place of the state before
+// work     one key head and its queries; sizes are arbitrary
+// reads    tokens of any floating type, with stride 1 in the last dimension; a contiguous state
+// writes   the next state, which may overwrite the previous one
 // oracle   linear_attention(impl="reference"), float64 included
 //
 // Letters: B batch, H key heads, G query heads per key head, D key size, E value size.
@@ -24,21 +25,21 @@
 
 struct Step {
     int64_t threads, batch, heads, groups, key_size, value_size;
-    int64_t decays;  // 0, 1 or D
+    int64_t decays;  // per token: 0, 1 or D
     int64_t normalize;
-    int64_t q_map, k_map;                        // a Map without weights
-    int64_t q_type, k_type, v_type, decay_type;  // a Type; that of v is also that of the output
-    int64_t q_steps[2], k_steps[2], v_steps[2], decay_steps[2];  // of batch and head
+    int64_t q_map, k_map;                        // values of Map, without weights
+    int64_t q_type, k_type, v_type, decay_type;  // values of Type; the output has that of v
+    int64_t q_steps[2], k_steps[2], v_steps[2], decay_steps[2];  // strides: batch, head
     double map_scale, scale, eps;
     const char *q, *k, *v, *log_decay;
-    const void *kv, *z;  // of a head: [D, E], [D]
+    const void *kv, *z;  // the state, per head: [D, E], [D]
     void *out, *next_kv, *next_z;
     const void *bonus;          // [heads, D], or null
     const void *log_input, *m;  // [batch, heads] each, or null
     void* next_m;
 };
 
-constexpr double LOWEST_STABILIZER = -87;  // of impl/mlstm.py: exp(87) is finite in float32
+constexpr double LOWEST_STABILIZER = -87;  // as in impl/mlstm.py: exp(87) is finite in float32
 
 template <class Real>
 class LinearStep : Tiles<Real>, Rows<Real> {
@@ -50,7 +51,7 @@ class LinearStep : Tiles<Real>, Rows<Real> {
     const int64_t keys_, values_;  // D and E rounded up to vectors
     Buffer<Real> buffer_;
     Real *q_, *k_, *v_, *decay_, *sums_;
-    Real lowest_ = 0;  // bound on the denominator of mLSTM
+    Real lowest_ = 0;  // lower bound of the denominator of mLSTM
 
     static int64_t rounded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
@@ -81,7 +82,7 @@ class LinearStep : Tiles<Real>, Rows<Real> {
         Rows<Real>::load_row(x, type, size, padded, Real(1), out);
     }
 
-    // Replace a token by its features.
+    // Replace the elements of a token by its features.
     void map(int64_t kind, Real* x) const {
         const Real s = Real(t.map_scale);
         Real maximum = -INFINITY;
@@ -111,10 +112,11 @@ class LinearStep : Tiles<Real>, Rows<Real> {
     void read_decay(int64_t row, int64_t head) {
         if (!t.decays) return;
         read(t.log_decay, t.decay_type, t.decay_steps, row, head, t.decays, t.decays, decay_);
-        if (t.log_input) return;  // stabilize takes the logarithm
+        if (t.log_input) return;  // stabilize needs the logarithm
         for (int64_t d = 0; d < t.decays; ++d) decay_[d] = std::exp(decay_[d]);
     }
 
+    // Update the stabilizer m of mLSTM, and scale the decay and the key by it.
     void stabilize(int64_t i) {
         const Real kept = decay_[0] + static_cast<const Real*>(t.m)[i];
         const Real input = static_cast<const Real*>(t.log_input)[i], m = std::max(kept, input);
@@ -137,7 +139,7 @@ class LinearStep : Tiles<Real>, Rows<Real> {
         }
     }
 
-    // Write the outputs of the queries of key head `head`, from a state of all heads.
+    // Write the outputs of the queries of key head `head`; kv and z are the state of all heads.
     void read_queries(int64_t i, int64_t row, int64_t head, const void* kv, const void* z) {
         const Real* sums = static_cast<const Real*>(kv) + i * t.key_size * t.value_size;
         const Real* weights = static_cast<const Real*>(z) + i * t.key_size;
@@ -148,7 +150,7 @@ class LinearStep : Tiles<Real>, Rows<Real> {
         }
     }
 
-    // Write the output of query `query`, numbered in the batch.
+    // Write the output of one query from the state of its head; `query` is its index in [B, H G].
     void read_state(int64_t head, int64_t query, const Real* kv, const Real* z) {
         const int64_t size = t.value_size;
         Real total = 0;
