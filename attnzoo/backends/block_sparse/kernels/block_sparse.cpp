@@ -1,10 +1,11 @@
 // Block-sparse attention on a CPU: each query attends to its own list of key blocks.
 //
 // Queries are processed in tiles. Pairs of a query and a block are sorted by block, so that a block
-// stays in the cache for all queries of the tile that attend to it. Scores have keys in SIMD lanes,
-// for which keys are given transposed, in panels of PANEL keys. Blocks of a query are merged by
-// online softmax. Its reference changes only if a score exceeds it by HEADROOM, so that few sums are
-// rescaled. The result of a query does not depend on the other queries.
+// stays in the cache for all queries of the tile that attend to it. The scores of a query with
+// several keys are in the lanes of one SIMD vector, so keys are passed in transposed too, in panels
+// of PANEL keys. Online softmax merges the blocks of a query. The reference that it subtracts from
+// scores changes only if a score exceeds it by HEADROOM, so that few sums are rescaled. The result
+// of a query does not depend on the other queries.
 //
 // One call computes one unit: one key head and the query heads that share it. Scores are base 2.
 // Letters: U units, T queries of a head, G heads, N = G T, S keys, D key size, E value size, F heads
@@ -29,7 +30,7 @@ constexpr int PANEL = 32;              // keys of a panel; blocks divide it or a
 constexpr int GROUP = 32;              // pairs of a query and a block that are processed together
 constexpr int64_t LEAST_TILE = 256, MOST_TILE = 4096;  // queries of a tile
 constexpr double MASKED_SCORE = -1e30;  // below every score
-constexpr double HEADROOM = 32;        // of scores above the reference of a query
+constexpr double HEADROOM = 32;        // by which scores may exceed the reference
 constexpr int32_t NO_BLOCK = 1 << 30;  // as in impl/selection.py
 
 struct Task {
@@ -53,7 +54,7 @@ struct Tensors {
 };
 
 struct Pair {
-    int32_t query, low, high;  // query of the tile; keys low to high - 1 of the block
+    int32_t query, low, high;  // index of the query in the tile; keys low to high - 1 of the block
 };
 
 template <class Real>
@@ -110,7 +111,7 @@ class Worker : Math<Real> {
     const Task& t;
     const Tensors<Real>& x;
     const int64_t unit_, n_, count_;  // real keys and queries of the row
-    const int size_, lanes_;          // keys of a block; rounded up to vectors
+    const int size_, lanes_;          // keys of a block; the same rounded up to vectors
     const int64_t panels_, tile_;
     std::vector<Real> p_, dp_;        // [GROUP, lanes_]
     std::vector<Real> unused_;        // in place of queries beyond the last
@@ -124,7 +125,7 @@ class Worker : Math<Real> {
 
     // -- tiles and pairs -----------------------------------------------------------------------
 
-    // So many queries that a block has more than GROUP pairs of the tile on average.
+    // Return the number of queries of a tile, so that a block has more than GROUP pairs on average.
     static int64_t queries_per_tile(const Task& t) {
         const int64_t blocks = t.keys / t.block_size + 1;
         const int64_t enough = 2 * GROUP * blocks / (t.selected_blocks + 1);
@@ -153,24 +154,24 @@ class Worker : Math<Real> {
         }
     }
 
-    // Pairs of the queries first to first + queries - 1 of a head, sorted by block.
+    // Sort the pairs of queries first to first + queries - 1 of a head by block.
     void sort_pairs(int64_t group, int64_t first, int queries) {
         pairs_.clear(), blocks_.clear();
         const int64_t start = n_ - t.queries;  // position of query 0; negative with padding
-        const int64_t share = t.query_block;
+        const int64_t query_block = t.query_block;
         const auto floor_div = [](int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); };
-        const int64_t first_block = floor_div(start, share);
+        const int64_t first_block = floor_div(start, query_block);
         const int64_t selection = t.selections == 1 ? 0 : group;
         const int32_t* selected = t.selected + (unit_ * t.selections + selection) *
                                                    t.query_blocks * t.selected_blocks;
         for (int i = 0; i < queries; ++i) {
             const int64_t position = start + first + i;
             if (position < n_ - count_) continue;
-            const int64_t block = floor_div(position, share), leader = block * share;
+            const int64_t block = floor_div(position, query_block), leader = block * query_block;
             int64_t low = std::max<int64_t>(leader - t.window + t.causal, 0) / size_ * size_;
             int64_t high = position + 1;
             if (!t.causal) {
-                high = leader + share + t.window;
+                high = leader + query_block + t.window;
                 high = std::min((high + size_ - 1) / size_ * size_, n_);
             }
             const int32_t* own = selected + (block - first_block) * t.selected_blocks;
@@ -207,8 +208,8 @@ class Worker : Math<Real> {
         }
     }
 
-    // Load a row into the L2 cache, to be read soon. Always inlined, because GCC 12 takes a function
-    // that only prefetches for one without effects, and removes its calls.
+    // Prefetch a row into the L2 cache. Always inlined, because GCC 12 treats a function that only
+    // prefetches as one without side effects, and removes its calls.
     static inline __attribute__((always_inline)) void prefetch_row(const Real* row, int64_t size) {
         for (int64_t i = 0; i < size; i += 64 / sizeof(Real)) __builtin_prefetch(row + i, 0, 2);
     }
@@ -223,8 +224,8 @@ class Worker : Math<Real> {
 
     // -- products ------------------------------------------------------------------------------
 
-    // out[r][i] = factor rows[r] . (key i of the block), from panels of a depth, for `count` rows;
-    // further ones up to a multiple of SUM_ROWS are written too.
+    // out[r][i] = factor rows[r] . (key i of the block), for `count` rows. The panels have `depth`
+    // rows. Rows of out are written up to a multiple of SUM_ROWS.
     void multiply(const Real* const* rows, int count, const Real* panels, int64_t block,
                   int64_t depth, Real factor, std::vector<Real>& out) const {
         const int64_t begin = block * size_;
@@ -262,7 +263,7 @@ class Worker : Math<Real> {
             for (int i = 0; i < V; ++i) store(out + r * lanes_ + i * LANES, sums[r][i] * factor);
     }
 
-    // Pointers to the rows of GROUP queries; past the last query, to unused_.
+    // Point to the rows of GROUP queries, and past the last query to unused_.
     template <class Pointer>
     void point_to_queries(const Pair* pairs, int count, Pointer from, int64_t size,
                           Pointer* rows) {
@@ -337,7 +338,7 @@ class Worker : Math<Real> {
 #endif
     }
 
-    // Move the reference of a query up to its largest score, and rescale its sum.
+    // Raise the reference of a query to its largest score, and rescale its sum.
     void raise_reference(int query, const Real* scores, Real& rescale) {
         const Real largest = *std::max_element(scores, scores + lanes_);
         rescale = exp2(broadcast(max_[query] - largest))[0];
@@ -424,26 +425,26 @@ EXPORT(double)
 enum Score { MEAN, MOMENTS, BOUNDS, INDEXER };
 
 struct BestTask {
-    int64_t threads, units, shared;  // selections, shared of them per summary
+    int64_t threads, units, shared;  // selections; how many of them share a summary
     int64_t heads;                   // I, of an indexer; otherwise 1
     int64_t queries, size;           // M, D
     int64_t blocks, pitch, kept;     // N, the row step of summaries, K
-    int64_t units_per_range;         // that have the same candidates
+    int64_t units_per_range;         // selections that have the same candidates
     int64_t first;                   // candidates are blocks from first on
     int64_t score;
     double scale;              // multiplies query-key products
     const float* q;            // [units, I, M, D]
     const float* weights;      // [units, I, M], of the heads of an indexer
     const float* summary;      // [units / shared, Z, pitch]: a column per block
-    const int64_t* end;        // [.., M]: candidates below end,
-    const int64_t* begin;      // or from begin
-    const int64_t* stop;       // to stop - 1
+    const int64_t* end;        // [.., M]: candidates are blocks below end
+    const int64_t* begin;      // [.., M]: and blocks from begin
+    const int64_t* stop;       // [.., M]: to stop - 1
     int32_t* out;              // [units, M, kept]: sorted; NO_BLOCK after the last
 };
 
-// Scores of QUERIES queries at a time stay in the cache.
+// Processes QUERIES queries at a time, so that their scores stay in the cache.
 class Selector : Tiles<float> {
-    static constexpr int GROUPS = 32;  // of keys, in drop_low
+    static constexpr int GROUPS = 32;  // groups of sort keys in drop_low
 
   public:
     static constexpr int QUERIES = 32;
@@ -482,7 +483,7 @@ class Selector : Tiles<float> {
     }
 
   private:
-    // Write the numbers whose product with a summary is the score of a block.
+    // Write the vector whose product with a summary is the score of a block.
     void add_features(const float* q, float* features) const {
         const float factor = float(0.5 * t.scale);
         for (int64_t d = 0; d < t.size; ++d) {
@@ -492,7 +493,7 @@ class Selector : Tiles<float> {
         }
     }
 
-    // Add what a head of the indexer contributes to the scores of a query.
+    // Add the contribution of a head of the indexer to the scores of a query.
     void add_products(int64_t row, int64_t width, float weight, bool is_first) {
         for (int64_t j = row; j < row + width; j += LANES) {
             const Reals product = load(products_ + j);
@@ -528,10 +529,11 @@ class Selector : Tiles<float> {
     const bool is_indexer_;
     const int64_t depth_;  // Z
     Buffer<float> buffer_;
-    int32_t guess_ = INT32_MAX;        // of a key that about t.kept keys reach
+    int32_t guess_ = INT32_MAX;        // bound that about t.kept sort keys reach
     float *features_, *scores_;        // [QUERIES, Z], [QUERIES, pitch]
     float* products_;                  // of a head of the indexer, [QUERIES, pitch]
-    std::vector<int32_t> keys_, ids_, kept_keys_, kept_ids_;  // integers ordered as the scores; block of each
+    // Sort keys, which are integers in the order of the scores, and their blocks
+    std::vector<int32_t> keys_, ids_, kept_keys_, kept_ids_;
 
     static int32_t key_of(float score) {
         int32_t bits;
@@ -556,9 +558,9 @@ class Selector : Tiles<float> {
         return n;
     }
 
-    // Copy the keys that reach a bound, which at least t.kept of n keys do; return their number.
-    // The bound is a guess from the last query or, where too few reach it, the t.kept-th largest of
-    // the largest keys of GROUPS groups.
+    // Copy those of n sort keys that reach a bound, at least t.kept, and return their number. The
+    // bound is a guess from the previous query. If too few reach it, the bound is the t.kept-th
+    // largest of the maxima of GROUPS groups, or all are copied if t.kept exceeds GROUPS.
     int drop_low(int n) {
         int left = copy_from(guess_, n);
         if (left >= t.kept) return left;
@@ -570,7 +572,7 @@ class Selector : Tiles<float> {
         return copy_from(threshold(largest, GROUPS), n);
     }
 
-    // Keep a bound for the next query, a little below the least selected key.
+    // Set the bound for the next query a little below the smallest selected sort key.
     void guess(int n, int32_t limit) {
         int32_t most = limit;
         for (int i = 0; i < n; ++i) most = std::max(most, kept_keys_[i]);
@@ -578,6 +580,7 @@ class Selector : Tiles<float> {
         guess_ = std::isfinite(below) ? key_of(below) : INT32_MAX;
     }
 
+    // Copy those of n sort keys that are at least `bound`, and return their number.
     int copy_from(int32_t bound, int n) {
         int left = 0;
 #if defined(__AVX512F__)
@@ -599,7 +602,8 @@ class Selector : Tiles<float> {
         return left;
     }
 
-    // Keys after the first n, up to a multiple of 16 of them, are INT32_MIN.
+    // Return how many of n sort keys are at least `limit`. They are padded with INT32_MIN to a
+    // multiple of 16.
     static int64_t count_from(const int32_t* keys, int n, int64_t limit) {
         if (limit > INT32_MAX) return 0;
         int32_t count = 0;
@@ -615,7 +619,8 @@ class Selector : Tiles<float> {
         return count;
     }
 
-    // The largest integer that at least t.kept of n keys reach.
+    // Return an integer that exactly t.kept of n sort keys reach, or with ties the largest integer
+    // that at least t.kept reach.
     int32_t threshold(const int32_t* keys, int n) const {
         int32_t least = INT32_MAX, most = INT32_MIN;
         for (int i = 0; i < n; ++i) least = std::min(least, keys[i]);
@@ -639,12 +644,12 @@ class Selector : Tiles<float> {
 };
 
 extern "C" void select_best(const BestTask* task) {
-    const int64_t share = 16 * Selector::QUERIES, m = task->queries;
-    const int64_t parts = (m + share - 1) / share;
+    const int64_t part_size = 16 * Selector::QUERIES, m = task->queries;
+    const int64_t parts = (m + part_size - 1) / part_size;
     in_threads(task->units * parts, task->threads, [&](int64_t part) {
         const FlushDenormals flush;
         Selector selector(*task);
-        const int64_t first = part % parts * share, last = std::min(first + share, m);
+        const int64_t first = part % parts * part_size, last = std::min(first + part_size, m);
         for (int64_t i = first; i < last; i += Selector::QUERIES)
             selector.run(part / parts, i, std::min(i + Selector::QUERIES, last));
     });

@@ -1,19 +1,19 @@
 // Softmax attention within a band on a CPU: each query attends to an interval of keys around it.
 //
 // A block is up to BLOCK consecutive queries of a head, one per SIMD lane, and the keys of their
-// intervals, in tiles of KEY_TILE keys. Scores of a tile stay in the L1 cache: online softmax merges the
-// tiles, so memory is O(T (D + E)). The backward pass computes the scores again. A dilated band is a
-// plain one over every d-th token. Masked keys are left out of the blocks, and global keys, to which
-// every query attends, are a list of their own. The result of a query does not depend on the other
-// queries. Scores are base 2.
+// intervals, in tiles of KEY_TILE keys. The scores of a tile stay in the L1 cache, and online
+// softmax merges the tiles, so memory is O(T (D + E)). The backward pass computes the scores again.
+// A dilated band is an ordinary band over every d-th token. Masked keys are left out of the blocks,
+// and global keys, to which every query attends, are a separate list. The result of a query does
+// not depend on the other queries. Scores are base 2.
 //
 // Sums of another mechanism over the keys outside the band, such as linear attention's, may share the
 // denominator: with the band's output n and log-sum-exp l, the sums u of values and s of weights, and
 // their logit f, the output is (exp(l) n + exp(f) u) / (exp(l) + exp(f) s).
 //
 // work     one key head and the query heads that share it, or a part of their blocks
-// reads    q, k, v of any floating type in place, with any strides but 1 in the last dimension; rows of
-//          keys and values are copied into a ring of the length of the band, which stays in the cache
+// reads    q, k, v of any floating type in place, with stride 1 in the last dimension; rows of keys
+//          and values are copied into a ring buffer as long as the band, which stays in the cache
 // writes   out, dq, dk and dv, with D and E rounded up to multiples of 16, as in all buffers
 // oracle   longformer_attention(impl="reference"), float64 included
 //
@@ -33,7 +33,7 @@
 constexpr int KEY_TILE = 128;               // keys of a tile
 constexpr double MASKED_SCORE = -1e30;  // below every score
 constexpr double EMPTY_LSE = -1e30;     // log-sum-exp of a query without keys
-constexpr double MIN_WEIGHT = 1e-30;    // as in attnzoo/backends/linear/window_hybrid.py
+constexpr double MIN_WEIGHT = 1e-30;    // as in attnzoo/backends/linear/window_merge.py
 
 template <class Real>
 struct Task {
@@ -44,27 +44,27 @@ struct Task {
     int64_t offset;                   // position of query 0 among the keys
     int64_t causal;                   // whether later global keys are masked
     int64_t num_global;
-    int64_t relative;                 // whether l is 0 where it is compared with the logit
+    int64_t relative;                 // whether l counts as 0, so that f is relative to the band
     int64_t far_start, far_size;      // the first query with sums u and s; columns of u
-    int64_t pieces;  // into which the blocks of a key head are split; each has its own dk and dv
-    int64_t out_steps[3], d_out_steps[3], far_steps[3];  // of batch, head, token
+    int64_t pieces;  // parts of the blocks of a key head; each has its own dk and dv
+    int64_t out_steps[3], d_out_steps[3], far_steps[3];  // strides of batch, head, token
     double scale;                    // multiplies query-key products
-    const int64_t* ids;              // [B, S], segments, or null
-    const uint8_t* key_mask;         // [B, S]: keys of the band, or null: all
+    const int64_t* ids;              // [B, S]: segment ids, or null
+    const uint8_t* key_mask;         // [B, S]: keys that the band contains; null: all
     const int64_t* global_keys;      // [B, num_global]: positions, increasing
     const uint8_t* global_is_valid;  // [B, num_global]
     Tensor q, k, v;
     Real *out, *lse;  // lse: [B, H G, T], natural logarithm
     const Real *far, *far_totals, *logit;  // u of queries from far_start on, or null; s, [B, H G,
                                            // T - far_start]; f, [B, H G, T]
-    const uint8_t* far_only;  // [H G]: heads whose band does not count where s is not 0; or null
+    const uint8_t* far_only;  // [H G]: heads that ignore the band where s is not 0; or null
     const Real *d_out, *d_lse;
     // [B, H G, T, D]; [pieces, B, H, S, D]; [pieces, B, H, S, E]; null: not needed
     Real *dq, *dk, *dv;
     Real *d_far, *d_far_totals, *d_logit;  // d_far: [B, H G, T - far_start, far_size]
 };
 
-// Keys of a block; lane c attends to keys low[c] to high[c] - 1. Both never decrease.
+// Keys of a block. Lane c attends to keys low[c] to high[c] - 1; low and high are non-decreasing.
 template <class Real>
 struct KeyList {
     int count = 0;
@@ -124,7 +124,7 @@ class Worker : Tiles<Real>, Rows<Real> {
         for_each_block([this] { attend(); });
     }
 
-    // Write dq, and add to dk and dv, as far as they are needed.
+    // Write dq, and add to dk and dv; each only if it is needed.
     void backward() {
         if (needs_keys())
             for_each_block([this] { attend_backward(); });
@@ -135,8 +135,8 @@ class Worker : Tiles<Real>, Rows<Real> {
   private:
     const Task<Real>& t;
     const int64_t row_, head_, piece_, size_, width_;
-    const int64_t ring_;                           // rows of the rings
-    std::vector<Real> k_ring_, v_ring_;            // keys and values of the band, by number
+    const int64_t ring_;                           // rows of the ring buffers
+    std::vector<Real> k_ring_, v_ring_;            // key i of the phase in row i % ring_
     std::vector<Real> k_global_, v_global_;        // of the global keys
     std::vector<Real> q_, d_out_;                  // of the block, [rows, BLOCK]: a column per query;
                                                    // q times scale and log2(e)
@@ -145,7 +145,7 @@ class Worker : Tiles<Real>, Rows<Real> {
     std::vector<Real> sums_;                       // [BLOCK, D or E]: output or dq of the block
     std::vector<Real> unused_;                     // gradients of rows beyond the last key
     std::vector<int64_t> segment_start_, segment_end_;  // [S]
-    std::vector<int> number_;                      // of the block's keys: those before it in band_
+    std::vector<int> number_;                      // per key of the block: keys before it in band_
     KeyList<Real> globals_, band_;
     int count_ = 0;         // queries of the block
     int64_t group_ = 0;     // query head within the key head
@@ -163,20 +163,20 @@ class Worker : Tiles<Real>, Rows<Real> {
         load_row(t.v.at(row_, head_, key), t.v.type, t.value_size, width_, Real(1), v);
     }
 
-    // Row of the block's query c in a tensor with strides.
+    // Return the row of the block's query c in a tensor with strides.
     template <class Pointer>
     Pointer query_row(Pointer x, const int64_t (&steps)[3], int c) const {
         return x + row_ * steps[0] + (head_ * t.groups + group_) * steps[1] +
                (first_ + c * t.dilation) * steps[2];
     }
 
-    // How the band's output and u are weighed.
+    // Factors of the band's output and of u in the output.
     struct Mix {
         Real band, far;
-        const Real* sums;  // null without u
+        const Real* sums;  // u, or null
     };
 
-    // The number of the block's query c among those with sums u; negative without.
+    // Return the index of the block's query c among the queries with sums u, or a negative number.
     int64_t far_number(int c) const { return first_ + c * t.dilation - t.far_start; }
 
     const Real* far_row(int c) const {
@@ -184,7 +184,7 @@ class Worker : Tiles<Real>, Rows<Real> {
                far_number(c) * t.far_steps[2];
     }
 
-    // The number of the query in a contiguous [B, H G, T - far_start].
+    // Return the index of the block's query c in a contiguous [B, H G, T - far_start].
     int64_t far_index(int c) const {
         const int64_t head = (row_ * t.heads + head_) * t.groups + group_;
         return head * (t.queries - t.far_start) + far_number(c);
@@ -205,7 +205,7 @@ class Worker : Tiles<Real>, Rows<Real> {
         return {band_weight / sum, far_weight / sum / total, sums};
     }
 
-    // Number of the block's query c in a contiguous [B, H G, T].
+    // Return the index of the block's query c in a contiguous [B, H G, T].
     int64_t query_number(int c) const {
         return ((row_ * t.heads + head_) * t.groups + group_) * t.queries + first_ +
                c * t.dilation;
@@ -221,7 +221,8 @@ class Worker : Tiles<Real>, Rows<Real> {
 
     // -- blocks --------------------------------------------------------------------------------
 
-    // Call work() for each block, whose keys are listed if `with_keys`.
+    // Call work() for each block, after listing its keys if `with_keys`. A phase contains every
+    // d-th token.
     template <class Work>
     void for_each_block(Work work, bool with_keys = true) {
         const int64_t d = t.dilation;
@@ -231,7 +232,7 @@ class Worker : Tiles<Real>, Rows<Real> {
                 if (first >= t.queries) continue;
                 const int64_t queries = (t.queries - first + d - 1) / d;
                 const int64_t blocks = (queries + BLOCK - 1) / BLOCK;
-                int64_t copied = 0;  // keys that the rings have held, by number within the phase
+                int64_t copied = 0;  // end of the keys of the phase that were copied to the rings
                 const int64_t end = piece_start(piece_ + 1, phase, first, blocks);
                 for (int64_t i = piece_start(piece_, phase, first, blocks); i < end; ++i) {
                     count_ = (int)std::min<int64_t>(BLOCK, queries - i * BLOCK);
@@ -246,7 +247,7 @@ class Worker : Tiles<Real>, Rows<Real> {
             }
     }
 
-    // The first block of a piece: pieces have blocks with about as many keys in all.
+    // Return the first block of a piece. The blocks of each piece have about as many keys in total.
     int64_t piece_start(int64_t piece, int64_t phase, int64_t first, int64_t blocks) const {
         if (piece == 0 || piece == t.pieces) return piece * blocks / t.pieces;
         const int64_t d = t.dilation, count = (t.keys - phase + d - 1) / d;
@@ -260,8 +261,8 @@ class Worker : Tiles<Real>, Rows<Real> {
         return i;
     }
 
-    // Load what the block reads and writes at its end, and the next block's queries, into the cache.
-    // Always inlined, because GCC 12 removes calls of functions that only prefetch.
+    // Prefetch the rows that the block reads and writes at its end, and the queries of the next
+    // block. Always inlined, because GCC 12 removes calls of functions that only prefetch.
     inline __attribute__((always_inline)) void prefetch(int64_t queries) const {
         const auto row = [](const Real* x, int64_t size) __attribute__((always_inline)) {
             for (int64_t i = 0; i < size; i += 64 / sizeof(Real)) __builtin_prefetch(x + i);
@@ -273,7 +274,7 @@ class Worker : Tiles<Real>, Rows<Real> {
             t.q.prefetch(row_, head_ * t.groups + group_, first_ + c * t.dilation, 0, t.key_size);
     }
 
-    // List the keys of the block's queries, which are numbered from 0 within the phase.
+    // List the keys of the block's queries. Indices of keys count the tokens of the phase from 0.
     void list_keys(int64_t phase, int64_t& copied) {
         const int64_t d = t.dilation, count = (t.keys - phase + d - 1) / d;
         const int64_t center = (t.offset + first_ - phase) / d;
@@ -349,13 +350,13 @@ class Worker : Tiles<Real>, Rows<Real> {
 
     // -- tiles ---------------------------------------------------------------------------------
 
-    // Keys of a tile that lanes attend to: some of them from.first to from.second - 1, all of them
-    // plain.first to plain.second - 1.
+    // Keys of a tile: some lanes attend to keys begin to end - 1, and all lanes attend to keys
+    // plain_begin to plain_end - 1.
     struct Range {
         int begin, end, plain_begin, plain_end;
     };
 
-    // Of `lanes` lanes.
+    // Return the range of `lanes` lanes from `lane` on.
     static Range range(const KeyList<Real>& keys, int lane, int lanes, int start, int width) {
         const auto clamp = [&](int key) { return std::clamp(key - start, 0, width); };
         Range found{clamp(keys.low[lane]), clamp(keys.high[lane + lanes - 1]),
@@ -366,7 +367,7 @@ class Worker : Tiles<Real>, Rows<Real> {
         return found;
     }
 
-    // The same for a vector of lanes, extended to groups of DOT_ROWS keys.
+    // Return the range of a vector of lanes, extended to groups of DOT_ROWS keys.
     static Range vector_range(const KeyList<Real>& keys, int lane, int start, int width) {
         Range found = range(keys, lane, LANES, start, width);
         if (found.begin == found.end) return found;
@@ -400,8 +401,9 @@ class Worker : Tiles<Real>, Rows<Real> {
             for (int i = 0; i < V; ++i) store(out + r * BLOCK + i * LANES, sums[r][i]);
     }
 
-    // Call each(index, attended) for the scores of a vector of lanes; attended is all ones where
-    // every lane attends to the key.
+    // For the scores of a vector of lanes, call plain(index) for keys to which all lanes attend,
+    // and each(index, attended) for the others; `attended` is the mask of lanes that attend to the
+    // key.
     template <class Each, class Plain>
     static void for_each_score(const KeyList<Real>& keys, const Range& range, int lane, int start,
                                Plain plain, Each each) {
@@ -507,8 +509,8 @@ class Worker : Tiles<Real>, Rows<Real> {
         });
     }
 
-    // Rounds as the products of d_out and values do, so that the gradient of a query that attends to
-    // one key is exactly 0.
+    // Return a * b + c, rounded like the products of d_out and values, so that the gradient of a
+    // query that attends to one key is exactly 0.
     static Real multiply_add(Real a, Real b, Real c) {
 #ifdef __FMA__
         return std::fma(a, b, c);
@@ -518,8 +520,8 @@ class Worker : Tiles<Real>, Rows<Real> {
     }
 
     // Replace the gradient of the output of query c by that of the band's output, and write those
-    // of u, s and the logit. max_ becomes the log-sum-exp, and sum_ the band's output times its
-    // gradient less the gradient of the log-sum-exp.
+    // of u, s and the logit. max_ becomes the log-sum-exp in base 2, and sum_ the band's output
+    // times its gradient minus the gradient of the log-sum-exp.
     void differentiate_output(int c, Real* d_out) {
         const int64_t number = query_number(c), far = far_number(c);
         const Real* out = query_row(t.out, t.out_steps, c);

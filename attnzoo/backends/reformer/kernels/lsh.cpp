@@ -1,11 +1,11 @@
 // LSH attention on a CPU: softmax over sparse sets of keys, for the asymmetric form of Reformer.
 //
-// Queries are sorted by bucket as keys are, and each attends to an interval of that order. A block
-// is up to BLOCK consecutive queries, one per SIMD lane, and the keys of their intervals, which are
-// read in place: each element of a key is multiplied with all queries. A key that an earlier round
-// contains is recognised by its rank in that round, and masked. Rounds are merged by online
-// softmax, with running maxima and sums, so the result of a query does not depend on the other
-// queries of its block.
+// Queries and keys are sorted by bucket, and each query attends to an interval of the sorted keys.
+// A block is up to BLOCK consecutive queries, one per SIMD lane, and the keys of their intervals.
+// Keys are read in place: each element of a key is multiplied with all queries. A key to which a
+// query attended in an earlier round is recognised by its rank in that round, and masked. Online
+// softmax merges the rounds with running maxima and sums, so the result of a query does not depend
+// on the other queries of its block.
 //
 // One call computes one unit: one key head and the query heads that share it. Scores are base 2.
 // Letters: U units, T queries of a head, G heads, N = G T, S keys, D key size, E value size; D and
@@ -20,7 +20,7 @@
 #include "lanes.h"
 #include "threads.h"
 
-// As EMPTY_LSE in attnzoo/backends/reformer/impl/block_softmax.py
+// The same as EMPTY_LSE in attnzoo/backends/reformer/impl/block_softmax.py
 constexpr double EMPTY_LSE = -1e8;
 constexpr double MASKED_SCORE = -1e30;  // below every score
 
@@ -36,12 +36,13 @@ struct HashRound {
 struct Task {
     int64_t threads, units, groups, queries, keys, key_size, value_size;
     int64_t position;       // of the first query
-    int64_t before, after;  // keys of the window before and after the query's own
+    int64_t before, after;  // keys of the window before and after the query's position
     int64_t first_tokens;   // leading keys that every query attends to
-    int64_t chunk_size;     // most keys that a query attends to in a round
+    int64_t chunk_size;     // maximum number of keys that a query attends to in a round
     int64_t rounds;
-    int64_t windows;        // 1: the window follows the rounds, and its keys are masked in them
-    int64_t block_keys;     // most keys of a block
+    int64_t windows;        // 1: the window comes after the rounds in hash_rounds, and its keys are
+                            // masked in the rounds; else 0
+    int64_t block_keys;     // maximum number of keys of a block
     double scale;           // multiplies query-key products
     const HashRound* hash_rounds;  // [rounds + windows]; a window has only key_ranks and centers
 };
@@ -69,7 +70,7 @@ struct Block {
         high[count++] = (int)end;
     }
 
-    // Keys that some of SUM_ROWS queries attend to.
+    // Return the range of keys to which at least one of SUM_ROWS queries from `lane` on attends.
     std::pair<int, int> key_range(int lane) const {
         int from = first ? 0 : width, to = first;
         for (int c = lane; c < std::min(lane + SUM_ROWS, count); ++c) {
@@ -79,7 +80,7 @@ struct Block {
         return {from, to};
     }
 
-    // Queries that attend to some of SUM_ROWS keys.
+    // Return the range of queries that attend to at least one of SUM_ROWS keys from `key` on.
     std::pair<int, int> query_range(int key) const {
         if (key < first) return {0, count};
         int from = count, to = 0;
@@ -128,7 +129,7 @@ class Worker : Math<Real> {
     const Task& t;
     const Tensors<Real>& x;
     const int64_t count_, begin_, keys_;  // queries; first query row; first key row
-    const int64_t width_;                 // most keys of a block, leading ones and padding included
+    const int64_t width_;                 // maximum keys of a block, with leading ones and padding
     std::vector<Real> q_, d_out_, p_, dp_;    // of the block, [rows, BLOCK]: a column per query
     std::vector<Real> unused_;                // output of lanes and keys beyond the last
     std::vector<Real> max_, sum_;             // [N]: running maximum and sum of each query
@@ -146,12 +147,12 @@ class Worker : Math<Real> {
         for (int round = 0; round < t.rounds; ++round) round_blocks(round, work);
     }
 
-    // Blocks of the window of queries i to i + BLOCK - 1 of a head.
+    // Call work for the blocks of the window of queries i to i + BLOCK - 1 of a head.
     template <class Work>
     void window_blocks(int64_t group, int64_t i, Work work) {
         const int64_t count = std::min<int64_t>(BLOCK, t.queries - i), position = t.position + i;
         int64_t last = std::min(position + count - 1 + t.after, t.keys - 1);
-        last = std::max(last, t.first_tokens - 1);  // the first tokens lie in one block
+        last = std::max(last, t.first_tokens - 1);  // the first tokens are in one block
         int64_t begin = std::max<int64_t>(position - t.before, 0);
         if (begin <= t.first_tokens) begin = 0;
         for (int64_t from = begin; from <= last; from += t.block_keys) {
@@ -170,7 +171,7 @@ class Worker : Math<Real> {
         }
     }
 
-    // Blocks of a hash round.
+    // Call work for the blocks of a hash round.
     template <class Work>
     void round_blocks(int round, Work work) {
         const HashRound& sorted = t.hash_rounds[round];
@@ -189,7 +190,7 @@ class Worker : Math<Real> {
         }
     }
 
-    // Transpose the block's rows into columns, one per lane, times a factor.
+    // Transpose the block's rows, multiplied by a factor, into columns, one per lane.
     void load_columns(const Real* from, int64_t size, Real factor, Real* to) const {
         for (int c = 0; c < block_.count; ++c)
             Math<Real>::store_column(from + block_.rows[c] * size, size, factor, to + c);

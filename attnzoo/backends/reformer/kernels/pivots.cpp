@@ -1,7 +1,7 @@
 // Hashing on a CPU: the highest-scoring pivot of each token in each hash round.
 //
-// As best_pivots in attnzoo/backends/reformer/impl/voronoi_hashing.py, where the last bits of a
-// score hold the index of its pivot, but without writing scores to memory.
+// Computes the same as best_pivots in attnzoo/backends/reformer/impl/voronoi_hashing.py, without
+// writing scores to memory. The last bits of a score are replaced by the index of its pivot.
 
 #include <algorithm>
 #include <cmath>
@@ -12,7 +12,7 @@
 #include "lanes.h"
 #include "threads.h"
 
-constexpr int64_t TOKENS = 16 * BLOCK;  // tokens per call of a thread
+constexpr int64_t TOKENS = 16 * BLOCK;  // tokens per piece of work
 
 struct Task {
     int64_t threads, units, tokens, size, pivots, rounds, bits;
@@ -23,7 +23,7 @@ struct Task {
     int32_t* out;                     // [rounds, units, tokens]
 };
 
-// Tokens begin to end - 1 of one unit.
+// Hash tokens `begin` to `end` - 1 of one unit.
 static void hash_tokens(const Task& t, int64_t unit, int64_t begin, int64_t end) {
     using M = Math<float>;
     constexpr int V = BLOCK / M::LANES;
