@@ -1,1 +1,1 @@
-"""C++ kernels of block-sparse attention."""
+"""C++ and Triton kernels of block-sparse attention."""

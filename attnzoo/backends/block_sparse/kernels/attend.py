@@ -1,9 +1,9 @@
 """Triton kernels of block-sparse attention by query: the output, and the gradient of the queries.
 
 One program computes rows that share a selection: the queries of a query block, and the query heads
-that select together. It reads its keys in tiles of slots: the sinks, then the window, then the
-selected blocks. A slot is a place in this list, so that tiles do not end with the parts of the list
-and a block may be smaller than a tile.
+that select together. It reads its keys in tiles of slots. A slot is an index into the concatenation
+of the sinks, the window and the selected blocks, so a tile may contain the end of one part and the
+start of the next, and a block may be smaller than a tile.
 
 Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
 M query blocks, K selected blocks, A heads with a selection of their own, Y = H / A, Q queries of a
@@ -23,7 +23,7 @@ LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def row_lengths(lengths, counts, b, tokens, keys, RAGGED: tl.constexpr):
-    """Return the real keys of a row, and the index of its first real query."""
+    """Return the number of real keys of a row, and the index of its first real query."""
     if RAGGED:
         length = tl.load(lengths + b).to(tl.int32)
         first_query = tokens - tl.load(counts + b).to(tl.int32)
@@ -36,14 +36,14 @@ def row_lengths(lengths, counts, b, tokens, keys, RAGGED: tl.constexpr):
 def first_query_block(start, tokens, Q: tl.constexpr):
     """Return the index of the query block that contains position ``start``, at least ``-tokens``.
 
-    Triton rounds quotients toward 0.
+    Triton rounds quotients toward 0, so a multiple of Q makes the dividend non-negative.
     """
     return (start + tokens * Q) // Q - tokens
 
 
 @triton.jit
 def near_range(first, length, window, BLOCK: tl.constexpr, Q: tl.constexpr, CAUSAL: tl.constexpr):
-    """Return begin and end of the windows of query blocks that begin at positions ``first``."""
+    """Return the begin and the end of the windows of query blocks that start at ``first``."""
     if CAUSAL:
         begin, end = first - window + 1, first + Q
     else:
@@ -57,7 +57,8 @@ def slot_keys(slot, blocks, begin, near_keys, far_keys, num_sinks, length, BLOCK
     """Return the positions of the keys in some slots, and whether they exist.
 
     ``blocks`` points to the selected blocks, of which ``far_keys`` keys are read. No key is
-    returned twice: those before ``num_sinks`` are sinks, also in the window or a selected block.
+    returned twice: a key before ``num_sinks`` counts as a sink only, even if the window or a
+    selected block contains it.
     """
     near = slot - num_sinks
     far = near - near_keys
@@ -71,7 +72,7 @@ def slot_keys(slot, blocks, begin, near_keys, far_keys, num_sinks, length, BLOCK
 
 @triton.jit
 def load_heads(x, row, token, head, x_head, x_token, column, mask, SIZE: tl.constexpr):
-    """Load rows of ``[H, T, SIZE]`` at ``row``, whose heads and tokens are vectors or numbers."""
+    """Load rows of ``[H, T, SIZE]`` at ``row``; heads and tokens are vectors or scalars."""
     offset = head.to(tl.int64) * x_head + token.to(tl.int64) * x_token
     return tl.load(
         x + row + offset[:, None] + column[None, :],
@@ -84,10 +85,11 @@ def load_heads(x, row, token, head, x_head, x_token, column, mask, SIZE: tl.cons
 #
 # grid     (B * A * M * TILES): one program per tile of the R rows that share a selection
 # reads    q [B, H, T, D], k [B, Hkv, S, D], v [B, Hkv, S, E], any strides and float dtypes;
-#          selected [B, A, M, K] and how many of them are blocks [B, A, M], int32
-# writes   out [B, H, T, E]; lse [B, H, T], natural logarithm, float32; 0 and infinity at padding
+#          selected [B, A, M, K] and the number of blocks in each list [B, A, M], int32
+# writes   out [B, H, T, E]; lse [B, H, T], natural logarithm, float32; at padding, out is 0 and lse
+#          infinity
 # memory   reads the keys and values of each slot once per program
-# limits   D, E <= 256; R any, BM rows a tile
+# limits   D, E <= 256; any R, in tiles of BM rows
 # oracle   block_sparse_attention(impl="reference"), on a GPU and with TRITON_INTERPRET=1
 #
 # GRADIENT: dq = scale sum over slots of p (d_out v^T - delta) k, with p = exp(scale q k^T - lse)
@@ -171,9 +173,9 @@ def attend_kernel(
         tl.store(out + out_row[:, None] * D + d_column[None, :], acc, mask=mask)
     else:
         mask = written[:, None] & (e_column < E)[None, :]
-        some = total > 0
-        divisor = tl.where(some, total, 1.0)
+        has_keys = total > 0
+        divisor = tl.where(has_keys, total, 1.0)
         acc = (acc / divisor[:, None]).to(out.dtype.element_ty)
         tl.store(out + out_row[:, None] * E + e_column[None, :], acc, mask=mask)
-        logs = tl.where(some, (best + tl.log2(divisor)) * LN_2, float("inf"))
+        logs = tl.where(has_keys, (best + tl.log2(divisor)) * LN_2, float("inf"))
         tl.store(lse + out_row, logs, mask=written)

@@ -1,9 +1,10 @@
 """Triton kernels of block-sparse attention by key: the gradients of keys and values.
 
-Three kernels add up what three kinds of pairs contribute: queries with the sinks, queries with the
-blocks that they select, and queries with their windows. The first two write sums of a part of the
-queries each, because a key may be read by all queries; the third adds these in a fixed order. No
-atomic operations: equal inputs give equal bits.
+Three kernels compute the contributions of three kinds of pairs: queries with the sinks, with the
+blocks that they select, and with their windows. All queries may attend to one key, so each program
+of the first two kernels sums a part of the queries and writes a partial sum; the third kernel adds
+the partial sums in a fixed order. There are no atomic operations, so equal inputs give bitwise
+equal results.
 
 Letters: B batch, H query heads, Hkv key heads, G = H / Hkv, T queries, S keys, D key size, E value
 size, N key blocks, M query blocks, A heads with a selection of their own, Y = H / A, Q queries of a
@@ -39,7 +40,7 @@ def add_rows(
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to the gradients of a tile of keys, without the scale, what BM rows contribute.
+    """Add the contributions of BM rows to the gradients of a tile of keys, without the scale.
 
     ``seen [BN, BM]`` is whether a row attends to a key, and ``number`` the index of the batch
     row's first element in ``lse`` and ``delta``.
@@ -61,7 +62,7 @@ def add_rows(
     return d_key, d_value
 
 
-# Sinks: gradients of the first tokens, which all queries attend to, from a part of the queries
+# Sinks: gradients of the first tokens, to which all queries attend, from a part of the queries
 #
 # grid     (B * Hkv * SPLITS * TILES): one program per tile of sinks and part of the queries
 # writes   d_key [B, Hkv, SPLITS, num_sinks, D], d_value, float32, without the scale
@@ -212,7 +213,7 @@ def window_gradient_kernel(
         v + b * v_batch + h * v_head + shift * v_token, at, exists, v_token, e_column, E
     )
     d_keys, d_values = tl.zeros((BN, BD), tl.float32), tl.zeros((BN, BE), tl.float32)
-    reach = window + Q + BLOCK  # more than a query is from an end of its window
+    reach = window + Q + BLOCK  # larger than the distance of a query from an end of its window
     earliest = low if CAUSAL else low - reach
     earliest = tl.maximum(earliest - start, first_query)
     latest = tl.minimum(tl.minimum(low + BN, length) + reach - start, tokens)

@@ -27,8 +27,8 @@ from attnzoo.kernels.triton_products import (
 )
 
 LARGEST_TILE = 64  # rows or keys
-TILE_ELEMENTS = {False: 8192, True: 2048}  # by whether operands are float32
-PART_ROWS = 1024  # rows whose contribution to keys one program adds up
+TILE_ELEMENTS = {False: 8192, True: 2048}  # of a tile; the key is whether operands are float32
+PART_ROWS = 1024  # rows that one program of a key gradient sums over
 STAGES = 2
 
 
@@ -48,9 +48,9 @@ class InvertedSelection(NamedTuple):
     """The query blocks that selected each key block, split into items of limited size."""
 
     pairs: Tensor  # index (b A + a) M + m of each selection, sorted by block
-    first_pair: Tensor  # [B Hkv N + 1], of each block
-    first_item: Tensor  # [B Hkv N + 1], of each block
-    item_block: Tensor  # [items]
+    first_pair: Tensor  # [B Hkv N + 1], first index into pairs of each block
+    first_item: Tensor  # [B Hkv N + 1], first item of each block
+    item_block: Tensor  # [items], block of each item
 
 
 def invert_selection(
@@ -58,8 +58,8 @@ def invert_selection(
 ) -> InvertedSelection:
     """Sort selections ``[B, A, M, K]`` by key block.
 
-    Sizes of results depend on shapes only, so the device is not synchronised: there are at least as
-    many items as needed.
+    The sizes of the results depend on shapes only, so the device is not synchronised. There may be
+    more items than needed.
     """
     device, kept = selected.device, selected.shape[3]
     units = len(selected) * key_heads
@@ -138,7 +138,7 @@ class SparseLauncher:
         }
         self.wide, self.largest = wide, max(self.arguments["BD"], self.arguments["BE"])
         self.tile = min(LARGEST_TILE, max(16, TILE_ELEMENTS[wide] // self.largest))
-        self.small_tile = max(16, self.tile // 2)  # two sums of tiles stay in registers
+        self.small_tile = max(16, self.tile // 2)  # sums of keys and values in registers
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the output ``[B, H, T, E]`` in the dtype of v, and the log-sum-exp, float32."""

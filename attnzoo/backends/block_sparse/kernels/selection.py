@@ -1,4 +1,4 @@
-"""Triton kernels that select key blocks: summaries of keys, pooled queries, scores and the best.
+"""Triton kernels that select key blocks: summaries of keys, pooled queries, scores and top K.
 
 No score is written to memory. A program streams over the summaries of a key head and keeps the best
 blocks of its rows, sorted, in registers.
@@ -21,14 +21,14 @@ from attnzoo.backends.block_sparse.kernels.attend import (
 )
 from attnzoo.kernels.triton_products import dot_add
 
-NONE: tl.constexpr = tl.constexpr(2**30)  # in place of a block, after the selected ones
-LEAST: tl.constexpr = tl.constexpr(-(2**63))  # less than the rank of any block
+NONE: tl.constexpr = tl.constexpr(2**30)  # fills a list after its selected blocks
+LEAST: tl.constexpr = tl.constexpr(-(2**63))  # below the rank of every block
 
 
 # Summaries: mean, mean and variance, or largest and smallest of the keys of each block
 #
 # grid     (B * Hkv * tiles of BN blocks)
-# reads    k [B, Hkv, S, D], any strides and float dtype; twice for variances
+# reads    k [B, Hkv, S, D], any strides and float dtype; reads it twice for variances
 # writes   summary [B, Hkv, N, Z], float32; 0 for blocks without keys
 @triton.jit(do_not_specialize=["keys", "blocks"])
 def summary_kernel(
@@ -129,7 +129,10 @@ def pool_kernel(
 
 @triton.jit
 def block_ranks(scores, block, is_candidate):
-    """Return integers that order blocks: by score, and the earlier of two with equal scores."""
+    """Return integers that order blocks by score.
+
+    Of two blocks with equal scores, the earlier one has the larger integer.
+    """
     scores = tl.where(scores == 0, 0.0, scores)  # -0 equals 0
     bits = scores.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -147,7 +150,7 @@ def rank_scores(rank):
 
 @triton.jit
 def rank_blocks(rank):
-    """Return the blocks of ranks, int32; ``NONE`` for the least rank."""
+    """Return the blocks of ranks, int32; ``NONE`` for the rank ``LEAST``."""
     return (-(rank & 0xFFFFFFFF) + NONE).to(tl.int32)
 
 
@@ -155,7 +158,7 @@ def rank_blocks(rank):
 def merge_ranks(best, rank, KP: tl.constexpr):
     """Return the KP largest of the ascending ``best [BM, KP]`` and of ``rank [BM, BN]``, ascending.
 
-    The larger of an ascending and a descending list, element by element, is bitonic.
+    The elementwise maximum of an ascending and a descending list is bitonic.
     """
     return tl.bitonic_merge(tl.maximum(best, tl.topk(rank, KP)))
 
@@ -169,7 +172,7 @@ def load_summaries(x, block, mask, column, SIZE: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def second_queries(query, scale, SCORE: tl.constexpr):
-    """Return the two factors of both halves of a summary; see :func:`query_features`."""
+    """Return the factors of the first and the second half of a summary; see ``query_features``."""
     other = query
     if SCORE == "moments":
         scaled = query * scale
@@ -186,7 +189,7 @@ def score_tile(
     HEADS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SCORE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores ``[BM, BN]`` of some blocks; with an indexer, ``rows`` are its queries."""
+    """Return the scores ``[BM, BN]`` of blocks; with an indexer, ``rows`` points to its queries."""
     width: tl.constexpr = D if SCORE == "mean" or SCORE == "indexer" else 2 * D
     scores = tl.zeros((BM, BN), tl.float32)
     part = tl.trans(load_summaries(summary, block, exists, column, D, width))
@@ -209,7 +212,7 @@ def score_tile(
 
 @triton.jit
 def add_weights(scores, is_candidate, largest, total, scale):
-    """Add weights to the sum of each row, relative to the largest; logarithms have base 2."""
+    """Add weights to the sum of each row, relative to the largest; logarithms are to base 2."""
     logs = tl.where(is_candidate, scores * (scale * LOG2_E), float("-inf"))
     new = tl.maximum(largest, tl.max(logs, 1))
     finite = tl.where(new == float("-inf"), 0.0, new)
@@ -219,18 +222,19 @@ def add_weights(scores, is_candidate, largest, total, scale):
 
 @triton.jit
 def rank_weights(rank, largest, total, scale):
-    """Return the shares of the weight that ranked blocks have; 0 for the least rank."""
+    """Return the share of each ranked block in the total weight; 0 for the rank ``LEAST``."""
     logs = largest + tl.log2(tl.where(total > 0, total, 1.0))
     logs = rank_scores(rank) * (scale * LOG2_E) - logs[:, None]
     return tl.where(rank > LEAST, tl.exp2(logs), 0.0)
 
 
-# Selection: the K best blocks of each row, or as many of them as cover a share of the weight
+# Selection: the K best blocks of each row, or with COVERAGE the fewest of them that cover a share
+# of the weight
 #
-# grid     (B * Hkv * tiles of BM rows): rows are query blocks times the F heads of a key head
+# grid     (B * Hkv * tiles of BM rows): a row is a query block of one of the F heads of a key head
 # reads    q [B, A, M, D], any strides and float dtype; of an indexer [B, HEADS, M, D + 1],
 #          with the weights of its heads; summary [B, Hkv, N, Z], float32
-# writes   selected [B, A, M, K], int32, sorted; NONE after the last
+# writes   selected [B, A, M, K], int32, sorted; NONE after the last block
 # memory   reads the summaries of the candidates once per program
 # limits   D <= 256, K <= KP <= BN
 # oracle   select_blocks, on a GPU and with TRITON_INTERPRET=1

@@ -25,10 +25,10 @@ from attnzoo.kernels.triton_products import (
     operand_precision,
 )
 
-TILE_BLOCKS = 64  # N that are scored at a time
-TILE_ROWS = 32  # query blocks and heads of a program
-TILE_RANKS = 4096  # rows times blocks of a tile, 8 bytes each
-TILE_SUMS = 4096  # elements of summaries and of pooled queries of a program
+TILE_BLOCKS = 64  # key blocks that are scored at a time
+TILE_ROWS = 32  # query blocks times heads of a program
+TILE_RANKS = 4096  # rows times blocks of a tile; a rank takes 8 bytes
+TILE_SUMS = 4096  # elements of summaries, or of pooled queries, per program
 
 
 class SelectionTensors(NamedTuple):
@@ -49,9 +49,9 @@ class SelectionLauncher:
         x: Inputs.
         options: Sizes.
         query_blocks: M.
-        top_k: Most blocks that are selected.
+        top_k: Maximum number of selected blocks.
         score: ``"mean"``, ``"moments"``, ``"bounds"`` or ``"indexer"``.
-        coverage: Share of the estimated weight that is enough; ``None``: ``top_k`` blocks.
+        coverage: Share of the estimated weight to cover; ``None`` selects ``top_k`` blocks.
         per_key_head: Whether the query heads of a key head share a selection.
     """
 
@@ -99,9 +99,13 @@ class SelectionLauncher:
         sorted_blocks = max(2, triton.next_power_of_2(self.kept))  # KP
         wide = block_size(self.size) > 128
         columns = min(TILE_BLOCKS >> wide, block_size(self.blocks))
-        columns, share = max(columns, sorted_blocks), self.lists // self.key_heads
-        rows = min(TILE_ROWS >> wide, TILE_RANKS // columns, block_size(self.query_blocks * share))
-        tiles = -(-self.query_blocks * share // rows)
+        columns, lists_per_key_head = max(columns, sorted_blocks), self.lists // self.key_heads
+        rows = min(
+            TILE_ROWS >> wide,
+            TILE_RANKS // columns,
+            block_size(self.query_blocks * lists_per_key_head),
+        )
+        tiles = -(-self.query_blocks * lists_per_key_head // rows)
         with device_context(self.q.device):
             select_kernel[(self.batch * self.key_heads * tiles,)](
                 queries, summary, *self.ragged, selected, *queries.stride()[:3], **self.sizes,
@@ -109,10 +113,10 @@ class SelectionLauncher:
                 window=options.window, num_sinks=options.num_sinks,
                 scale=1.0 if self.indexed else options.scale,
                 coverage=0.0 if coverage is None else coverage, key_heads=self.key_heads,
-                F=share, HEADS=self.heads if self.indexed else 1, Q=options.query_block,
-                D=self.size, BD=block_size(self.size), BM=rows, BN=columns, KP=sorted_blocks,
-                SCORE=self.score, COVERAGE=coverage is not None, CAUSAL=options.causal,
-                PRECISION=self.precision,
+                F=lists_per_key_head, HEADS=self.heads if self.indexed else 1,
+                Q=options.query_block, D=self.size, BD=block_size(self.size), BM=rows, BN=columns,
+                KP=sorted_blocks, SCORE=self.score, COVERAGE=coverage is not None,
+                CAUSAL=options.causal, PRECISION=self.precision,
                 num_warps=8 if columns > TILE_BLOCKS else 4, num_stages=1,
             )  # fmt: skip
         return selected
@@ -136,7 +140,7 @@ class SelectionLauncher:
     def pool(self) -> Tensor:
         """Return the query of each query block, ``[B, A, M, D]``, as :func:`pool_queries` does.
 
-        With an indexer, those of its heads.
+        With an indexer, these are the queries of its heads.
         """
         size = self.options.query_block
         lists = self.heads if self.indexed else self.lists

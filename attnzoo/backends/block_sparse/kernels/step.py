@@ -24,7 +24,7 @@ from attnzoo.backends.block_sparse.kernels.selection import (
 from attnzoo.kernels.triton_products import dot_add
 
 
-# Ranks: the best of a part of the blocks, and the sum of the weights of all of them
+# Ranks: the best blocks of a part, and the sum of the weights of all blocks of the part
 #
 # grid     (B * Hkv * SPLITS): one program per part of the blocks of a key head
 # reads    q [B, H, 1, D] or of an indexer [B, HEADS, 1, D + 1]; leader, contiguous, [B, H, D] or
@@ -96,7 +96,7 @@ def selected_blocks(
     ranks, sums, which, kept, coverage, scale,
     KP: tl.constexpr, SPLITS: tl.constexpr, COVERAGE: tl.constexpr,
 ):  # fmt: skip
-    """Return the selected blocks ``[KP]`` of a list from the ranks of its parts; ``NONE`` after."""
+    """Return the selected blocks ``[KP]`` of a list from the ranks of its parts, then ``NONE``."""
     at = tl.arange(0, SPLITS * KP)[None, :]
     best = tl.topk(tl.load(ranks + which * SPLITS * KP + at), KP)  # descending
     taken = tl.arange(0, KP)[None, :] < kept
@@ -213,6 +213,6 @@ def add_parts_kernel(sums, out, E: tl.constexpr, BE: tl.constexpr, PARTS: tl.con
     best, total = tl.load(sums + place + E), tl.load(sums + place + E + 1)
     mask = (column < E)[None, :]
     rows = tl.load(sums + place[:, None] + column[None, :], mask=mask, other=0.0)
-    factor = tl.exp2(best - tl.max(best, 0))  # the token attends to itself: one is finite
+    factor = tl.exp2(best - tl.max(best, 0))  # one is finite, because the token attends to itself
     acc = tl.sum(rows * factor[:, None], 0) / tl.sum(total * factor, 0)
     tl.store(out + head * E + column, acc.to(out.dtype.element_ty), mask=column < E)

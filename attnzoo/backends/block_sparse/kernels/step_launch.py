@@ -27,10 +27,10 @@ from attnzoo.kernels.triton_products import (
     operand_precision,
 )
 
-SPLIT_BLOCKS = 512  # N whose summaries one program scores, or more if there are many
-MOST_RANKS = 2048  # of all splits of a list, sorted by each program that attends
+SPLIT_BLOCKS = 512  # blocks that one program scores; more where MOST_RANKS limits the splits
+MOST_RANKS = 2048  # ranks of all splits of a list, which each attending program sorts
 PART_SLOTS = 128  # keys that one program attends to
-TILE_SLOTS = {64: 64, 128: 64, 256: 32}  # at a time, by size; half if operands are float32
+TILE_SLOTS = {64: 64, 128: 64, 256: 32}  # per tile, by head size; half if operands are float32
 
 
 class StepTensors(NamedTuple):
@@ -48,7 +48,7 @@ class StepTensors(NamedTuple):
 
 
 def split_blocks(blocks: int, sorted_blocks: int, split: int) -> tuple[int, int]:
-    """Return into how many parts blocks are split, a power of two, and how many one part has."""
+    """Return the number of splits, a power of two, and the number of blocks per split."""
     most = max(1, MOST_RANKS // sorted_blocks)
     splits = min(most, triton.next_power_of_2(max(1, -(-blocks // split))))
     per_split = -(-max(blocks, 1) // splits)
@@ -70,33 +70,33 @@ def launch_step(
     Args:
         x: Inputs.
         options: Sizes.
-        near_slots: Most keys of a window.
-        top_k: Most blocks that are selected.
+        near_slots: Maximum number of keys of a window.
+        top_k: Maximum number of selected blocks.
         score: ``"mean"``, ``"moments"``, ``"bounds"`` or ``"indexer"``.
-        coverage: Share of the estimated weight that is enough; ``None``: ``top_k`` blocks.
+        coverage: Share of the estimated weight to cover; ``None`` selects ``top_k`` blocks.
         per_key_head: Whether the query heads of a key head share a selection.
     """
     indexed, (batch, heads, _, d) = score == "indexer", x.q.shape
-    asking = contiguous_rows(x.q if x.index_q is None else x.index_q)
-    q, values = contiguous_rows(x.q), x.v.shape[3]
+    scoring_q = contiguous_rows(x.q if x.index_q is None else x.index_q)
+    q, e = contiguous_rows(x.q), x.v.shape[3]
     tensors = [contiguous_rows(y) for y in (x.k, x.v, x.recent_k, x.recent_v)]
-    summary, leader = x.summary.contiguous(), x.leader.to(asking.dtype).contiguous()
+    summary, leader = x.summary.contiguous(), x.leader.to(scoring_q.dtype).contiguous()
     key_heads, blocks = x.v.shape[1], summary.shape[2]
     lists = key_heads if per_key_head or indexed else heads
     ranked = 1 if indexed else lists
     kept = min(top_k, blocks)
     sorted_blocks = max(2, triton.next_power_of_2(max(kept, 1)))
     splits, per_split = split_blocks(blocks, sorted_blocks, SPLIT_BLOCKS)
-    size = asking.shape[3] - indexed
+    size = scoring_q.shape[3] - indexed
     ranks = torch.empty(batch, ranked, splits, sorted_blocks, dtype=torch.int64, device=q.device)
     weight_sums = torch.empty(batch, ranked, splits, 2, dtype=torch.float32, device=q.device)
     most_slots = options.num_sinks + near_slots + kept * options.block_size
     parts = triton.next_power_of_2(max(1, -(-most_slots // PART_SLOTS)))
     wide, precision = operand_precision(q, x.k, x.v)
-    tile = TILE_SLOTS[max(64, block_size(max(d, values)))] >> wide
+    tile = TILE_SLOTS[max(64, block_size(max(d, e)))] >> wide
     per_part = -(-most_slots // (parts * tile)) * tile
-    sums = torch.empty(batch, heads, parts, values + 2, dtype=torch.float32, device=q.device)
-    out = torch.empty(batch, heads, 1, values, dtype=x.v.dtype, device=q.device)
+    sums = torch.empty(batch, heads, parts, e + 2, dtype=torch.float32, device=q.device)
+    out = torch.empty(batch, heads, 1, e, dtype=x.v.dtype, device=q.device)
     rank_heads = summary.shape[1]
     shared = {
         "window": options.window,
@@ -111,11 +111,11 @@ def launch_step(
     weight_scale = 1.0 if indexed else options.scale
     with device_context(q.device):
         rank_kernel[(batch * rank_heads * splits,)](
-            asking, leader if leader.numel() else asking, summary, x.length, ranks, weight_sums,
-            *asking.stride()[:2], blocks=blocks, blocks_per_split=per_split, scale=weight_scale,
-            key_heads=rank_heads, F=ranked // rank_heads, Y=1 if indexed else heads // lists,
-            HEADS=asking.shape[1], D=size, BD=block_size(size),
-            BM=block_size(ranked // rank_heads),
+            scoring_q, leader if leader.numel() else scoring_q, summary, x.length, ranks,
+            weight_sums, *scoring_q.stride()[:2], blocks=blocks, blocks_per_split=per_split,
+            scale=weight_scale, key_heads=rank_heads, F=ranked // rank_heads,
+            Y=1 if indexed else heads // lists, HEADS=scoring_q.shape[1], D=size,
+            BD=block_size(size), BM=block_size(ranked // rank_heads),
             BN=max(min(TILE_BLOCKS, block_size(blocks)) >> (size > 128), sorted_blocks),
             SCORE=score, LEADER=leader.numel() > 0, **shared, num_warps=4, num_stages=1,
         )  # fmt: skip
@@ -125,13 +125,13 @@ def launch_step(
             old=x.k.shape[2], recent=x.recent_k.shape[2], kept=kept, slots_per_part=per_part,
             scale=options.scale, weight_scale=weight_scale,
             coverage=0.0 if coverage is None else coverage, lists=lists,
-            lists_per_key_head=lists // key_heads, Y=heads // lists, D=d, E=values,
-            BD=block_size(d), BE=block_size(values), BM=block_size(heads // lists), BN=tile,
+            lists_per_key_head=lists // key_heads, Y=heads // lists, D=d, E=e,
+            BD=block_size(d), BE=block_size(e), BM=block_size(heads // lists), BN=tile,
             PARTS=parts, ONE_LIST=indexed, OPERAND=tl.float32 if wide else tl.bfloat16, **shared,
             num_warps=4, num_stages=2,
         )  # fmt: skip
         if parts > 1:
             add_parts_kernel[(batch * heads,)](
-                sums, out, E=values, BE=block_size(values), PARTS=parts, num_warps=4
+                sums, out, E=e, BE=block_size(e), PARTS=parts, num_warps=4
             )  # fmt: skip
     return out

@@ -1,1 +1,1 @@
-"""C++ kernels of the delta rule."""
+"""C++ and Triton kernels of the delta rule."""

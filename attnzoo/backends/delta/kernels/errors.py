@@ -1,17 +1,18 @@
 """Triton kernels of the prediction errors of the delta rule, and of their gradients.
 
-With u = beta e for values, the delta rule is linear attention, which
-:mod:`attnzoo.backends.linear.kernels` computes. What remains is the system that the errors solve,
+With the values u = beta e, the delta rule is linear attention, which
+:mod:`attnzoo.backends.linear.kernels` computes. The kernels here solve the system of the errors,
 
     e_t = v_t - A_t k_t S_0 - sum over j < t of L_tj u_j,        L_tj = k_t^T exp(P_t - P_j) k_j
 
-with P the sums of log decays and A_t = exp(P_t). Inside a chunk, e = x + m (beta x): x is v
-without what the state before the chunk predicts, and m, strictly lower triangular, solves
+with P the sums of log decays and A_t = exp(P_t). Inside a chunk, e = x + m (beta x): x is v minus
+the prediction of the state before the chunk, and m, strictly lower triangular, solves
 (I + L beta) m = -L. The gradient solves the transposed system from the last token to the first,
-with the same m: w = z + m^T (beta z), where z is the gradient of u without what later chunks add.
+with the same m: w = z + m^T (beta z), where z is the gradient of u minus the part of later chunks.
 
-Decays per channel multiply k step by step inside a chunk, so no factor exceeds 1, whatever the
-decay. No product of two tiles is transposed to be an operand of a third one.
+Decays per channel multiply k token by token inside a chunk, so no factor exceeds 1, however strong
+the decay is. As in :mod:`attnzoo.backends.linear.kernels.out`, no product of two tiles is
+transposed to be an operand of a third one.
 
 Letters: B batch, Hkv key heads, T tokens, D key size, E value size, C tokens of a chunk, N chunks.
 """
@@ -83,7 +84,7 @@ def inverse_kernel(
     keys = load_rows(k + b * k_batch + h * k_head + base * k_token, token, k_token, column,
                      in_bounds, D)  # fmt: skip
     beta_row = beta + b * beta_batch + h * beta_head + base * beta_token
-    write = tl.load(beta_row + token * beta_token, mask=in_bounds, other=0.0).to(tl.float32)
+    strength = tl.load(beta_row + token * beta_token, mask=in_bounds, other=0.0).to(tl.float32)
     gates = log_decay + b * gate_batch + h * gate_head + base * gate_token
     mask = (token[:, None] < token[None, :]) & in_bounds[None, :]
     if PACKED:
@@ -102,7 +103,7 @@ def inverse_kernel(
             products *= pair_decay(high, low, mask, True, OPERAND)
         else:
             products = tl.where(mask, products, 0.0)
-    weights = products * write[:, None]  # row j, column i: L_ij beta_j
+    weights = products * strength[:, None]  # row j, column i: L_ij beta_j
     rows = -tl.trans(products)
     for i in range(1, C):
         weight = tl.sum(tl.where((token == i)[None, :], weights, 0.0), 1)
@@ -119,21 +120,21 @@ def chunk_keys(
 ):  # fmt: skip
     """Return the keys of a chunk, decayed from its start and to its end, and the state's decay.
 
-    The keys are ``[C, W]``. The decay is ``[W]``, or a number.
+    The keys are ``[C, W]``. The decay is ``[W]`` or a scalar.
     """
     base = start.to(tl.int64)
     token = tl.arange(0, C)
     in_bounds = token < end - start
     keys = load_rows(k + base * k_token, token, k_token, column, in_bounds, D)
-    reading, writing, state_decay = keys, keys, 1.0
+    k_from_start, k_to_end, state_decay = keys, keys, 1.0
     if DECAY == "vector":
         gates = log_decay + base * gate_token
         own = load_vector_gates(gates, gate_token, token, column, in_bounds, D)
         following = load_vector_gates(
             gates + gate_token, gate_token, token, column, token + 1 < end - start, D
         )
-        reading = (keys * tl.exp2(tl.cumsum(own, 0))).to(OPERAND)
-        writing = (keys * tl.exp2(tl.cumsum(following, 0, reverse=True))).to(OPERAND)
+        k_from_start = (keys * tl.exp2(tl.cumsum(own, 0))).to(OPERAND)
+        k_to_end = (keys * tl.exp2(tl.cumsum(following, 0, reverse=True))).to(OPERAND)
         state_decay = tl.exp2(tl.sum(own, 0))
     from_start, to_end = tl.full((C,), 1.0, tl.float32), tl.full((C,), 1.0, tl.float32)
     if DECAY == "scalar":
@@ -146,13 +147,13 @@ def chunk_keys(
         to_end *= (segment == last).to(tl.float32)
         state_decay *= (last == 0).to(tl.float32)
     if DECAY == "scalar" or PACKED:
-        reading = (reading * from_start[:, None]).to(OPERAND)
-        writing = (writing * to_end[:, None]).to(OPERAND)
-    return materialize(reading.to(OPERAND)), materialize(writing.to(OPERAND)), state_decay
+        k_from_start = (k_from_start * from_start[:, None]).to(OPERAND)
+        k_to_end = (k_to_end * to_end[:, None]).to(OPERAND)
+    return materialize(k_from_start.to(OPERAND)), materialize(k_to_end.to(OPERAND)), state_decay
 
 
 # Errors: e of every token, in chunks from the first to the last; REVERSE: w, from the last to the
-# first, with R the gradient that later tokens send to the state:
+# first, with R the negative gradient of the state after the chunk:
 #
 #     x = v - K_A S,      e = x + m (beta x),     S = decay S + K_to_end^T (beta e)
 #     z = d_u - K_to_end R,   w = z + m^T (beta z),   R = decay R + K_A^T (beta w)
@@ -197,24 +198,24 @@ def errors_kernel(
         base = start.to(tl.int64)
         end = tl.minimum(start + C, tokens)
         in_bounds = token < end - start
-        reading, writing, decay = chunk_keys(
+        k_from_start, k_to_end, decay = chunk_keys(
             k, log_decay, segment_ids, start, end, k_token, gate_token, d_column, D, C, DECAY,
             PACKED, OPERAND,
         )  # fmt: skip
         rows = load_rows(x + base * x_token, token, x_token, column, in_bounds, E)
-        write = tl.load(beta + (base + token) * beta_token, mask=in_bounds, other=0.0)
-        write = write.to(tl.float32)[:, None]
+        strength = tl.load(beta + (base + token) * beta_token, mask=in_bounds, other=0.0)
+        strength = strength.to(tl.float32)[:, None]
         predicted = tl.zeros((C, BE), tl.float32)
-        from_state = writing if REVERSE else reading
+        from_state = k_to_end if REVERSE else k_from_start
         predicted = dot_add(from_state, state, predicted, OPERAND, PRECISION, "right")
-        left = rows.to(tl.float32) - predicted
+        residual = rows.to(tl.float32) - predicted
         square = m + base * C
         if REVERSE:
             inverse = tl.load(square + token[None, :] * C + token[:, None])
         else:
             inverse = tl.load(square + token[:, None] * C + token[None, :])
-        solved = dot_add(inverse, left * write, left, OPERAND, PRECISION, "both")
-        update = (solved * write).to(written.dtype.element_ty)
+        solved = dot_add(inverse, residual * strength, residual, OPERAND, PRECISION, "both")
+        update = (solved * strength).to(written.dtype.element_ty)
         place = (base * key_heads + row) * E
         store_rows(errors + place, solved, token, key_heads * E, column, in_bounds, E)
         store_rows(written + place, update, token, key_heads * E, column, in_bounds, E)
@@ -222,5 +223,5 @@ def errors_kernel(
             state *= decay[:, None]
         else:
             state *= decay
-        to_state = reading if REVERSE else writing
+        to_state = k_from_start if REVERSE else k_to_end
         state = dot_add(tl.trans(to_state), update, state, OPERAND, PRECISION, "")

@@ -85,7 +85,8 @@ class DeltaLauncher:
     def errors(self) -> tuple[Tensor, Tensor]:
         """Return the prediction errors e in float32, and u = beta e in the dtype of v.
 
-        Both are ``[B, Hkv, T, E]``. The gradient of beta is a sum of products of e, which cancel.
+        Both are ``[B, Hkv, T, E]``. e is float32 because the gradient of beta is a sum of products
+        of e that cancel.
         """
         return self._scan(self.v, reverse=False)
 
@@ -119,7 +120,7 @@ class DeltaLauncher:
         return errors.transpose(1, 2), written.transpose(1, 2)
 
     def linear(self, q: Tensor, u: Tensor, scale: float, *, decay_grad: bool) -> KernelLauncher:
-        """Return the launcher of linear attention with u for values."""
+        """Return the launcher of linear attention with the values u."""
         z = self.state.new_zeros(self.state.shape[:3])
         tensors = (q, self.k, u, self.log_decay, self.state, z, self.segment_ids, None)
         return KernelLauncher(
@@ -139,15 +140,16 @@ class DeltaLauncher:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients of q, k, v, beta, log_decay (empty if not needed) and the state.
 
-        The keys read the state as one more query per key head, whose output has the gradient
-        ``-d_v``: a prediction is linear attention without the token itself.
+        The prediction of a token is linear attention with its key as the query, without the token
+        itself. So the keys are one more query head per key head, whose output has the gradient
+        ``-d_v``.
         """
         z = self.state.new_zeros(self.state.shape[:3])
         d_u = self.linear(q, u, scale, decay_grad=False).value_gradient(d_out, d_state, z)
         w, d_v = self.transposed_errors(d_u)
         d_beta = (errors * w).sum(3).to(self.beta.dtype)
         groups = q.shape[1] // self.key_heads
-        # A quotient by a small scale overflows float16, whose products have float32 operands anyway
+        # Division by a small scale can overflow float16; its products have float32 operands anyway
         wide = d_out.float() if d_out.dtype == torch.float16 else d_out
         rows = _with_keys(q, self.k, groups), _with_keys(wide, d_v.float() / -scale, groups)
         linear = self.linear(rows[0], u, scale, decay_grad=needs_decay_grad)

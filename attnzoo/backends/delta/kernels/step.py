@@ -44,14 +44,14 @@ def delta_step_kernel(
     kv = tl.load(state + offsets, mask=mask, other=0.0)
     key = tl.load(k + b * k_batch + h * k_head + d, mask=d < D, other=0.0).to(tl.float32)
     value = tl.load(v + b * v_batch + h * v_head + e, mask=e < E, other=0.0).to(tl.float32)
-    write = tl.load(beta + b * beta_batch + h * beta_head).to(tl.float32)
+    strength = tl.load(beta + b * beta_batch + h * beta_head).to(tl.float32)
     if DECAY == "vector":
         gates = tl.load(log_decay + b * gate_batch + h * gate_head + d, mask=d < D, other=0.0)
         kv *= tl.exp(tl.maximum(gates.to(tl.float32), LOG_ZERO))[:, None]
     if DECAY == "scalar":
         gate = tl.load(log_decay + b * gate_batch + h * gate_head).to(tl.float32)
         kv *= tl.exp(tl.maximum(gate, LOG_ZERO))
-    update = write * (value - tl.sum(key[:, None] * kv, 0))
+    update = strength * (value - tl.sum(key[:, None] * kv, 0))
     kv += key[:, None] * update[None, :]
     tl.store(state_next + offsets, kv, mask=mask)
     for g in range(G):
