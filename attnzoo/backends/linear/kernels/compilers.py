@@ -1,6 +1,6 @@
-"""Versions of Triton and ptxas whose reports of wrong code concern the kernels, and what follows.
+"""Versions of Triton and ptxas that are reported to miscompile such kernels, and what is done.
 
-ptxas assembles what Triton compiles. All reports concern Hopper (compute capability 9.x):
+ptxas assembles the code that Triton generates. All reports concern Hopper (compute capability 9.x):
 
 | version | report | consequence |
 |---|---|---|
@@ -9,7 +9,7 @@ ptxas assembles what Triton compiles. All reports concern Hopper (compute capabi
 | ptxas before 13.3 | registers of asynchronous products are overwritten too early (triton-lang/triton#9433, #11781) | caution |
 | Triton 3.6.0 to 3.8.0 | invalid reads of shared memory, with tiles of 32 columns and 4 warps (triton-lang/triton#11366) | 8 warps |
 
-A caution is part of what ``attnzoo.describe`` and ``attnzoo doctor`` show. ``impl="auto"`` selects
+``attnzoo.describe`` and ``attnzoo doctor`` show a caution. ``impl="auto"`` selects
 the kernels only if they have passed a check on the device, whatever the versions.
 """  # noqa: E501 (a table)
 
@@ -57,7 +57,7 @@ def compiler_reasons(major: int) -> list[str]:
 
 
 def compiler_caution(major: int) -> str:
-    """Return what reports say against the versions in use, or ""."""
+    """Return a caution about the versions in use, or ""."""
     version = ptxas_version(major)
     if major != HOPPER or _numbers(version)[:2] >= FIXED_PTXAS or version in REFUSED_PTXAS:
         return ""
@@ -68,7 +68,7 @@ def compiler_caution(major: int) -> str:
 def avoid_defects(chosen: Config, capability: int) -> Config:
     """Return a config without the pairs of tile and warps that Triton compiles wrongly.
 
-    More warps per tile need fewer registers, and as much shared memory.
+    More warps per tile need fewer registers per thread, and the same shared memory.
     """
     if capability // 10 != HOPPER or (chosen.tile, chosen.warps) != (32, 4):
         return chosen

@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 from attnzoo.backends.linear.kernels.compilers import avoid_defects
 
-KERNELS = ("sums", "out", "shared", "dq", "dv", "dk")  # split sums, modes of the scan
+# split_sums_kernel; out_kernel, twice ("shared" computes statistics); query_gradient_kernel;
+# key_gradient_kernel, twice
+KERNELS = ("sums", "out", "shared", "dq", "dv", "dk")
 DECAYS = ("none", "scalar", "vector")
 # bare: bfloat16 without feature map, normalisation and masks; mapped: with a feature map or
 # normalised; any: with padding or segments, or with sizes that are not powers of two; wide: float32

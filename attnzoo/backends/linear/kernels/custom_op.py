@@ -143,7 +143,7 @@ def linear_sums_triton(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return weighted sums of values, ``[B, H, T, E]``, and of ones, ``[B, H, T]``, and the state.
 
-    For callers that divide in their own way. The arguments are those of :func:`linear_triton`,
+    For callers that do the division themselves. The arguments are those of :func:`linear_triton`,
     with features of queries and keys.
     """
     tensors = LinearTensors(q, k, v, log_decay, kv, z, segment_ids, None)

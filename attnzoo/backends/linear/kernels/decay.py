@@ -11,8 +11,8 @@ Queries are multiplied by exp(P_i - A) and keys by exp(A - P_j), with the anchor
 of the chunk, so that the scores are one product; P starts with the chunk's second token here. An
 anchor is an integer: multiplication by a power of two is exact, so rounding does not depend on
 later tokens. A factor may reach 2^MAX_EXPONENT. If the decay between the anchor and an end of the
-chunk is stronger in any channel, the chunk is processed in windows of up to 16 tokens instead; if
-it is too strong even for 16, in shorter ones. The next chunk is processed as a whole again.
+chunk is stronger in any channel, the chunk is processed in windows of up to 16 tokens instead, or
+shorter windows if the decay is too strong for 16. The next chunk is processed as a whole again.
 
 Letters: C tokens of a chunk; W columns.
 """
@@ -92,7 +92,8 @@ def pair_decay(high, low, mask, REVERSE: tl.constexpr, OPERAND: tl.constexpr):
 
     Rows are queries and columns are keys; REVERSE exchanges them. With float32 operands, the parts
     of P are subtracted separately, so strong decays earlier in the chunk cost no precision. With
-    bfloat16 they cost less than the rounding of the scores: P is at most 64 LOG_ZERO.
+    bfloat16 operands they cost less than the rounding of the scores, because the magnitude of P is
+    at most that of 64 LOG_ZERO.
     """
     if REVERSE:
         difference = high[None, :] - high[:, None]
@@ -155,14 +156,15 @@ def vector_decay(
     decays of the state are 1, and the factor of keys (SKIP_KEYS; else of queries) is 0, so that the
     chunk does not change the state; the other factor may be infinite.
 
-    AS_PRODUCT: sums over tokens are products, which costs less than scans. A caller that transposes
-    a factor for another product must not set it, because of the compilers that get that wrong.
+    AS_PRODUCT: sums over tokens are matrix products, which cost less than scans. A caller that
+    transposes a factor for another product must not set it, because some compilers compile that
+    wrongly.
 
     Returns:
         exp(P - A) of queries and exp(A - P) of keys, ``[C, W]``; the decays of the state from
         before the chunk to the anchor, and from there to the end of the chunk, ``[W]``; and run.
     """
-    # A product of fewer rows would be repeated by all warps
+    # All warps would repeat a product of fewer rows
     USE_PRODUCTS: tl.constexpr = AS_PRODUCT and token.shape[0] >= 32
     later = (token > 0) & (token < count)
     gates = load_vector_gates(log_decay, token_stride, token, column, later, COLUMNS)
@@ -195,9 +197,9 @@ def window_length(
     log_decay, token_stride, start, end, column, COLUMNS: tl.constexpr, REVERSE: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Return how many of the tokens ``start`` to ``end``, at most C, a window can hold; at least 1.
+    """Return the length of the longest window, at least 1, of the tokens ``start`` to ``end``.
 
-    They are the first of them; REVERSE, the last.
+    The window begins at ``start``; with REVERSE, it ends at ``end``. There are at most C tokens.
     """
     token, count = tl.arange(0, C), end - start
     offset = start.to(tl.int64) * token_stride

@@ -1,4 +1,4 @@
-"""Triton kernels of one decoding step of the window hybrid, in the place of the state.
+"""Triton kernels of one decoding step of the window hybrid, which overwrite the state.
 
 The first kernel computes the output and the sums of values, several programs per head. All of them
 read the rest of the state, which the second kernel therefore writes.
@@ -31,7 +31,7 @@ def load_token(x, token, column, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_channel_decay(log_decay, token, f, F: tl.constexpr, DECAY: tl.constexpr):
-    """Return the decay of each feature, or one of all."""
+    """Return the decay of each feature, or one decay for all features."""
     if DECAY == "vector":
         gates = load_token(log_decay, token, f, F)
     else:
@@ -39,11 +39,11 @@ def load_channel_decay(log_decay, token, f, F: tl.constexpr, DECAY: tl.constexpr
     return tl.exp(tl.maximum(gates, LOG_ZERO))
 
 
-# One token: key n - W leaves the window and enters the sums S and z of earlier keys, the new one
-# enters the window, and with s_j = scale q k_j over the window, lse its log-sum-exp and f the logit
-# of the sums,
+# One token: key n - W leaves the window and is added to the sums S and z of earlier keys, and the
+# new key enters the window. With s_j = scale q k_j over the window, their log-sum-exp lse, and the
+# logit f of the sums,
 #     o = (sum_j e^(s_j - lse + near) v_j + e^(f - m) q_f S) / (e^near + e^(f - m) q_f z),
-# where m is the larger of both logarithms, and near that of the window minus m.
+# where m is the larger of lse and f + log(q_f z), and near is lse - m. RELATIVE: lse is 0 in both.
 #
 # grid     (B * Hkv * tiles): one program updates one tile [F, BE] of one head's sums
 # reads    tokens: q, k, v and features, with any strides but 1 in the last dimension;
@@ -141,7 +141,7 @@ def hybrid_store_kernel(
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, DECAY: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Write what several programs of :func:`hybrid_step_kernel` read; see above."""
+    """Write the tensors that several programs of :func:`hybrid_step_kernel` read; see above."""
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // key_heads, bh % key_heads
     d, e, f = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BF)

@@ -278,7 +278,7 @@ def key_gradient_kernel(
     split_start = (n * split_size).to(tl.int32)
     split_end = tl.minimum(split_start + split_size, tokens)
     if DECAY == "vector":
-        position = split_end  # tokens from here on are done
+        position = split_end  # tokens from here on are finished
         while position > split_start:
             chunks = (position - split_start + C - 1) // C
             first = tl.maximum(chunks - CHUNKS_PER_RUN, 0)

@@ -29,8 +29,8 @@ from attnzoo.kernels.triton_products import (
 
 MIN_SPLIT_SIZE = 512  # tokens; in shorter splits, the states cost more than parallelism gains
 SPLIT_MULTIPLE = 64  # tokens, a multiple of every chunk
-SPLIT_COST = 1.5  # time of a call with splits, which reads keys and values twice, over one without
-STATE_COST = 128  # time that a state per split takes, in tokens
+SPLIT_COST = 1.5  # relative time of a call with splits, which reads keys and values twice
+STATE_COST = 128  # time for one state per split, in tokens
 WARPS_PER_PROCESSOR = 8  # with 255 registers each
 SPLIT_SCAN_BLOCK = 1024  # elements of a state per program of split_scan_kernel
 
@@ -119,9 +119,10 @@ class KernelLauncher:
         return out.transpose(1, 2), *last
 
     def forward_sums(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what is to be divided, and by what: weighted sums of values, and of ones.
+        """Return numerators and denominators of the output, and the state after the last token.
 
-        They are ``[B, T, H, E]`` and ``[B, H, T]``, float32; and the state after the last token.
+        Numerators are the weighted sums of values, ``[B, T, H, E]``, and denominators those of
+        ones, ``[B, H, T]``; both are float32.
         """
         assert not self.normalize
         out = empty_rows(self.v, self.heads, self.e, torch.float32)
@@ -166,7 +167,7 @@ class KernelLauncher:
         d_last: tuple[Tensor, Tensor],
         last: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of :meth:`forward_sums` for ``normalize=True``, which divides.
+        """Compute the gradients of :meth:`forward_sums`; the launcher has ``normalize=True``.
 
         Args:
             rows: Receives the gradients of q, k and v, ``[B, T, heads, size]``; heads and sizes are
@@ -294,7 +295,7 @@ class KernelLauncher:
             x: Keys, or queries.
             y: Values, or gradients of the output.
             statistics: As :meth:`_row_statistics` returns them, to compute gradients.
-            divide: Whether gradients of the output are still to be divided.
+            divide: Whether gradients of the output must still be divided by the denominator.
         """
         if self.num_splits == 1:
             return initial
@@ -390,9 +391,9 @@ def _next_power_of_2(x: int) -> int:
 
 @lru_cache(maxsize=1024)
 def choose_split_size(programs: int, tokens: int, slots: int) -> int:
-    """Return the tokens per split with which the kernels take least time.
+    """Return the number of tokens per split that minimises the estimated time.
 
-    That is the number of rounds in which the programs of all splits run, times the tokens of a
+    The time is the number of rounds in which the programs of all splits run, times the tokens of a
     split; splits also read keys and values twice. Of equally fast sizes, the largest is returned.
 
     Args:

@@ -91,8 +91,8 @@ def merge_kernel(
     tl.store(linear_weight + row, r, mask=in_bounds)
 
 
-# Gradients of the merge. Gradients of both outputs are rounded to their dtype before sums are taken
-# of them, so that the sums cancel in the kernels that read them.
+# Gradients of the merge. The gradients of near and values are rounded to their dtype before they
+# are summed, so that the sums cancel in the kernels that read them.
 #
 # writes   d_near [B, T, H, E], d_values [B, N, H, E]; d_lse, d_logit [B, H, T] and delta [B, H, N],
 #          the negative gradient of total, float32
@@ -166,8 +166,8 @@ def merge(
             window.
         linear_only_heads: ``[H]`` bool, heads that ignore the window where they have linear
             weights.
-        options: See there.
-        dtype: Of the output.
+        options: See :class:`MergeOptions`.
+        dtype: Dtype of the output.
     """
     batch, tokens, heads, e = near.shape
     out = torch.empty_like(near, dtype=dtype)

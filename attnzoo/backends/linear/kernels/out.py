@@ -5,8 +5,8 @@ With tokens i and j of one chunk, decay weights w and a state S in registers:
     out_i = sum over j <= i of w_ij (q_i k_j) v_j + w_i q_i S
     S     = decay S + sum of w_j k_j v_j^T
 
-q and k are features. Only inputs, results and one state per split pass through memory. Queries and
-keys have all their columns; values, S and the output are divided into tiles of columns, one per
+q and k are features. Only inputs, results and one state per split are in global memory. Queries
+and keys have all their columns; values, S and the output are divided into tiles of columns, one per
 program, because a state must fit into registers.
 
 No product of two tiles is transposed to be an operand of a third one, because some compilers for
@@ -43,7 +43,7 @@ from attnzoo.backends.linear.kernels.rows import (
 from attnzoo.kernels.triton_products import dot_add
 
 WINDOW: tl.constexpr = tl.constexpr(16)  # tokens of a window, for strong decays per channel
-CHUNKS_PER_RUN: tl.constexpr = tl.constexpr(8)  # chunks between two looks for strong decays
+CHUNKS_PER_RUN: tl.constexpr = tl.constexpr(8)  # chunks between two checks for strong decays
 
 
 @triton.jit

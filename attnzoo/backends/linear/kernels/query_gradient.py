@@ -4,9 +4,9 @@ With the gradient do of the output, and w, S as in :mod:`attnzoo.backends.linear
 
     dq_i = sum over j <= i of w_ij (do_i v_j - delta_i) k_j + w_i (S do_i - delta_i z)
 
-If normalised, do is divided by the denominator (DIVIDE, unless it is already); without
-normalisation, delta is 0. Values and do
-have all their columns; keys, S (held as its transpose) and dq are divided into tiles.
+If normalised, do is divided by the denominator, with DIVIDE in this kernel and otherwise before it;
+without normalisation, delta is 0. Values and do have all their columns; keys, S (stored transposed)
+and dq are divided into tiles of columns.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def load_d_out(
     d_out, inv_denom, token, token_stride, column, in_bounds,
     NORMALIZE: tl.constexpr, E: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradient of the output over the denominator, rounded the same in every kernel."""
+    """Return d_out divided by the denominator, rounded in the same way by all kernels."""
     rows = load_rows(d_out, token, token_stride, column, in_bounds, E)
     if NORMALIZE:
         rows = rows.to(tl.float32) * tl.load(inv_denom + token, mask=in_bounds, other=0.0)[:, None]
@@ -78,5 +78,5 @@ def valid_tokens(padding_mask, base, token, in_bounds, PADDED: tl.constexpr):
 
 @triton.jit
 def as_int64(x):
-    """Return a stride as int64: times the number of a query head, it may exceed int32."""
+    """Return a stride as int64, because its product with the index of a head may exceed int32."""
     return tl.zeros((), tl.int64) + x

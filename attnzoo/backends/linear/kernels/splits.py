@@ -95,7 +95,7 @@ def split_sums_kernel(
         if VECTOR:
             log_decays, in_split = log_decay + base * gate_token, token < split_end - chunk_start
             gates = load_vector_gates(log_decays, gate_token, token, d, in_split, D)
-            if REVERSE:  # not as a product: x is transposed for another one
+            if REVERSE:  # not a product, because x is transposed for another one
                 token_decay = tl.exp2(tl.cumsum(gates, 0))
             else:
                 later = (token < C - 1) & (token < split_end - chunk_start - 1)

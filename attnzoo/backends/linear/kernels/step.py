@@ -21,9 +21,9 @@ LOWEST_STABILIZER: tl.constexpr = tl.constexpr(-87.0)  # of mLSTM: exp(87) is fi
 
 
 # Step: S = decay * S + k v^T, z = decay * z + k, o = q S / (q z + eps)         (arXiv:2006.16236)
-# GATE "rwkv6", with a bonus u: the query reads S and z before the update, and (q . u k) (v, 1)
-#      besides                                                                  (arXiv:2404.05892)
-# GATE "mlstm", with an input gate i: m' = max(log decay + m, i), the decay is
+# GATE "rwkv6" has a bonus u: the query reads S and z before the update, and (q . u k) (v, 1) is
+#      added                                                                    (arXiv:2404.05892)
+# GATE "mlstm" has an input gate i: m' = max(log decay + m, i), the decay is
 #      exp(log decay + m - m'), k is multiplied by exp(i - m'), and the denominator is
 #      max(|q z|, exp(-m'))                                                     (arXiv:2405.04517)
 #
@@ -128,8 +128,8 @@ def launch_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch :func:`step_kernel`; see :func:`linear_triton_step`.
 
-    ``in_place``: the programs of one head write different tiles of kv to where they read them. All
-    of them read z and m, so the next ones are copied after the launch.
+    ``in_place``: each program of a head overwrites the tile of kv that it reads. All programs of
+    the head read z and m, so these are overwritten after the launch.
     """
     q, k, v, kv, z = (
         contiguous_rows(q),

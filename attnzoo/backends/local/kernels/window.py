@@ -1,6 +1,6 @@
 """Triton kernels of softmax attention inside a window, with the log-sum-exp, and its gradients.
 
-A query block sees the key blocks of its band only: time O(T w D), and no score in memory. With
+A query block reads only the key blocks of its band: time O(T w D), and no score in memory. With
 P_ij = exp(s q_i k_j - lse_i) for keys j of the window, and the gradients do, dlse of both results:
 
     out_i = sum over j of P_ij v_j          delta_i = do_i out_i - dlse_i
@@ -114,7 +114,7 @@ def window_kernel(
 #
 # grid     as window_kernel
 # reads    also do [B, H, T, E] and dlse, lse [B, H, T]
-# writes   dq [B, T, H, D]; delta [B, H, T], float32, which key_gradient_kernel reads
+# writes   dq [B, T, H, D]; delta [B, H, T], float32, which window_key_gradient_kernel reads
 @triton.jit(do_not_specialize=["tokens", "before", "after"])
 def window_query_gradient_kernel(
     q, k, v, d_out, d_lse, out, lse, dq, delta, padding_mask, segment_ids,
