@@ -1,1 +1,1 @@
-"""Code that the kernels of several mechanisms share; imports no other part of attnzoo but masks."""
+"""Code that several mechanisms share; of attnzoo, it imports only errors and masks."""

@@ -1,8 +1,8 @@
-"""The folder in which attnzoo keeps compiled kernels and what it found out about a machine.
+"""The folder in which attnzoo stores compiled kernels and the verdicts of kernel checks.
 
 It is ``$ATTNZOO_CACHE`` or ``~/.cache/attnzoo``. A compiled library runs with all rights of the
-process, and a stored verdict decides which kernels run, so that the folder is used only if no other
-user can write it.
+process, and a stored verdict decides which kernels run, so the folder is used only if no other user
+can write it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def cache_folder() -> Path:
 
 
 def check_private(path: Path) -> None:
-    """Raise ``OSError`` if other users than this one and root can write a file or folder."""
+    """Raise ``OSError`` if users other than this one and root can write a file or folder."""
     if os.name != "posix":
         return
     found = path.stat()
@@ -42,7 +42,7 @@ def check_private(path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a text file: other processes read the old content or the new one, never a part."""
+    """Replace a text file atomically: other processes read the old content or the new one."""
     descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # mode 600
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -25,7 +25,7 @@ def causal_convolution(
         x: ``[B, T, X]``.
         weight: ``[X, W]``; the last column multiplies the token itself, as in ``nn.Conv1d``.
         before: The W - 1 tokens before the first one, ``[B, W - 1, X]``; ``None`` means zeros.
-        segment_ids: Packed sequences, ``[B, T]``, which do not see each other; the tokens in
+        segment_ids: ``[B, T]``, of packed sequences, which do not see each other; the tokens in
             ``before`` belong to the first one.
 
     Returns:

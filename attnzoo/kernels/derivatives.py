@@ -1,8 +1,8 @@
 """Refuse the derivatives that an implementation does not compute.
 
 Implementations with a backward pass of their own compute first derivatives in reverse mode. Torch
-returns zeros without an error where such a backward pass is differentiated again
-(``once_differentiable``), and where a custom operator gets forward-mode tangents. The functions
+returns zeros without an error if such a backward pass is differentiated again
+(``once_differentiable``), or if a custom operator gets forward-mode tangents. The functions
 here raise instead.
 """
 
@@ -65,7 +65,7 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def _is_differentiated_by_func(x: Tensor) -> bool:
-    """Return whether ``torch.func.grad``, ``vjp`` or ``jvp`` differentiates by a tensor."""
+    """Return whether ``grad``, ``vjp`` or ``jvp`` of torch.func differentiates by ``x``."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         if functorch.is_gradtrackingtensor(x):
@@ -113,7 +113,7 @@ def refuse_derivative(backward: Any, op: str, instead: str = "impl='reference'")
 
 
 class _RefuseBackward(torch.autograd.Function):
-    """Return a gradient; its own derivative with respect to the inputs raises."""
+    """Return a gradient whose derivative with respect to the inputs raises."""
 
     @staticmethod
     def forward(ctx: Any, op: str, instead: str, gradient: Tensor, *inputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How CPU tensors lie in memory: huge pages, rows padded to SIMD vectors, rows for C++ kernels."""
+"""Memory of CPU tensors: huge pages, rows padded to SIMD vectors, rows for C++ kernels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 HUGE_BYTES = 2**22  # smaller tensors use ordinary pages
-MADV_HUGEPAGE = 14  # of the C library
-BLOCK_BYTES = 2**20  # of the input of one block of tokens
-MIN_BLOCKS = 9  # fewer blocks are one: temporaries of up to 8 MB are reused as they are
-LANES = 16  # float32 numbers in the widest vector register
+MADV_HUGEPAGE = 14  # value in the C library
+BLOCK_BYTES = 2**20  # size of the input of one block of tokens
+MIN_BLOCKS = 9  # fewer are not worth it: the memory of temporaries up to 8 MB is reused anyway
+LANES = 16  # float32 elements of the widest vector register
 
 
 def empty_huge_pages(
@@ -25,8 +25,8 @@ def empty_huge_pages(
 ) -> Tensor:
     """Return an empty tensor, in huge pages if it is large and Linux provides them on request.
 
-    The system allocates large blocks on first use, which costs microseconds per page of 4 KiB: a
-    sixth of a forward pass over 16k tokens.
+    The system allocates the pages of large blocks on first use, which costs microseconds per page
+    of 4 KiB, a sixth of the time of a forward pass over 16k tokens.
     """
     x = like.new_empty(shape, dtype=dtype or like.dtype)
     in_memory = x.device.type == "cpu" and type(x) is Tensor  # subclasses may have no data
@@ -60,7 +60,7 @@ def simd_copy_bytes(dtype: torch.dtype, *tensors: Tensor | None) -> int:
     return simd_bytes(dtype, *(x for x in given if x.dtype != dtype or x.shape[-1] % LANES))
 
 
-# The types of numbers that a kernel reads and writes through ``rows.h``, by their number there
+# The dtypes that a kernel reads and writes through ``rows.h``, with their value of Type there
 DTYPE_NUMBERS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
@@ -75,12 +75,15 @@ class Rows(ctypes.Structure):
 
 
 def rows_of(x: Tensor) -> Rows:
-    """Return how a kernel reads or writes ``x``, ``[B, H, T, X]``; it does not keep ``x`` alive."""
+    """Return the struct through which a kernel accesses ``x``, ``[B, H, T, X]``.
+
+    It does not keep ``x`` alive.
+    """
     return Rows(x.data_ptr(), DTYPE_NUMBERS[x.dtype], (ctypes.c_int64 * 3)(*x.stride()[:3]))
 
 
 def with_contiguous_rows(x: Tensor) -> Tensor:
-    """Return ``x`` if the numbers of its rows are adjacent in memory, otherwise a copy."""
+    """Return ``x`` if its rows are contiguous, otherwise a contiguous copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
@@ -92,8 +95,8 @@ def register_buffer_bytes(
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Decorator: the function returns the bytes that a custom operator allocates and frees.
 
-    It gets the operator's arguments, perhaps without data. ``attnzoo memory`` counts these bytes
-    beside the outputs, which it sees.
+    The function gets the operator's arguments, perhaps without data. ``attnzoo memory`` counts
+    these bytes in addition to the outputs.
     """
 
     def register(function: Callable[..., int]) -> Callable[..., int]:
@@ -104,10 +107,10 @@ def register_buffer_bytes(
 
 
 def buffer_bytes(name: str, *args: Any, **kwargs: Any) -> int:
-    """Return the bytes that an operator allocates and frees; 0 where they are not registered.
+    """Return the bytes that an operator allocates and frees; 0 if they are not registered.
 
     Args:
-        name: Of the operator, such as ``"attnzoo::delta_cpp"``.
+        name: Name of the operator, such as ``"attnzoo::delta_cpp"``.
         args: Its arguments.
         kwargs: Its arguments by name.
     """
@@ -116,7 +119,7 @@ def buffer_bytes(name: str, *args: Any, **kwargs: Any) -> int:
 
 
 def unpad(x: Tensor, size: int) -> Tensor:
-    """Return the first ``size`` numbers of every row; ``x`` itself if there are no others."""
+    """Return the first ``size`` elements of every row; ``x`` itself if there are no others."""
     if x.shape[-1] == size:
         return x
     return empty_huge_pages(x, (*x.shape[:-1], size)).copy_(x[..., :size])
@@ -134,13 +137,14 @@ def cat_huge_pages(tensors: Sequence[Tensor], dim: int) -> Tensor:
 def map_token_blocks(function: Callable[[Tensor], Tensor], x: Tensor, *weights: Tensor) -> Tensor:
     """Return ``function(x)``, computed in blocks of tokens on a CPU if none needs a gradient.
 
-    The temporaries of a block fit into the cache, and their memory is reused; those of all tokens
-    are new pages of the system, which take most of the time of a feature map at 16k tokens.
+    The temporaries of a block fit into the cache, and their memory is reused. The temporaries of
+    all tokens need new pages of the system, which take most of the time of a feature map at 16k
+    tokens.
 
     Args:
         function: Maps ``[B, H, N, D]`` to ``[B, H, N, F]``, each token by itself.
         x: ``[B, H, T, D]``.
-        weights: What else the function reads.
+        weights: Other tensors that the function reads.
     """
     length = x.shape[2]
     step = max(BLOCK_BYTES * length // max(x.nbytes, 1), 1)
@@ -157,7 +161,7 @@ def map_token_blocks(function: Callable[[Tensor], Tensor], x: Tensor, *weights: 
 
 
 def _may_write_in_place(tensors: Sequence[Tensor]) -> bool:
-    """Return whether operations on CPU tensors may write into memory that is allocated before."""
+    """Return whether operations on CPU tensors may write into memory that was allocated before."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     transformed = forward_ad._current_level >= 0
     return not (

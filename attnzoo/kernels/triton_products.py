@@ -1,4 +1,4 @@
-"""Products of tiles in Triton kernels, and what launches need: block sizes, precision, devices.
+"""Products of tiles in Triton kernels, and block sizes, precision and devices of launches.
 
 The interpreter and the compiler get the same operands: rounded to bfloat16, or float32.
 """

@@ -1,4 +1,4 @@
-"""Whether ``impl="auto"`` may select kernels: only on devices where they passed a check.
+"""Decide whether ``impl="auto"`` may select kernels: only on devices where they passed a check.
 
 A check runs kernels in other processes and compares them with torch. Its verdict is kept in
 attnzoo's cache folder (:mod:`attnzoo.kernels.verdicts`). Kernels that a user names need no verdict.
@@ -36,9 +36,9 @@ class Subject:
     Attributes:
         key: Identifies them within this process.
         name: Identifies them in the cache folder, the first part of the file's name.
-        kernels: What they are, in messages.
+        kernels: Name of the kernels in messages.
         variable: Environment variable that replaces the check, ``"1"`` or ``"0"``.
-        identity: Returns the device and the versions of all that they are made from.
+        identity: Returns the device and the versions of everything that the kernels are made from.
         run: Runs the check.
         caution: Returns what ``describe`` adds for kernels that passed.
     """
@@ -58,7 +58,7 @@ class Subject:
 
 
 def why_busy(device: torch.device) -> str:
-    """Return what excludes a check at this moment, or ``""``."""
+    """Return why a check cannot run now, or ``""``."""
     if torch.compiler.is_compiling():
         return "torch.compile traces"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -69,8 +69,8 @@ def why_busy(device: torch.device) -> str:
 def trusted(subject: Subject, busy: str) -> tuple[tuple[str, ...], str]:
     """Return why ``impl="auto"`` does not select kernels that support a call.
 
-    Runs the check if there is no verdict yet, unless ``busy`` is what excludes one now. If there is
-    no reason, the second result is what ``describe`` says about the check.
+    Runs the check if there is no verdict yet, unless ``busy`` gives a reason why it cannot run now.
+    If the kernels may be selected, the second result is what ``describe`` says about the check.
     """
     wanted = os.environ.get(subject.variable, "")
     if wanted not in ("", "0", "1"):

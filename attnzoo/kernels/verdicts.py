@@ -1,14 +1,15 @@
-"""Checks of kernels on a device: run in processes of their own, and remembered with their verdict.
+"""Run checks of kernels on a device in separate processes, and store their verdicts.
 
 A wrong kernel can end its process or destroy its CUDA context, so a check runs in other processes,
-and how they end is part of the verdict. A verdict holds for one identity: the device and all that
-the kernels are made from. It is one file in attnzoo's cache folder. Of several processes that need
-the same verdict, one runs the check and the others wait for it.
+and the way in which they end is part of the verdict. A verdict is valid for one identity: the
+device and the versions of everything that the kernels are made from. It is one file in attnzoo's
+cache folder. Of several processes that need the same verdict, one runs the check and the others
+wait for it.
 
 A check writes one JSON object per line to its standard output:
 
-    {"event": "ready"}                      the device can be used; later failures are the kernels'
-    {"event": "case", "text": "..."}        what it does next
+    {"event": "ready"}                      the device works; kernels cause any later failure
+    {"event": "case", "text": "..."}        the case that runs next
     {"event": "wrong", "text": "..."}       a result that differs
     {"event": "done"}                       all cases ran
 """
@@ -33,7 +34,7 @@ from attnzoo.kernels.cache_folder import CACHE, cache_folder, check_private, rep
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 OUT_OF_MEMORY = ("outofmemory", "out of memory")  # in the last line of a traceback, lower case
 Case = TypeVar("Case")
-SHOWN = 3  # wrong results in a reason
+SHOWN = 3  # wrong results that a reason lists
 
 
 class Verdict(NamedTuple):
@@ -44,7 +45,7 @@ class Verdict(NamedTuple):
     seconds: float = 0.0
 
 
-Identity = Mapping[str, str]  # the device, and the versions of all that the kernels are made from
+Identity = Mapping[str, str]  # device, and versions of everything that the kernels are made from
 
 
 def verdict_file(name: str, identity: Identity) -> Path:
@@ -76,11 +77,12 @@ def decide(
 ) -> Verdict:
     """Return the stored verdict, or run the check and store its verdict.
 
-    A check that could not run is not stored. If the cache folder cannot be used, neither is any.
+    The verdict of a check that could not run is not stored. If the cache folder cannot be used, no
+    verdict is stored.
 
     Args:
         name: Name of the check, the first part of the file's name.
-        identity: What the verdict holds for.
+        identity: Identity for which the verdict is valid.
         check: Runs the check.
         again: Run it even if there is a stored verdict.
         wait_seconds: How long to wait for another process that runs the same check.
@@ -116,8 +118,8 @@ def run_checks(
     """Run the processes of a check at the same time, and return one verdict.
 
     Args:
-        commands: Command line of each process, by what it checks.
-        seconds: Time limit of all together.
+        commands: Command line of each process; the key says what it checks.
+        seconds: Time limit for all processes together.
         environment: Environment variables of the processes; ``None`` means those of this one.
     """
     if getattr(sys, "frozen", False) or not sys.executable:

@@ -93,7 +93,7 @@ def _is_valid(library: Path, name: str) -> bool:
 
 
 def _file_name(name: str, library: Path) -> str:
-    """Return the name under which the cache contains a library."""
+    """Return the file name of a library in the cache."""
     return f"{name}-{hashlib.sha256(library.read_bytes()).hexdigest()[:16]}.so"
 
 
