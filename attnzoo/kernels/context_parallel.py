@@ -6,8 +6,8 @@ window).
 
 - *States*: over a shard, :math:`S_t = c_t S_{t-1} + k_t v_t^T` is :math:`S \mapsto C S + S'`, where
   C is the decay over the shard and S' its sums from a zero state. Every rank sends (S', C) to the
-  later ranks, and each combines what it receives into its first state: O(D E) numbers, independent
-  of the sequence length.
+  later ranks, and each of them computes its first state from the pairs that it receives: O(D E)
+  numbers, independent of the sequence length.
 - *Windows*: every rank sends the w tokens at an end of its shard to as many neighbours as a window
   of w tokens covers.
 

@@ -138,7 +138,7 @@ class SparseLauncher:
         }
         self.wide, self.largest = wide, max(self.arguments["BD"], self.arguments["BE"])
         self.tile = min(LARGEST_TILE, max(16, TILE_ELEMENTS[wide] // self.largest))
-        self.small_tile = max(16, self.tile // 2)  # sums of keys and values in registers
+        self.small_tile = max(16, self.tile // 2)  # sums for keys and values stay in registers
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the output ``[B, H, T, E]`` in the dtype of v, and the log-sum-exp, float32."""

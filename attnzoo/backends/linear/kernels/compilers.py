@@ -1,4 +1,4 @@
-"""Versions of Triton and ptxas that are reported to miscompile such kernels, and what is done.
+"""Versions of Triton and ptxas that are reported to miscompile kernels, and the consequences.
 
 ptxas assembles the code that Triton generates. All reports concern Hopper (compute capability 9.x):
 
@@ -9,8 +9,8 @@ ptxas assembles the code that Triton generates. All reports concern Hopper (comp
 | ptxas before 13.3 | registers of asynchronous products are overwritten too early (triton-lang/triton#9433, #11781) | caution |
 | Triton 3.6.0 to 3.8.0 | invalid reads of shared memory, with tiles of 32 columns and 4 warps (triton-lang/triton#11366) | 8 warps |
 
-``attnzoo.describe`` and ``attnzoo doctor`` show a caution. ``impl="auto"`` selects
-the kernels only if they have passed a check on the device, whatever the versions.
+``attnzoo.describe`` and ``attnzoo doctor`` show a caution. With any version, ``impl="auto"``
+selects the kernels only if they have passed a check on the device.
 """  # noqa: E501 (a table)
 
 from __future__ import annotations

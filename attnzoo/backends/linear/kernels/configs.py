@@ -30,7 +30,7 @@ KINDS = ("bare", "mapped", "any", "wide")
 SIZES = (64, 128, 256)  # in the table; smaller sizes use the row of 64
 TABLE = "ATTNZOO_KERNEL_TABLE"  # environment variable: path of a table that tune has written
 SHIPPED = Path(__file__).parent / "shipped.json"
-# Shared memory limit of a block, in bytes; 80 holds for all GPUs that use the rows of sm_80
+# Shared memory limit of a block, in bytes; no GPU that uses the rows of sm_80 has a lower limit
 SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
 
 

@@ -49,7 +49,7 @@ def hybrid_triton(
     mean: bool,
     min_weight: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the window hybrid, the state after the last token, and what the gradients need.
+    """Return the window hybrid, the state after the last token, and tensors for the backward pass.
 
     Token t of the linear attention has the query of token t and the key of token t - W.
 

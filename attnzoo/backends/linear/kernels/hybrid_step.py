@@ -46,7 +46,7 @@ def load_channel_decay(log_decay, token, f, F: tl.constexpr, DECAY: tl.constexpr
 # where m is the larger of lse and f + log(q_f z), and near is lse - m. RELATIVE: lse is 0 in both.
 #
 # grid     (B * Hkv * tiles): one program updates one tile [F, BE] of one head's sums
-# reads    tokens: q, k, v and features, with any strides but 1 in the last dimension;
+# reads    tokens: q, k, v and features, with stride 1 in the last dimension;
 #          the state, contiguous: keys [N + W, D], values [N + W, E], features [W, F],
 #          kv [F, E + 1], whose last column equals z [F], and seen, of each head or row
 # writes   out [B, H, E]; the columns of values in kv; seen_before [B], which the next kernel reads

@@ -119,10 +119,9 @@ class KernelLauncher:
         return out.transpose(1, 2), *last
 
     def forward_sums(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return numerators and denominators of the output, and the state after the last token.
+        """Return numerator and denominator of the output, and the state after the last token.
 
-        Numerators are the weighted sums of values, ``[B, T, H, E]``, and denominators those of
-        ones, ``[B, H, T]``; both are float32.
+        The weighted sums of values ``[B, T, H, E]`` and the sums of weights ``[B, H, T]``, float32.
         """
         assert not self.normalize
         out = empty_rows(self.v, self.heads, self.e, torch.float32)

@@ -353,8 +353,8 @@ class LinearForward : LinearAttention<Real> {
           buffer_(size_ * (width_ + 1) + rows_ * width_), kv_(buffer_.take(size_ * width_)),
           z_(buffer_.take(size_)), out_(buffer_.take(rows_ * width_)) {}
 
-    // Compute the outputs of tokens `first` to `end` - 1 from the state before them; null stands
-    // for the state before the first token of the call.
+    // Compute the outputs of tokens `first` to `end` - 1 from the state before them; null means
+    // the state before the first token of the call.
     void run(int64_t first, int64_t end, const Real* state) {
         load_state(state);
         for (int64_t start = first; start < end; start += count_) {
@@ -489,9 +489,9 @@ struct Needed {
 //     dA_ij = do_i v_j + y_i,     dq_i = do_i S^T + y_i z + sum over j <= i of dA_ij L_ij k_j,
 //     dk_j = v_j dS^T + dz + sum over i >= j of dA_ij L_ij q_i,     y_i = -o_i do_i / denominator
 // Outputs and denominators are those of the forward pass.
-// A log decay multiplies, as an exponential, the state, later reads of it, earlier writes to it,
-// and the scores of later queries with earlier keys. Its gradient is the sum of these values times
-// their gradients; no term is subtracted.
+// The exponential of a log decay multiplies the state, later reads of it, earlier writes to it, and
+// the scores of later queries with earlier keys. The gradient of the log decay is the sum of these
+// values times their gradients; no term is subtracted.
 template <class Real>
 class LinearBackward : LinearAttention<Real> {
     using Base = LinearAttention<Real>;

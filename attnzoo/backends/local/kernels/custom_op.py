@@ -30,7 +30,7 @@ Masks = tuple[Tensor | None, Tensor | None]  # padding mask and segment ids, [B,
 
 
 class WindowOptions(NamedTuple):
-    """The keys that a query sees besides its own, and the factor of the scores."""
+    """The number of keys that a query sees before and after its own, and the factor of scores."""
 
     before: int
     after: int
