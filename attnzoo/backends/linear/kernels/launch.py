@@ -384,10 +384,6 @@ def gate_and_strides(
     return log_decay, "scalar", (0, log_decay.stride(0), 0)
 
 
-def _next_power_of_2(x: int) -> int:
-    return int(triton.next_power_of_2(x))
-
-
 @lru_cache(maxsize=1024)
 def choose_split_size(programs: int, tokens: int, slots: int) -> int:
     """Return the number of tokens per split that minimises the estimated time.
