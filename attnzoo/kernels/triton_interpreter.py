@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,5 +52,65 @@ def patch_interpreter() -> None:
     builder.cast_impl = round_to_nearest
 
 
+def speed_up_interpreter() -> None:
+    """Patch the interpreter to spend less time on the types of tensors: most of its time.
+
+    Triton 3.6 builds the name and the shape of a type for every value, and tests every integer sum
+    for overflow, also where it drops the result (without ``debug``). Here names are built when they
+    are read, shapes are kept, and only needed tests run.
+    """
+    from triton.language import core, semantic
+    from triton.runtime import interpreter
+
+    semantics = semantic.TritonSemantic
+    broadcast, sanitize = semantics.broadcast_impl_value, semantics.binary_op_sanitize_overflow_impl
+    numpy_dtype = interpreter._get_np_dtype
+    scalar_numpy_dtype = cache(numpy_dtype)
+
+    @cache
+    def block_shape(*sizes: int) -> tuple[Any, int]:
+        if not sizes:
+            raise TypeError("0d block_type is forbidden")
+        return core.tuple(sizes), core.validate_block_shape(sizes)
+
+    @cache
+    def tensor_shape(*sizes: int) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(x) for x in sizes]), core.constexpr(math.prod(sizes))
+
+    def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        self.shape, self.numel = block_shape(*(core._unwrap_if_constexpr(x) for x in shape))
+
+    def init_tuple_type(self: Any, types: Any, fields: Any = None) -> None:
+        self.types, self.fields = types, fields or [""] * len(types)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = tensor_shape(*(type.shape if type.is_block() else ()))
+
+    def tuple_name(self: Any) -> str:
+        return f"[{','.join(f'{k}:{v}' for k, v in zip(self.fields, self.types, strict=True))}]"
+
+    def broadcast_other_shapes(self: Any, lhs: Any, rhs: Any) -> Any:
+        same = lhs.type.is_block() == rhs.type.is_block() and lhs.shape is rhs.shape
+        return (lhs, rhs) if same else broadcast(self, lhs, rhs)
+
+    def check_overflow(self: Any, lhs: Any, rhs: Any, operation: Any) -> None:
+        if self.builder.options.debug:  # else the original drops the result
+            sanitize(self, lhs, rhs, operation)
+
+    def numpy_dtype_of(kind: Any) -> Any:
+        return scalar_numpy_dtype(kind) if type(kind) is core.dtype else numpy_dtype(kind)
+
+    core.block_type.__init__, core.tuple_type.__init__ = init_block_type, init_tuple_type
+    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    core.tuple_type.name = property(tuple_name)
+    core.tensor.__init__ = init_tensor
+    semantics.broadcast_impl_value = broadcast_other_shapes
+    semantics.binary_op_sanitize_overflow_impl = check_overflow
+    interpreter._get_np_dtype = numpy_dtype_of
+
+
 if interpreted():
     patch_interpreter()
+    speed_up_interpreter()

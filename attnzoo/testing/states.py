@@ -21,7 +21,7 @@ def decoding(trial: Trial) -> str | None:
         return "it takes no state and keeps no keys"
     chunk, length = trial.chunk, trial.length
     x = trial.sequence(2, length)
-    exact, plain = trial.run(x, trial.oracle).out, trial.run(x).out
+    exact, plain = trial.exact_and_plain(x)
     for cuts in (
         tuple(range(1, min(9, length))),  # token by token from the first on
         (chunk - 1, chunk, chunk + 1),  # a chunk ends among single tokens
@@ -91,7 +91,7 @@ def batching(trial: Trial) -> str | None:
     output = trial.run(x, return_state=trial.carries_state)
     for row in range(4):
         alone = x.rows([row])
-        exact, plain = trial.run(alone, trial.oracle).out, trial.run(alone).out
+        exact, plain = trial.exact_and_plain(alone)
         trial.agree(f"row {row} of a batch of 4", output.out[[row]], exact, plain)
     if not trial.carries_state:
         return None
@@ -102,7 +102,7 @@ def batching(trial: Trial) -> str | None:
     state = type(fields)(*(field.index_select(0, beams) for field in fields))
     ours = trial.run(later, state=state).out
     whole = x.rows(beams).join(later)
-    exact, plain = (trial.run(whole, b).out[:, :, length:] for b in (trial.oracle, trial.backend))
+    exact, plain = (out[:, :, length:] for out in trial.exact_and_plain(whole))
     trial.agree("after reordering the state by beam", ours, exact, plain)
     return None
 

@@ -92,7 +92,7 @@ def padding(trial: Trial) -> str | None:
             if after is not None:
                 alone = alone.join(later.rows([row]))
                 ours = torch.cat([ours, after[[row]]], 2)
-            exact, plain = trial.run(alone, trial.oracle).out, trial.run(alone).out
+            exact, plain = trial.exact_and_plain(alone)
             what = f"{place} padding around {int(real[row].sum())} tokens"
             trial.agree(what, ours, exact, plain)
     return None
@@ -183,6 +183,6 @@ def packing(trial: Trial) -> str | None:
             if after is not None and segment == len(parts) - 1:
                 alone = alone.join(later.rows([row]))
                 ours = torch.cat([ours, after[[row]]], 2)
-            exact, plain = trial.run(alone, trial.oracle).out, trial.run(alone).out
+            exact, plain = trial.exact_and_plain(alone)
             trial.agree(f"segment {segment} of packed row {row}", ours, exact, plain)
     return None

@@ -163,6 +163,11 @@ class Trial:
         )
         return output
 
+    def exact_and_plain(self, x: Sequence) -> tuple[Tensor, Tensor]:
+        """Return the outputs of the oracle and of the backend; in the widest dtype they are one."""
+        exact = self.run(x, self.oracle).out
+        return exact, exact if self.dtype is self.wide else self.run(x).out
+
     @property
     def chunk(self) -> int:
         """Tokens per parallel step."""
