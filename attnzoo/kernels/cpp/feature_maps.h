@@ -33,6 +33,12 @@ struct MapTask {
     const Real* weight;  // W, [H, N, D], or null
     const Real* bias;    // b, [H, N], or null
     Real *d_weight, *d_bias;  // [B, H, spans, N, D] and [B, H, spans, N], or null
+
+    // Return whether a feature depends on one channel of x alone, and its number does not matter.
+    bool acts_on_channels() const {
+        return !weight && !bias && (kind == IDENTITY || kind == ELU_PLUS_ONE || kind == RELU ||
+                                    kind == EXP);
+    }
 };
 
 // The feature map of one head.

@@ -31,6 +31,11 @@ struct Tensor {
         return data + bytes() * (row * steps[0] + head * steps[1] + token * steps[2] + column);
     }
 
+    // Return the tensor without the columns before `column`.
+    Tensor from(int64_t column) const {
+        return {data + bytes() * column, type, {steps[0], steps[1], steps[2]}};
+    }
+
     // Prefetch part of a row into the L2 cache. Always inlined, because GCC 12 treats a function
     // that only prefetches as one without side effects, and removes its calls.
     inline __attribute__((always_inline)) void prefetch(int64_t row, int64_t head, int64_t token,

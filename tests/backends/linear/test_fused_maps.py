@@ -138,21 +138,25 @@ def test_gradients_of_weights_do_not_depend_on_frozen_inputs(name, window):
             assert torch.equal(found, expected) if need else found is None
 
 
-def test_any_number_of_threads_computes_the_same_bits():
-    q, k, v = (torch.randn(1, n, 1100, 16) for n in (2, 1, 1))
-    weights = MapWeights(torch.randn(2, 16, 16), torch.randn(1, 16, 16))
-    leaves = [x.requires_grad_() for x in (q, k, v, weights.q, weights.k)]
+@pytest.mark.parametrize("name", ["elu+1", "hedgehog"])
+def test_any_number_of_threads_computes_the_same_bits(name):
+    """Two threads divide the five spans of 2100 tokens, and the 32 key channels of elu+1."""
+    q, k, v = (torch.randn(1, n, 2100, 32) for n in (2, 1, 1))
+    weights = MapWeights(torch.randn(2, 32, 32), torch.randn(1, 32, 32))
+    learned = name == "hedgehog"
+    leaves = [x.requires_grad_() for x in (q, k, v, *(weights[:2] if learned else ()))]
+    options = {"feature_map": name, "map_weights": weights if learned else None}
     now, found = torch.get_num_threads(), []
     try:
-        for threads in (1, 3):
+        for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            out = linear_attention(
-                *leaves[:3], feature_map="hedgehog", map_weights=weights, normalize=True
-            ).out
+            out = linear_attention(*leaves[:3], **options, normalize=True, impl="cpp").out
             found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     finally:
         torch.set_num_threads(now)
-    assert all(map(torch.equal, *found))
+    assert all(
+        torch.equal(x, y) for other in found[1:] for x, y in zip(other, found[0], strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -10,7 +10,6 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 

@@ -356,7 +356,8 @@ class LinearForward : LinearAttention<Real> {
     // Compute the outputs of tokens `first` to `end` - 1 from the state before them; null means
     // the state before the first token of the call.
     void run(int64_t first, int64_t end, const Real* state) {
-        load_state(state);
+        if (state) load_state(state, state + matrix());
+        else load_state(t.kv + index() * matrix(), t.z + index() * t.key_size);
         for (int64_t start = first; start < end; start += count_) {
             if (t.kept && start % SPAN == 0 && group_ == 0)
                 store_state(t.kept_state(row_, head_, start / SPAN));
@@ -371,26 +372,27 @@ class LinearForward : LinearAttention<Real> {
             store_state(t.last_kv + index() * matrix(), t.last_z + index() * t.key_size);
     }
 
-    // Compute the states before the tokens `cuts`, except the first and the last of these tokens.
-    void compute_states(const std::vector<int64_t>& cuts, Real* states) {
-        load_state(nullptr);
-        for (size_t i = 1; i + 1 < cuts.size(); ++i, states += matrix() + t.key_size) {
+    // Compute the states before the tokens `cuts`, except the first and the last of these tokens,
+    // from the state kv and z. The states begin at `states_kv` and `states_z`, `step` elements apart.
+    void compute_states(const std::vector<int64_t>& cuts, const Real* kv, const Real* z,
+                        Real* states_kv, Real* states_z, int64_t step) {
+        load_state(kv, z);
+        for (size_t i = 1; i + 1 < cuts.size(); ++i, states_kv += step, states_z += step) {
             for (int64_t start = cuts[i - 1]; start < cuts[i]; start += count_) {
                 load_chunk(start);
                 advance();
             }
-            store_state(states);
+            store_state(states_kv, states_z);
         }
     }
 
   private:
     int64_t matrix() const { return t.key_size * t.value_size; }
 
-    void load_state(const Real* state) {
-        const Real* kv = state ? state : t.kv + index() * matrix();
+    void load_state(const Real* kv, const Real* z) {
         for (int64_t d = 0; d < t.key_size; ++d)
             std::copy_n(kv + d * t.value_size + column_, columns_, kv_ + d * width_);
-        std::copy_n(state ? state + matrix() : t.z + index() * t.key_size, t.key_size, z_);
+        std::copy_n(z, t.key_size, z_);
     }
 
     // Load the keys and values of the chunk that begins at `start`.
@@ -938,10 +940,50 @@ class LinearBackward : LinearAttention<Real> {
 
 // -- entry points ---------------------------------------------------------------------------------
 
-// With more threads than key heads, the tokens are divided into parts. The states before the parts
-// are computed first, in parallel over columns of the values. Few tokens are not divided; the
-// pieces of work are then query heads and columns of the values. Results do not depend on the
-// number of threads.
+// Return the task restricted to some key channels, for a feature map that acts on each channel alone.
+// The state is not part of it: its heads are not contiguous.
+template <class Real>
+static Task<Real> select_channels(const Task<Real>& t, int64_t first, int64_t count) {
+    Task<Real> part = t;
+    part.k = t.k.from(first);
+    part.key_size = part.given_size = count;
+    part.k_map.size = pad(count);
+    if (t.decays > 1) {
+        part.log_decay = t.log_decay.from(first);
+        part.decays = count;
+    }
+    return part;
+}
+
+// Compute the states before the tokens `cuts`, except the first and the last of these tokens, in
+// parallel over key channels, or over columns of the values if channels depend on each other.
+template <class Real>
+static void compute_states(const Task<Real>& t, const std::vector<int64_t>& cuts, Real* states) {
+    const int64_t heads = t.batch * t.heads, matrix = t.key_size * t.value_size;
+    const int64_t step = matrix + t.key_size, cut_states = (int64_t)cuts.size() - 2;
+    const bool by_channels = t.k_map.acts_on_channels();
+    const int64_t size = by_channels ? t.key_size : t.value_size;
+    const int64_t panels = std::min(pad(size) / 16, (t.threads + heads - 1) / heads);
+    const int64_t panel = pad((size + panels - 1) / panels);
+    in_threads(heads * panels, t.threads, [&](int64_t i) {
+        const FlushDenormals flush;
+        const int64_t head = i / panels, first = i % panels * panel;
+        if (first >= size) return;
+        const int64_t count = std::min(panel, size - first);
+        const int64_t channel = by_channels ? first : 0, column = by_channels ? 0 : first;
+        const Task<Real> part = by_channels ? select_channels(t, first, count) : t;
+        Real* kv = states + head * cut_states * step;
+        LinearForward<Real>(part, head / t.heads, head % t.heads, 0, 1, column,
+                            by_channels ? t.value_size : count)
+            .compute_states(cuts, t.kv + head * matrix + channel * t.value_size,
+                            t.z + head * t.key_size + channel, kv + channel * t.value_size,
+                            kv + matrix + channel, step);
+    });
+}
+
+// With more threads than key heads, the tokens are divided into parts, after the states before the
+// parts are computed. Few tokens are not divided; the pieces of work are then query heads and
+// columns of the values. Results do not depend on the number of threads.
 template <class Real>
 static void forward(const Task<Real>& t) {
     const int64_t heads = t.batch * t.heads;
@@ -957,17 +999,7 @@ static void forward(const Task<Real>& t) {
     for (int64_t p = 0; p <= parts; ++p)
         cuts.push_back(std::min(t.tokens, p * t.spans() / parts * SPAN));
     std::vector<Real> states(heads * (parts - 1) * state_size);  // before parts 1 to parts - 1
-
-    const int64_t state_panels = std::min(blocks, wanted);
-    const int64_t state_panel = pad((t.value_size + state_panels - 1) / state_panels);
-    in_threads(parts == 1 ? 0 : heads * state_panels, t.threads, [&](int64_t i) {
-        const FlushDenormals flush;
-        const int64_t head = i / state_panels, column = i % state_panels * state_panel;
-        if (column >= t.value_size) return;
-        LinearForward<Real>(t, head / t.heads, head % t.heads, 0, 1, column,
-                            std::min(state_panel, t.value_size - column))
-            .compute_states(cuts, states.data() + head * (parts - 1) * state_size);
-    });
+    if (parts > 1) compute_states(t, cuts, states.data());
     in_threads(heads * parts * groups * panels, t.threads, [&](int64_t i) {
         const FlushDenormals flush;
         const int64_t head = i / panels / groups / parts, part = i / panels / groups % parts;
