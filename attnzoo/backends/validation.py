@@ -72,11 +72,50 @@ def qkv_reasons(
     return reasons
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None) -> None:
-    """Raise ``UnsupportedError`` with every reason of :func:`qkv_reasons`, if there is one."""
+def check_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None = None,
+    *,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """Raise ``UnsupportedError`` if inputs disagree, with every reason of :func:`qkv_reasons`."""
     reasons = qkv_reasons(q, k, v, mask)
     if reasons:
         raise UnsupportedError(f"{'; '.join(reasons)}.")
+    if bias is not None:
+        check_broadcastable("bias", bias, (*q.shape[:3], k.shape[2]), "B, H, T, S")
+        if not bias.is_floating_point():
+            raise UnsupportedError(
+                f"bias is added to the scores, so it must be floating-point, got "
+                f"{_format_dtype(bias.dtype)}; pass what is masked as mask."
+            )
+    if sinks is not None:
+        check_shape("sinks", sinks, (q.shape[1],), "H")
+
+
+def check_shape(name: str, x: Tensor, shape: tuple[int, ...], letters: str) -> None:
+    """Raise ``UnsupportedError`` if a tensor has another shape, or a dtype that no op supports."""
+    if tuple(x.shape) != shape:
+        raise UnsupportedError(
+            f"{name} must be [{letters}], here {list(shape)}, got {format_shape(x)}."
+        )
+    if x.dtype not in DTYPES:
+        check_dtype(name, x)
+
+
+def check_broadcastable(name: str, x: Tensor, shape: tuple[int, ...], letters: str) -> None:
+    """Raise ``UnsupportedError`` if a tensor is not broadcastable to a shape."""
+    if x.shape == shape or (x.numel() == 1 and x.dim() <= len(shape)):
+        return
+    sizes = zip(reversed(x.shape), reversed(shape), strict=False)
+    if x.dim() > len(shape) or any(n not in (1, m) for n, m in sizes):
+        raise UnsupportedError(
+            f"{name} must be broadcastable to [{letters}], here {list(shape)}, got "
+            f"{format_shape(x)}."
+        )
 
 
 def _mask_reasons(mask: AttentionMask, batch: int, keys: int) -> list[str]:
@@ -117,6 +156,15 @@ def check_dtype(name: str, x: Tensor) -> None:
     if x.dtype not in DTYPES:
         raise UnsupportedError(
             f"{name} is {_format_dtype(x.dtype)}, but must be one of {_format_dtypes(DTYPES)}."
+        )
+
+
+def check_shard(shard: object | None, state: object | None) -> None:
+    """Raise ``UnsupportedError`` if a call is given both a shard and a state."""
+    if shard is not None and state is not None:
+        raise UnsupportedError(
+            "shard and state are given; the ranks before this one give the state of a shard, so "
+            "leave state out."
         )
 
 

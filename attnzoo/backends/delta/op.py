@@ -34,7 +34,7 @@ from attnzoo.backends.delta.impl.triton import run_triton, triton_reasons, trito
 from attnzoo.backends.delta.validation import check_inputs
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.linear.impl.common import state_dtype
-from attnzoo.backends.validation import check_size, empty_output, is_empty_call
+from attnzoo.backends.validation import check_shard, check_size, empty_output, is_empty_call
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.context_parallel import SequenceShard
@@ -110,7 +110,7 @@ def delta_attention(
     mask = CAUSAL if mask is None else mask
     check_inputs(q, k, v, beta, log_decay, state, mask)
     _check_options(form, chunk_size)
-    assert shard is None or state is None
+    check_shard(shard, state)
     dtype = state_dtype(q, k, v)
     if state is None:
         empty = torch.zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=dtype, device=v.device)

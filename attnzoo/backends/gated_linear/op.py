@@ -41,7 +41,14 @@ from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.linear.impl.common import empty_state, state_dtype
 from attnzoo.backends.linear.impl.context_parallel import state_from_earlier_ranks
 from attnzoo.backends.linear.op import GatedResult, StepGate, gated_step
-from attnzoo.backends.validation import check_qkv, empty_output, is_empty_call
+from attnzoo.backends.linear.validation import check_state
+from attnzoo.backends.validation import (
+    check_qkv,
+    check_shape,
+    check_shard,
+    empty_output,
+    is_empty_call,
+)
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.context_parallel import LOG_ZERO, SequenceShard
 from attnzoo.masks import AttentionMask
@@ -105,7 +112,9 @@ def mlstm_attention(
         >>> attnzoo.ops.mlstm_attention(q, k, v, log_forget=log_forget, log_input=write).out.shape
         torch.Size([1, 4, 1000, 8])
     """
-    mask = _check("mlstm_attention", q, k, v, mask)
+    mask = _check("mlstm_attention", q, k, v, mask, state, shard)
+    for name, x in (("log_forget", log_forget), ("log_input", log_input)):
+        check_shape(name, x, tuple(k.shape[:3]), "B, Hkv, T")
     if mask.padding is not None:
         is_padding = ~mask.padding[:, None]
         log_forget = log_forget.masked_fill(is_padding, 0)
@@ -204,7 +213,9 @@ def rwkv6_attention(
         >>> attnzoo.ops.rwkv6_attention(q, k, v, log_decay=log_decay, bonus=bonus).out.shape
         torch.Size([1, 4, 1000, 8])
     """
-    mask = _check("rwkv6_attention", q, k, v, mask)
+    mask = _check("rwkv6_attention", q, k, v, mask, state, shard)
+    check_shape("log_decay", log_decay, tuple(k.shape), "B, Hkv, T, D")
+    check_shape("bonus", bonus, (k.shape[1], k.shape[3]), "Hkv, D")
     if mask.padding is not None:
         is_padding = ~mask.padding[:, None, :, None]
         k, log_decay = k.masked_fill(is_padding, 0), log_decay.masked_fill(is_padding, 0)
@@ -214,8 +225,7 @@ def rwkv6_attention(
         state = state_from_earlier_ranks(k, values, log_decay, shard)
     if state is None:
         state = empty_state(q, k, values)
-    options = normalize, eps, impl, reuse_state
-    step = gated_step(q, k, v, log_decay, state, StepGate(bonus), *options)
+    step = gated_step(q, k, v, log_decay, state, StepGate(bonus), normalize, eps, impl, reuse_state)
     if step is not None:
         return _step_output(step, form, return_state)
     kv, z = state
@@ -300,12 +310,9 @@ def matrix_gated_attention(
         >>> attnzoo.ops.matrix_gated_attention(q, k, v, log_decay=decay).out.shape
         torch.Size([1, 4, 100, 8])
     """
-    mask = _check("matrix_gated_attention", q, k, v, mask)
-    if value_weights is not None and value_weights.shape != v.shape:
-        raise UnsupportedError(
-            f"matrix_gated_attention takes value_weights of the shape of v, {tuple(v.shape)}, got "
-            f"{tuple(value_weights.shape)}."
-        )
+    mask = _check("matrix_gated_attention", q, k, v, mask, state, shard)
+    if value_weights is not None:
+        check_shape("value_weights", value_weights, tuple(v.shape), "B, Hkv, T, E")
     if mask.padding is not None:
         k = k.masked_fill(~mask.padding[:, None, :, None], 0)
     dtype = state_dtype(q, k, v)
@@ -329,9 +336,27 @@ def matrix_gated_attention(
     return AttentionOutput(out, last if return_state else None, None, choice)
 
 
-def _check(op: str, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> AttentionMask:
+STATES = {
+    "mlstm_attention": StabilizedState,
+    "rwkv6_attention": LinearState,
+    "matrix_gated_attention": MatrixState,
+}
+
+
+def _check(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    state: LinearState | StabilizedState | MatrixState | None,
+    shard: SequenceShard | None,
+) -> AttentionMask:
     """Return the mask, or raise ``UnsupportedError`` if the op does not support the inputs."""
     check_qkv(q, k, v, mask)
+    check_shard(shard, state)
+    if state is not None:
+        check_state(STATES[op], state, k, v)
     if mask is not None and not mask.causal:
         raise UnsupportedError(
             f"{op} is causal, got a mask that is not; pass AttentionMask(causal=True), or None."

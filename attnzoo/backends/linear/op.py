@@ -29,11 +29,10 @@ from attnzoo.backends.linear.impl.bidirectional import run_bidirectional
 from attnzoo.backends.linear.impl.chunk import run_chunks
 from attnzoo.backends.linear.impl.common import (
     FIXED,
-    LEARNED,
-    NAMES,
     LinearInputs,
     MapWeights,
     Result,
+    check_feature_map,
     empty_output,
     empty_state,
     like_features,
@@ -58,8 +57,12 @@ from attnzoo.backends.linear.impl.triton import round_features as round_features
 from attnzoo.backends.linear.impl.triton import run_triton
 from attnzoo.backends.linear.impl.triton import triton_reasons as triton_reasons
 from attnzoo.backends.linear.impl.triton_trust import trust as trust
-from attnzoo.backends.linear.validation import check_log_decay, check_packed_tokens, check_state
-from attnzoo.backends.validation import check_qkv, check_size
+from attnzoo.backends.linear.validation import (
+    check_log_decay,
+    check_packed_tokens,
+    check_state,
+)
+from attnzoo.backends.validation import check_qkv, check_shard, check_size
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.context_parallel import SequenceShard
@@ -149,10 +152,12 @@ def linear_attention(
     """
     mask = PLAIN[True] if mask is None else mask
     causal, segment_ids = mask.causal, mask.segment_ids
-    _check_options(form, chunk_size, causal, feature_map, map_weights)
+    _check_options(form, chunk_size, causal)
+    check_qkv(q, k, v, mask)
+    check_feature_map(feature_map, map_weights, q, k)
     keys = like_features(k, feature_map, map_weights)
     _check_tensors(q, k, keys, v, log_decay, state, mask)
-    assert shard is None or state is None
+    check_shard(shard, state)
     if state is None:
         state = empty_state(q, keys, v)
     elif state.kv.dtype != (dtype := state_dtype(q, k, v)) or state.k.dtype != dtype:
@@ -203,7 +208,6 @@ def _check_tensors(
 ) -> None:
     """Raise ``UnsupportedError`` for tensors that do not fit each other."""
     causal, segment_ids = mask.causal, mask.segment_ids
-    check_qkv(q, k, v, mask)
     if causal and q.shape[2] != k.shape[2]:
         raise UnsupportedError(
             "causal attention needs queries and keys of the same tokens, got "
@@ -213,18 +217,12 @@ def _check_tensors(
     if log_decay is not None:
         check_log_decay(log_decay, features, causal)
     if state is not None:
-        check_state(state, features, v)
+        check_state(LinearState, state, features, v)
     if segment_ids is not None:
         check_packed_tokens(q, k)
 
 
-def _check_options(
-    form: str,
-    chunk_size: int | None,
-    causal: bool,
-    feature_map: str,
-    map_weights: MapWeights | None,
-) -> None:
+def _check_options(form: str, chunk_size: int | None, causal: bool) -> None:
     """Raise ``UnsupportedError`` for options that no implementation supports."""
     if form not in FORMS:
         raise UnsupportedError(
@@ -234,19 +232,6 @@ def _check_options(
     if not causal and form == "recurrent":
         raise UnsupportedError(
             "form='recurrent' is causal; without a causal mask use form='chunk'."
-        )
-    if feature_map not in NAMES:
-        raise UnsupportedError(
-            f"linear_attention has no feature map {feature_map!r}."
-            f"{did_you_mean(feature_map, NAMES)} It has {', '.join(NAMES)}; apply "
-            "others to q and k before the call."
-        )
-    if (map_weights is None) == (feature_map in LEARNED):
-        raise UnsupportedError(
-            f"feature_map={feature_map!r} needs map_weights."
-            if map_weights is None
-            else f"feature_map={feature_map!r} has no weights; leave map_weights out, or take one "
-            f"of {', '.join(LEARNED)}."
         )
     if chunk_size is not None:
         check_size("chunk_size", chunk_size)

@@ -1,4 +1,4 @@
-"""Checks of the tensors that only linear attention takes: log decays, state, segment ids.
+"""Checks of what only linear attention takes; kernels read it by address.
 
 Letters: B batch, H heads, Hkv key heads, T queries, S keys, D key size, E value size.
 """
@@ -8,9 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.backends.validation import check_dtype, format_shape
+from attnzoo.backends.validation import (
+    check_dtype,
+    format_shape,
+)
 from attnzoo.errors import UnsupportedError
-from attnzoo.state import LinearState
+from attnzoo.state import LinearState, MatrixState, StabilizedState
+
+STATE_DTYPES = (torch.float32, torch.float64)
 
 
 def check_log_decay(log_decay: Tensor, k: Tensor, causal: bool) -> None:
@@ -29,22 +34,47 @@ def check_log_decay(log_decay: Tensor, k: Tensor, causal: bool) -> None:
         )
 
 
-def check_state(state: LinearState, k: Tensor, v: Tensor) -> None:
-    """Raise ``UnsupportedError`` if a state does not fit the keys and values."""
-    batch, heads, _, size = k.shape
-    for name, x, shape in (
-        ("state.kv", state[0], (batch, heads, size, v.shape[3])),
-        ("state.k", state[1], (batch, heads, size)),
-    ):
-        if tuple(x.shape) != shape:
-            raise UnsupportedError(
-                f"{name} must be {list(shape)} for these keys and values, got {format_shape(x)}; "
-                "pass the state of a call with the same heads and sizes."
-            )
-        if x.dtype not in (torch.float32, torch.float64):
-            raise UnsupportedError(
-                f"{name} is {x.dtype}; it must be float32 or float64, so do not convert a state."
-            )
+AnyState = LinearState | StabilizedState | MatrixState
+
+
+def check_state(kind: type[AnyState], state: AnyState, k: Tensor, v: Tensor) -> None:
+    """Raise ``UnsupportedError`` if a state is not of a kind, or does not fit keys and values."""
+    if len(state) != len(kind._fields):
+        raise UnsupportedError(
+            f"state must be a {kind.__name__} of {', '.join(kind._fields)}, got "
+            f"{type(state).__name__} of length {len(state)}; pass the state that the same op "
+            "returned."
+        )
+    heads, size, values = tuple(k.shape[:2]), k.shape[3], v.shape[3]
+    kv, sums, *rest = state
+    check_state_field("state.kv", kv, (*heads, size, values))
+    check_state_field("state.k", sums, (*heads, size, values)[: 4 if kind is MatrixState else 3])
+    if kind is StabilizedState:
+        check_state_field("state.m", rest[0], heads)
+
+
+def check_state_field(
+    name: str,
+    x: Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...] | None = STATE_DTYPES,
+) -> None:
+    """Raise ``UnsupportedError`` if a tensor of a state does not fit the call.
+
+    ``dtypes=None`` accepts those of queries, keys and values.
+    """
+    if tuple(x.shape) != shape:
+        raise UnsupportedError(
+            f"{name} must be {list(shape)} for these keys and values, got {format_shape(x)}; "
+            "pass the state of a call with the same heads and sizes."
+        )
+    if dtypes is None:
+        check_dtype(name, x)
+    elif x.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise UnsupportedError(
+            f"{name} is {x.dtype}; it must be {names}, so do not convert a state."
+        )
 
 
 def check_packed_tokens(q: Tensor, k: Tensor) -> None:

@@ -26,9 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.backends.implementation import Implementation, select
+from attnzoo.backends.linear.impl.common import check_feature_map, like_features
 from attnzoo.backends.linear.impl.cpp import cpp_reasons
-from attnzoo.backends.linear.impl.triton_trust import trust
-from attnzoo.backends.linear.op import STEP_IN_CPP
+from attnzoo.backends.linear.validation import check_log_decay, check_state_field
+from attnzoo.backends.linear.window_decode import decode
 from attnzoo.backends.linear.window_merge import MIN_WEIGHT, combine, combine_kernels
 from attnzoo.backends.linear.window_state import (
     HybridInputs,
@@ -42,16 +43,12 @@ from attnzoo.backends.linear.window_state import (
 from attnzoo.backends.linear.window_state import (
     LinearBranch as LinearBranch,
 )
-from attnzoo.backends.linear.window_step import hybrid_step, supports_step
-from attnzoo.backends.linear.window_step_cpp import hybrid_step_cpp, supports_step_cpp
 from attnzoo.backends.linear.window_sums import linear_counts, linear_sums
 from attnzoo.backends.linear.window_triton import (
-    StepInputs,
     hybrid_triton_reasons,
+    hybrid_trust,
     run_hybrid_triton,
-    run_step_triton,
     run_window_triton,
-    step_triton_reasons,
 )
 from attnzoo.backends.local.band_cpp import OutsideSums, band_cpp_reasons
 from attnzoo.backends.local.causal_window import (
@@ -62,7 +59,16 @@ from attnzoo.backends.local.causal_window import (
     padding_last,
 )
 from attnzoo.backends.local.pattern import gather_tokens
-from attnzoo.backends.validation import check_qkv, check_size, is_empty_call
+from attnzoo.backends.validation import (
+    check_broadcastable,
+    check_dtype,
+    check_qkv,
+    check_shard,
+    check_size,
+    format_shape,
+    is_empty_call,
+)
+from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice, LinearState
@@ -115,6 +121,9 @@ def hybrid_attention(
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; also ``state`` and ``impl``.
 
+    Raises:
+        UnsupportedError: The shapes disagree, or the inputs are not supported together.
+
     Example:
         >>> q, k, v = torch.randn(3, 1, 4, 1000, 8)
         >>> branch = LinearBranch(q.exp(), k.exp(), log_weight=torch.zeros(()))
@@ -122,13 +131,8 @@ def hybrid_attention(
         torch.Size([1, 4, 1000, 8])
     """
     mask = AttentionMask(causal=True) if mask is None else mask
-    check_qkv(q, k, v, mask)
-    check_size("window", window)
+    _check(q, k, v, branch, mask, state, shard, window, num_sinks, return_state)
     padding_mask, ids = mask.padding, mask.segment_ids
-    needs_order = state is not None or return_state or shard is not None
-    assert mask.causal or not (needs_order or branch.log_decay is not None)
-    assert state is None or ids is None
-    assert not num_sinks or (mask.causal and ids is None and shard is None)
     needs_features = shard is not None or num_sinks or not mask.causal or q.shape[2] == 1
     if needs_features or impl not in ("auto", "cpp") or q.device.type != "cpu":
         branch = branch.mapped(padding_mask)
@@ -136,7 +140,7 @@ def hybrid_attention(
         state = state_before_shard(k, v, branch.k, window, shard)
     elif state is not None:
         in_place = reuse_state and return_state and not torch.is_grad_enabled()
-        if done := _step(q, k, v, branch, mask, state, impl, scale, in_place):
+        if done := decode(q, k, v, branch, mask, state, impl, scale, in_place):
             return done._replace(state=done.state if return_state else None)
         state = oldest_first(state)
     order = None
@@ -163,32 +167,97 @@ def hybrid_attention(
     return AttentionOutput(out, after, None, choice)
 
 
-def _step(
+def _check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     branch: LinearBranch,
     mask: AttentionMask,
-    state: HybridState,
-    impl: str,
-    scale: float,
-    in_place: bool,
-) -> AttentionOutput | None:
-    """Return the output of one token after a state; ``None`` if a step does not support it."""
-    if impl in ("auto", "cpp") and supports_step_cpp(q, k, v, branch, mask, state):
-        out, after = hybrid_step_cpp(q, k, v, branch, state, scale=scale, in_place=in_place)
-        return AttentionOutput(out, after, None, STEP_IN_CPP)
-    if impl not in ("auto", "triton", "torch") or q.shape[2] != 1:
-        return None
-    branch = branch.mapped(mask.padding)
-    if not supports_step(q, k, v, branch, mask, state, in_place):
-        return None
-    x = StepInputs(q, k, v, branch, mask, state, scale, in_place)
-    table = AUTOMATIC_STEPS[q.device.type == "cuda"] if impl == "auto" else STEPS
-    chosen, choice = select("hybrid_attention", table, x, impl)
-    out, after = chosen.run(x)
-    choice = ImplChoice(choice.impl, f"softmax window + linear form; one token; {choice.reason}")
-    return AttentionOutput(out, after, None, choice)
+    state: HybridState | None,
+    shard: SequenceShard | None,
+    window: int,
+    num_sinks: int,
+    return_state: bool,
+) -> None:
+    """Raise ``UnsupportedError`` if the inputs of a window hybrid do not fit each other."""
+    check_qkv(q, k, v, mask)
+    check_size("window", window)
+    features = _check_branch(branch, q, k, mask.causal)
+    if state is not None:
+        _check_state(state, k, v, features, window, num_sinks)
+    if mask.causal and mask.segment_ids is None and shard is None and not num_sinks:
+        return
+    check_size("num_sinks", num_sinks, minimum=0)
+    needs_order = (
+        ("state", state is not None),
+        ("return_state", return_state),
+        ("shard", shard is not None),
+        ("num_sinks", num_sinks > 0),
+    )
+    given = [name for name, is_given in needs_order if is_given]
+    if given and not mask.causal:
+        raise UnsupportedError(
+            f"hybrid_attention is given {' and '.join(given)}, which need a causal mask; pass "
+            "AttentionMask(causal=True), or leave them out."
+        )
+    packed = [name for name in given if name in ("state", "num_sinks")]
+    if packed and mask.segment_ids is not None:
+        raise UnsupportedError(
+            f"hybrid_attention is given {' and '.join(packed)} together with segment_ids, which is "
+            "not supported; run the sequences as rows of a batch."
+        )
+    if shard is not None and num_sinks:
+        raise UnsupportedError(
+            "hybrid_attention is given shard together with num_sinks, which is not supported; "
+            "leave num_sinks out."
+        )
+    check_shard(shard, state)
+
+
+def _check_branch(branch: LinearBranch, q: Tensor, k: Tensor, causal: bool) -> int:
+    """Return the number of features of a linear branch.
+
+    Raises:
+        UnsupportedError: The branch does not fit the queries and keys of the window.
+    """
+    for name, x, other in (("q", branch.q, q), ("k", branch.k, k)):
+        check_dtype(f"branch.{name}", x)
+        if x.dim() != 4 or x.shape[:3] != other.shape[:3]:
+            raise UnsupportedError(
+                f"branch.{name} must have the batch, heads and tokens of {name}, "
+                f"{list(other.shape[:3])}, got {format_shape(x)}."
+            )
+    if q.shape[2] != k.shape[2] or branch.q.shape[3] != branch.k.shape[3]:
+        raise UnsupportedError(
+            "queries and keys must be of the same tokens and have as many features, got "
+            f"{q.shape[2]} and {k.shape[2]} tokens, {branch.q.shape[3]} and {branch.k.shape[3]} "
+            "features."
+        )
+    check_feature_map(branch.feature_map, branch.map_weights, branch.q, branch.k)
+    features = like_features(branch.k, branch.feature_map, branch.map_weights)
+    if branch.log_decay is not None:
+        check_log_decay(branch.log_decay, features, causal)
+    shape, heads = (*q.shape[:3], 1), branch.linear_only_heads
+    check_broadcastable("branch.log_weight", branch.log_weight, shape, "B, H, T, 1")
+    if heads is not None and (heads.dtype != torch.bool or heads.shape != (q.shape[1],)):
+        raise UnsupportedError(
+            f"branch.linear_only_heads must be [H], here [{q.shape[1]}], and bool, got "
+            f"{format_shape(heads)} {heads.dtype}."
+        )
+    return features.shape[3]
+
+
+def _check_state(
+    state: HybridState, k: Tensor, v: Tensor, features: int, window: int, num_sinks: int
+) -> None:
+    """Raise ``UnsupportedError`` if the state of a window hybrid does not fit the call."""
+    heads, rows, values = k.shape[:2], num_sinks + window, v.shape[3]
+    check_state_field("state.kv", state.kv, (*heads, features, values + 1))
+    check_state_field("state.z", state.z, (*heads, features))
+    check_state_field("state.k", state.k, (*heads, rows, k.shape[3]), None)
+    check_state_field("state.v", state.v, (*heads, rows, values))
+    check_state_field("state.features", state.features, (*heads, window, features))
+    check_state_field("state.seen", state.seen, (len(k),), (torch.int64,))
 
 
 def _run_triton(x: HybridInputs) -> Result:
@@ -254,18 +323,6 @@ def _logit(x: HybridInputs, counts: Tensor | None, dtype: torch.dtype) -> Tensor
     return logit - counts.clamp(min=1).to(dtype).log()[:, None, :, None]
 
 
-def _run_step_triton(x: StepInputs) -> tuple[Tensor, HybridState]:
-    return run_step_triton(x, MIN_WEIGHT)
-
-
-def _run_step_torch(x: StepInputs) -> tuple[Tensor, HybridState]:
-    return hybrid_step(*x[:6], scale=x.scale, in_place=x.in_place)
-
-
-def _triton_trust(x: HybridInputs | StepInputs) -> tuple[tuple[str, ...], str]:
-    return trust("hybrid", x.branch.log_decay, x.k, x.v, x.branch.k)
-
-
 def _cpp_reasons(x: HybridInputs) -> list[str]:
     reasons = cpp_reasons(x.q, chunk_size=x.chunk_size)
     return reasons or band_cpp_reasons(x.q.device)
@@ -281,7 +338,7 @@ IMPLEMENTATIONS = (
         run=_run_triton,
         reasons=hybrid_triton_reasons,
         automatic="compiled for this GPU",
-        trust=_triton_trust,
+        trust=hybrid_trust,
     ),
     Implementation(
         name="cpp",
@@ -293,16 +350,5 @@ IMPLEMENTATIONS = (
     Implementation(name="torch", run=_run_torch, automatic="runs on every device"),
     Implementation(name="reference", run=_run_torch),
 )
-STEPS = (  # of one token after a state; C++ has its own
-    Implementation(
-        name="triton",
-        run=_run_step_triton,
-        reasons=step_triton_reasons,
-        automatic="compiled for this GPU",
-        trust=_triton_trust,
-    ),
-    Implementation(name="torch", run=_run_step_torch, automatic="runs on every device"),
-)
 # What impl="auto" selects from, by whether the tensors are on a GPU; the interpreter is for tests
 AUTOMATIC = {True: IMPLEMENTATIONS, False: IMPLEMENTATIONS[1:]}
-AUTOMATIC_STEPS = {True: STEPS, False: STEPS[1:]}

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.backends.linear.impl.triton import round_features, triton_reasons
+from attnzoo.backends.linear.impl.triton_trust import trust
 from attnzoo.backends.linear.window_state import HybridInputs, HybridState, LinearBranch
 from attnzoo.backends.local.causal_window import WindowState, is_filled, next_sinks
 from attnzoo.kernels.derivatives import check_reverse_mode
@@ -29,6 +30,11 @@ def hybrid_triton_reasons(x: HybridInputs) -> list[str]:
     if x.shard is not None:
         reasons.append("several ranks hold the sequence (use impl='torch')")
     return reasons
+
+
+def hybrid_trust(x: HybridInputs | StepInputs) -> tuple[tuple[str, ...], str]:
+    """Return ``trust`` of the kernels of the window hybrid for a call."""
+    return trust("hybrid", x.branch.log_decay, x.k, x.v, x.branch.k)
 
 
 def _size_reasons(q: Tensor, reasons: list[str]) -> list[str]:

@@ -25,6 +25,7 @@ from attnzoo.backends.longformer.impl.by_band import cpp_reasons, run_cpp, run_t
 from attnzoo.backends.longformer.impl.call import GlobalTokens, LongformerCall
 from attnzoo.backends.longformer.impl.flex import flex_reasons, run_flex
 from attnzoo.backends.longformer.impl.reference import run_reference
+from attnzoo.backends.longformer.validation import check_global_tokens, check_mask
 from attnzoo.backends.validation import check_qkv, empty_output, is_empty_call
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
@@ -84,7 +85,8 @@ def longformer_attention(
             limits that of every head. Its ``q_offset`` is read if there are fewer queries than
             keys. Queries at padding give zeros. ``None`` means bidirectional.
         scale: Multiplies the products; ``None`` means ``D ** -0.5``.
-        global_tokens: ``[B, S]`` bool, true where a token is global; or :class:`GlobalTokens`.
+        global_tokens: ``[B, S]`` or ``[1, S]`` bool, true where a token is global; or
+            :class:`GlobalTokens`.
         bias: Added to the scores, broadcastable to ``[B, H, T, S]``. A bias of one row, such as
             ALiBi's, is not expanded. A query whose bias is -inf at all its keys gives zeros.
         dropout: Probability of dropping a weight.
@@ -106,7 +108,7 @@ def longformer_attention(
         >>> attnzoo.ops.longformer_attention(q, k, v, window=64).out.shape
         torch.Size([1, 4, 1000, 8])
     """
-    check_qkv(q, k, v, mask)
+    check_qkv(q, k, v, mask, bias=bias)
     mask = AttentionMask() if mask is None else mask
     pattern = Pattern.of(window, dilation, heads=q.shape[1], causal=mask.causal, limit=mask.window)
     return pattern_attention(
@@ -140,23 +142,11 @@ def pattern_attention(
 
     The pattern holds the window, the dilation and the causality; the rest is as there.
     """
-    if mask.function is not None:
-        raise UnsupportedError(
-            f"the mask is {mask.function_name or 'a function'}, and longformer_attention supports "
-            "causality, padding, segments and a window; use softmax_attention or flash_attention"
-        )
-    if mask.num_sinks:
-        raise UnsupportedError(
-            f"the mask has num_sinks={mask.num_sinks}, which longformer_attention does not "
-            "support; give the first tokens as global_tokens"
-        )
+    check_mask(mask)
     if isinstance(global_tokens, Tensor):
         global_tokens = GlobalTokens(global_tokens)
-    if global_tokens is not None and mask.segment_ids is not None:
-        raise UnsupportedError(
-            "global tokens are given together with segment_ids, which longformer_attention does "
-            "not support; run the sequences as rows of a batch"
-        )
+    if global_tokens is not None:
+        check_global_tokens(global_tokens, q, k, v, mask)
     if global_tokens is not None and mask.padding is not None:
         global_tokens = global_tokens._replace(is_global=global_tokens.is_global & mask.padding)
     fewer = q.shape[2] != k.shape[2]

@@ -24,7 +24,7 @@ from attnzoo.backends.linear.feature_maps.random_features import (
     scale_projection,
     split_blocks,
 )
-from attnzoo.backends.validation import check_qkv, empty_output, is_empty_call
+from attnzoo.backends.validation import check_qkv, check_shape, empty_output, is_empty_call
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.derivatives import check_reverse_mode, first_derivative_only
 from attnzoo.masks import AttentionMask
@@ -67,6 +67,7 @@ def favor_attention(
         torch.Size([1, 4, 1000, 8])
     """
     check_qkv(q, k, v, mask)
+    check_shape("projection", projection, (len(projection), q.shape[3]), "M, D")
     if mask is not None and (mask.causal or mask.segment_ids is not None):
         raise UnsupportedError(
             "favor_attention supports only padding, got a causal mask or segments; use "

@@ -105,7 +105,7 @@ def lsh_attention(
         torch.Size([1, 4, 1000, 8])
     """
     mask = AttentionMask() if mask is None else mask
-    check_lsh_inputs(q, k, v, mask)
+    check_lsh_inputs(q, k, v, mask, bias)
     check_lengths(q, k, mask, shared_qk=False)
     options = LSHOptions(
         False, mask.causal, num_hashes, chunk_size, num_buckets or 0, window, first_tokens
@@ -168,7 +168,7 @@ def shared_qk_attention(
         torch.Size([1, 4, 1024, 8])
     """
     mask = AttentionMask() if mask is None else mask
-    check_lsh_inputs(q, k, v, mask)
+    check_lsh_inputs(q, k, v, mask, bias)
     check_lengths(q, k, mask, shared_qk=True)
     factors = num_buckets if isinstance(num_buckets, Sequence) else [num_buckets or 0]
     factors = [factor for factor in factors if factor]

@@ -18,9 +18,11 @@ MAX_HASHES = 2**10
 MAX_BUCKETS = 2**16  # or of each factor; more cost more than full attention
 
 
-def check_lsh_inputs(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> None:
+def check_lsh_inputs(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, bias: Tensor | None
+) -> None:
     """Raise ``UnsupportedError`` for inputs that no form of LSH attention supports."""
-    check_qkv(q, k, v, mask)
+    check_qkv(q, k, v, mask, bias=bias)
     if mask.function is not None or mask.window is not None:
         kind = f"a sliding window of {mask.window}" if mask.window is not None else "arbitrary"
         name = mask.function_name or kind

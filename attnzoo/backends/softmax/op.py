@@ -62,7 +62,8 @@ def softmax_attention(
         >>> output.out.shape, output.weights.shape
         (torch.Size([1, 4, 10, 8]), torch.Size([1, 4, 10, 10]))
     """
-    check_qkv(q, k, v, mask if isinstance(mask, AttentionMask) else None)
+    given = mask if isinstance(mask, AttentionMask) else None
+    check_qkv(q, k, v, given, bias=bias, sinks=sinks)
     if isinstance(mask, AttentionMask):
         mask = mask.dense(q.shape[2], k.shape[2], q.device)
     scale = q.shape[3] ** -0.5 if scale is None else scale

@@ -11,7 +11,7 @@ import torch
 
 from attnzoo.backends.block_sparse import check_triton as check_sparse
 from attnzoo.backends.delta import check_triton as check_delta
-from attnzoo.backends.linear import check_hybrid, check_triton, op, window_hybrid
+from attnzoo.backends.linear import check_hybrid, check_triton, op, window_decode, window_hybrid
 from attnzoo.backends.linear.check_hybrid import HybridCase
 from attnzoo.backends.linear.check_triton import CheckCase, wrong_results
 from attnzoo.backends.linear.impl import gated_step, triton_trust
@@ -273,7 +273,7 @@ def test_a_broken_decoding_step_of_the_hybrid_fails_the_check(monkeypatch):
 def test_auto_selects_the_kernels_of_the_hybrid_only_if_they_passed(gpu, monkeypatch):
     triton, _, torch_form, _ = window_hybrid.IMPLEMENTATIONS
     monkeypatch.setitem(window_hybrid.AUTOMATIC, False, (triton, torch_form))
-    monkeypatch.setitem(window_hybrid.AUTOMATIC_STEPS, False, window_hybrid.STEPS)
+    monkeypatch.setitem(window_decode.AUTOMATIC_STEPS, False, window_decode.STEPS)
     x, features = X[:, :, :4], torch.rand(1, 1, 4, 100, device=DEVICE)
     branch = LinearBranch(features, features, torch.zeros(1, 1, 1, 1, device=DEVICE), -features)
     call = partial(window_hybrid.hybrid_attention, x, x, x, branch, window=4, scale=1.0)
@@ -284,7 +284,7 @@ def test_auto_selects_the_kernels_of_the_hybrid_only_if_they_passed(gpu, monkeyp
     first, new = branch._replace(log_decay=-features[:, :, :1]), (y[:, :, :1] for y in (x, x, x))
     first = first._replace(q=features[:, :, :1], k=features[:, :, :1])
     state = call(return_state=True).state
-    monkeypatch.setattr(window_hybrid, "supports_step_cpp", lambda *_: False)
+    monkeypatch.setattr(window_decode, "supports_step_cpp", lambda *_: False)
     token = partial(window_hybrid.hybrid_attention, *new, first, window=4, scale=1.0, state=state)
     with torch.no_grad():
         choice = token().impl

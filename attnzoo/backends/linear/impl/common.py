@@ -24,6 +24,8 @@ from attnzoo.backends.linear.feature_maps.functional import (
     learned_relu,
     relu,
 )
+from attnzoo.backends.validation import check_shape
+from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.state import LinearState
 
 CHUNK_SIZE = 64  # tokens per chunk, unless the call sets it
@@ -114,6 +116,7 @@ class LearnedMap(NamedTuple):
 
     function: Callable[..., Tensor]
     is_residual: bool  # whether the matrix is the identity plus the weights
+    has_bias: bool
     features: int = 1  # per row of the matrix
 
 
@@ -124,13 +127,43 @@ FIXED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "exp": (exp_queries, exp_keys),  # these take the scale
 }
 LEARNED = {
-    "learned_linear": LearnedMap(learned_linear, True),
-    "hedgehog": LearnedMap(hedgehog, True, 2),
-    "hedgehog_joint": LearnedMap(hedgehog_joint, True, 2),
-    "t2r": LearnedMap(learned_relu, True),
-    "hedgehog_exp": LearnedMap(learned_exp, False),
+    "learned_linear": LearnedMap(learned_linear, True, False),
+    "hedgehog": LearnedMap(hedgehog, True, False, 2),
+    "hedgehog_joint": LearnedMap(hedgehog_joint, True, True, 2),
+    "t2r": LearnedMap(learned_relu, True, True),
+    "hedgehog_exp": LearnedMap(learned_exp, False, True),
 }
 NAMES = (*FIXED, *LEARNED)
+
+
+def check_feature_map(name: str, weights: MapWeights | None, q: Tensor, k: Tensor) -> None:
+    """Raise ``UnsupportedError`` if the map is unknown, or its weights do not fit q and k."""
+    if name not in NAMES:
+        raise UnsupportedError(
+            f"linear_attention has no feature map {name!r}.{did_you_mean(name, NAMES)} "
+            f"It has {', '.join(NAMES)}; apply others to q and k before the call."
+        )
+    if (weights is None) == (name in LEARNED):
+        raise UnsupportedError(
+            f"feature_map={name!r} needs map_weights."
+            if weights is None
+            else f"feature_map={name!r} has no weights; leave map_weights out, or take one "
+            f"of {', '.join(LEARNED)}."
+        )
+    if weights is None:
+        return
+    size, learned = q.shape[3], LEARNED[name]
+    rows = size if learned.is_residual or weights.k.dim() != 3 else weights.k.shape[1]
+    for field, x, heads in (("q", weights.q, q.shape[1]), ("k", weights.k, k.shape[1])):
+        check_shape(f"map_weights.{field}", x, (heads, rows, size), "heads, N, D")
+        bias = weights.q_bias if field == "q" else weights.k_bias
+        if (bias is not None) != learned.has_bias:
+            raise UnsupportedError(
+                f"feature_map={name!r} {'has a' if learned.has_bias else 'has no'} bias, and "
+                f"map_weights.{field}_bias is {'missing' if bias is None else 'given'}."
+            )
+        if bias is not None:
+            check_shape(f"map_weights.{field}_bias", bias, (heads, rows), "heads, N")
 
 
 def like_features(k: Tensor, name: str, weights: MapWeights | None) -> Tensor:
