@@ -1,14 +1,14 @@
 """Block-sparse attention: quality on the embedded model, time against SDPA, and decoding.
 
     python -m benchmarks.block_sparse quality
-    python -m benchmarks.block_sparse indexer     # trained for 64 keys of 512; minutes
-    python -m benchmarks.block_sparse prefill     # 4k and 16k tokens, both passes; 64k, one head
-    python -m benchmarks.block_sparse sizes       # of blocks, forward, at 16k tokens
+    python -m benchmarks.block_sparse indexer     # train an indexer for 64 of 512 keys; minutes
+    python -m benchmarks.block_sparse prefill     # against SDPA at 4k, 16k, and 64k (one head)
+    python -m benchmarks.block_sparse sizes       # block sizes, forward, at 16k tokens
     python -m benchmarks.block_sparse decode      # one token after 16k and 64k, in a model
 
-Quality is the share of the difference between a window of 32 and softmax that is closed, without
-training. Each timed query attends to at most 963 keys, or 978 in query blocks of 16; calls take
-turns.
+Quality is the fraction of the gap between a 32-token window and softmax that a selection closes,
+without training. Each timed query attends to at most 963 keys, or 978 with query blocks of 16. The
+calls of a comparison are timed in alternation.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from attnzoo.training.loading import load_causal
 from attnzoo.training.recover import RecoverConfig, recover
 from benchmarks.recover import data
 
-LONG: dict[str, Any] = {"window": 64, "block_size": 64, "top_k": 13}  # at most 963 keys a query
+LONG: dict[str, Any] = {"window": 64, "block_size": 64, "top_k": 13}  # at most 963 keys per query
 SIZES = [(64, 13), (32, 27), (8, 64), (8, 32), (8, 12)]  # block_size and top_k
-INDEXER: dict[str, Any] = {  # 62 keys a query on average
+INDEXER: dict[str, Any] = {  # 62 keys per query on average
     **{"score": "indexer", "block_size": 1, "top_k": 50, "window": 16, "num_sinks": 0}
 }
 ROWS = 24
@@ -75,13 +75,13 @@ app = typer.Typer()
 
 @torch.no_grad()
 def attended_keys(model: Any, tokens: torch.Tensor) -> float:
-    """Return how many keys a query attends to, on average."""
+    """Return the average number of attended keys per query."""
     weights = model(tokens, output_attentions=True, use_cache=False).attentions
     return float(torch.stack([(w > 0).sum(-1).float().mean() for w in weights]).mean())
 
 
 class Evaluation:
-    """Evaluates models on the held-out rows, beside softmax and a window of 32."""
+    """Evaluates models on held-out rows, relative to softmax and to a 32-token window."""
 
     def __init__(self) -> None:
         self.path = embedded_model_path()
@@ -92,17 +92,17 @@ class Evaluation:
         )
         lines = (("softmax", self.softmax), (f"window 32, {keys:.0f} keys", self.window))
         for name, (loss, recall) in lines:
-            print(f"{name}: {loss:.3f} bits a byte, {recall:.3f} in copies")
+            print(f"{name}: {loss:.3f} bits per byte, {recall:.3f} in copies")
 
     def measure(self, model: Any) -> tuple[list[float], float]:
-        """Return the losses of a model on plain rows and copies, and the keys of a query."""
+        """Return the losses on plain rows and on copies, and the attended keys per query."""
         found = measure_quality(model, self.batch)
         assert found.recall_bits_per_byte is not None
         keys = attended_keys(model, self.batch.tokens[:4])
         return [found.bits_per_byte, found.recall_bits_per_byte], keys
 
     def show(self, name: str, options: dict[str, Any], model: Any) -> None:
-        """Print what a model brings back."""
+        """Print the fractions of the gaps in loss and in recall that a model closes."""
         found, keys = self.measure(model)
         lines = zip(self.window, found, self.softmax, strict=True)
         loss, recall = ((w - x) / (w - s) for w, x, s in lines)
@@ -113,7 +113,7 @@ class Evaluation:
 
 @app.command()
 def quality() -> None:
-    """Print the share of loss and recall that each selection brings back."""
+    """Print the fractions of the gaps in loss and in recall that each selection closes."""
     evaluation = Evaluation()
     for name, options in QUALITY:
         model = load_swapped(evaluation.path, AttentionSpec(name, **options))
@@ -130,7 +130,7 @@ def indexer(
     heads: int = 4,
     out: Path | None = None,
 ) -> None:
-    """Train an indexer on the folders of ``benchmarks/recover.py``, and print what it brings."""
+    """Train an indexer on the text of ``benchmarks/recover.py``, and print its quality."""
     options = {**INDEXER, "block_size": block_size, "top_k": top_k, "window": window}
     options |= {} if heads == 4 else {"index_heads": heads}
     evaluation, started = Evaluation(), time.process_time()
@@ -147,7 +147,7 @@ def indexer(
 
 @app.command()
 def prefill(rounds: int = 3, longest: int = 65536) -> None:
-    """Print times of both passes against SDPA, and the share of the selection."""
+    """Print forward and forward + backward times against SDPA, and the selection's share."""
     torch.set_num_threads(1)
     for length in (4096, 16384, longest):
         torch.manual_seed(0)
@@ -202,14 +202,15 @@ def prefill(rounds: int = 3, longest: int = 65536) -> None:
         )
         faster = taken["ours"].times_faster_than(taken["sdpa"])
         print(
-            f"{length} both passes: {taken['ours'].min_ms:.0f} ms, {faster:.1f}x SDPA", flush=True
+            f"{length} forward + backward: {taken['ours'].min_ms:.0f} ms, {faster:.1f}x SDPA",
+            flush=True,
         )
 
 
 @app.command()
 @torch.no_grad()
 def sizes(length: int = 16384, rounds: int = 3) -> None:
-    """Print the time of the forward pass for several sizes and numbers of blocks, by score."""
+    """Print forward times by block size, number of selected blocks and score."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x = torch.randn(3, 1, 8, length, 64).unbind()
@@ -227,7 +228,7 @@ def sizes(length: int = 16384, rounds: int = 3) -> None:
 @app.command()
 @torch.no_grad()
 def decode(tokens: int = 12, layers: int = 1) -> None:
-    """Print the time of one token in a model against ``flash``."""
+    """Print the time to decode one token with a model, against ``flash``."""
     torch.set_num_threads(1)
     config = LlamaConfig(
         vocab_size=256,

@@ -1,6 +1,7 @@
-"""One decoded token of the embedded model under several swaps, timed in turns.
+"""Time to decode one token with the embedded model under several swaps, in alternation.
 
-``python -m benchmarks.decoding [--tokens 256]``: one core; times relative to ``flash``.
+``python -m benchmarks.decoding [--tokens 256]``: one core; the table has
+times relative to ``flash``.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ SWAPS = {
 
 @torch.no_grad()
 def main(
-    tokens: Annotated[int, typer.Option(help="Tokens before the measured ones.")] = 256,
-    rounds: Annotated[int, typer.Option(help="Measurements of each model.")] = 9,
+    tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 256,
+    rounds: Annotated[int, typer.Option(help="Number of measurements of each model.")] = 9,
 ) -> None:
-    """Decode tokens with all models in turns, and print the median time of each."""
+    """Time one token of each model in alternation, and print the medians."""
     torch.set_num_threads(1)
     prompt = torch.randint(0, 250, (1, tokens), generator=torch.Generator().manual_seed(0))
     runs = {name: decoder(spec, prompt) for name, spec in SWAPS.items()}

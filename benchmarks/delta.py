@@ -1,6 +1,6 @@
-"""The delta rule against transformers' torch functions and SDPA: one run, JSON lines.
+"""Benchmark the delta rule against the torch functions of transformers and SDPA; JSON lines.
 
-Measures one core in float32 unless noted; 8 heads of 64. ``python -m benchmarks.delta``.
+One core, float32 unless noted, 8 heads of size 64. ``python -m benchmarks.delta``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def peers() -> tuple[Any, Any]:
 
 
 def make(tokens: int, decay: str) -> list[Tensor]:
-    """Return q, k, v, beta and, with decay, its logarithm."""
+    """Return random q, k, v, beta and, if there is a decay, the log decay."""
     q, k, v = (torch.randn(1, 8, tokens, 64) for _ in range(3))
     shape = {"none": None, "token": k.shape[:3], "channel": k.shape}[decay]
     inputs = [q, F.normalize(k, dim=-1), v, torch.rand(1, 8, tokens)]
@@ -49,7 +49,7 @@ def make(tokens: int, decay: str) -> list[Tensor]:
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None) -> Tensor:
-    """Call the chunk form."""
+    """Call the chunk form of attnzoo."""
     return delta_attention(q, k, v, beta, log_decay=log_decay, scale=0.125).out
 
 
@@ -61,12 +61,12 @@ def theirs(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> 
 
 
 def flops(tokens: int) -> float:
-    """Count the products of the forward pass: three with the state, and chunks of 16 tokens."""
+    """Return the FLOPs of the forward pass: three products with the state, and chunks of 16."""
     return 2.0 * 8 * tokens * (3 * 64 * 64 + 16 * (64 + 64))
 
 
 def measure(tokens: int, mode: str, rounds: int) -> list[dict[str, Any]]:
-    """Time all decays, transformers' chunk form, SDPA and a matrix product in turns."""
+    """Time all decays, transformers' chunk form, SDPA and a matrix product in alternation."""
     runs: dict[str, Run] = {}
     calls = {f"delta, {x}": (ours, make(tokens, x)) for x in DECAYS}
     calls["transformers"] = (theirs, make(tokens, "token"))
@@ -99,7 +99,7 @@ def measure(tokens: int, mode: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def measure_step(rounds: int) -> list[dict[str, Any]]:
-    """Time one token: ours, through the op, and transformers' recurrent form."""
+    """Time one decoded token: our op and transformers' recurrent form."""
     q, k, v, beta, log_decay = make(1, "token")
     state = torch.randn(1, 8, 64, 64)
     by_token = [x.transpose(1, 2) for x in (q, k, v, log_decay, beta)]
@@ -129,7 +129,7 @@ def measure_step(rounds: int) -> list[dict[str, Any]]:
 
 
 def measure_slope(rounds: int) -> list[dict[str, Any]]:
-    """Fit how log time grows with log length, 4k to 64k tokens."""
+    """Fit the slope of log time over log length, 4k to 64k tokens."""
     lengths = (4096, 8192, 16384, 32768, 65536)
     runs: dict[str, Run] = {}
     for tokens in lengths:
@@ -145,7 +145,7 @@ def measure_slope(rounds: int) -> list[dict[str, Any]]:
 
 
 def measure_rounding(tokens: int = 8192) -> list[dict[str, Any]]:
-    """Compare gradients of 16-bit inputs whose values have mean 1 with float64."""
+    """Compare gradients of 16-bit inputs with float64; ``v`` has mean 1."""
     rows = []
     for decay in DECAYS:
         for dtype in (torch.bfloat16, torch.float16):
@@ -164,13 +164,13 @@ def measure_rounding(tokens: int = 8192) -> list[dict[str, Any]]:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON lines go here.")] = Path(
+    out: Annotated[Path, typer.Option(help="Output file, JSON lines.")] = Path(
         "benchmarks/results/delta.jsonl"
     ),
     lengths: Annotated[str, typer.Option(help="Tokens, separated by commas.")] = "4096,16384",
-    train_lengths: Annotated[str, typer.Option(help="The same, forward and backward.")] = "4096",
+    train_lengths: Annotated[str, typer.Option(help="The same for forward + backward.")] = "4096",
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
-    rounds: Annotated[int, typer.Option(help="Turns of each call.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Number of measurements of each call.")] = 5,
 ) -> None:
     """Measure, print and write JSON lines."""
     torch.set_num_threads(threads)

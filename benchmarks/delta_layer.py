@@ -1,11 +1,12 @@
-"""Transfer of one layer of the embedded model to delta, alone: what limits its error.
+"""Train one layer of the embedded model to imitate softmax with delta; print its errors.
 
     python -m benchmarks.delta_layer --layer 2 --attention delta:feature_map=hedgehog_exp,window=32
 
 Inputs and outputs of the layer are recorded once under softmax; a step of 8 rows takes 0.2 s of one
-core. Printed is the squared error of held-out rows relative to softmax's output, of all tokens and
-of the second copies of segments: for the window alone, before and after training, and after
-training with softmax's own mixing weights, or with its own output beyond the window.
+core. The errors are squared errors on held-out rows, relative to softmax's output, over all tokens
+and over the second copies of segments, before and after training. They are printed for the window
+alone, for the layer itself, and for the layer with softmax's own mixing weights or with softmax's
+output beyond the window. The difference shows which part limits the layer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Errors = dict[str, list[float]]
 
 
 class Batch(NamedTuple):
-    """Inputs and softmax's output of the layer, and the second copies of its rows."""
+    """Inputs of the layer, softmax's output for them, and a mask of the second copies."""
 
     q: Tensor
     k: Tensor
@@ -64,7 +65,7 @@ class Batch(NamedTuple):
 
 
 def record(number: int) -> tuple[list[Batch], list[Batch], Any]:
-    """Return training and held-out batches of a layer, and its geometry."""
+    """Record training and held-out batches of a layer; return them and the layer's geometry."""
     path = embedded_model_path()
     train, held_out = load_rows(path, data(), "text", TrainConfig(repeat_share=0.5))
     model = load_causal(path, AttentionSpec("delta", window=32)).eval()
@@ -100,7 +101,7 @@ def record(number: int) -> tuple[list[Batch], list[Batch], Any]:
 
 @torch.no_grad()
 def branches(backend: Any, x: Batch) -> dict[str, Tensor]:
-    """Return the layer's output in variants: its own, the window's, and with parts of softmax's."""
+    """Return the layer's output, the window's, and variants with parts of softmax's output."""
     geometry, scale = backend.geometry, backend.geometry.scale
     groups = geometry.num_heads // geometry.num_key_heads
     k, v = (y.repeat_interleave(groups, 1).float() for y in (x.k, x.v))
@@ -147,7 +148,7 @@ def main(
     attention: str = "delta:feature_map=hedgehog_exp,window=32",
     lr: float = 2e-2,
     rows: Annotated[int, typer.Option(help="rows per step, a divisor of 8")] = BATCH,
-    calibrate: Annotated[bool, typer.Option(help="start gates from softmax's attention")] = False,
+    calibrate: Annotated[bool, typer.Option(help="set gates from softmax's attention")] = False,
 ) -> None:
     """Train one layer and print its errors: all tokens, second copies."""
     train, held_out, geometry = record(layer)

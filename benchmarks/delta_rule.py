@@ -1,4 +1,4 @@
-"""Calls of the delta rule that ``ops.py`` measures."""
+"""Calls of the delta rule for ``ops.py``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def delta(
 
 
 def write_strengths(case: BenchmarkCase) -> tuple[Tensor, ...]:
-    """Return write strengths in (0, 1)."""
+    """Return random write strengths in (0, 1)."""
     return (torch.rand(case.B, case.Hkv, case.T),)
 
 
 def delta_step(prompt: Sequence[Tensor], now: Sequence[Tensor]) -> tuple[Run, int]:
-    """Return the call that decodes one token after a prompt, and the bytes of the state."""
+    """Return the call that decodes one token after a prompt, and the size of the state in bytes."""
     options: dict[str, Any] = {"normalize_qk": True, "return_state": True}
     state = delta_attention(*prompt[:4], log_decay=(*prompt, None)[4], **options).state
     assert state is not None

@@ -1,4 +1,4 @@
-"""What measured figures are to reach, and the table that says whether they do."""
+"""Goals of ``ops.py``, and the table that compares measurements with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-LONGEST = 32768  # where slopes end; too long for what is quadratic
+LONGEST = 32768  # end of the slopes; too long for quadratic ops
 LINEAR = ("linear", "unnormalised", "bidirectional", "retention", "mamba2", "gla")
 OTHERS = ("longformer", "linformer", "performer", "performer, bidirectional")
 DELTA = ("deltanet", "gated deltanet", "kda")
@@ -17,21 +17,21 @@ SUBQUADRATIC = (*LINEAR, *DELTA, *OTHERS, "reformer")
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What a measured figure is to reach, at one length."""
+    """A bound for a figure of one op at one length."""
 
     op: str
     mode: str
     T: int
-    figure: str  # as in the rows: "speedup" over SDPA, "over_peer", "slope" from 4k on, and so on
+    figure: str  # key in a row: "speedup" over SDPA, "over_peer", "slope" from 4k on, and so on
     bound: float
     at_most: bool = False
 
     def met(self, value: float) -> bool:
-        """Whether the figure is on the right side of the bound."""
+        """Return whether a value satisfies the bound."""
         return value <= self.bound if self.at_most else value >= self.bound
 
     def __str__(self) -> str:
-        """Say it as the table does."""
+        """Return the bound as the table prints it."""
         return f"{'<=' if self.at_most else '>='} {self.bound:g}"
 
 
@@ -97,10 +97,10 @@ GOALS += [
     for mode, bound in (("forward", 6), ("train", 4))
 ]
 
-COLUMNS = {  # head of a column: the figure and how it is written
+COLUMNS = {  # column header: the figure and its format
     "x SDPA": ("speedup", "{:.1f}"),
     "x peer": ("over_peer", "{:.1f}"),
-    "alone": ("over_peer_alone", "{:.1f}"),  # without the projections that both make
+    "alone": ("over_peer_alone", "{:.1f}"),  # without the projections that both compute
     "slope": ("slope", "{:.2f}"),
     "GFLOP/s": ("gflops", "{:.0f}"),
     "of matmul": ("rate", "{:.0%}"),
@@ -110,7 +110,7 @@ COLUMNS = {  # head of a column: the figure and how it is written
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print the measurements next to their goals."""
+    """Print a table of the measurements and their goals."""
     table = Table(title=_title(rows[-1]))
     for column in ("op", "mode", "T"):
         table.add_column(column, justify="right" if column == "T" else "left")
@@ -129,7 +129,7 @@ def _title(row: dict[str, Any]) -> str:
 
 
 def _verdicts(row: dict[str, Any]) -> str:
-    """Name the goals of a row, with what was measured of each."""
+    """Return the goals of a row with the measured values, red if missed."""
     found = []
     for goal in GOALS:
         value = row.get(goal.figure)

@@ -1,4 +1,4 @@
-"""Check the linear-attention kernels on a GPU, then time them against their peers, in stages.
+"""Check the Triton kernels on a GPU, then time them against other implementations, in stages.
 
     python benchmarks/gpu.py --stage 1        # correctness; compiles and tunes the peers meanwhile
     python benchmarks/gpu.py --stage 2        # attnzoo: graph replay and eager
@@ -8,10 +8,10 @@
     python benchmarks/gpu.py --summary        # tables in Markdown from the rows
     python benchmarks/gpu.py --interpret --tiny    # every stage without a GPU: tests the script
 
-Nothing but torch, Triton and einops has to be installed; what lacks a package is recorded as
-unavailable. Every measurement is one JSON line, written at once. Each group of measurements is a
-process of its own, so that an illegal memory access ends one group only and is recorded. The same
-command again measures what the file lacks. A stage ends within its minutes.
+Only torch, Triton and einops are required; a measurement that needs another package is recorded as
+unavailable. Each measurement is one JSON line, written immediately. Each group of measurements runs
+in its own process, so that an illegal memory access ends one group only and is recorded. Repeating
+the command resumes: it measures only what the file does not have yet. Each stage has a time limit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def group_command(group: str, args: argparse.Namespace) -> list[str]:
 
 
 class Group:
-    """A running process; what it did not record when it ended is recorded here."""
+    """The process of a group; records how the process ended."""
 
     def __init__(self, name: str, command: list[str], out: Path, environment: dict[str, str]):
         self.name, self.out = name, out
@@ -51,7 +51,7 @@ class Group:
         )
 
     def finish(self, end: float) -> bool:
-        """Return whether the process has ended, and record how; kill it after ``end``."""
+        """Return whether the process has ended and record how; kill it if ``end`` has passed."""
         late = time.monotonic() > end
         if self.process.poll() is None:
             if not late:
@@ -79,10 +79,10 @@ class Group:
 
 
 def run_stage(groups: dict[str, int], end: float, args: argparse.Namespace) -> bool:
-    """Run the groups of a stage; return whether all ended.
+    """Run the groups of a stage; return whether all were started.
 
     Args:
-        groups: Number of processes that may run at the same time as each group: 1 for timings.
+        groups: Groups, and how many processes may run while each of them runs; 1 for timings.
         end: When the stage ends, in seconds of the monotonic clock.
         args: Options of the command line.
     """
@@ -108,7 +108,7 @@ def run_stage(groups: dict[str, int], end: float, args: argparse.Namespace) -> b
 
 
 def group_environment(group: str, args: argparse.Namespace) -> dict[str, str]:
-    """Return the environment of a group: fla has its own caches, one assembler has a path."""
+    """Return the environment variables of a group: Triton's caches, ptxas and interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -116,7 +116,7 @@ def group_environment(group: str, args: argparse.Namespace) -> dict[str, str]:
     cache = args.out.resolve().parent / "gpu-cache"
     peer = " fla" in group or group == "again"
     environment["TRITON_CACHE_DIR"] = str(cache / ("fla" if peer else "attnzoo"))
-    environment["TRITON_CACHE_AUTOTUNING"] = "1"  # of fla: found in stage 1, read in stage 3
+    environment["TRITON_CACHE_AUTOTUNING"] = "1"  # fla tunes in stage 1; stage 3 reads the results
     if "second ptxas" in group and args.ptxas:
         environment["TRITON_PTXAS_PATH"] = args.ptxas
     if args.interpret:
@@ -149,7 +149,7 @@ def main(args: argparse.Namespace) -> int:
         print(summary(read_rows(args.out)))
         return 0
     if args.interpret:
-        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+        os.environ["TRITON_INTERPRET"] = "1"  # must precede the import of Triton
         from gpu_groups import run_group
     for stage in args.stage:
         end = time.monotonic() + 60 * (args.minutes or MINUTES[stage])
@@ -157,7 +157,7 @@ def main(args: argparse.Namespace) -> int:
         if args.group:
             groups = {k: v for k, v in groups.items() if any(word in k for word in args.group)}
         print(f"stage {stage}: {len(groups)} groups", flush=True)
-        if args.interpret:  # in this process: starting one takes longer than a group
+        if args.interpret:  # in this process: starting another takes longer than a group
             for name in groups:
                 run_group(name, args.out, tiny=args.tiny)
         else:

@@ -32,7 +32,7 @@ class Workload:
 
     @property
     def family(self) -> str:
-        """The workloads that one process measures."""
+        """The group of workloads that one process measures."""
         if self.mechanism != "linear":
             return self.mechanism
         return "decode" if self.decode else self.decay
@@ -50,7 +50,7 @@ class Workload:
 
     def minimum_bytes(self) -> int:
         """Return the bytes that a call must read and write, each tensor once per pass."""
-        if self.decode and self.window:  # float32 sums and values, features and keys of 16 bits
+        if self.decode and self.window:  # float32 sums and values, 16-bit features and keys
             sums = 2 * 4 * 2 * self.D * (self.D + 2)
             rows = self.window * self.D * (2 + 4 + 2 * 2)
             return self.B * self.key_heads * (sums + rows)
@@ -61,7 +61,7 @@ class Workload:
         return forward if not self.train else 2 * forward + out
 
 
-# One selection per query and head, as in the preset "long", or for 64 queries of four heads
+# One selection per query and head, as in the preset "long", or per 64 queries and key head
 SPARSE_OPTIONS = {
     "queries": (("block_size", 32), ("window", 64)),
     "query blocks": (
@@ -126,10 +126,10 @@ def _cases() -> Iterable[Workload]:
     )
 
 
-# Others than linear attention. In the last two, the check alone compares with float64: block_sparse
-# needs the same selection, and window runs torch's kernel for varied lengths
+# Mechanisms other than linear attention. The last two have no group "accuracy"; only their checks
+# compare with float64: block_sparse needs the same selection, and window runs torch's varlen kernel
 MECHANISMS = ("hybrid", "mlstm", "rwkv6", "delta", "block_sparse", "window")
-VARLEN_SIZES = ("64", "128", "256")  # of heads, checked
+VARLEN_SIZES = ("64", "128", "256")  # head sizes that are checked
 
 CASES = tuple(_cases())
 TINY = tuple(
@@ -158,7 +158,7 @@ def shrink(workload: Workload) -> Workload:
 def accuracy_cases(decay: str, small: bool) -> Iterable[tuple[Workload, float, float]]:
     """Yield workloads to compare with float64, the mean of the values, and the tolerance.
 
-    ``decay`` may also be a mechanism with kernels of attnzoo's own.
+    ``decay`` may also be one of ``MECHANISMS``.
     """
     if decay in MECHANISMS:
         for workload in CASES:
@@ -176,14 +176,14 @@ def accuracy_cases(decay: str, small: bool) -> Iterable[tuple[Workload, float, f
         yield (shrink(workload), mean, 1e-2) if small else (workload, mean, 5e-3)
 
 
-FAMILIES = ("none", "scalar", "vector", "decode")  # of linear attention
+FAMILIES = ("none", "scalar", "vector", "decode")  # of linear-attention workloads
 DECAYS = ("none", "scalar", "vector")
 KINDS = ("bare", "mapped", "any", "wide")  # of calls, as in the table of configs
 HYBRID_KINDS = ("plain", "learned", "state", "any", "wide")  # of calls of the window hybrid
 DELTA_KINDS = ("plain", "any", "wide")  # of calls of the delta rule
 SPARSE_KINDS = ("plain", "shared", "any", "wide")  # of calls of block-sparse attention
 TOOLS = ("memcheck", "racecheck")  # of compute-sanitizer
-# Chunk, warps, stages and tile of all kernels, to compare with the shipped table
+# Configs (chunk, warps, stages, tile) to compare with the shipped table; one for all kernels
 CONFIGS = (
     (64, 4, 2, 64),
     (64, 8, 3, 128),
@@ -202,7 +202,7 @@ def workloads(family: str, tiny: bool) -> list[Workload]:
 
 
 def groups_of(stage: int, *, tiny: bool, second: bool) -> dict[str, int]:
-    """Return the groups of a stage, and how many processes may run at the same time as each.
+    """Return the groups of a stage, and the number of processes that may run in parallel.
 
     Args:
         stage: 1 to 5.

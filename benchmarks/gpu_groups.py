@@ -1,4 +1,4 @@
-"""The groups of measurements of ``gpu.py``; each runs in a process of its own.
+"""Groups of measurements for ``gpu.py``; each runs in its own process.
 
 python benchmarks/gpu_groups.py "time attnzoo none" rows.jsonl
 """
@@ -39,7 +39,7 @@ SANITIZER_SECONDS = 100
 
 
 class Session:
-    """What the groups need: where rows go, and the device."""
+    """State that the groups share: the recorder of rows, and the device."""
 
     def __init__(self, group: str, out: Path, tiny: bool) -> None:
         self.recorder, self.tiny = Recorder(out, group), tiny
@@ -53,7 +53,7 @@ class Session:
         return time_call(workload, name, self.device, self.gigabytes)
 
     def need_gpu(self) -> None:
-        """Raise ``PeerUnavailable`` in the interpreter."""
+        """Raise ``PeerUnavailable`` if kernels are interpreted."""
         if self.interpreted:
             raise PeerUnavailable("the interpreter has no GPU")
 
@@ -62,7 +62,7 @@ class Session:
 
 
 def measure_machine(session: Session) -> None:
-    """Record versions."""
+    """Record the machine, the versions of packages, and the GPU."""
 
     def run() -> Row:
         from attnzoo.backends.linear.impl.triton_trust import device_identity
@@ -81,7 +81,7 @@ def measure_copy(session: Session) -> None:
 
 
 def check(session: Session, decay: str, kind: str, *assembler: str) -> None:
-    """Compare the kernels with float64 and torch, twice and bit for bit equal."""
+    """Compare the kernels with float64 and torch, and two runs bit for bit."""
     from attnzoo.backends.linear import check_triton
 
     _check(session, check_triton, decay, kind, *assembler)
@@ -109,7 +109,7 @@ def check_sparse(session: Session, decay: str, kind: str, *assembler: str) -> No
 
 
 def check_varlen(session: Session, size: str, *_: str) -> None:
-    """Compare torch's kernel for varied lengths with a dense mask and float64."""
+    """Compare torch's varlen kernel with a dense mask and float64."""
     from attnzoo.backends.flash import check_varlen as module
 
     for case in module.cases():
@@ -158,7 +158,7 @@ def sanitize(session: Session, tool: str, decay: str, op: str = "triton") -> Non
 
 
 def warm(session: Session, peer: str, family: str) -> None:
-    """Compile and tune a peer, in its own cache; nothing is timed."""
+    """Compile and autotune a peer, so that later groups find its kernels in the cache."""
     for workload in workloads(family, session.tiny):
         if peer not in workload.peers:
             continue
@@ -176,9 +176,10 @@ def warm(session: Session, peer: str, family: str) -> None:
 
 
 def time_peer(session: Session, peer: str, family: str) -> None:
-    """Time one implementation on the workloads of a family; ``softmax`` means all of softmax.
+    """Time one implementation on the workloads of a family.
 
-    ``configs`` means attnzoo with several configs, for the decay ``family``.
+    ``softmax`` stands for all softmax implementations, and ``configs`` for attnzoo with each of
+    several configs, where ``family`` is the decay.
     """
     if peer == "configs":
         configs(session, family, timed=True)
@@ -194,7 +195,7 @@ def time_peer(session: Session, peer: str, family: str) -> None:
 
 
 def configs(session: Session, decay: str, *, timed: bool) -> None:
-    """Run a training step with each of some configs; times are those of CUDA graphs and eager."""
+    """Run, and optionally time, a training step with each of ``CONFIGS``."""
     from attnzoo.backends.linear.kernels import configs as table
     from attnzoo.backends.linear.kernels.launch import device_properties
 
@@ -325,7 +326,7 @@ def llama(session: Session) -> None:
 
 
 def run_tool(session: Session, name: str, *command: str) -> None:
-    """Run a program of the project, and record how it ended."""
+    """Run a Python command of the project, and record the end of its output."""
 
     def run() -> Row:
         session.need_gpu()
@@ -339,14 +340,14 @@ def run_tool(session: Session, name: str, *command: str) -> None:
 
 
 def run_group(group: str, out: Path, *, tiny: bool) -> None:
-    """Measure what the file of rows lacks of a group."""
+    """Run the measurements of a group that the file does not have yet."""
     session = Session(group, out, tiny)
     torch.manual_seed(0)
     first, *rest = group.split()
     folder = out.resolve().parent
     if first == "compare":
         options = ["--device", "cuda", "--level", "op,layer", "--no-quality"]
-        options += ["--out", str(folder / "gpu-compare")]  # which it resumes from, too
+        options += ["--out", str(folder / "gpu-compare")]  # compare resumes from this folder
         run_tool(session, group, "-m", "attnzoo", "compare", *options)
         return
     if first == "tune":

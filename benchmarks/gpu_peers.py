@@ -1,4 +1,4 @@
-"""Calls of attnzoo and its peers for ``gpu.py``: the same inputs, in the layout that each needs."""
+"""Calls of attnzoo and its peers for ``gpu.py``: equal inputs, in the layout of each peer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def inputs_of(workload: Workload, device: torch.device, mean: float = 0.0) -> In
 
 
 def prepared(run: Run, inputs: Inputs, *, train: bool) -> Callable[[], list[Tensor]]:
-    """Return the forward pass, or forward and backward with a fixed output gradient."""
+    """Return a function that runs forward, or forward + backward with a fixed output gradient."""
 
     def forward() -> list[Tensor]:
         with torch.no_grad():
@@ -67,7 +67,7 @@ def prepared(run: Run, inputs: Inputs, *, train: bool) -> Callable[[], list[Tens
 
 
 def attnzoo_kernels(workload: Workload, inputs: Inputs, impl: str = "triton") -> Run:
-    """Return a call of attnzoo: linear attention, or another mechanism."""
+    """Return a call of attnzoo for the mechanism of a workload."""
     if workload.mechanism != "linear":
         return _MECHANISMS[workload.mechanism](workload, inputs, impl)
     q, k, v, gates = inputs
@@ -90,7 +90,7 @@ def attnzoo_kernels(workload: Workload, inputs: Inputs, impl: str = "triton") ->
 
 
 def _hybrid(workload: Workload, inputs: Inputs, impl: str) -> Run:
-    """Return a window hybrid whose map, hedgehog, has 2 D features; one token is in place."""
+    """Return a window hybrid with hedgehog, 2 D features; a decoding step reuses its state."""
     q, k, v, gates = inputs
     assert q is not None
     assert k is not None
@@ -154,11 +154,11 @@ def _block_sparse(workload: Workload, inputs: Inputs, impl: str) -> Run:
 
 
 def _window(workload: Workload, inputs: Inputs, impl: str) -> Run:
-    """Return softmax attention in a sliding window by torch's kernel for varied lengths."""
+    """Return softmax attention in a sliding window, computed by torch's varlen kernel."""
     q, k, v, _ = inputs
     assert q is not None
     if q.device.type != "cuda":
-        raise PeerUnavailable("torch's kernel for varied lengths runs on a GPU only")
+        raise PeerUnavailable("torch's varlen kernel runs on a GPU only")
     mask = AttentionMask(causal=True, window=(workload.window - 1, 0))
     return lambda: flash_attention(q, k, v, mask=mask, impl="varlen").out  # type: ignore[arg-type]
 
@@ -176,8 +176,8 @@ _MECHANISMS: dict[str, Callable[[Workload, Inputs, str], Run]] = {
 def remark(name: str, workload: Workload) -> str:
     """Return the remark printed next to a peer's time, or ""."""
     if name == "fla" and workload.decay == "scalar" and workload.train:
-        # On Hopper, its gradients may be wrong there, and fla 0.6.0 refuses the call
-        return "fla's guard against Triton 3.4 to 3.7 is lifted; only timed"
+        # On Hopper, these versions may compute wrong gradients, and fla 0.6.0 raises an error
+        return "fla's check for Triton 3.4 to 3.7 is disabled; only timed"
     return ""
 
 

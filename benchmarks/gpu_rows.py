@@ -1,4 +1,4 @@
-"""Rows of ``gpu.py``: JSON lines, appended when they are measured, and read again to resume."""
+"""Result rows of ``gpu.py``: JSON lines, appended as they are measured, and read to resume."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-CUDA_ERRORS = ("CUDA error", "Triton Error [CUDA]")  # after which a process has lost its GPU
-KEY = ("group", "kind", "workload", "implementation")  # what identifies a measurement
+CUDA_ERRORS = (
+    "CUDA error",
+    "Triton Error [CUDA]",
+)  # after one of these, a process cannot use its GPU
+KEY = ("group", "kind", "workload", "implementation")  # the fields that identify a measurement
 
 
 class PeerUnavailable(Exception):
-    """Something cannot run here; the message gives the reason."""
+    """An implementation cannot run on this machine; the message gives the reason."""
 
 
 class DeviceLost(SystemExit):
@@ -47,16 +50,16 @@ def append_row(path: Path, row: Row) -> None:
 
 
 def key_of(row: Row) -> tuple[str, ...]:
-    """Return what identifies a row."""
+    """Return the fields that identify a row."""
     return tuple(str(row.get(name, "")) for name in KEY)
 
 
 class Recorder:
-    """Measures what a file of rows lacks, for one group of measurements."""
+    """Runs the measurements of one group that the file does not have yet."""
 
     def __init__(self, path: Path, group: str) -> None:
         self.path, self.group = path, group
-        # an interrupted measurement has a row "start" only, and a crash names the one it ended
+        # an interrupted measurement has only a "start" row; a "crash" row names its measurement
         self.done = {key_of(row) for row in read_rows(path) if row["kind"] != "start"}
         self.done |= {
             tuple(row["key"]) for row in read_rows(path) if row["kind"] == "crash" and row["key"]
@@ -67,7 +70,7 @@ class Recorder:
 
         Args:
             run: Returns the measured fields.
-            key: ``kind``, and what else identifies the row.
+            key: ``kind`` and the other fields that identify the row.
         """
         row = {"group": self.group, **key}
         if key_of(row) in self.done:

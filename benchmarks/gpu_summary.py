@@ -17,7 +17,7 @@ _EVENTS = ("start", "done", "timeout", "crash")
 
 
 def failures(rows: list[Row]) -> list[str]:
-    """Return the failures: wrong results, sanitizer errors, crashes of attnzoo's own groups."""
+    """Return the failures: wrong results, sanitizer errors, errors and crashes of checks."""
     found = []
     for row in latest(rows):
         name = f"{row['group']}, {row.get('workload', '')}".removesuffix(", ")
@@ -42,7 +42,7 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 
 def goals(rows: list[Row]) -> str:
-    """Return the goals with their measured values."""
+    """Return the table of goals with their measured values."""
     timed = [row for row in latest(rows) if row["kind"] == "time"]
     lines = []
     for goal in GOALS:
@@ -54,7 +54,7 @@ def goals(rows: list[Row]) -> str:
 
 
 def times(rows: list[Row]) -> str:
-    """Return milliseconds, memory and the share of copy bandwidth of each call."""
+    """Return the table of times, memory and the fraction of copy bandwidth of each call."""
     lines = []
     for row in latest(rows):
         if row["kind"] not in ("time", "configs"):
@@ -82,7 +82,7 @@ def times(rows: list[Row]) -> str:
 
 
 def checks(rows: list[Row]) -> str:
-    """Return per group how many measurements passed, failed, and were unavailable."""
+    """Return the table of passed, failed and unavailable measurements per group."""
     counts: dict[str, list[int]] = {}
     remarks: dict[str, str] = {}
     for row in latest(rows):
@@ -102,7 +102,7 @@ def checks(rows: list[Row]) -> str:
 
 
 def other(rows: list[Row]) -> str:
-    """Return the machine, profiles, and the rows of models and tools."""
+    """Return the rows about the machine, profiles, models and tools as a list."""
     lines = []
     for row in latest(rows):
         if row["kind"] in ("machine", "copy", "profile", "llama", "tool", "again"):

@@ -1,4 +1,4 @@
-"""Times of one call for ``gpu.py``: between CUDA events, eager and replayed by a CUDA graph."""
+"""Time one call for ``gpu.py`` with CUDA events, eager and replayed by a CUDA graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUNDS = 15
 
 
 def elapsed_ms(run: Callable[[], Any]) -> float:
-    """Return the time of a call between two CUDA events."""
+    """Return the time of a call in milliseconds, measured with CUDA events."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
@@ -43,7 +43,7 @@ def graph_ms(runs: list[Callable[[], Any]]) -> float:
 
 
 def time_call(workload: Workload, name: str, device: torch.device, gigabytes: float | None) -> Row:
-    """Return the times of a call, eager and replayed, and its peak memory.
+    """Return the eager and graph times of a call, and its peak memory.
 
     Calls cycle through several input buffers, so that no input is in the cache.
 
@@ -51,7 +51,7 @@ def time_call(workload: Workload, name: str, device: torch.device, gigabytes: fl
         workload: The call.
         name: One of ``PEERS``.
         device: Without a GPU, the call runs once.
-        gigabytes: Bandwidth of a large copy, per second.
+        gigabytes: Bandwidth of a large copy, in GB/s.
     """
     from attnzoo.evaluation.timing import peak_bytes
 

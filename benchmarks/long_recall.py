@@ -1,12 +1,14 @@
-"""Numbers that the long embedded model repeats, by distance, under several attentions, untrained.
+"""Recall of numbers by the long embedded model, by distance, under several attentions.
 
     python -m benchmarks.long_recall softmax flash:window=256 block_sparse plan.json
 
-Each argument is an attention as commands take it, or a file of ``attnzoo plan``. A text assigns a
-number of seven digits to a name and asks for it later. One JSON line per attention: by distance in
-tokens, the fraction of numbers that greedy generation repeats without an error, and of right digits
-after the right ones before them; then how many numbers it repeats for each that the first attention
-repeats, over all distances, with the 95% interval of a bootstrap over rows.
+Each argument is an attention in the syntax of ``--attention``, or a file of ``attnzoo plan``. The
+model is not trained after the swap. A text assigns a number of seven digits to a name and asks for
+it later. There is one JSON line per attention. ``numbers`` is the fraction of numbers that greedy
+generation repeats without an error, by distance in tokens. ``digits`` is the fraction of correct
+digits among those whose preceding digits are all correct. ``of_first`` is the ratio of repeated
+numbers to those of the first attention, over all distances, with the 95% interval of a bootstrap
+over rows.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from attnzoo.evaluation.recall_rows import Needles
 from attnzoo.spec import AttentionSpec
 
 DISTANCES = [1024, 2048, 4096]
-BATCH = 16  # rows at a time
-DRAWS = 10_000  # of the bootstrap
+BATCH = 16  # rows per batch
+DRAWS = 10_000  # samples of the bootstrap
 
 
 def read_attention(text: str) -> AttentionSpec:
-    """Read an attention, or the one that a plan chose."""
+    """Parse an attention, or read the one in a plan."""
     if text.endswith(".json"):
         return AttentionSpec.from_dict(json.loads(Path(text).read_text("utf-8"))["spec"])
     return spec_of(text)

@@ -14,7 +14,7 @@ MATMUL = 2048  # rows and columns of the square product that rates are measured 
 
 
 def measure_tiles(base: BenchmarkCase) -> list[dict[str, Any]]:
-    """Time the products of the chunk form by themselves: what its rate could be at best."""
+    """Time only the matrix products of the chunk form; their rate is its upper bound."""
     n, c, d, e = base.B * base.Hkv, CHUNK_SIZE, base.D, base.E
     q, k, v, scores, state = (
         torch.randn(n, *shape) for shape in ((c, d), (c, d), (c, e), (c, c), (d, e))

@@ -78,7 +78,7 @@ CONFIGURATIONS = (
 
 
 def make_case(row: Configuration, folder: Path) -> MemoryCase:
-    """Return a case; the config of a family is written to the folder, without weights."""
+    """Return a case; write the config of its family to the folder, without weights."""
     path = embedded_model_path()
     if row.model in FAMILIES:
         cls, config = FAMILIES[row.model]

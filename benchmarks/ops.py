@@ -3,9 +3,10 @@
     python benchmarks/ops.py                  # 1k to 16k tokens, one thread: half an hour
     python benchmarks/ops.py --quick          # 1k and 4k, forward only
 
-At each length all calls take turns, so that a disturbance hits all of them, and ratios are medians
-over the turns. Slopes go on to 32k, without SDPA; ``peers`` are public implementations of the same
-mechanisms. ``OPS`` is the table to extend, and ``goals.py`` has what is to be reached.
+At each length, the calls are timed in alternation, so that other load on the machine affects all of
+them, and ratios are medians over the rounds. Slopes extend to 32k tokens, without SDPA.
+``peers.py`` has public implementations of the same mechanisms, and ``goals.py`` the goals. To
+measure another op, add it to ``OPS``.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ Inputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """How to call an op with q, k, v and what ``extras`` adds; all of them are given gradients."""
+    """A call of an op with q, k, v and ``extras``; training computes gradients of all of them."""
 
     attend: Callable[..., Tensor]
     extras: Callable[[BenchmarkCase], Inputs] = lambda case: ()
@@ -70,7 +71,7 @@ class Op:
 
 
 def chunk_flops(case: BenchmarkCase, chunk_size: int | None = None) -> float:
-    """Count the products of the chunk form, half-empty ones in full."""
+    """Return the FLOPs of the chunk form's matrix products; masked scores are included."""
     if chunk_size is None:
         compiled = case.device == "cpu" and not cpp.unavailable_reason(LINEAR)
         chunk_size = KERNEL_CHUNK if compiled else CHUNK_SIZE
@@ -108,20 +109,23 @@ def per_head(case: BenchmarkCase) -> Inputs:
 
 
 def linformer(q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> Tensor:
-    """See rows that all tokens are projected to."""
+    """Run Linformer: keys and values of all tokens are projected to rows."""
     return linformer_attention(q, k, v, *rows, scale=q.shape[3] ** -0.5).out
 
 
 def linformer_blocks(q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> Tensor:
-    """See rows of finished blocks, and the current block; quadratic, but in blocks."""
+    """Run causal Linformer: attend to the rows of complete blocks, and to the current block.
+
+    The cost is quadratic in the number of blocks.
+    """
     return linformer_block_attention(q, k, v, *rows, scale=q.shape[3] ** -0.5).out
 
 
 def rows_of(tokens: int | None, count: int) -> Callable[[BenchmarkCase], Inputs]:
-    """Return how to draw projections of ``tokens``, or of all, to rows as large as keys are.
+    """Return a function that draws projections of ``tokens``, or of all, to ``count`` rows.
 
-    Larger rows make scores so far apart that weights underflow, whose products take ten times as
-    long.
+    The rows have the scale of keys. Larger rows would spread the scores until softmax weights
+    underflow, and products of such weights take ten times as long.
     """
 
     def draw(case: BenchmarkCase) -> Inputs:
@@ -133,19 +137,19 @@ def rows_of(tokens: int | None, count: int) -> Callable[[BenchmarkCase], Inputs]
 
 @cache
 def performer_layer(heads: int, key_heads: int, size: int, causal: bool) -> Any:
-    """Make a layer with 128 features."""
+    """Return a Performer layer with 128 random features."""
     place = Geometry(num_heads=heads, num_key_heads=key_heads, head_dim=size, causal=causal)
     return build_backend("performer", {"num_features": 128}, place)
 
 
 def performer(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    """Map to random features and run the chunk form, or the fused one where all keys are seen."""
+    """Map to random features and run the causal chunk form or the fused bidirectional form."""
     out: Tensor = performer_layer(q.shape[1], k.shape[1], q.shape[3], causal).to(q)(q, k, v).out
     return out
 
 
 def reformer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Hash four times, to meet 64 keys each time."""
+    """Run LSH attention with four hash rounds and chunks of 64 keys."""
     mask = AttentionMask(causal=True)
     return lsh_attention(q, k, v, mask=mask, num_hashes=4, chunk_size=64).out
 
@@ -163,7 +167,7 @@ DELTA: dict[str, Callable[[BenchmarkCase], Inputs]] = {
     "kda": lambda case: write_strengths(case) + per_channel(case),
 }
 
-# "linear 64" and "linear 128" are torch's: larger chunks make more products, at a better rate.
+# "linear 64" and "linear 128" run in torch: larger chunks need more FLOPs, at a higher rate.
 # retention decays by a constant per head, mamba2 by a scalar and gla by a vector per token.
 OPS: dict[str, Op] = {
     "sdpa": Op(attend=sdpa),
@@ -203,7 +207,7 @@ OPS: dict[str, Op] = {
 
 
 def make_inputs(case: BenchmarkCase, op: Op) -> list[Tensor]:
-    """Make positive queries and keys, as feature maps do, values, and what else the op takes."""
+    """Return positive queries and keys, as feature maps produce, values, and the op's extras."""
     dtype, device = getattr(torch, case.dtype), case.device
     q = torch.rand(case.B, case.H, case.T, case.D)
     k = torch.rand(case.B, case.Hkv, case.T, case.D)
@@ -229,7 +233,7 @@ def make_run(case: BenchmarkCase, op: Op) -> tuple[Run, int]:
 
 
 def make_step(case: BenchmarkCase) -> tuple[Run, int]:
-    """Return the call that decodes one token after T, and the bytes kept between calls."""
+    """Return the call that decodes one token after T, and the bytes of its cache or state."""
     prompt = make_inputs(case, OPS[case.op])
     now = make_inputs(replace(case, T=1), OPS[case.op])
     if case.op == "sdpa":
@@ -251,7 +255,7 @@ def make_step(case: BenchmarkCase) -> tuple[Run, int]:
 
 
 def measure_decode(length: int, base: BenchmarkCase, rounds: int) -> list[dict[str, Any]]:
-    """Time one token after 256 and after ``length``, and weigh what is kept."""
+    """Time one token after 256 and ``length`` tokens, and record the size of the state."""
     cases = [
         replace(base, op=op, impl=OPS[op].impl, mode="decode", T=tokens)
         for op in ("sdpa", "linear", "gla", "gated deltanet")
@@ -272,7 +276,7 @@ def measure_decode(length: int, base: BenchmarkCase, rounds: int) -> list[dict[s
 
 
 def measure(base: BenchmarkCase, names: list[str], rounds: int) -> list[dict[str, Any]]:
-    """Measure the named ops, SDPA and the matrix product in turns."""
+    """Measure the named ops, SDPA and the matrix product in alternation."""
     cases = {name: replace(base, op=name, impl=OPS[name].impl) for name in names}
     made = {name: make_run(case, OPS[name]) for name, case in cases.items()}
     square = torch.randn(MATMUL, MATMUL, device=base.device).to(getattr(torch, base.dtype))
@@ -299,7 +303,7 @@ def _out_bytes(case: BenchmarkCase) -> int:
 
 
 def measure_slopes(base: BenchmarkCase, name: str, rounds: int) -> list[dict[str, Any]]:
-    """Fit how log time grows with log length, from the rounds that were disturbed least."""
+    """Fit the slope of log time over log length, from the fastest rounds."""
     cases = {str(length): replace(base, op=name, T=length) for length in SLOPE_LENGTHS}
     runs = {length: make_run(case, OPS[name])[0] for length, case in cases.items()}
     taken = time_together(runs, rounds=rounds)
@@ -312,19 +316,21 @@ def measure_slopes(base: BenchmarkCase, name: str, rounds: int) -> list[dict[str
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON lines go here.")] = Path(
+    out: Annotated[Path, typer.Option(help="Output file, JSON lines.")] = Path(
         "benchmarks/results/ops.jsonl"
     ),
     lengths: Annotated[str, typer.Option(help="Tokens, separated by commas.")] = (
         "1024,2048,4096,8192,16384"
     ),
     heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
-    key_heads: Annotated[int | None, typer.Option(help="Key heads; as many if not given.")] = None,
+    key_heads: Annotated[
+        int | None, typer.Option(help="Key heads; default: as many as query heads.")
+    ] = None,
     size: Annotated[int, typer.Option(help="Size of keys and values.")] = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
-    rounds: Annotated[int, typer.Option(help="Turns of each call.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Number of measurements of each call.")] = 5,
     quick: Annotated[bool, typer.Option(help="1k and 4k, forward only.")] = False,
     only: Annotated[str, typer.Option(help="Ops whose name contains this.")] = "",
 ) -> None:
@@ -344,7 +350,7 @@ def main(
         peers = [name for name in PEERS if only in name] if compared else []
         steps = len(modes) * (len(tokens) + len(slopes) + len(peers))
         task = progress.add_task("measuring", total=steps)
-        for name in peers:  # first: in a large heap, their page faults would no longer count
+        for name in peers:  # first: in a large heap, they would cause no page faults
             for mode in modes:
                 progress.update(task, description=f"{mode}, {name}, and its peer")
                 rows += measure_peer(name, replace(base, mode=mode), rounds)
@@ -352,8 +358,8 @@ def main(
         for mode in modes:
             for length in tokens:
                 progress.update(task, description=f"{mode}, {length} tokens")
-                turns = rounds if length < 16384 else min(rounds, 3)
-                rows += measure(replace(base, mode=mode, T=length), names, turns)
+                count = rounds if length < 16384 else min(rounds, 3)
+                rows += measure(replace(base, mode=mode, T=length), names, count)
                 progress.advance(task)
             for name in slopes:
                 progress.update(task, description=f"{mode}, slope of {name}")
@@ -361,7 +367,7 @@ def main(
                 progress.advance(task)
     rows += measure_decode(max(tokens), base, rounds)
     console = Console()
-    console.width = max(console.width, 180)  # where the output is not a terminal
+    console.width = max(console.width, 180)  # if the output is not a terminal
     show(rows, console)
     described = machine()
     write_lines(out, ({**row, "machine": described} for row in rows))

@@ -1,7 +1,7 @@
-"""Our ops against public implementations of the same mechanisms: same inputs, weights and work.
+"""Compare our ops with public implementations of the same mechanisms: same inputs and weights.
 
-Each pair is first held to equal results, within what the peer adds to its own (named there). Where
-a peer is a module with projections, ours gets the very same ones.
+The results of a pair must first agree within a tolerance, which covers deviations of the peer; the
+docstring of the pair names them. If the peer is a module with projections, both use these.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from attnzoo.registry import build_backend
 
 
 class Pair(NamedTuple):
-    """Two ways to do the same, what both are called with, and how far they may lie apart."""
+    """Two implementations of the same operation, their inputs, and the tolerance between them."""
 
     ours: Callable[..., Tensor]
     theirs: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
-    weights: tuple[Tensor, ...]  # of the peer, used by both; given gradients, as the inputs are
-    apart: float  # of the peer's own size
-    shared: Callable[..., tuple[Tensor, ...]] | None = None  # what both do before and after
+    weights: tuple[Tensor, ...]  # of the peer, used by both; they get gradients, like the inputs
+    tolerance: float  # relative to the norm of the peer's result
+    shared: Callable[..., tuple[Tensor, ...]] | None = None  # projections that both compute
 
 
 def longformer(case: BenchmarkCase) -> Pair:
-    """See 256 tokens on either side; both project a hidden state to queries, keys and values."""
+    """Attend to 256 tokens on either side; both project a hidden state to q, k and v."""
     config = LongformerConfig(
         hidden_size=case.H * case.D,
         num_attention_heads=case.H,
@@ -51,8 +51,8 @@ def longformer(case: BenchmarkCase) -> Pair:
         attention_window=[512],
     )
     peer = LongformerSelfAttention(config, 0).eval()
-    every = torch.zeros(case.B, case.T)
-    nothing = torch.zeros(case.B, case.T, dtype=torch.bool)
+    attention_mask = torch.zeros(case.B, case.T)
+    no_tokens = torch.zeros(case.B, case.T, dtype=torch.bool)
 
     def ours(x: Tensor) -> Tensor:
         q, k, v = (heads(project(f, x), case) for f in (peer.query, peer.key, peer.value))
@@ -61,9 +61,9 @@ def longformer(case: BenchmarkCase) -> Pair:
     def theirs(x: Tensor) -> Tensor:
         return peer(  # type: ignore[no-any-return]
             x,
-            every,
-            is_index_masked=nothing,
-            is_index_global_attn=nothing,
+            attention_mask,
+            is_index_masked=no_tokens,
+            is_index_global_attn=no_tokens,
             is_global_attn=False,
         )[0]
 
@@ -73,7 +73,7 @@ def longformer(case: BenchmarkCase) -> Pair:
 
 
 def linformer(case: BenchmarkCase) -> Pair:
-    """See 256 rows; both project a hidden state four times: queries, keys, values and outputs."""
+    """Attend to 256 rows; both project four times: queries, keys, values, outputs."""
     peer = LinformerSelfAttention(case.H * case.D, case.T, k=256, heads=case.H).eval()
 
     def ours(x: Tensor) -> Tensor:
@@ -89,9 +89,9 @@ def linformer(case: BenchmarkCase) -> Pair:
 
 
 def reformer(case: BenchmarkCase) -> Pair:
-    """Hash four times into chunks of 64, with the same rotations; both project to queries, values.
+    """Run four hash rounds with chunks of 64 and equal rotations; both project to q and v.
 
-    Scores of two buckets may be equal up to rounding, and then a token goes to another one.
+    If the scores of two buckets are equal up to rounding, the two may select different buckets.
     """
     config = ReformerConfig(
         attention_head_size=case.D,
@@ -126,16 +126,16 @@ def reformer(case: BenchmarkCase) -> Pair:
 
 
 def project(layer: Any, x: Tensor) -> Tensor:
-    """Apply a projection of the peer's."""
+    """Apply a projection of the peer."""
     out: Tensor = layer(x)
     return out
 
 
 def performer(case: BenchmarkCase, *, causal: bool) -> Pair:
-    """Attend through the same 128 features, to which the peer adds 1e-4: small inputs hide it."""
+    """Use the same 128 features; the peer adds 1e-4, which matters little for small inputs."""
     place = Geometry(num_heads=case.H, num_key_heads=case.H, head_dim=case.D, causal=causal)
     backend: Any = build_backend("performer", {"num_features": 128}, place)
-    with contextlib.redirect_stdout(None):  # it says that it found no CUDA code
+    with contextlib.redirect_stdout(None):  # it prints that it found no CUDA code
         peer = FastAttention(case.D, nb_features=128, causal=causal)
     peer.projection_matrix.copy_(backend.projection)
     q, k, v = (torch.randn(case.B, case.H, case.T, case.D) for _ in range(3))
@@ -143,10 +143,10 @@ def performer(case: BenchmarkCase, *, causal: bool) -> Pair:
 
 
 def delta_rule(case: BenchmarkCase) -> Pair:
-    """Decay per token, normalise queries and keys; both take heads after tokens in memory."""
+    """Use a decay per token and normalised queries and keys; inputs are ``[B, T, H, D]``."""
     from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-    # Where flash-linear-attention is installed, the function is its kernel for GPUs
+    # If flash-linear-attention is installed, the function is replaced by its GPU kernel
     peer = inspect.unwrap(qwen3_next.torch_chunk_gated_delta_rule)
     shape = case.B, case.T, case.H
     q, k, v = (torch.randn(*shape, case.D) for _ in range(3))
@@ -166,17 +166,18 @@ def delta_rule(case: BenchmarkCase) -> Pair:
 
 
 def hidden(case: BenchmarkCase) -> Tensor:
-    """Draw a hidden state, ``[B, T, H D]``."""
+    """Return a random hidden state, ``[B, T, H D]``."""
     return torch.randn(case.B, case.T, case.H * case.D)
 
 
 def heads(x: Tensor, case: BenchmarkCase) -> Tensor:
-    """Cut ``[B, T, H D]`` into heads, ``[B, H, T, D]``."""
+    """Split ``[B, T, H D]`` into heads, ``[B, H, T, D]``."""
     return x.unflatten(-1, (case.H, case.D)).transpose(1, 2)
 
 
-# Name: the peer, the tokens, how to make both, and the most rounds. The causal one takes long; it
-# comes last, for it leaves so large a heap that page faults no longer count for what follows.
+# Name: the peer, the tokens, the function that makes the pair, and the maximum number of rounds.
+# The causal Performer is slow. It is last, because it leaves a large heap, in which the calls
+# after it would cause no page faults.
 PEERS: dict[str, tuple[str, int, Callable[[BenchmarkCase], Pair], int]] = {
     **{
         f"delta rule, {length}": (
@@ -206,22 +207,25 @@ PEERS: dict[str, tuple[str, int, Callable[[BenchmarkCase], Pair], int]] = {
 
 
 def measure_peer(name: str, base: BenchmarkCase, rounds: int) -> list[dict[str, Any]]:
-    """Check that a pair agrees, and time them in turns."""
+    """Check that the results of a pair agree, and time both in alternation."""
     peer, length, make, most = PEERS[name]
     case = replace(base, op=name, impl="torch", T=length)
     pair = make(case)
     with torch.no_grad():
         right = pair.theirs(*pair.inputs)
         worst = float((pair.ours(*pair.inputs) - right).norm() / right.norm())
-    if worst > pair.apart:
-        raise SystemExit(f"{name} and {peer} are {worst:.2g} apart: they do not do the same work")
+    if worst > pair.tolerance:
+        raise SystemExit(
+            f"{name} and {peer} differ by {worst:.2g}, more than {pair.tolerance:g}: "
+            "they do not compute the same"
+        )
     runs = {name: _run(pair.ours, pair, case), peer: _run(pair.theirs, pair, case)}
     if pair.shared is not None:
         runs["shared"] = _run(pair.shared, pair, case)
     taken = time_together(runs, rounds=min(rounds, most), seconds=0.01)
     figures = {"over_peer": taken[name].times_faster_than(taken[peer])}
     if pair.shared is not None:
-        ours, theirs = (_beyond(taken[x], taken["shared"]) for x in (name, peer))
+        ours, theirs = (_subtract(taken[x], taken["shared"]) for x in (name, peer))
         figures["over_peer_alone"] = ours.times_faster_than(theirs)
     return [
         as_row(case, taken[name], **figures),
@@ -229,8 +233,8 @@ def measure_peer(name: str, base: BenchmarkCase, rounds: int) -> list[dict[str, 
     ]
 
 
-def _beyond(whole: Timing, part: Timing) -> Timing:
-    """Return the time of the whole relative to a part of it, round by round."""
+def _subtract(whole: Timing, part: Timing) -> Timing:
+    """Return the time of the whole without that of a part, round by round."""
     pairs = zip(whole.rounds_ms, part.rounds_ms, strict=True)
     return Timing(rounds_ms=tuple(a - b for a, b in pairs))
 

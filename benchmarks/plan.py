@@ -1,4 +1,4 @@
-"""Whether a plan chooses well: every choice of as many exact layers of the embedded model.
+"""Compare a plan with all choices of as many exact layers, on the embedded model.
 
     python benchmarks/plan.py --out benchmarks/results/plan.jsonl
 

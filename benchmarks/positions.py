@@ -1,9 +1,9 @@
-"""Loss against length, before and after extend_positions, on the embedded model.
+"""Loss by position before and after ``extend_positions``, on the embedded model.
 
     python benchmarks/positions.py
 
-The model was trained on rows of 512 bytes. Rows of 4096 held-out bytes show what each method does
-near, and beyond.
+The model was trained on rows of 512 bytes. Rows of 4096 held-out bytes show the loss of each method
+within and beyond that length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BUCKETS = (0, 256, 512, 1024, 2048, 4096)
 
 
 def main(
-    rows: Annotated[int, typer.Option(help="rows to judge on")] = 8,
+    rows: Annotated[int, typer.Option(help="held-out rows")] = 8,
     threads: Annotated[int, typer.Option(help="threads of torch")] = 1,
 ) -> None:
     """Print bits per byte by position, for the model as it is and extended by every method."""

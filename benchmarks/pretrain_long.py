@@ -1,8 +1,8 @@
-r"""Train the embedded model on for long contexts, with positions up to 16k tokens.
+r"""Continue training the embedded model on long contexts, with positions up to 16k tokens.
 
     python -m benchmarks.pretrain_long --out DIR  # the model that ships
     python -m benchmarks.pretrain_long --start DIR --rows 16384 --tokens 1.3e6 --lr 8e-4 \
-        --quiz 0.8 --within 0.3 --answers 20 --query-scale 1.25 --out LONGER  # repeats more at 16k
+        --quiz 0.8 --within 0.3 --answers 20 --query-scale 1.25 --out LONGER  # recalls more at 16k
 
 It starts from the weights of the embedded model with another base of the rotary positions. Most
 rows repeat text, and most contain numbers that are assigned to names and asked for later, so that
@@ -39,11 +39,11 @@ from benchmarks.pretrain_tiny import make_optimizers
 
 POSITIONS = 16384
 ROPE_THETA = 500_000.0
-ROWS = [1024, 4096]  # tokens of a row in the first and the second part of training
+ROWS = [1024, 4096]  # tokens per row in the first and the second part of training
 FIRST_PART = 0.4
-STEP_TOKENS = 8192  # or one row
+STEP_TOKENS = 8192  # tokens per step; one row if it is longer
 TOKENS = 7e6  # 45 minutes
-ASSIGNMENTS = (  # of a value to a key, and the question whose answer is the value
+ASSIGNMENTS = (  # templates: assign a value to a key; ask for the value
     ("\n{k} = {v}\n", "\n{k} = "),
     ('"{k}": "{v}", ', '"{k}": "'),
     ("\n# {k}: {v}\n", "\n# {k}: "),
@@ -59,23 +59,23 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 
 class RowMaker:
-    """Rows of training text with repeated segments and needles.
+    """Makes rows of training text with repeated segments and needles.
 
     Args:
         text: The training text.
-        seed: Of the random generator.
+        seed: Seed of the random generator.
         quiz: Fraction of rows that end with questions about numbers given before.
-        within: The first part of such a row, as a fraction of it, that gives all these numbers.
+        within: Fraction of such a row, from its start, that contains all these numbers.
     """
 
     def __init__(self, text: bytes, seed: int, quiz: float, within: float) -> None:
         self.text = text
         self.random = random.Random(seed)
         self.quiz, self.within = quiz, within
-        self.answers: list[slice] = []  # of the last row, which the questions at its end ask for
+        self.answers: list[slice] = []  # in the last row, to the questions at its end
 
     def row(self, length: int) -> bytes:
-        """Return one row: of those without a quiz, a third is plain, and the rest interleaved."""
+        """Return one row; a third of the rows without a quiz is plain, the others interleaved."""
         kind, others = self.random.random(), 1 - self.quiz
         self.answers = []
         if kind < others / 3:
@@ -105,7 +105,7 @@ class RowMaker:
         return int(math.exp(self.random.uniform(math.log(low), math.log(high))))
 
     def _interleaved(self, length: int) -> bytes:
-        """Return text in pieces, with segments that come again, assignments and questions."""
+        """Return pieces of text mixed with repeated segments, assignments and questions."""
         draw, row = self.random, bytearray()
         source, place = self._cut(length), 0
         pending: list[tuple[int, bytes]] = []  # where a question is asked, and its text
@@ -145,10 +145,10 @@ class RowMaker:
         for question, value in questions:
             self.answers.append(slice(place + len(question), place + len(question) + len(value)))
             place += len(question) + len(value)
-        room = length - len(end) - sum(len(needle) + 1 for needle in needles)
-        filler = [NOISE] * (room // (len(NOISE) + 1))
+        filler_length = length - len(end) - sum(len(needle) + 1 for needle in needles)
+        filler = [NOISE] * (filler_length // (len(NOISE) + 1))
         if draw.random() < 0.5:
-            filler = self._cut(max(room, 1)).decode(errors="replace").split("\n")
+            filler = self._cut(max(filler_length, 1)).decode(errors="replace").split("\n")
         for needle in needles:
             filler.insert(draw.randint(0, int(len(filler) * self.within)), needle)
         row = ("\n".join(filler)).encode()[: length - len(end)] + end.encode()
@@ -156,7 +156,7 @@ class RowMaker:
 
 
 def positions(count: int, length: int, draw: random.Random) -> Tensor:
-    """Return positions ``[N, T]`` of rows; half of them skip some, so that all are trained."""
+    """Return positions ``[N, T]``; half of the rows have a gap, so that all positions occur."""
     rows = torch.arange(length).repeat(count, 1)
     for row in rows:
         if draw.random() < 0.5:
@@ -177,7 +177,10 @@ def batches(maker: RowMaker, length: int, weight: float) -> tuple[Tensor, Tensor
 
 
 def step_loss(model: LlamaForCausalLM, rows: Tensor, at: Tensor, weights: Tensor) -> Tensor:
-    """Mean cross-entropy in nats; the mask of ones says that skipped positions start no text."""
+    """Return the weighted mean cross-entropy in nats.
+
+    The attention mask of ones states that a gap in the positions does not start another sequence.
+    """
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model(
             rows[:, :-1], position_ids=at, attention_mask=torch.ones_like(at), use_cache=False
@@ -187,7 +190,7 @@ def step_loss(model: LlamaForCausalLM, rows: Tensor, at: Tensor, weights: Tensor
 
 
 def long_model(start: Path, query_scale: float) -> LlamaForCausalLM:
-    """Return a model with positions up to 16k tokens, and with larger attention logits."""
+    """Return a model with positions up to 16k tokens, and scaled attention logits."""
     config = LlamaConfig.from_pretrained(start)
     config.max_position_embeddings = POSITIONS
     config.rope_parameters = {"rope_type": "default", "rope_theta": ROPE_THETA}
@@ -206,7 +209,7 @@ def save(model: LlamaForCausalLM, out: Path) -> None:
 
 
 def report(out: Path, length: int = ROWS[-1]) -> Iterator[str]:
-    """Lines about a saved model: loss, recall by distance and generation at one length."""
+    """Yield lines about a saved model: loss, recall by distance and generation at one length."""
     model = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     batch = make_recall_batch(out, None, length)
     for name, value in measure_recall(model, batch, length).items():
@@ -217,15 +220,15 @@ def report(out: Path, length: int = ROWS[-1]) -> Iterator[str]:
 def main(
     out: Annotated[Path, typer.Option(help="folder for the trained model")],
     start: Annotated[str, typer.Option(help="name or folder of the first weights")] = EMBEDDED,
-    rows: Annotated[list[int] | None, typer.Option(help="tokens of a row; repeatable")] = None,
+    rows: Annotated[list[int] | None, typer.Option(help="tokens per row; repeatable")] = None,
     tokens: Annotated[float, typer.Option(help="tokens to train on")] = TOKENS,
-    minutes: Annotated[float, typer.Option(help="most wall-clock time")] = 90.0,
+    minutes: Annotated[float, typer.Option(help="maximum wall-clock time")] = 90.0,
     lr: Annotated[float, typer.Option(help="peak learning rate")] = 2e-3,
     quiz: Annotated[float, typer.Option(help="fraction of rows that end with questions")] = 0.25,
-    within: Annotated[float, typer.Option(help="part of them that gives the numbers")] = 1.0,
+    within: Annotated[float, typer.Option(help="first part of them, with the numbers")] = 1.0,
     answers: Annotated[float, typer.Option(help="weight of their answers in the loss")] = 1.0,
-    query_scale: Annotated[float, typer.Option(help="factor of queries, at the start")] = 1.0,
-    checkpoint: Annotated[Path, typer.Option(help="state of a run")] = Path("pretrain_long.pt"),
+    query_scale: Annotated[float, typer.Option(help="initial factor of queries")] = 1.0,
+    checkpoint: Annotated[Path, typer.Option(help="state of the run")] = Path("pretrain_long.pt"),
     seed: int = 0,
 ) -> None:
     """Train on a number of tokens, warming up and then decaying to zero; save in bfloat16."""

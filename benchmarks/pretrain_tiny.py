@@ -1,4 +1,4 @@
-"""Train the embedded model: a byte-level Llama on the Python standard library's own source.
+"""Train the embedded model: a byte-level Llama on the source of the standard library.
 
     python benchmarks/pretrain_tiny.py --minutes 45 --out attnzoo/assets/tiny-llama
 
@@ -33,7 +33,7 @@ from attnzoo.evaluation.quality import TextQuality, measure_quality
 
 
 def tiny_config(context: int) -> LlamaConfig:
-    """Return the embedded model's geometry: 2.9 million parameters, two query heads a key head."""
+    """Return the config: 2.9 million parameters, two query heads per key head."""
     return LlamaConfig(
         vocab_size=384,
         hidden_size=256,
@@ -51,7 +51,7 @@ def tiny_config(context: int) -> LlamaConfig:
 
 
 def make_optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+    """Return Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
     others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in n)]
     return [
@@ -63,7 +63,7 @@ def make_optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Opti
 
 
 def evaluate(model: LlamaForCausalLM, tokens: Tensor, context: int, rows: int) -> TextQuality:
-    """Bits per byte on held-out rows, and on the second copy of a repeated segment."""
+    """Return the bits per byte on held-out rows, and on the second copy of a repeated segment."""
     generator = torch.Generator().manual_seed(1)
     plain = cut_rows(tokens, rows, context, generator)
     twice = plain.clone()
@@ -75,7 +75,7 @@ def evaluate(model: LlamaForCausalLM, tokens: Tensor, context: int, rows: int) -
 
 
 def token_losses(model: LlamaForCausalLM, rows: Tensor) -> Tensor:
-    """Cross-entropy in nats of every token but the first, ``[N, T - 1]``."""
+    """Return the cross-entropy in nats of every token but the first, ``[N, T - 1]``."""
     logits = model(rows[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().transpose(1, 2), rows[:, 1:], reduction="none")
 

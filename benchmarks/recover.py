@@ -1,9 +1,10 @@
-"""Recovery of the embedded model, by seed: the share of what the window loses that comes back.
+"""Recover the embedded model with several seeds: how much of the gap to softmax is closed.
 
     python benchmarks/recover.py --seeds 0 --seeds 1 --out benchmarks/results/recover.jsonl
 
-Text: json, asyncio, email, http, unittest and xml of the standard library. One JSON line a run,
-with the seconds it took; the control is the window of 32 in every case. ``--only NAME`` picks.
+Text: json, asyncio, email, http, unittest and xml of the standard library. One JSON line per
+run, with the seconds that it took. The gap is the one between a 32-token window and softmax in
+every case. ``--only NAME`` selects cases.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Case:
     keep: float | None = None  # share of layers that stay exact; None: not planned
     transfer: int  # steps
     distil: int  # steps
-    backend: str = "gated_linear"  # where nothing is planned
+    backend: str = "gated_linear"  # if ``keep`` is None
     swap: Mapping[str, Any] = field(default_factory=dict)  # its options
     options: Mapping[str, Any] = field(default_factory=dict)  # of RecoverConfig
     precision: str | None = None
@@ -76,7 +77,7 @@ CASES = {
         options={"train": "full", "weights_lr": 5e-4, "repeat_share": 0.5},
         precision="bf16",
     ),
-    # the far branch alone tells what window dropout does, at equal steps
+    # only the added parameters are trained, to isolate the effect of window dropout at equal steps
     "gated hybrid, short": Case(transfer=20, distil=30, swap=HEDGEHOG, options={"train": "extras"}),
     "gated hybrid, short, window dropout": Case(
         transfer=20, distil=30, swap=HEDGEHOG, options={"train": "extras", "window_dropout": 0.9}
@@ -90,14 +91,14 @@ def data() -> list[Path]:
 
 
 def read_candidate(text: str) -> AttentionSpec:
-    """Read one of the plan's candidates."""
+    """Parse a candidate of the plan."""
     name, _, options = text.partition(":")
     pairs = (part.split("=") for part in options.split(",") if part)
     return AttentionSpec(name, **{k: int(v) if v.isdigit() else v for k, v in pairs})
 
 
 def spec_for(case: Case) -> AttentionSpec:
-    """Return the swap of a case, planned where it says how much stays exact."""
+    """Return the swap of a case; plan it if ``keep`` is set."""
     if case.keep is None:
         return AttentionSpec(case.backend, **case.swap)
     path = embedded_model_path()
@@ -107,7 +108,7 @@ def spec_for(case: Case) -> AttentionSpec:
 
 
 def run(name: str, seed: int) -> dict[str, Any]:
-    """Run one case; returns its line."""
+    """Run one case and return its JSON line."""
     case = CASES[name]
     started = time.perf_counter()
     spec = spec_for(case)
@@ -128,7 +129,9 @@ def run(name: str, seed: int) -> dict[str, Any]:
         "recall_share": results["lines"]["result"]["recall_share"],
         "plan_seconds": round(planned - started, 1),
         "recover_seconds": round(time.perf_counter() - planned, 1),
-        "processor_seconds": round(time.process_time() - worked, 1),  # of all threads, recover's
+        "processor_seconds": round(
+            time.process_time() - worked, 1
+        ),  # of all threads, without the plan
         "threads": torch.get_num_threads(),
         "lines": results["lines"],
         "spec": results["spec"],
@@ -138,7 +141,7 @@ def run(name: str, seed: int) -> dict[str, Any]:
 def main(
     out: Annotated[Path, typer.Option(help="JSON lines are appended to it")],
     seeds: Annotated[list[int] | None, typer.Option(help="repeatable")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="cases; all without")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="case (repeatable); default: all")] = None,
 ) -> None:
     """Run every case with every seed."""
     for name in only or CASES:

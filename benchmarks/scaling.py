@@ -1,8 +1,8 @@
-"""How linear attention scales: 16-bit inputs against float32, and two threads against one.
+"""Speed of linear attention: 16-bit inputs against float32, and two threads against one.
 
-``python benchmarks/scaling.py [--tokens 16384]``: ratios of times in one run, the median over
-rounds and that of the fastest rounds, which other load on the machine moves less. The product of
-two square matrices, a copy and new memory show what two threads of the machine reach.
+``python benchmarks/scaling.py [--tokens 16384]`` prints ratios of times from one run: the median
+over rounds, and the ratio of the fastest rounds, which depends less on other load. The product of
+two square matrices, a copy and new memory show the speed-up of two threads on this machine.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def two_threads(tokens: int, rounds: int) -> dict[str, Ratio]:
 
 def main(
     tokens: Annotated[int, typer.Option(help="Length of the sequence.")] = 16384,
-    rounds: Annotated[int, typer.Option(help="Turns of each call.")] = 7,
+    rounds: Annotated[int, typer.Option(help="Number of measurements of each call.")] = 7,
 ) -> None:
-    """Measure, and print one ratio a line."""
+    """Measure, and print one ratio per line."""
     table = Table("case", "times as fast", "fastest rounds")
     for name, ratios in (narrow_inputs(tokens, rounds) | two_threads(tokens, rounds)).items():
         table.add_row(name, *(f"{ratio:.2f}" for ratio in ratios))

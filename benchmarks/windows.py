@@ -18,18 +18,18 @@ from attnzoo.registry import build_backend
 
 
 def longformer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """See 256 tokens on either side."""
+    """Attend to 256 tokens on either side."""
     return longformer_attention(q, k, v, window=256).out
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int] | None = None) -> Tensor:
-    """See all earlier tokens, or those of a window."""
+    """Attend to all earlier tokens, or to a window."""
     return flash_attention(q, k, v, mask=AttentionMask(causal=True, window=window)).out
 
 
 @cache
 def hedgehog_layer(heads: int, key_heads: int, size: int) -> Any:
-    """Make a layer with learned features and a window of 32."""
+    """Return a layer with learned features and a window of 32."""
     place = Geometry(num_heads=heads, num_key_heads=key_heads, head_dim=size, causal=True)
     return build_backend("linear", {"feature_map": "hedgehog", "window": 32}, place)
 
@@ -43,14 +43,14 @@ def window_hedgehog(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def window_features(
     q: Tensor, k: Tensor, v: Tensor, q_features: Tensor, k_features: Tensor
 ) -> Tensor:
-    """Run the window hybrid on features that are given."""
+    """Run the window hybrid on precomputed features."""
     weight = q.new_zeros(1, q.shape[1], 1, 1)
     branch = LinearBranch(q_features, k_features, weight, mean=True)
     return hybrid_attention(q, k, v, branch, window=32, scale=q.shape[3] ** -0.5).out
 
 
 def features(case: BenchmarkCase) -> tuple[Tensor, ...]:
-    """Return features of queries and keys, twice as many as their size, as hedgehog's."""
+    """Return features of queries and keys, twice their size, like those of hedgehog."""
     size = 2 * case.D
     return tuple(torch.rand(case.B, n, case.T, size) / size for n in (case.H, case.Hkv))
 
