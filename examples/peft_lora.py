@@ -26,7 +26,7 @@ STORIES = [
 
 
 def load_swapped(path: str, attention: str) -> Any:
-    """Return the model under another attention, with a learned feature map."""
+    """Load a model and swap its attention, with a learned feature map."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     attnzoo.swap(model, attention, feature_map="hedgehog")
     return model

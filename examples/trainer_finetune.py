@@ -4,7 +4,7 @@
     python examples/trainer_finetune.py --model DIR --text my.txt --attention gated_linear
     torchrun --nproc-per-node 2 examples/trainer_finetune.py ...  # data parallel
 
-The saved folder loads with ``from_pretrained`` where attnzoo is imported.
+After ``import attnzoo``, ``from_pretrained`` loads the saved folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> Trainer:
     """Swap, train and save a model; return the trainer."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default=str(embedded_model_path()))
-    parser.add_argument("--text", type=Path, help="a text file; one story, repeated, without it")
+    parser.add_argument("--text", type=Path, help="text file; default: one story, repeated")
     parser.add_argument("--attention", default="linear", help="name of a backend")
     parser.add_argument("--length", type=int, default=128, help="tokens per row")
     parser.add_argument("--steps", type=int, default=20)

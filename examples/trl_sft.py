@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> SFTTrainer:
     """Swap, train and save a model; return the trainer."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default=str(embedded_model_path()))
-    parser.add_argument("--dataset", help="a JSON Lines file; some stories without it")
+    parser.add_argument("--dataset", help="JSON Lines file; default: a few stories")
     parser.add_argument("--attention", default="linear", help="name of a backend")
     parser.add_argument("--lora", action="store_true", help="train LoRA adapters only")
     parser.add_argument("--steps", type=int, default=20)

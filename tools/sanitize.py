@@ -25,7 +25,7 @@ def runtime(name: str) -> str:
 
 
 def compiler(flags: str, folder: Path) -> Path:
-    """Write a script that compiles with the sanitizers, without their libraries in itself."""
+    """Write a compiler script that enables the sanitizers and does not load their libraries."""
     script = folder / "compiler"
     # the last -O counts; with -O3 the sanitizers make compilation take minutes
     script.write_text(

@@ -86,7 +86,7 @@ _NAMES: list[tuple[Any, str]] = [  # a size, and its names in config classes
     (1.0, "layer_scale_init_value layerscale_value"),
 ]
 SIZES = {name: value for value, names in _NAMES for name in names.split()}
-# Fields that stay None where None is the default.
+# Fields that stay None if None is their default.
 _OPTIONAL = {"sliding_window", "sliding_window_size", "attn_logit_softcapping"}
 _DROPOUT_SUFFIXES = ("_drop", "_pdrop", "_dropout_prob", "layerdrop")
 
@@ -148,7 +148,7 @@ def _one_layer_of_each_type(cls: type[PreTrainedConfig], values: dict[str, Any])
 
 
 def inner_classes(cls: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
-    """Return the classes of nested configs by field; where any is allowed, the default's class."""
+    """Return the class of each nested config, by field; for AutoConfig, that of the default."""
     found: dict[str, Any] = {}
     default = cls() if AutoConfig in cls.sub_configs.values() else None
     for key, sub in cls.sub_configs.items():
@@ -169,7 +169,7 @@ def _rotations(cls: type[PreTrainedConfig]) -> dict[str, Any]:
 
 
 def _like(default: Any, value: Any) -> Any:
-    """Return a value in the form of the default: a list where the default is a list."""
+    """Return a value in the form of the default: a list if the default is a list."""
     if isinstance(default, list | tuple) and not isinstance(value, list | tuple):
         return type(default)(value for _ in default)
     if isinstance(value, list | tuple) and not isinstance(default, list | tuple):

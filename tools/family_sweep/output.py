@@ -146,7 +146,7 @@ def _insensitive(record: dict[str, Any]) -> str:
 
 
 def _uncalled(record: dict[str, Any]) -> str:
-    """Return a table of the model types of which the inputs reach only some layers."""
+    """Return a table of the model types whose inputs reach only some attention layers."""
     rows = [
         f"| {name} | {entry['layers'][0]} of {entry['layers'][1]} |\n"
         for name, entry in record["types"].items()

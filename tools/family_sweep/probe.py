@@ -93,22 +93,22 @@ class Probe:
             side: ``"left"`` or ``"right"``.
             seed: Seed of the token ids at padding.
         """
-        real = padding(side)
+        padding_mask = padding(side)
         other = words(seed + 100)
         given = dict(self.case.given)
         for name, mask in self.case.masks().items():
-            given[name] = torch.where(real.bool(), given[name], other)
+            given[name] = torch.where(padding_mask.bool(), given[name], other)
             joint = name.startswith("decoder") and type(self.module).__name__ in JOINT_MASKS
-            given[mask] = torch.cat([real, real], 1) if joint else real
+            given[mask] = torch.cat([padding_mask, padding_mask], 1) if joint else padding_mask
         output = tensors(self.call(given, **self._no_cache()))
-        return self.of_tokens(output, real)
+        return self.of_tokens(output, padding_mask)
 
-    def of_tokens(self, output: list[Tensor], real: Tensor) -> list[Tensor]:
+    def of_tokens(self, output: list[Tensor], padding_mask: Tensor) -> list[Tensor]:
         """Return the outputs that have a row per token, zeroed at padding."""
-        kept = [x for x in output if x.ndim > 2 and x.shape[:2] == real.shape]
+        kept = [x for x in output if x.ndim > 2 and x.shape[:2] == padding_mask.shape]
         if not kept:
             raise LookupError("no output has a row per token")
-        return [x * real.view(*real.shape, *[1] * (x.ndim - 2)) for x in kept]
+        return [x * padding_mask.view(*padding_mask.shape, *[1] * (x.ndim - 2)) for x in kept]
 
     def packed(self) -> list[Tensor]:
         """Return the outputs of two sequences packed in one row, separated by their positions."""

@@ -53,7 +53,7 @@ from tools.triton_configs.machine_code import (
 SCHEDULERS = 4  # per processor; each issues one instruction per cycle
 LENGTH = 2048  # tokens: several splits, so that the kernels for splits are launched too
 INDEX_HEADS, INDEX_SIZE = 4, 32  # of an indexer, the defaults of the backend
-RECENT = 64  # keys that the state of a decoded token keeps apart
+RECENT = 64  # recent keys, which the state of block-sparse decoding stores separately
 KERNEL_NAMES = {  # names in the output, and in the config table
     "split_sums_kernel": "sums",
     "split_scan_kernel": "split_scan",
@@ -79,7 +79,7 @@ KERNEL_NAMES = {  # names in the output, and in the config table
     "attend_step_kernel": "sparse_step",
     "add_parts_kernel": "add_parts",
 }
-# without a product; inverse: with decays per channel
+# Kernels without a matrix product; inverse has none with decays per channel
 NO_PRODUCTS = {
     *("split_scan", "step", "hybrid_step", "hybrid_store", "merge", "merge_backward"),
     *("inverse", "delta_step", "summary", "pool", "add_parts"),
@@ -243,7 +243,7 @@ class _Driver:
 def compiling(
     capability: int, only: Container[str] | None = None
 ) -> Iterator[list[CompiledKernel]]:
-    """Return a context in which launches compile kernels, and collect these without running them.
+    """Compile kernels instead of running them in this context, and yield a list of them.
 
     ``only`` restricts compilation to some kernels.
     """
@@ -378,7 +378,7 @@ def launch_hybrid(case: CompileCase, x: linear_launch.LinearTensors) -> None:
 def kernel_resources(case: str, compiled: CompiledKernel, count: bool = True) -> KernelResources:
     """Return the resources of a compiled kernel, from its machine code.
 
-    ``count`` says whether it is disassembled, to count its instructions.
+    ``count``: whether to disassemble it and count its instructions.
     """
     name, kernel, options = compiled
     register_count, stack_bytes = registers(kernel.asm["cubin"])
@@ -415,7 +415,7 @@ def compile_cases(
 ) -> Iterator[KernelResources]:
     """Compile all kernels of some cases for an architecture; yields each variant once.
 
-    ``counted`` restricts counting of instructions to some kernels; it disassembles each.
+    ``counted`` restricts the counting of instructions, which disassembles kernels, to some.
     """
     seen = set()
     for case in cases:
@@ -449,7 +449,9 @@ def main() -> int:
     """Print the resources of each kernel; return 1 if one violates a limit or is not compiled."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="head size 128 in bfloat16 only")
-    parser.add_argument("--goals", action="store_true", help="and the sums of docs/kernels.md only")
+    parser.add_argument(
+        "--goals", action="store_true", help="cases of docs/kernels.md only, with their sums"
+    )
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--count", nargs="*", help="kernels whose instructions are counted")
     parser.add_argument("--arch", type=int, nargs="*", default=[80, 90], choices=[80, 90])

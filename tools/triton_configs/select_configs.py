@@ -98,7 +98,7 @@ def select_configs(decay: str, kind: str, size: int, capability: int) -> dict[st
         candidate: issue_cycles(first, candidate, capability, names)
         for candidate in candidates(kind, size, capability)
     }
-    while True:  # exclude what does not fit in the other calls, and select again
+    while True:  # exclude configs that fail in the other calls, and select again
         selected = cheapest_configs(costs, decay)
         missing = names - set(selected)
         assert not missing, f"add smaller configs to CANDIDATES: {missing} {decay} {kind} {size}"

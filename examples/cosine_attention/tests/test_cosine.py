@@ -1,4 +1,4 @@
-"""What a backend owes its users: attnzoo's own rules, and what its formula says."""
+"""The conformance suite of attnzoo on this backend, and its formula."""
 
 import pytest
 import torch
@@ -9,11 +9,11 @@ from attnzoo.errors import ConfigError
 from attnzoo.testing import check_backend
 
 
-def test_it_keeps_the_rules():
+def test_conformance():
     check_backend(CosineBackend)
 
 
-def test_it_is_softmax_over_cosines():
+def test_equals_softmax_over_cosines():
     geometry = Geometry(num_heads=2, num_key_heads=2, head_dim=8)
     backend = CosineBackend(CosineConfig(temperature=0.5), geometry).double()
     q, k, v = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64)
@@ -23,6 +23,6 @@ def test_it_is_softmax_over_cosines():
     torch.testing.assert_close(backend(q, k, v).out, expected)
 
 
-def test_a_wrong_temperature_is_refused():
+def test_non_positive_temperature_raises():
     with pytest.raises(ConfigError, match="above 0"):
         CosineConfig(temperature=0.0)
