@@ -1,4 +1,4 @@
-"""What every test runs under: no network, its share of the cores, a fixed seed."""
+"""Settings of every test: no network, a share of the CPU cores, a fixed seed."""
 
 import importlib
 import importlib.util
@@ -11,15 +11,15 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # tools/ is not in the wheel
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-# Set before torch loads, and by name, so that the processes a test starts keep to the share too.
+# An environment variable, set before torch is imported: processes that a test starts inherit it.
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _share = max(1, (os.cpu_count() or 1) // _workers)
 os.environ["OMP_NUM_THREADS"] = str(min(_share, int(os.environ.get("OMP_NUM_THREADS", _share))))
 
-# Without a GPU, kernels run in Triton's interpreter on the CPU; with one, they run there, unless
-# TRITON_INTERPRET is 1. The variable is read when Triton and kernels are imported, and never again:
-# before any test module imports Triton for another reason, and unseen by what tests start. The
-# first launch would import the last of these.
+# Without a GPU, or if TRITON_INTERPRET is 1, kernels run in Triton's interpreter on the CPU. Triton
+# and the kernel modules read the variable only when they are imported. They are imported here,
+# before any test module imports Triton, and the variable is then removed, so that processes that
+# tests start do not inherit it. The first launch would import the last module of this list.
 INTERPRETED = (
     "attnzoo.backends.block_sparse.kernels.launch",
     "attnzoo.backends.block_sparse.kernels.selection_launch",
@@ -76,9 +76,9 @@ def fresh_python():
 
 @pytest.fixture(scope="session")
 def naive():
-    """Return a function that loads a file of flash-linear-attention alone.
+    """Return a function that loads a single file of flash-linear-attention.
 
-    Importing the package would load transformers and look for a GPU: seven seconds.
+    Importing the package would load transformers and look for a GPU, which takes seven seconds.
     """
 
     def load(path):

@@ -99,7 +99,7 @@ def ranks(processes: int) -> list[dict[str, str]]:
 
 
 def serve() -> None:
-    """Fork the processes of each request; they leave this function and the script, as they end."""
+    """Fork the processes of each request; a child runs the program and ends with this script."""
     sys.path[0] = ""  # as with ``python -c``: the folder of this file is not on the path
     import torch
     from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401

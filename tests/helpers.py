@@ -69,7 +69,7 @@ def add_noise(module: nn.Module, std: float) -> None:
 
 @torch.no_grad()
 def redrawn(model: nn.Module, seed: int = 5) -> Any:
-    """Draw weights so large that scores spread; the usual small ones make all attention uniform."""
+    """Draw large weights, because the usual small ones make all attention uniform."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -82,7 +82,7 @@ def redrawn(model: nn.Module, seed: int = 5) -> Any:
 
 def tiny_llama_config(**changes: Any) -> Any:
     """Return the config of a Llama of :data:`MODEL_SIZES`."""
-    from transformers import LlamaConfig  # most tests of layers do without transformers
+    from transformers import LlamaConfig  # most layer tests do not need transformers
 
     sizes = {"num_key_value_heads": 2, "max_position_embeddings": 64}
     tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
@@ -90,7 +90,7 @@ def tiny_llama_config(**changes: Any) -> Any:
 
 
 def tiny_llama(**changes: Any) -> Any:
-    """Return a :func:`redrawn` Llama on eager attention, the same one in every call."""
+    """Return a :func:`redrawn` Llama with eager attention and the same weights in every call."""
     from transformers import AutoModelForCausalLM
 
     config = tiny_llama_config(**changes)
@@ -98,7 +98,7 @@ def tiny_llama(**changes: Any) -> Any:
 
 
 def nan_padded(x: Tensor) -> Tensor:
-    """Copy a tensor into storage that continues with NaN, so that a read past the end shows."""
+    """Copy a tensor into storage that continues with NaN, to reveal reads past the end."""
     storage = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype, device=x.device)
     storage[: x.numel()] = x.flatten()
     return storage[: x.numel()].view(x.shape)

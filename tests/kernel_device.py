@@ -1,4 +1,4 @@
-"""Where the tests of Triton kernels run: on a GPU if there is one, else interpreted on the CPU."""
+"""Device of the Triton kernel tests: a GPU if there is one, else the CPU with the interpreter."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ def interpret_kernels(
 
 
 def kernel_device() -> torch.device:
-    """Return the device whose tensors kernels take in this session."""
+    """Return the device of the tensors that kernels get in this session."""
     from attnzoo.kernels.triton_interpreter import interpreted
 
     return torch.device("cpu") if interpreted() else torch.device("cuda", 0)
 
 
 def float32_slack() -> float:
-    """Return the factor on budgets of float32: on a GPU, one product is three of tf32.
+    """Return the factor on error budgets of float32.
 
-    These drop the product of the low parts, 2^-22, and tensor cores truncate sums.
+    On a GPU, a product is the sum of three tf32 products, which omits the product of the low parts,
+    2^-22, and tensor cores truncate sums.
     """
     return 1.0 if kernel_device().type == "cpu" else 10.0
 

@@ -1,4 +1,4 @@
-"""How many files a reader passes through who follows one call of a layer (docs/architecture.md)."""
+"""The number of files and function calls in one call of a layer (docs/architecture.md)."""
 
 import sys
 
@@ -15,7 +15,7 @@ from attnzoo.evaluation.models import embedded_model_path
     [({}, 12, 75), ({"window": 32, "feature_map": "hedgehog"}, 15, 140)],
 )
 def test_files_and_calls_of_a_layer(options, most_files, most_calls):
-    """A forward pass in C++ without a cache; transformers and torch aside."""
+    """A forward pass in C++ without a cache, not counting transformers and torch."""
     model = attnzoo.swap(
         AutoModelForCausalLM.from_pretrained(embedded_model_path()), "linear", **options
     )

@@ -82,7 +82,7 @@ def test_builtin_backends_conform(name, options):
 
 @dataclass(frozen=True, kw_only=True)
 class TinyConfig(BackendConfig):
-    """Names a chunk size, of which the suite makes its sequences' lengths."""
+    """Has a chunk size, from which the suite derives the lengths of its sequences."""
 
     chunk_size: int = 8
 
@@ -93,7 +93,7 @@ class TinyState(NamedTuple):
 
 
 class Tiny(AttentionBackend):
-    """A right backend, small enough to break in one place: linear attention with a gate."""
+    """A correct backend that subclasses break in one place: linear attention with a gate."""
 
     config_class = TinyConfig
     recurrent = True
@@ -111,25 +111,29 @@ class Tiny(AttentionBackend):
         nn.init.zeros_(self.bias)
         nn.init.uniform_(self.widths, 0.5, 1.5)
 
-    def keys(self, k, hidden, real):
+    def keys(self, k, hidden, padding_mask):
         """Return the features of keys, [B, Hkv, S, D]."""
         features = F.elu(k * self.widths[:, None].to(k)) + 1
         gate = torch.sigmoid(F.linear(hidden, self.gate.to(hidden), self.bias.to(hidden)))
         features = features * gate.mT[..., None]
-        return features if real is None else features.masked_fill(~real[:, None, :, None], 0)
+        return (
+            features
+            if padding_mask is None
+            else features.masked_fill(~padding_mask[:, None, :, None], 0)
+        )
 
     def before(self, state, like):
         """Return the sums over earlier tokens."""
         return state if state is not None else TinyState(*(x[:, :, 0] * 0 for x in like))
 
-    def add_up(self, x):
-        """Return the sums over tokens up to each."""
+    def cumulative_sum(self, x):
+        """Return the sums over the tokens up to each token."""
         return x.cumsum(2)
 
-    def share(self, q, kv, k):
-        """Return what queries take from the sums, [B, Hkv, G, T, E]."""
-        above = torch.einsum("bhgtd,bhtde->bhgte", q, kv)
-        return above / (torch.einsum("bhgtd,bhtd->bhgt", q, k) + 1e-9)[..., None]
+    def read_sums(self, q, kv, k):
+        """Return the outputs of queries, computed from the sums, [B, Hkv, G, T, E]."""
+        numerator = torch.einsum("bhgtd,bhtde->bhgte", q, kv)
+        return numerator / (torch.einsum("bhgtd,bhtd->bhgt", q, k) + 1e-9)[..., None]
 
     def attend(self, inputs):
         wide = torch.promote_types(inputs.v.dtype, torch.float32)
@@ -140,14 +144,14 @@ class Tiny(AttentionBackend):
         past = self.before(inputs.state, each)
         if inputs.mask.causal:
             pairs = zip(each, past, strict=True)
-            sums = TinyState(*(self.add_up(x) + s[:, :, None] for x, s in pairs))
+            sums = TinyState(*(self.cumulative_sum(x) + s[:, :, None] for x, s in pairs))
         else:
             sums = TinyState(*(x.sum(2, True).expand_as(x) for x in each))
         state = TinyState(*(x[:, :, -1] for x in sums))
-        return AttentionOutput(self.share(q, *sums).flatten(1, 2).to(inputs.v.dtype), state)
+        return AttentionOutput(self.read_sums(q, *sums).flatten(1, 2).to(inputs.v.dtype), state)
 
 
-def test_the_right_backend_conforms():
+def test_the_correct_backend_conforms():
     report = check_backend(Tiny)
     assert set(report.skipped) == {"statements", "exactness"}
     assert "does not state that it is exact" in str(report)
@@ -164,10 +168,10 @@ class RefusesNothing(Tiny):
         return []
 
 
-class SeesOneTokenAhead(Tiny):
-    def keys(self, k, hidden, real):
+class AttendsToTheNextToken(Tiny):
+    def keys(self, k, hidden, padding_mask):
         ahead = torch.cat([hidden[:, 1:], hidden[:, -1:]], 1)
-        return super().keys(k, ahead, real)
+        return super().keys(k, ahead, padding_mask)
 
 
 class ForgetsItsState(Tiny):
@@ -175,7 +179,7 @@ class ForgetsItsState(Tiny):
         return super().before(None, like)
 
 
-class KeepsItsStateToItself(Tiny):
+class KeepsItsStateInTheModule(Tiny):
     memory = None
 
     def attend(self, inputs):
@@ -198,11 +202,11 @@ class StateGrows(Tiny):
         return output._replace(state=KeysState(*output.state, keys))
 
 
-class GrowsAsItSays(StateGrows):
-    state_grows = True  # it keeps the keys, and not the values
+class GrowsAsDeclared(StateGrows):
+    state_grows = True  # it keeps the keys, but not the values
 
 
-class GrowsToMoreThanItSays(StateGrows):
+class GrowsMoreThanDeclared(StateGrows):
     state_grows = True
 
     def attend(self, inputs):
@@ -213,14 +217,14 @@ class GrowsToMoreThanItSays(StateGrows):
 
 
 class CountsPadding(Tiny):
-    def keys(self, k, hidden, real):
+    def keys(self, k, hidden, padding_mask):
         return super().keys(k, hidden, None)
 
 
-class DividesByNothing(Tiny):
-    def share(self, q, kv, k):
-        above = torch.einsum("bhgtd,bhtde->bhgte", q, kv)
-        return above / torch.einsum("bhgtd,bhtd->bhgt", q, k)[..., None]
+class DividesByZero(Tiny):
+    def read_sums(self, q, kv, k):
+        numerator = torch.einsum("bhgtd,bhtde->bhgte", q, kv)
+        return numerator / torch.einsum("bhgtd,bhtd->bhgt", q, k)[..., None]
 
 
 class LeaksAcrossSegments(Tiny):
@@ -236,8 +240,8 @@ class ClaimsToBeExact(Tiny):
 
 
 class NormalisesItsOutput(Tiny):
-    def share(self, q, kv, k):
-        out = super().share(q, kv, k)
+    def read_sums(self, q, kv, k):
+        out = super().read_sums(q, kv, k)
         return out * torch.rsqrt(out.square().mean(-1, keepdim=True) + 1e-6)
 
 
@@ -246,24 +250,24 @@ class IgnoresDropout(Tiny):
 
 
 class BackwardForgetsPadding(Tiny):
-    def keys(self, k, hidden, real):
-        right, wrong = super().keys(k, hidden, real), super().keys(k, hidden, None)
+    def keys(self, k, hidden, padding_mask):
+        right, wrong = super().keys(k, hidden, padding_mask), super().keys(k, hidden, None)
         return right.detach() + wrong - wrong.detach()
 
 
 class DetachesTheDenominator(Tiny):
-    def share(self, q, kv, k):
-        return super().share(q, kv, k.detach())
+    def read_sums(self, q, kv, k):
+        return super().read_sums(q, kv, k.detach())
 
 
-class AddsUpInFewBits(Tiny):
+class AccumulatesInLowPrecision(Tiny):
     def attend(self, inputs):
         self.narrow = inputs.v.dtype
         return super().attend(inputs)
 
-    def add_up(self, x):
+    def cumulative_sum(self, x):
         if self.narrow.itemsize > 2:
-            return super().add_up(x)
+            return super().cumulative_sum(x)
         sums = list(x.to(self.narrow).unbind(2))
         for t in range(1, len(sums)):  # torch's own cumsum adds up in float32
             sums[t] = sums[t] + sums[t - 1]
@@ -275,14 +279,14 @@ class OverflowsInFloat16(Tiny):
         self.narrow = inputs.v.dtype
         return super().attend(inputs)
 
-    def share(self, q, kv, k):
-        q = 4 * q  # cancels, unless something overflows on the way
-        above = torch.einsum("bhgtd,bhtde->bhgte", q, kv)
-        above = above.masked_fill(above.abs() > torch.finfo(self.narrow).max, torch.inf)
-        return above / (torch.einsum("bhgtd,bhtd->bhgt", q, k) + 1e-9)[..., None]
+    def read_sums(self, q, kv, k):
+        q = 4 * q  # cancels unless an intermediate result overflows
+        numerator = torch.einsum("bhgtd,bhtde->bhgte", q, kv)
+        numerator = numerator.masked_fill(numerator.abs() > torch.finfo(self.narrow).max, torch.inf)
+        return numerator / (torch.einsum("bhgtd,bhtd->bhgt", q, k) + 1e-9)[..., None]
 
 
-class DrawsAnew(Tiny):
+class ResetsWithoutTheSeed(Tiny):
     def reset_parameters(self):
         super().reset_parameters()
         draw = torch.Generator()
@@ -315,12 +319,12 @@ class ResetsHalfOfItself(Tiny):
 BROKEN = {
     "layout": NeedsContiguousInputs,
     "refusals": RefusesNothing,
-    "causality": SeesOneTokenAhead,
+    "causality": AttendsToTheNextToken,
     "decoding": ForgetsItsState,
-    "batching": KeepsItsStateToItself,
+    "batching": KeepsItsStateInTheModule,
     "state_size": StateGrows,
     "padding": CountsPadding,
-    "masked_rows": DividesByNothing,
+    "masked_rows": DividesByZero,
     "packing": LeaksAcrossSegments,
     "statements": IgnoresWindows,
     "exactness": ClaimsToBeExact,
@@ -328,9 +332,9 @@ BROKEN = {
     "dropout": IgnoresDropout,
     "padding_gradients": BackwardForgetsPadding,
     "gradients": DetachesTheDenominator,
-    "precision": AddsUpInFewBits,
+    "precision": AccumulatesInLowPrecision,
     "long_gradients": OverflowsInFloat16,
-    "determinism": DrawsAnew,
+    "determinism": ResetsWithoutTheSeed,
     "random_state": SeedsEverything,
     "saving": DoesNotSaveItsBuffer,
     "materializing": ResetsHalfOfItself,
@@ -351,9 +355,9 @@ def test_a_broken_backend_is_caught(rule):
 
 
 def test_a_state_that_grows_is_smaller_than_keys_and_values():
-    assert check_backend(GrowsAsItSays, rules=["state_size"]).passed == ("state_size",)
+    assert check_backend(GrowsAsDeclared, rules=["state_size"]).passed == ("state_size",)
     with pytest.raises(ConformanceError, match="no smaller than their keys and values") as caught:
-        check_backend(GrowsToMoreThanItSays, rules=["state_size"])
+        check_backend(GrowsMoreThanDeclared, rules=["state_size"])
     assert caught.value.rule == "state_size"
 
 
@@ -368,7 +372,7 @@ class TiedOnce(Tiny):
 class Tied(TiedOnce):
     def reset_parameters(self):
         super().reset_parameters()
-        self.again = self.gate  # leaving the meta device makes two of it
+        self.again = self.gate  # leaving the meta device makes two tensors of it
 
 
 def test_tied_tensors_stay_tied():
@@ -378,7 +382,7 @@ def test_tied_tensors_stay_tied():
         check_backend(TiedOnce)
 
 
-def test_a_backend_that_serves_nothing_is_told_so():
+def test_a_backend_without_supported_layers_raises():
     class Nothing(Tiny):
         causal = bidirectional = False
 
@@ -393,7 +397,7 @@ def test_wrong_arguments_are_refused():
         check_backend(Tiny, dtypes=[torch.int64])
 
 
-def test_a_narrow_backend_is_checked_in_what_it_takes():
+def test_a_backend_with_few_dtypes_is_checked_in_these():
     class Narrow(Tiny):
         dtypes = frozenset({torch.float32, torch.bfloat16})
 
@@ -403,7 +407,7 @@ def test_a_narrow_backend_is_checked_in_what_it_takes():
     assert not any("float64" in trial for trial in report.trials)
 
 
-def test_the_check_leaves_random_numbers_and_threads_alone():
+def test_the_check_does_not_change_random_state_and_threads():
     torch.manual_seed(3)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     check_backend(Tiny, rules=("layout", "random_state", "determinism"))

@@ -1,4 +1,4 @@
-"""The template of a plugin: installed into a folder of its own, it is a backend like any other."""
+"""The example plugin: installed in a folder of its own, it works like a built-in backend."""
 
 import shutil
 import subprocess
@@ -13,9 +13,9 @@ EXAMPLE = ROOT / "examples" / "cosine_attention"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """An environment whose Python finds the installed example; nothing is fetched."""
+    """An environment whose Python finds the installed example; nothing is downloaded."""
     source = tmp_path_factory.mktemp("source") / "example"
-    shutil.copytree(EXAMPLE, source)  # a build leaves files beside what it builds
+    shutil.copytree(EXAMPLE, source)  # a build leaves files beside its sources
     place = tmp_path_factory.mktemp("installed")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     command += ["--no-build-isolation", "--target", str(place), str(source)]
@@ -37,7 +37,7 @@ def run(installed, fresh_python):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_it_is_listed_and_compared(run, tmp_path):
+def test_list_and_compare(run, tmp_path):
     command = "from attnzoo.cli import main; main()"
     assert '"cosine"' in run(command, "list", "--json")
     out = tmp_path / "out"
@@ -52,13 +52,13 @@ def test_it_is_listed_and_compared(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_keeps_the_rules(run):
+def test_conformance(run):
     program = "import sys; import pytest; sys.exit(pytest.main())"
     assert " passed" in run(program, "-q", "-p", "no:cacheprovider", EXAMPLE / "tests")
 
 
 @pytest.mark.slow
-def test_the_demo_shows_it(run):
+def test_demo(run):
     code = (
         "from attnzoo.demo.run import default_specs; "
         "from attnzoo.evaluation.models import spec_label; "

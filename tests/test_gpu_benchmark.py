@@ -84,7 +84,7 @@ def test_a_stage_ends_within_its_time(stage):
     assert {row["group"]: row["kind"] for row in rows_of(out)} == dict.fromkeys(hang, "timeout")
 
 
-def test_groups_that_time_nothing_run_beside_each_other(stage):
+def test_groups_without_timings_run_in_parallel(stage):
     run, out = stage
     # each waits until the other has started
     wait = "write(kind='x')\nwhile open(sys.argv[1]).read().count('x') < 2: time.sleep(0.01)"

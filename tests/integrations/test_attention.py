@@ -1,4 +1,4 @@
-"""The attention function: weights on request, what it honours, what it refuses by name."""
+"""The attention function: attention weights on request; supported and refused arguments."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def model(request, redraw):
 
 
 class Values:
-    """Keeps the values and the output of every attention call."""
+    """Records the values and the output of every attention call."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self.calls: list[tuple[Any, Any]] = []
@@ -46,7 +46,7 @@ class Values:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_weights_are_what_the_layers_applied(backend, model, ids, padding, monkeypatch):
+def test_weights_equal_those_that_layers_apply(backend, model, ids, padding, monkeypatch):
     if backend == "gated_linear" and isinstance(model, hf.BertModel):
         with pytest.raises(UnsupportedError, match="bidirectional"):
             attnzoo.swap(model, backend)
@@ -64,7 +64,7 @@ def test_weights_are_what_the_layers_applied(backend, model, ids, padding, monke
         assert_close(found[real], out[real], atol=1e-5, rtol=1e-5)
         rows = weights.sum(-1).transpose(1, 2)[real]
         assert_close(rows, torch.ones_like(rows), atol=1e-5, rtol=1e-5)
-        assert not weights[:, :, :, 11][1:].any()  # padding takes no part
+        assert not weights[:, :, :, 11][1:].any()  # padding gets no weight
 
 
 @pytest.mark.parametrize("backend", BACKENDS[:2])
@@ -81,7 +81,7 @@ def test_exact_weights_equal_eager(backend, model, ids, padding):
 
 
 @pytest.mark.parametrize("backend", ["softmax", "linear"])
-def test_no_weights_unless_asked(backend, llama, ids):
+def test_no_weights_unless_requested(backend, llama, ids):
     model = llama()
     attnzoo.swap(model, backend)
     assert model(ids, use_cache=False).attentions is None
@@ -107,7 +107,7 @@ def test_weights_of_a_prompt_but_not_of_a_state(llama, ids):
         model(ids[:, :1], past_key_values=output.past_key_values, output_attentions=True)
 
 
-# -- what is passed ------------------------------------------------------------------------------
+# -- arguments ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_wrong_head_grouping_is_refused(backend, llama):
         attention(model.model.layers[0].self_attn, q, q[:, :3], q[:, :3], None)
 
 
-def test_layer_without_a_backend_says_what_to_do(llama):
+def test_layer_without_a_backend_raises(llama):
     model = llama()
     attnzoo.swap(model, "flash")
     layer = model.model.layers[0].self_attn
@@ -237,8 +237,8 @@ def test_cross_attention(redraw, ids):
 
 
 @pytest.mark.parametrize("exact", ["softmax", "flash"])
-def test_sinks_by_query_join_the_softmax(exact, llama):
-    """Inkling computes a sink's logit from each token, where others have one per head."""
+def test_sinks_per_query_are_part_of_the_softmax(exact, llama):
+    """Inkling computes a sink's logit from each token; other models have one logit per head."""
     model = llama()
     attnzoo.swap(model, exact)
     layer, q, kv = model.model.layers[0].self_attn, torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
@@ -251,7 +251,7 @@ def test_sinks_by_query_join_the_softmax(exact, llama):
     torch.testing.assert_close(out, (weights @ keys).transpose(1, 2))
 
 
-def test_a_state_stands_for_one_call_per_forward():
+def test_two_attention_calls_per_forward_have_no_state():
     config = hf.DiffLlamaConfig(
         vocab_size=99,
         hidden_size=32,

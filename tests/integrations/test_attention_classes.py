@@ -90,8 +90,8 @@ def clip(redraw):
     return redraw(hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision)))
 
 
-def test_clips_text_tower_is_causal(redraw):
-    """Both towers have layers of one class, which says that it is bidirectional."""
+def test_text_tower_of_clip_is_causal(redraw):
+    """Both towers use one layer class, which declares itself bidirectional."""
     model = clip(redraw)
     with pytest.raises(UnsupportedError, match=r"text_model.*the layer is causal"):
         attnzoo.swap(model, "linformer")
@@ -124,7 +124,7 @@ def gemma3():
 
 
 @pytest.mark.parametrize("form", ["whole", "text_config"])
-def test_masks_of_images_are_announced_when_a_model_is_swapped(form):
+def test_swap_warns_of_image_masks(form):
     model = gemma3()
     spec = attnzoo.AttentionSpec("linear", else_="flash")
     with pytest.warns(UserWarning, match=r"images will be refused") as record:

@@ -1,6 +1,6 @@
-"""What users get wrong: a ValueError that says where, what came, and what would work.
+"""User errors raise a ValueError that gives the place, the value and the accepted values.
 
-Broken files are in ``test_install.py``, caches in ``test_cache.py``; ``test_convert.py`` has that a
+``test_install.py`` has broken files, ``test_cache.py`` caches. ``test_convert.py`` tests that a
 failed swap changes nothing.
 """
 
@@ -14,7 +14,7 @@ import transformers as hf
 import attnzoo
 from attnzoo.errors import AttnzooError, ConfigError, SpecError, UnknownBackendError
 
-# (spec, options, kind of error, what the message holds)
+# (spec, options, class of the error, parts of its message)
 SPECS: list[tuple[Any, dict[str, Any], type[Exception], list[str]]] = [
     ("linaer", {}, UnknownBackendError, ["'linaer'", "Did you mean 'linear'", "gated_linear"]),
     ("xyz", {}, UnknownBackendError, ["'xyz'", "Available: ", "flash", "softmax"]),
@@ -57,7 +57,7 @@ def test_specs(spec, options, kind, parts, llama):
         assert part in str(error.value)
 
 
-def test_layers_that_are_refused_are_named_with_a_way_out(redraw):
+def test_refused_layers_are_named_with_an_alternative(redraw):
     config = hf.MistralConfig(
         vocab_size=99,
         hidden_size=32,
@@ -98,7 +98,7 @@ def test_models_without_layers_of_the_interface(model_class, config):
     assert "attention interface" in str(built.value)
 
 
-def test_heads_that_do_not_group(llama_config):
+def test_heads_not_divisible_by_key_heads(llama_config):
     model = hf.LlamaForCausalLM(llama_config())
     for layer in model.model.layers:
         layer.self_attn.num_key_value_heads = 3
@@ -108,7 +108,7 @@ def test_heads_that_do_not_group(llama_config):
 
 @pytest.mark.parametrize("backend", ["linear", "gated_linear"])
 @pytest.mark.parametrize("mask", [torch.ones(1, 1, 12, 12), torch.ones(1, 1, 12, 12).bool()])
-def test_masks_that_a_backend_cannot_take(backend, mask, llama, ids):
+def test_unsupported_masks(backend, mask, llama, ids):
     model = llama()
     attnzoo.swap(model, backend)
     with pytest.raises(ValueError, match=rf"model\.layers\.0\.self_attn.*'{backend}'") as error:
@@ -128,7 +128,7 @@ def test_dtypes(dtype, llama):
         assert part in str(error.value)
 
 
-def test_xformers_on_a_processor_says_why(llama, ids):
+def test_xformers_on_a_cpu_raises_with_the_reason(llama, ids):
     model = llama()
     attnzoo.swap(model, "flash", impl="xformers")
     where = r"model\.layers\.0\.self_attn: backend 'flash'"
@@ -137,7 +137,6 @@ def test_xformers_on_a_processor_says_why(llama, ids):
 
 
 def test_messages_are_short(llama):
-    """A message that nobody reads to its end helps nobody."""
     for spec, options, kind, _ in SPECS:
         with pytest.raises(kind) as error:
             attnzoo.swap(llama(), spec, **options)

@@ -1,4 +1,4 @@
-"""A state as an entry of a transformers cache: what may be done to it, and what is refused."""
+"""States as entries of a transformers cache: supported and refused operations."""
 
 import copy
 from typing import Any
@@ -123,7 +123,7 @@ def test_bytes_of_stock_keys_do_grow(llama, ids):
 
 
 @pytest.mark.parametrize("removed", [0, 1, 4, 6, 10])
-def test_crop_takes_recorded_tokens_back(model, ids, padding, removed):
+def test_crop_removes_recorded_tokens(model, ids, padding, removed):
     mask = padding("left", (12, 9, 8))
     cache = hf.DynamicCache()
     cache.activate_past_recording()
@@ -147,7 +147,7 @@ def test_crop_takes_recorded_tokens_back(model, ids, padding, removed):
     assert_close(found, expected[:, kept:], atol=1e-4, rtol=1e-4)
 
 
-def test_crop_refuses_what_was_not_recorded(model, ids):
+def test_crop_refuses_tokens_that_were_not_recorded(model, ids):
     cache = hf.DynamicCache()
     step(model, cache, ids)
     with pytest.raises(UnsupportedError, match=r"last 3 tokens .* 0 are recorded"):
@@ -170,7 +170,7 @@ def test_a_refused_crop_changes_no_layer(layers, llama, ids):
 
 
 def test_shapes_of_keys_count_tokens(llama, ids):
-    """Code that reads the number of tokens from shapes gets it; reading the keys is refused."""
+    """The shape of the keys has the number of tokens; reading the keys raises an error."""
     models = llama(), attnzoo.swap(llama(), "linear", layers={"1": "flash"})
     for make in (hf.DynamicCache, lambda: hf.StaticCache(models[0].config, max_cache_len=20)):
         stock, cache = make(), make()
@@ -189,7 +189,7 @@ def test_shapes_of_keys_count_tokens(llama, ids):
         assert int(cache.get_seq_length()) == 12
 
 
-def test_static_cache_takes_nothing_back(model, ids):
+def test_static_cache_cannot_be_cropped(model, ids):
     cache = hf.StaticCache(config=model.config, max_cache_len=20)
     step(model, cache, ids)
     with pytest.raises(UnsupportedError, match="DynamicCache"):
@@ -204,7 +204,7 @@ def test_cache_of_another_backend_is_refused(model, cache, ids):
 
 
 @pytest.mark.parametrize("after", ["restore", "flash", "sdpa"])
-def test_state_is_not_taken_for_keys(model, cache, ids, after):
+def test_state_is_not_read_as_keys(model, cache, ids, after):
     step(model, cache, ids)
     if after == "restore":
         attnzoo.restore(model)
@@ -217,7 +217,7 @@ def test_state_is_not_taken_for_keys(model, cache, ids, after):
 
 
 def test_keys_in_another_entry_of_the_cache_are_refused(model, ids, monkeypatch):
-    """A model that runs its layers in cycles may keep the keys of each cycle apart."""
+    """A model that runs its layers in cycles may cache the keys of each cycle separately."""
     cache = hf.DynamicCache()
     update = cache.update
     monkeypatch.setattr(cache, "update", lambda k, v, index, *rest: update(k, v, index + 2, *rest))
@@ -226,15 +226,15 @@ def test_keys_in_another_entry_of_the_cache_are_refused(model, ids, monkeypatch)
         step(model, cache, ids)
 
 
-def test_setting_another_implementation_sets_the_swap_aside(model, llama, ids):
+def test_setting_another_implementation_disables_the_swap(model, llama, ids):
     model.set_attn_implementation("eager")
     cache = hf.DynamicCache()
     logits = torch.cat([step(model, cache, tokens) for tokens in ids.split((8, 4), 1)], 1)
     assert_close(logits, whole(llama(), ids), atol=1e-5, rtol=1e-5)
 
 
-def test_copied_cache_serves_several_prompts(model, cache, ids):
-    """The usual way to reuse what a long common prompt left behind."""
+def test_copied_cache_continues_with_several_prompts(model, cache, ids):
+    """The usual way to reuse the cache of a long common prompt."""
     step(model, cache, ids[:, :8])
     for rest in (ids[:, 8:], ids[:, 8:].flip(1)):
         found = step(model, copy.deepcopy(cache), rest)
@@ -243,7 +243,7 @@ def test_copied_cache_serves_several_prompts(model, cache, ids):
     assert int(cache.get_seq_length()) == 8
 
 
-def test_same_weights_elsewhere_go_on_from_a_cache(model, cache, ids):
+def test_copied_model_continues_from_a_cache(model, cache, ids):
     step(model, cache, ids[:, :8])
     found = step(copy.deepcopy(model), cache, ids[:, 8:])
     assert_close(found, whole(model, ids)[:, 8:], atol=1e-4, rtol=1e-4)

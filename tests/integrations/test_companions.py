@@ -1,4 +1,4 @@
-"""The other files of a model's folder go with a swapped copy, and what must not go does not."""
+"""Files beside the weights are copied to the folder of a swapped model, with exceptions."""
 
 import json
 

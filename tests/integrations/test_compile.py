@@ -122,7 +122,7 @@ def test_sliding_windows_compile(backend, redraw, ids, padding):
     assert_close(found[real], expected[real], atol=1e-4, rtol=1e-4)
 
 
-# linear, gated_linear and performer: as the hybrid, of their operation
+# linear, gated_linear and performer trace the same operation as the hybrid
 @pytest.mark.parametrize(
     "backend", some_of("softmax", "flash", "delta", "longformer", "hybrid", "reformer")
 )
@@ -139,7 +139,7 @@ def test_packed_rows_compile(backend, one_layer):
 
 def test_swap_of_a_compiled_model(one_layer, ids):
     model = one_layer
-    whole = compiled(model, "eager")  # what is traced again, and not what is done with the graph
+    whole = compiled(model, "eager")  # tests retracing; the backend does not matter
     with torch.no_grad():
         stock = whole(ids, use_cache=False).logits
         for backend in ("linear", "flash"):

@@ -1,4 +1,4 @@
-"""Composite models: one part swapped, by module or by sub-config; encoders and decoders apart."""
+"""Composite models: one part swapped, by module or sub-config; encoders and decoders separately."""
 
 import json
 
@@ -91,7 +91,7 @@ def test_parts_get_specs_of_their_own(llava, tmp_path):
 
 
 def test_one_part_by_config(llava, tmp_path):
-    """As transformers' own ``attn_implementation``, which goes by sub-config too."""
+    """Like transformers' ``attn_implementation``, which also takes a value per sub-config."""
     llava.save_pretrained(tmp_path)
     wanted = hf.AutoConfig.from_pretrained(tmp_path)
     wanted.text_config.attnzoo = attnzoo.AttentionSpec("gated_linear", gate="retnet").to_dict()
@@ -121,7 +121,7 @@ def test_a_part_in_a_model_that_is_swapped_whole(llava, tmp_path):
         torch.testing.assert_close(run(model), before)
 
 
-def test_the_whole_after_a_part(llava, tmp_path):
+def test_swap_of_the_model_after_a_part(llava, tmp_path):
     before = run(llava)
     implementation = llava.config.text_config._attn_implementation
     attnzoo.swap(llava.model.language_model, "linear")
@@ -164,7 +164,7 @@ def test_unknown_parts_are_refused(wanted, words, llava):
     assert by_part(llava) == {"vision_tower": {"none"}, "language_model": {"none"}}
 
 
-def test_encoder_and_decoder_layers_are_told_apart(redraw, tmp_path):
+def test_encoder_and_decoder_layers_are_distinguished(redraw, tmp_path):
     sizes = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 32}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
     layers = {"encoder_layers": 2, "decoder_layers": 2}
@@ -187,7 +187,7 @@ def test_encoder_and_decoder_layers_are_told_apart(redraw, tmp_path):
         attnzoo.swap(model, "linear", layers={"decoder.2": "flash"})
 
 
-def test_without_attnzoo_a_swapped_part_fails_loudly(llava, tmp_path, fresh_python):
+def test_without_attnzoo_loading_a_swapped_part_raises(llava, tmp_path, fresh_python):
     attnzoo.swap(llava.model.language_model, "linear")
     llava.save_pretrained(tmp_path)
     code = (

@@ -1,4 +1,4 @@
-"""Swap and restore: what changes, what must not, and what a failure leaves behind."""
+"""Swap and restore: what they change in a model, and that a failed swap changes nothing."""
 
 import copy
 import json
@@ -18,7 +18,7 @@ from attnzoo.integrations.attention import LayerHook
 
 
 def snapshot(model: Any) -> tuple[Any, ...]:
-    """Everything about a model that a swap could leave changed."""
+    """Return everything in a model that a swap could change."""
     return (
         {name: x.clone() for name, x in model.state_dict().items()},
         json.dumps(model.config.to_dict(), sort_keys=True, default=str),
@@ -99,7 +99,7 @@ def test_restoring_an_unswapped_model_warns_and_does_nothing(llama, ids):
         attnzoo.restore(nn.Linear(2, 2))
 
 
-def test_restore_remembers_the_implementation_of_the_day(llama):
+def test_restore_returns_to_the_implementation_before_the_swap(llama):
     model = llama()
     attnzoo.swap(model, "linear")
     attnzoo.restore(model)
@@ -133,7 +133,7 @@ def test_restore_gives_each_part_its_own_implementation(redraw, ids):
     assert model.config.vision_config._attn_implementation == "eager"
 
 
-def test_restore_reaches_configs_that_parts_have_copied(redraw):
+def test_restore_changes_configs_that_parts_have_copied(redraw):
     config = hf.T5Config(
         vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, pad_token_id=0
     )
@@ -147,7 +147,7 @@ def test_restore_reaches_configs_that_parts_have_copied(redraw):
 
 
 def test_layer_with_a_config_of_its_own_is_swapped_too(llama, ids):
-    """Some models copy their config for a part, which a setting of the whole does not reach."""
+    """Some models copy their config for a part; changes of the original do not reach it."""
     model, plain = llama(), llama()
     layer = model.model.layers[1].self_attn
     layer.config = copy.deepcopy(layer.config)
@@ -177,7 +177,7 @@ def test_layers_may_differ(llama, ids):
 
 
 @pytest.mark.parametrize("form", [dict, attnzoo.AttentionSpec.from_dict])
-def test_a_spec_and_its_data_are_taken_too(form, llama, ids):
+def test_swap_accepts_a_spec_and_its_data(form, llama, ids):
     data = attnzoo.AttentionSpec("linear", layers={"1": "flash"}).to_dict()
     model = llama()
     attnzoo.swap(model, form(data))
@@ -200,13 +200,13 @@ def test_config_goes_through_json(backend, llama, tmp_path):
     assert config._attn_implementation == "attnzoo"
     config._name_or_path = model.config._name_or_path
     assert config.to_dict() == model.config.to_dict()
-    config.save_pretrained(tmp_path / "again")  # without a model ever built
+    config.save_pretrained(tmp_path / "again")  # without building a model
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == text
     attnzoo.restore(model)
     assert "attn_implementation" not in model.config.to_dict()
 
 
-def test_layer_types_are_left_alone(redraw, llama_config):
+def test_layer_types_do_not_change(redraw, llama_config):
     config = hf.Qwen2Config(**{k: llama_config().to_dict()[k] for k in ("vocab_size",)})
     config.update({"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2})
     config.update({"num_hidden_layers": 2, "intermediate_size": 48})
@@ -231,11 +231,11 @@ def test_layer_types_are_left_alone(redraw, llama_config):
     ],
 )
 @pytest.mark.parametrize("swapped", [False, True])
-def test_failed_swap_leaves_the_model_as_it_was(spec, options, swapped, llama, ids):
+def test_failed_swap_does_not_change_the_model(spec, options, swapped, llama, ids):
     model = llama()
     if swapped:
         attnzoo.swap(model, "gated_linear")
-    model.model.layers[1].self_attn.sliding_window = 3  # what linear refuses
+    model.model.layers[1].self_attn.sliding_window = 3  # linear refuses it
     before, expected = snapshot(model), logits(model, ids)
     with pytest.raises(AttnzooError):
         attnzoo.swap(model, spec, **options)
@@ -243,7 +243,7 @@ def test_failed_swap_leaves_the_model_as_it_was(spec, options, swapped, llama, i
     assert torch.equal(logits(model, ids), expected)
 
 
-# -- what a swapped model can still do -----------------------------------------------------------
+# -- operations on a swapped model ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

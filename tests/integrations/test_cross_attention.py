@@ -1,7 +1,7 @@
-"""Encoder-decoder models: every layer against a dense formula, written here, and its properties.
+"""Encoder-decoder models: every layer against a dense formula in this file, and properties.
 
-Where a backend refuses a layer (causal ones by linformer without blocks, T5's self-attention by all
-that take no position bias), the layer stays exact.
+A layer that its backend refuses stays exact: linformer without blocks refuses causal layers, and
+backends without a position bias refuse T5's self-attention.
 """
 
 import math
@@ -78,7 +78,7 @@ def swap(model: Any, backend: str) -> None:
 
 
 def sources(name: str, ids: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """Return what the encoder is given."""
+    """Return the inputs of the encoder."""
     if name == "whisper":
         draw = torch.Generator().manual_seed(2)
         return {"input_features": torch.randn(3, 8, 40, generator=draw, dtype=torch.float64)}
@@ -96,7 +96,7 @@ def kinds(model: Any) -> dict[str, set[str]]:
     return found
 
 
-# -- a dense formula in place of ours ------------------------------------------------------------
+# -- dense formulas -----------------------------------------------------------------------------
 
 
 def positive_features(x: Tensor, projection: Tensor, scale: float) -> Tensor:
@@ -160,11 +160,11 @@ def test_whole_models_equal_dense_formulas(name, backend, make_model, ids, paddi
     assert found["self"] == exact_ones | ({backend} if name != "t5" else set())
 
 
-# -- what must hold of it ------------------------------------------------------------------------
+# -- properties --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "backend"), [case for case in CASES if case[0] != "whisper"])
-def test_padding_of_the_encoder_takes_no_part(name, backend, make_model, ids, padding):
+def test_padding_of_the_encoder_gets_no_weight(name, backend, make_model, ids, padding):
     model, mask = make_model(name), padding("right", (9, 12, 2))
     swap(model, backend)
     with torch.no_grad():
@@ -205,7 +205,7 @@ def test_generate(name, backend, beams, make_model, ids, padding):
 
 
 @pytest.mark.parametrize(("name", "backend"), CASES)
-def test_saved_models_come_back(name, backend, make_model, ids, tmp_path):
+def test_saved_models_are_loaded(name, backend, make_model, ids, tmp_path):
     model = make_model(name)
     swap(model, backend)
     model.save_pretrained(tmp_path)
@@ -282,8 +282,8 @@ def test_position_bias_of_t5_is_refused_at_the_swap(backend, make_model, ids):
     assert kinds(model) == {"self": set(), "cross": set()}
 
 
-def test_an_encoders_layer_without_a_mask_sees_every_key(redraw):
-    """BridgeTower's own layers say that they are causal, and get no mask: eager sees all."""
+def test_encoder_layer_without_a_mask_attends_to_all_keys(redraw):
+    """BridgeTower's layers declare themselves causal but get no mask: eager attends to all keys."""
     text = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 99}
     sight = {"hidden_size": 64, "num_hidden_layers": 1, "image_size": 16, "patch_size": 4}
     config = hf.BridgeTowerConfig(
@@ -305,7 +305,7 @@ def test_an_encoders_layer_without_a_mask_sees_every_key(redraw):
 
 
 def test_a_cache_of_more_than_keys_and_values_is_not_replaced():
-    """In Zamba 2 one layer of the cache holds keys and values and a convolution's past."""
+    """In Zamba 2, one cache layer holds keys, values and the inputs of a convolution."""
     layer = hf.cache_utils.LinearAttentionAndFullAttentionLayer()
     backend = build_backend("linear", {}, Geometry(num_heads=2, num_key_heads=2, head_dim=4))
     cache = hf.DynamicCache()

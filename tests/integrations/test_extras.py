@@ -1,4 +1,4 @@
-"""Swaps that lose something say so: trained extras, layers without weights, nothing swapped."""
+"""Warnings: dropped trained extras, extras without weights, and swaps without effect."""
 
 import warnings
 
@@ -49,14 +49,14 @@ def test_a_swap_that_drops_trained_extras_warns(llama):
 
 @pytest.mark.usefixtures("no_warning")
 @pytest.mark.parametrize("backend", ["gated_linear", "performer", "linformer"])
-def test_a_swap_that_drops_untrained_extras_does_not(backend, llama):
+def test_a_swap_that_drops_untrained_extras_does_not_warn(backend, llama):
     model = llama()
     options = {"linformer": {"block": 4, "num_rows": 2, "sharing": "layerwise"}}.get(backend, {})
     attnzoo.swap(model, backend, **options)
     attnzoo.swap(model, "linear")
 
 
-def test_keep_extras_keeps_what_fits(llama):
+def test_keep_extras_keeps_equal_shapes(llama):
     model = llama()
     attnzoo.swap(model, "gated_linear", feature_map="hedgehog")
     train(model)
@@ -72,7 +72,7 @@ def test_keep_extras_keeps_what_fits(llama):
     assert model.model.layers[0].self_attn.attnzoo.config.chunk_size == 16
 
 
-def test_else_that_takes_every_layer_warns(llama):
+def test_else_for_every_layer_warns(llama):
     model = llama()
     for layer in model.model.layers:
         layer.self_attn.sliding_window = 3  # linear refuses it
@@ -83,7 +83,7 @@ def test_else_that_takes_every_layer_warns(llama):
 
 
 @pytest.mark.usefixtures("no_warning")
-def test_else_that_takes_some_layers_does_not(llama):
+def test_else_for_some_layers_does_not_warn(llama):
     model = llama()
     model.model.layers[0].self_attn.sliding_window = 3
     attnzoo.swap(model, "linear", else_="flash")

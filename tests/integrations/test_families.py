@@ -14,8 +14,8 @@ from torch import Tensor
 import attnzoo
 from tests.helpers import MODEL_SIZES
 
-TOLERANCE = 1e-4  # float32; the issue's own number
-FELT = 1e-2  # what any real difference in attention exceeds in these models
+TOLERANCE = 1e-4  # for float32
+SENSITIVITY = 1e-2  # minimum change of outputs if another attention runs
 
 SIZES: dict[str, Any] = {**MODEL_SIZES, "max_position_embeddings": 64}
 GROUPED = {**SIZES, "num_key_value_heads": 2}
@@ -43,7 +43,7 @@ MIXED = ["sliding_attention", "full_attention"]
 
 
 class Family(NamedTuple):
-    """How to make a model, and what it takes."""
+    """How to build a model, and the kind of its inputs."""
 
     kind: str  # "decoder", "encoder", "coupled", "speech", "image", "pair"
     auto: Any
@@ -192,7 +192,7 @@ DECODERS = [name for name, family in FAMILIES.items() if family.kind == "decoder
 DECODING = [name for name, f in FAMILIES.items() if f.kind in ("decoder", "coupled", "speech")]
 ENCODERS = [n for n, f in FAMILIES.items() if f.kind in ("encoder", "image", "pair")]
 
-# (family, backend): what the refusal says
+# (family, backend): message of the error
 REFUSED = {
     ("gemma2", "flash"): "caps its scores at 2.0",
     ("mistral", "linear"): "sliding window of 5",
@@ -221,7 +221,7 @@ def draw(*shape: int) -> Tensor:
 
 
 def outputs(kind: str, model: Any, ids: Tensor, mask: Tensor) -> Tensor:
-    """Run a model on a padded batch; what stands at padding is cleared."""
+    """Run a model on a padded batch; set the outputs at padding to zero."""
     real = mask.bool()[:, :, None]
     with torch.no_grad():
         match kind:
@@ -260,7 +260,9 @@ def test_exact_backends_equal_eager(name, backend, make_model, ids, padding):
         )
     attnzoo.swap(model, "softmax", window=1, else_="flash")  # cross-attention has no window
     wrong = outputs(kind, model, ids, masks[0])
-    assert (wrong - expected[0]).abs().max() > FELT  # or the comparison above says nothing
+    assert (
+        wrong - expected[0]
+    ).abs().max() > SENSITIVITY  # else the comparison above detects no errors
 
 
 @pytest.mark.parametrize("backend", ["softmax", "flash"])
@@ -339,7 +341,7 @@ def test_else_keeps_refused_layers_exact(name, exact, kept, make_model, ids, pad
     if all(kept):
         assert difference < TOLERANCE
     else:
-        assert difference > FELT
+        assert difference > SENSITIVITY
         with torch.no_grad():
             one_pass = model(input_ids=ids, use_cache=False).logits
             first = model(input_ids=ids[:, :7])

@@ -1,4 +1,4 @@
-"""generate() with a state in the cache: every strategy gives what a run without a cache gives."""
+"""generate() with a state in the cache: every strategy equals a run without a cache."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ def test_without_a_cache(model, ids, padding):
     assert torch.equal(generate(model, ids, attention_mask=mask), plain)
 
 
-def test_sampling_is_determined_by_the_seed(model, ids):
+def test_sampling_depends_on_the_seed_only(model, ids):
     drawn = []
     for seed in (7, 7, 8):
         torch.manual_seed(seed)
@@ -126,7 +126,7 @@ def test_cache_made_by_the_user(recurrent, ids):
     assert cache.get_seq_length() == 12 + NEW - 1
 
 
-def test_chat_goes_on_from_a_returned_cache(model, ids, padding):
+def test_chat_continues_from_a_returned_cache(model, ids, padding):
     mask = padding("left")
     first = generate(model, ids, attention_mask=mask, return_dict_in_generate=True)
     conversation = torch.cat([first.sequences, ids[:, :4]], 1)
@@ -211,7 +211,7 @@ def test_t5(backend, cache, redraw, ids, padding):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
 def test_window_narrower_than_the_models_own(name, cache, redraw, llama_config, ids, padding):
-    """The states stand in for sliding layers, whose masks are sized otherwise."""
+    """States replace the cache of sliding layers, whose masks have another size."""
     sizes = llama_config().to_dict()
     sizes = {k: sizes[k] for k in ("vocab_size", "hidden_size", "num_attention_heads")}
     config = hf.AutoConfig.for_model(

@@ -105,7 +105,7 @@ def test_heads_are_means_of_neighbours():
         ),
     ],
 )
-def test_what_cannot_be_converted_is_refused(model, heads, message):
+def test_unsupported_models_are_refused(model, heads, message):
     with pytest.raises(SpecError, match=message):
         attnzoo.convert_heads(model(), heads)
 

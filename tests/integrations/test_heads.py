@@ -1,4 +1,4 @@
-"""Pruned heads: the model computes what it computes with the outputs of those heads set to zero."""
+"""Pruned heads: the model equals one in which the outputs of these heads are set to zero."""
 
 import json
 
@@ -79,7 +79,7 @@ def masked(model, heads):
 
 
 def equal(found, expected):
-    """Compare weights bit by bit; products of matrices may differ with the place in memory."""
+    """Compare weights bit by bit; matrix products may depend on the position in memory."""
     weights = found.state_dict()
     assert set(weights) == set(expected.state_dict())
     assert all(torch.equal(weights[name], x) for name, x in expected.state_dict().items())

@@ -1,4 +1,4 @@
-"""Models built and loaded swapped: extras in place, initialised, kept, and never dropped."""
+"""Models that are built or loaded with a swap: extras are attached, initialised and kept."""
 
 import json
 import subprocess
@@ -115,10 +115,10 @@ def test_every_backend_is_attached_once(llama_config, monkeypatch):
     config._attn_implementation = "attnzoo"
     hf.LlamaForCausalLM(config)
     hf.LlamaModel(config)
-    assert attached == [2, 2]  # once a model, though each is made of models
+    assert attached == [2, 2]  # once per model, although each contains models
 
 
-def test_reset_has_the_last_word_when_built(biased, llama_config):
+def test_reset_parameters_runs_last_when_built(biased, llama_config):
     config = llama_config()
     config.attnzoo = biased.to_dict()
     model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="attnzoo")
@@ -223,8 +223,8 @@ def test_other_heads_load_the_same_swap(llama, tmp_path, ids):
 
 
 @pytest.mark.parametrize("backend", ["flash", "biased"])
-def test_weights_kept_elsewhere_between_calls(backend, biased, llama, ids):
-    """The hooks of accelerate's offloading wrap the layers, and ours go on working."""
+def test_weights_offloaded_between_calls(backend, biased, llama, ids):
+    """Our hooks work in layers that are wrapped by the hooks of accelerate's offloading."""
     model = llama()
     attnzoo.swap(model, backend)
     expected = logits(model, ids)
@@ -279,7 +279,7 @@ def test_mismatching_extras_are_named(saved, report):
     assert "attnzoo.gate.bias" in "".join(report)
 
 
-def test_extras_of_another_spec_are_not_taken(saved, tmp_path):
+def test_extras_of_another_spec_are_refused(saved, tmp_path):
     config = json.loads((saved / "config.json").read_text())
     config["attnzoo"]["options"] = {"gate": "gated_retention"}  # whose weights have other shapes
     (saved / "config.json").write_text(json.dumps(config))
@@ -341,7 +341,7 @@ def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_without_attnzoo_loading_fails_loudly(saved, fresh_python):
+def test_without_attnzoo_loading_raises(saved, fresh_python):
     done = fresh_python(
         "import sys\n"
         "from transformers import AutoModelForCausalLM\n"

@@ -1,4 +1,4 @@
-"""What is read from attention modules: which they are, their numbers and geometry."""
+"""Attention modules: which modules they are, their layer numbers and geometry."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The mask object: what it is read from, that nothing quadratic is built, how it travels."""
+"""The mask object: how it is read and moved, and that no quadratic tensor is built."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ ALL = [*EXACT, "linear", "gated_linear", "reformer"]
 
 
 class Shapes(TorchDispatchMode):
-    """Notes the shape of every tensor that any operation returns, backward included."""
+    """Records the shape of every tensor that an operation returns, backward included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,12 +143,12 @@ def test_packing_given_as_cumulative_lengths(backend, llama, packed):
     with torch.no_grad():
         found = model(ids, position_ids=places, **given).logits  # as a flattening collator does
         assert_close(found, apart(model, ids), atol=1e-4, rtol=1e-4)
-        if backend in EXACT:  # whose rotations are relative: the lengths alone must do
+        if backend in EXACT:  # rotations are relative: the lengths suffice
             found = model(ids, **given, use_cache=False).logits
             assert_close(found, apart(model, ids), atol=1e-4, rtol=1e-4)
 
 
-def test_cumulative_lengths_that_cannot_be_honoured(llama, ids, padding):
+def test_unsupported_cumulative_lengths(llama, ids, padding):
     model = llama()
     attnzoo.swap(model, "flash")
     bounds = torch.tensor([0, 5, 12])
@@ -237,12 +237,12 @@ def test_compiled_packing_begins_where_any_argument_says(monkeypatch):
     assert found.segment_ids.tolist() == [[0, 0, 1, 1, 2, 2]]
 
 
-# -- masks of the user's own ---------------------------------------------------------------------
+# -- custom masks --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def odd_mask():
-    """Causal, but for a hole that no window or padding describes; [3, 1, 12, 12]."""
+    """Causal, with a hole that no window or padding describes; [3, 1, 12, 12]."""
     seen = torch.ones(3, 1, 12, 12, dtype=torch.bool).tril()
     seen[1, :, 6:, 2:4] = False
     return seen
@@ -303,7 +303,7 @@ def after_four(batch, head, q, kv):
 
 
 def made(config: Any, kind: str, ids: Tensor, **given: Any) -> Any:
-    """Make a mask as a model does, with whatever implementation the config names."""
+    """Make a mask as a model does, with the implementation that the config names."""
     maker = getattr(masking_utils, f"create_{kind}_mask")
     arguments = {"attention_mask": None, "past_key_values": None, **given}
     return maker(config, torch.zeros(*ids.shape, 8), **arguments)
@@ -354,7 +354,7 @@ def test_masks_are_read_as_sdpa_builds_them(kind, given, padded, mask_config, id
 
 
 @pytest.mark.parametrize(("kind", "given"), KNOWN)
-def test_known_masks_hold_no_function(kind, given, mask_config, ids):
+def test_known_masks_have_no_function(kind, given, mask_config, ids):
     assert made(mask_config, kind, ids, **given).function is None
 
 
@@ -427,7 +427,7 @@ def test_counter_of_a_static_cache_is_read_when_the_mask_is_made():
             masking_utils.or_masks(masking_utils.causal_mask_function, after_four),
         )
     ]
-    counter += 3  # as the first layer's update does, before any backend asks
+    counter += 3  # as the first layer's update does, before any backend reads it
     for mask in masks:
         assert mask.dense(1, 8, counter.device).flatten().tolist() == [True] * 5 + [False] * 3
 
@@ -482,7 +482,7 @@ def test_an_indexers_selection_is_honoured_by_exact_backends_and_refused_by_othe
     chosen = torch.tensor([[0, 2], [0, 1], [0, 2]]).expand(2, 3, 2).int()
     attnzoo.swap(model, "softmax")
     out, _ = attention(module, q, kv, kv, mask, indices=chosen)
-    torch.testing.assert_close(out[:, 0, 0], kv[:, 0, 0])  # it sees key 0 alone
+    torch.testing.assert_close(out[:, 0, 0], kv[:, 0, 0])  # it attends to key 0 only
     seen = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
     right = softmax_attention(q, kv, kv, mask=seen[None, None]).out
     torch.testing.assert_close(out, right.transpose(1, 2))
@@ -501,7 +501,7 @@ def test_layers_without_a_mask(sizes, window, expected):
     assert int(mask.dense(*sizes, torch.device("cpu")).sum()) == expected
 
 
-def test_place_of_queries_must_be_known():
+def test_positions_of_queries_are_required():
     with pytest.raises(UnsupportedError, match="3 queries, 9 keys and no mask"):
         read_mask(None, causal=True, window=None, q_length=3, kv_length=9)
     mask, _ = read_mask(None, causal=False, window=None, q_length=3, kv_length=9)

@@ -1,4 +1,4 @@
-"""Masks that change for tokens which a state has seen: refused, for a state cannot follow."""
+"""Masks that change for tokens in a state are refused, because a state cannot be corrected."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ def test_a_changed_mask_is_refused(model, cache, ids, mask, change, end):
         step(model, cache, ids, changed(mask, *entries), 8, end)
 
 
-def test_the_cache_goes_on_after_a_refusal(model, cache, ids, mask):
+def test_the_cache_is_usable_after_a_refusal(model, cache, ids, mask):
     step(model, cache, ids, mask, 0, 8)
     with pytest.raises(UnsupportedError, match="unchanged"):
         step(model, cache, ids, changed(mask, (1, 6)), 8, 9)
@@ -97,7 +97,7 @@ def test_a_mask_of_the_new_tokens_alone_is_refused(model, cache, ids, mask):
         model(ids[:, 8:], attention_mask=mask[:, 8:] * 0 + 1, past_key_values=cache)
 
 
-def test_exact_backends_honour_a_changed_mask(llama, ids, mask):
+def test_exact_backends_apply_a_changed_mask(llama, ids, mask):
     logits = []
     for backend in (None, "flash", "softmax"):
         model = llama()
@@ -110,7 +110,7 @@ def test_exact_backends_honour_a_changed_mask(llama, ids, mask):
     assert_close(logits[2], logits[0], atol=1e-5, rtol=1e-5)
 
 
-def test_rows_take_their_padding_along(linear, cache, ids, mask):
+def test_reordered_rows_keep_their_padding(linear, cache, ids, mask):
     step(linear, cache, ids, mask, 0, 8)
     rows = torch.tensor([2, 2, 0])
     cache.reorder_cache(rows)
@@ -121,7 +121,7 @@ def test_rows_take_their_padding_along(linear, cache, ids, mask):
         step(linear, cache, other, changed(mask[rows], (1, 6)), 10, 12)
 
 
-def test_rows_selected_and_repeated_take_their_padding_along(linear, ids, mask):
+def test_selected_and_repeated_rows_keep_their_padding(linear, ids, mask):
     cache = hf.DynamicCache()
     step(linear, cache, ids, mask, 0, 8)
     cache.batch_select_indices(torch.tensor([0, 2]))
@@ -132,7 +132,7 @@ def test_rows_selected_and_repeated_take_their_padding_along(linear, ids, mask):
         step(linear, cache, ids[rows], changed(mask[rows], (3, 8)), 9, 12)
 
 
-def test_tokens_taken_back_may_come_again_as_others(linear, ids, mask):
+def test_cropped_tokens_may_be_replaced_by_others(linear, ids, mask):
     cache = hf.DynamicCache()
     cache.activate_past_recording()
     step(linear, cache, ids, mask, 0, 8)

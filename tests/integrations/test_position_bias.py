@@ -1,4 +1,4 @@
-"""T5's position bias in backends that see a part of the keys: exact where that part is all."""
+"""T5's position bias in backends that attend to some keys: exact if they attend to all."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ T5: dict[str, Any] = {
     "relative_attention_num_buckets": 6,
     "relative_attention_max_distance": 12,
 }
-WIDE = {  # everything that there is, in 24 tokens
+WIDE = {  # options with which a query attends to all 24 tokens
     "longformer": {"window": 64},
     "reformer": {"num_hashes": 2, "chunk_size": 16},
 }
@@ -64,7 +64,7 @@ def tables(model: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("backend", list(WIDE))
-def test_where_all_is_seen_it_is_softmax_and_the_table_learns_alike(backend, kind, make_model):
+def test_outputs_and_gradients_equal_softmax_if_all_keys_are_attended(backend, kind, make_model):
     model, found = make_model(kind), []
     for name, options in (("softmax", {}), (backend, WIDE[backend])):
         attnzoo.restore(model) if found else None
@@ -78,7 +78,7 @@ def test_where_all_is_seen_it_is_softmax_and_the_table_learns_alike(backend, kin
 
 
 @pytest.mark.parametrize("backend", list(NARROW))
-def test_where_little_is_seen_the_bias_still_counts(backend, make_model):
+def test_the_bias_has_an_effect_if_few_keys_are_attended(backend, make_model):
     model = make_model()
     attnzoo.swap(model, backend, **NARROW[backend], else_="flash")
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_decoding_from_the_cache_equals_one_pass(backend, make_model):
 
 @pytest.mark.parametrize("backend", list(WIDE))
 @pytest.mark.parametrize("cache", [None, "static"])
-def test_it_generates_what_softmax_does(backend, cache, make_model):
+def test_generation_equals_softmax(backend, cache, make_model):
     model, texts = make_model(), []
     inputs = {name: x for name, x in given().items() if name != "decoder_input_ids"}
     for name, options in (("softmax", {}), (backend, WIDE[backend])):

@@ -99,7 +99,7 @@ def test_copy_repeats_the_learned_rows():
     assert model.config.n_positions == 80
 
 
-def test_interpolation_keeps_the_ends_and_lies_between():
+def test_interpolation_keeps_the_ends_and_averages_neighbours():
     model = make("bert")
     rows = model.embeddings.position_embeddings.weight.detach().clone()
     attnzoo.extend_positions(model, 63, method="interpolate")  # 62 steps over 31: halves
@@ -122,7 +122,7 @@ def test_rows_before_the_first_position_stay():
 
 
 @pytest.mark.parametrize("method", ["linear", "dynamic", "yarn"])
-def test_rotary_positions_are_those_of_a_model_loaded_so(method, tmp_path):
+def test_rotary_positions_equal_those_of_a_loaded_config(method, tmp_path):
     model = make("llama")
     extension = attnzoo.extend_positions(model, 128, method=method)
     assert (extension.kind, extension.before, extension.method) == ("rotary", 32, method)
@@ -135,7 +135,7 @@ def test_rotary_positions_are_those_of_a_model_loaded_so(method, tmp_path):
 
 
 def test_linear_scaling_divides_positions():
-    """Token 4 n of the scaled model stands where token n of the other one did."""
+    """Token 4 n of the scaled model has the position of token n of the other one."""
     model = make("llama")
     rotary = model.model.rotary_emb
     places = torch.arange(8)[None]
@@ -153,7 +153,7 @@ def test_a_swapped_model_is_extended_too():
     assert not torch.allclose(run(model, 100), before)
 
 
-def test_positions_without_end():
+def test_models_without_a_maximum_length():
     t5 = T5EncoderModel(
         T5Config(d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, vocab_size=99)
     )
@@ -195,7 +195,7 @@ def test_mistakes_change_nothing(name, length, method, message):
     assert all(torch.equal(v, before[1][k]) for k, v in model.state_dict().items())
 
 
-def test_what_cannot_be_extended_is_refused():
+def test_unsupported_models_are_refused():
     llama = make("llama")
     attnzoo.extend_positions(llama, 64)
     with pytest.raises(UnsupportedError, match="scaled already"):

@@ -93,7 +93,7 @@ def make_model(redraw):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1]}")
-def test_exact_backends_equal_stock_and_learn_the_positions_alike(case, make_model):
+def test_outputs_and_gradients_of_exact_backends_equal_stock(case, make_model):
     model, inputs = make_model(*case)
     positions = [
         x for name, x in model.named_parameters() if any(word in name for word in CASES[case])

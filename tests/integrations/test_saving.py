@@ -1,4 +1,4 @@
-"""What a config holds of a swap, and what loading accepts."""
+"""The swap in a config, and the specs that loading accepts."""
 
 import json
 import warnings
@@ -93,7 +93,7 @@ def test_a_config_takes_the_name_of_a_backend(llama_config):
 
 
 @pytest.mark.parametrize("cls", [hf.AutoModelForCausalLM, hf.LlamaForCausalLM])
-def test_from_pretrained_says_how_to_swap(cls, llama, tmp_path):
+def test_error_of_from_pretrained_names_swap(cls, llama, tmp_path):
     llama().save_pretrained(tmp_path)
     with pytest.raises(SpecError, match=r"attnzoo\.swap\(model, 'linear'\)"):
         cls.from_pretrained(tmp_path, attnzoo="linear")
@@ -110,7 +110,7 @@ def test_describe_takes_a_folder(llama, tmp_path):
         attnzoo.describe(1)
 
 
-def test_weights_of_other_shapes_raise_what_stock_raises(llama, llama_config, tmp_path):
+def test_weights_of_other_shapes_raise_the_error_of_transformers(llama, llama_config, tmp_path):
     attnzoo.swap(llama(), "linear", feature_map="hedgehog").save_pretrained(tmp_path)
     config = hf.AutoConfig.from_pretrained(tmp_path)
     config.num_attention_heads = 8

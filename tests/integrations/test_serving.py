@@ -47,7 +47,7 @@ def assert_equal(given, expected):
 
 @has_paged_cache
 @pytest.mark.parametrize("backend", ["softmax", "flash", "reformer"])
-def test_requests_equal_generation_apart(backend, llama):
+def test_requests_equal_separate_generation(backend, llama):
     model = attnzoo.swap(llama(num_key_value_heads=2), backend)
     assert_equal(generate_batch(model), generate(model))
     assert {row.backend for row in attnzoo.describe(model)} == {backend}

@@ -256,7 +256,7 @@ def test_accelerate_hooks_stay():
     remove_hook_from_module(layer)
 
 
-def test_what_cannot_be_sped_up_is_refused(llama):
+def test_unsupported_models_are_refused(llama):
     with pytest.raises(SpecError, match=r"LlamaForCausalLM has no .* it has LlamaAttention"):
         attnzoo.speed_up(llama())
     with pytest.raises(SpecError, match="Linear is not a transformers model"):

@@ -111,7 +111,7 @@ def clip(redraw):
     return redraw(hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision)))
 
 
-def test_a_part_that_is_disabled_stays_so(clip, tmp_path):
+def test_a_disabled_part_stays_disabled(clip, tmp_path):
     attnzoo.swap(clip, "softmax")
     clip.set_attn_implementation({"text_config": "sdpa"})
     wanted = [("none", "sdpa"), ("softmax", "")]
@@ -121,7 +121,7 @@ def test_a_part_that_is_disabled_stays_so(clip, tmp_path):
 
 
 def test_a_folder_is_loaded_with_the_swap_disabled(swapped, ids, tmp_path):
-    """An explicit ``attn_implementation`` has the last word, as for every other implementation."""
+    """An explicit ``attn_implementation`` takes precedence, as for every other implementation."""
     model, expected, original = swapped
     model.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="'eager', as requested; the swap to 'gated_linear'"):

@@ -32,7 +32,7 @@ print(model(torch.arange(9)[None]).logits.sum().item())
 
 @pytest.fixture
 def sentinel(monkeypatch, tmp_path):
-    """A module on the path that nothing has imported, and the maps as they were after the test."""
+    """A module on the path that nothing has imported; the maps are restored after the test."""
     known = dict(feature_map_config.FEATURE_MAPS)  # with our own registered
     monkeypatch.setattr(feature_maps, "FEATURE_MAPS", known)
     (tmp_path / "sentinel.py").write_text("def square(x):\n    return x * x\n")

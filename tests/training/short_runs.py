@@ -1,4 +1,4 @@
-"""Shorten what a run measures and draws besides training: most of a tiny model's run is that."""
+"""Shorten the measurements and plots of a run: with a tiny model they take most of its time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from attnzoo.training import head_entropy, results, runs
 
 
 def shorten_runs(patch: Callable[[object, str, Any], None]) -> None:
-    """Patch the lengths that a run measures at, and its report's pictures; the text remains.
+    """Reduce the lengths of measurements, and leave out the pictures of the report.
 
     Args:
         patch: Sets an attribute: ``setattr``, or that of a ``MonkeyPatch``.

@@ -74,7 +74,8 @@ def stop_at(total):
 def sharded(model, text, out):
     """Train with sharded weights; repeat each run with stops after a checkpoint.
 
-    In the first stage and in the second; LoRA, which the first stage has none of, in the second.
+    The full run is stopped in both stages. The LoRA run is stopped in the second one only, because
+    the first one trains no adapters.
     """
     runs.Accelerator = sharding
     loop = LoopConfig(batch_size=4, checkpoint_every=2)
