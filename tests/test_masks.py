@@ -1,4 +1,4 @@
-"""The mask as a value: what it says, key by key, and how it changes."""
+"""AttentionMask: its dense form, key by key, and the functions that return a changed mask."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ PADDING = torch.tensor([[True] * 9, [False] * 2 + [True] * 5 + [False, True]])
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [3] * 9])
 
 
-def sees(mask: AttentionMask, row: int, query: int, key: int) -> bool:
-    """Say in plain words whether the query at a position sees a key."""
+def is_visible(mask: AttentionMask, row: int, query: int, key: int) -> bool:
+    """Return whether a query attends to a key, computed from the fields of the mask."""
     before, after = mask.window or (99, 99)
     earlier = [
         other
@@ -42,7 +42,7 @@ def sees(mask: AttentionMask, row: int, query: int, key: int) -> bool:
     ],
     ids=list,
 )
-def test_dense_says_who_sees_whom(causal, window, offset, extra):
+def test_dense_equals_the_fields_of_the_mask(causal, window, offset, extra):
     mask = AttentionMask(causal=causal, window=window, q_offset=offset, **extra)
     dense = mask.dense(9 - offset, 9, CPU)
     if dense is None:
@@ -51,11 +51,11 @@ def test_dense_says_who_sees_whom(causal, window, offset, extra):
     for row in range(2):
         for query in range(offset, 9):
             for key in range(9):
-                expected = sees(mask, row, query, key)
+                expected = is_visible(mask, row, query, key)
                 assert bool(dense[row, 0, query - offset, key]) is expected, (row, query, key)
 
 
-def test_nothing_is_built_where_all_is_seen():
+def test_no_tensor_is_built_if_all_keys_are_visible():
     assert AttentionMask().dense(5, 5, CPU) is None
     assert AttentionMask().is_plain
     assert AttentionMask(causal=True, q_offset=3).is_plain
@@ -98,7 +98,7 @@ def test_a_window_narrows_a_function(causal):
     assert torch.equal(narrow.dense(4, 9, CPU), whole & band)
 
 
-def test_of_new_tokens_forgets_the_earlier_ones():
+def test_mask_of_new_tokens_omits_the_earlier_ones():
     for offset in (6, torch.tensor(6)):
         mask = AttentionMask(causal=True, padding=PADDING, q_offset=offset).of_new_tokens(2)
         assert mask.q_offset == 0

@@ -1,4 +1,4 @@
-"""What a swap without any training does to real weights: sentence embeddings of a small encoder."""
+"""Swaps of a pretrained encoder without training: similarity of its sentence embeddings."""
 
 import ast
 import importlib.util
@@ -23,10 +23,10 @@ FLOORS = [
     ("flash", {}, 0.99999),
     ("longformer", {"window": 64, "num_global": 1}, 0.98),  # 64 a side, and the first token global
     ("linformer", {"num_rows": LONGEST}, 0.99999),  # a row for every token
-    ("linformer", {"num_rows": 128}, 0.90),  # (0.915) the longest texts have two tokens a row
+    ("linformer", {"num_rows": 128}, 0.90),  # (0.915) the longest texts have two tokens per row
     ("performer", {"num_features": 256}, 0.63),  # (0.650)
     ("linear", {}, 0.40),  # (0.418)
-    # at most 213 keys are met, of up to 256
+    # at most 213 of up to 256 keys are attended
     ("reformer", {"num_hashes": 16, "window": 8, "chunk_size": 12}, 0.985),
 ]
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def docstrings(*, held_out: bool = True) -> list[str]:
-    """Return what documents files of the standard library, the longer texts."""
+    """Return the longer docstrings of files of the standard library."""
     found = set()
     for path in standard_library_files(held_out=held_out)[:200]:
         for node in ast.walk(ast.parse(path.read_bytes())):
@@ -48,7 +48,7 @@ def docstrings(*, held_out: bool = True) -> list[str]:
 
 @cache
 def batches(count: int = COUNT) -> list[dict[str, Tensor]]:
-    """Return the docstrings as tokens, those of like length together."""
+    """Return batches of tokenized docstrings, sorted by length."""
     tokenizer = AutoTokenizer.from_pretrained(folder())
     rows = tokenizer(docstrings(), truncation=True, max_length=LONGEST)["input_ids"]
     rows = [row for row in rows if len(row) >= SHORTEST]

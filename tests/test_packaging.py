@@ -1,4 +1,4 @@
-"""The package as users get it: the list of packages, the wheel, the editable tree, the pins."""
+"""Packaging: the list of packages, the wheel, the editable tree, the pinned versions."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def python(code: str, cwd: Path, *flags: str, path: Path | None = None) -> str:
 
 
 def package_files() -> set[str]:
-    """Return what the wheel must hold, as it is named in there: sources, templates, assets."""
+    """Return the names of the files that the wheel must contain: sources, templates, assets."""
     files = set()
     for folder, prefix in (("attnzoo", ""), ("integrations", "attnzoo/")):
         for path in (ROOT / folder).rglob("*"):  # the link is not followed
@@ -45,7 +45,7 @@ def package_files() -> set[str]:
 
 
 def build_wheel(target: Path, *, link: bool) -> Path:
-    """Build a wheel from a copy of the tree, so that nothing stale enters and nothing is left."""
+    """Build a wheel from a copy of the tree, so that it has no stale files and leaves none."""
     copy = target / "tree"
     copy.mkdir(parents=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -65,7 +65,7 @@ def build_wheel(target: Path, *, link: bool) -> Path:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["link", "link lost"])
 def wheel(request, tmp_path_factory):
-    """The wheel; also as it is built where the link did not survive (a zip archive, Windows)."""
+    """The wheel; also built from a tree without the link (a zip archive, Windows)."""
     return build_wheel(tmp_path_factory.mktemp("wheel"), link=request.param)
 
 
@@ -147,7 +147,7 @@ def requirements() -> list[Requirement]:
 
 
 def pins() -> dict[str, str]:
-    """Return name and version by line of constraints.txt, where no other kind of line may stand."""
+    """Return name and version by line of constraints.txt, which must not contain other lines."""
     found: dict[str, str] = {}
     for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines():
         if line and not line.startswith("#"):

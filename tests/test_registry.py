@@ -24,7 +24,7 @@ def own_name():
     BACKENDS.pop("mine", None)
 
 
-def test_builtin_backends_are_there_by_name():
+def test_builtin_backends_are_found_by_name():
     assert {"softmax", "flash", "linear", "gated_linear", "delta"} <= set(available_backends())
     for name in ("softmax", "flash", "linear", "gated_linear", "delta"):
         cls = get_backend(name)
@@ -59,7 +59,7 @@ def test_a_taken_name_is_refused(own_name):
 
 @pytest.mark.parametrize("name", ["softmax", "linear"])
 def test_a_builtin_name_is_refused(name):
-    """Also where the built-in backend is not loaded yet: the module has the say, not the order."""
+    """Also if the built-in backend is not loaded yet: the module counts, not the order."""
     held = BACKENDS.pop(name, None)
     try:
         with pytest.raises(ValueError, match=rf"'{name}' belongs to attnzoo.backends.{name}"):
@@ -118,7 +118,7 @@ class Mine(AttentionBackend):
 
 
 def install(folder: Path, package: str, points: str, module: str = "") -> None:
-    """Lay out a distribution as pip leaves it: metadata with entry points, and a module."""
+    """Write a distribution as pip installs it: metadata with entry points, and a module."""
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
@@ -141,7 +141,7 @@ def site(tmp_path, monkeypatch):
 
 
 def test_an_installed_plugin_is_found_and_loads_on_first_use(tmp_path, fresh_python):
-    """In an interpreter of its own, as a user meets it."""
+    """In a fresh interpreter, as for a user."""
     install(
         tmp_path, "zoo_mine", "mine = zoo_mine:Mine", MODULE.format(decorator="@register('mine')")
     )
@@ -169,11 +169,11 @@ print(cls.__module__, cls.name)
         ("mine = zoo_nowhere:Mine", "", "cannot be imported: No module named 'zoo_nowhere'"),
     ],
 )
-def test_a_plugin_that_does_not_deliver_is_refused(site, points, decorator, words):
+def test_an_invalid_plugin_is_refused(site, points, decorator, words):
     install(site, "zoo_mine", points, MODULE.format(decorator=decorator))
     with pytest.raises(ConfigError, match=f"'{points.split(' = ')[1]}'.*{words}"):
         get_backend("mine")
-    assert get_backend("softmax").name == "softmax"  # the others are not harmed
+    assert get_backend("softmax").name == "softmax"  # other backends still load
 
 
 def test_two_plugins_of_one_name_are_refused(site):

@@ -1,4 +1,4 @@
-"""The spec: what it accepts, what it stores, and what it refuses with which words."""
+"""AttentionSpec: accepted and stored data, and the messages of errors."""
 
 import json
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ WHOLE = {
         {"version": 1, "backend": "gated_linear", "layers": {"2": {"backend": "softmax"}}},
     ],
 )
-def test_plain_data_comes_back_as_it_was(data):
+def test_round_trip_through_plain_data(data):
     spec = AttentionSpec.from_dict(data)
     assert spec.to_dict() == data
     assert AttentionSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
@@ -71,7 +71,7 @@ def test_defaults_are_not_stored():
 
 
 @pytest.mark.parametrize("missing", ["version", "options"])
-def test_what_may_be_left_out(missing):
+def test_optional_data(missing):
     data = {"version": 1, "backend": "flash", "options": None}
     del data[missing]
     assert AttentionSpec.from_dict(data) == AttentionSpec("flash")
@@ -216,7 +216,7 @@ ENCODER_DECODER = [
         ("model.decoder.layers.0.self_attn", [2]),
     ],
 )
-def test_layers_are_told_apart_by_part_and_by_name(key, named):
+def test_layers_are_selected_by_part_and_by_name(key, named):
     spec = AttentionSpec("linear", layers={key: "flash"})
     spec.check_layers(*zip(*ENCODER_DECODER, strict=True))
     flash = [i for i, at in enumerate(ENCODER_DECODER) if spec.for_layer(*at).backend == "flash"]
@@ -237,7 +237,7 @@ def test_layers_are_told_apart_by_part_and_by_name(key, named):
         ({"decoder.1": "flash", "encoder_attn": "softmax"}, r"Layer 1 .* is named twice"),
     ],
 )
-def test_keys_that_name_nothing_or_too_much_are_refused(layers, words):
+def test_keys_that_match_no_layer_or_are_ambiguous_are_refused(layers, words):
     spec = AttentionSpec("linear", layers=layers)
     with pytest.raises(SpecError, match=words):
         spec.check_layers(*zip(*ENCODER_DECODER, strict=True))

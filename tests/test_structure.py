@@ -1,4 +1,4 @@
-"""Rules of the tree that no linter knows: who imports whom, sizes, names, no trace of a machine."""
+"""Rules of the tree beyond the linter: imports, sizes, names, no paths of a machine."""
 
 import ast
 import os
@@ -71,7 +71,7 @@ def unit_of(dotted: str) -> str:
 
 
 def wrong_imports(module: str, source: str) -> list[str]:
-    """Say what a module imports and must not."""
+    """Return the imports that are not allowed in a module."""
     own = unit_of(module)
     wrong = []
     for line, name in imports(ast.parse(source)):
@@ -140,7 +140,7 @@ def mechanism_of(dotted: str) -> tuple[str, str]:
 
 
 def wrong_mechanism_imports(module: str, source: str) -> list[str]:
-    """Return what a module of a mechanism imports against the order of its layers."""
+    """Return the imports of a mechanism's module that violate the order of its layers."""
     own, inner = mechanism_of(module)
     wrong = []
     for line, name in imports(ast.parse(source)):
@@ -271,13 +271,13 @@ def test_public_names_resolve():
 
 @pytest.mark.parametrize("name", ["swap", "describe"])
 def test_first_use_of_a_public_name(name, fresh_python):
-    """In an interpreter that has not imported attnzoo, so that a circle of imports shows."""
+    """In an interpreter that has not imported attnzoo, so that circular imports are detected."""
     done = fresh_python(f"import attnzoo; attnzoo.{name}", cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 
 def too_long(path: Path) -> list[str]:
-    """Say which function of a file, or that the file itself, is too long."""
+    """Return the functions of a file, and the file itself, that are too long."""
     source = path.read_text("utf-8")
     name = path.relative_to(ROOT)
     found = []
@@ -345,7 +345,7 @@ def test_no_file_names_a_machine():
             content = os.fsencode(os.readlink(path))
         elif path.is_file():
             content = path.read_bytes()
-        else:  # deleted, but not yet in git's eyes
+        else:  # deleted, but still in git's index
             continue
         for match in pattern.finditer(content):
             line = content.count(b"\n", 0, match.start()) + 1

@@ -118,7 +118,7 @@ def test_a_state_lacks_dropped_values_and_has_all_keys(x):
 
 
 @pytest.mark.parametrize("case", ["linear", "flash, keys", "softmax", "reformer"])
-def test_returned_weights_gave_the_output(case, x):
+def test_returned_weights_produce_the_output(case, x):
     backend = build_layer(*{**CASES, **WEIGHTS}[case])
     output = backend(**x, dropout=0.4, return_weights=True)
     applied = output.weights @ x["v"].repeat_interleave(H // HKV, 1)

@@ -1,4 +1,4 @@
-"""Empty batches and sequences, which give empty outputs; and shapes that no call can have."""
+"""Empty batches and sequences, which give empty outputs; and invalid shapes."""
 
 from pathlib import Path
 

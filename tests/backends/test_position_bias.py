@@ -121,7 +121,7 @@ def test_longformer_gives_zeros_where_the_bias_hides_all_keys(monkeypatch, form,
         use_batched(monkeypatch)
     bias = torch.randn(1, HEADS, LENGTH, LENGTH, dtype=torch.float64)
     q, k, v, bias = inputs = [x.requires_grad_() for x in (*qkv(), bias)]
-    lowest = torch.arange(LENGTH)[:, None] == 12  # the same at all keys: none is hidden
+    lowest = torch.arange(LENGTH)[:, None] == 12  # equal for all keys: none is masked
     bias = hide_keys(bias).masked_fill(lowest, torch.finfo(bias.dtype).min)
     tokens, padding = torch.zeros(2, ROWS, LENGTH, dtype=torch.bool)
     tokens[:, 60] = some_global
@@ -190,7 +190,7 @@ def test_unsupported_calls_with_fewer_queries_are_refused():
 
 
 def reformer(form, q, k, v, mask, bias, impl):
-    """Return the output of a form, and the number of rounds in which queries meet keys."""
+    """Return the output of a form, and the rounds in which each query attends to each key."""
     options = {"mask": mask, "bias": bias, "impl": impl}
     if form == "shared":
         lsh = LSHOptions(True, mask.causal, 2, 8)
@@ -203,7 +203,7 @@ def reformer(form, q, k, v, mask, bias, impl):
 
 
 def softmax_of_counts(form, q, k, v, counts, bias):
-    """Return softmax attention to keys that are met, with weight n if in n rounds."""
+    """Return softmax attention to the attended keys, weighted by their number of rounds."""
     k, scale = (unit(k), 1.0) if form == "shared" else (k, None)
     bias = bias + counts.clamp_min(1).to(q.dtype).log()
     return softmax_attention(q, k, v, scale=scale, mask=counts > 0, bias=bias).out

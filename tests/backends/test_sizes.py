@@ -1,4 +1,4 @@
-"""Specs are data of others: no size in one hangs, exhausts the memory or raises a raw error."""
+"""Untrusted specs: no size in a spec hangs, exhausts the memory or raises a raw error."""
 
 import dataclasses
 import time

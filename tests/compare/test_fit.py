@@ -10,13 +10,13 @@ def power(factor, exponent):
 
 
 @pytest.mark.parametrize("true", [1.0, 1.19, 2.0])
-def test_a_power_is_found_again(true):
+def test_the_exponent_is_recovered(true):
     assert exponent(power(3.0, true)) == pytest.approx(true)
     assert predict(power(3.0, true), 65536) == pytest.approx(3.0 * 64**true)
 
 
 def test_short_lengths_do_not_count():
-    """What costs a fixed time at short lengths is as steep as its longest ones say."""
+    """A fixed cost at short lengths does not change the exponent of the longest ones."""
     costs = power(1.0, 2.0) | {1024: 500.0}
     assert exponent(costs) == pytest.approx(2.0)
 
@@ -83,7 +83,7 @@ def test_curves_are_of_one_row():
     assert softmax.ms == {1024: 12.0}
 
 
-def test_what_failed_is_missing_with_its_reason():
+def test_failed_cases_are_missing_with_their_reason():
     failed = row("linear", 2048, None, status="timed out") | {"reason": "slow"}
     (curve,) = make_curves([row("linear", 1024, 1.0), failed])
     assert curve.ms == {1024: 1.0}

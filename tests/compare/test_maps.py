@@ -49,7 +49,7 @@ def found():
     }
 
 
-def test_the_asked_head_comes_first_and_all_are_there(found):
+def test_the_requested_head_is_first_and_all_heads_are_present(found):
     for maps in found.values():
         assert [one.head for one in maps] == [3, 0, 1, 2]
         assert {one.layer for one in maps} == {2}
@@ -78,7 +78,7 @@ def test_rows_of_all_maps_are_weights(found):
         assert maps.exact.triu(1).abs().max() == 0
 
 
-def test_what_is_written(found, tmp_path):
+def test_written_files(found, tmp_path):
     page = write_maps(tmp_path, found["linear"])
     facts = json.loads((tmp_path / "maps.json").read_text())
     assert facts["attnzoo"] == attnzoo.__version__
@@ -129,7 +129,7 @@ def test_negative_weights_count_by_size():
 
 
 def test_the_selected_blocks_of_a_head():
-    """The picture shows what the op selected; the shares add up softmax's own weights."""
+    """The picture shows the blocks that the op selected; shares are sums of softmax's weights."""
     options = {"window": 8, "num_sinks": 2, "top_k": 3, "block_size": 4}
     spec = AttentionSpec("block_sparse", **options)
     found = make_maps("embedded", spec, text=None, layer=2, head=1, tokens=64)

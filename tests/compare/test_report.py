@@ -1,4 +1,4 @@
-"""The page, the pictures and the words, from rows that were made up."""
+"""The page, the pictures and the findings, from artificial rows."""
 
 import io
 

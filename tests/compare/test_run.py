@@ -65,7 +65,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def own_map(tmp_path, monkeypatch):
-    """The name of a map of a user's own, in a module that can be imported."""
+    """The name of a custom feature map, in a module that can be imported."""
     (tmp_path / "compared_maps.py").write_text("def square(x):\n    return x * x\n")
     monkeypatch.syspath_prepend(tmp_path)
     known = dict(feature_map_config.FEATURE_MAPS)  # with our own registered
@@ -73,7 +73,7 @@ def own_map(tmp_path, monkeypatch):
     return "compared_maps:square"
 
 
-def test_maps_of_a_users_own_are_compared(llama, own_map, tmp_path):
+def test_custom_feature_maps_are_compared(llama, own_map, tmp_path):
     """Their cases run in other processes, which import what the caller named."""
     specs = [AttentionSpec("linear", feature_map=own_map)]
     config = compare_config(
@@ -93,7 +93,7 @@ def compare_config(model, out, **given):
 
 @pytest.fixture(scope="module")
 def measured(llama, text, tmp_path_factory):
-    """A whole comparison of the small model."""
+    """The results of a complete comparison of the small model."""
     out = tmp_path_factory.mktemp("out")
     config = compare_config(llama, out, text=text, quality_length=256, lengths=[64, 256])
     return config, compare(config)
@@ -140,7 +140,7 @@ def test_quality_is_judged_inside_and_beyond_the_trained_length(measured):
     assert set(judged) == {"flash", "linear"}
     for row in judged.values():
         assert row["trained"] == 128
-        assert 6 < row["bits_per_byte"] < 11  # nothing was learned: about log2(384)
+        assert 6 < row["bits_per_byte"] < 11  # an untrained model: about log2(384)
         assert row["bits_per_byte_beyond"] is not None
         assert list(row["loss_by_position"]) == ["64", "128", "256"]
         assert row["copy_by_distance"]
@@ -162,7 +162,7 @@ def test_a_second_run_measures_nothing(measured, monkeypatch):
     assert sorted(row["key"] for row in again) == sorted(row["key"] for row in rows)
 
 
-def test_a_run_that_was_cut_goes_on(llama, tmp_path, monkeypatch):
+def test_an_interrupted_run_is_resumed(llama, tmp_path, monkeypatch):
     class Killed(BaseException):
         pass
 
@@ -250,7 +250,7 @@ def test_an_encoder_is_measured(text, tmp_path):
 
 
 def test_what_fails_is_a_status():
-    """Work of libraries, for another process cannot import this file."""
+    """Calls functions of libraries, because another process cannot import this file."""
     workers = Workers(threads=1, timeout=3, memory_bytes={"cpu": 3 * 2**30})
     assert workers.run(dict, [("sum", 10)]) == {"status": OK, "sum": 10}
     assert workers.run(time.sleep, 60)["status"] == TIMED_OUT
@@ -294,7 +294,7 @@ def test_a_case_that_would_take_too_long_is_not_tried():
     quadratic = {1024: 1.0, 2048: 4.0}
     assert predicted_timeout(quadratic, case(4096), 49) == ""  # 16 s, three times
     assert "48 s, extrapolated from 1024 and 2048" in predicted_timeout(quadratic, case(4096), 47)
-    assert predicted_timeout({2048: 100.0}, case(4096), 1) == ""  # nothing is known of how it grows
+    assert predicted_timeout({2048: 100.0}, case(4096), 1) == ""  # one length gives no growth
 
 
 def test_a_file_of_another_version_is_refused(llama, tmp_path):
@@ -324,7 +324,7 @@ def test_a_broken_file_is_refused(llama, tmp_path, content, message):
         compare(compare_config(llama, tmp_path))
 
 
-def test_fresh_sets_it_aside(llama, tmp_path, monkeypatch):
+def test_fresh_moves_the_old_file(llama, tmp_path, monkeypatch):
     (tmp_path / FILE).write_text("nonsense")
     compare(compare_config(llama, tmp_path, lengths=[64], levels=["op"], quality=False, fresh=True))
     assert (tmp_path / "results.jsonl.old").read_text() == "nonsense"

@@ -56,7 +56,7 @@ def test_results_are_written(quick):
     assert not list(out.glob("*.tmp"))
 
 
-def test_what_must_hold_holds(quick):
+def test_expected_relations_of_results(quick):
     _, results, _ = quick
     by_label = {r.label: r for r in results}
     softmax, flash = by_label["softmax"], by_label["flash"]
@@ -102,7 +102,7 @@ def test_users_own_model(tmp_path):
     )
     assert [r.label for r in results] == ["softmax", "linear"]  # the control is always there
     assert not [r.refused for r in results if r.refused]
-    assert all(6 < r.bits_per_byte < 11 for r in results)  # nothing learned: about log2(384)
+    assert all(6 < r.bits_per_byte < 11 for r in results)  # an untrained model: about log2(384)
     assert json.loads((out / "results.json").read_text())["lengths"] == [128]
 
 

@@ -67,7 +67,7 @@ def test_it_has_two_to_four_million_parameters():
     assert 2e6 <= model.num_parameters() <= 4e6
 
 
-def test_it_predicts_text_that_it_never_saw(measured):
+def test_it_predicts_held_out_text(measured):
     assert measured[0].bits_per_byte <= 1.75
 
 
@@ -75,7 +75,7 @@ def test_it_recalls(measured):
     assert measured[0].recall_bits_per_byte <= 1.30
 
 
-def test_a_window_of_32_costs_it_what_it_must(measured):
+def test_a_window_of_32_increases_the_loss(measured):
     whole, window = measured
     assert window.bits_per_byte - whole.bits_per_byte >= 0.2
     assert window.recall_bits_per_byte - whole.recall_bits_per_byte >= 0.6

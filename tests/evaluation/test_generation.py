@@ -37,7 +37,7 @@ def text():
 
 
 class Speaker:
-    """A model that says prepared answers, one a prompt, a token a call."""
+    """A model that returns prepared answers: one per prompt, one token per call."""
 
     config = hf.LlamaConfig(num_hidden_layers=1)
 

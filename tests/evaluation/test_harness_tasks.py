@@ -1,4 +1,4 @@
-"""Generated tasks of lm-evaluation-harness: a program that reads the prompt solves each."""
+"""Generated tasks of lm-evaluation-harness: a program solves each of them from its prompt."""
 
 import importlib.util
 import random

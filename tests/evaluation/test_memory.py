@@ -168,7 +168,7 @@ def test_python_interface(configs):
         ("none", {}, "no config.json"),
     ],
 )
-def test_what_is_refused(configs, model, changes, message):
+def test_unsupported_cases_are_refused(configs, model, changes, message):
     if message is None:
         assert compute(case(configs / model, **changes))[0].parameters > 0
         return

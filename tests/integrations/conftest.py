@@ -1,4 +1,4 @@
-"""Small random models whose attention matters, and padded batches."""
+"""Small random models with attention that is far from uniform, and padded batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def redraw() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def llama() -> Callable[..., Any]:
-    """Return a function that makes a Llama on eager attention, the same one in every call."""
+    """Return a function that makes a Llama with eager attention and fixed weights."""
     return tiny_llama
 
 

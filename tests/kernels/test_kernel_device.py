@@ -1,4 +1,4 @@
-"""Where the tests of Triton kernels run."""
+"""The device of the Triton kernel tests."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sizes that no sequence has: every op refuses them, or computes what any implementation does."""
+"""Sizes beyond any sequence: ops refuse them, or all implementations give equal results."""
 
 import pytest
 import torch

@@ -45,7 +45,7 @@ def test_rows_are_seeded_and_in_the_vocabulary(name):
 
 
 @pytest.mark.parametrize(("name", "size"), [("mqar", 8), ("mqar64", 64)])
-def test_mqar_asks_for_the_value_that_stood_behind_the_key(name, size):
+def test_mqar_asks_for_the_value_after_the_key(name, size):
     rows = draw(name, size=size)
     for tokens, labels in zip(rows.tokens.tolist(), rows.labels.tolist(), strict=True):
         pairs = dict(zip(tokens[: 2 * size : 2], tokens[1 : 2 * size : 2], strict=True))
@@ -75,7 +75,7 @@ def test_induction_asks_for_what_came_after_the_trigger():
 
 
 def evaluate(names):
-    """Compute a ListOps expression from its text, by a stack: another way than the generator's."""
+    """Compute a ListOps expression from its text with a stack, unlike the generator."""
     stack = []
     for name in names:
         if name == "]":
@@ -125,7 +125,7 @@ def test_documents_are_held_out_whole():
 
 @pytest.fixture
 def few(monkeypatch):
-    """Judge on a few rows: what is tested here is not how good a model is."""
+    """Evaluate on a few rows, because these tests do not measure quality."""
     monkeypatch.setattr("attnzoo.tasks.train.TEST_ROWS", 4)
     monkeypatch.setattr("attnzoo.tasks.train.TEST_BATCH", 4)
 
@@ -144,8 +144,8 @@ def test_the_same_seed_is_the_same_model_and_the_same_rows_for_all(few):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_no_position_but_by_order():
-    """What stands further back than the convolution sees is an unordered set to one layer."""
+def test_a_layer_has_no_positions():
+    """For one layer, the tokens before those of the convolution are an unordered set."""
     task = find_task("induction")
     model = make_model(task, AttentionSpec("flash"), 0).eval()
     model.model.layers = model.model.layers[:1]
@@ -164,7 +164,7 @@ def test_the_convolution_is_causal():
     later = tokens.clone()
     later[:, 5] = 1
     changed = (model.model.embed_tokens(tokens) != model.model.embed_tokens(later)).any(-1)[0]
-    assert changed.tolist() == [False] * 5 + [True] * 3  # itself, and the two that see it
+    assert changed.tolist() == [False] * 5 + [True] * 3  # the token and the two after it
 
 
 def test_muon_has_the_models_own_matrices_and_nothing_that_a_backend_adds():
@@ -201,12 +201,12 @@ def test_sizes_join_one_by_one():
     assert sizes_at(task, 0.8) == sizes_at(task, 1) == (4, 8, 16, 32)
 
 
-def test_runs_are_kept_and_gone_on_from(tmp_path, monkeypatch, few):
+def test_runs_are_saved_and_resumed(tmp_path, monkeypatch, few):
     specs = [AttentionSpec("flash"), *hashing_specs()[:1]]
     plan = TaskConfig(task="duplication", specs=specs, seeds=1, steps=1, out=tmp_path)
     rows = run_tasks(plan)
     assert [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()] == rows
-    monkeypatch.setattr("attnzoo.tasks.run.train", None)  # it would fail if it were called
+    monkeypatch.setattr("attnzoo.tasks.run.train", None)  # a call would raise an error
     assert run_tasks(plan) == rows
     table = tabulate(find_task("duplication"), rows)
     assert table.columns == ["attention", "15 symbols", "31 symbols", "63 symbols", "s per run"]
@@ -223,7 +223,7 @@ def test_spread():
     assert str(SeedStatistics(values=(0.9, 1.0, 0.95))) == "95 ± 5"
 
 
-def test_mistakes_come_before_training(tmp_path, monkeypatch):
+def test_invalid_arguments_are_refused_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr("attnzoo.tasks.run.train", None)
     out = tmp_path / "out"
     with pytest.raises(SpecError, match="Did you mean 'mqar'"):

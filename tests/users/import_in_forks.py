@@ -1,4 +1,4 @@
-"""Run each program of a JSON list in a forked child; print a JSON list of what failed in each.
+"""Run each program of a JSON list in a forked child; print a JSON list of their errors.
 
 python import_in_forks.py CHILDREN < programs.json
 

@@ -25,7 +25,7 @@ GROUPED = {"num_key_value_heads": 1, "pad_token_id": 0}
 
 
 class ModelTester:
-    """What the tests of transformers ask of a family; names are theirs."""
+    """The interface that transformers' tests need of a family, with their names."""
 
     batch_size, seq_length, encoder_seq_length, num_choices = 3, 7, 7, 4
     num_hidden_layers = num_attention_heads = 2

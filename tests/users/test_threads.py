@@ -33,7 +33,7 @@ BACKENDS = {
 
 @pytest.fixture(params=BACKENDS)
 def model(request) -> Any:
-    """A tiny Llama whose attention matters, under one backend."""
+    """A tiny Llama with attention that is far from uniform, under one backend."""
     model = tiny_llama()
     attnzoo.swap(model, request.param.split(",")[0], **BACKENDS[request.param])
     return model
@@ -41,7 +41,7 @@ def model(request) -> Any:
 
 @pytest.fixture
 def _switching():
-    """Let threads take turns as often as the interpreter can, so that a race shows."""
+    """Switch threads as often as the interpreter can, to provoke race conditions."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
