@@ -6,9 +6,9 @@
     python -m benchmarks.block_sparse sizes       # block sizes, forward, at 16k tokens
     python -m benchmarks.block_sparse decode      # one token after 16k and 64k, in a model
 
-Quality is the fraction of the gap between a 32-token window and softmax that a selection closes,
-without training. Each timed query attends to at most 963 keys, or 978 with query blocks of 16. The
-calls of a comparison are timed in alternation.
+Quality is the fraction of the gap between a 32-token window and softmax that a selection closes;
+only ``indexer`` trains. Each timed query attends to at most 963 keys, or 978 with query blocks of
+16. The calls of a comparison are timed in alternation.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ Predictions for one float32 layer with 8 heads of size 64 and T tokens, half on 
 The first process sends a state of 64 (64 + 1) numbers per head, 133,120 bytes at any T; for a
 window of 256, it sends 256 keys and values, 1 MiB; all keys and values of 8,192 tokens are 32 MiB,
 252 times the state. The time of a collective should be proportional to the bytes. A layer with a
-state should take half the time of one process plus a fifth, because each process first sums the
-keys of its shard. If queries attend to all earlier keys, the second process does three quarters of
-the work. Layers are measured in CPU time, which other load on the machine does not affect, and
-collectives in wall-clock time.
+state should take 0.6 of the time of one process, half of it and a fifth of that half, because each
+process first sums the keys of its shard. If queries attend to all earlier keys, the second process
+does three quarters of the work. Layers are measured in CPU time, which other load on the machine
+does not affect, and collectives in wall-clock time.
 """
 
 from __future__ import annotations
