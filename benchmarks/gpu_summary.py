@@ -14,21 +14,26 @@ def latest(rows: list[Row]) -> list[Row]:
 
 
 _EVENTS = ("start", "done", "timeout", "crash")
+# First words of the groups that check results
+_CHECKS = ("check", "hybrid", "delta", "block_sparse", "varlen", "sanitizer", "accuracy")
 
 
 def failures(rows: list[Row]) -> list[str]:
-    """Return the failures: wrong results, sanitizer errors, errors and crashes of checks."""
+    """Return wrong results, sanitizer errors, and the checks that crashed or did not finish."""
     found = []
     for row in latest(rows):
         name = f"{row['group']}, {row.get('workload', '')}".removesuffix(", ")
         found += [f"{name}: {text}" for text in row.get("wrong", [])]
         if row.get("sanitizer_errors"):
             found.append(f"{name}: {row['sanitizer_errors']} errors")
-        if "error" in row and row["kind"] in ("check", "accuracy"):
+        if "error" in row and row["kind"] in ("check", "accuracy", "sanitizer"):
             found.append(f"{name}: {row['error']}")
-    for row in rows:
-        if row["kind"] == "crash" and row["group"].split()[0] in ("check", "accuracy"):
-            found.append(f"{row['group']}: the process ended ({row['reason']})")
+    done = {row["group"] for row in rows if row["kind"] == "done"}
+    late = dict.fromkeys(row["group"] for row in rows if row["kind"] == "timeout")
+    ended = {row["group"]: row["reason"] for row in rows if row["kind"] == "crash"}
+    events = {group: f"the process ended ({reason})" for group, reason in ended.items()}
+    events |= {group: "did not finish in time" for group in late if group not in done | set(ended)}
+    found += [f"{name}: {text}" for name, text in events.items() if name.split()[0] in _CHECKS]
     return found
 
 

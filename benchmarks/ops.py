@@ -330,9 +330,9 @@ def main(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
-    rounds: Annotated[int, typer.Option(help="Number of measurements of each call.")] = 5,
-    quick: Annotated[bool, typer.Option(help="1k and 4k, forward only.")] = False,
-    only: Annotated[str, typer.Option(help="Ops whose name contains this.")] = "",
+    rounds: Annotated[int, typer.Option(help="Rounds per call; at most 3 from 16k tokens on.")] = 5,
+    quick: Annotated[bool, typer.Option(help="1k and 4k, forward only, no decoding.")] = False,
+    only: Annotated[str, typer.Option(help="Ops whose name contains this; no decoding.")] = "",
 ) -> None:
     """Measure every op at every length, print a table, write JSON lines."""
     torch.set_num_threads(threads)
@@ -365,7 +365,8 @@ def main(
                 progress.update(task, description=f"{mode}, slope of {name}")
                 rows += measure_slopes(replace(base, mode=mode), name, rounds)
                 progress.advance(task)
-    rows += measure_decode(max(tokens), base, rounds)
+    if not (quick or only):
+        rows += measure_decode(max(tokens), base, rounds)
     console = Console()
     console.width = max(console.width, 180)  # if the output is not a terminal
     show(rows, console)

@@ -206,11 +206,18 @@ def test_failed_checks_are_named():
         {"kind": "check", "group": "check none bare", "workload": "b", "wrong": []},
         {"kind": "sanitizer", "group": "s", "workload": "memcheck", "sanitizer_errors": 3},
         {"kind": "crash", "group": "check vector any", "key": None, "reason": "SIGSEGV"},
+        {"kind": "crash", "group": "hybrid none any", "key": None, "reason": "SIGABRT"},
+        {"kind": "crash", "group": "time fla none", "key": None, "reason": "SIGSEGV"},
+        {"kind": "timeout", "group": "varlen 64"},
+        {"kind": "timeout", "group": "delta none any"},  # finished by a later run
+        {"kind": "done", "group": "delta none any"},
     ]
     assert summary.failures(rows) == [
         "check none bare, a: dv differs",
         "s, memcheck: 3 errors",
         "check vector any: the process ended (SIGSEGV)",
+        "hybrid none any: the process ended (SIGABRT)",
+        "varlen 64: did not finish in time",
     ]
     table = summary.checks(rows)
     assert "| check none bare | 1 | 1 | 0 | ['dv differs'] |" in table
