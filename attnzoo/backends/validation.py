@@ -14,6 +14,7 @@ from attnzoo.backends.config import MAX_SIZE
 from attnzoo.errors import UnsupportedError, short_repr
 from attnzoo.masks import AttentionMask
 
+STATE_DTYPES = (torch.float32, torch.float64)
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 
@@ -57,6 +58,10 @@ def qkv_reasons(
             f"q and k must agree in batch and in key size, got q {format_shape(q)} and "
             f"k {format_shape(k)}"
         )
+    if not q.device == k.device == v.device:
+        reasons.append(
+            f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}"
+        )
     if 0 in (heads, key_heads, size, v.shape[3]):
         reasons.append(
             f"heads and sizes per head must be at least 1, got q {format_shape(q)}, "
@@ -68,7 +73,7 @@ def qkv_reasons(
             f"and {key_heads}"
         )
     if mask is not None:
-        reasons += _mask_reasons(mask, key_batch, length)
+        reasons += _mask_reasons(mask, key_batch, length, q.device)
     return reasons
 
 
@@ -86,28 +91,40 @@ def check_qkv(
     if reasons:
         raise UnsupportedError(f"{'; '.join(reasons)}.")
     if bias is not None:
-        check_broadcastable("bias", bias, (*q.shape[:3], k.shape[2]), "B, H, T, S")
+        scores = *q.shape[:3], k.shape[2]
+        check_broadcastable("bias", bias, scores, "B, H, T, S", q.device)
         if not bias.is_floating_point():
             raise UnsupportedError(
                 f"bias is added to the scores, so it must be floating-point, got "
                 f"{_format_dtype(bias.dtype)}; pass what is masked as mask."
             )
     if sinks is not None:
-        check_shape("sinks", sinks, (q.shape[1],), "H")
+        if sinks.dim() == 1:
+            check_shape("sinks", sinks, (q.shape[1],), "H", q.device)
+        else:
+            check_shape("sinks", sinks, (*q.shape[:3], 1), "H] or [B, H, T, 1", q.device)
 
 
-def check_shape(name: str, x: Tensor, shape: tuple[int, ...], letters: str) -> None:
-    """Raise ``UnsupportedError`` if a tensor has another shape, or a dtype that no op supports."""
+def check_shape(
+    name: str, x: Tensor, shape: tuple[int, ...], letters: str, device: torch.device
+) -> None:
+    """Raise ``UnsupportedError`` for another shape or device, or a dtype that no op supports."""
     if tuple(x.shape) != shape:
         raise UnsupportedError(
             f"{name} must be [{letters}], here {list(shape)}, got {format_shape(x)}."
         )
     if x.dtype not in DTYPES:
         check_dtype(name, x)
+    if x.device != device:
+        check_device(name, x, device)
 
 
-def check_broadcastable(name: str, x: Tensor, shape: tuple[int, ...], letters: str) -> None:
-    """Raise ``UnsupportedError`` if a tensor is not broadcastable to a shape."""
+def check_broadcastable(
+    name: str, x: Tensor, shape: tuple[int, ...], letters: str, device: torch.device
+) -> None:
+    """Raise ``UnsupportedError`` if a tensor is not broadcastable to a shape, on a device."""
+    if x.device != device:
+        check_device(name, x, device)
     if x.shape == shape or (x.numel() == 1 and x.dim() <= len(shape)):
         return
     sizes = zip(reversed(x.shape), reversed(shape), strict=False)
@@ -118,7 +135,7 @@ def check_broadcastable(name: str, x: Tensor, shape: tuple[int, ...], letters: s
         )
 
 
-def _mask_reasons(mask: AttentionMask, batch: int, keys: int) -> list[str]:
+def _mask_reasons(mask: AttentionMask, batch: int, keys: int, device: torch.device) -> list[str]:
     """Return every reason why a mask does not fit the keys; kernels trust its fields."""
     reasons, window = [], mask.window
     if window is not None and not (isinstance(window, tuple | list) and len(window) == 2):
@@ -139,6 +156,8 @@ def _mask_reasons(mask: AttentionMask, batch: int, keys: int) -> list[str]:
             reasons.append(
                 f"{name} of the mask must be [B, S], here {[batch, keys]}, got {format_shape(x)}"
             )
+        elif x.device != device:
+            reasons.append(f"{name} of the mask is on {x.device} and q on {device}")
         elif name == "padding" and x.dtype != torch.bool:
             reasons.append(
                 "padding of the mask must be bool, true at real tokens, got "
@@ -159,12 +178,50 @@ def check_dtype(name: str, x: Tensor) -> None:
         )
 
 
+def check_device(name: str, x: Tensor, device: torch.device) -> None:
+    """Raise ``UnsupportedError`` if a tensor is not on the device of the queries.
+
+    A scalar on the CPU is supported with every device, as in torch.
+    """
+    if x.device != device and (x.dim() or x.device.type != "cpu"):
+        raise UnsupportedError(
+            f"{name} is on {x.device} and q on {device}; move both to one device with "
+            f"{name}.to(q.device)."
+        )
+
+
 def check_shard(shard: object | None, state: object | None) -> None:
     """Raise ``UnsupportedError`` if a call is given both a shard and a state."""
     if shard is not None and state is not None:
         raise UnsupportedError(
             "shard and state are given; the ranks before this one give the state of a shard, so "
             "leave state out."
+        )
+
+
+def check_state_field(
+    name: str,
+    x: Tensor,
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...] | None = STATE_DTYPES,
+) -> None:
+    """Raise ``UnsupportedError`` if a tensor of a state does not fit the call.
+
+    ``dtypes=None`` accepts those of queries, keys and values.
+    """
+    if tuple(x.shape) != shape:
+        raise UnsupportedError(
+            f"{name} must be {list(shape)} for these keys and values, got {format_shape(x)}; "
+            "pass the state of a call with the same heads and sizes."
+        )
+    check_device(name, x, device)
+    if dtypes is None:
+        check_dtype(name, x)
+    elif x.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise UnsupportedError(
+            f"{name} is {x.dtype}; it must be {names}, so do not convert a state."
         )
 
 

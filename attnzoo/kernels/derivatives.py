@@ -53,11 +53,18 @@ def is_transformed() -> bool:
     )
 
 
-def is_untracked(*tensors: Tensor | None) -> bool:
-    """Return whether a call is not compiled, transformed or recorded for a backward pass."""
+def is_plain_call(*tensors: Tensor | None) -> bool:
+    """Return whether a kernel may read the tensors of a call by address.
+
+    The call must not be compiled, transformed or recorded for a backward pass, and the numbers in
+    memory must be the values: a view such as ``z.conj().imag`` is negated when it is read.
+    """
     if torch.compiler.is_compiling() or is_transformed():
         return False
-    return not torch.is_grad_enabled() or all(x is None or not x.requires_grad for x in tensors)
+    given = [x for x in tensors if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return False
+    return not any(x.is_neg() for x in given)
 
 
 def _has_tangent(x: Tensor) -> bool:

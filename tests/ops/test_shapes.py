@@ -32,13 +32,13 @@ def hybrid(log_weight=None, log_decay=None, heads=None, **features):
         *(features.get("q", q), features.get("k", k), log_weight, log_decay),
         linear_only_heads=heads,
     )
-    ops.hybrid_attention(q, k, v, branch, window=4, scale=0.3)
+    return ops.hybrid_attention(q, k, v, branch, window=4, scale=0.3)
 
 
 def hybrid_step(**state):
     q, k, v = qkv(ONE)
     branch = LinearBranch(q, k, torch.zeros(()))
-    ops.hybrid_attention(q, k, v, branch, window=4, scale=0.3, state=HybridState(**state))
+    return ops.hybrid_attention(q, k, v, branch, window=4, scale=0.3, state=HybridState(**state))
 
 
 def mapped(name, **weights):
@@ -46,7 +46,7 @@ def mapped(name, **weights):
     weights = MapWeights(**weights)
     branch = LinearBranch(q, k, torch.zeros(()), feature_map=name, map_weights=weights)
     ops.linear_attention(q, k, v, feature_map=name, map_weights=weights)
-    ops.hybrid_attention(q, k, v, branch, window=4, scale=0.3)
+    return ops.hybrid_attention(q, k, v, branch, window=4, scale=0.3)
 
 
 MATRICES = {"q": (H, D, D), "k": (HKV, D, D)}
@@ -56,6 +56,7 @@ HYBRID_STATE = {
 }
 CASES = {
     "softmax": (ops.softmax_attention, {"bias": SCORES, "sinks": (H,)}),
+    "softmax with sinks per query": (ops.softmax_attention, {"sinks": (B, H, T, 1)}),
     "flash": (ops.flash_attention, {"bias": SCORES}),
     "flash with sinks": (ops.flash_attention, {"sinks": (H,)}),
     "longformer": (lambda *x, **y: ops.longformer_attention(*x, window=4, **y), {"bias": SCORES}),
@@ -71,6 +72,13 @@ CASES = {
     ),
     "lsh": (ops.lsh_attention, {"bias": SCORES}),
     "shared qk": (ops.shared_qk_attention, {"bias": SCORES}),
+    "linformer": (ops.linformer_attention, {"key_rows": (1, N, 4), "value_rows": (1, N, 4)}),
+    "indexer": (
+        lambda *x, q, k, weights: ops.block_sparse_attention(
+            *x, mask=CAUSAL, score="indexer", top_k=1, window=2, index=(q, k, weights)
+        ),
+        {"q": (B, 2, T, N), "k": (B, 1, T, N), "weights": (B, 2, T)},
+    ),
     "favor": (lambda *x, p: ops.favor_attention(*x, p, scale=0.3), {"p": (N, D)}),
     "linear": (ops.linear_attention, {"log_decay": CHANNELS}),
     "linear step": (
@@ -128,16 +136,23 @@ CASES = {
 TAKES_QKV = {name for name in CASES if "step" not in name} - {
     *("hybrid", "hedgehog", "t2r", "hedgehog_exp")
 }
-FREE = {("favor", "p", 0)}  # the number of features
+FREE = {  # dims of any size
+    *(("favor", "p", 0), ("linformer", "key_rows", 1), ("linformer", "value_rows", 1)),
+}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_tensors_of_other_shapes_are_refused(case):
+def inputs_of(case):
+    """The function of a case, tensors of its shapes, and q, k and v if it takes them."""
     function, shapes = CASES[case]
     tensors = {name: torch.rand(shape) for name, shape in shapes.items()}
     if "seen" in tensors:
         tensors["seen"] = torch.full((B,), 4)
-    given = qkv() if case in TAKES_QKV else ()
+    return function, tensors, qkv() if case in TAKES_QKV else []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tensors_of_other_shapes_are_refused(case):
+    function, tensors, given = inputs_of(case)
     function(*given, **tensors)  # these fit
     for name, x in tensors.items():
         for dim in range(x.dim()):
@@ -147,6 +162,40 @@ def test_tensors_of_other_shapes_are_refused(case):
             for other in (longer, x.narrow(dim, 1, x.shape[dim] - 1)):
                 with pytest.raises(UnsupportedError, match=r"got .*\d"):
                     function(*given, **{**tensors, name: other})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tensors_on_another_device_are_refused(case):
+    function, tensors, given = inputs_of(case)
+    for i in range(len(given)):
+        moved = [x.to("meta") if i == j else x for j, x in enumerate(given)]
+        with pytest.raises(UnsupportedError, match=r"must be on one device, got .*meta"):
+            function(*moved, **tensors)
+    for name, x in tensors.items():
+        with pytest.raises(UnsupportedError, match="is on meta and q on cpu"):
+            function(*given, **{**tensors, name: x.to("meta")})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lazily_negated_tensors_give_the_result_of_copies(case):
+    """A view such as ``z.conj().imag`` is negated when it is read, not in memory."""
+    function, tensors, given = inputs_of(case)
+    negated = {n: x if n == "seen" else torch._neg_view(x) for n, x in tensors.items()}
+    copies = {name: x.clone().resolve_neg() for name, x in negated.items()}
+    views, found = [torch._neg_view(x) for x in given], []
+    for call in (partial(function, *[x.clone().resolve_neg() for x in views], **copies),
+                 partial(function, *views, **negated)):  # fmt: skip
+        torch.manual_seed(0)  # some cases make q, k and v
+        out = call()
+        found.append(out if isinstance(out, torch.Tensor) else out.out)
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("function", [ops.softmax_attention, ops.flash_attention])
+def test_a_bias_of_another_dtype(function):
+    given, bias = qkv(), torch.randn(SCORES, dtype=torch.float64)
+    out = function(*given, bias=bias).out
+    torch.testing.assert_close(out, function(*given, bias=bias.float()).out)
 
 
 @pytest.mark.parametrize("case", ["softmax", "flash", "longformer", "lsh"])
@@ -170,6 +219,26 @@ def test_heads_of_the_linear_branch():
     for heads in (torch.zeros(H), torch.zeros(HKV).bool()):
         with pytest.raises(UnsupportedError, match="linear_only_heads must be"):
             hybrid(heads=heads)
+
+
+def test_the_state_of_block_sparse():
+    call = partial(ops.block_sparse_attention, mask=CAUSAL, query_block=4, top_k=1, window=2)
+    state = call(*qkv(), return_state=True).state
+    for token in (ALL, ONE):
+        call(*qkv(token), state=state)
+        for name, x in zip(state._fields, state, strict=True):
+            with pytest.raises(UnsupportedError, match=f"state.{name} must be"):
+                call(*qkv(token), state=state._replace(**{name: x[:1]}))
+            with pytest.raises(UnsupportedError, match=f"state.{name} is on meta"):
+                call(*qkv(token), state=state._replace(**{name: x.to("meta")}))
+
+
+def test_masks_on_another_device_are_refused():
+    for name in ("padding", "segment_ids"):
+        ids = torch.ones(B, T, device="meta", dtype=torch.bool if name == "padding" else None)
+        mask = AttentionMask(causal=True, **{name: ids if name == "padding" else ids.long()})
+        with pytest.raises(UnsupportedError, match=f"{name} of the mask is on meta and q on cpu"):
+            ops.linear_attention(*qkv(), mask=mask)
 
 
 def test_global_tokens_that_are_numbers_are_refused():

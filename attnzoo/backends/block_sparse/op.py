@@ -41,7 +41,12 @@ from attnzoo.backends.block_sparse.impl.triton import (
     triton_reasons,
     triton_trust_reasons,
 )
-from attnzoo.backends.block_sparse.validation import check_index, check_inputs, check_options
+from attnzoo.backends.block_sparse.validation import (
+    check_index,
+    check_inputs,
+    check_options,
+    check_state,
+)
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.validation import empty_output, is_empty_call
 from attnzoo.masks import AttentionMask
@@ -150,6 +155,8 @@ def block_sparse_attention(
     selection = SelectionOptions(score, coverage, per_key_head)
     check_options(options, selection)
     check_inputs(q, k, v, mask, has_state=state is not None, query_block=query_block)
+    if state is not None:
+        check_state(state, k, v)
     given = None if index is None else IndexTensors(*(x.detach() for x in index))
     check_index(given, q, k, score)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

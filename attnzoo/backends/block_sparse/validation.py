@@ -5,14 +5,21 @@ Letters: B batch, T queries, S keys, I indexer heads, P size of index queries an
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from attnzoo.backends.block_sparse.impl.options import (
+    BlockSparseState,
     IndexTensors,
     SelectionOptions,
     SparseOptions,
 )
-from attnzoo.backends.validation import check_dtype, check_qkv, check_size, format_shape
+from attnzoo.backends.validation import (
+    check_qkv,
+    check_shape,
+    check_size,
+    check_state_field,
+)
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
 
@@ -69,8 +76,6 @@ def check_index(index: IndexTensors | None, q: Tensor, k: Tensor, score: str) ->
             "score='indexer' needs index=(queries, keys, weights) of the indexer; another score "
             "computes blocks' scores from q and k."
         )
-    for name, x in zip(("queries", "keys", "weights"), index, strict=True):
-        check_dtype(f"index {name}", x)
     heads, size = index.q.shape[1], index.q.shape[-1]
     (batch, _, length, _), keys = q.shape, k.shape[2]
     for name, x, letters, shape in (
@@ -78,10 +83,24 @@ def check_index(index: IndexTensors | None, q: Tensor, k: Tensor, score: str) ->
         ("keys", index.k, "B, 1, S, P", (batch, 1, keys, size)),
         ("weights", index.weights, "B, I, T", (batch, heads, length)),
     ):
-        if tuple(x.shape) != shape:
-            raise UnsupportedError(
-                f"index {name} must be [{letters}], here {list(shape)}, got {format_shape(x)}."
-            )
+        check_shape(f"index {name}", x, shape, letters, q.device)
+
+
+def check_state(state: BlockSparseState, k: Tensor, v: Tensor) -> None:
+    """Raise ``UnsupportedError`` if a state does not fit the keys and values."""
+    heads, kept, recent = k.shape[:2], state.k.shape[-2], state.recent_k.shape[-2]
+    for name, shape in (
+        ("k", (*heads, kept, k.shape[3])),
+        ("v", (*heads, kept, v.shape[3])),
+        ("recent_k", (*heads, recent, k.shape[3])),
+        ("recent_v", (*heads, recent, v.shape[3])),
+        ("summary", (len(k), *state.summary.shape[1:])),
+        ("leader", (len(k), *state.leader.shape[1:])),
+        ("tail", (len(k), *state.tail.shape[1:])),
+    ):
+        check_state_field(f"state.{name}", getattr(state, name), shape, k.device, None)
+    integers = (torch.int32, torch.int64)
+    check_state_field("state.length", state.length, (len(k),), k.device, integers)
 
 
 def check_inputs(

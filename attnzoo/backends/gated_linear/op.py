@@ -114,7 +114,7 @@ def mlstm_attention(
     """
     mask = _check("mlstm_attention", q, k, v, mask, state, shard)
     for name, x in (("log_forget", log_forget), ("log_input", log_input)):
-        check_shape(name, x, tuple(k.shape[:3]), "B, Hkv, T")
+        check_shape(name, x, tuple(k.shape[:3]), "B, Hkv, T", q.device)
     if mask.padding is not None:
         is_padding = ~mask.padding[:, None]
         log_forget = log_forget.masked_fill(is_padding, 0)
@@ -214,8 +214,8 @@ def rwkv6_attention(
         torch.Size([1, 4, 1000, 8])
     """
     mask = _check("rwkv6_attention", q, k, v, mask, state, shard)
-    check_shape("log_decay", log_decay, tuple(k.shape), "B, Hkv, T, D")
-    check_shape("bonus", bonus, (k.shape[1], k.shape[3]), "Hkv, D")
+    check_shape("log_decay", log_decay, tuple(k.shape), "B, Hkv, T, D", q.device)
+    check_shape("bonus", bonus, (k.shape[1], k.shape[3]), "Hkv, D", q.device)
     if mask.padding is not None:
         is_padding = ~mask.padding[:, None, :, None]
         k, log_decay = k.masked_fill(is_padding, 0), log_decay.masked_fill(is_padding, 0)
@@ -312,7 +312,7 @@ def matrix_gated_attention(
     """
     mask = _check("matrix_gated_attention", q, k, v, mask, state, shard)
     if value_weights is not None:
-        check_shape("value_weights", value_weights, tuple(v.shape), "B, Hkv, T, E")
+        check_shape("value_weights", value_weights, tuple(v.shape), "B, Hkv, T, E", q.device)
     if mask.padding is not None:
         k = k.masked_fill(~mask.padding[:, None, :, None], 0)
     dtype = state_dtype(q, k, v)

@@ -5,22 +5,22 @@ Letters: B batch, H heads, Hkv key heads, T queries, S keys, D key size, E value
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from attnzoo.backends.validation import (
+    check_device,
     check_dtype,
+    check_state_field,
     format_shape,
 )
 from attnzoo.errors import UnsupportedError
 from attnzoo.state import LinearState, MatrixState, StabilizedState
 
-STATE_DTYPES = (torch.float32, torch.float64)
-
 
 def check_log_decay(log_decay: Tensor, k: Tensor, causal: bool) -> None:
     """Raise ``UnsupportedError`` if log decays do not fit the keys and the mask."""
     check_dtype("log_decay", log_decay)
+    check_device("log_decay", log_decay, k.device)
     if not causal:
         raise UnsupportedError(
             "log_decay decays earlier tokens, so it needs a causal mask; leave it out without one."
@@ -47,34 +47,11 @@ def check_state(kind: type[AnyState], state: AnyState, k: Tensor, v: Tensor) -> 
         )
     heads, size, values = tuple(k.shape[:2]), k.shape[3], v.shape[3]
     kv, sums, *rest = state
-    check_state_field("state.kv", kv, (*heads, size, values))
-    check_state_field("state.k", sums, (*heads, size, values)[: 4 if kind is MatrixState else 3])
+    sums_shape = (*heads, size, values)[: 4 if kind is MatrixState else 3]
+    check_state_field("state.kv", kv, (*heads, size, values), k.device)
+    check_state_field("state.k", sums, sums_shape, k.device)
     if kind is StabilizedState:
-        check_state_field("state.m", rest[0], heads)
-
-
-def check_state_field(
-    name: str,
-    x: Tensor,
-    shape: tuple[int, ...],
-    dtypes: tuple[torch.dtype, ...] | None = STATE_DTYPES,
-) -> None:
-    """Raise ``UnsupportedError`` if a tensor of a state does not fit the call.
-
-    ``dtypes=None`` accepts those of queries, keys and values.
-    """
-    if tuple(x.shape) != shape:
-        raise UnsupportedError(
-            f"{name} must be {list(shape)} for these keys and values, got {format_shape(x)}; "
-            "pass the state of a call with the same heads and sizes."
-        )
-    if dtypes is None:
-        check_dtype(name, x)
-    elif x.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise UnsupportedError(
-            f"{name} is {x.dtype}; it must be {names}, so do not convert a state."
-        )
+        check_state_field("state.m", rest[0], heads, k.device)
 
 
 def check_packed_tokens(q: Tensor, k: Tensor) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.linear.impl.common import check_feature_map, like_features
 from attnzoo.backends.linear.impl.cpp import cpp_reasons
-from attnzoo.backends.linear.validation import check_log_decay, check_state_field
+from attnzoo.backends.linear.validation import check_log_decay
 from attnzoo.backends.linear.window_decode import decode
 from attnzoo.backends.linear.window_merge import MIN_WEIGHT, combine, combine_kernels
 from attnzoo.backends.linear.window_state import (
@@ -60,11 +60,14 @@ from attnzoo.backends.local.causal_window import (
 )
 from attnzoo.backends.local.pattern import gather_tokens
 from attnzoo.backends.validation import (
+    STATE_DTYPES,
     check_broadcastable,
     check_dtype,
     check_qkv,
+    check_shape,
     check_shard,
     check_size,
+    check_state_field,
     format_shape,
     is_empty_call,
 )
@@ -220,13 +223,12 @@ def _check_branch(branch: LinearBranch, q: Tensor, k: Tensor, causal: bool) -> i
     Raises:
         UnsupportedError: The branch does not fit the queries and keys of the window.
     """
-    for name, x, other in (("q", branch.q, q), ("k", branch.k, k)):
-        check_dtype(f"branch.{name}", x)
-        if x.dim() != 4 or x.shape[:3] != other.shape[:3]:
-            raise UnsupportedError(
-                f"branch.{name} must have the batch, heads and tokens of {name}, "
-                f"{list(other.shape[:3])}, got {format_shape(x)}."
-            )
+    for name, x, other, letters in (
+        ("q", branch.q, q, "B, H, T, F"),
+        ("k", branch.k, k, "B, Hkv, T, F"),
+    ):
+        shape = (*other.shape[:3], *x.shape[-1:])
+        check_shape(f"branch.{name}", x, shape, letters, q.device)
     if q.shape[2] != k.shape[2] or branch.q.shape[3] != branch.k.shape[3]:
         raise UnsupportedError(
             "queries and keys must be of the same tokens and have as many features, got "
@@ -237,8 +239,9 @@ def _check_branch(branch: LinearBranch, q: Tensor, k: Tensor, causal: bool) -> i
     features = like_features(branch.k, branch.feature_map, branch.map_weights)
     if branch.log_decay is not None:
         check_log_decay(branch.log_decay, features, causal)
+    check_dtype("branch.log_weight", branch.log_weight)
     shape, heads = (*q.shape[:3], 1), branch.linear_only_heads
-    check_broadcastable("branch.log_weight", branch.log_weight, shape, "B, H, T, 1")
+    check_broadcastable("branch.log_weight", branch.log_weight, shape, "B, H, T, 1", q.device)
     if heads is not None and (heads.dtype != torch.bool or heads.shape != (q.shape[1],)):
         raise UnsupportedError(
             f"branch.linear_only_heads must be [H], here [{q.shape[1]}], and bool, got "
@@ -252,12 +255,17 @@ def _check_state(
 ) -> None:
     """Raise ``UnsupportedError`` if the state of a window hybrid does not fit the call."""
     heads, rows, values = k.shape[:2], num_sinks + window, v.shape[3]
-    check_state_field("state.kv", state.kv, (*heads, features, values + 1))
-    check_state_field("state.z", state.z, (*heads, features))
-    check_state_field("state.k", state.k, (*heads, rows, k.shape[3]), None)
-    check_state_field("state.v", state.v, (*heads, rows, values))
-    check_state_field("state.features", state.features, (*heads, window, features))
-    check_state_field("state.seen", state.seen, (len(k),), (torch.int64,))
+    for name, shape in (
+        ("kv", (features, values + 1)),
+        ("z", (features,)),
+        ("k", (rows, k.shape[3])),
+        ("v", (rows, values)),
+        ("features", (window, features)),
+    ):
+        dtypes = STATE_DTYPES if name in ("kv", "z") else None
+        x = getattr(state, name)
+        check_state_field(f"state.{name}", x, (*heads, *shape), k.device, dtypes)
+    check_state_field("state.seen", state.seen, (len(k),), k.device, (torch.int64,))
 
 
 def _run_triton(x: HybridInputs) -> Result:

@@ -16,7 +16,7 @@ from attnzoo.backends.linear.impl.common import log_decay_per_token
 from attnzoo.backends.linear.window_merge import combine
 from attnzoo.backends.linear.window_state import HybridState, LinearBranch
 from attnzoo.backends.local.causal_window import dense_softmax
-from attnzoo.kernels.derivatives import is_untracked
+from attnzoo.kernels.derivatives import is_plain_call
 from attnzoo.masks import AttentionMask
 
 
@@ -31,7 +31,7 @@ def supports_step(
 ) -> bool:
     """Return whether :func:`hybrid_step` computes a call; the branch has features."""
     if mask.segment_ids is not None or not (
-        in_place or is_untracked(q, k, v, branch.q, branch.k, branch.log_weight, *state[:5])
+        in_place or is_plain_call(q, k, v, branch.q, branch.k, branch.log_weight, *state[:5])
     ):
         return False
     wide = torch.promote_types(v.dtype, torch.float32)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from attnzoo.backends.linear.window_state import HybridState, LinearBranch
 from attnzoo.kernels import cpp
-from attnzoo.kernels.derivatives import is_untracked
+from attnzoo.kernels.derivatives import is_plain_call
 from attnzoo.kernels.memory import with_contiguous_rows
 from attnzoo.masks import AttentionMask
 
@@ -66,7 +66,7 @@ def supports_step_cpp(
         tensors.append(branch.log_decay)
     if state.k.dtype != k.dtype or {t.dtype for t in tensors} != {wide}:
         return False
-    if not is_untracked(q, k, v, *tensors) or cpp.unavailable_reason(HYBRID_STEP):
+    if not is_plain_call(q, k, v, state.k, *tensors) or cpp.unavailable_reason(HYBRID_STEP):
         return False
     plain = branch.linear_only_heads is None and mask.segment_ids is None
     return plain and (mask.padding is None or bool(mask.padding.all()))

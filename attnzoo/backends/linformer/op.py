@@ -32,6 +32,8 @@ from attnzoo.backends.linformer.impl.common import (
 from attnzoo.backends.linformer.impl.full_sequence import run_torch
 from attnzoo.backends.linformer.impl.reference import run_block_reference, run_reference
 from attnzoo.backends.validation import (
+    check_device,
+    check_dtype,
     check_qkv,
     empty_output,
     format_shape,
@@ -205,6 +207,8 @@ def _check(
                 f"{name} must be [1 or {k.shape[1]}, tokens, rows], the same for keys and values, "
                 f"got {format_shape(x)}"
             )
+        check_dtype(name, x)
+        check_device(name, x, q.device)
     if mask is not None:
         for field in ("segment_ids", "window", "function"):
             if getattr(mask, field) is not None:

@@ -33,7 +33,7 @@ def check_global_tokens(
 ) -> None:
     """Raise ``UnsupportedError`` if global tokens do not fit the call."""
     found = tokens.is_global
-    check_broadcastable("global_tokens", found, (k.shape[0], k.shape[2]), "B, S")
+    check_broadcastable("global_tokens", found, (k.shape[0], k.shape[2]), "B, S", q.device)
     if found.dim() != 2 or found.dtype != torch.bool:
         raise UnsupportedError(
             f"global_tokens must have two dims and be bool, got {found.dim()} and {found.dtype}."
@@ -45,7 +45,7 @@ def check_global_tokens(
         ("v", tokens.v, tuple(v.shape), "B, Hkv, S, E"),
     ):
         if x is not None:
-            check_shape(f"global_tokens.{name}", x, wanted, letters)
+            check_shape(f"global_tokens.{name}", x, wanted, letters, q.device)
     if mask.segment_ids is not None:
         raise UnsupportedError(
             "global tokens are given together with segment_ids, which longformer_attention does "

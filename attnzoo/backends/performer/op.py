@@ -67,7 +67,7 @@ def favor_attention(
         torch.Size([1, 4, 1000, 8])
     """
     check_qkv(q, k, v, mask)
-    check_shape("projection", projection, (len(projection), q.shape[3]), "M, D")
+    check_shape("projection", projection, (len(projection), q.shape[3]), "M, D", q.device)
     if mask is not None and (mask.causal or mask.segment_ids is not None):
         raise UnsupportedError(
             "favor_attention supports only padding, got a causal mask or segments; use "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnzoo.backends.delta.impl.common import NORM_EPS, DeltaInputs, Result
 from attnzoo.kernels import cpp
-from attnzoo.kernels.derivatives import is_untracked
+from attnzoo.kernels.derivatives import is_plain_call
 from attnzoo.state import DeltaState
 
 
@@ -34,7 +34,7 @@ def is_step(x: DeltaInputs) -> bool:
     """Return whether :func:`run_step` computes a call: one token, and no gradients."""
     if x.k.shape[2] != 1 or type(x.v) is not Tensor:
         return False
-    return is_untracked(x.q, x.k, x.v, x.beta, x.log_decay, x.state.kv)
+    return is_plain_call(x.q, x.k, x.v, x.beta, x.log_decay, x.state.kv)
 
 
 def run_step(x: DeltaInputs, source: cpp.Source, type_name: str) -> Result:

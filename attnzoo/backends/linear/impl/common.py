@@ -155,7 +155,7 @@ def check_feature_map(name: str, weights: MapWeights | None, q: Tensor, k: Tenso
     size, learned = q.shape[3], LEARNED[name]
     rows = size if learned.is_residual or weights.k.dim() != 3 else weights.k.shape[1]
     for field, x, heads in (("q", weights.q, q.shape[1]), ("k", weights.k, k.shape[1])):
-        check_shape(f"map_weights.{field}", x, (heads, rows, size), "heads, N, D")
+        check_shape(f"map_weights.{field}", x, (heads, rows, size), "heads, N, D", q.device)
         bias = weights.q_bias if field == "q" else weights.k_bias
         if (bias is not None) != learned.has_bias:
             raise UnsupportedError(
@@ -163,7 +163,7 @@ def check_feature_map(name: str, weights: MapWeights | None, q: Tensor, k: Tenso
                 f"map_weights.{field}_bias is {'missing' if bias is None else 'given'}."
             )
         if bias is not None:
-            check_shape(f"map_weights.{field}_bias", bias, (heads, rows), "heads, N")
+            check_shape(f"map_weights.{field}_bias", bias, (heads, rows), "heads, N", q.device)
 
 
 def like_features(k: Tensor, name: str, weights: MapWeights | None) -> Tensor:

@@ -21,7 +21,7 @@ from attnzoo.backends.linear.impl.common import (
 from attnzoo.backends.linear.impl.cpp_call import FUNCTIONS
 from attnzoo.kernels import cpp
 from attnzoo.kernels.autocast import autocast_disabled
-from attnzoo.kernels.derivatives import is_untracked
+from attnzoo.kernels.derivatives import is_plain_call
 from attnzoo.kernels.memory import DTYPE_NUMBERS, with_contiguous_rows
 from attnzoo.state import LinearState
 
@@ -57,7 +57,7 @@ def supports_step(x: LinearInputs, gate: StepGate = NO_GATE) -> bool:
         and x.causal
         and x.form != "parallel"
         and type(v) is Tensor
-        and is_untracked(x.q, x.k, v, x.log_decay, *x.state, *(x.map_weights or ()), *gate)
+        and is_plain_call(x.q, x.k, v, x.log_decay, *x.state, *(x.map_weights or ()), *gate)
         and v.numel() > 0
         and not cpp.unavailable_reason(LINEAR_STEP)
     )

@@ -38,7 +38,7 @@ def run_reference(x: SoftmaxCall) -> tuple[Tensor, Tensor]:
     if x.softcap is not None:
         scores = x.softcap * torch.tanh(scores / x.softcap)
     if x.bias is not None:
-        scores = scores + x.bias
+        scores = scores + x.bias.to(wide)
     sees_any = None
     if mask is not None:
         sees_any = mask.any(-1, keepdim=True)
