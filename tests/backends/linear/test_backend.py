@@ -1,4 +1,4 @@
-"""The linear backend against a dense formula written here, and what else is its own."""
+"""The linear backend: against a dense formula in this file, its weights, options and errors."""
 
 import math
 import pickle
@@ -38,9 +38,9 @@ def phi(backend, q, k):
             w = dict(backend.feature_map.named_parameters())
             mapped = []
             for x, name in (q, "query_residual"), (k, "key_residual"):
-                each = (torch.eye(D) + w[name]).to(wide)
-                each = each if x is q else each.repeat_interleave(H // HKV, 0)
-                y = torch.einsum("hfd,bhtd->bhtf", each, x)
+                matrix = (torch.eye(D) + w[name]).to(wide)
+                matrix = matrix if x is q else matrix.repeat_interleave(H // HKV, 0)
+                y = torch.einsum("hfd,bhtd->bhtf", matrix, x)
                 mapped.append(torch.cat([y.softmax(-1), (-y).softmax(-1)], -1))
             return mapped
 
@@ -62,14 +62,14 @@ def lower(length):
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("name", MAPS)
-def test_causal(name, normalize):
+def test_causal_equals_dense_attention(name, normalize):
     backend, x = build(feature_map=name, normalize=normalize), qkv(37)
     torch.testing.assert_close(backend(*x).out, dense(backend, *x, seen=lower(37)))
 
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize(("length", "keys"), [(21, 21), (5, 33), (33, 5), (1, 12)])
-def test_cross_attention_and_both_directions(name, length, keys):
+def test_bidirectional_and_cross_attention_equal_dense_attention(name, length, keys):
     backend, x = (
         build(feature_map=name, causal=False, cross_attention=length != keys),
         qkv(length, keys),
@@ -78,39 +78,41 @@ def test_cross_attention_and_both_directions(name, length, keys):
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_padded_keys_are_not_seen_in_cross_attention(name):
+def test_cross_attention_ignores_padded_keys(name):
     backend, (q, k, v) = build(feature_map=name, causal=False, cross_attention=True), qkv(4, 9)
-    real = torch.rand(2, 9) > 0.5
-    real[1] = False  # nothing to see at all
-    expected = dense(backend, q, k, v, seen=real[:, None, None, :])
-    poison = ~real[:, None, :, None]
-    k, v = k.masked_fill(poison, torch.nan), v.masked_fill(poison, torch.nan)
-    ours = backend(q, k, v, mask=AttentionMask(padding=real)).out
+    padding_mask = torch.rand(2, 9) > 0.5
+    padding_mask[1] = False  # a row without visible keys
+    expected = dense(backend, q, k, v, seen=padding_mask[:, None, None, :])
+    is_padding = ~padding_mask[:, None, :, None]
+    k, v = k.masked_fill(is_padding, torch.nan), v.masked_fill(is_padding, torch.nan)
+    ours = backend(q, k, v, mask=AttentionMask(padding=padding_mask)).out
     torch.testing.assert_close(ours, expected)
     assert ours[1].eq(0).all()
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", MAPS)
-def test_padding_anywhere_changes_nothing(name, causal):
-    """Left, right, interior, full of NaN: outputs and state are those of the unpadded tokens."""
+def test_padding_changes_neither_output_nor_state(name, causal):
+    """Padding on the left, on the right and inside, filled with NaN."""
     backend, x = build(feature_map=name, causal=causal), qkv(12)
-    real = torch.ones(2, 12, dtype=torch.bool)
-    real[0, [0, 1, 5, 6, 11]] = False
-    poisoned = [t.masked_fill(~real[:, None, :, None], torch.nan) for t in x]
-    mask = AttentionMask(causal=causal, padding=real)
+    padding_mask = torch.ones(2, 12, dtype=torch.bool)
+    padding_mask[0, [0, 1, 5, 6, 11]] = False
+    poisoned = [t.masked_fill(~padding_mask[:, None, :, None], torch.nan) for t in x]
+    mask = AttentionMask(causal=causal, padding=padding_mask)
     ours = backend(*poisoned, mask=mask, return_state=causal)
     for row in range(2):
-        alone = backend(*(t[row : row + 1, :, real[row]] for t in x), return_state=causal)
-        torch.testing.assert_close(ours.out[row : row + 1, :, real[row]], alone.out)
+        separate = backend(
+            *(t[row : row + 1, :, padding_mask[row]] for t in x), return_state=causal
+        )
+        torch.testing.assert_close(ours.out[row : row + 1, :, padding_mask[row]], separate.out)
         if causal:
-            for mine, theirs in zip(ours.state, alone.state, strict=True):
+            for mine, theirs in zip(ours.state, separate.state, strict=True):
                 torch.testing.assert_close(mine[row : row + 1], theirs)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", MAPS)
-def test_packed_sequences_stay_apart(name, causal):
+def test_packed_segments_do_not_see_each_other(name, causal):
     backend, x = build(feature_map=name, causal=causal), qkv(14)
     segments = torch.tensor([[0] * 5 + [1] * 9, [3] * 13 + [4]])
     ours = backend(*x, mask=AttentionMask(causal=causal, segment_ids=segments)).out
@@ -135,15 +137,15 @@ def test_decoding_equals_one_pass(name, cut):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_effective_weights_are_the_matrix():
+def test_returned_weights_produce_the_output():
     backend, x = build(), qkv(9)
     output = backend(*x, return_weights=True)
-    matrix = output.weights @ x[2].repeat_interleave(H // HKV, 1)
-    torch.testing.assert_close(matrix, output.out)
+    expected = output.weights @ x[2].repeat_interleave(H // HKV, 1)
+    torch.testing.assert_close(expected, output.out)
     torch.testing.assert_close(output.weights.sum(-1), torch.ones_like(output.weights[..., 0]))
 
 
-def test_what_ran_is_recorded():
+def test_the_backend_records_the_implementation_of_a_call():
     backend, x = build(), qkv(9)
     backend(*x)
     assert "chunk" in backend.ran.reason
@@ -160,8 +162,8 @@ def test_what_ran_is_recorded():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("length", [1, 50])
-def test_exp_with_keys_of_norm_1000(dtype, length):
-    """Naively their features overflow: logits of 88 are infinite in float32, of 12 in float16."""
+def test_exp_features_of_keys_of_norm_1000_stay_finite(dtype, length):
+    """Without a bound, features overflow: exp(89) is infinite in float32, exp(12) in float16."""
     backend = build(feature_map="exp").to(dtype)
     q, k, v = qkv(length, dtype=torch.float32)
     k = 1e3 * k / k.norm(dim=-1, keepdim=True)
@@ -175,7 +177,7 @@ def test_exp_with_keys_of_norm_1000(dtype, length):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MAPS)
-def test_16_bit_output_is_as_good_as_its_dtype(name, dtype):
+def test_16_bit_error_is_within_the_rounding_of_the_dtype(name, dtype):
     backend, x = build(dtype, feature_map=name), qkv(150, dtype=dtype)
     exact = dense(build_like(backend), *(t.double() for t in x), seen=lower(150))
     plain = dense(backend, *x, seen=lower(150)).double()
@@ -185,7 +187,7 @@ def test_16_bit_output_is_as_good_as_its_dtype(name, dtype):
 
 
 def build_like(backend):
-    """Make a float64 backend with the same weights."""
+    """Return a float64 backend with the same weights."""
     double = build(**backend.config.changed_options())
     double.load_state_dict(backend.state_dict())
     return double
@@ -193,7 +195,7 @@ def build_like(backend):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_bfloat16_gradients_with_values_around_one(name):
-    """What the values share changes no gradient; normalisers rounded to 16 bits lose a quarter."""
+    """The mean of the values cancels; normalisers in 16 bits would give an error of 25%."""
     backend = build(torch.bfloat16, feature_map=name)
     q, k, v = (t[:1].bfloat16() for t in qkv(1024))
     v = v * 0.1 + 1
@@ -214,23 +216,23 @@ def test_gradients(name):
     backend = build(feature_map=name)
     weights = [w.requires_grad_() for w in backend.parameters()]
     x = [t[:1].requires_grad_() for t in qkv(5)]
-    real = torch.tensor([[True, True, False, True, True]])
+    padding_mask = torch.tensor([[True, True, False, True, True]])
 
     def call(q, k, v, *_):
-        return backend(q, k, v, mask=AttentionMask(causal=True, padding=real)).out
+        return backend(q, k, v, mask=AttentionMask(causal=True, padding=padding_mask)).out
 
     assert torch.autograd.gradcheck(call, (*x, *weights), fast_mode=True)
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_autocast_does_not_narrow(name):
+def test_autocast_does_not_change_the_output(name):
     backend, x = build(torch.float32, feature_map=name), qkv(30, dtype=torch.float32)
     plain = backend(*x).out
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(backend(*x).out, plain)
 
 
-def test_hedgehog_starts_at_two_softmaxes():
+def test_hedgehog_is_initialised_as_two_softmaxes():
     geometry = Geometry(num_heads=H, num_key_heads=HKV, head_dim=D)
     backend, (q, k, _) = build_backend("linear", {"feature_map": "hedgehog"}, geometry), qkv(7)
     assert {name: tuple(x.shape) for name, x in backend.named_parameters()} == {
@@ -243,7 +245,7 @@ def test_hedgehog_starts_at_two_softmaxes():
     torch.testing.assert_close(backend.feature_map.keys(k[:, ::2], 1.0), two[1][:, ::2])
 
 
-def test_reset_after_meta():
+def test_reset_initialises_a_backend_from_the_meta_device():
     with torch.device("meta"):
         backend = build_backend(
             "linear",
@@ -259,7 +261,7 @@ def test_reset_after_meta():
 
 
 def test_loaded_weights_survive_a_guarded_reset():
-    """Transformers flags what it loaded, and makes torch's initialisers respect the flag."""
+    """Transformers marks loaded weights, and its guard makes torch's initialisers skip them."""
     from transformers.initialization import guard_torch_init_functions
 
     backend = build(feature_map="hedgehog")
@@ -272,7 +274,7 @@ def test_loaded_weights_survive_a_guarded_reset():
     assert missing.eq(0).all()
 
 
-def test_no_global_random_state_is_touched():
+def test_the_global_random_state_does_not_change():
     x = qkv(5)
     before = torch.random.get_rng_state()
     backend = build_backend(
@@ -288,7 +290,7 @@ def no_new_maps(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_new_maps")
-def test_a_users_own_function():
+def test_a_registered_function_is_a_feature_map():
     @register_feature_map("square and one")
     def square(x):
         return torch.cat([x * x, torch.ones_like(x[..., :1])], -1)
@@ -301,7 +303,7 @@ def test_a_users_own_function():
 
 
 @pytest.mark.usefixtures("no_new_maps")
-def test_a_users_own_module():
+def test_a_registered_class_is_a_feature_map_with_weights():
     @register_feature_map("scaled")
     class Scaled(FeatureMap):
         def __init__(self, config, geometry):
@@ -343,30 +345,31 @@ def test_a_users_own_module():
         ({"impl": "tritn"}, "impl must be 'auto' or"),
     ],
 )
-def test_wrong_options(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(ConfigError, match="Backend 'linear'") as caught:
         build(**options)
     assert message in str(caught.value)
 
 
-def refused(backend, *x, **options):
+def error_message(backend, *x, **options):
+    """Return the message of the error that a call raises."""
     with pytest.raises(UnsupportedError, match=r"layer\.attn: backend 'linear'") as caught:
         backend(*x, **options)
     return str(caught.value)
 
 
-def test_refusals():
+def test_unsupported_calls_are_refused():
     state = build()(*qkv(3), return_state=True).state
-    assert "3 queries and 5 keys" in refused(build(), *qkv(3, 5))
-    both = build(causal=False)
-    assert "only causal" in refused(both, *qkv(3), return_state=True)
-    assert "only causal" in refused(both, *qkv(3), state=state)
+    assert "3 queries and 5 keys" in error_message(build(), *qkv(3, 5))
+    bidirectional = build(causal=False)
+    assert "only causal" in error_message(bidirectional, *qkv(3), return_state=True)
+    assert "only causal" in error_message(bidirectional, *qkv(3), state=state)
     q, k, v = qkv(3)
-    message = refused(build(), q[..., :4], k[..., :4], v)
+    message = error_message(build(), q[..., :4], k[..., :4], v)
     assert "(the layer has 4 and 2 of size 8)" in message
     assert "4 query and 2 key heads of size 4" in message
-    assert "2 query and 2 key heads" in refused(build(), q[:, :2], k, v)
-    assert "(softmax and flash do)" in refused(build(), q, k, v, softcap=5.0)
+    assert "2 query and 2 key heads" in error_message(build(), q[:, :2], k, v)
+    assert "(softmax and flash do)" in error_message(build(), q, k, v, softcap=5.0)
 
 
 @pytest.mark.parametrize("name", MAPS)

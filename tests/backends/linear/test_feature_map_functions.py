@@ -53,11 +53,11 @@ MAPS = {
 SIGNED = ("taylor", "random")
 
 
-def entries(spread=1.0, dtype=torch.float64):
+def draw(spread=1.0, dtype=torch.float64):
     return (torch.randn(2, 3, 5, 16, dtype=torch.float64) * spread).to(dtype)
 
 
-def test_elu_plus_one():
+def test_elu_plus_one_equals_the_formula():
     x = torch.tensor([-700.0, -20.0, -1.0, -0.0, 0.0, 0.5, 300.0], dtype=torch.float64)
     expected = [math.exp(t) if t < 0 else t + 1 for t in x.tolist()]
     torch.testing.assert_close(elu_plus_one(x), x.new_tensor(expected), atol=1e-15, rtol=1e-15)
@@ -69,15 +69,15 @@ def test_relu_has_a_floor():
 
 
 def test_exp_weights_match_the_naive_formula():
-    q, k = entries(3.0), entries(3.0)
+    q, k = draw(3.0), draw(3.0)
     naive = (q[..., :, None, :] + k[..., None, :, :]).mul(math.sqrt(SCALE)).exp().sum(-1)
     ours = exp_queries(q, SCALE) @ exp_keys(k, SCALE).mT
     torch.testing.assert_close(ours / ours.sum(-1, True), naive / naive.sum(-1, True))
 
 
-def test_exp_kernel_is_the_scaled_product_to_lowest_order():
+def test_exp_kernel_equals_the_scaled_product_to_lowest_order():
     """In the part that depends on both query and key."""
-    q, k = entries(), entries()
+    q, k = draw(), draw()
 
     def kernel(small_q, small_k):
         factor = (small_q * math.sqrt(SCALE)).amax(-1, keepdim=True).exp()  # removed from queries
@@ -89,7 +89,7 @@ def test_exp_kernel_is_the_scaled_product_to_lowest_order():
 
 
 def test_exp_queries_are_at_most_one():
-    features = exp_queries(entries(1e4, torch.float32), SCALE)
+    features = exp_queries(draw(1e4, torch.float32), SCALE)
     assert features.amax(-1).eq(1).all()
     assert features.ge(0).all()
 
@@ -108,21 +108,23 @@ def test_exp_keys_are_bounded():
 
 
 def test_exp_keys_below_the_bound_do_not_change():
-    k = entries(5.0)
+    k = draw(5.0)
     torch.testing.assert_close(exp_keys(k, SCALE), (k * SCALE**0.5).exp(), atol=0, rtol=1e-14)
 
 
 def test_hedgehog_is_two_softmaxes_per_head():
-    x, residual = entries(2.0), RESIDUAL.double()
+    x, residual = draw(2.0), RESIDUAL.double()
     for head in range(3):
         y = torch.stack([(torch.eye(16) + residual[head]).double() @ t for t in x[0, head]])
-        rise, fall = y.exp(), (-y).exp()
-        expected = torch.cat([rise / rise.sum(1, True), fall / fall.sum(1, True)], 1)
+        positive, negative = y.exp(), (-y).exp()
+        expected = torch.cat(
+            [positive / positive.sum(1, True), negative / negative.sum(1, True)], 1
+        )
         torch.testing.assert_close(hedgehog(x, residual)[0, head], expected)
 
 
 def test_hedgehog_matrix_of_lolcats_is_the_transpose():
-    x, residual = entries(), RESIDUAL.double()
+    x, residual = draw(), RESIDUAL.double()
     theirs = (torch.eye(16) + residual).mT  # [heads, d, f], applied from the right
     y = torch.einsum("hdf,bhld->bhlf", theirs, x)
     expected = torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
@@ -150,7 +152,7 @@ def test_features_of_one_token_equal_those_of_many(function):
 
 
 def test_hedgehog_joint_is_one_softmax():
-    x, residual, bias = entries(2.0), RESIDUAL.double(), BIAS.double()
+    x, residual, bias = draw(2.0), RESIDUAL.double(), BIAS.double()
     for head in range(3):
         y = x[0, head] @ (torch.eye(16) + residual[head]).mT + bias[head]
         both = torch.cat([2 * y, -2 * y], 1).exp()
@@ -159,23 +161,23 @@ def test_hedgehog_joint_is_one_softmax():
 
 
 def test_learned_exp_is_bounded():
-    x, weight, bias = entries(2.0), ROWS.double(), ROWS_BIAS.double()
+    x, weight, bias = draw(2.0), ROWS.double(), ROWS_BIAS.double()
     for head in range(3):
         expected = (x[0, head] @ weight[head].mT + bias[head]).exp()
         torch.testing.assert_close(learned_exp(x, weight, bias)[0, head], expected)
-    far = learned_exp(1e3 * x, weight, bias)
-    assert far.max() == math.exp(EXP_BOUND)
+    large = learned_exp(1e3 * x, weight, bias)
+    assert large.max() == math.exp(EXP_BOUND)
 
 
 def test_the_forms_of_hedgehog_differ():
-    """So weights of one do not fit the other."""
+    """Weights of one form cannot be used in the other."""
     zero = torch.zeros(3, 16, 16).double(), torch.zeros(3, 16).double()
-    difference = hedgehog(entries(), zero[0]) - 2 * hedgehog_joint(entries() / 2, *zero)
+    difference = hedgehog(draw(), zero[0]) - 2 * hedgehog_joint(draw() / 2, *zero)
     assert difference.abs().max() > 0.01
 
 
-def test_t2r():
-    x, residual, bias = entries(), RESIDUAL.double(), BIAS.double()
+def test_t2r_equals_the_formula():
+    x, residual, bias = draw(), RESIDUAL.double(), BIAS.double()
     for head in range(3):
         y = x[0, head] @ (torch.eye(16) + residual[head]).mT + bias[head]
         ours = learned_relu(x, residual, bias)[0, head]
@@ -184,18 +186,18 @@ def test_t2r():
 
 def test_cosine_weights_depend_on_the_distance():
     """relu(q_i) relu(k_j) cos(pi (i - j) / 2M), with positions clamped at M - 1."""
-    q, k, length = entries(), entries(), 3
+    q, k, length = draw(), draw(), 3
     positions = torch.tensor([[0, 1, 2, 3, 9], [4, 5, 6, 7, 8]])
     ours = cosine(q, positions, length) @ cosine(k, positions, length).mT
-    place = positions.clamp(max=2).double()
-    distance = place[:, :, None] - place[:, None, :]
+    clamped = positions.clamp(max=2).double()
+    distance = clamped[:, :, None] - clamped[:, None, :]
     expected = relu(q) @ relu(k).mT * (math.pi * distance / (2 * length)).cos()[:, None]
     torch.testing.assert_close(ours, expected)
     assert ours.gt(0).all()
 
 
-def test_taylor_is_the_polynomial():
-    q, k = entries(2.0), entries(2.0)
+def test_taylor_kernel_equals_the_polynomial():
+    q, k = draw(2.0), draw(2.0)
     score = SCALE * (q @ k.mT)
     features = taylor(q, SCALE)
     assert features.shape[-1] == 1 + 16 + 16 * 17 // 2
@@ -208,9 +210,9 @@ def test_taylor_weights_of_large_rows_keep_their_sign():
     assert (taylor(q, scale) * taylor(k, scale)).sum(-1).gt(0).all()
 
 
-def test_dpfp():
+def test_dpfp_equals_the_formula():
     """r_i r_{i - j} entry by entry, with cyclic indices, as in the paper."""
-    x = entries()[0, 0, 0]
+    x = draw()[0, 0, 0]
     r = [max(t, 0.0) for t in x.tolist()] + [max(-t, 0.0) for t in x.tolist()]
     expected = [r[i] * r[i - j] for j in (1, 2, 3) for i in range(32)]
     torch.testing.assert_close(dpfp(x, 3), x.new_tensor(expected))
@@ -238,7 +240,7 @@ def test_random_features_estimate_the_exponential_of_the_cosine():
 
 
 def test_random_features_do_not_depend_on_the_norm():
-    x = entries()
+    x = draw()
     torch.testing.assert_close(random_fourier(x, FREQUENCIES), random_fourier(9 * x, FREQUENCIES))
 
 
@@ -256,10 +258,10 @@ def published(naive, monkeypatch):
     return naive("modules/feature_map.py")
 
 
-def test_equal_to_flash_linear_attention(published):
-    x = entries()[:, 0]
+def test_maps_equal_those_of_flash_linear_attention(published):
+    x = draw()[:, 0]
     torch.testing.assert_close(dpfp(x, 3), published.DPFPFeatureMap(16, nu=3)(x))
-    theirs = published.TaylorFeatureMap(16)(x)  # theirs is scaled for D ** -0.5, as SCALE is
+    theirs = published.TaylorFeatureMap(16)(x)  # scaled by D ** -0.5, which is SCALE
     ours = taylor(x, SCALE)
     torch.testing.assert_close(ours.sort(-1).values, theirs.sort(-1).values)
     joint = published.HedgehogFeatureMap(16).double()
@@ -278,7 +280,7 @@ def test_equal_to_flash_linear_attention(published):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_gradients(name):
-    x = entries().flatten(0, 1)[:3, :2].reshape(1, 3, 2, 16).requires_grad_()
+    x = draw().flatten(0, 1)[:3, :2].reshape(1, 3, 2, 16).requires_grad_()
     assert torch.autograd.gradcheck(MAPS[name], x, fast_mode=name == "taylor")
 
 
@@ -290,9 +292,9 @@ def test_gradients_of_the_hedgehog_weights():
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_computed_in_float32(name, dtype):
+def test_features_are_computed_in_float32(name, dtype):
     """The only error of 16-bit inputs is their own rounding."""
-    x = entries(4.0, dtype)
+    x = draw(4.0, dtype)
     features = MAPS[name](x)
     assert features.dtype == torch.float32
     assert features.isfinite().all()
@@ -313,4 +315,4 @@ def test_large_inputs_give_finite_results(name):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_float64_inputs_give_float64(name):
-    assert MAPS[name](entries()).dtype == torch.float64
+    assert MAPS[name](draw()).dtype == torch.float64

@@ -70,8 +70,8 @@ def weights(backend, q, k):
         case "softmax":
             return q.softmax(-1) @ k.softmax(-1).mT
         case "cosine":
-            place = torch.arange(q.shape[2]).clamp(max=29).double()
-            angle = math.pi * (place[:, None] - place) / 60
+            positions = torch.arange(q.shape[2]).clamp(max=29).double()
+            angle = math.pi * (positions[:, None] - positions) / 60
             return (q.relu() + 1e-3) @ (k.relu() + 1e-3).mT * angle.cos()
         case "taylor":
             score = q @ k.mT / D**0.5
@@ -107,8 +107,8 @@ def weights(backend, q, k):
     ("name", "normalize"),
     [(n, z) for n in OPTIONS for z in (True, False) if OPTIONS[n].get("normalize", z) == z],
 )
-def test_dense(name, normalize, causal):
-    """Over more tokens than the maximum length of ``cosine``."""
+def test_output_equals_dense_attention(name, normalize, causal):
+    """The 70 tokens exceed the maximum length of ``cosine``."""
     options = {**OPTIONS[name], "normalize": normalize}
     backend = build(feature_map=name, causal=causal, **options)
     q, k, v = qkv(70)
@@ -146,7 +146,7 @@ def test_sizes_and_pickling(name):
     assert torch.equal(again(*x).out, output.out)
 
 
-def test_hooks_on_the_map_run():
+def test_forward_hooks_of_the_map_run():
     """Once for queries and once for keys; offloading loads weights in such hooks."""
     backend, seen = build(feature_map="hedgehog"), []
     backend.feature_map.register_forward_hook(lambda module, args, out: seen.append(out.shape))
@@ -157,27 +157,27 @@ def test_hooks_on_the_map_run():
 # -- positions -----------------------------------------------------------------------------------
 
 
-def test_positions_count_real_tokens():
+def test_positions_do_not_count_padding():
     """With padding in a prompt and in decoding, beyond the maximum length."""
     backend, x = build(feature_map="cosine", max_length=9), qkv(14)
-    real = torch.ones(2, 14, dtype=torch.bool)
-    real[0, [0, 1, 5, 6, 10]] = False
-    real[1, 11:] = False
+    padding_mask = torch.ones(2, 14, dtype=torch.bool)
+    padding_mask[0, [0, 1, 5, 6, 10]] = False
+    padding_mask[1, 11:] = False
     outs, state = [], None
     for start, stop in (0, 4), (4, 8), *((t, t + 1) for t in range(8, 14)):
         now = slice(start, stop)
         output = backend(
             *(t[:, :, now] for t in x),
-            mask=AttentionMask(causal=True, padding=real[:, now]),
+            mask=AttentionMask(causal=True, padding=padding_mask[:, now]),
             state=state,
             return_state=True,
         )
         outs.append(output.out)
         state = output.state
-    assert state.tokens.tolist() == real.sum(1).tolist()
+    assert state.tokens.tolist() == padding_mask.sum(1).tolist()
     for row in range(2):
-        separate = backend(*(t[[row]][:, :, real[row]] for t in x)).out[0]
-        torch.testing.assert_close(torch.cat(outs, 2)[row][:, real[row]], separate)
+        separate = backend(*(t[[row]][:, :, padding_mask[row]] for t in x)).out[0]
+        torch.testing.assert_close(torch.cat(outs, 2)[row][:, padding_mask[row]], separate)
 
 
 def test_positions_restart_in_packed_segments():
@@ -197,7 +197,7 @@ def test_cosine_uses_the_maximum_length_of_the_model():
     assert torch.equal(backend(*x).out, build(feature_map="cosine", max_length=30)(*x).out)
 
 
-def test_layers_that_cosine_does_not_support():
+def test_cosine_refuses_unsupported_layers():
     with pytest.raises(UnsupportedError, match=r"layer\.attn.*set max_length, in tokens"):
         build(feature_map="cosine")
     with pytest.raises(UnsupportedError, match="cross-attention does not define"):
@@ -267,13 +267,13 @@ def test_directions_depend_on_seed_layer_and_key_head():
         ({"feature_map": "hedgehog_join"}, "Did you mean 'hedgehog_joint'"),
     ],
 )
-def test_wrong_options(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(ConfigError, match="Backend 'linear'") as caught:
         build(**options)
     assert message in str(caught.value)
 
 
-def test_nu_beyond_the_head_size():
+def test_nu_above_its_limit_is_refused():
     with pytest.raises(UnsupportedError, match=r"layer\.attn.*nu is 16.*at most 15"):
         build(feature_map="dpfp", nu=16)
     build(feature_map="dpfp", nu=15)
@@ -288,8 +288,8 @@ def no_new_maps(monkeypatch):
 
 
 @pytest.fixture
-def own_module(no_new_maps, monkeypatch, tmp_path):
-    """A module of a user that defines maps."""
+def user_module(no_new_maps, monkeypatch, tmp_path):
+    """Return an importable module that defines feature maps."""
     (tmp_path / "my_maps.py").write_text(
         "from attnzoo.backends.linear.feature_maps.base import FeatureMap\n"
         "def square(x):\n    return x * x\n"
@@ -305,9 +305,9 @@ def own_module(no_new_maps, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("given", ["function", "name"])
-def test_a_function_that_can_be_imported(given, own_module):
+def test_an_importable_function_is_stored_by_name(given, user_module):
     """The config contains its name, which is registered in this process."""
-    given = own_module.square if given == "function" else "my_maps:square"
+    given = user_module.square if given == "function" else "my_maps:square"
     spec = attnzoo.AttentionSpec("linear", feature_map=given, layers={"0": "flash"})
     data = json.loads(json.dumps(spec.to_dict()))
     assert data["options"] == {"feature_map": "my_maps:square"}
@@ -331,15 +331,15 @@ def new_process():
 
 
 @pytest.mark.parametrize("entry", ["default", "layers", "else", "os"])
-def test_a_name_in_plain_data_imports_nothing(entry, own_module):
+def test_loading_a_spec_does_not_import_the_module_of_a_map(entry, user_module):
     new_process()
     name = "os:system" if entry == "os" else "my_maps:square"
-    mine = {"backend": "linear", "options": {"feature_map": name}}
+    spec = {"backend": "linear", "options": {"feature_map": name}}
     data = {
-        "default": mine,
-        "os": mine,
-        "layers": {"backend": "flash", "layers": {"0": mine}},
-        "else": {"backend": "flash", "else": mine},
+        "default": spec,
+        "os": spec,
+        "layers": {"backend": "flash", "layers": {"0": spec}},
+        "else": {"backend": "flash", "else": spec},
     }[entry]
     with pytest.raises(ConfigError, match=r"does not import code.*If you trust the module"):
         attnzoo.AttentionSpec.from_dict(data)
@@ -355,9 +355,9 @@ def test_errors_quote_only_valid_module_names(name):
         build(feature_map=name)
 
 
-def test_the_remedies_of_the_error_work(own_module):
+def test_the_remedies_of_the_error_work(user_module):
     """With either remedy, the same data can be loaded."""
-    data = attnzoo.AttentionSpec("linear", feature_map=own_module.square).to_dict()
+    data = attnzoo.AttentionSpec("linear", feature_map=user_module.square).to_dict()
     new_process()
     with pytest.raises(ConfigError) as caught:
         attnzoo.AttentionSpec.from_dict(data)
@@ -374,8 +374,8 @@ def test_the_remedies_of_the_error_work(own_module):
     assert attnzoo.AttentionSpec.from_dict(data, allow_import=True).to_dict() == data
 
 
-def test_a_class_that_can_be_imported(own_module):
-    backend, (q, k, v) = build(feature_map=own_module.Exponential), qkv(9)
+def test_an_importable_class_is_stored_by_name(user_module):
+    backend, (q, k, v) = build(feature_map=user_module.Exponential), qkv(9)
     assert backend.config.feature_map == "my_maps:Exponential"
     matrix = (q.exp() @ k.exp().repeat_interleave(2, 1).mT).tril()
     expected = matrix / matrix.sum(-1, keepdim=True) @ v.repeat_interleave(2, 1)
@@ -395,7 +395,7 @@ def test_registered_maps_are_stored_by_name():
     [lambda x: x, nn.ReLU(), nn.ReLU, functools.partial(F.softmax, dim=-1), torch.relu],
     ids=["lambda", "module", "class", "partial", "builtin"],
 )
-def test_maps_that_a_config_cannot_refer_to(given):
+def test_maps_that_cannot_be_imported_are_refused(given):
     with pytest.raises(
         ConfigError, match=r"'linear': LinearConfig\.feature_map: .*(be stored|got)"
     ):
@@ -417,7 +417,7 @@ def test_maps_that_a_config_cannot_refer_to(given):
         ("torch.nn:ReLU", "it must be a Python function"),
     ],
 )
-def test_names_that_cannot_be_imported(name, message, own_module):
+def test_names_that_cannot_be_imported_are_refused(name, message, user_module):
     if message is None:
         attnzoo.AttentionSpec("linear", feature_map=name)
         return

@@ -63,7 +63,7 @@ def test_row_lengths_match_those_of_normal_rows():
     assert abs(squares.var() - 2 * D) < 0.1 * 2 * D
 
 
-def test_rotations_are_uniform():
+def test_directions_of_rows_are_uniform():
     """Without the signs of R's diagonal, the diagonal of LAPACK's Q has one sign."""
     drawn = random_projection(400 * D, D).double().view(400, D, D)
     directions = drawn / drawn.norm(dim=2, keepdim=True)
@@ -95,12 +95,12 @@ def test_hyperbolic_projection_contains_negatives():
 def estimates(draws, features, size=0.4, **options):
     """Return estimates of the kernel of some queries and keys from many draws, and the kernel."""
     q, k = draw(2, 1, 1, 16, 16, size=size)
-    nothing = torch.zeros(features, dtype=torch.float64)
+    no_shift = torch.zeros(features, dtype=torch.float64)
     found = []
     for n in range(draws):
         w = random_projection(features, 16, seed=(n,), **options).double()
-        both = [positive_keys(x, w, nothing, scale=0.25) for x in (q, k)]
-        found.append(both[0] @ both[1].mT / features)
+        mapped = [positive_keys(x, w, no_shift, scale=0.25) for x in (q, k)]
+        found.append(mapped[0] @ mapped[1].mT / features)
     return torch.stack(found), (q @ k.mT / 4).exp()
 
 
@@ -195,39 +195,39 @@ def test_floor_is_relative_to_the_largest_projection():
 # -- bidirectional attention ---------------------------------------------------------------------
 
 
-def padded_mask(real):
-    return None if real is None else AttentionMask(padding=real)
+def attention_mask(padding_mask):
+    return None if padding_mask is None else AttentionMask(padding=padding_mask)
 
 
-def paddings(keys):
-    real = torch.rand(3, keys) > 0.4
-    real[0] = True
-    real[1] = False
-    return real
+def make_padding_mask(keys):
+    padding_mask = torch.rand(3, keys) > 0.4
+    padding_mask[0] = True
+    padding_mask[1] = False
+    return padding_mask
 
 
-@pytest.mark.parametrize("piece", [2**16, 128])  # one block, and blocks of five tokens
+@pytest.mark.parametrize("block_size", [2**16, 128])  # one block, and blocks of five tokens
 @pytest.mark.parametrize("padded", [False, True])
-def test_attention_matches_the_dense_formula(piece, padded, monkeypatch):
-    monkeypatch.setattr(random_features, "BLOCK_SIZE", piece)
+def test_attention_matches_the_dense_formula(block_size, padded, monkeypatch):
+    monkeypatch.setattr(random_features, "BLOCK_SIZE", block_size)
     projection = random_projection(M, D).double()
     q, k, v = draw(3, 4, 13, D), draw(3, 2, 29, D), draw(3, 2, 29, 6)
     k = k * torch.linspace(3, 0.1, 29, dtype=torch.float64)[:, None]  # the maximum grows
-    real = paddings(29) if padded else None
-    out = favor_attention(q, k, v, projection, scale=SCALE, mask=padded_mask(real))
-    seen = None if real is None else real[:, None, None, :]
+    padding_mask = make_padding_mask(29) if padded else None
+    out = favor_attention(q, k, v, projection, scale=SCALE, mask=attention_mask(padding_mask))
+    seen = None if padding_mask is None else padding_mask[:, None, None, :]
     assert_close(out, dense(q, k, v, projection, seen))
-    if real is not None:
+    if padding_mask is not None:
         assert not out[1].any()
 
 
-@pytest.mark.parametrize("piece", [2**16, 16])
-def test_attention_gradients(piece, monkeypatch):
-    monkeypatch.setattr(random_features, "BLOCK_SIZE", piece)
+@pytest.mark.parametrize("block_size", [2**16, 16])
+def test_attention_gradients(block_size, monkeypatch):
+    monkeypatch.setattr(random_features, "BLOCK_SIZE", block_size)
     projection = random_projection(6, 4).double()
-    real = torch.tensor([[True, True, False, True], [False] * 4])
+    padding_mask = torch.tensor([[True, True, False, True], [False] * 4])
     leaves = [x.requires_grad_() for x in (draw(2, 4, 5, 4), draw(2, 2, 4, 4), draw(2, 2, 4, 3))]
-    for mask in (None, AttentionMask(padding=real)):
+    for mask in (None, AttentionMask(padding=padding_mask)):
         assert torch.autograd.gradcheck(
             lambda *x, mask=mask: favor_attention(*x, projection, scale=SCALE, mask=mask), leaves
         )
@@ -242,7 +242,7 @@ def test_attention_supports_only_padding(mask):
         favor_attention(*x, random_projection(M, D), scale=SCALE, mask=mask)
 
 
-def test_attention_takes_any_strides():
+def test_attention_supports_any_strides():
     projection = random_projection(M, D)
     tensors = [draw(2, 40, 3, n, dtype=torch.float32).transpose(1, 2) for n in (D, D, 6)]
     out = favor_attention(*tensors, projection, scale=SCALE)
@@ -251,7 +251,7 @@ def test_attention_takes_any_strides():
 
 
 @pytest.mark.parametrize("size", [1.0, 10.0, 100.0])
-def test_large_keys_neither_overflow_nor_vanish(size):
+def test_large_keys_neither_overflow_nor_underflow(size):
     """At 100, exponents reach -1e6: without a shift, all features of a key are 0 in float32."""
     projection = random_projection(64, 32)
     leaves = [

@@ -21,31 +21,31 @@ def plain(k, v, log_decay):
 
 @pytest.mark.parametrize("features", [1, 4])
 @pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])  # around a block of 128
-def test_sums_and_gradients_are_those_of_the_formula(tokens, features):
-    given = [x.requires_grad_() for x in inputs(tokens, features)]
-    ours, expected = decayed_sums(*given), plain(*given)
+def test_sums_and_gradients_equal_the_formula(tokens, features):
+    leaves = [x.requires_grad_() for x in inputs(tokens, features)]
+    ours, expected = decayed_sums(*leaves), plain(*leaves)
     torch.testing.assert_close(ours, expected)
-    above = [torch.randn_like(x) for x in expected]
+    d_sums = [torch.randn_like(x) for x in expected]
     for found, exact in zip(
-        torch.autograd.grad(ours, given, above),
-        torch.autograd.grad(expected, given, above),
+        torch.autograd.grad(ours, leaves, d_sums),
+        torch.autograd.grad(expected, leaves, d_sums),
         strict=True,
     ):
         torch.testing.assert_close(found, exact)
 
 
 @pytest.mark.parametrize("features", [1, 4])
-def test_strong_gates(features):
-    """Nothing overflows or is NaN; float32 is as accurate as the op."""
+def test_strong_gates_stay_finite_and_accurate(features):
+    """Sums in float32 agree with the op in float64, and gradients are finite."""
     k, v, log_decay = inputs(400, features, strength=30.0)
     log_decay[:, :, 390] = -torch.inf
     exact = linear_attention(
         k, k, v, log_decay=log_decay.expand(k.shape), return_state=True, impl="reference"
     ).state
-    given = [x.float().requires_grad_() for x in (k, v, log_decay)]
-    kv, z, total = decayed_sums(*given)
+    leaves = [x.float().requires_grad_() for x in (k, v, log_decay)]
+    kv, z, total = decayed_sums(*leaves)
     assert bool((total.exp() == 0).all())
     torch.testing.assert_close(kv.double(), exact.kv, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(z.double(), exact.k, rtol=1e-5, atol=1e-6)
     (kv.sum() + z.sum() + total.exp().sum()).backward()
-    assert all(bool(x.grad.isfinite().all()) for x in given)
+    assert all(bool(x.grad.isfinite().all()) for x in leaves)

@@ -23,7 +23,7 @@ WINDOWED = [
     ("gated_linear", {"gate": "hgrn2", "window": 5}),
     ("performer", {"num_features": 16, "window": 5}),
 ]
-FIRST = [  # a linear state, and decays; with first tokens
+WITH_SINKS = [  # sinks with a linear state and with decays
     pytest.param("linear", {"window": 4, "num_sinks": 2}),
     pytest.param(
         "gated_linear",
@@ -36,8 +36,8 @@ FIRST = [  # a linear state, and decays; with first tokens
         marks=pytest.mark.exhaustive,
     ),
 ]
-ALIKE = [(name, options) for name, options in WINDOWED if options["window"] == 5]
-RELATIVE = [(name, options) for name, options in ALIKE if name != "performer"]
+WINDOW_5 = [(name, options) for name, options in WINDOWED if options["window"] == 5]
+RELATIVE = [(name, options) for name, options in WINDOW_5 if name != "performer"]
 
 
 def inputs(length, dtype=torch.float64):
@@ -46,11 +46,11 @@ def inputs(length, dtype=torch.float64):
     return q, k, v, {"hidden_states": torch.randn(2, length, M, dtype=dtype)}
 
 
-MORE = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in WINDOWED[2:]]
+EXHAUSTIVE = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in WINDOWED[2:]]
 
 
-@pytest.mark.parametrize(("name", "options"), [*WINDOWED[:2], *MORE, *FIRST], ids=str)
-def test_it_conforms(name, options):
+@pytest.mark.parametrize(("name", "options"), [*WINDOWED[:2], *EXHAUSTIVE, *WITH_SINKS], ids=str)
+def test_conformance(name, options):
     cls = get_backend(name)
     report = check_backend(cls, config=cls.config_class.from_options(name, options))
     assert {"padding", "packing", "decoding"} <= set(report.passed)
@@ -61,20 +61,20 @@ def test_it_conforms(name, options):
     [(*x, causal) for causal in (True, False) for x in RELATIVE if causal or x[0] == "linear"],
     ids=str,
 )
-def test_it_starts_near_the_window_at_any_length(name, options, causal):
+def test_the_initial_output_is_close_to_window_attention(name, options, causal):
     backend = build(name, **options, far_weight=0.01, causal=causal)
     for length in (20, 700):
         q, k, v, more = inputs(length)
         distance = torch.arange(length)[:, None] - torch.arange(length)
-        near = (distance >= 0) & (distance < 5) if causal else distance.abs() <= 5
-        window = softmax_attention(q, k, v, mask=near).out
+        in_window = (distance >= 0) & (distance < 5) if causal else distance.abs() <= 5
+        window = softmax_attention(q, k, v, mask=in_window).out
         out = backend(q, k, v, **more).out
         error = (out - window).norm() / window.norm()
         assert 1e-5 < error < 0.05, f"{error:.1e} at {length} tokens"
 
 
-def test_a_performer_at_full_weight_estimates_softmax():
-    """With many features, the hybrid converges to softmax attention."""
+def test_a_performer_of_full_weight_converges_to_softmax():
+    """More features reduce the error of the hybrid relative to softmax attention."""
     q, k, v, _ = inputs(40)
     q, k = 0.5 * q, 0.5 * k
     exact = softmax_attention(q, k, v, mask=torch.ones(40, 40, dtype=torch.bool).tril()).out
@@ -87,7 +87,7 @@ def test_a_performer_at_full_weight_estimates_softmax():
     assert errors[1] < errors[0] / 3
 
 
-def test_a_performer_starts_no_farther_from_softmax_than_the_window():
+def test_an_initial_performer_is_as_close_to_softmax_as_the_window():
     backend = build("performer", num_features=16, window=5)
     for length in (20, 2000):
         q, k, v, _ = inputs(length)
@@ -98,15 +98,15 @@ def test_a_performer_starts_no_farther_from_softmax_than_the_window():
         assert (out - exact).norm() < 1.01 * (window - exact).norm()
 
 
-def test_linear_weights_equal_the_formula():
-    """Against a formula that reads the state dict."""
+def test_the_output_equals_the_formula():
+    """The formula reads the weight of the linear branch from the state dict."""
     backend = build("linear", feature_map="elu+1", window=5)
     q, k, v, _ = inputs(30)
     out, weight = backend(q, k, v).out, backend.state_dict()["far_log_weight"][:, None, None]
     k, v = (x.repeat_interleave(H // HKV, 1) for x in (k, v))
     distance = torch.arange(30)[:, None] - torch.arange(30)
-    near = (distance >= 0) & (distance < 5)
-    softmax = (q @ k.mT * D**-0.5).masked_fill(~near, -math.inf).softmax(-1)
+    in_window = (distance >= 0) & (distance < 5)
+    softmax = (q @ k.mT * D**-0.5).masked_fill(~in_window, -math.inf).softmax(-1)
     phi = [torch.nn.functional.elu(x) + 1 for x in (q, k)]
     count = (torch.arange(30) - 4).clamp(min=1)[:, None]
     far = (phi[0] @ phi[1].mT).masked_fill(distance < 5, 0) * weight.exp() / count
@@ -114,8 +114,8 @@ def test_linear_weights_equal_the_formula():
     torch.testing.assert_close(out, exact, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("name", "options"), ALIKE, ids=str)
-def test_its_weight_is_learned(name, options):
+@pytest.mark.parametrize(("name", "options"), WINDOW_5, ids=str)
+def test_the_weight_of_the_linear_branch_has_gradients(name, options):
     backend = build(name, **options)
     q, k, v, more = inputs(30)
     backend(q, k, v, **more).out.square().sum().backward()
@@ -124,15 +124,15 @@ def test_its_weight_is_learned(name, options):
     assert (grad != 0).all()
 
 
-def test_the_initial_weight_of_every_head_is_about_far_weight():
+def test_the_initial_weight_of_the_linear_branch_is_about_far_weight():
     for name, feature_map in (("linear", "elu+1"), ("linear", "hedgehog"), ("linear", "relu")):
         backend = build(name, window=5, feature_map=feature_map, far_weight=0.1)
         q, k, v, _ = inputs(500)
         ones = torch.ones_like(v)
-        ones[:, :, -100:] = 0  # what the last queries miss is the weight of their near keys
-        seen = backend(q, k, ones).out[:, :, -50:].mean()
-        share = seen / (1 - seen) * 495 / 400
-        assert 0.07 < share < 0.14
+        ones[:, :, -100:] = 0  # the last queries return the weight of the first 400 keys
+        share = backend(q, k, ones).out[:, :, -50:].mean()
+        ratio = share / (1 - share) * 495 / 400
+        assert 0.07 < ratio < 0.14
 
 
 def test_invalid_windows_are_refused():
@@ -160,7 +160,7 @@ def test_invalid_windows_are_refused():
         build("linear", window=4, causal=False, cross_attention=True)
 
 
-def test_first_tokens_are_refused_by_name():
+def test_unsupported_sinks_are_refused():
     for name in ("linear", "gated_linear", "delta"):
         with pytest.raises(ConfigError, match="num_sinks needs a window, got num_sinks=2"):
             build(name, num_sinks=2)
@@ -181,27 +181,27 @@ def test_a_state_without_a_causal_mask_is_refused():
 
 
 @pytest.mark.parametrize("name", ["linear", "gated_linear", "performer"])
-def test_heads_may_train_without_their_window(name):
-    """Dropped heads return the linear branch, where it has keys; other heads do not change."""
+def test_window_dropout_removes_the_window_of_some_heads(name):
+    """Dropped heads return the linear branch if it has keys; other heads do not change."""
     options = {"window": 4} if name == "performer" else {"feature_map": "hedgehog", "window": 4}
     backend = build(name, **options)
     q, k, v, given = inputs(20)
-    whole = backend.eval()(q, k, v, **given).out
+    expected = backend.eval()(q, k, v, **given).out
     with torch.no_grad():
-        weight = backend.far_log_weight.clone()
+        initial = backend.far_log_weight.clone()
         backend.far_log_weight.fill_(60.0)
-        far = backend(q, k, v, **given).out
-        backend.far_log_weight.copy_(weight)
+        branch_only = backend(q, k, v, **given).out
+        backend.far_log_weight.copy_(initial)
     backend.window_dropout = WindowDropout(0.5, 3)
-    assert torch.equal(backend(q, k, v, **given).out, whole)  # in training only
+    assert torch.equal(backend(q, k, v, **given).out, expected)  # no dropout in evaluation
     backend.train()
     dropped = backend.window_dropout.heads(H, backend.geometry.layer, torch.device("cpu"))
     assert 0 < dropped.sum() < H
     found = backend(q, k, v, **given).out
-    torch.testing.assert_close(found[:, ~dropped], whole[:, ~dropped])
-    torch.testing.assert_close(found[:, dropped, :4], whole[:, dropped, :4])
-    torch.testing.assert_close(found[:, dropped, 4:], far[:, dropped, 4:])
-    assert not torch.allclose(found[:, dropped, 4:], whole[:, dropped, 4:])
+    torch.testing.assert_close(found[:, ~dropped], expected[:, ~dropped])
+    torch.testing.assert_close(found[:, dropped, :4], expected[:, dropped, :4])
+    torch.testing.assert_close(found[:, dropped, 4:], branch_only[:, dropped, 4:])
+    assert not torch.allclose(found[:, dropped, 4:], expected[:, dropped, 4:])
     found.sum().backward()
     assert all(p.grad.isfinite().all() for p in backend.parameters() if p.grad is not None)
     assert torch.equal(backend(q, k, v, **given).out, found)

@@ -1,4 +1,4 @@
-"""The window hybrid against a dense formula written here."""
+"""The window hybrid against a dense formula in this file."""
 
 from itertools import pairwise
 
@@ -27,63 +27,66 @@ def make(length, decay=None, padded=False, *, relative=True, mean=False, dtype=t
         "token": -torch.rand(B, HKV, length, dtype=dtype),
         "channel": -torch.rand(B, HKV, length, F, dtype=dtype),
     }[decay]
-    real = None
+    padding = None
     if padded:
-        real = torch.rand(B, length) > 0.3
-        real[:, -2:], real[0, :3] = True, False
-        features[1] = features[1] * real[:, None, :, None]
+        padding = torch.rand(B, length) > 0.3
+        padding[:, -2:], padding[0, :3] = True, False
+        features[1] = features[1] * padding[:, None, :, None]
         if log_decay is not None:
             if log_decay.dim() == 1:
                 log_decay = log_decay[None, :, None].expand(B, HKV, length)
-            log_decay = log_decay * real[:, None].view(B, 1, length, *[1] * (log_decay.dim() - 3))
+            log_decay = log_decay * padding[:, None].view(
+                B, 1, length, *[1] * (log_decay.dim() - 3)
+            )
     weight = torch.randn(1, H, 1, 1, dtype=dtype)
-    return q, k, v, LinearBranch(*features, weight, log_decay, relative, mean), real
+    return q, k, v, LinearBranch(*features, weight, log_decay, relative, mean), padding
 
 
-def dense(q, k, v, far, window, *, causal=True, real=None, num_sinks=0):
-    """Compute every weight. Distances count real tokens."""
+def dense(q, k, v, branch, window, *, causal=True, padding=None, num_sinks=0):
+    """Compute every attention weight. Distances do not count padding."""
     length = q.shape[2]
-    real = torch.ones(B, length, dtype=torch.bool) if real is None else real
-    k, v, features = (x.repeat_interleave(H // HKV, 1) for x in (k, v, far.k))
-    rank = real.long().cumsum(1) - 1
+    padding = torch.ones(B, length, dtype=torch.bool) if padding is None else padding
+    k, v, features = (x.repeat_interleave(H // HKV, 1) for x in (k, v, branch.k))
+    rank = padding.long().cumsum(1) - 1
     distance = rank[:, :, None] - rank[:, None, :]
-    seen = real[:, None, :] & ((distance >= 0) | (not causal))
-    reach = distance < window if causal else distance.abs() <= window
-    reach = reach | (rank < num_sinks)[:, None, :]
-    near, beyond = (seen & reach)[:, None], (seen & ~reach)[:, None]
-    weights = (SCALE * q @ k.mT).exp() * near
-    f = far.log_weight + (weights.sum(-1, keepdim=True).log() if far.relative else 0)
-    if far.mean:
-        f = f - beyond.sum(-1, keepdim=True).clamp(min=1).to(q.dtype).log()
-    products = far.q.unsqueeze(3) * features.unsqueeze(2)  # [B, H, T, S, F]
-    if far.log_decay is not None:
-        decay = far.log_decay
+    seen = padding[:, None, :] & ((distance >= 0) | (not causal))
+    is_near = distance < window if causal else distance.abs() <= window
+    is_near = is_near | (rank < num_sinks)[:, None, :]
+    in_window, outside = (seen & is_near)[:, None], (seen & ~is_near)[:, None]
+    weights = (SCALE * q @ k.mT).exp() * in_window
+    f = branch.log_weight + (weights.sum(-1, keepdim=True).log() if branch.relative else 0)
+    if branch.mean:
+        f = f - outside.sum(-1, keepdim=True).clamp(min=1).to(q.dtype).log()
+    products = branch.q.unsqueeze(3) * features.unsqueeze(2)  # [B, H, T, S, F]
+    if branch.log_decay is not None:
+        decay = branch.log_decay
         decay = decay[None, :, None].expand(B, -1, length) if decay.dim() == 1 else decay
         decay = decay.unsqueeze(-1) if decay.dim() == 3 else decay
         total = decay.cumsum(2).repeat_interleave(H // HKV, 1)
         # a key leaves the window at the token that is `window` real tokens after it
-        leaves = (rank[:, None, :] == rank[:, :, None] + window) & real[:, None, :]
-        at = leaves.int().argmax(2)[:, None, :, None].expand(B, H, length, total.shape[3])
-        spans = total.unsqueeze(3) - total.gather(2, at).unsqueeze(2)
-        products = products * spans.clamp(max=0).exp()
-    weights = weights + f.exp() * products.sum(-1) * beyond
+        is_exit = (rank[:, None, :] == rank[:, :, None] + window) & padding[:, None, :]
+        exit_token = is_exit.int().argmax(2)[:, None, :, None].expand(B, H, length, total.shape[3])
+        decay_since_exit = total.unsqueeze(3) - total.gather(2, exit_token).unsqueeze(2)
+        products = products * decay_since_exit.clamp(max=0).exp()
+    weights = weights + f.exp() * products.sum(-1) * outside
     out = weights @ v / weights.sum(-1, keepdim=True)
-    return out.masked_fill(~real[:, None, :, None], 0)
+    return out.masked_fill(~padding[:, None, :, None], 0)
 
 
-def tokens(x, at):
+def tokens(x, part):
     """Return some tokens of the result of :func:`make`."""
-    q, k, v, far, real = x
-    decay = far.log_decay
+    q, k, v, branch, padding = x
+    decay = branch.log_decay
     if decay is not None and decay.dim() > 1:
-        decay = decay[:, :, at]
-    far = far._replace(q=far.q[:, :, at], k=far.k[:, :, at], log_decay=decay)
-    return q[:, :, at], k[:, :, at], v[:, :, at], far, None if real is None else real[:, at]
+        decay = decay[:, :, part]
+    branch = branch._replace(q=branch.q[:, :, part], k=branch.k[:, :, part], log_decay=decay)
+    padding = None if padding is None else padding[:, part]
+    return q[:, :, part], k[:, :, part], v[:, :, part], branch, padding
 
 
 def run(x, window, causal=True, segment_ids=None, **options):
-    q, k, v, branch, real = x
-    mask = AttentionMask(causal=causal, padding=real, segment_ids=segment_ids)
+    q, k, v, branch, padding = x
+    mask = AttentionMask(causal=causal, padding=padding, segment_ids=segment_ids)
     return hybrid_attention(q, k, v, branch, window=window, scale=SCALE, mask=mask, **options)
 
 
@@ -92,20 +95,20 @@ def assert_close(ours, exact):
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch", "cpp"])
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("decay", DECAYS, ids=str)
 @pytest.mark.parametrize("window", [1, 4, 16])
 def test_causal_equals_formula(window, decay, padded, impl):
     for length in (5, 17, 70 if decay is None else 20):
         for options in ({}, {"mean": True}, {"relative": False}):
             x = make(length, decay, padded, **options)
-            assert_close(run(x, window, impl=impl).out, dense(*x[:4], window, real=x[4]))
+            assert_close(run(x, window, impl=impl).out, dense(*x[:4], window, padding=x[4]))
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch", "cpp", "compiled"])
 @pytest.mark.parametrize("decay", DECAYS, ids=str)
-def test_first_tokens_belong_to_every_window(decay, impl, monkeypatch):
-    """In one call, and in pieces whose cuts lie before, among and after the first tokens."""
+def test_sinks_are_in_the_window_of_every_query(decay, impl, monkeypatch):
+    """In one call, and in parts that end before, among and after the sink tokens."""
     if impl == "compiled":
         monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
     options = {"impl": "torch" if impl == "compiled" else impl, "num_sinks": 3}
@@ -116,71 +119,71 @@ def test_first_tokens_belong_to_every_window(decay, impl, monkeypatch):
         (4, 2, False, {"mean": True}),
     ):
         x = make(length, decay, padded, **kind)
-        exact = dense(*x[:4], window, real=x[4], num_sinks=3)
+        exact = dense(*x[:4], window, padding=x[4], num_sinks=3)
         assert_close(run(x, window, **options).out, exact)
         for cuts in ((0, 1, 2, 3, length), (0, 2, length), (0, 5, 6, 11, length)):
             state, outs = None, []
             for start, stop in pairwise(sorted({min(cut, length) for cut in cuts})):
                 piece = tokens(x, slice(start, stop))
-                done = run(piece, window, state=state, return_state=True, **options)
-                state = done.state
-                outs.append(done.out)
+                output = run(piece, window, state=state, return_state=True, **options)
+                state = output.state
+                outs.append(output.out)
             assert_close(torch.cat(outs, 2), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_one_token_after_first_tokens_in_cpp(dtype):
+def test_steps_with_sinks_in_cpp_equal_those_in_torch(dtype):
     """The C++ step against the same step in torch, from the first token on."""
     for decay, kind in ((None, {"mean": True}), ("channel", {}), ("token", {"relative": False})):
         x = make(24, decay, dtype=dtype, **kind)
         states = [None, None]
         for t in range(24):
-            one = tokens(x, slice(t, t + 1))
-            done = [
-                run(one, 5, impl=impl, num_sinks=4, state=state, return_state=True)
+            token = tokens(x, slice(t, t + 1))
+            steps = [
+                run(token, 5, impl=impl, num_sinks=4, state=state, return_state=True)
                 for impl, state in zip(("cpp", "torch"), states, strict=True)
             ]
-            states = [one.state for one in done]
+            states = [step.state for step in steps]
             if t:
-                assert done[0].impl.reason == "one token, compiled for this CPU"
+                assert steps[0].impl.reason == "one token, compiled for this CPU"
             tolerance = 1e-10 if dtype == torch.float64 else 1e-5
-            pairs = [(done[0].out, done[1].out), *zip(*states, strict=True)]
+            pairs = [(steps[0].out, steps[1].out), *zip(*states, strict=True)]
             for ours, theirs in pairs:
                 torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("impl", ["torch", "cpp", "compiled"])
-def test_gradients_with_first_tokens(impl, monkeypatch):
+def test_gradients_with_sinks(impl, monkeypatch):
     if impl == "compiled":
         monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
-    q, k, v, far, _ = make(9, relative=False)
-    leaves = [x[:1].detach().requires_grad_() for x in (q, k, v, far.q, far.k)]
+    q, k, v, branch, _ = make(9, relative=False)
+    leaves = [x[:1].detach().requires_grad_() for x in (q, k, v, branch.q, branch.k)]
 
     def call(q, k, v, far_q, far_k):
-        branch = far._replace(q=far_q, k=far_k)
+        changed = branch._replace(q=far_q, k=far_k)
         name = "torch" if impl == "compiled" else impl
-        return hybrid_attention(q, k, v, branch, window=3, scale=SCALE, impl=name, num_sinks=2).out
+        return hybrid_attention(q, k, v, changed, window=3, scale=SCALE, impl=name, num_sinks=2).out
 
     assert gradcheck(call, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch", "cpp"])
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("window", [1, 4, 16])
 def test_bidirectional_equals_formula(window, padded, impl):
     for length in (5, 17, 70):
         for options in ({}, {"mean": True}, {"relative": False}):
             x = make(length, None, padded, **options)
-            exact = dense(*x[:4], window, causal=False, real=x[4])
+            exact = dense(*x[:4], window, causal=False, padding=x[4])
             assert_close(run(x, window, causal=False, impl=impl).out, exact)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("decay", DECAYS, ids=str)
-def test_a_sequence_may_be_cut_anywhere(decay, padded):
+def test_parts_with_a_state_equal_one_pass(decay, padded):
     length, window = 20, 4
     x = make(length, decay, padded, mean=decay is None)
-    exact = dense(*x[:4], window, real=x[4])
+    exact = dense(*x[:4], window, padding=x[4])
     for cuts in ((0, 1, 2, 20), (0, 3, 20), (0, 11, 12, 13, 20), (0, 19, 20)):
         state, outs = None, []
         for start, stop in pairwise(cuts):
@@ -199,17 +202,17 @@ def test_packed_sequences_equal_separate_ones(causal, impl):
     packed = run(x, 4, segment_ids=ids, **options)
     for row, starts in enumerate([(0, 9, 11, 22), (0, 3, 22)]):
         for start, stop in pairwise(starts):
-            apart = run(tokens(x, slice(start, stop)), 4, **options)
-            assert_close(packed.out[row, :, start:stop], apart.out[row])
+            separate = run(tokens(x, slice(start, stop)), 4, **options)
+            assert_close(packed.out[row, :, start:stop], separate.out[row])
         if causal:
-            for ours, exact in zip(packed.state[3:], apart.state[3:], strict=True):
+            for ours, exact in zip(packed.state[3:], separate.state[3:], strict=True):
                 assert_close(ours[row], exact[row])
             later = make(3, "token", mean=True)
-            one, other = (run(later, 4, state=given.state).out for given in (packed, apart))
+            one, other = (run(later, 4, state=given.state).out for given in (packed, separate))
             assert_close(one[row], other[row])
 
 
-def test_the_state_has_one_size():
+def test_the_size_of_the_state_does_not_depend_on_the_length():
     sizes = {
         tuple(field.shape for field in run(make(n), 4, return_state=True).state)
         for n in (1, 3, 4, 9, 40)
@@ -218,7 +221,7 @@ def test_the_state_has_one_size():
 
 
 @pytest.mark.parametrize("relative", [True, False])
-def test_without_a_linear_branch_it_is_softmax(relative):
+def test_a_branch_of_weight_zero_gives_window_attention(relative):
     x = make(12, relative=relative)
     x = (*x[:3], x[3]._replace(log_weight=torch.tensor(-1e4)), None)
     window = torch.ones(12, 12, dtype=torch.bool).tril().triu(-3)
@@ -233,16 +236,16 @@ def test_gradients(causal, relative, compiled, monkeypatch):
     """Without ``relative``, gradients also flow through the window's log-sum-exp."""
     if compiled:
         monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
-    q, k, v, far, _ = make(9, "token" if causal else None, relative=relative)
-    decay = far.log_decay
-    leaves = [q, k, v, far.q, far.k, far.log_weight, *([] if decay is None else [decay])]
+    q, k, v, branch, _ = make(9, "token" if causal else None, relative=relative)
+    decay = branch.log_decay
+    leaves = [q, k, v, branch.q, branch.k, branch.log_weight, *([] if decay is None else [decay])]
     leaves = [x[:1] if x.shape[0] == B else x for x in leaves]
     leaves = [x.detach().requires_grad_() for x in leaves]
 
     def call(q, k, v, far_q, far_k, weight, decay=None):
-        far = LinearBranch(far_q, far_k, weight, decay, relative, mean=decay is None)
+        branch = LinearBranch(far_q, far_k, weight, decay, relative, mean=decay is None)
         mask = AttentionMask(causal=causal)
-        return hybrid_attention(q, k, v, far, window=3, scale=SCALE, mask=mask).out
+        return hybrid_attention(q, k, v, branch, window=3, scale=SCALE, mask=mask).out
 
     assert gradcheck(call, leaves, fast_mode=True)
 
@@ -256,15 +259,15 @@ def test_band_equals_blockwise(monkeypatch):
 
 def test_large_scores_stay_finite():
     for relative in (True, False):
-        q, k, v, far, _ = make(30, relative=relative, dtype=torch.float32)
-        far = far._replace(log_weight=torch.full((1, H, 1, 1), 60.0 if relative else 200.0))
-        out = hybrid_attention(100 * q, 100 * k, v, far, window=4, scale=1.0).out
+        q, k, v, branch, _ = make(30, relative=relative, dtype=torch.float32)
+        branch = branch._replace(log_weight=torch.full((1, H, 1, 1), 60.0 if relative else 200.0))
+        out = hybrid_attention(100 * q, 100 * k, v, branch, window=4, scale=1.0).out
         assert out.isfinite().all()
         assert out.abs().max() <= v.abs().max() * 1.0001
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_rounding_is_that_of_the_plain_form(dtype):
+def test_rounding_errors_are_at_most_twice_those_of_the_reference(dtype):
     x = make(100, dtype=torch.float64)
     low = [*(t.to(dtype) for t in x[:3]), x[3]._replace(q=x[3].q.float(), k=x[3].k.float()), None]
     low[3] = low[3]._replace(log_weight=low[3].log_weight.float())
@@ -329,7 +332,7 @@ def test_step_of_wider_heads_and_strided_tokens():
     assert_close(out, dense(q, k, v, branch, 4)[:, :, 3:])
 
 
-def test_step_with_keys_of_16_bits():
+def test_step_with_bfloat16_keys():
     q, k, v, branch, _ = make(20, "token", mean=True, dtype=torch.float32)
     q, k, v = (y.bfloat16() for y in (q, k, v))
     exact = dense(*(y.double() for y in (q, k, v)), _double(branch), 4)[:, :, 6:]
@@ -346,7 +349,7 @@ def _double(branch):
     )
 
 
-def test_step_that_cpp_does_not_compute():
+def test_steps_that_cpp_does_not_support_run_in_torch():
     x = make(6)
     state = run(tokens(x, slice(5)), 4, return_state=True).state
     new = tokens(x, slice(5, 6))
@@ -362,7 +365,7 @@ def test_step_that_cpp_does_not_compute():
 
 @pytest.mark.parametrize("impl", ["torch", "cpp"])
 @pytest.mark.parametrize("num_sinks", [0, 2])
-def test_a_step_without_gradients_may_overwrite_the_state(num_sinks, impl):
+def test_a_step_overwrites_the_state_only_without_gradients(num_sinks, impl):
     x = make(9, "channel", mean=True)
     options = {"num_sinks": num_sinks, "return_state": True}
     state = run(tokens(x, slice(3)), 4, **options).state
@@ -383,20 +386,20 @@ def test_a_step_without_gradients_may_overwrite_the_state(num_sinks, impl):
 
 def test_a_step_in_place_keeps_the_state_of_rows_with_padding():
     x = make(8, "token", mean=True)
-    real = torch.ones(B, 8, dtype=torch.bool)
-    real[0, 5], real[1, 6] = False, False
-    decay = x[3].log_decay * real[:, None]
-    x = (*x[:3], x[3]._replace(k=x[3].k * real[:, None, :, None], log_decay=decay), real)
+    padding = torch.ones(B, 8, dtype=torch.bool)
+    padding[0, 5], padding[1, 6] = False, False
+    decay = x[3].log_decay * padding[:, None]
+    x = (*x[:3], x[3]._replace(k=x[3].k * padding[:, None, :, None], log_decay=decay), padding)
     options = {"num_sinks": 1, "return_state": True}
     state = run(tokens(x, slice(3)), 4, **options).state
     outs = []
     for t in range(3, 8):
         new = [y.clone() for y in tokens(x, slice(t, t + 1))[:3]]
         for y in new:
-            y[~real[:, t]] = torch.nan
+            y[~padding[:, t]] = torch.nan
         with torch.no_grad():
             step = run(
                 (*new, *tokens(x, slice(t, t + 1))[3:]), 4, state=state, reuse_state=True, **options
             )
         outs.append(step.out)
-    assert_close(torch.cat(outs, 2), dense(*x[:4], 4, real=real, num_sinks=1)[:, :, 3:])
+    assert_close(torch.cat(outs, 2), dense(*x[:4], 4, padding=padding, num_sinks=1)[:, :, 3:])

@@ -72,13 +72,13 @@ def make(case, size=16, batch=1):
 
 
 def attend(case, tensors, padding, ids, impl, tokens, state, **options):
-    """Compute some tokens of a call."""
+    """Compute the output and the state of a range of tokens."""
     q, k, v, *features, log_weight, log_decay = tensors
     q, k, v, *features = (x[:, :, tokens] for x in (q, k, v, *features))
     if log_decay is not None and log_decay.dim() > 1:
         log_decay = log_decay[:, :, tokens]
-    only = torch.arange(case.heads[0], device=DEVICE) == 0 if case.linear_only else None
-    branch = LinearBranch(*features, log_weight, log_decay, case.relative, case.mean, only)
+    linear_only = torch.arange(case.heads[0], device=DEVICE) == 0 if case.linear_only else None
+    branch = LinearBranch(*features, log_weight, log_decay, case.relative, case.mean, linear_only)
     padding, ids = (None if x is None else x[:, tokens] for x in (padding, ids))
     mask = AttentionMask(causal=case.causal, padding=padding, segment_ids=ids)
     options |= {"window": case.window, "scale": 0.25, "mask": mask, "impl": impl}
@@ -157,7 +157,7 @@ def test_bfloat16_gradients_are_accurate_if_values_have_a_mean(causal):
 
 
 @pytest.mark.exhaustive
-def test_bfloat16_gradients_with_first_tokens_are_as_accurate_as_in_torch():
+def test_bfloat16_gradients_with_sinks_are_as_accurate_as_in_torch():
     case = HybridCase(value_mean=1.0, dtype=torch.bfloat16, length=96, window=16, num_sinks=4)
     ours, plain = errors(case), errors(case, "torch")
     for name, error in ours.items():
@@ -169,12 +169,12 @@ def decode(case, impl, dtype, in_place):
     torch.manual_seed(1)
     tensors, padding, _ = make(case, batch=2)
     tensors = [x if x is None else x.to(dtype) for x in tensors]
-    before = "reference" if dtype == torch.float64 else "torch"
+    prefill_impl = "reference" if dtype == torch.float64 else "torch"
     outs, state = [], None
     with torch.no_grad():
         for start in (0, *range(case.cut, case.length)):
             tokens = slice(start, start + 1 if start else case.cut)
-            name = impl if start else before
+            name = impl if start else prefill_impl
             step = attend(case, tensors, padding, None, name, tokens, state, reuse_state=in_place)
             assert step.impl.impl == name
             if start and in_place:
@@ -210,7 +210,7 @@ def test_decoding_matches_reference_in_float64(case, in_place):
         assert error < 5e-6 * float32_slack(), f"{name}: {error:.1e}"
 
 
-def test_one_token_with_gradients_runs_the_chunk_kernels():
+def test_one_token_with_gradients_matches_reference_in_float64():
     case = HybridCase(length=12, cut=11, decay="token", num_sinks=2)
     for name, error in errors(case).items():
         assert error < 5e-6 * float32_slack(), f"{name}: {error:.1e}"
@@ -256,7 +256,7 @@ INTERPRETED_ONLY = pytest.mark.skipif(
 
 
 @INTERPRETED_ONLY
-def test_a_decoded_token_takes_two_launches(monkeypatch):
+def test_decoding_a_token_launches_two_kernels(monkeypatch):
     case = HybridCase(length=10, heads=(2, 1), decay="channel", num_sinks=2)
     tensors, *_ = make(case)
     state = attend(case, tensors, None, None, "torch", slice(0, 9), None).state
@@ -267,7 +267,7 @@ def test_a_decoded_token_takes_two_launches(monkeypatch):
 
 @INTERPRETED_ONLY
 @pytest.mark.parametrize(("split_size", "forward", "both"), [(512, 12, 24), (32, 12, 24)])
-def test_hybrid_takes_few_launches(split_size, forward, both, monkeypatch):
+def test_hybrid_launches_few_kernels(split_size, forward, both, monkeypatch):
     monkeypatch.setattr(launch, "choose_split_size", lambda *_: split_size)
     case = HybridCase(length=80, heads=(1, 1))
     tensors, *_ = make(case)
@@ -287,10 +287,10 @@ def test_hybrid_operator_passes_opcheck():
     (q, k, v, *features, _, _), *_ = make(HybridCase(length=18))
     tensors = [x.requires_grad_() for x in (q, k, v, *features, torch.randn(1, 2, 18).to(DEVICE))]
     state = [torch.randn(1, 1, 16, 16).to(DEVICE), torch.rand(1, 1, 16).to(DEVICE)]
-    first = (torch.randn(1, 1, 2, 16).to(DEVICE).requires_grad_() for _ in range(2))
-    seen = torch.rand(1, 18, 2).to(DEVICE) > 0.5
-    for keys in ((None, None, None), (*first, seen)):
-        options = (None, None, None, None, *keys, 8, 0.25, True, True, 1e-30)
+    sinks = (torch.randn(1, 1, 2, 16).to(DEVICE).requires_grad_() for _ in range(2))
+    visible_sinks = torch.rand(1, 18, 2).to(DEVICE) > 0.5
+    for sink_options in ((None, None, None), (*sinks, visible_sinks)):
+        options = (None, None, None, None, *sink_options, 8, 0.25, True, True, 1e-30)
         torch.library.opcheck(hybrid_triton, (*tensors, None, *state, *options))
 
 
