@@ -1,4 +1,4 @@
-"""Which versions of Triton and ptxas are refused, and which configs they exclude."""
+"""Refused versions of Triton and ptxas, and the configs that defects exclude."""
 
 import re
 
@@ -33,7 +33,7 @@ def ptxas(monkeypatch):
         ("3.10.0+git1", "13.4.92", 9, None),
     ],
 )
-def test_compilers_that_are_refused(triton, version, major, match, monkeypatch, ptxas):
+def test_defective_compilers_are_refused(triton, version, major, match, monkeypatch, ptxas):
     ptxas(version)
     monkeypatch.setattr(compilers, "triton_version", lambda: compilers._numbers(triton))
     monkeypatch.setattr("triton.__version__", triton)
@@ -57,7 +57,7 @@ def test_compilers_that_are_refused(triton, version, major, match, monkeypatch, 
         ("12.8.93", 10, None),
     ],
 )
-def test_cautions_name_a_version_that_no_report_names(version, major, match, ptxas):
+def test_cautions_name_a_version_without_known_defects(version, major, match, ptxas):
     ptxas(version)
     caution = compilers.compiler_caution(major)
     assert (match in caution and "13.3 or later" in caution) if match else caution == ""
@@ -135,8 +135,8 @@ def test_dq_and_dk_need_equal_tiles_with_scalar_decay(tmp_path, monkeypatch):
 def test_offsets_between_grouped_heads_exceed_32_bits():
     stride = 2**27  # of query heads; a CPU does not allocate memory that is not written
     storage = torch.empty(17 * stride, dtype=torch.bfloat16, device=kernel_device())
-    far = storage.as_strided((1, 17, 16, 16), (0, stride, 16, 1))
-    near, k = torch.randn(1, 17, 16, 16).to(far), torch.randn(1, 1, 16, 16).to(far)
-    far.copy_(near)
-    outs = [linear_attention(x, k, k, impl="triton").out for x in (far, near)]
+    strided = storage.as_strided((1, 17, 16, 16), (0, stride, 16, 1))
+    contiguous, k = torch.randn(1, 17, 16, 16).to(strided), torch.randn(1, 1, 16, 16).to(strided)
+    strided.copy_(contiguous)
+    outs = [linear_attention(x, k, k, impl="triton").out for x in (strided, contiguous)]
     assert torch.equal(*outs)

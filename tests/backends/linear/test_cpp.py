@@ -50,16 +50,16 @@ SHAPES = [  # batch, heads, key heads, tokens, D, E: chunks are of 32, vectors o
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_the_dense_form(shape, normalize, threads, decay, packed):
-    now = torch.get_num_threads()
-    torch.set_num_threads(threads)  # six heads on one key head are two pieces of work, or three
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)  # three threads divide the six heads of one key head
     try:
         q, k, v, state = make(*shape)
         options = {"normalize": normalize, "scale": 0.7, "eps": 0.1, "return_state": True}
         if decay != "none":
-            log = (
+            gate = (
                 -between_nan(*k.shape) if decay == "channel" else -torch.rand(k.shape[:3]).double()
             )
-            options["log_decay"] = log[0, :, 0] if decay == "head" else log
+            options["log_decay"] = gate[0, :, 0] if decay == "head" else gate
         if packed:  # segments that end inside and at the end of chunks, and one of one token
             ids = torch.zeros(k.shape[0], k.shape[2], dtype=torch.long)
             for border in (1, 2, 20, 32, 33, 64, 69):
@@ -73,10 +73,10 @@ def test_equals_the_dense_form(shape, normalize, threads, decay, packed):
         exact = linear_attention(q, k, v, form="parallel", impl="reference", **options)
         assert_close(fresh.out, exact.out, atol=1e-12, rtol=1e-12)
     finally:
-        torch.set_num_threads(now)
+        torch.set_num_threads(num_threads)
 
 
-def test_a_layer_joins_the_heads_of_the_output_without_a_copy():
+def test_heads_of_the_output_are_merged_without_a_copy():
     q, k, v, _ = make(2, 4, 2, 20, 16, 32)
     assert linear_attention(q, k, v, impl="cpp").out.transpose(1, 2).is_contiguous()
 
@@ -95,7 +95,7 @@ def test_rounding_errors_are_at_most_twice_those_of_torch(normalize):
     assert (ours - exact).abs().max() <= budget
 
 
-def leaves_and_results(shape, decay, packed, dtype=torch.float64, **options):
+def make_call(shape, decay, packed, dtype=torch.float64, **options):
     """Return a function that computes all results of a call, and its inputs."""
     batch, _, key_heads, tokens, size, _ = shape
     q, k, v, state = make(*shape, dtype=dtype)
@@ -114,36 +114,36 @@ def leaves_and_results(shape, decay, packed, dtype=torch.float64, **options):
     def run(q, k, v, kv, z, gate=None, **more):
         state = LinearState(kv, z)
         given = {"state": state, "mask": mask, "log_decay": gate, "return_state": True, "eps": 0.1}
-        found = linear_attention(q, k, v, **given, scale=0.7, **(options | more))
-        return found.out, *found.state
+        output = linear_attention(q, k, v, **given, scale=0.7, **(options | more))
+        return output.out, *output.state
 
     return run, leaves
 
 
 @pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_gradients_of_some_inputs_are_those_of_all(normalize, decay):
-    """The kernel skips what no input needs; other gradients keep their bits."""
-    run, leaves = leaves_and_results((1, 4, 2, 600, 8, 5), decay, True, normalize=normalize)
+def test_gradients_do_not_depend_on_frozen_inputs(normalize, decay):
+    """The kernel skips gradients that no input needs; the others are bitwise equal."""
+    run, leaves = make_call((1, 4, 2, 600, 8, 5), decay, True, normalize=normalize)
     d_results = [torch.randn_like(x) for x in run(*leaves, impl="cpp")]
-    threads = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
 
     def gradients(needed):
         given = [x.detach().requires_grad_(n) for x, n in zip(leaves, needed, strict=True)]
         torch.autograd.backward(run(*given, impl="cpp"), d_results)
         return [x.grad for x in given]
 
-    everything = gradients([True] * len(leaves))
+    of_all_inputs = gradients([True] * len(leaves))
     try:
         for n, (q, k, v, state, gate) in enumerate(product([False, True], repeat=5)):
             torch.set_num_threads(1 + 2 * (n % 2))
             needed = (q, k, v, state, state, gate)[: len(leaves)]
             if not any(needed):
                 continue
-            for found, expected, need in zip(gradients(needed), everything, needed, strict=True):
+            for found, expected, need in zip(gradients(needed), of_all_inputs, needed, strict=True):
                 assert torch.equal(found, expected) if need else found is None
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(num_threads)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -152,8 +152,8 @@ def test_gradients_of_some_inputs_are_those_of_all(normalize, decay):
 @pytest.mark.parametrize(
     "shape", [(2, 4, 2, 33, 16, 32), (1, 6, 2, 70, 20, 65), (1, 2, 1, 1100, 5, 3)], ids=str
 )
-def test_gradients_are_those_of_the_formula(shape, normalize, decay, packed):
-    run, leaves = leaves_and_results(shape, decay, packed, normalize=normalize)
+def test_gradients_equal_those_of_the_dense_form(shape, normalize, decay, packed):
+    run, leaves = make_call(shape, decay, packed, normalize=normalize)
     results = run(*leaves, form="parallel", impl="reference")
     d_results = [torch.randn_like(x) for x in results]
     exact = torch.autograd.grad(results, leaves, d_results)
@@ -164,13 +164,13 @@ def test_gradients_are_those_of_the_formula(shape, normalize, decay, packed):
 @pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("shape", [(1, 6, 2, 70, 20, 65), (1, 2, 1, 2100, 37, 20)], ids=str)
-def test_any_number_of_threads_computes_the_same_bits(shape, normalize, decay):
-    """Two threads divide the query heads of 70 tokens, and the five spans of 2100 tokens.
+def test_results_do_not_depend_on_the_number_of_threads(shape, normalize, decay):
+    """Threads divide the query heads of 70 tokens, or the five spans of 2100 tokens.
 
-    The states before the parts of 2100 tokens are computed in panels of up to 16 of 37 channels.
+    The states before the spans are computed in panels of at most 16 of the 37 channels.
     """
-    run, leaves = leaves_and_results(shape, decay, True, normalize=normalize)
-    d_results, found, now = None, [], torch.get_num_threads()
+    run, leaves = make_call(shape, decay, True, normalize=normalize)
+    d_results, found, num_threads = None, [], torch.get_num_threads()
     try:
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
@@ -178,19 +178,19 @@ def test_any_number_of_threads_computes_the_same_bits(shape, normalize, decay):
             d_results = d_results or [torch.randn_like(x) for x in results]
             found.append((*results, *torch.autograd.grad(results, leaves, d_results)))
     finally:
-        torch.set_num_threads(now)
+        torch.set_num_threads(num_threads)
     for other in found[1:]:
         assert all(map(torch.equal, other, found[0]))
 
 
 @pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
 def test_gradcheck(decay):
-    run, leaves = leaves_and_results((1, 4, 2, 19, 5, 3), decay, True, normalize=True, impl="cpp")
+    run, leaves = make_call((1, 4, 2, 19, 5, 3), decay, True, normalize=True, impl="cpp")
     assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
 
-def test_gradients_of_some_results_by_some_inputs():
-    run, leaves = leaves_and_results((1, 4, 2, 40, 16, 16), "token", False)
+def test_gradients_of_one_result_for_some_inputs():
+    run, leaves = make_call((1, 4, 2, 40, 16, 16), "token", False)
     for result in range(3):
         for given in ([0], [1, 2], [5], [3, 4]):
             chosen = [leaves[i] for i in given]
@@ -209,9 +209,9 @@ def test_gradients_of_some_results_by_some_inputs():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("decay", ["none", "token", "channel"])
-def test_numbers_of_16_bits_are_read_and_rounded_exactly(decay, dtype):
-    """Results are those of the same numbers in float32, rounded once."""
-    run, leaves = leaves_and_results((1, 4, 2, 50, 20, 24), decay, True, torch.float32)
+def test_16_bit_results_equal_those_in_float32_rounded_once(decay, dtype):
+    """The kernel reads 16-bit inputs exactly, and rounds only its results."""
+    run, leaves = make_call((1, 4, 2, 50, 20, 24), decay, True, torch.float32)
     leaves = [
         x.detach().to(dtype if x.dim() == 4 and i < 3 else x.dtype).requires_grad_()
         for i, x in enumerate(leaves)
@@ -228,7 +228,7 @@ def test_numbers_of_16_bits_are_read_and_rounded_exactly(decay, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_every_number_of_16_bits_is_read_and_written(dtype):
+def test_all_16_bit_values_are_read_and_written_exactly(dtype):
     """A token that sees only itself returns its value times the product of query and key."""
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     v = bits.view(torch.float16 if dtype == torch.float64 else dtype).to(dtype).view(1, 1, -1, 32)
@@ -247,7 +247,7 @@ def test_every_number_of_16_bits_is_read_and_written(dtype):
         )
 
 
-def test_later_tokens_change_no_bit():
+def test_later_tokens_do_not_change_earlier_outputs():
     q, k, v, _ = make(1, 2, 1, 90, 16, 16, torch.float32)
     out = linear_attention(q, k, v, normalize=True, impl="cpp").out
     for cut in (1, 31, 32, 50):
@@ -257,7 +257,7 @@ def test_later_tokens_change_no_bit():
         assert not torch.equal(found[:, :, cut:], out[:, :, cut:])
 
 
-def test_no_tokens_and_one_token():
+def test_empty_and_single_token_calls():
     q, k, v, state = make(2, 4, 2, 5, 16, 16)
     options = {"state": state, "return_state": True, "normalize": True, "impl": "cpp"}
     none = linear_attention(*(x[:, :, :0] for x in (q, k, v)), **options)
@@ -272,7 +272,7 @@ def test_no_tokens_and_one_token():
     assert_close(tuple(now.state), tuple(whole.state))
 
 
-def test_it_compiles_without_a_graph_break():
+def test_compiles_without_a_graph_break():
     torch._dynamo.reset()
     x = [t.clone().requires_grad_() for t in make(1, 2, 1, 40, 16, 16)[:3]]
     run = torch.compile(linear_attention, backend="aot_eager", fullgraph=True)
@@ -285,13 +285,13 @@ def test_it_compiles_without_a_graph_break():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_operator_is_registered_soundly(dtype):
+def test_operators_pass_opcheck(dtype):
     q, k, v, state = make(1, 2, 1, 40, 16, 32, dtype)
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *state)]
     options, maps = (0.5, True, 1e-6, 64, "identity", 1.0), (None,) * 4
-    for keep in (False, True):  # without, there is no backward pass
+    for keep in (False, True):  # if False, there is no backward pass
         given = leaves if keep else [x.detach() for x in leaves]
-        for normalize in (True, False):  # without, totals are returned
+        for normalize in (True, False):  # if False, totals are returned
             more = (0.5, normalize, *options[2:], not normalize, keep)
             args = (*given[:3], None, *given[3:], *maps, None, None, *more)
             torch.library.opcheck(linear_cpp, args)
@@ -312,8 +312,8 @@ def test_the_operator_is_registered_soundly(dtype):
         assert [x.numel() > 0 for x in found] == wanted
 
 
-def test_a_layer_runs_it_by_name():
-    """``describe`` reports ``cpp``, so a spec accepts it."""
+def test_the_option_impl_of_a_backend_selects_cpp():
+    """A spec accepts ``cpp``, because ``describe`` reports it."""
     geometry = Geometry(num_heads=4, num_key_heads=2, head_dim=8)
     x = [torch.rand(1, n, 20, 8) for n in (4, 2, 2)]
     for options in ({}, {"feature_map": "hedgehog", "window": 5}):
@@ -328,7 +328,7 @@ def test_a_layer_runs_it_by_name():
             backend(*x)
 
 
-def test_auto_selects_it_for_supported_calls():
+def test_auto_selects_cpp_for_supported_calls():
     x = make(1, 2, 1, 40, 16, 16, torch.float32)[:3]
 
     def choice(**options):
@@ -364,8 +364,8 @@ def test_unsupported_calls_raise_with_all_reasons(changes, message):
         linear_attention(*x, **changes, impl="cpp")
 
 
-def test_every_nan_among_the_log_decays_stays_nan():
-    """The bits of a NaN are added to no exponent, which would give a number."""
+def test_nan_log_decays_give_nan_outputs():
+    """The exp of the kernel adds to exponent bits, which must not turn NaN into a number."""
     q, k, v, _ = make(1, 1, 1, 4, 16, 16, dtype=torch.float32)
     for bits in (0x7FC00000, 0x7FC00001, 0x7FC001FF, 0x7F800080, -0x3FFE00):
         log = torch.full((1, 1, 4), bits, dtype=torch.int32).view(torch.float32)

@@ -46,15 +46,15 @@ def test_equals_the_recurrence(shape, decay):
 
 
 @torch.no_grad()
-def test_threads_give_equal_numbers():
+def test_results_do_not_depend_on_the_number_of_threads():
     q, k, v, state = make(2, 8, 8, 1, 128, 128)
-    now, found = torch.get_num_threads(), []
+    num_threads, found = torch.get_num_threads(), []
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
             found.append(linear_attention(q, k, v, state=state, return_state=True))
     finally:
-        torch.set_num_threads(now)
+        torch.set_num_threads(num_threads)
     assert torch.equal(found[0].out, found[1].out)
     assert all(map(torch.equal, found[0].state, found[1].state))
 
@@ -63,20 +63,20 @@ def test_threads_give_equal_numbers():
 def test_a_state_is_overwritten_only_on_request():
     q, k, v, state = make(*SHAPES[0])
     options = {"log_decay": log_decay("channel", k), "return_state": True, "normalize": True}
-    new = linear_attention(q, k, v, state=state, **options)
-    old = linear_attention(q, k, v, state=state, reuse_state=True, **options)
-    assert (old.state.kv is state.kv, old.state.k is state.k) == (True, True)
-    assert torch.equal(old.out, new.out)
-    assert all(map(torch.equal, old.state, new.state))
-    rows = LinearState(*(torch.stack([x, x], 2)[:, :, 0] for x in state))  # not contiguous
-    again = linear_attention(q, k, v, state=rows, impl="torch", **options)
-    found = linear_attention(q, k, v, state=rows, **options)
-    assert_close(found.out, again.out, atol=1e-12, rtol=1e-12)
+    expected = linear_attention(q, k, v, state=state, **options)
+    in_place = linear_attention(q, k, v, state=state, reuse_state=True, **options)
+    assert (in_place.state.kv is state.kv, in_place.state.k is state.k) == (True, True)
+    assert torch.equal(in_place.out, expected.out)
+    assert all(map(torch.equal, in_place.state, expected.state))
+    strided = LinearState(*(torch.stack([x, x], 2)[:, :, 0] for x in state))  # not contiguous
+    exact = linear_attention(q, k, v, state=strided, impl="torch", **options)
+    found = linear_attention(q, k, v, state=strided, **options)
+    assert_close(found.out, exact.out, atol=1e-12, rtol=1e-12)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_numbers_of_16_bits_are_read_as_they_are(dtype):
+def test_rounding_errors_are_at_most_twice_those_of_torch(dtype):
     q, k, v, state = make(*SHAPES[0], torch.float32)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     options = {"log_decay": log_decay("token", k), "feature_map": "elu+1", "normalize": True}
@@ -91,7 +91,7 @@ def test_numbers_of_16_bits_are_read_as_they_are(dtype):
 
 
 @torch.no_grad()
-def test_learned_maps_and_padding():
+def test_learned_maps_and_padding_equal_the_reference():
     q, k, v = make(2, 4, 2, 1, 16, 8)[:3]
     weights = MapWeights(torch.randn(4, 16, 16).double(), torch.randn(2, 16, 16).double())
     mask = AttentionMask(causal=True, padding=torch.tensor([[True], [False]]))
@@ -104,11 +104,11 @@ def test_learned_maps_and_padding():
     assert not found.state.kv[1].any()
 
 
-def test_gradients_and_bidirectional_calls_take_torch():
+def test_gradients_and_bidirectional_calls_do_not_use_the_step():
     q, k, v, state = make(*SHAPES[0])
     q.requires_grad_()
     out = linear_attention(q, k, v, state=state)
-    assert out.impl.impl == "cpp"  # the implementation, whose single token is a step in torch
+    assert out.impl.impl == "cpp"  # not STEP_IN_CPP: one token with gradients runs in torch
     out.out.sum().backward()
     assert q.grad.abs().sum() > 0
     assert linear_attention(q, k, v, mask=AttentionMask()).impl.impl == "torch"
@@ -116,7 +116,7 @@ def test_gradients_and_bidirectional_calls_take_torch():
 
 
 @torch.no_grad()
-def test_nan_spreads():
+def test_nan_inputs_give_nan_outputs_of_the_same_head():
     for position in range(3):
         x = [torch.randn(1, 2, 1, 4) for _ in range(3)]
         x[position][0, 0, 0, 1] = torch.nan

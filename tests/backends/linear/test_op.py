@@ -20,10 +20,10 @@ from attnzoo.state import LinearState
 from tests.helpers import assert_within, gradients
 
 DECAYS = ("none", "head", "token", "channel")
-IMPLS = ("reference", "torch")  # triton and cpp have test files of their own
-WAYS = list(product(FORMS, IMPLS))
+IMPLS = ("reference", "torch")  # triton and cpp have separate test files
+FORMS_AND_IMPLS = list(product(FORMS, IMPLS))
 if not cpp.unavailable_reason(LINEAR):
-    WAYS += [("recurrent", "cpp"), ("chunk", "cpp")]
+    FORMS_AND_IMPLS += [("recurrent", "cpp"), ("chunk", "cpp")]
 B, HKV, D, E = 2, 2, 5, 3  # odd sizes, and keys and values of different size
 
 
@@ -43,22 +43,22 @@ def formula(q, k, v, log_decay=None, normalize=False, state=None, causal=True, s
         state = (x.repeat_interleave(groups, 1) for x in state)
     kv, z = state
     total = gate.cumsum(2) if causal else gate
-    sees = torch.ones(k.shape[0], q.shape[2], k.shape[2], dtype=torch.bool)
-    starts, ends = sees[:, :, 0], sees[:, 0]
+    visible = torch.ones(k.shape[0], q.shape[2], k.shape[2], dtype=torch.bool)
+    in_first, in_last = visible[:, :, 0], visible[:, 0]
     if segment_ids is not None:
-        sees = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)
-        starts, ends = segment_ids == segment_ids[:, :1], segment_ids == segment_ids[:, -1:]
-    sees = (sees.tril() if causal else sees)[:, None, :, :, None]
+        visible = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)
+        in_first, in_last = segment_ids == segment_ids[:, :1], segment_ids == segment_ids[:, -1:]
+    visible = (visible.tril() if causal else visible)[:, None, :, :, None]
     weights = (total.unsqueeze(3) - total.unsqueeze(2)) if causal else gate.new_zeros(())
-    weights = weights.masked_fill(~sees, -torch.inf).exp()
+    weights = weights.masked_fill(~visible, -torch.inf).exp()
     scores = torch.einsum("bhid,bhjd,bhijd->bhij", q, k, weights.expand(*q.shape[:3], *k.shape[2:]))
-    q_decayed = q * starts[:, None, :, None] * (total.exp() if causal else 1)
+    q_decayed = q * in_first[:, None, :, None] * (total.exp() if causal else 1)
     out = scores @ v + q_decayed @ kv
     if normalize:
         out = out / (scores.sum(-1, keepdim=True) + q_decayed @ z.unsqueeze(-1) + 1e-6)
-    kept = ends[:, None, 0, None] * (total[:, :, -1].exp() if causal else 1)
-    k_decayed = k * ends[:, None, :, None] * (weights[:, :, -1] if causal else 1)
-    kv, z = kept.unsqueeze(-1) * kv + k_decayed.mT @ v, kept * z + k_decayed.sum(2)
+    state_decay = in_last[:, None, 0, None] * (total[:, :, -1].exp() if causal else 1)
+    k_decayed = k * in_last[:, None, :, None] * (weights[:, :, -1] if causal else 1)
+    kv, z = state_decay.unsqueeze(-1) * kv + k_decayed.mT @ v, state_decay * z + k_decayed.sum(2)
     return out, kv[:, ::groups], z[:, ::groups]
 
 
@@ -88,26 +88,24 @@ def run(q, k, v, log_decay, causal=True, segment_ids=None, **options):
 # -- the formula -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 31])  # around one chunk of 8
-def test_equals_formula(way, decay, length):
-    for groups, normalize, given in product((1, 3), (False, True), (False, True)):
-        state = make_state() if given else None
+def test_equals_formula(form, impl, decay, length):
+    for groups, normalize, with_state in product((1, 3), (False, True), (False, True)):
+        state = make_state() if with_state else None
         inputs = make(length, decay, groups)
-        form, impl = way
         options = {"form": form, "impl": impl, "chunk_size": 8}
         ours = run(*inputs, normalize=normalize, state=state, **options)
         torch.testing.assert_close(ours, formula(*inputs, normalize, state), rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_gradients_equal_those_of_the_formula(way, decay):
+def test_gradients_equal_those_of_the_formula(form, impl, decay):
     for groups, normalize, packed in product((1, 3), (False, True), (False, True)):
         inputs, state = make(21, decay, groups, grad=True), make_state(grad=True)
         ids = torch.tensor([[0] * 9 + [1] * 7 + [4] * 5, [2] * 20 + [3]]) if packed else None
-        form, impl = way
         options = {"form": form, "impl": impl, "chunk_size": 8, "segment_ids": ids}
         ours = gradients(
             run(*inputs, normalize=normalize, state=state, **options), [*inputs, *state]
@@ -119,7 +117,7 @@ def test_gradients_equal_those_of_the_formula(way, decay):
 
 @pytest.fixture
 def _products(monkeypatch):
-    """Compute bidirectional attention as on GPUs."""
+    """Compute bidirectional attention by matrix products, as on GPUs."""
     monkeypatch.setattr(bidirectional, "takes_products", lambda device: True)
 
 
@@ -130,8 +128,8 @@ def test_bidirectional_products_equal_the_formula(queries):
 
 
 @pytest.mark.usefixtures("_products")
-def test_long_gradients_of_bidirectional_products_where_values_have_a_mean():
-    test_long_bidirectional_gradients_where_values_have_a_mean(torch.bfloat16)
+def test_long_gradients_of_bidirectional_products_if_values_have_a_mean():
+    test_long_bidirectional_gradients_if_values_have_a_mean(torch.bfloat16)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -187,8 +185,7 @@ def test_gradcheck(decay, normalize):
 @pytest.mark.parametrize("decay", DECAYS)
 def test_low_precision_stays_within_budget(decay, dtype):
     eps = torch.finfo(dtype).eps
-    for normalize, groups, way in product((False, True), (1, 3), WAYS):
-        form, impl = way
+    for normalize, groups, (form, impl) in product((False, True), (1, 3), FORMS_AND_IMPLS):
         inputs = make(40, decay, groups, dtype, grad=True)
         wide = [x if x is None else x.detach().double().requires_grad_() for x in inputs]
         exact = formula(*wide, normalize)
@@ -207,20 +204,20 @@ def test_low_precision_stays_within_budget(decay, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("decay", ["none", "token"])
-def test_long_normalised_gradients_where_values_have_a_mean(dtype, decay):
-    """The gradients of numerator and denominator nearly cancel; peers lose 26% of dq here."""
+def test_long_normalised_gradients_if_values_have_a_mean(dtype, decay):
+    """Gradients of numerator and denominator nearly cancel; other libraries err by 26% in dq."""
     inputs = make(8192, decay, dtype=dtype, strength=1e-4, d=16, e=16)
     with torch.no_grad():
         inputs[2] += 1
     eps = torch.finfo(dtype).eps
     results = {}
-    for name, kind, way in (
+    for name, kind, (form, impl) in (
         ("exact", torch.float64, ("chunk", "torch")),
         ("plain", dtype, ("chunk", "reference")),
         ("ours", dtype, ("chunk", "torch")),
     ):
         leaves = [x if x is None else x.detach().to(kind).requires_grad_() for x in inputs]
-        out, *_ = run(*leaves, normalize=True, form=way[0], impl=way[1], chunk_size=128)
+        out, *_ = run(*leaves, normalize=True, form=form, impl=impl, chunk_size=128)
         results[name] = gradients([out], leaves)
     for ours, plain, exact in zip(*(results[n] for n in ("ours", "plain", "exact")), strict=True):
         assert_within(ours, plain, exact, eps)
@@ -229,7 +226,7 @@ def test_long_normalised_gradients_where_values_have_a_mean(dtype, decay):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_long_bidirectional_gradients_where_values_have_a_mean(dtype):
+def test_long_bidirectional_gradients_if_values_have_a_mean(dtype):
     inputs = make(8192, dtype=dtype, d=16, e=16)[:3]
     inputs[2] += 1
     results = []
@@ -247,7 +244,7 @@ def test_long_bidirectional_gradients_where_values_have_a_mean(dtype):
 @pytest.mark.parametrize("decay", ["head", "token", "channel"])
 @pytest.mark.parametrize("gates", [(20.0,), (1e4,), (0.0, 0.01, 3.0, 20.0, 1e4)], ids=str)
 def test_strong_gates_neither_overflow_nor_lose_their_gradient(form, impl, decay, gates):
-    # nothing is negative, so that no sum cancels and each single gradient can be asked for
+    # no input is negative, so that sums do not cancel and every gradient can be compared
     inputs = [x.abs() if x is not None else x for x in make(37, decay, dtype=torch.float32)]
     choice = torch.randint(len(gates), inputs[3].shape)
     inputs[3] = -torch.tensor(gates)[choice]
@@ -257,16 +254,15 @@ def test_strong_gates_neither_overflow_nor_lose_their_gradient(form, impl, decay
     ours, exact = run(*narrow, **options), formula(*wide)
     torch.testing.assert_close([x.double() for x in ours], [*exact], rtol=1e-5, atol=1e-30)
     ours = torch.autograd.grad(sum(x.sum() for x in ours), narrow)
-    exact = torch.autograd.grad(sum(x.sum() for x in exact), wide)  # itself good to 1e-15
+    exact = torch.autograd.grad(sum(x.sum() for x in exact), wide)  # accurate to 1e-15
     torch.testing.assert_close([x.double() for x in ours], [*exact], rtol=1e-5, atol=1e-14)
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("decay", ["head", "token", "channel"])
-def test_minus_infinity_forgets_everything(way, decay):
+def test_minus_infinity_resets_the_state(form, impl, decay):
     inputs, state = make(12, decay), make_state()
     inputs[3].view(-1)[0] = -torch.inf
-    form, impl = way
     options = {"form": form, "impl": impl, "chunk_size": 8, "state": state}
     leaves = [x.clone().requires_grad_() for x in inputs]
     ours = run(*leaves, **options)
@@ -278,10 +274,9 @@ def test_minus_infinity_forgets_everything(way, decay):
 # -- invariants ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_later_tokens_change_no_bit_of_earlier_outputs(way, decay):
-    form, impl = way
+def test_later_tokens_do_not_change_earlier_outputs(form, impl, decay):
     q, k, v, log_decay = make(37, decay, groups=2, dtype=torch.float32)
     for cut in (1, 15, 16, 20):
         later = [x.clone() for x in (q, k, v)]
@@ -298,39 +293,33 @@ def test_later_tokens_change_no_bit_of_earlier_outputs(way, decay):
         assert not torch.equal(before[:, :, cut:], after[:, :, cut:])
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_packed_sequences_equal_separate_ones(way, decay):
-    form, impl = way
+def test_packed_sequences_equal_separate_ones(form, impl, decay):
     options = {"form": form, "impl": impl, "chunk_size": 8, "normalize": True}
-    lengths = (
-        3,
-        13,
-        1,
-        8,
-        7,
-    )  # within a chunk, over two, one token, on a border of chunks, the rest
+    # inside a chunk, across two chunks, one token, up to the border of a chunk, the rest
+    lengths = (3, 13, 1, 8, 7)
     inputs, state = make(sum(lengths), decay, groups=2, grad=True), make_state(grad=True)
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).expand(B, -1)
     packed = run(*inputs, state=state, segment_ids=ids, **options)
     outs, start, last = [], 0, state
     for length in lengths:
-        stretch = slice(start, start + length)
-        parts = [x[:, :, stretch] for x in inputs[:3]]
-        gates = inputs[3][:, :, stretch] if decay in ("token", "channel") else inputs[3]
+        part = slice(start, start + length)
+        parts = [x[:, :, part] for x in inputs[:3]]
+        gates = inputs[3][:, :, part] if decay in ("token", "channel") else inputs[3]
         out, *last = run(*parts, gates, state=state if start == 0 else None, **options)
         outs.append(out)
         start += length
-    apart = torch.cat(outs, 2), *last
-    torch.testing.assert_close(packed, apart, rtol=1e-10, atol=1e-10)
+    separate = torch.cat(outs, 2), *last
+    torch.testing.assert_close(packed, separate, rtol=1e-10, atol=1e-10)
     leaves = [*inputs, *state]
-    ours, exact = gradients(packed, leaves), gradients(apart, leaves)
+    ours, exact = gradients(packed, leaves), gradients(separate, leaves)
     torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_other_segments_change_no_bit(form, decay):
+def test_other_segments_do_not_change_the_output(form, decay):
     ids = torch.tensor([[0] * 10 + [1] * 15 + [2] * 8]).expand(B, -1)
     inputs = make(33, decay, dtype=torch.float32)
     options = {"form": form, "chunk_size": 8, "segment_ids": ids, "normalize": True}
@@ -342,37 +331,36 @@ def test_other_segments_change_no_bit(form, decay):
     assert torch.equal(before[:, :, 10:25], after[:, :, 10:25])
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("cut", [0, 1, 8, 11, 19])
-def test_prefill_and_decode_equal_one_pass(way, decay, cut):
-    form, impl = way
+def test_prefill_and_decode_equal_one_pass(form, impl, decay, cut):
     q, k, v, log_decay = make(20, decay, groups=2)
-    whole = run(q, k, v, log_decay, normalize=True)
+    one_pass = run(q, k, v, log_decay, normalize=True)
     outs, state = [], None
     for start, stop in [(0, cut), *((t, t + 1) for t in range(cut, 20))]:
-        stretch = slice(start, stop)
-        gates = log_decay[:, :, stretch] if decay in ("token", "channel") else log_decay
-        parts = [x[:, :, stretch] for x in (q, k, v)]
+        part = slice(start, stop)
+        gates = log_decay[:, :, part] if decay in ("token", "channel") else log_decay
+        parts = [x[:, :, part] for x in (q, k, v)]
         now = ("recurrent", impl) if start >= cut else (form, impl)
         options = {"form": now[0], "impl": now[1], "chunk_size": 8, "normalize": True}
         out, *state = run(*parts, gates, state=state and LinearState(*state), **options)
         outs.append(out)
-    torch.testing.assert_close((torch.cat(outs, 2), *state), whole, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close((torch.cat(outs, 2), *state), one_pass, rtol=1e-11, atol=1e-11)
 
 
-def test_an_incoming_state_is_left_as_it_was():
+def test_the_incoming_state_does_not_change():
     inputs, state = make(20, "token"), make_state()
-    kept = [x.clone() for x in state]
+    before = [x.clone() for x in state]
     for form in FORMS:
         run(*inputs, state=state, form=form)
-        assert all(map(torch.equal, state, kept))
+        assert all(map(torch.equal, state, before))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_no_read_past_the_inputs(form, decay):
-    def before_nan(x):  # NaN follows in its storage
+    def before_nan(x):  # the storage continues with NaN
         if x is None or x.dim() < 3:
             return x
         storage = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype)
@@ -388,8 +376,8 @@ def test_no_read_past_the_inputs(form, decay):
 @pytest.mark.parametrize("rows", [1, B])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("decay", [*DECAYS, "bidirectional"])
-def test_any_strides(decay, groups, rows):
-    """Heads after tokens in memory, as in a model's projections; gradients likewise."""
+def test_results_do_not_depend_on_strides(decay, groups, rows):
+    """Inputs and gradients with heads after tokens in memory, as in a model's projections."""
 
     def heads_after_tokens(x):
         return (
@@ -408,7 +396,7 @@ def test_any_strides(decay, groups, rows):
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
-def test_rows_and_heads_may_be_computed_in_parts(monkeypatch):
+def test_results_do_not_depend_on_the_number_of_heads_at_once(monkeypatch):
     inputs = make(21, "channel", groups=2, grad=True)
     state = make_state(grad=True)
     whole = run(*inputs, state=state, chunk_size=8)
@@ -423,17 +411,17 @@ def test_rows_and_heads_may_be_computed_in_parts(monkeypatch):
         torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
 
 
-def test_huge_pages_change_nothing(monkeypatch):
+def test_huge_pages_do_not_change_results(monkeypatch):
     inputs = make(700, "channel", dtype=torch.float32, grad=True)
     results = []
-    for least in (2**40, 1):
-        monkeypatch.setattr("attnzoo.kernels.memory.HUGE_BYTES", least)
+    for threshold in (2**40, 1):
+        monkeypatch.setattr("attnzoo.kernels.memory.HUGE_BYTES", threshold)
         out = run(*inputs)
         results.append((*out, *gradients(out, inputs)))
     assert all(map(torch.equal, *results))
 
 
-def test_same_call_same_bits_and_no_random_state_touched():
+def test_results_are_deterministic_and_use_no_random_numbers():
     inputs = make(40, "channel", dtype=torch.float32)
     before = torch.get_rng_state()
     first, second = run(*inputs), run(*inputs)
@@ -443,7 +431,7 @@ def test_same_call_same_bits_and_no_random_state_touched():
 
 def test_scale_multiplies_queries():
     q, k, v, _ = make(20)
-    for form, impl in WAYS:
+    for form, impl in FORMS_AND_IMPLS:
         scaled = run(q, k, v, None, form=form, impl=impl, scale=0.3)
         torch.testing.assert_close(scaled, run(0.3 * q, k, v, None), rtol=1e-11, atol=1e-11)
     scaled = run(q, k, v, None, causal=False, scale=0.3)
@@ -453,27 +441,27 @@ def test_scale_multiplies_queries():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_autocast_changes_nothing(form, impl, causal):
+def test_autocast_does_not_change_results(form, impl, causal):
     if form == "recurrent":
-        causal = True  # it is never otherwise
+        causal = True  # the recurrent form is always causal
     inputs = make(20, "token" if causal else "none", dtype=torch.float32, grad=True)
     options = {"form": form, "impl": impl, "causal": causal, "normalize": True, "chunk_size": 8}
     plain = run(*inputs, **options)
     with torch.autocast("cpu", torch.bfloat16):
         ours = run(*inputs, **options)
-        if (form, impl) == ("chunk", "torch") and causal:  # its backward pass guards itself too
+        if (form, impl) == ("chunk", "torch") and causal:  # its backward pass disables autocast too
             assert all(map(torch.equal, gradients(ours, inputs), gradients(plain, inputs)))
     assert all(map(torch.equal, ours, plain))
 
 
-def test_second_derivatives_are_refused_and_not_wrong():
+def test_second_derivatives_are_refused():
     q, k, v, _ = make(9, grad=True)
     (first,) = torch.autograd.grad(run(q, k, v, None)[0].sum(), q, create_graph=True)
     with pytest.raises(UnsupportedError, match="first derivatives only"):
         torch.autograd.grad(first.sum(), k)
 
 
-def test_features_may_be_wider_than_values():
+def test_features_can_have_a_wider_dtype_than_values():
     q, k, v, _ = make(20, dtype=torch.float32)
     out, kv, _ = run(q, k, v.bfloat16(), None)
     assert out.dtype == torch.bfloat16
@@ -484,8 +472,8 @@ def test_features_may_be_wider_than_values():
 @pytest.mark.parametrize("causal", [True, False])
 def test_empty_inputs_give_empty_outputs(causal):
     state = make_state()
-    ways = [way for way in WAYS if causal or not ("recurrent" in way or "cpp" in way)]
-    for form, impl in ways:
+    pairs = [x for x in FORMS_AND_IMPLS if causal or not ("recurrent" in x or "cpp" in x)]
+    for form, impl in pairs:
         options = {"form": form, "impl": impl, "causal": causal, "state": state}
         q, k, v, _ = make(0, groups=3)
         out, *last = run(q, k, v, None, **options)
@@ -503,7 +491,7 @@ def test_empty_inputs_give_empty_outputs(causal):
 def test_fully_masked_rows_give_zeros():
     q, k, v, _ = make(20, dtype=torch.float32)
     k[:, :, :5] = 0  # how a backend masks padding
-    for form, impl in WAYS:
+    for form, impl in FORMS_AND_IMPLS:
         out, *_ = run(q, k, v, None, form=form, impl=impl, normalize=True)
         assert torch.equal(out[:, :, :5], torch.zeros_like(out[:, :, :5]))
 
@@ -511,15 +499,16 @@ def test_fully_masked_rows_give_zeros():
 # -- cost ------------------------------------------------------------------------------------------
 
 
-def test_inputs_outputs_and_sums_are_kept_for_the_backward_pass():
-    """A model keeps the output too, as an input of the next layer."""
+def test_only_inputs_outputs_and_sums_are_saved_for_the_backward_pass():
+    """A model saves the output anyway, as an input of the next layer."""
     inputs = make(512, "channel", dtype=torch.float32, grad=True, d=16, e=16)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         out = run(*inputs, normalize=True)[0]
     known = {x.data_ptr() for x in (*inputs, out)}
     extra = sum(x.nbytes for x in kept if x.data_ptr() not in known)
-    assert extra <= 4 * B * HKV * (16 * 16 + 16) + 4 * out[..., 0].numel()  # the first state, sums
+    # the initial state, and the sums
+    assert extra <= 4 * B * HKV * (16 * 16 + 16) + 4 * out[..., 0].numel()
 
 
 def test_state_is_returned_only_on_request():
@@ -528,7 +517,7 @@ def test_state_is_returned_only_on_request():
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_operators_are_registered_soundly(decay):
+def test_operators_pass_opcheck(decay):
     q, k, v, log_decay = make(9, decay, groups=2, dtype=torch.float32, grad=True)
     kv, z = make_state(torch.float32, grad=True)
     ids = torch.tensor([[0] * 4 + [1] * 5]).expand(B, -1).contiguous()
@@ -540,7 +529,7 @@ def test_operators_are_registered_soundly(decay):
     torch.library.opcheck(linear_chunk_backward, (out, kv, z, *args, wanted))
 
 
-def test_bidirectional_operators_are_registered_soundly():
+def test_bidirectional_operators_pass_opcheck():
     (q, *_), (_, k, v, _) = make(9, groups=2, grad=True), make(7, grad=True)
     args = (q, k, v, *make_state(grad=True), 0.5, True, 1e-6)
     torch.library.opcheck(bidirectional_linear, args)
@@ -572,7 +561,7 @@ def test_compiles_to_one_graph_without_unrolling(decay):
 
 
 @pytest.mark.parametrize("form", ["chunk", "recurrent"])
-def test_compiled_gradients_are_the_same(form):
+def test_compiled_gradients_equal_eager_ones(form):
     inputs = make(20 if form == "chunk" else 1, "token", dtype=torch.float32, grad=True)
     state = make_state(torch.float32, grad=True)
 
@@ -590,7 +579,7 @@ def test_compiled_gradients_are_the_same(form):
         torch.testing.assert_close(gradients(results, given), exact)
 
 
-def test_a_named_implementation_is_never_replaced(monkeypatch):
+def test_a_named_implementation_has_no_fallback(monkeypatch):
     def broken(*_):
         raise RuntimeError("ran")
 
@@ -611,7 +600,7 @@ def test_the_output_names_its_implementation(form):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("feature_map", ["identity", "elu+1", "relu", "exp"])
-def test_padding_keys_have_zero_features(feature_map, impl):
+def test_padding_does_not_change_the_output(feature_map, impl):
     q, k, v, _ = make(9)
     padding = torch.rand(B, 9) > 0.4
     options = {"impl": impl, "feature_map": feature_map, "feature_scale": 0.5, "normalize": True}
@@ -620,16 +609,16 @@ def test_padding_keys_have_zero_features(feature_map, impl):
     mask = AttentionMask(causal=True, padding=padding)
     other = linear_attention(q, changed, v, mask=mask, **options)
     assert torch.equal(ours.out, other.out)
-    alone = [x[:1, :, padding[0]] for x in (q, k, v)]
-    exact = linear_attention(*alone, **options).out
+    unpadded = [x[:1, :, padding[0]] for x in (q, k, v)]
+    exact = linear_attention(*unpadded, **options).out
     torch.testing.assert_close(ours.out[:1, :, padding[0]], exact, rtol=1e-11, atol=1e-11)
 
 
 # -- bad input -------------------------------------------------------------------------------------
 
 
-def wrong(**changes):
-    """Return the arguments of a good call with some of them changed."""
+def make_arguments(**changes):
+    """Return the arguments of a valid call with some of them changed."""
     q, k, v, _ = make(6, groups=2, dtype=torch.float32)
     given = {"q": q, "k": k, "v": v} | changes
     return {name: x(q, k, v) if callable(x) else x for name, x in given.items()}
@@ -694,14 +683,14 @@ def wrong(**changes):
         ({"chunk_size": 2.0}, r"an integer from 1 to .*, got 2.0"),
     ],
 )
-def test_bad_input_is_refused_readably(changes, message):
-    given = wrong(**changes)
+def test_invalid_input_raises_with_the_reason(changes, message):
+    given = make_arguments(**changes)
     with pytest.raises(ValueError, match=message):
         linear_attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_a_step_without_gradients_may_overwrite_the_state(decay):
+def test_a_step_overwrites_the_state_only_without_gradients(decay):
     (q, k, v, log_decay), state = make(1, decay, groups=3), make_state()
     copies, options = LinearState(*(x.clone() for x in state)), {"return_state": True}
     options |= {"log_decay": log_decay, "form": "recurrent", "normalize": True, "impl": "torch"}

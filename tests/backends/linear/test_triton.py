@@ -269,7 +269,7 @@ def test_chunks_with_strong_gates_are_processed_in_windows(decay, strong_gates, 
 
 
 @pytest.mark.parametrize("decay", ["token", "channel"])
-def test_chunks_after_strong_gates_are_processed_as_a_whole_again(decay):
+def test_chunks_after_strong_gates_are_not_processed_in_windows(decay):
     # Twelve chunks in one split, more than a run of chunks
     case = KernelCase(
         decay=decay, strong_gates=((40, 42), (150, 151)), length=185, split_size=192, gate_scale=0.2
@@ -339,7 +339,7 @@ def test_step_matches_reference(decay, normalize):
 
 
 @pytest.mark.parametrize("decay", ["none", "token", "channel"])
-def test_step_in_place_equals_the_other_and_returns_the_given_state(decay):
+def test_step_in_place_equals_the_step_with_a_new_state(decay):
     # Several tiles of a head, all of which read z
     case = KernelCase(decay=decay, groups=2, length=1, d=128, e=70, padded=True)
     (*rows, kv, z), _, padding_mask = make(case)
@@ -378,8 +378,8 @@ def test_prefill_then_decode_matches_one_pass():
 @pytest.mark.parametrize(
     ("programs", "tokens", "splits"),
     [
-        (192, 8192, 1),  # in one round; splits would only add reading
-        (16, 8192, 16),  # 256 programs for 264 places
+        (192, 8192, 1),  # one round; splits would only read more
+        (16, 8192, 16),  # 256 of at most 264 concurrent programs
         (264, 65536, 1),
         (265, 65536, 25),  # one split takes two rounds, the second nearly empty
         (1, 300, 1),

@@ -30,7 +30,7 @@ GATES = -torch.rand(1, 1, 20, device=DEVICE)
 
 
 class Gpu:
-    """A device whose name is replaced; ``verdict`` is what its check returns."""
+    """A device with a replaced name; ``verdict`` is the result of its check."""
 
     def __init__(self):
         self.identity = {"device": "NVIDIA Test"}
@@ -159,7 +159,7 @@ def test_no_check_runs_while_a_cuda_graph_is_captured(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(("value", "impl"), [("1", "triton"), ("0", "torch")])
-def test_the_environment_replaces_the_check(gpu, value, impl, monkeypatch):
+def test_the_environment_variable_replaces_the_check(gpu, value, impl, monkeypatch):
     monkeypatch.setenv(triton_trust.TRUST, value)
     choice = linear_attention(X, X, X).impl
     assert (choice.impl, gpu.checks) == (impl, [])
@@ -169,7 +169,7 @@ def test_the_environment_replaces_the_check(gpu, value, impl, monkeypatch):
         linear_attention(X, X, X)
 
 
-def test_the_identity_has_what_kernels_are_made_from(monkeypatch):
+def test_the_identity_has_the_versions_of_kernels_and_compilers(monkeypatch):
     found = triton_trust.device_identity(torch.device("cpu"))
     assert {"attnzoo", "kernels", "torch", "triton"} < set(found)
     properties = SimpleNamespace(name="NVIDIA Test", major=9, minor=0)
@@ -190,7 +190,7 @@ def test_the_identity_has_what_kernels_are_made_from(monkeypatch):
     ("name", "kind"),
     [("linear", "bare"), pytest.param("hybrid", "plain", marks=pytest.mark.exhaustive)],
 )
-def test_the_check_passes_in_processes_of_its_own(name, kind, monkeypatch):
+def test_the_check_passes_in_separate_processes(name, kind, monkeypatch):
     monkeypatch.setattr(triton_trust, "KINDS", {name: (kind,)})
     assert triton_trust.run_check(DEVICE, "none", 64, name)[:2] == (PASSED, "")
 
@@ -199,7 +199,7 @@ KINDS = [(decay, kind) for decay in ("none", "scalar", "vector") for kind in che
 QUICK = {("none", "mapped")}
 
 
-def test_the_check_has_every_kind_of_calls():
+def test_the_check_runs_all_kinds_of_calls():
     found = {"linear": check_triton.KINDS, "hybrid": check_hybrid.KINDS}
     found |= {"delta": check_delta.KINDS, "block_sparse": check_sparse.KINDS}
     assert found == triton_trust.KINDS
@@ -281,11 +281,12 @@ def test_auto_selects_the_kernels_of_the_hybrid_only_if_they_passed(gpu, monkeyp
     assert choice.impl == "triton"
     assert choice.reason.endswith("checked on NVIDIA Test")
     assert gpu.checks == [("hybrid", "vector", 128)]  # 100 features
-    first, new = branch._replace(log_decay=-features[:, :, :1]), (y[:, :, :1] for y in (x, x, x))
-    first = first._replace(q=features[:, :, :1], k=features[:, :, :1])
+    token_branch = branch._replace(log_decay=-features[:, :, :1])
+    token_branch = token_branch._replace(q=features[:, :, :1], k=features[:, :, :1])
     state = call(return_state=True).state
     monkeypatch.setattr(window_decode, "supports_step_cpp", lambda *_: False)
-    token = partial(window_hybrid.hybrid_attention, *new, first, window=4, scale=1.0, state=state)
+    new, options = (y[:, :, :1] for y in (x, x, x)), {"window": 4, "scale": 1.0, "state": state}
+    token = partial(window_hybrid.hybrid_attention, *new, token_branch, **options)
     with torch.no_grad():
         choice = token().impl
     assert (choice.impl, "one token" in choice.reason) == ("triton", True)
@@ -299,7 +300,7 @@ def test_auto_selects_the_kernels_of_the_hybrid_only_if_they_passed(gpu, monkeyp
     assert call(impl="triton").impl.impl == "triton"
 
 
-def test_the_identity_has_the_sources_of_the_window(tmp_path, monkeypatch):
+def test_the_identity_depends_on_the_sources_of_the_hybrid(tmp_path, monkeypatch):
     before = triton_trust._source_hash("")
     read = Path.read_bytes
     for name in ("local/kernels/window.py", "linear/check_hybrid.py", "linear/kernels/merge.py"):
