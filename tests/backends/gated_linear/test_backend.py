@@ -26,7 +26,7 @@ def inputs(length, dtype=torch.float64, batch=2):
 
 GATES = ["retnet", "alibi", "gated_retention", "gla", "mamba2", "hgrn2"]  # only decay the state
 LEARNED = ["gated_retention", "gla", "mamba2", "hgrn2"]
-OWN = ["rwkv6", "mlstm", "matrix", "mamba"]  # have a recurrence of their own
+OWN_RECURRENCE = ["rwkv6", "mlstm", "matrix", "mamba"]  # gates with a recurrence of their own
 
 
 def build_gated(dtype=torch.float64, *, strong=True, **options):
@@ -94,7 +94,7 @@ def phi(name, x):
 
 
 def dense(backend, q, k, v, hidden):
-    """Compute one token after another; each weight is multiplied by the decays in between."""
+    """Compute one query after another; weights are multiplied by the decays since the key."""
     name, group = backend.config.feature_map, H // HKV
     q, k = phi(name, q), phi(name, k)
     k = (k * key_factor(backend, hidden, k.shape[-1])).repeat_interleave(group, 1)
@@ -111,20 +111,20 @@ def dense(backend, q, k, v, hidden):
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("gate", GATES)
-def test_dense(gate, normalize):
+def test_output_equals_the_dense_formula(gate, normalize):
     backend, (x, hidden) = build_gated(gate=gate, normalize=normalize), inputs(37)
     ours = backend(*x, hidden_states=hidden).out
     torch.testing.assert_close(ours, dense(backend, *x, hidden))
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_gate_size_is_the_feature_size(gate):
+def test_gates_have_one_decay_per_feature(gate):
     backend, (x, hidden) = build_gated(gate=gate, feature_map="hedgehog", strong=False), inputs(20)
     ours = backend(*x, hidden_states=hidden).out
     torch.testing.assert_close(ours, dense(backend, *x, hidden))
 
 
-def test_alibi_is_the_bias_of_the_exponential_kernel():
+def test_alibi_equals_the_bias_of_the_exponential_kernel():
     """With a kernel of exp(score), ALiBi's decay equals softmax with ALiBi's bias."""
     backend = build_backend(
         "gated_linear",
@@ -143,22 +143,22 @@ def test_alibi_is_the_bias_of_the_exponential_kernel():
 def test_padding_changes_neither_output_nor_state(gate):
     """Padding on the left, on the right and inside, filled with NaN."""
     backend, (x, hidden) = build_gated(gate=gate), inputs(12)
-    real = torch.ones(2, 12, dtype=torch.bool)
-    real[0, [0, 1, 5, 6, 11]] = False
-    poisoned = [t.masked_fill(~real[:, None, :, None], torch.nan) for t in x]
+    padding_mask = torch.ones(2, 12, dtype=torch.bool)
+    padding_mask[0, [0, 1, 5, 6, 11]] = False
+    poisoned = [t.masked_fill(~padding_mask[:, None, :, None], torch.nan) for t in x]
     ours = backend(
         *poisoned,
-        hidden_states=hidden.masked_fill(~real[:, :, None], torch.nan),
-        mask=AttentionMask(causal=True, padding=real),
+        hidden_states=hidden.masked_fill(~padding_mask[:, :, None], torch.nan),
+        mask=AttentionMask(causal=True, padding=padding_mask),
         return_state=True,
     )
     for row in range(2):
         separate = backend(
-            *(t[row : row + 1, :, real[row]] for t in x),
-            hidden_states=hidden[row : row + 1, real[row]],
+            *(t[row : row + 1, :, padding_mask[row]] for t in x),
+            hidden_states=hidden[row : row + 1, padding_mask[row]],
             return_state=True,
         )
-        torch.testing.assert_close(ours.out[row : row + 1, :, real[row]], separate.out)
+        torch.testing.assert_close(ours.out[row : row + 1, :, padding_mask[row]], separate.out)
         for mine, theirs in zip(ours.state, separate.state, strict=True):
             torch.testing.assert_close(mine[row : row + 1], theirs)
 
@@ -183,8 +183,8 @@ def test_decoding_matches_one_pass(gate, cut):
     output = backend(*(t[:, :, :cut] for t in x), hidden_states=hidden[:, :cut], return_state=True)
     outs = [output.out]
     for t in range(cut, 20):
-        now, its_hidden = [y[:, :, t : t + 1] for y in x], hidden[:, t : t + 1]
-        output = backend(*now, hidden_states=its_hidden, state=output.state, return_state=True)
+        token, token_hidden = [y[:, :, t : t + 1] for y in x], hidden[:, t : t + 1]
+        output = backend(*token, hidden_states=token_hidden, state=output.state, return_state=True)
         outs.append(output.out)
     one = backend(*x, hidden_states=hidden, return_state=True)
     torch.testing.assert_close(torch.cat(outs, 2), one.out)
@@ -196,10 +196,10 @@ def test_decoding_matches_one_pass(gate, cut):
 def test_gradients(gate):
     backend, (x, hidden) = build_gated(gate=gate, strong=False), inputs(5, batch=1)
     weights = list(backend.parameters())
-    real = torch.tensor([[True, True, False, True, True]])
+    padding_mask = torch.tensor([[True, True, False, True, True]])
 
     def call(q, k, v, hidden, *_):
-        mask = AttentionMask(causal=True, padding=real)
+        mask = AttentionMask(causal=True, padding=padding_mask)
         return backend(q, k, v, hidden_states=hidden, mask=mask).out
 
     given = [t.requires_grad_() for t in (*x, hidden)]
@@ -266,8 +266,8 @@ def test_compiles_without_a_graph_break(length):
 
 
 @pytest.mark.parametrize("feature_map", ["elu+1", "hedgehog"])
-@pytest.mark.parametrize("gate", OWN)
-def test_own_recurrence(gate, feature_map):
+@pytest.mark.parametrize("gate", OWN_RECURRENCE)
+def test_output_equals_the_recurrence(gate, feature_map):
     """One token after another, as in the papers."""
     backend, (x, hidden) = build_gated(gate=gate, feature_map=feature_map, strong=False), inputs(37)
     with torch.no_grad():
@@ -283,38 +283,38 @@ def test_own_recurrence(gate, feature_map):
         match gate:
             case "rwkv6":
                 logits = torch.tanh(hidden[:, t] @ w["down"].mT) @ w["up"].mT
-                kept = (-(logits.view(2, HKV, features) + w["bias"]).exp()).exp()[..., None]
+                decay = (-(logits.view(2, HKV, features) + w["bias"]).exp()).exp()[..., None]
                 bonus = w["log_bonus"].exp()[..., None]
-                seen, weight = kv + bonus * new, z + bonus * k[:, :, t, :, None]
-                kv, z = kept * kv + new, kept * z + k[:, :, t, :, None]
+                kv_read, z_read = kv + bonus * new, z + bonus * k[:, :, t, :, None]
+                kv, z = decay * kv + new, decay * z + k[:, :, t, :, None]
             case "mlstm":
-                write = (hidden[:, t] @ w["input_weight"].mT).exp()[..., None, None]
-                kept = torch.sigmoid(hidden[:, t] @ w["forget_weight"].mT + w["forget_bias"])
-                kept = kept[..., None, None]
-                kv, z = kept * kv + write * new, kept * z + write * k[:, :, t, :, None]
-                seen, weight = kv, z
+                input_gate = (hidden[:, t] @ w["input_weight"].mT).exp()[..., None, None]
+                decay = torch.sigmoid(hidden[:, t] @ w["forget_weight"].mT + w["forget_bias"])
+                decay = decay[..., None, None]
+                kv, z = decay * kv + input_gate * new, decay * z + input_gate * k[:, :, t, :, None]
+                kv_read, z_read = kv, z
             case "matrix":
                 logits = hidden[:, t] @ w["down"].mT @ w["up"].mT
-                kept = torch.sigmoid(logits.view(2, HKV, features, E) + w["bias"]) ** (1 / 16)
-                kv, z = kept * kv + new, kept * z + k[:, :, t, :, None]
-                seen, weight = kv, z
+                decay = torch.sigmoid(logits.view(2, HKV, features, E) + w["bias"]) ** (1 / 16)
+                kv, z = decay * kv + new, decay * z + k[:, :, t, :, None]
+                kv_read, z_read = kv, z
             case "mamba":  # h = exp(delta A) h + delta B x, per pair of channels
                 logits = hidden[:, t] @ w["down"].mT @ w["up"].mT
                 delta = (1 + (logits.view(2, HKV, E) + w["bias"]).exp()).log()[:, :, None]
-                kept = (-delta * w["log_rate"].exp()).exp()
-                kv = kept * kv + delta * new
-                z = kept * z + delta * k[:, :, t, :, None]
-                seen, weight = kv, z
+                decay = (-delta * w["log_rate"].exp()).exp()
+                kv = decay * kv + delta * new
+                z = decay * z + delta * k[:, :, t, :, None]
+                kv_read, z_read = kv, z
         rows = q[:, :, t].unflatten(1, (HKV, group))
-        below = rows @ weight + (backend.config.eps if gate == "mamba" else 0)
-        out = rows @ seen / (below.abs().clamp(min=1) if gate == "mlstm" else below)
+        denominator = rows @ z_read + (backend.config.eps if gate == "mamba" else 0)
+        out = rows @ kv_read / (denominator.abs().clamp(min=1) if gate == "mlstm" else denominator)
         outs.append(out.flatten(1, 2))
     ours = backend(*x, hidden_states=hidden).out
     torch.testing.assert_close(ours, torch.stack(outs, 2))
 
 
 @torch.no_grad()
-def test_mamba_is_the_selective_scan_of_transformers():
+def test_mamba_equals_the_selective_scan_of_transformers():
     """With one head: the key is B, the query C, and the values are the input of the scan."""
     from transformers import MambaConfig
     from transformers.models.mamba.modeling_mamba import MambaMixer
@@ -356,7 +356,7 @@ def test_mamba_is_the_selective_scan_of_transformers():
     assert_close_to_float32(ours, theirs)  # transformers' scan is float32
 
 
-@pytest.mark.parametrize("gate", GATES + OWN)
+@pytest.mark.parametrize("gate", GATES + OWN_RECURRENCE)
 def test_initial_gates_have_a_long_memory(gate):
     """After 30 tokens, the first token has at least 3/4 of its weight."""
     backend, (x, hidden) = build_gated(gate=gate, strong=False), inputs(30)
@@ -394,7 +394,7 @@ def test_hgrn2_with_features_of_one_matches_hgrn2(naive, monkeypatch):
     tokens = [
         y.repeat_interleave(H // HKV, 1).transpose(1, 2) for y in (1 - forget.exp(), x[2], forget)
     ]
-    q = torch.ones(2, 100, H, D) * D**0.5  # theirs divides by that
+    q = torch.ones(2, 100, H, D) * D**0.5  # the reference divides by it
     theirs, last = naive("ops/gla/naive.py").naive_recurrent_gla(q, *tokens, None, True)
     assert_close_to_float32(out.transpose(1, 2), theirs)
     assert_close_to_float32(kv, last[:, :: H // HKV])
@@ -410,8 +410,8 @@ def test_equals_flash_linear_attention(gate, naive):
         out = backend(*x, hidden_states=hidden).out.transpose(1, 2)
         k, decay = backend.gate.gate_keys(k, hidden)
     k, v = (y.repeat_interleave(H // HKV, 1).transpose(1, 2) for y in (k, x[2]))
-    q = phi("elu+1", x[0]).transpose(1, 2) * D**0.5  # theirs divides by that
-    if gate == "retnet":  # a decay per query head there
+    q = phi("elu+1", x[0]).transpose(1, 2) * D**0.5  # the reference divides by it
+    if gate == "retnet":  # the reference has a decay per query head
         parts = [y[:, :, ::2].transpose(1, 2) for y in (q, k, v)]
         theirs = naive("ops/retention/naive.py").naive_retention(*parts).transpose(1, 2)
         out = out[:, :, ::2]
@@ -459,7 +459,7 @@ def test_matrix_gate_returns_no_attention_weights():
         ({"feature_map": "identity"}, "'identity' needs normalize=False and no window"),
     ],
 )
-def test_options_that_a_gate_does_not_support(options, message):
+def test_options_that_a_gate_does_not_support_are_refused(options, message):
     with pytest.raises(ConfigError, match="GatedLinearConfig") as caught:
         build_gated(**options)
     assert message in str(caught.value)
@@ -551,7 +551,7 @@ def test_initial_memory_of_learned_gates():
         ),
     ],
 )
-def test_reset_after_meta(gate, shapes):
+def test_reset_initialises_a_backend_from_the_meta_device(gate, shapes):
     with torch.device("meta"):
         backend = build_backend("gated_linear", {"gate": gate}, geometry())
     assert {name: tuple(x.shape) for name, x in backend.named_parameters()} == shapes
@@ -581,8 +581,8 @@ def test_loaded_weights_survive_a_guarded_reset():
         assert torch.equal(x, before[name])
 
 
-@pytest.mark.parametrize("gate", LEARNED + OWN)
-def test_every_weight_learns(gate):
+@pytest.mark.parametrize("gate", LEARNED + OWN_RECURRENCE)
+def test_every_weight_has_a_gradient(gate):
     """From the second step on; in the first, the gate's projection is zero."""
     backend, (x, hidden) = (
         build_gated(torch.float32, gate=gate, strong=False),
@@ -630,7 +630,7 @@ def test_only_learned_gates_need_the_hidden_size(gate):
         build_backend("gated_linear", {"gate": gate}, layer)
 
 
-def test_causal_only():
+def test_only_causal_calls_and_layers_are_supported():
     backend, (x, hidden) = build_gated(), inputs(3)
     with pytest.raises(UnsupportedError, match="not causal"):
         backend(*x, hidden_states=hidden, mask=AttentionMask())
@@ -649,7 +649,7 @@ def test_causal_only():
         ({"feature_map": "elu1"}, "Did you mean 'elu+1'"),
     ],
 )
-def test_wrong_options(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(ConfigError, match="Backend 'gated_linear'") as caught:
         build_gated(**options)
     assert message in str(caught.value)

@@ -22,7 +22,7 @@ CPP = pytest.param("cpp", marks=pytest.mark.skipif(bool(cpp.unavailable_reason(L
 
 
 def mlstm(x, **options):
-    gates = {"log_forget": -x["gate"][..., 0], "log_input": 9 * x["other"]}
+    gates = {"log_forget": -x["gate"][..., 0], "log_input": 9 * x["input_gate"]}
     return mlstm_attention(x["q"], x["k"], x["v"], **gates, **options)
 
 
@@ -41,7 +41,7 @@ ATTEND = [mlstm, rwkv6, rwkv6_normalized]
 def make(dtype, tokens=1, device=DEVICE):
     shapes = {
         "q": (B, H, tokens, D), "k": (B, HKV, tokens, D), "v": (B, HKV, tokens, E),
-        "gate": (B, HKV, tokens, D), "other": (B, HKV, tokens), "bonus": (HKV, D),
+        "gate": (B, HKV, tokens, D), "input_gate": (B, HKV, tokens), "bonus": (HKV, D),
     }  # fmt: skip
     x = {name: torch.randn(shape).to(device, dtype) for name, shape in shapes.items()}
     return x | {"gate": x["gate"].abs(), "bonus": x["bonus"].abs()}
@@ -55,7 +55,7 @@ def state_of(attend, dtype, device=DEVICE):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "new state"])
 @pytest.mark.parametrize("attend", ATTEND)
 @pytest.mark.parametrize("impl", [CPP, "triton"])
 def test_equals_the_reference(impl, attend, in_place):
@@ -81,11 +81,11 @@ def test_equals_the_reference(impl, attend, in_place):
 @torch.no_grad()
 @pytest.mark.parametrize("attend", [mlstm, rwkv6_normalized])
 @pytest.mark.parametrize("impl", [CPP, "triton"])
-def test_padding_changes_no_state(impl, attend):
+def test_padding_does_not_change_the_state(impl, attend):
     device = torch.device("cpu") if impl == "cpp" else DEVICE
     x, state = make(torch.float32, device=device), state_of(attend, torch.float32, device)
     padding = torch.tensor([[True], [False]], device=device)
-    x["k"][1] = 0  # as the backend gives features
+    x["k"][1] = 0  # backends set the features of padding to 0
     options = {"mask": AttentionMask(causal=True, padding=padding), "return_state": True}
     found = attend(x, impl=impl, form="recurrent", state=state, **options).state
     assert_close(tuple(y[1] for y in found), tuple(y[1] for y in state), rtol=0, atol=1e-6)
@@ -93,7 +93,7 @@ def test_padding_changes_no_state(impl, attend):
 
 
 @pytest.mark.parametrize("attend", [mlstm, rwkv6])
-def test_a_token_with_gradients_and_a_state_of_another_dtype(attend):
+def test_gradients_and_states_of_another_dtype_do_not_use_the_step(attend):
     x, state = make(torch.float32, device="cpu"), state_of(attend, torch.float64, "cpu")
     x["q"].requires_grad_()
     out = attend(x, form="recurrent", state=state)
@@ -105,7 +105,7 @@ def test_a_token_with_gradients_and_a_state_of_another_dtype(attend):
 
 
 @torch.no_grad()
-def test_auto_takes_triton_on_a_gpu_where_it_passed(monkeypatch):
+def test_auto_selects_triton_on_a_gpu_that_passed_the_check(monkeypatch):
     x, state = make(torch.float32), state_of(mlstm, torch.float32)
     verdict = [(), "checked on NVIDIA Test"]
     monkeypatch.setattr(gated_step, "ON_GPU", (DEVICE.type,))
@@ -120,7 +120,7 @@ def test_auto_takes_triton_on_a_gpu_where_it_passed(monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("gate", ["mlstm", "rwkv6"])
-def test_generation_with_a_static_cache_equals_one_without(gate):
+def test_generation_with_a_cache_equals_generation_without(gate):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

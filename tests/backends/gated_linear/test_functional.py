@@ -109,7 +109,7 @@ def test_strong_gates_stay_finite():
     assert x.grad.item() == pytest.approx(-1 / 16)
 
 
-def test_computed_in_float32():
+def test_gates_are_computed_in_float32():
     x, w1, w2, b = (
         t.bfloat16() for t in (hidden(1, 3, 8), hidden(4, 8), hidden(6, 4), hidden(2, 3))
     )
@@ -149,12 +149,12 @@ def test_gradients():
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3, 4), (2, 3, 4, 5)], ids=["head", "token", "channel"])
 def test_log_decay_is_zero_at_padding(shape):
-    real = torch.tensor([[False, True, False, True], [True, True, True, False]])
+    padding_mask = torch.tensor([[False, True, False, True], [True, True, True, False]])
     decay = -torch.rand(shape) - 0.1
-    kept = mask_log_decay(decay, real)
-    assert kept.shape == (shape if len(shape) > 1 else (2, 3, 4))
+    masked = mask_log_decay(decay, padding_mask)
+    assert masked.shape == (shape if len(shape) > 1 else (2, 3, 4))
     full = decay[None, :, None].expand(2, 3, 4) if len(shape) == 1 else decay
     for i in range(2):
         for t in range(4):
-            expected = full[i, :, t] if real[i, t] else torch.zeros_like(full[i, :, t])
-            assert torch.equal(kept[i, :, t], expected)
+            expected = full[i, :, t] if padding_mask[i, t] else torch.zeros_like(full[i, :, t])
+            assert torch.equal(masked[i, :, t], expected)

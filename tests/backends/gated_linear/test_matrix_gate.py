@@ -55,7 +55,7 @@ def test_equal_decays_for_all_values_match_the_gate_per_key_channel():
     torch.testing.assert_close(ours.state.k[..., 0], theirs.state.k)
 
 
-def test_packing_and_incoming_state():
+def test_packed_segments_and_parts_equal_separate_calls():
     x = make(40)
     ids = torch.tensor([[0] * 16 + [1] * 24, [2] * 5 + [3] * 35])
     ours = run(*x, normalize=True, mask=packed(ids), return_state=True)
@@ -90,11 +90,11 @@ def test_equals_the_reference(normalize):
 
 def test_padding_does_not_change_the_state():
     q, k, v, decay = make(9)
-    real = torch.tensor([True, False, False, True, True, False, True, True, False])
-    mask = AttentionMask(causal=True, padding=real.expand(B, -1))
+    padding = torch.tensor([True, False, False, True, True, False, True, True, False])
+    mask = AttentionMask(causal=True, padding=padding.expand(B, -1))
     padded = run(q, k, v, decay, mask=mask, normalize=True, return_state=True)
-    expected = run(*(t[:, :, real] for t in (q, k, v, decay)), normalize=True, return_state=True)
-    torch.testing.assert_close(padded.out[:, :, real], expected.out)
+    expected = run(*(t[:, :, padding] for t in (q, k, v, decay)), normalize=True, return_state=True)
+    torch.testing.assert_close(padded.out[:, :, padding], expected.out)
     torch.testing.assert_close(padded.state, expected.state)
 
 

@@ -10,14 +10,16 @@ from attnzoo.masks import AttentionMask
 from attnzoo.state import StabilizedState
 
 B, HKV, G, D, E = 2, 2, 2, 5, 3
-WAYS = [("chunk", "torch"), ("chunk", "reference"), ("recurrent", "torch"), ("parallel", "torch")]
+FORMS_AND_IMPLS = [
+    ("chunk", "torch"), ("chunk", "reference"), ("recurrent", "torch"), ("parallel", "torch"),
+]  # fmt: skip
 
 
 def make(length, spread=2.0):
     q, k = (torch.randn(B, HKV * g, length, D, dtype=torch.float64) for g in (G, 1))
     v = torch.randn(B, HKV, length, E, dtype=torch.float64)
-    forget = torch.nn.functional.logsigmoid(torch.randn(B, HKV, length).double() * spread)
-    return q, k, v, forget, torch.randn(B, HKV, length).double() * spread
+    log_forget = torch.nn.functional.logsigmoid(torch.randn(B, HKV, length).double() * spread)
+    return q, k, v, log_forget, torch.randn(B, HKV, length).double() * spread
 
 
 def formula(q, k, v, log_forget, log_input):
@@ -25,12 +27,12 @@ def formula(q, k, v, log_forget, log_input):
     q = q.unflatten(1, (HKV, G))
     kv, z, outs = torch.zeros(B, HKV, D, E).double(), torch.zeros(B, HKV, D).double(), []
     for t in range(k.shape[2]):
-        forget, write = (x[:, :, t, None].exp() for x in (log_forget, log_input))
-        z = z * forget + write * k[:, :, t]
-        kv = kv * forget[..., None] + (write * k[:, :, t])[..., None] * v[:, :, t, None]
-        above = torch.einsum("bhgd,bhde->bhge", q[:, :, :, t], kv)
-        below = torch.einsum("bhgd,bhd->bhg", q[:, :, :, t], z).abs().clamp(min=1)
-        outs.append(above / below[..., None])
+        forget_gate, input_gate = (x[:, :, t, None].exp() for x in (log_forget, log_input))
+        z = z * forget_gate + input_gate * k[:, :, t]
+        kv = kv * forget_gate[..., None] + (input_gate * k[:, :, t])[..., None] * v[:, :, t, None]
+        numerator = torch.einsum("bhgd,bhde->bhge", q[:, :, :, t], kv)
+        denominator = torch.einsum("bhgd,bhd->bhg", q[:, :, :, t], z).abs().clamp(min=1)
+        outs.append(numerator / denominator[..., None])
     return torch.stack(outs, 3).flatten(1, 2), kv, z
 
 
@@ -38,20 +40,20 @@ def packed(ids):
     return AttentionMask(causal=True, segment_ids=ids)
 
 
-def run(q, k, v, forget, write, **options):
-    return mlstm_attention(q, k, v, log_forget=forget, log_input=write, **options)
+def run(q, k, v, log_forget, log_input, **options):
+    return mlstm_attention(q, k, v, log_forget=log_forget, log_input=log_input, **options)
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("length", [1, 2, 8, 31])
-def test_equals_formula(way, length):
+def test_equals_formula(form, impl, length):
     x = make(length)
     out, kv, z = formula(*x)
-    ours = run(*x, form=way[0], impl=way[1], chunk_size=8, return_state=True)
+    ours = run(*x, form=form, impl=impl, chunk_size=8, return_state=True)
     torch.testing.assert_close(ours.out, out)
-    lifted = ours.state.m.exp()
-    torch.testing.assert_close(ours.state.kv * lifted[..., None, None], kv)
-    torch.testing.assert_close(ours.state.k * lifted[..., None], z)
+    factor = ours.state.m.exp()
+    torch.testing.assert_close(ours.state.kv * factor[..., None, None], kv)
+    torch.testing.assert_close(ours.state.k * factor[..., None], z)
 
 
 @pytest.mark.parametrize("cut", [1, 8, 19])
@@ -81,7 +83,7 @@ def test_packed_segments_do_not_see_each_other():
 
 
 @pytest.mark.parametrize("size", [1e3, -1e3])
-def test_extreme_input_gates(size):
+def test_extreme_input_gates_stay_finite(size):
     """Without a stabiliser, exp(1000) overflows and exp(-1000) vanishes."""
     x = [t.float().requires_grad_() for t in make(30)]
     out = run(*x[:4], x[4] + size).out
@@ -95,22 +97,22 @@ def test_extreme_input_gates(size):
 
 
 def test_padding_does_not_change_the_state():
-    q, k, v, forget, write = make(9)
-    real = ~torch.tensor([True, False, False, True, True, False, False, True, False])
-    mask = AttentionMask(causal=True, padding=real.expand(B, -1))
-    padded = run(q, k, v, forget, write, mask=mask, return_state=True)
-    separate = run(*(t[:, :, real] for t in (q, k, v, forget, write)), return_state=True)
-    torch.testing.assert_close(padded.out[:, :, real], separate.out)
+    q, k, v, log_forget, log_input = make(9)
+    padding = ~torch.tensor([True, False, False, True, True, False, False, True, False])
+    mask = AttentionMask(causal=True, padding=padding.expand(B, -1))
+    padded = run(q, k, v, log_forget, log_input, mask=mask, return_state=True)
+    separate = run(*(t[:, :, padding] for t in (q, k, v, log_forget, log_input)), return_state=True)
+    torch.testing.assert_close(padded.out[:, :, padding], separate.out)
     torch.testing.assert_close(padded.state, separate.state)
 
 
 def test_stabilizer_equals_its_recurrence():
-    _, _, _, forget, write = make(37, spread=5.0)
+    _, _, _, log_forget, log_input = make(37, spread=5.0)
     m, expected = torch.zeros(B, HKV).double(), []
     for t in range(37):
-        m = torch.maximum(forget[:, :, t] + m, write[:, :, t])
+        m = torch.maximum(log_forget[:, :, t] + m, log_input[:, :, t])
         expected.append(m)
-    ours = stabilizer(forget, write, torch.zeros(B, HKV).double(), None)
+    ours = stabilizer(log_forget, log_input, torch.zeros(B, HKV).double(), None)
     torch.testing.assert_close(ours, torch.stack(expected, 2))
 
 
@@ -125,16 +127,16 @@ def test_gradients():
 
 
 def test_equals_transformers():
-    """Theirs scales the queries and takes logits of gates; 100 tokens are several chunks."""
+    """Transformers scales queries and takes logits of gates; 100 tokens are several chunks."""
     from transformers.models.xlstm.modeling_xlstm import mlstm_recurrent_sequence_native
 
-    q, k, v, _, write = make(100)
+    q, k, v, _, log_input = make(100)
     gate = torch.randn(B, HKV, 100).double() + 2
-    k2, v2, write2, gate2 = (t.repeat_interleave(G, 1) for t in (k, v, write, gate))
+    k2, v2, log_input2, gate2 = (t.repeat_interleave(G, 1) for t in (k, v, log_input, gate))
     theirs = mlstm_recurrent_sequence_native(
-        q * D**0.5, k2, v2, write2, gate2, eps=0.0, dtype_state=torch.float64
+        q * D**0.5, k2, v2, log_input2, gate2, eps=0.0, dtype_state=torch.float64
     )
-    ours = run(q, k, v, torch.nn.functional.logsigmoid(gate), write, chunk_size=32).out
+    ours = run(q, k, v, torch.nn.functional.logsigmoid(gate), log_input, chunk_size=32).out
     torch.testing.assert_close(ours, theirs)
 
 
@@ -154,7 +156,7 @@ def test_the_output_names_its_implementation():
         ({"mask": AttentionMask()}, "mlstm_attention is causal, got a mask that is not"),
     ],
 )
-def test_unsupported_options(options, message):
+def test_unsupported_options_are_refused(options, message):
     with pytest.raises(UnsupportedError, match=message):
         run(*make(3), **options)
 

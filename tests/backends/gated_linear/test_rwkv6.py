@@ -8,7 +8,9 @@ from attnzoo.masks import AttentionMask
 from attnzoo.state import LinearState
 
 B, HKV, G, D, E = 2, 2, 2, 5, 3
-WAYS = [("chunk", "torch"), ("chunk", "reference"), ("recurrent", "torch"), ("parallel", "torch")]
+FORMS_AND_IMPLS = [
+    ("chunk", "torch"), ("chunk", "reference"), ("recurrent", "torch"), ("parallel", "torch"),
+]  # fmt: skip
 
 
 def make(length, *, positive=True, strength=1.0):
@@ -28,14 +30,14 @@ def formula(q, k, v, decay, bonus, normalize, kv=0, z=0, eps=1e-6):
     outs = []
     for t in range(q.shape[2] if q.ndim == 4 else q.shape[3]):
         new = k[:, :, t, :, None] * v[:, :, t, None, :]
-        seen = kv + bonus[:, :, 0, :, None] * new
-        out = torch.einsum("bhgd,bhde->bhge", q[:, :, :, t], seen)
+        kv_read = kv + bonus[:, :, 0, :, None] * new
+        out = torch.einsum("bhgd,bhde->bhge", q[:, :, :, t], kv_read)
         if normalize:
-            weight = z + bonus[:, :, 0] * k[:, :, t]
-            out = out / (torch.einsum("bhgd,bhd->bhg", q[:, :, :, t], weight) + eps)[..., None]
+            z_read = z + bonus[:, :, 0] * k[:, :, t]
+            out = out / (torch.einsum("bhgd,bhd->bhg", q[:, :, :, t], z_read) + eps)[..., None]
         outs.append(out)
-        kept = decay[:, :, t].exp()
-        kv, z = kv * kept[..., None] + new, z * kept + k[:, :, t]
+        state_decay = decay[:, :, t].exp()
+        kv, z = kv * state_decay[..., None] + new, z * state_decay + k[:, :, t]
     return torch.stack(outs, 3).flatten(1, 2), kv, z
 
 
@@ -48,16 +50,16 @@ def run(q, k, v, decay, bonus, **options):
     return output.out, *output.state
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("length", [1, 2, 8, 31])
-def test_equals_formula(way, normalize, length):
+def test_equals_formula(form, impl, normalize, length):
     x = make(length, positive=normalize)
     for state in (
         None,
         LinearState(torch.randn(B, HKV, D, E).double(), torch.rand(B, HKV, D).double()),
     ):
-        ours = run(*x, normalize=normalize, form=way[0], impl=way[1], chunk_size=8, state=state)
+        ours = run(*x, normalize=normalize, form=form, impl=impl, chunk_size=8, state=state)
         torch.testing.assert_close(ours, formula(*x, normalize, *(state or ())))
 
 
@@ -75,11 +77,11 @@ def test_packed_segments_do_not_see_each_other():
 
 
 def test_padding_does_not_change_the_state():
-    x, real = make(9), torch.tensor([True, False, False, True, True, False, True, True, False])
-    mask = AttentionMask(causal=True, padding=real.expand(B, -1))
+    x, padding = make(9), torch.tensor([True, False, False, True, True, False, True, True, False])
+    mask = AttentionMask(causal=True, padding=padding.expand(B, -1))
     out, *state = run(*x, normalize=True, mask=mask)
-    exact, *last = formula(*(t[:, :, real] for t in x[:4]), x[4], True)
-    torch.testing.assert_close(out[:, :, real], exact)
+    exact, *last = formula(*(t[:, :, padding] for t in x[:4]), x[4], True)
+    torch.testing.assert_close(out[:, :, padding], exact)
     torch.testing.assert_close(state, last)
 
 
@@ -104,7 +106,7 @@ def test_gradients():
 
 
 def test_equals_flash_linear_attention(naive):
-    """100 tokens are several chunks; the bonus has any sign."""
+    """100 tokens are several chunks; the bonus has either sign."""
     reference = naive("ops/rwkv6/recurrent_naive.py").naive_recurrent_rwkv6
     q, k, v, decay, bonus = (t.float() for t in make(100, positive=False))
     bonus = bonus - 0.5

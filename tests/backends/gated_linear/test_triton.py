@@ -21,15 +21,15 @@ def _nan_in_uninitialized_memory():
         yield
 
 
-def mlstm(q, k, v, gates, other, state, **options):
-    log_forget, log_input = -gates[..., 0].exp(), other
+def mlstm(q, k, v, gates, log_input, state, **options):
+    log_forget = -gates[..., 0].exp()
     state = StabilizedState(*state, state[1].new_zeros(state[1].shape[:2]))
     return mlstm_attention(
         q, k, v, log_forget=log_forget, log_input=log_input, state=state, **options
     )
 
 
-def rwkv6(q, k, v, gates, other, state, **options):
+def rwkv6(q, k, v, gates, _, state, **options):
     bonus = torch.ones_like(gates[0, :, 0])
     return rwkv6_attention(
         q.exp(), k.exp(), v, log_decay=-gates.exp(), bonus=bonus, state=LinearState(*state),
@@ -45,7 +45,7 @@ def rwkv6(q, k, v, gates, other, state, **options):
         (rwkv6, {"normalize": False}, False),
     ],
 )
-def test_gates_with_states_of_their_own_match_reference_in_float64(attend, options, masked):
+def test_kernels_match_reference_in_float64(attend, options, masked):
     b, heads, key_heads, t, d, e = 1, 2, 1, 37, 16, 20
     shapes = [(b, heads, t, d), (b, key_heads, t, d), (b, key_heads, t, e), (b, key_heads, t, d)]
     shapes += [(b, key_heads, t), (b, key_heads, d, e), (b, key_heads, d)]
@@ -73,7 +73,7 @@ def test_gates_with_states_of_their_own_match_reference_in_float64(attend, optio
 
 
 @pytest.mark.parametrize("attend", [mlstm, rwkv6])
-def test_bfloat16_products_keep_gradients_accurate_if_values_have_a_mean(attend, monkeypatch):
+def test_bfloat16_gradients_are_accurate_if_values_have_a_mean(attend, monkeypatch):
     # Gradients of queries are differences of large sums; keys times their gate are rounded
     b, t, d = 1, 96, 16
     shapes = [(b, 1, t, d)] * 4 + [(b, 1, t), (b, 1, d, d), (b, 1, d)]
