@@ -1,4 +1,4 @@
-"""The backend of the delta rule: its gates, its write strengths, and the window beside it."""
+"""The backend of the delta rule: its gates, write strengths, convolution and window."""
 
 import math
 
@@ -56,26 +56,26 @@ def formula(weights, q, k, v, x, *, gate, window, negative):
         state = g[:, t].exp().unsqueeze(-1) * state
         state = state + b * key * (v[:, :, t, None] - key.mT @ state)
         outs.append(unit[0][:, :, t, None] @ state.repeat_interleave(H // HKV, 1))
-    far = torch.cat(outs, 2)
+    delta_out = torch.cat(outs, 2)
     if "output_gate.up" in weights:
         y = x @ weights["output_gate.down"].T @ weights["output_gate.up"].T
         y = y.view(2, length, H, E) + weights["output_gate.bias"]
-        far = far * (2 * torch.sigmoid(y)).transpose(1, 2)
+        delta_out = delta_out * (2 * torch.sigmoid(y)).transpose(1, 2)
     q, k, v = window_inputs
     if window is None:
-        return far
+        return delta_out
     scores = q @ k.repeat_interleave(H // HKV, 1).mT * D**-0.5
     scores = scores.masked_fill(~near_mask(length, window), -math.inf)
     lse = scores.logsumexp(-1, keepdim=True)
-    near = scores.softmax(-1) @ v.repeat_interleave(H // HKV, 1)
+    window_out = scores.softmax(-1) @ v.repeat_interleave(H // HKV, 1)
     logit = (x @ weights["mix_weight"].T + weights["far_log_weight"]).mT.unsqueeze(-1)
     mix = torch.sigmoid(logit - weights["mix_lse"].view(H, 1, 1) * lse)
-    return (1 - mix) * near + mix * far
+    return (1 - mix) * window_out + mix * delta_out
 
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("gate", GATES)
-def test_it_equals_the_formula(gate, window):
+def test_the_output_equals_the_formula(gate, window):
     for negative in (False, True):
         options = {"gate": gate, "window": window, "allow_negative_eigenvalues": negative}
         backend = build("delta", noise=0.5, **options, chunk_size=8)
@@ -97,7 +97,7 @@ def test_convolution_and_output_gate_equal_the_formula(window):
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_convolution_and_output_gate_start_as_the_layer_without_them():
+def test_initial_convolution_and_output_gate_do_not_change_the_output():
     plain = build("delta", window=5)
     backend = build("delta", window=5, short_convolution=4, output_gate=True)
     q, k, v, x = inputs(30)
@@ -106,26 +106,26 @@ def test_convolution_and_output_gate_start_as_the_layer_without_them():
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_convolution_sees_real_tokens_of_its_own_sequence(window):
-    """Packed sequences, each with padding inside, equal the sequences apart; so does the state."""
+def test_the_convolution_ignores_padding_and_other_sequences(window):
+    """Outputs and state of packed sequences with padding equal those of separate calls."""
     backend = build("delta", noise=0.5, short_convolution=4, window=window, chunk_size=8)
     q, k, v, x = inputs(30)
     ids = torch.bucketize(torch.arange(30), torch.tensor([12, 27])).expand(2, 30)
-    real = torch.ones(2, 30, dtype=torch.bool)
-    real[:, [0, 4, 5, 14, 20, 29]] = False
-    mask = AttentionMask(causal=True, padding=real, segment_ids=ids)
+    padding = torch.ones(2, 30, dtype=torch.bool)
+    padding[:, [0, 4, 5, 14, 20, 29]] = False
+    mask = AttentionMask(causal=True, padding=padding, segment_ids=ids)
     packed = backend(q, k, v, hidden_states=x, mask=mask, return_state=True)
-    for part in (0, 1, 2):  # the last has one real token, fewer than the convolution reaches
-        own = real[0] & (ids[0] == part)
-        apart = backend(
-            q[:, :, own], k[:, :, own], v[:, :, own], hidden_states=x[:, own], return_state=True
+    for segment in (0, 1, 2):  # the last has one token, fewer than the width of the convolution
+        part = padding[0] & (ids[0] == segment)
+        separate = backend(
+            q[:, :, part], k[:, :, part], v[:, :, part], hidden_states=x[:, part], return_state=True
         )
-        torch.testing.assert_close(packed.out[:, :, own], apart.out)
+        torch.testing.assert_close(packed.out[:, :, part], separate.out)
     for name in ("kv", "convolved"):
-        torch.testing.assert_close(getattr(packed.state, name), getattr(apart.state, name))
+        torch.testing.assert_close(getattr(packed.state, name), getattr(separate.state, name))
 
 
-def test_a_convolved_layer_has_no_single_matrix_of_weights():
+def test_convolution_and_output_gate_return_no_attention_weights():
     for options in ({"short_convolution": 4}, {"output_gate": True}):
         backend, (q, k, v, x) = build("delta", noise=0.5, **options), inputs(5)
         with pytest.raises(UnsupportedError, match="no single matrix of attention weights"):
@@ -133,20 +133,20 @@ def test_a_convolved_layer_has_no_single_matrix_of_weights():
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_every_parameter_has_a_gradient_and_the_start_is_the_same_for_all_tokens(gate):
-    parts = {"short_convolution": 4, "output_gate": True, "feature_map": "learned_linear"}
-    backend = build("delta", gate=gate, window=5, **parts)
+def test_parameters_have_gradients_and_initial_decays_are_equal(gate):
+    options = {"short_convolution": 4, "output_gate": True, "feature_map": "learned_linear"}
+    backend = build("delta", gate=gate, window=5, **options)
     q, k, v, x = inputs(30)
     backend(q, k, v, hidden_states=x).out.square().sum().backward()
     without = {n for n, p in backend.named_parameters() if p.grad is None or not p.grad.any()}
-    # the first factor of a product that starts at 0
+    # the first factor of a product of which the second factor is initially 0
     assert without == {"output_gate.down", *(["gate.down"] if gate == "vector" else [])}
     if gate != "none":
         log_decay = backend.gate(x)
         torch.testing.assert_close(log_decay, torch.full_like(log_decay, -INITIAL_RATE))
 
 
-def test_it_starts_near_the_window():
+def test_the_initial_output_is_close_to_window_attention():
     backend = build("delta", window=5, far_weight=0.01)
     for length in (20, 400):
         q, k, v, x = inputs(length)
@@ -155,36 +155,36 @@ def test_it_starts_near_the_window():
         assert 1e-4 < error < 0.02
 
 
-def test_a_token_that_finds_its_answer_in_the_window_mixes_in_less():
+def test_large_window_scores_reduce_the_mixing_weight():
     backend = build("delta", window=5, far_weight=0.5)
     with torch.no_grad():
         backend.mix_lse.fill_(1.0)
     q, k, v, x = inputs(30)
     q[:, :, 20] = 9 * k.repeat_interleave(H // HKV, 1)[:, :, 20]
-    near = softmax_attention(q, k, v, mask=near_mask(30, 5)).out
-    change = (backend(q, k, v, hidden_states=x).out - near).norm(dim=-1)
+    window = softmax_attention(q, k, v, mask=near_mask(30, 5)).out
+    change = (backend(q, k, v, hidden_states=x).out - window).norm(dim=-1)
     assert (change[:, :, 20] < 0.01 * change[:, :, 21:].mean()).all()
 
 
-def test_heads_may_train_without_their_window():
-    backend, alone = build("delta", noise=0.5, window=5), build("delta", noise=0.5)
-    alone.load_state_dict(backend.state_dict(), strict=False)
+def test_window_dropout_removes_the_window_in_training():
+    backend, no_window = build("delta", noise=0.5, window=5), build("delta", noise=0.5)
+    no_window.load_state_dict(backend.state_dict(), strict=False)
     q, k, v, x = inputs(30)
     backend.window_dropout = WindowDropout(1.0, 0)
-    far = alone(q, k, v, hidden_states=x).out
-    near = backend.eval()(q, k, v, hidden_states=x).out
-    torch.testing.assert_close(backend.train()(q, k, v, hidden_states=x).out, far)
-    assert (near - far).abs().max() > 0.1
+    expected = no_window(q, k, v, hidden_states=x).out
+    with_window = backend.eval()(q, k, v, hidden_states=x).out
+    torch.testing.assert_close(backend.train()(q, k, v, hidden_states=x).out, expected)
+    assert (with_window - expected).abs().max() > 0.1
 
 
-def test_a_map_may_give_keys_more_features():
+def test_feature_maps_can_have_more_features_than_the_head_size():
     backend = build(
         "delta", noise=0.5, feature_map="hedgehog_exp", num_features=24, gate="vector", chunk_size=8
     )
     q, k, v, x = inputs(20)
-    whole = backend(q, k, v, hidden_states=x, return_state=True)
-    assert whole.state.kv.shape == (2, HKV, 24, E)
-    assert whole.impl.reason.startswith("chunk form; ")
+    output = backend(q, k, v, hidden_states=x, return_state=True)
+    assert output.state.kv.shape == (2, HKV, 24, E)
+    assert output.impl.reason.startswith("chunk form; ")
 
 
 @pytest.mark.parametrize(
@@ -203,12 +203,12 @@ def test_a_map_may_give_keys_more_features():
     ],
     ids=str,
 )
-def test_wrong_options_are_refused(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         build("delta", noise=0.5, **options)
 
 
-def test_layers_and_calls_that_it_cannot_serve_are_refused():
+def test_unsupported_layers_and_calls_are_refused():
     for changes, message in (
         ({"causal": False}, "the layer is bidirectional"),
         ({"hidden_size": None}, "hidden size is unknown, and write strengths"),

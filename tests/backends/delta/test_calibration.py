@@ -1,4 +1,4 @@
-"""Gates that start from softmax's attention, against plain formulas."""
+"""Gates initialised from softmax attention, against plain formulas."""
 
 import pytest
 import torch
@@ -21,18 +21,18 @@ def inputs(mask=None, *, rows=B, scale=D**-0.5):
     return AttentionInputs(q, k, torch.randn(rows, HKV, T, D), mask, scale, hidden_states=x)
 
 
-def weights_of(x, num_sinks=0):
-    """Return softmax's far weights, which of the keys are far, and the distances."""
+def far_weights_of(x, num_sinks=0):
+    """Return the softmax weights outside the window, the mask of these keys, and distances."""
     seen = x.mask.dense(T, T, x.q.device).expand(len(x.q), 1, T, T)
     identity = torch.eye(T).expand(len(x.q), HKV, T, T)
     weights = softmax_attention(x.q, x.k, identity, mask=seen, scale=x.scale).out
     rank = seen[:, 0].diagonal(dim1=1, dim2=2).cumsum(1)
     distance = rank[:, :, None] - rank[:, None, :]
     far = seen[:, 0] & (distance >= W) & seen[:, 0].diagonal(dim1=1, dim2=2)[:, :, None]
-    for row, each in enumerate(far):
+    for row, far_of_row in enumerate(far):
         ids = x.mask.segment_ids[row] if x.mask.segment_ids is not None else torch.zeros(T)
-        for own in ids.unique():
-            each[:, (ids == own).nonzero()[:num_sinks, 0]] = False
+        for segment in ids.unique():
+            far_of_row[:, (ids == segment).nonzero()[:num_sinks, 0]] = False
     return weights * far[:, None], far, distance
 
 
@@ -50,30 +50,30 @@ def masks():
 @pytest.mark.parametrize(
     ("name", "num_sinks"), [("plain", 0), ("padding", 0), ("packed", 0), ("packed", 2)]
 )
-def test_far_shares_and_ages_are_those_of_the_dense_weights(name, num_sinks):
+def test_far_shares_and_ages_equal_those_of_dense_weights(name, num_sinks):
     x, found = inputs(masks()[name]), GateCalibration(W, H // HKV, M, num_sinks)
     found.add(x)
-    far_weights, far, distance = weights_of(x, num_sinks)
-    reading = far.any(2)
-    share = far_weights.sum(3).transpose(0, 1)[:, reading].mean(1)
+    far_weights, far, distance = far_weights_of(x, num_sinks)
+    has_far_keys = far.any(2)
+    share = far_weights.sum(3).transpose(0, 1)[:, has_far_keys].mean(1)
     torch.testing.assert_close(found.mean_far_share(), share.double(), rtol=1e-5, atol=1e-6)
     of_key_head = far_weights.unflatten(1, (HKV, -1)).sum(2)
     total = of_key_head.sum((0, 2, 3))
     age = (of_key_head * distance[:, None]).sum((0, 2, 3)) / total
     torch.testing.assert_close(found.mean_age(), age.double(), rtol=1e-5, atol=1e-5)
-    equal = (far * distance).sum(2) / far.sum(2).clamp(min=1)
-    equal = (of_key_head.sum(3) * equal[:, None]).sum((0, 2)) / total
-    rates = (1 / (age - W + 1) - 1 / (equal - W + 1)).clamp(min=MIN_RATE)
+    uniform_age = (far * distance).sum(2) / far.sum(2).clamp(min=1)
+    uniform_age = (of_key_head.sum(3) * uniform_age[:, None]).sum((0, 2)) / total
+    rates = (1 / (age - W + 1) - 1 / (uniform_age - W + 1)).clamp(min=MIN_RATE)
     torch.testing.assert_close(found.decay_rates(), rates.double(), rtol=1e-4, atol=1e-6)
 
 
-def test_attention_that_ignores_the_age_needs_no_decay():
+def test_uniform_attention_gives_the_minimum_decay():
     x, found = inputs(scale=0.0), GateCalibration(W, H // HKV, M)
     found.add(x)
     assert (found.decay_rates() == MIN_RATE).all()
 
 
-def test_regression_is_that_of_ridge_by_an_augmented_system():
+def test_least_squares_equals_ridge_regression():
     torch.manual_seed(0)
     x, y = torch.randn(50, 3, dtype=torch.float64), torch.randn(50, 2, dtype=torch.float64)
     squares = LeastSquares(3)
@@ -92,12 +92,12 @@ def test_regression_is_that_of_ridge_by_an_augmented_system():
 
 
 @pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
-def test_calibrated_gates_reproduce_what_was_measured(gate):
-    """With hidden states that determine the far share, mixing weights equal it."""
-    layer = {"num_heads": H, "num_key_heads": HKV, "head_dim": D, "hidden_size": H + HKV}
-    backend = build_backend("delta", {"window": W, "gate": gate}, Geometry(**layer))
+def test_calibrated_gates_reproduce_the_measured_statistics(gate):
+    """Mixing weights equal the far share if hidden states determine it."""
+    sizes = {"num_heads": H, "num_key_heads": HKV, "head_dim": D, "hidden_size": H + HKV}
+    backend = build_backend("delta", {"window": W, "gate": gate}, Geometry(**sizes))
     x = inputs(rows=32)
-    far_weights, far, _ = weights_of(x)
+    far_weights, far, _ = far_weights_of(x)
     share = far_weights.sum(3)  # [B, H, T]
     received = far_weights.unflatten(1, (HKV, -1)).sum((2, 3))  # [B, Hkv, T]
     rate = (received / far.sum(1).clamp(min=1)[:, None]).clamp(min=1e-9).log()

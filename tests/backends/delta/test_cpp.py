@@ -38,7 +38,7 @@ def make(shape, decay="none", dtype=torch.float64, strength=1.0):
 
 
 def make_ids(batch, tokens):
-    """Return segments that end inside and at the end of chunks and spans, also after one token."""
+    """Return ids of segments that end inside and at the end of chunks and spans."""
     ids = torch.zeros(batch, tokens, dtype=torch.long)
     for border in (1, 2, 15, 16, 33, 64, 69, 127, 128, 140):
         ids[:, border:] += 1
@@ -135,12 +135,12 @@ def test_strong_gates_neither_overflow_nor_cancel(gates, decay):
     for x, tolerance in ((wide, 1e-10), (narrow, 2e-5)):
         ours = gradients(x, d_results)
         for a, b in zip((*ours[0], *ours[1]), (*exact[0], *exact[1]), strict=True):
-            b = b.nan_to_num(0)  # the derivative of 0 times a state by minus infinity
+            b = b.nan_to_num(0)  # NaN in the reference counts as 0
             assert (a.double() - b).abs().max() <= tolerance * b.abs().max().clamp(min=1)
 
 
 @pytest.mark.parametrize("decay", ["none", "token", "channel"])
-def test_gradients_in_16_bits_where_values_have_a_mean(decay):
+def test_bfloat16_gradients_are_accurate_if_values_have_a_mean(decay):
     shape = (1, 2, 1, 1024, 16, 16)
     inputs = list(make(shape, decay, torch.float32, strength=1e-2))
     inputs[2] = inputs[2] + 1
@@ -154,7 +154,7 @@ def test_gradients_in_16_bits_where_values_have_a_mean(decay):
 
 
 @pytest.mark.parametrize("decay", ["none", "token", "channel"])
-def test_later_tokens_change_no_bit(decay):
+def test_later_tokens_do_not_change_earlier_outputs(decay):
     q, k, v, beta, log_decay, kv = make((1, 2, 1, 150, 16, 32), decay, torch.float32)
     log_decay = None if decay == "none" else log_decay
     out = run(q, k, v, beta, log_decay, kv)[0]
@@ -172,22 +172,22 @@ def test_later_tokens_change_no_bit(decay):
 
 @pytest.mark.parametrize("heads", [1, 5])
 @pytest.mark.parametrize("value_size", [40, 256])
-def test_the_number_of_threads_changes_no_bit(heads, value_size):
+def test_results_do_not_depend_on_the_number_of_threads(heads, value_size):
     inputs = make((1, 2 * heads, heads, 200, 16, value_size), "token", torch.float32)
     d_results = [torch.randn_like(x) for x in run(*inputs)]
-    now, found = torch.get_num_threads(), []
+    num_threads, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             results, grads = gradients(inputs, d_results)
             found.append((*results, *grads, *run(*inputs)))
     finally:
-        torch.set_num_threads(now)
+        torch.set_num_threads(num_threads)
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-def test_what_a_packed_segment_contains_is_not_seen_by_others():
+def test_packed_segments_do_not_see_each_other():
     inputs = make((1, 2, 1, 40, 16, 16), "token", torch.float32)
     ids = torch.zeros(1, 40, dtype=torch.long)
     ids[:, 20:] = 1
@@ -195,24 +195,24 @@ def test_what_a_packed_segment_contains_is_not_seen_by_others():
     out, state = run(*inputs, ids)
     assert out[:, :, 20:].isfinite().all()
     assert state.isfinite().all()
-    alone = [x[:, :, 20:] for x in inputs[:5]]
-    assert_close((out[:, :, 20:], state), run(*alone, None))
+    second = [x[:, :, 20:] for x in inputs[:5]]
+    assert_close((out[:, :, 20:], state), run(*second, None))
 
 
-def test_one_token_after_another():
+def test_decoding_equals_one_pass():
     inputs = make((2, 4, 2, 20, 16, 24), "channel")
-    whole = run(*inputs)
+    one_pass = run(*inputs)
     kv, outs = inputs[5], []
     for t in range(20):
         out, kv = run(*(x[:, :, t : t + 1] for x in inputs[:5]), kv)
         outs.append(out)
-    assert_close((torch.cat(outs, 2), kv), whole)
+    assert_close((torch.cat(outs, 2), kv), one_pass)
     none = run(*(x[:, :, :0] for x in inputs[:5]), kv)
     assert none[0].shape == (2, 4, 0, 24)
     assert torch.equal(none[1], kv)
 
 
-def test_strides_of_zero_and_rows_apart():
+def test_results_do_not_depend_on_strides():
     inputs = list(make((2, 3, 3, 30, 16, 16), "token"))
     inputs[0] = inputs[0][:, :1].expand(2, 3, 30, 16)
     inputs[1] = inputs[1][:1].expand(2, 3, 30, 16)
@@ -221,10 +221,10 @@ def test_strides_of_zero_and_rows_apart():
     assert_close(run(*inputs), run(*(x.contiguous() for x in inputs)))
 
 
-def test_custom_operators_are_sound():
+def test_operators_pass_opcheck():
     q, k, v, beta, log_decay, kv = make((1, 2, 1, 20, 16, 16), "channel")
     inputs = [x.requires_grad_() for x in (q, k, v, beta, log_decay, kv)]
-    for keep in (False, True):  # without, there is no backward pass
+    for keep in (False, True):  # if False, there is no backward pass
         given = inputs if keep else [x.detach() for x in inputs]
         torch.library.opcheck(delta_cpp, (*given, None, 0.7, 16, keep))
     kept = delta_cpp(*inputs, None, 0.7, 16, True)[2].detach()
@@ -234,7 +234,7 @@ def test_custom_operators_are_sound():
     torch.library.opcheck(delta_cpp_backward, arguments)
 
 
-def test_auto_selects_it():
+def test_auto_selects_cpp_for_supported_calls():
     q, k, v, beta, _, _ = make((1, 2, 1, 20, 16, 16))
     assert delta_attention(q, k, v, beta).impl.impl == "cpp"
     assert delta_attention(q, k, v, beta, form="recurrent").impl.impl == "cpp"
@@ -260,7 +260,7 @@ def test_second_derivatives_are_refused():
         dq.sum().backward()
 
 
-def test_it_compiles_without_a_graph_break():
+def test_compiles_without_a_graph_break():
     inputs = make((1, 2, 1, 40, 16, 16), "token", torch.float32)
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     assert_close(compiled(*inputs), run(*inputs))

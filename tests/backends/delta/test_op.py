@@ -16,7 +16,7 @@ from attnzoo.state import DeltaState
 from tests.helpers import assert_within, gradients
 
 DECAYS = ("none", "head", "token", "channel")
-WAYS = [*product(FORMS, ("torch",)), ("chunk", "reference")]
+FORMS_AND_IMPLS = [*product(FORMS, ("torch",)), ("chunk", "reference")]
 B, HKV, D, E = 2, 2, 5, 3  # odd sizes, and keys and values of different size
 
 
@@ -34,13 +34,13 @@ def formula(q, k, v, beta, log_decay=None, state=None, segment_ids=None, padding
         if segment_ids is not None and t > 0:
             s = s * (segment_ids[:, t] == segment_ids[:, t - 1])[:, None, None, None]
         key, b = k[:, :, t, :, None], beta[:, :, t, None, None]
-        after = gate[:, :, t].exp().unsqueeze(-1) * s
-        after = after + b * key * (v[:, :, t, None] - (key * after).sum(2, keepdim=True))
-        out = (q[:, :, :, t].unsqueeze(-1) * after.unsqueeze(2)).sum(3)
+        new_s = gate[:, :, t].exp().unsqueeze(-1) * s
+        new_s = new_s + b * key * (v[:, :, t, None] - (key * new_s).sum(2, keepdim=True))
+        out = (q[:, :, :, t].unsqueeze(-1) * new_s.unsqueeze(2)).sum(3)
         if padding is not None:
-            real = padding[:, t, None, None, None]
-            after, out = torch.where(real, after, s), torch.where(real, out, 0)
-        s = after
+            not_padding = padding[:, t, None, None, None]
+            new_s, out = torch.where(not_padding, new_s, s), torch.where(not_padding, out, 0)
+        s = new_s
         outs.append(out.flatten(1, 2))
     out = torch.stack(outs, 2) if outs else q.new_zeros(batch, q.shape[1] * q.shape[2], 0, 1)
     return out, s
@@ -71,22 +71,20 @@ def run(q, k, v, beta, log_decay, segment_ids=None, padding=None, **options):
 # -- the formula -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 21])  # around one chunk of 8
-def test_equals_formula(way, decay, length):
-    form, impl = way
-    for groups, given in ((1, False), (3, True)):
-        state = make_state() if given else None
+def test_equals_formula(form, impl, decay, length):
+    for groups, with_state in ((1, False), (3, True)):
+        state = make_state() if with_state else None
         inputs = make(length, decay, groups)
         ours = run(*inputs, state=state, form=form, impl=impl, chunk_size=8)
         torch.testing.assert_close(ours, formula(*inputs, state), rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_gradients_equal_those_of_the_formula(way, decay):
-    form, impl = way
+def test_gradients_equal_those_of_the_formula(form, impl, decay):
     for groups, packed in ((1, False), (3, True)):
         inputs, state = make(21, decay, groups, grad=True), make_state(grad=True)
         ids = torch.tensor([[0] * 9 + [1] * 7 + [4] * 5, [2] * 20 + [3]]) if packed else None
@@ -131,9 +129,9 @@ def qwen3_next():
         return import_module("transformers.models.qwen3_next.modeling_qwen3_next")
 
 
-@pytest.mark.parametrize("peer", ["chunk", "recurrent"])
-def test_equals_transformers(peer, qwen3_next):
-    theirs = inspect.unwrap(getattr(qwen3_next, f"torch_{peer}_gated_delta_rule"))
+@pytest.mark.parametrize("their_form", ["chunk", "recurrent"])
+def test_equals_transformers(their_form, qwen3_next):
+    theirs = inspect.unwrap(getattr(qwen3_next, f"torch_{their_form}_gated_delta_rule"))
     q, k, v, beta, g = make(150, "token", dtype=torch.float32, d=16, e=8)
     state, k, beta = DeltaState(torch.randn(B, HKV, 16, 8)), 3 * k, beta / 2
     by_token = [x.transpose(1, 2) for x in (q, k, v, g, beta)]
@@ -155,10 +153,9 @@ def test_equals_flash_linear_attention(naive):
     torch.testing.assert_close(ours, (out.transpose(1, 2), kv), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_padding_changes_no_state_and_gives_zeros(way, decay):
-    form, impl = way
+def test_padding_does_not_change_the_state_and_gives_zeros(form, impl, decay):
     padding = torch.ones(B, 12, dtype=torch.bool)
     padding[0, :3] = padding[1, 4:6] = padding[1, 11:] = False
     inputs, state = make(12, decay, groups=2), make_state()
@@ -198,7 +195,7 @@ def test_low_precision_stays_within_budget(decay, dtype):
 @pytest.mark.parametrize("length", [1024, pytest.param(8192, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("decay", ["none", "token", "channel"])
-def test_long_gradients_where_values_have_a_mean(dtype, decay, length):
+def test_long_gradients_are_accurate_if_values_have_a_mean(dtype, decay, length):
     inputs = make(length, decay, dtype=dtype, strength=1e-2, d=16, e=16)
     with torch.no_grad():
         inputs[2] += 1
@@ -225,10 +222,9 @@ def test_strong_gates_neither_overflow_nor_cancel(form, decay, gates):
     torch.testing.assert_close([x.double() for x in ours], [*exact], rtol=1e-5, atol=3e-5)
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("decay", ["head", "token", "channel"])
-def test_minus_infinity_resets_the_state(way, decay):
-    form, impl = way
+def test_minus_infinity_resets_the_state(form, impl, decay):
     inputs, state = make(12, decay), make_state()
     inputs[4].view(-1)[0] = -torch.inf
     options = {"form": form, "impl": impl, "chunk_size": 8, "state": state}
@@ -241,10 +237,9 @@ def test_minus_infinity_resets_the_state(way, decay):
 # -- invariants ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_later_tokens_change_no_bit_of_earlier_outputs(way, decay):
-    form, impl = way
+def test_later_tokens_do_not_change_earlier_outputs(form, impl, decay):
     q, k, v, beta, log_decay = make(37, decay, groups=2, dtype=torch.float32)
     for cut in (1, 16, 20):
         later = [x.clone() for x in (q, k, v, beta)]
@@ -261,23 +256,22 @@ def test_later_tokens_change_no_bit_of_earlier_outputs(way, decay):
         assert not torch.equal(before[:, :, cut:], after[:, :, cut:])
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
+@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("cut", [0, 1, 11])
-def test_prefill_and_decode_equal_one_pass(way, decay, cut):
-    form, impl = way
+def test_prefill_and_decode_equal_one_pass(form, impl, decay, cut):
     *inputs, log_decay = make(20, decay, groups=2)
-    whole = run(*inputs, log_decay)
+    one_pass = run(*inputs, log_decay)
     outs, state = [], None
     for start, stop in [(0, cut), *((t, t + 1) for t in range(cut, 20))]:
-        stretch = slice(start, stop)
-        gates = log_decay[:, :, stretch] if decay in ("token", "channel") else log_decay
-        parts = [x[:, :, stretch] for x in inputs]
-        now = "recurrent" if start >= cut else form
-        options = {"form": now, "impl": impl, "chunk_size": 8}
+        part = slice(start, stop)
+        gates = log_decay[:, :, part] if decay in ("token", "channel") else log_decay
+        parts = [x[:, :, part] for x in inputs]
+        form_now = "recurrent" if start >= cut else form
+        options = {"form": form_now, "impl": impl, "chunk_size": 8}
         out, *state = run(*parts, gates, state=state and DeltaState(*state), **options)
         outs.append(out)
-    torch.testing.assert_close((torch.cat(outs, 2), *state), whole, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close((torch.cat(outs, 2), *state), one_pass, rtol=1e-11, atol=1e-11)
 
 
 def test_a_beta_of_one_replaces_the_value_of_a_key():
@@ -289,17 +283,17 @@ def test_a_beta_of_one_replaces_the_value_of_a_key():
         torch.testing.assert_close(state.kv[0, 0], expected)
 
 
-def test_an_incoming_state_is_left_as_it_was():
+def test_the_incoming_state_does_not_change():
     inputs, state = make(20, "token"), make_state()
-    kept = state.kv.clone()
+    before = state.kv.clone()
     for form in FORMS:
         run(*inputs, state=state, form=form)
-        assert torch.equal(state.kv, kept)
+        assert torch.equal(state.kv, before)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_no_read_past_the_inputs(decay):
-    def before_nan(x):  # NaN follows in its storage
+    def before_nan(x):  # the storage continues with NaN
         if x is None or x.dim() < 3:
             return x
         storage = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype)
@@ -314,8 +308,8 @@ def test_no_read_past_the_inputs(decay):
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_any_strides_and_any_split_into_heads(decay, groups, monkeypatch):
-    """Heads after tokens in memory, as in a model's projections; gradients likewise."""
+def test_results_do_not_depend_on_strides_and_heads_at_once(decay, groups, monkeypatch):
+    """Inputs and gradients with heads after tokens in memory, as in a model's projections."""
 
     def heads_after_tokens(x):
         return x if x is None or x.dim() < 3 else x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -336,28 +330,28 @@ def test_any_strides_and_any_split_into_heads(decay, groups, monkeypatch):
         torch.testing.assert_close(other, results[0], rtol=1e-12, atol=1e-12)
 
 
-def test_same_call_same_bits_and_no_random_state_touched():
+def test_results_are_deterministic_and_use_no_random_numbers():
     inputs = make(40, "channel", dtype=torch.float32)
     before = torch.get_rng_state()
     assert all(map(torch.equal, run(*inputs), run(*inputs)))
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_autocast_changes_nothing():
+def test_autocast_does_not_change_results():
     inputs = make(20, "token", dtype=torch.float32, grad=True)
-    for form, impl in WAYS:
+    for form, impl in FORMS_AND_IMPLS:
         options = {"form": form, "impl": impl, "chunk_size": 8, "normalize_qk": True}
         plain = run(*inputs, **options)
         with torch.autocast("cpu", torch.bfloat16):
             ours = run(*inputs, **options)
-            if (form, impl) == ("chunk", "torch"):  # its backward pass guards itself too
+            if (form, impl) == ("chunk", "torch"):  # its backward pass disables autocast too
                 assert all(map(torch.equal, gradients(ours, inputs), gradients(plain, inputs)))
         assert all(map(torch.equal, ours, plain))
 
 
 def test_empty_inputs_give_empty_outputs():
     state = make_state()
-    for form, impl in WAYS:
+    for form, impl in FORMS_AND_IMPLS:
         *inputs, _ = make(0, groups=3)
         out, kv = run(*inputs, None, form=form, impl=impl, state=state)
         assert out.shape == (B, 3 * HKV, 0, E)
@@ -366,7 +360,7 @@ def test_empty_inputs_give_empty_outputs():
         assert out.shape == (0, 3 * HKV, 0, E)
 
 
-def test_half_a_key_may_be_zero():
+def test_a_key_of_zeros_gives_finite_gradients():
     """A key of zeros writes nothing, and its normalisation has a gradient of zeros."""
     q, k, v, beta, _ = make(9)
     k[:, :, 4] = 0
@@ -375,17 +369,17 @@ def test_half_a_key_may_be_zero():
     assert all(x.isfinite().all() for x in (*ours, *gradients(ours, [k])))
 
 
-def test_only_inputs_and_errors_are_kept_for_the_backward_pass():
+def test_only_inputs_and_errors_are_saved_for_the_backward_pass():
     inputs = make(512, "channel", dtype=torch.float32, grad=True, d=16, e=16)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         run(*inputs)
     known = {x.data_ptr() for x in inputs}
     extra = sum(x.nbytes for x in kept if x.data_ptr() not in known)
-    assert extra <= 4 * B * HKV * 16 * (16 + 512)  # the first state, and the prediction errors
+    assert extra <= 4 * B * HKV * 16 * (16 + 512)  # the initial state, and the prediction errors
 
 
-def test_the_custom_operators_are_sound():
+def test_operators_pass_opcheck():
     for decay in DECAYS:
         q, k, v, beta, g = make(9, decay, groups=2, grad=True)
         kv = make_state(grad=True).kv
@@ -399,7 +393,7 @@ def test_the_custom_operators_are_sound():
         torch.library.opcheck(delta_chunk_backward, tuple(arguments), **options)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- invalid input ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -418,7 +412,7 @@ def test_the_custom_operators_are_sound():
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_what_is_refused(change, message):
+def test_invalid_input_raises_with_the_reason(change, message):
     q, k, v, beta, _ = make(7, dtype=torch.float32)
     call = {"q": q, "k": k, "v": v, "beta": beta} | change
     with pytest.raises(UnsupportedError, match=message):

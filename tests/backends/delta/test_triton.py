@@ -26,14 +26,14 @@ SMALL = DeltaCase(decay="none", d=12, e=24, B=1, Hkv=1, T=37, dtype=torch.float3
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_packed_and_padded_rows_of_grouped_heads(decay):
-    """Outputs, states and all gradients, with decays that are infinite too."""
+def test_packed_and_padded_calls_match_reference_in_float64(decay):
+    """Outputs, states and all gradients; some log decays are minus infinity."""
     case = replace(SMALL, decay=decay, groups=2, masked=True, strong_gates=True)
     assert list(wrong_results(case, DEVICE)) == []
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_one_token(decay):
+def test_one_token_matches_reference_in_float64(decay):
     for dtype in (torch.float32, torch.bfloat16):
         case = replace(SMALL, decay=decay, T=1, groups=2, Hkv=2, dtype=dtype)
         assert list(wrong_results(case, DEVICE)) == []
@@ -44,8 +44,8 @@ def test_a_small_scale_does_not_overflow_float16():
     assert list(wrong_results(case, DEVICE)) == []
 
 
-def test_the_gradient_of_write_strengths_sums_products_in_float32():
-    """In bfloat16, with values of mean 1; the products of rounded factors exceed this budget."""
+def test_the_gradient_of_write_strengths_is_summed_in_float32():
+    """Values in bfloat16 have mean 1; products of rounded factors would exceed this budget."""
     case = DeltaCase(decay="none", d=64, e=64, B=1, Hkv=1, T=70, mean=1.0)
     x = Inputs(case, DEVICE)
     exact = results(x, "reference", torch.float64)["d_beta"]
@@ -54,7 +54,7 @@ def test_the_gradient_of_write_strengths_sums_products_in_float32():
     assert ours.norm() <= 5e-3 * exact.norm()
 
 
-def test_gradients_of_one_token():
+def test_gradients_of_one_token_match_reference_in_float64():
     torch.manual_seed(0)
     x = [torch.randn(1, 1, 1, 16, dtype=torch.float64) for _ in range(3)]
     leaves = [*x, torch.rand(1, 1, 1, dtype=torch.float64)]
@@ -136,7 +136,7 @@ def test_unsupported_calls_raise():
         delta_attention(*call, form="parallel", impl="triton")
 
 
-def test_a_window_is_refused_by_name():
+def test_a_window_is_refused():
     geometry = Geometry(num_heads=2, num_key_heads=2, head_dim=16, hidden_size=32, causal=True)
     with pytest.raises(UnsupportedError, match=r"impl='triton' does not compute window=4"):
         build_backend("delta", {"impl": "triton", "window": 4}, geometry)

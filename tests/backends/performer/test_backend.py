@@ -1,4 +1,4 @@
-"""The performer backend against a dense formula and performer-pytorch; when it redraws."""
+"""The performer backend: against a dense formula and performer-pytorch, and its redraws."""
 
 import math
 from functools import partial
@@ -21,7 +21,7 @@ from tests import helpers
 from tests.helpers import HKV, MODEL_SIZES, D, E, H, qkv
 
 M = 24  # random features
-WHY = "performer-pytorch is not installed; it is in the extra 'dev'"
+SKIP_REASON = "performer-pytorch is not installed; it is in the extra 'dev'"
 
 
 build = partial(helpers.build, "performer", num_features=M)
@@ -48,7 +48,7 @@ def lower(length):
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
-# -- what it computes ----------------------------------------------------------------------------
+# -- against a dense formula ---------------------------------------------------------------------
 
 VARIANTS = [
     {},
@@ -70,29 +70,29 @@ def test_causal_matches_the_dense_formula(options, length):
 
 def test_blocks_do_not_change_the_result(monkeypatch):
     q, k, v = (x.requires_grad_() for x in qkv(600))
-    backend, real = build(), torch.ones(2, 600, dtype=torch.bool)
-    real[0, :300] = real[1, 555] = False
-    mask = AttentionMask(causal=True, padding=real)
+    backend, padding = build(), torch.ones(2, 600, dtype=torch.bool)
+    padding[0, :300] = padding[1, 555] = False
+    mask = AttentionMask(causal=True, padding=padding)
     found = []
-    for part in (performer.BLOCK_FEATURES, 1):  # one part, and parts of 256 tokens
-        monkeypatch.setattr(performer, "BLOCK_FEATURES", part)
+    for block_features in (performer.BLOCK_FEATURES, 1):  # one block, and blocks of 256 tokens
+        monkeypatch.setattr(performer, "BLOCK_FEATURES", block_features)
         output = backend(q, k, v, mask=mask, return_state=True)
         gradients = torch.autograd.grad(output.out.square().sum(), (q, k, v))
         found.append((output.out, *output.state, *gradients))
-    for one, parts in zip(*found, strict=True):
-        assert_close(one, parts)
+    for one, blocks in zip(*found, strict=True):
+        assert_close(one, blocks)
 
 
 def test_gradients_of_blocks_are_concatenated_once(monkeypatch):
     """The gradient of a slice has the length of the sequence, so slices would take O(T^2)."""
     monkeypatch.setattr(performer, "BLOCK_FEATURES", 1)
     inputs = [x.requires_grad_() for x in qkv(700)]
-    left, seen = [build()(*inputs).out.grad_fn], set()
-    while left:
-        node = left.pop()
+    stack, seen = [build()(*inputs).out.grad_fn], set()
+    while stack:
+        node = stack.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            left += [before for before, _ in node.next_functions]
+            stack += [parent for parent, _ in node.next_functions]
     kinds = [node.name() for node in seen]
     assert kinds.count("SplitBackward0") == 3
     assert "SliceBackward0" not in kinds
@@ -139,7 +139,7 @@ def test_huge_inputs_stay_finite(causal, size):
 
 
 @pytest.mark.parametrize(("size", "length"), [(64, 200), (256, 130)])
-def test_weights_of_large_keys(size, length):
+def test_large_keys_get_accurate_weights_in_float32(size, length):
     """At a squared length of 200 after scaling, features are about exp(-100)."""
     geometry = Geometry(num_heads=1, num_key_heads=1, head_dim=size)
     backend = build_backend("performer", {"num_features": 64}, geometry)
@@ -151,7 +151,7 @@ def test_weights_of_large_keys(size, length):
 
 
 @pytest.mark.parametrize("scale", [0.5, 0.02])
-def test_the_scale_is_that_of_softmax(scale):
+def test_the_scale_is_applied_as_in_softmax(scale):
     """With many features, the output is close to softmax attention."""
     backend = build(causal=False, num_features=40_000)
     q, k, v = (0.5 * x for x in qkv(9))
@@ -165,7 +165,7 @@ def test_the_scale_is_that_of_softmax(scale):
 
 
 def fast_attention(backend, **options):
-    pytest.importorskip("performer_pytorch", reason=WHY)
+    pytest.importorskip("performer_pytorch", reason=SKIP_REASON)
     from performer_pytorch.performer_pytorch import FastAttention
 
     theirs = FastAttention(D, nb_features=M, **options).double()
@@ -173,18 +173,18 @@ def fast_attention(backend, **options):
     return theirs
 
 
-def test_equal_to_fast_attention():
-    """Its code adds 1e-4 to every feature, relative to the largest, as ``floor`` does."""
+def test_equals_fast_attention():
+    """FastAttention adds 1e-4 to every feature, relative to the largest, like ``floor``."""
     backend = build(causal=False, floor=1e-4)
     q, k, v = qkv(50)
     k, v = (x.repeat_interleave(H // HKV, 1) for x in (k, v))
     assert_close(backend(q, k[:, ::2], v[:, ::2]).out, fast_attention(backend)(q, k, v))
 
 
-def test_equal_to_fast_attention_without_its_floor(monkeypatch):
+def test_equals_fast_attention_without_its_floor(monkeypatch):
     backend = build(causal=False)
     theirs = fast_attention(backend)
-    module = pytest.importorskip("performer_pytorch.performer_pytorch", reason=WHY)
+    module = pytest.importorskip("performer_pytorch.performer_pytorch", reason=SKIP_REASON)
     plain = module.softmax_kernel
     monkeypatch.setattr(module, "softmax_kernel", lambda *a, **o: plain(*a, **{**o, "eps": 0.0}))
     q, k, v = qkv(50)
@@ -192,7 +192,7 @@ def test_equal_to_fast_attention_without_its_floor(monkeypatch):
     assert_close(backend(q, k[:, ::2], v[:, ::2]).out, theirs(q, k, v))
 
 
-def test_equal_to_its_generalised_attention():
+def test_equals_generalised_attention_of_performer_pytorch():
     backend = build(causal=False, kernel="relu")
     q, k, v = qkv(50)
     k, v = (x.repeat_interleave(H // HKV, 1) for x in (k, v))
@@ -200,11 +200,11 @@ def test_equal_to_its_generalised_attention():
     assert_close(backend(q, k[:, ::2], v[:, ::2]).out, theirs(q, k, v))
 
 
-def test_equal_to_its_causal_attention():
-    """Theirs divides keys by the largest of all, which includes later ones; the factor cancels."""
+def test_equals_causal_attention_of_performer_pytorch():
+    """FastAttention divides keys by the largest of all, even later ones; the factor cancels."""
     backend = build()
     theirs = fast_attention(backend, causal=True)
-    q, k, v = (0.3 * x for x in qkv(50))  # small, so that its floor and its 1e-6 have little effect
+    q, k, v = (0.3 * x for x in qkv(50))  # small, so that the floor and 1e-6 have little effect
     theirs_q, theirs_k, theirs_v = q, *(x.repeat_interleave(H // HKV, 1) for x in (k, v))
     ours = build(floor=1e-4)(q, k, v).out
     assert_close(ours, theirs(theirs_q, theirs_k, theirs_v), atol=2e-3, rtol=2e-3)
@@ -242,17 +242,17 @@ def test_redraws_only_in_training_and_equally_on_all_ranks():
 def test_decoding_does_not_redraw():
     backend = build(redraw=1)
     q, k, v = qkv(12)
-    whole = build()(q, k, v).out
+    expected = build()(q, k, v).out
     state, outs = None, []
     for cut in (slice(8), slice(8, 9), slice(9, 12)):
-        part = (x[:, :, cut] for x in (q, k, v))
-        output = backend(*part, state=state, return_state=True)
+        inputs = (x[:, :, cut] for x in (q, k, v))
+        output = backend(*inputs, state=state, return_state=True)
         state = output.state
         outs.append(output.out)
-    assert_close(torch.cat(outs, 2), whole)
+    assert_close(torch.cat(outs, 2), expected)
 
 
-def test_a_loaded_model_continues_the_draws():
+def test_a_loaded_model_continues_the_sequence_of_draws():
     one, other, inputs = build(redraw=2), build(redraw=2), qkv(5)
     for _ in range(3):
         one(*inputs)
@@ -296,7 +296,7 @@ def test_the_backward_pass_uses_the_projection_of_its_forward_pass():
         assert_close(torch.autograd.grad(out.sum(), inputs), expected)
 
 
-# -- the contract --------------------------------------------------------------------------------
+# -- conformance and options ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -339,12 +339,12 @@ def test_compiles_without_a_graph_break(causal):
         ({"feature": 3}, "Did you mean 'num_features'"),
     ],
 )
-def test_invalid_options(options, words):
+def test_invalid_options_are_refused(options, words):
     with pytest.raises(ConfigError, match=words):
         attnzoo.AttentionSpec("performer", **options)
 
 
-def test_any_number_of_features():
+def test_any_number_of_features_equals_the_dense_formula():
     q, k, v = qkv(9)
     for features in (1, 3, 8, 100):
         backend = build(num_features=features)
@@ -425,7 +425,7 @@ def bert():
     return hf.AutoModel.from_config(config, attn_implementation="eager").eval()
 
 
-def test_encoders_are_close_with_many_features(ids):
+def test_an_encoder_with_many_features_is_close_to_softmax(ids):
     mask = LEFT.flip(1)
     model = bert()
     with torch.no_grad():
@@ -438,7 +438,7 @@ def test_encoders_are_close_with_many_features(ids):
     assert not torch.equal(found, exact)
 
 
-def test_cross_attention(ids):
+def test_cross_attention_ignores_padding_in_generation(ids):
     torch.manual_seed(3)
     config = hf.BartConfig(
         vocab_size=99,
