@@ -361,7 +361,7 @@ def test_empty_inputs_give_empty_outputs():
 
 
 def test_a_key_of_zeros_gives_finite_gradients():
-    """A key of zeros writes nothing, and its normalisation has a gradient of zeros."""
+    """The gradient of a norm is not finite at zeros."""
     q, k, v, beta, _ = make(9)
     k[:, :, 4] = 0
     k.requires_grad_()

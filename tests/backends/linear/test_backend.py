@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from attnzoo.backends.config import Geometry
-from attnzoo.backends.linear.feature_maps import base as feature_maps
 from attnzoo.backends.linear.feature_maps.base import FeatureMap, register_feature_map
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.masks import AttentionMask
@@ -282,11 +281,6 @@ def test_the_global_random_state_does_not_change():
     )
     backend.double()(*x)
     assert torch.equal(torch.random.get_rng_state(), before)
-
-
-@pytest.fixture
-def no_new_maps(monkeypatch):
-    monkeypatch.setattr(feature_maps, "FEATURE_MAPS", dict(feature_maps.FEATURE_MAPS))
 
 
 @pytest.mark.usefixtures("no_new_maps")

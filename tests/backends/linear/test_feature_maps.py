@@ -283,11 +283,6 @@ def test_nu_above_its_limit_is_refused():
 
 
 @pytest.fixture
-def no_new_maps(monkeypatch):
-    monkeypatch.setattr(feature_maps, "FEATURE_MAPS", dict(feature_maps.FEATURE_MAPS))
-
-
-@pytest.fixture
 def user_module(no_new_maps, monkeypatch, tmp_path):
     """Return an importable module that defines feature maps."""
     (tmp_path / "my_maps.py").write_text(
@@ -407,7 +402,6 @@ def test_maps_that_cannot_be_imported_are_refused(given):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("my_maps:inner", None),  # importable, although its __qualname__ is <lambda>
         ("my_maps:cube", "has no attribute 'cube'"),
         ("my_mops:square", "No module named 'my_mops'"),
         ("my_maps:", "cannot be imported"),
@@ -418,12 +412,17 @@ def test_maps_that_cannot_be_imported_are_refused(given):
     ],
 )
 def test_names_that_cannot_be_imported_are_refused(name, message, user_module):
-    if message is None:
-        attnzoo.AttentionSpec("linear", feature_map=name)
-        return
     with pytest.raises(ConfigError, match=r"'linear': LinearConfig\.feature_map") as caught:
         attnzoo.AttentionSpec("linear", feature_map=name)
     assert message in str(caught.value)
+
+
+@pytest.mark.usefixtures("user_module")
+def test_a_lambda_with_a_name_in_its_module_can_be_imported():
+    spec = attnzoo.AttentionSpec("linear", feature_map="my_maps:inner", normalize=False)
+    ours, (q, k, v) = build(**spec.default.options), qkv(9)
+    theirs = build(feature_map="identity", normalize=False)
+    assert torch.equal(ours(q, k, v).out, theirs(q, k, v).out)
 
 
 @pytest.mark.usefixtures("no_new_maps")

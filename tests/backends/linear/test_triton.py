@@ -359,7 +359,7 @@ def test_step_in_place_equals_the_step_with_a_new_state(decay):
 
 
 def test_prefill_then_decode_matches_one_pass():
-    case = KernelCase(decay="channel", length=21, padded=False)
+    case = KernelCase(decay="channel", length=21)
     (q, k, v, log_decay, kv, z), _, _ = make(case)
     options = {"normalize": True, "impl": "triton", "feature_map": "elu+1", "return_state": True}
     full = linear_attention(q, k, v, log_decay=log_decay, state=LinearState(kv, z), **options)
