@@ -123,7 +123,7 @@ def _device_checks(device: torch.device, full: bool) -> Iterator[tuple[str, Call
                 name = f"Triton kernels of {triton_trust.KERNELS[op]}, {kind}size {size}"
                 yield name, partial(_triton, device, decay, size, op)
     for size in varlen_trust.SIZES if full else varlen_trust.SIZES[:2]:
-        yield f"attention of varied lengths, size {size}", partial(_varlen, device, size)
+        yield f"varlen attention, size {size}", partial(_varlen, device, size)
     for backend, name in SDPA_KERNELS.items():
         yield f"SDPA, {name}", partial(_sdpa, device, backend)
     yield "xformers attention", partial(_xformers, device)

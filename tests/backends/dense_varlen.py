@@ -1,4 +1,4 @@
-"""A dense function in place of torch's kernel for varied lengths, which runs on CUDA only."""
+"""A dense function in place of torch's varlen kernel, which runs on CUDA only."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

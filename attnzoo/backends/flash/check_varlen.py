@@ -1,4 +1,4 @@
-"""Check of torch's kernel for varied lengths on a device, against a dense mask and float64.
+"""Check of torch's varlen kernel on a device, against a dense mask and float64.
 
     python -m attnzoo.backends.flash.check_varlen 128 cuda:0
 

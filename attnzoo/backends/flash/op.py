@@ -1,9 +1,9 @@
 r"""Exact softmax attention by fused kernels, without a score matrix in memory.
 
 Computes the same as :func:`attnzoo.backends.softmax.op.softmax_attention`, by torch's
-``scaled_dot_product_attention`` (flash, cuDNN or memory-efficient kernels), by its kernel for
-sequences of varied lengths (windows, padding, packing and continuing prompts on CUDA), by xformers,
-or, on CPUs, in C++: sliding windows, and other calls where that was measured to be faster.
+``scaled_dot_product_attention`` (flash, cuDNN or memory-efficient kernels), by its ``varlen_attn``
+for sequences of different lengths (windows, padding, packing and continuing prompts on CUDA), by
+xformers, or, on CPUs, in C++: sliding windows, and other calls where it was measured to be faster.
 Time O(T S), memory O(T + S); with a sliding window of w, time and memory O(T w).
 Source: Dao et al., 2022, arXiv:2205.14135; Rabe and Staats, 2021, arXiv:2112.05682.
 Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
@@ -43,7 +43,7 @@ IMPLEMENTATIONS = (
         run=run_varlen,
         reasons=varlen_reasons,
         auto_reasons=varlen.auto_reasons,
-        automatic="PyTorch's kernel for varied lengths needs no mask",
+        automatic="PyTorch's varlen kernel needs no mask",
         trust=trust_varlen,
     ),
     Implementation(

@@ -44,7 +44,7 @@ IMPLEMENTATIONS = (
         run=varlen.run_by_varlen,
         reasons=varlen.reasons,
         auto_reasons=varlen.auto_reasons,
-        automatic="PyTorch's kernel for varied lengths needs no mask",
+        automatic="PyTorch's varlen kernel needs no mask",
         trust=varlen.trust,
     ),
     Implementation(

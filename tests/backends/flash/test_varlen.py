@@ -1,4 +1,4 @@
-"""Windows, padding, packing and continuing prompts through torch's kernel for varied lengths.
+"""Windows, padding, packing and continuing prompts through torch's varlen kernel.
 
 The kernel runs on CUDA only. Elsewhere a dense function with its documented semantics stands in.
 """
@@ -247,7 +247,7 @@ def test_auto_selects_the_kernel_where_it_passed(device):
 def test_auto_selects_another_implementation_where_it_failed(device):
     device[:] = [Verdict(FAILED, "dk differs")]
     x = torch.randn(1, 2, 9, 16).bfloat16()
-    with pytest.warns(UserWarning, match="torch's kernel for varied lengths: they failed .*dk"):
+    with pytest.warns(UserWarning, match="torch's varlen kernel: they failed .*dk"):
         choice = flash_attention(x, x, x, mask=AttentionMask(window=(2, 2))).impl
     assert choice.impl != "varlen"
     assert "varlen is skipped: they failed their check on NVIDIA Test: dk differs" in choice.reason

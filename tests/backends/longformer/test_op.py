@@ -428,7 +428,7 @@ def test_indices_of_global_tokens():
     assert global_indices(torch.zeros(1, 3, dtype=torch.bool)) is None
 
 
-# -- torch's kernel for varied lengths -------------------------------------------------------------
+# -- torch's varlen kernel -------------------------------------------------------------------------
 
 
 UNDILATED, DILATED, FAR = (1, 1, 1, 1), (1, 2, 3, 3), (50, 2, 2, 2)

@@ -1,4 +1,4 @@
-"""Fused attention without a mask, by torch's kernel for sequences of varied lengths, on CUDA.
+"""Fused attention without a mask, by torch's varlen kernel, on CUDA.
 
 A mask rules out torch's fastest kernels and takes O(T S) memory. ``torch.nn.attention.varlen``
 takes the real tokens of all sequences one after another instead, with a sliding window, and aligns

@@ -1,4 +1,4 @@
-"""Torch's kernel for varied lengths, and a few keys outside the window of its queries, on CUDA.
+"""Torch's varlen kernel, and a few keys outside the window of its queries, on CUDA.
 
 The kernel returns its log-sum-exp, by which :mod:`attnzoo.backends.local.extra_keys` adds the keys.
 Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D head size, X extra keys.

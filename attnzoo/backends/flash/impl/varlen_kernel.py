@@ -1,4 +1,4 @@
-"""Torch's kernel for sequences of varied lengths: its sequences, and its calls.
+"""Torch's varlen kernel: its sequences, and its calls.
 
 Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size, N real
 tokens.

@@ -1,4 +1,4 @@
-"""Whether ``impl="auto"`` may select torch's kernel for varied lengths: where it passed a check.
+"""Whether ``impl="auto"`` may select torch's varlen kernel: where it passed a check.
 
 The check (:mod:`attnzoo.backends.flash.check_varlen`) compares it with torch's plain form. Its
 verdict holds for one GPU, driver, torch and source of the calls. The environment variable
@@ -45,7 +45,7 @@ def subject(device: torch.device, size: int) -> Subject:
     return Subject(
         key=("varlen", device, size),
         name=f"varlen-{size}",
-        kernels="torch's kernel for varied lengths",
+        kernels="torch's varlen kernel",
         variable=TRUST,
         identity=lambda: device_identity(device),
         run=lambda: run_check(device, size),

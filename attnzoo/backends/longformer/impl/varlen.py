@@ -1,4 +1,4 @@
-"""Longformer attention by torch's kernel for varied lengths, on CUDA.
+"""Longformer attention by torch's varlen kernel, on CUDA.
 
 The heads of one band are one call of a sliding window. The tokens of a dilated band are reordered:
 token i of a row joins sequence i mod d, in which the window has no gaps. Global keys outside the
