@@ -104,6 +104,13 @@ def nan_padded(x: Tensor) -> Tensor:
     return storage[: x.numel()].view(x.shape)
 
 
+def nan_surrounded(x: Tensor) -> Tensor:
+    """Copy ``[B, H, T, X]`` into storage with NaN around each row, to reveal reads outside it."""
+    batch, heads, tokens, size = x.shape
+    storage = torch.full((batch, tokens + 2, heads, size + 8), torch.nan, dtype=x.dtype)
+    return storage.transpose(1, 2)[:, :, 1:-1, 4:-4].copy_(x)
+
+
 def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return standard normal numbers, drawn in float64, in storage that continues with NaN."""
     return nan_padded(torch.randn(shape, dtype=torch.float64).to(dtype))

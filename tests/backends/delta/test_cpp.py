@@ -10,28 +10,23 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.kernels import cpp
 from attnzoo.masks import AttentionMask
 from attnzoo.state import DeltaState
+from tests.helpers import nan_surrounded
 
 REASON = cpp.unavailable_reason(DELTA)
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 DECAYS = ("none", "head", "token", "channel")
 
 
-def between_nan(*shape, dtype=torch.float64):
-    """Return random numbers surrounded by NaN, so that a read out of bounds gives NaN."""
-    batch, heads, tokens, size = shape
-    storage = torch.full((batch, tokens + 2, heads, size + 8), torch.nan, dtype=dtype)
-    x = storage.transpose(1, 2)[:, :, 1:-1, 4:-4]
-    return x.copy_(torch.randn(shape, dtype=dtype))
-
-
 def make(shape, decay="none", dtype=torch.float64, strength=1.0):
     """Return q, k of norm 1, v, beta in (0, 2), a log decay, and the kv of a state."""
     batch, heads, key_heads, tokens, size, value_size = shape
-    q, k = (between_nan(batch, n, tokens, size, dtype=dtype) for n in (heads, key_heads))
+    q, k = (
+        nan_surrounded(torch.randn(batch, n, tokens, size, dtype=dtype)) for n in (heads, key_heads)
+    )
     k /= k.norm(dim=-1, keepdim=True)
-    v = between_nan(batch, key_heads, tokens, value_size, dtype=dtype)
+    v = nan_surrounded(torch.randn(batch, key_heads, tokens, value_size, dtype=dtype))
     beta = 2 * torch.rand(batch, tokens, key_heads, dtype=dtype).transpose(1, 2)
-    gate = -strength * between_nan(*k.shape, dtype=dtype).abs()
+    gate = nan_surrounded(-strength * torch.randn(k.shape, dtype=dtype).abs())
     log_decay = {"none": None, "head": gate[0, :, :1, 0].sum(1), "token": gate[..., 0]}
     kv = torch.randn(batch, key_heads, size, value_size, dtype=dtype)
     return q, k, v, beta, log_decay.get(decay, gate), kv

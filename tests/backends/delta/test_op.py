@@ -13,7 +13,7 @@ from attnzoo.backends.delta.op import FORMS, delta_attention
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
 from attnzoo.state import DeltaState
-from tests.helpers import assert_within, gradients
+from tests.helpers import assert_within, gradients, nan_padded
 
 DECAYS = ("none", "head", "token", "channel")
 FORMS_AND_IMPLS = [*product(FORMS, ("torch",)), ("chunk", "reference")]
@@ -293,14 +293,10 @@ def test_the_incoming_state_does_not_change():
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_no_read_past_the_inputs(decay):
-    def before_nan(x):  # the storage continues with NaN
-        if x is None or x.dim() < 3:
-            return x
-        storage = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype)
-        storage[: x.numel()] = x.flatten()
-        return storage[: x.numel()].view(x.shape).requires_grad_()
-
-    inputs = [before_nan(x) for x in make(21, decay, groups=2)]
+    inputs = [
+        x if x is None or x.dim() < 3 else nan_padded(x).requires_grad_()
+        for x in make(21, decay, groups=2)
+    ]
     for form in FORMS:
         ours = run(*inputs, form=form, chunk_size=8)
         assert all(x.isfinite().all() for x in (*ours, *gradients(ours, inputs[:4])))

@@ -15,22 +15,17 @@ from attnzoo.kernels import cpp
 from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 from attnzoo.state import LinearState
+from tests.helpers import nan_surrounded
 
 REASON = cpp.unavailable_reason(LINEAR)
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
-def between_nan(*shape, dtype=torch.float64):
-    """Return random numbers surrounded by NaN, so that a read out of bounds gives NaN."""
-    batch, heads, tokens, size = shape
-    storage = torch.full((batch, tokens + 2, heads, size + 8), torch.nan, dtype=dtype)
-    x = storage.transpose(1, 2)[:, :, 1:-1, 4:-4]
-    return x.copy_(torch.rand(shape, dtype=dtype))
-
-
 def make(batch, heads, key_heads, tokens, size, value_size, dtype=torch.float64):
-    q, k = (between_nan(batch, n, tokens, size, dtype=dtype) for n in (heads, key_heads))
-    v = between_nan(batch, key_heads, tokens, value_size, dtype=dtype) - 0.3
+    q, k = (
+        nan_surrounded(torch.rand(batch, n, tokens, size, dtype=dtype)) for n in (heads, key_heads)
+    )
+    v = nan_surrounded(torch.rand(batch, key_heads, tokens, value_size, dtype=dtype) - 0.3)
     kv = torch.rand(batch, key_heads, size, value_size, dtype=dtype)
     return q, k, v, LinearState(kv, torch.rand(batch, key_heads, size, dtype=dtype))
 
@@ -57,7 +52,9 @@ def test_equals_the_dense_form(shape, normalize, threads, decay, packed):
         options = {"normalize": normalize, "scale": 0.7, "eps": 0.1, "return_state": True}
         if decay != "none":
             gate = (
-                -between_nan(*k.shape) if decay == "channel" else -torch.rand(k.shape[:3]).double()
+                nan_surrounded(-torch.rand(k.shape, dtype=torch.float64))
+                if decay == "channel"
+                else -torch.rand(k.shape[:3]).double()
             )
             options["log_decay"] = gate[0, :, 0] if decay == "head" else gate
         if packed:  # segments that end inside and at the end of chunks, and one of one token
@@ -103,7 +100,7 @@ def make_call(shape, decay, packed, dtype=torch.float64, **options):
         "none": None,
         "head": -torch.rand(key_heads, dtype=dtype),
         "token": -torch.rand(batch, tokens, key_heads, dtype=dtype).transpose(1, 2),
-        "channel": -between_nan(batch, key_heads, tokens, size, dtype=dtype),
+        "channel": nan_surrounded(-torch.rand(batch, key_heads, tokens, size, dtype=dtype)),
     }[decay]
     ids = torch.zeros(batch, tokens, dtype=torch.long)
     for border in (1, 2, 15, 20, 32, 33, 69, 512, 530) if packed else ():
