@@ -178,11 +178,13 @@ def test_window_dropout_removes_the_window_in_training():
 
 
 def test_feature_maps_can_have_more_features_than_the_head_size():
-    backend = build(
-        "delta", noise=0.5, feature_map="hedgehog_exp", num_features=24, gate="vector", chunk_size=8
-    )
+    options = {"feature_map": "hedgehog_exp", "num_features": 24, "gate": "vector"}
+    backend = build("delta", noise=0.5, chunk_size=8, **options)
+    reference = build("delta", impl="reference", **options)
+    reference.load_state_dict(backend.state_dict())
     q, k, v, x = inputs(20)
     output = backend(q, k, v, hidden_states=x, return_state=True)
+    torch.testing.assert_close(output.out, reference(q, k, v, hidden_states=x).out)
     assert output.state.kv.shape == (2, HKV, 24, E)
     assert output.impl.reason.startswith("chunk form; ")
 
