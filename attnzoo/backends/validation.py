@@ -109,14 +109,14 @@ def check_shape(
     name: str, x: Tensor, shape: tuple[int, ...], letters: str, device: torch.device
 ) -> None:
     """Raise ``UnsupportedError`` for another shape or device, or a dtype that no op supports."""
-    if tuple(x.shape) != shape:
+    if x.shape == shape and x.device == device and x.dtype in DTYPES:
+        return
+    if x.shape != shape:
         raise UnsupportedError(
             f"{name} must be [{letters}], here {list(shape)}, got {format_shape(x)}."
         )
-    if x.dtype not in DTYPES:
-        check_dtype(name, x)
-    if x.device != device:
-        check_device(name, x, device)
+    check_dtype(name, x)
+    check_device(name, x, device)
 
 
 def check_broadcastable(
@@ -125,7 +125,7 @@ def check_broadcastable(
     """Raise ``UnsupportedError`` if a tensor is not broadcastable to a shape, on a device."""
     if x.device != device:
         check_device(name, x, device)
-    if x.shape == shape or (x.numel() == 1 and x.dim() <= len(shape)):
+    if x.dim() == 0 or x.shape == shape:
         return
     sizes = zip(reversed(x.shape), reversed(shape), strict=False)
     if x.dim() > len(shape) or any(n not in (1, m) for n, m in sizes):
@@ -204,24 +204,21 @@ def check_state_field(
     x: Tensor,
     shape: tuple[int, ...],
     device: torch.device,
-    dtypes: tuple[torch.dtype, ...] | None = STATE_DTYPES,
+    dtypes: Collection[torch.dtype] = STATE_DTYPES,
 ) -> None:
-    """Raise ``UnsupportedError`` if a tensor of a state does not fit the call.
-
-    ``dtypes=None`` accepts those of queries, keys and values.
-    """
-    if tuple(x.shape) != shape:
+    """Raise ``UnsupportedError`` if a tensor of a state does not fit the call."""
+    if x.shape == shape and x.device == device and x.dtype in dtypes:
+        return
+    if x.shape != shape:
         raise UnsupportedError(
             f"{name} must be {list(shape)} for these keys and values, got {format_shape(x)}; "
             "pass the state of a call with the same heads and sizes."
         )
     check_device(name, x, device)
-    if dtypes is None:
-        check_dtype(name, x)
-    elif x.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if x.dtype not in dtypes:
         raise UnsupportedError(
-            f"{name} is {x.dtype}; it must be {names}, so do not convert a state."
+            f"{name} is {_format_dtype(x.dtype)}, but must be one of {_format_dtypes(dtypes)}; do "
+            "not convert a state."
         )
 
 

@@ -15,6 +15,7 @@ from attnzoo.backends.block_sparse.impl.options import (
     SparseOptions,
 )
 from attnzoo.backends.validation import (
+    DTYPES,
     check_qkv,
     check_shape,
     check_size,
@@ -98,7 +99,7 @@ def check_state(state: BlockSparseState, k: Tensor, v: Tensor) -> None:
         ("leader", (len(k), *state.leader.shape[1:])),
         ("tail", (len(k), *state.tail.shape[1:])),
     ):
-        check_state_field(f"state.{name}", getattr(state, name), shape, k.device, None)
+        check_state_field(f"state.{name}", getattr(state, name), shape, k.device, DTYPES)
     integers = (torch.int32, torch.int64)
     check_state_field("state.length", state.length, (len(k),), k.device, integers)
 

@@ -37,7 +37,7 @@ def check_inputs(
         )
     check_shape("beta", beta, tuple(k.shape[:3]), "B, Hkv, T", q.device)
     if log_decay is not None:
-        check_log_decay(log_decay, k, causal=True)
+        check_log_decay(log_decay, k.shape, k.device, causal=True)
     if state is not None:
         shape = (*k.shape[:2], k.shape[3], v.shape[3])
         check_state_field("state.kv", state.kv, shape, q.device)

@@ -215,7 +215,7 @@ def _check_tensors(
             "that is not causal."
         )
     if log_decay is not None:
-        check_log_decay(log_decay, features, causal)
+        check_log_decay(log_decay, features.shape, q.device, causal)
     if state is not None:
         check_state(LinearState, state, features, v)
     if segment_ids is not None:

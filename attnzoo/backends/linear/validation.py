@@ -5,6 +5,7 @@ Letters: B batch, H heads, Hkv key heads, T queries, S keys, D key size, E value
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from attnzoo.backends.validation import (
@@ -17,17 +18,18 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.state import LinearState, MatrixState, StabilizedState
 
 
-def check_log_decay(log_decay: Tensor, k: Tensor, causal: bool) -> None:
-    """Raise ``UnsupportedError`` if log decays do not fit the keys and the mask."""
+def check_log_decay(
+    log_decay: Tensor, k_shape: tuple[int, ...], device: torch.device, causal: bool
+) -> None:
+    """Raise ``UnsupportedError`` if log decays do not fit keys ``[B, Hkv, S, D]`` and the mask."""
     check_dtype("log_decay", log_decay)
-    check_device("log_decay", log_decay, k.device)
+    check_device("log_decay", log_decay, device)
     if not causal:
         raise UnsupportedError(
             "log_decay decays earlier tokens, so it needs a causal mask; leave it out without one."
         )
-    batch, heads, keys, size = k.shape
-    accepted = [(heads,), (batch, heads, keys), (batch, heads, keys, size)]
-    if tuple(log_decay.shape) not in accepted:
+    accepted = [k_shape[1:2], k_shape[:3], k_shape]
+    if log_decay.shape not in accepted:
         raise UnsupportedError(
             f"log_decay must be [Hkv], [B, Hkv, S] or [B, Hkv, S, D], here "
             f"{', '.join(str(list(shape)) for shape in accepted)}; got {format_shape(log_decay)}."
@@ -45,13 +47,12 @@ def check_state(kind: type[AnyState], state: AnyState, k: Tensor, v: Tensor) -> 
             f"{type(state).__name__} of length {len(state)}; pass the state that the same op "
             "returned."
         )
-    heads, size, values = tuple(k.shape[:2]), k.shape[3], v.shape[3]
-    kv, sums, *rest = state
-    sums_shape = (*heads, size, values)[: 4 if kind is MatrixState else 3]
-    check_state_field("state.kv", kv, (*heads, size, values), k.device)
-    check_state_field("state.k", sums, sums_shape, k.device)
-    if kind is StabilizedState:
-        check_state_field("state.m", rest[0], heads, k.device)
+    batch, heads, _, size = k.shape
+    shape = (batch, heads, size, v.shape[3])
+    check_state_field("state.kv", state[0], shape, k.device)
+    check_state_field("state.k", state[1], shape if kind is MatrixState else shape[:3], k.device)
+    if len(state) == 3:
+        check_state_field("state.m", state[2], shape[:2], k.device)
 
 
 def check_packed_tokens(q: Tensor, k: Tensor) -> None:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.backends.implementation import Implementation, select
-from attnzoo.backends.linear.impl.common import check_feature_map, like_features
+from attnzoo.backends.linear.impl.common import check_feature_map, num_features
 from attnzoo.backends.linear.impl.cpp import cpp_reasons
 from attnzoo.backends.linear.validation import check_log_decay
 from attnzoo.backends.linear.window_decode import decode
@@ -60,7 +60,7 @@ from attnzoo.backends.local.causal_window import (
 )
 from attnzoo.backends.local.pattern import gather_tokens
 from attnzoo.backends.validation import (
-    STATE_DTYPES,
+    DTYPES,
     check_broadcastable,
     check_dtype,
     check_qkv,
@@ -223,12 +223,9 @@ def _check_branch(branch: LinearBranch, q: Tensor, k: Tensor, causal: bool) -> i
     Raises:
         UnsupportedError: The branch does not fit the queries and keys of the window.
     """
-    for name, x, other, letters in (
-        ("q", branch.q, q, "B, H, T, F"),
-        ("k", branch.k, k, "B, Hkv, T, F"),
-    ):
-        shape = (*other.shape[:3], *x.shape[-1:])
-        check_shape(f"branch.{name}", x, shape, letters, q.device)
+    q_shape, k_shape = q.shape[:3] + branch.q.shape[-1:], k.shape[:3] + branch.k.shape[-1:]
+    check_shape("branch.q", branch.q, q_shape, "B, H, T, F", q.device)
+    check_shape("branch.k", branch.k, k_shape, "B, Hkv, T, F", q.device)
     if q.shape[2] != k.shape[2] or branch.q.shape[3] != branch.k.shape[3]:
         raise UnsupportedError(
             "queries and keys must be of the same tokens and have as many features, got "
@@ -236,9 +233,9 @@ def _check_branch(branch: LinearBranch, q: Tensor, k: Tensor, causal: bool) -> i
             "features."
         )
     check_feature_map(branch.feature_map, branch.map_weights, branch.q, branch.k)
-    features = like_features(branch.k, branch.feature_map, branch.map_weights)
+    features = num_features(branch.k, branch.feature_map, branch.map_weights)
     if branch.log_decay is not None:
-        check_log_decay(branch.log_decay, features, causal)
+        check_log_decay(branch.log_decay, (*k.shape[:3], features), q.device, causal)
     check_dtype("branch.log_weight", branch.log_weight)
     shape, heads = (*q.shape[:3], 1), branch.linear_only_heads
     check_broadcastable("branch.log_weight", branch.log_weight, shape, "B, H, T, 1", q.device)
@@ -247,7 +244,7 @@ def _check_branch(branch: LinearBranch, q: Tensor, k: Tensor, causal: bool) -> i
             f"branch.linear_only_heads must be [H], here [{q.shape[1]}], and bool, got "
             f"{format_shape(heads)} {heads.dtype}."
         )
-    return features.shape[3]
+    return features
 
 
 def _check_state(
@@ -255,17 +252,13 @@ def _check_state(
 ) -> None:
     """Raise ``UnsupportedError`` if the state of a window hybrid does not fit the call."""
     heads, rows, values = k.shape[:2], num_sinks + window, v.shape[3]
-    for name, shape in (
-        ("kv", (features, values + 1)),
-        ("z", (features,)),
-        ("k", (rows, k.shape[3])),
-        ("v", (rows, values)),
-        ("features", (window, features)),
-    ):
-        dtypes = STATE_DTYPES if name in ("kv", "z") else None
-        x = getattr(state, name)
-        check_state_field(f"state.{name}", x, (*heads, *shape), k.device, dtypes)
-    check_state_field("state.seen", state.seen, (len(k),), k.device, (torch.int64,))
+    check_state_field("state.kv", state.kv, (*heads, features, values + 1), k.device)
+    check_state_field("state.z", state.z, (*heads, features), k.device)
+    check_state_field("state.k", state.k, (*heads, rows, k.shape[3]), k.device, DTYPES)
+    check_state_field("state.v", state.v, (*heads, rows, values), k.device, DTYPES)
+    shape = (*heads, window, features)
+    check_state_field("state.features", state.features, shape, k.device, DTYPES)
+    check_state_field("state.seen", state.seen, heads[:1], k.device, (torch.int64,))
 
 
 def _run_triton(x: HybridInputs) -> Result:

@@ -10,7 +10,8 @@ from attnzoo.backends.linear.op import STEP_IN_CPP, linear_attention
 from attnzoo.kernels import cpp
 from attnzoo.masks import AttentionMask
 from attnzoo.state import LinearState
-from tests.backends.linear.test_cpp import between_nan, make
+from tests.backends.linear.test_cpp import make
+from tests.helpers import nan_surrounded
 
 REASON = cpp.unavailable_reason(LINEAR_STEP)
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -22,7 +23,7 @@ DECAYS = ("none", "head", "token", "channel")
 def log_decay(kind, k):
     if kind == "none":
         return None
-    log = -between_nan(*k.shape, dtype=k.dtype)
+    log = nan_surrounded(-torch.rand(k.shape, dtype=k.dtype))
     return log if kind == "channel" else log[..., 0] if kind == "token" else log[0, :, 0, 0]
 
 

@@ -651,7 +651,7 @@ def make_arguments(**changes):
         ({"state": (torch.zeros(2, 2, 5, 3), torch.zeros(2, 2))}, r"state.k must be \[2, 2, 5\]"),
         (
             {"state": (torch.zeros(2, 2, 5, 3).half(), torch.zeros(2, 2, 5))},
-            r"state.kv is torch.float16; .* do not convert",
+            r"state.kv is float16, but must be one of float32, float64; do not convert",
         ),
         (
             {"mask": AttentionMask(segment_ids=torch.zeros(2, 6))},

@@ -154,24 +154,32 @@ def check_feature_map(name: str, weights: MapWeights | None, q: Tensor, k: Tenso
         return
     size, learned = q.shape[3], LEARNED[name]
     rows = size if learned.is_residual or weights.k.dim() != 3 else weights.k.shape[1]
-    for field, x, heads in (("q", weights.q, q.shape[1]), ("k", weights.k, k.shape[1])):
-        check_shape(f"map_weights.{field}", x, (heads, rows, size), "heads, N, D", q.device)
-        bias = weights.q_bias if field == "q" else weights.k_bias
+    heads, key_heads, device = q.shape[1], k.shape[1], q.device
+    check_shape("map_weights.q", weights.q, (heads, rows, size), "H, N, D", device)
+    check_shape("map_weights.k", weights.k, (key_heads, rows, size), "Hkv, N, D", device)
+    for field, bias, shape in (
+        ("map_weights.q_bias", weights.q_bias, (heads, rows)),
+        ("map_weights.k_bias", weights.k_bias, (key_heads, rows)),
+    ):
         if (bias is not None) != learned.has_bias:
             raise UnsupportedError(
                 f"feature_map={name!r} {'has a' if learned.has_bias else 'has no'} bias, and "
-                f"map_weights.{field}_bias is {'missing' if bias is None else 'given'}."
+                f"{field} is {'missing' if bias is None else 'given'}."
             )
         if bias is not None:
-            check_shape(f"map_weights.{field}_bias", bias, (heads, rows), "heads, N", q.device)
+            check_shape(field, bias, shape, "heads, N", device)
+
+
+def num_features(k: Tensor, name: str, weights: MapWeights | None) -> int:
+    """Return the number of features of a key."""
+    return k.shape[3] if weights is None else weights.k.shape[1] * LEARNED[name].features
 
 
 def like_features(k: Tensor, name: str, weights: MapWeights | None) -> Tensor:
     """Return a tensor with the shape and dtype of the features of keys; its values are not used."""
     if weights is None:
         return k
-    size = weights.k.shape[1] * LEARNED[name].features
-    return k.new_zeros(()).expand(*k.shape[:3], size)
+    return k.new_zeros(()).expand(*k.shape[:3], num_features(k, name, weights))
 
 
 def map_features(
