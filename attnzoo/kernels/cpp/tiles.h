@@ -207,7 +207,7 @@ struct Tiles : Math<Real> {
     // where results become denormal. NaN stays NaN.
     static Reals exp(Reals x) {
         if constexpr (sizeof(Real) == 4) {
-            const Reals bounded = x < Real(-88) ? broadcast(-88) : x > Real(88) ? broadcast(88) : x;
+            const Reals bounded = bound(x, 88);
             const Reals shifted = bounded * Real(LOG2_E) + Real(12582912);  // rounds to an integer
             const Reals n = shifted - Real(12582912);
             const Reals r = bounded - n * 0.693359375f - n * -2.12194440e-4f;
@@ -216,12 +216,29 @@ struct Tiles : Math<Real> {
                                       1.6666665459e-1f, 5.0000001201e-1f})
                 p = p * r + coefficient;
             p = p * (r * r) + r + 1.f;
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+            // Bitwise equal to the generic code below; the comparison is true for NaN
+            const __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87), _CMP_NLT_UQ);
+            return (Reals)_mm512_maskz_scalef_ps(kept, (__m512)p, (__m512)n);
+#else
             const Reals result = (Reals)((Ints)p + ((Ints)shifted << 23));
             return x < Real(-87) ? Reals{} : x == x ? result : x;
+#endif
         } else {
             for (int i = 0; i < LANES; ++i) x[i] = std::exp(x[i]);
             return x;
         }
+    }
+
+    // x between -limit and limit; NaN stays NaN where AVX-512 computes it.
+    static Reals bound(Reals x, Real limit) {
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+        if constexpr (sizeof(Real) == 4) {
+            const __m512 high = _mm512_set1_ps(limit), low = _mm512_set1_ps(-limit);
+            return (Reals)_mm512_min_ps(high, _mm512_max_ps(low, (__m512)x));
+        }
+#endif
+        return x < -limit ? broadcast(-limit) : x > limit ? broadcast(limit) : x;
     }
 
     static void scale_row(const Real* row, Real factor, int64_t size, Real* out) {
