@@ -1,4 +1,4 @@
-"""Kernels read tensors by address, so ops refuse those of other shapes than the docstrings give."""
+"""Kernels read tensors by address, so ops check shapes and devices, and convert dtypes."""
 
 from functools import partial
 
@@ -191,11 +191,17 @@ def test_lazily_negated_tensors_give_the_result_of_copies(case):
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("function", [ops.softmax_attention, ops.flash_attention])
-def test_a_bias_of_another_dtype(function):
-    given, bias = qkv(), torch.randn(SCORES, dtype=torch.float64)
-    out = function(*given, bias=bias).out
-    torch.testing.assert_close(out, function(*given, bias=bias.float()).out)
+@pytest.mark.parametrize("case", CASES)
+def test_tensors_of_another_dtype_give_the_same_result(case):
+    function, tensors, given = inputs_of(case)
+    found = []
+    for wide in ((), *((name,) for name in tensors), tuple(tensors)):
+        torch.manual_seed(0)  # some cases make q, k and v
+        options = {n: x.double() if n in wide and n != "seen" else x for n, x in tensors.items()}
+        out = function(*given, **options)
+        found.append(out if isinstance(out, torch.Tensor) else out.out)
+    for out in found[1:]:
+        torch.testing.assert_close(out, found[0])
 
 
 @pytest.mark.parametrize("case", ["softmax", "flash", "longformer", "lsh"])

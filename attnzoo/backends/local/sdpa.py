@@ -94,7 +94,19 @@ def grouped_sdpa(
     dropout: float = 0.0,
     is_causal: bool = False,
 ) -> Tensor:
-    """Call torch's attention, in which each key head serves a group of query heads."""
+    """Call torch's attention, in which each key head serves a group of query heads.
+
+    torch's kernels take one dtype, so mixed dtypes are promoted; autocast converts all but float64.
+    """
+    dtypes = {q.dtype, k.dtype, v.dtype}
+    if len(dtypes) > 1 and (
+        torch.float64 in dtypes or not torch.is_autocast_enabled(q.device.type)
+    ):
+        wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(wide)
+        attend = partial(grouped_sdpa, scale=scale, dropout=dropout, is_causal=is_causal)
+        return attend(q.to(wide), k.to(wide), v.to(wide), mask).to(v.dtype)
     groups = q.shape[1] // k.shape[1]
     attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scale)
     with fastest_kernel_first(q.device):

@@ -164,7 +164,7 @@ def block_sparse_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     x = SparseTensors(q, k, v, selected, lengths, counts, scale, SparseOptions.from_ints(options))
-    delta = (d_out.to(lse.dtype) * out).sum(-1, keepdim=True)
+    delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
     with autocast_disabled(q.device):
         gradients = BACKWARD[impl](x, d_out, delta, lse)
     dq, dk, dv = (g.to(y.dtype) for g, y in zip(gradients, (q, k, v), strict=True))

@@ -99,5 +99,5 @@ def _write_global_rows(x: LongformerCall, out: Tensor, indices: GlobalIndices) -
         bias = gather_bias(bias, index, None)
     queries = gather_tokens(q, index)
     rows = sdpa(queries, k, v, scale=x.scale, mask=mask, bias=bias, dropout=x.dropout)
-    rows = torch.where(valid[:, None, :, None], rows, gather_tokens(out, index))
+    rows = torch.where(valid[:, None, :, None], rows.to(out.dtype), gather_tokens(out, index))
     return out.scatter(2, index[:, None, :, None].expand_as(rows), rows)
