@@ -11,6 +11,7 @@ from rich.text import Text
 from attnzoo.commands.model_argument import model_name
 from attnzoo.commands.spec_options import Attentions, spec_of, specs_of, split
 from attnzoo.commands.terminal import console
+from attnzoo.compare.lengths import parse_lengths
 
 Model = Annotated[
     str,
@@ -29,6 +30,10 @@ Dtype = Annotated[
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda or both with a comma; default: all available")
 ]
+MinRunTime = Annotated[
+    float, typer.Option(help="seconds of timed calls per case; more is steadier")
+]
+Timeout = Annotated[float, typer.Option(help="time limit per case in seconds")]
 Memory = Annotated[
     float | None, typer.Option(help="memory limit per case in GiB; default: 3/4 of the free memory")
 ]
@@ -54,7 +59,8 @@ def compare(
     quality: Annotated[bool, typer.Option(help="measure quality over length")] = True,
     quality_length: Annotated[int, typer.Option(help="tokens per row for quality")] = 2048,
     footprint: Footprint = True,
-    timeout: Annotated[float, typer.Option(help="time limit per case in seconds")] = 60.0,
+    min_run_time: MinRunTime = 0.5,
+    timeout: Timeout = 60.0,
     memory: Memory = None,
     threads: Threads = None,
     fresh: Fresh = False,
@@ -63,17 +69,14 @@ def compare(
 
     Every case runs in its own process; a case that fails is a row with the reason.
     """
-    from attnzoo.compare.lengths import parse_lengths
-
     parsed = parse_lengths(lengths)  # before torch is imported
+    from attnzoo.compare import run
     from attnzoo.compare.cases import LEVELS, default_specs
     from attnzoo.compare.report import show, write_report
-    from attnzoo.compare.run import CompareConfig, missing_quality, read_model_info
-    from attnzoo.compare.run import compare as run_comparison
     from attnzoo.evaluation.results import FILE
     from attnzoo.report.charts import WITHOUT_MATPLOTLIB
 
-    config = CompareConfig(
+    config = run.CompareConfig(
         model=model,
         lengths=parsed,
         specs=specs_of(attention or ["all"], default_specs),
@@ -88,16 +91,17 @@ def compare(
         quality=quality,
         quality_length=quality_length,
         footprint=footprint,
+        min_run_time=min_run_time,
         timeout=timeout,
         memory_gib=memory,
         threads=threads,
         fresh=fresh,
     )
     with console.status("") as status:
-        rows = run_comparison(
+        rows = run.compare(
             config, lambda done, total, name: status.update(Text(f"{done}/{total}  {name}"))
         )
-    missing = missing_quality(config, read_model_info(config.model))
+    missing = run.missing_quality(config, run.read_model_info(config.model))
     show(console, rows, mode, model, missing)
     console.print(f"Numbers: {out / FILE}")
     page = write_report(out, rows, mode, model, missing)

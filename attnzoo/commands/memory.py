@@ -96,8 +96,7 @@ def _row(
 
     import torch
 
-    from attnzoo.compare.run import free_memory
-    from attnzoo.compare.workers import OK, Workers
+    from attnzoo.compare.workers import OK, Workers, free_memory
     from attnzoo.errors import AttnzooError
     from attnzoo.evaluation.memory import TOTALS, measured
     from attnzoo.evaluation.memory_fit import MemoryCurve

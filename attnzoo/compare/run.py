@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -33,6 +32,7 @@ from attnzoo.compare.workers import (
     OUT_OF_MEMORY,
     TIMED_OUT,
     Workers,
+    free_memory,
     measure_cost,
     measure_quality,
 )
@@ -72,6 +72,7 @@ class CompareConfig:
         quality: Whether to measure quality.
         quality_length: Tokens per row in the quality measurement.
         footprint: Whether to compute the memory of training and decoding at the longest length.
+        min_run_time: Duration of all timed calls of a case together in seconds, at least two calls.
         timeout: Time limit of a case in seconds.
         memory_gib: Memory limit of a case; when ``None``, three quarters of the free memory on a
             CPU and no limit on a GPU.
@@ -93,6 +94,7 @@ class CompareConfig:
     quality: bool = True
     quality_length: int = 2048
     footprint: bool = True
+    min_run_time: float = 0.5
     timeout: float = 60.0
     memory_gib: float | None = None
     threads: int | None = None
@@ -162,7 +164,15 @@ def check(config: CompareConfig, info: ModelInfo) -> tuple[list[AttentionSpec], 
         )
     if config.dtype is not None and not isinstance(getattr(torch, config.dtype, None), torch.dtype):
         raise SpecError(f"No dtype is called {config.dtype!r}; use for example float32 or bfloat16")
-    for name in ("tokens", "batch", "timeout", "threads", "memory_gib", "quality_length"):
+    for name in (
+        "tokens",
+        "batch",
+        "min_run_time",
+        "timeout",
+        "threads",
+        "memory_gib",
+        "quality_length",
+    ):
         value = getattr(config, name)
         if value is not None and value <= 0:
             raise SpecError(f"{name} must be above 0, got {value}")
@@ -209,7 +219,7 @@ def compare(
     sizes = memory_cases(cases) if config.footprint and info.text_model else []
     total = len(cases) + len(sizes) + (len(specs) if batch else 0)
     rows = _measure_costs(
-        cases, info, workers, config.out, about, rows, lambda n, name: on_progress(n, total, name)
+        cases, info, workers, config, about, rows, lambda n, name: on_progress(n, total, name)
     )
     done = len(cases)
     rows = add_memory(
@@ -276,26 +286,11 @@ def _about(config: CompareConfig, info: ModelInfo) -> Row:
     }
 
 
-def free_memory() -> int:
-    """Return the bytes of free memory of this machine; 0 if unknown."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable"):
-                    return 1024 * int(line.split()[1])
-        return 0
-    except OSError:
-        names = getattr(os, "sysconf_names", {})
-        if "SC_PHYS_PAGES" not in names:
-            return 0
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _measure_costs(
     cases: list[CostCase],
     info: ModelInfo,
     workers: Workers,
-    out: Path,
+    config: CompareConfig,
     about: Row,
     rows: list[Row],
     on_progress: Callable[[int, str], None],
@@ -318,10 +313,10 @@ def _measure_costs(
             result = (
                 {"status": NOT_RUN, "reason": reason}
                 if reason
-                else workers.run(measure_cost, case, info, device=case.device)
+                else workers.run(measure_cost, case, info, config.min_run_time, device=case.device)
             )
             row = {**about, "kind": "cost", "key": case.key(), **asdict(case), **result}
-            row = append(out, row | {"exact": is_exact(case.spec)})
+            row = append(config.out, row | {"exact": is_exact(case.spec)})
         if row["status"] in STOPS:
             failed.setdefault(curve, case)
         elif row["status"] == OK:

@@ -27,10 +27,16 @@ REFUSED, FAILED, NOT_RUN = "refused", "failed", "not run"
 Measured = dict[str, Any]
 
 
-def measure_cost(case: CostCase, info: ModelInfo) -> Measured:
-    """Return time and peak memory of a case, and the size of the cache in decoding."""
+def measure_cost(case: CostCase, info: ModelInfo, min_run_time: float) -> Measured:
+    """Return time and peak memory of a case, and the size of the cache in decoding.
+
+    Args:
+        case: What is measured.
+        info: The model.
+        min_run_time: Duration of all timed calls together in seconds.
+    """
     prepared = prepare(case, info)
-    timing, peak = measure(prepared.run, case.device)
+    timing, peak = measure(prepared.run, case.device, min_run_time=min_run_time)
     return {
         "median_ms": round(timing.median_ms, 4),
         "min_ms": round(timing.min_ms, 4),
@@ -142,3 +148,18 @@ def limit_memory(memory_bytes: int, device: str) -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+
+
+def free_memory() -> int:
+    """Return the bytes of free memory of this machine; 0 if unknown."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable"):
+                    return 1024 * int(line.split()[1])
+        return 0
+    except OSError:
+        names = getattr(os, "sysconf_names", {})
+        if "SC_PHYS_PAGES" not in names:
+            return 0
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -85,27 +85,27 @@ def time_together(
 
 
 def measure(
-    run: Run, device: str = "cpu", *, seconds: float = 0.5, max_rounds: int = 9
+    run: Run, device: str = "cpu", *, min_run_time: float = 0.5, max_rounds: int = 9
 ) -> tuple[Timing, int]:
     """Return the time and the peak memory (see ``peak_bytes``) of a call.
 
-    If a call takes more than half of ``seconds``, its memory is measured during the warm-up.
+    If a call takes more than half of ``min_run_time``, its memory is measured during the warm-up.
 
     Args:
         run: Function to measure; CUDA work is synchronized.
         device: Device on which it runs.
-        seconds: Total duration of all rounds; slow calls exceed it, because two rounds are the
-            minimum.
+        min_run_time: Duration of all rounds together in seconds; slow calls exceed it, because two
+            rounds are the minimum.
         max_rounds: Maximum number of rounds; fast calls are repeated within a round.
     """
     peaks: list[int] = []
     first = _seconds(lambda: peaks.append(peak_bytes(run, device, warm=True)), 1, device)
-    if first < seconds / 2:  # again, without the buffers that the first call allocated
+    if first < min_run_time / 2:  # again, without the buffers that the first call allocated
         peaks.append(peak_bytes(run, device, warm=True))
     once = _seconds(run, 1, device)
-    taken = [once] if once > seconds else []
-    rounds = max(2, min(max_rounds, int(seconds / max(once, 1e-9)))) - len(taken)
-    repeats = max(1, int(seconds / (max_rounds * max(once, 1e-9))))
+    taken = [once] if once > min_run_time else []
+    rounds = max(2, min(max_rounds, int(min_run_time / max(once, 1e-9)))) - len(taken)
+    repeats = max(1, int(min_run_time / (max_rounds * max(once, 1e-9))))
     taken += [_seconds(run, repeats, device) for _ in range(rounds)]
     return Timing(rounds_ms=tuple(1e3 * each for each in taken)), peaks[-1]
 

@@ -87,7 +87,7 @@ def compare_config(model, out, **given):
     """Return a plan that takes little time."""
     specs = [AttentionSpec("flash"), AttentionSpec("linear")]
     base = {"lengths": [64, 128, 256], "specs": specs, "tokens": 256, "threads": 1}
-    base["footprint"] = False
+    base |= {"footprint": False, "min_run_time": 0.02}
     return CompareConfig(model=str(model), out=out, **(base | given))
 
 
@@ -270,7 +270,7 @@ def test_what_fails_is_a_status():
 def test_longer_cases_are_not_tried_after_one_ran_out(llama, tmp_path, monkeypatch):
     tried = []
 
-    def out_of_memory(self, work, case, subject, device):
+    def out_of_memory(self, work, case, info, min_run_time, device):
         tried.append((case.attention, case.T))
         full = case.attention == "flash" and case.T >= 128
         good = {"median_ms": 1.0, "min_ms": 1.0, "spread": 0.0, "peak_bytes": 1, "kept_bytes": None}
