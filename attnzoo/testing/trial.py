@@ -99,7 +99,7 @@ class Trial:
     def make(self, seed: int = 0) -> AttentionBackend:
         """Return the backend, built as in a model, with its own seed."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # the backend is built on the CPU
             return self.cls(self.config, self.geometry).to(self.device)
 
     @property
