@@ -9,6 +9,7 @@ keeps long-range recall.
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +34,12 @@ def standard_library_files(*, held_out: bool) -> list[Path]:
     """Return the source files of one split, sorted by name, without tests and site-packages."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if not SKIPPED_FOLDERS & set(name.parts) and is_held_out(name.as_posix()) == held_out:
-            files.append(path)
-    return files
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - SKIPPED_FOLDERS
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return [
+        path for path in sorted(files) if is_held_out(path.relative_to(root).as_posix()) == held_out
+    ]
 
 
 def read_bytes(files: list[Path]) -> bytes:
