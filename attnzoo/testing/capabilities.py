@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
-from attnzoo.testing.trial import Sequence, Trial
+from attnzoo.testing.trial import Sequence, Trial, seed_torch
 
 
 def refusals(trial: Trial) -> str | None:
@@ -215,15 +216,15 @@ def _first_tokens(mask: AttentionMask, number: int, keys: int, device: torch.dev
     """Return the first real tokens of each sequence, ``[1 or B, S]`` bool, counted one by one."""
     given = [x for x in (mask.padding, mask.segment_ids) if x is not None]
     rows = len(given[0]) if given else 1
-    first = torch.zeros(rows, keys, dtype=torch.bool)
+    real = [[True] * keys] * rows if mask.padding is None else mask.padding.tolist()
+    names = [[0] * keys] * rows if mask.segment_ids is None else mask.segment_ids.tolist()
+    first = []
     for row in range(rows):
-        found: dict[int, int] = {}
-        for s in range(keys):
-            name = 0 if mask.segment_ids is None else int(mask.segment_ids[row, s])
-            if mask.padding is None or bool(mask.padding[row, s]):
-                found[name] = found.get(name, 0) + 1
-                first[row, s] = found[name] <= number
-    return first.to(device)
+        found: Counter[int] = Counter()
+        for s, name in enumerate(names[row]):
+            found[name] += real[row][s]
+            first.append(real[row][s] and found[name] <= number)
+    return torch.tensor(first, dtype=torch.bool, device=device).view(rows, keys)
 
 
 def weights(trial: Trial) -> str | None:
@@ -252,7 +253,7 @@ def weights(trial: Trial) -> str | None:
         exact = trial.run(x, trial.oracle, **mask).out
         trial.agree(f"weights applied to the values, with {name}", applied, exact, output.out)
     if trial.backend.dropout_form != "off":
-        torch.manual_seed(9)
+        seed_torch(9)
         output = trial.run(x, return_weights=True, dropout=0.5)
         assert output.weights is not None
         applied = output.weights @ x.v.repeat_interleave(groups, 1)
@@ -274,7 +275,7 @@ def dropout(trial: Trial) -> str | None:
         return "its config disables attention dropout"
     rows, outs = x.map(lambda t: t.expand(draws, *t.shape[1:])), []
     for seed in (3, 3, 4):
-        torch.manual_seed(seed)
+        seed_torch(seed)
         outs.append(trial.run(rows, dropout=p).out.detach())
     if not torch.equal(outs[0], outs[1]):
         trial.fail("one seed gives two outputs with attention dropout")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.base import AttentionBackend
-from attnzoo.testing.trial import Trial
+from attnzoo.testing.trial import Trial, seed_torch
 
 
 def determinism(trial: Trial) -> str | None:
@@ -35,7 +36,7 @@ def random_state(trial: Trial) -> str | None:
     others = _other_random_states()
     after = []
     for seed in (1, 2):
-        torch.manual_seed(seed)
+        seed_torch(seed)
         trial.cls(trial.config, trial.geometry)
         after.append(torch.get_rng_state())
     if torch.equal(*after):
@@ -55,12 +56,12 @@ def random_state(trial: Trial) -> str | None:
 
 def _torch_random_states() -> list[bytes]:
     states = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
-    return [bytes(state.tolist()) for state in states]
+    return [state.numpy().tobytes() for state in states]
 
 
-def _other_random_states() -> str:
+def _other_random_states() -> tuple[Any, bytes]:
     numpy: Any = sys.modules.get("numpy")  # if it is not imported, nothing drew from it
-    return repr((random.getstate(), numpy and numpy.random.get_state(legacy=False)))
+    return random.getstate(), pickle.dumps(numpy and numpy.random.get_state(legacy=False))
 
 
 def saving(trial: Trial) -> str | None:
@@ -118,7 +119,7 @@ def materializing(trial: Trial) -> str | None:
     usual, sure = trial.make(seed=1), trial.make(seed=2)
     built = {name: tensor.clone() for name, tensor in _tensors(usual).items()}
     for backend in (late, usual):
-        torch.manual_seed(3)
+        seed_torch(3)
         backend.reset_parameters()
     for name, tensor in _tensors(late).items():
         if not bool(torch.isfinite(tensor).all()):

@@ -210,6 +210,18 @@ class Trial:
         raise Broken(message)
 
 
+def seed_torch(seed: int) -> None:
+    """Seed torch's global generators.
+
+    Without an accelerator this seeds the CPU's alone: ``torch.manual_seed`` would format a stack
+    trace for each kind of device that is absent, which takes longer than most calls of a layer.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 @contextmanager
 def isolated() -> Iterator[None]:
     """Restore torch's global generator afterwards, and run on one thread, as layers are small."""
