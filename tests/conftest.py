@@ -32,16 +32,22 @@ INTERPRETED = (
     "attnzoo.backends.linear.kernels.step",
     "triton.experimental.gluon",
 )
-if importlib.util.find_spec("triton"):
-    from tests.kernel_device import interpret_kernels
 
-    if interpret_kernels():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            for name in INTERPRETED:
-                importlib.import_module(name)
-    else:  # cuBLAS is deterministic with this setting only
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+def pytest_configure(config):
+    """Import the kernels, but not in the process of pytest-xdist that only hands out tests."""
+    if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return
+    if importlib.util.find_spec("triton"):
+        from tests.kernel_device import interpret_kernels
+
+        if interpret_kernels():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("TRITON_INTERPRET", "1")
+                for name in INTERPRETED:
+                    importlib.import_module(name)
+        else:  # cuBLAS is deterministic with this setting only
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_collection_finish():
@@ -110,14 +116,9 @@ SVG_OVERFLOW = f"""{SVG_TEXTS}.filter(t => {{
 }}).map(t => t.textContent)"""
 
 
-@pytest.fixture
-def open_page():
-    """Return a function that opens a report without network, checks it, and returns its tab.
-
-    The page is under 1 MiB, makes no request, writes nothing to the console, has no script and is
-    not wider than the window. Text, also in figures, has the colour of the scheme, is legible and
-    is not cut off.
-    """
+@pytest.fixture(scope="module")
+def browser():
+    """Return a Chromium for the tests of one module: its event loop runs until it is closed."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         pytest.skip("no Chromium on this machine to open the report in")
@@ -125,32 +126,47 @@ def open_page():
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-
-        def check(page, *, width, scheme, plots):
-            errors, requests = [], []
-            assert page.stat().st_size < 2**20
-            tab = browser.new_page(
-                viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
-            )
-            tab.on("console", lambda message: errors.append(message.text))
-            tab.on("pageerror", lambda error: errors.append(str(error)))
-            tab.on("request", lambda request: requests.append(request.url))
-            tab.goto(page.as_uri())
-            assert errors == []
-            here = ("file:", "data:", "blob:")
-            assert [url for url in requests if not url.startswith(here)] == []
-            assert tab.locator("figure.plot svg").count() == plots
-            assert tab.locator("script").count() == 0
-            overflow = "document.documentElement.scrollWidth - window.innerWidth"
-            assert tab.evaluate(overflow) <= 0
-            background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
-            assert background == ("rgb(13, 17, 23)" if scheme == "dark" else "rgb(255, 255, 255)")
-            ink = "rgb(230, 237, 243)" if scheme == "dark" else "rgb(27, 31, 36)"
-            assert tab.evaluate(SVG_TEXT_COLORS) == [ink] * (plots > 0)
-            assert tab.evaluate(SVG_OVERFLOW) == []
-            smallest = tab.evaluate(SVG_TEXT_HEIGHT)
-            assert smallest >= 8, f"text of a figure is {smallest} pixels high"
-            return tab
-
-        yield check
+        yield browser
         browser.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Return a function that opens a report without network, checks it, and returns its tab.
+
+    The page is under 1 MiB, makes no request, writes nothing to the console, has no script and is
+    not wider than the window. Text, also in figures, has the colour of the scheme, is legible and
+    is not cut off.
+    """
+    tabs = []
+
+    def check(page, *, width, scheme, plots):
+        errors, requests = [], []
+        assert page.stat().st_size < 2**20
+        tab = browser.new_page(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
+        )
+        tabs.append(tab)
+        tab.on("console", lambda message: errors.append(message.text))
+        tab.on("pageerror", lambda error: errors.append(str(error)))
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.goto(page.as_uri())
+        assert errors == []
+        here = ("file:", "data:", "blob:")
+        assert [url for url in requests if not url.startswith(here)] == []
+        assert tab.locator("figure.plot svg").count() == plots
+        assert tab.locator("script").count() == 0
+        overflow = "document.documentElement.scrollWidth - window.innerWidth"
+        assert tab.evaluate(overflow) <= 0
+        background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert background == ("rgb(13, 17, 23)" if scheme == "dark" else "rgb(255, 255, 255)")
+        ink = "rgb(230, 237, 243)" if scheme == "dark" else "rgb(27, 31, 36)"
+        assert tab.evaluate(SVG_TEXT_COLORS) == [ink] * (plots > 0)
+        assert tab.evaluate(SVG_OVERFLOW) == []
+        smallest = tab.evaluate(SVG_TEXT_HEIGHT)
+        assert smallest >= 8, f"text of a figure is {smallest} pixels high"
+        return tab
+
+    yield check
+    for tab in tabs:
+        tab.close()

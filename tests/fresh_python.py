@@ -5,6 +5,7 @@ The interpreter is a fork of a server, which imports them once: that takes five 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -105,6 +106,8 @@ def serve() -> None:
     from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401
 
     assert "attnzoo" not in sys.modules
+    gc.collect()
+    gc.freeze()  # collections in the forks do not look at what was imported here
     answers = os.fdopen(os.dup(1), "w")
     while line := sys.stdin.readline():
         request = json.loads(line)
