@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <new>
 #include <type_traits>
 #include <vector>
 #if defined(__SSE__)
@@ -30,6 +31,27 @@ class FlushDenormals {
     ~FlushDenormals() { _mm_setcsr(saved_); }
 #endif
 };
+
+// Allocates memory for vectors that is aligned to cache lines: SIMD loads and stores then touch one.
+template <class Number>
+struct AlignedAllocator {
+    using value_type = Number;
+    static constexpr std::align_val_t ALIGNMENT{64};
+
+    AlignedAllocator() = default;
+    template <class Other>
+    AlignedAllocator(const AlignedAllocator<Other>&) {}
+
+    Number* allocate(size_t size) {
+        return static_cast<Number*>(::operator new(size * sizeof(Number), ALIGNMENT));
+    }
+    void deallocate(Number* x, size_t) { ::operator delete(x, ALIGNMENT); }
+    bool operator==(const AlignedAllocator&) const { return true; }
+    bool operator!=(const AlignedAllocator&) const { return false; }
+};
+
+template <class Number>
+using AlignedVector = std::vector<Number, AlignedAllocator<Number>>;
 
 // Memory that is filled with zeros and aligned to the vector size; take() returns the next part.
 template <class Real>

@@ -26,11 +26,11 @@
 #include <utility>
 #include <vector>
 
+#include "band_amx.h"
 #include "rows.h"
 #include "threads.h"
 #include "tiles.h"
 
-constexpr int KEY_TILE = 128;               // keys of a tile
 constexpr double MASKED_SCORE = -1e30;  // below every score
 constexpr double EMPTY_LSE = -1e30;     // log-sum-exp of a query without keys
 constexpr double MIN_WEIGHT = 1e-30;    // as in attnzoo/backends/linear/window_merge.py
@@ -72,24 +72,26 @@ struct KeyList {
     std::vector<int64_t> keys;
     std::vector<const Real*> k_rows, v_rows;
 
-    void clear() {
+    // Make room for `most` keys, and begin an empty list.
+    void resize(int64_t most) {
         count = 0;
-        keys.clear(), k_rows.clear(), v_rows.clear();
+        keys.resize(most), k_rows.resize(most + DOT_ROWS), v_rows.resize(most + DOT_ROWS);
     }
 
     void add(int64_t key, const Real* k, const Real* v) {
-        keys.push_back(key), k_rows.push_back(k), v_rows.push_back(v);
+        keys[count] = key, k_rows[count] = k, v_rows[count] = v;
         ++count;
     }
 
     // Repeat the last row, so that groups of DOT_ROWS rows can be read.
     void pad() {
         for (int i = 0; i < DOT_ROWS && count; ++i)
-            k_rows.push_back(k_rows[count - 1]), v_rows.push_back(v_rows[count - 1]);
+            k_rows[count + i] = k_rows[count - 1], v_rows[count + i] = v_rows[count - 1];
     }
 };
 
-template <class Real>
+// With AMX, queries, keys and values are bfloat16, and their buffers contain rows of words.
+template <class Real, bool AMX>
 class Worker : Tiles<Real>, Rows<Real> {
     using typename Math<Real>::Reals;
     using typename Math<Real>::Ints;
@@ -98,22 +100,27 @@ class Worker : Tiles<Real>, Rows<Real> {
     using Tiles<Real>::transpose;
     using Rows<Real>::load_row;
     static constexpr int VECTORS = BLOCK / LANES;
+    static constexpr int KEY_TILE = AMX ? 64 : 128;  // keys of a tile; the L1 cache keeps its data
 
   public:
     Worker(const Task<Real>& task, int64_t unit)
         : t(task), row_(unit / t.pieces / t.heads), head_(unit / t.pieces % t.heads),
           piece_(unit % t.pieces), size_(t.key_width), width_(t.value_width),
-          ring_(std::min(t.before + t.after + BLOCK, t.keys)), k_ring_(ring_ * size_),
-          v_ring_(ring_ * width_), k_global_(t.num_global * size_),
-          v_global_(t.num_global * width_), q_(BLOCK * size_), d_out_(BLOCK * width_),
+          ring_((std::min(t.before + t.after + BLOCK + AMX, t.keys) + 1) / 2 * 2),
+          k_pitch_(AMX ? (t.key_size + 31) / 32 * 16 : size_),
+          v_pitch_(AMX ? (t.value_size + 31) / 32 * 16 : width_),
+          k_ring_((ring_ + 16 * AMX) * k_pitch_), v_ring_((ring_ + 16 * AMX) * v_pitch_),
+          amx_(t.key_size, t.value_size, k_ring_, v_ring_), k_global_(t.num_global * k_pitch_),
+          v_global_(t.num_global * v_pitch_), q_(BLOCK * size_), d_out_(BLOCK * width_),
           q_rows_(BLOCK * size_), d_out_rows_(BLOCK * width_), p_((KEY_TILE + DOT_ROWS) * BLOCK),
           dp_(p_.size()), sums_(BLOCK * std::max(size_, width_)),
-          unused_(std::max(size_, width_)) {
+          unused_(std::max(size_, width_)), score_scale_(broadcast(Real(t.scale * LOG2_E))) {
         if (t.ids) find_segments(t.ids + row_ * t.keys);
+        globals_.resize(t.num_global);
         for (int64_t i = 0; i < t.num_global; ++i) {
             if (!t.global_is_valid[row_ * t.num_global + i]) continue;
             const int64_t key = t.global_keys[row_ * t.num_global + i];
-            Real *k = &k_global_[i * size_], *v = &v_global_[i * width_];
+            Real *k = &k_global_[i * k_pitch_], *v = &v_global_[i * v_pitch_];
             copy_key(key, k, v);
             globals_.add(key, k, v);
         }
@@ -135,22 +142,27 @@ class Worker : Tiles<Real>, Rows<Real> {
   private:
     const Task<Real>& t;
     const int64_t row_, head_, piece_, size_, width_;
-    const int64_t ring_;                           // rows of the ring buffers
-    std::vector<Real> k_ring_, v_ring_;            // key i of the phase in row i % ring_
-    std::vector<Real> k_global_, v_global_;        // of the global keys
-    std::vector<Real> q_, d_out_;                  // of the block, [rows, BLOCK]: a column per query;
+    const int64_t ring_;                           // rows of the ring buffers, an even number
+    const int64_t k_pitch_, v_pitch_;              // of rows of keys and values
+    AlignedVector<Real> k_ring_, v_ring_;            // key i of the phase in row i % ring_
+    std::conditional_t<AMX, BandProducts<KEY_TILE>, NoProducts> amx_;
+    AlignedVector<Real> k_global_, v_global_;        // of the global keys
+    AlignedVector<Real> q_, d_out_;                  // of the block, [rows, BLOCK]: a column per query;
                                                    // q times scale and log2(e)
-    std::vector<Real> q_rows_, d_out_rows_;        // of the block, a row per query, as in q_
-    std::vector<Real> p_, dp_;                     // of a tile, [KEY_TILE, BLOCK]
-    std::vector<Real> sums_;                       // [BLOCK, D or E]: output or dq of the block
-    std::vector<Real> unused_;                     // gradients of rows beyond the last key
+    AlignedVector<Real> q_rows_, d_out_rows_;        // of the block, a row per query, as in q_
+    AlignedVector<Real> p_, dp_;                     // of a tile, [KEY_TILE, BLOCK]
+    AlignedVector<Real> sums_;                       // [BLOCK, D or E]: output or dq of the block
+    AlignedVector<Real> unused_;                     // gradients of rows beyond the last key
+    const Reals score_scale_;
     std::vector<int64_t> segment_start_, segment_end_;  // [S]
     std::vector<int> number_;                      // per key of the block: keys before it in band_
     KeyList<Real> globals_, band_;
     int count_ = 0;         // queries of the block
     int64_t group_ = 0;     // query head within the key head
     int64_t first_ = 0;     // first query of the block; the others follow at steps of d
+    bool has_sums_ = false; // whether sums_ contains values
     Real max_[BLOCK], sum_[BLOCK], rescale_[BLOCK];
+    Real factor_[BLOCK];    // with AMX: of the gradients of the band's outputs
 
     // Whether the gradients that are needed depend on the keys of the band.
     bool needs_keys() const { return t.dq || t.dk || t.dv; }
@@ -159,6 +171,11 @@ class Worker : Tiles<Real>, Rows<Real> {
     bool needs_scores() const { return t.dq || t.dk; }
 
     void copy_key(int64_t key, Real* k, Real* v) const {
+        if constexpr (AMX) {
+            amx_.copy_row(t.k.at(row_, head_, key), t.key_size, k);
+            amx_.copy_row(t.v.at(row_, head_, key), t.value_size, v);
+            return;
+        }
         load_row(t.k.at(row_, head_, key), t.k.type, t.key_size, size_, Real(1), k);
         load_row(t.v.at(row_, head_, key), t.v.type, t.value_size, width_, Real(1), v);
     }
@@ -272,6 +289,12 @@ class Worker : Tiles<Real>, Rows<Real> {
             if (far_number(c) >= 0) row(far_row(c), t.far_size);
         for (int c = BLOCK; c < std::min<int64_t>(2 * BLOCK, queries); ++c)
             t.q.prefetch(row_, head_ * t.groups + group_, first_ + c * t.dilation, 0, t.key_size);
+        for (int c = BLOCK; c < 2 * BLOCK; ++c) {
+            const int64_t key = t.offset + first_ + (c + t.after) * t.dilation;
+            if (key >= t.keys) break;
+            t.k.prefetch(row_, head_, key, 0, t.key_size);
+            t.v.prefetch(row_, head_, key, 0, t.value_size);
+        }
     }
 
     // List the keys of the block's queries. Indices of keys count the tokens of the phase from 0.
@@ -290,20 +313,23 @@ class Worker : Tiles<Real>, Rows<Real> {
             }
             high[c] = std::max(low[c], high[c]);
         }
-        const int64_t begin = low[0], end = high[BLOCK - 1];
+        // With AMX, the list begins with an even key, so that pairs of keys are pairs of the list
+        const int64_t begin = AMX ? low[0] / 2 * 2 : low[0], end = high[BLOCK - 1];
         const uint8_t* mask = t.key_mask ? t.key_mask + row_ * t.keys + phase : nullptr;
         for (copied = std::max(copied, begin); copied < end; ++copied) {
             if (mask && !mask[copied * d]) continue;
             const int64_t key = phase + copied * d;
-            copy_key(key, &k_ring_[copied % ring_ * size_], &v_ring_[copied % ring_ * width_]);
+            const int64_t row = copied % ring_;
+            copy_key(key, &k_ring_[row * k_pitch_], &v_ring_[row * v_pitch_]);
+            if constexpr (AMX) amx_.pair_ring(row);
         }
-        band_.clear();
+        band_.resize(end - begin);
         number_.resize(end - begin + 1);
         int64_t at = begin % ring_;
         for (int64_t i = begin; i < end; ++i) {
             number_[i - begin] = band_.count;
             if (!mask || mask[i * d])
-                band_.add(phase + i * d, &k_ring_[at * size_], &v_ring_[at * width_]);
+                band_.add(phase + i * d, &k_ring_[at * k_pitch_], &v_ring_[at * v_pitch_]);
             at = at + 1 == ring_ ? 0 : at + 1;
         }
         number_[end - begin] = band_.count;
@@ -327,25 +353,28 @@ class Worker : Tiles<Real>, Rows<Real> {
     template <class Work>
     void for_each_tile(Work work) {
         for (const KeyList<Real>* keys : {&globals_, &band_})
-            for (int start = keys->low[0]; start < keys->high[BLOCK - 1]; start += KEY_TILE)
+            for (int start = AMX ? keys->low[0] / 2 * 2 : keys->low[0]; start < keys->high[BLOCK - 1];
+                 start += KEY_TILE)
                 work(*keys, start, std::min(KEY_TILE, keys->high[BLOCK - 1] - start));
     }
 
-    // Load the block's rows with load(c, row), and transpose them.
+    // Load the block's rows with load(c, row), and transpose them, which AMX does not need.
     template <class Load>
-    void load_rows(int64_t size, std::vector<Real>& rows, std::vector<Real>& columns,
+    void load_rows(int64_t size, AlignedVector<Real>& rows, AlignedVector<Real>& columns,
                    Load load) const {
         for (int c = 0; c < count_; ++c) load(c, &rows[c * size]);
         std::fill(rows.begin() + count_ * size, rows.end(), Real(0));
-        transpose(rows.data(), size, BLOCK, size, columns.data(), BLOCK);
+        if (!AMX) transpose(rows.data(), size, BLOCK, size, columns.data(), BLOCK);
     }
 
     void load_queries() {
         const int64_t head = head_ * t.groups + group_;
-        load_rows(size_, q_rows_, q_, [&](int c, Real* row) {
-            load_row(t.q.at(row_, head, first_ + c * t.dilation), t.q.type, t.key_size, size_,
-                     Real(t.scale * LOG2_E), row);
+        load_rows(k_pitch_, q_rows_, q_, [&](int c, Real* row) {
+            const char* q = t.q.at(row_, head, first_ + c * t.dilation);
+            if constexpr (AMX) amx_.copy_row(q, t.key_size, row);
+            else load_row(q, t.q.type, t.key_size, size_, Real(t.scale * LOG2_E), row);
         });
+        if constexpr (AMX) amx_.set_queries(q_rows_.data());
     }
 
     // -- tiles ---------------------------------------------------------------------------------
@@ -377,7 +406,7 @@ class Worker : Tiles<Real>, Rows<Real> {
     }
 
     // out[w][:] = sum over d of rows[w][d] columns[d][:], for the ranges of keys.
-    static void multiply(const Real* const* rows, const std::vector<Real>& columns, int64_t depth,
+    static void multiply(const Real* const* rows, const AlignedVector<Real>& columns, int64_t depth,
                          const Range (&ranges)[VECTORS], int width, Real* out) {
         for (int w = 0; w < width; w += DOT_ROWS) {
             bool needed[2] = {false, false};
@@ -422,10 +451,12 @@ class Worker : Tiles<Real>, Rows<Real> {
         load_queries();
         std::fill_n(max_, BLOCK, Real(MASKED_SCORE));
         std::fill_n(sum_, BLOCK, Real(0));
-        std::fill_n(sums_.begin(), BLOCK * width_, Real(0));
+        has_sums_ = !AMX;
+        if (has_sums_) std::fill_n(sums_.begin(), BLOCK * width_, Real(0));
         for_each_tile([this](const KeyList<Real>& keys, int start, int width) {
             attend(keys, start, width);
         });
+        if (!has_sums_) std::fill_n(sums_.begin(), BLOCK * width_, Real(0));
         for (int c = 0; c < count_; ++c) {
             const Real inverse = sum_[c] == 0 ? 0 : 1 / sum_[c];  // NaN stays NaN
             const Real lse =
@@ -440,10 +471,36 @@ class Worker : Tiles<Real>, Rows<Real> {
         }
     }
 
+    // Compute the products of queries and keys.
+    void compute_scores(const KeyList<Real>& keys, int start, int width,
+                        const Range (&ranges)[VECTORS]) {
+        if constexpr (AMX) amx_.multiply_keys(&keys.k_rows[start], width, p_.data());
+        else multiply(&keys.k_rows[start], q_, size_, ranges, width, p_.data());
+    }
+
+    // Return the scores at an index. With AMX, queries are not scaled.
+    Reals score(int at) const {
+        if constexpr (AMX) return load(&p_[at]) * score_scale_;
+        else return load(&p_[at]);
+    }
+
+    // 2^x, as precise as the products of weights.
+    static Reals weight_of(Reals x) {
+        if constexpr (AMX) return Amx::exp2(x);
+        else return exp2(x);
+    }
+
+    // With AMX, round weights to bfloat16: their sum is that of the weights that multiply values, so
+    // that outputs are exact if all values are equal, and gradients of scores cancel.
+    static Reals round_weight(Reals weight) {
+        if constexpr (AMX) return (Reals)(((Ints)weight + 0x8000) & (int)0xffff0000);
+        else return weight;
+    }
+
     void attend(const KeyList<Real>& keys, int start, int width) {
         Range ranges[VECTORS];
         for (int i = 0; i < VECTORS; ++i) ranges[i] = vector_range(keys, i * LANES, start, width);
-        multiply(&keys.k_rows[start], q_, size_, ranges, width, p_.data());
+        compute_scores(keys, start, width, ranges);
         for (int i = 0; i < VECTORS; ++i) {
             const int lane = i * LANES;
             const Reals before = load(max_ + lane);
@@ -451,31 +508,46 @@ class Worker : Tiles<Real>, Rows<Real> {
             for_each_score(
                 keys, ranges[i], lane, start,
                 [&](int at) {
-                    const Reals score = load(&p_[at]);
-                    maximum = score > maximum ? score : maximum;
+                    const Reals value = score(at);
+                    maximum = value > maximum ? value : maximum;
                 },
                 [&](int at, Ints attended) {
-                    const Reals score = attended ? load(&p_[at]) : broadcast(MASKED_SCORE);
-                    store(&p_[at], score);
-                    maximum = score > maximum ? score : maximum;
+                    const Reals value = attended ? score(at) : broadcast(MASKED_SCORE);
+                    maximum = value > maximum ? value : maximum;
                 });
             const Reals rescale = exp2(before - maximum);
             Reals sum = load(sum_ + lane) * rescale;
             for_each_score(
                 keys, ranges[i], lane, start,
                 [&](int at) {
-                    const Reals weight = exp2(load(&p_[at]) - maximum);
+                    const Reals weight = round_weight(weight_of(score(at) - maximum));
                     store(&p_[at], weight);
                     sum += weight;
                 },
                 [&](int at, Ints attended) {
-                    const Reals weight = attended ? exp2(load(&p_[at]) - maximum) : Reals{};
+                    const Reals exact = attended ? weight_of(score(at) - maximum) : Reals{};
+                    const Reals weight = round_weight(exact);
                     store(&p_[at], weight);
                     sum += weight;
                 });
+            if constexpr (AMX) clear_others(ranges[i], lane, width, p_);
             store(max_ + lane, maximum);
             store(sum_ + lane, sum);
             store(rescale_ + lane, rescale);
+        }
+        add_values(keys, start, width);
+    }
+
+    // Add the values, weighted, to the rescaled sums.
+    void add_values(const KeyList<Real>& keys, int start, int width) {
+        if constexpr (AMX) {
+            for (int c = 0; c < BLOCK && has_sums_; ++c)
+                if (rescale_[c] != 1)
+                    this->scale_row(&sums_[c * width_], rescale_[c], width_, &sums_[c * width_]);
+            amx_.sum_rows(p_.data(), &keys.v_rows[start], width, amx_.v, width_, has_sums_,
+                          sums_.data());
+            has_sums_ = true;
+            return;
         }
         for (int c = 0; c < count_; c += SUM_ROWS) {
             const Range own = range(keys, c, SUM_ROWS, start, width);
@@ -498,15 +570,18 @@ class Worker : Tiles<Real>, Rows<Real> {
         });
         for (int c = 0; t.dq && c < count_; ++c) {
             Real* dq = t.dq + query_number(c) * size_;
-            for (int64_t d = 0; d < size_; ++d) dq[d] = sums_[c * size_ + d] * Real(t.scale * LOG2_E);
+            const Real factor = AMX ? Real(1) : Real(t.scale * LOG2_E);
+            for (int64_t d = 0; d < size_; ++d) dq[d] = sums_[c * size_ + d] * factor;
         }
     }
 
     void load_output_gradients() {
         load_rows(width_, d_out_rows_, d_out_, [this](int c, Real* d_out) {
             std::copy_n(query_row(t.d_out, t.d_out_steps, c), width_, d_out);
+            if constexpr (AMX) amx_.round(d_out, width_);
             differentiate_output(c, d_out);
         });
+        if constexpr (AMX) amx_.set_output_gradients(d_out_rows_.data(), width_);
     }
 
     // Return a * b + c, rounded like the products of d_out and values, so that the gradient of a
@@ -539,8 +614,10 @@ class Worker : Tiles<Real>, Rows<Real> {
             const Real band_delta = delta - weights.far * far_delta;
             if (!t.relative) d_lse += band_delta - weights.band * delta;
             delta = band_delta;
-            for (int64_t e = 0; e < width_; ++e) d_out[e] *= weights.band;
+            // Products with AMX are multiplied afterwards, since d_out is not rounded again
+            for (int64_t e = 0; !AMX && e < width_; ++e) d_out[e] *= weights.band;
         }
+        factor_[c] = weights.band;
         max_[c] = t.lse[number] * Real(LOG2_E);
         sum_[c] = delta - d_lse;
     }
@@ -548,29 +625,55 @@ class Worker : Tiles<Real>, Rows<Real> {
     void attend_backward(const KeyList<Real>& keys, int start, int width) {
         Range ranges[VECTORS];
         for (int i = 0; i < VECTORS; ++i) ranges[i] = vector_range(keys, i * LANES, start, width);
-        multiply(&keys.k_rows[start], q_, size_, ranges, width, p_.data());
-        if (needs_scores())
-            multiply(&keys.v_rows[start], d_out_, width_, ranges, width, dp_.data());
+        compute_scores(keys, start, width, ranges);
+        if (needs_scores()) {
+            if constexpr (AMX)
+                amx_.multiply_values(&keys.v_rows[start], width, dp_.data());
+            else multiply(&keys.v_rows[start], d_out_, width_, ranges, width, dp_.data());
+        }
         for (int i = 0; i < VECTORS; ++i) {
             const int lane = i * LANES;
-            const Reals lse = load(max_ + lane), delta = load(sum_ + lane);
+            const Reals lse = load(max_ + lane);
             for_each_score(
                 keys, ranges[i], lane, start,
                 [&](int at) {
-                    const Reals weight = exp2(load(&p_[at]) - lse);
-                    store(&p_[at], weight);
-                    store(&dp_[at], weight * (load(&dp_[at]) - delta) * Real(1 / LOG2_E));
+                    const Reals weight = weight_of(score(at) - lse);
+                    store(&dp_[at], score_gradient(at, lane, weight));
+                    store(&p_[at], band_weight(lane, weight));
                 },
                 [&](int at, Ints attended) {
-                    const Reals weight = exp2(load(&p_[at]) - lse);
-                    const Reals d_score = weight * (load(&dp_[at]) - delta) * Real(1 / LOG2_E);
-                    store(&p_[at], attended ? weight : Reals{});
-                    store(&dp_[at], attended ? d_score : Reals{});
+                    const Reals weight = weight_of(score(at) - lse);
+                    store(&dp_[at], attended ? score_gradient(at, lane, weight) : Reals{});
+                    store(&p_[at], attended ? band_weight(lane, weight) : Reals{});
                 });
-            for (int w = 0; w < ranges[i].begin; ++w) clear(w * BLOCK + lane);
-            for (int w = ranges[i].end; w < width + SUM_ROWS; ++w) clear(w * BLOCK + lane);
+            clear_others(ranges[i], lane, width, p_);
+            clear_others(ranges[i], lane, width, dp_);
         }
-        for (int c = 0; t.dq && c < count_; c += SUM_ROWS) {
+        if (t.dq) add_query_gradients(keys, start, width);
+        if (t.dk || t.dv) add_key_gradients(keys, start, width);
+    }
+
+    // Return the gradients of scores from the weights and the gradients of weights.
+    Reals score_gradient(int at, int lane, Reals weight) const {
+        const Reals d_weight = load(&dp_[at]), delta = load(sum_ + lane);
+        if constexpr (AMX)
+            return weight * (d_weight * load(factor_ + lane) - delta) * Real(t.scale);
+        else return weight * (d_weight - delta) * Real(1 / LOG2_E);
+    }
+
+    // Return the weights of values in the output.
+    Reals band_weight(int lane, Reals weight) const {
+        if constexpr (AMX) return weight * load(factor_ + lane);
+        else return weight;
+    }
+
+    void add_query_gradients(const KeyList<Real>& keys, int start, int width) {
+        if constexpr (AMX) {
+            amx_.sum_rows(dp_.data(), &keys.k_rows[start], width, amx_.k, size_, true,
+                          sums_.data());
+            return;
+        }
+        for (int c = 0; c < count_; c += SUM_ROWS) {
             const Range own = range(keys, c, SUM_ROWS, start, width);
             if (own.begin == own.end) continue;
             Real* dq[SUM_ROWS];
@@ -578,20 +681,32 @@ class Worker : Tiles<Real>, Rows<Real> {
             add_weighted_rows(dq, nullptr, &dp_[c], 1, BLOCK, &keys.k_rows[start],
                               {own.begin, own.end}, size_);
         }
-        if (t.dk || t.dv) add_key_gradients(keys, start, width);
     }
 
-    // Set the weights of LANES queries for a key to 0.
-    void clear(int at) {
-        store(&p_[at], Reals{});
-        store(&dp_[at], Reals{});
+    // Set the weights of LANES queries to 0 for all keys of the tile outside of a range.
+    static void clear_others(const Range& range, int lane, int width, AlignedVector<Real>& weights) {
+        const int rows = AMX ? (width + 31) / 32 * 32 : width + SUM_ROWS;
+        for (int w = 0; w < range.begin; ++w) store(&weights[w * BLOCK + lane], Reals{});
+        for (int w = range.end; w < rows; ++w) store(&weights[w * BLOCK + lane], Reals{});
     }
 
     void add_key_gradients(const KeyList<Real>& keys, int start, int width) {
+        const int64_t first = ((piece_ * t.batch + row_) * t.heads + head_) * t.keys;
+        if constexpr (AMX) {
+            const auto add = [&](const float* rows, int64_t size, float* to) {
+                for (int w = 0; w < width; ++w, rows += size) {
+                    float* row = to + (first + keys.keys[start + w]) * size;
+                    for (int64_t i = 0; i < size; i += LANES)
+                        store(row + i, load(row + i) + load(rows + i));
+                }
+            };
+            if (t.dk) add(amx_.multiply_queries(dp_.data(), width, size_), size_, t.dk);
+            if (t.dv) add(amx_.multiply_output_gradients(p_.data(), width, width_), width_, t.dv);
+            return;
+        }
         const Real *q_rows[BLOCK], *d_out_rows[BLOCK];
         for (int c = 0; c < count_; ++c)
             q_rows[c] = &q_rows_[c * size_], d_out_rows[c] = &d_out_rows_[c * width_];
-        const int64_t first = ((piece_ * t.batch + row_) * t.heads + head_) * t.keys;
         int from = 0, to = 0;
         for (int w = 0; w < width; w += SUM_ROWS) {
             while (from < count_ && keys.high[from] <= start + w) ++from;
@@ -611,21 +726,26 @@ class Worker : Tiles<Real>, Rows<Real> {
     }
 };
 
-template <class Real, class Pass>
-static void run(const Task<Real>& task, Pass pass) {
+// Return whether queries, keys and values are bfloat16, and the CPU multiplies such numbers on AMX.
+template <class Real>
+static bool uses_amx(const Task<Real>& t) {
+    const bool rounded = t.q.type == BFLOAT16 && t.k.type == BFLOAT16 && t.v.type == BFLOAT16;
+    return sizeof(Real) == 4 && rounded && Amx::is_available();
+}
+
+template <bool AMX, class Real>
+static void run(const Task<Real>& task, bool backward) {
     in_threads(task.batch * task.heads * task.pieces, task.threads, [&](int64_t unit) {
-        Worker<Real> worker(task, unit);
-        (worker.*pass)();
+        Worker<Real, AMX> worker(task, unit);
+        backward ? worker.backward() : worker.forward();
     });
 }
 
-#define EXPORT(Real)                                                                           \
-    extern "C" void band_forward_##Real(const Task<Real>* task) {                              \
-        run(*task, &Worker<Real>::forward);                                                    \
-    }                                                                                          \
-    extern "C" void band_backward_##Real(const Task<Real>* task) {                             \
-        run(*task, &Worker<Real>::backward);                                                   \
-    }
+static void run(const Task<float>& task, bool backward) {
+    uses_amx(task) ? run<true>(task, backward) : run<false>(task, backward);
+}
 
-EXPORT(float)
-EXPORT(double)
+extern "C" void band_forward_float(const Task<float>* task) { run(*task, false); }
+extern "C" void band_backward_float(const Task<float>* task) { run(*task, true); }
+extern "C" void band_forward_double(const Task<double>* task) { run<false>(*task, false); }
+extern "C" void band_backward_double(const Task<double>* task) { run<false>(*task, true); }
