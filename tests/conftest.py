@@ -32,22 +32,16 @@ INTERPRETED = (
     "attnzoo.backends.linear.kernels.step",
     "triton.experimental.gluon",
 )
+if importlib.util.find_spec("triton"):
+    from tests.kernel_device import interpret_kernels
 
-
-def pytest_configure(config):
-    """Import the kernels, but not in the process of pytest-xdist that only hands out tests."""
-    if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
-        return
-    if importlib.util.find_spec("triton"):
-        from tests.kernel_device import interpret_kernels
-
-        if interpret_kernels():
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("TRITON_INTERPRET", "1")
-                for name in INTERPRETED:
-                    importlib.import_module(name)
-        else:  # cuBLAS is deterministic with this setting only
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if interpret_kernels():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            for name in INTERPRETED:
+                importlib.import_module(name)
+    else:  # cuBLAS is deterministic with this setting only
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_collection_finish():
