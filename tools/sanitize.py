@@ -1,7 +1,7 @@
 """Run the check of the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
 
 ``python -m tools.sanitize``: once as compiled for this CPU and once without AVX-512, at the same
-time. Exits with 1 and the report of the sanitizers if a kernel reads or writes outside of its
+time. The second one emulates AMX by plain loops. Exits with 1 and the report of the sanitizers if a kernel reads or writes outside of its
 memory, has undefined behaviour, or computes wrong results. GCC and its sanitizers are needed.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 COMPILER = "g++"
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
-VARIANTS = {"this CPU": "", "without AVX-512": "-mno-avx512f"}
+VARIANTS = {"this CPU": "", "without AVX-512": "-mno-avx512f -DEMULATE_AMX"}
 
 
 def runtime(name: str) -> str:

@@ -40,8 +40,8 @@ from attnzoo.state import AttentionOutput
 
 B, H, HKV, T, D, E = 1, 4, 2, 150, 24, 20
 CAUSAL = AttentionMask(causal=True)
-# Relative to the largest element. Hashes and selected blocks may differ in float32.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}
+# Relative to the largest element. Hashes and selected blocks may differ in narrower types.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 Call = Callable[[Tensor, Tensor, Tensor, Tensor, str], Tensor]
 
@@ -121,13 +121,14 @@ def _hybrid_step(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, impl: str) -> T
 
 
 BOTH = (torch.float32, torch.float64)
+ALL = (*BOTH, torch.bfloat16)  # of kernels that multiply bfloat16 tensors on AMX
 KERNELS = (
-    CppKernel("linear", (LINEAR,), _linear, "reference", BOTH),
+    CppKernel("linear", (LINEAR,), _linear, "reference", ALL),
     CppKernel("decoding", (LINEAR_STEP,), _linear_step, "reference", BOTH, False),
-    CppKernel("feature maps", (LINEAR, BAND), _hedgehog, "reference", BOTH),
+    CppKernel("feature maps", (LINEAR, BAND), _hedgehog, "reference", ALL),
     CppKernel("delta", (DELTA,), _delta, "reference", BOTH),
     CppKernel("block_sparse", (BLOCK_SPARSE,), _block_sparse, "reference", (torch.float64,)),
-    CppKernel("sliding windows", (BAND,), _window, "sdpa", BOTH),
+    CppKernel("sliding windows", (BAND,), _window, "sdpa", ALL),
     CppKernel("decoding with windows", (HYBRID_STEP,), _hybrid_step, "reference", BOTH, False),
     CppKernel("reformer", (LSH, PIVOTS), _lsh, "torch", (torch.float64,)),
 )
@@ -138,13 +139,22 @@ def unavailable(kernel: CppKernel) -> str:
     return next(filter(None, map(unavailable_reason, kernel.sources)), "")
 
 
-def _results(kernel: CppKernel, impl: str, dtype: torch.dtype) -> list[Tensor]:
-    """Return the output and, if the kernel has them, the gradients of q, k and v."""
+def _results(
+    kernel: CppKernel, impl: str, dtype: torch.dtype, wider: torch.dtype | None = None
+) -> list[Tensor]:
+    """Return the output and, if the kernel has them, the gradients of q, k and v.
+
+    Inputs are rounded to ``dtype``, and then widened to ``wider`` if it is given.
+    """
     generator = torch.Generator().manual_seed(0)
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(dtype).to(wider or dtype)
+
     shapes = (B, H, T, D), (B, HKV, T, D), (B, HKV, T, E)
-    leaves = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    gates = -torch.rand(B, HKV, T, generator=generator).to(dtype)
-    weights = torch.randn(B, H, T, E, generator=generator).to(dtype)
+    leaves = [rounded(torch.randn(shape, generator=generator)) for shape in shapes]
+    gates = -rounded(torch.rand(B, HKV, T, generator=generator))
+    weights = rounded(torch.randn(B, H, T, E, generator=generator))
     leaves = [x.requires_grad_(kernel.has_gradients) for x in leaves]
     q, k, v = leaves
     out = kernel.call(q, k, v, gates, impl)
@@ -156,7 +166,7 @@ def _results(kernel: CppKernel, impl: str, dtype: torch.dtype) -> list[Tensor]:
 def wrong_results(kernel: CppKernel) -> Iterator[str]:
     """Yield a message for each error in a kernel's results."""
     for dtype in kernel.dtypes:
-        expected = _results(kernel, kernel.expected, torch.float64)
+        expected = _results(kernel, kernel.expected, dtype, torch.float64)
         ours = _results(kernel, "cpp", dtype)
         names = ("out", "dq", "dk", "dv")[: len(ours)]
         for name, x, y in zip(names, ours, expected, strict=True):

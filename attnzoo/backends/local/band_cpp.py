@@ -34,7 +34,10 @@ TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
 INSTEAD = "impl='reference', or softmax_attention"  # for derivatives that the kernel lacks
 BAND = cpp.Source(
     Path(__file__).parent / "kernels" / "band.cpp",
-    ("band_forward_float", "band_forward_double", "band_backward_float", "band_backward_double"),
+    (
+        *("band_forward_float", "band_forward_double", "band_backward_float"),
+        *("band_backward_double", "band_uses_amx"),
+    ),
 )
 
 
@@ -84,6 +87,12 @@ def band_cpp_reasons(device: torch.device) -> list[str]:
 def _build_reasons() -> tuple[str, ...]:
     reason = cpp.unavailable_reason(BAND)
     return (reason,) if reason else ()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def uses_amx() -> bool:
+    """Return whether the kernel multiplies bfloat16 tensors on AMX tiles."""
+    return not _build_reasons() and bool(cpp.load(BAND).band_uses_amx())
 
 
 def band_attention_cpp(

@@ -726,6 +726,8 @@ class Worker : Tiles<Real>, Rows<Real> {
     }
 };
 
+extern "C" int band_uses_amx() { return Amx::is_available(); }
+
 // Return whether queries, keys and values are bfloat16, and the CPU multiplies such numbers on AMX.
 template <class Real>
 static bool uses_amx(const Task<Real>& t) {
