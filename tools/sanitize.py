@@ -1,8 +1,9 @@
 """Run the check of the C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
 
 ``python -m tools.sanitize``: once as compiled for this CPU and once without AVX-512, at the same
-time. The second one emulates AMX by plain loops. Exits with 1 and the report of the sanitizers if a kernel reads or writes outside of its
-memory, has undefined behaviour, or computes wrong results. GCC and its sanitizers are needed.
+time. The second one emulates AMX by plain loops. Exits with 1 and the report of the sanitizers if
+a kernel reads or writes outside of its memory, has undefined behaviour, or computes wrong results.
+GCC and its sanitizers are needed.
 """
 
 from __future__ import annotations

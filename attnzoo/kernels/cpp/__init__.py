@@ -35,7 +35,7 @@ class BuildError(RuntimeError):
 
 
 class Source(NamedTuple):
-    """A C++ file, which may include the headers in this folder, and the functions it exports."""
+    """A C++ file, which may include headers of this folder and its own, and what it exports."""
 
     path: Path
     functions: tuple[str, ...]
@@ -57,7 +57,8 @@ def load(source: Source) -> ctypes.CDLL:
 
 def _load(source: Source) -> ctypes.CDLL:
     headers = Path(__file__).parent
-    code = b"".join(x.read_bytes() for x in (source.path, *sorted(headers.glob("*.h"))))
+    included = (*sorted(headers.glob("*.h")), *sorted(source.path.parent.glob("*.h")))
+    code = b"".join(x.read_bytes() for x in (source.path, *included))
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     macros = _run(*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
     key = hashlib.sha256(code + repr((*FLAGS, macros)).encode()).hexdigest()[:16]

@@ -58,10 +58,13 @@ class Amx : Tiles<float> {
     // Configure the tiles of this thread in a scope; PyTorch's own configuration is restored.
     Amx() {
 #if HAS_AMX
+        keep_stores(&saved_);
         _tile_storeconfig(&saved_);
+        keep_stores(&saved_);
         alignas(64) Config config;
         config.palette = 1;
         for (int i = 0; i < 8; ++i) config.row_bytes[i] = 64, config.rows[i] = 16;
+        keep_stores(&config);
         _tile_loadconfig(&config);
 #endif
     }
@@ -179,6 +182,8 @@ class Amx : Tiles<float> {
 #if HAS_AMX
         const int64_t to = 4 * out_pitch;  // bytes
         float* below = out + 16 * out_pitch;
+        keep_stores(out);
+        for (const auto& part : products) keep_stores(part.a), keep_stores(part.b);
         if constexpr (ADD) {
             _tile_loadd(0, out, to);
             if constexpr (C > 1) _tile_loadd(1, out + 16, to);
@@ -224,6 +229,10 @@ class Amx : Tiles<float> {
     }
 
 #if HAS_AMX
+    // Finish earlier stores to an object first. GCC does not know which memory the intrinsics of
+    // tiles read, and removes stores that nothing else reads.
+    static void keep_stores(const void* object) { asm volatile("" ::"r"(object) : "memory"); }
+
     // Reorder the halves of a vector: 0, n, 1, n + 1, ...
     static Halves interleave(Halves x) {
         Halves order;

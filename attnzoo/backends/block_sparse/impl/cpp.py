@@ -1,6 +1,8 @@
 """Block-sparse attention in C++, for CPUs: ``impl="cpp"``.
 
-See ``kernels/block_sparse.cpp`` and ``attnzoo/kernels/cpp``.
+See ``kernels/block_sparse.cpp`` and ``attnzoo/kernels/cpp``. On CPUs with AMX the kernel
+reads and writes bfloat16 tensors, and rounds weights to bfloat16. Otherwise it reads copies in
+float32 or float64.
 Letters: B batch, H query heads, Hkv key heads, U = B Hkv units, G = H / Hkv, T queries, S keys,
 N = G T, D key size, E value size, M query blocks, K selected blocks, A heads with a selection of
 their own.
@@ -9,21 +11,23 @@ their own.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from attnzoo.backends.block_sparse.impl.gather import SparseTensors
+from attnzoo.backends.block_sparse.impl.gather import SparseTensors, row_products
 from attnzoo.backends.block_sparse.impl.options import SparseCall
 from attnzoo.backends.block_sparse.impl.selection import Candidates
 from attnzoo.kernels import cpp
-from attnzoo.kernels.memory import empty_huge_pages, pad_to_simd
+from attnzoo.kernels.memory import DTYPE_NUMBERS, empty_huge_pages, pad_to_simd
 
 PANEL = 32  # keys of a panel, as in the kernel
 COLUMNS = 16  # a multiple of these is computed at a time
 SCORE_NAMES = ("mean", "moments", "bounds", "indexer")  # numbered in the kernel
-TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
+WORDS = 32  # a multiple of these elements is computed at a time in bfloat16
+TYPE_NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16"}
 BLOCK_SPARSE = cpp.Source(
     Path(__file__).parents[1] / "kernels" / "block_sparse.cpp",
     (
@@ -31,6 +35,9 @@ BLOCK_SPARSE = cpp.Source(
         "sparse_forward_double",
         "sparse_backward_float",
         "sparse_backward_double",
+        "sparse_forward_bfloat16",
+        "sparse_backward_bfloat16",
+        "has_amx",
         "select_best",
     ),
 )
@@ -56,7 +63,8 @@ class _BestTask(ctypes.Structure):
     _fields_ = [
         *cpp.fields(
             ctypes.c_int64,
-            "threads units shared heads queries size blocks pitch kept units_per_range first score",
+            "threads units shared heads queries size blocks pitch kept units_per_range first score "
+            "q_type use_amx",
         ),
         ("scale", ctypes.c_double),
         *cpp.fields(ctypes.c_void_p, "q weights summary end begin stop out"),
@@ -83,7 +91,7 @@ def best_blocks(queries: Tensor, summary: Tensor, allowed: Candidates, call: Spa
     """Return the selected blocks, ``[B, A, M, K]``, sorted; scores are computed on the way.
 
     Args:
-        queries: ``[B, Hkv, A / Hkv, M, D]``, float32; of an indexer and with the weights of its
+        queries: ``[B, Hkv, A / Hkv, M, D]``; of an indexer and with the weights of its
             heads, ``[B, 1, I, M, P + 1]``.
         summary: ``[B, Hkv, N, Z]``, float32; of an indexer, ``[B, 1, N, P]``.
         allowed: Candidates of each query.
@@ -91,7 +99,7 @@ def best_blocks(queries: Tensor, summary: Tensor, allowed: Candidates, call: Spa
     """
     heads, weights = 1, queries.new_empty(0)
     if call.selection.score == "indexer":  # one selection
-        heads, weights = queries.shape[2], queries[..., -1].contiguous()
+        heads, weights = queries.shape[2], queries[..., -1].float().contiguous()
         queries = queries[..., :-1].flatten(2, 3)[:, :, None]
     batch, key_heads, shared, count, size = queries.shape
     count, blocks = count // heads, summary.shape[2]
@@ -119,6 +127,8 @@ def best_blocks(queries: Tensor, summary: Tensor, allowed: Candidates, call: Spa
         units_per_range=units if rows == batch else batch * units,
         first=allowed.first,
         score=SCORE_NAMES.index(call.selection.score),
+        q_type=DTYPE_NUMBERS[queries.dtype],
+        use_amx=int(call.k.dtype == torch.bfloat16 and has_amx()),
         scale=call.scale,
         q=queries.data_ptr(),
         weights=weights.data_ptr(),
@@ -138,11 +148,10 @@ class CppTensors:
     def __init__(self, x: SparseTensors) -> None:
         batch, _, length, _ = x.q.shape
         key_heads, keys = x.k.shape[1:3]
-        dtype = torch.promote_types(x.q.dtype, torch.float32)
-        self.x, self.type_name = x, TYPE_NAMES[dtype]
+        dtype = kernel_dtype(x.q, x.k, x.v)
+        self.x, self.dtype, self.type_name = x, dtype, TYPE_NAMES[dtype]
         self.q = _rows(x.q, dtype)
         self.k, self.v = (_rows(_align_left(y, x.lengths), dtype) for y in (x.k, x.v))
-        self.key_panels = _panels(self.k, batch * key_heads, keys)
         full = torch.tensor([keys, length]).expand(batch, 2)
         lengths = full[:, 0] if x.lengths is None else x.lengths
         counts = full[:, 1] if x.counts is None else x.counts
@@ -173,43 +182,69 @@ class CppTensors:
             selected=self.selected.data_ptr(),
         )
 
+    def panels(self, name: str) -> dict[str, Tensor]:
+        """Return keys or values in panels, by the name of their argument; not in bfloat16."""
+        if self.dtype == torch.bfloat16:
+            return {}
+        rows: Tensor = getattr(self, name)
+        return {f"{name}_panels": _panels(rows, self.task.units, self.task.keys)}
+
     def run(self, direction: str, **tensors: Tensor) -> None:
         """Call the kernel of a direction."""
-        given = {"q": self.q, "k": self.k, "v": self.v, "k_panels": self.key_panels, **tensors}
+        given = {"q": self.q, "k": self.k, "v": self.v, **self.panels("k"), **tensors}
         pointers = _Tensors(**{name: x.data_ptr() for name, x in given.items()})
         function = getattr(cpp.load(BLOCK_SPARSE), f"sparse_{direction}_{self.type_name}")
         function(ctypes.byref(self.task), ctypes.byref(pointers))
+
+
+def has_amx() -> bool:
+    """Return whether the kernel is available and multiplies bfloat16 matrices."""
+    return not cpp.unavailable_reason(BLOCK_SPARSE) and bool(cpp.load(BLOCK_SPARSE).has_amx())
+
+
+def kernel_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the dtype in which the kernel reads tensors: bfloat16 only on CPUs with AMX."""
+    if {x.dtype for x in tensors} == {torch.bfloat16} and has_amx():
+        return torch.bfloat16
+    return torch.promote_types(tensors[0].dtype, torch.float32)
+
+
+def padding_bytes(read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
+    """Return the bytes that the padding of bfloat16 rows takes: copies of what the kernel reads."""
+    rows = [(x.shape[:-1].numel(), x.shape[-1], -x.shape[-1] % WORDS) for x in (*read, *written)]
+    copies = sum(count * size for count, size, padding in rows[: len(read)] if padding)
+    paddings = sum(count * padding for count, _, padding in rows)
+    return (copies + paddings) * torch.bfloat16.itemsize
 
 
 def forward(x: SparseTensors) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, T, E]`` and the base-2 log-sum-exp, ``[B, H, T, 1]``."""
     tensors = CppTensors(x)
     out = empty_huge_pages(tensors.v, (len(tensors.q), tensors.v.shape[1]))
-    lse = empty_huge_pages(tensors.v, (len(tensors.q), 1))
+    lse_dtype = torch.promote_types(tensors.dtype, torch.float32)
+    lse = empty_huge_pages(tensors.v, (len(tensors.q), 1), lse_dtype)
     tensors.run("forward", out=out, lse=lse)
     shape = x.q.shape[:3]
     return out[:, : x.v.shape[3]].view(*shape, -1), lse.view(*shape, 1)
 
 
 def backward(
-    x: SparseTensors, d_out: Tensor, delta: Tensor, lse: Tensor
+    x: SparseTensors, d_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; see :func:`gather.backward`."""
     tensors = CppTensors(x)
-    d_rows = _rows(d_out, tensors.q.dtype)
-    dq, dk, dv = (empty_huge_pages(y, y.shape).zero_() for y in (tensors.q, tensors.k, tensors.v))
-    tensors.run(
-        "backward",
-        v_panels=_panels(tensors.v, tensors.task.units, x.v.shape[2]),
-        lse=lse.contiguous(),
-        d_out=d_rows,
-        delta=delta.contiguous(),
-        dq=dq,
-        dk=dk,
-        dv=dv,
-    )
+    given = {"lse": lse.contiguous(), "d_out": _rows(d_out, tensors.dtype)}
+    if tensors.dtype == torch.bfloat16:  # the kernel computes delta, and writes every gradient
+        given["out"] = _rows(out, tensors.dtype)
+    else:
+        given["delta"] = row_products(d_out, out, lse.dtype).contiguous()
+    names = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v}
+    rows = {name: empty_huge_pages(y, y.shape) for name, y in names.items()}
+    if tensors.dtype != torch.bfloat16:
+        rows = {name: y.zero_() for name, y in rows.items()}
+    tensors.run("backward", **tensors.panels("v"), **given, **rows)
     gradients = []
-    for gradient, like in ((dq, x.q), (dk, x.k), (dv, x.v)):
+    for gradient, like in zip(rows.values(), (x.q, x.k, x.v), strict=True):
         part = gradient[:, : like.shape[3]].view(like.shape)
         gradients.append(part if like is x.q else _align_right(part, x.lengths))
     return gradients[0], gradients[1], gradients[2]
@@ -217,7 +252,10 @@ def backward(
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``[B, H, T, D]`` as contiguous rows ``[B H T, D]`` padded to vectors."""
-    return pad_to_simd(x.to(dtype).contiguous().flatten(0, 2)).contiguous()
+    rows = x.to(dtype).contiguous().flatten(0, 2)
+    if dtype == torch.bfloat16 and rows.shape[1] % WORDS:
+        return torch.nn.functional.pad(rows, (0, -rows.shape[1] % WORDS))
+    return pad_to_simd(rows).contiguous()
 
 
 def _panels(rows: Tensor, units: int, keys: int) -> Tensor:

@@ -164,9 +164,8 @@ def block_sparse_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     x = SparseTensors(q, k, v, selected, lengths, counts, scale, SparseOptions.from_ints(options))
-    delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
     with autocast_disabled(q.device):
-        gradients = BACKWARD[impl](x, d_out, delta, lse)
+        gradients = BACKWARD[impl](x, d_out, out, lse)
     dq, dk, dv = (g.to(y.dtype) for g, y in zip(gradients, (q, k, v), strict=True))
     return dq, dk, dv
 
@@ -258,14 +257,19 @@ def _(
 
 @register_buffer_bytes(block_sparse_forward)
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    if cpp.kernel_dtype(q, k, v) == torch.bfloat16:
+        return cpp.padding_bytes([q, k, v], [out])
     dtype = torch.promote_types(q.dtype, torch.float32)
-    written = q.shape[:3].numel() * v.shape[3]  # in v's type only when the rows are freed
+    written = out.numel()  # in v's type only when the rows are freed
     converted = written * (dtype.itemsize - v.dtype.itemsize)
     return simd_bytes(dtype, q, k, k, v) + converted  # keys by row and by column
 
 
 @register_buffer_bytes(block_sparse_backward)
 def _(d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
+    if cpp.kernel_dtype(q, k, v) == torch.bfloat16:
+        return cpp.padding_bytes([d_out, out, q, k, v], [q, k, v])
     read = simd_bytes(lse.dtype, d_out, q, k, k, v, v)
     return read + (simd_bytes(lse.dtype, q, k, v) if q.dtype != lse.dtype else 0)
 

@@ -158,18 +158,24 @@ def forward(x: SparseTensors) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def row_products(d_out: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of gradient times output of each query, ``[B, H, T, 1]``."""
+    return (d_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
+
+
 def backward(
-    x: SparseTensors, d_out: Tensor, delta: Tensor, lse: Tensor
+    x: SparseTensors, d_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, in float32 or wider.
 
     Args:
         x: Inputs of the forward pass.
         d_out: Gradient of the output, ``[B, H, T, E]``.
-        delta: Sum of gradient times output of each query, ``[B, H, T, 1]``.
+        out: The output, ``[B, H, T, E]``.
         lse: Log-sum-exp of each query, ``[B, H, T, 1]``.
     """
     dq, dk, dv = (torch.zeros(y.shape, dtype=lse.dtype, device=y.device) for y in (x.q, x.k, x.v))
+    delta = row_products(d_out, out, lse.dtype)
     heads, key_heads, keys = x.selected.shape[1], x.k.shape[1], x.k.shape[2]
     groups = torch.arange(len(x.q) * key_heads, device=x.q.device) * keys
     for chunk in split_queries(x):

@@ -225,7 +225,7 @@ def select_blocks(call: SparseCall, best: Best | None = None) -> Tensor:
     if kept == 0:
         return for_key_heads(selected, call)
     if best is not None and call.selection.coverage is None and summary.dtype == torch.float32:
-        return for_key_heads(best(queries.to(summary.dtype), summary, allowed, call), call)
+        return for_key_heads(best(queries, summary, allowed, call), call)
     step = max(1, MAX_SCORES // max(1, batch * heads * blocks))
     for start in range(0, count, step):
         rows = slice(start, start + step)

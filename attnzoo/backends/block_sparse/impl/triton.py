@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attnzoo.backends.block_sparse.impl.gather import SparseTensors
+from attnzoo.backends.block_sparse.impl.gather import SparseTensors, row_products
 from attnzoo.backends.block_sparse.impl.options import (
     SelectionOptions,
     SparseCall,
@@ -129,10 +129,10 @@ def forward(x: SparseTensors) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    x: SparseTensors, d_out: Tensor, delta: Tensor, lse: Tensor
+    x: SparseTensors, d_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; see :func:`gather.backward`."""
-    return launcher(x).backward(d_out, delta, lse)
+    return launcher(x).backward(d_out, row_products(d_out, out, lse.dtype), lse)
 
 
 def launcher(x: SparseTensors) -> SparseLauncher:

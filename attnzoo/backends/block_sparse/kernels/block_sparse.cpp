@@ -5,7 +5,8 @@
 // several keys are in the lanes of one SIMD vector, so keys are passed in transposed too, in panels
 // of PANEL keys. Online softmax merges the blocks of a query. The reference that it subtracts from
 // scores changes only if a score exceeds it by HEADROOM, so that few sums are rescaled. The result
-// of a query does not depend on the other queries.
+// of a query does not depend on the other queries. For tensors of bfloat16 on CPUs with AMX, see
+// attend_amx.h.
 //
 // One call computes one unit: one key head and the query heads that share it. Scores are base 2.
 // Letters: U units, T queries of a head, G heads, N = G T, S keys, D key size, E value size, F heads
@@ -22,43 +23,18 @@
 #include <immintrin.h>
 #endif
 
+#include "amx.h"
+#include "attend_amx.h"
 #include "lanes.h"
+#include "pairs.h"
+#include "rows.h"
 #include "threads.h"
 #include "tiles.h"
 
-constexpr int PANEL = 32;              // keys of a panel; blocks divide it or are multiples of it
-constexpr int GROUP = 32;              // pairs of a query and a block that are processed together
-constexpr int64_t LEAST_TILE = 256, MOST_TILE = 4096;  // queries of a tile
-constexpr double MASKED_SCORE = -1e30;  // below every score
-constexpr double HEADROOM = 32;        // by which scores may exceed the reference
-constexpr int32_t NO_BLOCK = 1 << 30;  // as in impl/selection.py
-
-struct Task {
-    int64_t threads, units, groups, queries, keys, key_size, value_size;
-    int64_t key_heads;  // units per batch row
-    int64_t causal, window, num_sinks, block_size, query_block;
-    int64_t selections, query_blocks, selected_blocks;  // F, M, K
-    double scale;             // multiplies query-key products
-    const int64_t* lengths;   // [U / key_heads]: real keys, the first ones of a row
-    const int64_t* counts;    // [U / key_heads]: real queries, the last ones of a row
-    const int32_t* selected;  // [U, F, M, K]: sorted; NO_BLOCK after the last
-};
+constexpr int PANEL = 32;  // keys of a panel; blocks divide it or are multiples of it
 
 template <class Real>
-struct Tensors {
-    const Real *q, *k, *v;                // [U N, D], [U S, D], [U S, E]
-    const Real *k_panels, *v_panels;      // [U, S / PANEL, D or E, PANEL]; v_panels: backward only
-    Real *out, *lse;                      // [U N, E], [U N]; the backward pass reads only lse
-    const Real *d_out, *delta;            // [U N, E], [U N]
-    Real *dq, *dk, *dv;
-};
-
-struct Pair {
-    int32_t query, low, high;  // index of the query in the tile; keys low to high - 1 of the block
-};
-
-template <class Real>
-class Worker : Math<Real> {
+class Worker : PairLists, Math<Real> {
     using typename Math<Real>::Reals;
     using typename Math<Real>::Ints;
     using Math<Real>::LANES, Math<Real>::load, Math<Real>::store, Math<Real>::broadcast;
@@ -66,12 +42,10 @@ class Worker : Math<Real> {
 
   public:
     Worker(const Task& task, const Tensors<Real>& tensors, int64_t unit)
-        : t(task), x(tensors), unit_(unit), n_(task.lengths[unit / task.key_heads]),
-          count_(task.counts[unit / task.key_heads]), size_((int)task.block_size),
-          lanes_((size_ + LANES - 1) / LANES * LANES), panels_((task.keys + PANEL - 1) / PANEL),
-          tile_(queries_per_tile(task)), p_(GROUP * lanes_), dp_(GROUP * lanes_),
+        : PairLists(task, unit, false), x(tensors), lanes_((size_ + LANES - 1) / LANES * LANES),
+          panels_((task.keys + PANEL - 1) / PANEL), p_(GROUP * lanes_), dp_(GROUP * lanes_),
           unused_(std::max(t.key_size, t.value_size) + PANEL), sums_(tile_ * LANES), max_(tile_),
-          starts_(task.keys / task.block_size + 3), k_rows_(lanes_), v_rows_(lanes_) {
+          k_rows_(lanes_), v_rows_(lanes_) {
         for (int i = 0; i < LANES; ++i) lane_index_[i] = i;
     }
 
@@ -81,6 +55,7 @@ class Worker : Math<Real> {
             std::fill(max_.begin(), max_.begin() + queries, Real(MASKED_SCORE));
             std::fill(x.out + row * t.value_size, x.out + (row + queries) * t.value_size, Real(0));
             for_each_group(
+                [&](int64_t block) { point_to_keys(block); },
                 [&](int64_t block, const Pair* pairs, int count) {
                     attend(row, block, pairs, count);
                 },
@@ -96,6 +71,7 @@ class Worker : Math<Real> {
     void backward() {
         for_each_tile([this](int64_t row, int, int64_t) {
             for_each_group(
+                [&](int64_t block) { point_to_keys(block); },
                 [&](int64_t block, const Pair* pairs, int count) {
                     attend_backward(row, block, pairs, count);
                 },
@@ -108,111 +84,15 @@ class Worker : Math<Real> {
     }
 
   private:
-    const Task& t;
     const Tensors<Real>& x;
-    const int64_t unit_, n_, count_;  // real keys and queries of the row
-    const int size_, lanes_;          // keys of a block; the same rounded up to vectors
-    const int64_t panels_, tile_;
+    const int lanes_;                 // keys of a block, rounded up to vectors
+    const int64_t panels_;
     std::vector<Real> p_, dp_;        // [GROUP, lanes_]
     std::vector<Real> unused_;        // in place of queries beyond the last
     std::vector<Real> sums_;          // [tile_, LANES]: running sum of each query, per lane
     std::vector<Real> max_;           // [tile_]: reference of each query
-    std::vector<Pair> pairs_, sorted_;
-    std::vector<int32_t> blocks_;     // of pairs_
-    std::vector<int64_t> starts_;     // first pair of each block, in sorted_
     std::vector<const Real*> k_rows_, v_rows_;
     Ints lane_index_;
-
-    // -- tiles and pairs -----------------------------------------------------------------------
-
-    // Return the number of queries of a tile, so that a block has more than GROUP pairs on average.
-    static int64_t queries_per_tile(const Task& t) {
-        const int64_t blocks = t.keys / t.block_size + 1;
-        const int64_t enough = 2 * GROUP * blocks / (t.selected_blocks + 1);
-        int64_t queries = LEAST_TILE;
-        while (queries < std::min({enough, t.queries, MOST_TILE})) queries *= 2;
-        return queries;
-    }
-
-    template <class Work>
-    void for_each_tile(Work work) {
-        for (int64_t group = 0; group < t.groups; ++group)
-            for (int64_t i = 0; i < t.queries; i += tile_) {
-                const int queries = (int)std::min(tile_, t.queries - i);
-                sort_pairs(group, i, queries);
-                work(unit_ * t.groups * t.queries + group * t.queries + i, queries, group);
-            }
-    }
-
-    void add_pairs(int query, int64_t from, int64_t to) {
-        for (int64_t block = from / size_; from < to; ++block) {
-            const int64_t stop = std::min(to, (block + 1) * size_);
-            const int64_t base = block * size_;
-            pairs_.push_back({query, (int32_t)(from - base), (int32_t)(stop - base)});
-            blocks_.push_back((int32_t)block);
-            from = stop;
-        }
-    }
-
-    // Sort the pairs of queries first to first + queries - 1 of a head by block.
-    void sort_pairs(int64_t group, int64_t first, int queries) {
-        pairs_.clear(), blocks_.clear();
-        const int64_t start = n_ - t.queries;  // position of query 0; negative with padding
-        const int64_t query_block = t.query_block;
-        const auto floor_div = [](int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); };
-        const int64_t first_block = floor_div(start, query_block);
-        const int64_t selection = t.selections == 1 ? 0 : group;
-        const int32_t* selected = t.selected + (unit_ * t.selections + selection) *
-                                                   t.query_blocks * t.selected_blocks;
-        for (int i = 0; i < queries; ++i) {
-            const int64_t position = start + first + i;
-            if (position < n_ - count_) continue;
-            const int64_t block = floor_div(position, query_block), leader = block * query_block;
-            int64_t low = std::max<int64_t>(leader - t.window + t.causal, 0) / size_ * size_;
-            int64_t high = position + 1;
-            if (!t.causal) {
-                high = leader + query_block + t.window;
-                high = std::min((high + size_ - 1) / size_ * size_, n_);
-            }
-            const int32_t* own = selected + (block - first_block) * t.selected_blocks;
-            const int64_t sinks = std::min(t.num_sinks, n_);
-            add_pairs(i, 0, std::min(sinks, low));
-            add_pairs(i, low, high);
-            if (!t.causal && sinks > high) add_pairs(i, high, sinks);
-            for (int64_t j = 0; j < t.selected_blocks && own[j] != NO_BLOCK; ++j) {
-                const int64_t from = own[j] * (int64_t)size_;
-                add_pairs(i, std::max(from, t.num_sinks), std::min(from + size_, n_));
-            }
-        }
-        std::fill(starts_.begin(), starts_.end(), 0);
-        for (int32_t block : blocks_) ++starts_[block + 2];
-        for (size_t j = 2; j < starts_.size(); ++j) starts_[j] += starts_[j - 1];
-        sorted_.resize(pairs_.size());
-        for (size_t j = 0; j < pairs_.size(); ++j) sorted_[starts_[blocks_[j] + 1]++] = pairs_[j];
-    }
-
-    // Call work(block, pairs, count) for up to GROUP pairs of a block at a time, after prefetch(pair)
-    // for each of the pairs.
-    template <class Work, class Prefetch>
-    void for_each_group(Work work, Prefetch prefetch) {
-        int64_t prefetched = 0;
-        for (int64_t block = 0; block + 2 < (int64_t)starts_.size(); ++block) {
-            if (starts_[block] == starts_[block + 1]) continue;
-            point_to_keys(block);
-            for (int64_t j = starts_[block]; j < starts_[block + 1]; j += GROUP) {
-                const int count = (int)std::min<int64_t>(GROUP, starts_[block + 1] - j);
-                const int64_t end = std::min<int64_t>(j + count + GROUP, sorted_.size());
-                for (; prefetched < end; ++prefetched) prefetch(sorted_[prefetched]);
-                work(block, &sorted_[j], count);
-            }
-        }
-    }
-
-    // Prefetch a row into the L2 cache. Always inlined, because GCC 12 treats a function that only
-    // prefetches as one without side effects, and removes its calls.
-    static inline __attribute__((always_inline)) void prefetch_row(const Real* row, int64_t size) {
-        for (int64_t i = 0; i < size; i += 64 / sizeof(Real)) __builtin_prefetch(row + i, 0, 2);
-    }
 
     void point_to_keys(int64_t block) {
         for (int i = 0; i < lanes_; ++i) {
@@ -304,7 +184,7 @@ class Worker : Math<Real> {
                 }
                 above |= score > limit;
             }
-            if (any(above)) {
+            if (any_lane<Real>(above)) {
                 raise_reference(pairs[r].query, p, rescale[r]);
                 rescaled = true;
             }
@@ -325,17 +205,6 @@ class Worker : Math<Real> {
         for (int r = 0; r < count; r += SUM_ROWS)
             add_weighted_rows(out + r, rescaled ? rescale + r : nullptr, &p_[r * lanes_], lanes_, 1,
                               v_rows_.data(), {0, size_}, t.value_size);
-    }
-
-    static bool any(Ints x) {
-#if defined(__AVX512F__)
-        return _mm512_test_epi64_mask((__m512i)x, (__m512i)x) != 0;
-#else
-        int64_t parts[sizeof(Ints) / 8], sum = 0;
-        std::memcpy(parts, &x, sizeof x);
-        for (int64_t part : parts) sum |= part;
-        return sum != 0;
-#endif
     }
 
     // Raise the reference of a query to its largest score, and rescale its sum.
@@ -419,6 +288,25 @@ static void run(const Task& task, const Tensors<Real>& tensors, Pass pass) {
 EXPORT(float)
 EXPORT(double)
 
+template <class Pass>
+static void run_amx(const Task& task, const Tensors<float>& words, bool is_backward, Pass pass) {
+    in_threads(task.units, task.threads, [&](int64_t unit) {
+        const Amx amx;
+        AmxWorker worker(task, words, unit, is_backward);
+        (worker.*pass)();
+    });
+}
+
+extern "C" void sparse_forward_bfloat16(const Task* task, const Tensors<float>* words) {
+    run_amx(*task, *words, false, &AmxWorker::forward);
+}
+
+extern "C" void sparse_backward_bfloat16(const Task* task, const Tensors<float>* words) {
+    run_amx(*task, *words, true, &AmxWorker::backward);
+}
+
+extern "C" int64_t has_amx() { return Amx::is_available(); }
+
 // -- selection ---------------------------------------------------------------------------------
 
 // How a block is scored, as in impl/selection.py.
@@ -432,8 +320,10 @@ struct BestTask {
     int64_t units_per_range;         // selections that have the same candidates
     int64_t first;                   // candidates are blocks from first on
     int64_t score;
+    int64_t q_type;            // a value of Type
+    int64_t use_amx;           // 1: scores are products of bfloat16 numbers, two per factor
     double scale;              // multiplies query-key products
-    const float* q;            // [units, I, M, D]
+    const char* q;             // [units, I, M, D]
     const float* weights;      // [units, I, M], of the heads of an indexer
     const float* summary;      // [units / shared, Z, pitch]: a column per block
     const int64_t* end;        // [.., M]: candidates are blocks below end
@@ -442,18 +332,59 @@ struct BestTask {
     int32_t* out;              // [units, M, kept]: sorted; NO_BLOCK after the last
 };
 
+// Summaries as sums of two numbers of bfloat16, whose relative error is 2^-17.
+class SummaryWords : Tiles<float> {
+    std::vector<float> words_;
+    const int64_t size_;  // words of the first or second numbers of the summaries of a unit
+
+  public:
+    explicit SummaryWords(const BestTask& t, int64_t depth)
+        : size_((depth + 31) / 32 * 16 * t.pitch) {
+        if (!t.use_amx) return;
+        const int64_t count = t.units / t.shared;
+        words_.resize(2 * count * size_);
+        in_threads(count, t.threads, [&](int64_t i) {
+            const float* columns = t.summary + i * depth * t.pitch;
+            float* out = words_.data() + 2 * i * size_;
+            for (int64_t z = 0; z < depth; z += 2, columns += 2 * t.pitch, out += t.pitch)
+                for (int64_t j = 0; j < t.pitch; j += LANES) {
+                    const Reals first = load(columns + j);
+                    const Reals second = z + 1 < depth ? load(columns + t.pitch + j) : Reals{};
+                    store(out + j, Amx::pairs(first, second));
+                    store(out + size_ + j, Amx::pairs(first - rounded(first),
+                                                      second - rounded(second)));
+                }
+        });
+    }
+
+    // Return the first numbers, or the rest, [Z / 2, pitch] in pairs; Z is a multiple of 32.
+    const float* of(int64_t unit, int rest) const {
+        return words_.data() + (2 * unit + rest) * size_;
+    }
+
+    // x rounded to bfloat16.
+    static Reals rounded(Reals x) { return (Reals)((Ints)Amx::pairs(x, x) & (int)0xffff0000); }
+};
+
 // Processes QUERIES queries at a time, so that their scores stay in the cache.
 class Selector : Tiles<float> {
     static constexpr int GROUPS = 32;  // groups of sort keys in drop_low
+    static constexpr int MOST_RANKS = 64;  // of select_few, whose time grows with their square
 
   public:
     static constexpr int QUERIES = 32;
 
-    explicit Selector(const BestTask& task)
-        : t(task), is_indexer_(task.score == INDEXER),
-          depth_(task.score == MEAN || is_indexer_ ? task.size : 2 * task.size),
-          buffer_(QUERIES * (depth_ + (1 + is_indexer_) * task.pitch) + 64),
-          features_(buffer_.take(QUERIES * depth_)), scores_(buffer_.take(QUERIES * task.pitch)),
+    static int64_t depth(const BestTask& task) {
+        return task.score == MEAN || task.score == INDEXER ? task.size : 2 * task.size;
+    }
+
+    Selector(const BestTask& task, const SummaryWords& words)
+        : t(task), words_(words), is_indexer_(task.score == INDEXER), depth_(depth(task)),
+          padded_((depth_ + 31) / 32 * 32),
+          buffer_(QUERIES * (2 * padded_ + (1 + is_indexer_) * task.pitch) + 64),
+          features_(buffer_.take(QUERIES * padded_)),
+          feature_words_(buffer_.take(QUERIES * padded_)),
+          scores_(buffer_.take(QUERIES * task.pitch)),
           products_(is_indexer_ ? buffer_.take(QUERIES * task.pitch) : scores_),
           keys_(task.blocks + 2 * GROUPS),
           ids_(keys_), kept_keys_(keys_), kept_ids_(keys_) {}
@@ -471,9 +402,8 @@ class Selector : Tiles<float> {
         for (int64_t head = 0; head < t.heads; ++head) {
             const int64_t first = (unit * t.heads + head) * t.queries;
             for (int64_t i = from; i < to; ++i)
-                add_features(t.q + (first + i) * t.size, features_ + (i - from) * depth_);
-            product(products_, t.pitch, (to - from + 15) / 16 * 16, features_, depth_, 1,
-                    t.summary + unit / t.shared * depth_ * t.pitch, t.pitch, width, depth_);
+                add_features(first + i, features_ + (i - from) * padded_);
+            multiply(unit / t.shared, (to - from + 15) / 16 * 16, width);
             for (int64_t i = from; is_indexer_ && i < to; ++i)
                 add_products((i - from) * t.pitch, width, t.weights[first + i], head == 0);
         }
@@ -484,13 +414,38 @@ class Selector : Tiles<float> {
 
   private:
     // Write the vector whose product with a summary is the score of a block.
-    void add_features(const float* q, float* features) const {
+    void add_features(int64_t row, float* features) const {
         const float factor = float(0.5 * t.scale);
+        const char* q = t.q + row * t.size * Tensor{nullptr, t.q_type, {}}.bytes();
+        Rows<float>::load_row(q, t.q_type, t.size, t.size, 1, features);
         for (int64_t d = 0; d < t.size; ++d) {
-            features[d] = t.score == BOUNDS ? std::max(q[d], 0.f) : q[d];
-            if (t.score == MOMENTS) features[t.size + d] = q[d] * q[d] * factor;
-            if (t.score == BOUNDS) features[t.size + d] = std::min(q[d], 0.f);
+            const float x = features[d];
+            if (t.score == BOUNDS) features[d] = std::max(x, 0.f);
+            if (t.score == MOMENTS) features[t.size + d] = x * x * factor;
+            if (t.score == BOUNDS) features[t.size + d] = std::min(x, 0.f);
         }
+    }
+
+    // Multiply features with the first `width` summaries of a key head.
+    void multiply(int64_t unit, int64_t rows, int64_t width) {
+        if (!t.use_amx) {
+            product(products_, t.pitch, rows, features_, padded_, 1,
+                    t.summary + unit * depth_ * t.pitch, t.pitch, width, depth_);
+            return;
+        }
+        const int64_t half = padded_ / 2;
+        float* rest = feature_words_ + QUERIES * half;
+        Amx::round_row(features_, rows * padded_, feature_words_);
+        for (int64_t i = 0; i < rows * padded_; i += LANES) {
+            const Reals x = load(features_ + i);
+            store(features_ + i, x - SummaryWords::rounded(x));
+        }
+        Amx::round_row(features_, rows * padded_, rest);
+        const float *summaries = words_.of(unit, 0), *summary_rest = words_.of(unit, 1);
+        Amx::add_products<false, 3>(products_, t.pitch, rows, width,
+                                    {{feature_words_, half, summaries, t.pitch, padded_},
+                                     {feature_words_, half, summary_rest, t.pitch, padded_},
+                                     {rest, half, summaries, t.pitch, padded_}});
     }
 
     // Add the contribution of a head of the indexer to the scores of a query.
@@ -503,11 +458,12 @@ class Selector : Tiles<float> {
     }
 
     void select(const float* scores, int64_t range, int32_t* out) {
-        int n = 0;
         const int64_t stop = std::min(t.stop[range], t.blocks);
-        n = add(scores, t.first, std::min(t.end[range], stop), n);
-        n = add(scores, std::max(t.first, t.begin[range]), stop, n);
-        int found = 0;
+        const Candidates candidates[] = {{t.first, std::min(t.end[range], stop)},
+                                         {std::max(t.first, t.begin[range]), stop}};
+        if (select_few(scores, candidates, out)) return;
+        int n = 0, found = 0;
+        for (const auto& [from, to] : candidates) n = add(scores, from, to, n);
         if (n <= t.kept) {
             for (; found < n; ++found) out[found] = ids_[found];
         } else {
@@ -520,17 +476,25 @@ class Selector : Tiles<float> {
                 found += kept_keys_[j] > limit || (tie && ties > 0);
                 ties -= tie;
             }
-            guess(n, limit);
+            guess(limit, std::max(limit, *std::max_element(kept_keys_.begin(),
+                                                           kept_keys_.begin() + n)));
         }
         for (; found < t.kept; ++found) out[found] = NO_BLOCK;
     }
 
+    struct Candidates {
+        int64_t from, to;  // blocks from `from` to `to` - 1
+    };
+
     const BestTask& t;
+    const SummaryWords& words_;
     const bool is_indexer_;
-    const int64_t depth_;  // Z
+    const int64_t depth_, padded_;  // Z, and Z rounded up to a multiple of 32
     Buffer<float> buffer_;
     int32_t guess_ = INT32_MAX;        // bound that about t.kept sort keys reach
-    float *features_, *scores_;        // [QUERIES, Z], [QUERIES, pitch]
+    float *features_;                  // [QUERIES, Z]
+    float *feature_words_;             // [2, QUERIES, Z / 2]: features as sums of two numbers
+    float *scores_;                    // [QUERIES, pitch]
     float* products_;                  // of a head of the indexer, [QUERIES, pitch]
     // Sort keys, which are integers in the order of the scores, and their blocks
     std::vector<int32_t> keys_, ids_, kept_keys_, kept_ids_;
@@ -558,6 +522,108 @@ class Selector : Tiles<float> {
         return n;
     }
 
+    // Select among the candidates that reach a bound, the guess or that of least_bound; false if
+    // they are too few or many.
+    bool select_few(const float* scores, const Candidates (&candidates)[2], int32_t* out) {
+#if defined(__AVX512F__)
+        int n = copy_reached(scores, candidates, guess_);
+        if ((n < t.kept || n > MOST_RANKS) && t.kept <= GROUPS)
+            n = copy_reached(scores, candidates, least_bound(scores, candidates));
+        if (n < t.kept || n > MOST_RANKS) return false;
+        const __m512i kept = _mm512_set1_epi32((int)t.kept);
+        int32_t least = INT32_MAX, most = INT32_MIN;
+        for (int i = 0; i < n; i += 16) {
+            const __mmask16 best = _mm512_mask_cmplt_epi32_mask(
+                first_lanes(n - i), ranks(kept_keys_.data(), n, i), kept);
+            const __m512i keys = _mm512_loadu_si512(&kept_keys_[i]);
+            const __m512i ids = _mm512_loadu_si512(&kept_ids_[i]);
+            const int count = __builtin_popcount(best);
+            _mm512_mask_storeu_epi32(out, first_lanes(count),
+                                     _mm512_maskz_compress_epi32(best, ids));
+            out += count;
+            least = std::min(least, _mm512_mask_reduce_min_epi32(best, keys));
+            most = std::max(most, _mm512_mask_reduce_max_epi32(best, keys));
+        }
+        guess(least, most);
+        return true;
+#else
+        (void)scores, (void)candidates, (void)out;
+        return false;
+#endif
+    }
+
+#if defined(__AVX512F__)
+    static __mmask16 first_lanes(int64_t count) {
+        return count < 16 ? (1u << count) - 1 : 0xffffu;
+    }
+
+    // Call each(j, keys, valid) for the sort keys of 16 candidates from j on at a time.
+    template <class Each>
+    static void for_each_key(const float* scores, const Candidates (&candidates)[2], Each each) {
+        for (const auto& [from, to] : candidates)
+            for (int64_t j = from; j < to; j += 16) {
+                const __mmask16 valid = first_lanes(to - j);
+                const __m512 zero = _mm512_setzero_ps();  // added to negative zeros
+                const __m512i bits = _mm512_castps_si512(
+                    _mm512_add_ps(_mm512_maskz_loadu_ps(valid, scores + j), zero));
+                const __m512i magnitude = _mm512_and_si512(_mm512_srai_epi32(bits, 31),
+                                                           _mm512_set1_epi32(0x7fffffff));
+                each(j, _mm512_xor_si512(bits, magnitude), valid);
+            }
+    }
+
+    // Copy the sort keys of candidates that reach a bound, and return their number.
+    int copy_reached(const float* scores, const Candidates (&candidates)[2], int32_t bound) {
+        int n = 0;
+        const __m512i lanes = (__m512i)lane_numbers(0), least = _mm512_set1_epi32(bound);
+        int32_t *reached_keys = kept_keys_.data(), *reached_ids = kept_ids_.data();
+        for_each_key(scores, candidates, [&](int64_t j, __m512i keys, __mmask16 valid) {
+            const __mmask16 reach = _mm512_mask_cmpge_epi32_mask(valid, keys, least);
+            const __m512i ids = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)j));
+            _mm512_storeu_si512(reached_keys + n, _mm512_maskz_compress_epi32(reach, keys));
+            _mm512_storeu_si512(reached_ids + n, _mm512_maskz_compress_epi32(reach, ids));
+            n += __builtin_popcount(reach);
+        });
+        return n;
+    }
+
+    // Return a bound that at least t.kept candidates reach: the t.kept-th largest of the maxima of
+    // GROUPS groups.
+    int32_t least_bound(const float* scores, const Candidates (&candidates)[2]) const {
+        __m512i even = _mm512_set1_epi32(INT32_MIN), odd = even;
+        for_each_key(scores, candidates, [&](int64_t, __m512i keys, __mmask16 valid) {
+            const __m512i larger = _mm512_mask_max_epi32(even, valid, even, keys);
+            even = odd, odd = larger;
+        });
+        int32_t maxima[GROUPS];
+        _mm512_storeu_si512(maxima, even), _mm512_storeu_si512(maxima + 16, odd);
+        const __m512i last = _mm512_set1_epi32((int)t.kept - 1);
+        const __mmask16 low = _mm512_cmpeq_epi32_mask(ranks(maxima, GROUPS, 0), last);
+        const __mmask16 high = _mm512_cmpeq_epi32_mask(ranks(maxima, GROUPS, 16), last);
+        return maxima[low ? __builtin_ctz(low) : 16 + __builtin_ctz(high)];
+    }
+
+    // Return the ranks of 16 of n sort keys from `first` on: the number of larger ones, and of
+    // earlier ones that are equal.
+    static __m512i ranks(const int32_t* keys, int n, int first) {
+        const __m512i own = _mm512_loadu_si512(keys + first), one = _mm512_set1_epi32(1);
+        __m512i rank = _mm512_setzero_si512();
+        int j = 0;
+        for (; j < first; ++j) {
+            const __mmask16 before = _mm512_cmpge_epi32_mask(_mm512_set1_epi32(keys[j]), own);
+            rank = _mm512_mask_add_epi32(rank, before, rank, one);
+        }
+        for (; j < n; ++j) {
+            const __m512i other = _mm512_set1_epi32(keys[j]);
+            const __mmask16 later = j < first + 16 ? 0xfffeu << (j - first) : 0;
+            const __mmask16 before = _mm512_cmpgt_epi32_mask(other, own) |
+                                     _mm512_mask_cmpeq_epi32_mask(later, other, own);
+            rank = _mm512_mask_add_epi32(rank, before, rank, one);
+        }
+        return rank;
+    }
+#endif
+
     // Copy those of n sort keys that reach a bound, at least t.kept, and return their number. The
     // bound is a guess from the previous query. If too few reach it, the bound is the t.kept-th
     // largest of the maxima of GROUPS groups, or all are copied if t.kept exceeds GROUPS.
@@ -573,10 +639,8 @@ class Selector : Tiles<float> {
     }
 
     // Set the bound for the next query a little below the smallest selected sort key.
-    void guess(int n, int32_t limit) {
-        int32_t most = limit;
-        for (int i = 0; i < n; ++i) most = std::max(most, kept_keys_[i]);
-        const float least = score_of(limit), below = least - 0.25f * (score_of(most) - least);
+    void guess(int32_t smallest, int32_t largest) {
+        const float least = score_of(smallest), below = least - 0.25f * (score_of(largest) - least);
         guess_ = std::isfinite(below) ? key_of(below) : INT32_MAX;
     }
 
@@ -646,11 +710,17 @@ class Selector : Tiles<float> {
 extern "C" void select_best(const BestTask* task) {
     const int64_t part_size = 16 * Selector::QUERIES, m = task->queries;
     const int64_t parts = (m + part_size - 1) / part_size;
-    in_threads(task->units * parts, task->threads, [&](int64_t part) {
+    const SummaryWords words(*task, Selector::depth(*task));
+    const auto select_part = [&](int64_t part) {
         const FlushDenormals flush;
-        Selector selector(*task);
+        Selector selector(*task, words);
         const int64_t first = part % parts * part_size, last = std::min(first + part_size, m);
         for (int64_t i = first; i < last; i += Selector::QUERIES)
             selector.run(part / parts, i, std::min(i + Selector::QUERIES, last));
+    };
+    in_threads(task->units * parts, task->threads, [&](int64_t part) {
+        if (!task->use_amx) return select_part(part);
+        const Amx amx;
+        select_part(part);
     });
 }

@@ -144,15 +144,15 @@ class Worker : Tiles<Real>, Rows<Real> {
     const int64_t row_, head_, piece_, size_, width_;
     const int64_t ring_;                           // rows of the ring buffers, an even number
     const int64_t k_pitch_, v_pitch_;              // of rows of keys and values
-    AlignedVector<Real> k_ring_, v_ring_;            // key i of the phase in row i % ring_
+    AlignedVector<Real> k_ring_, v_ring_;          // key i of the phase in row i % ring_
     std::conditional_t<AMX, BandProducts<KEY_TILE>, NoProducts> amx_;
-    AlignedVector<Real> k_global_, v_global_;        // of the global keys
-    AlignedVector<Real> q_, d_out_;                  // of the block, [rows, BLOCK]: a column per query;
+    AlignedVector<Real> k_global_, v_global_;      // of the global keys
+    AlignedVector<Real> q_, d_out_;                // of the block, [rows, BLOCK]: a column per query;
                                                    // q times scale and log2(e)
-    AlignedVector<Real> q_rows_, d_out_rows_;        // of the block, a row per query, as in q_
-    AlignedVector<Real> p_, dp_;                     // of a tile, [KEY_TILE, BLOCK]
-    AlignedVector<Real> sums_;                       // [BLOCK, D or E]: output or dq of the block
-    AlignedVector<Real> unused_;                     // gradients of rows beyond the last key
+    AlignedVector<Real> q_rows_, d_out_rows_;      // of the block, a row per query, as in q_
+    AlignedVector<Real> p_, dp_;                   // of a tile, [KEY_TILE, BLOCK]
+    AlignedVector<Real> sums_;                     // [BLOCK, D or E]: output or dq of the block
+    AlignedVector<Real> unused_;                   // gradients of rows beyond the last key
     const Reals score_scale_;
     std::vector<int64_t> segment_start_, segment_end_;  // [S]
     std::vector<int> number_;                      // per key of the block: keys before it in band_

@@ -20,7 +20,7 @@ class BandProducts : Tiles<float> {
 
     // A ring buffer of keys or values, and the pairs of its rows.
     struct Ring {
-        const int64_t size;              // D or E
+        const int64_t size;                // D or E
         const AlignedVector<float>& rows;  // [ring + 16, size / 2]: the last ones are not used
         AlignedVector<float> pairs;        // [ring / 2, size]
 
