@@ -147,7 +147,7 @@ class Worker : Tiles<Real>, Rows<Real> {
     AlignedVector<Real> k_ring_, v_ring_;          // key i of the phase in row i % ring_
     std::conditional_t<AMX, BandProducts<KEY_TILE>, NoProducts> amx_;
     AlignedVector<Real> k_global_, v_global_;      // of the global keys
-    AlignedVector<Real> q_, d_out_;                // of the block, [rows, BLOCK]: a column per query;
+    AlignedVector<Real> q_, d_out_;                // of the block, [rows, BLOCK]: columns of queries;
                                                    // q times scale and log2(e)
     AlignedVector<Real> q_rows_, d_out_rows_;      // of the block, a row per query, as in q_
     AlignedVector<Real> p_, dp_;                   // of a tile, [KEY_TILE, BLOCK]
@@ -353,8 +353,8 @@ class Worker : Tiles<Real>, Rows<Real> {
     template <class Work>
     void for_each_tile(Work work) {
         for (const KeyList<Real>* keys : {&globals_, &band_})
-            for (int start = AMX ? keys->low[0] / 2 * 2 : keys->low[0]; start < keys->high[BLOCK - 1];
-                 start += KEY_TILE)
+            for (int start = AMX ? keys->low[0] / 2 * 2 : keys->low[0];
+                 start < keys->high[BLOCK - 1]; start += KEY_TILE)
                 work(*keys, start, std::min(KEY_TILE, keys->high[BLOCK - 1] - start));
     }
 
@@ -490,8 +490,8 @@ class Worker : Tiles<Real>, Rows<Real> {
         else return exp2(x);
     }
 
-    // With AMX, round weights to bfloat16: their sum is that of the weights that multiply values, so
-    // that outputs are exact if all values are equal, and gradients of scores cancel.
+    // With AMX, round weights to bfloat16: their sum is that of the weights that multiply values,
+    // so that outputs are exact if all values are equal, and gradients of scores cancel.
     static Reals round_weight(Reals weight) {
         if constexpr (AMX) return (Reals)(((Ints)weight + 0x8000) & (int)0xffff0000);
         else return weight;
@@ -684,7 +684,8 @@ class Worker : Tiles<Real>, Rows<Real> {
     }
 
     // Set the weights of LANES queries to 0 for all keys of the tile outside of a range.
-    static void clear_others(const Range& range, int lane, int width, AlignedVector<Real>& weights) {
+    static void clear_others(const Range& range, int lane, int width,
+                             AlignedVector<Real>& weights) {
         const int rows = AMX ? (width + 31) / 32 * 32 : width + SUM_ROWS;
         for (int w = 0; w < range.begin; ++w) store(&weights[w * BLOCK + lane], Reals{});
         for (int w = range.end; w < rows; ++w) store(&weights[w * BLOCK + lane], Reals{});

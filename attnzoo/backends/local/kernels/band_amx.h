@@ -1,7 +1,7 @@
 // Products of a block of queries with a tile of keys on AMX, for bfloat16 queries, keys and values.
 //
-// Rows of queries, keys and values are rows of words, see amx.h. Weights and gradients of scores are
-// rounded to bfloat16 before they are multiplied. In these buffers D and E are rounded up to
+// Rows of queries, keys and values are rows of words, see amx.h. Weights and gradients of scores
+// are rounded to bfloat16 before they are multiplied. In these buffers D and E are rounded up to
 // multiples of 32.
 
 #pragma once
@@ -29,7 +29,7 @@ class BandProducts : Tiles<float> {
     };
 
     const Amx amx_;
-    AlignedVector<float> q_, d_out_;               // [D / 2, BLOCK], [E / 2, BLOCK]: transposed rows
+    AlignedVector<float> q_, d_out_;               // [D / 2, BLOCK], [E / 2, BLOCK]: transposed
     AlignedVector<float> q_pairs_, d_out_pairs_;   // [BLOCK / 2, D], [BLOCK / 2, E]
     AlignedVector<float> gathered_, row_pairs_;    // [KEY_TILE, D or E / 2], [KEY_TILE / 2, D or E]
     AlignedVector<float> weight_pairs_, weights_;  // [KEY_TILE / 2, BLOCK]; its transpose
@@ -98,8 +98,8 @@ class BandProducts : Tiles<float> {
         multiply(rows, count, v, d_out_, out);
     }
 
-    // out[c][:] = sum over keys w of weights[w][c] rows[w][:], for `columns` columns, plus out[c][:]
-    // if `add`. `ring` is k or v. Up to the next multiple of 32 keys, weights are 0.
+    // out[c][:] = sum over keys w of weights[w][c] rows[w][:], for `columns` columns, plus
+    // out[c][:] if `add`. `ring` is k or v. Up to the next multiple of 32 keys, weights are 0.
     void sum_rows(const float* weights, const float* const* rows, int count, const Ring& ring,
                   int64_t columns, bool add, float* out) {
         const int keys = (int)pad(count);
@@ -110,9 +110,9 @@ class BandProducts : Tiles<float> {
                       Amx::pairs(load(x + c), load(x + BLOCK + c)));
         }
         transpose(weight_pairs_.data(), BLOCK, keys / 2, BLOCK, weights_.data(), KEY_TILE / 2);
-        (add ? Amx::product<true> : Amx::product<false>)(
-            out, columns, BLOCK, weights_.data(), KEY_TILE / 2, pairs(rows, count, ring), ring.size,
-            columns, keys);
+        const auto product = add ? Amx::product<true> : Amx::product<false>;
+        product(out, columns, BLOCK, weights_.data(), KEY_TILE / 2, pairs(rows, count, ring),
+                ring.size, columns, keys);
     }
 
     // Return rows [w][:] = sum over queries c of weights[w][c] x[c][:], `columns` apart, with the
@@ -170,8 +170,8 @@ class BandProducts : Tiles<float> {
         const int tall = (count + 15) / 16 * 16;
         for (int w = 0; w < count; ++w)
             Amx::round_row(weights + w * BLOCK, BLOCK, &weights_[w * BLOCK / 2]);
-        Amx::product(product_.data(), columns, tall, weights_.data(), BLOCK / 2, pairs.data(), pitch,
-                     columns, BLOCK);
+        Amx::product(product_.data(), columns, tall, weights_.data(), BLOCK / 2, pairs.data(),
+                     pitch, columns, BLOCK);
         return product_.data();
     }
 };
