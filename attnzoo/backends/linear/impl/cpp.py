@@ -2,7 +2,8 @@
 
 The forward pass keeps the state before every 512th token for the backward pass, which computes the
 states in between again. Tensors are read and written in their own dtypes; sums have the dtype of
-the state.
+the state. On CPUs with AMX, products of bfloat16 tensors take features and scores rounded to
+bfloat16, unless decays differ between key channels.
 
 Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size, N rows of a map's
 matrix, F features.

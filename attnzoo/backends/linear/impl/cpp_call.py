@@ -17,7 +17,7 @@ from attnzoo.backends.linear.impl.common import log_decay_per_token
 from attnzoo.kernels import cpp
 from attnzoo.kernels.memory import Rows, rows_of, with_contiguous_rows
 
-KERNEL_CHUNK = 16  # the largest chunk; CHUNK of linear.cpp
+KERNEL_CHUNK = 16  # the largest chunk, except on AMX tiles; CHUNK of linear.cpp
 SPAN = 512  # tokens between the states that the forward pass keeps; SPAN of linear.cpp
 TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
 LINEAR = cpp.Source(

@@ -15,7 +15,7 @@
 //          spans (backward); the data of a chunk fits in the L1 and L2 caches
 // reads    tensors of any floating type in place, with stride 1 in the last dimension
 // writes   out, the state after the last token, and for the backward pass one state per SPAN tokens
-// limits   chunk at most CHUNK
+// limits   chunk at most CHUNK; linear_amx.h has larger chunks for bfloat16 on CPUs with AMX
 // oracle   linear_attention(impl="reference"), float64 included
 //
 // Letters: B batch, H key heads, G query heads per key head, T tokens, D features, E value size,
@@ -29,63 +29,28 @@
 #include <vector>
 
 #include "feature_maps.h"
-#include "rows.h"
+#include "linear_amx.h"
+#include "linear_chunk.h"
 #include "threads.h"
-#include "tiles.h"
-
-constexpr int CHUNK = 16;   // tokens
-constexpr int SPAN = 512;   // tokens between the states that the forward pass stores
-constexpr double LOWEST_LOG_DECAY = -1e4;  // its exponential is 0; sums of -infinity would be NaN
-
-static int64_t pad(int64_t size) { return (size + 15) / 16 * 16; }
 
 template <class Real>
-struct Task {
-    int64_t threads, batch, heads, groups, tokens, key_size, value_size;
-    int64_t given_size;             // size of queries and keys before the feature map
-    int64_t normalize;              // whether outputs are divided by the totals
-    int64_t chunk;                  // tokens, at most CHUNK
-    int64_t decays;                 // per token: 0, 1 or D
-    double scale, eps;              // factor of queries; added to sums of weights
-    Tensor q, k, v, log_decay, out;
-    const Real *kv, *z;             // [B, H, D, E], [B, H, D]: the state before the first token
-    Real *last_kv, *last_z;         // the state after the last token
-    Real* kept;                     // [B, H, T / SPAN, D, E + 1]: states (kv, then z), or null
-    Real* sums;                     // [B, H G, T]: sums of weights, or 1 / denominators if
-                                    // normalised; or null
-    const int64_t* ids;             // segment ids, [B, T], or null
-    const uint8_t* key_mask;        // [B, T]: false where key features are set to 0; or null
-    MapTask<Real> q_map, k_map;
+class LinearAttention : protected TokenChunk<Real, CHUNK> {
+  public:
+    struct Memory {};  // of a call; not needed, see AmxAttention
 
-    int64_t spans() const { return (tokens + SPAN - 1) / SPAN; }
-
-    // Return the index of a query in a contiguous [B, H G, T].
-    int64_t query(int64_t row, int64_t head, int64_t token) const {
-        return (row * heads * groups + head) * tokens + token;
-    }
-
-    // Return the stored state before a span.
-    Real* kept_state(int64_t row, int64_t head, int64_t span) const {
-        return kept + ((row * heads + head) * spans() + span) * key_size * (value_size + 1);
-    }
-};
-
-template <class Real>
-class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
   protected:
+    using Base = TokenChunk<Real, CHUNK>;
     using typename Tiles<Real>::Reals;
     using typename Tiles<Real>::Ints;
     using Tiles<Real>::LANES, Tiles<Real>::load, Tiles<Real>::store, Tiles<Real>::broadcast;
     using Tiles<Real>::multiply, Tiles<Real>::for_columns, Tiles<Real>::product;
     using Tiles<Real>::transpose, Tiles<Real>::lane_numbers, Tiles<Real>::exp;
     using Tiles<Real>::scale_row, Tiles<Real>::add_lanes, Tiles<Real>::add_lanes_of_rows;
-    using Rows<Real>::load_row, Rows<Real>::store_row;
+    using Base::t, Base::row_, Base::head_, Base::group_, Base::groups_, Base::column_;
+    using Base::columns_, Base::is_token_, Base::is_key_, Base::start_, Base::count_;
+    using Base::load_rows;
     static constexpr int WIDE = CHUNK / LANES;  // vectors per row of CHUNK tokens
 
-    const Task<Real>& t;
-    const int64_t row_, head_;
-    const int64_t group_, groups_;    // the first query head, and how many
-    const int64_t column_, columns_;  // the first column of values, and how many
     const int64_t size_, width_;      // D and P, rounded up
     const int64_t rows_, keys_;       // rows of queries, G CHUNK; elements of a chunk's keys
     FeatureMap<Real> k_map_;
@@ -94,12 +59,7 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
     Buffer<Real> buffer_;
 
     // The chunk; rows after its last token are zero.
-    bool is_token_[CHUNK], is_key_[CHUNK];
     Real *given_k_, *given_q_, *y_k_, *y_q_;  // x and y of the feature maps, see feature_maps.h
-    int64_t start_ = 0;
-    int next_ = CHUNK;      // distance to the chunk that is computed next, in tokens
-    int count_ = 0;         // tokens
-    bool first_ = false;    // whether the chunk begins a packed segment
     Real *k_, *v_, *q_;     // [CHUNK, D], [CHUNK, P], [G CHUNK, D]: keys, values, scaled queries
     Real *k_written_, *q_read_;       // keys decayed to the chunk's end, queries from its start
     Real *k_columns_;                 // [D, CHUNK]: transposed keys
@@ -111,8 +71,8 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
 
     LinearAttention(const Task<Real>& task, int64_t row, int64_t head, int64_t group,
                     int64_t groups, int64_t column, int64_t columns)
-        : t(task), row_(row), head_(head), group_(group), groups_(groups), column_(column),
-          columns_(columns), size_(pad(t.key_size)), width_(pad(columns)), rows_(groups * CHUNK),
+        : Base(task, row, head, group, groups, column, columns, task.chunk),
+          size_(pad(t.key_size)), width_(pad(columns)), rows_(groups * CHUNK),
           keys_(CHUNK * size_), k_map_(task.k_map, head, task.given_size),
           given_(k_map_.is_identity() ? 0 : CHUNK * pad(task.given_size)),
           buffer_((given_ ? (1 + groups) * (given_ + keys_) : 0) + keys_ * (3 + groups) + CHUNK * width_ + rows_ * (CHUNK + 1) + CHUNK * CHUNK +
@@ -130,31 +90,9 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
             q_maps_.emplace_back(task.q_map, head * task.groups + group + g, task.given_size);
     }
 
-    // Return the number of tokens of the chunk that begins at `start`.
-    int count_tokens(int64_t start) const {
-        const int64_t end = std::min(t.tokens, (start / SPAN + 1) * SPAN);
-        int count = (int)std::min(t.chunk, end - start);
-        const int64_t* ids = t.ids ? t.ids + row_ * t.tokens + start : nullptr;
-        for (int c = 1; ids && c < count; ++c)
-            if (ids[c] != ids[0]) count = c;
-        return count;
-    }
-
-    // Begin the chunk that begins at `start`.
-    void begin(int64_t start) {
-        start_ = start;
-        count_ = count_tokens(start);
-        const int64_t* ids = t.ids ? t.ids + row_ * t.tokens + start : nullptr;
-        first_ = ids && start && ids[0] != ids[-1];
-        for (int i = 0; i < CHUNK; ++i) {
-            is_token_[i] = i < count_;
-            is_key_[i] = i < count_ && (!t.key_mask || t.key_mask[row_ * t.tokens + start + i]);
-        }
-    }
-
     // Begin a chunk, and load its keys, values and decays.
     void load_keys(int64_t start) {
-        begin(start);
+        this->begin(start);
         if (given_) {
             load_rows(t.k, head_, 0, t.given_size, given_ / CHUNK, Real(1), given_k_);
             k_map_.features(given_k_, is_key_, y_k_, k_);
@@ -173,48 +111,11 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
         if (t.decays > 1) decay_channels();
     }
 
-    // Load the chunk's rows of a tensor, and prefetch those of the chunk that is computed next.
-    void load_rows(const Tensor& tensor, int64_t head, int64_t column, int64_t size,
-                   int64_t padded, Real factor, Real* out) const {
-        for (int i = 0; i < count_; ++i, out += padded)
-            load_row(tensor.at(row_, head, start_ + i, column), tensor.type, size, padded, factor,
-                     out);
-        if (count_ < CHUNK) std::fill_n(out, (CHUNK - count_) * padded, Real(0));
-        const int64_t next = start_ + next_;
-        for (int64_t i = next; i < next + count_; ++i)
-            if (i >= 0 && i < t.tokens) tensor.prefetch(row_, head, i, column, size);
-    }
-
-    void store_rows(const Real* rows, int64_t size, int64_t padded, const Tensor& tensor,
-                    int64_t head, int64_t column) const {
-        for (int i = 0; i < count_; ++i)
-            store_row(rows + i * padded, size, tensor.at(row_, head, start_ + i, column),
-                      tensor.type);
-    }
-
     // -- decays -----------------------------------------------------------------------------------
 
-    // Compute the decays of a chunk with one decay per token, and decay the keys. Differences of
-    // sums are exact in float64.
+    // Compute the decays of a chunk with one decay per token, and decay the keys.
     void decay_tokens() {
-        Real logs[CHUNK * CHUNK];
-        double sums[CHUNK], sum = 0;
-        load_rows(t.log_decay, head_, 0, 1, 1, Real(1), logs);
-        for (int i = 0; i < CHUNK; ++i)
-            sums[i] = sum += logs[i] < LOWEST_LOG_DECAY ? LOWEST_LOG_DECAY : (double)logs[i];
-        for (int i = 0; i < CHUNK; ++i) {
-            before_[i] = Real(sums[i]);
-            after_[i] = Real(sum - sums[i]);
-            for (int j = 0; j < CHUNK; ++j) logs[i * CHUNK + j] = Real(sums[i] - sums[j]);
-        }
-        for (int w = 0; w < CHUNK; w += LANES) {
-            store(before_ + w, exp(load(before_ + w)));
-            store(after_ + w, exp(load(after_ + w)));
-            for (int i = 0; i < CHUNK; ++i) {
-                const Reals pairs = exp(load(logs + i * CHUNK + w));
-                store(pairs_ + i * CHUNK + w, lane_numbers(w) <= i ? pairs : Reals{});
-            }
-        }
+        this->multiply_decays(before_, after_, pairs_);
         std::fill_n(total_, size_, before_[CHUNK - 1]);
         for (int i = 0; i < CHUNK; ++i)
             scale_row(k_ + i * size_, after_[i], size_, k_written_ + i * size_);
@@ -327,14 +228,12 @@ class LinearAttention : protected Tiles<Real>, protected Rows<Real> {
             store(after + d, sum);
         }
     }
-
-    int64_t index() const { return row_ * t.heads + head_; }
 };
 
 // -- the forward pass -----------------------------------------------------------------------------
 
 template <class Real>
-class LinearForward : LinearAttention<Real> {
+class LinearForward : public LinearAttention<Real> {
     using Base = LinearAttention<Real>;
     using typename Base::Reals;
     using Base::LANES, Base::load, Base::store, Base::multiply, Base::for_columns;
@@ -347,8 +246,8 @@ class LinearForward : LinearAttention<Real> {
     Real *kv_, *z_, *out_;  // [D, P], [D]: the state before the chunk; [G CHUNK, P]
 
   public:
-    LinearForward(const Task<Real>& task, int64_t row, int64_t head, int64_t group, int64_t groups,
-                  int64_t column, int64_t columns)
+    LinearForward(typename Base::Memory&, const Task<Real>& task, int64_t row, int64_t head,
+                  int64_t group, int64_t groups, int64_t column, int64_t columns)
         : Base(task, row, head, group, groups, column, columns),
           buffer_(size_ * (width_ + 1) + rows_ * width_), kv_(buffer_.take(size_ * width_)),
           z_(buffer_.take(size_)), out_(buffer_.take(rows_ * width_)) {}
@@ -465,27 +364,6 @@ class LinearForward : LinearAttention<Real> {
 
 // -- the backward pass ----------------------------------------------------------------------------
 
-// Gradients that are not needed are null.
-template <class Real>
-struct Gradients {
-    Tensor d_out, dq, dk, dv, d_log_decay;
-    const Real* d_totals;             // [B, H G, T], or null
-    const Real *d_last_kv, *d_last_z; // of the state after the last token
-    Real *d_kv, *d_z;                 // of the state before the first token; both or neither
-};
-
-// Which gradients are computed.
-struct Needed {
-    bool q, k, v, decay;  // of queries and keys before or after the feature map, or of its weights
-    bool state;           // of the state before a chunk, because gradients of earlier tokens need it
-
-    template <class Real>
-    Needed(const Task<Real>& t, const Gradients<Real>& out)
-        : q(out.dq.data || t.q_map.d_weight || t.q_map.d_bias),
-          k(out.dk.data || t.k_map.d_weight || t.k_map.d_bias), v(out.dv.data),
-          decay(t.decays && out.d_log_decay.data), state(k || v || decay || out.d_kv) {}
-};
-
 // Computes the states of a span again, then processes its chunks in reverse. States are transposed,
 // [E, D]. With do the gradient of a numerator, and y that of a denominator:
 //     dA_ij = do_i v_j + y_i,     dq_i = do_i S^T + y_i z + sum over j <= i of dA_ij L_ij k_j,
@@ -495,7 +373,7 @@ struct Needed {
 // the scores of later queries with earlier keys. The gradient of the log decay is the sum of these
 // values times their gradients; no term is subtracted.
 template <class Real>
-class LinearBackward : LinearAttention<Real> {
+class LinearBackward : public LinearAttention<Real> {
     using Base = LinearAttention<Real>;
     using typename Base::Reals;
     using typename Base::Ints;
@@ -532,7 +410,8 @@ class LinearBackward : LinearAttention<Real> {
     Real* d_given_;                            // of queries or keys before the feature map
 
   public:
-    LinearBackward(const Task<Real>& task, const Gradients<Real>& out, int64_t row, int64_t head)
+    LinearBackward(typename Base::Memory&, const Task<Real>& task, const Gradients<Real>& out,
+                   int64_t row, int64_t head)
         : Base(task, row, head, 0, task.groups, 0, task.value_size), out_(out),
           needed_(task, out), reads_(needed_.q || needed_.decay),
           d_state_(size_, width_),
@@ -957,7 +836,7 @@ static Task<Real> select_channels(const Task<Real>& t, int64_t first, int64_t co
 
 // Compute the states before the tokens `cuts`, except the first and the last of these tokens, in
 // parallel over key channels, or over columns of the values if channels depend on each other.
-template <class Real>
+template <class Forward, class Real>
 static void compute_states(const Task<Real>& t, const std::vector<int64_t>& cuts, Real* states) {
     const int64_t heads = t.batch * t.heads, matrix = t.key_size * t.value_size;
     const int64_t step = matrix + t.key_size, cut_states = (int64_t)cuts.size() - 2;
@@ -965,6 +844,7 @@ static void compute_states(const Task<Real>& t, const std::vector<int64_t>& cuts
     const int64_t size = by_channels ? t.key_size : t.value_size;
     const int64_t panels = std::min(pad(size) / 16, (t.threads + heads - 1) / heads);
     const int64_t panel = pad((size + panels - 1) / panels);
+    typename Forward::Memory memory;
     in_threads(heads * panels, t.threads, [&](int64_t i) {
         const FlushDenormals flush;
         const int64_t head = i / panels, first = i % panels * panel;
@@ -973,8 +853,8 @@ static void compute_states(const Task<Real>& t, const std::vector<int64_t>& cuts
         const int64_t channel = by_channels ? first : 0, column = by_channels ? 0 : first;
         const Task<Real> part = by_channels ? select_channels(t, first, count) : t;
         Real* kv = states + head * cut_states * step;
-        LinearForward<Real>(part, head / t.heads, head % t.heads, 0, 1, column,
-                            by_channels ? t.value_size : count)
+        Forward(memory, part, head / t.heads, head % t.heads, 0, 1, column,
+                by_channels ? t.value_size : count)
             .compute_states(cuts, t.kv + head * matrix + channel * t.value_size,
                             t.z + head * t.key_size + channel, kv + channel * t.value_size,
                             kv + matrix + channel, step);
@@ -984,7 +864,7 @@ static void compute_states(const Task<Real>& t, const std::vector<int64_t>& cuts
 // With more threads than key heads, the tokens are divided into parts, after the states before the
 // parts are computed. Few tokens are not divided; the pieces of work are then query heads and
 // columns of the values. Results do not depend on the number of threads.
-template <class Real>
+template <class Forward, class Real>
 static void forward(const Task<Real>& t) {
     const int64_t heads = t.batch * t.heads;
     if (heads == 0) return;
@@ -999,7 +879,8 @@ static void forward(const Task<Real>& t) {
     for (int64_t p = 0; p <= parts; ++p)
         cuts.push_back(std::min(t.tokens, p * t.spans() / parts * SPAN));
     std::vector<Real> states(heads * (parts - 1) * state_size);  // before parts 1 to parts - 1
-    if (parts > 1) compute_states(t, cuts, states.data());
+    if (parts > 1) compute_states<Forward>(t, cuts, states.data());
+    typename Forward::Memory memory;
     in_threads(heads * parts * groups * panels, t.threads, [&](int64_t i) {
         const FlushDenormals flush;
         const int64_t head = i / panels / groups / parts, part = i / panels / groups % parts;
@@ -1008,9 +889,9 @@ static void forward(const Task<Real>& t) {
         if (column >= t.value_size) return;
         const Real* state =
             part ? states.data() + (head * (parts - 1) + part - 1) * state_size : nullptr;
-        LinearForward<Real>(t, head / t.heads, head % t.heads, first,
-                            (group + 1) * t.groups / groups - first, column,
-                            std::min(panel, t.value_size - column))
+        Forward(memory, t, head / t.heads, head % t.heads, first,
+                (group + 1) * t.groups / groups - first, column,
+                std::min(panel, t.value_size - column))
             .run(cuts[part], cuts[part + 1], state);
     });
 }
@@ -1019,7 +900,7 @@ static void forward(const Task<Real>& t) {
 // piece first propagates the gradient of the state back through all later tokens, with the same
 // operations as the pieces that contain them, so results do not depend on the number of threads.
 // Earlier parts have more later tokens, so they are shorter.
-template <class Real>
+template <class Backward, class Real>
 static void backward(const Task<Real>& t, const Gradients<Real>& out) {
     const int64_t heads = t.batch * t.heads;
     if (heads == 0) return;
@@ -1038,20 +919,25 @@ static void backward(const Task<Real>& t, const Gradients<Real>& out) {
         sum += sizes[p];
         ends[p + 1] = std::llround(t.spans() * sum / total);
     }
+    typename Backward::Memory memory;
     in_threads(heads * parts, t.threads, [&](int64_t i) {
         const FlushDenormals flush;
         const int64_t head = i / parts, part = i % parts;
         if (part && ends[part] == ends[part + 1]) return;
-        LinearBackward<Real>(t, out, head / t.heads, head % t.heads)
-            .run(ends[part], ends[part + 1]);
+        Backward(memory, t, out, head / t.heads, head % t.heads).run(ends[part], ends[part + 1]);
     });
 }
 
-extern "C" void linear_forward_float(const Task<float>* task) { forward(*task); }
-extern "C" void linear_forward_double(const Task<double>* task) { forward(*task); }
+extern "C" void linear_forward_float(const Task<float>* task) {
+    uses_amx(*task) ? forward<AmxForward>(*task) : forward<LinearForward<float>>(*task);
+}
+extern "C" void linear_forward_double(const Task<double>* task) {
+    forward<LinearForward<double>>(*task);
+}
 extern "C" void linear_backward_float(const Task<float>* task, const Gradients<float>* out) {
-    backward(*task, *out);
+    uses_amx(*task) ? backward<AmxBackward>(*task, *out)
+                    : backward<LinearBackward<float>>(*task, *out);
 }
 extern "C" void linear_backward_double(const Task<double>* task, const Gradients<double>* out) {
-    backward(*task, *out);
+    backward<LinearBackward<double>>(*task, *out);
 }
