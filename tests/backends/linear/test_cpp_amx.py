@@ -31,7 +31,8 @@ CASES = {
     "default": {},
     "not normalised": {"normalize": False},
     "one token": {"tokens": 1},
-    "two tokens": {"tokens": 2},
+    "two tokens": {"tokens": 2},  # and one: too few for AMX
+    "33 tokens": {"tokens": 33},
     "two spans": {"tokens": 700},
     "identity": {"feature_map": "identity"},
     "identity, not normalised": {"feature_map": "identity", "normalize": False},

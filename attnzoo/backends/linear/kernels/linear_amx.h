@@ -28,10 +28,11 @@
 
 constexpr int AMX_CHUNK = 64;
 
-// Whether AMX computes a task.
+// Whether AMX computes a task. With half a chunk of tokens or less, it takes longer.
 static bool uses_amx(const Task<float>& t) {
     const bool narrow = t.q.type == BFLOAT16 && t.k.type == BFLOAT16 && t.v.type == BFLOAT16;
-    return narrow && t.decays <= 1 && t.chunk >= CHUNK && Amx::is_available();
+    const bool supported = t.decays <= 1 && t.chunk >= CHUNK && t.tokens > AMX_CHUNK / 2;
+    return narrow && supported && Amx::is_available();
 }
 
 // Blocks of memory that one thread at a time takes, filled with zeros.
