@@ -3,11 +3,14 @@
 import ctypes
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from attnzoo.kernels import cpp
+from attnzoo.masks import AttentionMask
+from attnzoo.ops import flash_attention, linear_attention
 
 # x [M, K] and y [K, N] are floats; their product is computed from rounded numbers
 SOURCE = """
@@ -86,3 +89,24 @@ def test_pairs_of_rows_are_rounded_as_by_torch(library):
     call(library.pairs, y, words, 32, 4)
     found = words.view(torch.bfloat16).view(2, 32, 2).transpose(1, 2).reshape(4, 32)
     torch.testing.assert_close(found, y.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_products_of_pytorch_are_right_beside_the_kernels():
+    """PyTorch configures the tiles of a thread for its own products."""
+    if not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this CPU has no AMX")
+    a, b = torch.randn(300, 512).bfloat16(), torch.randn(512, 200).bfloat16()
+    x = torch.randn(3, 1, 2, 100, 64).bfloat16().unbind()
+    product, mask = a @ b, AttentionMask(causal=True)
+
+    def run(_):
+        outs = []
+        for attend in (flash_attention, linear_attention):
+            outs.append(attend(*x, mask=mask, impl="cpp").out)
+            assert torch.equal(a @ b, product)
+        return outs
+
+    expected = run(0)
+    with ThreadPoolExecutor(3) as threads:
+        for outs in threads.map(run, range(12)):
+            assert all(map(torch.equal, outs, expected))

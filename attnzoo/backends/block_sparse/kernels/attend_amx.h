@@ -43,18 +43,10 @@ class AmxWorker : PairLists, Tiles<float> {
             row_ = row;
             std::fill_n(max_, queries, float(MASKED_SCORE));
             std::fill_n(sums_, queries * pitch_, 0.f);
-            for_each_near_group(first, queries,
-                                [&](int64_t key, int size, const Pair* pairs, int count) {
-                                    load_keys(key, size, 0, size);
-                                    attend_finite(pairs, count);
-                                });
-            for_each_group(
-                [&](int64_t block) { load_keys(block * size_, size_, 0, size_); },
-                [&](int64_t, const Pair* pairs, int count) { attend_finite(pairs, count); },
-                [&](const Pair& pair) __attribute__((always_inline)) {
-                    prefetch_row(x.q + (row + pair.query) * d_ / 2, d_ / 2);
-                    prefetch_row(sums_ + pair.query * pitch_, pitch_);
-                });
+            attend_all(first, queries, [&](const Pair& pair) __attribute__((always_inline)) {
+                prefetch_row(x.q + (row + pair.query) * d_ / 2, d_ / 2);
+                prefetch_row(sums_ + pair.query * pitch_, pitch_);
+            });
             finish(queries);
         });
     }
@@ -64,19 +56,11 @@ class AmxWorker : PairLists, Tiles<float> {
             row_ = row;
             for (int i = 0; i < queries; ++i) delta_[i] = dot_words(x.d_out, x.out, row + i);
             std::fill_n(sums_, queries * d_, 0.f);
-            for_each_near_group(first, queries,
-                                [&](int64_t key, int size, const Pair* pairs, int count) {
-                                    load_keys(key, size, 0, size);
-                                    attend_finite(pairs, count);
-                                });
-            for_each_group(
-                [&](int64_t block) { load_keys(block * size_, size_, 0, size_); },
-                [&](int64_t, const Pair* pairs, int count) { attend_finite(pairs, count); },
-                [&](const Pair& pair) __attribute__((always_inline)) {
-                    prefetch_row(x.q + (row + pair.query) * d_ / 2, d_ / 2);
-                    prefetch_row(x.d_out + (row + pair.query) * e_ / 2, e_ / 2);
-                    prefetch_row(sums_ + pair.query * d_, d_);
-                });
+            attend_all(first, queries, [&](const Pair& pair) __attribute__((always_inline)) {
+                prefetch_row(x.q + (row + pair.query) * d_ / 2, d_ / 2);
+                prefetch_row(x.d_out + (row + pair.query) * e_ / 2, e_ / 2);
+                prefetch_row(sums_ + pair.query * d_, d_);
+            });
             Amx::round_row(sums_, queries * d_, x.dq + row * d_ / 2);
         });
         Amx::round_row(dk_, t.keys * d_, x.dk + unit_ * t.keys * d_ / 2);
@@ -185,6 +169,19 @@ class AmxWorker : PairLists, Tiles<float> {
     }
 
     // -- forward and backward --------------------------------------------------------------------
+
+    // Attend to the keys of all pairs of the tile, after prefetch(pair) for each selected pair.
+    template <class Prefetch>
+    void attend_all(int64_t first, int queries, Prefetch prefetch) {
+        for_each_near_group(first, queries,
+                            [&](int64_t key, int size, const Pair* pairs, int count) {
+                                load_keys(key, size, 0, size);
+                                attend_finite(pairs, count);
+                            });
+        for_each_group(
+            [&](int64_t block) { load_keys(block * size_, size_, 0, size_); },
+            [&](int64_t, const Pair* pairs, int count) { attend_finite(pairs, count); }, prefetch);
+    }
 
     static Ints attended(const Pair& pair, int lane) {
         const Ints key = lane_numbers(lane);
