@@ -107,6 +107,17 @@ class Amx : Tiles<float> {
         }
     }
 
+    // Round a row of floats, whose size is a multiple of 16, and append zeros up to a multiple of 32
+    // numbers, the depth of a product.
+    static void round_padded_row(const float* x, int64_t size, float* words) {
+        const int64_t whole = size / 32 * 32;
+        round_row(x, whole, words);
+        if (whole == size) return;
+        float last[32] = {};
+        std::memcpy(last, x + whole, sizeof(float) * (size - whole));
+        round_row(last, 32, words + whole / 2);
+    }
+
     // Pairs of two rows of words: [size / 2] twice -> [size].
     static void pair_words(const float* first, const float* second, int64_t size, float* words) {
         for (int64_t i = 0; i < size / 2; i += LANES) {

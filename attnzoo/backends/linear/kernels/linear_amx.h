@@ -167,7 +167,7 @@ class AmxAttention : protected TokenChunk<float, AMX_CHUNK> {
             this->load_block(x, head, 0, t.given_size, given_, 1, i, i + BLOCK_ROWS, given);
             map.features(given, valid + i, out.y + kept * size_, f);
             for (int r = 0; r < BLOCK_ROWS; ++r, f += size_) {
-                round_row(f, size_, out.words + (row + r) * out.pitch);
+                Amx::round_padded_row(f, size_, out.words + (row + r) * out.pitch);
                 if (out.decayed)
                     round_scaled(f, decays[i + r], out.decayed + (row + r) * out.pitch);
             }
@@ -210,17 +210,6 @@ class AmxAttention : protected TokenChunk<float, AMX_CHUNK> {
             for (int64_t w = whole; w < padded / 2; w += LANES) store(words + w, load(rest + w));
             if (count) std::memcpy(words + whole, (const float*)from + whole, 2 * count);
         }
-    }
-
-    // Round a row of floats to words; the size is a multiple of 16. The words are padded with zeros
-    // to a multiple of 32 numbers.
-    static void round_row(const float* x, int64_t size, float* words) {
-        const int64_t whole = size / 32 * 32;
-        Amx::round_row(x, whole, words);
-        if (whole == size) return;
-        float last[32] = {};
-        std::copy_n(x + whole, size - whole, last);
-        Amx::round_row(last, 32, words + whole / 2);
     }
 
     // Multiply a row of features, and round it.
@@ -755,7 +744,7 @@ class AmxBackward : public AmxAttention {
     // Begin the gradients of values with those of later tokens.
     void differentiate_written_values() {
         for (int64_t e = 0; e < width_; ++e)
-            round_row(d_state_.kv + e * depth_, depth_, high_ + e * depth_ / 2);
+            Amx::round_padded_row(d_state_.kv + e * depth_, depth_, high_ + e * depth_ / 2);
         Tile::transpose(high_, depth_ / 2, width_, depth_ / 2, state_columns_, width_);
         Amx::product(dv_, width_, tokens_, written_, depth_ / 2, state_columns_, width_,
                      values_, depth_);

@@ -78,15 +78,8 @@ class BandProducts : Tiles<float> {
 
     // Prepare BLOCK rows of gradients of outputs, `pitch` floats apart, a multiple of 16.
     void set_output_gradients(const float* rows, int64_t pitch) {
-        for (int c = 0; c < BLOCK; ++c) {
-            float last[32] = {}, *words = &gathered_[c * v.size / 2];
-            const float* row = rows + c * pitch;
-            const int64_t whole = pitch / 32 * 32;
-            Amx::round_row(row, whole, words);
-            if (whole == pitch) continue;
-            std::copy(row + whole, row + pitch, last);
-            Amx::round_row(last, 32, words + whole / 2);
-        }
+        for (int c = 0; c < BLOCK; ++c)
+            Amx::round_padded_row(rows + c * pitch, pitch, &gathered_[c * v.size / 2]);
         set(gathered_.data(), v.size, d_out_, d_out_pairs_);
     }
 
