@@ -7,6 +7,7 @@ import time
 from typing import Annotated
 
 import typer
+from safetensors import SafetensorError
 
 from attnzoo import __version__
 from attnzoo.commands import (
@@ -75,13 +76,16 @@ SECONDS_BEFORE_EXIT = 3.0
 def main() -> None:
     """Run the command line; a user error is one message and exit code 2, without a traceback.
 
-    Of the processes that torchrun starts on one machine, the first prints the message.
+    So is a file that cannot be read or written, such as damaged weights or a full disk. Of the
+    processes that torchrun starts on one machine, the first prints the message.
     """
     try:
         app(prog_name="attnzoo")
-    except AttnzooError as error:
+    except (AttnzooError, OSError, SafetensorError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            terminal.print_error(str(error))
+            of_weights = isinstance(error, SafetensorError)  # it does not name the file
+            what = "A safetensors file cannot be read or written: " if of_weights else ""
+            terminal.print_error(what + str(error))
         else:
             time.sleep(SECONDS_BEFORE_EXIT)  # torchrun ends all processes when one has ended
         raise SystemExit(2) from None

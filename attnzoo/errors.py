@@ -45,6 +45,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def check_registration(decorator: str, name: object, value: object, base: type) -> None:
+    """Raise ``ValueError`` unless a decorator is given a name and a subclass of ``base``."""
+    if not isinstance(name, str):
+        raise ValueError(
+            f"@attnzoo.{decorator} takes a name, got {short_repr(name)}; write "
+            f"@attnzoo.{decorator}('name')"
+        )
+    if not (isinstance(value, type) and issubclass(value, base)):
+        raise ValueError(
+            f"@attnzoo.{decorator}({name!r}) registers a subclass of attnzoo.{base.__name__}, got "
+            f"{short_repr(value)}"
+        )
+
+
 class _ShortRepr(Repr):
     """``repr`` whose depth and length have a limit, so that it returns for any plain data."""
 

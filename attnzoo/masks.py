@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Window = tuple[int, int]  # keys before and after the position of the query
@@ -89,7 +90,7 @@ class AttentionMask:
         if self.segment_ids is not None:
             begins = self.segment_ids[:, 1:] != self.segment_ids[:, :-1]
             before = torch.where(begins, rank[:, :-1], 0)
-            rank = rank - torch.cat([torch.zeros_like(before[:, :1]), before], 1).cummax(1).values
+            rank = rank - F.pad(before, (1, 0)).cummax(1).values
         return real & (rank <= self.num_sinks)
 
     def query_padding(self, q_length: int, kv_length: int) -> Tensor | None:

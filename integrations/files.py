@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 
-from attnzoo.errors import SpecError
+from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.integrations.attention import NAME
 from attnzoo.integrations.companions import copy_companions
 from attnzoo.spec import AttentionSpec
@@ -21,11 +21,16 @@ def read_config(path: Path) -> Any:
     """Read the config of a saved model.
 
     Raises:
-        SpecError: ``path`` holds no saved model.
+        SpecError: ``path`` holds no saved model, or its config cannot be read.
     """
     if not (path / "config.json").is_file():
         raise SpecError(f"{str(path)!r} holds no saved model: there is no config.json")
-    return AutoConfig.from_pretrained(path)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except AttnzooError:
+        raise
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise SpecError(f"{str(path / 'config.json')!r} cannot be read: {error}") from error
 
 
 def has_swap(path: Any, config: Any = None) -> bool:

@@ -102,6 +102,7 @@ def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
         cross_attention=cross,
         scale=_first((module,), "scaling", "scale"),
         window=sliding_window(module, config, number),
+        chunk_size=chunk_size(config, number),
         softcap=_first((module,), "attn_logit_softcapping"),
         sinks=sinks is not None and not isinstance(sinks, bool | int),
         dropout=attention_dropout(module),
@@ -167,6 +168,13 @@ def has_position_bias(module: nn.Module, *, cross_attention: bool) -> bool:
 def position_bias_is_zero(module: nn.Module, *, cross_attention: bool) -> bool:
     """Return whether the position bias of a layer is all zeros, as in T5's cross-attention."""
     return cross_attention and getattr(module, "has_relative_attention_bias", None) is False
+
+
+def chunk_size(config: Any, number: int) -> int | None:
+    """Return the size of the chunks within which the model attends in this layer, or ``None``."""
+    kinds = getattr(config, "layer_types", None) or ()
+    is_chunked = number < len(kinds) and kinds[number] == "chunked_attention"
+    return getattr(config, "attention_chunk_size", None) if is_chunked else None
 
 
 def sliding_window(module: nn.Module, config: Any, number: int) -> int | None:

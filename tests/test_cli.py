@@ -1,4 +1,6 @@
+import errno
 import json
+import shutil
 import subprocess
 import sys
 
@@ -260,4 +262,55 @@ def test_mistakes_of_what_measures(monkeypatch, capsys, tmp_path, arguments, mes
     code, _, err = run(monkeypatch, capsys, *arguments, "--out", tmp_path / "out")
     assert code == 2
     assert message in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "--rows", "0"),
+        ("plan", "--rows", "-1"),
+        ("plan", "--window", "0"),
+        ("heads", "--rows", "0"),
+        ("memory", "--threads", "0"),
+        ("memory", "--timeout", "0"),
+    ],
+)
+def test_counts_are_at_least_1(monkeypatch, capsys, saved, arguments):
+    command, option, value = arguments
+    data = ("--data", saved) if command == "plan" else ()
+    code, _, problem = run(monkeypatch, capsys, command, saved, *data, option, value)
+    assert code == 2
+    assert f"'{option}': Input should be greater than or equal to 1" in problem
+
+
+@pytest.mark.parametrize("command", ["describe", "swap", "heads", "inspect"])
+def test_damaged_models_are_explained(monkeypatch, capsys, saved, tmp_path, command):
+    damaged, text = shutil.copytree(saved, tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text("some text " * 99)
+    options = {
+        "describe": (),
+        "swap": ("--attention", "linear", "--out", tmp_path / "out"),
+        "heads": ("--text", text, "--length", "64"),
+        "inspect": ("--text", text, "--out", tmp_path / "out"),
+    }[command]
+    weights, config = damaged / "model.safetensors", damaged / "config.json"
+    if command != "describe":  # it does not read weights
+        weights.write_bytes(weights.read_bytes()[:999])
+        code, _, problem = run(monkeypatch, capsys, command, damaged, *options)
+        assert (code, "Error while deserializing" in problem) == (2, True), problem
+    config.write_text('{"model_type": "llama", ')
+    code, _, problem = run(monkeypatch, capsys, command, damaged, *options)
+    assert (code, "not a valid JSON file" in problem) == (2, True), problem
+
+
+def test_a_full_disk_is_explained(monkeypatch, capsys, saved, tmp_path):
+    def no_space(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", no_space)
+    options = ("--attention", "linear", "--out", tmp_path / "out")
+    code, _, problem = run(monkeypatch, capsys, "swap", saved, *options)
+    assert code == 2
+    assert "No space left on device: 'model.safetensors'" in problem
     assert not (tmp_path / "out").exists()

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import attnzoo
 from attnzoo import registry
 from attnzoo.backends.base import BACKENDS, BUILTIN, AttentionBackend, register
 from attnzoo.backends.config import BackendConfig, Geometry
+from attnzoo.backends.linear.feature_maps.base import FEATURE_MAPS
 from attnzoo.errors import ConfigError, UnknownBackendError, UnsupportedError
 from attnzoo.registry import available_backends, build_backend, get_backend
 from attnzoo.state import AttentionOutput
@@ -220,3 +222,42 @@ def test_a_backend_that_returns_no_impl_has_one_implementation():
     assert backend.ran is None
     backend(*torch.randn(3, 1, 1, 4, 2))
     assert backend.ran == ("reference", "the only implementation")
+
+
+@pytest.mark.parametrize("decorator", ["register", "register_gate", "register_feature_map"])
+def test_a_decorator_without_a_name_or_of_something_else_is_refused(decorator):
+    register_as = getattr(attnzoo, decorator)
+    with pytest.raises(
+        ValueError, match=rf"@attnzoo\.{decorator} takes a name, got <class .*'name'"
+    ):
+        register_as(AttentionOutput)
+    with pytest.raises(
+        ValueError, match=r"registers a subclass of attnzoo\.\w+, got <class 'attnz"
+    ):
+        register_as("mine")(AttentionOutput)
+
+
+def test_what_attend_returns_is_checked():
+    class Bare(AttentionBackend):
+        def attend(self, inputs):
+            return inputs.v
+
+    x = torch.ones(1, 2, 3, 8)
+    with pytest.raises(ConfigError, match=r"Bare.attend must return .*\(out\), got Tensor"):
+        Bare(BackendConfig(), LAYER)(x.repeat(1, 2, 1, 1), x, x)
+
+
+def test_a_feature_map_returns_a_tensor():
+    @attnzoo.register_feature_map("nothing")
+    def nothing(x):
+        return None
+
+    try:
+        x, backend = (
+            torch.ones(1, 2, 3, 8),
+            build_backend("linear", {"feature_map": "nothing"}, LAYER),
+        )
+        with pytest.raises(ConfigError, match="map 'nothing' must return a tensor, got NoneType"):
+            backend(x.repeat(1, 2, 1, 1), x, x)
+    finally:
+        del FEATURE_MAPS["nothing"]

@@ -22,7 +22,7 @@ from attnzoo.backends.inputs import (
 )
 from attnzoo.backends.packing import unpack_and_attend
 from attnzoo.backends.validation import DTYPES, qkv_reasons
-from attnzoo.errors import UnsupportedError
+from attnzoo.errors import ConfigError, UnsupportedError, check_registration
 from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.masks import PLAIN, AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice
@@ -47,8 +47,10 @@ BUILTIN = {  # name -> module, imported on first use; these names are reserved
 
 def register(name: str) -> Callable[[B], B]:
     """Class decorator: register a backend under a name, which must be free."""
+    check_registration("register", name, AttentionBackend, AttentionBackend)
 
     def add(cls: B) -> B:
+        check_registration("register", name, cls, AttentionBackend)
         if BUILTIN.get(name, cls.__module__) != cls.__module__:
             raise ValueError(
                 f"backend name {name!r} belongs to {BUILTIN[name]}; "
@@ -136,7 +138,7 @@ class AttentionBackend(nn.Module):
         ``impl`` of the output is the implementation that ran. A backend with one implementation
         can leave it out.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define attend(inputs)")
 
     def reset_parameters(self) -> None:
         """Initialise the parameters, on construction and where a checkpoint lacks them."""
@@ -157,6 +159,11 @@ class AttentionBackend(nn.Module):
             reasons.append(
                 f"the layer has a sliding window of {geometry.window} tokens, which it would "
                 "ignore (config.sliding_window=None removes the window)"
+            )
+        if geometry.chunk_size is not None and not self.arbitrary_mask:
+            reasons.append(
+                f"the layer attends within chunks of {geometry.chunk_size} tokens, which it would "
+                "ignore"
             )
         if geometry.softcap is not None and not self.softcap:
             reasons.append(
@@ -385,6 +392,11 @@ class AttentionBackend(nn.Module):
             output = unpack_and_attend(self.attend, inputs)
         else:
             output = self.attend(inputs)
+        if not isinstance(output, AttentionOutput):
+            raise ConfigError(
+                f"{type(self).__name__}.attend must return attnzoo.AttentionOutput(out), got "
+                f"{type(output).__name__}"
+            )
         if not torch.compiler.is_compiling():
             vars(self)["ran"] = output.impl or ONLY_IMPLEMENTATION  # faster than Module.__setattr__
         return output

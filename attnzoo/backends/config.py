@@ -169,6 +169,8 @@ class Geometry:
         cross_attention: Whether keys come from another sequence than queries.
         scale: Factor of query-key products; ``None`` means ``D ** -0.5``.
         window: Sliding window of the model in this layer, in tokens, if it has one.
+        chunk_size: Size of the chunks within which the model attends in this layer, in tokens, if
+            it does (Llama 4).
         softcap: Soft cap of the model on attention scores in this layer, if it has one.
         sinks: Whether the model has learned attention sinks in this layer.
         dropout: Probability with which the model drops attention weights in training.
@@ -187,6 +189,7 @@ class Geometry:
     cross_attention: bool = False
     scale: float | None = None
     window: int | None = None
+    chunk_size: int | None = None
     softcap: float | None = None
     sinks: bool = False
     dropout: float = 0.0

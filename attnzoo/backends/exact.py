@@ -16,7 +16,7 @@ from attnzoo.backends.config import BackendConfig, check_num_sinks, sinks_shard_
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.errors import ConfigError
 from attnzoo.kernels.context_parallel import SequenceShard, with_neighbours
-from attnzoo.masks import AttentionMask
+from attnzoo.masks import AttentionMask, Window
 from attnzoo.state import AttentionOutput, KVState
 
 
@@ -58,6 +58,7 @@ class ExactBackend(AttentionBackend):
     dropout = True
     recurrent = True
     context_parallel = True
+    state_from_keys = True
 
     @property
     def window(self) -> int | None:
@@ -109,8 +110,7 @@ class ExactBackend(AttentionBackend):
             lengths = inputs.q.shape[2], inputs.k.shape[2]
             if padded and _can_reorder(inputs):
                 query_order, inputs = _move_padding_first(inputs)
-            causal, size = inputs.mask.causal, self.window
-            window = (size - 1, 0) if causal else (size, size)
+            window = self._window_of(inputs, self.window)
             mask = inputs.mask.with_window(window, *lengths, self.config.num_sinks)
             inputs = inputs._replace(mask=mask)
         output = self.compute(inputs)
@@ -120,6 +120,17 @@ class ExactBackend(AttentionBackend):
         if inputs.shard is not None:
             output = output._replace(out=output.out[:, :, -inputs.shard.length :], weights=None)
         return output._replace(state=_new_state(inputs) if inputs.return_state else None)
+
+    def _window_of(self, inputs: AttentionInputs, size: int) -> Window:
+        """Return the keys before and after a query that a window of ``size`` contains.
+
+        A causal layer counts the query's own key, also where a 4-D mask gives the causality.
+        """
+        if inputs.mask.causal:
+            return size - 1, 0
+        is_4d = inputs.mask.function is not None or inputs.bias is not None
+        reach = size - 1 if is_4d and self.geometry.causal else size
+        return reach, reach
 
     def _gather_keys(self, inputs: AttentionInputs, shard: SequenceShard) -> AttentionInputs:
         """Add the keys of other processes that the queries of this shard see."""

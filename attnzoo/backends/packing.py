@@ -2,7 +2,7 @@
 
 For backends without ``packing``: each segment becomes a row of a padded batch, so no information
 passes between segments, and the cost is that of the separate sequences. The lengths are needed on
-the host, so ``torch.compile`` cannot trace it.
+the host, so a compiled graph supports rows of one segment only, which it asserts when it runs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.errors import UnsupportedError
 from attnzoo.state import AttentionOutput
 
+PACKED_IN_GRAPH = (
+    "packed rows cannot be unpacked under torch.compile; do not compile, or pass attention_mask "
+    "(all ones without padding), with which position_ids do not mean packing"
+)
+
 
 def unpack_and_attend(
     attend: Callable[[AttentionInputs], AttentionOutput], inputs: AttentionInputs
@@ -28,10 +33,9 @@ def unpack_and_attend(
     mask = inputs.mask
     assert mask.segment_ids is not None
     if torch.compiler.is_compiling():
-        raise UnsupportedError(
-            "packed rows cannot be unpacked under torch.compile; do not compile, or pass "
-            "attention_mask (all ones without padding), with which position_ids do not mean packing"
-        )
+        ids = mask.segment_ids
+        torch._assert_async((ids == ids[:, :1]).all(), PACKED_IN_GRAPH)
+        return attend(inputs._replace(mask=replace(mask, segment_ids=None)))
     if inputs.bias is not None or inputs.q.shape[2] != inputs.k.shape[2]:
         raise UnsupportedError(
             "packed rows cannot be unpacked when a bias is given or the queries are fewer than "

@@ -85,9 +85,12 @@ def check_qkv(
     *,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> None:
     """Raise ``UnsupportedError`` if inputs disagree, with every reason of :func:`qkv_reasons`."""
     reasons = qkv_reasons(q, k, v, mask)
+    if not 0 <= dropout <= 1:
+        reasons.append(f"dropout must be a probability from 0 to 1, got {short_repr(dropout)}")
     if reasons:
         raise UnsupportedError(f"{'; '.join(reasons)}.")
     if bias is not None:
@@ -103,6 +106,32 @@ def check_qkv(
             check_shape("sinks", sinks, (q.shape[1],), "H", q.device)
         else:
             check_shape("sinks", sinks, (*q.shape[:3], 1), "H] or [B, H, T, 1", q.device)
+
+
+def check_mask_fields(op: str, mask: AttentionMask, *fields: str) -> None:
+    """Raise ``UnsupportedError`` if a mask restricts attention by a field that an op does not read.
+
+    Args:
+        op: Name of the op.
+        mask: The mask. Every op reads ``causal`` and ``padding``.
+        fields: The other fields that it reads, of ``segment_ids`` and ``q_offset``.
+    """
+    found = []
+    if mask.segment_ids is not None and "segment_ids" not in fields:
+        found.append("of packed segments (run them as rows of a batch)")
+    if mask.window is not None:
+        found.append(f"a sliding window of {mask.window}")
+    if mask.function is not None:
+        found.append(mask.function_name or "arbitrary")
+    is_shifted = not isinstance(mask.q_offset, int) or mask.q_offset != 0
+    if mask.causal and is_shifted and "q_offset" not in fields:
+        found.append("causal with a q_offset (pass earlier tokens as state=)")
+    if found:
+        kinds = "causal, padding and segment" if "segment_ids" in fields else "causal and padding"
+        raise UnsupportedError(
+            f"{op} supports {kinds} masks; the mask is {' and '.join(found)}. Use "
+            "softmax_attention or flash_attention."
+        )
 
 
 def check_shape(

@@ -37,7 +37,7 @@ Timeout = Annotated[float, typer.Option(help="time limit per case in seconds")]
 Memory = Annotated[
     float | None, typer.Option(help="memory limit per case in GiB; default: 3/4 of the free memory")
 ]
-Threads = Annotated[int | None, typer.Option(help="torch threads; default: all cores")]
+Threads = Annotated[int | None, typer.Option(min=1, help="torch threads; default: all cores")]
 Footprint = Annotated[
     bool, typer.Option(help="compute memory of training and decoding at the longest length")
 ]

@@ -29,7 +29,7 @@ def _both(name: str, text: str) -> Any:
     return typer.Option(f"--{name}", f"--{name.replace('-', '_')}", help=text)
 
 
-Rows = Annotated[int, typer.Option(help="held-out rows")]
+Rows = Annotated[int, typer.Option(min=1, help="held-out rows")]
 Tasks = Annotated[
     str | None,
     typer.Option(help="tasks, groups or tags of lm_eval: NAME,NAME; attnzoo_ruler is our own"),

@@ -20,9 +20,9 @@ FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 def heads(
     model: Model = "embedded",
     text: Annotated[Path | None, typer.Option(help="text file in the model's language")] = None,
-    rows: Annotated[int, typer.Option(help="texts to measure on")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="texts to measure on")] = 8,
     length: Annotated[int, typer.Option(help="tokens per text")] = 128,
-    window: Annotated[int, typer.Option(help="report attention beyond so many tokens")] = 32,
+    window: Annotated[int, typer.Option(min=1, help="report attention beyond so many tokens")] = 32,
     prune: Annotated[
         float | None, typer.Option(help="fraction of heads to remove, such as 0.4; needs --save")
     ] = None,

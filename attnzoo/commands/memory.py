@@ -16,7 +16,7 @@ from attnzoo.commands.terminal import console
 def memory(
     model: Model = "embedded",
     length: Annotated[str, typer.Option(help="tokens per row, such as 32k")] = "4k",
-    batch: Annotated[int, typer.Option(help="rows")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="rows")] = 1,
     attention: Attentions = None,
     dtype: Annotated[str, typer.Option(help="data type of the weights")] = "float32",
     optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
@@ -27,7 +27,9 @@ def memory(
     fit: Annotated[
         str | None, typer.Option(help="also print the longest input that fits, such as 24GB")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="time limit of a measurement in seconds")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="time limit of a measurement in seconds")
+    ] = 600.0,
     threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:

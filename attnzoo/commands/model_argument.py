@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 # Weights in formats that transformers reads only when it is asked to
 OTHER_FORMATS = ("*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf", "*.tflite", "*.mlpackage/*")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")

@@ -80,9 +80,9 @@ def plan(
         list[str] | None,
         typer.Option(help="BACKEND (by its presets) or BACKEND:NAME=VALUE,... (repeatable)"),
     ] = None,
-    rows: Annotated[int, typer.Option(help="rows to measure on")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="rows to measure on")] = 8,
     length: Length = 512,
-    window: Annotated[int, typer.Option(help="report attention beyond so many tokens")] = 32,
+    window: Annotated[int, typer.Option(min=1, help="report attention beyond so many tokens")] = 32,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
     column: Column = "text",
@@ -138,8 +138,8 @@ def _write_plan(made_plan: Any, out: Path, path: Path, rows: int) -> None:
     from attnzoo.training.pages import write_plan_page
 
     made_plan.write(out)
-    pages = ", ".join(map(str, write_plan_page(out.with_suffix(".html"), made_plan)))
     console.print(f"Plan:   {out}", soft_wrap=True)
+    pages = ", ".join(map(str, write_plan_page(out.with_suffix(".html"), made_plan)))
     if pages:
         console.print(f"Charts: {pages}", soft_wrap=True)
     command = shlex.join(["attnzoo", "recover", argument_of(path), "--plan", str(out)])

@@ -74,6 +74,11 @@ def statements(trial: Trial) -> str | None:
         place = torch.arange(length, device=trial.device)[None]
         far = (place < last - 3) & (place >= _num_sinks(trial))
         _ignores(trial, "outside the sliding window", x, far, window=window)
+        if getattr(backend.config, "window", None) is None:  # it may be narrower
+            first = x.fill((place == last - 3).expand(len(x.q), -1), 3.0)._replace(q=x.q)
+            outs = [trial.run(given, window=window).out[:, :, -1] for given in (x, first)]
+            if torch.equal(*outs):
+                trial.fail("the first key of the sliding window has no effect")
     if backend.arbitrary_mask:
         declares_some = True
         seen = trial.mask().dense(length, length, trial.device)

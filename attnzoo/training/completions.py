@@ -65,11 +65,16 @@ def pack_completions(
     """
     whole = [tokenize_example(json.loads(text), tokenizer) for text in examples]
     cut = [Tokens(ids[:row_length], labels[:row_length]) for ids, labels in whole]
-    kept = [x for x in cut if any(label != IGNORE_INDEX for label in x.labels[1:])]
-    if not kept:
+    kept = [x for x in cut if has_labels(x)]
+    if not kept and any(map(has_labels, whole)):
         raise DataError(
             f"No completion begins within {row_length} tokens of its example; make rows longer "
             "(--length)"
+        )
+    if not kept:
+        raise DataError(
+            "No example has a completion to train on: messages of the assistant are missing, or "
+            "the completions, as the chat template renders them, are empty"
         )
     check_vocabulary(max(max(x.ids) for x in kept), vocab_size)
     packed = best_fit([len(x.ids) for x in kept], row_length)
@@ -95,6 +100,11 @@ def pack_completions(
         bytes_per_token=len(tokenizer.decode(trained).encode()) / len(trained),
         shortened=sum(len(ids) > row_length for ids, _ in whole),
     )
+
+
+def has_labels(x: Tokens) -> bool:
+    """Return whether the loss covers a token; the first token has none before it."""
+    return any(label != IGNORE_INDEX for label in x.labels[1:])
 
 
 def tokenize_example(example: dict[str, Any], tokenizer: Any) -> Tokens:

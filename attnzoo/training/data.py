@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,13 @@ def read_documents(
     for path in list_files(paths):
         reader = READERS.get(path.suffix.lower(), "text")
         options = {"sample_by": "document"} if reader == "text" else {}
+        if "::" in str(path):  # a chain of URLs to datasets
+            raise DataError(f"{str(path)!r} has '::' in its name; rename it")
         try:
             with _no_download_counts():
+                files = [escape(str(path))]  # names are patterns to datasets
                 rows = datasets.load_dataset(
-                    reader, data_files=[str(path)], split="train", streaming=True, **options
+                    reader, data_files=files, split="train", streaming=True, **options
                 )
             documents.extend(
                 _text_of(row, column, path) if extract is None else extract(row, path)

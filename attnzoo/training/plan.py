@@ -140,13 +140,13 @@ def count_exact_layers(keep_softmax: float, count: int) -> int:
         ConfigError: ``keep_softmax`` is negative or more than the number of layers.
     """
     is_number = float(keep_softmax).is_integer() and keep_softmax >= 1
-    exact = int(keep_softmax) if is_number else round(keep_softmax * count)
-    if keep_softmax < 0 or exact > count or (not is_number and keep_softmax > 1):
+    largest = count if is_number else 1
+    if not 0 <= keep_softmax <= largest:  # NaN too
         raise ConfigError(
             f"keep_softmax must be a fraction of the layers, such as 0.25, or their number, got "
             f"{keep_softmax} for {count} layers"
         )
-    return exact
+    return int(keep_softmax) if is_number else round(keep_softmax * count)
 
 
 def weights_fingerprint(model: nn.Module) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -75,8 +76,8 @@ class RecoverConfig(TrainConfig):
                 "distil_batch must be at least 1 row and divisible into "
                 f"accumulate={self.loop.accumulate} micro-batches, got {self.distil_batch}"
             )
-        if self.transfer_lr is not None and self.transfer_lr <= 0:
-            raise ConfigError(f"transfer_lr must be above 0, got {self.transfer_lr}")
+        if self.transfer_lr is not None and not 0 < self.transfer_lr < math.inf:  # NaN too
+            raise ConfigError(f"transfer_lr must be above 0 and finite, got {self.transfer_lr}")
         if self.transfer_target not in ("output", "attention"):
             raise ConfigError(
                 f"transfer_target must be 'output' or 'attention', got {self.transfer_target!r}"

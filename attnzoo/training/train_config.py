@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -61,8 +62,9 @@ class TrainConfig:
                 "but train='extras' trains none of them; leave it out, or train 'lora' or 'full'"
             )
         for name in ("extras_lr", "weights_lr", "attention_lr"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+            rate = getattr(self, name)
+            if rate is not None and not 0 < rate < math.inf:  # NaN too
+                raise ConfigError(f"{name} must be above 0 and finite, got {rate}")
         if self.control is not None and self.control < 1:
             raise ConfigError(f"control must be at least 1 token, got {self.control}")
         if self.row_length < 8:

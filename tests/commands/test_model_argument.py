@@ -1,5 +1,7 @@
 """The argument of commands that names a model."""
 
+from pathlib import Path
+
 import pytest
 
 from attnzoo.commands.model_argument import argument_of, model_folder, model_name
@@ -29,3 +31,8 @@ def test_a_folder_of_that_name_comes_first(tmp_path, monkeypatch, name):
     assert model_folder(name) == model_path(model_name(name)) == folder
     assert not is_embedded(str(model_folder(name)))
     assert not is_embedded(model_name(name))
+
+
+@pytest.mark.parametrize("name", ["./nope", "../nope", "./a.b", "nope"])
+def test_a_path_is_no_id_of_the_hub(name):
+    assert model_folder(name) == Path(name)

@@ -167,3 +167,48 @@ def test_refusals_stay_readable(llama, ids):
     mask = torch.ones(3, 1, 12, 12, dtype=torch.bool).tril()
     with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn.*arbitrary 4-D tensor"):
         torch.compile(model, backend="eager")(ids, attention_mask=mask, use_cache=False)
+
+
+UNPACKED = {  # of rows of one segment only
+    "block_sparse": {"window": 4, "block_size": 4, "top_k": 1},
+    "flash": {"window": 4, "num_sinks": 2},
+    "linformer": {"block": 4},
+    "longformer": {"window": 4, "num_global": 1},
+}
+
+
+@pytest.mark.parametrize("backend", UNPACKED)
+def test_calls_without_a_mask_compile(backend, one_layer, ids):
+    """The graph cannot know that rows are not packed; it asserts this when it runs."""
+    attnzoo.swap(one_layer, backend, **UNPACKED[backend])
+    whole = compiled(one_layer)
+    with torch.no_grad():
+        expected = one_layer(ids, use_cache=False).logits
+        assert_close(whole(ids, use_cache=False).logits, expected, atol=1e-5, rtol=1e-5)
+        places = torch.cat([torch.arange(5), torch.arange(7)]).expand(len(ids), -1)
+        with pytest.raises(RuntimeError, match="packed rows cannot be unpacked under"):
+            whole(ids, position_ids=places, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("flash", {}),
+        ("flash", {"window": 4}),
+        ("linear", {"window": 4}),
+        ("longformer", {"window": 4}),
+        ("block_sparse", {}),
+    ],
+)
+def test_exported_programs_take_any_lengths(backend, options):
+    model = hf.BertModel(hf.BertConfig(**{**MODEL_SIZES, "num_hidden_layers": 1})).eval()
+    attnzoo.swap(model, backend, **options)
+    shapes = {"input_ids": dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)}
+    given = {"input_ids": torch.randint(3, 90, (2, 40))}
+    with torch.no_grad():
+        program = torch.export.export(
+            model, (), given, dynamic_shapes=shapes, strict=False
+        ).module()
+        for shape in ((2, 80), (3, 40)):
+            ids = torch.randint(3, 90, shape)
+            assert_close(program(input_ids=ids)[0], model(input_ids=ids)[0], atol=1e-5, rtol=1e-5)

@@ -147,3 +147,22 @@ def test_models_are_unwrapped():
     assert unwrap_model(nn.Sequential(model)) is model
     assert unwrap_model(torch.compile(model)) is model
     assert unwrap_model(nn.Linear(2, 2)) is None
+
+
+def test_layers_with_chunks_are_kept_exact():
+    """A backend that would ignore Llama 4's chunks is refused when it is built."""
+    sizes = {
+        **MODEL_SIZES,
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "num_key_value_heads": 2,
+    }
+    config = hf.Llama4TextConfig(**sizes, attention_chunk_size=4, intermediate_size_mlp=32)
+    model = hf.Llama4ForCausalLM(config).eval()
+    assert [x.chunk_size for x in geometries(model).values()] == [4, 4, 4, None]
+    with pytest.raises(UnsupportedError, match="the layer attends within chunks of 4 tokens"):
+        attnzoo.swap(model, "linear")
+    attnzoo.swap(model, "linear", else_="flash")
+    assert [row.backend for row in attnzoo.describe(model)] == ["flash"] * 3 + ["linear"]
+    model(torch.arange(12)[None])

@@ -18,6 +18,8 @@ READ = {
     "linear, positions": {"feature_map": "cosine"},
     "gated_linear": {"gate": "retnet"},
     "performer": {"num_features": 16},
+    "softmax, window": {"window": 4},
+    "flash, window": {"window": 4, "num_sinks": 2},
 }
 
 

@@ -92,3 +92,75 @@ def test_segments_that_do_not_fit_are_refused(op):
         mask = AttentionMask(causal=True, segment_ids=ids)
         with pytest.raises(UnsupportedError, match="segment_ids of the mask must be"):
             getattr(ops, f"{op}_attention")(q, k, v, mask=mask, **OPS[f"{op}_attention"])
+
+
+UNREAD = {  # by op: fields that restrict attention and that it does not read
+    **dict.fromkeys(
+        ("delta", "hybrid", "linear", "mlstm", "rwkv6"), ("window", "function", "q_offset")
+    ),
+    "matrix_gated": ("window", "function", "q_offset"),
+    "favor": ("window", "function"),
+    "linformer": ("window", "function", "segment_ids"),
+    **dict.fromkeys(("linformer_block", "block_sparse"), ("window", "function", "segment_ids")),
+    **dict.fromkeys(("lsh", "shared_qk"), ("window", "function")),
+}
+FIELDS = {
+    "window": ((3, 0), r"the mask is a sliding window of \(3, 0\)"),
+    "function": (lambda: torch.eye(T).bool()[None, None], "the mask is arbitrary"),
+    "segment_ids": (torch.zeros(B, T).long(), "the mask is of packed segments"),
+    "q_offset": (3, "the mask is causal with a q_offset"),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "field"), [(op, x) for op, fields in UNREAD.items() for x in fields]
+)
+def test_fields_that_an_op_does_not_read_are_refused(op, field):
+    value, message = FIELDS[field]
+    name = f"{op}_attention"
+    mask = AttentionMask(causal=name not in BIDIRECTIONAL, **{field: value})
+    with pytest.raises(UnsupportedError, match=f"{message}.*Use softmax_attention"):
+        getattr(ops, name)(q, k, v, mask=mask, **OPS[name])
+
+
+def test_an_offset_without_causality_has_no_meaning():
+    given = {"mask": AttentionMask(q_offset=3)}
+    expected = ops.linear_attention(q, k, v, mask=AttentionMask()).out
+    assert torch.equal(ops.linear_attention(q, k, v, **given).out, expected)
+
+
+@pytest.mark.parametrize("op", ["linear_attention", "delta_attention", "rwkv6_attention"])
+def test_decays_above_1_are_refused(op):
+    options = {**OPS[op], "log_decay": torch.full((B, H, T, D), 0.9)}
+    with pytest.raises(UnsupportedError, match=r"log_decay is up to 0.9, but .* pass decay.log"):
+        getattr(ops, op)(q, k, v, **options)
+
+
+@pytest.mark.parametrize("impl", ["cpp", "torch", "reference"])
+def test_nan_in_padding_does_not_spread(impl):
+    real = torch.ones(B, T, dtype=torch.bool)
+    real[:, 10] = False
+    mask, hidden = AttentionMask(causal=True, padding=real), ~real[:, None, :, None]
+    outs = [
+        ops.linear_attention(
+            *(x.masked_fill(hidden, fill) for x in (q, k, v)), mask=mask, impl=impl
+        )
+        for fill in (0.0, torch.nan)
+    ]
+    assert torch.equal(*(x.out.transpose(1, 2)[real] for x in outs))
+
+
+def test_the_first_token_of_one_packed_token():
+    mask = AttentionMask(
+        causal=True, window=(6, 0), num_sinks=4, segment_ids=torch.zeros(B, 1).long()
+    )
+    x = [y[:, :, :1] for y in (q, k, v)]
+    for op in (ops.flash_attention, ops.softmax_attention):
+        torch.testing.assert_close(op(*x, mask=mask).out, x[2])
+
+
+@pytest.mark.parametrize("op", ["flash_attention", "softmax_attention", "longformer_attention"])
+def test_dropout_is_a_probability(op):
+    for dropout in (-0.1, 1.5, torch.nan):
+        with pytest.raises(UnsupportedError, match="dropout must be a probability from 0 to 1"):
+            getattr(ops, op)(q, k, v, dropout=dropout, **OPS[op])

@@ -136,6 +136,7 @@ CASES = {
 TAKES_QKV = {name for name in CASES if "step" not in name} - {
     *("hybrid", "hedgehog", "t2r", "hedgehog_exp")
 }
+LOG_DECAYS = {"log_decay", "decay"}  # at most 0
 FREE = {  # dims of any size
     *(("favor", "p", 0), ("linformer", "key_rows", 1), ("linformer", "value_rows", 1)),
 }
@@ -145,6 +146,8 @@ def inputs_of(case):
     """The function of a case, tensors of its shapes, and q, k and v if it takes them."""
     function, shapes = CASES[case]
     tensors = {name: torch.rand(shape) for name, shape in shapes.items()}
+    for name in LOG_DECAYS & tensors.keys():
+        tensors[name] = -tensors[name]
     if "seen" in tensors:
         tensors["seen"] = torch.full((B,), 4)
     return function, tensors, qkv() if case in TAKES_QKV else []
@@ -180,6 +183,7 @@ def test_tensors_on_another_device_are_refused(case):
 def test_lazily_negated_tensors_give_the_result_of_copies(case):
     """A view such as ``z.conj().imag`` is negated when it is read, not in memory."""
     function, tensors, given = inputs_of(case)
+    tensors = {n: -x if n in LOG_DECAYS else x for n, x in tensors.items()}
     negated = {n: x if n == "seen" else torch._neg_view(x) for n, x in tensors.items()}
     copies = {name: x.clone().resolve_neg() for name, x in negated.items()}
     views, found = [torch._neg_view(x) for x in given], []

@@ -1,5 +1,6 @@
 """Loss on completions only: what is tokenized, packed, trained on and evaluated."""
 
+import copy
 import json
 import math
 
@@ -145,6 +146,14 @@ def test_rows_hold_whole_examples(byte_tokenizer):
     assert len(rows.stream) == 18
     with pytest.raises(DataError, match="No completion begins within 1 tokens"):
         pack_completions(examples, byte_tokenizer, row_length=1, vocab_size=384)
+
+
+def test_examples_without_an_answer_are_refused(byte_tokenizer, monkeypatch):
+    byte_tokenizer = copy.deepcopy(byte_tokenizer)
+    byte_tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    example = example_of({"messages": [{"role": "user", "content": "hello"}]}, "x")
+    with pytest.raises(DataError, match="messages of the assistant are missing"):
+        pack_completions([example], byte_tokenizer, row_length=64, vocab_size=384)
 
 
 def config(**changes):

@@ -119,3 +119,17 @@ def test_several_repeats_in_a_row(tokenizer):
     more = (thrice.sum(1) > once.sum(1))[once.any(1)]
     assert more.float().mean() > 0.8
     assert thrice.sum() > 1.5 * once.sum()
+
+
+def test_names_of_files_are_not_patterns(tmp_path):
+    texts = {"a[1].txt": "one", "a1.txt": "two", "s*.txt": "three", "st.txt": "four"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    folder = tmp_path / "x[y]"
+    folder.mkdir()
+    (folder / "c[2].jsonl").write_text('{"text": "five"}')
+    assert sorted(read_documents([tmp_path])) == sorted([*texts.values(), "five"])
+    assert read_documents([tmp_path / "s*.txt"]) == ["three"]
+    (tmp_path / "a::b.txt").write_text("six")
+    with pytest.raises(DataError, match="has '::' in its name; rename it"):
+        read_documents([tmp_path])

@@ -298,8 +298,9 @@ class BlockSparseBackend(AttentionBackend):
         """Warn and say why if the indexer is not trained."""
         if self.indexer is None or torch.compiler.is_compiling() or self.records_transfer_loss:
             return output
-        fake = isinstance(self.indexer.head_weight, FakeTensor)  # no values, to count memory
-        if fake or self.indexer.is_trained or output.impl is None:
+        weight = self.indexer.head_weight
+        unknown = isinstance(weight, FakeTensor) or weight.is_meta  # memory counted, or offloaded
+        if unknown or self.indexer.is_trained or output.impl is None:
             return output
         warnings.warn(f"block_sparse: {UNTRAINED}", UntrainedWarning, stacklevel=2)
         return output._replace(impl=ImplChoice(output.impl.impl, UNTRAINED))

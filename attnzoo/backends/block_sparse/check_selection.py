@@ -169,7 +169,7 @@ def wrong_step(call: SparseCall, case: str) -> Iterator[str]:
     leader = small(asking[:, :, 0]) if options.query_block > 1 else asking[:, :, 0, :0]
     lengths = call.lengths
     if lengths is None:
-        lengths = torch.full((len(k),), keys, device=k.device)
+        lengths = torch.full((k.shape[0],), keys, device=k.device)
     index_q = None if call.index_q is None else small(asking)
     summary = summarize(k, call.lengths, options, selection)
     if call.index_q is not None:

@@ -16,6 +16,7 @@ from attnzoo.backends.block_sparse.impl.options import (
 )
 from attnzoo.backends.validation import (
     DTYPES,
+    check_mask_fields,
     check_qkv,
     check_shape,
     check_size,
@@ -95,13 +96,13 @@ def check_state(state: BlockSparseState, k: Tensor, v: Tensor) -> None:
         ("v", (*heads, kept, v.shape[3])),
         ("recent_k", (*heads, recent, k.shape[3])),
         ("recent_v", (*heads, recent, v.shape[3])),
-        ("summary", (len(k), *state.summary.shape[1:])),
-        ("leader", (len(k), *state.leader.shape[1:])),
-        ("tail", (len(k), *state.tail.shape[1:])),
+        ("summary", (k.shape[0], *state.summary.shape[1:])),
+        ("leader", (k.shape[0], *state.leader.shape[1:])),
+        ("tail", (k.shape[0], *state.tail.shape[1:])),
     ):
         check_state_field(f"state.{name}", getattr(state, name), shape, k.device, DTYPES)
     integers = (torch.int32, torch.int64)
-    check_state_field("state.length", state.length, (len(k),), k.device, integers)
+    check_state_field("state.length", state.length, (k.shape[0],), k.device, integers)
 
 
 def check_inputs(
@@ -109,13 +110,7 @@ def check_inputs(
 ) -> None:
     """Raise ``UnsupportedError`` for shapes, masks or lengths that are not supported."""
     check_qkv(q, k, v, mask)
-    for field in ("segment_ids", "window", "function"):
-        if getattr(mask, field) is not None:
-            raise UnsupportedError(
-                f"block_sparse_attention supports causal and padding masks, got {field} of the "
-                "mask. Run packed sequences as rows of a batch; for other masks, use "
-                "softmax_attention or flash_attention."
-            )
+    check_mask_fields("block_sparse_attention", mask, "q_offset")
     length, keys = q.shape[2], k.shape[2]
     given = f"{length} queries and {keys} keys are given"
     if has_state and (length != keys or not mask.causal):

@@ -94,7 +94,7 @@ class GateCalibration:
         assert inputs.hidden_states is not None
         mask = inputs.mask
         tokens = inputs.k.shape[2]
-        for row in range(len(inputs.k)):
+        for row in range(inputs.k.shape[0]):
             one = slice(row, row + 1)
             own = replace(
                 mask,
@@ -119,7 +119,7 @@ class GateCalibration:
         columns, received, shares, ages, total = [], [], [], [], []
         count = far.sum(1).clamp(min=1)
         equal_age = (far * age).sum(1) / count
-        for head in range(len(k)):
+        for head in range(k.shape[0]):
             own = q[head * self.groups : (head + 1) * self.groups]
             scores = (own @ k[head].mT).masked_fill(~seen, -torch.inf)
             near = scores.masked_fill(far, -torch.inf).logsumexp(-1)  # [G, T]

@@ -8,7 +8,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnzoo.backends.linear.validation import check_log_decay
-from attnzoo.backends.validation import check_qkv, check_shape, check_state_field
+from attnzoo.backends.validation import (
+    check_mask_fields,
+    check_qkv,
+    check_shape,
+    check_state_field,
+)
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
 from attnzoo.state import DeltaState
@@ -25,6 +30,7 @@ def check_inputs(
 ) -> None:
     """Raise ``UnsupportedError`` for tensors that do not fit each other."""
     check_qkv(q, k, v, mask)
+    check_mask_fields("delta_attention", mask, "segment_ids")
     if not mask.causal:
         raise UnsupportedError(
             "delta_attention is causal, got a mask that is not; pass AttentionMask(causal=True), "

@@ -110,7 +110,7 @@ def flash_attention(
         >>> torch.allclose(out, attnzoo.ops.softmax_attention(q, k, v, mask=mask).out, atol=1e-6)
         True
     """
-    check_qkv(q, k, v, mask, bias=bias, sinks=sinks)
+    check_qkv(q, k, v, mask, bias=bias, sinks=sinks, dropout=dropout)
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]  # kernels expand four dimensions
     call = FlashCall(

@@ -33,7 +33,7 @@ from attnzoo.backends.gated_linear.functional import (
 from attnzoo.backends.implementation import impl_names
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.backends.linear.op import IMPLEMENTATIONS, linear_attention
-from attnzoo.errors import ConfigError, did_you_mean
+from attnzoo.errors import ConfigError, check_registration, did_you_mean
 from attnzoo.state import AttentionOutput
 
 # Initial bias of learned gates: log sigmoid(2) / 16 = -0.0079, so a token keeps 99.2% of the state,
@@ -137,7 +137,7 @@ class Gate(nn.Module):
         Returns:
             ``[Hkv]``, ``[B, Hkv, S]`` or ``[B, Hkv, S, F]``, float32 or wider.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define log_decay(...)")
 
     def reset_parameters(self) -> None:
         """Initialise the weights."""
@@ -149,8 +149,10 @@ GATES: dict[str, type[Gate]] = {}
 
 def register_gate(name: str) -> Callable[[G], G]:
     """Class decorator: register a gate as ``gate=name``. A name can be registered only once."""
+    check_registration("register_gate", name, Gate, Gate)
 
     def add(cls: G) -> G:
+        check_registration("register_gate", name, cls, Gate)
         owner = GATES.setdefault(name, cls)
         if owner is not cls:
             raise ValueError(

@@ -41,8 +41,9 @@ from attnzoo.backends.implementation import Implementation, select
 from attnzoo.backends.linear.impl.common import empty_state, state_dtype
 from attnzoo.backends.linear.impl.context_parallel import state_from_earlier_ranks
 from attnzoo.backends.linear.op import GatedResult, StepGate, gated_step
-from attnzoo.backends.linear.validation import check_state
+from attnzoo.backends.linear.validation import check_is_log_decay, check_state
 from attnzoo.backends.validation import (
+    check_mask_fields,
     check_qkv,
     check_shape,
     check_shard,
@@ -215,6 +216,7 @@ def rwkv6_attention(
     """
     mask = _check("rwkv6_attention", q, k, v, mask, state, shard)
     check_shape("log_decay", log_decay, tuple(k.shape), "B, Hkv, T, D", q.device)
+    check_is_log_decay(log_decay, k.shape[2])
     check_shape("bonus", bonus, (k.shape[1], k.shape[3]), "Hkv, D", q.device)
     if mask.padding is not None:
         is_padding = ~mask.padding[:, None, :, None]
@@ -366,7 +368,9 @@ def _check(
             f"{op} needs queries and keys of the same tokens, got {q.shape[2]} queries and "
             f"{k.shape[2]} keys; pass earlier tokens as state=."
         )
-    return AttentionMask(causal=True) if mask is None else mask
+    mask = AttentionMask(causal=True) if mask is None else mask
+    check_mask_fields(op, mask, "segment_ids")
+    return mask
 
 
 def _step_output(step: GatedResult, form: str, return_state: bool) -> AttentionOutput:

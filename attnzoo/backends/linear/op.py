@@ -62,7 +62,7 @@ from attnzoo.backends.linear.validation import (
     check_packed_tokens,
     check_state,
 )
-from attnzoo.backends.validation import check_qkv, check_shard, check_size
+from attnzoo.backends.validation import check_mask_fields, check_qkv, check_shard, check_size
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.context_parallel import SequenceShard
@@ -104,8 +104,8 @@ def linear_attention(
         k: Keys, ``[B, Hkv, S, D]``, likewise; H is a multiple of Hkv.
         v: Values, ``[B, Hkv, S, E]``.
         mask: Causality, padding and segments; ``None`` means causal. With a causal mask, T equals
-            S. The features of padding keys are set to 0. Packed segments do not see each other:
-            ``state`` belongs to the first segment, and the returned state to the last.
+            S. The features and values of padding keys are set to 0. Packed segments do not see each
+            other: ``state`` belongs to the first segment, and the returned state to the last.
         log_decay: Natural logarithm of the decay at each token, at most 0: ``[Hkv]`` (constant per
             head), ``[B, Hkv, S]`` (per token) or ``[B, Hkv, S, D]`` (per key channel). No value
             overflows or cancels; minus infinity sets the state to 0.
@@ -155,6 +155,7 @@ def linear_attention(
     causal, segment_ids = mask.causal, mask.segment_ids
     _check_options(form, chunk_size, causal)
     check_qkv(q, k, v, mask)
+    check_mask_fields("linear_attention", mask, "segment_ids")
     check_feature_map(feature_map, map_weights, q, k)
     keys = like_features(k, feature_map, map_weights)
     _check_tensors(q, k, keys, v, log_decay, state, mask)

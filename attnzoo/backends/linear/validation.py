@@ -34,6 +34,25 @@ def check_log_decay(
             f"log_decay must be [Hkv], [B, Hkv, S] or [B, Hkv, S, D], here "
             f"{', '.join(str(list(shape)) for shape in accepted)}; got {format_shape(log_decay)}."
         )
+    check_is_log_decay(log_decay, k_shape[2])
+
+
+def check_is_log_decay(log_decay: Tensor, length: int) -> None:
+    """Raise ``UnsupportedError`` if a log decay is above 0, so that it is no decay.
+
+    Checked on CPUs, where reading the values does not wait for a device, for several tokens.
+    """
+    is_known = type(log_decay) in (Tensor, torch.nn.Parameter) and log_decay.device.type == "cpu"
+    if length < 2 or not log_decay.numel() or not is_known or torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap has no single value
+        return
+    largest = log_decay.detach().amax().item()
+    if largest > 0:
+        raise UnsupportedError(
+            f"log_decay is up to {largest:.3g}, but the logarithm of a decay, which is between 0 "
+            "and 1, is at most 0; pass decay.log(), or logsigmoid of a gate's output."
+        )
 
 
 AnyState = LinearState | StabilizedState | MatrixState

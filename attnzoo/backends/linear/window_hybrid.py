@@ -63,6 +63,7 @@ from attnzoo.backends.validation import (
     DTYPES,
     check_broadcastable,
     check_dtype,
+    check_mask_fields,
     check_qkv,
     check_shape,
     check_shard,
@@ -184,6 +185,7 @@ def _check(
 ) -> None:
     """Raise ``UnsupportedError`` if the inputs of a window hybrid do not fit each other."""
     check_qkv(q, k, v, mask)
+    check_mask_fields("hybrid_attention", mask, "segment_ids")
     check_size("window", window)
     features = _check_branch(branch, q, k, mask.causal)
     if state is not None:

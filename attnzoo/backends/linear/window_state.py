@@ -136,7 +136,7 @@ def state_before_shard(
     k: Tensor, v: Tensor, features: Tensor, window: int, shard: SequenceShard
 ) -> HybridState:
     """Return the window before a rank's tokens; the op computes the linear sums itself."""
-    seen = shard.tokens_before(len(k), k.device)
+    seen = shard.tokens_before(k.shape[0], k.device)
     k, v, features = latest_before((k, v, features), shard, window)
     empty = features.new_zeros(0)
     state = HybridState(k, v, features, empty, empty, seen)

@@ -192,7 +192,7 @@ def _sums(
 
 def _tokens_around(x: HybridInputs) -> tuple[Tensor, Tensor]:
     """Return the number of tokens before and after each token in its sequence, ``[B, T]`` each."""
-    batch, length, ids = len(x.q), x.q.shape[2], x.segment_ids
+    batch, length, ids = x.q.shape[0], x.q.shape[2], x.segment_ids
     position = torch.arange(length, device=x.q.device)
     lengths = torch.full((batch, 1), length, device=position.device)
     if x.padding_mask is not None:

@@ -78,7 +78,7 @@ def run_hybrid_triton(
         first_seen = None if first_seen is None else F.pad(first_seen, (0, 0, size, 0))
         real = padding_mask
         if real is None:
-            real = torch.ones(len(q), x.q.shape[2], dtype=torch.bool, device=q.device)
+            real = torch.ones(q.shape[0], x.q.shape[2], dtype=torch.bool, device=q.device)
         padding_mask = torch.cat([is_filled(state.seen, size), real], 1)
         ids = None if ids is None else torch.cat([ids[:, :1].expand(-1, size), ids], 1)
         counts = None if counts is None else F.pad(counts, (size, 0))
@@ -159,7 +159,7 @@ def run_step_triton(x: StepInputs, min_weight: float) -> tuple[Tensor, HybridSta
 def _first_tokens(x: HybridInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys and values of the first tokens, and which queries see them outside the window."""
     tokens = torch.arange(x.q.shape[2], device=x.q.device)
-    seen = tokens.new_zeros(len(x.q)) if x.state is None else x.state.seen
+    seen = tokens.new_zeros(x.q.shape[0]) if x.state is None else x.state.seen
     count = torch.full_like(seen, len(tokens))
     if x.padding_mask is not None:
         count = x.padding_mask.sum(1)

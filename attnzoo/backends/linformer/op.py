@@ -34,6 +34,7 @@ from attnzoo.backends.linformer.impl.reference import run_block_reference, run_r
 from attnzoo.backends.validation import (
     check_device,
     check_dtype,
+    check_mask_fields,
     check_qkv,
     empty_output,
     format_shape,
@@ -92,7 +93,7 @@ def linformer_attention(
         >>> attnzoo.ops.linformer_attention(q, k, v, key_rows, value_rows).out.shape
         torch.Size([1, 4, 1000, 8])
     """
-    _check("linformer_attention", q, k, v, key_rows, value_rows, mask)
+    _check("linformer_attention", q, k, v, key_rows, value_rows, mask, dropout)
     if mask is not None and mask.causal and q.shape[2] > 1:
         raise UnsupportedError(
             "linformer_attention is bidirectional, got a causal mask; use linformer_block_attention"
@@ -158,7 +159,7 @@ def linformer_block_attention(
         >>> attnzoo.ops.linformer_block_attention(q, k, v, key_rows, value_rows).out.shape
         torch.Size([1, 4, 1000, 8])
     """
-    _check("linformer_block_attention", q, k, v, key_rows, value_rows, mask)
+    _check("linformer_block_attention", q, k, v, key_rows, value_rows, mask, dropout)
     if q.shape[2] != k.shape[2]:
         raise UnsupportedError(
             "linformer_block_attention needs queries and keys of the same tokens, got "
@@ -198,9 +199,10 @@ def _check(
     key_rows: Tensor,
     value_rows: Tensor,
     mask: AttentionMask | None,
+    dropout: float,
 ) -> None:
     """Raise ``UnsupportedError`` if shapes disagree, or the mask has more than padding."""
-    check_qkv(q, k, v, mask)
+    check_qkv(q, k, v, mask, dropout=dropout)
     for name, x in (("key_rows", key_rows), ("value_rows", value_rows)):
         if x.ndim != 3 or x.shape[0] not in (1, k.shape[1]) or x.shape != key_rows.shape:
             raise UnsupportedError(
@@ -210,9 +212,7 @@ def _check(
         check_dtype(name, x)
         check_device(name, x, q.device)
     if mask is not None:
-        for field in ("segment_ids", "window", "function"):
-            if getattr(mask, field) is not None:
-                raise UnsupportedError(f"{op} does not support {field} of the mask")
+        check_mask_fields(op, mask, "q_offset")
 
 
 def _padding_mask(mask: AttentionMask | None, k: Tensor) -> Tensor | None:

@@ -31,7 +31,8 @@ from attnzoo.kernels.memory import (
 )
 
 TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
-INSTEAD = "impl='reference', or softmax_attention"  # for derivatives that the kernel lacks
+MAX_PIECES = 8  # of a key head in the backward pass; each has gradients of all keys and values
+INSTEAD = "impl='reference' of the op, or backend 'softmax' in a model"  # for second derivatives
 BAND = cpp.Source(
     Path(__file__).parent / "kernels" / "band.cpp",
     (
@@ -121,7 +122,7 @@ def band_attention_cpp(
     """
     sums, totals, logit, relative, only_heads = outside or (None, None, None, False, None)
     check_reverse_mode("sliding-window attention", q, k, v, sums, totals, logit, instead=INSTEAD)
-    batch = len(q)
+    batch = q.shape[0]
     masks = [options.key_mask, options.segment_ids, *(options.global_indices or (None, None))]
     masks = [None if x is None else x.expand(batch, -1).contiguous() for x in masks]
     band = [*options.band, offset, int(options.causal), int(relative)]
@@ -179,7 +180,7 @@ class _Arguments:
             relative=band[5],
             far_start=0 if sums is None else q.shape[2] - sums.shape[2],
             far_size=v.shape[3],
-            pieces=-(-threads // (batch * heads)),
+            pieces=min(-(-threads // (batch * heads)), MAX_PIECES),
             scale=scale,
             q=rows_of(self.q),
             k=rows_of(self.k),

@@ -44,7 +44,7 @@ def add_bias(scores: Tensor, inputs: tuple[Any, ...], block: _Block, rows: slice
     by_head = scores.view(len(scores), q.shape[1], -1, scores.shape[2])
     if bias is not None:
         in_band = query_rows(bias, queries)[..., block.low : block.high]
-        by_head[..., first:].add_(in_band[_bias_index(bias, len(q), rows)])
+        by_head[..., first:].add_(in_band[_bias_index(bias, q.shape[0], rows)])
     if global_bias is not None:
         by_head[..., :first].add_(query_rows(global_bias[rows], queries))
 

@@ -366,7 +366,7 @@ def _block_backward(
         total.sub_(flatten_heads(grad_outputs[1]))
     grad_scores.addcmul_(weights, total, value=-1)
     by_head = grad_scores.unflatten(1, (q.shape[1], -1))
-    add_bias_gradients(by_head, grads, block, rows, len(q))
+    add_bias_gradients(by_head, grads, block, rows, q.shape[0])
     scale = block.phase.options.scale
     grad_queries = torch.bmm(grad_scores[..., first:], k[rows, keys])
     grad_k[rows, keys].add_(torch.bmm(grad_scores[..., first:].mT, queries), alpha=scale)

@@ -86,7 +86,7 @@ def causal_window_attention(
     padding_mask, ids, order = mask.padding, mask.segment_ids, None
     if shard is not None:
         latest_k, latest_v = latest_before((k, v), shard, window)
-        state = WindowState(latest_k, latest_v, shard.tokens_before(len(k), k.device))
+        state = WindowState(latest_k, latest_v, shard.tokens_before(k.shape[0], k.device))
     if padding_mask is not None:
         order, padding_mask, ids = padding_last(padding_mask, ids)
         q, k, v = (gather_tokens(x, order) for x in (q, k, v))
@@ -137,7 +137,7 @@ def causal_window(
     k = torch.cat([state.k[:, :, first:].to(k.dtype), k], 2)
     v = torch.cat([state.v[:, :, first:].to(v.dtype), v], 2)
     if padding_mask is None:
-        padding_mask = torch.ones(len(q), q.shape[2], dtype=torch.bool, device=q.device)
+        padding_mask = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
     padding_mask = torch.cat([is_filled(state.seen, x.size)[:, first:], padding_mask], 1)
     if one_token:
         return dense_softmax(q, k, v, padding_mask[:, None, None], x.scale)
@@ -222,7 +222,7 @@ def _window_and_sinks(
     if state is not None:
         k, v = (torch.cat([a.to(b.dtype), b], 2) for a, b in ((state.k, k), (state.v, v)))
         if real is None:
-            real = torch.ones(len(q), length, dtype=torch.bool, device=q.device)
+            real = torch.ones(q.shape[0], length, dtype=torch.bool, device=q.device)
         place = torch.arange(size + x.size, device=q.device)
         rank = torch.where(place < size, place, state.seen[:, None] + place - (size + x.size))
         stored = torch.where(place < size, rank < state.seen[:, None], rank >= size)
@@ -239,14 +239,14 @@ def _window_and_sinks(
             True,
             x.scale,
             sinks.others,
-            GlobalIndices(*(y.expand(len(q), -1) for y in sinks.indices)),
+            GlobalIndices(*(y.expand(q.shape[0], -1) for y in sinks.indices)),
             return_lse=True,
         )
         if x.impl == "cpp":
             return band_attention_cpp(q, k, v, options, offset, outside)
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k, v = (y.to(wide) for y in (F.pad(q, (0, 0, offset, 0)), k, v))
-        options = replace(options, key_mask=sinks.others.expand(len(q), -1))
+        options = replace(options, key_mask=sinks.others.expand(q.shape[0], -1))
         out, lse = blockwise_local_attention(q, k, v, options)
         return out[:, :, offset:], lse[:, :, offset:]
     near, near_lse = band_softmax(
@@ -257,7 +257,7 @@ def _window_and_sinks(
         scale=x.scale,
         mask=AttentionMask(padding=sinks.others),
     )
-    first_k, first_v = (gather_tokens(y, sinks.columns(len(q))) for y in (k, v))
+    first_k, first_v = (gather_tokens(y, sinks.columns(q.shape[0])) for y in (k, v))
     seen = sinks.seen(length, causal=True, offset=offset)[:, None]
     first, first_lse = dense_softmax(q, first_k, first_v, seen, x.scale)
     near, near_lse = near[:, :, offset:], near_lse[:, :, offset:]

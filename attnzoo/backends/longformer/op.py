@@ -108,7 +108,7 @@ def longformer_attention(
         >>> attnzoo.ops.longformer_attention(q, k, v, window=64).out.shape
         torch.Size([1, 4, 1000, 8])
     """
-    check_qkv(q, k, v, mask, bias=bias)
+    check_qkv(q, k, v, mask, bias=bias, dropout=dropout)
     mask = AttentionMask() if mask is None else mask
     pattern = Pattern.of(window, dilation, heads=q.shape[1], causal=mask.causal, limit=mask.window)
     return pattern_attention(

@@ -51,7 +51,7 @@ class GlobalProjections(nn.Module):
         hidden = hidden.to(self.query.weight.dtype)
         indices = global_indices(is_global, max_count)
         if indices is not None:
-            index = indices.positions.expand(len(q), -1)
+            index = indices.positions.expand(q.shape[0], -1)
             rows = hidden.gather(1, index[:, :, None].expand(-1, -1, hidden.shape[2]))
             found = gather_tokens(q, index) + _split_heads(self.query(rows), q)
             q = q.scatter(2, index[:, None, :, None].expand_as(found), found)

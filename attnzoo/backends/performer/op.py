@@ -24,7 +24,13 @@ from attnzoo.backends.linear.feature_maps.random_features import (
     scale_projection,
     split_blocks,
 )
-from attnzoo.backends.validation import check_qkv, check_shape, empty_output, is_empty_call
+from attnzoo.backends.validation import (
+    check_mask_fields,
+    check_qkv,
+    check_shape,
+    empty_output,
+    is_empty_call,
+)
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.derivatives import check_reverse_mode, first_derivative_only
 from attnzoo.masks import AttentionMask
@@ -73,6 +79,8 @@ def favor_attention(
             "favor_attention supports only padding, got a causal mask or segments; use "
             "linear_attention on features, such as positive_queries and positive_keys."
         )
+    if mask is not None:
+        check_mask_fields("favor_attention", mask)
     check_reverse_mode("favor_attention", q, k, v, instead=INSTEAD)
     if is_empty_call(q, k):
         return empty_output(q, k, v)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from attnzoo.backends.reformer.impl.options import LSHOptions
-from attnzoo.backends.validation import check_qkv, check_size
+from attnzoo.backends.validation import check_mask_fields, check_qkv, check_size
 from attnzoo.errors import UnsupportedError
 from attnzoo.masks import AttentionMask
 
@@ -23,13 +23,7 @@ def check_lsh_inputs(
 ) -> None:
     """Raise ``UnsupportedError`` for inputs that no form of LSH attention supports."""
     check_qkv(q, k, v, mask, bias=bias)
-    if mask.function is not None or mask.window is not None:
-        kind = f"a sliding window of {mask.window}" if mask.window is not None else "arbitrary"
-        name = mask.function_name or kind
-        raise UnsupportedError(
-            f"LSH attention supports causal, padding and segment masks; the mask is {name}. "
-            "Use softmax_attention or flash_attention."
-        )
+    check_mask_fields("LSH attention", mask, "segment_ids", "q_offset")
 
 
 def check_options(options: LSHOptions, factors: Sequence[int] = ()) -> None:
@@ -39,7 +33,12 @@ def check_options(options: LSHOptions, factors: Sequence[int] = ()) -> None:
     for name in ("num_buckets", "window", "first_tokens"):
         check_size(name, getattr(options, name), minimum=0)
     for factor in factors:
-        check_size("num_buckets", factor, maximum=MAX_BUCKETS)
+        check_size("num_buckets", factor, minimum=2, maximum=MAX_BUCKETS)
+        if factor % 2:
+            raise UnsupportedError(
+                f"num_buckets must be even, or even factors of it, got {factor}: a rotation and "
+                "its opposite have one bucket each."
+            )
 
 
 def check_lengths(q: Tensor, k: Tensor, mask: AttentionMask, *, shared_qk: bool) -> None:

@@ -63,7 +63,7 @@ def softmax_attention(
         (torch.Size([1, 4, 10, 8]), torch.Size([1, 4, 10, 10]))
     """
     given = mask if isinstance(mask, AttentionMask) else None
-    check_qkv(q, k, v, given, bias=bias, sinks=sinks)
+    check_qkv(q, k, v, given, bias=bias, sinks=sinks, dropout=dropout)
     if isinstance(mask, AttentionMask):
         mask = mask.dense(q.shape[2], k.shape[2], q.device)
     scale = q.shape[3] ** -0.5 if scale is None else scale

@@ -312,7 +312,7 @@ def test_queries_of_16_bits_are_averaged_in_float32():
         ({"coverage": 0.0}, "coverage must be above 0 and at most 1, got 0.0"),
         ({"coverage": 0.5, "score": "bounds"}, "does not estimate the weight"),
         ({"impl": "flex"}, "has no impl 'flex'"),
-        ({"mask": AttentionMask(window=(2, 2))}, "got window of the mask"),
+        ({"mask": AttentionMask(window=(2, 2))}, r"the mask is a sliding window of \(2, 2\)"),
     ],
 )
 def test_what_is_refused(options, message):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.errors import ConfigError, UnsupportedError
@@ -233,3 +234,18 @@ def test_reasons_come_as_a_list():
     reasons = build("flash").unsupported_reasons(inputs)
     assert len(reasons) == 2
     assert build("flash").unsupported_reasons(inputs._replace(k=k, softcap=None)) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("num_sinks", [0, 2])
+def test_a_window_counts_the_query_under_4d_masks(name, num_sinks):
+    """A causal layer has one window, whether the mask says that it is causal or is a 4-D tensor."""
+    q, k, v = qkv()
+    backend = build(name, window=3, num_sinks=num_sinks)
+    seen = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
+    expected = backend(q, k, v).out
+    found = backend(q, k, v, mask=AttentionMask(function=lambda: seen)).out
+    bias = torch.zeros(1, 1, 9, 9).masked_fill(~seen, -torch.inf)
+    added = backend(q, k, v, mask=AttentionMask(), bias=bias).out
+    assert_close(found, expected)
+    assert_close(added, expected)

@@ -336,7 +336,7 @@ def test_unsupported_masks_are_refused():
     for op, mask, message in (
         (linformer_attention, AttentionMask(causal=True), "use linformer_block_attention"),
         (linformer_block_attention, AttentionMask(), "use linformer_attention"),
-        (linformer_attention, AttentionMask(window=(1, 1)), "window of the mask"),
+        (linformer_attention, AttentionMask(window=(1, 1)), "mask is a sliding window"),
         (linformer_attention, AttentionMask(padding=torch.ones(3, 6) > 0), r"here \[3, 7\]"),
     ):
         with pytest.raises(UnsupportedError, match=message):

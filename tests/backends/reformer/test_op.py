@@ -574,3 +574,23 @@ def test_shared_qk_is_independent_of_the_batch_size(monkeypatch, length, causal)
         found.append((out, of_both, grads[2]))
     for other in found[1:]:
         assert_close(other, found[0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("attend", "impl"),
+    [
+        *((lsh_attention, impl) for impl in ("cpp", "torch", "reference")),
+        *((shared_qk_attention, impl) for impl in ("torch", "reference")),
+    ],
+)
+def test_later_keys_of_any_size_change_nothing(attend, impl):
+    q, k, v = (x.float() for x in qkv(200))
+    options = {"mask": AttentionMask(causal=True), "num_hashes": 2, "chunk_size": 16, "impl": impl}
+    large = [torch.cat([x[:, :, :100], x[:, :, 100:] * 1e15], 2) for x in (q, k)]
+    found, expected = (attend(*x, v, **options).out[:, :, :100] for x in (large, (q, k)))
+    assert torch.equal(found, expected)
+
+
+def test_rotations_need_an_even_number_of_buckets():
+    with pytest.raises(UnsupportedError, match=r"num_buckets must be even, .* got 3"):
+        shared_qk_attention(*qkv(9), num_buckets=3)

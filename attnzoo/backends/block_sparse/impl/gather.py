@@ -65,7 +65,7 @@ def key_slots(x: SparseTensors, queries: slice) -> KeySlots:
     shared = torch.cat([sinks, near], 2)[:, None]
     shared_valid = torch.cat([sinks_valid, near_valid], 2)[:, None]
     first_block = (lengths - length).div(options.query_block, rounding_mode="floor")
-    rows = (block - first_block).expand(len(x.q), -1)[:, None, :, None]
+    rows = (block - first_block).expand(x.q.shape[0], -1)[:, None, :, None]
     heads = x.selected.shape[1]
     selected = x.selected.gather(2, rows.expand(-1, heads, -1, x.selected.shape[3]))
     far = selected.long()[..., None] * size + torch.arange(size, device=device)
@@ -177,7 +177,7 @@ def backward(
     dq, dk, dv = (torch.zeros(y.shape, dtype=lse.dtype, device=y.device) for y in (x.q, x.k, x.v))
     delta = row_products(d_out, out, lse.dtype)
     heads, key_heads, keys = x.selected.shape[1], x.k.shape[1], x.k.shape[2]
-    groups = torch.arange(len(x.q) * key_heads, device=x.q.device) * keys
+    groups = torch.arange(x.q.shape[0] * key_heads, device=x.q.device) * keys
     for chunk in split_queries(x):
         d, deltas, logs = (
             head_groups(y[:, :, chunk.queries].to(lse.dtype), heads, key_heads)

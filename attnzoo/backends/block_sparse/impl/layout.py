@@ -40,7 +40,7 @@ def align_rows(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, state: BlockSparseState | None
 ) -> Aligned:
     """Move padding to the front of every row, after the keys of the state."""
-    batch, length = len(q), q.shape[2]
+    batch, length = q.shape[0], q.shape[2]
     padding = _key_mask(q, k, mask)
     if state is None and padding is None:
         return Aligned(q, k, v, None, None, None, None)
@@ -99,11 +99,11 @@ def new_state(call: SparseCall, state: BlockSparseState | None) -> BlockSparseSt
     k, v, size = call.k, call.v, call.options.block_size
     lengths = call.lengths
     if lengths is None:
-        lengths = torch.full((len(k),), k.shape[2], device=k.device)
+        lengths = torch.full((k.shape[0],), k.shape[2], device=k.device)
     summary = call.summary
     if summary is None:
         summary = summarize(k, call.lengths, call.options, call.selection)
-    finished = int(lengths.max()) // size if len(k) else 0
+    finished = int(lengths.max()) // size if k.shape[0] else 0
     leader = _current_leader(call.with_selecting_queries(), lengths)
     empty = k[:, :, :0], v[:, :, :0]
     tail = k[:, :1, :0, :0] if call.tail is None else call.tail

@@ -17,7 +17,7 @@ def reference_attention(call: SparseCall) -> Tensor:
     dtype = torch.promote_types(call.q.dtype, torch.float32)
     heads = call.q.shape[1]
     rows = []
-    for b in range(len(call.q)):
+    for b in range(call.q.shape[0]):
         q, k, v = (x[b].to(dtype) for x in (call.q, call.k, call.v))
         keys = k.shape[1] if call.lengths is None else int(call.lengths[b])
         queries = q.shape[1] if call.counts is None else int(call.counts[b])

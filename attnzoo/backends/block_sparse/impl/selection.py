@@ -156,7 +156,7 @@ def summarize(
         bounds = torch.cat([high.amax(3), low.amin(3)], 3)
         return bounds if whole else bounds.masked_fill(~real.any(3), 0)
     if whole:
-        step = max(1, FEW_SCORES // max(1, len(k) * k.shape[1] * size * k.shape[4]))
+        step = max(1, FEW_SCORES // max(1, k.shape[0] * k.shape[1] * size * k.shape[4]))
         parts = [_moments(part, None, selection.score) for part in k.split(step, 2)]
         return torch.cat(parts, 2) if blocks else _moments(k, None, selection.score)
     return _moments(k, real, selection.score)

@@ -23,6 +23,7 @@ MIN_MASKED_PRODUCTS = 2**25  # bidirectional, with padding or segments
 # Bfloat16 on CPUs with AMX, which PyTorch's kernels use too
 MIN_AMX_PRODUCTS = 2**28  # 512 tokens with 8 heads of 64
 MAX_AMX_SIZES = 128  # D + E
+EXPORTING = "the choice would fix the lengths that the exported program accepts"
 
 
 def skip_cpp(x: FlashCall) -> list[str]:
@@ -30,6 +31,8 @@ def skip_cpp(x: FlashCall) -> list[str]:
     queries = x.q.shape[2]
     if is_transformed():
         return ["forward-mode differentiation or a transform of torch.func is active"]
+    if torch.compiler.is_exporting():  # comparing lengths would fix those that a program accepts
+        return [EXPORTING] if x.mask.window is None else []
     if queries <= (FEW_QUERIES_OF_ALL_KEYS if x.mask.window is None else FEW_QUERIES):
         return [f"there are {queries} queries, and it computes many at a time"]
     if x.mask.window is None and x.q.device.type == "cpu":
@@ -42,8 +45,6 @@ def _skip_all_keys(x: FlashCall) -> list[str]:
     mask = x.mask
     if not mask.causal and mask.is_plain:
         return ["without causality or a mask PyTorch's kernels are as fast"]
-    if torch.compiler.is_exporting():
-        return ["the choice would fix the lengths that the exported program accepts"]
     batch, heads, queries, size = x.q.shape
     products = batch * heads * queries * x.k.shape[2] * (size + x.v.shape[3])
     least = MIN_CAUSAL_PRODUCTS if mask.causal else MIN_MASKED_PRODUCTS

@@ -121,7 +121,7 @@ def _first_keys(x: FlashCall) -> ExtraKeys:
     assert isinstance(x.mask.q_offset, int)
     keys = x.k.shape[2]
     positions, valid = split_sinks(x.mask, keys, x.q.device).indices
-    columns = positions.expand(len(x.q), -1)
+    columns = positions.expand(x.q.shape[0], -1)
     window = (min(x.mask.window[0], keys), min(x.mask.window[1], keys))
     return ExtraKeys(
         gather_tokens(x.k, columns),

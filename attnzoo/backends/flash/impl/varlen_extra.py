@@ -120,8 +120,8 @@ class _Merged(torch.autograd.Function):
         grads = call_varlen_attn_backward(
             *(packed[0], packed[1], keys, values, packed[2], rows_lse, found, window, scale)
         )
-        dq = unpack(grads[0], found.q_indices, len(q), q.shape[2])
-        dk, dv = (unpack(x, found.k_indices, len(k), k.shape[2]) for x in grads[1:])
+        dq = unpack(grads[0], found.q_indices, q.shape[0], q.shape[2])
+        dk, dv = (unpack(x, found.k_indices, k.shape[0], k.shape[2]) for x in grads[1:])
         delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(3)
         extra = ExtraKeys(extra_k, extra_v, seen)
         dq_extra, *d_extra = extra_key_gradients(d_out, delta, lse, q, extra, scale)

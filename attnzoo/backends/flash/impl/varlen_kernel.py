@@ -72,7 +72,7 @@ def attend_sequences(
         return q.new_zeros(*q.shape[:3], v.shape[3])
     rows = pack(q, found.q_indices), pack(k, found.k_indices), pack(v, found.k_indices)
     out, _ = call_varlen_attn(*rows, found, window, scale)
-    return unpack(out, found.q_indices, len(q), q.shape[2])
+    return unpack(out, found.q_indices, q.shape[0], q.shape[2])
 
 
 def pack(x: Tensor, indices: Tensor | None) -> Tensor:
@@ -192,7 +192,7 @@ def call_varlen_attn(
     options["return_aux"] = varlen.AuxRequest(lse=True)
     out, lse = varlen.varlen_attn(q, k, v, *lengths, **options)
     # documented as [N, H]; the kernel and its fake tensors have [H, N]
-    return out, lse if lse.shape == (q.shape[1], len(q)) else lse.mT
+    return out, lse if lse.shape == (q.shape[1], q.shape[0]) else lse.mT
 
 
 def call_varlen_attn_backward(

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from attnzoo.backends.config import BackendConfig, Geometry
 from attnzoo.backends.linear.feature_maps.functional import widen
-from attnzoo.errors import ConfigError, did_you_mean
+from attnzoo.errors import ConfigError, check_registration, did_you_mean
 
 
 class FeatureMap(nn.Module):
@@ -159,7 +159,13 @@ class FunctionMap(SameMap):
 
     def features(self, x: Tensor, scale: float, positions: Tensor | None = None) -> Tensor:
         """Apply the function."""
-        return self.function(widen(x))
+        features = self.function(widen(x))
+        if not isinstance(features, Tensor):
+            raise ConfigError(
+                f"feature map {self.registered!r} must return a tensor, got "
+                f"{type(features).__name__}"
+            )
+        return features
 
 
 # -- the registry ----------------------------------------------------------------------------------
@@ -186,8 +192,11 @@ def _as_class(name: str, value: type[FeatureMap] | Callable[[Tensor], Tensor]) -
 
 def register_feature_map(name: str) -> Callable[[M], M]:
     """Decorator: register a map as ``feature_map=name``. A name can be registered only once."""
+    check_registration("register_feature_map", name, FeatureMap, FeatureMap)
 
     def add(value: M) -> M:
+        if isinstance(value, type):
+            check_registration("register_feature_map", name, value, FeatureMap)
         if name in FEATURE_MAPS:
             owner = FEATURE_MAPS[name]
             raise ValueError(

@@ -195,13 +195,13 @@ def map_features(
 
 
 def map_inputs(x: LinearInputs) -> LinearInputs:
-    """Apply the feature map to queries and keys, and set the features of padding keys to 0."""
+    """Apply the feature map, and set the features and values of padding keys to 0."""
     options = (x.feature_map, x.feature_scale, x.map_weights)
     q = map_features(x.q, *options, of_keys=False)
-    k = map_features(x.k, *options, of_keys=True)
+    k, v = map_features(x.k, *options, of_keys=True), x.v
     if x.padding_mask is not None:
-        k = k.masked_fill(~x.padding_mask[:, None, :, None], 0)
-    return x._replace(q=q, k=k, feature_map="identity", map_weights=None, padding_mask=None)
+        k, v = (each.masked_fill(~x.padding_mask[:, None, :, None], 0) for each in (k, v))
+    return x._replace(q=q, k=k, v=v, feature_map="identity", map_weights=None, padding_mask=None)
 
 
 def matrices(name: str, weights: MapWeights, dtype: torch.dtype) -> tuple[Tensor | None, ...]:

@@ -254,7 +254,7 @@ def linear_cpp_backward(
     if normalize:
         x.task.out, x.task.sums = rows_of(out), inverse.data_ptr()
     trained = tuple(w if need else None for w, need in zip(weights, needed[6:], strict=True))
-    d_weights = _new_weight_gradients(x.task, len(q), kept, trained)
+    d_weights = _new_weight_gradients(x.task, q.shape[0], kept, trained)
     if d_out is None:
         d_out = v.new_zeros(v.shape[3]).expand(*q.shape[:3], v.shape[3])
     d_out = with_contiguous_rows(d_out)

@@ -48,8 +48,11 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, ...]:
         """Iterate from the last block to the first."""
-        kv = k.new_zeros(len(k), k.shape[2], v.shape[2])
-        z, after = k.new_zeros(len(k), k.shape[2]), log_decay.new_zeros(len(k), log_decay.shape[2])
+        kv = k.new_zeros(k.shape[0], k.shape[2], v.shape[2])
+        z, after = (
+            k.new_zeros(k.shape[0], k.shape[2]),
+            log_decay.new_zeros(k.shape[0], log_decay.shape[2]),
+        )
         totals = []
         for block in reversed(_blocks(k)):
             totals.append(after)

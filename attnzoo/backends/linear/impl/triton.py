@@ -133,7 +133,8 @@ def run_triton(x: LinearInputs) -> Result:
         x = x._replace(q=round_features(x.q, x.v), k=round_features(x.k, x.v))
     kv, z = x.state
     options = (x.feature_map, x.feature_scale**0.5, x.scale, x.normalize, x.eps)
-    tensors = (x.q, x.k, x.v, x.log_decay, kv, z)
+    v = x.v if x.padding_mask is None else x.v.masked_fill(~x.padding_mask[:, None, :, None], 0)
+    tensors = (x.q, x.k, v, x.log_decay, kv, z)
     check_reverse_mode("linear_attention", *tensors)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if x.k.shape[2] == 1 and x.reuse_state and kv.is_contiguous() and z.is_contiguous():

@@ -94,7 +94,7 @@ def hybrid_triton(
     if options.first < q.shape[2]:
         values, total, *last = _launcher(linear, options.first, False).forward_sums()
     else:
-        values = near.new_empty(len(q), 0, *near.shape[2:])
+        values = near.new_empty(q.shape[0], 0, *near.shape[2:])
         total, last = lse.new_empty(*lse.shape[:2], 0), [kv.clone(), z.clone()]
     out, p, r = merge(near, lse, values, total, logit, counts, linear_only_heads, options, v.dtype)
     return out.transpose(1, 2), last[0], last[1], near, lse, values, p, r

@@ -98,10 +98,13 @@ class LinearAttention : protected TokenChunk<Real, CHUNK> {
             k_map_.features(given_k_, is_key_, y_k_, k_);
         } else {
             load_rows(t.k, head_, 0, t.key_size, size_, Real(1), k_);
-            for (int i = 0; i < count_; ++i)
-                if (!is_key_[i]) std::fill_n(k_ + i * size_, size_, Real(0));
         }
         load_rows(t.v, head_, column_, columns_, width_, Real(1), v_);
+        for (int i = 0; i < count_; ++i)
+            if (!is_key_[i]) {
+                std::fill_n(k_ + i * size_, size_, Real(0));
+                std::fill_n(v_ + i * width_, width_, Real(0));
+            }
         load_decays();
     }
 

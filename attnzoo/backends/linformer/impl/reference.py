@@ -53,7 +53,7 @@ def run_block_reference(x: BlockCall) -> tuple[Tensor, BlockState | None]:
     if x.state is not None:
         used, earlier = x.state.used[:, None], torch.arange(size, device=k.device)
         q_position = position + used
-        position = torch.cat([earlier.expand(len(k), -1), q_position], 1)
+        position = torch.cat([earlier.expand(k.shape[0], -1), q_position], 1)
         tokens = torch.cat([earlier < used, tokens], 1)
         k, v = torch.cat([x.state.k.to(wide), k], 2), torch.cat([x.state.v.to(wide), v], 2)
     total = tokens.sum(1)

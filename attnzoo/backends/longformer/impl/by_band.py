@@ -102,7 +102,7 @@ def attend_by_band(
     """Compute all rows as local ones, the heads of one band together."""
     heads_by_band = x.pattern.heads_by_band()
     if indices is not None:
-        indices = GlobalIndices(*(t.expand(len(x.q), -1) for t in indices))
+        indices = GlobalIndices(*(t.expand(x.q.shape[0], -1) for t in indices))
     outs: list[Tensor] = []
     for band, heads in heads_by_band.items():
         options = LocalOptions(

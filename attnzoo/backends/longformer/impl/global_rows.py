@@ -59,7 +59,7 @@ def _padding_last_order(padding_mask: Tensor) -> Tensor | None:
 def _reorder(x: LongformerCall, order: Tensor) -> LongformerCall:
     """Return the call with its tokens in another order."""
     assert x.padding_mask is not None
-    order = order.expand(len(x.q), -1)
+    order = order.expand(x.q.shape[0], -1)
 
     def gather(t: Tensor) -> Tensor:
         return t.expand(order.shape).gather(1, order)
@@ -85,7 +85,7 @@ def _reorder(x: LongformerCall, order: Tensor) -> LongformerCall:
 
 def _write_global_rows(x: LongformerCall, out: Tensor, indices: GlobalIndices) -> Tensor:
     """Return the output with the rows of global tokens, which see all keys."""
-    index, valid = (t.expand(len(x.q), -1) for t in indices)
+    index, valid = (t.expand(x.q.shape[0], -1) for t in indices)
     q, k, v = x.global_qkv
     length = k.shape[2]
     mask = torch.ones(1, 1, 1, length, dtype=torch.bool, device=q.device)
@@ -93,7 +93,7 @@ def _write_global_rows(x: LongformerCall, out: Tensor, indices: GlobalIndices) -
         mask = x.padding_mask[:, None, None, :]
     if x.pattern.causal:
         mask = mask & (torch.arange(length, device=q.device) <= index[:, None, :, None])
-    mask = mask.expand(len(x.q), 1, index.shape[1], length)
+    mask = mask.expand(x.q.shape[0], 1, index.shape[1], length)
     bias = x.bias
     if bias is not None and bias.shape[2] > 1:
         bias = gather_bias(bias, index, None)

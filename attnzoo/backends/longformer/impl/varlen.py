@@ -103,7 +103,7 @@ def _attend(
     )
     if band.dilation == 1 and indices is None:
         return run_varlen(FlashCall(q, k, v, mask, options.scale))
-    found = _dilated_sequences(mask, len(q), q.shape[2], band.dilation, q.device)
+    found = _dilated_sequences(mask, q.shape[0], q.shape[2], band.dilation, q.device)
     window = kernel_window(mask, found)
     if indices is None or not found.max_q:
         return attend_sequences(q, k, v, found, window, options.scale)

@@ -106,7 +106,7 @@ def _full_batches(hashed: HashRounds, blocks: Tensor) -> Iterator[BlockBatch]:
 def _distance_outside(positions: Tensor, centers: Tensor, halves: Tensor) -> Tensor:
     """Return the distance ``[n, W, C]`` of positions ``[n, W]`` outside intervals ``[n, C]``."""
     distance = (positions[:, :, None] - centers[:, None]).abs_()
-    return distance.sub_(halves[:, None]).clamp_min_(0)
+    return distance.sub_(halves[:, None]).clamp_(0, 1)
 
 
 def _first_tokens_batch(hashed: HashRounds) -> BlockBatch:
@@ -114,7 +114,7 @@ def _first_tokens_batch(hashed: HashRounds) -> BlockBatch:
     keys = torch.arange(hashed.first_tokens, device=hashed.device)
     centers, halves = (x.repeat(hashed.groups) for x in hashed.window_intervals())
     depth_inside = halves - (keys.float()[:, None] - centers).abs_()
-    penalty = depth_inside.clamp_min_(0).repeat(hashed.units, 1, 1)
+    penalty = depth_inside.clamp_(0, 1).repeat(hashed.units, 1, 1)
     rows = torch.arange(hashed.padding_row, device=hashed.device).view(hashed.units, -1)
     unit = torch.arange(hashed.units, device=hashed.device)[:, None]
     return BlockBatch(rows, keys + hashed.level.keys * unit, penalty, FIRST_SPLIT)
@@ -149,7 +149,7 @@ def _round_batches(hashed: HashRounds, blocks: RoundBlocks, index: int) -> Itera
             if nearest is not None:
                 nearest = torch.rsub(nearest, 2 * limit)
                 penalty = torch.maximum(penalty, nearest, out=penalty)
-            penalty = penalty.sub_(limit).clamp_min_(0)
+            penalty = penalty.sub_(limit).clamp_(0, 1)
             yield BlockBatch(queries[at], keys[at], penalty, ROUND_SPLITS + index)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from attnzoo.kernels.memory import empty_huge_pages
 
 LOG2_E = 1 / math.log(2)  # exp2 takes 0.2 ns an element, exp 9 for scores far below the maximum
-PENALTY_SCALE = 2.0**31  # multiplies the penalty; a power of 2, so exact
+PENALTY_SCALE = 2.0**100  # multiplies the penalty, so that masked scores lie below all others
 # Log-sum-exp of a query without keys: below any other, and finite, so that 0 * exp(x) is 0
 EMPTY_LSE = -1e8
 HIDDEN = -PENALTY_SCALE  # a bias of -inf, made finite: far below EMPTY_LSE
@@ -41,7 +41,7 @@ class BlockBatch(NamedTuple):
 
     query_rows: Tensor  # [n, C], rows of q; the last row of q is padding
     key_rows: Tensor  # [s, m], rows of k and v
-    penalty: Tensor  # [n, W, C]: 0 where a query attends to a key, else >= 1/4; overwritten
+    penalty: Tensor  # [n, W, C]: 0 where a query attends to a key, else 1/4 to 2; overwritten
     split: int = 0  # a query occurs at most once in the batches of one split
 
     @property
@@ -127,7 +127,7 @@ def block_attention(
     maxima, sums = v.new_empty(2, plan.num_partials + 1)
     partial_outs[0], maxima[0], sums[0] = 0, -math.inf, 1  # for splits without a given query
     index = torch.arange(plan.num_partials + 1, device=q.device)
-    partials = index.new_zeros(plan.num_splits, len(q))  # each query's partial result per split
+    partials = index.new_zeros(plan.num_splits, q.shape[0])  # each query's partial result per split
     begin = 1
     for batch in plan.batches:
         rows, shape = batch.query_rows.flatten(), batch.query_rows.shape

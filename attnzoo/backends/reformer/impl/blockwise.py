@@ -127,5 +127,5 @@ def plan_blocks(item: WorkItem, hashing: HashParameters, q: Tensor, k: Tensor) -
         heads = item.key_heads
         rotations = draw_rotations(heads, size, options.num_hashes, factors, hashing.seed)
     rotations = rotations.to(k)[item.heads]
-    rotations = rotations.repeat(len(k) // len(rotations), 1, 1, 1)
+    rotations = rotations.repeat(k.shape[0] // len(rotations), 1, 1, 1)
     return plan_chunks(q, k, rotations, factors, chunk_size=chunk_size, causal=options.causal)

@@ -172,7 +172,10 @@ class CppTensors:
     def forward(self) -> SoftmaxOutput:
         """Return the output ``[U N, E]`` and the log-sum-exp ``[U N, 1]``."""
         q, _, v = self.qkv
-        out, lse = empty_huge_pages(v, (len(q), v.shape[1])), empty_huge_pages(v, (len(q), 1))
+        out, lse = (
+            empty_huge_pages(v, (q.shape[0], v.shape[1])),
+            empty_huge_pages(v, (q.shape[0], 1)),
+        )
         self._run("forward", [*self.qkv, out, lse])
         return SoftmaxOutput(out[:, : self.value_size], lse)
 

@@ -96,7 +96,7 @@ def _sequences(
     q: Tensor, k: Tensor, query_segments: Tensor | None, key_segments: Tensor | None
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield row, query indices and key indices of each sequence."""
-    for row in range(len(q)):
+    for row in range(q.shape[0]):
         if query_segments is None or key_segments is None:
             queries, keys = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
             yield row, queries, keys
@@ -130,7 +130,7 @@ def _asymmetric_mask(q: Tensor, k: Tensor, options: LSHOptions, seed: tuple[int,
         near = (near | (positions[:, None] < full)) & (distance >= 0)
     else:
         near = near | (length <= full)
-    mask = repeat(near, "t s -> h t s", h=len(q)).clone()
+    mask = repeat(near, "t s -> h t s", h=q.shape[0]).clone()
     past = full if causal else length  # pivots are drawn from the first `past` keys
     while past < length or (full < past == length and not causal):
         rows = (positions >= past) & (positions < 2 * past) if causal else positions >= 0
@@ -152,8 +152,8 @@ def _bucket_mask(
         options: Options.
         seed: Integers.
     """
-    chunk, groups = options.chunk_size, len(q) // len(k)
-    mask = torch.zeros(len(q), *distance.shape, dtype=torch.bool, device=q.device)
+    chunk, groups = options.chunk_size, q.shape[0] // k.shape[0]
+    mask = torch.zeros(q.shape[0], *distance.shape, dtype=torch.bool, device=q.device)
     center = k[:, :past].mean(1, keepdim=True)
     q = rearrange(q, "(hkv g) t d -> hkv (g t) d", g=groups)
     rounds, bits = _pivot_indices(past, options, seed)
@@ -230,7 +230,7 @@ def _shared_qk_counts(
         factors: The product is the number of buckets, the sum is F; empty for the default.
     """
     (key_heads, length, size), chunk = k.shape, options.chunk_size
-    single, groups = length <= chunk, len(q) // key_heads
+    single, groups = length <= chunk, q.shape[0] // key_heads
     factors = factors or _default_factors(length, chunk)
     if rotations is None:
         shape = (key_heads, size, options.num_hashes, sum(factors) // 2)
@@ -240,7 +240,7 @@ def _shared_qk_counts(
     key_chunk = _chunk_ids(k, rotations, factors, chunk).repeat_interleave(groups, 0)
     query_chunk = _chunk_ids(q, rotations.repeat_interleave(groups, 0), factors, chunk)
     previous = (query_chunk - 1) % (num_rounds * num_chunks)  # chunk 0 continues the round before
-    counts = torch.zeros(len(q), length, length, dtype=torch.long, device=q.device)
+    counts = torch.zeros(q.shape[0], length, length, dtype=torch.long, device=q.device)
     for keys in key_chunk.unbind(1):
         for own, before in zip(query_chunk.unbind(1), previous.unbind(1), strict=True):
             counts += keys[:, None] == own[:, :, None]

@@ -165,8 +165,8 @@ def _penalty(queries: Tensor, keys: Tensor, length: int, *, causal: bool) -> Ten
     """
     queries, keys = queries[:, None, :], keys[:, :, None]
     if causal:  # at least 1/2 from the query's own key on; padding comes after all positions
-        return (keys - (queries - 0.5)).clamp_min_(0)
-    penalty = (queries - keys).abs_().neg_().add_(1).clamp_min_(0)
+        return (keys - (queries - 0.5)).clamp_(0, 1)
+    penalty = (queries - keys).abs_().neg_().add_(1).clamp_(0, 1)
     if length % queries.shape[2]:
         penalty.add_((keys - (length - 1)).clamp_(0, 1))
     return penalty

@@ -162,7 +162,7 @@ def split_work(
     all_rows, threads = [None] if q.numel() else [], torch.get_num_threads()
     dtype = torch.promote_types(q.dtype, torch.float32)
     for sequences in all_rows if segments is None else segments.group_by_length():
-        count, length, queries = len(k), k.shape[2], q.shape[2]
+        count, length, queries = k.shape[0], k.shape[2], q.shape[2]
         if sequences is not None:
             (count, length), queries = sequences.keys.shape, sequences.queries.shape[1]
         for level in split_levels(options, length - queries, length):
