@@ -225,6 +225,19 @@ def test_large_scores_and_compiled_calls():
     assert torch.equal(compiled(*x, options)[0], out)
 
 
+@pytest.mark.parametrize("scale", [1e6, 1e9, 1e15])
+def test_large_scores_in_bfloat16_select_one_key(scale):
+    """The weight of the largest score is 1, also where scores are rounded by more than 1."""
+    x = [draw(1, heads, 200, 32).bfloat16().requires_grad_() for heads in (GROUPS, 1, 1)]
+    options = LocalOptions(Band(200, 0, 1), True, scale)
+    out, _ = band_attention_cpp(*x, options)
+    expected, *_ = dense(*(y.double() for y in x), options, 0)
+    first, second = (x[0] @ x[1].mT).float().tril().topk(2).values.unbind(-1)
+    is_clear = first - second > 0.1 * first
+    torch.testing.assert_close(out[is_clear], expected[is_clear].float())
+    assert all(y.isfinite().all() for y in torch.autograd.grad(out.sum(), x))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_numbers_of_16_bits_are_those_in_float32(dtype):
     if dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported():

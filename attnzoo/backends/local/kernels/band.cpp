@@ -478,15 +478,17 @@ class Worker : Tiles<Real>, Rows<Real> {
         else multiply(&keys.k_rows[start], q_, size_, ranges, width, p_.data());
     }
 
-    // Return the scores at an index. With AMX, queries are not scaled.
+    // Return the scores at an index. With AMX, queries are not scaled. The product is kept in a
+    // register because a fused subtraction of the maximum would round it in another way.
     Reals score(int at) const {
-        if constexpr (AMX) return load(&p_[at]) * score_scale_;
+        if constexpr (AMX) return Tiles<Real>::in_register(load(&p_[at]) * score_scale_);
         else return load(&p_[at]);
     }
 
-    // 2^x, as precise as the products of weights.
+    // 2^x for x of at most 0, as precise as the products of weights. With AMX, an x above 0 counts
+    // as 0: the log-sum-exp of large scores is rounded by more than 1. NaN stays NaN.
     static Reals weight_of(Reals x) {
-        if constexpr (AMX) return Amx::exp2(x);
+        if constexpr (AMX) return Amx::exp2(x > Real(0) ? Reals{} : x);
         else return exp2(x);
     }
 
