@@ -21,8 +21,8 @@ from attnzoo.backends.inputs import (
     zero_padding,
 )
 from attnzoo.backends.packing import unpack_and_attend
-from attnzoo.backends.validation import DTYPES, qkv_reasons
-from attnzoo.errors import ConfigError, UnsupportedError, check_registration
+from attnzoo.backends.validation import DTYPES, check_output, qkv_reasons
+from attnzoo.errors import UnsupportedError, check_registration
 from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.masks import PLAIN, AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice
@@ -161,10 +161,8 @@ class AttentionBackend(nn.Module):
                 "ignore (config.sliding_window=None removes the window)"
             )
         if geometry.chunk_size is not None and not self.arbitrary_mask:
-            reasons.append(
-                f"the layer attends within chunks of {geometry.chunk_size} tokens, which it would "
-                "ignore"
-            )
+            size = geometry.chunk_size
+            reasons.append(f"the layer attends in chunks of {size} tokens, which it would ignore")
         if geometry.softcap is not None and not self.softcap:
             reasons.append(
                 f"the layer caps its scores at {geometry.softcap}, which it would ignore"
@@ -331,10 +329,7 @@ class AttentionBackend(nn.Module):
             given.append("attention sinks are given")
         if (inputs.state is not None or inputs.return_state) and not self.recurrent:
             given.append("a state is requested")
-        if given:
-            reasons += [
-                f"{what}, which it does not support (softmax and flash do)" for what in given
-            ]
+        reasons += [f"{what}, which it does not support (softmax and flash do)" for what in given]
         if length > 1 and not (self.causal if mask.causal else self.bidirectional):
             kind = "causal" if mask.causal else "bidirectional"
             reasons.append(f"the mask is {kind}, which it does not support")
@@ -392,11 +387,7 @@ class AttentionBackend(nn.Module):
             output = unpack_and_attend(self.attend, inputs)
         else:
             output = self.attend(inputs)
-        if not isinstance(output, AttentionOutput):
-            raise ConfigError(
-                f"{type(self).__name__}.attend must return attnzoo.AttentionOutput(out), got "
-                f"{type(output).__name__}"
-            )
+        check_output(self, output)
         if not torch.compiler.is_compiling():
             vars(self)["ran"] = output.impl or ONLY_IMPLEMENTATION  # faster than Module.__setattr__
         return output

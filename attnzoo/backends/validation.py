@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.config import MAX_SIZE
-from attnzoo.errors import UnsupportedError, short_repr
+from attnzoo.errors import ConfigError, UnsupportedError, short_repr
 from attnzoo.masks import AttentionMask
+from attnzoo.state import AttentionOutput
 
 STATE_DTYPES = (torch.float32, torch.float64)
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
@@ -256,6 +257,15 @@ def check_size(name: str, value: int, minimum: int = 1, maximum: int = MAX_SIZE)
     if type(value) is not int or not minimum <= value <= maximum:
         raise UnsupportedError(
             f"{name} must be an integer from {minimum} to {maximum}, got {short_repr(value)}."
+        )
+
+
+def check_output(backend: object, output: object) -> None:
+    """Raise ``ConfigError`` if a backend's ``attend`` does not return an ``AttentionOutput``."""
+    if not isinstance(output, AttentionOutput):
+        raise ConfigError(
+            f"{type(backend).__name__}.attend must return attnzoo.AttentionOutput(out), got "
+            f"{type(output).__name__}"
         )
 
 

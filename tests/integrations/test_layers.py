@@ -161,7 +161,7 @@ def test_layers_with_chunks_are_kept_exact():
     config = hf.Llama4TextConfig(**sizes, attention_chunk_size=4, intermediate_size_mlp=32)
     model = hf.Llama4ForCausalLM(config).eval()
     assert [x.chunk_size for x in geometries(model).values()] == [4, 4, 4, None]
-    with pytest.raises(UnsupportedError, match="the layer attends within chunks of 4 tokens"):
+    with pytest.raises(UnsupportedError, match="the layer attends in chunks of 4 tokens"):
         attnzoo.swap(model, "linear")
     attnzoo.swap(model, "linear", else_="flash")
     assert [row.backend for row in attnzoo.describe(model)] == ["flash"] * 3 + ["linear"]

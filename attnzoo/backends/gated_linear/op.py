@@ -215,9 +215,8 @@ def rwkv6_attention(
         torch.Size([1, 4, 1000, 8])
     """
     mask = _check("rwkv6_attention", q, k, v, mask, state, shard)
-    check_shape("log_decay", log_decay, tuple(k.shape), "B, Hkv, T, D", q.device)
-    check_is_log_decay(log_decay, k.shape[2])
     check_shape("bonus", bonus, (k.shape[1], k.shape[3]), "Hkv, D", q.device)
+    _check_decay_of_channels(log_decay, k)
     if mask.padding is not None:
         is_padding = ~mask.padding[:, None, :, None]
         k, log_decay = k.masked_fill(is_padding, 0), log_decay.masked_fill(is_padding, 0)
@@ -392,3 +391,9 @@ MATRIX_IMPLEMENTATIONS: tuple[Implementation[MatrixGateInputs, MatrixGateResult]
     Implementation(name="torch", run=run_torch, automatic="runs on every device"),
     Implementation(name="reference", run=run_reference),
 )
+
+
+def _check_decay_of_channels(log_decay: Tensor, k: Tensor) -> None:
+    """Raise ``UnsupportedError`` if log decays are not one per key channel, or above 0."""
+    check_shape("log_decay", log_decay, tuple(k.shape), "B, Hkv, T, D", k.device)
+    check_is_log_decay(log_decay, k.shape[2])

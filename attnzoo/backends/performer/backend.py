@@ -294,7 +294,7 @@ def _split_tokens(inputs: AttentionInputs, tokens: int) -> list[AttentionInputs]
     """
     mask, padding_mask = inputs.mask, inputs.mask.padding
     q, k, v = (x.split(tokens, 2) for x in (inputs.q, inputs.k, inputs.v))
-    masks = [mask] * q.shape[0]
+    masks = [mask] * len(q)
     if padding_mask is not None:
         masks = [replace(mask, padding=part) for part in padding_mask.split(tokens, 1)]
-    return [inputs._replace(q=q[i], k=k[i], v=v[i], mask=masks[i]) for i in range(q.shape[0])]
+    return [inputs._replace(q=q[i], k=k[i], v=v[i], mask=masks[i]) for i in range(len(q))]

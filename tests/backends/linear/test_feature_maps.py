@@ -121,11 +121,12 @@ def test_output_equals_dense_attention(name, normalize, causal):
 
 
 @pytest.mark.parametrize(
-    ("decorator", "name"), [("register_feature_map", "hedgehog"), ("register_gate", "rwkv6")]
+    ("base", "decorator", "name"),
+    [("FeatureMap", "register_feature_map", "hedgehog"), ("Gate", "register_gate", "rwkv6")],
 )
-def test_builtin_names_cannot_be_registered_again(decorator, name, fresh_python):
+def test_builtin_names_cannot_be_registered_again(base, decorator, name, fresh_python):
     """In a new process, before a backend is imported."""
-    code = f"import attnzoo\nattnzoo.{decorator}({name!r})(type('Own', (), {{}}))"
+    code = f"import attnzoo\nattnzoo.{decorator}({name!r})(type('Own', (attnzoo.{base},), {{}}))"
     ran = fresh_python(code)
     assert ran.returncode == 1
     assert f"{name!r} belongs to attnzoo.backends." in ran.stderr
