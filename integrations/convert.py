@@ -82,7 +82,8 @@ def swap(
     target = unwrap_model(model)
     if target is None:
         raise SpecError(
-            f"{type(model).__name__} is not a transformers model; swap takes a PreTrainedModel"
+            f"{type(model).__name__} is not a transformers model; swap takes a PreTrainedModel, "
+            "such as AutoModelForCausalLM.from_pretrained(...)"
         )
     by_config = isinstance(attention, Mapping) and not {"backend", "version"} & set(attention)
     if by_config and attention and compat.sub_configs(target.config):

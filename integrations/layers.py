@@ -193,7 +193,7 @@ def sliding_window(module: nn.Module, config: Any, number: int) -> int | None:
 
 def unwrap_model(model: nn.Module) -> PreTrainedModel | None:
     """Return the outermost transformers model in a wrapper (PEFT, DDP, compiled), or ``None``."""
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, PreTrainedModel):
             return module
     return None

@@ -314,3 +314,21 @@ def test_a_full_disk_is_explained(monkeypatch, capsys, saved, tmp_path):
     assert code == 2
     assert "No space left on device: 'model.safetensors'" in problem
     assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_measured_is_explained(monkeypatch, capsys, saved, tmp_path):
+    text, latin = tmp_path / "text.txt", tmp_path / "latin.txt"
+    text.write_text("some text " * 999)
+    latin.write_bytes("caf\xe9 ".encode("latin-1") * 99)
+    for arguments, message in (
+        (("memory", tmp_path), "holds no saved model: there is no config.json"),
+        (("memory", saved, "--dtype", "int8"), "dtype must be a floating-point type of torch"),
+        (("memory", saved, "--attention", ","), "--attention names no backend"),
+        (("inspect", saved, "--text", latin), "is not UTF-8 text (byte 3: "),
+        (
+            ("plan", saved, "--data", text, "--length", "64", "--keep-softmax", "nan"),
+            "must be a fraction of the",
+        ),
+    ):
+        code, _, problem = run(monkeypatch, capsys, *arguments)
+        assert (code, message in problem) == (2, True), problem

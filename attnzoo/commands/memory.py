@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -79,8 +80,10 @@ def _specs(path: str, attention: list[str] | None) -> list[Any]:
     """Return the plain data of the attentions; ``None`` is that of the model's config."""
     from attnzoo.compare.cases import default_specs
     from attnzoo.compare.run import read_model_info
+    from attnzoo.integrations.files import read_config
 
     if attention is None:
+        read_config(Path(path))  # a model that cannot be read is no row of a table
         return [None]
     causal = read_model_info(path).causal
 

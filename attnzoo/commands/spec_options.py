@@ -69,8 +69,8 @@ def specs_of(attention: list[str], presets: Callable[[list[str]], list[Any]]) ->
             found.append(spec_of(text))
         elif text == "all":
             return None
-        else:
-            found += presets(split(text))
+        elif names := split(text):
+            found += presets(names)
     if not found:
         raise SpecError("--attention names no backend; give all, or names such as linear,reformer")
     return found

@@ -75,15 +75,19 @@ def read_text(text: Path | None) -> str:
     """
     if text is None:
         data = read_bytes(standard_library_files(held_out=True))
-    else:
-        try:
-            data = text.read_bytes()
-        except OSError as error:
-            raise SpecError(
-                f"The text file {str(text)!r} cannot be read ({error.strerror or error}); give "
-                "--text a file in the model's language"
-            ) from error
-    return data.decode("utf-8", errors="replace")
+        return data.decode("utf-8", errors="replace")
+    try:
+        return text.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise SpecError(
+            f"The text file {str(text)!r} is not UTF-8 text (byte {error.start}: {error.reason}); "
+            "convert it"
+        ) from error
+    except OSError as error:
+        raise SpecError(
+            f"The text file {str(text)!r} cannot be read ({error.strerror or error}); give "
+            "--text a file in the model's language"
+        ) from error
 
 
 def fingerprint(*tensors: Tensor) -> str:

@@ -71,9 +71,11 @@ class MemoryCase:
                     f"{name} must be one of {', '.join(known)}, got {value!r}."
                     f"{did_you_mean(value, known)}"
                 )
-        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ConfigError(
-                f"dtype must be one of torch, such as float32 or bfloat16, got {self.dtype!r}"
+                "dtype must be a floating-point type of torch, such as float32 or bfloat16, got "
+                f"{self.dtype!r}"
             )
 
     @property

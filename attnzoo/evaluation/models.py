@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from attnzoo.errors import SpecError
 from attnzoo.integrations.attention import NAME
+from attnzoo.integrations.files import read_config
 from attnzoo.integrations.layers import attention_layers
 from attnzoo.spec import AttentionSpec
 
@@ -51,7 +52,7 @@ def spec_label(spec: AttentionSpec) -> str:
 
 def load_swapped(path: Path, spec: AttentionSpec) -> Any:
     """Load a causal model in float32 with its attention replaced through its config."""
-    config = AutoConfig.from_pretrained(path)
+    config = read_config(path)
     config.attnzoo = spec.to_dict()
     return AutoModelForCausalLM.from_pretrained(
         path, config=config, attn_implementation=NAME, dtype=torch.float32
@@ -60,7 +61,7 @@ def load_swapped(path: Path, spec: AttentionSpec) -> Any:
 
 def max_positions(path: Path) -> int | None:
     """Return the number of positions a model has; ``None`` for rotary or relative positions."""
-    config: Any = AutoConfig.from_pretrained(path)
+    config: Any = read_config(path)
     rotary = any(getattr(config, name, None) for name in ("rope_parameters", "rope_theta"))
     limit = getattr(config, "max_position_embeddings", None)
     return None if rotary or limit is None else int(limit)
@@ -76,7 +77,7 @@ def require_causal(path: Path, reason: str) -> None:
     Raises:
         SpecError: A layer of the model attends to future tokens.
     """
-    config = AutoConfig.from_pretrained(path)
+    config = read_config(path)
     with torch.device("meta"):
         layers = attention_layers(AutoModelForCausalLM.from_config(config))
     if not all(layer.geometry.causal for layer in layers):

@@ -123,7 +123,7 @@ def read_plan(path: Path) -> tuple[AttentionSpec, str | None]:
     """
     try:
         data = json.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError(
             f"{str(path)!r} is not a plan ({error}); give a file that `attnzoo plan` wrote, or a "
             "spec in JSON"
