@@ -308,7 +308,7 @@ class AmxForward : public AmxAttention {
     float *k_pairs_, *k_rows_;     // keys decayed to the chunk's end as pairs; transposed as rows
     float* k_columns_;             // [D, N]: transposed keys, as pairs
     float* after_values_;          // [P + 1]: elements after those of values, the first is 1
-    float sums_[QUERIES];          // of weights, or 1 / denominators
+    float sums_[QUERIES] = {};     // of weights, or 1 / denominators
 
   public:
     AmxForward(Memory& memory, const Task<float>& task, int64_t row, int64_t head, int64_t group,

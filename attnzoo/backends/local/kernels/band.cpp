@@ -161,8 +161,8 @@ class Worker : Tiles<Real>, Rows<Real> {
     int64_t group_ = 0;     // query head within the key head
     int64_t first_ = 0;     // first query of the block; the others follow at steps of d
     bool has_sums_ = false; // whether sums_ contains values
-    Real max_[BLOCK], sum_[BLOCK], rescale_[BLOCK];
-    Real factor_[BLOCK];    // with AMX: of the gradients of the band's outputs
+    Real max_[BLOCK] = {}, sum_[BLOCK] = {}, rescale_[BLOCK] = {};
+    Real factor_[BLOCK] = {};  // with AMX: of the gradients of the band's outputs
 
     // Whether the gradients that are needed depend on the keys of the band.
     bool needs_keys() const { return t.dq || t.dk || t.dv; }
@@ -485,11 +485,17 @@ class Worker : Tiles<Real>, Rows<Real> {
         else return load(&p_[at]);
     }
 
-    // 2^x for x of at most 0, as precise as the products of weights. With AMX, an x above 0 counts
-    // as 0: the log-sum-exp of large scores is rounded by more than 1. NaN stays NaN.
+    // 2^x, as precise as the products of weights.
     static Reals weight_of(Reals x) {
-        if constexpr (AMX) return Amx::exp2(x > Real(0) ? Reals{} : x);
+        if constexpr (AMX) return Amx::exp2(x);
         else return exp2(x);
+    }
+
+    // The weight of a score, given the log-sum-exp, which for large scores is rounded by more than
+    // 1: weights are at most 1. NaN stays NaN.
+    static Reals weight_after(Reals score, Reals lse) {
+        const Reals x = score - lse;
+        return weight_of(x > Real(0) ? Reals{} : x);
     }
 
     // With AMX, round weights to bfloat16: their sum is that of the weights that multiply values,
@@ -562,8 +568,8 @@ class Worker : Tiles<Real>, Rows<Real> {
     }
 
     void attend_backward() {
-        std::fill_n(max_, BLOCK, Real(0));
-        std::fill_n(sum_, BLOCK, Real(0));
+        // Also in lanes beyond the last query, where scores and their gradients are 0
+        for (Real* x : {max_, sum_, factor_}) std::fill_n(x, BLOCK, Real(0));
         std::fill_n(sums_.begin(), BLOCK * size_, Real(0));
         load_queries();
         load_output_gradients();
@@ -639,12 +645,12 @@ class Worker : Tiles<Real>, Rows<Real> {
             for_each_score(
                 keys, ranges[i], lane, start,
                 [&](int at) {
-                    const Reals weight = weight_of(score(at) - lse);
+                    const Reals weight = weight_after(score(at), lse);
                     store(&dp_[at], score_gradient(at, lane, weight));
                     store(&p_[at], band_weight(lane, weight));
                 },
                 [&](int at, Ints attended) {
-                    const Reals weight = weight_of(score(at) - lse);
+                    const Reals weight = weight_after(score(at), lse);
                     store(&dp_[at], attended ? score_gradient(at, lane, weight) : Reals{});
                     store(&p_[at], attended ? band_weight(lane, weight) : Reals{});
                 });
