@@ -49,7 +49,9 @@ IGNORED_ARGUMENTS = frozenset(
     {
         "cache_position",
         "deterministic",
+        "labels",
         "layer_idx",
+        "length",
         "logits_to_keep",
         "max_length_k",
         "max_length_q",
@@ -62,6 +64,8 @@ IGNORED_ARGUMENTS = frozenset(
         "position_ids",
         "return_dict",
         "shift_labels",
+        "special_tokens_mask",
+        "token_type_ids",
         "use_cache",
     }
 )

@@ -34,16 +34,15 @@ def saved_implementation(config: Any) -> str | dict[str, Any] | None:
 def saved_config(config: Any, data: dict[str, Any]) -> dict[str, Any]:
     """Return the plain data of a config with the swap that its model runs.
 
-    The spec is omitted if ``set_attn_implementation`` has disabled the swap.
+    The spec is omitted if another ``attn_implementation`` has disabled the swap.
 
     Args:
         config: The config.
         data: The return value of its stock ``to_dict``, which is changed.
     """
-    was_swapped = vars(config).get("attn_implementation") == NAME
-    if was_swapped and config._attn_implementation not in (None, NAME):
-        data.pop(NAME, None)
-        del data["attn_implementation"]
+    if NAME in data and config._attn_implementation not in (None, NAME):
+        del data[NAME]
+        data.pop("attn_implementation", None)
     elif hasattr(data.get(NAME), "to_dict"):  # an AttentionSpec
         data[NAME] = data[NAME].to_dict(defaults=True)
     implementation = saved_implementation(config)

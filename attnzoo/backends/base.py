@@ -21,7 +21,7 @@ from attnzoo.backends.inputs import (
     zero_padding,
 )
 from attnzoo.backends.packing import unpack_and_attend
-from attnzoo.backends.validation import DTYPES, check_output, qkv_reasons
+from attnzoo.backends.validation import DTYPES, qkv_reasons, refuse_output
 from attnzoo.errors import UnsupportedError, check_registration
 from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.masks import PLAIN, AttentionMask
@@ -293,7 +293,8 @@ class AttentionBackend(nn.Module):
         if shard is not None:
             inputs = inputs._replace(mask=shard.mask(inputs.mask))
         if inputs.mask.padding is not None:
-            inputs = zero_padding(inputs, cross_attention=self.geometry.cross_attention)
+            crossed = self.geometry.cross_attention
+            inputs = zero_padding(inputs, cross_attention=crossed, exact=self.exact)
         factors = None
         if form == "keys":
             inputs, factors = drop_keys(inputs, dropout)
@@ -387,7 +388,8 @@ class AttentionBackend(nn.Module):
             output = unpack_and_attend(self.attend, inputs)
         else:
             output = self.attend(inputs)
-        check_output(self, output)
+        if not isinstance(output, AttentionOutput):
+            refuse_output(self, output)
         if not torch.compiler.is_compiling():
             vars(self)["ran"] = output.impl or ONLY_IMPLEMENTATION  # faster than Module.__setattr__
         return output

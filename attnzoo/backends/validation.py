@@ -13,7 +13,6 @@ from torch import Tensor
 from attnzoo.backends.config import MAX_SIZE
 from attnzoo.errors import ConfigError, UnsupportedError, short_repr
 from attnzoo.masks import AttentionMask
-from attnzoo.state import AttentionOutput
 
 STATE_DTYPES = (torch.float32, torch.float64)
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
@@ -260,13 +259,12 @@ def check_size(name: str, value: int, minimum: int = 1, maximum: int = MAX_SIZE)
         )
 
 
-def check_output(backend: object, output: object) -> None:
-    """Raise ``ConfigError`` if a backend's ``attend`` does not return an ``AttentionOutput``."""
-    if not isinstance(output, AttentionOutput):
-        raise ConfigError(
-            f"{type(backend).__name__}.attend must return attnzoo.AttentionOutput(out), got "
-            f"{type(output).__name__}"
-        )
+def refuse_output(backend: object, output: object) -> None:
+    """Raise ``ConfigError`` because a backend's ``attend`` returned no ``AttentionOutput``."""
+    raise ConfigError(
+        f"{type(backend).__name__}.attend must return attnzoo.AttentionOutput(out), got "
+        f"{type(output).__name__}"
+    )
 
 
 def is_empty_call(q: Tensor, k: Tensor) -> bool:

@@ -120,11 +120,11 @@ def read_model_info(model: str) -> ModelInfo:
         )
     causal = all(layer.geometry.causal for layer in layers)
     sizes = [(name, tuple(x.shape)) for name, x in empty.state_dict().items()]
-    config = (path / "config.json").read_bytes()
+    identity = (path / "config.json").read_bytes() + repr(sizes).encode() + _hash_weights(path)
     return ModelInfo(
         path=str(path),
         name=f"the model {model!r}" if is_embedded(model) else path.resolve().name,
-        sha=hashlib.sha256(config + repr(sizes).encode()).hexdigest()[:12],
+        sha=hashlib.sha256(identity).hexdigest()[:12],
         geometry=layers[0].geometry,
         causal=causal,
         generates=causal and empty.can_generate(),
@@ -134,6 +134,15 @@ def read_model_info(model: str) -> ModelInfo:
         and not getattr(empty.config, "is_encoder_decoder", False),
         module=type(empty).__module__,
     )
+
+
+def _hash_weights(path: Path) -> bytes:
+    """Return a hash of a saved model's weights; a gigabyte takes about a second."""
+    digest = hashlib.sha256()
+    for file in sorted((*path.glob("*.safetensors"), *path.glob("*.bin"))):
+        with file.open("rb") as weights:
+            digest.update(hashlib.file_digest(weights, "sha256").digest())
+    return digest.digest()
 
 
 def check(config: CompareConfig, info: ModelInfo) -> tuple[list[AttentionSpec], list[str]]:

@@ -97,7 +97,8 @@ def pack_completions(
         positions=positions,
         labels=labels,
         ends=torch.tensor(ends),
-        bytes_per_token=len(tokenizer.decode(trained).encode()) / len(trained),
+        bytes_per_token=len(tokenizer.decode(trained, skip_special_tokens=True).encode())
+        / len(trained),
         shortened=sum(len(ids) > row_length for ids, _ in whole),
     )
 

@@ -123,10 +123,22 @@ def softmax_teacher(
             with softmax:
                 return outputs(frozen.to(batch["input_ids"].device), batch)
         without_adapters: Any = getattr(model, "disable_adapter", nullcontext)
-        with softmax, without_adapters():
+        with softmax, without_adapters(), _without_dropout(model):
             return outputs(model, batch)
 
     return teach
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Context manager under which a model is in evaluation mode."""
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
 
 
 def divergence(

@@ -337,6 +337,18 @@ def test_results_of_another_model_are_refused(llama, tmp_path, measured):
         compare(compare_config("embedded", config.out, quality=False))
 
 
+def test_other_weights_are_another_model(llama, tmp_path):
+    model = LlamaForCausalLM.from_pretrained(llama)
+    found = [read_model_info(str(llama)).sha]
+    for name, change in (("same", 0.0), ("trained", 1e-3)):
+        with torch.no_grad():
+            model.lm_head.weight += change
+        model.save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_bytes((llama / "config.json").read_bytes())
+        found.append(read_model_info(str(tmp_path / name)).sha)
+    assert found[0] == found[1] != found[2]
+
+
 def test_a_folder_that_cannot_be_written(llama, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(AttnzooError, match="cannot be written"):

@@ -312,3 +312,12 @@ def test_a_cache_of_more_than_keys_and_values_is_not_replaced():
     cache.layers.append(layer)
     with pytest.raises(UnsupportedError, match="more than keys and values"):
         state_layer(cache, 0, backend)
+
+
+def test_labels_in_generation_are_ignored():
+    """Seq2SeqTrainer passes them to ``generate``, and the encoder to its attention."""
+    model = hf.BartForConditionalGeneration(hf.BartConfig(**COUPLED, max_position_embeddings=64))
+    ids = torch.arange(7, 15)[None]
+    given = {"input_ids": ids, "max_new_tokens": 3, "do_sample": False}
+    attnzoo.swap(model.eval(), "flash")
+    assert torch.equal(model.generate(**given, labels=ids), model.generate(**given))

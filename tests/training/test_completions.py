@@ -148,6 +148,15 @@ def test_rows_hold_whole_examples(byte_tokenizer):
         pack_completions(examples, byte_tokenizer, row_length=1, vocab_size=384)
 
 
+def test_the_spelling_of_the_end_token_is_not_counted():
+    example, found = example_of({"prompt": "a", "completion": "yes"}, "x"), []
+    for end in ("</s>", "<|end_of_text|>"):
+        tokenizer = hf.ByT5Tokenizer(eos_token=end)
+        rows = pack_completions([example], tokenizer, row_length=16, vocab_size=384)
+        found.append(rows.bytes_per_token)
+    assert found == [3 / 4] * 2  # "yes" and the end
+
+
 def test_examples_without_an_answer_are_refused(byte_tokenizer, monkeypatch):
     byte_tokenizer = copy.deepcopy(byte_tokenizer)
     byte_tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -193,7 +202,7 @@ def test_loss_is_that_of_each_completion_alone(model, data, spec, tmp_path, byte
     assert read_losses(tmp_path / "out")[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
     losses = losses_alone(model, kept, byte_tokenizer)
     found = quality(model, rows_to_eval_batch(held_out, 9))
-    size = sum(len(x["completion"]) + len("</s>") for x in kept) / len(losses)
+    size = sum(len(x["completion"]) for x in kept) / len(losses)
     expected = float(losses.mean()) / size / math.log(2)
     assert found.loss == pytest.approx(expected, rel=1e-5)
     assert found.recall is None

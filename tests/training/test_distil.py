@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers as hf
 
 import attnzoo
 from attnzoo.training.distil import Predictions, distil_loss, divergence, softmax_teacher
@@ -98,3 +99,16 @@ def outputs(model, batch):
     for handle in handles:
         handle.remove()
     return tuple(found)
+
+
+@pytest.mark.parametrize("weights_change", [True, False])
+def test_the_teacher_has_no_dropout(weights_change):
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=99))
+    attnzoo.swap(model, "flash")
+    tokens = torch.arange(5, 17).view(2, 6)
+    expected = model.eval()(tokens).logits
+    model.train()
+    teach = softmax_teacher(model, weights_change=weights_change)
+    found = teach(model, {"input_ids": tokens, "labels": tokens})
+    torch.testing.assert_close(found.logits, expected)
+    assert all(module.training for module in model.modules())

@@ -155,7 +155,8 @@ def linear_attention(
     causal, segment_ids = mask.causal, mask.segment_ids
     _check_options(form, chunk_size, causal)
     check_qkv(q, k, v, mask)
-    check_mask_fields("linear_attention", mask, "segment_ids")
+    if mask is not PLAIN[True]:
+        check_mask_fields("linear_attention", mask, "segment_ids")
     check_feature_map(feature_map, map_weights, q, k)
     keys = like_features(k, feature_map, map_weights)
     _check_tensors(q, k, keys, v, log_decay, state, mask)

@@ -185,7 +185,9 @@ def _check(
 ) -> None:
     """Raise ``UnsupportedError`` if the inputs of a window hybrid do not fit each other."""
     check_qkv(q, k, v, mask)
-    check_mask_fields("hybrid_attention", mask, "segment_ids")
+    is_shifted = type(mask.q_offset) is not int or mask.q_offset != 0
+    if is_shifted or mask.window is not None or mask.function is not None:  # without a call
+        check_mask_fields("hybrid_attention", mask, "segment_ids")
     check_size("window", window)
     features = _check_branch(branch, q, k, mask.causal)
     if state is not None:
