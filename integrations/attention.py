@@ -49,9 +49,7 @@ IGNORED_ARGUMENTS = frozenset(
     {
         "cache_position",
         "deterministic",
-        "labels",
         "layer_idx",
-        "length",
         "logits_to_keep",
         "max_length_k",
         "max_length_q",
@@ -64,9 +62,8 @@ IGNORED_ARGUMENTS = frozenset(
         "position_ids",
         "return_dict",
         "shift_labels",
-        "special_tokens_mask",
-        "token_type_ids",
         "use_cache",
+        *("labels", "length", "special_tokens_mask", "token_type_ids"),  # columns of a batch
     }
 )
 # Arguments of continuous batching, which its cache reads; the last two are for the model's head.

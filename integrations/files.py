@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -31,6 +32,15 @@ def read_config(path: Path) -> Any:
         raise
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise SpecError(f"{str(path / 'config.json')!r} cannot be read: {error}") from error
+
+
+def hash_weights(path: Path) -> bytes:
+    """Return a hash of a saved model's weights; a gigabyte takes about a second."""
+    digest = hashlib.sha256()
+    for file in sorted((*path.glob("*.safetensors"), *path.glob("*.bin"))):
+        with file.open("rb") as weights:
+            digest.update(hashlib.file_digest(weights, "sha256").digest())
+    return digest.digest()
 
 
 def has_swap(path: Any, config: Any = None) -> bool:

@@ -160,8 +160,7 @@ class AttentionBackend(nn.Module):
                 f"the layer has a sliding window of {geometry.window} tokens, which it would "
                 "ignore (config.sliding_window=None removes the window)"
             )
-        if geometry.chunk_size is not None and not self.arbitrary_mask:
-            size = geometry.chunk_size
+        if (size := geometry.chunk_size) is not None and not self.arbitrary_mask:
             reasons.append(f"the layer attends in chunks of {size} tokens, which it would ignore")
         if geometry.softcap is not None and not self.softcap:
             reasons.append(
@@ -293,8 +292,7 @@ class AttentionBackend(nn.Module):
         if shard is not None:
             inputs = inputs._replace(mask=shard.mask(inputs.mask))
         if inputs.mask.padding is not None:
-            crossed = self.geometry.cross_attention
-            inputs = zero_padding(inputs, cross_attention=crossed, exact=self.exact)
+            inputs = zero_padding(inputs, crossed=self.geometry.cross_attention, exact=self.exact)
         factors = None
         if form == "keys":
             inputs, factors = drop_keys(inputs, dropout)

@@ -72,12 +72,13 @@ def context_parallel_reasons(inputs: AttentionInputs, shard: SequenceShard) -> l
 
 
 def zero_padding(
-    inputs: AttentionInputs, *, cross_attention: bool = False, exact: bool = False
+    inputs: AttentionInputs, *, crossed: bool = False, exact: bool = False
 ) -> AttentionInputs:
     """Set queries, keys, values and hidden states to zero at padding, so that no NaN spreads.
 
-    In cross-attention, padding is of the keys only, and queries stay as they are. An exact backend
-    keeps finite queries, because a model may read the output at padding, as SigLIP does.
+    In cross-attention (``crossed``), padding is of the keys only, and queries stay as they are. An
+    exact backend keeps finite queries, because a model may read the output at padding, as SigLIP
+    does.
     """
     padding_mask = inputs.mask.padding
     if padding_mask is None:
@@ -85,7 +86,7 @@ def zero_padding(
     is_padding = ~padding_mask[:, None, :, None]
     q, hidden = inputs.q, inputs.hidden_states
     query_mask = inputs.mask.query_padding(q.shape[2], inputs.k.shape[2])
-    if query_mask is not None and not cross_attention:
+    if query_mask is not None and not crossed:
         hidden_queries = ~query_mask[:, None, :, None]
         q = q.masked_fill(hidden_queries & ~q.isfinite() if exact else hidden_queries, 0)
     if hidden is not None:

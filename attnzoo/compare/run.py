@@ -42,7 +42,7 @@ from attnzoo.evaluation.models import is_embedded, max_positions, model_path
 from attnzoo.evaluation.recall import RecallEvalBatch, make_recall_batch
 from attnzoo.evaluation.results import FORMAT, Row, append, commit, open_results
 from attnzoo.evaluation.timing import machine
-from attnzoo.integrations.files import empty_model
+from attnzoo.integrations.files import empty_model, hash_weights
 from attnzoo.integrations.layers import attention_layers
 from attnzoo.report.output_path import check_folder
 from attnzoo.spec import AttentionSpec
@@ -120,7 +120,7 @@ def read_model_info(model: str) -> ModelInfo:
         )
     causal = all(layer.geometry.causal for layer in layers)
     sizes = [(name, tuple(x.shape)) for name, x in empty.state_dict().items()]
-    identity = (path / "config.json").read_bytes() + repr(sizes).encode() + _hash_weights(path)
+    identity = (path / "config.json").read_bytes() + repr(sizes).encode() + hash_weights(path)
     return ModelInfo(
         path=str(path),
         name=f"the model {model!r}" if is_embedded(model) else path.resolve().name,
@@ -134,15 +134,6 @@ def read_model_info(model: str) -> ModelInfo:
         and not getattr(empty.config, "is_encoder_decoder", False),
         module=type(empty).__module__,
     )
-
-
-def _hash_weights(path: Path) -> bytes:
-    """Return a hash of a saved model's weights; a gigabyte takes about a second."""
-    digest = hashlib.sha256()
-    for file in sorted((*path.glob("*.safetensors"), *path.glob("*.bin"))):
-        with file.open("rb") as weights:
-            digest.update(hashlib.file_digest(weights, "sha256").digest())
-    return digest.digest()
 
 
 def check(config: CompareConfig, info: ModelInfo) -> tuple[list[AttentionSpec], list[str]]:
