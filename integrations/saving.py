@@ -5,11 +5,12 @@ Imports nothing of transformers: its patches call this module, possibly while it
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from attnzoo.errors import CheckpointMismatchError, SpecError
+from attnzoo.errors import CheckpointMismatchError, SpecError, SwapWarning
 from attnzoo.integrations.patches import NAME
 
 
@@ -53,13 +54,32 @@ def saved_config(config: Any, data: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def without_disabled_extras(model: Any) -> Iterator[None]:
-    """Context manager under which ``save_pretrained`` omits the extras of disabled swaps."""
+    """Context manager under which ``save_pretrained`` omits the extras of disabled swaps.
+
+    Warns for a part of a swapped model whose own config has no spec, as that of T5's encoder.
+    """
+    if _runs_without_spec(model):
+        warnings.warn(
+            f"this {type(model).__name__} is a part of a swapped model and is saved as a stock "
+            "model, because its config has no spec; save the whole model, or swap this part",
+            SwapWarning,
+            stacklevel=5,
+        )
     before = model._keys_to_ignore_on_save
     model._keys_to_ignore_on_save = {*(before or ()), *_disabled_extras(model)}
     try:
         yield
     finally:
         model._keys_to_ignore_on_save = before
+
+
+def _runs_without_spec(model: Any) -> bool:
+    """Return whether a model runs a swap that neither its config nor those of its parts have."""
+    config = model.config
+    parts = [getattr(config, key, None) for key in getattr(config, "sub_configs", {})]
+    has_spec = any(getattr(x, NAME, None) is not None for x in (config, *parts))
+    runs = config._attn_implementation == NAME
+    return runs and not has_spec and any(NAME in x._modules for x in model.modules())
 
 
 def _disabled_extras(model: Any) -> Iterator[str]:

@@ -6,6 +6,7 @@ Letters: N rows, T tokens per row.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,11 +160,24 @@ def list_files(paths: Iterable[Path]) -> list[Path]:
         if path.is_file():
             files.append(path)
             continue
-        inside = sorted(p for p in path.rglob("*") if _is_data(p, path))
+        inside = sorted(p for p in _files_below(path) if _is_data(p, path))
         if not inside:
             raise DataError(f"The folder {str(path)!r} contains no file; give --data another")
         files.extend(inside)
     return files
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder and its subfolders, links to folders included, each once."""
+    seen = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(root)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
+        yield from (Path(root) / name for name in names)
 
 
 def _is_data(path: Path, folder: Path) -> bool:

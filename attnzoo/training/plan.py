@@ -217,13 +217,11 @@ class Planner:
             for name, backend in calibrated_layers(self.model).items():
                 weights = self.calibrated[chosen[backend.geometry.layer]]
                 backend.load_state_dict(weights[name])
-            kl = float(
-                sum(
-                    divergence(logits, exact, torch.ones(logits.shape[:2], device=logits.device))
-                    for logits, exact in zip(self._logits(), self.exact, strict=True)
-                )
-                / len(self.exact)
-            )
+            total = torch.zeros(())
+            for logits, exact in zip(self._logits(), self.exact, strict=True):
+                mask = torch.ones(logits.shape[:2], device=logits.device)
+                total = total + divergence(logits, exact, mask).cpu() * len(logits)
+            kl = float(total / len(self.rows))
         finally:
             restore(self.model)
         names = ", ".join(f"{name} in layer {number}" for number, name in sorted(chosen.items()))
@@ -266,22 +264,27 @@ class Planner:
 
     @torch.no_grad()
     def attention_statistics(self) -> dict[int, tuple[float, float]]:
-        """Return each layer's fraction of attention beyond the window and its entropy."""
+        """Return each layer's mean attention beyond the window and mean entropy."""
         self.on_step("attention weights")
         swap(self.model, "softmax")
-        try:
-            weights = self.model(self.rows[:1], use_cache=False, output_attentions=True).attentions
+        try:  # row by row: the weights of all layers are in memory
+            rows = [self._statistics_of_row(row) for row in self.rows.split(1)]
         finally:
             restore(self.model)
+        means = torch.tensor(rows, dtype=torch.float64).mean(0)  # [layers, 2]
+        return {n: (float(x), float(y)) for n, (x, y) in zip(self.numbers, means, strict=True)}
+
+    def _statistics_of_row(self, row: Tensor) -> list[tuple[float, float]]:
+        weights = self.model(row, use_cache=False, output_attentions=True).attentions
         assert weights is not None
-        statistics = {}
-        for number, weight in zip(self.numbers, weights, strict=True):
+        statistics = []
+        for weight in weights:
             index = torch.arange(weight.shape[-1], device=weight.device)
             far = index[:, None] - index >= self.window
             late = weight[..., self.window :, :]  # queries with keys beyond the window
             beyond = (late * far[self.window :]).sum(-1).mean() if late.numel() else torch.zeros(())
             entropy = torch.special.entr(weight.float()).sum(-1).mean()
-            statistics[number] = (float(beyond), float(entropy))
+            statistics.append((float(beyond), float(entropy)))
         return statistics
 
     def _calibrate(self, candidate: str) -> dict[str, dict[str, Tensor]]:

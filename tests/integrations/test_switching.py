@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 
 import pytest
 import torch
@@ -145,3 +146,16 @@ def test_a_folder_loaded_with_the_swap_disabled_is_saved_as_stock(
     assert "attnzoo" not in json.loads((tmp_path / "stock" / "config.json").read_text())
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "stock").eval()
     torch.testing.assert_close(logits(again, ids), original)
+
+
+def test_a_part_that_is_saved_without_its_swap_warns(tmp_path):
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "vocab_size": 99}
+    model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes, num_heads=4))
+    attnzoo.swap(model, "longformer", window=2, else_="flash")
+    with pytest.warns(
+        attnzoo.SwapWarning, match="T5Stack is a part of a swapped model and is saved"
+    ):
+        model.get_encoder().save_pretrained(tmp_path / "encoder")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", attnzoo.SwapWarning)
+        model.save_pretrained(tmp_path / "whole")

@@ -133,3 +133,15 @@ def test_names_of_files_are_not_patterns(tmp_path):
     (tmp_path / "a::b.txt").write_text("six")
     with pytest.raises(DataError, match="has '::' in its name; rename it"):
         read_documents([tmp_path])
+
+
+def test_linked_folders_are_read_once(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("one")
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "b.txt").write_text("two")
+    (data / "link").symlink_to(tmp_path / "texts")
+    (data / "loop").symlink_to(data)
+    (data / "same").symlink_to(tmp_path / "texts")
+    assert sorted(read_documents([data])) == ["one", "two"]

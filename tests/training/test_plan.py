@@ -21,7 +21,7 @@ from attnzoo.training.plan import (
 )
 from attnzoo.training.recover import RecoverConfig, recover
 
-ROWS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(2))
+ROWS = torch.randint(3, 300, (6, 40), generator=torch.Generator().manual_seed(2))
 CANDIDATES = {
     "near": attnzoo.AttentionSpec("longformer", window=16),
     "linear": attnzoo.AttentionSpec("linear"),
@@ -47,11 +47,11 @@ def test_measurements_equal_their_definition(model):
 
 def test_attention_beyond_the_window_and_entropy(model):
     attnzoo.swap(model, "softmax")
-    weights = model(ROWS[:1], output_attentions=True, use_cache=False).attentions
+    weights = model(ROWS, output_attentions=True, use_cache=False).attentions
     attnzoo.restore(model)
     statistics = Planner(model, ROWS, CANDIDATES, window=5).attention_statistics()
     for number, weight in enumerate(weights):
-        beyond = [weight[0, :, t, : t - 4].sum(-1) for t in range(5, 40)]
+        beyond = [weight[:, :, t, : t - 4].sum(-1) for t in range(5, 40)]
         entropy = -(weight * weight.clamp(min=1e-30).log()).sum(-1).mean()
         assert statistics[number][0] == pytest.approx(float(torch.stack(beyond).mean()), abs=1e-5)
         assert statistics[number][1] == pytest.approx(float(entropy), abs=1e-4)
