@@ -30,7 +30,12 @@ from attnzoo.training.json_lines import append_line, read_lines, truncate_lines
 from attnzoo.training.optimizer import check_optimizer, make_optimizer
 from attnzoo.training.safe_load import load_state
 from attnzoo.training.schedule import check_schedule, make_schedule
-from attnzoo.training.sharding import SHARDED, gather_weights, prepare_cp_loader
+from attnzoo.training.sharding import (
+    SHARDED,
+    gather_weights,
+    prepare_cp_loader,
+    with_label_counts,
+)
 
 LOSSES = "losses.jsonl"
 DIVERGENCE_ADVICE = (
@@ -248,6 +253,7 @@ class Loop:
     ) -> float:
         """Take one step over the micro-batches of a batch; return the mean loss over processes."""
         total = torch.zeros((), device=self.accelerator.device)
+        batches = with_label_counts(self.accelerator, batches)
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
             sync = nullcontext() if last else self.accelerator.no_sync(model)

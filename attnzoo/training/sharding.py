@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType, broadcast, get_int_from_env
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader
 
 from attnzoo.errors import ConfigError
+from attnzoo.training.data import IGNORE_INDEX
 
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 WORLD_SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -127,3 +129,18 @@ def prepare_cp_loader(accelerator: Accelerator, loader: DataLoader[Any], mesh: D
     )
     prepared._is_accelerate_prepared = True
     return prepared
+
+
+def with_label_counts(
+    accelerator: Accelerator, batches: list[Mapping[str, Tensor]]
+) -> list[Mapping[str, Tensor]]:
+    """Add ``num_items_in_batch``, by which losses over labels are divided, to micro-batches.
+
+    It is the mean number of labels per micro-batch and process. The mean of the gradients is then
+    that of one batch, also where micro-batches have different numbers of labels.
+    """
+    if "labels" not in batches[0]:  # of encoders
+        return batches
+    numbers = [(batch["labels"][:, 1:] != IGNORE_INDEX).sum() for batch in batches]
+    mean = accelerator.reduce(torch.stack(numbers).float().mean(), "mean")
+    return [{**batch, "num_items_in_batch": mean.clamp(min=1)} for batch in batches]

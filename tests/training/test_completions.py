@@ -208,6 +208,15 @@ def test_loss_is_that_of_each_completion_alone(model, data, spec, tmp_path, byte
     assert found.recall is None
 
 
+def test_accumulated_steps_weigh_labels_equally(saved, data, spec, tmp_path):
+    found = []
+    for parts in (1, 2):
+        loop = LoopConfig(batch_size=4, accumulate=parts)
+        finetune(saved, spec, [data], tmp_path / str(parts), config(steps=4, loop=loop))
+        found.append([line["loss"] for line in read_losses(tmp_path / str(parts))])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 def test_resumed_run_equals_uninterrupted_run(saved, data, spec, tmp_path, interrupt):
     whole = finetune(saved, spec, [data], tmp_path / "whole", config())
     assert whole["lines"]["result"]["loss"] < whole["lines"]["raw swap"]["loss"]
