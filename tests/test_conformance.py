@@ -1,6 +1,6 @@
 """The conformance suite: built-in backends pass it, and each rule catches a broken backend."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import pytest
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.backends.config import BackendConfig
+from attnzoo.backends.softmax.op import softmax_attention
 from attnzoo.registry import get_backend
 from attnzoo.state import AttentionOutput
 from attnzoo.testing import RULES, ConformanceError, check_backend
@@ -352,6 +353,20 @@ def test_a_broken_backend_is_caught(rule):
     assert caught.value.rule == rule, str(caught.value)
     assert BROKEN[rule].__name__ in str(caught.value)
     assert "H=4, Hkv=2, D=8, E=12" in str(caught.value)
+
+
+def test_a_window_that_is_too_narrow_is_caught():
+    class Narrow(AttentionBackend):
+        windowed = True
+
+        def attend(self, inputs):
+            mask = inputs.mask
+            if mask.window is not None:
+                mask = replace(mask, window=(mask.window[0] - 1, mask.window[1]))
+            return softmax_attention(*inputs[:3], mask=mask)
+
+    with pytest.raises(ConformanceError, match="first key of the sliding window has no effect"):
+        check_backend(Narrow, rules=["statements"])
 
 
 def test_a_state_that_grows_is_smaller_than_keys_and_values():

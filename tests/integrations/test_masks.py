@@ -506,3 +506,17 @@ def test_positions_of_queries_are_required():
         read_mask(None, causal=True, window=None, q_length=3, kv_length=9)
     mask, _ = read_mask(None, causal=False, window=None, q_length=3, kv_length=9)
     assert mask.dense(3, 9, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("backend", EXACT)
+def test_outputs_at_padding_are_those_of_sdpa(backend):
+    """SigLIP reads the last position of its text, which may be padding."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
+    config = hf.SiglipTextConfig(**sizes, num_hidden_layers=2, vocab_size=99)
+    model = hf.SiglipTextModel(config).eval()
+    ids, mask = torch.randint(3, 99, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[0, -3:] = 0
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).pooler_output
+        attnzoo.swap(model, backend)
+        assert_close(model(ids, attention_mask=mask).pooler_output, expected)
