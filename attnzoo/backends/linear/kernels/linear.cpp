@@ -236,7 +236,8 @@ class LinearAttention : protected TokenChunk<Real, CHUNK> {
 // -- the forward pass -----------------------------------------------------------------------------
 
 template <class Real>
-class LinearForward : public LinearAttention<Real> {
+class LinearForward : public ForwardLoops<LinearForward<Real>, LinearAttention<Real>, Real> {
+    using Loops = ForwardLoops<LinearForward<Real>, LinearAttention<Real>, Real>;
     using Base = LinearAttention<Real>;
     using typename Base::Reals;
     using Base::LANES, Base::load, Base::store, Base::multiply, Base::for_columns;
@@ -251,45 +252,12 @@ class LinearForward : public LinearAttention<Real> {
   public:
     LinearForward(typename Base::Memory&, const Task<Real>& task, int64_t row, int64_t head,
                   int64_t group, int64_t groups, int64_t column, int64_t columns)
-        : Base(task, row, head, group, groups, column, columns),
+        : Loops(task, row, head, group, groups, column, columns),
           buffer_(size_ * (width_ + 1) + rows_ * width_), kv_(buffer_.take(size_ * width_)),
           z_(buffer_.take(size_)), out_(buffer_.take(rows_ * width_)) {}
 
-    // Compute the outputs of tokens `first` to `end` - 1 from the state before them; null means
-    // the state before the first token of the call.
-    void run(int64_t first, int64_t end, const Real* state) {
-        if (state) load_state(state, state + matrix());
-        else load_state(t.kv + index() * matrix(), t.z + index() * t.key_size);
-        for (int64_t start = first; start < end; start += count_) {
-            if (t.kept && start % SPAN == 0 && group_ == 0)
-                store_state(t.kept_state(row_, head_, start / SPAN));
-            load_chunk(start);
-            this->load_queries();
-            this->compute_scores();
-            if (t.normalize || t.sums) compute_sums();
-            for (int64_t g = 0; g < groups_; ++g) compute_outputs(g);
-            advance();
-        }
-        if (group_ == 0 && end == t.tokens)
-            store_state(t.last_kv + index() * matrix(), t.last_z + index() * t.key_size);
-    }
-
-    // Compute the states before the tokens `cuts`, except the first and the last of these tokens,
-    // from the state kv and z. The states begin at `states_kv` and `states_z`, `step` elements apart.
-    void compute_states(const std::vector<int64_t>& cuts, const Real* kv, const Real* z,
-                        Real* states_kv, Real* states_z, int64_t step) {
-        load_state(kv, z);
-        for (size_t i = 1; i + 1 < cuts.size(); ++i, states_kv += step, states_z += step) {
-            for (int64_t start = cuts[i - 1]; start < cuts[i]; start += count_) {
-                load_chunk(start);
-                advance();
-            }
-            store_state(states_kv, states_z);
-        }
-    }
-
   private:
-    int64_t matrix() const { return t.key_size * t.value_size; }
+    friend ForwardLoops<LinearForward<Real>, LinearAttention<Real>, Real>;
 
     void load_state(const Real* kv, const Real* z) {
         for (int64_t d = 0; d < t.key_size; ++d)
@@ -315,12 +283,17 @@ class LinearForward : public LinearAttention<Real> {
                         t.sums + t.query(row_, head_ * t.groups + group_ + g, start_));
     }
 
-    void store_state(Real* state) const { store_state(state, state + matrix()); }
-
     void store_state(Real* kv, Real* z) const {
         for (int64_t d = 0; d < t.key_size; ++d)
             std::copy_n(kv_ + d * width_, columns_, kv + d * t.value_size + column_);
         if (column_ == 0) std::copy_n(z_, t.key_size, z);
+    }
+
+    void compute_outputs() {
+        this->load_queries();
+        this->compute_scores();
+        if (t.normalize || t.sums) compute_sums();
+        for (int64_t g = 0; g < groups_; ++g) compute_outputs(g);
     }
 
     // Compute the outputs of a query head.

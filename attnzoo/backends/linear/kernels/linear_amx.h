@@ -295,7 +295,7 @@ class AmxAttention : protected TokenChunk<float, AMX_CHUNK> {
 
 // The state of a key head is [D, P + 1]: its last column is the sum of keys, because a column of
 // ones follows the values. So the last column of outputs consists of the sums of weights.
-class AmxForward : public AmxAttention {
+class AmxForward : public ForwardLoops<AmxForward, AmxAttention, float> {
     static constexpr int QUERIES = 32;  // tokens whose outputs are computed at once
 
     const int64_t width_, pitch_;  // P + 1, rounded up to multiples of 16 and of 32
@@ -313,7 +313,7 @@ class AmxForward : public AmxAttention {
   public:
     AmxForward(Memory& memory, const Task<float>& task, int64_t row, int64_t head, int64_t group,
                int64_t groups, int64_t column, int64_t columns)
-        : AmxAttention(memory, task, row, head, group, groups, column, columns),
+        : ForwardLoops(memory, task, row, head, group, groups, column, columns),
           width_(pad(columns + 1)), pitch_(pad_words(columns + 1)),
           kv_(new_floats(depth_ * pitch_)), scores_(new_floats(QUERIES * N)),
           out_(new_floats(QUERIES * pitch_)), score_words_(new_floats(QUERIES * N / 2)),
@@ -330,40 +330,8 @@ class AmxForward : public AmxAttention {
         q_.decayed = new_floats(N * depth_ / 2);
     }
 
-    // Compute the outputs of tokens `first` to `end` - 1 from the state before them; null means
-    // the state before the first token of the call.
-    void run(int64_t first, int64_t end, const float* state) {
-        if (state) load_state(state, state + matrix());
-        else load_state(t.kv + index() * matrix(), t.z + index() * t.key_size);
-        for (int64_t start = first; start < end; start += count_) {
-            if (t.kept && start % SPAN == 0 && group_ == 0)
-                store_state(t.kept_state(row_, head_, start / SPAN));
-            load_chunk(start);
-            compute_key_columns();
-            this->prefetch_outputs(t.out, head_ * t.groups + group_, column_, columns_);
-            for (int64_t g = 0; g < groups_; ++g)
-                for (int i = 0; i < count_; i += QUERIES) compute_outputs(g, i);
-            advance();
-        }
-        if (group_ == 0 && end == t.tokens)
-            store_state(t.last_kv + index() * matrix(), t.last_z + index() * t.key_size);
-    }
-
-    // Compute the states before the tokens `cuts`, see LinearForward.
-    void compute_states(const std::vector<int64_t>& cuts, const float* kv, const float* z,
-                        float* states_kv, float* states_z, int64_t step) {
-        load_state(kv, z);
-        for (size_t i = 1; i + 1 < cuts.size(); ++i, states_kv += step, states_z += step) {
-            for (int64_t start = cuts[i - 1]; start < cuts[i]; start += count_) {
-                load_chunk(start);
-                advance();
-            }
-            store_state(states_kv, states_z);
-        }
-    }
-
   private:
-    int64_t matrix() const { return t.key_size * t.value_size; }
+    friend ForwardLoops<AmxForward, AmxAttention, float>;
 
     void load_state(const float* kv, const float* z) {
         for (int64_t d = 0; d < t.key_size; ++d) {
@@ -372,8 +340,6 @@ class AmxForward : public AmxAttention {
         }
         split_state(0, depth_);
     }
-
-    void store_state(float* state) const { store_state(state, state + matrix()); }
 
     void store_state(float* kv, float* z) const {
         for (int64_t d = 0; d < t.key_size; ++d) {
@@ -412,6 +378,13 @@ class AmxForward : public AmxAttention {
     void compute_key_columns() {
         if (t.decays) Tile::transpose(k_.words, k_.pitch, tokens_, depth_ / 2, k_columns_, N);
         else pair_rows(k_rows_, N / 2, depth_, N, k_columns_, N);
+    }
+
+    void compute_outputs() {
+        compute_key_columns();
+        this->prefetch_outputs(t.out, head_ * t.groups + group_, column_, columns_);
+        for (int64_t g = 0; g < groups_; ++g)
+            for (int i = 0; i < count_; i += QUERIES) compute_outputs(g, i);
     }
 
     // Compute the outputs of a query head for the tokens of the chunk from `first` on.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 #include "feature_maps.h"
 #include "rows.h"
@@ -218,5 +219,54 @@ class TokenChunk : protected Tiles<Real>, protected Rows<Real> {
                     for (int w = block; w < block + DECAY_BLOCK; w += LANES)
                         store(pairs + i * SIZE + w, load(ends + w) * (starts[i] * between));
             }
+    }
+};
+
+// The loops of a forward pass over chunks of tokens. `Pass` derives from it, and `Chunk`, its other
+// base, derives from TokenChunk. A pass has load_state(), load_chunk(), compute_outputs(),
+// advance() and store_state().
+template <class Pass, class Chunk, class Real>
+class ForwardLoops : public Chunk {
+    Pass& pass() { return static_cast<Pass&>(*this); }
+
+    int64_t matrix() const { return this->t.key_size * this->t.value_size; }
+
+    // Store kv, then z.
+    void keep_state(Real* state) { pass().store_state(state, state + matrix()); }
+
+  protected:
+    using Chunk::Chunk;
+
+  public:
+    // Compute the outputs of tokens `first` to `end` - 1 from the state before them; null means
+    // the state before the first token of the call.
+    void run(int64_t first, int64_t end, const Real* state) {
+        const auto& t = this->t;
+        const int64_t head = this->index();
+        if (state) pass().load_state(state, state + matrix());
+        else pass().load_state(t.kv + head * matrix(), t.z + head * t.key_size);
+        for (int64_t start = first; start < end; start += this->count_) {
+            if (t.kept && start % SPAN == 0 && this->group_ == 0)
+                keep_state(t.kept_state(this->row_, this->head_, start / SPAN));
+            pass().load_chunk(start);
+            pass().compute_outputs();
+            pass().advance();
+        }
+        if (this->group_ == 0 && end == t.tokens)
+            pass().store_state(t.last_kv + head * matrix(), t.last_z + head * t.key_size);
+    }
+
+    // Compute the states before the tokens `cuts`, except the first and the last of these tokens,
+    // from the state kv and z. The states begin at `states_kv` and `states_z`, `step` elements apart.
+    void compute_states(const std::vector<int64_t>& cuts, const Real* kv, const Real* z,
+                        Real* states_kv, Real* states_z, int64_t step) {
+        pass().load_state(kv, z);
+        for (size_t i = 1; i + 1 < cuts.size(); ++i, states_kv += step, states_z += step) {
+            for (int64_t start = cuts[i - 1]; start < cuts[i]; start += this->count_) {
+                pass().load_chunk(start);
+                pass().advance();
+            }
+            pass().store_state(states_kv, states_z);
+        }
     }
 };
