@@ -45,13 +45,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def check_registration(decorator: str, name: object, value: object, base: type) -> None:
-    """Raise ``ValueError`` unless a decorator is given a name and a subclass of ``base``."""
+def check_registered_name(decorator: str, name: object) -> None:
+    """Raise ``ValueError`` if a decorator is given another object than a name."""
     if not isinstance(name, str):
         raise ValueError(
             f"@attnzoo.{decorator} takes a name, got {short_repr(name)}; write "
             f"@attnzoo.{decorator}('name')"
         )
+
+
+def check_registered_class(decorator: str, name: str, value: object, base: type) -> None:
+    """Raise ``ValueError`` if a decorator registers another object than a subclass of ``base``."""
     if not (isinstance(value, type) and issubclass(value, base)):
         raise ValueError(
             f"@attnzoo.{decorator}({name!r}) registers a subclass of attnzoo.{base.__name__}, got "

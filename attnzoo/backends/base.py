@@ -22,7 +22,7 @@ from attnzoo.backends.inputs import (
 )
 from attnzoo.backends.packing import unpack_and_attend
 from attnzoo.backends.validation import DTYPES, qkv_reasons, refuse_output
-from attnzoo.errors import UnsupportedError, check_registration
+from attnzoo.errors import UnsupportedError, check_registered_class, check_registered_name
 from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.masks import PLAIN, AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice
@@ -47,10 +47,10 @@ BUILTIN = {  # name -> module, imported on first use; these names are reserved
 
 def register(name: str) -> Callable[[B], B]:
     """Class decorator: register a backend under a name, which must be free."""
-    check_registration("register", name, AttentionBackend, AttentionBackend)
+    check_registered_name("register", name)
 
     def add(cls: B) -> B:
-        check_registration("register", name, cls, AttentionBackend)
+        check_registered_class("register", name, cls, AttentionBackend)
         if BUILTIN.get(name, cls.__module__) != cls.__module__:
             raise ValueError(
                 f"backend name {name!r} belongs to {BUILTIN[name]}; "

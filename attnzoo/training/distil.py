@@ -34,7 +34,7 @@ from attnzoo.kernels.context_parallel import SequenceShard
 from attnzoo.registry import build_backend
 from attnzoo.training.data import IGNORE_INDEX
 from attnzoo.training.loop import Loss
-from attnzoo.training.transfer import swapped_layers
+from attnzoo.training.transfer import evaluation_mode, swapped_layers
 
 LOSS_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
 Outputs = Callable[[Any, Mapping[str, Tensor]], Any]  # of a model and a batch
@@ -123,22 +123,10 @@ def softmax_teacher(
             with softmax:
                 return outputs(frozen.to(batch["input_ids"].device), batch)
         without_adapters: Any = getattr(model, "disable_adapter", nullcontext)
-        with softmax, without_adapters(), _without_dropout(model):
+        with softmax, without_adapters(), evaluation_mode(model):  # without dropout
             return outputs(model, batch)
 
     return teach
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Context manager under which a model is in evaluation mode."""
-    trained = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in trained:
-            module.training = True
 
 
 def divergence(

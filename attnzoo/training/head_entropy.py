@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,25 +25,13 @@ from attnzoo.report.charts import Axis, Plot, Series
 from attnzoo.state import AttentionOutput
 from attnzoo.training.json_lines import append_line
 from attnzoo.training.sharding import SHARDED
-from attnzoo.training.transfer import swapped_layers
+from attnzoo.training.transfer import evaluation_mode, swapped_layers
 
 HEADS = "heads.jsonl"
 TEXTS, TOKENS = 4, 128  # the texts that are measured
 MEASUREMENTS = 10  # of a stage, besides the one at its end
 ORIGINAL = "softmax"  # the name of the original model's entropies, in place of a stage
 ByLayer = dict[str, list[float]]  # a number per head, by the name of the layer
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Context in which no module is in training mode."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 @torch.no_grad()
@@ -62,7 +50,7 @@ def head_entropies(
     """
     found: ByLayer = {}
     with ExitStack() as stack:
-        stack.enter_context(_evaluation_mode(model))
+        stack.enter_context(evaluation_mode(model))
         for name, backend in swapped_layers(model).items():
             if not backend.has_weights and not original:
                 continue

@@ -27,7 +27,8 @@ Letters: B batch, H heads, T queries, S keys, E value size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -75,6 +76,18 @@ def output_extras(model: nn.Module) -> dict[str, nn.Parameter]:
         for p in backend.parameters()
     }
     return {name: p for name, p in extras(model).items() if id(p) not in selecting}
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Context in which no module is in training mode."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def trainable_layers(model: nn.Module) -> list[str]:

@@ -33,7 +33,7 @@ from attnzoo.backends.gated_linear.functional import (
 from attnzoo.backends.implementation import impl_names
 from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.backends.linear.op import IMPLEMENTATIONS, linear_attention
-from attnzoo.errors import ConfigError, check_registration, did_you_mean
+from attnzoo.errors import ConfigError, check_registered_class, check_registered_name, did_you_mean
 from attnzoo.state import AttentionOutput
 
 # Initial bias of learned gates: log sigmoid(2) / 16 = -0.0079, so a token keeps 99.2% of the state,
@@ -149,10 +149,10 @@ GATES: dict[str, type[Gate]] = {}
 
 def register_gate(name: str) -> Callable[[G], G]:
     """Class decorator: register a gate as ``gate=name``. A name can be registered only once."""
-    check_registration("register_gate", name, Gate, Gate)
+    check_registered_name("register_gate", name)
 
     def add(cls: G) -> G:
-        check_registration("register_gate", name, cls, Gate)
+        check_registered_class("register_gate", name, cls, Gate)
         owner = GATES.setdefault(name, cls)
         if owner is not cls:
             raise ValueError(

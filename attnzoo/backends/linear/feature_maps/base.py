@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from attnzoo.backends.config import BackendConfig, Geometry
 from attnzoo.backends.linear.feature_maps.functional import widen
-from attnzoo.errors import ConfigError, check_registration, did_you_mean
+from attnzoo.errors import ConfigError, check_registered_class, check_registered_name, did_you_mean
 
 
 class FeatureMap(nn.Module):
@@ -192,11 +192,11 @@ def _as_class(name: str, value: type[FeatureMap] | Callable[[Tensor], Tensor]) -
 
 def register_feature_map(name: str) -> Callable[[M], M]:
     """Decorator: register a map as ``feature_map=name``. A name can be registered only once."""
-    check_registration("register_feature_map", name, FeatureMap, FeatureMap)
+    check_registered_name("register_feature_map", name)
 
     def add(value: M) -> M:
         if isinstance(value, type):
-            check_registration("register_feature_map", name, value, FeatureMap)
+            check_registered_class("register_feature_map", name, value, FeatureMap)
         if name in FEATURE_MAPS:
             owner = FEATURE_MAPS[name]
             raise ValueError(
