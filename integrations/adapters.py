@@ -19,7 +19,7 @@ from torch import nn
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError
-from attnzoo.integrations import compat
+from attnzoo.integrations import seam
 from attnzoo.integrations.layers import unwrap_model
 from attnzoo.integrations.patches import LOADED, NAME
 from attnzoo.spec import AttentionSpec
@@ -37,7 +37,7 @@ def _config_swap(config: Any) -> dict[str, Any] | None:
     spec: dict[str, Any] | None = getattr(config, NAME, None)
     if spec is not None and config._attn_implementation == NAME:
         return spec
-    found = {key: _config_swap(inner) for key, inner in compat.sub_configs(config).items()}
+    found = {key: _config_swap(inner) for key, inner in seam.sub_configs(config).items()}
     return {key: spec for key, spec in found.items() if spec is not None} or None
 
 
@@ -183,6 +183,27 @@ def refuse_lost_extras(model: nn.Module) -> None:
                 "model.merge_and_unload().save_pretrained(...); next time, swap the model before "
                 "get_peft_model, and leave modules_to_save unset, which trains and saves them"
             )
+
+
+def refuse_repeated_prompt(model: Any, prepare: Any) -> None:
+    """Raise if PEFT would add the virtual tokens again in every step of a generation.
+
+    Args:
+        model: A ``PeftModel``.
+        prepare: PEFT's ``prepare_inputs_for_generation``.
+
+    Raises:
+        UnsupportedError: PEFT looks for the cache under a name that transformers has renamed.
+    """
+    is_prompt = model.active_peft_config.is_prompt_learning
+    if is_prompt and current_swap(model) is not None and not seam.names_cache(prepare):
+        raise UnsupportedError(
+            f"generate: {seam.package('peft')} does not find the cache of "
+            f"{seam.package('transformers')}, which is called {seam.CACHE_ARGUMENT!r}, and would "
+            "add the virtual tokens again in every step, with stock models too; install another "
+            "peft or an older transformers, or pass the generated tokens through the model "
+            "without a cache"
+        )
 
 
 @contextmanager

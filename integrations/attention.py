@@ -10,7 +10,6 @@ M hidden size.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,8 +22,8 @@ from transformers import AttentionInterface
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
+from attnzoo.integrations import seam
 from attnzoo.integrations.cache import RecordedCall, StateLayer, state_layer
-from attnzoo.integrations.compat import active_collector
 from attnzoo.integrations.context_parallel import refuse_torch_context_parallel
 from attnzoo.integrations.layers import is_causal as layer_is_causal
 from attnzoo.integrations.layers import position_bias_is_zero
@@ -43,34 +42,6 @@ from attnzoo.state import AttentionOutput
 
 # torch's context_parallel replaces it in F
 BUILTIN_SDPA = torch._C._nn.scaled_dot_product_attention
-
-# Arguments that attention layers pass on and that do not change the result.
-IGNORED_ARGUMENTS = frozenset(
-    {
-        "cache_position",
-        "deterministic",
-        "layer_idx",
-        "logits_to_keep",
-        "max_length_k",
-        "max_length_q",
-        "max_seqlen",
-        "num_items_in_batch",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "shift_labels",
-        "use_cache",
-        *("labels", "length", "special_tokens_mask", "token_type_ids"),  # columns of a batch
-    }
-)
-# Arguments of continuous batching, which its cache reads; the last two are for the model's head.
-PAGE_ARGUMENTS = (
-    *("read_index", "write_index", "max_length_k", "block_table"),
-    *("logits_indices", "logits_processor_args"),
-)
 
 
 class LayerArguments(NamedTuple):
@@ -102,37 +73,19 @@ class PendingArguments(threading.local):
         return type(self), ()
 
 
-class LayerHook:
-    """A forward pre-hook that reads an attention module's arguments, by position or by keyword."""
-
-    HIDDEN_STATES = ("hidden_states", "x", "hidden_state", "k")
-    CACHE = ("past_key_values", "past_key_value", "layer_past")
-    ENCODER_STATES = ("key_value_states", "encoder_hidden_states")
-
-    def __init__(self, module: nn.Module) -> None:
-        parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
-        self.positions = {name: i - 1 for i, name in enumerate(parameters)}
-
-    def get(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the first argument of ``names`` that is not ``None``."""
-        for name in names:
-            value = kwargs.get(name)
-            if value is None and name in self.positions and self.positions[name] < len(args):
-                value = args[self.positions[name]]
-            if value is not None:
-                return value
-        return None
+class LayerHook(seam.ForwardArguments):
+    """A forward pre-hook that keeps an attention module's arguments for its attention function."""
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Store the arguments for the attention function, and put a state layer in the cache."""
         if module.config._attn_implementation != NAME:
             return  # set_attn_implementation was called: the layer runs its own attention
         backend = module.attnzoo
-        cross = self.get(self.ENCODER_STATES, args, kwargs) is not None
-        names = self.HIDDEN_STATES if backend.needs_hidden_states else ()
+        cross = self.get(seam.ENCODER_STATES, args, kwargs) is not None
+        names = seam.HIDDEN_STATES if backend.needs_hidden_states else ()
         hidden, layer = self.get(names, args, kwargs), None
         if not backend.keeps_all_keys and not cross:
-            cache = self.get(self.CACHE, args, kwargs)
+            cache = self.cache(args, kwargs)
             if cache is not None:
                 layer = state_layer(cache, cache_index(module, backend), backend)
         module._attnzoo_arguments.value = LayerArguments(hidden, layer, cross)
@@ -141,7 +94,7 @@ class LayerHook:
 def add_hook(module: nn.Module) -> RemovableHandle:
     """Register the pre-hook on an attention module and return the handle that removes it."""
     vars(module)["_attnzoo_arguments"] = PendingArguments()
-    return module.register_forward_pre_hook(LayerHook(module), with_kwargs=True)
+    return module.register_forward_pre_hook(LayerHook(type(module).forward), with_kwargs=True)
 
 
 def layer_backend(module: nn.Module) -> Any:
@@ -200,7 +153,7 @@ def attention(
         cu_seq_lens_q: Cumulative lengths of packed sequences, ``[N + 1]``.
         cu_seq_lens_k: The same of the keys; by layer type under continuous batching.
         seq_idx: Index of the packed sequence of each token, ``[B, S]``.
-        cache: The pages of continuous batching.
+        cache: The pages of continuous batching; newer versions do not pass them here.
         **kwargs: Other arguments of the layer; unknown ones are refused.
 
     Returns:
@@ -210,39 +163,37 @@ def attention(
     Raises:
         UnsupportedError: The layer has no backend, or the backend does not support the inputs.
     """
-    pages = {} if cache is None else {name: kwargs.pop(name, None) for name in PAGE_ARGUMENTS}
+    if seam.attends_to_layers(module):
+        return F.scaled_dot_product_attention(query, key, value, scale=scaling).transpose(
+            1, 2
+        ), None
+    packing = Packing(seq_idx, cu_seq_lens_q, cu_seq_lens_k)
+    pages = seam.Pages.of_call(cache, kwargs, packing._asdict())
     backend = _supporting_backend(module, kwargs)
     arguments = _take_arguments(module, backend)
     mask, bias = attention_mask, None
+    if pages is not None and mask is None:
+        mask = seam.mask_of_pages(sliding_window)
     if not isinstance(mask, AttentionMask):
-        causal = is_causal if is_causal is not None else layer_is_causal(module, None)
-        lengths = {"q_length": query.shape[2], "kv_length": key.shape[2]}
+        causal = layer_is_causal(module, None) if is_causal is None else is_causal
         causal = causal and not arguments.cross_attention
+        lengths = {"q_length": query.shape[2], "kv_length": key.shape[2]}
         mask, bias = read_mask(mask, causal=causal, window=sliding_window, **lengths)
-    if cache is not None:
-        pages |= {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
-    elif seq_idx is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        packing = Packing(seq_idx, cu_seq_lens_q, cu_seq_lens_k)
+    if pages is None and any(x is not None for x in packing):
         sizes = query.shape[0], query.shape[2], key.shape[2]
         mask = add_packing(mask, packing, sizes, sharded=backend.shard is not None)
     if indices is not None:
         mask = keep_selected(mask, indices, key.shape[2])
     if position_bias is not None:
         bias = _add_position_bias(module, bias, position_bias, arguments)
-    options = {
-        "scale": scaling,
-        "hidden_states": arguments.hidden_states,
-        "bias": bias,
-        "softcap": softcap,
-        "sinks": s_aux if sinks is None else sinks,
-        "dropout": dropout,
-        "return_weights": _wants_weights(kwargs),
-        "shard": backend.shard,
-    }
-    if cache is not None:
+    sinks = s_aux if sinks is None else sinks
+    options: dict[str, Any] = {"scale": scaling, "bias": bias, "softcap": softcap, "sinks": sinks}
+    options |= {"hidden_states": arguments.hidden_states, "return_weights": _wants_weights(kwargs)}
+    options |= {"dropout": dropout, "shard": backend.shard}
+    if pages is not None:
         from attnzoo.integrations.serving import paged_attention
 
-        out = paged_attention(module, backend, query, key, value, mask, cache, pages, options)
+        out = paged_attention(module, backend, query, key, value, mask, pages, options)
         return out.transpose(1, 2).contiguous(), None
     output = _run_backend(backend, arguments, query, key, value, mask, options)
     weights = output.weights if options["return_weights"] else None
@@ -253,10 +204,11 @@ def _wants_weights(kwargs: dict[str, Any]) -> bool:
     """Return whether the caller set ``output_attentions``; not all models pass the flag on."""
     if kwargs.get("output_attentions"):
         return True
+    collector = seam.active_collector
     if not torch.compiler.is_compiling():
-        collected = active_collector.get()
+        collected = collector.get()
     else:  # a context variable cannot be traced; while tracing, transformers uses a plain one
-        collected = active_collector.global_var if active_collector.compiling else None
+        collected = collector.global_var if collector.compiling else None
     return bool(collected) and any("attentions" in key for key in collected)
 
 
@@ -305,7 +257,7 @@ def _supporting_backend(module: nn.Module, kwargs: dict[str, Any]) -> Any:
     if F.scaled_dot_product_attention is not BUILTIN_SDPA and not torch.compiler.is_compiling():
         refuse_torch_context_parallel(backend)
     for name, value in kwargs.items():
-        if value is not None and name not in IGNORED_ARGUMENTS:
+        if value is not None and name not in seam.IGNORED_ARGUMENTS:
             raise UnsupportedError(
                 f"{backend.geometry.name}: backend {backend.name!r} does not support the attention "
                 f"argument {name!r}, which this model passes; keep this model on "

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
-from attnzoo.integrations import compat
+from attnzoo.integrations import seam
 from attnzoo.integrations.missing_keys import MissingKeys
 from attnzoo.integrations.past_keys import refuse_unreadable
 from attnzoo.integrations.past_padding import PastPadding
@@ -91,13 +91,15 @@ class StateLayer(CacheLayerMixin):
         return length if self.window is None else min(length, self.window - 1)
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Count the new tokens and return their keys and values; the state holds the earlier ones.
 
         Raises:
-            UnsupportedError: The caller is a layer that needs all earlier keys.
+            UnsupportedError: The caller is a layer that needs all earlier keys, or passes an
+                argument that is unknown here.
         """
+        seam.refuse_unknown_arguments("the cache", kwargs, seam.IGNORED_UPDATE_ARGUMENTS)
         if not self.update_pending:
             raise UnsupportedError(
                 f"the cache holds the state of backend {self.owner[0]!r} and no earlier keys, but "
@@ -356,7 +358,7 @@ def state_layer(cache: Cache, index: int, backend: AttentionBackend) -> StateLay
     layer: Any = cache.layers[index]
     if not isinstance(layer, StateLayer):
         layer = cache.layers[index] = _new_state_layer(layer, backend)
-        if compat.is_recording(cache):
+        if seam.is_recording(cache):
             layer.activate_past_recording()
     elif layer.owner != (backend.name, backend.config):
         raise UnsupportedError(

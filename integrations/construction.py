@@ -24,6 +24,7 @@ from attnzoo.integrations.convert import (
 from attnzoo.integrations.extras import warn
 from attnzoo.integrations.layers import attention_layers
 from attnzoo.integrations.patches import REQUESTED
+from attnzoo.integrations.release_check import require_working_release
 
 
 def attach_when_built(model: PreTrainedModel) -> None:
@@ -32,6 +33,7 @@ def attach_when_built(model: PreTrainedModel) -> None:
     implementation = model.config._attn_implementation
     if data is None and implementation != NAME:
         return
+    require_working_release()
     enclosing = _enclosing_model(model)
     if enclosing is not None:
         if data in (None, config_spec(enclosing)):

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError
-from attnzoo.integrations import compat
+from attnzoo.integrations import seam
 from attnzoo.integrations.layers import unwrap_model
 from attnzoo.kernels.context_parallel import SequenceShard
 
@@ -153,7 +153,7 @@ def check_model(model: nn.Module) -> PreTrainedModel:
             'only; call attnzoo.swap(model, "linear") first, or attnzoo.swap(model, "flash") for '
             "exact attention"
         )
-    others = {str(c._attn_implementation) for c in compat.all_configs(target)} - {"attnzoo"}
+    others = {str(c._attn_implementation) for c in seam.all_configs(target)} - {"attnzoo"}
     if others:
         raise SpecError(
             f"A part of {type(target).__name__} runs its original attention ({', '.join(others)}), "

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError, did_you_mean
-from attnzoo.integrations import compat
+from attnzoo.integrations import seam
 from attnzoo.integrations.attention import NAME, add_hook
 from attnzoo.integrations.extras import carry_over, layer_names, warn
 from attnzoo.integrations.layers import (
@@ -23,6 +23,7 @@ from attnzoo.integrations.layers import (
     unwrap_model,
 )
 from attnzoo.integrations.offload import layer_device, refuse_offloaded_blocks
+from attnzoo.integrations.release_check import require_working_release
 from attnzoo.integrations.speed_up import remove_speed_up
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
@@ -79,6 +80,7 @@ def swap(
         >>> [layer.backend for layer in attnzoo.describe(model)]
         ['flash', 'flash', 'linear', 'linear']
     """
+    require_working_release()
     target = unwrap_model(model)
     if target is None:
         raise SpecError(
@@ -86,7 +88,7 @@ def swap(
             "such as AutoModelForCausalLM.from_pretrained(...)"
         )
     by_config = isinstance(attention, Mapping) and not {"backend", "version"} & set(attention)
-    if by_config and attention and compat.sub_configs(target.config):
+    if by_config and attention and seam.sub_configs(target.config):
         specs = _submodel_specs(target, attention, options)  # type: ignore[arg-type]
     else:
         specs = [(target, read_spec(attention, **options))]
@@ -106,7 +108,7 @@ def _submodel_specs(
     target: PreTrainedModel, attention: Mapping[str, Any], options: Mapping[str, Any]
 ) -> list[tuple[PreTrainedModel, AttentionSpec]]:
     """Return the submodels that a mapping from sub-configs selects, with their specs."""
-    configs = compat.sub_configs(target.config)
+    configs = seam.sub_configs(target.config)
     for key in attention:
         if key not in configs:
             raise SpecError(
@@ -115,7 +117,7 @@ def _submodel_specs(
             )
     specs = []
     for key, spec in attention.items():
-        submodels = compat.submodels(target, configs[key])
+        submodels = seam.submodels(target, configs[key])
         if not submodels:
             raise SpecError(f"No submodel of {type(target).__name__} is built from config.{key}")
         specs += [(submodel, read_spec(spec, **options)) for submodel in submodels]
@@ -133,11 +135,11 @@ def _install(
         vars(target)[IN_SWAPPED] = True
     _save_implementations(target)
     _detach(target)
-    for config in compat.all_configs(target):
+    for config in seam.all_configs(target):
         _clear(config)  # this spec replaces those of submodels
     attach(layers, backends)
     write_config(target.config, spec)
-    compat.set_implementation(target, NAME, (layer.module for layer in layers))
+    seam.set_implementation(target, NAME, (layer.module for layer in layers))
 
 
 def config_spec(model: PreTrainedModel) -> Any:
@@ -148,20 +150,20 @@ def config_spec(model: PreTrainedModel) -> Any:
 def _save_implementations(target: PreTrainedModel) -> None:
     """Store on each model and submodel the implementations of its configs before any swap."""
     original = {id(config): name for config, name in _original_implementations(target)}
-    for model in compat.pretrained_models(target):
-        vars(model)[_ORIGINAL] = [original[id(config)] for config in compat.all_configs(model)]
+    for model in seam.pretrained_models(target):
+        vars(model)[_ORIGINAL] = [original[id(config)] for config in seam.all_configs(model)]
 
 
 def _original_implementations(target: PreTrainedModel) -> list[tuple[Any, str]]:
     """Return every config of a model, and its implementation before any swap."""
     saved: dict[int, str] = {}
-    for model in compat.pretrained_models(target):
+    for model in seam.pretrained_models(target):
         names = vars(model).get(_ORIGINAL, ())
-        saved |= {id(c): name for c, name in zip(compat.all_configs(model), names, strict=False)}
+        saved |= {id(c): name for c, name in zip(seam.all_configs(model), names, strict=False)}
     default = target.get_correct_attn_implementation(None)
     return [
         (c, saved.get(id(c), default) if _is_swapped(c) else c._attn_implementation)
-        for c in compat.all_configs(target)
+        for c in seam.all_configs(target)
     ]
 
 
@@ -171,7 +173,7 @@ def _is_swapped(config: Any) -> bool:
 
 def _runs_swap(model: PreTrainedModel) -> bool:
     """Return whether any part runs a swap; ``set_attn_implementation`` disables and enables it."""
-    return any(map(_is_swapped, compat.all_configs(model)))
+    return any(map(_is_swapped, seam.all_configs(model)))
 
 
 def _has_backends(model: PreTrainedModel) -> bool:
@@ -204,7 +206,7 @@ def restore(model: nn.Module) -> None:
             f"{type(model).__name__} is not swapped, so there is nothing to restore", stacklevel=2
         )
         return
-    specs = map(config_spec, compat.pretrained_models(target))
+    specs = map(config_spec, seam.pretrained_models(target))
     if vars(target).get(IN_SWAPPED) or not any(specs):
         raise SpecError(
             f"{type(target).__name__} is a submodel of a model that was swapped as a whole; "
@@ -215,7 +217,7 @@ def restore(model: nn.Module) -> None:
     for config, implementation in original:
         _clear(config)
         config._attn_implementation_internal = implementation
-    for inner in compat.pretrained_models(target):
+    for inner in seam.pretrained_models(target):
         vars(inner).pop(_ORIGINAL, None)
         vars(inner).pop(IN_SWAPPED, None)
 
@@ -259,7 +261,7 @@ def build_backends(
     if not layers:
         raise SpecError(
             f"{type(model).__name__} has no attention layers that use transformers' attention "
-            f"interface{compat.class_table_text(model)}, so nothing can be swapped. Build or load "
+            f"interface{seam.class_table_text(model)}, so nothing can be swapped. Build or load "
             f"it without attn_implementation='attnzoo' and config.attnzoo. Families that can be "
             f"swapped include: {FAMILIES}."
         )

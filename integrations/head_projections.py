@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from attnzoo.errors import UnsupportedError
-from attnzoo.integrations import compat
+from attnzoo.integrations import seam
 from attnzoo.integrations.layers import AttentionLayer
 from attnzoo.integrations.patches import NAME
 
@@ -99,7 +99,7 @@ def _refusal(layer: AttentionLayer, found: HeadProjections) -> str:
         return f"its output projection has {_in_features(found.output)} inputs"
     if geometry.sinks or geometry.position_bias:
         return "it has sinks or position biases of each head"
-    reads = [n for n in UNCHANGED if compat.reads_name(module, n) and not _is_count(module, n)]
+    reads = [n for n in UNCHANGED if seam.reads_name(module, n) and not _is_count(module, n)]
     if reads:
         return f"its forward pass reads {', '.join(reads)} of all heads"
     used = {id(p) for projection in found for p in projection.parameters()}

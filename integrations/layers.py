@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from attnzoo.backends.config import Geometry
 from attnzoo.errors import UnsupportedError
-from attnzoo.integrations import compat
+from attnzoo.integrations import seam
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _SIZES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
@@ -42,7 +42,7 @@ def attention_layers(model: nn.Module) -> list[AttentionLayer]:
     return [
         AttentionLayer(name, module, read_geometry(model, name, module))
         for name, module in model.named_modules()
-        if compat.calls_attention_interface(module)
+        if seam.calls_attention_interface(module)
     ]
 
 
@@ -141,10 +141,10 @@ def _in_causal_tower(model: nn.Module, module: nn.Module) -> bool:
     """
     if getattr(module, "is_causal", None) is not False:
         return False
-    owners = [m for m in compat.pretrained_models(model) if any(x is module for x in m.modules())]
+    owners = [m for m in seam.pretrained_models(model) if any(x is module for x in m.modules())]
     innermost = owners[-1:]  # pretrained_models lists outer models first
     return any(
-        compat.reads_name(owner, "create_causal_mask") and compat.reads_name(owner, "is_causal")
+        seam.reads_name(owner, "create_causal_mask") and seam.reads_name(owner, "is_causal")
         for owner in innermost
     )
 
@@ -152,14 +152,14 @@ def _in_causal_tower(model: nn.Module, module: nn.Module) -> bool:
 def has_image_mask(model: nn.Module, layer: AttentionLayer) -> bool:
     """Return whether a decoder's layer is bidirectional within an image, as in Gemma 3."""
     return layer.geometry.causal and any(
-        compat.reads_name(owner, "block_sequence_ids") and layer.module in set(owner.modules())
-        for owner in compat.pretrained_models(model)
+        seam.reads_name(owner, "block_sequence_ids") and layer.module in set(owner.modules())
+        for owner in seam.pretrained_models(model)
     )
 
 
 def has_position_bias(module: nn.Module, *, cross_attention: bool) -> bool:
     """Return whether a layer passes a relative position bias to the attention function."""
-    if not compat.reads_name(module, "position_bias"):
+    if not seam.reads_name(module, "position_bias"):
         return False
     kind = str(getattr(module, "position_embeddings_type", "relative"))  # set by some configs
     return "relative" in kind and not position_bias_is_zero(module, cross_attention=cross_attention)
@@ -182,7 +182,7 @@ def sliding_window(module: nn.Module, config: Any, number: int) -> int | None:
     if hasattr(module, "sliding_window"):
         window: Any = module.sliding_window
         return window if isinstance(window, int) and not isinstance(window, bool) else None
-    if not compat.reads_name(module, "sliding_window"):
+    if not seam.reads_name(module, "sliding_window"):
         return None
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and number < len(kinds) and "sliding" not in kinds[number]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.errors import UnsupportedError
-from attnzoo.integrations import compat
+from attnzoo.integrations import seam
 from attnzoo.masks import AttentionMask, Window
 
 
@@ -31,16 +31,16 @@ class ModelMask(AttentionMask):
     # results that the layers which use this mask share: see past_padding and packing
     shared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def to(self, device: torch.device | str, **_: Any) -> ModelMask:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> ModelMask:
         """Move the tensors to a device, for models split over several devices."""
         function = self.function
         moved: dict[str, Any] = {
-            name: x.to(device)
+            name: x.to(device, non_blocking=non_blocking)
             for name in ("padding", "segment_ids", "q_offset")
             if isinstance(x := getattr(self, name), Tensor)
         }
         if function is not None:
-            moved["function"] = lambda: function().to(device)
+            moved["function"] = lambda: function().to(device, non_blocking=non_blocking)
         return replace(self, device=device, **moved)
 
     def contiguous(self) -> ModelMask:
@@ -100,13 +100,13 @@ def make_mask(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int | Tensor = 0,
-    mask_function: Callable[..., Any] = compat.causal_mask_function,
+    mask_function: Callable[..., Any] = seam.causal_mask_function,
     attention_mask: Tensor | ModelMask | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
-    **_: Any,
+    **kwargs: Any,
 ) -> ModelMask:
     """Create a model's mask; registered with transformers' ``AttentionMaskInterface``.
 
@@ -122,7 +122,12 @@ def make_mask(
         use_vmap: Whether the model added its own mask function.
         device: Device of the mask tensor.
         dtype: Dtype of the mask tensor.
+        **kwargs: What other implementations read; unknown ones are refused.
+
+    Raises:
+        UnsupportedError: An argument is unknown.
     """
+    seam.refuse_unknown_arguments("the mask", kwargs, seam.IGNORED_MASK_ARGUMENTS)
     if isinstance(attention_mask, ModelMask):
         return attention_mask
     if isinstance(q_offset, Tensor):  # a static cache updates its counter in place
@@ -145,7 +150,7 @@ def make_mask(
     if not parsed.unknown:
         return mask
     dense = partial(
-        compat.materialise_mask,
+        seam.materialise_mask,
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -196,26 +201,22 @@ def _parse_mask_function(
 ) -> ParsedMask:
     """Parse a mask function by its name and the closure variables of its parts."""
     parsed = parsed or ParsedMask()
-    if function is compat.causal_mask_function:
+    kind, value = seam.mask_parts(function)
+    if kind == "causal":
         parsed.causal = True
-        return parsed
-    if function is compat.bidirectional_mask_function:
-        return parsed
-    name = function.__qualname__.split(".<locals>")[0]
-    cells = compat.function_cells(function)
-    if name == "and_masks":
-        for inner in cells["mask_functions"]:
+    elif kind == "all":
+        for inner in value:
             _parse_mask_function(inner, parsed)
-    elif name == "remap_positions_for_packed_sequence":
-        _parse_mask_function(cells["mask_function"], parsed)
-    elif name == "packed_sequence_mask_function":
-        parsed.segment_ids = cells["packed_sequence_mask"]
-    elif name == "sliding_window_overlay":
-        parsed.window = (cells["sliding_window"] - 1, 0)
-    elif name == "sliding_window_bidirectional_overlay":
-        parsed.window = (cells["sliding_window"], cells["sliding_window"])
-    else:
-        parsed.unknown = name
+    elif kind == "remapped":
+        _parse_mask_function(value, parsed)
+    elif kind == "packed":
+        parsed.segment_ids = value
+    elif kind == "window":
+        parsed.window = (value - 1, 0)
+    elif kind == "bidirectional window":
+        parsed.window = (value, value)
+    elif kind != "none":
+        parsed.unknown = value
     return parsed
 
 
@@ -231,9 +232,9 @@ def _parse_traced(
 
     A packed sequence begins at each token that does not see the token before it.
     """
-    if function is compat.causal_mask_function:
+    if function is seam.causal_mask_function:
         return ParsedMask(causal=True)
-    if function is compat.bidirectional_mask_function:
+    if function is seam.bidirectional_mask_function:
         return ParsedMask()
     if local_size is not None or use_vmap or not function.__qualname__.startswith("and_masks"):
         return ParsedMask(unknown="a window, chunks or the model's own function, compiled")

@@ -9,7 +9,7 @@ patch, which fails when a new version of the package changes what the patch reli
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,10 @@ RECORDING = "_attnzoo_recording"  # attribute of a cache
 REQUESTED = "_attnzoo_requested"  # attribute of a model whose attn_implementation was given
 PRUNED = "attnzoo_pruned_heads"  # attribute of a config: heads that a model has lost, by layer
 LOADED = "_attnzoo_loaded"  # attribute of an adapter's config that was read from a file
+
+# Patches that this version of a package has no place for, by module: the reason. Nothing is swapped
+# then; an import of the package must not fail because attnzoo is installed.
+FAILED_PATCHES: dict[str, str] = {}
 
 
 def _mark_patched(cls: Any) -> bool:
@@ -131,7 +135,7 @@ def patch_models(modeling_utils: Any) -> None:
         init(self, config, *args, **kwargs)
         vars(self)[REQUESTED] = requested is not None
         if self.config._attn_implementation == NAME:
-            from attnzoo.integrations.compat import complete_class_tables
+            from attnzoo.integrations.seam import complete_class_tables
 
             complete_class_tables(type(self))  # before the subclass builds its layers
 
@@ -175,7 +179,7 @@ def _patch_saving(cls: Any) -> None:
     ) -> None:
         set_implementation(self, attn_implementation, *args, **kwargs)
         if isinstance(attn_implementation, str):
-            from attnzoo.integrations.compat import update_copied_configs
+            from attnzoo.integrations.seam import update_copied_configs
 
             update_copied_configs(self)
 
@@ -322,6 +326,19 @@ def patch_lora_conversion(conversion: Any) -> None:
             module.convert_to_lora = convert_to_lora_with_extras  # type: ignore[union-attr]
 
 
+def _refusing_lost_prompts(prepare: Any) -> Any:
+    """Return PEFT's preparation of a generation step, which raises if it would repeat a prompt."""
+
+    @wraps(prepare)
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from attnzoo.integrations import adapters
+
+        adapters.refuse_repeated_prompt(self, prepare)
+        return prepare(self, *args, **kwargs)
+
+    return prepare_inputs_for_generation
+
+
 def patch_adapter_models(peft_model: Any) -> None:
     """Do the same for methods without a tuner (prompts), and check what an adapter saves."""
     cls = peft_model.PeftModel
@@ -374,12 +391,30 @@ def patch_adapter_models(peft_model: Any) -> None:
         mark_virtual_tokens(prompt)
         return prompt
 
+    for wrapper in (peft_model.PeftModelForCausalLM, peft_model.PeftModelForSeq2SeqLM):
+        wrapper.prepare_inputs_for_generation = _refusing_lost_prompts(
+            wrapper.prepare_inputs_for_generation
+        )
     cls.get_prompt = get_prompt_with_mark
     cls.__init__, cls.add_adapter = init_with_extras, add_adapter_with_extras
     cls.disable_adapter, cls.save_pretrained = disable_adapter_and_extras, save_pretrained_with_swap
 
 
-PATCHES = {
+def _guarded(patch: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a patch that records a missing name instead of raising."""
+
+    @wraps(patch)
+    def apply(module: Any) -> None:
+        try:
+            patch(module)
+        except (AttributeError, KeyError) as error:
+            name = module.__name__
+            FAILED_PATCHES[name] = f"{patch.__name__} does not fit {name} ({error})"
+
+    return apply
+
+
+_ALL = {
     "transformers.configuration_utils": patch_config,
     "transformers.cache_utils": patch_cache,
     "transformers.masking_utils": patch_masks,
@@ -390,3 +425,4 @@ PATCHES = {
     "peft.tuners.lora.conversion": patch_lora_conversion,
     "peft.peft_model": patch_adapter_models,
 }
+PATCHES = {name: _guarded(patch) for name, patch in _ALL.items()}

@@ -10,13 +10,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
-from attnzoo.integrations import compat
+from attnzoo.integrations import seam
 from attnzoo.integrations.patches import NAME
 from attnzoo.masks import AttentionMask
 
@@ -32,7 +31,7 @@ def serves_swap(model: PreTrainedModel) -> bool:
     Raises:
         UnsupportedError: A backend keeps a state, or transformers is too old.
     """
-    if all(config._attn_implementation != NAME for config in compat.all_configs(model)):
+    if all(config._attn_implementation != NAME for config in seam.all_configs(model)):
         return False
     backends = {m.name: m for m in model.modules() if isinstance(m, AttentionBackend)}
     states = [name for name, backend in backends.items() if not backend.keeps_all_keys]
@@ -42,23 +41,22 @@ def serves_swap(model: PreTrainedModel) -> bool:
             f"{what} does not support this swap: backend {', '.join(map(repr, states))} keeps one "
             f"state per sequence, which has no pages. {INSTEAD}"
         )
-    if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
+    if "kwargs" not in inspect.signature(seam.PagedAttentionCache.update).parameters:
         raise UnsupportedError(
-            f"{what} of a swapped model needs transformers 5.23: the paged cache of this version "
-            f"takes other arguments. {INSTEAD}"
+            f"{what} of a swapped model needs transformers {seam.PAGES_SINCE}: the paged cache of "
+            f"this version takes other arguments. {INSTEAD}"
         )
     return True
 
 
 def paged_attention(
-    module: nn.Module,
+    module: Any,
     backend: AttentionBackend,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: AttentionMask,
-    cache: PagedAttentionCache,
-    pages: dict[str, Any],
+    pages: seam.Pages,
     options: dict[str, Any],
 ) -> Tensor:
     """Attend from the new tokens of each request to all tokens of that request.
@@ -67,12 +65,10 @@ def paged_attention(
         module: The attention module.
         backend: Its backend, which keeps all keys.
         query: ``[1, H, T, D]``, the new tokens of all requests, one request after the other.
-        key: ``[1, Hkv, T, D]``.
-        value: ``[1, Hkv, T, E]``.
+        key: ``[1, Hkv, T, D]``, or ``[1, Hkv, S, D]`` if the module has read the pages.
+        value: ``[1, Hkv, T or S, E]``.
         mask: The model's mask of the row; its window is that of every request.
-        cache: Keys and values of all requests.
-        pages: The attention arguments that describe the row: ``cu_seq_lens_q``,
-            ``cu_seq_lens_k`` and the indices of pages.
+        pages: Keys and values of all requests, and where each request begins.
         options: The other arguments of the backend.
 
     Returns:
@@ -86,8 +82,8 @@ def paged_attention(
             f"the mask is {mask.function_name}, which continuous batching does not support. "
             f"{INSTEAD}"
         )
-    key, value = cache.update(key, value, layer_idx=module.layer_idx, kwargs=pages)
-    queries, keys = (pages[name].tolist() for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    key, value = pages.read(key, value, module.layer_idx)
+    queries, keys = (pages.arguments[x].tolist() for x in ("cu_seq_lens_q", "cu_seq_lens_k"))
     hidden = options.pop("hidden_states")
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     for i in range(len(queries) - 1):

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from attnzoo.backends.delta.op import delta_attention
 from attnzoo.backends.linear.op import linear_attention
 from attnzoo.errors import SpecError, UnsupportedError
+from attnzoo.integrations import seam
 from attnzoo.integrations.convolution import (
     can_convolve_rows,
     convolve_packed,
@@ -29,6 +30,7 @@ from attnzoo.integrations.convolution import (
     read_segment_ids,
 )
 from attnzoo.integrations.layers import unwrap_model
+from attnzoo.integrations.release_check import require_working_release
 from attnzoo.masks import AttentionMask
 from attnzoo.state import DeltaState, ImplChoice, LinearState
 
@@ -71,14 +73,20 @@ def speed_up(model: M) -> M:
         >>> model(torch.arange(64)[None]).last_hidden_state.shape
         torch.Size([1, 64, 32])
     """
+    require_working_release(_replace_layers)
     target = unwrap_model(model)
     if target is None:
         raise SpecError(
             f"{type(model).__name__} is not a transformers model; speed_up takes a PreTrainedModel"
         )
-    layers = [(name, x) for name, x in target.named_modules() if op_of_layer(type(x))]
-    if not layers:
+    if not _replace_layers(target):
         raise SpecError(_no_layer(target))
+    return model
+
+
+def _replace_layers(model: PreTrainedModel) -> bool:
+    """Give the layers a ``forward`` of ours; return whether there are any."""
+    layers = [(name, x) for name, x in model.named_modules() if op_of_layer(type(x))]
     for name, layer in layers:
         forward = vars(layer).get(_slot(layer))
         if isinstance(forward, FastForward):
@@ -89,7 +97,7 @@ def speed_up(model: M) -> M:
                 f"{forward!r}, which speed_up would disable; call speed_up before"
             )
         setattr(layer, _slot(layer), FastForward(layer))
-    return model
+    return bool(layers)
 
 
 def remove_speed_up(model: nn.Module) -> bool:
@@ -210,6 +218,7 @@ class FastForward:
             output_final_state: Whether to return the state.
             use_qk_l2norm_in_kernel: Whether to normalise queries and keys.
             kwargs: May contain the lengths of packed sequences; see :func:`read_segment_ids`.
+                Unknown arguments are refused.
         """
         if query.device.type != "cpu":
             self._record(ImplChoice("stock", f"the tensors are on {query.device.type}"))
@@ -218,6 +227,9 @@ class FastForward:
             options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
             result: tuple[Tensor, Tensor | None] = stock(query, key, value, **options)
             return result
+        seam.refuse_unknown_arguments(
+            "speed_up of the delta rule", kwargs, seam.IGNORED_RULE_ARGUMENTS
+        )
         dtype = query.dtype
         if (repeats := value.shape[2] // key.shape[2]) > 1:
             query, key = (x.repeat_interleave(repeats, 2) for x in (query, key))
@@ -254,10 +266,13 @@ class FastForward:
             weight: ``[X, width]``.
             bias: ``[X]``.
             activation: Name of the activation function.
-            kwargs: May contain the lengths of packed sequences.
+            kwargs: May contain the lengths of packed sequences. Unknown arguments are refused.
         """
         if hidden_states.device.type != "cpu":
             return stock(hidden_states, weight, bias, activation=activation, **kwargs)
+        seam.refuse_unknown_arguments(
+            "speed_up of the convolution", kwargs, seam.IGNORED_RULE_ARGUMENTS
+        )
         batch, _, tokens = hidden_states.shape
         ids = read_segment_ids(batch, tokens, kwargs)
         if ids is None and can_convolve_rows(hidden_states, weight, bias):
@@ -267,38 +282,35 @@ class FastForward:
         return convolve_packed(hidden_states, weight, bias, activation, ids)
 
     def _lightning(
-        self,
-        stock: Callable[..., Any],
-        layer: Any,
-        hidden_states: Tensor,
-        position_embeddings: Any,
-        attention_mask: Tensor | None,
-        past_key_values: Any = None,
-        **kwargs: Any,
+        self, stock: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Compute MiniMax's lightning attention: linear attention with a constant decay per head.
 
         Args:
             stock: The ``forward`` that this one replaces.
             layer: The layer.
-            hidden_states: ``[B, T, hidden size]``.
-            position_embeddings: Unused, as in the stock layer.
-            attention_mask: ``[B, T]``, 0 at padding; or ``None``.
-            past_key_values: A cache, which holds ``[B, H, D, D]`` for this layer.
-            kwargs: Unused, as in the stock layer.
+            args: Arguments of ``stock``: the hidden states, ``[B, T, hidden size]``, a padding
+                mask, ``[B, T]``, and a cache, which holds ``[B, H, D, D]`` for this layer.
+            kwargs: The same by name; unknown ones are refused.
         """
+        arguments = seam.ForwardArguments(stock)
+        hidden_states = arguments.get(seam.HIDDEN_STATES, args, kwargs)
         if hidden_states.device.type != "cpu":
             self._record(ImplChoice("stock", f"the tensors are on {hidden_states.device.type}"))
-            arguments = (hidden_states, position_embeddings, attention_mask, past_key_values)
-            result: tuple[Tensor, Tensor] = stock(layer, *arguments, **kwargs)
+            result: tuple[Tensor, Tensor] = stock(layer, *args, **kwargs)
             return result
+        attention_mask = arguments.get(seam.PADDING, args, kwargs)
+        cache = arguments.cache(args, kwargs)
+        known = {*seam.HIDDEN_STATES, *seam.PADDING, *seam.CACHE, *seam.IGNORED_ARGUMENTS}
+        given = dict(zip(arguments.names, args, strict=False)) | kwargs
+        seam.refuse_unknown_arguments(f"speed_up of {type(layer).__name__}", given, known)
         batch, length, _ = hidden_states.shape
         qkv = layer.act_fn(layer.qkv_proj(hidden_states))
         if attention_mask is not None:
             qkv = (qkv * attention_mask[:, :, None]).to(qkv.dtype)
         qkv = qkv.reshape(batch, length, layer.num_attention_heads, 3 * layer.head_dim)
         q, k, v = (x.transpose(1, 2) for x in qkv.split(layer.head_dim, 3))
-        kv = None if past_key_values is None else past_key_values.get_linear_cache(layer.layer_idx)
+        kv = None if cache is None else cache.get_linear_cache(layer.layer_idx)
         dtype = torch.promote_types(q.dtype, torch.float32)
         state = (
             None if kv is None else LinearState(kv.to(dtype), kv.new_zeros(kv.shape[:3]).to(dtype))
@@ -315,8 +327,8 @@ class FastForward:
         kv = found.state.kv.to(v.dtype)
         out = layer.norm(found.out.transpose(1, 2).flatten(2))
         out = layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * out)
-        if past_key_values is not None:
-            past_key_values.set_linear_cache(layer.layer_idx, kv)
+        if cache is not None:
+            cache.set_linear_cache(layer.layer_idx, kv)
         return out, kv
 
 

@@ -34,7 +34,7 @@ ROW = {unit: height for height, row in enumerate(ROWS) for unit in row}
 # two are imported where they are installed.
 CORE_LIBRARIES = {"torch", "einops", "filelock", "triton", "xformers"}
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
 

@@ -22,6 +22,7 @@ from attnzoo.evaluation.timing import Run
 from attnzoo.integrations.attention import NAME, layer_backend
 from attnzoo.integrations.files import model_class
 from attnzoo.integrations.layers import attention_layers
+from attnzoo.integrations.seam import cache_argument
 from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
@@ -170,7 +171,7 @@ def _model(case: CostCase, info: ModelInfo, model: PreTrainedModel) -> PreparedC
     """Prepare a forward pass, a training step without optimizer, or a decoding step."""
     if case.mode == "decode":
         cache = filled_cache(model, case, info)
-        arguments = _arguments(model, case, info, 1) | {"past_key_values": cache}
+        arguments = _arguments(model, case, info, 1) | cache_argument(cache)
         return PreparedCall(torch.no_grad()(lambda: model(**arguments)), cache_bytes(cache))
     arguments = _arguments(model, case, info, case.T)
     if case.mode == "forward":
@@ -201,7 +202,7 @@ def _layer(case: CostCase, info: ModelInfo, model: PreTrainedModel) -> PreparedC
     arguments = _arguments(model, case, info, 1 if case.mode == "decode" else case.T)
     if case.mode == "decode":
         cache = filled_cache(model, case, info)
-        arguments["past_key_values"] = cache
+        arguments |= cache_argument(cache)
         size = cache_bytes(cache) // len(attention_layers(model))
     args, kwargs = _layer_arguments(model, module, arguments)
     if cache is not None:
@@ -269,5 +270,5 @@ def filled_cache(model: PreTrainedModel, case: CostCase, info: ModelInfo) -> Dyn
             cache.update(k.to(**options), v.to(**options), geometry.layer)
         return cache
     for length in _prefill_chunks(case.T):
-        model(**_arguments(model, case, info, length), past_key_values=cache)
+        model(**_arguments(model, case, info, length), **cache_argument(cache))
     return cache

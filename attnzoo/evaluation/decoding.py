@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from attnzoo.evaluation.quality import OnStep
+from attnzoo.integrations.seam import cache_argument
 
 PREFILL_TOKENS = 1024  # per forward call while the cache is filled
 TIMED_TOKENS = 12  # per context length
@@ -49,7 +50,7 @@ def measure_decoding(
     cost, cache, seen = DecodingCost(), DynamicCache(config=model.config), 0
     for length in lengths:
         for chunk in stream[seen:length].split(PREFILL_TOKENS) if length > seen else ():
-            model(chunk[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(chunk[None], **cache_argument(cache), use_cache=True, logits_to_keep=1)
             on_step()
         cost.cache_bytes[length] = cache_bytes(cache)
         cost.decode_ms[length] = _decode_ms(model, cache, stream[:1])
@@ -62,7 +63,7 @@ def _decode_ms(model: PreTrainedModel, cache: DynamicCache, token: Tensor) -> fl
     times = []
     for _ in range(TIMED_TOKENS):
         start = time.perf_counter()
-        model(token[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(token[None], **cache_argument(cache), use_cache=True, logits_to_keep=1)
         times.append(time.perf_counter() - start)
     return 1000 * median(times)
 

@@ -20,6 +20,7 @@ from attnzoo.evaluation.recall_rows import (
     copy_rows,
     recall_distances,
 )
+from attnzoo.integrations.seam import cache_argument
 
 ROWS = 16  # of each kind
 NEW_TOKENS = 64  # longest continuation
@@ -113,7 +114,7 @@ def continue_greedily(model: PreTrainedModel, prompts: Tensor, new_tokens: int) 
     """
     cache, tokens, found = DynamicCache(config=model.config), prompts, []
     for _ in range(new_tokens):
-        output = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model(tokens, **cache_argument(cache), use_cache=True, logits_to_keep=1)
         tokens = output.logits[:, -1:].argmax(-1)
         found.append(tokens)
     return torch.cat(found, 1)

@@ -33,7 +33,9 @@ from attnzoo.backends.softmax.op import softmax_attention
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation import check_cpp
 from attnzoo.evaluation.timing import machine
-from attnzoo.integrations.patches import NAME, PATCHES
+from attnzoo.integrations import seam
+from attnzoo.integrations.patches import FAILED_PATCHES, NAME, PATCHES
+from attnzoo.integrations.release_check import check_release, installed_versions, untested
 from attnzoo.kernels.trust import check as check_trust
 from attnzoo.kernels.trust import driver_version
 from attnzoo.kernels.verdicts import FAILED, PASSED, Verdict, python_command, run_checks
@@ -108,6 +110,8 @@ def _checks(full: bool) -> Iterator[tuple[str, Callable[[], str]]]:
         yield from ((name + place, check) for name, check in _device_checks(device, full))
     yield "patches of transformers", _patches
     yield "a swapped model equals the stock model", _swapped_model
+    yield "states in caches of transformers", _release
+    yield "layers that speed_up replaces", partial(_release, attnzoo.speed_up)
     yield "a saved swap loads", _saved_swap
 
 
@@ -155,7 +159,7 @@ def _machine() -> str:
 
 
 def _package(name: str) -> str:
-    """Return the version of a package; it must lie in the range that attnzoo is tested with."""
+    """Return the version of a package, which must not be older than attnzoo supports."""
     try:
         found = version(name)
     except PackageNotFoundError:
@@ -166,7 +170,10 @@ def _package(name: str) -> str:
         return found
     for each in needed:
         if each.name == name and not each.specifier.contains(found, prereleases=True):
-            raise Failed(f"{found} is outside of the tested range {each.specifier}")
+            raise Failed(f"{found} is not supported, attnzoo needs {name}{each.specifier}")
+    if name in untested(installed_versions()):
+        tested = ", ".join(seam.TESTED[name])
+        return f"{found}, which is not tested (tested: {tested}); see the checks of transformers"
     if name == "triton":
         from attnzoo.backends.linear.kernels.compilers import ptxas_version
 
@@ -294,10 +301,22 @@ def _patches() -> str:
             continue
         import_module(name)
         patched.append(name.rpartition(".")[2])
+    if FAILED_PATCHES:
+        raise Failed("; ".join(FAILED_PATCHES.values()))
     for interface in (AttentionInterface, AttentionMaskInterface):
         if NAME not in interface():
             raise Failed(f"{interface.__name__} does not contain {NAME!r}")
     return f"applied: {', '.join(patched)}"
+
+
+def _release(speed_up: Callable[[Any], Any] | None = None) -> str:
+    """Run tiny models in every cache mode, as the first swap does with an untested version."""
+    verdict = check_release(speed_up)
+    if verdict.outcome == FAILED:
+        raise Failed(verdict.reason)
+    if speed_up is not None:
+        return "lightning attention and the delta rule: decoding equals one pass"
+    return "arguments and masks are known; prompt, decoding, static cache, padding equal one pass"
 
 
 def _llama() -> Any:

@@ -31,6 +31,7 @@ from attnzoo.evaluation.models import max_positions, spec_label
 from attnzoo.integrations.attention import NAME
 from attnzoo.integrations.files import model_class, read_config
 from attnzoo.integrations.layers import attention_layers
+from attnzoo.integrations.seam import cache_argument
 from attnzoo.spec import AttentionSpec
 
 OPTIMIZERS = ("adamw", "sgd")
@@ -347,12 +348,12 @@ def _inference(
 
     def prompt() -> None:
         caches.append(DynamicCache(config=model.config))
-        model(input_ids=tokens, past_key_values=caches[0], **arguments)
+        model(input_ids=tokens, **cache_argument(caches[0]), **arguments)
 
     used = meter(prompt, caches.clear).peak
     kept = cache_bytes(caches[0])
     one = tokens[:, :1]
-    step = meter(lambda: model(input_ids=one, past_key_values=caches[0], **arguments)).peak
+    step = meter(lambda: model(input_ids=one, **cache_argument(caches[0]), **arguments)).peak
     return used, kept, step
 
 

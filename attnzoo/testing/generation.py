@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.base import AttentionBackend
+from attnzoo.integrations.seam import cache_argument, output_cache
 from attnzoo.testing.trial import Broken, ConformanceError
 
 
@@ -141,7 +142,7 @@ def _check_split_prompts(model: Any, prompts: _Prompts) -> None:
     for cut in range(1, ids.shape[1]):
         first = _one_pass(model, ids[:, :cut], mask[:, :cut], use_cache=True)
         rest = _one_pass(
-            model, ids[:, cut:], mask, use_cache=True, past_key_values=first.past_key_values
+            model, ids[:, cut:], mask, use_cache=True, **cache_argument(output_cache(first))
         )
         ours = torch.cat([first.logits, rest.logits], 1)
         _compare(f"a prompt split after token {cut}", ours[mask.bool()], expected[mask.bool()])

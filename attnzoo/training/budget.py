@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from attnzoo.errors import ConfigError
 from attnzoo.evaluation.decoding import layer_bytes
 from attnzoo.integrations.convert import restore, swap
+from attnzoo.integrations.seam import cache_argument
 from attnzoo.training.plan import EXACT, LayerMeasure, Planner
 
 MEASURED_LENGTHS = (1024, 2048)  # tokens; beyond them the cache grows linearly or is constant
@@ -125,5 +126,5 @@ def _measure(planner: Planner, length: int) -> dict[int, int]:
     tokens = planner.rows.flatten()
     tokens = tokens.repeat(-(-length // len(tokens)))[:length][None]
     cache = DynamicCache(config=planner.model.config)
-    planner.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    planner.model(tokens, **cache_argument(cache), use_cache=True, logits_to_keep=1)
     return dict(zip(planner.numbers, map(layer_bytes, cache.layers), strict=True))

@@ -11,6 +11,7 @@ import attnzoo
 from attnzoo.cli import main
 from attnzoo.evaluation import check_cpp, installation
 from attnzoo.evaluation.installation import OK, UNAVAILABLE, WRONG, CheckResult, check_installation
+from attnzoo.integrations import release_check, seam
 from attnzoo.kernels.verdicts import FAILED, NOT_RUN, PASSED, Verdict
 
 
@@ -68,12 +69,27 @@ def test_an_error_of_a_library_is_a_failed_check(monkeypatch):
     assert (row.status, row.detail) == (WRONG, "RuntimeError: CUDA error: no kernel image")
 
 
-def test_a_version_outside_of_the_tested_range_fails(monkeypatch):
-    monkeypatch.setattr(installation, "requires", lambda name: ["transformers<5.24,>=5.17"])
-    monkeypatch.setattr(installation, "version", lambda name: "5.24.0")
+def test_a_version_that_is_too_old_fails(monkeypatch):
+    monkeypatch.setattr(installation, "requires", lambda name: ["transformers>=5.17"])
+    monkeypatch.setattr(installation, "version", lambda name: "5.16.1")
     row = only(monkeypatch, "x", lambda: installation._package("transformers"))
     assert row.status == WRONG
-    assert "5.24.0 is outside of the tested range" in row.detail
+    assert "5.16.1 is not supported, attnzoo needs transformers>=5.17" in row.detail
+
+
+def test_an_untested_version_is_named_and_passes(monkeypatch):
+    monkeypatch.setattr(seam, "TESTED", {"transformers": ("5.17.0",)})
+    monkeypatch.setattr(release_check, "version", lambda name: "7.0.0")
+    row = only(monkeypatch, "x", lambda: installation._package("transformers"))
+    assert row.status == OK
+    assert "not tested (tested: 5.17.0)" in row.detail
+
+
+def test_a_release_in_which_states_are_lost_fails(monkeypatch):
+    monkeypatch.setattr(seam.ForwardArguments, "cache", lambda self, args, kwargs: None)
+    row = only(monkeypatch, "x", lambda: installation._release())
+    assert row.status == WRONG
+    assert "a dynamic cache holds no states" in row.detail
 
 
 def test_every_cpp_source_is_checked():

@@ -11,6 +11,7 @@ import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations.attention import attention
 from attnzoo.integrations.masks import make_mask
+from attnzoo.integrations.seam import cache_argument, output_cache
 from tests.helpers import MODEL_SIZES
 
 SIZES: dict[str, Any] = {**MODEL_SIZES, "max_position_embeddings": 64}
@@ -104,7 +105,7 @@ def test_weights_of_a_prompt_but_not_of_a_state(llama, ids):
     output = model(ids, output_attentions=True, use_cache=True)
     assert output.attentions[1].shape == (3, 4, 12, 12)
     with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn.*use_cache=False"):
-        model(ids[:, :1], past_key_values=output.past_key_values, output_attentions=True)
+        model(ids[:, :1], **cache_argument(output_cache(output)), output_attentions=True)
 
 
 # -- arguments ----------------------------------------------------------------------------------
@@ -229,7 +230,7 @@ def test_cross_attention(redraw, ids):
         rest = model(
             ids[:, 7:],
             encoder_hidden_states=encoded,
-            past_key_values=first.past_key_values,
+            **cache_argument(output_cache(first)),
             use_cache=True,
         )
     two = torch.cat([first.last_hidden_state, rest.last_hidden_state], 1)

@@ -5,7 +5,9 @@ import torch
 import transformers as hf
 
 import attnzoo
+import attnzoo.testing
 from attnzoo.errors import SpecError, UnsupportedError
+from attnzoo.integrations import seam
 from tests.helpers import MODEL_SIZES
 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -29,8 +31,14 @@ NOT_ON_THE_INTERFACE = {
 
 
 @pytest.mark.parametrize("family", NOT_ON_THE_INTERFACE)
-def test_models_without_the_interface_are_refused_with_a_reason(family):
+def test_models_without_the_interface_are_refused_with_a_reason(family, redraw):
     cls, make = NOT_ON_THE_INTERFACE[family]
+    if seam.family_uses_interface(family):  # GPT-J and CodeGen do since transformers 5.24
+        model, ids = redraw(cls(make())), torch.arange(24).view(2, 12)
+        expected = model(ids).logits
+        torch.testing.assert_close(attnzoo.swap(model, "flash")(ids).logits, expected)
+        attnzoo.testing.check_generation(attnzoo.swap(model, "linear"))
+        return
     table = "" if family == "codegen" else f"{family.upper()}_ATTENTION_CLASSES"
     reason = rf"attention interface.*{table}.*nothing can be swapped"
     with pytest.raises(SpecError, match=reason):

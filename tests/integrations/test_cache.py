@@ -12,11 +12,12 @@ from torch.testing import assert_close
 import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations.cache import StaticStateLayer
+from attnzoo.integrations.seam import cache_argument
 
 
 def step(model: Any, cache: Any, tokens: Tensor, **given: Any) -> Tensor:
     with torch.no_grad():
-        return model(tokens, past_key_values=cache, **given).logits
+        return model(tokens, **cache_argument(cache), **given).logits
 
 
 def whole(model: Any, tokens: Tensor) -> Tensor:
@@ -93,10 +94,10 @@ def test_static_decoding_computes_the_state_in_its_place(backend, window, llama,
         store(layer, state)
 
     with torch.no_grad():
-        logits = [model(ids[:, :8], past_key_values=cache).logits]
+        logits = [model(ids[:, :8], **cache_argument(cache)).logits]
         monkeypatch.setattr(StaticStateLayer, "_store", recorded)
         for i in (8, 9):
-            logits.append(model(ids[:, i : i + 1], past_key_values=cache).logits)
+            logits.append(model(ids[:, i : i + 1], **cache_argument(cache)).logits)
         assert_close(torch.cat(logits, 1), model(ids[:, :10]).logits, atol=1e-4, rtol=1e-4)
     assert len(stored) == 2 * len(cache.layers)
     assert all(stored)
@@ -220,7 +221,7 @@ def test_keys_in_another_entry_of_the_cache_are_refused(model, ids, monkeypatch)
     """A model that runs its layers in cycles may cache the keys of each cycle separately."""
     cache = hf.DynamicCache()
     update = cache.update
-    monkeypatch.setattr(cache, "update", lambda k, v, index, *rest: update(k, v, index + 2, *rest))
+    monkeypatch.setattr(cache, "update", lambda k, v, i, **rest: update(k, v, i + 2, **rest))
     step(model, cache, ids)
     with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn.* not the layer's own"):
         step(model, cache, ids)

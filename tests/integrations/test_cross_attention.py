@@ -18,6 +18,7 @@ import attnzoo
 from attnzoo.backends.config import Geometry
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations.cache import state_layer
+from attnzoo.integrations.seam import cache_argument, output_cache
 from attnzoo.registry import build_backend
 
 SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
@@ -186,8 +187,10 @@ def test_cached_decoding_equals_one_pass(name, backend, make_model, ids, padding
     with torch.no_grad():
         whole = model(**given, decoder_input_ids=ids, use_cache=False).logits
         for tokens in (ids[:, :7], *ids[:, 7:10].split(1, 1), ids[:, 10:]):
-            output = model(**given, decoder_input_ids=tokens, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(
+                **given, decoder_input_ids=tokens, **cache_argument(cache), use_cache=True
+            )
+            cache = output_cache(output)
             parts.append(output.logits)
     assert_close(torch.cat(parts, 1), whole)
 
@@ -256,10 +259,10 @@ def test_cached_decoding_with_a_window_equals_one_pass(name, backend, make_model
     with torch.no_grad():
         whole = model(**source, decoder_input_ids=ids, use_cache=False).logits
         first = model(**source, decoder_input_ids=ids[:, :6], use_cache=True)
-        steps, cache = [first.logits], first.past_key_values
+        steps, cache = [first.logits], output_cache(first)
         for t in range(6, ids.shape[1]):
             call = {"encoder_outputs": (first.encoder_last_hidden_state,), "use_cache": True}
-            step = model(**call, decoder_input_ids=ids[:, t : t + 1], past_key_values=cache)
+            step = model(**call, decoder_input_ids=ids[:, t : t + 1], **cache_argument(cache))
             steps.append(step.logits)
     assert_close(torch.cat(steps, 1), whole)
 

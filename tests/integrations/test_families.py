@@ -12,6 +12,7 @@ import transformers as hf
 from torch import Tensor
 
 import attnzoo
+from attnzoo.integrations.seam import cache_argument, output_cache
 from tests.helpers import MODEL_SIZES
 
 TOLERANCE = 1e-4  # for float32
@@ -280,8 +281,8 @@ def test_cached_decoding_equals_one_pass(name, backend, make_model, ids):
         attnzoo.swap(model, "softmax" if (name, backend) in REFUSED else backend)
         cache, parts = None, []
         for tokens in (ids[:, :7], *ids[:, 7:10].split(1, 1), ids[:, 10:]):
-            output = model(**given, **{key: tokens}, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(**given, **{key: tokens}, **cache_argument(cache), use_cache=True)
+            cache = output_cache(output)
             parts.append(output.logits)
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -345,9 +346,9 @@ def test_else_keeps_refused_layers_exact(name, exact, kept, make_model, ids, pad
         with torch.no_grad():
             one_pass = model(input_ids=ids, use_cache=False).logits
             first = model(input_ids=ids[:, :7])
-            cache = first.past_key_values
+            cache = output_cache(first)
             rest = [
-                model(input_ids=token, past_key_values=cache).logits
+                model(input_ids=token, **cache_argument(cache)).logits
                 for token in ids[:, 7:].split(1, 1)
             ]
         torch.testing.assert_close(torch.cat([first.logits, *rest], 1), one_pass)

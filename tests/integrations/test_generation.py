@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 import attnzoo
 from attnzoo.integrations.cache import StateLayer, StaticStateLayer
+from attnzoo.integrations.seam import cache_argument, output_cache
 from tests.helpers import add_noise
 
 # Every kind of state: sums, decayed sums from the hidden states, the last keys, rows of finished
@@ -107,7 +108,7 @@ def test_static_cache(model, ids, padding):
         for cache in ("dynamic", "static")
     )
     assert_close(torch.stack(static.logits), torch.stack(dynamic.logits), atol=1e-4, rtol=1e-4)
-    layers = static.past_key_values.layers
+    layers = output_cache(static).layers
     recurrent = not model.model.layers[0].self_attn.attnzoo.keeps_all_keys
     assert all(isinstance(layer, StaticStateLayer) == recurrent for layer in layers)
 
@@ -120,7 +121,7 @@ def test_prefill_in_chunks(model, ids):
 
 def test_cache_made_by_the_user(recurrent, ids):
     cache = hf.DynamicCache()
-    found = generate(recurrent, ids, past_key_values=cache)
+    found = generate(recurrent, ids, **cache_argument(cache))
     assert torch.equal(found, generate(recurrent, ids))
     assert all(isinstance(layer, StateLayer) for layer in cache.layers)
     assert cache.get_seq_length() == 12 + NEW - 1
@@ -133,7 +134,7 @@ def test_chat_continues_from_a_returned_cache(model, ids, padding):
     longer = torch.cat([mask, mask.new_ones(3, NEW + 4)], 1)
     fresh = traced(model, conversation, attention_mask=longer)
     again = traced(
-        model, conversation, attention_mask=longer, past_key_values=first.past_key_values
+        model, conversation, attention_mask=longer, **cache_argument(output_cache(first))
     )
     assert_close(torch.stack(again.logits), torch.stack(fresh.logits), atol=1e-4, rtol=1e-4)
 
@@ -181,7 +182,7 @@ def test_encoder_decoder(backend, rest, beams, redraw, ids, padding):
     options = {"attention_mask": padding("right"), "num_beams": beams}
     found = generate(model, ids, **options, return_dict_in_generate=True)
     assert torch.equal(found.sequences, generate(model, ids, **options, use_cache=False))
-    caches = found.past_key_values
+    caches = output_cache(found)
     state = backend != "flash"
     assert all(isinstance(x, StateLayer) == state for x in caches.self_attention_cache.layers)
     assert not any(isinstance(x, StateLayer) for x in caches.cross_attention_cache.layers)

@@ -11,6 +11,7 @@ import attnzoo
 from attnzoo.cli import main
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.integrations.seam import output_cache
 from tests.helpers import add_noise
 
 SIZES = {
@@ -60,7 +61,7 @@ def test_equal_heads_are_merged_exactly(family):
         torch.testing.assert_close(converted(TOKENS).logits, expected)
     assert converted.config.num_key_value_heads == 2
     assert dense.config.num_key_value_heads == 8
-    cache = converted(TOKENS, use_cache=True).past_key_values
+    cache = output_cache(converted(TOKENS, use_cache=True))
     assert cache.layers[0].keys.shape[1] == 2
 
 

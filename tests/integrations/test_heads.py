@@ -27,6 +27,7 @@ import attnzoo
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.integrations.head_projections import head_projections
 from attnzoo.integrations.layers import attention_layers
+from attnzoo.integrations.seam import cache_argument, output_cache
 from tests.helpers import add_noise
 
 SIZES = {
@@ -146,7 +147,7 @@ def test_decoding_with_a_cache(attention):
     out = model(IDS[:, :4], use_cache=True)
     found = [out.logits]
     for t in range(4, 9):
-        out = model(IDS[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+        out = model(IDS[:, t : t + 1], **cache_argument(output_cache(out)), use_cache=True)
         found.append(out.logits)
     torch.testing.assert_close(torch.cat(found, 1), expected)
     assert model.generate(IDS, max_new_tokens=2, do_sample=False).shape == (2, 11)

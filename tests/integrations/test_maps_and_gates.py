@@ -10,6 +10,7 @@ import transformers as hf
 from torch.testing import assert_close
 
 import attnzoo
+from attnzoo.integrations.seam import cache_argument
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing. is deprecated:FutureWarning")
 # Each map and gate once; gates with a state of their own use a learned map
@@ -54,11 +55,11 @@ def test_static_cache_and_rollback(model, ids):
     assert torch.equal(generate(model, ids, cache_implementation="static"), plain)
     cache = hf.DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :5], past_key_values=cache)
+        model(ids[:, :5], **cache_argument(cache))
         cache.activate_past_recording()
-        model(ids[:, 5:], past_key_values=cache)
+        model(ids[:, 5:], **cache_argument(cache))
         cache.crop(-4)
-        ours = model(ids[:, 8:], past_key_values=cache).logits
+        ours = model(ids[:, 8:], **cache_argument(cache)).logits
         assert_close(ours, model(ids, use_cache=False).logits[:, 8:], atol=1e-4, rtol=1e-4)
 
 

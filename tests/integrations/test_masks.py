@@ -17,6 +17,7 @@ from attnzoo.integrations import packing
 from attnzoo.integrations.attention import attention
 from attnzoo.integrations.masks import ModelMask, make_mask, read_mask
 from attnzoo.integrations.packing import Packing, add_packing
+from attnzoo.integrations.seam import cache_argument, output_cache
 from tests.helpers import MODEL_SIZES
 
 EXACT = ["softmax", "flash"]
@@ -154,9 +155,9 @@ def test_unsupported_cumulative_lengths(llama, ids, padding):
     bounds = torch.tensor([0, 5, 12])
     with pytest.raises(UnsupportedError, match=r"3 rows .* attention mask is given too"):
         model(ids, attention_mask=padding("left"), cu_seq_lens_q=bounds)
-    cache = model(ids[:1]).past_key_values
+    cache = output_cache(model(ids[:1]))
     with pytest.raises(UnsupportedError, match="1 queries and 13 keys"):
-        model(ids[:1, :1], past_key_values=cache, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+        model(ids[:1, :1], **cache_argument(cache), cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
     plain = attnzoo.AttentionMask(causal=True)
     packed_mask = add_packing(plain, Packing(cu_seq_lens_k=bounds), (1, 12, 12))
     assert packed_mask.segment_ids.tolist() == [[0] * 5 + [1] * 7]
@@ -214,9 +215,9 @@ def test_packing_arguments_that_disagree(backend, llama, packed, seq_idx):
         model(ids[:1], use_cache=False, seq_idx=seq_idx[:1], cu_seq_lens_q=lengths[::3])
     with pytest.raises(UnsupportedError, match=r"seq_idx has the shape \(2, 11\)"):
         model(ids, use_cache=False, seq_idx=seq_idx[:, 1:])
-    cache = model(ids[:1]).past_key_values
+    cache = output_cache(model(ids[:1]))
     with pytest.raises(UnsupportedError, match=r"14 keys|from a state"):
-        model(ids[:1, :2], past_key_values=cache, seq_idx=torch.tensor([[0, 1]]))
+        model(ids[:1, :2], **cache_argument(cache), seq_idx=torch.tensor([[0, 1]]))
 
 
 def test_packing_is_compared_once_per_mask(packed, seq_idx, monkeypatch, llama):
@@ -305,7 +306,7 @@ def after_four(batch, head, q, kv):
 def made(config: Any, kind: str, ids: Tensor, **given: Any) -> Any:
     """Make a mask as a model does, with the implementation that the config names."""
     maker = getattr(masking_utils, f"create_{kind}_mask")
-    arguments = {"attention_mask": None, "past_key_values": None, **given}
+    arguments = {"attention_mask": None, **cache_argument(None), **given}
     return maker(config, torch.zeros(*ids.shape, 8), **arguments)
 
 

@@ -9,6 +9,7 @@ import attnzoo
 from attnzoo.backends.config import Geometry
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations.past_keys import state_of_keys
+from attnzoo.integrations.seam import cache_argument
 from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 
@@ -34,11 +35,11 @@ def test_prompt_from_before_the_swap(name, side, llama, ids, padding):
     mask = padding(side) if side == "left" else torch.ones_like(ids)
     cache = hf.DynamicCache()
     with torch.no_grad():
-        model(ids[:, :5], attention_mask=mask[:, :5], past_key_values=cache)
+        model(ids[:, :5], attention_mask=mask[:, :5], **cache_argument(cache))
         attnzoo.swap(model, name.partition(",")[0], **READ[name])
         expected = model(ids, attention_mask=mask, use_cache=False).logits
         for begin, end in ((5, 11), (11, 12)):
-            given = {"attention_mask": mask[:, :end], "past_key_values": cache}
+            given = {"attention_mask": mask[:, :end], **cache_argument(cache)}
             found = model(ids[:, begin:end], **given).logits
             real = mask[:, begin:end].bool()
             assert_close(found[real], expected[:, begin:end][real], atol=1e-4, rtol=1e-4)
@@ -102,10 +103,10 @@ def test_caches_that_are_not_read(case, llama, llama_config, ids):
     if case == "static cache":
         cache = hf.StaticCache(config=llama_config(), max_cache_len=20)
     with torch.no_grad():
-        model(ids[:, :5], past_key_values=cache)
+        model(ids[:, :5], **cache_argument(cache))
         attnzoo.swap(model, "linear" if case == "static cache" else case)
         with pytest.raises(UnsupportedError, match=rf"already holds 5 tokens .*{REFUSED[case]}"):
-            model(ids[:, 5:], past_key_values=cache)
+            model(ids[:, 5:], **cache_argument(cache))
 
 
 def test_a_mask_without_the_earlier_tokens_is_refused(llama):

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import past_padding
+from attnzoo.integrations.seam import cache_argument
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def step(model: Any, cache: Any, ids: Tensor, mask: Tensor | None, begin: int, e
     seen = None if mask is None else mask[:, :end]
     places = torch.arange(begin, end)[None]
     with torch.no_grad():
-        given = {"attention_mask": seen, "position_ids": places, "past_key_values": cache}
+        given = {"attention_mask": seen, "position_ids": places, **cache_argument(cache)}
         return model(ids[:, begin:end], **given).logits
 
 
@@ -94,7 +95,7 @@ def test_without_a_mask_every_token_counts_as_real(model, cache, ids, mask):
 def test_a_mask_of_the_new_tokens_alone_is_refused(model, cache, ids, mask):
     step(model, cache, ids, None, 0, 8)
     with pytest.raises(UnsupportedError, match="over all tokens so far"):
-        model(ids[:, 8:], attention_mask=mask[:, 8:] * 0 + 1, past_key_values=cache)
+        model(ids[:, 8:], attention_mask=mask[:, 8:] * 0 + 1, **cache_argument(cache))
 
 
 def test_exact_backends_apply_a_changed_mask(llama, ids, mask):

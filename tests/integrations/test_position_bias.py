@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
+from attnzoo.integrations.seam import cache_argument, output_cache
 from attnzoo.masks import AttentionMask
 
 T5: dict[str, Any] = {
@@ -100,10 +101,10 @@ def test_decoding_from_the_cache_equals_one_pass(backend, make_model):
                 encoder_outputs=encoded,
                 attention_mask=inputs["attention_mask"],
                 decoder_input_ids=decoder[:, begin:end],
-                past_key_values=cache,
+                **cache_argument(cache),
                 use_cache=True,
             )
-            cache = step.past_key_values
+            cache = output_cache(step)
             found.append(step.logits)
     assert_close(torch.cat(found, 1), whole, atol=1e-9, rtol=1e-9)
 

@@ -9,7 +9,6 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
-from attnzoo.integrations import serving
 
 PROMPTS = [[5, 6, 7, 8, 9], [*range(10, 44)], [60, 3, 60], [*range(90, 70, -1)]]
 NEW_TOKENS = 12
@@ -82,6 +81,6 @@ def test_a_state_has_no_pages(llama):
 
 
 def test_an_older_paged_cache_is_refused(llama, monkeypatch):
-    monkeypatch.setattr(serving.PagedAttentionCache, "update", lambda self, key, value: None)
+    monkeypatch.setattr(PagedAttentionCache, "update", lambda self, key, value: None)
     with pytest.raises(UnsupportedError, match=r"transformers 5\.23"):
         attnzoo.swap(llama(), "flash").generate_batch(PROMPTS, max_new_tokens=2)

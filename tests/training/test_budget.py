@@ -7,6 +7,7 @@ from transformers import DynamicCache
 import attnzoo
 from attnzoo.errors import ConfigError
 from attnzoo.evaluation.decoding import cache_bytes
+from attnzoo.integrations.seam import cache_argument
 from attnzoo.training.budget import CacheBudget, layer_sizes, parse_size
 from attnzoo.training.plan import Planner
 
@@ -24,7 +25,7 @@ def actual_bytes(model, spec, length):
     attnzoo.swap(model, spec)
     cache = DynamicCache(config=model.config)
     tokens = ROWS.flatten().repeat(length)[:length][None]
-    model(tokens, past_key_values=cache, use_cache=True)
+    model(tokens, **cache_argument(cache), use_cache=True)
     attnzoo.restore(model)
     return cache_bytes(cache)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnzoo.integrations import compat
+from attnzoo.integrations import seam
 from tools.family_sweep.configs import tiny_config
 from tools.family_sweep.inputs import candidate_calls
 from tools.family_sweep.models import model_class
@@ -45,7 +45,7 @@ class Family:
 
 def interface_layers(model: PreTrainedModel) -> list[str]:
     """Return the names of the modules that call the attention interface."""
-    return [n for n, module in model.named_modules() if compat.calls_attention_interface(module)]
+    return [n for n, module in model.named_modules() if seam.calls_attention_interface(module)]
 
 
 def make_model(model_type: str, gain: float) -> PreTrainedModel | None:

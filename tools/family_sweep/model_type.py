@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict
 from typing import Any
 
-from attnzoo.integrations import compat
+from attnzoo.integrations import seam
 from tools.family_sweep.build import Family, NotBuiltError, build_family
 from tools.family_sweep.check import DIFFERENT, EQUAL, UNPROVEN, check
 from tools.family_sweep.controls import insensitive_parts
@@ -29,7 +29,7 @@ def check_type(model_type: str, backends: list[str]) -> dict[str, Any]:
     except NotBuiltError as error:
         missing = _MISSING.search(str(error))
         reason = f"it needs {missing[1]}, which is not installed" if missing else str(error)
-        on = {"interface": True} if compat.family_uses_interface(entry["family"]) else {}
+        on = {"interface": True} if seam.family_uses_interface(entry["family"]) else {}
         return entry | on | {"outcome": "not built", "reason": reason}
     if family is None:
         return entry | {"outcome": "not on the interface"}

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.integrations import compat
+from attnzoo.integrations import seam
+from attnzoo.integrations.seam import cache_argument, output_cache
 from tools.family_sweep.inputs import LENGTH, ROWS, ModelCall, padding, parameters, words
 from tools.family_sweep.recipes import JOINT_MASKS
 
 CUTS = (7, 8, 9, 12)  # ends of the prompt and of the decoding calls after it
 NOT_COMPARED = {
-    "past_key_values",
+    *seam.CACHE,
     "attentions",
     "hidden_states",
     "cross_attentions",
@@ -131,8 +132,8 @@ class Probe:
         name, cache, parts, begin = self.case.steps, None, [], 0
         for end in CUTS:
             given = {**self.case.given, name: self.case.given[name][:, begin:end]}
-            output = self.call(given, past_key_values=cache, use_cache=True)
-            cache, begin = output.past_key_values, end
+            output = self.call(given, **cache_argument(cache), use_cache=True)
+            cache, begin = output_cache(output), end
             parts.append(output.logits if "logits" in output else output.last_hidden_state)
         return [torch.cat(parts, 1)]
 
@@ -146,7 +147,7 @@ class Probe:
             if "position_ids" in self.takes:
                 yield "packed", self.packed
             yield "4-D mask", self.dense
-        if self.case.steps and "past_key_values" in self.takes:
+        if self.case.steps and seam.CACHE_ARGUMENT in self.takes:
             yield "decoding", self.decoded
 
     def _no_cache(self) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def layers_run(model: nn.Module, run: Run) -> set[str]:
     hooks = [
         layer.register_forward_pre_hook(lambda *_, name=name: seen.add(name))
         for name, layer in model.named_modules()
-        if compat.calls_attention_interface(layer)
+        if seam.calls_attention_interface(layer)
     ]
     try:
         run()

@@ -25,6 +25,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "glm_image_text": _axes(2, 1, 1),
     "glm4v_moe_text": _axes(1, 1, 0, partial_rotary_factor=0.5),
     # sizes that depend on each other
+    "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4},
+    "layoutlmv3": {"coordinate_size": 5, "shape_size": 6},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 48]} | _axes(1, 1, 2),
     "esmc": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64},

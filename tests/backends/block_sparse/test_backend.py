@@ -7,6 +7,7 @@ from torch.testing import assert_close
 import attnzoo
 from attnzoo.backends.block_sparse.backend import BlockSparseBackend, BlockSparseConfig
 from attnzoo.errors import ConfigError, UnsupportedError
+from attnzoo.integrations.seam import cache_argument, output_cache
 from attnzoo.masks import AttentionMask
 from attnzoo.testing import RULES, check_backend, check_generation
 from tests.helpers import build
@@ -118,8 +119,8 @@ def test_a_compiled_model(llama):
 def test_a_prompt_from_before_the_swap(llama):
     """The state is read from a stock cache of keys and values."""
     model, ids = llama, torch.arange(2, 22).view(1, 20)
-    cache = model(ids[:, :12], use_cache=True).past_key_values
+    cache = output_cache(model(ids[:, :12], use_cache=True))
     attnzoo.swap(model, "block_sparse", **{**SMALL, "top_k": 20})
-    ours = model(ids[:, 12:], past_key_values=cache).logits
+    ours = model(ids[:, 12:], **cache_argument(cache)).logits
     attnzoo.restore(model)
     assert_close(ours, model(ids).logits[:, 12:], atol=1e-4, rtol=1e-4)

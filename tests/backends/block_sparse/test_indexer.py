@@ -19,6 +19,7 @@ from attnzoo.backends.block_sparse.indexer import LightningIndexer
 from attnzoo.backends.block_sparse.op import block_sparse_attention
 from attnzoo.backends.block_sparse.selection_loss import selection_loss
 from attnzoo.errors import ConfigError, SwapWarning, UnsupportedError
+from attnzoo.integrations.seam import cache_argument, output_cache
 from attnzoo.kernels import cpp
 from attnzoo.masks import AttentionMask
 from attnzoo.testing import RULES, check_backend, check_generation
@@ -295,7 +296,7 @@ def test_generation(llama):
 
 def test_assisted_decoding_static_caches_and_saved_models(llama, tmp_path):
     model, ids = llama, torch.arange(2, 22).view(1, 20) % 7 + 2
-    cache = model(ids[:, :12], use_cache=True).past_key_values
+    cache = output_cache(model(ids[:, :12], use_cache=True))
     attnzoo.swap(model, "block_sparse", **INDEXER)
     options = {"max_new_tokens": 9, "do_sample": False}
     plain = model.generate(ids, **options)
@@ -303,7 +304,7 @@ def test_assisted_decoding_static_caches_and_saved_models(llama, tmp_path):
     assert torch.equal(model.generate(ids, **options, cache_implementation="static"), plain)
     assert "one new token scores" in str(attnzoo.describe(model))
     with pytest.raises(UnsupportedError, match="it computes index keys from hidden"):
-        model(ids[:, 12:], past_key_values=cache)
+        model(ids[:, 12:], **cache_argument(cache))
     model.save_pretrained(tmp_path)
     loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded(ids).logits, model(ids).logits)

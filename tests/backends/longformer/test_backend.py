@@ -16,6 +16,7 @@ from attnzoo.backends.longformer.backend import GlobalMask, LongformerBackend, L
 from attnzoo.backends.longformer.decode import STEP_TOKENS
 from attnzoo.backends.longformer.op import longformer_attention
 from attnzoo.errors import ConfigError, UnsupportedError
+from attnzoo.integrations.seam import output_cache
 from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 from attnzoo.testing import RULES, check_backend, check_generation
@@ -319,7 +320,7 @@ def test_the_cache_does_not_grow(llama):
     ids, sizes = torch.randint(1, 60, (2, 7)), set()
     for new in (1, 20):
         steps = llama.generate(ids, max_new_tokens=new, return_dict_in_generate=True)
-        layers = steps.past_key_values.layers
+        layers = output_cache(steps).layers
         sizes.add(sum(t.nbytes for layer in layers for t in layer.state))
     assert len(sizes) == 1
 
