@@ -15,7 +15,7 @@ from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError, did_you_mean
 from attnzoo.integrations import seam
 from attnzoo.integrations.attention import NAME, add_hook
-from attnzoo.integrations.extras import carry_over, layer_names, warn
+from attnzoo.integrations.extras import carry_over, layer_dtype, layer_names, warn
 from attnzoo.integrations.layers import (
     AttentionLayer,
     attention_layers,
@@ -269,7 +269,7 @@ def build_backends(
     backends, refusals, replaced = [], [], {}
     for layer in layers:
         try:
-            backend, reason = _build_backend(layer, spec)
+            backend, reason = _build_backend(model, layer, spec)
             backends.append(backend)
             if reason:
                 replaced[layer.name] = reason
@@ -316,11 +316,12 @@ def warn_of_image_masks(
         )
 
 
-def _build_backend(layer: AttentionLayer, spec: AttentionSpec) -> tuple[AttentionBackend, str]:
+def _build_backend(
+    model: nn.Module, layer: AttentionLayer, spec: AttentionSpec
+) -> tuple[AttentionBackend, str]:
     """Return the backend of a layer, and why it is the spec's ``"else"``, or ``""``."""
     reason = ""
     entry = spec.for_layer(layer.geometry.layer, layer.name)
-    weight = next((p for p in layer.module.parameters(recurse=True) if p.is_floating_point()), None)
     with torch.device(layer_device(layer.module)):
         try:
             backend = build_backend(entry.backend, entry.config, layer.geometry)
@@ -329,8 +330,7 @@ def _build_backend(layer: AttentionLayer, spec: AttentionSpec) -> tuple[Attentio
                 raise
             reason = str(error)
             backend = build_backend(spec.else_.backend, spec.else_.config, layer.geometry)
-    if weight is not None:
-        backend.to(weight.dtype)
+    backend.to(layer_dtype(model, layer.module))
     return backend.train(layer.module.training), reason
 
 

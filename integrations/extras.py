@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from attnzoo.backends.base import AttentionBackend
+from attnzoo.backends.validation import DTYPES
 from attnzoo.errors import SpecError, SwapWarning
+from attnzoo.integrations import seam
 from attnzoo.integrations.layers import AttentionLayer
 from attnzoo.integrations.patches import NAME
 from attnzoo.registry import build_backend
@@ -34,6 +36,29 @@ def layer_names(names: Collection[str]) -> str:
     if len(ordered) <= MOST_NAMES:
         return ", ".join(ordered)
     return f"{', '.join(ordered[:MOST_NAMES])} and {len(ordered) - MOST_NAMES} more layers"
+
+
+def layer_dtype(model: nn.Module, layer: nn.Module) -> torch.dtype:
+    """Return the dtype in which a layer computes, which its extras take.
+
+    It is the dtype of the layer's weights. That of quantized weights (float8, integers) is a format
+    of storage, and adapters and scales beside them are float32, so a layer that has such weights
+    takes the dtype of the innermost model around it: of its first module without such weights.
+    """
+    if own := _weight_dtypes(layer):
+        return own[0]
+    around = [x for x in seam.pretrained_models(model) if layer in set(x.modules())]
+    for outer in reversed(around):  # pretrained_models lists outer models first
+        for module in outer.modules():
+            if found := _weight_dtypes(module, recurse=False):
+                return found[0]
+    return torch.get_default_dtype()
+
+
+def _weight_dtypes(module: nn.Module, *, recurse: bool = True) -> list[torch.dtype]:
+    """Return the dtypes of a module's weights; none if it has quantized weights."""
+    found = [p.dtype for p in module.parameters(recurse=recurse)]
+    return found if DTYPES.issuperset(found) else []
 
 
 def initialise_backend(backend: AttentionBackend) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ def layer_device(module: nn.Module) -> torch.device:
     """Return the device on which a layer computes.
 
     Offloaded weights are on the meta device between forward passes; the hook that loads them holds
-    the execution device.
+    the execution device. Quantized layers may have integer weights only, or keep them as buffers.
     """
-    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
+    weight = next(chain(module.parameters(), module.buffers()), None)
     if weight is None:
         return torch.device("cpu")
     if weight.is_meta:
