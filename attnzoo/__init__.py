@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnzoo.autoload import after_import
 from attnzoo.integrations.patches import PATCHES
+from attnzoo.integrations.peft_patches import PEFT_PATCHES
 
 __version__ = "0.1.0"
 
@@ -101,4 +102,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC})
 
 
-after_import(PATCHES)
+after_import({**PATCHES, **PEFT_PATCHES})

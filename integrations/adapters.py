@@ -3,7 +3,7 @@
 An adapter is trained for one attention, so its config records the swap, and it loads onto a model
 with the same swap only. The parameters that backends add (the extras) are trained and saved with
 the adapter: the submodules ``attnzoo`` are added to PEFT's ``modules_to_save``, which gives each
-adapter a copy of them. :mod:`attnzoo.integrations.patches` calls these functions from PEFT.
+adapter a copy of them. :mod:`attnzoo.integrations.peft_patches` calls these functions from PEFT.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.integrations import seam
 from attnzoo.integrations.layers import unwrap_model
-from attnzoo.integrations.patches import LOADED, NAME
+from attnzoo.integrations.patches import NAME
+from attnzoo.integrations.peft_patches import LOADED
 from attnzoo.spec import AttentionSpec
 
 NOT_COMPARED = ("impl", "attention_dropout")  # options of the implementation and of training

@@ -35,6 +35,7 @@ from attnzoo.evaluation import check_cpp
 from attnzoo.evaluation.timing import machine
 from attnzoo.integrations import seam
 from attnzoo.integrations.patches import FAILED_PATCHES, NAME, PATCHES
+from attnzoo.integrations.peft_patches import PEFT_PATCHES
 from attnzoo.integrations.release_check import check_release, installed_versions, untested
 from attnzoo.kernels.trust import check as check_trust
 from attnzoo.kernels.trust import driver_version
@@ -296,7 +297,7 @@ def _patches() -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     patched = []
-    for name in PATCHES:
+    for name in (*PATCHES, *PEFT_PATCHES):
         if find_spec(name.partition(".")[0]) is None:
             continue
         import_module(name)

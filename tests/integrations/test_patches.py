@@ -14,8 +14,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 import attnzoo
-from attnzoo.integrations.patches import LOADED, NAME, PATCHES, RECORDING
+from attnzoo.integrations.patches import NAME, PATCHES, RECORDING
+from attnzoo.integrations.peft_patches import LOADED, PEFT_PATCHES
 
+ALL_PATCHES = {**PATCHES, **PEFT_PATCHES}
 TINY = {
     "vocab_size": 16,
     "hidden_size": 16,
@@ -34,7 +36,7 @@ def config():
 
 
 def test_every_patched_module_exists():
-    for name in PATCHES:
+    for name in ALL_PATCHES:
         assert inspect.ismodule(import_module(name)), name
 
 
@@ -172,6 +174,6 @@ def test_patches_are_applied_once():
         return PreTrainedModel.post_init, PreTrainedModel.from_pretrained, attention
 
     before = patched()
-    for name, patch in PATCHES.items():
+    for name, patch in ALL_PATCHES.items():
         patch(import_module(name))
     assert patched() == before
