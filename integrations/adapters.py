@@ -9,13 +9,17 @@ adapter a copy of them. :mod:`attnzoo.integrations.peft_patches` calls these fun
 from __future__ import annotations
 
 import copy
+import inspect
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import find_adapter_config_file
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError
@@ -23,6 +27,7 @@ from attnzoo.integrations import seam
 from attnzoo.integrations.layers import unwrap_model
 from attnzoo.integrations.patches import NAME
 from attnzoo.integrations.peft_patches import LOADED
+from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
 
 NOT_COMPARED = ("impl", "attention_dropout")  # options of the implementation and of training
@@ -99,18 +104,62 @@ def prepare_adapter(model: nn.Module, config: Any) -> None:
         SpecError: The adapter was trained for another swap.
         UnsupportedError: PEFT cannot train the parameters of the backends.
     """
-    current = current_swap(model)
-    if LOADED not in vars(config):
-        record_swap(model, config)
-        _train_extras(model, config)
+    if LOADED in vars(config):
+        check_swap(model, vars(config).get(NAME))
         return
-    recorded, current = _plain(vars(config).get(NAME)), _plain(current)
+    record_swap(model, config)
+    _train_extras(model, config)
+
+
+def check_swap(model: nn.Module, spec: Any) -> None:
+    """Raise if an adapter's config records another swap than that of a model.
+
+    Args:
+        model: The model.
+        spec: The swap that the config records, or ``None``.
+
+    Raises:
+        SpecError: The adapter was trained for another swap.
+    """
+    recorded, current = _plain(spec), _plain(current_swap(model))
     if recorded is not None and _comparable(recorded) != _comparable(current):
         found = "not swapped" if current is None else f"swapped with {current}"
         raise SpecError(
-            f"The adapter was trained under another attention; this model is {found}. Before you "
-            f"load the adapter, swap the model: attnzoo.swap(model, {recorded})"
+            f"The adapter was trained under another attention; this model is {found}. Load the "
+            "base model alone and, before you load the adapter, swap the model: "
+            f"attnzoo.swap(model, {recorded})"
         )
+
+
+def check_saved_swap(model: nn.Module, name: str, path: Any, options: Mapping[str, Any]) -> None:
+    """Do the same for a saved adapter whose weights replace those of an adapter of the model.
+
+    Args:
+        model: The model.
+        name: Name of the adapter. If the model has none of that name, nothing is replaced.
+        path: Folder or id of the saved adapter.
+        options: The options of the download, among others.
+
+    Raises:
+        SpecError: The adapter was trained for another swap.
+    """
+    if name not in getattr(model, "peft_config", {}):
+        return
+    known = inspect.signature(find_adapter_config_file).parameters
+    file = find_adapter_config_file(path, **{k: x for k, x in options.items() if k in known})
+    if file is not None:
+        check_swap(model, json.loads(Path(file).read_text("utf-8")).get(NAME))
+
+
+def prepare_save(model: Any) -> None:
+    """Record the swap that a model runs now in the configs of its adapters, before they are saved.
+
+    Raises:
+        UnsupportedError: The adapters lack parameters of backends that are trained.
+    """
+    refuse_lost_extras(model)
+    for config in getattr(model, "peft_config", {}).values():
+        record_swap(model, config)
 
 
 def record_swap(model: nn.Module, config: Any) -> None:
@@ -170,20 +219,39 @@ def _train_extras(model: nn.Module, config: Any) -> None:
 
 
 def refuse_lost_extras(model: nn.Module) -> None:
-    """Raise if parameters of backends are trained that no adapter of the model saves.
+    """Raise if backends have trained tensors that no adapter of the model saves.
 
     Raises:
-        UnsupportedError: The adapters do not contain the parameters.
+        UnsupportedError: The adapters do not contain the tensors.
     """
     for name, _, module in _backends(model):
-        copied = not isinstance(module, AttentionBackend) or "modules_to_save" in name.split(".")
-        if not copied and any(p.requires_grad for p in module.parameters()):
-            raise UnsupportedError(
-                f"{name} has trained parameters that are not part of the adapter, so saving the "
-                "adapter would lose them. Save the whole model, "
-                "model.merge_and_unload().save_pretrained(...); next time, swap the model before "
-                "get_peft_model, and leave modules_to_save unset, which trains and saves them"
-            )
+        if not isinstance(module, AttentionBackend) or "modules_to_save" in name.split("."):
+            continue
+        if not any(p.requires_grad for p in module.parameters()) and not _drew_again(module):
+            continue
+        merges = hasattr(model, "merge_and_unload")
+        add = "get_peft_model" if merges else "model.add_adapter"
+        whole = (
+            "model.merge_and_unload().save_pretrained(...)"
+            if merges
+            else "torch.save(model.state_dict(), ...)"
+        )
+        raise UnsupportedError(
+            f"{name} has trained parameters, or features drawn in training, that are not part of "
+            f"the adapter, so saving the adapter would lose them. Save the whole model, {whole}, "
+            "or freeze parameters that were not trained, requires_grad_(False); next time, swap "
+            f"the model before {add}, and leave modules_to_save unset, which trains and saves them"
+        )
+
+
+def _drew_again(backend: AttentionBackend) -> bool:
+    """Return whether a backend has drawn features or hashes in training."""
+    if getattr(backend.config, "redraw", None) is None:
+        return False
+    new = dict(build_backend(backend.name, backend.config, backend.geometry).named_buffers())
+    return any(
+        not torch.equal(new[name].to(x), x) for name, x in backend.named_buffers() if not x.is_meta
+    )
 
 
 def refuse_repeated_prompt(model: Any, prepare: Any) -> None:
@@ -273,6 +341,12 @@ def refuse_inactive_extras(model: nn.Module, adapters: Iterable[str]) -> None:
                 f"{wrapper.name!r}, which the model runs only while that adapter is active. "
                 "Call set_adapter first"
             )
+
+
+def enable_extras(model: nn.Module) -> None:
+    """Run the adapters' backends again; transformers' ``enable_adapters`` omits saved modules."""
+    for _, wrapper in _wrappers(model):
+        wrapper.enable_adapters(True)
 
 
 @contextmanager

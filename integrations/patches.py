@@ -185,6 +185,10 @@ def _patch_saving(cls: Any) -> None:
     def save_without_disabled_extras(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         from attnzoo.integrations.saving import without_disabled_extras
 
+        if getattr(self, "_hf_peft_config_loaded", False):  # saves an adapter only
+            from attnzoo.integrations.adapters import prepare_save
+
+            prepare_save(self)
         with without_disabled_extras(self):
             return save(self, *args, **kwargs)
 

@@ -1,4 +1,7 @@
-"""Every patch of PEFT, one function per patched module; see :mod:`attnzoo.integrations.patches`."""
+"""Every patch of PEFT and of transformers' own adapters, one function per patched module.
+
+See :mod:`attnzoo.integrations.patches`.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +143,7 @@ def patch_adapter_models(peft_model: Any) -> None:
         return
     init, add_adapter = cls.__init__, cls.add_adapter
     disable_adapter, save_pretrained = cls.disable_adapter, cls.save_pretrained
-    get_prompt = cls.get_prompt
+    load_adapter, get_prompt = cls.load_adapter, cls.get_prompt
 
     @wraps(init)
     def init_with_extras(
@@ -160,6 +163,15 @@ def patch_adapter_models(peft_model: Any) -> None:
         adapters.prepare_adapter(self.base_model, peft_config)
         add_adapter(self, adapter_name, peft_config, *args, **kwargs)
 
+    @wraps(load_adapter)
+    def load_adapter_of_the_swap(
+        self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        from attnzoo.integrations import adapters
+
+        adapters.check_saved_swap(self, adapter_name, model_id, kwargs)
+        return load_adapter(self, model_id, adapter_name, *args, **kwargs)
+
     @wraps(disable_adapter)
     @contextmanager
     def disable_adapter_and_extras(self: Any) -> Iterator[None]:
@@ -172,9 +184,7 @@ def patch_adapter_models(peft_model: Any) -> None:
     def save_pretrained_with_swap(self: Any, *args: Any, **kwargs: Any) -> None:
         from attnzoo.integrations import adapters
 
-        adapters.refuse_lost_extras(self)
-        for config in self.peft_config.values():
-            adapters.record_swap(self, config)
+        adapters.prepare_save(self)
         save_pretrained(self, *args, **kwargs)
 
     @wraps(get_prompt)
@@ -189,15 +199,63 @@ def patch_adapter_models(peft_model: Any) -> None:
         wrapper.prepare_inputs_for_generation = _refusing_lost_prompts(
             wrapper.prepare_inputs_for_generation
         )
-    cls.get_prompt = get_prompt_with_mark
+    cls.load_adapter, cls.get_prompt = load_adapter_of_the_swap, get_prompt_with_mark
     cls.__init__, cls.add_adapter = init_with_extras, add_adapter_with_extras
     cls.disable_adapter, cls.save_pretrained = disable_adapter_and_extras, save_pretrained_with_swap
 
 
+def patch_hotswap(hotswap: Any) -> None:
+    """Check the swap of an adapter whose weights replace those of another one in its place."""
+    if not mark_patched(hotswap):
+        return
+    replace_weights = hotswap.hotswap_adapter_from_state_dict
+
+    @wraps(replace_weights)
+    def hotswap_adapter_of_the_swap(
+        model: nn.Module, state_dict: Any, adapter_name: str, config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from attnzoo.integrations import adapters
+
+        adapters.check_swap(model, vars(config).get(NAME))
+        return replace_weights(model, state_dict, adapter_name, config, *args, **kwargs)
+
+    hotswap.hotswap_adapter_from_state_dict = hotswap_adapter_of_the_swap
+
+
+def patch_adapter_mixin(integration: Any) -> None:
+    """Check and enable adapters that transformers itself adds, as those of ``PeftModel``."""
+    cls = integration.PeftAdapterMixin
+    if not mark_patched(cls):
+        return
+    load_adapter, enable_adapters = cls.load_adapter, cls.enable_adapters
+
+    @wraps(load_adapter)
+    def load_adapter_of_the_swap(
+        self: Any, peft_model_id: Any = None, adapter_name: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        from attnzoo.integrations import adapters
+
+        if peft_model_id is not None:  # else weights are given
+            options = {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
+            adapters.check_saved_swap(self, adapter_name or "default", peft_model_id, options)
+        return load_adapter(self, peft_model_id, adapter_name, *args, **kwargs)
+
+    @wraps(enable_adapters)
+    def enable_adapters_and_extras(self: Any) -> None:
+        from attnzoo.integrations import adapters
+
+        enable_adapters(self)
+        adapters.enable_extras(self)
+
+    cls.load_adapter, cls.enable_adapters = load_adapter_of_the_swap, enable_adapters_and_extras
+
+
 _PATCHES = {
+    "transformers.integrations.peft": patch_adapter_mixin,
     "peft.config": patch_adapter_configs,
     "peft.tuners.tuners_utils": patch_tuners,
     "peft.tuners.lora.conversion": patch_lora_conversion,
     "peft.peft_model": patch_adapter_models,
+    "peft.utils.hotswap": patch_hotswap,
 }
 PEFT_PATCHES = {name: guarded(patch) for name, patch in _PATCHES.items()}

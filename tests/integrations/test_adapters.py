@@ -1,0 +1,275 @@
+"""Adapters that transformers itself adds and loads, and the swap that their files record."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as hf
+from peft.utils.hotswap import hotswap_adapter
+
+import attnzoo
+from attnzoo.errors import SpecError, UnsupportedError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:this swap drops the trained extras:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),
+]
+SWAPS: dict[str | None, tuple[str, dict[str, Any]]] = {
+    "linear": ("linear", {}),
+    "hedgehog": ("linear", {"feature_map": "hedgehog"}),
+    "gates": ("gated_linear", {}),
+    "window": ("flash", {"window": 4}),
+    "redrawn": ("performer", {"num_features": 8, "redraw": 1}),
+}
+WITH_PARAMETERS = ("hedgehog", "gates")
+
+
+@pytest.fixture(scope="module")
+def folder(llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def base(folder):
+    return lambda: hf.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
+def lora(**options: Any) -> Any:
+    return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], **options)
+
+
+def swap(model: Any, name: str) -> Any:
+    return attnzoo.swap(model, SWAPS[name][0], **SWAPS[name][1])
+
+
+def train(model: Any, ids: Any) -> None:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=3e-2)
+    model.train()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    model.eval()
+
+
+def logits(model: Any, ids: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+def recorded(folder: Path) -> Any:
+    return json.loads((folder / "adapter_config.json").read_text())["attnzoo"]
+
+
+def saved_and_loaded(model: Any, base: Any, folder: Path, *, peft_format: bool = False) -> Any:
+    """Save an adapter, load the base model, swap it as the adapter's file says, and load both."""
+    model.save_pretrained(folder)
+    again = attnzoo.swap(base(), recorded(folder))
+    if peft_format:
+        return peft.PeftModel.from_pretrained(again, folder)
+    again.load_adapter(str(folder))
+    return again
+
+
+@pytest.mark.parametrize("peft_format", [False, True])
+@pytest.mark.parametrize("name", SWAPS)
+def test_swap_then_add(name, peft_format, base, ids, tmp_path):
+    model = swap(base(), name)
+    model.add_adapter(lora())
+    train(model, ids)
+    again = saved_and_loaded(model, base, tmp_path, peft_format=peft_format)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("order", ["add", "load", "from_pretrained"])
+@pytest.mark.parametrize("name", SWAPS)
+def test_adapter_then_swap(name, order, base, ids, tmp_path):
+    model = base()
+    model.add_adapter(lora())
+    train(model, ids)
+    if order != "add":
+        model.save_pretrained(tmp_path / "before")
+        if order == "load":
+            model = base()
+            model.load_adapter(str(tmp_path / "before"))
+        else:
+            model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "before")
+    swap(model, name)
+    if name in WITH_PARAMETERS:
+        with pytest.raises(UnsupportedError, match=r"swap the model before model\.add_adapter"):
+            model.save_pretrained(tmp_path)
+        for module in model.modules():
+            if isinstance(module, attnzoo.AttentionBackend):
+                module.requires_grad_(False)
+    again = saved_and_loaded(model, base, tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+def test_features_drawn_after_the_adapter_are_refused(base, ids, tmp_path):
+    for options in ({}, {"modules_to_save": []}):
+        model = swap(base(), "redrawn") if options else base()
+        model.add_adapter(lora(**options))
+        swap(model, "redrawn")
+        train(model, ids)
+        with pytest.raises(UnsupportedError, match="features drawn in training"):
+            model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("second", SWAPS)
+@pytest.mark.parametrize("first", SWAPS)
+def test_the_last_swap_is_recorded(first, second, base, ids, tmp_path):
+    model = swap(base(), first)
+    model.add_adapter(lora())
+    swap(model, second)
+    if second in WITH_PARAMETERS:
+        with pytest.raises(UnsupportedError, match="not part of the adapter"):
+            model.save_pretrained(tmp_path)
+        return
+    again = saved_and_loaded(model, base, tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("disable", [attnzoo.restore, "sdpa"])
+def test_no_swap_is_recorded_of_a_model_that_runs_none(disable, base, ids, tmp_path):
+    model = swap(base(), "hedgehog")
+    model.add_adapter(lora())
+    train(model, ids)
+    if disable == "sdpa":
+        model.set_attn_implementation(disable)
+    else:
+        disable(model)
+    model.save_pretrained(tmp_path)
+    assert "attnzoo" not in json.loads((tmp_path / "adapter_config.json").read_text())
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(again, ids), logits(model, ids), atol=1e-5, rtol=1e-5)
+
+
+def test_several_adapters(base, ids, tmp_path):
+    model = swap(base(), "hedgehog")
+    expected = {}
+    for name in ("first", "second"):
+        model.add_adapter(lora(), name)
+        model.set_adapter(name)
+        train(model, ids)
+        expected[name] = logits(model, ids)
+        model.save_pretrained(tmp_path / name)
+    again = attnzoo.swap(base(), recorded(tmp_path / "first"))
+    for name in expected:
+        again.load_adapter(str(tmp_path / name), name)
+    for name, x in expected.items():
+        again.set_adapter(name)
+        assert torch.equal(logits(again, ids), x)
+
+
+def test_folder_of_an_adapter(base, ids, tmp_path):
+    """``from_pretrained`` loads the base model, which has no swap unless its config has one."""
+    model = swap(base(), "hedgehog")
+    model.add_adapter(lora())
+    train(model, ids)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(SpecError, match=r"base model alone.*swap the model: attnzoo\.swap\(model, "):
+        hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    config = base().config
+    config.attnzoo = recorded(tmp_path)
+    again = hf.AutoModelForCausalLM.from_pretrained(
+        tmp_path, config=config, attn_implementation="attnzoo"
+    )
+    assert torch.equal(logits(again, ids), logits(model, ids))
+
+
+@pytest.mark.parametrize("name", WITH_PARAMETERS)
+def test_adapters_are_disabled_and_enabled(name, base, ids):
+    model = swap(base(), name)
+    raw = logits(model, ids)
+    model.add_adapter(lora())
+    train(model, ids)
+    expected = logits(model, ids)
+    model.disable_adapters()
+    assert torch.equal(logits(model, ids), raw)
+    model.enable_adapters()
+    assert torch.equal(logits(model, ids), expected)
+
+
+def test_weights_of_another_swap_do_not_replace_an_adapter(base, ids, tmp_path):
+    model = swap(base(), "linear")
+    model.add_adapter(lora())
+    train(model, ids)
+    model.save_pretrained(tmp_path)
+    expected = logits(model, ids)
+
+    def transformers_loaders(model: Any) -> Any:
+        model.add_adapter(lora())
+        return [lambda: model.load_adapter(str(tmp_path), "default", hotswap=True)]
+
+    def peft_loaders(model: Any) -> Any:
+        adapted = peft.get_peft_model(model, lora())
+        return [
+            lambda: adapted.load_adapter(str(tmp_path), "default"),
+            lambda: hotswap_adapter(adapted, str(tmp_path), "default", torch_device="cpu"),
+        ]
+
+    for loaders in (transformers_loaders, peft_loaders):
+        other, same = swap(base(), "window"), swap(base(), "linear")
+        for load in loaders(other):
+            before = logits(other, ids)
+            with pytest.raises(SpecError, match="trained under another attention"):
+                load()
+            assert torch.equal(logits(other, ids), before)
+        for load in loaders(same):
+            load()
+            assert torch.equal(logits(same, ids), expected)
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __init__(self, ids: Any) -> None:
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def trainer(model: Any, folder: Path, ids: Any, steps: int) -> Any:
+    arguments = hf.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        save_steps=1,
+        per_device_train_batch_size=3,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    return hf.Trainer(model=model, args=arguments, train_dataset=Rows(ids))
+
+
+@pytest.mark.parametrize("library", ["transformers", "peft"])
+def test_checkpoints_of_the_trainer(library, base, ids, tmp_path):
+    def adapted(name: str, *, before: bool) -> Any:
+        model = swap(base(), name) if before else base()
+        if library == "transformers":
+            model.add_adapter(lora())
+        else:
+            model = peft.get_peft_model(model, lora())
+        return model if before else swap(model, name)
+
+    for name, before in (("window", False), ("gates", True)):
+        model = adapted(name, before=before)
+        out = tmp_path / name
+        trainer(model, out, ids, 2).train()
+        again = attnzoo.swap(base(), recorded(out / "checkpoint-2"))
+        again.load_adapter(str(out / "checkpoint-2"))
+        assert torch.equal(logits(again, ids), logits(model, ids))
+    if library == "peft":  # transformers does not resume its own adapters
+        trainer(adapted("gates", before=True), out, ids, 3).train(resume_from_checkpoint=True)
+        with pytest.raises(SpecError, match="trained under another attention"):
+            trainer(adapted("window", before=True), out, ids, 4).train(resume_from_checkpoint=True)
