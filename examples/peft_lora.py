@@ -50,7 +50,8 @@ def main(arguments: list[str] | None = None) -> float:
     config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(load_swapped(options.model, options.attention), config)
     model.print_trainable_parameters()
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=5e-3, weight_decay=0.0)  # decay would change gates
     model.train()
     for step in range(options.steps):
         loss = model(**batch, labels=labels).loss

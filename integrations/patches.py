@@ -224,6 +224,22 @@ def patch_continuous_batching(continuous_api: Any) -> None:
     cls.switch_to_cb_friendly_attn = keep_swap
 
 
+def patch_trainer(trainer: Any) -> None:
+    """Apply no weight decay to parameters of backends that set a decay or a mixture."""
+    cls = trainer.Trainer
+    if not mark_patched(cls):
+        return
+    get_decay_parameter_names = cls.get_decay_parameter_names
+
+    @wraps(get_decay_parameter_names)
+    def get_decay_parameter_names_without_extras(self: Any, model: nn.Module) -> list[str]:
+        from attnzoo.integrations.weight_decay import without_exempt
+
+        return without_exempt(model, get_decay_parameter_names(self, model))
+
+    cls.get_decay_parameter_names = get_decay_parameter_names_without_extras
+
+
 def guarded(patch: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return a patch that records a name that is missing, instead of raising."""
 
@@ -243,6 +259,7 @@ _PATCHES = {
     "transformers.cache_utils": patch_cache,
     "transformers.masking_utils": patch_masks,
     "transformers.modeling_utils": patch_models,
+    "transformers.trainer": patch_trainer,
     "transformers.generation.continuous_batching.continuous_api": patch_continuous_batching,
 }
 PATCHES = {name: guarded(patch) for name, patch in _PATCHES.items()}

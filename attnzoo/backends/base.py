@@ -113,6 +113,7 @@ class AttentionBackend(nn.Module):
     context_parallel: ClassVar[bool] = False  # supports sequences split over ranks
     has_transfer_loss: ClassVar[bool] = False  # its output gives parameters no gradient
     optional_buffers: ClassVar[tuple[str, ...]] = ()  # those that a checkpoint may lack
+    no_weight_decay: ClassVar[tuple[str, ...]] = ()  # parameters that set a decay or a mixture
     needs_full_sequences: ClassVar[str] = "it needs full sequences on each rank"  # why it does not
     # Options that commands and tools try. Use cases: "short", a pretrained model on text of a few
     # hundred tokens (demo); "long", one on a thousand tokens or more (compare); "bidirectional", an

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from attnzoo.errors import ConfigError, did_you_mean
+from attnzoo.integrations.weight_decay import decayed_parameters
 from attnzoo.training.transfer import extras
 
 NAMES = ("adamw_torch", "muon")
@@ -87,8 +88,11 @@ def make_optimizer(
             and AdamW for embeddings, vectors and the parameters that backends add.
         model: The model that has the parameters.
         groups: Parameter groups with learning rates.
-        weight_decay: Of all groups.
+        weight_decay: Of the parameters that it applies to: neither norms nor biases, nor those that
+            set a decay or a mixture of a backend.
     """
+    if weight_decay:
+        groups = _split_by_weight_decay(model, groups, weight_decay)
     if name == "adamw_torch":
         return torch.optim.AdamW(groups, betas=BETAS, weight_decay=weight_decay)
     excluded = {id(p) for p in extras(model).values()}
@@ -104,3 +108,18 @@ def make_optimizer(
             if chosen:
                 split.append({**group, "params": chosen, "use_muon": use})
     return MuonWithAdamW(split, weight_decay=weight_decay)
+
+
+def _split_by_weight_decay(
+    model: nn.Module, groups: list[dict[str, Any]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return groups of parameters that have the same weight decay, ``weight_decay`` or 0."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    decayed = {id(named[name]) for name in decayed_parameters(model)}
+    split = []
+    for group in groups:
+        for value in (weight_decay, 0.0):
+            chosen = [p for p in group["params"] if (id(p) in decayed) == (value > 0)]
+            if chosen:
+                split.append({**group, "params": chosen, "weight_decay": value})
+    return split

@@ -174,7 +174,9 @@ def test_folder_of_an_adapter(base, ids, tmp_path):
     model.add_adapter(lora())
     train(model, ids)
     model.save_pretrained(tmp_path)
-    with pytest.raises(SpecError, match=r"base model alone.*swap the model: attnzoo\.swap\(model, "):
+    with pytest.raises(
+        SpecError, match=r"base model alone.*swap the model: attnzoo\.swap\(model, "
+    ):
         hf.AutoModelForCausalLM.from_pretrained(tmp_path)
     config = base().config
     config.attnzoo = recorded(tmp_path)

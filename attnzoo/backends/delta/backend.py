@@ -102,6 +102,7 @@ class DeltaBackend(RecurrentBackend):
     }
     bidirectional = False
     needs_hidden_states = True
+    no_weight_decay = ("far_log_weight", "mix_lse")
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)

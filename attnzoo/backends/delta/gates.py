@@ -22,6 +22,8 @@ RANK = 16  # of the projection from hidden states to channels
 class ScalarGate(nn.Module):
     """One decay per token and key head (Gated DeltaNet, arXiv:2412.06464)."""
 
+    no_weight_decay = ("log_rate",)
+
     def __init__(self, heads: int, features: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(heads, hidden_size))
@@ -49,6 +51,8 @@ class ScalarGate(nn.Module):
 
 class VectorGate(nn.Module):
     """One decay per token and key channel, with a projection of rank 16 (KDA, arXiv:2510.26692)."""
+
+    no_weight_decay = ("log_rate",)
 
     def __init__(self, heads: int, features: int, hidden_size: int) -> None:
         super().__init__()

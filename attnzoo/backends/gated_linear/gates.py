@@ -70,6 +70,8 @@ class Gate(nn.Module):
             A gated state weighs no more than its memory, whereas without gates the sum is divided
             by the number of keys.
         has_weights: Whether all value channels share one matrix of attention weights.
+        no_weight_decay: Parameters that set a decay or a mixture, to which weight decay does not
+            apply. Biases need no entry.
         forms: Forms of the op, the default first.
         implementations: The values of ``impl`` that the gate supports.
         fixed_options: Options that must keep their defaults, and why.
@@ -81,6 +83,7 @@ class Gate(nn.Module):
     reads_keys: ClassVar[bool] = False
     expected_keys: ClassVar[float] = 1024
     has_weights: ClassVar[bool] = True
+    no_weight_decay: ClassVar[tuple[str, ...]] = ()
     forms: ClassVar[tuple[str, ...]] = ("recurrent", "chunk")
     implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
     fixed_options: ClassVar[Mapping[str, str]] = {}
@@ -291,6 +294,7 @@ class Mamba2Gate(LearnedGate):
 
     scales_keys = True
     expected_keys = 1  # a token enters the state with the weight that the state loses
+    no_weight_decay = ("log_rate",)
 
     def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
         super().__init__(config, geometry, features)
@@ -324,6 +328,7 @@ class HGRN2Gate(LowRankGate):
 
     scales_keys = True
     expected_keys = 1  # a token enters the state with the weight that the state loses
+    no_weight_decay = ("bound",)
 
     initial_bias = math.log(0.5 / INITIAL_RATE - 1)  # with the initial bound of 1/2
 

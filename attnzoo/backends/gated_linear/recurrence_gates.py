@@ -45,6 +45,7 @@ class RWKV6Gate(LowRankGate):
     """
 
     only_decays = False
+    no_weight_decay = ("log_bonus",)
     implementations = impl_names(op.IMPLEMENTATIONS)
     initial_bias = math.log(INITIAL_RATE)
 
@@ -216,6 +217,8 @@ class MambaGate(TokenByTokenGate):
     skip connection and output gate are not part of it. It has only the recurrent form, which is
     slow in prefill and training; ``mamba2``, with one decay per head, has chunks.
     """
+
+    no_weight_decay = ("log_rate",)
 
     def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
         super().__init__(config, geometry, features)
