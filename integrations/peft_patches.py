@@ -143,7 +143,8 @@ def patch_adapter_models(peft_model: Any) -> None:
         return
     init, add_adapter = cls.__init__, cls.add_adapter
     disable_adapter, save_pretrained = cls.disable_adapter, cls.save_pretrained
-    load_adapter, get_prompt = cls.load_adapter, cls.get_prompt
+    load_adapter = cls.load_adapter
+    _patch_prompts(peft_model)
 
     @wraps(init)
     def init_with_extras(
@@ -187,6 +188,16 @@ def patch_adapter_models(peft_model: Any) -> None:
         adapters.prepare_save(self)
         save_pretrained(self, *args, **kwargs)
 
+    cls.load_adapter = load_adapter_of_the_swap
+    cls.__init__, cls.add_adapter = init_with_extras, add_adapter_with_extras
+    cls.disable_adapter, cls.save_pretrained = disable_adapter_and_extras, save_pretrained_with_swap
+
+
+def _patch_prompts(peft_model: Any) -> None:
+    """Mark the virtual tokens of a prefix, and refuse a generation that would repeat a prompt."""
+    cls = peft_model.PeftModel
+    get_prompt = cls.get_prompt
+
     @wraps(get_prompt)
     def get_prompt_with_mark(self: Any, *args: Any, **kwargs: Any) -> Any:
         from attnzoo.integrations.past_keys import mark_virtual_tokens
@@ -196,12 +207,9 @@ def patch_adapter_models(peft_model: Any) -> None:
         return prompt
 
     for wrapper in (peft_model.PeftModelForCausalLM, peft_model.PeftModelForSeq2SeqLM):
-        wrapper.prepare_inputs_for_generation = _refusing_lost_prompts(
-            wrapper.prepare_inputs_for_generation
-        )
-    cls.load_adapter, cls.get_prompt = load_adapter_of_the_swap, get_prompt_with_mark
-    cls.__init__, cls.add_adapter = init_with_extras, add_adapter_with_extras
-    cls.disable_adapter, cls.save_pretrained = disable_adapter_and_extras, save_pretrained_with_swap
+        prepare = wrapper.prepare_inputs_for_generation
+        wrapper.prepare_inputs_for_generation = _refusing_lost_prompts(prepare)
+    cls.get_prompt = get_prompt_with_mark
 
 
 def patch_hotswap(hotswap: Any) -> None:

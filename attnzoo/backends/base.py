@@ -90,7 +90,6 @@ class AttentionBackend(nn.Module):
     name: ClassVar[str] = ""
     config_class: ClassVar[type[BackendConfig]] = BackendConfig
     dtypes: ClassVar[frozenset[torch.dtype]] = DTYPES
-
     exact: ClassVar[bool] = False  # computes softmax attention, up to rounding
     causal: ClassVar[bool] = True
     bidirectional: ClassVar[bool] = True
