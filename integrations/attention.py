@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import seam
-from attnzoo.integrations.cache import RecordedCall, StateLayer, state_layer
+from attnzoo.integrations.cache import StateLayer, state_layer
 from attnzoo.integrations.context_parallel import refuse_torch_context_parallel
 from attnzoo.integrations.layers import is_causal as layer_is_causal
 from attnzoo.integrations.layers import position_bias_is_zero
@@ -37,6 +37,7 @@ from attnzoo.integrations.packing import Packing, add_packing
 from attnzoo.integrations.past_keys import state_of_keys
 from attnzoo.integrations.past_padding import update_past_padding
 from attnzoo.integrations.patches import NAME as NAME
+from attnzoo.integrations.recorded_calls import RecordedCall
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +21,12 @@ from attnzoo.integrations import seam
 from attnzoo.integrations.missing_keys import MissingKeys
 from attnzoo.integrations.past_keys import refuse_unreadable
 from attnzoo.integrations.past_padding import PastPadding
+from attnzoo.integrations.recorded_calls import RecordedCall, RecordsCalls
 
 State = Any  # a named tuple of tensors, batch first
 
 
-class RecordedCall(NamedTuple):
-    """One call of the backend, kept so that :meth:`StateLayer.crop` can replay a part of it."""
-
-    length: int  # new tokens of the call
-    replay: Callable[[State, int], State]  # (state before the call, number of tokens) -> state
-
-
-class StateLayer(CacheLayerMixin):
+class StateLayer(RecordsCalls, CacheLayerMixin):
     """Stores a backend's state between decoding steps, instead of keys and values.
 
     Args:
@@ -56,8 +50,7 @@ class StateLayer(CacheLayerMixin):
         self.unread: tuple[Tensor, Tensor] | None = None  # keys and values of the stock layer
         self.update_pending = False  # whether a swapped layer is about to call update
         self.record_past = False
-        self._recorded: list[RecordedCall] = []
-        self._state_before_recorded: State | None = None
+        self._clear_recorded()
 
     # -- called by the attention layer -----------------------------------------------------------
 
@@ -214,9 +207,6 @@ class StateLayer(CacheLayerMixin):
             if self.past_padding is not None:
                 self.past_padding = self.past_padding.without_last(remove)
         self._clear_recorded()
-
-    def _clear_recorded(self) -> None:
-        self._recorded, self._state_before_recorded = [], None
 
 
 class StaticStateLayer(StateLayer):

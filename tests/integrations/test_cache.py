@@ -1,6 +1,7 @@
 """States as entries of a transformers cache: supported and refused operations."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -156,6 +157,34 @@ def test_crop_refuses_tokens_that_were_not_recorded(model, ids):
     with pytest.raises(UnsupportedError, match="negative number, got 3"):
         cache.crop(3)
     assert cache.get_seq_length() == 12
+
+
+@pytest.mark.parametrize("kept", [8, 10])
+@pytest.mark.parametrize("save", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_of_a_recording_cache_continues_and_is_cropped(save, kept, model, ids, padding):
+    """A pickle does not contain the model, which the state without earlier tokens needs."""
+    mask = padding("left", (12, 9, 8))
+    cache = hf.DynamicCache()
+    cache.activate_past_recording()
+    step(model, cache, ids[:, :3], attention_mask=mask[:, :3])
+    step(model, cache, ids[:, 3:8], attention_mask=mask[:, :8])
+    other = save(cache)
+    for each in (cache, other):
+        step(model, each, ids[:, 8:], attention_mask=mask)
+        each.crop(kept - 12)
+    found = step(model, other, ids[:, kept:], attention_mask=mask)
+    assert torch.equal(found, step(model, cache, ids[:, kept:], attention_mask=mask))
+
+
+def test_a_pickle_has_no_recorded_calls(model, ids):
+    cache = hf.DynamicCache()
+    cache.activate_past_recording()
+    step(model, cache, ids[:, :8])
+    other = pickle.loads(pickle.dumps(cache))
+    assert copy.deepcopy(cache).crop(-3) is None
+    with pytest.raises(UnsupportedError, match=r"last 3 tokens .* 0 are recorded"):
+        other.crop(-3)
+    assert other.get_seq_length() == 8
 
 
 @pytest.mark.parametrize("layers", [{"0": "flash"}, {"1": "flash"}])
