@@ -11,7 +11,6 @@ M hidden size.
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ from attnzoo.integrations.packing import Packing, add_packing
 from attnzoo.integrations.past_keys import state_of_keys
 from attnzoo.integrations.past_padding import update_past_padding
 from attnzoo.integrations.patches import NAME as NAME
-from attnzoo.integrations.recorded_calls import RecordedCall
+from attnzoo.integrations.recorded_calls import record_call
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput
 
@@ -326,25 +325,10 @@ def _with_state(
     if layer.overwrites_state and backend.reuses_state:
         options["reuse_state"] = True
     output: AttentionOutput = backend(
-        query, key, value, mask=mask, state=layer.state, return_state=True, **options
+        query, key, value, mask=mask, state=layer.readable_state(), return_state=True, **options
     )
-
-    def replay(state: Any, length: int) -> Any:
-        """Return the state after ``length`` of these tokens, for a rollback."""
-        padding, hidden = mask.padding, options["hidden_states"]
-        replayed: AttentionOutput = backend(
-            query[:, :, :length],
-            key[:, :, :length],
-            value[:, :, :length],
-            mask=replace(mask, padding=None if padding is None else padding[:, :length]),
-            state=state,
-            return_state=True,
-            scale=options["scale"],
-            hidden_states=None if hidden is None else hidden[:, :length],
-        )
-        return replayed.state
-
-    layer.set_state(output.state, RecordedCall(query.shape[2], replay))
+    call = record_call(backend, query, key, value, mask, options)
+    layer.set_state(output.state, call)
     layer.past_padding = past
     return output
 

@@ -108,6 +108,12 @@ class StateLayer(RecordsCalls, CacheLayerMixin):
         """Add to the number of tokens; a negative number removes them."""
         self.cumulative_length = self.cumulative_length + tokens
 
+    def readable_state(self) -> State | None:
+        """Return the state; with gradients, copies of tensors that inference mode has computed."""
+        if self.state is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self.state
+        return type(self.state)(*(x.clone() if x.is_inference() else x for x in self.state))
+
     def set_state(self, state: State, call: RecordedCall) -> None:
         """Store the state after a call and, while recording, the call."""
         if self.record_past:
@@ -245,9 +251,13 @@ class StaticStateLayer(StateLayer):
             self.cumulative_length_int += tokens
 
     def _store(self, state: State) -> None:
-        """Copy the state into the buffers; allocate new ones if the shapes changed."""
+        """Copy the state into the buffers; allocate new ones if the shapes changed.
+
+        So are those of states with gradients, whose backward pass reads the earlier state.
+        """
         fits = self._buffers is not None and all(
-            old.shape == new.shape for old, new in zip(self._buffers, state, strict=True)
+            old.shape == new.shape and not (old.requires_grad or new.requires_grad)
+            for old, new in zip(self._buffers, state, strict=True)
         )
         if fits:
             for old, new in zip(self._buffers, state, strict=True):  # type: ignore[arg-type]

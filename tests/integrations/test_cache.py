@@ -14,6 +14,17 @@ import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations.cache import StaticStateLayer
 from attnzoo.integrations.seam import cache_argument
+from tests.integrations.conftest import RECURRENT
+
+GRADIENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **RECURRENT,
+    "hedgehog": ("linear", {"feature_map": "hedgehog", "window": 4}),
+    "rwkv6": ("gated_linear", {"gate": "rwkv6"}),
+    "mlstm": ("gated_linear", {"gate": "mlstm"}),
+    "mamba2": ("gated_linear", {"gate": "mamba2", "window": 4}),
+    "kda": ("delta", {"window": 4, "gate": "vector", "short_convolution": 4, "output_gate": True}),
+    "block_sparse": ("block_sparse", {"block_size": 4}),
+}
 
 
 def step(model: Any, cache: Any, tokens: Tensor, **given: Any) -> Tensor:
@@ -185,6 +196,48 @@ def test_a_pickle_has_no_recorded_calls(model, ids):
     with pytest.raises(UnsupportedError, match=r"last 3 tokens .* 0 are recorded"):
         other.crop(-3)
     assert other.get_seq_length() == 8
+
+
+def gradients(model, cache, ids, mode):
+    """Return the gradients of the last four tokens after a prefill of the others in a mode."""
+    model.zero_grad()
+    with mode():
+        model(ids[:, :8], **cache_argument(cache))
+    for tokens in (ids[:, 8:9], ids[:, 9:]):
+        logits = model(tokens, **cache_argument(cache)).logits
+    logits.square().mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("spec", GRADIENTS)
+def test_a_prefill_without_gradients_is_continued_with_them(spec, llama, ids):
+    backend, options = GRADIENTS[spec]
+    model = attnzoo.swap(llama(), backend, **options)
+    expected = gradients(model, hf.DynamicCache(), ids, torch.no_grad)
+    assert any("attnzoo" in name for name in expected) == any(
+        "attnzoo" in name for name, _ in model.named_parameters()
+    )
+    static = hf.StaticCache(config=model.config, max_cache_len=20)
+    for cache, mode in ((hf.DynamicCache(), torch.inference_mode), (static, torch.no_grad)):
+        found = gradients(model, cache, ids, mode)
+        assert found.keys() == expected.keys()
+        for name, x in found.items():
+            assert_close(x, expected[name], msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("spec", GRADIENTS)
+def test_calls_in_inference_mode_are_replayed_outside_it(spec, llama, ids):
+    backend, options = GRADIENTS[spec]
+    model = attnzoo.swap(llama(), backend, **options)
+    caches = hf.DynamicCache(), hf.DynamicCache()
+    for cache, mode in zip(caches, (torch.no_grad, torch.inference_mode), strict=True):
+        cache.activate_past_recording()
+        with mode():
+            model(ids, **cache_argument(cache))
+        cache.crop(-3)
+    expected, found = (model(ids[:, 9:], **cache_argument(cache)).logits for cache in caches)
+    assert torch.equal(found, expected)
+    found.sum().backward()
 
 
 @pytest.mark.parametrize("layers", [{"0": "flash"}, {"1": "flash"}])
