@@ -7,11 +7,13 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
+import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
+from tests.helpers import add_noise
 
 BACKENDS = {
     "linear": {"window": 4, "feature_map": "hedgehog"},
@@ -72,6 +74,36 @@ def test_a_swapped_model_can_be_offloaded(model, ids, where, tmp_path):
     expected = logits(model, ids)
     OFFLOADS[where](model, tmp_path)
     assert torch.equal(logits(model, ids), expected)
+
+
+@pytest.mark.parametrize("offloaded", [0, 1])
+@pytest.mark.parametrize("where", ["device_map", *OFFLOADS])
+def test_rows_of_an_offloaded_layer_are_shared(where, offloaded, llama, ids, tmp_path):
+    model = attnzoo.swap(llama(), "linformer", block=8, sharing="layerwise")
+    add_noise(model, 0.1)
+    expected = logits(model, ids)
+    if where == "device_map":
+        model.save_pretrained(tmp_path / "model")
+        layers = {f"model.layers.{i}": "disk" if i == offloaded else "cpu" for i in range(2)}
+        others = {f"model.{name}": "cpu" for name in ("embed_tokens", "norm", "rotary_emb")}
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model",
+            device_map={**layers, **others, "lm_head": "cpu"},
+            offload_folder=tmp_path / "offload",
+        )
+    else:
+        OFFLOADS[where](model.model.layers[offloaded], tmp_path)
+    weights = [p.is_meta for p in model.model.layers[offloaded].parameters()]
+    assert all(weights)
+    for _ in range(2):
+        assert torch.equal(logits(model, ids), expected)
+
+
+def test_rows_in_a_block_that_is_loaded_as_one_are_refused(model, ids):
+    attnzoo.swap(model, "linformer", block=8, sharing="layerwise")
+    accelerate.cpu_offload(model, "cpu", preload_module_classes=["LlamaDecoderLayer"])
+    with pytest.raises(UnsupportedError, match=r"layers\.1.*rows are those of model\.layers\.0"):
+        logits(model, ids)
 
 
 def test_weights_in_a_block_that_is_loaded_as_one_are_refused(model, ids):

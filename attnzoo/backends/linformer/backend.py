@@ -157,10 +157,24 @@ class LinformerBackend(AttentionBackend):
 
     def rows(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return E and F, ``[1 or Hkv, L, R]``, on the device of ``like``."""
-        found = self._owner[0].key_rows if self._owner else self.key_rows
+        owner = self._owner[0] if self._owner else self
+        found = owner.key_rows
         assert found is not None
-        keys = found.to(like.device)
+        if found.is_meta and not like.is_meta and self._owner:
+            found = owner(None)  # offloaded: hooks load the weights of a module that is called
+            if found.is_meta:
+                raise UnsupportedError(
+                    f"{self.geometry.name}: its rows are those of {owner.geometry.name} "
+                    "(sharing='layerwise'), which is offloaded as one block, so they are not in "
+                    "memory; keep that layer on a device, offload without preload_module_classes, "
+                    "or set sharing='kv'"
+                )
+        keys: Tensor = found.to(like.device)
         return keys, keys if self.value_rows is None else self.value_rows
+
+    def forward(self, q: Tensor | None, *args: Any, **options: Any) -> Any:
+        """Run the layer; without queries, return E for the layers that share it."""
+        return self.key_rows if q is None else super().forward(q, *args, **options)
 
     def layer_reasons(self) -> list[str]:
         """Return every reason why this backend does not support its layer."""
