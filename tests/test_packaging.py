@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+import venv
 import zipfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -20,18 +21,26 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
 LINK = Path("attnzoo/integrations")
+SECONDS = 120  # time limit of one process
+ODD = "sö me"  # a folder with a space and a letter outside ASCII
+WHERE = "import attnzoo.integrations as i; print(i.__name__, i.__file__, sep=chr(10))"
+
+
+def run(*command: str | Path, cwd: Path | None = None, path: Path | None = None) -> str:
+    """Run a program, with ``path`` as its PYTHONPATH, and return what it prints."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONIOENCODING": "utf-8"}
+    if path is not None:
+        env["PYTHONPATH"] = str(path)
+    done = subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, encoding="utf-8", timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def python(code: str, cwd: Path, *flags: str, path: Path | None = None) -> str:
     """Run code in a new interpreter and return what it prints."""
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    if path is not None:
-        env["PYTHONPATH"] = str(path)
-    done = subprocess.run(
-        [sys.executable, *flags, "-c", code], cwd=cwd, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return run(sys.executable, *flags, "-c", code, cwd=cwd, path=path)
 
 
 def package_files() -> set[str]:
@@ -44,21 +53,24 @@ def package_files() -> set[str]:
     return files
 
 
-def build_wheel(target: Path, *, link: bool) -> Path:
-    """Build a wheel from a copy of the tree, so that it has no stale files and leaves none."""
-    copy = target / "tree"
+def copy_tree(copy: Path) -> None:
+    """Copy what an installation reads, so that no build leaves files in the tree or finds some."""
     copy.mkdir(parents=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for name in ("attnzoo", "integrations"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+
+
+def build_wheel(target: Path, *, link: bool) -> Path:
+    """Build a wheel from a copy of the tree, with or without the link."""
+    copy = target / "tree"
+    copy_tree(copy)
     if not link:
         (copy / LINK).unlink()
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
-    options = ["--no-build-isolation", "--wheel-dir", str(target)]
-    done = subprocess.run([*pip, *options, str(copy)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run(*pip, "--no-build-isolation", "--wheel-dir", target, copy)
     (wheel,) = target.glob("*.whl")
     return wheel
 
@@ -100,11 +112,10 @@ def test_wheel_holds_everything_and_nothing_else(wheel):
 
 
 def test_wheel_imports(wheel, tmp_path):
-    site = tmp_path / "site"
+    site = tmp_path / ODD / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    code = "import attnzoo.integrations as i; print(i.__name__, i.__file__)"
-    name, file = python(code, tmp_path, path=site).split()
+    name, file = python(WHERE, tmp_path, path=site).splitlines()
     assert name == "attnzoo.integrations"
     assert Path(file) == site / "attnzoo" / "integrations" / "__init__.py"
 
@@ -116,10 +127,35 @@ def test_editable_tree_imports(tmp_path):
         pytest.skip("attnzoo is not installed, so there is no editable install to test")
     if not origin.get("dir_info", {}).get("editable"):
         pytest.skip("attnzoo is installed from a wheel, so there is no editable install to test")
-    code = "import attnzoo.integrations as i; print(i.__name__, i.__file__)"
-    name, file = python(code, tmp_path).split()
+    name, file = python(WHERE, tmp_path).splitlines()
     assert name == "attnzoo.integrations"
     assert Path(file).resolve() == ROOT / "integrations" / "__init__.py"
+
+
+@pytest.fixture(scope="module")
+def clone_with_environment(tmp_path_factory):
+    """The folder of a clone called attnzoo, and a Python where it is installed as editable."""
+    folder = tmp_path_factory.mktemp("editable") / ODD
+    copy_tree(folder / "attnzoo")
+    venv.create(folder / "venv", with_pip=False)
+    interpreter = folder / "venv" / "bin" / "python"
+    site = run(interpreter, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+    Path(site, "libraries.pth").write_text(sysconfig.get_path("purelib"), "utf-8")  # pip, einops
+    pip = [interpreter, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    run(*pip, "--no-build-isolation", "--editable", folder / "attnzoo")
+    return folder, interpreter
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside the clone", "elsewhere"])
+def test_editable_install_is_not_shadowed_by_its_clone(clone_with_environment, tmp_path, beside):
+    """A notebook beside the clone has the clone's folder, which is no package, on its path."""
+    folder, interpreter = clone_with_environment
+    code = f"{WHERE}; import attnzoo; print('swap' in dir(attnzoo), attnzoo.__file__, sep=chr(10))"
+    found = run(interpreter, "-c", code, cwd=folder if beside else tmp_path).splitlines()
+    name, integrations, has_swap, file = found
+    assert (name, has_swap) == ("attnzoo.integrations", "True")
+    assert Path(file) == folder / "attnzoo" / "attnzoo" / "__init__.py"
+    assert Path(integrations).resolve() == folder / "attnzoo" / "integrations" / "__init__.py"
 
 
 def test_bare_tree_imports():
