@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -30,6 +31,18 @@ class _AfterLoading(Loader):
         self.function(module)
 
 
+class _NotLoaded(ImportError):
+    """A module is not loaded, and the thread that looks for it does not want to load it."""
+
+
+class _Thread(threading.local):
+    """What one thread does with a finder."""
+
+    def __init__(self) -> None:
+        self.searched: set[str] = set()  # names for which it asks the other finders
+        self.looking = False  # it wants a module that is loaded, and loads none
+
+
 class _Finder(MetaPathFinder):
     """Wraps the loaders of some modules.
 
@@ -39,18 +52,43 @@ class _Finder(MetaPathFinder):
 
     def __init__(self, functions: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self.functions = functions
+        self.thread = _Thread()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self.functions:
+        thread = self.thread
+        if thread.looking:
+            raise _NotLoaded(f"{fullname} is not loaded", name=fullname)
+        if fullname not in self.functions or fullname in thread.searched:
             return None
-        others = (finder for finder in tuple(sys.meta_path) if finder is not self)
-        specs = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in specs if spec is not None), None)
+        thread.searched.add(fullname)  # another finder may ask all finders, this one among them
+        try:
+            others = (finder for finder in tuple(sys.meta_path) if finder is not self)
+            specs = (finder.find_spec(fullname, path, target) for finder in others)
+            spec = next((spec for spec in specs if spec is not None), None)
+        finally:
+            thread.searched.discard(fullname)
         if spec is not None and spec.loader is not None:
             spec.loader = _AfterLoading(spec.loader, self.functions[fullname])
         return spec
+
+    def loaded(self, name: str) -> ModuleType | None:
+        """Return a module if it is loaded, or as soon as another thread has loaded it.
+
+        Another thread may have found the module before this finder was there, and not have entered
+        it into ``sys.modules`` yet. It holds the module's lock, for which an import waits.
+        """
+        parent = name.rpartition(".")[0]
+        if parent and parent not in sys.modules:  # what looks for the module later asks this finder
+            return None
+        self.thread.looking = True
+        try:
+            return import_module(name)
+        except (_NotLoaded, ModuleNotFoundError):  # the latter: sys.modules forbids it by None
+            return None
+        finally:
+            self.thread.looking = False
 
 
 def after_import(functions: Mapping[str, Callable[[ModuleType], None]]) -> None:
@@ -59,7 +97,9 @@ def after_import(functions: Mapping[str, Callable[[ModuleType], None]]) -> None:
     A function runs while the import system holds the lock of the module, and may run twice. It must
     not import anything that imports the module, which would deadlock threads.
     """
-    sys.meta_path.insert(0, _Finder(functions))  # before the loop: threads may import now
+    finder = _Finder(functions)
+    sys.meta_path.insert(0, finder)  # before the loop: threads may import now
     for name, function in functions.items():
-        if sys.modules.get(name) is not None:
-            function(import_module(name))  # waits if another thread is importing it
+        module = finder.loaded(name)
+        if module is not None:
+            function(module)
