@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from attnzoo.backends.config import BackendConfig
 from attnzoo.errors import SpecError, did_you_mean, short_repr
-from attnzoo.registry import get_backend
+from attnzoo.registry import available_backends, get_backend
 
 VERSION = 1
 _KEYS = ("version", "backend", "options", "layers", "else")
@@ -53,30 +54,93 @@ def _short(entry: dict[str, Any]) -> str | dict[str, Any]:
     return entry if "options" in entry else name
 
 
+def split_pair(text: str, expected: str) -> tuple[str, str]:
+    """Split ``NAME=VALUE``.
+
+    Raises:
+        SpecError: A part is missing; the message begins with ``expected``.
+    """
+    name, separator, value = (part.strip() for part in text.partition("="))
+    if not separator or not name or not value:
+        raise SpecError(f"{expected}; got {text!r}")
+    return name, value
+
+
+def parse_option(text: str, expected: str) -> tuple[str, Any]:
+    """Split ``NAME=VALUE`` and parse the value: JSON (numbers, true, null, lists), or else text."""
+    name, value = split_pair(text, expected)
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def parse_backend(text: str, expected: str) -> dict[str, Any]:
+    """Parse ``NAME`` or ``NAME:OPTION=VALUE,OPTION=VALUE``; a value may be a JSON list.
+
+    Returns:
+        The same as ``{"backend": NAME, "options": {...}}``.
+
+    Raises:
+        SpecError: The text is malformed, or contains an option twice; the message begins with
+            ``expected``.
+    """
+    name, _, options = text.partition(":")
+    found: dict[str, Any] = {}
+    for part in re.split(r",(?=\s*\w+=)", options) if options else ():
+        option, value = parse_option(part, expected)
+        if option in found:
+            raise SpecError(f"{expected}; got {option!r} twice in {text!r}")
+        found[option] = value
+    return {"backend": name.strip(), "options": found}
+
+
 def _layer_spec(value: object, where: str, allow_import: bool) -> LayerSpec:
-    """Return an entry from ``"flash"`` or ``{"backend": "flash", "options": {...}}``, validated."""
+    """Return an entry from one of its forms, validated.
+
+    They are ``"flash"``, ``"flash:window=64"`` and ``{"backend": "flash", "options": {...}}``.
+    """
     if isinstance(value, LayerSpec):
         return value
     if isinstance(value, str):
         value = {"backend": value}
     if not isinstance(value, Mapping) or "backend" not in value:
         raise SpecError(
-            f'{where} must be a backend\'s name or {{"backend": name, "options": {{...}}}}, '
-            f"got {short_repr(value)}"
+            f'{where} must be a backend\'s name, "NAME:OPTION=VALUE,..." or {{"backend": name, '
+            f'"options": {{...}}}}, got {short_repr(value)}'
         )
-    for key in value:
-        if key not in ("backend", "options"):
-            raise SpecError(
-                f"{where} has an unknown key {key!r}."
-                f"{did_you_mean(str(key), ('backend', 'options'))} It takes backend and options."
-            )
-    options = {} if value.get("options") is None else value["options"]
+    _refuse_unknown_keys(value, where, ("backend", "options"))
+    name, options = value["backend"], {} if value.get("options") is None else value["options"]
     if not isinstance(options, Mapping):
         raise SpecError(f"{where}: options must map names to values, got {short_repr(options)}")
-    name = value["backend"]
+    if isinstance(name, str) and ":" in name and name not in available_backends():
+        parsed = parse_backend(
+            name,
+            f'{where} takes "NAME:OPTION=VALUE,...", such as "flash:window=64", or '
+            '{"backend": "flash", "options": {"window": 64}}',
+        )
+        name = parsed["backend"]
+        for option in parsed["options"].keys() & options.keys():
+            raise SpecError(f"{where} has the option {option!r} twice, after the name and apart")
+        options = {**parsed["options"], **options}
     config_class = get_backend(name).config_class
     config = config_class.from_options(name, options, allow_import=allow_import)
     return LayerSpec(name, config.changed_options(), config)
+
+
+def _refuse_unknown_keys(value: Mapping[Any, Any], where: str, known: tuple[str, ...]) -> None:
+    """Raise ``SpecError`` if a mapping has other keys, such as options beside its backend."""
+    unknown = {key: value[key] for key in value if key not in known}
+    if not unknown:
+        return
+    key = next(iter(unknown))
+    hint = did_you_mean(str(key), known)
+    if not hint:
+        given = value.get("options")
+        options = {**given, **unknown} if isinstance(given, Mapping) else unknown
+        form = short_repr({"backend": value["backend"], "options": options})
+        hint = f' Write options as {form}, or behind the name as "NAME:OPTION=VALUE,...".'
+    raise SpecError(f"{where} has an unknown key {key!r}.{hint} It takes {', '.join(known)}.")
 
 
 def parse_layers(text: str) -> list[int]:
@@ -155,8 +219,9 @@ class AttentionSpec:
     """The backend of each attention layer of a model: validated on construction, saved as JSON.
 
     Args:
-        backend: Name of the backend for all layers without an entry in ``layers``.
-        layers: Exceptions: maps layers to the name of a backend, or to ``{"backend": name,
+        backend: Name of the backend for all layers without an entry in ``layers``; options may
+            follow it, as on the command line: ``"flash:window=64"``.
+        layers: Exceptions: maps layers to a backend in the same form, or to ``{"backend": name,
             "options": {...}}``. A key is a layer number or range, ``"0-1,11"``; a number within a
             submodule, ``"decoder.0-1"``; or the end of a module name, ``"encoder_attn"``.
         else_: The backend, in the same form, for layers that the selected backend does not support
@@ -285,12 +350,7 @@ class AttentionSpec:
                 f"The spec has version {version}, but this attnzoo reads up to {VERSION}; "
                 "upgrade attnzoo"
             )
-        for key in data:
-            if key not in _KEYS:
-                raise SpecError(
-                    f"The spec has an unknown key {key!r}.{did_you_mean(str(key), _KEYS)} "
-                    f"It takes {', '.join(_KEYS)}."
-                )
+        _refuse_unknown_keys(data, "The spec", _KEYS)
         spec = cls.__new__(cls)  # options are one mapping, so that none is taken for an argument
         parts = (data["backend"], data.get("options"), data.get("layers"), data.get("else"))
         spec._read(*parts, allow_import=allow_import)

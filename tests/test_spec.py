@@ -129,6 +129,53 @@ def test_bad_data_is_refused(given, error, words):
     assert isinstance(caught.value, ValueError)
 
 
+def test_options_may_follow_a_name():
+    """As on the command line, for all layers and in each exception."""
+    expected = AttentionSpec(
+        "linear",
+        feature_map="elu+1",
+        window=8,
+        layers={"3": {"backend": "block_sparse", "options": {"top_k": 10}}},
+        else_={"backend": "flash", "options": {"window": 64}},
+    )
+    exceptions = {"layers": {"3": "block_sparse:top_k=10"}, "else_": "flash: window=64"}
+    assert AttentionSpec("linear:feature_map=elu+1,window=8", **exceptions) == expected
+    assert AttentionSpec("linear:window=8", feature_map="elu+1", **exceptions) == expected
+    data = {"backend": "linear:feature_map=elu+1,window=8", "layers": exceptions["layers"]}
+    assert AttentionSpec.from_dict({**data, "else": "flash:window=64"}) == expected
+    lists = AttentionSpec("flash", layers={"0": "longformer:window=[4, 8],num_global=2"})
+    assert lists.layers["0"].options == {"window": (4, 8), "num_global": 2}
+
+
+RIGHT_FORM = r"{'backend': 'block_sparse', 'options': {'top_k': 10}}, or .*NAME:OPTION=VALUE"
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"backend": "block_sparse", "top_k": 10}, RIGHT_FORM),
+        ({"backend": "block_sparse", "options": {"top_k": 10}, "window": 4}, "'window': 4}}, or"),
+        ("block_sparse:top_k", 'takes "NAME:OPTION=VALUE,...".*"options": {"window": 64}}'),
+        ("block_sparse:top_k=1,top_k=2", "got 'top_k' twice"),
+        ({"backend": "block_sparse:top_k=1", "options": {"top_k": 2}}, "option 'top_k' twice"),
+        ({"name": "block_sparse"}, '"NAME:OPTION=VALUE,..." or {"backend": name'),
+    ],
+)
+def test_a_wrong_entry_is_answered_with_the_right_form(entry, words):
+    for whole in ({"layers": {"3": entry}}, {"else_": entry}):
+        with pytest.raises(SpecError, match=words):
+            AttentionSpec("linear", **whole)
+    if "backend" in entry:
+        with pytest.raises(SpecError, match=words):
+            AttentionSpec.from_dict(entry)
+
+
+def test_a_text_in_data_imports_no_code():
+    for data in ({}, {"layers": {"0": "linear:feature_map=os:getcwd"}}):
+        with pytest.raises(ConfigError, match="feature_map"):
+            AttentionSpec.from_dict({"backend": "linear:feature_map=os:getcwd", **data})
+
+
 def test_bad_arguments_are_refused():
     with pytest.raises(ConfigError, match="Did you mean 'feature_map'"):
         AttentionSpec("linear", featuremap="relu")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -41,19 +40,15 @@ def spec_of(
     else_: str | None = None,
 ) -> Any:
     """Return the spec of the command line; like a saved spec, it cannot import code."""
-    from attnzoo.spec import AttentionSpec
+    from attnzoo.spec import AttentionSpec, parse_backend, parse_option, split_pair
 
-    expected = "--layers takes LAYERS=NAME, such as 0-1=flash"
-    pairs = [_pair(text, expected) for text in layers or ()]
-    backend = _backend(attention)
-    backend["options"] |= dict(_option(text, "--set") for text in option or ())
-    return AttentionSpec.from_dict(
-        {
-            **backend,
-            "layers": {name: _backend(value) for name, value in pairs},
-            "else": else_,
-        }
-    )
+    one_option = "--set takes NAME=VALUE, such as feature_map=elu+1"
+    one_layer = "--layers takes LAYERS=NAME, such as 0-1=flash"
+    whole = "--attention takes NAME:OPTION=VALUE,..., such as linear:feature_map=elu+1,window=8"
+    backend = parse_backend(attention, whole)
+    backend["options"] |= dict(parse_option(text, one_option) for text in option or ())
+    pairs = dict(split_pair(text, one_layer) for text in layers or ())
+    return AttentionSpec.from_dict({**backend, "layers": pairs, "else": else_})
 
 
 def specs_of(attention: list[str], presets: Callable[[list[str]], list[Any]]) -> list[Any] | None:
@@ -94,27 +89,3 @@ def parse_object(text: str, option: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{option} takes a JSON object, got {text!r}")
     return found
-
-
-def _backend(text: str) -> dict[str, Any]:
-    """Parse ``NAME:OPTION=VALUE,OPTION=VALUE``; a value may be a JSON list."""
-    name, _, options = text.partition(":")
-    parts = re.split(r",(?=\s*\w+=)", options) if options else []
-    return {"backend": name, "options": dict(_option(part, "--attention") for part in parts)}
-
-
-def _pair(text: str, expected: str) -> tuple[str, str]:
-    """Split NAME=VALUE; ``expected`` says in an error what the option takes."""
-    name, separator, value = (part.strip() for part in text.partition("="))
-    if not separator or not name or not value:
-        raise SpecError(f"{expected}; got {text!r}")
-    return name, value
-
-
-def _option(text: str, source: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE; the value is JSON (numbers, true, null, lists), or else text."""
-    name, value = _pair(text, f"{source} takes NAME=VALUE, such as feature_map=elu+1")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value

@@ -27,6 +27,8 @@ def test_layers_take_options():
         "longformer", window=[4, 8], layers={"0-1": {"backend": "flash", "options": {"window": 4}}}
     )
     assert spec_of("longformer:window=[4, 8]", None, ["0-1=flash:window=4"]) == expected
+    expected = AttentionSpec("linear", else_={"backend": "flash", "options": {"window": 4}})
+    assert spec_of("linear", else_="flash:window=4") == expected
 
 
 def test_several_attentions():
@@ -43,9 +45,11 @@ def test_several_attentions():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("linear:window",), "--attention takes NAME=VALUE"),
+        (("linear:window",), "--attention takes NAME:OPTION=VALUE,.*; got 'window'"),
+        (("linear:window=4,window=8",), "--attention takes .*; got 'window' twice"),
         (("linear", ["window="]), "--set takes NAME=VALUE"),
         (("linear", None, ["flash"]), "--layers takes LAYERS=NAME"),
+        (("linear", None, ["0=flash:window"]), "layers.'0'. takes"),
     ],
 )
 def test_incomplete_options_are_refused(arguments, message):
