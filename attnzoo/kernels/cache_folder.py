@@ -20,12 +20,34 @@ def cache_folder() -> Path:
 
     Raises:
         OSError: It cannot be created, or other users can write it.
-        RuntimeError: The user has no home directory.
     """
-    folder = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "attnzoo")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = None
+    try:
+        folder = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "attnzoo")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
+        raise unusable(folder, "made", error) from error
     check_private(folder)
     return folder
+
+
+def unusable(folder: Path | None, verb: str, error: Exception) -> OSError:
+    """Return the error of a cache folder that cannot be made or written."""
+    where = "" if folder is None else f" {folder}"
+    return OSError(
+        f"attnzoo's cache folder{where} cannot be {verb} ({error}); set the environment variable "
+        f"{CACHE} to a folder that you can write"
+    )
+
+
+def refuse_noexec(folder: Path) -> None:
+    """Raise ``OSError`` if libraries in a folder cannot be loaded because of how it is mounted."""
+    noexec = getattr(os, "ST_NOEXEC", 0)  # Linux
+    if noexec and os.statvfs(folder).f_flag & noexec:
+        raise OSError(
+            f"attnzoo's cache folder {folder} is on a file system that is mounted noexec, so no "
+            f"library in it can be loaded; set the environment variable {CACHE} to another folder"
+        )
 
 
 def check_private(path: Path) -> None:

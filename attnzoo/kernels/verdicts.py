@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -29,8 +30,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
-from attnzoo.kernels.cache_folder import CACHE, cache_folder, check_private, replace_file
+from attnzoo.kernels.cache_folder import (
+    CACHE,
+    cache_folder,
+    check_private,
+    replace_file,
+    unusable,
+)
 
+log = logging.getLogger(__name__)
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 OUT_OF_MEMORY = ("outofmemory", "out of memory")  # in the last line of a traceback, lower case
 Case = TypeVar("Case")
@@ -62,7 +70,7 @@ def stored_verdict(name: str, identity: Identity) -> Verdict | None:
         row = json.loads(path.read_text("utf-8"))
         if row["identity"] == dict(identity) and row["outcome"] in (PASSED, FAILED):
             return Verdict(row["outcome"], str(row["reason"]), float(row["seconds"]))
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # none, or a damaged one
+    except (OSError, ValueError, KeyError, TypeError):  # none, or a damaged one
         return None
     return None
 
@@ -78,7 +86,7 @@ def decide(
     """Return the stored verdict, or run the check and store its verdict.
 
     The verdict of a check that could not run is not stored. If the cache folder cannot be used, no
-    verdict is stored.
+    verdict is stored, and a log message says why.
 
     Args:
         name: Name of the check, the first part of the file's name.
@@ -89,25 +97,36 @@ def decide(
     """
     from filelock import FileLock, Timeout
 
+    folder = None
     try:
         path = verdict_file(name, identity)
-    except (OSError, RuntimeError):
-        return check()
-    try:
-        with FileLock(path.with_suffix(".lock"), timeout=wait_seconds):
-            found = None if again else stored_verdict(name, identity)
-            if found is None:
-                found = check()
-                if found.outcome != NOT_RUN:
-                    row = {**found._asdict(), "identity": dict(identity)}
-                    replace_file(path, json.dumps(row, indent=1) + "\n")
-            return found
+        folder = path.parent
+        lock = FileLock(path.with_suffix(".lock"), timeout=wait_seconds)
+        lock.acquire()
     except Timeout:
         return Verdict(
             NOT_RUN,
             f"another process has been checking for {wait_seconds:.0f} s; set {CACHE} to another "
             "folder if none is",
         )
+    except OSError as error:
+        _warn_of_lost_verdict(name, error if folder is None else unusable(folder, "written", error))
+        return check()
+    with lock:
+        found = None if again else stored_verdict(name, identity)
+        if found is None:
+            found = check()
+            if found.outcome != NOT_RUN:
+                row = {**found._asdict(), "identity": dict(identity)}
+                try:
+                    replace_file(path, json.dumps(row, indent=1) + "\n")
+                except OSError as error:
+                    _warn_of_lost_verdict(name, unusable(folder, "written", error))
+        return found
+
+
+def _warn_of_lost_verdict(name: str, error: OSError) -> None:
+    log.warning("every process runs the check %s, because its verdict is not kept: %s", name, error)
 
 
 def run_checks(

@@ -1,8 +1,12 @@
 """C++ kernels: compiled once, written atomically, and not required without a compiler."""
 
+import errno
 import os
+import re
+import shlex
 import shutil
 import stat
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -92,7 +96,78 @@ def test_without_a_compiler_auto_selects_torch_and_gives_the_reason(
 def test_a_cache_that_is_not_writable_gives_a_reason(cold, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(CACHE, str(tmp_path / "file"))
-    assert "cannot be compiled" in cpp.unavailable_reason(LSH)
+    assert re.search(f"cannot be made .*; set .*{CACHE} to", cpp.unavailable_reason(LSH))
+
+
+def test_without_a_home_the_reason_names_the_variable(cold, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(CACHE)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(cpp.BuildError, match=f"home directory.*; set .*{CACHE} to"):
+        cpp.load(PIVOTS)
+
+
+@pytest.fixture
+def read_only(library, monkeypatch):
+    """A cache whose file system is read only; root may write whatever the mode says."""
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(library.parent / "x"))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    return library
+
+
+def test_a_read_only_cache_is_read(read_only):
+    assert cpp.load(PIVOTS).best_pivots
+    read_only.unlink()
+    cpp.load.cache_clear()
+    with pytest.raises(cpp.BuildError, match=f"cannot be written .*; set .*{CACHE} to"):
+        cpp.load(PIVOTS)
+
+
+@pytest.mark.skipif(not hasattr(os, "ST_NOEXEC"), reason="this system does not tell how it mounts")
+def test_on_a_noexec_mount_nothing_is_compiled(cold, library, monkeypatch, tmp_path):
+    library.unlink()
+    monkeypatch.setenv("CXX", compiler(tmp_path, f'echo "$*" >> {shlex.quote(f"{tmp_path}/log")}'))
+    real = os.statvfs
+
+    def noexec(path):
+        found = list(real(path))
+        found[8] |= os.ST_NOEXEC  # f_flag
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "statvfs", noexec)
+    with pytest.raises(cpp.BuildError, match=f"mounted noexec.*set .*{CACHE} to another"):
+        cpp.load(PIVOTS)
+    assert "-o" not in (tmp_path / "log").read_text()
+
+
+def test_a_library_that_cannot_be_loaded_is_compiled_once(cold, library, monkeypatch, tmp_path):
+    """As where the C++ library of this Python is older than that of the compiler."""
+    library.unlink()
+    log = tmp_path / "log"
+    script = f'case "$*" in *-dM*) exec {REAL} "$@";; esac\n'
+    script += f'echo run >> {shlex.quote(str(log))}\nfor x; do :; done; echo text > "$x"\n'
+    monkeypatch.setenv("CXX", compiler(tmp_path, script))
+    for _ in range(2):  # two processes
+        cpp.load.cache_clear()
+        with pytest.raises(cpp.BuildError, match="file too short"):
+            cpp.load(PIVOTS)
+    assert log.read_text() == "run\n"
+    with pytest.raises(cpp.BuildError, match=r"remove .*\.failed to compile it again"):
+        cpp.load(PIVOTS)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))  # may change what can be loaded
+    with pytest.raises(cpp.BuildError, match="file too short"):
+        cpp.load(PIVOTS)
+    assert log.read_text() == "run\n" * 2
+    for failure in cold.glob("*.failed"):
+        os.utime(failure, (0, 0))
+    with pytest.raises(cpp.BuildError, match="file too short"):
+        cpp.load(PIVOTS)
+    assert log.read_text() == "run\n" * 3
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +187,7 @@ def compiled(tmp_path_factory):
 def library(cold, compiled, monkeypatch, tmp_path):
     """Return the kernel in the cold cache; the compiler copies it to where it is asked to."""
     script = f'case "$*" in *-dM*) exec {REAL} "$@";; esac\n'
-    script += f'for x; do :; done; exec cp {compiled} "$x"\n'
+    script += f'for x; do :; done; exec cp {shlex.quote(str(compiled))} "$x"\n'
     monkeypatch.setenv("CXX", compiler(tmp_path, script))
     cold.mkdir(mode=0o700)
     return Path(shutil.copy2(compiled, cold))

@@ -1,12 +1,15 @@
 """Checks of kernels in processes of their own: how they end, and which verdicts are kept."""
 
+import errno
 import json
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from attnzoo.kernels import verdicts
 from attnzoo.kernels.cache_folder import CACHE
@@ -158,8 +161,33 @@ def test_one_of_several_callers_runs_the_check():
     assert len(runs) == 1
 
 
-def test_without_a_cache_folder_the_check_runs_each_time(folder):
+@pytest.fixture
+def logged(monkeypatch):
+    found = []
+    monkeypatch.setattr(verdicts.log, "warning", lambda text, *args: found.append(text % args))
+    return found
+
+
+def test_without_a_cache_folder_the_check_runs_each_time(folder, logged):
     folder.write_text("a file")
     check, runs = counted(Verdict(PASSED), Verdict(FAILED, "why"))
     assert [decide("linear", GPU, check).outcome for _ in range(2)] == [PASSED, FAILED]
     assert len(runs) == 2
+    assert all(f"set the environment variable {CACHE} to" in text for text in logged)
+    assert len(logged) == 2
+
+
+@pytest.mark.parametrize("what", ["acquire", "replace_file"])
+def test_in_a_read_only_cache_folder_the_check_runs_each_time(folder, logged, monkeypatch, what):
+    """Or on a full disk; root may write whatever the mode says."""
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(FileLock if what == "acquire" else verdicts, what, refuse)
+    check, runs = counted(Verdict(PASSED), Verdict(FAILED, "why"))
+    assert [decide("linear", GPU, check).outcome for _ in range(2)] == [PASSED, FAILED]
+    assert len(runs) == 2
+    assert all("every process runs the check linear" in text for text in logged)
+    assert all(f"{folder} cannot be written" in text and CACHE in text for text in logged)
+    assert len(logged) == 2

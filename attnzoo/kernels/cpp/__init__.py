@@ -6,6 +6,9 @@ predefined macros, which describe compiler and CPU, and a checksum of the librar
 with all rights of the process, so it is loaded only if no other user can write it or its folder,
 and compiled again if it does not match its checksum. Compilation takes seconds, because kernels
 include only headers of the standard library and of this folder.
+
+A library that this environment cannot load is not compiled again for a day: a file beside the
+libraries keeps the reason.
 """
 
 from __future__ import annotations
@@ -17,16 +20,24 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from attnzoo.kernels.cache_folder import cache_folder, check_private
+from attnzoo.kernels.cache_folder import (
+    cache_folder,
+    check_private,
+    refuse_noexec,
+    replace_file,
+    unusable,
+)
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
 COMPILER_SECONDS = 300.0  # time limit of one run of the compiler
+FAILURE_SECONDS = 24 * 3600.0  # for how long a library that cannot be loaded is not compiled again
 UNFINISHED = ".compile-"  # prefix of the folders in which libraries are compiled
 
 
@@ -51,7 +62,7 @@ def load(source: Source) -> ctypes.CDLL:
     """
     try:
         return _load(source)
-    except (OSError, RuntimeError, ValueError) as error:  # no home directory, CXX with one quote
+    except (OSError, ValueError) as error:  # ValueError: CXX has one quote
         raise BuildError(f"{source.path.name} cannot be compiled: {error}") from error
 
 
@@ -63,18 +74,49 @@ def _load(source: Source) -> ctypes.CDLL:
     macros = _run(*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
     key = hashlib.sha256(code + repr((*FLAGS, macros)).encode()).hexdigest()[:16]
     folder = cache_folder()
+    refuse_noexec(folder)
     name = f"{source.path.stem}-{key}"
     for library in folder.glob(f"{name}-*.so"):
         if _is_valid(library, name):
             return _open(library, source)
+    failure = folder / f"{name}-{_environment()}.failed"
+    _refuse_failed(failure)
     _remove_unfinished(folder)
-    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder) as temporary:
+    with _temporary_folder(folder) as temporary:
         compiled = Path(temporary, f"{name}.so")
         _run(*compiler, *FLAGS, f"-I{headers}", str(source.path), "-o", str(compiled))
         compiled.chmod(0o700)
-        opened = _open(compiled, source)  # raises before the library enters the cache
+        try:
+            opened = _open(compiled, source)  # raises before the library enters the cache
+        except OSError as error:
+            replace_file(failure, str(error))
+            raise
         compiled.replace(folder / _file_name(name, compiled))  # atomic; others may compile it too
     return opened
+
+
+def _environment() -> str:
+    """Return a hash of what decides, beside the library itself, whether it can be loaded."""
+    loader = [os.environ.get(name, "") for name in ("LD_LIBRARY_PATH", "LD_PRELOAD")]
+    return hashlib.sha256(repr((sys.prefix, loader)).encode()).hexdigest()[:8]
+
+
+def _refuse_failed(failure: Path) -> None:
+    """Raise ``OSError`` if the compiled library could not be loaded in an earlier process."""
+    try:
+        age = time.time() - failure.stat().st_mtime
+        reason = failure.read_text("utf-8", "replace")
+    except FileNotFoundError:
+        return
+    if age < FAILURE_SECONDS:
+        raise OSError(f"{reason} (earlier today; remove {failure} to compile it again)")
+
+
+def _temporary_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder)
+    except OSError as error:
+        raise unusable(folder, "written", error) from error
 
 
 def _is_valid(library: Path, name: str) -> bool:
@@ -99,11 +141,16 @@ def _file_name(name: str, library: Path) -> str:
 
 
 def _open(library: Path, source: Source) -> ctypes.CDLL:
-    """Return a library, or raise ``OSError`` if it lacks a function."""
+    """Return a library.
+
+    Raises:
+        OSError: It cannot be loaded.
+        ValueError: It lacks a function.
+    """
     opened = ctypes.CDLL(str(library))
     missing = [name for name in source.functions if not hasattr(opened, name)]
     if missing:
-        raise OSError(f"the compiled library has no function {', '.join(missing)}")
+        raise ValueError(f"the compiled library has no function {', '.join(missing)}")
     return opened
 
 
