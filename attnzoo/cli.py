@@ -79,6 +79,7 @@ def main() -> None:
     So is a file that cannot be read or written, such as damaged weights or a full disk. Of the
     processes that torchrun starts on one machine, the first prints the message.
     """
+    terminal.replace_unencodable()
     try:
         app(prog_name="attnzoo")
     except (AttnzooError, OSError, SafetensorError) as error:
@@ -89,3 +90,5 @@ def main() -> None:
         else:
             time.sleep(SECONDS_BEFORE_EXIT)  # torchrun ends all processes when one has ended
         raise SystemExit(2) from None
+    finally:
+        terminal.restore_output()

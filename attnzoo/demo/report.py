@@ -103,7 +103,7 @@ def write_report(out: Path, results: list[SwapResult]) -> Path | None:
     """Write ``report.html`` and its plots as PNG; return ``None`` without matplotlib."""
     if not charts.can_draw():
         return None
-    data = json.loads((out / "results.json").read_text())
+    data = json.loads((out / "results.json").read_text("utf-8"))
     shown = [r for r in results if not r.refused]
     refused = [(r.label, r.refused) for r in results if r.refused]
     plots = _plots(shown)

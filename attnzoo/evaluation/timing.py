@@ -179,7 +179,7 @@ def _cpu_model() -> str:
     name = platform.processor() or platform.machine()
     listing = Path("/proc/cpuinfo")
     if listing.exists():
-        for line in listing.read_text().splitlines():
+        for line in listing.read_text("utf-8").splitlines():
             if line.startswith("model name"):
                 name = line.partition(":")[2].strip()
                 break

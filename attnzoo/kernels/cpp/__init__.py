@@ -173,6 +173,7 @@ def _run(*command: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         start_new_session=True,
     ) as process:
         try:
