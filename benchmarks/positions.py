@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 import attnzoo
-from attnzoo.evaluation.corpus import byte_tokens, cut_rows, read_bytes, standard_library_files
+from attnzoo.evaluation.corpus import byte_tokens, cut_rows, held_out_files, join
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.evaluation.quality import token_losses
 
@@ -32,7 +32,7 @@ def main(
 ) -> None:
     """Print bits per byte by position, for the model as it is and extended by every method."""
     torch.set_num_threads(threads)
-    text = byte_tokens(read_bytes(standard_library_files(held_out=True)))
+    text = byte_tokens(join(held_out_files()))
     tokens = cut_rows(text, rows, BUCKETS[-1], torch.Generator().manual_seed(0))
     table = Table("positions", *(f"to {end}" for end in BUCKETS[1:]))
     for method in (None, "linear", "dynamic", "yarn"):

@@ -29,13 +29,13 @@ from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from attnzoo.evaluation.corpus import (
     BYTE_OFFSET,
-    read_bytes,
-    standard_library_files,
+    join,
 )
 from attnzoo.evaluation.generation import measure_generation, with_reference
 from attnzoo.evaluation.models import EMBEDDED, model_path
 from attnzoo.evaluation.recall import make_recall_batch, measure_recall
 from benchmarks.pretrain_tiny import make_optimizers
+from tools.python_text import standard_library_files
 
 POSITIONS = 16384
 ROPE_THETA = 500_000.0
@@ -233,7 +233,7 @@ def main(
 ) -> None:
     """Train on a number of tokens, warming up and then decaying to zero; save in bfloat16."""
     torch.set_num_threads(1)
-    text = read_bytes(standard_library_files(held_out=False))
+    text = join(path.read_bytes() for path in standard_library_files(held_out=False))
     model, lengths = long_model(model_path(start), query_scale), rows or ROWS
     optimizers = make_optimizers(model, lr)
     step, seen, before, smooth = 0, 0, 0.0, 0.0

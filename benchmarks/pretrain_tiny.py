@@ -1,6 +1,6 @@
 """Train the embedded model: a byte-level Llama on the source of the standard library.
 
-    python benchmarks/pretrain_tiny.py --minutes 45 --out attnzoo/assets/tiny-llama
+    python -m benchmarks.pretrain_tiny --minutes 45 --out attnzoo/assets/tiny-llama
 
 Two CPU cores with bfloat16 products suffice. Half of the rows repeat a segment, so that the model
 learns to recall.
@@ -25,11 +25,12 @@ from attnzoo.evaluation.corpus import (
     add_repeats,
     byte_tokens,
     cut_rows,
-    read_bytes,
-    standard_library_files,
+    held_out_files,
+    join,
 )
 from attnzoo.evaluation.data import EvalBatch
 from attnzoo.evaluation.quality import TextQuality, measure_quality
+from tools.python_text import standard_library_files
 
 
 def tiny_config(context: int) -> LlamaConfig:
@@ -91,8 +92,9 @@ def main(
     """Train for a given time, warming up and then decaying to zero, and save in bfloat16."""
     set_seed(seed)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    train = byte_tokens(read_bytes(standard_library_files(held_out=False)))
-    held_out = byte_tokens(read_bytes(standard_library_files(held_out=True)))
+    files = standard_library_files(held_out=False)
+    train = byte_tokens(join(path.read_bytes() for path in files))
+    held_out = byte_tokens(join(held_out_files()))
     raw = LlamaForCausalLM(tiny_config(context))
     optimizers = make_optimizers(raw, lr)
     model = accelerator.prepare(raw)

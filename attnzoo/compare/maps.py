@@ -20,7 +20,7 @@ from attnzoo.backends.block_sparse.backend import BlockSparseConfig
 from attnzoo.compare.encoders import EncoderReadings, encoder_plots, encoder_sections
 from attnzoo.compare.selected_blocks import SelectedBlocks, selected_blocks
 from attnzoo.errors import SpecError
-from attnzoo.evaluation.corpus import read_bytes, standard_library_files
+from attnzoo.evaluation.corpus import held_out_files
 from attnzoo.evaluation.data import load_tokenizer, read_text, tokenize
 from attnzoo.evaluation.models import is_embedded, max_positions, model_path, spec_label
 from attnzoo.integrations.convert import swap
@@ -216,11 +216,7 @@ def _read(path: Path, text: Path | None, model: str, tokens: int) -> tuple[Tenso
     limit = max_positions(path)
     if limit is not None and tokens > limit:
         raise SpecError(f"--tokens must be at most the model's {limit} positions, got {tokens}")
-    if text is None:
-        first = standard_library_files(held_out=True)[:1]
-        string = read_bytes(first).decode("utf-8", "replace")
-    else:
-        string = read_text(text)
+    string = held_out_files()[0].decode("utf-8", "replace") if text is None else read_text(text)
     tokenizer = load_tokenizer(path)
     ids = tokenize(tokenizer, string)[:tokens]
     if len(ids) < 2:

@@ -1,26 +1,29 @@
-"""The Python standard library's source as training and evaluation text, cut into token rows.
+"""Source of the Python standard library as text, cut into token rows.
 
 The embedded model is trained on one split of it and evaluated on files of the other. Half of the
 training rows, and all recall rows, contain one segment twice. A model cannot predict the second
 copy without attending beyond its window, so the loss on the copy shows whether an approximation
 keeps long-range recall.
+
+The held-out files are in the package, as Python 3.11.7 has them: those of the Python that runs
+would give other numbers (``tools/python_text.py``).
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import sysconfig
+import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+VERSION = "3.11.7"  # of Python
+SOURCES = Path(__file__).parents[1] / "assets" / f"python-{VERSION}" / "sources.zip"
 HELD_OUT_PERCENT = 5
-SKIPPED_FOLDERS = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-)
 
 
 def is_held_out(name: str) -> bool:
@@ -30,21 +33,24 @@ def is_held_out(name: str) -> bool:
     )
 
 
-def standard_library_files(*, held_out: bool) -> list[Path]:
-    """Return the source files of one split, sorted by name, without tests and site-packages."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = set(folders) - SKIPPED_FOLDERS
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    return [
-        path for path in sorted(files) if is_held_out(path.relative_to(root).as_posix()) == held_out
-    ]
+@cache
+def source_files() -> dict[str, bytes]:
+    """Return the files in the package by their names, such as ``"email/parser.py"``, in order.
+
+    They are the held-out files and those of :data:`attnzoo.tasks.documents.LIBRARIES`.
+    """
+    with zipfile.ZipFile(SOURCES) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
-def read_bytes(files: list[Path]) -> bytes:
+def held_out_files() -> list[bytes]:
+    """Return the contents of the held-out files, sorted by name."""
+    return [content for name, content in source_files().items() if is_held_out(name)]
+
+
+def join(files: Iterable[bytes]) -> bytes:
     """Concatenate the contents of files, separated by a newline."""
-    return b"\n".join(path.read_bytes() for path in files)
+    return b"\n".join(files)
 
 
 BYTE_OFFSET = 3  # ByT5's tokens 0, 1, 2 are pad, end and unknown; byte b is token b + 3

@@ -16,8 +16,8 @@ from attnzoo.evaluation.corpus import (
     Repeat,
     add_repeats,
     cut_rows,
-    read_bytes,
-    standard_library_files,
+    held_out_files,
+    join,
 )
 from attnzoo.evaluation.generation import GenerationBatch
 from attnzoo.evaluation.recall_rows import Encode
@@ -74,8 +74,7 @@ def read_text(text: Path | None) -> str:
         SpecError: The file does not exist or cannot be read.
     """
     if text is None:
-        data = read_bytes(standard_library_files(held_out=True))
-        return data.decode("utf-8", errors="replace")
+        return join(held_out_files()).decode("utf-8", errors="replace")
     try:
         return text.read_text("utf-8")
     except UnicodeDecodeError as error:

@@ -1,19 +1,17 @@
 """Document classification by byte: which library a piece of source code comes from.
 
-After the document classification of Long Range Arena (arXiv:2011.04006), with text that every
-machine has: the Python standard library. Whole files are held out.
+After the document classification of Long Range Arena (arXiv:2011.04006), with text that is in the
+package: source of the Python standard library. Whole files are held out.
 """
 
 from __future__ import annotations
 
-import sysconfig
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Generator, Tensor
 
-from attnzoo.evaluation.corpus import read_bytes
+from attnzoo.evaluation.corpus import join, source_files
 from attnzoo.tasks.base import IGNORED, LabelledRows, Task
 
 LIBRARIES = ("asyncio", "email", "idlelib", "tkinter")
@@ -24,12 +22,11 @@ HELD_OUT_EVERY = 4  # one file in four is held out
 @cache
 def texts(held_out: bool) -> list[Tensor]:
     """Return the bytes of each library as tokens, ``[N]``."""
-    root = Path(sysconfig.get_path("stdlib"))
     found = []
-    for name in LIBRARIES:
-        files = sorted((root / name).glob("*.py"))
-        part = [f for i, f in enumerate(files) if (i % HELD_OUT_EVERY == 0) == held_out]
-        found.append(torch.frombuffer(bytearray(read_bytes(part)), dtype=torch.uint8).long())
+    for library in LIBRARIES:
+        files = [x for name, x in source_files().items() if name.rpartition("/")[0] == library]
+        part = [text for i, text in enumerate(files) if (i % HELD_OUT_EVERY == 0) == held_out]
+        found.append(torch.frombuffer(bytearray(join(part)), dtype=torch.uint8).long())
     return found
 
 
