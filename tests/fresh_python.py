@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -17,6 +18,8 @@ import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+SECONDS = 300.0  # time limit of a program, and of the start of the server
 
 
 class FreshPython:
@@ -33,6 +36,7 @@ class FreshPython:
         path: tuple[Path, ...] = (),
         processes: int = 0,
         environment: Mapping[str, str] = {},
+        timeout: float = SECONDS,
     ) -> subprocess.CompletedProcess[str]:
         """Run a program: its code, or a file.
 
@@ -45,11 +49,20 @@ class FreshPython:
                 environment variables that torchrun sets; ``0`` means one process without a group.
                 When one fails, the others are killed.
             environment: Environment variables that are added to those of the server.
+            timeout: Time limit in seconds, the start of the server included.
+
+        Raises:
+            AssertionError: The program takes longer. All processes are killed, and the next program
+                starts another server.
         """
         if self.server is None:
             command = [sys.executable, __file__]
             self.server = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
             )
         assert self.server.stdin is not None
         assert self.server.stdout is not None
@@ -67,6 +80,10 @@ class FreshPython:
             }
             self.server.stdin.write(json.dumps(request) + "\n")
             self.server.stdin.flush()
+            if not is_readable(self.server.stdout, timeout):
+                self.kill()
+                printed = "".join(x.read_text("utf-8") for x in (out, err) if x.exists())
+                raise AssertionError(f"not finished after {timeout:g} s; it printed: {printed}")
             returncode = int(self.server.stdout.readline())
             return subprocess.CompletedProcess(
                 [sys.executable, *request["arguments"]],
@@ -78,7 +95,24 @@ class FreshPython:
     def close(self) -> None:
         """Stop the server."""
         if self.server is not None:
-            self.server.communicate()
+            try:
+                self.server.communicate(timeout=SECONDS)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def kill(self) -> None:
+        """Kill the server and the programs that it runs."""
+        assert self.server is not None
+        os.killpg(self.server.pid, signal.SIGKILL)
+        self.server.wait(SECONDS)
+        self.server = None
+
+
+def is_readable(file: Any, timeout: float) -> bool:
+    """Return whether a pipe has something to read, or has ended, within a time limit."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(file, selectors.EVENT_READ)
+        return bool(selector.select(timeout))
 
 
 def ranks(processes: int) -> list[dict[str, str]]:

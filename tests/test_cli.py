@@ -1,7 +1,6 @@
 import errno
 import json
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ from attnzoo.cli import app, main
 from attnzoo.commands import terminal
 from attnzoo.errors import SwapWarning
 from attnzoo.registry import available_backends
+from tests.processes import run as run_process
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_help_is_quick():
         "assert result.exit_code == 0 and 'demo' in result.output\n"
         "sys.exit(sum(name in sys.modules for name in ('torch', 'transformers')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    run_process([sys.executable, "-c", code], check=True)
 
 
 def test_commands_are_the_documented_ones():

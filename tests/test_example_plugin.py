@@ -1,11 +1,12 @@
 """The example plugin: installed in a folder of its own, it works like a built-in backend."""
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "cosine_attention"
@@ -19,7 +20,7 @@ def installed(tmp_path_factory):
     place = tmp_path_factory.mktemp("installed")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     command += ["--no-build-isolation", "--target", str(place), str(source)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    processes.run(command, check=True)
     return place
 
 

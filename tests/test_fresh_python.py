@@ -1,6 +1,9 @@
 """The fixture ``fresh_python``, with which tests run programs in other processes."""
 
 import signal
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +34,30 @@ def test_output_and_exit_code(fresh_python, tmp_path, end, returncode, error):
     assert error in done.stderr
     if returncode >= 0:
         assert done.stdout == f"['a b', '1'] {tmp_path}\n"
+
+
+def test_a_program_that_hangs_is_killed_with_what_it_started(fresh_python, tmp_path):
+    program = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+print("started", child.pid, flush=True)
+open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
+time.sleep(600)
+"""
+    fresh_python("pass")  # starts the server, outside of the limit
+    with pytest.raises(AssertionError, match=r"not finished after 3 s; it printed: started \d+"):
+        fresh_python(program, timeout=3)
+    wait_for_end(int((tmp_path / "pid").read_text()))
+    assert fresh_python("print(1)").stdout == "1\n"  # of another server
+
+
+def wait_for_end(pid):
+    """A killed process ends a little later, and one without a parent may remain as a zombie."""
+    start = time.monotonic()
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+            assert time.monotonic() - start < 60
+            time.sleep(0.05)
 
 
 RANKS = """

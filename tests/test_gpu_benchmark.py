@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from importlib import import_module
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from attnzoo.kernels.triton_interpreter import interpreted
+from tests import processes
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -170,10 +170,7 @@ def test_the_script_runs_from_a_bare_checkout(tmp_path):
     script = str(BENCHMARKS / "gpu.py")
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH",)}
     command = [sys.executable, script, "--interpret", "--stage", "1", "--group", "machine"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    processes.run(command, cwd=tmp_path, env=environment, check=True)
     (row,) = (row for row in rows_of(tmp_path / "gpu.jsonl") if row["kind"] == "machine")
     assert row["device"] == "Triton's interpreter"
 

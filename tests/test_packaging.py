@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tomllib
@@ -17,11 +16,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests import processes
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
 LINK = Path("attnzoo/integrations")
-SECONDS = 120  # time limit of one process
 ODD = "sö me"  # a folder with a space and a letter outside ASCII
 WHERE = "import attnzoo.integrations as i; print(i.__name__, i.__file__, sep=chr(10))"
 
@@ -31,11 +31,7 @@ def run(*command: str | Path, cwd: Path | None = None, path: Path | None = None)
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONIOENCODING": "utf-8"}
     if path is not None:
         env["PYTHONPATH"] = str(path)
-    done = subprocess.run(
-        command, cwd=cwd, env=env, capture_output=True, encoding="utf-8", timeout=SECONDS
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return processes.run(command, cwd=cwd, env=env, check=True).stdout.strip()
 
 
 def python(code: str, cwd: Path, *flags: str, path: Path | None = None) -> str:

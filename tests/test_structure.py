@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -253,8 +254,7 @@ def test_a_right_import_passes(module, source):
 def test_importing_is_cheap(module):
     heavy = ["torch", "transformers", "numpy", "accelerate", "peft", "matplotlib", "triton"]
     code = f"import sys, {module}; print(*[name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = run([sys.executable, "-c", code], cwd=ROOT, check=True)
     assert done.stdout.split() == []
 
 
@@ -321,12 +321,15 @@ def tracked_files() -> list[Path]:
     """Return what git tracks, or would track on the next ``git add``."""
     listing = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        done = subprocess.run(
-            ["git", "-c", "safe.directory=*", *listing], cwd=ROOT, capture_output=True, check=True
+        done = run(
+            ["git", "-c", "safe.directory=*", *listing],
+            cwd=ROOT,
+            errors="surrogateescape",
+            check=True,
         )
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, AssertionError):
         pytest.skip("this tree is not a git checkout, so no list of its files is at hand")
-    return [ROOT / os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+    return [ROOT / name for name in done.stdout.split("\0") if name]
 
 
 def machine_paths() -> re.Pattern[bytes]:

@@ -2,7 +2,6 @@
 
 import io
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,9 +12,9 @@ from attnzoo.commands import terminal
 from attnzoo.evaluation import installation
 from attnzoo.evaluation.installation import CheckResult
 from attnzoo.registry import available_backends
+from tests import processes
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 120  # time limit of a process
 OUTPUTS = [("ascii", "strict"), ("latin-1", "strict"), ("ascii", "surrogateescape")]
 
 
@@ -65,11 +64,10 @@ def test_doctor(printed, monkeypatch):
 
 
 def run(*arguments, **variables):
-    return subprocess.run(
+    return processes.run(
         [sys.executable, "-m", "attnzoo", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "60", **variables},
-        capture_output=True,
-        timeout=SECONDS,
+        encoding="latin-1",
     )
 
 
@@ -77,17 +75,17 @@ def test_a_process_prints_an_odd_path(tmp_path):
     out = tmp_path / "sö me → this"
     done = run("swap", "embedded", "--attention", "flash", "--out", out, PYTHONIOENCODING="latin-1")
     assert done.returncode == 0, done.stderr
-    assert b"s\xf6 me ? this" in done.stdout
+    assert "s\xf6 me ? this" in done.stdout
     assert (out / "config.json").is_file()
 
 
 def test_a_handler_that_was_chosen_remains():
     done = run("list", "linear", PYTHONIOENCODING="ascii:xmlcharrefreplace")
-    assert b"&#183;" in done.stdout, done.stderr
+    assert "&#183;" in done.stdout, done.stderr
 
 
 def test_a_program_of_the_user_has_its_own_output(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys\nprint(sys.stdout.encoding, sys.stdout.errors)")
     done = run("run", str(script), PYTHONIOENCODING="ascii")
-    assert done.stdout.split() == [b"ascii", b"strict"], done.stderr
+    assert done.stdout.split() == ["ascii", "strict"], done.stderr

@@ -1,6 +1,5 @@
 """The syntax of --attention, --set and --layers, and the argument that names a model."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from attnzoo.commands.option_docs import choices, option_docs, option_types, sum
 from attnzoo.commands.spec_options import spec_of, specs_of
 from attnzoo.errors import SpecError
 from attnzoo.registry import available_backends, get_backend
+from tests.processes import run
 
 
 def test_options_after_a_colon_equal_set():
@@ -88,12 +88,10 @@ def test_an_id_of_the_hub_is_a_folder(tmp_path):
     refs = tmp_path / "models--org--model" / "refs"
     refs.mkdir()
     (refs / "main").write_text("a")
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-c", HUB, "org/model"],
         env={"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "PATH": ""},
         cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
     )
     assert done.stdout.strip() == str(snapshot), done.stderr
 

@@ -1,7 +1,6 @@
 """Models that are built or loaded with a swap: extras are attached, initialised and kept."""
 
 import json
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -20,6 +19,7 @@ import attnzoo
 from attnzoo.backends.base import BACKENDS
 from attnzoo.backends.softmax.backend import SoftmaxBackend, SoftmaxConfig
 from attnzoo.errors import AttnzooError, SpecError
+from tests.processes import run
 
 
 class BiasedBackend(SoftmaxBackend):
@@ -330,15 +330,9 @@ def test_bad_specs_are_refused_when_loading(stock, data, why):
 # -- without the plugin, and in any order of imports ---------------------------------------------
 
 
-def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=Path(attnzoo.__file__).parents[1],
-    )
+def python(code: str, *arguments: object) -> Any:
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    return run(command, cwd=Path(attnzoo.__file__).parents[1])
 
 
 def test_without_attnzoo_loading_raises(saved, fresh_python):

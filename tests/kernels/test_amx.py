@@ -2,7 +2,6 @@
 
 import ctypes
 import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from attnzoo.kernels import cpp
 from attnzoo.masks import AttentionMask
 from attnzoo.ops import flash_attention, linear_attention
+from tests import processes
 
 # x [M, K] and y [K, N] are floats; their product is computed from rounded numbers
 SOURCE = """
@@ -52,7 +52,7 @@ def library(request, tmp_path_factory):
     source, file = folder / "amx.cpp", folder / "amx.so"
     source.write_text(SOURCE)
     command = ["g++", *cpp.FLAGS, *request.param.split(), f"-I{cpp.__path__[0]}", source]
-    subprocess.run([*command, "-o", file], check=True)
+    processes.run([*command, "-o", file], check=True)
     library = ctypes.CDLL(str(file))
     if not library.is_available():
         pytest.skip("this CPU has no AMX")

@@ -2,12 +2,12 @@
 
 import ctypes
 import shutil
-import subprocess
 
 import pytest
 import torch
 
 from attnzoo.kernels import cpp
+from tests import processes
 
 SOURCE = """
 #include "tiles.h"
@@ -28,7 +28,7 @@ def exp(request, tmp_path_factory):
     source.write_text(SOURCE)
     headers = cpp.__path__[0]
     command = ["g++", *cpp.FLAGS, *request.param.split(), f"-I{headers}", source, "-o", library]
-    subprocess.run(command, check=True)
+    processes.run(command, check=True)
     run = ctypes.CDLL(str(library)).run
 
     def function(x):

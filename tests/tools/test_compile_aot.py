@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from attnzoo.backends.linear.kernels.configs import (
     default_config,
     key,
 )
+from tests import processes
 from tools.triton_configs.machine_code import transposed_products
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,9 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(*arguments, **environment):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True
-    )
+    return processes.run([sys.executable, *arguments], cwd=ROOT, env=env, timeout=1800)
 
 
 @pytest.mark.exhaustive  # `make check` compiles them for sm_90

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from attnzoo.training import runs
 from attnzoo.training.checkpoints import FOLDER, LOCK, CheckpointError, Checkpoints
 from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.recover import RecoverConfig, recover
+from tests.processes import PIPE, running
 
 
 def config(**loop):
@@ -127,13 +127,11 @@ def test_a_second_process_is_refused_until_the_first_one_dies(stopped):
     out, run = stopped
     code = (
         "import sys; from filelock import FileLock\n"
-        "lock = FileLock(sys.argv[1]); lock.acquire()\n"
+        "lock = FileLock(sys.argv[1]); lock.acquire(timeout=60)\n"
         "print('locked', flush=True); sys.stdin.read()"
     )
     lock = out / FOLDER / LOCK
-    with subprocess.Popen(
-        [sys.executable, "-c", code, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
+    with running([sys.executable, "-c", code, lock], stdin=PIPE, stdout=PIPE) as other:
         assert other.stdout.readline() == b"locked\n"
         with pytest.raises(CheckpointError, match="Another process runs in"):
             recover(*run, resume=True)

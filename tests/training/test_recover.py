@@ -3,8 +3,6 @@
 import json
 import os
 import resource
-import signal
-import subprocess
 import sys
 import time
 from functools import cache
@@ -31,6 +29,7 @@ from attnzoo.training.recover import (
 )
 from attnzoo.training.transfer import Transfer
 from tests.helpers import MODEL_SIZES
+from tests.processes import DEVNULL, SECONDS, run, running
 
 STEPS = {"transfer_steps": 5, "distil_steps": 6, "row_length": 32, "judged_rows": 2}
 
@@ -169,12 +168,13 @@ def test_killed_process_is_resumed(saved, text, tmp_path, capsys, attnzoo_comman
     ]
     command = [sys.executable, "-m", "attnzoo", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
+    start = time.monotonic()
+    with running(command, env=env, stdout=DEVNULL) as process:  # and kill it
         checkpoint = tmp_path / "out" / "checkpoints" / "step-000010"
         while not checkpoint.is_dir():
             assert process.poll() is None
+            assert time.monotonic() - start < SECONDS
             time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
     done = len(losses(tmp_path / "out"))
     assert 10 <= done < 80
     attnzoo_command(*arguments, "--resume")
@@ -205,7 +205,7 @@ def test_two_processes_take_the_steps_of_one(saved, text, tmp_path, attnzoo_comm
     command = [sys.executable, *launcher, "-m", "attnzoo", *arguments, "--out", tmp_path / "two"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     env.pop("ACCELERATE_USE_CPU", None)
-    subprocess.run(command, env=env, check=True, capture_output=True, timeout=200)
+    run(command, env=env, check=True)
     one, two = ([loss for *_, loss in losses(tmp_path / name)] for name in ("one", "two"))
     assert len(one) == 6
     assert two == pytest.approx(one, rel=0.05)

@@ -2,12 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]
 FORKS = Path(__file__).with_name("import_in_forks.py")
@@ -184,14 +185,13 @@ def environment() -> dict[str, str]:
 
 def check(programs: dict[str, str]) -> None:
     """Run each program and the proof in a process that is forked from one with torch loaded."""
-    done = subprocess.run(
-        [sys.executable, str(FORKS), str(CHILDREN)],
+    done = run(
+        [sys.executable, FORKS, CHILDREN],
         input=json.dumps([program + PROOF for program in programs.values()]),
         env=environment(),
-        capture_output=True,
-        text=True,
+        timeout=1200,
+        check=True,
     )
-    assert done.returncode == 0, done.stderr
     outputs = dict(zip(programs, json.loads(done.stdout), strict=True))
     failed = {name: output for name, output in outputs.items() if output}
     report = "\n\n".join(f"== {name}: {output}" for name, output in failed.items())
@@ -231,7 +231,4 @@ def test_attnzoo_first_in_a_fresh_process(line):
     if not installed(line):
         pytest.skip(f"the library is not installed: {line}")
     program = f"import attnzoo\n{line}{PROOF}"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run([sys.executable, "-c", program], env=environment(), check=True)

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import transformers
 
 import attnzoo
 from attnzoo.evaluation.models import embedded_model_path
+from tests.processes import run
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,12 +75,10 @@ def test_command(name, swapped, tmp_path):
         x.replace("SWAPPED", str(swapped)).replace("DIR", str(embedded_model_path()))
         for x in arguments
     ]
-    done = subprocess.run(
+    done = run(
         [sys.executable, *MODULES[program], *arguments, *SHORT[name]],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / WRITTEN[name]).exists(), done.stdout[-3000:]

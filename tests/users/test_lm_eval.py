@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from attnzoo.cli import main
 from attnzoo.commands.environment import AUTOLOAD
 from attnzoo.evaluation.harness import task_folder
 from attnzoo.evaluation.models import embedded_model_path
+from tests.processes import run
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed; it is the extra 'eval'")
 from lm_eval import simple_evaluate
@@ -77,8 +77,7 @@ def test_a_folder_by_name(saved, tmp_path):
         *("--output_path", str(tmp_path / "out"), "--log_samples", "--limit", "2"),
     ]
     env = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run(command, cwd=ROOT, env=env, check=True)
     (file,) = (tmp_path / "out").rglob("results_*.json")
     accuracy = json.loads(file.read_text())["results"][TASK]["acc,none"]
     assert accuracy == pytest.approx(round(accuracy * 2) / 2, abs=1e-6)
@@ -100,8 +99,7 @@ def test_plain_lm_eval_with_autoload(saved, tmp_path):
     ]
     path = os.pathsep.join((str(tmp_path), str(ROOT)))
     env = {**os.environ, "PYTHONPATH": path, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run(command, cwd=tmp_path, env=env, check=True)
     (file,) = (tmp_path / "out").rglob("results_*.json")
     assert json.loads(file.read_text())["results"]["attnzoo_niah_single"]["600,none"] == 0
 
@@ -143,7 +141,7 @@ def test_evaluate_runs_tasks_before_and_after(saved, tokenizer, monkeypatch, cap
         assert scores[name][TASK]["acc,none"] == found["results"][TASK]["acc,none"]
     assert scores["result"] != scores["softmax"]
     git = []
-    monkeypatch.setattr(subprocess, "check_output", lambda command, **_: git.append(command) or b"")
+    monkeypatch.setattr("subprocess.check_output", lambda command, **_: git.append(command) or b"")
     code, printed, _ = evaluate(monkeypatch, capsys, *given[:-2], "--limit", 1)
     assert (code, git) == (0, [])  # outside of a repository, git would print an error
     assert "attnzoo_niah_single" in printed

@@ -1,11 +1,12 @@
 """An adapter of a swapped model in two processes: one trains and saves it, another loads it."""
 
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.slow
@@ -59,10 +60,7 @@ assert any("['attnzoo']" in str(warning.message) for warning in caught), caught
 
 
 def run(program: str, folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    processes.run([sys.executable, "-c", program, folder], cwd=ROOT, check=True)
 
 
 def test_adapter_saved_in_one_process_and_loaded_in_another(tmp_path):

@@ -1,6 +1,5 @@
 """``attnzoo run`` and ``attnzoo autoload``: programs that do not import attnzoo themselves."""
 
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnzoo.commands.environment import AUTOLOAD, AUTOLOAD_FILE
+from tests.processes import run
 
 PROGRAM = """
 import sys
@@ -26,8 +26,7 @@ def folder(tmp_path):
 
 
 def attnzoo(*arguments, **options):
-    command = [sys.executable, "-m", "attnzoo", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, **options)
+    return run([sys.executable, "-m", "attnzoo", *arguments], **options)
 
 
 @pytest.mark.parametrize("program", [["program.py"], ["-m", "program"]])
@@ -56,7 +55,7 @@ def environment(tmp_path):
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    site = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    site = Path(run(command, check=True).stdout.strip())
     root = str(Path(__file__).resolve().parents[2])
     (site / "packages.pth").write_text(f"{root}\n{sysconfig.get_path('purelib')}\n")
     return python, site
@@ -65,23 +64,21 @@ def environment(tmp_path):
 def test_autoload_is_switched_on_and_off(environment):
     python, site = environment
 
-    def run(*arguments):
-        done = subprocess.run([python, *arguments], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def printed(*arguments):
+        return run([python, *arguments], check=True).stdout
 
     check = ("-c", "import sys, transformers; print('attnzoo' in sys.modules)")
-    assert run(*check) == "False\n"
-    assert run("-m", "attnzoo", "autoload").startswith("autoload is off")
-    assert run("-m", "attnzoo", "autoload", "on").startswith("autoload is on")
+    assert printed(*check) == "False\n"
+    assert printed("-m", "attnzoo", "autoload").startswith("autoload is off")
+    assert printed("-m", "attnzoo", "autoload", "on").startswith("autoload is on")
     assert (site / AUTOLOAD_FILE).read_text() == AUTOLOAD
-    assert run("-m", "attnzoo", "autoload", "status").startswith("autoload is on")
-    assert run(*check) == "True\n"
-    assert run("-c", "import sys; print('attnzoo' in sys.modules)") == "False\n"
+    assert printed("-m", "attnzoo", "autoload", "status").startswith("autoload is on")
+    assert printed(*check) == "True\n"
+    assert printed("-c", "import sys; print('attnzoo' in sys.modules)") == "False\n"
     registered = "from transformers.masking_utils import AttentionMaskInterface as masks; "
-    assert run("-c", registered + "print('attnzoo' in masks().valid_keys())") == "True\n"
-    assert run("-m", "attnzoo", "autoload", "off").startswith("autoload is off")
-    assert run(*check) == "False\n"
+    assert printed("-c", registered + "print('attnzoo' in masks().valid_keys())") == "True\n"
+    assert printed("-m", "attnzoo", "autoload", "off").startswith("autoload is off")
+    assert printed(*check) == "False\n"
 
 
 def test_autoload_is_harmless_without_attnzoo(tmp_path):
@@ -90,5 +87,5 @@ def test_autoload_is_harmless_without_attnzoo(tmp_path):
     program = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]\n{AUTOLOAD}import transformers; "
     program += "print('imported', 'attnzoo' in sys.modules)"
     command = [sys.executable, "-S", "-I", "-c", program]  # without site-packages
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run(command)
     assert done.stdout == "imported False\n", done.stderr

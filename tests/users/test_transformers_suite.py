@@ -6,7 +6,6 @@ and what models do under sdpa and in 16 bits.
 """
 
 import os
-import subprocess
 import sys
 import tarfile
 from importlib.metadata import version
@@ -16,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from attnzoo.backends.base import BUILTIN
+from tests.processes import run
 
 pytest.importorskip("parameterized", reason="parameterized is not installed; extra 'dev'")
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def suite(tmp_path_factory):
     name = f"transformers=={version('transformers')}"
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     source_only = ["--no-deps", "--no-binary=:all:", "--no-build-isolation", f"--dest={folder}"]
-    subprocess.run([*pip, *source_only, name], check=True)
+    run([*pip, *source_only, name], check=True)
     (archive,) = folder.glob("transformers-*.tar.gz")
     with tarfile.open(archive) as source:
         source.extractall(folder, filter="data")
@@ -59,12 +59,8 @@ def test_own_tests_of_transformers(suite, backend, tmp_path):
     tests, report = HERE / "own_model_tests.py", tmp_path / "report.xml"
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, f"--junitxml={report}"]
     env = os.environ | {"BACKEND": backend, "PYTHONPATH": f"{suite}:{HERE.parents[1]}"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(tests)],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
+    done = run(
+        [sys.executable, "-m", "pytest", *options, tests], cwd=tmp_path, env=env, timeout=1800
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     cases = ElementTree.parse(report).findall(".//testcase")

@@ -1,7 +1,6 @@
 """Linear attention in C++ on bfloat16 inputs, which the kernel multiplies on AMX tiles."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from attnzoo.backends.linear.op import linear_attention
 from attnzoo.kernels import cpp
 from attnzoo.masks import AttentionMask
 from attnzoo.state import LinearState
+from tests import processes
 from tests.helpers import nan_surrounded
 
 EMULATED = "-DEMULATE_AMX" in os.environ.get("CXX", "")
@@ -268,13 +268,10 @@ def test_emulated_kernel(tmp_path):
     compiler = os.environ.get("CXX", "c++")
     variables = {"CXX": f"{compiler} -DEMULATE_AMX", "ATTNZOO_CACHE": str(tmp_path)}
     options = ["-q", "-p", "no:cacheprovider", "-k", "errors_are or small_chunks", __file__]
-    found = subprocess.run(
+    found = processes.run(
         [sys.executable, "-m", "pytest", *options],
         env=os.environ | variables,
         cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert found.returncode == 0, found.stdout
     assert f"{len(EMULATED_CASES) + 1} passed" in found.stdout
