@@ -1,5 +1,5 @@
 # `make demo` and `make test` set up everything they need; a second run installs nothing.
-# Wanted on the machine: Python 3.11 or 3.12, pip, make. PYTHON=... picks an interpreter, ARGS=... goes to the command.
+# Wanted on the machine: Python 3.11 or newer, pip, make. PYTHON=... picks an interpreter, ARGS=... goes to the command.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,8 +9,8 @@ JOBS := 2
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 15 --durations-min 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
-	if $$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1; \
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; \
 	then command -v $$name; break; fi; done)
 
 .DEFAULT_GOAL := help
@@ -69,11 +69,11 @@ clean: ## Remove what was built and cached, the virtual environment included
 # triton: a CUDA build of torch has brought its own; elsewhere on Linux the version that is tested is added.
 $(READY): pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then \
-		echo "Python 3.11 or 3.12 is needed and none was found; name one: make PYTHON=/path/to/python3.11"; exit 1; fi
+		echo "Python 3.11 or newer is needed and none was found; name one: make PYTHON=/path/to/python3.11"; exit 1; fi
 	@echo "Setting up $(VENV), once; this takes a few minutes."
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV); $(PYTHON) -m venv $(VENV); } \
-	|| { rm -rf $(VENV); $(PYTHON) -m venv --without-pip $(VENV) \
-		&& $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV); "$(PYTHON)" -m venv $(VENV); } \
+	|| { rm -rf $(VENV); "$(PYTHON)" -m venv --without-pip $(VENV) \
+		&& "$(PYTHON)" -m pip --python $(BIN)/python install pip; }
 	$(PIP) install --quiet --constraint constraints.txt torch setuptools
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
 	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \

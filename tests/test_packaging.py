@@ -11,9 +11,11 @@ import venv
 import zipfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from tests import processes
@@ -169,6 +171,16 @@ except ImportError as error:
     print(error)
 """
     assert "import attnzoo.integrations" in python(code, ROOT)
+
+
+def test_new_versions_of_python_are_not_refused():
+    versions = SpecifierSet(PROJECT["project"]["requires-python"])
+    assert not versions.contains("3.10")
+    assert all(versions.contains(f"3.{minor}.9") for minor in range(11, 30))
+    (condition,) = re.findall(r"sys\.exit\((.*)\)'", (ROOT / "Makefile").read_text("utf-8"))[:1]
+    assert eval(condition, {"sys": SimpleNamespace(version_info=(3, 10, 14))})  # refused
+    for minor in range(11, 30):
+        assert not eval(condition, {"sys": SimpleNamespace(version_info=(3, minor, 0))})
 
 
 def requirements() -> list[Requirement]:
