@@ -181,7 +181,7 @@ class ChunkIterator:
         elif not self.per_channel:
             decays = decay.scalar_decays(self.load(self.log_decay[i], tokens), self.dtype)
             if pairs or self.constant:
-                weights = decay.scalar_pairs(decays.sums, self.dtype).unsqueeze(2)
+                weights = decay.scalar_pairs(decays, self.dtype).unsqueeze(2)
             factors = Factors(weights, decays.q.unsqueeze(2), decays.k, decays.state)
         if self.segment_ids is not None:
             factors = self.mask_segments(i, factors)

@@ -2,8 +2,9 @@ r"""Decay inside one chunk of linear attention: exact for any gate, however stro
 
 Query i sees key j with weight ``exp(b_i - b_j)``, where b is the cumulative sum of the log decays.
 
-- *Scalar* decay (one per token): the differences are computed in float64, which is cheap as there
-  are few, and then rounded. Nothing overflows and nothing cancels.
+- *Scalar* decay (one per token): for float32 results, the differences are computed in float64,
+  which is cheap as there are few, and then rounded. For float64 results, the log decays between two
+  tokens are summed instead. Nothing overflows and nothing cancels.
 - Decay *per channel* (of the keys): every pair has one weight per channel, and the split into
   ``exp(b_i) exp(-b_j)`` overflows. Instead, blocks of 1, 2, 4 ... tokens are joined in pairs. The
   scores between the second block's queries and the first block's keys are one product of queries
@@ -44,7 +45,8 @@ def exp_flush_denormals(x: Tensor) -> Tensor:
 class ScalarDecays(NamedTuple):
     """Scalar decays inside a chunk, in the dtype of the sums."""
 
-    sums: Tensor  # cumulative log decays, float64, [N, C, 1]
+    log: Tensor  # log decays, float64, [N, C, 1]
+    sums: Tensor  # their cumulative sums
     q: Tensor  # from the chunk's start through the token, [N, C, 1]
     k: Tensor  # after the token to the chunk's end, [N, C, 1]
     state: Tensor  # over the chunk, [N, 1, 1]
@@ -52,15 +54,23 @@ class ScalarDecays(NamedTuple):
 
 def scalar_decays(log_decay: Tensor, dtype: torch.dtype) -> ScalarDecays:
     """Return the decays of log decays ``[N, C, 1]``."""
-    sums = log_decay.double().clamp(min=LOWEST_LOG_DECAY).cumsum(1)
-    q, last = sums.exp().to(dtype), sums[:, -1:]
-    return ScalarDecays(sums, q, (last - sums).exp().to(dtype), q[:, -1:])
+    log = log_decay.double().clamp(min=LOWEST_LOG_DECAY)
+    sums = log.cumsum(1)
+    if dtype == torch.float64:
+        after = pad(log[:, 1:].flip(1).cumsum(1).flip(1), (0, 0, 0, 1))
+    else:
+        after = sums[:, -1:] - sums
+    q = sums.exp().to(dtype)
+    return ScalarDecays(log, sums, q, after.exp().to(dtype), q[:, -1:])
 
 
-def scalar_pairs(sums: Tensor, dtype: torch.dtype) -> Tensor:
+def scalar_pairs(decays: ScalarDecays, dtype: torch.dtype) -> Tensor:
     """Return the weight of key j for query i, ``[N, C, C]``; future keys get weight 0."""
-    differences = (sums - sums.mT).to(dtype)
-    return exp_flush_denormals(differences.clamp_(max=0)).tril_()
+    if dtype == torch.float64:
+        between = decays.log.expand(-1, -1, decays.log.shape[1]).tril(-1).cumsum_(1)
+    else:
+        between = (decays.sums - decays.sums.mT).to(dtype)
+    return exp_flush_denormals(between.clamp_(max=0)).tril_()
 
 
 def scalar_backward(pairs: Tensor, q: Tensor, k: Tensor, state: Tensor) -> Tensor:

@@ -66,14 +66,17 @@ def _dense(x: LinearInputs) -> Result:
 
 def _causal_weights(x: LinearInputs) -> _Weights:
     """Return the decay between tokens of one segment; future tokens get weight 0."""
-    total = _log_decay(x).double().clamp(min=LOWEST_LOG_DECAY).cumsum(2)
-    ids = x.segment_ids
+    log_decay = _log_decay(x).double().clamp(min=LOWEST_LOG_DECAY)
+    tokens, ids = log_decay.shape[2], x.segment_ids
     if ids is None:
-        ids = torch.zeros(1, total.shape[2], dtype=torch.long, device=total.device)
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=log_decay.device)
     seen = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril()[:, None, :, :, None]
     first = (ids == ids[:, :1])[:, None, :, None]
-    pairs = (total.unsqueeze(3) - total.unsqueeze(2)).masked_fill(~seen, 0).exp() * seen
-    reads = total.exp() * first
+    # Sums of the tokens after key j up to query i; differences of longer sums would cancel
+    after = torch.ones(tokens, tokens, dtype=torch.bool, device=log_decay.device).tril(-1)
+    between = torch.where(after[..., None], log_decay.unsqueeze(3), 0.0).cumsum(2)
+    pairs = between.exp() * seen
+    reads = log_decay.cumsum(2).exp() * first
     return _Weights(pairs, reads, pairs[:, :, -1], reads[:, :, -1])
 
 

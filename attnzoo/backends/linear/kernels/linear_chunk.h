@@ -168,19 +168,26 @@ class TokenChunk : protected Tiles<Real>, protected Rows<Real> {
 
     // Multiply the decays of tokens, with one decay per token: from the chunk's start to each token
     // (`before`), from each token to the end (`after`), and from token j to token i (`pairs`,
-    // [SIZE, SIZE]; 0 for j > i, and unchanged in later blocks of tokens). Differences of sums are
-    // exact in float64.
+    // [SIZE, SIZE]; 0 for j > i, and unchanged in later blocks of tokens). Log decays are summed in
+    // float64, and not as differences of longer sums, which would cancel for Real = double.
     void multiply_decays(Real* before, Real* after, Real* pairs) const {
-        Real logs[SIZE * DECAY_BLOCK];
-        double sums[SIZE], sum = 0;
-        load_rows(t.log_decay, head_, 0, 1, 1, Real(1), logs);
-        for (int i = 0; i < SIZE; ++i)
-            sums[i] = sum += logs[i] < LOWEST_LOG_DECAY ? LOWEST_LOG_DECAY : (double)logs[i];
+        Real given[SIZE], logs[SIZE * DECAY_BLOCK];
+        double sums[SIZE], sum = 0, between[DECAY_BLOCK];
+        load_rows(t.log_decay, head_, 0, 1, 1, Real(1), given);
         for (int i = 0; i < SIZE; ++i) {
-            before[i] = Real(sums[i]);
-            after[i] = Real(sum - sums[i]);
-            for (int j = 0; j < DECAY_BLOCK; ++j)
-                logs[i * DECAY_BLOCK + j] = Real(sums[i] - sums[i / DECAY_BLOCK * DECAY_BLOCK + j]);
+            const int row = i % DECAY_BLOCK;
+            const double log = given[i] < LOWEST_LOG_DECAY ? LOWEST_LOG_DECAY : (double)given[i];
+            sums[i] = sum += log;
+            before[i] = Real(sum);
+            for (int j = 0; j < DECAY_BLOCK; ++j) {
+                between[j] = j < row ? between[j] + log : 0;
+                logs[i * DECAY_BLOCK + j] = Real(between[j]);
+            }
+        }
+        sum = 0;
+        for (int i = SIZE - 1; i >= 0; --i) {
+            after[i] = Real(sum);
+            sum += given[i] < LOWEST_LOG_DECAY ? LOWEST_LOG_DECAY : (double)given[i];
         }
         for (int w = 0; w < SIZE; w += LANES) {
             store(before + w, exp(load(before + w)));
