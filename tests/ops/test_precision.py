@@ -4,14 +4,96 @@ import pytest
 import torch
 
 from attnzoo import ops
+from attnzoo.backends.linear.window_state import LinearBranch
 
 B, H, HKV, T, D = 1, 4, 2, 256, 8
-TOKENS, CHANNELS, QUERIES = (B, HKV, T), (B, HKV, T, D), (B, H, T, D)
-ALL = ("cpp", "torch", "reference")
+HEADS, TOKENS, CHANNELS = (HKV,), (B, HKV, T), (B, HKV, T, D)
+QUERIES, BONUS, MATRICES = (B, H, T, D), (HKV, D), (B, HKV, T, D, D)
+CHUNK, RECURRENT = {"form": "chunk"}, {"form": "recurrent"}
+ALL, BOTH = ("cpp", "torch", "reference"), ("torch", "reference")
+STATE_ERROR = 3e-6  # relative to the largest number of a float32 state; it sums T products
+
+
+def linear(q, k, v, g, **options):
+    return ops.linear_attention(q, k, v, log_decay=g, return_state=True, **options)
+
+
+def delta(q, k, v, g, beta, **options):
+    options = {"normalize_qk": True, "return_state": True, **options}
+    return ops.delta_attention(q, k, v, beta, log_decay=g, **options)
+
+
+def hybrid(q, k, v, g, q_features, k_features, **options):
+    branch = LinearBranch(q_features, k_features, q.new_zeros(()), g)
+    options = {"window": 8, "scale": 0.3, "return_state": True, **options}
+    return ops.hybrid_attention(q, k, v, branch, **options)
+
+
+def mlstm(q, k, v, g, log_input, **options):
+    options = {"log_forget": g, "log_input": log_input, "return_state": True, **options}
+    return ops.mlstm_attention(q, k, v, **options)
+
+
+def rwkv6(q, k, v, g, bonus, **options):
+    return ops.rwkv6_attention(q, k, v, log_decay=g, bonus=bonus, return_state=True, **options)
+
+
+def matrix_gated(q, k, v, g, **options):
+    options = {"log_decay": lambda start, stop: g[:, :, start:stop], **options}
+    return ops.matrix_gated_attention(q, k, v, return_state=True, **options)
+
+
+# The op, the shapes of its decay and of other inputs, implementations and forms
+CASES = {
+    "linear, decay per head": (linear, (HEADS,), ALL, (CHUNK, RECURRENT)),
+    "linear, decay per token": (linear, (TOKENS,), ALL, (CHUNK, RECURRENT)),
+    "linear, decay per channel": (linear, (CHANNELS,), ALL, (CHUNK, RECURRENT)),
+    "delta, decay per head": (delta, (HEADS, TOKENS), ALL, (CHUNK, RECURRENT)),
+    "delta, decay per token": (delta, (TOKENS, TOKENS), ALL, (CHUNK, RECURRENT)),
+    "delta, decay per channel": (delta, (CHANNELS, TOKENS), ALL, (CHUNK, RECURRENT)),
+    "hybrid, decay per head": (hybrid, (HEADS, QUERIES, CHANNELS), ALL, ({},)),
+    "hybrid, decay per channel": (hybrid, (CHANNELS, QUERIES, CHANNELS), ALL, ({},)),
+    "mlstm": (mlstm, (TOKENS, TOKENS), ALL, (CHUNK, RECURRENT)),
+    "rwkv6": (rwkv6, (CHANNELS, BONUS), ALL, (CHUNK, RECURRENT)),
+    "matrix gate": (matrix_gated, (MATRICES,), BOTH, ({},)),
+}
+
+
+def draw(shapes):
+    """Return q, k, v, a log decay and numbers in [0, 1)."""
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(x, generator=generator) / 2 for x in (QUERIES, CHANNELS, CHANNELS)]
+    decay, *others = (torch.rand(x, generator=generator) for x in shapes)
+    return [*qkv, -0.05 * decay, *others]
+
+
+def results(attend, inputs, options):
+    """Return the output, the state and the gradients of all inputs."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    found = attend(*leaves, **options)
+    upstream = torch.linspace(-1, 1, T * D).cos().view(T, D).to(found.out.dtype)
+    gradients = torch.autograd.grad((found.out * upstream).double().sum(), leaves)
+    state = [x for x in found.state if x.is_floating_point()]
+    return found.out, state, gradients
 
 
 def error(found, exact):
     return ((found.double() - exact).abs().max() / exact.abs().max()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("case", "impl"), [(x, y) for x in CASES for y in CASES[x][2]])
+def test_16_bit_inputs_are_rounded_in_results_only(case, impl, dtype):
+    attend, shapes, _, forms = CASES[case]
+    inputs = [x.to(dtype) for x in draw(shapes)]
+    exact = results(attend, [x.double() for x in inputs], {**forms[-1], "impl": "reference"})
+    for form in forms:
+        out, state, gradients = results(attend, inputs, {**form, "impl": impl})
+        for ours, right in zip((out, *gradients), (exact[0], *exact[2]), strict=True):
+            assert ours.dtype == dtype
+            assert error(ours, right) < torch.finfo(dtype).eps
+        for ours, right in zip(state, exact[1], strict=True):
+            assert error(ours, right) < STATE_ERROR
 
 
 def recurrence(q, k, v, g, beta):

@@ -33,11 +33,12 @@ from attnzoo.backends.delta.impl.step import run_steps, step
 from attnzoo.backends.delta.impl.triton import run_triton, triton_reasons, triton_trust_reasons
 from attnzoo.backends.delta.validation import check_inputs
 from attnzoo.backends.implementation import Implementation, select
-from attnzoo.backends.linear.impl.common import state_dtype
+from attnzoo.backends.linear.impl.common import decay_of_real_tokens, state_dtype
 from attnzoo.backends.validation import check_shard, check_size, empty_output, is_empty_call
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.context_parallel import SequenceShard
+from attnzoo.kernels.padding import fill_padding
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, DeltaState, ImplChoice
 
@@ -111,6 +112,8 @@ def delta_attention(
     check_inputs(q, k, v, beta, log_decay, state, mask)
     _check_options(form, chunk_size)
     check_shard(shard, state)
+    if log_decay is not None:
+        log_decay = decay_of_real_tokens(log_decay, k, mask.padding)
     dtype = state_dtype(q, k, v)
     if state is None:
         empty = torch.zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=dtype, device=v.device)
@@ -150,16 +153,8 @@ def _check_options(form: str, chunk_size: int | None) -> None:
 
 def _clear_padding(x: DeltaInputs, padding_mask: Tensor) -> DeltaInputs:
     """Set inputs at padding to 0, so that padding tokens neither write nor decay."""
-    q, k, v, beta, log_decay = x[:5]
-    is_padding = ~padding_mask[:, None, :, None]
-    q, k, v = (each.masked_fill(is_padding, 0) for each in (q, k, v))
-    beta = beta.masked_fill(is_padding[..., 0], 0)
-    if log_decay is not None:
-        if log_decay.dim() == 1:
-            log_decay = log_decay[None, :, None].expand(beta.shape)
-        of_token = is_padding if log_decay.dim() == 4 else is_padding[..., 0]
-        log_decay = log_decay.masked_fill(of_token, 0)
-    return x._replace(q=q, k=k, v=v, beta=beta, log_decay=log_decay)
+    q, k, v, beta = (fill_padding(each, padding_mask) for each in x[:4])
+    return x._replace(q=q, k=k, v=v, beta=beta)
 
 
 def _l2_normalize(x: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from attnzoo.backends.gated_linear.impl.mlstm import (
 from attnzoo.backends.gated_linear.impl.reference import run_reference
 from attnzoo.backends.gated_linear.impl.rwkv6 import add_last_token, shift_right
 from attnzoo.backends.implementation import Implementation, select
+from attnzoo.backends.linear.feature_maps.functional import widen
 from attnzoo.backends.linear.impl.common import empty_state, state_dtype
 from attnzoo.backends.linear.impl.context_parallel import state_from_earlier_ranks
 from attnzoo.backends.linear.op import GatedResult, StepGate, gated_step
@@ -52,6 +53,7 @@ from attnzoo.backends.validation import (
 )
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.context_parallel import LOG_ZERO, SequenceShard
+from attnzoo.kernels.padding import fill_padding
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice, LinearState, MatrixState, StabilizedState
 
@@ -116,10 +118,10 @@ def mlstm_attention(
     mask = _check("mlstm_attention", q, k, v, mask, state, shard)
     for name, x in (("log_forget", log_forget), ("log_input", log_input)):
         check_shape(name, x, tuple(k.shape[:3]), "B, Hkv, T", q.device)
-    if mask.padding is not None:
-        is_padding = ~mask.padding[:, None]
-        log_forget = log_forget.masked_fill(is_padding, 0)
-        log_input = log_input.masked_fill(is_padding, LOG_ZERO)
+    k, v = (fill_padding(x, mask.padding) for x in (k, v))
+    # 16-bit sums over gates would grow in error with the number of tokens
+    log_forget = fill_padding(widen(log_forget), mask.padding)
+    log_input = fill_padding(widen(log_input), mask.padding, LOG_ZERO)
     values = v.to(torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32))
     if shard is not None:
         state = stabilized_state_from_earlier_ranks(k, values, log_forget, log_input, shard)
@@ -217,9 +219,7 @@ def rwkv6_attention(
     mask = _check("rwkv6_attention", q, k, v, mask, state, shard)
     check_shape("bonus", bonus, (k.shape[1], k.shape[3]), "Hkv, D", q.device)
     _check_decay_of_channels(log_decay, k)
-    if mask.padding is not None:
-        is_padding = ~mask.padding[:, None, :, None]
-        k, log_decay = k.masked_fill(is_padding, 0), log_decay.masked_fill(is_padding, 0)
+    k, v, log_decay = (fill_padding(x, mask.padding) for x in (k, v, widen(log_decay)))
     wide = torch.promote_types(q.dtype, v.dtype)
     values = v.to(torch.promote_types(wide, torch.float32))
     if shard is not None:
@@ -248,7 +248,8 @@ def rwkv6_attention(
     chosen, choice = select_linear("rwkv6_attention", call, impl)
     from_state, last, *_ = chosen.run(call)
     grouped = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, T, D]
-    weight = (grouped * (bonus.to(k.dtype).unsqueeze(1) * k).unsqueeze(2)).sum(-1, keepdim=True)
+    products = grouped * (bonus.to(k.dtype).unsqueeze(1) * k).unsqueeze(2)
+    weight = products.sum(-1, keepdim=True, dtype=values.dtype)
     out = from_state + (weight * values.unsqueeze(2)).flatten(1, 2)
     if normalize:
         out = divide(out[..., :-1], out[..., -1:] + eps, chosen.name, call)
@@ -314,8 +315,9 @@ def matrix_gated_attention(
     mask = _check("matrix_gated_attention", q, k, v, mask, state, shard)
     if value_weights is not None:
         check_shape("value_weights", value_weights, tuple(v.shape), "B, Hkv, T, E", q.device)
-    if mask.padding is not None:
-        k = k.masked_fill(~mask.padding[:, None, :, None], 0)
+    k, v = (fill_padding(x, mask.padding) for x in (k, v))
+    if value_weights is not None:
+        value_weights = fill_padding(value_weights, mask.padding)
     dtype = state_dtype(q, k, v)
     if state is None:
         empty = torch.zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=dtype, device=v.device)

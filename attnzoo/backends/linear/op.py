@@ -33,6 +33,7 @@ from attnzoo.backends.linear.impl.common import (
     MapWeights,
     Result,
     check_feature_map,
+    decay_of_real_tokens,
     empty_output,
     empty_state,
     like_features,
@@ -108,7 +109,8 @@ def linear_attention(
             other: ``state`` belongs to the first segment, and the returned state to the last.
         log_decay: Natural logarithm of the decay at each token, at most 0: ``[Hkv]`` (constant per
             head), ``[B, Hkv, S]`` (per token) or ``[B, Hkv, S, D]`` (per key channel). No value
-            overflows or cancels; minus infinity sets the state to 0.
+            overflows or cancels; minus infinity sets the state to 0. It decays the state at padding
+            too, where the caller sets it to 0 if it should not.
         normalize: Divide by ``q_t z_t + eps``; features should then not be negative.
         scale: Multiplies the features of q; ``None`` means 1. It cancels with ``normalize``, except
             for ``eps``.
@@ -161,6 +163,8 @@ def linear_attention(
     keys = like_features(k, feature_map, map_weights)
     _check_tensors(q, k, keys, v, log_decay, state, mask)
     check_shard(shard, state)
+    if log_decay is not None:
+        log_decay = decay_of_real_tokens(log_decay, k, None)
     if state is None:
         state = empty_state(q, keys, v)
     elif state.kv.dtype != (dtype := state_dtype(q, k, v)) or state.k.dtype != dtype:

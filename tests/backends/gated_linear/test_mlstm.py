@@ -56,6 +56,17 @@ def test_equals_formula(form, impl, length):
     torch.testing.assert_close(ours.state.k * factor[..., None], z)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [1, 8])
+def test_16_bit_gates_at_padding(length, dtype):
+    q, k, v, *gates = (x.to(dtype) for x in make(length))
+    mask = AttentionMask(causal=True, padding=torch.arange(length).expand(B, -1) != 0)
+    expected = run(q, k, v, *(x.float() for x in gates), mask=mask, return_state=True)
+    found = run(q, k, v, *gates, mask=mask, return_state=True)
+    for ours, right in zip((found.out, *found.state), (expected.out, *expected.state), strict=True):
+        torch.testing.assert_close(ours, right, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("cut", [1, 8, 19])
 def test_prefill_then_decode_matches_one_pass(cut):
     x = make(20, spread=5.0)

@@ -41,6 +41,7 @@ def _decay(x: DeltaInputs) -> Tensor:
     batch, heads, tokens, _ = x.k.shape
     if x.log_decay is None:
         return x.k.new_ones(batch, heads, tokens, 1)
-    if x.log_decay.dim() == 1:
-        return repeat(x.log_decay.exp(), "h -> b h t 1", b=batch, t=tokens)
-    return x.log_decay.exp() if x.log_decay.dim() == 4 else x.log_decay.exp().unsqueeze(-1)
+    decay = x.log_decay.to(x.state.kv.dtype).exp()
+    if decay.dim() == 1:
+        return repeat(decay, "h -> b h t 1", b=batch, t=tokens)
+    return decay if decay.dim() == 4 else decay.unsqueeze(-1)

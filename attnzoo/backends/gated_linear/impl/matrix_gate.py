@@ -35,7 +35,7 @@ class MatrixGateInputs(NamedTuple):
 
     def masked_log_decay(self, start: int, stop: int) -> Tensor:
         """Return the log decays of tokens ``start`` to ``stop``, zero at padding."""
-        log_decay = self.log_decay(start, stop)
+        log_decay = self.log_decay(start, stop).to(self.state.kv.dtype)
         if self.padding_mask is not None:
             is_padding = ~self.padding_mask[:, None, start:stop, None, None]
             log_decay = log_decay.masked_fill(is_padding, 0)
@@ -56,7 +56,7 @@ def run_torch(x: MatrixGateInputs) -> MatrixGateResult:
     outs = []
     for start in range(0, tokens, BLOCK):
         stop = min(start + BLOCK, tokens)
-        decay = x.masked_log_decay(start, stop).to(dtype).exp()
+        decay = x.masked_log_decay(start, stop).exp()
         if x.segment_ids is not None and stop > 1:
             ids = x.segment_ids[:, max(start, 1) : stop]
             same = ids == x.segment_ids[:, max(start, 1) - 1 : stop - 1]
@@ -80,4 +80,4 @@ def total_log_decay(x: MatrixGateInputs) -> Tensor:
     """Return the sum of the log decays of all tokens, ``[B, Hkv, D, E]``."""
     starts = range(0, x.k.shape[2], BLOCK)
     blocks = [x.masked_log_decay(t, min(t + BLOCK, x.k.shape[2])).sum(2) for t in starts]
-    return torch.stack(blocks).sum(0).to(x.state.kv.dtype)
+    return torch.stack(blocks).sum(0)

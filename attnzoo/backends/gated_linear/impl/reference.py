@@ -24,9 +24,10 @@ def run_reference(x: MatrixGateInputs) -> tuple[Tensor, MatrixState]:
     q = rearrange(q, "b (h g) t d -> t b h g d", h=k.shape[1])
     outs = [q.new_zeros(0, *q.shape[1:4], v.shape[3])]
     for t in range(k.shape[2]):
-        decay = x.log_decay(t, t + 1)[:, :, 0].to(kv.dtype).exp()
+        decay = x.log_decay(t, t + 1)[:, :, 0].to(kv.dtype)
         if x.padding_mask is not None:
-            decay = torch.where(rearrange(x.padding_mask[:, t], "b -> b 1 1 1"), decay, 1)
+            decay = torch.where(rearrange(x.padding_mask[:, t], "b -> b 1 1 1"), decay, 0)
+        decay = decay.exp()
         if x.segment_ids is not None and t > 0:
             same = x.segment_ids[:, t] == x.segment_ids[:, t - 1]
             decay = decay * rearrange(same, "b -> b 1 1 1")

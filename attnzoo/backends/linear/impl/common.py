@@ -23,9 +23,11 @@ from attnzoo.backends.linear.feature_maps.functional import (
     learned_linear,
     learned_relu,
     relu,
+    widen,
 )
 from attnzoo.backends.validation import check_shape
 from attnzoo.errors import UnsupportedError, did_you_mean
+from attnzoo.kernels.padding import fill_padding
 from attnzoo.state import LinearState
 
 CHUNK_SIZE = 64  # tokens per chunk, unless the call sets it
@@ -86,6 +88,18 @@ def log_decay_per_token(log_decay: Tensor, k: Tensor) -> Tensor:
     if log_decay.dim() == 1:
         log_decay = log_decay[None, :, None].expand(k.shape[:3])
     return log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(3)
+
+
+def decay_of_real_tokens(log_decay: Tensor, k: Tensor, padding: Tensor | None) -> Tensor:
+    """Return log decays of any accepted shape with zeros at padding, which decays nothing.
+
+    Those per head are at least float32, because their gradient is a sum over all tokens.
+    """
+    if log_decay.dim() == 1:
+        log_decay = widen(log_decay)
+        if padding is not None:
+            log_decay = log_decay[None, :, None].expand(k.shape[:3])
+    return fill_padding(log_decay, padding)
 
 
 def empty_state(q: Tensor, k: Tensor, v: Tensor) -> LinearState:
@@ -198,9 +212,9 @@ def map_inputs(x: LinearInputs) -> LinearInputs:
     """Apply the feature map, and set the features and values of padding keys to 0."""
     options = (x.feature_map, x.feature_scale, x.map_weights)
     q = map_features(x.q, *options, of_keys=False)
-    k, v = map_features(x.k, *options, of_keys=True), x.v
-    if x.padding_mask is not None:
-        k, v = (each.masked_fill(~x.padding_mask[:, None, :, None], 0) for each in (k, v))
+    k, v = (fill_padding(each, x.padding_mask) for each in (x.k, x.v))
+    if x.feature_map != "identity":  # the features of a zero key are not zero
+        k = fill_padding(map_features(k, *options, of_keys=True), x.padding_mask)
     return x._replace(q=q, k=k, v=v, feature_map="identity", map_weights=None, padding_mask=None)
 
 
