@@ -23,7 +23,10 @@ class AttentionMask:
 
     Attributes:
         causal: Whether a query attends to keys up to its own position only.
-        padding: ``[B, S]`` bool, false at padding; ``None`` without padding.
+        padding: ``[B, S]`` bool, false at padding; ``None`` without padding. What keys
+            and values hold there has no effect. The exceptions are NaN and infinity in softmax,
+            flash and longformer attention: their weight is 0, and 0 times NaN is NaN. Queries at
+            padding must be finite in training, for the same reason.
         segment_ids: ``[B, S]`` integers, non-decreasing; tokens attend within their segment
             (packed sequences).
         window: ``(before, after)``: a query at position i attends to positions ``i - before`` to

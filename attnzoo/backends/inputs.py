@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.kernels.context_parallel import SequenceShard
+from attnzoo.kernels.padding import fill_padding
 from attnzoo.masks import AttentionMask
 
 MASK_IN_BIAS = (
@@ -83,18 +84,19 @@ def zero_padding(
     padding_mask = inputs.mask.padding
     if padding_mask is None:
         return inputs
-    is_padding = ~padding_mask[:, None, :, None]
     q, hidden = inputs.q, inputs.hidden_states
     query_mask = inputs.mask.query_padding(q.shape[2], inputs.k.shape[2])
     if query_mask is not None and not crossed:
-        hidden_queries = ~query_mask[:, None, :, None]
-        q = q.masked_fill(hidden_queries & ~q.isfinite() if exact else hidden_queries, 0)
+        if exact:
+            q = q.masked_fill(~query_mask[:, None, :, None] & ~q.isfinite(), 0)
+        else:
+            q = fill_padding(q, query_mask)
     if hidden is not None:
-        hidden = hidden.masked_fill(~padding_mask[:, :, None], 0)
+        hidden = fill_padding(hidden, padding_mask, token_dim=1)
     return inputs._replace(
         q=q,
-        k=inputs.k.masked_fill(is_padding, 0),
-        v=inputs.v.masked_fill(is_padding, 0),
+        k=fill_padding(inputs.k, padding_mask),
+        v=fill_padding(inputs.v, padding_mask),
         hidden_states=hidden,
     )
 

@@ -85,6 +85,7 @@ def flash_attention(
         k: Keys, ``[B, Hkv, S, D]``; each serves H / Hkv query heads.
         v: Values, ``[B, Hkv, S, E]``.
         mask: Which keys each query sees; ``None`` means all. A query that sees none gives zeros.
+            Hidden keys and values must be finite, as in ``softmax_attention``.
         scale: Multiplies the products; ``None`` means ``D ** -0.5``.
         bias: Added to the scores, broadcastable to ``[B, H, T, S]``.
         sinks: A logit per head, ``[H]``, or per head and query, ``[B, H, T, 1]``, that takes part

@@ -118,9 +118,8 @@ def mlstm_attention(
     mask = _check("mlstm_attention", q, k, v, mask, state, shard)
     for name, x in (("log_forget", log_forget), ("log_input", log_input)):
         check_shape(name, x, tuple(k.shape[:3]), "B, Hkv, T", q.device)
-    k, v = (fill_padding(x, mask.padding) for x in (k, v))
-    # 16-bit sums over gates would grow in error with the number of tokens
-    log_forget = fill_padding(widen(log_forget), mask.padding)
+    # The error of 16-bit sums over gates would grow with the number of tokens
+    k, v, log_forget = (fill_padding(x, mask.padding) for x in (k, v, widen(log_forget)))
     log_input = fill_padding(widen(log_input), mask.padding, LOG_ZERO)
     values = v.to(torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32))
     if shard is not None:
@@ -315,9 +314,8 @@ def matrix_gated_attention(
     mask = _check("matrix_gated_attention", q, k, v, mask, state, shard)
     if value_weights is not None:
         check_shape("value_weights", value_weights, tuple(v.shape), "B, Hkv, T, E", q.device)
-    k, v = (fill_padding(x, mask.padding) for x in (k, v))
-    if value_weights is not None:
         value_weights = fill_padding(value_weights, mask.padding)
+    k, v = (fill_padding(x, mask.padding) for x in (k, v))
     dtype = state_dtype(q, k, v)
     if state is None:
         empty = torch.zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=dtype, device=v.device)

@@ -27,6 +27,7 @@ from attnzoo.backends.linear.window_hybrid import hybrid_attention
 from attnzoo.backends.linear.window_state import LinearBranch
 from attnzoo.errors import ConfigError
 from attnzoo.kernels.autocast import autocast_disabled
+from attnzoo.kernels.padding import fill_padding
 from attnzoo.state import AttentionOutput
 
 
@@ -317,8 +318,7 @@ class FeatureMapBackend(RecurrentBackend):
             options = {} if counts is None else {"positions": counts.positions}
             q = self.feature_map(inputs.q, inputs.scale, of="queries", **options)
             k = self.feature_map(inputs.k, inputs.scale, of="keys", **options)
-            if inputs.mask.padding is not None:  # the features of a zero key are not zero
-                k = k.masked_fill(~inputs.mask.padding[:, None, :, None], 0)
+            k = fill_padding(k, inputs.mask.padding)  # the features of a zero key are not zero
             if counts is None:
                 return self.run_op(q, k, inputs)
             return with_count(self.run_op(q, k, without_count(inputs)), counts)

@@ -74,6 +74,7 @@ from attnzoo.backends.validation import (
 )
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.context_parallel import SequenceShard
+from attnzoo.kernels.padding import fill_padding
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice, LinearState
 
@@ -137,6 +138,9 @@ def hybrid_attention(
     mask = AttentionMask(causal=True) if mask is None else mask
     _check(q, k, v, branch, mask, state, shard, window, num_sinks, return_state)
     padding_mask, ids = mask.padding, mask.segment_ids
+    if padding_mask is not None:
+        q, k, v = (fill_padding(x, padding_mask) for x in (q, k, v))
+        branch = branch.without_padding(padding_mask)
     needs_features = shard is not None or num_sinks or not mask.causal or q.shape[2] == 1
     if needs_features or impl not in ("auto", "cpp") or q.device.type != "cpu":
         branch = branch.mapped(padding_mask)

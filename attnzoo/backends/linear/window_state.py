@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.backends.linear.impl.common import MapWeights, map_features
+from attnzoo.backends.linear.impl.common import MapWeights, decay_of_real_tokens, map_features
 from attnzoo.backends.local.causal_window import Window, WindowState, is_filled, next_window
 from attnzoo.backends.local.pattern import gather_tokens
 from attnzoo.kernels.context_parallel import SequenceShard, latest_before
+from attnzoo.kernels.padding import fill_padding
 from attnzoo.state import LinearState
 
 
@@ -68,9 +69,9 @@ class LinearBranch(NamedTuple):
     """
 
     q: Tensor  # [B, H, T, F], not negative
-    k: Tensor  # [B, Hkv, T, F], not negative, zero at padding
+    k: Tensor  # [B, Hkv, T, F], not negative
     log_weight: Tensor
-    log_decay: Tensor | None = None  # as in linear_attention; 0 at padding
+    log_decay: Tensor | None = None  # as in linear_attention, but padding does not decay the sums
     relative: bool = True
     mean: bool = False
     linear_only_heads: Tensor | None = None
@@ -88,9 +89,19 @@ class LinearBranch(NamedTuple):
         if self.feature_map == "identity":
             return self
         q, k = self.features(self.q, of_keys=False), self.features(self.k, of_keys=True)
-        if padding_mask is not None:
-            k = k.masked_fill(~padding_mask[:, None, :, None], 0)
+        k = fill_padding(k, padding_mask)
         return self._replace(q=q, k=k, feature_map="identity", map_weights=None)
+
+    def without_padding(self, padding_mask: Tensor) -> LinearBranch:
+        """Return the branch with zeros at padding: tokens that neither count nor decay the sums."""
+        log_decay = self.log_decay
+        weight = self.log_weight[(None,) * (4 - self.log_weight.dim())]
+        if log_decay is not None:
+            log_decay = decay_of_real_tokens(log_decay, self.k, padding_mask)
+        if weight.shape[2] > 1:
+            weight = fill_padding(weight.expand(len(padding_mask), -1, -1, -1), padding_mask)
+        q, k = (fill_padding(x, padding_mask) for x in (self.q, self.k))
+        return self._replace(q=q, k=k, log_decay=log_decay, log_weight=weight)
 
 
 class HybridInputs(NamedTuple):

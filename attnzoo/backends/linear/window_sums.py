@@ -20,6 +20,7 @@ from attnzoo.backends.linear.op import linear_attention
 from attnzoo.backends.linear.window_state import HybridInputs
 from attnzoo.backends.local.causal_window import is_filled
 from attnzoo.kernels.memory import cat_huge_pages
+from attnzoo.kernels.padding import fill_padding
 from attnzoo.masks import AttentionMask
 from attnzoo.state import LinearState
 
@@ -137,8 +138,7 @@ def _kernel_sums(
 ) -> tuple[Tensor, Tensor]:
     """Return causal sums of values and of weights from the Triton kernels; features are given."""
     q, k = round_features(q, v), round_features(k, v)
-    if seen is not None:
-        k = k.masked_fill(~seen[:, None, :, None], 0)
+    k = fill_padding(k, seen)
     out, totals, _ = triton_sums(q, k, v, None, empty_state(q, k, v), ids)
     return out, totals
 

@@ -83,7 +83,8 @@ def longformer_attention(
             (w d - d in causal attention).
         mask: Causality, padding, and segments, which need calls without global tokens. Its window
             limits that of every head. Its ``q_offset`` is read if there are fewer queries than
-            keys. Queries at padding give zeros. ``None`` means bidirectional.
+            keys. Queries at padding give zeros. Hidden keys and values must be finite, as in
+            ``softmax_attention``. ``None`` means bidirectional.
         scale: Multiplies the products; ``None`` means ``D ** -0.5``.
         global_tokens: ``[B, S]`` or ``[1, S]`` bool, true where a token is global; or
             :class:`GlobalTokens`.

@@ -31,6 +31,7 @@ from attnzoo.backends.linear.window_hybrid import LinearBranch
 from attnzoo.backends.performer.op import favor_attention
 from attnzoo.errors import ConfigError
 from attnzoo.kernels.autocast import autocast_disabled
+from attnzoo.kernels.padding import fill_padding
 from attnzoo.state import AttentionOutput, ImplChoice
 
 BLOCK_FEATURES = 2**21  # features that are computed at once on a CPU: 8 MiB
@@ -240,8 +241,7 @@ class PerformerBackend(RecurrentBackend):
     @staticmethod
     def mask_features(k: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the features of keys with zeros at padding."""
-        padding_mask = inputs.mask.padding
-        return k if padding_mask is None else k.masked_fill(~padding_mask[:, None, :, None], 0)
+        return fill_padding(k, inputs.mask.padding)
 
     def attend_in_blocks(self, inputs: AttentionInputs) -> AttentionOutput:
         """Run linear attention on features; causal calls on a CPU run block after block.

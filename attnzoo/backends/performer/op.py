@@ -33,6 +33,7 @@ from attnzoo.backends.validation import (
 )
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.derivatives import check_reverse_mode, first_derivative_only
+from attnzoo.kernels.padding import fill_padding
 from attnzoo.masks import AttentionMask
 
 INSTEAD = "impl='reference' of the performer backend"  # for derivatives of derivatives
@@ -86,6 +87,7 @@ def favor_attention(
         return empty_output(q, k, v)
     weight = scale_projection(projection.to(torch.promote_types(projection.dtype, v.dtype)), scale)
     heads, padding_mask = k.shape[1], None if mask is None else mask.padding
+    k, v = (fill_padding(x, padding_mask) for x in (k, v))
     rows = q.reshape(q.shape[0], heads, -1, q.shape[3])  # [B, Hkv, G * T, D]
     is_padding = None
     if padding_mask is not None:

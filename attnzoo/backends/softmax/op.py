@@ -41,7 +41,8 @@ def softmax_attention(
         v: Values, ``[B, Hkv, S, E]``.
         scale: Multiplies the products; ``None`` means ``D ** -0.5``.
         mask: Which keys each query sees, as an :class:`~attnzoo.masks.AttentionMask` or as a bool
-            tensor that broadcasts to ``[B, H, T, S]``. A query that sees none gives zeros.
+            tensor that broadcasts to ``[B, H, T, S]``. A query that sees none gives zeros. Hidden
+            keys and values must be finite: their weight is 0, and 0 times NaN is NaN.
         bias: Added to the scores, broadcastable to ``[B, H, T, S]``. It hides keys where it is
             -inf; a query that sees none gives zeros.
         softcap: Scores become ``softcap * tanh(scores / softcap)``.

@@ -84,9 +84,12 @@ class FeatureMap : Tiles<Real> {
     // Whether the features are x itself, so that nothing has to be computed.
     bool is_identity() const { return t.kind == IDENTITY && !has_matrix(); }
 
-    // Compute y and f of ROWS rows x, [ROWS, D rounded up]. The features of rows that are not valid
-    // are 0. If is_identity(), y and f may be x.
-    void features(const Real* x, const bool* valid, Real* y, Real* f) {
+    // Compute y and f of ROWS rows x, [ROWS, D rounded up]. Rows that are not valid are set to 0,
+    // because their NaN would reach the gradient of W, and so are their features. If is_identity(),
+    // y and f may be x.
+    void features(Real* x, const bool* valid, Real* y, Real* f) {
+        for (int r = 0; r < ROWS; ++r)
+            if (!valid[r]) std::fill_n(x + r * x_width_, x_width_, Real(0));
         if (has_matrix()) {
             product(y, y_size_, ROWS, x, x_width_, 1, columns_, y_size_, y_size_, x_width_);
             for (int64_t i = 0; t.bias && i < ROWS * y_size_; i += y_size_)

@@ -105,6 +105,44 @@ def test_causal_equals_formula(window, decay, padded, impl):
             assert_close(run(x, window, impl=impl).out, dense(*x[:4], window, padding=x[4]))
 
 
+@pytest.mark.parametrize("num_sinks", [0, 2])
+@pytest.mark.parametrize("impl", ["reference", "torch", "cpp"])
+@pytest.mark.parametrize("decay", DECAYS[1:])
+def test_padding_decays_nothing(decay, impl, num_sinks):
+    """In one call and in steps, whatever the decays and features at padding are."""
+    length, window = 20, 4
+    x = make(length, decay)
+    padding = make(length, padded=True)[4]
+    real = padding[:, None, :]
+    masked = x[3].log_decay
+    if decay == "head":
+        masked = masked[None, :, None].expand(B, HKV, length)
+    masked = masked * real.view(B, 1, length, *[1] * (masked.dim() - 3))
+    branch = x[3]._replace(k=x[3].k * real[..., None], log_decay=masked)
+    exact = dense(*x[:3], branch, window, padding=padding, num_sinks=num_sinks)
+    options = {"impl": impl, "num_sinks": num_sinks, "return_state": True}
+    whole = run((*x[:4], padding), window, **options)
+    assert_close(whole.out, exact)
+    state, outs = None, []
+    for start, stop in pairwise([0, 9, *range(12, length + 1)]):
+        part = run(tokens((*x[:4], padding), slice(start, stop)), window, state=state, **options)
+        outs.append(part.out)
+        state = part.state
+    assert_close(torch.cat(outs, 2), exact)
+    assert_close(state[3:5], whole.state[3:5])
+
+
+@pytest.mark.parametrize("shape", [(1,), (20, 1), (H, 1, 1), (H, 20, 1), (1, H, 20, 1)], ids=str)
+def test_a_log_weight_is_broadcast(shape):
+    *x, padding = make(20, padded=True)
+    weight = torch.randn(shape, dtype=torch.float64)
+    outs = [
+        run((*x[:3], x[3]._replace(log_weight=each), padding), 4).out
+        for each in (weight, weight.expand(B, H, 20, 1))
+    ]
+    assert_close(*outs)
+
+
 @pytest.mark.parametrize("impl", ["reference", "torch", "cpp", "compiled"])
 @pytest.mark.parametrize("decay", DECAYS, ids=str)
 def test_sinks_are_in_the_window_of_every_query(decay, impl, monkeypatch):

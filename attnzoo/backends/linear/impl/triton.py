@@ -16,6 +16,7 @@ from attnzoo.backends.linear.impl.common import LinearInputs, Result
 from attnzoo.backends.linear.kernels.compilers import compiler_reasons, ptxas_path
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.derivatives import check_reverse_mode, first_derivative_only
+from attnzoo.kernels.padding import fill_padding
 from attnzoo.state import LinearState
 
 LARGEST = 256  # key and value size
@@ -133,7 +134,7 @@ def run_triton(x: LinearInputs) -> Result:
         x = x._replace(q=round_features(x.q, x.v), k=round_features(x.k, x.v))
     kv, z = x.state
     options = (x.feature_map, x.feature_scale**0.5, x.scale, x.normalize, x.eps)
-    v = x.v if x.padding_mask is None else x.v.masked_fill(~x.padding_mask[:, None, :, None], 0)
+    v = fill_padding(x.v, x.padding_mask)
     tensors = (x.q, x.k, v, x.log_decay, kv, z)
     check_reverse_mode("linear_attention", *tensors)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

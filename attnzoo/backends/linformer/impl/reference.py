@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from attnzoo.backends.linformer.impl.common import BlockCall, BlockState, LinformerCall
+from attnzoo.kernels.padding import fill_padding
 
 
 def run_reference(x: LinformerCall) -> Tensor:
     """Return the output of the bidirectional form, ``[B, H, T, E]``."""
     wide = torch.promote_types(x.q.dtype, torch.float32)
-    q, k, v = (t.to(wide) for t in (x.q, x.k, x.v))
+    q, k, v = x.q.to(wide), *_keys_and_values(x, wide)
     tokens = _padding_mask(x.padding_mask, x.k)
     position = (tokens.cumsum(1) - 1).clamp(min=0)  # [B, S]
     weights = [
@@ -47,7 +48,7 @@ def run_block_reference(x: BlockCall) -> tuple[Tensor, BlockState | None]:
     Positions count from the start of the current block of the state.
     """
     wide, size = torch.promote_types(x.k.dtype, torch.float32), x.key_rows.shape[1]
-    q, k, v = (t.to(wide) for t in (x.q, x.k, x.v))
+    q, k, v = x.q.to(wide), *_keys_and_values(x, wide)
     queries = tokens = _padding_mask(x.padding_mask, x.k)
     q_position = position = (tokens.cumsum(1) - 1).clamp(min=0)
     if x.state is not None:
@@ -113,6 +114,11 @@ def _padding_mask(padding_mask: Tensor | None, k: Tensor) -> Tensor:
     if padding_mask is None:
         return torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
     return padding_mask.bool()
+
+
+def _keys_and_values(x: LinformerCall | BlockCall, dtype: torch.dtype) -> list[Tensor]:
+    """Return keys and values with zeros at padding."""
+    return [fill_padding(t.to(dtype), x.padding_mask) for t in (x.k, x.v)]
 
 
 def _softmax_attention(

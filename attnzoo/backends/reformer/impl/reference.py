@@ -18,11 +18,14 @@ from torch import Tensor
 from attnzoo.backends.reformer.impl.options import LSHInputs, LSHOptions, seeded_generator
 from attnzoo.backends.softmax.op import softmax_attention
 from attnzoo.kernels.autocast import autocast_disabled
+from attnzoo.kernels.padding import fill_padding
 
 
 def reference_attention(inputs: LSHInputs) -> Tensor:
     """Compute LSH attention with dense scores, ``[B, H, T, E]``; differentiated by autograd."""
-    x, k = inputs, inputs.k
+    x = inputs
+    padding = None if x.key_segments is None else x.key_segments >= 0
+    k, v = (fill_padding(t, padding) for t in (x.k, x.v))
     counts = count_attended_keys(
         x.q.detach(),
         k.detach(),
@@ -42,7 +45,7 @@ def reference_attention(inputs: LSHInputs) -> Tensor:
     if x.options.shared_qk:
         k = k.to(dtype)
         k = k / (k.square().sum(-1, keepdim=True) + 1e-6 * k.shape[3]).sqrt()
-    return softmax_attention(x.q, k, x.v, scale=x.scale, mask=counts > 0, bias=bias).out
+    return softmax_attention(x.q, k, v, scale=x.scale, mask=counts > 0, bias=bias).out
 
 
 def _hide_keys(counts: Tensor, bias: Tensor, shared_qk: bool) -> Tensor:
