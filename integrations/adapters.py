@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import find_adapter_config_file
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError

@@ -10,7 +10,9 @@ M hidden size.
 
 from __future__ import annotations
 
+import inspect
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +75,46 @@ class PendingArguments(threading.local):
         return type(self), ()
 
 
-class LayerHook(seam.ForwardArguments):
+class ForwardArguments:
+    """Reads the arguments of a ``forward``, given by position or by keyword.
+
+    Args:
+        forward: The method of the module's class.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.names = tuple(inspect.signature(inspect.unwrap(forward)).parameters)[1:]
+        self._positions = {name: i for i, name in enumerate(self.names)}
+
+    def get(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the first argument of ``names`` that is not ``None``."""
+        for name in names:
+            value = kwargs.get(name)
+            if value is None and name in self._positions and self._positions[name] < len(args):
+                value = args[self._positions[name]]
+            if value is not None:
+                return value
+        return None
+
+    def cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the cache, or ``None``.
+
+        Raises:
+            UnsupportedError: A cache is given under a name that is not in ``seam.CACHE``.
+        """
+        found = self.get(seam.CACHE, args, kwargs)
+        if found is None:
+            for name, value in (*zip(self.names, args, strict=False), *kwargs.items()):
+                if isinstance(value, seam.Cache):
+                    raise UnsupportedError(
+                        f"the model passes its cache as {name!r}, a name that attnzoo does not "
+                        f"know in {seam.package('transformers')} (known: "
+                        f"{', '.join(seam.CACHE)}), so no state can be kept. {seam.HOW_TO_GO_ON}"
+                    )
+        return found
+
+
+class LayerHook(ForwardArguments):
     """A forward pre-hook that keeps an attention module's arguments for its attention function."""
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -163,13 +204,15 @@ def attention(
     Raises:
         UnsupportedError: The layer has no backend, or the backend does not support the inputs.
     """
-    if seam.attends_to_layers(module):
-        return F.scaled_dot_product_attention(query, key, value, scale=scaling).transpose(
-            1, 2
-        ), None
-    packing = Packing(seq_idx, cu_seq_lens_q, cu_seq_lens_k)
-    pages = seam.Pages.of_call(cache, kwargs, packing._asdict())
-    backend = _supporting_backend(module, kwargs)
+    packing, pages = None, None
+    if seq_idx is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        packing = Packing(seq_idx, cu_seq_lens_q, cu_seq_lens_k)
+        if cache is not None or kwargs.get("write_index") is not None:
+            pages = seam.Pages.of_call(cache, kwargs, packing._asdict())
+    backend = layer_backend(module)
+    if backend is None and seam.attends_to_layers(module):
+        return seam.attend_to_layers(query, key, value, scaling), None
+    _check_arguments(module, backend, kwargs)
     arguments = _take_arguments(module, backend)
     mask, bias = attention_mask, None
     if pages is not None and mask is None:
@@ -179,7 +222,7 @@ def attention(
         causal = causal and not arguments.cross_attention
         lengths = {"q_length": query.shape[2], "kv_length": key.shape[2]}
         mask, bias = read_mask(mask, causal=causal, window=sliding_window, **lengths)
-    if pages is None and any(x is not None for x in packing):
+    if packing is not None and pages is None:
         sizes = query.shape[0], query.shape[2], key.shape[2]
         mask = add_packing(mask, packing, sizes, sharded=backend.shard is not None)
     if indices is not None:
@@ -246,9 +289,8 @@ def _add_position_bias(
     return position_bias if bias is None else bias + position_bias
 
 
-def _supporting_backend(module: nn.Module, kwargs: dict[str, Any]) -> Any:
-    """Return the layer's backend, or raise if the model passes an argument it does not support."""
-    backend = layer_backend(module)
+def _check_arguments(module: nn.Module, backend: Any, kwargs: dict[str, Any]) -> None:
+    """Raise if a layer has no backend, or the model passes an argument it does not support."""
     if backend is None:
         raise UnsupportedError(
             f"{type(module).__name__} runs with attn_implementation='attnzoo' but has no backend; "
@@ -263,7 +305,6 @@ def _supporting_backend(module: nn.Module, kwargs: dict[str, Any]) -> Any:
                 f"argument {name!r}, which this model passes; keep this model on "
                 "attn_implementation='eager' or 'sdpa'"
             )
-    return backend
 
 
 def _take_arguments(module: nn.Module, backend: Any) -> LayerArguments:

@@ -92,7 +92,8 @@ class StateLayer(RecordsCalls, CacheLayerMixin):
             UnsupportedError: The caller is a layer that needs all earlier keys, or passes an
                 argument that is unknown here.
         """
-        seam.refuse_unknown_arguments("the cache", kwargs, seam.IGNORED_UPDATE_ARGUMENTS)
+        if kwargs.keys() - seam.IGNORED_UPDATE_ARGUMENTS:
+            seam.refuse_unknown_arguments("the cache", kwargs, seam.IGNORED_UPDATE_ARGUMENTS)
         if not self.update_pending:
             raise UnsupportedError(
                 f"the cache holds the state of backend {self.owner[0]!r} and no earlier keys, but "

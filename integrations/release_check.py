@@ -24,6 +24,7 @@ from transformers import DynamicCache, StaticCache, masking_utils
 
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import seam
+from attnzoo.integrations.attention import ForwardArguments
 from attnzoo.integrations.masks import ModelMask
 from attnzoo.integrations.patches import FAILED_PATCHES, NAME
 from attnzoo.kernels.verdicts import FAILED, PASSED, Verdict, decide
@@ -220,7 +221,7 @@ def _masks() -> Iterator[str]:
 def _arguments() -> Iterator[str]:
     """Read the arguments of an attention module."""
     model = _tiny_llama()
-    names = seam.ForwardArguments(type(model.model.layers[0].self_attn).forward).names
+    names = ForwardArguments(type(model.model.layers[0].self_attn).forward).names
     for wanted in (seam.HIDDEN_STATES, seam.CACHE, seam.PADDING):
         if not {*wanted} & {*names}:
             yield f"attention modules take {', '.join(names)}, none of {', '.join(wanted)}"

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -35,11 +36,12 @@ __all__ = [
     "CACHE_ARGUMENT",
     "HOW_TO_GO_ON",
     "TESTED",
-    "ForwardArguments",
+    "Cache",
     "PagedAttentionCache",
     "Pages",
     "active_collector",
     "all_configs",
+    "attend_to_layers",
     "attends_to_layers",
     "bidirectional_mask_function",
     "cache_argument",
@@ -132,45 +134,6 @@ _MASK_FUNCTIONS = {
 }
 
 
-class ForwardArguments:
-    """Reads the arguments of a ``forward``, given by position or by keyword.
-
-    Args:
-        forward: The method of the module's class.
-    """
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.names = tuple(inspect.signature(inspect.unwrap(forward)).parameters)[1:]
-        self._positions = {name: i for i, name in enumerate(self.names)}
-
-    def get(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the first argument of ``names`` that is not ``None``."""
-        for name in names:
-            value = kwargs.get(name)
-            if value is None and name in self._positions and self._positions[name] < len(args):
-                value = args[self._positions[name]]
-            if value is not None:
-                return value
-        return None
-
-    def cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the cache, or ``None``.
-
-        Raises:
-            UnsupportedError: A cache is given under a name that is not in :data:`CACHE`.
-        """
-        found = self.get(CACHE, args, kwargs)
-        if found is None:
-            for name, value in (*zip(self.names, args, strict=False), *kwargs.items()):
-                if isinstance(value, Cache):
-                    raise UnsupportedError(
-                        f"the model passes its cache as {name!r}, a name that attnzoo does not "
-                        f"know in transformers {transformers.__version__} (known: "
-                        f"{', '.join(CACHE)}), so no state can be kept. {HOW_TO_GO_ON}"
-                    )
-        return found
-
-
 def refuse_unknown_arguments(
     where: str, kwargs: Mapping[str, Any], known: Collection[str] = IGNORED_ARGUMENTS
 ) -> None:
@@ -213,16 +176,14 @@ class Pages(NamedTuple):
     arguments: dict[str, Any]  # cu_seq_lens_q, cu_seq_lens_k and the indices of pages
 
     @classmethod
-    def of_call(cls, cache: Any, kwargs: dict[str, Any], borders: dict[str, Any]) -> Pages | None:
-        """Return the pages of an attention call, or ``None``; removes them from ``kwargs``.
+    def of_call(cls, cache: Any, kwargs: dict[str, Any], borders: dict[str, Any]) -> Pages:
+        """Return the pages of an attention call; removes them from ``kwargs``.
 
         Args:
             cache: The argument ``cache``.
             kwargs: Arguments of the attention function.
             borders: Its arguments that say where each request begins.
         """
-        if cache is None and kwargs.get("write_index") is None:
-            return None
         return cls(cache, {name: kwargs.pop(name, None) for name in PAGE_ARGUMENTS} | borders)
 
     def read(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -280,6 +241,12 @@ def attends_to_layers(module: nn.Module) -> bool:
     """Return whether a module attends to outputs of earlier layers, as Inkling 2's residuals."""
     code = _forward_code(module)
     return code is not None and BLOCK_STATES in code.co_varnames
+
+
+def attend_to_layers(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Return what the model's own attention to earlier layers does, ``[B, T, H, E]``."""
+    out = F.scaled_dot_product_attention(query, key, value, scale=scale)
+    return out.transpose(1, 2).contiguous()
 
 
 def family_uses_interface(family: str) -> bool:

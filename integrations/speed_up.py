@@ -23,6 +23,7 @@ from attnzoo.backends.delta.op import delta_attention
 from attnzoo.backends.linear.op import linear_attention
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.integrations import seam
+from attnzoo.integrations.attention import ForwardArguments
 from attnzoo.integrations.convolution import (
     can_convolve_rows,
     convolve_packed,
@@ -293,7 +294,7 @@ class FastForward:
                 mask, ``[B, T]``, and a cache, which holds ``[B, H, D, D]`` for this layer.
             kwargs: The same by name; unknown ones are refused.
         """
-        arguments = seam.ForwardArguments(stock)
+        arguments = ForwardArguments(stock)
         hidden_states = arguments.get(seam.HIDDEN_STATES, args, kwargs)
         if hidden_states.device.type != "cpu":
             self._record(ImplChoice("stock", f"the tensors are on {hidden_states.device.type}"))

@@ -12,6 +12,7 @@ from attnzoo.cli import main
 from attnzoo.evaluation import check_cpp, installation
 from attnzoo.evaluation.installation import OK, UNAVAILABLE, WRONG, CheckResult, check_installation
 from attnzoo.integrations import release_check, seam
+from attnzoo.integrations.attention import ForwardArguments
 from attnzoo.kernels.verdicts import FAILED, NOT_RUN, PASSED, Verdict
 
 
@@ -86,7 +87,7 @@ def test_an_untested_version_is_named_and_passes(monkeypatch):
 
 
 def test_a_release_in_which_states_are_lost_fails(monkeypatch):
-    monkeypatch.setattr(seam.ForwardArguments, "cache", lambda self, args, kwargs: None)
+    monkeypatch.setattr(ForwardArguments, "cache", lambda self, args, kwargs: None)
     row = only(monkeypatch, "x", lambda: installation._release())
     assert row.status == WRONG
     assert "a dynamic cache holds no states" in row.detail

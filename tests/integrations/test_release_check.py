@@ -9,7 +9,7 @@ from transformers import masking_utils
 import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import patches, release_check, seam
-from attnzoo.integrations.attention import LayerHook
+from attnzoo.integrations.attention import ForwardArguments, LayerHook
 from attnzoo.kernels.verdicts import FAILED, PASSED
 
 
@@ -100,7 +100,7 @@ def test_a_version_that_does_not_fit_is_refused_by_name(change, llama, monkeypat
 def test_speed_up_of_a_version_that_does_not_fit_is_refused(llama, monkeypatch, tmp_path):
     """A keyword that the stock method takes by another name."""
     assert release_check.check_release(attnzoo.speed_up).outcome == PASSED
-    monkeypatch.setattr(seam.ForwardArguments, "cache", lambda self, args, kwargs: None)
+    monkeypatch.setattr(ForwardArguments, "cache", lambda self, args, kwargs: None)
     with pytest.raises(
         UnsupportedError, match=r"a sped up MiniMaxForCausalLM differs from one pass"
     ):

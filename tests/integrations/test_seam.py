@@ -7,7 +7,7 @@ import transformers as hf
 import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import seam
-from attnzoo.integrations.attention import attention
+from attnzoo.integrations.attention import ForwardArguments, attention
 from attnzoo.integrations.cache import StaticStateLayer
 from attnzoo.integrations.masks import make_mask
 from attnzoo.integrations.speed_up import sped_up_layers
@@ -84,7 +84,7 @@ def test_arguments_by_position_and_by_keyword():
     def forward(self, hidden_states, mask=None, cache=None):
         raise AssertionError
 
-    arguments, cache = seam.ForwardArguments(forward), hf.DynamicCache()
+    arguments, cache = ForwardArguments(forward), hf.DynamicCache()
     x = torch.ones(1)
     for args, kwargs in (((x, None, cache), {}), ((x,), {"cache": cache})):
         assert arguments.cache(args, kwargs) is cache

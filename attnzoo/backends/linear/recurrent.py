@@ -144,7 +144,7 @@ class RecurrentBackend(AttentionBackend):
     recurrent = True
     state_from_keys = True
     context_parallel = True
-    no_weight_decay = ("far_log_weight",)
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("far_log_weight",)
     window_dropout: WindowDropout | None = None  # set by the training loop; no effect in eval mode
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
