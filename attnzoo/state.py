@@ -79,7 +79,13 @@ class KVState(NamedTuple):
 
     k: Tensor  # [B, Hkv, S, D]
     v: Tensor  # [B, Hkv, S, E]
-    real: Tensor  # [B, S], bool: the padding mask, false at padding
+    positions: Tensor  # [B, S], int64: of each key's token in its row, -1 at padding
+    length: Tensor  # [B], int64: tokens so far, padding included
+
+    @property
+    def real(self) -> Tensor:
+        """The padding mask, ``[B, S]`` bool, false at padding."""
+        return self.positions >= 0
 
 
 class ImplChoice(NamedTuple):

@@ -25,6 +25,7 @@ from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import seam
 from attnzoo.integrations.cache import StateLayer, state_layer
+from attnzoo.integrations.cached_call import run_last_queries, run_with_state
 from attnzoo.integrations.context_parallel import refuse_torch_context_parallel
 from attnzoo.integrations.layers import is_causal as layer_is_causal
 from attnzoo.integrations.layers import position_bias_is_zero
@@ -32,13 +33,11 @@ from attnzoo.integrations.masks import (
     ModelMask,
     keep_selected,
     read_mask,
+    refuse_window_over_own_keys,
     refuse_wrong_length,
 )
 from attnzoo.integrations.packing import Packing, add_packing
-from attnzoo.integrations.past_keys import state_of_keys
-from attnzoo.integrations.past_padding import update_past_padding
 from attnzoo.integrations.patches import NAME as NAME
-from attnzoo.integrations.recorded_calls import record_call
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput
 
@@ -52,6 +51,7 @@ class LayerArguments(NamedTuple):
     hidden_states: Tensor | None
     cache: StateLayer | None  # the layer's entry in the cache, if it holds a state
     cross_attention: bool
+    mask: Any = None  # the module may make a tensor of it
 
     def uncount(self, tokens: int) -> None:
         """Subtract the tokens of a refused call from the cache's count; no state has them."""
@@ -129,7 +129,8 @@ class LayerHook(ForwardArguments):
             cache = self.cache(args, kwargs)
             if cache is not None:
                 layer = state_layer(cache, cache_index(module, backend), backend)
-        module._attnzoo_arguments.value = LayerArguments(hidden, layer, cross)
+        mask = self.get(seam.PADDING, args, kwargs)
+        module._attnzoo_arguments.value = LayerArguments(hidden, layer, cross, mask)
 
 
 def add_hook(module: nn.Module) -> RemovableHandle:
@@ -219,9 +220,8 @@ def attention(
         mask = seam.mask_of_pages(sliding_window)
     if not isinstance(mask, AttentionMask):
         causal = layer_is_causal(module, None) if is_causal is None else is_causal
-        causal = causal and not arguments.cross_attention
-        lengths = {"q_length": query.shape[2], "kv_length": key.shape[2]}
-        mask, bias = read_mask(mask, causal=causal, window=sliding_window, **lengths)
+        lengths = query.shape[2], key.shape[2]
+        mask, bias = _read_mask(backend, arguments, mask, causal, sliding_window, lengths)
     if packing is not None and pages is None:
         sizes = query.shape[0], query.shape[2], key.shape[2]
         mask = add_packing(mask, packing, sizes, sharded=backend.shard is not None)
@@ -241,6 +241,30 @@ def attention(
     output = _run_backend(backend, arguments, query, key, value, mask, options)
     weights = output.weights if options["return_weights"] else None
     return output.out.transpose(1, 2).contiguous(), weights
+
+
+def _read_mask(
+    backend: Any,
+    arguments: LayerArguments,
+    mask: Any,
+    causal: bool,
+    window: int | None,
+    lengths: tuple[int, int],
+) -> tuple[AttentionMask, Tensor | None]:
+    """Read a mask that is a tensor or ``None``; returns the mask, and the bias if it is one."""
+    has_state, given = arguments.cache is not None, arguments.mask
+    if isinstance(given, Tensor) and given.ndim == 4 and given.shape[-1] < lengths[1]:
+        refuse_window_over_own_keys(backend, given.shape[-1], lengths[1])
+    return read_mask(
+        mask,
+        causal=causal and not arguments.cross_attention,
+        window=window,
+        q_length=lengths[0],
+        kv_length=lengths[1],
+        given=given,
+        all_columns=has_state,
+        as_bias=has_state and backend.additive_bias,
+    )
 
 
 def _wants_weights(kwargs: dict[str, Any]) -> bool:
@@ -266,18 +290,33 @@ def _run_backend(
 ) -> AttentionOutput:
     """Run the backend, from the state in the cache if there is one; errors name the layer."""
     try:
+        if query.shape[1] != backend.geometry.num_heads:
+            _refuse_split_heads(query.shape[1], backend.geometry.num_heads)
         if arguments.cache is not None:
-            return _with_state(backend, arguments.cache, query, key, value, mask, options)
+            return run_with_state(backend, arguments.cache, query, key, value, mask, options)
         if isinstance(mask, ModelMask) and mask.shape[-1] != key.shape[2]:
             refuse_wrong_length(mask, key.shape[2])
+        queries, keys = query.shape[2], key.shape[2]
+        if isinstance(mask, ModelMask) and queries < keys == mask.new_tokens:
+            return run_last_queries(backend, query, key, value, mask, options)
         output: AttentionOutput = backend(query, key, value, mask=mask, **options)
         return output
     except UnsupportedError as error:
-        arguments.uncount(query.shape[2])
+        arguments.uncount(key.shape[2])
         if backend.geometry.name in str(error):
             raise
         where = f"{backend.geometry.name}: backend {backend.name!r}"
         raise UnsupportedError(f"{where} cannot run this call: {error}") from error
+
+
+def _refuse_split_heads(heads: int, of_layer: int) -> None:
+    """Raise where tensor parallelism has given this process a part of the heads."""
+    parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if parallel and torch.distributed.get_world_size() * heads == of_layer:
+        raise UnsupportedError(
+            f"this process has {heads} of the layer's {of_layer} heads: tensor parallelism splits "
+            "them, which a swap does not support; use FSDP, DeepSpeed or attnzoo.context_parallel"
+        )
 
 
 def _add_position_bias(
@@ -319,59 +358,6 @@ def _take_arguments(module: nn.Module, backend: Any) -> LayerArguments:
         )
     pending.value = CONSUMED if arguments.cache is not None else NOTHING
     return arguments
-
-
-def _check_cached_call(backend: Any, layer: StateLayer, mask: AttentionMask) -> None:
-    """Raise ``UnsupportedError`` for a call that cannot continue from a state."""
-    if mask.function is not None:
-        advice = (
-            "call the model with use_cache=False"
-            if backend.arbitrary_mask
-            else "give this layer an exact backend, such as 'flash'"
-        )
-        raise UnsupportedError(
-            f"{backend.geometry.name}: the mask is {mask.function_name}, which backend "
-            f"{backend.name!r} does not support with a cache of constant size; {advice}"
-        )
-    starts_at_zero = (
-        isinstance(mask, ModelMask) and isinstance(mask.q_offset, int) and mask.q_offset == 0
-    )
-    if layer.update_pending and starts_at_zero and layer.state is not None:
-        raise UnsupportedError(
-            f"{backend.geometry.name}: the model keeps the keys of this call in an entry of the "
-            f"cache that is not the layer's own, so the state of backend {backend.name!r} has no "
-            "place; call the model with use_cache=False, or give this layer an exact backend"
-        )
-
-
-def _with_state(
-    backend: Any,
-    layer: StateLayer,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: AttentionMask,
-    options: dict[str, Any],
-) -> AttentionOutput:
-    """Run the backend from the state in the cache, and store the new state there."""
-    _check_cached_call(backend, layer, mask)
-    past = None
-    if not torch.compiler.is_compiling():  # raising on a tensor's values breaks the graph
-        lengths = query.shape[2], layer.cumulative_length
-        past = update_past_padding(mask, layer.past_padding, *lengths)
-    if layer.unread is not None:
-        layer.state = state_of_keys(backend, *layer.unread, mask, options["scale"])
-        layer.unread = None
-    mask = mask.of_new_tokens(query.shape[2])
-    if layer.overwrites_state and backend.reuses_state:
-        options["reuse_state"] = True
-    output: AttentionOutput = backend(
-        query, key, value, mask=mask, state=layer.readable_state(), return_state=True, **options
-    )
-    call = record_call(backend, query, key, value, mask, options)
-    layer.set_state(output.state, call)
-    layer.past_padding = past
-    return output
 
 
 AttentionInterface.register(NAME, attention)  # in place of the function that imports this module

@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+)
 
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
@@ -114,6 +120,12 @@ class StateLayer(RecordsCalls, CacheLayerMixin):
         if self.state is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.state
         return type(self.state)(*(x.clone() if x.is_inference() else x for x in self.state))
+
+    def skip_tokens(self, tokens: int) -> None:
+        """Count tokens of a call that needed no state, because it had the keys of all tokens."""
+        self.update_pending, self.state = False, None
+        self._clear_recorded()
+        self.add_length(tokens)
 
     def set_state(self, state: State, call: RecordedCall) -> None:
         """Store the state after a call and, while recording, the call."""
@@ -349,13 +361,8 @@ def state_layer(cache: Cache, index: int, backend: AttentionBackend) -> StateLay
         cache = cache.self_attention_cache
     while cache.layer_class_to_replicate is not None and len(cache.layers) <= index:
         cache.layers.append(cache.layer_class_to_replicate())
-    if index >= len(cache.layers):
-        raise UnsupportedError(
-            f"{backend.geometry.name}: the cache has {len(cache.layers)} layers and none for this "
-            "one, which reuses the keys of another layer, so it cannot hold the state of backend "
-            f"{backend.name!r}. Call the model with use_cache=False, or give this layer an exact "
-            "backend"
-        )
+    while len(cache.layers) <= index:  # the last layers have the keys of others in a stock cache
+        cache.layers.append(DynamicLayer())
     layer: Any = cache.layers[index]
     if not isinstance(layer, StateLayer):
         layer = cache.layers[index] = _new_state_layer(layer, backend)
@@ -374,12 +381,13 @@ def state_layer(cache: Cache, index: int, backend: AttentionBackend) -> StateLay
 
 def _new_state_layer(layer: Any, backend: AttentionBackend) -> StateLayer:
     """Return a state layer that replaces an empty stock layer."""
-    if hasattr(layer, "update_conv_state"):
+    more = [name for name in dir(layer) if name.startswith("update_")]
+    if more:
         raise UnsupportedError(
             f"{backend.geometry.name}: the cache uses a {type(layer).__name__} for this layer, "
-            "which holds more than keys and values, so the state of backend "
+            f"which holds more than keys and values ({', '.join(more)}), so the state of backend "
             f"{backend.name!r} cannot replace it. Call the model with use_cache=False, or give "
-            "this layer an exact backend"
+            "this layer an exact backend without a window"
         )
     window = getattr(layer, "sliding_window", None)
     length = int(layer.get_seq_length()) if getattr(layer, "keys", None) is not None else 0

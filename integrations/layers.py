@@ -89,6 +89,7 @@ def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
         key_heads = heads // groups  # some layers repeat their keys before they call the interface
     cross = bool(_CROSS.search(name) or _CROSS.search(type(module).__name__))
     cross = cross or getattr(module, "is_cross_attention", False) is True
+    cross = cross or seam.attends_to_both_sequences(module)
     causal = (is_causal(module, config) or _in_causal_tower(model, module)) and not cross
     sinks = getattr(module, "sinks", getattr(module, "sink_proj", None))  # or a projection
     longest = "max_target_positions" if causal else "max_source_positions"
@@ -107,6 +108,7 @@ def read_geometry(model: nn.Module, name: str, module: nn.Module) -> Geometry:
         sinks=sinks is not None and not isinstance(sinks, bool | int),
         dropout=attention_dropout(module),
         position_bias=has_position_bias(module, cross_attention=cross),
+        last_tokens=seam.may_compute_last_tokens(model, module),
         max_length=_first((config,), "max_position_embeddings", "n_positions", longest),
         layer=number,
         name=name,

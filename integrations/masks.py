@@ -28,6 +28,8 @@ class ModelMask(AttentionMask):
     shape: tuple[int, ...] = (1, 1, 0, 0)  # [B, 1, T, S]
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
+    first: int | Tensor = 0  # position of the first new token
+    new_tokens: int = 0  # of the call; the mask may have fewer rows, of the last ones
     # results that the layers which use this mask share: see past_padding and packing
     shared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -46,6 +48,15 @@ class ModelMask(AttentionMask):
     def contiguous(self) -> ModelMask:
         """Return the mask itself; ``generate`` calls this."""
         return self
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the mask of the last queries, or the elements of the additive mask."""
+        rows = _last_rows(index, self.shape[2])
+        if rows is None or self.function is not None:
+            return self.additive()[_as_tensors(index)]
+        batch, heads, queries, keys = self.shape
+        q_offset = self.q_offset + (queries - rows)
+        return replace(self, q_offset=q_offset, shape=(batch, heads, rows, keys))
 
     def additive(self) -> Tensor:
         """Return the mask of eager attention, ``[B, 1, T, S]``: 0 or the minimum of the dtype."""
@@ -70,6 +81,17 @@ class ModelMask(AttentionMask):
         return getattr(self.additive(), name)
 
 
+def _last_rows(index: Any, queries: int) -> int | None:
+    """Return how many of the last queries ``mask[index]`` keeps, ``None`` for other elements."""
+    everything = slice(None)
+    if not (isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice)):
+        return None
+    if [index[i] == everything for i in (0, 1, 3)] != [True] * 3:
+        return None
+    begin, end, step = index[2].indices(queries)
+    return end - begin if (end, step) == (queries, 1) and begin < end else None
+
+
 def _as_tensors(value: Any) -> Any:
     """Replace every :class:`ModelMask` in the arguments of a torch function by its tensor."""
     if isinstance(value, ModelMask):
@@ -88,7 +110,7 @@ def _operator(name: str) -> Callable[..., Any]:
 
 # Python looks operators up on the class, not by __getattr__; == would compare identities.
 _ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "invert", "and", "or")
-_OTHER = ("eq", "ne", "lt", "le", "gt", "ge", "getitem", "len", "iter", "bool", "contains")
+_OTHER = ("eq", "ne", "lt", "le", "gt", "ge", "len", "iter", "bool", "contains")
 for _name in (*_ARITHMETIC, *_OTHER):
     setattr(ModelMask, f"__{_name}__", _operator(f"__{_name}__"))
 
@@ -143,6 +165,8 @@ def make_mask(
         segment_ids=parsed.segment_ids,
         padding=padding,
         q_offset=q_offset - kv_offset,
+        first=q_offset,
+        new_tokens=q_length,
         shape=(batch_size, 1, q_length, kv_length),
         dtype=dtype,
         device=device or "cpu",
@@ -252,8 +276,23 @@ def read_mask(
     window: int | None,
     q_length: int,
     kv_length: int,
+    given: object = None,
+    all_columns: bool = False,
+    as_bias: bool = False,
 ) -> tuple[AttentionMask, Tensor | None]:
-    """Convert the ``attention_mask`` argument of a layer: an attnzoo mask, a tensor or ``None``.
+    """Convert the ``attention_mask`` argument of a layer: a tensor or ``None``.
+
+    Args:
+        attention_mask: What the module passes to its attention function.
+        causal: Whether the layer is causal.
+        window: The model's window, in tokens.
+        q_length: T.
+        kv_length: S.
+        given: What the module received; if it made a tensor of a :class:`ModelMask`, padding and
+            positions are known from that.
+        all_columns: Whether to keep columns of keys that are not among those of the call, for a
+            state that holds them.
+        as_bias: Whether to return a bool tensor as a bias too.
 
     Returns:
         The mask, and the additive bias if the tensor is one.
@@ -261,18 +300,17 @@ def read_mask(
     Raises:
         UnsupportedError: The argument is none of these, or ``None`` is ambiguous.
     """
-    if isinstance(attention_mask, AttentionMask):
-        return attention_mask, None
+    queries, keys = q_length, kv_length
     if attention_mask is None:
-        if causal and q_length not in (1, kv_length):
+        if causal and queries not in (1, keys):
             raise UnsupportedError(
-                f"a causal layer has {q_length} queries, {kv_length} keys and no mask, so the "
+                f"a causal layer has {queries} queries, {keys} keys and no mask, so the "
                 "positions of the queries are unknown; pass attention_mask to the model"
             )
-        keys = None
+        seen = None
         if window is not None and causal:  # eager ignores the window without a mask otherwise
-            keys = (window - 1, 0)
-        return AttentionMask(causal=causal, window=keys, q_offset=kv_length - q_length), None
+            seen = (window - 1, 0)
+        return AttentionMask(causal=causal, window=seen, q_offset=keys - queries), None
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 4:
         kind = type(attention_mask).__name__
         if isinstance(attention_mask, Tensor):
@@ -281,22 +319,52 @@ def read_mask(
             f"the attention mask is a {kind}; attnzoo accepts a 2-D padding mask, passed to the "
             "model, or a 4-D mask [batch, heads, queries, keys]"
         )
-    tensor = attention_mask[..., :kv_length]
-    if tensor.dtype == torch.bool:
-        return AttentionMask(function=lambda: tensor, function_name="an arbitrary 4-D tensor"), None
-    return AttentionMask(), tensor
+    mask = AttentionMask(q_offset=keys - queries)
+    fits = isinstance(given, ModelMask) and (all_columns or given.shape[-1] == keys)
+    if isinstance(given, ModelMask) and fits and given.function is None:
+        mask = replace(given, causal=False, window=None, segment_ids=None)
+    tensor = attention_mask if all_columns else attention_mask[..., :keys]
+    if tensor.dtype != torch.bool:
+        return mask, tensor
+    if as_bias:
+        dtype = torch.get_default_dtype()
+        zero = torch.zeros((), dtype=dtype, device=tensor.device)
+        return mask, torch.where(tensor, zero, torch.finfo(dtype).min)
+    name = "an arbitrary 4-D tensor"
+    return replace(mask, function=lambda: tensor, function_name=name), None
 
 
 def refuse_wrong_length(mask: ModelMask, kv_length: int) -> None:
     """Raise for a mask whose length is not that of the keys.
 
     Raises:
-        UnsupportedError: The model made other keys, such as compressed ones.
+        UnsupportedError: The model made other keys, such as compressed ones, or the keys are those
+            of another layer, which keeps a state.
     """
+    if kv_length == mask.new_tokens:
+        raise UnsupportedError(
+            f"the mask covers {mask.shape[-1]} keys, but only the {kv_length} new ones are given: "
+            "the layer has the keys of another layer, whose backend keeps a state instead of "
+            "them; give both layers the same backend, or both an exact one without a window"
+        )
     raise UnsupportedError(
         f"the mask covers {mask.shape[-1]} keys, but the model passes {kv_length} keys, which it "
         "made itself; use attn_implementation='sdpa' or 'eager' for it"
     )
+
+
+def refuse_window_over_own_keys(backend: Any, columns: int, keys: int) -> None:
+    """Raise if a backend has a window over keys that the model has put together itself.
+
+    Raises:
+        UnsupportedError: The keys, such as compressed ones, have no positions.
+    """
+    if getattr(backend, "window", None) is not None:
+        raise UnsupportedError(
+            f"the mask covers {columns} keys, but the model passes {keys} keys, which it made "
+            f"itself and which have no positions, so window={backend.window} is undefined; leave "
+            "window out"
+        )
 
 
 def keep_selected(mask: AttentionMask, indices: Tensor, kv_length: int) -> AttentionMask:

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
-
-from attnzoo.masks import AttentionMask
-from attnzoo.state import AttentionOutput
 
 State = Any  # a named tuple of tensors, batch first
 
@@ -22,36 +14,6 @@ class RecordedCall(NamedTuple):
 
     length: int  # new tokens of the call
     replay: Callable[[State, int], State]  # (state before the call, number of tokens) -> state
-
-
-def record_call(
-    backend: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: AttentionMask,
-    options: dict[str, Any],
-) -> RecordedCall:
-    """Return a call of a backend from a state, with its options."""
-
-    def replay(state: State, length: int) -> State:
-        """Return the state after ``length`` of these tokens."""
-        padding, hidden = mask.padding, options["hidden_states"]
-        # autograd refuses the inputs of a call that ran in inference mode
-        with torch.inference_mode() if query.is_inference() else nullcontext():
-            replayed: AttentionOutput = backend(
-                query[:, :, :length],
-                key[:, :, :length],
-                value[:, :, :length],
-                mask=replace(mask, padding=None if padding is None else padding[:, :length]),
-                state=state,
-                return_state=True,
-                scale=options["scale"],
-                hidden_states=None if hidden is None else hidden[:, :length],
-            )
-        return replayed.state
-
-    return RecordedCall(query.shape[2], replay)
 
 
 class RecordsCalls:

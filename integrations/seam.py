@@ -42,6 +42,7 @@ __all__ = [
     "active_collector",
     "all_configs",
     "attend_to_layers",
+    "attends_to_both_sequences",
     "attends_to_layers",
     "bidirectional_mask_function",
     "cache_argument",
@@ -53,6 +54,7 @@ __all__ = [
     "mask_of_pages",
     "mask_parts",
     "materialise_mask",
+    "may_compute_last_tokens",
     "names_cache",
     "output_cache",
     "package",
@@ -79,6 +81,9 @@ HIDDEN_STATES = ("hidden_states", "x", "hidden_state", "k")
 CACHE = ("cache", "past_key_values", "past_key_value", "layer_past")  # "cache" since 5.24
 ENCODER_STATES = ("key_value_states", "encoder_hidden_states")
 PADDING = ("attention_mask",)
+SHARES_KEYS = "is_kv_shared_layer"  # attribute of modules with the keys of another layer
+SLICES_QUERIES = "_maybe_slice_kv_shared_inputs"  # method of models, by `logits_to_keep`
+MERGED_MASK = "merged_attention_mask"  # of modules that attend to both sequences in one call
 BLOCK_STATES = "block_states"  # of modules that attend to earlier layers, at each token apart
 
 # The name under which models take and return a cache
@@ -235,6 +240,18 @@ def calls_attention_interface(module: nn.Module) -> bool:
     """Return whether a module's forward calls the attention interface to attend to tokens."""
     code = _forward_code(module)
     return code is not None and INTERFACE in code.co_names and not attends_to_layers(module)
+
+
+def may_compute_last_tokens(model: nn.Module, module: nn.Module) -> bool:
+    """Return whether a model may pass only the last tokens to a module, as Gemma 4 does."""
+    slices = any(hasattr(type(part), SLICES_QUERIES) for part in model.modules())
+    return slices and getattr(module, SHARES_KEYS, False) is True
+
+
+def attends_to_both_sequences(module: nn.Module) -> bool:
+    """Return whether the keys of a module are those of the decoder and of the encoder."""
+    code = _forward_code(module)
+    return code is not None and MERGED_MASK in code.co_varnames
 
 
 def attends_to_layers(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnzoo.backends.base import AttentionBackend
 from attnzoo.backends.config import BackendConfig, check_num_sinks, sinks_shard_reasons
 from attnzoo.backends.inputs import AttentionInputs
-from attnzoo.errors import ConfigError
+from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.kernels.context_parallel import SequenceShard, with_neighbours
 from attnzoo.masks import AttentionMask, Window
 from attnzoo.state import AttentionOutput, KVState
@@ -78,6 +78,11 @@ class ExactBackend(AttentionBackend):
                 "the layer is cross-attention, where queries have no position among the keys, so "
                 f"window={self.window} is undefined (leave window out for this layer)"
             )
+        if self.config.num_sinks and self.geometry.position_bias and self.geometry.window:
+            reasons.append(
+                "the layer adds a position bias and has a sliding window, whose cache drops the "
+                f"first tokens, which num_sinks={self.config.num_sinks} needs (leave num_sinks out)"
+            )
         return reasons
 
     def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
@@ -103,23 +108,71 @@ class ExactBackend(AttentionBackend):
         """Attend to the keys of the state and to the new keys."""
         if inputs.shard is not None:
             inputs = self._gather_keys(inputs, inputs.shard)
-        padded = inputs.mask.padding is not None
-        inputs = _prepend_state(inputs)
-        query_order: Tensor | None = None
-        if self.window is not None:
-            lengths = inputs.q.shape[2], inputs.k.shape[2]
+        if self.window is None and inputs.state is None and not inputs.return_state:
+            return self._own_queries(self.compute(inputs), inputs.shard)
+        padded, order = inputs.mask.padding is not None, None
+        inputs, positions, length = _with_state(inputs)
+        reach = self._reach(inputs)
+        if self.window is not None and _windows_differ(inputs, positions, padded=padded):
+            inputs = inputs._replace(mask=self._dense_mask(inputs, positions, self.window))
+        elif self.window is not None:
             if padded and _can_reorder(inputs):
-                query_order, inputs = _move_padding_first(inputs)
-            window = self._window_of(inputs, self.window)
-            mask = inputs.mask.with_window(window, *lengths, self.config.num_sinks)
+                order, inputs, positions = _move_padding_first(inputs, positions)
+            lengths = inputs.q.shape[2], inputs.k.shape[2]
+            window, num_sinks = self._window_of(inputs, self.window), self.config.num_sinks
+            mask = inputs.mask.with_window(window, *lengths, num_sinks)
             inputs = inputs._replace(mask=mask)
         output = self.compute(inputs)
-        if query_order is not None:
-            out = _reorder_tokens(output.out, query_order.argsort(1))
+        if order is not None:
+            out = _reorder_tokens(output.out, order.argsort(1))
             output = output._replace(out=out, weights=None)
-        if inputs.shard is not None:
-            output = output._replace(out=output.out[:, :, -inputs.shard.length :], weights=None)
-        return output._replace(state=_new_state(inputs) if inputs.return_state else None)
+        output = self._own_queries(output, inputs.shard)
+        if inputs.return_state:
+            keys = KVState(inputs.k, inputs.v, positions, length)
+            state = _latest_keys(keys, inputs.mask, reach, self.config.num_sinks)
+            output = output._replace(state=state)
+        return output
+
+    @staticmethod
+    def _own_queries(output: AttentionOutput, shard: SequenceShard | None) -> AttentionOutput:
+        """Return the output of this rank's queries."""
+        if shard is None:
+            return output
+        return output._replace(out=output.out[:, :, -shard.length :], weights=None)
+
+    def _reach(self, inputs: AttentionInputs) -> int | None:
+        """Return how many keys before its own a query sees, ``None`` if all."""
+        reach = None if inputs.mask.window is None else inputs.mask.window[0]
+        if self.window is None:
+            return reach
+        own = self._window_of(inputs, self.window)[0]
+        return own if reach is None else min(own, reach)
+
+    def _dense_mask(self, inputs: AttentionInputs, positions: Tensor, size: int) -> AttentionMask:
+        """Return the mask where a window of real tokens and one of positions differ, O(T S)."""
+        mask, device = inputs.mask, inputs.k.device
+        queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+        own = torch.arange(queries, device=device) + mask.q_offset  # the key of each query
+        real = positions >= 0
+        rank = real.cumsum(1)
+        before, after = self._window_of(inputs, size)
+        distance = rank.index_select(1, own)[:, :, None] - rank[:, None, :]
+        visible = (distance <= before) & (distance >= -after)
+        if mask.window is not None:
+            distance = positions.index_select(1, own)[:, :, None] - positions[:, None, :]
+            before, after = mask.window
+            visible &= (distance <= before) & (distance >= -after)
+        if self.config.num_sinks:
+            sinks = replace(mask, num_sinks=self.config.num_sinks, padding=real)
+            visible |= sinks.sinks(keys, device)[:, None, :]
+        rest = replace(mask, window=None).dense(queries, keys, device)
+        visible = visible[:, None] if rest is None else visible[:, None] & rest
+        return AttentionMask(
+            causal=mask.causal,
+            q_offset=mask.q_offset,
+            function=lambda: visible,
+            function_name="a window over padding",
+        )
 
     def _window_of(self, inputs: AttentionInputs, size: int) -> Window:
         """Return the keys before and after a query that a window of ``size`` contains.
@@ -156,21 +209,77 @@ class ExactBackend(AttentionBackend):
         return inputs._replace(k=move_own_last(k, 2), v=move_own_last(v, 2), mask=mask)
 
 
-def _prepend_state(inputs: AttentionInputs) -> AttentionInputs:
-    """Put the keys and values of the state before the new ones."""
-    if inputs.state is None:
-        return inputs
-    past: KVState = inputs.state
-    return inputs._replace(
+def _with_state(inputs: AttentionInputs) -> tuple[AttentionInputs, Tensor, Tensor]:
+    """Put the keys and values of the state before the new ones.
+
+    Returns:
+        The inputs, the positions of all keys, ``[B, S]``, -1 at padding, and the number of tokens
+        so far, ``[B]``.
+    """
+    past: KVState | None = inputs.state
+    batch, new = inputs.k.shape[0], inputs.k.shape[2]
+    tokens = torch.arange(new, device=inputs.k.device)
+    padding = inputs.mask.padding
+    if past is None:
+        positions = tokens.repeat(batch, 1)
+        if padding is not None:
+            positions = torch.where(padding, positions, -1)
+        return inputs, positions, tokens.new_full((batch,), new)
+    positions = past.length[:, None] + tokens
+    if padding is not None:
+        positions = torch.where(padding, positions, -1)
+    length, positions = past.length + new, torch.cat([past.positions, positions], 1)
+    inputs = inputs._replace(
         k=torch.cat([past.k, inputs.k], 2),
         v=torch.cat([past.v, inputs.v], 2),
+        bias=_columns(inputs.bias, positions, length),
         mask=replace(
             inputs.mask,
-            padding=torch.cat([past.real, _padding_mask(inputs)], 1),
-            q_offset=past.k.shape[2],
+            padding=positions >= 0,
+            q_offset=inputs.mask.q_offset + past.k.shape[2],
         ),
         state=None,
     )
+    return inputs, positions, length
+
+
+def _columns(bias: Tensor | None, positions: Tensor, length: Tensor) -> Tensor | None:
+    """Return the columns of a bias over all tokens so far that belong to the keys.
+
+    Args:
+        bias: ``[1 or B, 1 or H, 1 or T, N]``, or ``None``.
+        positions: ``[B, S]``.
+        length: Number of tokens so far, ``[B]``.
+
+    Raises:
+        UnsupportedError: The bias has fewer columns than tokens.
+    """
+    if bias is None:
+        return None
+    columns = bias.shape[-1]
+    if not torch.compiler.is_compiling() and columns < int(length.max()):
+        raise UnsupportedError(
+            f"a mask or bias over {columns} keys is given, but there are {int(length.max())} "
+            "tokens so far, of which the cache keeps the latest; give columns for all tokens, or "
+            "call the model with use_cache=False, or use a backend without a window"
+        )
+    batch, keys = positions.shape
+    index = positions.clamp(min=0)[:, None, None, :]
+    return bias.expand(batch, -1, -1, -1).gather(-1, index.expand(batch, *bias.shape[1:3], keys))
+
+
+def _windows_differ(inputs: AttentionInputs, positions: Tensor, *, padded: bool) -> bool:
+    """Whether a window of real tokens is none of positions, where both are needed.
+
+    Costs a device synchronisation where tokens cannot change places, or the model has a window too.
+    """
+    mixed = inputs.mask.window is not None and (padded or inputs.mask.padding is not None)
+    if not mixed and (not padded or _can_reorder(inputs)):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    before = F.pad(positions.cummax(1).values, (1, -1), value=-1)  # the last real token
+    return bool(((before >= 0) & (positions > before + 1)).any())
 
 
 def _padding_mask(inputs: AttentionInputs) -> Tensor:
@@ -189,11 +298,13 @@ def _can_reorder(inputs: AttentionInputs) -> bool:
     return known and not per_position
 
 
-def _move_padding_first(inputs: AttentionInputs) -> tuple[Tensor, AttentionInputs]:
+def _move_padding_first(
+    inputs: AttentionInputs, positions: Tensor
+) -> tuple[Tensor, AttentionInputs, Tensor]:
     """Move all padding to the front, so that a window of w keys holds w real ones.
 
     Returns:
-        The new order of the queries, ``[B, T]``, and the inputs in that order.
+        The new order of the queries, ``[B, T]``, the inputs in that order, and the positions.
     """
     query_mask = inputs.mask.query_padding(inputs.q.shape[2], inputs.k.shape[2])
     assert query_mask is not None
@@ -209,7 +320,8 @@ def _move_padding_first(inputs: AttentionInputs) -> tuple[Tensor, AttentionInput
         _reorder_tokens(x, order)
         for x, order in ((inputs.q, queries), (inputs.k, keys), (inputs.v, keys))
     )
-    return queries, inputs._replace(q=q, k=k, v=v, mask=mask)
+    inputs = inputs._replace(q=q, k=k, v=v, mask=mask)
+    return queries, inputs, torch.take_along_dim(positions, keys, 1)
 
 
 def _reorder_tokens(x: Tensor, order: Tensor) -> Tensor:
@@ -217,26 +329,37 @@ def _reorder_tokens(x: Tensor, order: Tensor) -> Tensor:
     return torch.take_along_dim(x, order[:, None, :, None], 2)
 
 
-def _new_state(inputs: AttentionInputs) -> KVState:
-    """Return the keys and values that a later call needs."""
-    k, v, mask, padding_mask = inputs.k, inputs.v, inputs.mask, _padding_mask(inputs)
+def _latest_keys(keys: KVState, mask: AttentionMask, reach: int | None, num_sinks: int) -> KVState:
+    """Return the keys that a later call needs.
+
+    Args:
+        keys: All keys.
+        mask: The mask of the call.
+        reach: How many keys before its own a query sees.
+        num_sinks: Number of first real tokens to keep.
+    """
+    k, v, positions, length = keys
     if mask.segment_ids is not None:  # the next tokens belong to the last segment
-        padding_mask = padding_mask & (mask.segment_ids == mask.segment_ids[:, -1:])
-    first = 0 if mask.window is None else max(k.shape[2] - mask.window[0], 0)
-    if mask.function is not None or first <= mask.num_sinks:
-        return KVState(k, v, padding_mask)
-    state = KVState(k[:, :, first:], v[:, :, first:], padding_mask[:, first:])
-    if not mask.num_sinks:
+        positions = torch.where(mask.segment_ids == mask.segment_ids[:, -1:], positions, -1)
+    first = 0 if reach is None else max(k.shape[2] - reach, 0)
+    if first <= num_sinks:
+        return KVState(k, v, positions, length)
+    if mask.function is not None and mask.padding is None:  # padding has not been moved
+        order = (positions >= 0).int().argsort(dim=1, stable=True)
+        k, v = _reorder_tokens(k, order), _reorder_tokens(v, order)
+        positions = torch.take_along_dim(positions, order, 1)
+    state = KVState(k[:, :, first:], v[:, :, first:], positions[:, first:], length)
+    if not num_sinks:
         return state
     # The first tokens before the window stay the first real keys of the state
-    is_sink = AttentionMask(padding=padding_mask, num_sinks=mask.num_sinks).sinks(
-        k.shape[2], k.device
-    )
-    is_sink = is_sink[:, :first]
-    columns = is_sink.int().argsort(dim=1, descending=True, stable=True)[:, : mask.num_sinks]
+    real = AttentionMask(padding=positions >= 0, num_sinks=num_sinks)
+    is_sink = real.sinks(k.shape[2], k.device)[:, :first]
+    columns = is_sink.int().argsort(dim=1, descending=True, stable=True)[:, :num_sinks]
     old_k, old_v = (_reorder_tokens(x, columns) for x in (k, v))
+    old = torch.where(is_sink, positions[:, :first], -1)
     return KVState(
         torch.cat([old_k, state.k], 2),
         torch.cat([old_v, state.v], 2),
-        torch.cat([is_sink.gather(1, columns), state.real], 1),
+        torch.cat([old.gather(1, columns), state.positions], 1),
+        length,
     )

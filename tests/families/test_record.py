@@ -17,13 +17,23 @@ VERSIONS = record.versions()
 def test_nothing_is_silently_different(version):
     found = record.read(version)
     for name, entry in found["types"].items():
-        for backend, result in entry.get("backends", {}).items():
+        for backend, result in (entry.get("backends", {}) | entry.get("windows", {})).items():
             assert result["outcome"] not in ("different", "failed"), (name, backend, result)
             if result["outcome"] in ("refused", "in part"):
                 assert len(result["reason"]) > 20, (name, backend)
             for what, why in result.get("refused", {}).items():
                 assert len(why) > 20, (name, backend, what)
         assert entry["outcome"] != "not built" or entry["reason"], name
+
+
+def test_windows_of_exact_backends():
+    """Of all model types that decode; most of them are not refused."""
+    entries = [x["windows"] for x in record.read()["types"].values() if "windows" in x]
+    assert len(entries) >= 200
+    for name in ("flash window", "softmax window", "flash window sinks", "softmax window sinks"):
+        equal = [x[name] for x in entries if x[name]["outcome"] == "equal"]
+        assert len(equal) >= 150
+        assert sum("steps, inside padding" in x["checked"] for x in equal) >= 100
 
 
 def test_goals():

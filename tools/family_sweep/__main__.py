@@ -39,7 +39,8 @@ def main(
         done += 1
         results = entry.get("backends", {})
         outcomes = {key: result["outcome"] for key, result in results.items()}
-        wrong = [f"{key}: {r['reason']}" for key, r in results.items() if _is_wrong(r)]
+        all_results = results | entry.get("windows", {})
+        wrong = [f"{key}: {r['reason']}" for key, r in all_results.items() if _is_wrong(r)]
         details = outcomes or entry.get("reason", "")
         typer.echo(f"{done:4d} {name}: {entry['outcome']} {details} {' '.join(wrong)}", err=True)
 
@@ -48,7 +49,7 @@ def main(
             hint = did_you_mean(name, list(CONFIG_MAPPING))
             raise typer.BadParameter(f"transformers has no model type {name!r}.{hint}")
     types, names = model_type or list(CONFIG_MAPPING), backend or list(BUILTIN)
-    result = sweep(types, names, jobs, on_entry)
+    result = sweep(types, names, jobs, on_entry, windowed=not backend)
     typer.echo(f"{time.monotonic() - start:.0f} s, {result['cpu_seconds']} s of CPU time")
     if update:
         result = merge(record.read(result["transformers"]), result)

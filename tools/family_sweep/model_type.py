@@ -8,9 +8,10 @@ from typing import Any
 
 from attnzoo.integrations import seam
 from tools.family_sweep.build import Family, NotBuiltError, build_family
-from tools.family_sweep.check import DIFFERENT, EQUAL, UNPROVEN, check
+from tools.family_sweep.check import DIFFERENT, EQUAL, UNPROVEN, Outcome, check
 from tools.family_sweep.controls import insensitive_parts
 from tools.family_sweep.models import family_name
+from tools.family_sweep.windows import SPECS, decoder_probe, window_outcome
 
 GAINS = (
     1.5,
@@ -21,8 +22,14 @@ GAINS = (
 _MISSING = re.compile(r"requires the (\S+) library")
 
 
-def check_type(model_type: str, backends: list[str]) -> dict[str, Any]:
-    """Check a model type under backends and return its entry in the record as plain data."""
+def check_type(model_type: str, backends: list[str], windowed: bool) -> dict[str, Any]:
+    """Check a model type and return its entry in the record as plain data.
+
+    Args:
+        model_type: The model type.
+        backends: Names of the backends.
+        windowed: Whether to check windows of exact backends too.
+    """
     entry: dict[str, Any] = {"family": family_name(model_type)}
     try:
         family, insensitive = build_sensitive_family(model_type)
@@ -34,6 +41,9 @@ def check_type(model_type: str, backends: list[str]) -> dict[str, Any]:
     if family is None:
         return entry | {"outcome": "not on the interface"}
     results = {name: check(family, name) for name in backends}
+    windows = {}
+    if windowed and decoder_probe(family) is not None:
+        windows = {name: window_outcome(family, name) for name in SPECS}
     for result in results.values():
         if insensitive and result.outcome == EQUAL:
             result.outcome = UNPROVEN
@@ -45,10 +55,16 @@ def check_type(model_type: str, backends: list[str]) -> dict[str, Any]:
         "variants": sorted({name for _, name in family.expected}),
         "layers": [len(family.reached), len(family.layers)],
         **({"unfelt": insensitive} if insensitive else {}),
-        "backends": {
-            name: {key: value for key, value in asdict(result).items() if value}
-            for name, result in results.items()
-        },
+        "backends": _plain(results),
+        **({"windows": _plain(windows)} if windows else {}),
+    }
+
+
+def _plain(results: dict[str, Outcome]) -> dict[str, dict[str, Any]]:
+    """Return outcomes as plain data, without empty fields."""
+    return {
+        name: {key: value for key, value in asdict(result).items() if value}
+        for name, result in results.items()
     }
 
 

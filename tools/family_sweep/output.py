@@ -20,6 +20,7 @@ from attnzoo.families.record import (
     summary,
     versions,
 )
+from tools.family_sweep.windows import SINKS, SPECS, WINDOW
 
 ROOT = Path(__file__).parents[2]
 PART = "no auto class knows it: it is a part of other models"  # a reason of make_model
@@ -76,12 +77,44 @@ def page(record: dict[str, Any]) -> str:
     for outcome in (*outcomes, "not built"):
         text += _row(outcome, [str(found[name][outcome]) for name in names])
     text += _row("generate", [str(generating(record, name)) for name in names])
+    text += _windows(record)
     text += _other_versions(record) + _refusals(record) + _unbuilt(record) + _insensitive(record)
     text += _uncalled(record)
     text += f"\n## All families\n\n| family | {' | '.join(names)} |\n|---|{'---|' * len(names)}\n"
     for family, entries in by_family(record).items():
         text += _row(family, [SIGNS[family_outcome(entries.values(), name)] for name in names])
     return text + f"\n{END}\n"
+
+
+_WINDOWS = """
+## Windows of exact backends
+
+In every model type that decodes, `softmax` and `flash` with a window of {window} tokens, without
+and with {sinks} first tokens, must equal the family's eager attention under dense masks to which
+the sweep adds the window. Compared are one pass and steps with a cache, without padding and with
+padding left, right and inside; `logits_to_keep=1`; bool and float 4-D masks, in one pass and in
+steps; layers that share keys; and `generate` with and without a cache. Refused variants have a
+reason in the record.
+
+| | {names} |
+|---|{rules}|
+"""
+
+
+def _windows(record: dict[str, Any]) -> str:
+    """Return the section about windows of exact backends."""
+    entries = [entry["windows"] for entry in record["types"].values() if "windows" in entry]
+    if not entries:
+        return ""
+    rules = "---|" * (len(SPECS) - 1) + "---"
+    text = _WINDOWS.format(window=WINDOW, sinks=SINKS, names=" | ".join(SPECS), rules=rules)
+    for outcome in ("equal", "refused", "different"):
+        found = [sum(x[name]["outcome"] == outcome for x in entries) for name in SPECS]
+        text += _row(f"model types {outcome}", list(map(str, found)))
+    for what in ("checked", "refused"):
+        found = [sum(len(x[name].get(what, ())) for x in entries) for name in SPECS]
+        text += _row(f"variants {'equal' if what == 'checked' else what}", list(map(str, found)))
+    return text
 
 
 def _row(head: str, cells: list[str]) -> str:

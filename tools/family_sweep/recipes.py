@@ -112,6 +112,11 @@ RECIPES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     # fields without a default
     "autoformer": {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2]},

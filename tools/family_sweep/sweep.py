@@ -41,10 +41,12 @@ def new_worker() -> WorkerProcess:
     )
 
 
-def check_in(worker: WorkerProcess, model_type: str, backends: list[str]) -> dict[str, Any]:
+def check_in(
+    worker: WorkerProcess, model_type: str, backends: list[str], windowed: bool
+) -> dict[str, Any]:
     """Check a model type in a process; a timeout or a crash is a reason of the entry."""
     try:
-        return worker.run(check_type, model_type, backends, timeout=TIMEOUT_SECONDS)
+        return worker.run(check_type, model_type, backends, windowed, timeout=TIMEOUT_SECONDS)
     except WorkerTimeout as error:
         return {"outcome": "not built", "reason": str(error)}
     except WorkerDied:
@@ -56,6 +58,7 @@ def sweep(
     backends: list[str],
     jobs: int,
     on_entry: Callable[[str, dict[str, Any]], None],
+    windowed: bool = True,
 ) -> dict[str, Any]:
     """Check model types under backends and return the record as plain data.
 
@@ -64,6 +67,7 @@ def sweep(
         backends: Names of the backends.
         jobs: Number of processes.
         on_entry: Called with each entry when it is complete.
+        windowed: Whether to check windows of exact backends in the families that decode.
     """
     local, workers = threading.local(), []
 
@@ -71,7 +75,7 @@ def sweep(
         if not hasattr(local, "worker"):
             local.worker = new_worker()
             workers.append(local.worker)
-        entry = check_in(local.worker, model_type, backends)
+        entry = check_in(local.worker, model_type, backends, windowed)
         on_entry(model_type, entry)
         return model_type, entry
 
