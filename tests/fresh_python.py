@@ -83,7 +83,9 @@ class FreshPython:
             if not is_readable(self.server.stdout, timeout):
                 self.kill()
                 printed = "".join(x.read_text("utf-8") for x in (out, err) if x.exists())
-                raise AssertionError(f"not finished after {timeout:g} s; it printed: {printed}")
+                raise AssertionError(
+                    f"not finished after {timeout:g} s; it printed: {printed[-4000:]}"
+                )
             returncode = int(self.server.stdout.readline())
             return subprocess.CompletedProcess(
                 [sys.executable, *request["arguments"]],

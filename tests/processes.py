@@ -69,7 +69,7 @@ def run(
             kill(process)
             out, errors = process.communicate(timeout=SECONDS)
             raise AssertionError(
-                f"not finished after {timeout:g} s: {command}\n{out}\n{errors}"
+                f"not finished after {timeout:g} s: {command}\n{out[-4000:]}\n{errors[-4000:]}"
             ) from None
     if check:
         assert process.returncode == 0, f"{command}\n{out}\n{errors}"
