@@ -118,7 +118,7 @@ def evaluate(
 
 def _load(path: Path) -> Any:
     """Return a saved model in float32, on the accelerator if there is one."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return model.to(device)
 
