@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
 LINK = Path("attnzoo/integrations")
+OTHERS = ("benchmarks", "docs", "examples", "tests", "tools")  # folders that are not installed
 ODD = "sö me"  # a folder with a space and a letter outside ASCII
 WHERE = "import attnzoo.integrations as i; print(i.__name__, i.__file__, sep=chr(10))"
 
@@ -57,8 +58,12 @@ def copy_tree(copy: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for name in ("attnzoo", "integrations"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+        copy_folder(name, copy)
+
+
+def copy_folder(name: str, copy: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
 
 
 def build_wheel(target: Path, *, link: bool) -> Path:
@@ -135,6 +140,8 @@ def clone_with_environment(tmp_path_factory):
     """The folder of a clone called attnzoo, and a Python where it is installed as editable."""
     folder = tmp_path_factory.mktemp("editable") / ODD
     copy_tree(folder / "attnzoo")
+    for name in OTHERS:
+        copy_folder(name, folder / "attnzoo")
     venv.create(folder / "venv", with_pip=False)
     interpreter = folder / "venv" / "bin" / "python"
     site = run(interpreter, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
@@ -181,6 +188,15 @@ def test_new_versions_of_python_are_not_refused():
     assert eval(condition, {"sys": SimpleNamespace(version_info=(3, 10, 14))})  # refused
     for minor in range(11, 30):
         assert not eval(condition, {"sys": SimpleNamespace(version_info=(3, minor, 0))})
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_editable_install_hides_no_folder_of_its_user(clone_with_environment, tmp_path, name):
+    """The clone's root is on the path, and packages in it would hide folders without __init__."""
+    _, interpreter = clone_with_environment
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "mine.py").write_text("")
+    run(interpreter, "-c", f"import {name}.mine", cwd=tmp_path)
 
 
 def requirements() -> list[Requirement]:
