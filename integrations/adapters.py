@@ -145,10 +145,50 @@ def check_saved_swap(model: nn.Module, name: str, path: Any, options: Mapping[st
     """
     if name not in getattr(model, "peft_config", {}):
         return
-    known = inspect.signature(find_adapter_config_file).parameters
-    file = find_adapter_config_file(path, **{k: x for k, x in options.items() if k in known})
+    file = find_adapter_config_file(path, **_download_options(options))
     if file is not None:
         check_swap(model, json.loads(Path(file).read_text("utf-8")).get(NAME))
+
+
+def _download_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    known = inspect.signature(find_adapter_config_file).parameters
+    return {key: value for key, value in options.items() if key in known}
+
+
+def load_extras(
+    model: nn.Module, name: str, path: Any, options: Mapping[str, Any], info: Any
+) -> None:
+    """Load the backends of an adapter that older versions of transformers leave out.
+
+    They load no modules of ``modules_to_save``, and report their weights as unexpected.
+
+    Args:
+        model: The model, which has the adapter.
+        name: Name of the adapter.
+        path: Folder or id of the saved adapter, or ``None``.
+        options: The options of the download, and the weights if there is no ``path``.
+        info: What transformers reports, which is changed.
+    """
+    if not any(f".{NAME}." in key for key in info.unexpected_keys):
+        return
+    if path is None:
+        weights = options["adapter_state_dict"]
+    else:
+        from peft.utils.save_and_load import load_peft_weights
+
+        weights = load_peft_weights(path, device="cpu", **_download_options(options))
+    saved = {key.removeprefix("base_model.model."): x for key, x in weights.items()}
+    for module_name, _, module in _backends(model):
+        if isinstance(module, AttentionBackend) or name not in module.modules_to_save:
+            continue
+        prefix = f"{module_name}."
+        own = {key.removeprefix(prefix): x for key, x in saved.items() if key.startswith(prefix)}
+        backend = module.modules_to_save[name]
+        if not own.keys() <= backend.state_dict().keys():
+            continue  # the weights of another swap, which the report of transformers names
+        backend.load_state_dict(own, strict=False)
+        info.unexpected_keys -= {prefix + key for key in own}
+        info.missing_keys -= {f"{prefix}modules_to_save.{name}.{key}" for key in own}
 
 
 def prepare_save(model: Any) -> None:

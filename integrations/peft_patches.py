@@ -243,10 +243,13 @@ def patch_adapter_mixin(integration: Any) -> None:
     ) -> Any:
         from attnzoo.integrations import adapters
 
+        name = adapter_name or "default"
+        options = {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
         if peft_model_id is not None:  # else weights are given
-            options = {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
-            adapters.check_saved_swap(self, adapter_name or "default", peft_model_id, options)
-        return load_adapter(self, peft_model_id, adapter_name, *args, **kwargs)
+            adapters.check_saved_swap(self, name, peft_model_id, options)
+        info = load_adapter(self, peft_model_id, adapter_name, *args, **kwargs)
+        adapters.load_extras(self, name, peft_model_id, options, info)
+        return info
 
     @wraps(enable_adapters)
     def enable_adapters_and_extras(self: Any) -> None:
