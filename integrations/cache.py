@@ -25,7 +25,7 @@ from attnzoo.backends.base import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import seam
 from attnzoo.integrations.missing_keys import MissingKeys
-from attnzoo.integrations.past_keys import refuse_unreadable
+from attnzoo.integrations.past_keys import refuse_export, refuse_unreadable
 from attnzoo.integrations.past_padding import PastPadding
 from attnzoo.integrations.recorded_calls import RecordedCall, RecordsCalls
 
@@ -390,7 +390,10 @@ def _new_state_layer(layer: Any, backend: AttentionBackend) -> StateLayer:
             "this layer an exact backend without a window"
         )
     window = getattr(layer, "sliding_window", None)
-    length = int(layer.get_seq_length()) if getattr(layer, "keys", None) is not None else 0
+    has_keys = getattr(layer, "keys", None) is not None
+    if has_keys and torch.compiler.is_exporting():
+        refuse_export(backend.geometry.name, backend.name)
+    length = int(layer.get_seq_length()) if has_keys else 0
     if length > 0:
         refuse_unreadable(layer, length, backend)
         made = StateLayer(backend, window)

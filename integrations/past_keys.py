@@ -7,7 +7,7 @@ are lost, and a prefix has none, so its gates are those of hidden states of zero
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
@@ -99,3 +99,12 @@ def state_of_keys(
         return_state=True,
     )
     return output.state
+
+
+def refuse_export(layer: str, backend: str) -> NoReturn:
+    """Raise because ``torch.export`` cannot put the state of a layer in a cache of the caller."""
+    raise UnsupportedError(
+        f"{layer}: torch.export cannot trace a cache that backend {backend!r} fills with a state. "
+        "Export decoding with transformers' TorchExportableModuleForDecoderOnlyLM, whose cache "
+        "holds the state from the start, or export the model with use_cache=False"
+    )

@@ -240,6 +240,43 @@ def patch_trainer(trainer: Any) -> None:
     cls.get_decay_parameter_names = get_decay_parameter_names_without_extras
 
 
+def patch_export(executorch: Any) -> None:
+    """Put the states of a swap in the caches of transformers' modules for ``torch.export``."""
+    for name, cache in (
+        ("TorchExportableModuleWithStaticCache", "static_cache"),
+        ("TorchExportableModuleWithHybridCache", "cache"),
+        ("Seq2SeqLMDecoderExportableModuleWithStaticCache", "static_cache"),
+    ):
+        _patch_export(getattr(executorch, name), cache)
+    if not mark_patched(executorch):
+        return
+    get_cache_dict = executorch._get_cache_dict
+
+    @wraps(get_cache_dict)
+    def get_cache_dict_without_states(cache: Any) -> Any:
+        from attnzoo.integrations.export import refuse_states
+
+        refuse_states(cache)
+        return get_cache_dict(cache)
+
+    executorch._get_cache_dict = get_cache_dict_without_states
+
+
+def _patch_export(cls: Any, cache: str) -> None:
+    if not mark_patched(cls):
+        return
+    init = cls.__init__
+
+    @wraps(init)
+    def init_with_states(self: Any, *args: Any, **kwargs: Any) -> None:
+        from attnzoo.integrations.export import prepare_export
+
+        init(self, *args, **kwargs)
+        prepare_export(self, getattr(self, cache))
+
+    cls.__init__ = init_with_states
+
+
 def guarded(patch: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return a patch that records a name that is missing, instead of raising."""
 
@@ -260,6 +297,7 @@ _PATCHES = {
     "transformers.masking_utils": patch_masks,
     "transformers.modeling_utils": patch_models,
     "transformers.trainer": patch_trainer,
+    "transformers.integrations.executorch": patch_export,
     "transformers.generation.continuous_batching.continuous_api": patch_continuous_batching,
 }
 PATCHES = {name: guarded(patch) for name, patch in _PATCHES.items()}

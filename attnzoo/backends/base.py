@@ -107,6 +107,7 @@ class AttentionBackend(nn.Module):
     state_grows: ClassVar[bool] = False  # the state grows with the sequence, slower than its keys
     state_keeps_keys: ClassVar[bool] = False  # the state contains all keys and values, and more
     state_from_keys: ClassVar[bool] = False  # the state depends on keys and values, not on queries
+    zero_state: ClassVar[bool] = False  # the size is constant, and zeros are the state of no tokens
     needs_hidden_states: ClassVar[bool] = False
     has_weights: ClassVar[bool] = True  # has one matrix of weights per head, for all value channels
     context_parallel: ClassVar[bool] = False  # supports sequences split over ranks
@@ -114,10 +115,9 @@ class AttentionBackend(nn.Module):
     optional_buffers: ClassVar[tuple[str, ...]] = ()  # those that a checkpoint may lack
     no_weight_decay: ClassVar[tuple[str, ...]] = ()  # parameters that set a decay or a mixture
     needs_full_sequences: ClassVar[str] = "it needs full sequences on each rank"  # why it does not
-    # Options that commands and tools try. Use cases: "short", a pretrained model on text of a few
-    # hundred tokens (demo); "long", one on a thousand tokens or more (compare); "bidirectional", an
-    # encoder (compare); "from_scratch", a model trained on rows of at most 256 tokens (tasks);
-    # "recovery", candidates of a plan; "tiny", sequences of a dozen tokens (tools/family_sweep).
+    # Options that commands and tools try. "short": a pretrained model on hundreds of tokens (demo);
+    # "long": on a thousand or more (compare); "bidirectional": an encoder (compare);
+    # "from_scratch": rows of at most 256 (tasks); "recovery": a plan; "tiny": tools/family_sweep.
     # Without an entry, "bidirectional" is "long", a plan has no candidate, others try the defaults.
     presets: ClassVar[Presets] = {}
 

@@ -146,9 +146,11 @@ def map_token_blocks(function: Callable[[Tensor], Tensor], x: Tensor, *weights: 
         x: ``[B, H, T, D]``.
         weights: Other tensors that the function reads.
     """
+    if not _may_write_in_place([x, *weights]):
+        return function(x)
     length = x.shape[2]
     step = max(BLOCK_BYTES * length // max(x.nbytes, 1), 1)
-    if MIN_BLOCKS * step > length or not _may_write_in_place([x, *weights]):
+    if MIN_BLOCKS * step > length:
         return function(x)
     out = None
     for start in range(0, length, step):

@@ -143,6 +143,7 @@ class RecurrentBackend(AttentionBackend):
     config_class: ClassVar[type[BackendConfig]] = RecurrentConfig
     recurrent = True
     state_from_keys = True
+    zero_state = True
     context_parallel = True
     no_weight_decay: ClassVar[tuple[str, ...]] = ("far_log_weight",)
     window_dropout: WindowDropout | None = None  # set by the training loop; no effect in eval mode
@@ -213,14 +214,16 @@ class RecurrentBackend(AttentionBackend):
                 "the inputs have {} query and {} key heads of size {}".format(*given)
                 + " (the layer has {} and {} of size {})".format(*layer)
             )
-        lengths = f"there are {q.shape[2]} queries and {k.shape[2]} keys"
         if self.config.num_sinks and not mask.causal:
             reasons.append(
                 f"the mask is bidirectional, where num_sinks={self.config.num_sinks} is "
                 "unsupported (set num_sinks=0)"
             )
+        lengths = ""  # formatted where they differ: a text fixes the lengths of a traced program
+        if (mask.causal or self.config.window is not None) and q.shape[2] != k.shape[2]:
+            lengths = f"there are {q.shape[2]} queries and {k.shape[2]} keys"
         if mask.causal:
-            if q.shape[2] != k.shape[2]:
+            if lengths:
                 reasons.append(
                     f"{lengths} under a causal mask (pass the state of the earlier tokens instead "
                     "of their keys)"
@@ -229,7 +232,7 @@ class RecurrentBackend(AttentionBackend):
         if inputs.state is not None or inputs.return_state:
             reasons.append("a state is requested without a causal mask (only causal calls have it)")
         if self.config.window is not None:
-            if q.shape[2] != k.shape[2]:
+            if lengths:
                 reasons.append(f"{lengths} with a window (it needs equal numbers)")
             if inputs.shard is not None:
                 reasons.append(
