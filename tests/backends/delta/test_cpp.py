@@ -165,13 +165,14 @@ def test_later_tokens_do_not_change_earlier_outputs(decay):
 
 
 @pytest.mark.parametrize("heads", [1, 5])
-@pytest.mark.parametrize("value_size", [40, 256])
-def test_results_do_not_depend_on_the_number_of_threads(heads, value_size):
-    inputs = make((1, 2 * heads, heads, 200, 16, value_size), "token", torch.float32)
+@pytest.mark.parametrize("value_size", [40, 64, 256])  # in panels of 32, 64 or 128 columns
+@pytest.mark.parametrize("decay", ["none", "token", "channel"])
+def test_results_do_not_depend_on_the_number_of_threads(decay, value_size, heads):
+    inputs = make((1, 2 * heads, heads, 150, 16, value_size), decay, torch.float32)
     d_results = [torch.randn_like(x) for x in run(*inputs)]
     num_threads, found = torch.get_num_threads(), []
     try:
-        for threads in (1, 2, 3):
+        for threads in (1, 2, 3, 8, 16):
             torch.set_num_threads(threads)
             results, grads = gradients(inputs, d_results)
             found.append((*results, *grads, *run(*inputs)))

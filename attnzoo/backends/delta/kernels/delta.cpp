@@ -61,7 +61,7 @@ struct Chunk {
     Real *kk, *qk;         // [CHUNK, CHUNK], [G, CHUNK, CHUNK]: decayed products with keys
     Real *decay, *before, *after;  // [CHUNK, F]: decays; products from the start; to the end
     Real *pairs;           // [CHUNK, CHUNK]: products of decays between tokens, F = 1
-    Real *total;           // [D]: decay of the state over the chunk
+    Real *total;           // [D]: decay of the state over the chunk; 1 without decays
     Real *beta;            // [CHUNK]
     Real *state, *x, *error;  // [D, P] before the chunk; [CHUNK, P]: x; x before beta
 
@@ -83,6 +83,7 @@ struct Chunk {
         before = buffer.take(size);
         after = buffer.take(size);
         total = buffer.take(t.key_size);
+        std::fill_n(total, t.key_size, Real(1));
         beta = buffer.take(square);
         x = buffer.take(CHUNK * width);
         error = buffer.take(CHUNK * width);
@@ -295,7 +296,7 @@ class DeltaRule : protected Tiles<Real> {
                     for (int j = 0; j < V; ++j) {
                         const int64_t at = (d + r) * width_ + column + j * LANES;
                         const Reals old = load(c.state + at);
-                        store(state + at, (t.decays ? old * c.total[d + r] : old) + sums[r][j]);
+                        store(state + at, old * c.total[d + r] + sums[r][j]);
                     }
             }
         });
@@ -528,7 +529,7 @@ class DeltaBackward : DeltaRule<Real> {
                     for (int j = 0; j < V; ++j) {
                         Real* state = d_state_ + (d + r) * width_ + column + j * LANES;
                         const Reals old = load(state);
-                        store(state, (t.decays ? old * c.total[d + r] : old) + sums[r][j]);
+                        store(state, old * c.total[d + r] + sums[r][j]);
                     }
             }
         });
