@@ -32,6 +32,7 @@ from attnzoo.backends.performer.op import favor_attention
 from attnzoo.errors import ConfigError
 from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.padding import fill_padding
+from attnzoo.kernels.recomputation import value_of_call
 from attnzoo.state import AttentionOutput, ImplChoice
 
 BLOCK_FEATURES = 2**21  # features that are computed at once on a CPU: 8 MiB
@@ -162,34 +163,40 @@ class PerformerBackend(RecurrentBackend):
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def count_call(self) -> None:
-        """Count a training call, and redraw the projection after every ``redraw`` calls.
+    def projection_of_call(self) -> Tensor:
+        """Count a training call, and return its projection, new after every ``redraw`` calls.
 
-        A call that gradient checkpointing repeats in the backward pass must see the projection of
-        the first one. The new projection is a new tensor: a backward pass may still need the old.
+        A call that gradient checkpointing repeats gets the projection of the first one.
+        """
+        return value_of_call(self, self.geometry.name, self._next_projection)
+
+    def _next_projection(self) -> Tensor:
+        """Count a call, and draw its projection if it is due.
+
+        The new projection is a new tensor: a backward pass may still need the old.
         """
         assert self.config.redraw is not None
-        if torch._C._current_graph_task_id() != -1:
-            return
         draws, rest = divmod(int(self.calls), self.config.redraw)
         if draws and not rest:
             self.projection = self.draw(draws).to(self.projection)
         self.calls += 1
+        return self.projection
 
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
         """Run the window hybrid, the fused bidirectional op, or linear attention on features."""
+        projection = self.projection
         if self.training and self.config.redraw is not None and inputs.state is None:
-            self.count_call()
+            projection = self.projection_of_call()
         with autocast_disabled(inputs.q.device):
             if self.config.window is not None:
-                return self.attend_hybrid(inputs, self.linear_branch(inputs))
+                return self.attend_hybrid(inputs, self.linear_branch(inputs, projection))
             if not self.fuses(inputs):
-                return self.attend_in_blocks(inputs)
+                return self.attend_in_blocks(inputs, projection)
             out = favor_attention(
                 inputs.q,
                 inputs.k,
                 inputs.v,
-                self.projection,
+                projection,
                 scale=inputs.scale,
                 mask=inputs.mask,
                 eps=self.config.eps,
@@ -205,12 +212,12 @@ class PerformerBackend(RecurrentBackend):
         plain = config.kernel == "softmax" and not config.floor and config.impl in ("auto", "torch")
         return plain and not is_compiling()
 
-    def features(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    def features(self, inputs: AttentionInputs, projection: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features of queries, ``[B, H, T, M]``, and of keys, ``[B, Hkv, S, M]``.
 
         Features of keys are zero at padding.
         """
-        mask, projection, floor = inputs.mask, self.projection, self.config.floor
+        mask, floor = inputs.mask, self.config.floor
         if self.config.kernel == "relu":
             q = relu_features(inputs.q, projection, scale=inputs.scale)
             k = relu_features(inputs.k, projection, scale=inputs.scale)
@@ -224,12 +231,12 @@ class PerformerBackend(RecurrentBackend):
             k = positive_keys(inputs.k, projection, shift, **options, impl=self.feature_impl)
         return q, self.mask_features(k, inputs)
 
-    def linear_branch(self, inputs: AttentionInputs) -> LinearBranch:
+    def linear_branch(self, inputs: AttentionInputs, projection: Tensor) -> LinearBranch:
         """Return features whose products estimate the weights of softmax, without a factor."""
         assert self.far_log_weight is not None
-        scale, shift = inputs.scale, key_shift(self.projection)
-        q, log_scale = scaled_queries(inputs.q, self.projection, shift, scale=scale)
-        k = positive_keys(inputs.k, self.projection, shift, scale=scale, impl=self.feature_impl)
+        scale, shift = inputs.scale, key_shift(projection)
+        q, log_scale = scaled_queries(inputs.q, projection, shift, scale=scale)
+        k = positive_keys(inputs.k, projection, shift, scale=scale, impl=self.feature_impl)
         log_weight = log_scale + self.far_log_weight.to(q.dtype).view(1, -1, 1, 1)
         return LinearBranch(q, self.mask_features(k, inputs), log_weight, relative=False)
 
@@ -243,7 +250,7 @@ class PerformerBackend(RecurrentBackend):
         """Return the features of keys with zeros at padding."""
         return fill_padding(k, inputs.mask.padding)
 
-    def attend_in_blocks(self, inputs: AttentionInputs) -> AttentionOutput:
+    def attend_in_blocks(self, inputs: AttentionInputs, projection: Tensor) -> AttentionOutput:
         """Run linear attention on features; causal calls on a CPU run block after block.
 
         Features are larger than queries and keys. The features of a block fit into the cache, and
@@ -255,28 +262,28 @@ class PerformerBackend(RecurrentBackend):
         blocks = blocks and inputs.mask.segment_ids is None
         blocks = blocks and inputs.shard is None  # the state of all tokens is sent at once
         if not blocks or self.config.impl in ("reference", "triton"):
-            return self.attend_block(inputs, self.form(inputs))
+            return self.attend_block(inputs, projection)
         tokens = max(1, BLOCK_FEATURES // (batch * heads * self.config.num_features * 256)) * 256
         outs, state, choice, parts = [], inputs.state, None, _split_tokens(inputs, tokens)
         for number, part in enumerate(parts):
             is_last = number == len(parts) - 1
             part = part._replace(state=state, return_state=inputs.return_state or not is_last)
-            out, state, _, choice = self.attend_block(part, self.form(inputs))
+            out, state, _, choice = self.attend_block(part, projection)
             outs.append(out)
         return AttentionOutput(
             torch.cat(outs, 2) if len(outs) > 1 else outs[0], state, None, choice
         )
 
-    def attend_block(self, inputs: AttentionInputs, form: str) -> AttentionOutput:
+    def attend_block(self, inputs: AttentionInputs, projection: Tensor) -> AttentionOutput:
         """Compute the features, and run linear attention on them."""
-        q, k = self.features(inputs)
+        q, k = self.features(inputs, projection)
         return linear_attention(
             q,
             k,
             inputs.v,
             mask=replace(inputs.mask, padding=None),  # the features are zero there already
             normalize=True,
-            form=form,
+            form=self.form(inputs),
             impl=self.config.impl,
             state=inputs.state,
             return_state=inputs.return_state,

@@ -20,6 +20,7 @@ from attnzoo.backends.inputs import MASK_IN_BIAS, AttentionInputs
 from attnzoo.backends.reformer.op import IMPLEMENTATIONS, lsh_attention, shared_qk_attention
 from attnzoo.backends.reformer.validation import MAX_BUCKETS, MAX_HASHES
 from attnzoo.errors import ConfigError
+from attnzoo.kernels.recomputation import value_of_call
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice
 
@@ -184,28 +185,34 @@ class ReformerBackend(AttentionBackend):
     # -- hashes ----------------------------------------------------------------------------------
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def count_call(self) -> None:
-        """Count a training call, unless gradient checkpointing recomputes it.
+    def draw_of_call(self) -> Tensor:
+        """Count a training call, and return the number of its draw.
 
-        A recomputed call, during the backward pass, must use the hashes of the first one.
+        A call that gradient checkpointing repeats gets the number of the first one.
         """
-        if torch._C._current_graph_task_id() == -1:
-            self.calls += 1
+        return value_of_call(self, self.geometry.name, self._next_draw)
+
+    def _next_draw(self) -> Tensor:
+        self.calls += 1
+        return self.last_draw()
+
+    def last_draw(self) -> Tensor:
+        """Return the number of the last training call's draw, a scalar."""
+        assert self.config.redraw is not None
+        return (self.calls - 1).clamp_min(0) // self.config.redraw
 
     def hash_seed(self) -> Tensor:
         """Return the seed of this call's hashes, ``[3]`` integers, equal on every rank."""
         seed = torch.tensor([self.config.seed, self.geometry.layer, 0], device="cpu")
         if self.config.redraw is None:
             return seed
-        draw = (self.calls - 1).clamp_min(0) // self.config.redraw
+        draw = self.draw_of_call() if self.training else self.last_draw()
         return torch.cat([seed[:2].to(draw.device), draw[None]])
 
     # -- attention -------------------------------------------------------------------------------
 
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
         """Hash queries and keys, and attend."""
-        if self.training and self.config.redraw is not None:
-            self.count_call()
         config, (q, k, v), mask = self.config, inputs[:3], self._mask(inputs)
         scale, bias = inputs.scale, inputs.bias
         if self.exact_steps and q.shape[2] == 1 and mask.causal:
