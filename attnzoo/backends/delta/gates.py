@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnzoo.backends.linear.feature_maps.functional import softplus_of_heads
+
 # Initial decay of a token: the state keeps 1/e after 1 / INITIAL_RATE tokens
 INITIAL_RATE = 1 / 512
 RANK = 16  # of the projection from hidden states to channels
@@ -45,8 +47,9 @@ class ScalarGate(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return log decays, ``[B, Hkv, T]``, from ``[B, T, M]`` in float32 or wider."""
         x = hidden_states
-        step = F.softplus(F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype)))
-        return (-self.log_rate.to(x.dtype).exp() * step).transpose(1, 2)
+        logits = F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+        step = softplus_of_heads(logits.unsqueeze(-1)).squeeze(-1)
+        return -self.log_rate.to(x.dtype).exp()[:, None] * step
 
 
 class VectorGate(nn.Module):
@@ -79,7 +82,7 @@ class VectorGate(nn.Module):
         x, heads = hidden_states, len(self.bias)
         low = F.linear(x, self.down.to(x.dtype))
         logits = F.linear(low, self.up.to(x.dtype), self.bias.to(x.dtype).flatten())
-        step = F.softplus(logits.unflatten(-1, (heads, -1)).transpose(1, 2))
+        step = softplus_of_heads(logits.unflatten(-1, (heads, -1)))
         return -self.log_rate.to(x.dtype).exp()[:, None, None] * step
 
 

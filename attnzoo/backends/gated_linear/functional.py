@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.backends.linear.feature_maps.functional import widen
+from attnzoo.backends.linear.feature_maps.functional import softplus_of_heads, widen
 
 # Learned gates are the 16th root of a sigmoid, so that the memory is hundreds of tokens long while
 # the gradient of the sigmoid is not small (arXiv:2312.06635; arXiv:2405.05254).
@@ -120,7 +120,8 @@ def mamba2_gate(
         Log decay and step, ``[B, Hkv, S]`` each, float32 or wider.
     """
     x = widen(hidden_states)
-    step = F.softplus(F.linear(x, weight.to(x.dtype), bias.to(x.dtype))).transpose(1, 2)
+    logits = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+    step = softplus_of_heads(logits.unsqueeze(-1)).squeeze(-1)
     return -log_rate.to(x.dtype).exp()[:, None] * step, step
 
 

@@ -28,7 +28,7 @@ from attnzoo.backends.gated_linear.gates import (
 )
 from attnzoo.backends.implementation import impl_names
 from attnzoo.backends.inputs import AttentionInputs
-from attnzoo.backends.linear.feature_maps.functional import widen
+from attnzoo.backends.linear.feature_maps.functional import softplus_of_heads, widen
 from attnzoo.state import AttentionOutput
 
 LogDecay = Callable[[int, int], Tensor]  # of the tokens from start to stop
@@ -242,7 +242,7 @@ class MambaGate(TokenByTokenGate):
         weights = (w.to(x.dtype) for w in (self.down, self.up, self.bias, self.log_rate))
         down, up, bias, log_rate = weights
         logits = F.linear(F.linear(x, down), up, bias.flatten()).unflatten(2, bias.shape)
-        step = F.softplus(logits).transpose(1, 2)  # [B, Hkv, S, E]
+        step = softplus_of_heads(logits)  # [B, Hkv, S, E]
         rate = log_rate.exp()
 
         def log_decay(start: int, stop: int) -> Tensor:

@@ -21,7 +21,7 @@ from attnzoo.backends.block_sparse.impl.gather import SparseTensors, row_product
 from attnzoo.backends.block_sparse.impl.options import SparseCall
 from attnzoo.backends.block_sparse.impl.selection import Candidates
 from attnzoo.kernels import cpp
-from attnzoo.kernels.memory import DTYPE_NUMBERS, empty_huge_pages, pad_to_simd
+from attnzoo.kernels.memory import DTYPE_NUMBERS, empty_huge_pages, pad_to_simd, unpad
 
 PANEL = 32  # keys of a panel, as in the kernel
 COLUMNS = 16  # a multiple of these is computed at a time
@@ -224,8 +224,9 @@ def forward(x: SparseTensors) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.promote_types(tensors.dtype, torch.float32)
     lse = empty_huge_pages(tensors.v, (len(tensors.q), 1), lse_dtype)
     tensors.run("forward", out=out, lse=lse)
+    del tensors  # before rows are copied without padding
     shape = x.q.shape[:3]
-    return out[:, : x.v.shape[3]].view(*shape, -1), lse.view(*shape, 1)
+    return unpad(out, x.v.shape[3]).view(*shape, -1), lse.view(*shape, 1)
 
 
 def backward(
@@ -243,9 +244,10 @@ def backward(
     if tensors.dtype != torch.bfloat16:
         rows = {name: y.zero_() for name, y in rows.items()}
     tensors.run("backward", **tensors.panels("v"), **given, **rows)
+    del tensors, given, names
     gradients = []
     for gradient, like in zip(rows.values(), (x.q, x.k, x.v), strict=True):
-        part = gradient[:, : like.shape[3]].view(like.shape)
+        part = unpad(gradient, like.shape[3]).view(like.shape)
         gradients.append(part if like is x.q else _align_right(part, x.lengths))
     return gradients[0], gradients[1], gradients[2]
 

@@ -228,7 +228,7 @@ def _delta_chunk_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 @delta_chunk_backward.register_fake
 def _delta_chunk_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     d_out, _, q, k, beta, log_decay, kv, _, errors, *_, want_decay = args
-    d_log = q.new_empty(0) if log_decay is None or not want_decay else torch.empty_like(log_decay)
+    d_log = q.new_empty(0) if log_decay is None or not want_decay else log_decay
     dv = d_out.new_empty(errors.shape)
     return (*(x.new_empty(x.shape) for x in (q, k, dv, beta, d_log, kv)),)
 

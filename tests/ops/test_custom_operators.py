@@ -1,0 +1,115 @@
+"""Custom operators under tracing: their fakes have the shapes, strides and dtypes of results.
+
+torch.compile plans views by the strides of fakes. Other strides end in errors of the backward pass.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from attnzoo import ops
+from attnzoo.backends.linear.window_state import LinearBranch
+from attnzoo.masks import AttentionMask
+
+B, H, HKV, T = 2, 4, 2, 40
+CAUSAL = AttentionMask(causal=True)
+SIZES = (16, 16), (8, 6)  # of keys and values: whole SIMD vectors, and not
+
+
+class CompareWithFakes(TorchDispatchMode):
+    """Runs every operator of attnzoo on fake tensors too, and compares the results."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not func.name().startswith("attnzoo::"):
+            return func(*args, **kwargs)
+        mode = FakeTensorMode()
+        given = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+        with mode:
+            fake = func(*given[0], **given[1])
+        found = func(*args, **kwargs)
+        self.names.add(func.name().removeprefix("attnzoo::"))
+        for ours, expected in zip(tree_leaves(fake), tree_leaves(found), strict=True):
+            assert layout(ours) == layout(expected), func.name()
+        return found
+
+
+def layout(x):
+    steps = [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    return x.shape, x.dtype, steps if x.numel() else []
+
+
+def linear(q, k, v, g, impl, causal):
+    mask, g = AttentionMask(causal=causal), g if causal else None
+    return ops.linear_attention(q, k, v, mask=mask, log_decay=g, normalize=True, impl=impl)
+
+
+def hybrid(q, k, v, g, impl, causal):
+    branch = LinearBranch(q.exp(), k.exp(), torch.zeros(()), g if causal else None)
+    mask = AttentionMask(causal=causal)
+    return ops.hybrid_attention(q, k, v, branch, window=4, scale=0.3, mask=mask, impl=impl)
+
+
+def delta(q, k, v, g, impl, causal):
+    beta = (g if g.dim() == 3 else g.mean(-1)).exp()
+    return ops.delta_attention(q, k, v, beta, log_decay=g, normalize_qk=True, impl=impl)
+
+
+def with_mask(op, **options):
+    return lambda q, k, v, g, impl, causal: op(
+        q, k, v, mask=AttentionMask(causal=causal), impl=impl, **options
+    )
+
+
+EITHER, CAUSAL_ONLY = (True, False), (True,)
+CASES = {
+    "linear": (linear, EITHER, ("cpp", "torch")),
+    "hybrid": (hybrid, EITHER, ("cpp", "torch")),
+    "delta": (delta, CAUSAL_ONLY, ("cpp", "torch")),
+    "flash": (with_mask(ops.flash_attention), EITHER, ("cpp",)),
+    "longformer": (with_mask(ops.longformer_attention, window=4), EITHER, ("cpp",)),
+    "lsh": (
+        with_mask(ops.lsh_attention, num_hashes=2, chunk_size=4, window=2),
+        EITHER,
+        ("cpp", "torch", "reference"),
+    ),
+    "block_sparse": (
+        with_mask(ops.block_sparse_attention, window=4, top_k=2, block_size=4),
+        EITHER,
+        ("cpp", "torch"),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "causal", "impl"),
+    [
+        (case, causal, impl)
+        for case, (_, masks, impls) in CASES.items()
+        for causal in masks
+        for impl in impls
+        if (case, causal, impl) != ("linear", False, "cpp")
+    ],
+)
+def test_fakes_have_the_layout_of_results(case, causal, impl, sizes, dtype):
+    size, value_size = sizes
+    for gate in ((B, HKV, T), (B, HKV, T, size)):
+        for transposed in (False, True):
+            shapes = (B, H, T, size), (B, HKV, T, size), (B, HKV, T, value_size), gate
+            x = [torch.rand(shape).to(dtype) for shape in shapes]
+            if transposed:
+                x = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in x]
+            leaves = [*(y.requires_grad_() for y in x[:3]), (-x[3]).requires_grad_()]
+            with CompareWithFakes() as mode:
+                out = CASES[case][0](*leaves, impl, causal).out
+                upstream = torch.randn_like(out.transpose(1, 2)).transpose(1, 2)
+                out.backward(upstream)
+            assert any("backward" in name for name in mode.names) or impl == "reference"
