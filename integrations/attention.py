@@ -33,6 +33,7 @@ from attnzoo.integrations.masks import (
     ModelMask,
     keep_selected,
     read_mask,
+    refuse_sinks_under_function,
     refuse_window_over_own_keys,
     refuse_wrong_length,
 )
@@ -261,7 +262,7 @@ def _read_mask(
         window=window,
         q_length=lengths[0],
         kv_length=lengths[1],
-        given=given,
+        given=given if has_state or getattr(backend, "window", None) is not None else None,
         all_columns=has_state,
         as_bias=has_state and backend.additive_bias,
     )
@@ -294,6 +295,8 @@ def _run_backend(
             _refuse_split_heads(query.shape[1], backend.geometry.num_heads)
         if arguments.cache is not None:
             return run_with_state(backend, arguments.cache, query, key, value, mask, options)
+        if isinstance(mask, ModelMask) and mask.function is not None:
+            refuse_sinks_under_function(mask, backend)
         if isinstance(mask, ModelMask) and mask.shape[-1] != key.shape[2]:
             refuse_wrong_length(mask, key.shape[2])
         queries, keys = query.shape[2], key.shape[2]

@@ -381,7 +381,7 @@ def state_layer(cache: Cache, index: int, backend: AttentionBackend) -> StateLay
 
 def _new_state_layer(layer: Any, backend: AttentionBackend) -> StateLayer:
     """Return a state layer that replaces an empty stock layer."""
-    more = [name for name in dir(layer) if name.startswith("update_")]
+    more = [name for name in seam.MORE_THAN_KEYS if hasattr(layer, name)]
     if more:
         raise UnsupportedError(
             f"{backend.geometry.name}: the cache uses a {type(layer).__name__} for this layer, "

@@ -125,6 +125,12 @@ def _run_on_all_keys(
             f"{mask.shape[-1]}; give both layers the same backend and options"
         )
     keys = key.shape[2]
+    if getattr(backend.config, "num_sinks", 0) and backend.geometry.window is not None:
+        raise UnsupportedError(
+            f"{backend.geometry.name}: the keys are those of another layer, whose cache of the "
+            f"model's sliding window drops the first tokens, which num_sinks="
+            f"{backend.config.num_sinks} needs; give both layers the same backend and options"
+        )
     if query.shape[2] < keys and backend.needs_hidden_states:
         raise UnsupportedError(
             f"{backend.geometry.name}: the model passes the keys of all {keys} tokens, which "

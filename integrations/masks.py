@@ -353,6 +353,20 @@ def refuse_wrong_length(mask: ModelMask, kv_length: int) -> None:
     )
 
 
+def refuse_sinks_under_function(mask: ModelMask, backend: Any) -> None:
+    """Raise if first tokens outside of the model's window would have to be added to its function.
+
+    Raises:
+        UnsupportedError: The layer has a sliding window, which the function contains.
+    """
+    num_sinks = getattr(backend.config, "num_sinks", 0)
+    if num_sinks and backend.exact and backend.geometry.window is not None:
+        raise UnsupportedError(
+            f"the mask is {mask.function_name}, which contains the model's sliding window, so "
+            f"num_sinks={num_sinks} cannot show the first tokens outside of it; leave num_sinks out"
+        )
+
+
 def refuse_window_over_own_keys(backend: Any, columns: int, keys: int) -> None:
     """Raise if a backend has a window over keys that the model has put together itself.
 

@@ -81,7 +81,8 @@ HIDDEN_STATES = ("hidden_states", "x", "hidden_state", "k")
 CACHE = ("cache", "past_key_values", "past_key_value", "layer_past")  # "cache" since 5.24
 ENCODER_STATES = ("key_value_states", "encoder_hidden_states")
 PADDING = ("attention_mask",)
-SHARES_KEYS = "is_kv_shared_layer"  # attribute of modules with the keys of another layer
+# Attributes of modules with the keys of another layer, and of those whose keys others have
+SHARES_KEYS = ("is_kv_shared_layer", "store_full_length_kv")
 SLICES_QUERIES = "_maybe_slice_kv_shared_inputs"  # method of models, by `logits_to_keep`
 MERGED_MASK = "merged_attention_mask"  # of modules that attend to both sequences in one call
 BLOCK_STATES = "block_states"  # of modules that attend to earlier layers, at each token apart
@@ -128,6 +129,12 @@ IGNORED_MASK_ARGUMENTS = frozenset(
 )
 # Arguments of a cache layer's ``update``: those of the attention function, for paged caches
 IGNORED_UPDATE_ARGUMENTS = frozenset({"kwargs"})
+
+# Methods of cache layers that hold more than keys and values
+MORE_THAN_KEYS = (
+    *("update_conv_state", "update_recurrent_state"),
+    *("update_indexer", "update_compressor_states", "update_overlap_state"),
+)
 
 # Mask functions by name: their kind, and the closure variable that holds their parameter
 _MASK_FUNCTIONS = {
@@ -243,9 +250,12 @@ def calls_attention_interface(module: nn.Module) -> bool:
 
 
 def may_compute_last_tokens(model: nn.Module, module: nn.Module) -> bool:
-    """Return whether a model may pass only the last tokens to a module, as Gemma 4 does."""
+    """Return whether a model may pass only the last tokens to a module, as Gemma 4 does.
+
+    Also for the layer that computes the keys of such a module, whose backend must fit to its.
+    """
     slices = any(hasattr(type(part), SLICES_QUERIES) for part in model.modules())
-    return slices and getattr(module, SHARES_KEYS, False) is True
+    return slices and any(getattr(module, name, False) is True for name in SHARES_KEYS)
 
 
 def attends_to_both_sequences(module: nn.Module) -> bool:

@@ -164,3 +164,13 @@ def open_page(browser):
     yield check
     for tab in tabs:
         tab.close()
+
+
+@pytest.fixture
+def any_peft(monkeypatch):
+    """Let transformers take the installed PEFT: it may ask for one that is not released yet."""
+    import peft
+    from transformers.integrations import peft as integration
+
+    if hasattr(integration, "MIN_PEFT_VERSION"):
+        monkeypatch.setattr(integration, "MIN_PEFT_VERSION", peft.__version__)

@@ -172,8 +172,8 @@ class AttentionBackend(nn.Module):
             reasons.append("the layer adds a position bias to its scores, which it would ignore")
         if geometry.last_tokens and self.needs_hidden_states:
             reasons.append(
-                "the model may compute only the last tokens in this layer, with the keys of "
-                "another layer, and it needs the hidden states of all tokens"
+                "the model may compute only the last tokens in this layer or in one with its "
+                "keys, and it needs the hidden states of all tokens"
             )
         if geometry.dropout > 0 or self.config.attention_dropout != "auto":
             reasons += self.dropout_reasons()

@@ -175,8 +175,8 @@ class Geometry:
         sinks: Whether the model has learned attention sinks in this layer.
         dropout: Probability with which the model drops attention weights in training.
         position_bias: Whether the model adds a position bias to the scores, as T5 does.
-        last_tokens: Whether the model may compute only the last tokens in this layer, whose keys
-            are those of another layer (Gemma 4).
+        last_tokens: Whether the model may compute only the last tokens in this layer, or in one
+            that has its keys (Gemma 4).
         max_length: Maximum sequence length of the model, if the model defines one.
         layer: Index of the layer in the model.
         name: Qualified name of the attention module, for error messages.

@@ -14,6 +14,7 @@ import attnzoo
 from attnzoo.errors import SpecError, UnsupportedError
 
 pytestmark = [
+    pytest.mark.usefixtures("any_peft"),
     pytest.mark.filterwarnings("ignore:.*checkpointing. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:this swap drops the trained extras:UserWarning"),
     pytest.mark.filterwarnings("ignore:Already found a `peft_config`:UserWarning"),

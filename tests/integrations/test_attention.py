@@ -267,3 +267,13 @@ def test_two_attention_calls_per_forward_have_no_state():
     assert model(ids, use_cache=False).logits.isfinite().all()
     with pytest.raises(UnsupportedError, match="calls its attention more than once"):
         model(ids, use_cache=True)
+
+
+def test_heads_that_tensor_parallelism_splits_are_refused(llama, monkeypatch):
+    """By this reason, and not by the number of heads, which the user has not given."""
+    layer = attnzoo.swap(llama(num_key_value_heads=2), "flash").model.layers[0].self_attn
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    q, k = torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 8)
+    with pytest.raises(UnsupportedError, match=r"2 of the layer's 4 heads: tensor parallelism"):
+        attention(layer, q, k, k, None)

@@ -16,6 +16,7 @@ from transformers.integrations.executorch import (
 import attnzoo
 from attnzoo.backends.gated_linear.backend import GATES
 from attnzoo.errors import UnsupportedError
+from attnzoo.integrations.seam import cache_argument
 from tests.helpers import MODEL_SIZES, build, hidden_states, qkv, redrawn
 
 EXPORTED: dict[str, dict[str, Any]] = {
@@ -167,7 +168,7 @@ class WithCache(torch.nn.Module):
         self.cache.early_initialization(2, 2, 8, torch.float32, torch.device("cpu"))
 
     def forward(self, ids: Any) -> Any:
-        return self.model(ids, past_key_values=self.cache).logits
+        return self.model(ids, **cache_argument(self.cache)).logits
 
 
 def test_other_caches_are_refused(exportable, ids):

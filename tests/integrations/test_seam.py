@@ -1,8 +1,11 @@
 """Names of transformers that attnzoo reads: an unknown one is refused, never ignored."""
 
+import importlib
+
 import pytest
 import torch
 import transformers as hf
+from transformers import cache_utils
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
@@ -100,3 +103,13 @@ def test_mask_functions_of_other_names_are_unknown():
         return inner
 
     assert seam.mask_parts(new_overlay(3)) == ("", "test_mask_functions_of_other_names_are_unknown")
+
+
+def test_cache_layers_that_hold_more_than_keys_are_known():
+    """A state must not replace a layer whose further methods the model calls."""
+    module = importlib.import_module("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    for owner in (cache_utils, module):
+        for cls in vars(owner).values():
+            if isinstance(cls, type) and cls.__name__.endswith(("Layer", "HCACache", "CSACache")):
+                more = {name for name in dir(cls) if name.startswith("update_")}
+                assert more <= {*seam.MORE_THAN_KEYS}, cls

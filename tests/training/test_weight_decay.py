@@ -67,6 +67,7 @@ def trainer_optimizer(model, folder):
     return hf.Trainer(model=model, args=arguments).create_optimizer()
 
 
+@pytest.mark.usefixtures("any_peft")
 @pytest.mark.parametrize("adapter", [False, True])
 def test_trainer(adapter, model, tmp_path):
     if adapter:

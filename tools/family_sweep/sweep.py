@@ -42,7 +42,7 @@ def new_worker() -> WorkerProcess:
 
 
 def check_in(
-    worker: WorkerProcess, model_type: str, backends: list[str], windowed: bool
+    worker: WorkerProcess, model_type: str, backends: list[str], windowed: bool = False
 ) -> dict[str, Any]:
     """Check a model type in a process; a timeout or a crash is a reason of the entry."""
     try:

@@ -23,6 +23,7 @@ from transformers.masking_utils import eager_mask
 import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.integrations import seam
+from attnzoo.integrations.layers import attention_layers
 from attnzoo.integrations.seam import cache_argument, output_cache
 from tools.family_sweep.build import Family, attempt
 from tools.family_sweep.check import DIFFERENT, EQUAL, REFUSED, TOLERANCE, Outcome, restore_eager
@@ -52,10 +53,11 @@ def paddings(kind: str) -> Tensor:
     return mask
 
 
-def band(real: Tensor, sinks: int) -> Tensor:
+def band(real: Tensor, sinks: int, causal: bool = True) -> Tensor:
     """Return which keys a window contains, ``[B, 1, T, S]``, for as many queries as keys."""
     rank = real.long().cumsum(-1)  # of a token among the real ones, from 1
-    near = rank[:, :, None] - rank[:, None, :] < WINDOW
+    distance = rank[:, :, None] - rank[:, None, :]
+    near = distance < WINDOW if causal else distance.abs() <= WINDOW
     return (near | (rank <= sinks)[:, None, :])[:, None]
 
 
@@ -69,14 +71,15 @@ def banded_mask(sinks: int, **arguments: Any) -> Tensor:
     if real is None:
         real = torch.ones(1, arguments["kv_length"], dtype=torch.bool)
     real, rows = real.bool(), slice(-arguments["q_length"], None)
-    visible = (mask == 0) & band(real, sinks)[:, :, rows]
+    causal = not bool((mask == 0).triu(1).any())
+    visible = (mask == 0) & band(real, sinks, causal)[:, :, rows]
     size = arguments.get("local_size")
     if sinks and size is not None:
         keys = torch.arange(real.shape[1])
-        causal = (keys[:, None] >= keys)[rows] & real[:, None, None, :]
-        sliding = causal & (keys[:, None] - keys < size)[rows]
+        earlier = (keys[:, None] >= keys)[rows] & real[:, None, None, :]
+        sliding = earlier & (keys[:, None] - keys < size)[rows]
         if torch.equal(mask == 0, sliding.expand(mask.shape)):
-            visible |= causal & (real.cumsum(1) <= sinks)[:, None, None, :]
+            visible |= earlier & (real.cumsum(1) <= sinks)[:, None, None, :]
     return torch.zeros_like(mask).masked_fill(~visible, torch.finfo(mask.dtype).min)
 
 
@@ -216,7 +219,8 @@ def oracle(family: Family, probe: WindowProbe, sinks: int) -> dict[str, list[Ten
             made.clear()
             output = attempt(partial(probe.whole, kind))
             found[kind] = output if made else None
-    if "attention_mask" in probe.takes and probe.case.kind == "text":
+    causal = all(layer.geometry.causal for layer in attention_layers(family.model))
+    if causal and "attention_mask" in probe.takes and probe.case.kind == "text":
         both = dense_masks()[0] & band(torch.ones(1, LENGTH), sinks)
         found["4-D"] = attempt(lambda: probe.under(additive(both)))
     return {variant: output for variant, output in found.items() if output is not None}
