@@ -63,7 +63,7 @@ bench: $(READY) ## Time the operations; JSON lines
 
 clean: ## Remove what was built and cached, the virtual environment included
 	rm -rf $(VENV) .nox build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache attnzoo-demo
-	find attnzoo integrations tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find attnzoo tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone, at its pinned version: what depends on it must not choose another.
 # triton: a CUDA build of torch has brought its own; elsewhere on Linux the version that is tested is added.

@@ -21,7 +21,7 @@ OLDER_NEEDS = (  # packages that the oldest transformers needs in other versions
     "certifi==2026.10.18",
 )
 TESTS = (
-    "tests/integrations",
+    "tests/hf",
     "tests/families",
     "tests/tools/family_sweep",
     "tests/test_spec.py",

@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attnzoo.autoload import after_import
-from attnzoo.integrations.patches import PATCHES
-from attnzoo.integrations.peft_patches import PEFT_PATCHES
+from attnzoo.hf.patches import PATCHES
+from attnzoo.hf.peft_patches import PEFT_PATCHES
 
 __version__ = "0.1.0"
 
@@ -25,20 +25,20 @@ _PUBLIC = {
     "Geometry": "attnzoo.backends.config",
     "SwapWarning": "attnzoo.errors",
     "available_backends": "attnzoo.registry",
-    "context_parallel": "attnzoo.integrations.context_parallel",
-    "convert_heads": "attnzoo.integrations.grouped_heads",
-    "describe": "attnzoo.integrations.describe",
+    "context_parallel": "attnzoo.hf.context_parallel",
+    "convert_heads": "attnzoo.hf.grouped_heads",
+    "describe": "attnzoo.hf.describe",
     "estimate_memory": "attnzoo.evaluation.memory_fit",
-    "extend_positions": "attnzoo.integrations.positions",
+    "extend_positions": "attnzoo.hf.positions",
     "get_backend": "attnzoo.registry",
-    "prune_heads": "attnzoo.integrations.heads",
+    "prune_heads": "attnzoo.hf.heads",
     "register": "attnzoo.backends.base",
     # these modules register the built-in names first, so that they are reserved
     "register_feature_map": "attnzoo.backends.linear.feature_maps.config",
     "register_gate": "attnzoo.backends.gated_linear.backend",
-    "restore": "attnzoo.integrations.convert",
-    "speed_up": "attnzoo.integrations.speed_up",
-    "swap": "attnzoo.integrations.convert",
+    "restore": "attnzoo.hf.convert",
+    "speed_up": "attnzoo.hf.speed_up",
+    "swap": "attnzoo.hf.convert",
 }
 
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ if TYPE_CHECKING:
     from attnzoo.backends.linear.feature_maps.base import FeatureMap, register_feature_map
     from attnzoo.errors import SwapWarning
     from attnzoo.evaluation.memory_fit import estimate_memory
-    from attnzoo.integrations.context_parallel import context_parallel
-    from attnzoo.integrations.convert import restore, swap
-    from attnzoo.integrations.describe import describe
-    from attnzoo.integrations.grouped_heads import convert_heads
-    from attnzoo.integrations.heads import prune_heads
-    from attnzoo.integrations.positions import extend_positions
-    from attnzoo.integrations.speed_up import speed_up
+    from attnzoo.hf.context_parallel import context_parallel
+    from attnzoo.hf.convert import restore, swap
+    from attnzoo.hf.describe import describe
+    from attnzoo.hf.grouped_heads import convert_heads
+    from attnzoo.hf.heads import prune_heads
+    from attnzoo.hf.positions import extend_positions
+    from attnzoo.hf.speed_up import speed_up
     from attnzoo.masks import AttentionMask
     from attnzoo.registry import available_backends, get_backend
     from attnzoo.spec import AttentionSpec

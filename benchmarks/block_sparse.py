@@ -41,7 +41,7 @@ from attnzoo.evaluation.data import make_eval_batch
 from attnzoo.evaluation.models import embedded_model_path, load_swapped
 from attnzoo.evaluation.quality import measure_quality
 from attnzoo.evaluation.timing import time_together
-from attnzoo.integrations.seam import cache_argument
+from attnzoo.hf.seam import cache_argument
 from attnzoo.masks import AttentionMask
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.loading import load_causal

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import attnzoo
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.evaluation.timing import Run, time_together
-from attnzoo.integrations.seam import cache_argument
+from attnzoo.hf.seam import cache_argument
 
 SWAPS = {
     "flash": attnzoo.AttentionSpec("flash"),

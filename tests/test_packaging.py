@@ -1,4 +1,4 @@
-"""Packaging: the list of packages, the wheel, the editable tree, the pinned versions."""
+"""Packaging: the wheel, the editable tree, the pinned versions."""
 
 import json
 import os
@@ -22,11 +22,9 @@ from tests import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
-LINK = Path("attnzoo/integrations")
 OTHERS = ("benchmarks", "docs", "examples", "tests", "tools")  # folders that are not installed
 ODD = "sö me"  # a folder with a space and a letter outside ASCII
-WHERE = "import attnzoo.integrations as i; print(i.__name__, i.__file__, sep=chr(10))"
+WHERE = "import attnzoo.hf as hf; print(hf.__name__, hf.__file__, sep=chr(10))"
 
 
 def run(*command: str | Path, cwd: Path | None = None, path: Path | None = None) -> str:
@@ -44,12 +42,11 @@ def python(code: str, cwd: Path, *flags: str, path: Path | None = None) -> str:
 
 def package_files() -> set[str]:
     """Return the names of the files that the wheel must contain: sources, templates, assets."""
-    files = set()
-    for folder, prefix in (("attnzoo", ""), ("integrations", "attnzoo/")):
-        for path in (ROOT / folder).rglob("*"):  # the link is not followed
-            if path.is_file() and "__pycache__" not in path.parts and path.name[0] != ".":
-                files.add(prefix + path.relative_to(ROOT).as_posix())
-    return files
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "attnzoo").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.name[0] != "."
+    }
 
 
 def copy_tree(copy: Path) -> None:
@@ -57,47 +54,29 @@ def copy_tree(copy: Path) -> None:
     copy.mkdir(parents=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    for name in ("attnzoo", "integrations"):
-        copy_folder(name, copy)
+    copy_folder("attnzoo", copy)
 
 
 def copy_folder(name: str, copy: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+    shutil.copytree(ROOT / name, copy / name, ignore=ignored)
 
 
-def build_wheel(target: Path, *, link: bool) -> Path:
-    """Build a wheel from a copy of the tree, with or without the link."""
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Return a wheel that is built from a copy of the tree."""
+    target = tmp_path_factory.mktemp("wheel")
     copy = target / "tree"
     copy_tree(copy)
-    if not link:
-        (copy / LINK).unlink()
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
     run(*pip, "--no-build-isolation", "--wheel-dir", target, copy)
     (wheel,) = target.glob("*.whl")
     return wheel
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["link", "link lost"])
-def wheel(request, tmp_path_factory):
-    """The wheel; also built from a tree without the link (a zip archive, Windows)."""
-    return build_wheel(tmp_path_factory.mktemp("wheel"), link=request.param)
-
-
-def test_packages_are_the_folders():
-    folders = {
-        path.parent for name in ("attnzoo", "integrations") for path in (ROOT / name).rglob("*.py")
-    }
-    for folder in folders:
+def test_every_folder_with_code_is_a_package():
+    for folder in {path.parent for path in (ROOT / "attnzoo").rglob("*.py")}:
         assert (folder / "__init__.py").is_file(), f"{folder.relative_to(ROOT)} has no __init__.py"
-    names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
-    names = {f"attnzoo.{name}" if name.startswith("integrations") else name for name in names}
-    assert set(PACKAGES) == names
-    assert sorted(PACKAGES) == PACKAGES
-
-
-def test_link_is_kept():
-    assert os.readlink(ROOT / LINK) == os.path.join("..", "integrations")
 
 
 def test_wheel_holds_everything_and_nothing_else(wheel):
@@ -119,8 +98,8 @@ def test_wheel_imports(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     name, file = python(WHERE, tmp_path, path=site).splitlines()
-    assert name == "attnzoo.integrations"
-    assert Path(file) == site / "attnzoo" / "integrations" / "__init__.py"
+    assert name == "attnzoo.hf"
+    assert Path(file) == site / "attnzoo" / "hf" / "__init__.py"
 
 
 def test_editable_tree_imports(tmp_path):
@@ -131,8 +110,8 @@ def test_editable_tree_imports(tmp_path):
     if not origin.get("dir_info", {}).get("editable"):
         pytest.skip("attnzoo is installed from a wheel, so there is no editable install to test")
     name, file = python(WHERE, tmp_path).splitlines()
-    assert name == "attnzoo.integrations"
-    assert Path(file).resolve() == ROOT / "integrations" / "__init__.py"
+    assert name == "attnzoo.hf"
+    assert Path(file).resolve() == ROOT / "attnzoo" / "hf" / "__init__.py"
 
 
 @pytest.fixture(scope="module")
@@ -157,27 +136,17 @@ def test_editable_install_is_not_shadowed_by_its_clone(clone_with_environment, t
     folder, interpreter = clone_with_environment
     code = f"{WHERE}; import attnzoo; print('swap' in dir(attnzoo), attnzoo.__file__, sep=chr(10))"
     found = run(interpreter, "-c", code, cwd=folder if beside else tmp_path).splitlines()
-    name, integrations, has_swap, file = found
-    assert (name, has_swap) == ("attnzoo.integrations", "True")
+    name, hf, has_swap, file = found
+    assert (name, has_swap) == ("attnzoo.hf", "True")
     assert Path(file) == folder / "attnzoo" / "attnzoo" / "__init__.py"
-    assert Path(integrations).resolve() == folder / "attnzoo" / "integrations" / "__init__.py"
+    assert Path(hf) == folder / "attnzoo" / "attnzoo" / "hf" / "__init__.py"
 
 
 def test_bare_tree_imports():
     """Without an installation, run from the root: libraries are found, but no editable install."""
     path = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})"
-    code = f"{path}; import attnzoo.integrations as i; print(i.__name__)"
-    assert python(code, ROOT, "-S") == "attnzoo.integrations"
-
-
-def test_integrations_has_one_name():
-    code = """
-try:
-    import integrations
-except ImportError as error:
-    print(error)
-"""
-    assert "import attnzoo.integrations" in python(code, ROOT)
+    code = f"{path}; import attnzoo.hf as hf; print(hf.__name__)"
+    assert python(code, ROOT, "-S") == "attnzoo.hf"
 
 
 def test_new_versions_of_python_are_not_refused():

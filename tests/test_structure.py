@@ -22,7 +22,7 @@ ROWS = (
     {"backends"},
     {"ops", "registry"},
     {"spec"},
-    {"integrations"},
+    {"hf"},
     {"testing"},
     # __init__: the public names, resolved on first use, and the version
     {"report", "evaluation", "__init__"},
@@ -31,7 +31,7 @@ ROWS = (
     {"cli", "__main__"},
 )
 ROW = {unit: height for height, row in enumerate(ROWS) for unit in row}
-# What modules below the integrations may import from outside; torch requires filelock, and the last
+# What modules below hf may import from outside; torch requires filelock, and the last
 # two are imported where they are installed.
 CORE_LIBRARIES = {"torch", "einops", "filelock", "triton", "xformers"}
 
@@ -40,13 +40,12 @@ MAX_FUNCTION_LINES = 60
 
 
 def python_files(*folders: str) -> list[Path]:
-    """Return the source files under some folders of the tree; links are not followed."""
+    """Return the source files under some folders of the tree."""
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
 def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(("attnzoo", *parts) if parts[0] == "integrations" else parts)
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -79,15 +78,11 @@ def wrong_imports(module: str, source: str) -> list[str]:
         top = name.partition(".")[0]
         if not top:
             wrong.append(f"{module}:{line} imports {name}, a relative name")
-        elif top == "integrations":
-            wrong.append(f"{module}:{line} imports {name}, which is attnzoo.{name}")
         elif top == "attnzoo":
             if ROW[unit_of(name)] > ROW[own]:
                 wrong.append(f"{module}:{line} imports {name}, which is above {own}")
-        elif ROW[own] < ROW["integrations"] and not (
-            top in sys.stdlib_module_names or top in CORE_LIBRARIES
-        ):
-            wrong.append(f"{module}:{line} imports {top}, which only integrations and above may")
+        elif ROW[own] < ROW["hf"] and not (top in sys.stdlib_module_names or top in CORE_LIBRARIES):
+            wrong.append(f"{module}:{line} imports {top}, which only hf and above may")
     return wrong
 
 
@@ -190,7 +185,7 @@ def test_a_wrong_mechanism_import_is_found(module, source):
 def test_only_ops_and_tests_import_the_reference():
     """The oracle shares no code with what it checks."""
     wrong = []
-    for path in python_files("attnzoo", "integrations"):
+    for path in python_files("attnzoo"):
         module = module_name(path)
         for line, name in imports(ast.parse(path.read_text("utf-8"))):
             if ".impl.reference." in name and not module.endswith((".op", ".window_hybrid")):
@@ -200,13 +195,13 @@ def test_only_ops_and_tests_import_the_reference():
 
 def test_every_module_has_a_row():
     known = set(ROW)
-    found = {module_name(path).split(".")[1] for path in python_files("attnzoo", "integrations")}
+    found = {module_name(path).split(".")[1] for path in python_files("attnzoo")}
     assert found <= known, f"give {sorted(found - known)} a place in ROWS"
 
 
 def test_imports_point_one_way():
     wrong = []
-    for path in python_files("attnzoo", "integrations"):
+    for path in python_files("attnzoo"):
         wrong += wrong_imports(module_name(path), path.read_text("utf-8"))
     assert not wrong, "\n".join(wrong)
 
@@ -219,13 +214,12 @@ def test_imports_point_one_way():
         ("attnzoo.kernels.memory", "def f():\n    from attnzoo.backends.base import register"),
         ("attnzoo.backends.linear.backend", "from attnzoo import registry"),
         ("attnzoo.backends.linear.backend", "from attnzoo import AttentionSpec"),
-        ("attnzoo.registry", "def f():\n    import_module('attnzoo.integrations.attention')"),
+        ("attnzoo.registry", "def f():\n    import_module('attnzoo.hf.attention')"),
         ("attnzoo.registry", "import importlib\nimportlib.import_module('transformers')"),
         ("attnzoo.spec", "from transformers import PretrainedConfig"),
         ("attnzoo.spec", "import accelerate.utils"),
-        ("attnzoo.integrations.attention", "from attnzoo.testing import RULES"),
-        ("attnzoo.integrations.attention", "from attnzoo.cli import app"),
-        ("attnzoo.integrations.attention", "from integrations import cache"),
+        ("attnzoo.hf.attention", "from attnzoo.testing import RULES"),
+        ("attnzoo.hf.attention", "from attnzoo.cli import app"),
         ("attnzoo.backends.linear.backend", "from .base import register"),
     ],
 )
@@ -242,7 +236,7 @@ def test_a_wrong_import_is_found(module, source):
             "from attnzoo.backends.linear.op import chunk\nfrom torch import nn",
         ),
         ("attnzoo.registry", "def f(name):\n    return import_module(name)"),
-        ("attnzoo.integrations.cache", "from transformers.cache_utils import Cache"),
+        ("attnzoo.hf.cache", "from transformers.cache_utils import Cache"),
         ("attnzoo.cli", "from attnzoo import AttentionSpec\nimport rich"),
     ],
 )
@@ -295,7 +289,7 @@ def too_long(path: Path) -> list[str]:
 
 def test_files_and_functions_are_short():
     found = []
-    for path in python_files("attnzoo", "integrations", "benchmarks"):
+    for path in python_files("attnzoo", "benchmarks"):
         if "kernels" not in path.parts:
             found += too_long(path)
     assert not found, "\n".join(found)
@@ -308,7 +302,7 @@ def test_no_name_hides_a_library():
     # Files of a mechanism carry its name through all layers, and are no scripts.
     layers = [ROOT / "attnzoo" / name for name in ("ops", "backends", "kernels")]
     found = set()
-    for path in python_files("attnzoo", "integrations", "benchmarks"):
+    for path in python_files("attnzoo", "benchmarks"):
         if any(path.is_relative_to(layer) for layer in layers):
             continue
         for part in (path.relative_to(ROOT), *path.relative_to(ROOT).parents[:-2]):

@@ -19,10 +19,10 @@ from attnzoo.compare.cases import CostCase, ModelInfo
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation.decoding import PREFILL_TOKENS, cache_bytes
 from attnzoo.evaluation.timing import Run
-from attnzoo.integrations.attention import NAME, layer_backend
-from attnzoo.integrations.files import model_class
-from attnzoo.integrations.layers import attention_layers
-from attnzoo.integrations.seam import cache_argument
+from attnzoo.hf.attention import NAME, layer_backend
+from attnzoo.hf.files import model_class
+from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.seam import cache_argument
 from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from attnzoo.evaluation.quality import OnStep
-from attnzoo.integrations.seam import cache_argument
+from attnzoo.hf.seam import cache_argument
 
 PREFILL_TOKENS = 1024  # per forward call while the cache is filled
 TIMED_TOKENS = 12  # per context length

@@ -20,7 +20,7 @@ from attnzoo.evaluation.recall_rows import (
     copy_rows,
     recall_distances,
 )
-from attnzoo.integrations.seam import cache_argument
+from attnzoo.hf.seam import cache_argument
 
 ROWS = 16  # of each kind
 NEW_TOKENS = 64  # longest continuation

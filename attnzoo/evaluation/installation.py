@@ -33,10 +33,10 @@ from attnzoo.backends.softmax.op import softmax_attention
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation import check_cpp
 from attnzoo.evaluation.timing import machine
-from attnzoo.integrations import seam
-from attnzoo.integrations.patches import FAILED_PATCHES, NAME, PATCHES
-from attnzoo.integrations.peft_patches import PEFT_PATCHES
-from attnzoo.integrations.release_check import check_release, installed_versions, untested
+from attnzoo.hf import seam
+from attnzoo.hf.patches import FAILED_PATCHES, NAME, PATCHES
+from attnzoo.hf.peft_patches import PEFT_PATCHES
+from attnzoo.hf.release_check import check_release, installed_versions, untested
 from attnzoo.kernels.trust import check as check_trust
 from attnzoo.kernels.trust import driver_version
 from attnzoo.kernels.verdicts import FAILED, PASSED, Verdict, python_command, run_checks

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from attnzoo.integrations.head_projections import head_projections
-from attnzoo.integrations.layers import attention_layers
+from attnzoo.hf.head_projections import head_projections
+from attnzoo.hf.layers import attention_layers
 
 RIDGE = 1e-2  # lambda, relative to the mean square of the features
 TEXTS_PER_STEP = 8

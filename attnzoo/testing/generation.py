@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.backends.base import AttentionBackend
-from attnzoo.integrations.seam import cache_argument, output_cache
+from attnzoo.hf.seam import cache_argument, output_cache
 from attnzoo.testing.trial import Broken, ConformanceError
 
 
@@ -64,7 +64,7 @@ def check_generation(
         )
     model = deepcopy(model).eval()
     if spec is not None:
-        from attnzoo.integrations.convert import swap
+        from attnzoo.hf.convert import swap
 
         swap(model, spec)
     if any(isinstance(m, AttentionBackend) and m.exact_steps for m in model.modules()):

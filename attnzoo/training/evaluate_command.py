@@ -13,9 +13,9 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.data import EvalBatch, string_tokenizer
 from attnzoo.evaluation.harness import Harness, HarnessTasks
 from attnzoo.evaluation.models import require_causal
-from attnzoo.integrations.attention import NAME
-from attnzoo.integrations.convert import original_attention, restore, swap
-from attnzoo.integrations.files import read_config
+from attnzoo.hf.attention import NAME
+from attnzoo.hf.convert import original_attention, restore, swap
+from attnzoo.hf.files import read_config
 from attnzoo.training.loading import load_rows
 from attnzoo.training.quality import (
     as_dicts,

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from attnzoo.errors import AttnzooError, ConfigError
-from attnzoo.integrations.context_parallel import context_parallel
+from attnzoo.hf.context_parallel import context_parallel
 from attnzoo.training.checkpoints import Checkpoints, explain_write_errors
 from attnzoo.training.data import Rows
 from attnzoo.training.head_entropy import HEADS, EntropyLog

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from attnzoo.evaluation.decoding import measure_decoding
 from attnzoo.evaluation.models import max_positions
-from attnzoo.integrations.convert import original_attention
+from attnzoo.hf.convert import original_attention
 from attnzoo.training.runs import Run
 
 LENGTHS = (256, 1024, 4096)  # context lengths at which decoding is timed, in tokens

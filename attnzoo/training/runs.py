@@ -19,11 +19,11 @@ from attnzoo.backends.linear.recurrent import RecurrentBackend, WindowDropout
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import EvalBatch, load_tokenizer, string_tokenizer
 from attnzoo.evaluation.quality import NonFiniteError
-from attnzoo.integrations.attention import NAME
-from attnzoo.integrations.companions import copy_companions, move_files
-from attnzoo.integrations.context_parallel import check_model
-from attnzoo.integrations.convert import original_attention, restore, swap
-from attnzoo.integrations.layers import attention_layers
+from attnzoo.hf.attention import NAME
+from attnzoo.hf.companions import copy_companions, move_files
+from attnzoo.hf.context_parallel import check_model
+from attnzoo.hf.convert import original_attention, restore, swap
+from attnzoo.hf.layers import attention_layers
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.baselines import Baselines

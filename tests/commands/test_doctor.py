@@ -11,8 +11,8 @@ import attnzoo
 from attnzoo.cli import main
 from attnzoo.evaluation import check_cpp, installation
 from attnzoo.evaluation.installation import OK, UNAVAILABLE, WRONG, CheckResult, check_installation
-from attnzoo.integrations import release_check, seam
-from attnzoo.integrations.attention import ForwardArguments
+from attnzoo.hf import release_check, seam
+from attnzoo.hf.attention import ForwardArguments
 from attnzoo.kernels.verdicts import FAILED, NOT_RUN, PASSED, Verdict
 
 

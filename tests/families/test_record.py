@@ -8,7 +8,7 @@ from attnzoo.cli import app
 from attnzoo.commands import terminal
 from attnzoo.errors import SpecError
 from attnzoo.families import record
-from attnzoo.integrations.seam import TESTED
+from attnzoo.hf.seam import TESTED
 
 VERSIONS = record.versions()
 

@@ -7,7 +7,7 @@ from transformers import DynamicCache
 import attnzoo
 from attnzoo.errors import ConfigError
 from attnzoo.evaluation.decoding import cache_bytes
-from attnzoo.integrations.seam import cache_argument
+from attnzoo.hf.seam import cache_argument
 from attnzoo.training.budget import CacheBudget, layer_sizes, parse_size
 from attnzoo.training.plan import Planner
 

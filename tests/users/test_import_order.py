@@ -85,7 +85,7 @@ OPTIONAL = {"datasets", "lm_eval", "peft", "sentence_transformers", "trl"}
 
 PROOF = """
 import attnzoo, torch
-from attnzoo.integrations.seam import is_recording
+from attnzoo.hf.seam import is_recording
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1,

@@ -15,8 +15,8 @@ from torch.testing import assert_close
 import attnzoo
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.models import embedded_model_path
-from attnzoo.integrations.attention import layer_backend
-from attnzoo.integrations.layers import attention_layers
+from attnzoo.hf.attention import layer_backend
+from attnzoo.hf.layers import attention_layers
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [

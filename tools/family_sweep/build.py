@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnzoo.integrations import seam
+from attnzoo.hf import seam
 from tools.family_sweep.configs import tiny_config
 from tools.family_sweep.inputs import candidate_calls
 from tools.family_sweep.models import model_class

@@ -13,8 +13,8 @@ from transformers import GenerationMixin
 import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation.presets import preset_options
-from attnzoo.integrations.attention import layer_backend
-from attnzoo.integrations.layers import attention_layers
+from attnzoo.hf.attention import layer_backend
+from attnzoo.hf.layers import attention_layers
 from attnzoo.registry import get_backend
 from tools.family_sweep.build import Family
 from tools.family_sweep.controls import distance

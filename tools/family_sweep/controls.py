@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
-from attnzoo.integrations.attention import layer_backend
-from attnzoo.integrations.layers import attention_layers
+from attnzoo.hf.attention import layer_backend
+from attnzoo.hf.layers import attention_layers
 from tools.family_sweep.build import Family
 from tools.family_sweep.probe import Run
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict
 from typing import Any
 
-from attnzoo.integrations import seam
+from attnzoo.hf import seam
 from tools.family_sweep.build import Family, NotBuiltError, build_family
 from tools.family_sweep.check import DIFFERENT, EQUAL, UNPROVEN, Outcome, check
 from tools.family_sweep.controls import insensitive_parts

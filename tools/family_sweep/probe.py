@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.integrations import seam
-from attnzoo.integrations.seam import cache_argument, output_cache
+from attnzoo.hf import seam
+from attnzoo.hf.seam import cache_argument, output_cache
 from tools.family_sweep.inputs import LENGTH, ROWS, ModelCall, padding, parameters, words
 from tools.family_sweep.recipes import JOINT_MASKS
 

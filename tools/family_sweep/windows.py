@@ -22,9 +22,9 @@ from transformers.masking_utils import eager_mask
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
-from attnzoo.integrations import seam
-from attnzoo.integrations.layers import attention_layers
-from attnzoo.integrations.seam import cache_argument, output_cache
+from attnzoo.hf import seam
+from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.seam import cache_argument, output_cache
 from tools.family_sweep.build import Family, attempt
 from tools.family_sweep.check import DIFFERENT, EQUAL, REFUSED, TOLERANCE, Outcome, restore_eager
 from tools.family_sweep.controls import distance

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 import attnzoo
 from attnzoo.backends.block_sparse.backend import BlockSparseBackend, BlockSparseConfig
 from attnzoo.errors import ConfigError, UnsupportedError
-from attnzoo.integrations.seam import cache_argument, output_cache
+from attnzoo.hf.seam import cache_argument, output_cache
 from attnzoo.masks import AttentionMask
 from attnzoo.testing import RULES, check_backend, check_generation
 from tests.helpers import build

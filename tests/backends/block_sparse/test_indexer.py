@@ -19,7 +19,7 @@ from attnzoo.backends.block_sparse.indexer import LightningIndexer
 from attnzoo.backends.block_sparse.op import block_sparse_attention
 from attnzoo.backends.block_sparse.selection_loss import selection_loss
 from attnzoo.errors import ConfigError, SwapWarning, UnsupportedError
-from attnzoo.integrations.seam import cache_argument, output_cache
+from attnzoo.hf.seam import cache_argument, output_cache
 from attnzoo.kernels import cpp
 from attnzoo.masks import AttentionMask
 from attnzoo.testing import RULES, check_backend, check_generation

@@ -16,7 +16,7 @@ from attnzoo.backends.longformer.backend import GlobalMask, LongformerBackend, L
 from attnzoo.backends.longformer.decode import STEP_TOKENS
 from attnzoo.backends.longformer.op import longformer_attention
 from attnzoo.errors import ConfigError, UnsupportedError
-from attnzoo.integrations.seam import output_cache
+from attnzoo.hf.seam import output_cache
 from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 from attnzoo.testing import RULES, check_backend, check_generation

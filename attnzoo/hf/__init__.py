@@ -1,0 +1,1 @@
+"""All that knows transformers, accelerate or PEFT."""

@@ -1,0 +1,172 @@
+"""Describe which attention each layer of a model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from attnzoo.backends.base import AttentionBackend
+from attnzoo.errors import SpecError
+from attnzoo.hf.attention import NAME, layer_backend
+from attnzoo.hf.files import empty_model
+from attnzoo.hf.layers import attention_layers, layer_number, unwrap_model
+from attnzoo.hf.speed_up import sped_up_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerDescription:
+    """The backend, options and implementation of one attention layer."""
+
+    layer: int
+    name: str
+    backend: str
+    options: dict[str, Any]
+    extras: int  # parameters and buffers that the backend added, in elements
+    impl: str  # of the last call; empty before the first
+    reason: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """The attention layers of a model; prints as a table."""
+
+    model: str
+    layers: tuple[LayerDescription, ...]
+    dropout: tuple[str, ...] = ()  # what the model's attention dropout drops, a line per form
+
+    def __iter__(self) -> Iterator[LayerDescription]:
+        """Iterate over the layers."""
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        """Return the number of attention layers."""
+        return len(self.layers)
+
+    def table(self) -> Any:
+        """Return the description as a rich table."""
+        from rich.table import Table
+
+        table = Table(
+            title=self.model,
+            title_justify="left",
+            caption="\n".join(self.dropout) or None,
+            caption_justify="left",
+        )
+        for head in ("layer", "module", "backend", "options", "extras", "impl", "why"):
+            table.add_column(head, justify="right" if head in ("layer", "extras") else "left")
+        for row in self.layers:
+            options = ", ".join(f"{name}={value}" for name, value in row.options.items())
+            impl = row.impl or "not run yet"
+            extras = f"{row.extras:,}"
+            table.add_row(str(row.layer), row.name, row.backend, options, extras, impl, row.reason)
+        return table
+
+    def __str__(self) -> str:
+        """Return the table as plain text."""
+        from rich.console import Console
+
+        console = Console(width=160, color_system=None, force_terminal=False)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get().rstrip()
+
+
+def describe(model: nn.Module | str | Path) -> Description:
+    """Return each attention layer's backend, options, extras, last implementation and its reason.
+
+    Args:
+        model: A transformers model, or the folder of a saved one, whose weights are not loaded.
+
+    Raises:
+        SpecError: ``model`` is neither.
+
+    Example:
+        >>> for layer in attnzoo.describe(attnzoo.swap(model, "linear", layers={"0-1": "flash"})):
+        ...     print(layer.name, layer.backend)
+        model.layers.0.self_attn flash
+        model.layers.1.self_attn flash
+        model.layers.2.self_attn linear
+        model.layers.3.self_attn linear
+    """
+    if isinstance(model, str | Path):
+        model = empty_model(Path(model))
+    target = unwrap_model(model) if isinstance(model, nn.Module) else None
+    if target is None:
+        raise SpecError(
+            f"{type(model).__name__} is not a transformers model; describe takes a "
+            "PreTrainedModel, or the folder of a saved one"
+        )
+    rows = []
+    for layer in attention_layers(target):
+        backend = getattr(layer.module, NAME, None)
+        implementation = getattr(layer.module, "config", target.config)._attn_implementation
+        if isinstance(backend, AttentionBackend) and implementation == NAME:
+            tensors = [*backend.parameters(), *backend.buffers()]
+            ran = backend.ran
+            row = LayerDescription(
+                layer=layer.geometry.layer,
+                name=layer.name,
+                backend=backend.name,
+                options=backend.config.changed_options(),
+                extras=sum(x.numel() for x in tensors),
+                impl=ran.impl if ran else "",
+                reason=ran.reason if ran else "",
+            )
+        else:
+            row = LayerDescription(
+                layer=layer.geometry.layer,
+                name=layer.name,
+                backend="none",
+                options={},
+                extras=0,
+                impl=str(implementation),
+                reason=f"{backend.name} is disabled; set_attn_implementation('attnzoo') enables it"
+                if isinstance(backend, AttentionBackend)
+                else "not swapped",
+            )
+        rows.append(row)
+    rows += _sped_up_rows(target)
+    order = {name: i for i, (name, _) in enumerate(target.named_modules())}
+    rows.sort(key=lambda row: order[row.name])
+    return Description(type(target).__name__, tuple(rows), tuple(dropout_lines(target)))
+
+
+def _sped_up_rows(model: PreTrainedModel) -> list[LayerDescription]:
+    """Return the layers that ``attnzoo.speed_up`` runs on ops."""
+    return [
+        LayerDescription(
+            layer=layer_number(name, layer),
+            name=name,
+            backend=f"{type(layer).__name__} by {forward.op}_attention",
+            options={},
+            extras=0,
+            impl=forward.ran.impl if forward.ran else "",
+            reason=forward.ran.reason if forward.ran else "",
+        )
+        for name, layer, forward in sped_up_layers(model)
+    ]
+
+
+def dropout_lines(model: PreTrainedModel) -> list[str]:
+    """Return what the attention dropout of a model drops in training, one line per form."""
+    layers: dict[tuple[float, str], list[int]] = {}
+    for layer in attention_layers(model):
+        backend, rate = layer_backend(layer.module), layer.geometry.dropout
+        implementation = getattr(layer.module, "config", model.config)._attn_implementation
+        if backend is not None and implementation == NAME and rate > 0:
+            layers.setdefault((rate, backend.dropout_form), []).append(layer.geometry.layer)
+    effect = {
+        "weights": "drops single attention weights",
+        "keys": "drops whole keys of a head",
+        "off": "is disabled (attention_dropout='off')",
+    }
+    return [
+        f"In training, attention dropout of {rate:g} {effect[form]}"
+        + (f" in layers {', '.join(map(str, numbers))}" if len(layers) > 1 else "")
+        for (rate, form), numbers in layers.items()
+    ]

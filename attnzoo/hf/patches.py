@@ -1,0 +1,303 @@
+"""Every patch of transformers, one function per patched module.
+
+Those of PEFT are in :mod:`attnzoo.hf.peft_patches`.
+:mod:`attnzoo.autoload` runs a patch as soon as its module is loaded, when the rest of the package
+may be half loaded. Nothing here is imported from either, and modules of attnzoo are imported when a
+patched function is first called. ``tests/hf/test_patches.py`` has a test for each
+patch, which fails when a new version of the package changes what the patch relies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.cache_utils import Cache
+
+# The name of the attention implementation, of the config's field and of each layer's submodule
+NAME = "attnzoo"
+RECORDING = "_attnzoo_recording"  # attribute of a cache
+REQUESTED = "_attnzoo_requested"  # attribute of a model whose attn_implementation was given
+PRUNED = "attnzoo_pruned_heads"  # attribute of a config: heads that a model has lost, by layer
+
+# Patches that this version of a package has no place for, by module: the reason. Nothing is swapped
+# then; an import of the package must not fail because attnzoo is installed.
+FAILED_PATCHES: dict[str, str] = {}
+
+
+def mark_patched(cls: Any) -> bool:
+    """Mark a class as patched and return whether it was not marked before."""
+    is_new = "_attnzoo_patched" not in vars(cls)
+    cls._attnzoo_patched = True
+    return is_new
+
+
+def patch_config(configuration_utils: Any) -> None:
+    """Save the swap that a model runs in its config.json, and allow ``output_attentions``.
+
+    Stock configs do not save ``attn_implementation``, so a saved swap would load as plain softmax
+    where attnzoo is not imported. The spec of a swap that ``set_attn_implementation("sdpa")``
+    disabled is not saved.
+    """
+    cls = configuration_utils.PreTrainedConfig
+    if not mark_patched(cls):
+        return
+    to_dict, validate = cls.to_dict, cls.validate_output_attentions
+    output_attentions = cls.output_attentions
+
+    @wraps(to_dict)
+    def to_dict_with_implementation(self: PreTrainedConfig) -> dict[str, Any]:
+        from attnzoo.hf.saving import saved_config
+
+        return saved_config(self, to_dict(self))
+
+    def set_output_attentions(self: Any, value: bool) -> None:
+        if self._attn_implementation == NAME:
+            self._output_attentions = value  # a backend without weights refuses the call
+        else:
+            output_attentions.fset(self, value)
+
+    @wraps(validate)
+    def validate_output_attentions(self: Any) -> None:
+        if self._attn_implementation != NAME:
+            validate(self)
+
+    cls.to_dict = to_dict_with_implementation
+    cls.output_attentions = output_attentions.setter(set_output_attentions)
+    cls.validate_output_attentions = validate_output_attentions
+
+
+def patch_cache(cache_utils: Any) -> None:
+    """Record on the cache itself that it records past tokens, and crop all layers or none.
+
+    ``Cache.activate_past_recording`` (assisted decoding) informs only the layers that exist when it
+    is called; our layers, which are created later, read the attribute.
+    """
+    cls = cache_utils.Cache
+    if not mark_patched(cls):
+        return
+    activate, crop = cls.activate_past_recording, cls.crop
+
+    @wraps(activate)
+    def activate_and_note(self: Cache) -> None:
+        setattr(self, RECORDING, True)
+        activate(self)
+
+    @wraps(crop)
+    def crop_all_layers_or_none(self: Cache, *args: Any, **kwargs: Any) -> None:
+        from attnzoo.hf.cache import unchanged_on_error
+
+        with unchanged_on_error(self):
+            crop(self, *args, **kwargs)
+
+    cls.activate_past_recording = activate_and_note
+    cls.crop = crop_all_layers_or_none
+
+
+def patch_masks(masking_utils: Any) -> None:
+    """Register the mask function of ``"attnzoo"``; without it, causality and padding are lost."""
+
+    def make_mask(*args: Any, **kwargs: Any) -> Any:
+        from attnzoo.hf import masks
+
+        return masks.make_mask(*args, **kwargs)
+
+    masking_utils.AttentionMaskInterface.register(NAME, make_mask)
+
+
+def patch_models(modeling_utils: Any) -> None:
+    """Register the attention function, and build and initialise backends with their models."""
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        from attnzoo.hf import attention as ours
+
+        return ours.attention(*args, **kwargs)
+
+    cls = modeling_utils.PreTrainedModel
+    if not mark_patched(cls):
+        return
+    modeling_utils.AttentionInterface.register(NAME, attention)
+    _patch_saving(cls)
+    init, post_init = cls.__init__, cls.post_init
+    initialize_weights = cls._initialize_weights
+
+    @wraps(init)
+    def init_with_attention_classes(
+        self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        requested = getattr(config, "_attn_implementation", None)  # None: init selects the default
+        init(self, config, *args, **kwargs)
+        vars(self)[REQUESTED] = requested is not None
+        if self.config._attn_implementation == NAME:
+            from attnzoo.hf.seam import complete_class_tables
+
+            complete_class_tables(type(self))  # before the subclass builds its layers
+
+    @wraps(post_init)
+    def post_init_with_backends(self: PreTrainedModel) -> None:
+        from attnzoo.hf.construction import attach_when_built
+
+        if getattr(self.config, PRUNED, None) is not None:
+            from attnzoo.hf.heads import prune_when_built
+
+            prune_when_built(self)
+        attach_when_built(self)  # before the original, which initialises all modules
+        post_init(self)
+
+    @wraps(initialize_weights)
+    def initialize_weights_and_backends(
+        self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> None:
+        from attnzoo.backends.base import AttentionBackend
+        from attnzoo.hf.extras import initialise_backend
+
+        if not isinstance(module, AttentionBackend):
+            initialize_weights(self, module, *args, **kwargs)
+        elif not getattr(module, "_is_hf_initialized", False):
+            initialise_backend(module)  # after its children, so that its values are final
+            vars(module)["_is_hf_initialized"] = True
+
+    cls.__init__ = init_with_attention_classes
+    cls.post_init = post_init_with_backends
+    cls._initialize_weights = initialize_weights_and_backends
+
+
+def _patch_saving(cls: Any) -> None:
+    """Let ``set_attn_implementation`` disable a swap, save what runs, and check what loads."""
+    from_pretrained: Any = vars(cls)["from_pretrained"].__func__
+    set_implementation, save = cls.set_attn_implementation, cls.save_pretrained
+
+    @wraps(set_implementation)
+    def set_in_copied_configs_too(
+        self: PreTrainedModel, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        set_implementation(self, attn_implementation, *args, **kwargs)
+        if isinstance(attn_implementation, str):
+            from attnzoo.hf.seam import update_copied_configs
+
+            update_copied_configs(self)
+
+    @wraps(save)
+    def save_without_disabled_extras(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        from attnzoo.hf.saving import without_disabled_extras
+
+        if getattr(self, "_hf_peft_config_loaded", False):  # saves an adapter only
+            from attnzoo.hf.adapters import prepare_save
+
+            prepare_save(self)
+        with without_disabled_extras(self):
+            return save(self, *args, **kwargs)
+
+    @wraps(from_pretrained)
+    def from_pretrained_with_reason(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        from attnzoo.hf.saving import load
+
+        return load(from_pretrained, cls, *args, **kwargs)
+
+    cls.from_pretrained = classmethod(from_pretrained_with_reason)
+    cls.set_attn_implementation = set_in_copied_configs_too
+    cls.save_pretrained = save_without_disabled_extras
+
+
+def patch_continuous_batching(continuous_api: Any) -> None:
+    """Keep the swap in continuous batching (``generate_batch``, ``transformers serve``), or raise.
+
+    transformers would refuse the implementation's name and, where flash attention is installed,
+    replace the swap by it without an error.
+    """
+    cls = continuous_api.ContinuousBatchingManager
+    if not mark_patched(cls):
+        return
+    switch = cls.switch_to_cb_friendly_attn
+
+    @wraps(switch)
+    def keep_swap(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        from attnzoo.hf.serving import serves_swap
+
+        if not serves_swap(model):
+            switch(self, model, *args, **kwargs)
+
+    cls.switch_to_cb_friendly_attn = keep_swap
+
+
+def patch_trainer(trainer: Any) -> None:
+    """Apply no weight decay to parameters of backends that set a decay or a mixture."""
+    cls = trainer.Trainer
+    if not mark_patched(cls):
+        return
+    get_decay_parameter_names = cls.get_decay_parameter_names
+
+    @wraps(get_decay_parameter_names)
+    def get_decay_parameter_names_without_extras(self: Any, model: nn.Module) -> list[str]:
+        from attnzoo.hf.weight_decay import without_exempt
+
+        return without_exempt(model, get_decay_parameter_names(self, model))
+
+    cls.get_decay_parameter_names = get_decay_parameter_names_without_extras
+
+
+def patch_export(executorch: Any) -> None:
+    """Put the states of a swap in the caches of transformers' modules for ``torch.export``."""
+    for name, cache in (
+        ("TorchExportableModuleWithStaticCache", "static_cache"),
+        ("TorchExportableModuleWithHybridCache", "cache"),
+        ("Seq2SeqLMDecoderExportableModuleWithStaticCache", "static_cache"),
+    ):
+        _patch_export(getattr(executorch, name), cache)
+    if not mark_patched(executorch):
+        return
+    get_cache_dict = executorch._get_cache_dict
+
+    @wraps(get_cache_dict)
+    def get_cache_dict_without_states(cache: Any) -> Any:
+        from attnzoo.hf.export import refuse_states
+
+        refuse_states(cache)
+        return get_cache_dict(cache)
+
+    executorch._get_cache_dict = get_cache_dict_without_states
+
+
+def _patch_export(cls: Any, cache: str) -> None:
+    if not mark_patched(cls):
+        return
+    init = cls.__init__
+
+    @wraps(init)
+    def init_with_states(self: Any, *args: Any, **kwargs: Any) -> None:
+        from attnzoo.hf.export import prepare_export
+
+        init(self, *args, **kwargs)
+        prepare_export(self, getattr(self, cache))
+
+    cls.__init__ = init_with_states
+
+
+def guarded(patch: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a patch that records a name that is missing, instead of raising."""
+
+    @wraps(patch)
+    def apply(module: Any) -> None:
+        try:
+            patch(module)
+        except (AttributeError, KeyError) as error:
+            name = module.__name__
+            FAILED_PATCHES[name] = f"{patch.__name__} does not fit {name} ({error})"
+
+    return apply
+
+
+_PATCHES = {
+    "transformers.configuration_utils": patch_config,
+    "transformers.cache_utils": patch_cache,
+    "transformers.masking_utils": patch_masks,
+    "transformers.modeling_utils": patch_models,
+    "transformers.trainer": patch_trainer,
+    "transformers.integrations.executorch": patch_export,
+    "transformers.generation.continuous_batching.continuous_api": patch_continuous_batching,
+}
+PATCHES = {name: guarded(patch) for name, patch in _PATCHES.items()}

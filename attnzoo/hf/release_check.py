@@ -1,0 +1,278 @@
+"""Check that attnzoo works with the installed transformers and torch, once for each version.
+
+Versions that the tests run with (:data:`attnzoo.hf.seam.TESTED`) need no check. With any
+other, the first swap runs tiny models in every cache mode and compares them with one pass without a
+cache. The verdict is kept in attnzoo's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, StaticCache, masking_utils
+
+from attnzoo.errors import UnsupportedError
+from attnzoo.hf import seam
+from attnzoo.hf.attention import ForwardArguments
+from attnzoo.hf.masks import ModelMask
+from attnzoo.hf.patches import FAILED_PATCHES, NAME
+from attnzoo.kernels.verdicts import FAILED, PASSED, Verdict, decide
+
+Change = Callable[[Any], Any]
+TOKENS, PROMPT = 9, 6  # of the models' input
+SPECS = (  # options of a layer's spec: a recurrent state, a rolling window, all keys
+    {"backend": "linear", "options": {"impl": "torch"}},
+    {"backend": "flash", "options": {"window": 4, "impl": "sdpa"}},
+    {"backend": "softmax"},
+)
+SIZES: dict[str, Any] = {  # of the tiny models, whose large weights make attention far from uniform
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_running = threading.local()
+
+
+def require_working_release(speed_up: Change | None = None) -> None:
+    """Raise if attnzoo does not work with the installed transformers or torch.
+
+    Args:
+        speed_up: Replaces the layers of a model, to check that; ``None`` checks swaps.
+
+    Raises:
+        UnsupportedError: The check of these versions failed; the message says how to go on.
+    """
+    if getattr(_running, "value", False):  # the check itself builds models
+        return
+    reason = _refusal(speed_up)
+    if reason:
+        raise UnsupportedError(reason)
+
+
+@cache
+def _refusal(speed_up: Change | None) -> str:
+    """Return why the installed versions are refused, or ``""``."""
+    found, ours = installed_versions(), str(getattr(sys.modules["attnzoo"], "__version__", ""))
+    verdict = Verdict(PASSED)
+    if FAILED_PATCHES:
+        verdict = Verdict(FAILED, "; ".join(FAILED_PATCHES.values()))
+    elif untested(found):
+        identity = {"attnzoo": ours, "source": _source_hash(), **found}
+        name = "release-swap" if speed_up is None else "release-speed-up"
+        verdict = decide(name, identity, partial(check_release, speed_up))
+    if verdict.outcome == PASSED:
+        return ""
+    versions = ", ".join(f"{name} {number}" for name, number in found.items())
+    return f"attnzoo {ours} does not work with {versions}: {verdict.reason}. {seam.HOW_TO_GO_ON}"
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the packages in ``TESTED``, without local parts such as ``+cpu``."""
+    return {name: version(name).partition("+")[0] for name in seam.TESTED}
+
+
+def untested(found: dict[str, str]) -> list[str]:
+    """Return the packages whose version the tests of this release do not run with."""
+    return [name for name, number in found.items() if number not in seam.TESTED[name]]
+
+
+def _source_hash() -> str:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def check_release(speed_up: Change | None = None) -> Verdict:
+    """Run all checks of swaps, or of ``speed_up``; the verdict's reason lists all that failed."""
+    checks = SWAP_CHECKS
+    if speed_up is not None:
+        checks = {name: partial(check, speed_up) for name, check in SPEED_UP_CHECKS.items()}
+    _running.value = True
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            reasons = {name: _why(check) for name, check in checks.items()}
+    finally:
+        _running.value = False
+    failed = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
+    return Verdict(FAILED, "; ".join(failed)) if failed else Verdict(PASSED)
+
+
+def _why(check: Callable[[], Iterator[str]]) -> str:
+    """Return what a check found to be wrong, or ``""``."""
+    try:
+        return ", ".join(check())
+    except Exception as error:  # whatever transformers raises is a reason
+        first_line = str(error).partition("\n")[0]
+        return f"{type(error).__name__}: {first_line[:300].rstrip('.')}"
+
+
+def _tiny_llama(specs: Sequence[Mapping[str, Any]] = SPECS) -> Any:
+    """Return a model with one layer per spec, swapped by its config; stock without specs."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # only where the check runs
+
+    config = LlamaConfig(**SIZES | {"num_hidden_layers": len(SPECS)})
+    if specs:
+        config.attnzoo = {**specs[0], "layers": {str(i): spec for i, spec in enumerate(specs)}}
+    torch.manual_seed(0)
+    implementation = NAME if specs else "eager"
+    return LlamaForCausalLM._from_config(config, attn_implementation=implementation).eval()
+
+
+def _prompts() -> tuple[Tensor, Tensor]:
+    """Return token ids ``[2, TOKENS]``, and a mask with left padding."""
+    ids = torch.arange(2 * TOKENS).view(2, TOKENS) * 7 % 31 + 1
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    return ids, mask
+
+
+def _caches() -> Iterator[str]:
+    """Compare a prompt and single tokens, in each kind of cache, with one pass without a cache."""
+    model, (ids, mask) = _tiny_llama(), _prompts()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    caches = {
+        "a dynamic cache": DynamicCache(config=model.config),
+        "a static cache": StaticCache(config=model.config, max_cache_len=TOKENS),
+    }
+    for name, cache_ in caches.items():
+        parts = []
+        for begin, end in ((0, PROMPT), *((i, i + 1) for i in range(PROMPT, TOKENS))):
+            output = model(
+                ids[:, begin:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, begin:end],
+                use_cache=True,
+                **seam.cache_argument(cache_),
+            )
+            parts.append(output.logits)
+            kinds = [type(layer).__name__ for layer in cache_.layers]
+            if not all("State" in kind for kind in kinds[:2]):
+                yield f"{name} holds no states, but {', '.join(kinds)}"
+                return
+        if not _close(torch.cat(parts, 1), expected, mask):
+            yield f"decoding with {name} differs from one pass"
+
+
+def _generate() -> Iterator[str]:
+    """Compare ``generate`` with a padded prompt with the same without a cache."""
+    model, (ids, mask) = _tiny_llama(), _prompts()
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
+    cached = model.generate(ids, **options)
+    if not torch.equal(cached, model.generate(ids, **options, use_cache=False)):
+        yield "generate with a cache differs from generate without"
+
+
+def _stock_attention() -> Iterator[str]:
+    """Compare the backend ``softmax`` with the model's own attention."""
+    ids, mask = _prompts()
+    stock, swapped = (
+        _tiny_llama(specs)(ids, attention_mask=mask, use_cache=False).logits
+        for specs in ((), (SPECS[-1],) * len(SPECS))
+    )
+    if not _close(swapped, stock, mask):
+        yield "softmax differs from the model's own attention"
+
+
+def _masks() -> Iterator[str]:
+    """Read each kind of mask that transformers makes."""
+    config = _tiny_llama().config
+    config.sliding_window = 4
+    embeddings = torch.zeros(1, TOKENS, 16)
+    packed = {"position_ids": torch.tensor([[*range(4), *range(TOKENS - 4)]])}
+    kinds: dict[str, dict[str, Any]] = {
+        "causal": {},
+        "causal packed": packed,
+        "sliding_window_causal": {},
+        "sliding_window_causal packed": packed,
+        "bidirectional": {},
+        "bidirectional_sliding_window": {},
+    }
+    for name, given in kinds.items():
+        make = getattr(masking_utils, f"create_{name.split()[0]}_mask")
+        known = inspect.signature(make).parameters
+        arguments = {"attention_mask": None, **seam.cache_argument(None), **given}
+        mask = make(config, embeddings, **{k: v for k, v in arguments.items() if k in known})
+        if not isinstance(mask, ModelMask) or mask.function is not None:
+            yield f"the {name} mask is not understood"
+        elif ("packed" in name) != (mask.segment_ids is not None):
+            yield f"the {name} mask has the wrong sequences"
+        elif ("window" in name) != (mask.window is not None):
+            yield f"the {name} mask has the wrong window"
+
+
+def _arguments() -> Iterator[str]:
+    """Read the arguments of an attention module."""
+    model = _tiny_llama()
+    names = ForwardArguments(type(model.model.layers[0].self_attn).forward).names
+    for wanted in (seam.HIDDEN_STATES, seam.CACHE, seam.PADDING):
+        if not {*wanted} & {*names}:
+            yield f"attention modules take {', '.join(names)}, none of {', '.join(wanted)}"
+    interface = transformers.AttentionInterface()
+    if NAME not in interface:
+        yield f"the attention interface does not contain {NAME!r}"
+
+
+def _close(ours: Tensor, expected: Tensor, mask: Tensor) -> bool:
+    real = mask.bool()
+    tolerance = 1e-4 * expected[real].abs().max()
+    return bool((ours[real] - expected[real]).abs().max() <= tolerance)
+
+
+def _lightning(speed_up: Change) -> Iterator[str]:
+    from transformers import MiniMaxConfig, MiniMaxForCausalLM
+
+    sizes: Any = {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+    return _sped_up(MiniMaxForCausalLM(MiniMaxConfig(**SIZES, **sizes)).eval(), speed_up)
+
+
+def _delta_rule(speed_up: Change) -> Iterator[str]:
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    heads: Any = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "head_dim": 8}
+    sizes: Any = {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    kinds: Any = {"layer_types": ["linear_attention", "full_attention"]}
+    config = Qwen3_5TextConfig(**SIZES, **heads, **sizes, **kinds)
+    return _sped_up(Qwen3_5ForCausalLM(config).eval(), speed_up)
+
+
+def _sped_up(model: Any, speed_up: Change) -> Iterator[str]:
+    """Compare a prompt and a token after it, in a model that is sped up, with one pass."""
+    ids = _prompts()[0][:, : PROMPT + 1]
+    speed_up(model)
+    prompt = model(ids[:, :PROMPT], use_cache=True)
+    cache_ = seam.cache_argument(seam.output_cache(prompt))
+    token = model(ids[:, PROMPT:], use_cache=True, **cache_)
+    expected = model(ids, use_cache=False).logits
+    if not _close(torch.cat([prompt.logits, token.logits], 1), expected, torch.ones_like(ids)):
+        yield f"decoding of a sped up {type(model).__name__} differs from one pass"
+
+
+SWAP_CHECKS: dict[str, Callable[[], Iterator[str]]] = {
+    "arguments": _arguments,
+    "masks": _masks,
+    "stock attention": _stock_attention,
+    "caches": _caches,
+    "generation": _generate,
+}
+SPEED_UP_CHECKS: dict[str, Callable[[Change], Iterator[str]]] = {
+    "lightning attention": _lightning,
+    "the delta rule": _delta_rule,
+}

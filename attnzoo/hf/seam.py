@@ -1,0 +1,422 @@
+"""Every name of transformers and PEFT that attnzoo depends on: arguments, closures, versions.
+
+A new release of transformers is an edit of this module and of ``constraints.txt``; see "A new
+release of transformers" in CONTRIBUTING.md. The methods that attnzoo replaces are in
+:mod:`attnzoo.hf.patches`, which must not import transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    create_causal_mask,
+    sdpa_mask,
+)
+from transformers.utils.output_capturing import _active_collector as active_collector
+
+from attnzoo.errors import UnsupportedError
+from attnzoo.hf.patches import NAME, RECORDING
+from attnzoo.masks import AttentionMask
+
+__all__ = [
+    "CACHE_ARGUMENT",
+    "HOW_TO_GO_ON",
+    "TESTED",
+    "Cache",
+    "PagedAttentionCache",
+    "Pages",
+    "active_collector",
+    "all_configs",
+    "attend_to_layers",
+    "attends_to_both_sequences",
+    "attends_to_layers",
+    "bidirectional_mask_function",
+    "cache_argument",
+    "calls_attention_interface",
+    "can_set_implementation",
+    "causal_mask_function",
+    "family_uses_interface",
+    "is_recording",
+    "mask_of_pages",
+    "mask_parts",
+    "materialise_mask",
+    "may_compute_last_tokens",
+    "names_cache",
+    "output_cache",
+    "package",
+    "pretrained_models",
+    "reads_name",
+    "refuse_unknown_arguments",
+    "set_implementation",
+    "sub_configs",
+    "submodels",
+]
+
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name of the interface in modelling files
+
+# Versions that the tests of this release run with. With any other, `release_check` runs first.
+TESTED = {"transformers": ("5.17.0", "5.24.0"), "torch": ("2.13.0", "2.14.1")}
+HOW_TO_GO_ON = (
+    f"Install transformers {TESTED['transformers'][-1]}, the newest that this release of attnzoo "
+    f"is tested with, or a newer attnzoo"
+)
+
+# -- arguments of attention modules, each by all names that it has had ----------------------------
+
+HIDDEN_STATES = ("hidden_states", "x", "hidden_state", "k")
+CACHE = ("cache", "past_key_values", "past_key_value", "layer_past")  # "cache" since 5.24
+ENCODER_STATES = ("key_value_states", "encoder_hidden_states")
+PADDING = ("attention_mask",)
+# Attributes of modules with the keys of another layer, and of those whose keys others have
+SHARES_KEYS = ("is_kv_shared_layer", "store_full_length_kv")
+SLICES_QUERIES = "_maybe_slice_kv_shared_inputs"  # method of models, by `logits_to_keep`
+MERGED_MASK = "merged_attention_mask"  # of modules that attend to both sequences in one call
+BLOCK_STATES = "block_states"  # of modules that attend to earlier layers, at each token apart
+
+# The name under which models take and return a cache
+CACHE_ARGUMENT = next(x for x in CACHE if x in inspect.signature(create_causal_mask).parameters)
+
+# Arguments that attention layers pass on and that do not change the result.
+IGNORED_ARGUMENTS = frozenset(
+    {
+        "cache_position",
+        "deterministic",
+        "layer_idx",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "max_seqlen",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "shift_labels",
+        "use_cache",
+        *("labels", "length", "special_tokens_mask", "token_type_ids"),  # columns of a batch
+    }
+)
+PAGES_SINCE = "5.23"  # version whose continuous batching passes what a backend needs
+# Arguments of continuous batching, which its cache reads; the last two are for the model's head.
+PAGE_ARGUMENTS = (
+    *("read_index", "write_index", "max_length_k", "block_table"),
+    *("logits_indices", "logits_processor_args"),
+)
+# Packed rows: the sequence of each token, or the borders of the sequences of one row
+PACKING_ARGUMENTS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+# Arguments of transformers' delta rule and convolution that do not change their results
+IGNORED_RULE_ARGUMENTS = frozenset({*IGNORED_ARGUMENTS, *PACKING_ARGUMENTS, "chunk_size"})
+# Arguments of mask functions that do not change a mask: what other implementations may skip, and
+# the config.
+IGNORED_MASK_ARGUMENTS = frozenset(
+    {"allow_is_causal_skip", "allow_is_bidirectional_skip", "allow_torch_fix", "config"}
+)
+# Arguments of a cache layer's ``update``: those of the attention function, for paged caches
+IGNORED_UPDATE_ARGUMENTS = frozenset({"kwargs"})
+
+# Methods of cache layers that hold more than keys and values
+MORE_THAN_KEYS = (
+    *("update_conv_state", "update_recurrent_state"),
+    *("update_indexer", "update_compressor_states", "update_overlap_state"),
+)
+
+# Mask functions by name: their kind, and the closure variable that holds their parameter
+_MASK_FUNCTIONS = {
+    "and_masks": ("all", "mask_functions"),
+    "remap_positions_for_packed_sequence": ("remapped", "mask_function"),
+    "packed_sequence_mask_function": ("packed", "packed_sequence_mask"),
+    "sliding_window_overlay": ("window", "sliding_window"),
+    "sliding_window_bidirectional_overlay": ("bidirectional window", "sliding_window"),
+}
+
+
+def refuse_unknown_arguments(
+    where: str, kwargs: Mapping[str, Any], known: Collection[str] = IGNORED_ARGUMENTS
+) -> None:
+    """Raise for an argument that is not ``None`` and that nothing of ours reads.
+
+    Args:
+        where: What received the arguments, for the message.
+        kwargs: The arguments that are left.
+        known: The names of those that do not change a result.
+
+    Raises:
+        UnsupportedError: There is such an argument.
+    """
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in known]
+    if unknown:
+        names = ", ".join(map(repr, unknown))
+        raise UnsupportedError(
+            f"{where} does not know the argument {names}, which transformers "
+            f"{transformers.__version__} passes, and would ignore it. {HOW_TO_GO_ON}"
+        )
+
+
+def names_cache(function: Callable[..., Any]) -> bool:
+    """Return whether a function of PEFT looks the cache up under the name that it has here."""
+    return CACHE_ARGUMENT in inspect.unwrap(function).__code__.co_consts
+
+
+def package(name: str) -> str:
+    """Return the name and the version of an installed package, for a message."""
+    return f"{name} {version(name)}"
+
+
+class Pages(NamedTuple):
+    """Keys and values of all requests of continuous batching, and where each request begins.
+
+    Since transformers 5.24, modules read the pages before they call their attention function.
+    """
+
+    cache: PagedAttentionCache | None  # None: the module has read it
+    arguments: dict[str, Any]  # cu_seq_lens_q, cu_seq_lens_k and the indices of pages
+
+    @classmethod
+    def of_call(cls, cache: Any, kwargs: dict[str, Any], borders: dict[str, Any]) -> Pages:
+        """Return the pages of an attention call; removes them from ``kwargs``.
+
+        Args:
+            cache: The argument ``cache``.
+            kwargs: Arguments of the attention function.
+            borders: Its arguments that say where each request begins.
+        """
+        return cls(cache, {name: kwargs.pop(name, None) for name in PAGE_ARGUMENTS} | borders)
+
+    def read(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of all tokens; stores new ones if no module has."""
+        if self.cache is None:
+            return key, value
+        key, value = self.cache.update(key, value, layer_idx=layer, kwargs=self.arguments)
+        return key, value
+
+
+def mask_of_pages(window: int | None) -> AttentionMask:
+    """Return the mask of continuous batching, where transformers 5.24 passes none."""
+    return AttentionMask(causal=True, window=None if window is None else (window - 1, 0))
+
+
+def cache_argument(cache: Any) -> dict[str, Any]:
+    """Return the keyword argument that passes a cache to a model."""
+    return {CACHE_ARGUMENT: cache}
+
+
+def output_cache(output: Any) -> Any:
+    """Return the cache in a model's output."""
+    return getattr(output, CACHE_ARGUMENT)
+
+
+def mask_parts(function: Callable[..., Any]) -> tuple[str, Any]:
+    """Return the kind of a mask function, and its parameter; other functions have the kind ``""``.
+
+    The kinds are ``"causal"``, ``"all"`` (a sequence of functions), ``"remapped"`` (a function of
+    positions within packed sequences), ``"packed"`` (the index of each token's sequence),
+    ``"window"`` and ``"bidirectional window"`` (a size in tokens), and ``"none"``, which hides
+    nothing.
+    """
+    if function is causal_mask_function:
+        return "causal", None
+    if function is bidirectional_mask_function:
+        return "none", None
+    name = function.__qualname__.split(".<locals>")[0]
+    kind, variable = _MASK_FUNCTIONS.get(name, ("", ""))
+    cells = _closure(function)
+    return (kind, cells[variable]) if variable in cells else ("", name)
+
+
+def _forward_code(module: nn.Module) -> Any:
+    return getattr(inspect.unwrap(type(module).forward), "__code__", None)
+
+
+def calls_attention_interface(module: nn.Module) -> bool:
+    """Return whether a module's forward calls the attention interface to attend to tokens."""
+    code = _forward_code(module)
+    return code is not None and INTERFACE in code.co_names and not attends_to_layers(module)
+
+
+def may_compute_last_tokens(model: nn.Module, module: nn.Module) -> bool:
+    """Return whether a model may pass only the last tokens to a module, as Gemma 4 does.
+
+    Also for the layer that computes the keys of such a module, whose backend must fit to its.
+    """
+    slices = any(hasattr(type(part), SLICES_QUERIES) for part in model.modules())
+    return slices and any(getattr(module, name, False) is True for name in SHARES_KEYS)
+
+
+def attends_to_both_sequences(module: nn.Module) -> bool:
+    """Return whether the keys of a module are those of the decoder and of the encoder."""
+    code = _forward_code(module)
+    return code is not None and MERGED_MASK in code.co_varnames
+
+
+def attends_to_layers(module: nn.Module) -> bool:
+    """Return whether a module attends to outputs of earlier layers, as Inkling 2's residuals."""
+    code = _forward_code(module)
+    return code is not None and BLOCK_STATES in code.co_varnames
+
+
+def attend_to_layers(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Return what the model's own attention to earlier layers does, ``[B, T, H, E]``."""
+    out = F.scaled_dot_product_attention(query, key, value, scale=scale)
+    return out.transpose(1, 2).contiguous()
+
+
+def family_uses_interface(family: str) -> bool:
+    """Return whether the modelling code in a model folder of transformers uses the interface."""
+    folder = Path(transformers.__file__).parent / "models" / family
+    return any(INTERFACE in path.read_text("utf-8") for path in folder.glob("modeling_*.py"))
+
+
+def reads_name(module: nn.Module, name: str) -> bool:
+    """Return whether a module's forward uses ``name`` as an argument or attribute."""
+    code = _forward_code(module)
+    if code is None:
+        return False
+    nested = (item for const in code.co_consts if isinstance(const, tuple) for item in const)
+    return name in code.co_names or name in code.co_consts or name in nested
+
+
+def _closure(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the closure variables of a function by name; mask functions keep parameters there."""
+    names = function.__code__.co_freevars
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def materialise_mask(**arguments: Any) -> Tensor:
+    """Build the dense mask of a mask function, ``[B, 1, T, S]`` bool."""
+    mask = sdpa_mask(**arguments, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    assert mask is not None
+    return mask
+
+
+def all_configs(model: PreTrainedModel) -> list[Any]:
+    """Return the configs and sub-configs of a model and its submodules, each once, in order."""
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, PreTrainedConfig):
+            configs.update((id(inner), inner) for inner in _with_sub_configs(config))
+    return list(configs.values())
+
+
+def pretrained_models(model: nn.Module) -> list[PreTrainedModel]:
+    """Return all transformers models in ``model``, outermost first."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+def sub_configs(config: Any) -> dict[str, Any]:
+    """Return the sub-configs of a config by field name."""
+    found = {key: getattr(config, key, None) for key in getattr(config, "sub_configs", {})}
+    return {key: inner for key, inner in found.items() if inner is not None}
+
+
+def submodels(model: nn.Module, config: Any) -> list[PreTrainedModel]:
+    """Return the outermost models in ``model`` that were built from a sub-config, or a copy."""
+    outermost: list[PreTrainedModel] = []
+    for inner in pretrained_models(model):
+        same = inner.config is config or type(inner.config) is type(config)
+        if same and not any(inner in set(outer.modules()) for outer in outermost):
+            outermost.append(inner)
+    return outermost
+
+
+def set_implementation(model: PreTrainedModel, name: str, layers: Iterable[nn.Module]) -> None:
+    """Set the attention implementation of ``layers`` and of the models that create their masks.
+
+    ``set_attn_implementation`` does not reach modules with a copied config (the encoder and decoder
+    of T5) in older transformers, nor composite models where only the submodels use the interface.
+    """
+    if can_set_implementation(model):
+        model.set_attn_implementation(name)
+    used = {id(config) for config in map(_config_of, model.modules()) if config is not None}
+    for config in _with_sub_configs(model.config):
+        if id(config) not in used:  # a copy of it is
+            config._attn_implementation_internal = name
+    for config in _attention_configs(model, layers):
+        config._attn_implementation_internal = name
+
+
+def update_copied_configs(model: PreTrainedModel) -> None:
+    """Disable or enable a swap in the configs that swapped modules copied from their model's.
+
+    ``set_attn_implementation`` does not reach them; see :func:`set_implementation`.
+    """
+    layers = [module for module in model.modules() if NAME in module._modules]
+    own = {id(config) for config in _with_sub_configs(model.config)}
+    name = model.config._attn_implementation
+    for config in _attention_configs(model, layers):
+        if id(config) not in own and (config._attn_implementation == NAME) != (name == NAME):
+            config._attn_implementation_internal = name
+
+
+def _config_of(module: nn.Module) -> Any:
+    return vars(module).get("config")
+
+
+def _attention_configs(model: nn.Module, layers: Iterable[nn.Module]) -> list[Any]:
+    """Return the configs of attention layers and of the models that create their masks."""
+    found = set(layers)
+    return [
+        _config_of(module)
+        for module in model.modules()
+        if module in found
+        or (isinstance(module, PreTrainedModel) and not found.isdisjoint(module.modules()))
+    ]
+
+
+def complete_class_tables(cls: type) -> None:
+    """Let models that select attention classes by implementation be built under ``"attnzoo"``.
+
+    Falcon, GPT-J and SAM's vision encoder look a class up by ``config._attn_implementation``. These
+    classes do not use the attention interface, so such layers keep their stock attention.
+    """
+    for table in _class_tables(cls).values():
+        table.setdefault(NAME, table.get("sdpa", table["eager"]))
+
+
+def class_table_text(model: nn.Module) -> str:
+    """Return the tables from which a model selects attention classes, for a message, or ``""``."""
+    tables = _class_tables(type(model))
+    return f" (its classes come from {', '.join(tables)})" if tables else ""
+
+
+def _class_tables(cls: type) -> dict[str, dict[str, type]]:
+    """Return the tables of attention classes by implementation in a model's modelling files."""
+    return {
+        name: table
+        for base in cls.__mro__
+        for name, table in vars(sys.modules.get(base.__module__, object)).items()
+        if name.endswith("ATTENTION_CLASSES") and isinstance(table, dict) and "eager" in table
+    }
+
+
+def _with_sub_configs(config: Any) -> Iterator[Any]:
+    yield config
+    for inner in sub_configs(config).values():
+        yield from _with_sub_configs(inner)
+
+
+def can_set_implementation(model: PreTrainedModel) -> bool:
+    """Return whether a model's own modelling code uses the attention interface."""
+    return bool(model._can_set_attn_implementation())
+
+
+def is_recording(cache: Cache) -> bool:
+    """Return whether a cache records past tokens to remove them later (assisted decoding)."""
+    return bool(getattr(cache, RECORDING, False))

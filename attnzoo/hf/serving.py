@@ -1,0 +1,102 @@
+"""Continuous batching of swapped models: ``generate_batch`` and ``transformers serve``.
+
+transformers stores the keys and values of all requests in pages and passes the new tokens of all
+requests in one row. A backend that keeps all keys attends to the keys of each request in turn; a
+backend with a state is refused, because a state has no pages.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attnzoo.backends.base import AttentionBackend
+from attnzoo.errors import UnsupportedError
+from attnzoo.hf import seam
+from attnzoo.hf.patches import NAME
+from attnzoo.masks import AttentionMask
+
+INSTEAD = (
+    "Call model.generate on a padded batch, or serve without --continuous-batching; "
+    "model.set_attn_implementation('sdpa') runs the model's original attention instead"
+)
+
+
+def serves_swap(model: PreTrainedModel) -> bool:
+    """Return whether continuous batching of a model runs a swap.
+
+    Raises:
+        UnsupportedError: A backend keeps a state, or transformers is too old.
+    """
+    if all(config._attn_implementation != NAME for config in seam.all_configs(model)):
+        return False
+    backends = {m.name: m for m in model.modules() if isinstance(m, AttentionBackend)}
+    states = [name for name, backend in backends.items() if not backend.keeps_all_keys]
+    what = "continuous batching (generate_batch, transformers serve --continuous-batching)"
+    if states:
+        raise UnsupportedError(
+            f"{what} does not support this swap: backend {', '.join(map(repr, states))} keeps one "
+            f"state per sequence, which has no pages. {INSTEAD}"
+        )
+    if "kwargs" not in inspect.signature(seam.PagedAttentionCache.update).parameters:
+        raise UnsupportedError(
+            f"{what} of a swapped model needs transformers {seam.PAGES_SINCE}: the paged cache of "
+            f"this version takes other arguments. {INSTEAD}"
+        )
+    return True
+
+
+def paged_attention(
+    module: Any,
+    backend: AttentionBackend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    pages: seam.Pages,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attend from the new tokens of each request to all tokens of that request.
+
+    Args:
+        module: The attention module.
+        backend: Its backend, which keeps all keys.
+        query: ``[1, H, T, D]``, the new tokens of all requests, one request after the other.
+        key: ``[1, Hkv, T, D]``, or ``[1, Hkv, S, D]`` if the module has read the pages.
+        value: ``[1, Hkv, T or S, E]``.
+        mask: The model's mask of the row; its window is that of every request.
+        pages: Keys and values of all requests, and where each request begins.
+        options: The other arguments of the backend.
+
+    Returns:
+        The output, ``[1, H, T, E]``, zero at tokens that pad the row.
+
+    Raises:
+        UnsupportedError: The model has a mask function of its own.
+    """
+    if mask.function is not None:
+        raise UnsupportedError(
+            f"the mask is {mask.function_name}, which continuous batching does not support. "
+            f"{INSTEAD}"
+        )
+    key, value = pages.read(key, value, module.layer_idx)
+    queries, keys = (pages.arguments[x].tolist() for x in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    hidden = options.pop("hidden_states")
+    out = query.new_zeros(*query.shape[:3], value.shape[3])
+    for i in range(len(queries) - 1):
+        new, seen = slice(*queries[i : i + 2]), slice(*keys[i : i + 2])
+        length, size = new.stop - new.start, seen.stop - seen.start
+        if not length:
+            continue
+        out[:, :, new] = backend(
+            query[:, :, new],
+            key[:, :, seen],
+            value[:, :, seen],
+            mask=AttentionMask(causal=True, window=mask.window, q_offset=size - length),
+            hidden_states=None if hidden is None else hidden[:, new],
+            **options,
+        ).out
+    return out

@@ -1,0 +1,179 @@
+"""Canaries: each fails when transformers or PEFT changes what one of our patches relies on."""
+
+import inspect
+import warnings
+from importlib import import_module
+
+import peft
+import pytest
+import torch
+import transformers
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+import attnzoo
+from attnzoo.hf.patches import NAME, PATCHES, RECORDING
+from attnzoo.hf.peft_patches import LOADED, PEFT_PATCHES
+
+ALL_PATCHES = {**PATCHES, **PEFT_PATCHES}
+TINY = {
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.fixture
+def config():
+    config = transformers.LlamaConfig(**TINY)
+    config.attnzoo = {"backend": "linear", "options": {"feature_map": "hedgehog"}}
+    config._attn_implementation = NAME
+    return config
+
+
+def test_every_patched_module_exists():
+    for name in ALL_PATCHES:
+        assert inspect.ismodule(import_module(name)), name
+
+
+def test_config_saves_the_implementation(config):
+    """``PreTrainedConfig.to_dict`` is what ``save_pretrained`` writes."""
+    assert config.to_dict()["attn_implementation"] == NAME
+    assert '"attn_implementation": "attnzoo"' in config.to_json_string()
+    assert "attn_implementation" not in transformers.LlamaConfig(**TINY).to_dict()
+
+
+def test_cache_records_before_its_layers_exist():
+    """Layers are created lazily, after generation has activated recording."""
+    cache = DynamicCache()
+    assert not getattr(cache, RECORDING, False)
+    assert inspect.signature(inspect.unwrap(Cache.activate_past_recording)).parameters.keys() == {
+        "self"
+    }
+    cache.activate_past_recording()
+    assert getattr(cache, RECORDING)
+
+
+def test_mask_function_is_registered_and_called(config):
+    """A model under ``attn_implementation="attnzoo"`` asks our function for its mask."""
+    assert NAME in AttentionMaskInterface._global_mapping
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.arange(6)[None]
+    changed = ids.clone()
+    changed[0, -1] = 9
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits[:, :-1], model(changed).logits[:, :-1])  # causal
+        left = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], 1)
+        mask = torch.cat([torch.zeros(1, 3, dtype=torch.long), torch.ones_like(ids)], 1)
+        padded = model(left, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+        torch.testing.assert_close(padded.logits[:, 3:], model(ids).logits)
+
+
+def test_attention_function_is_registered():
+    assert NAME in AttentionInterface._global_mapping
+
+
+def test_models_are_built_with_their_backends(config):
+    """``post_init`` ends the constructor of every model, after its modules exist."""
+    model = transformers.LlamaForCausalLM(config)
+    layer = model.model.layers[0].self_attn
+    assert isinstance(layer.attnzoo, attnzoo.AttentionBackend)
+
+
+def test_missing_weights_are_initialised_by_the_backend(config, tmp_path):
+    """``_initialize_weights`` runs once for each module that a checkpoint lacks."""
+    stock = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    stock.save_pretrained(tmp_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, config=config)
+    backend = model.model.layers[0].self_attn.attnzoo
+    loaded = {name: x.clone() for name, x in backend.named_parameters()}
+    assert loaded
+    backend.reset_parameters()
+    for name, x in backend.named_parameters():
+        assert torch.equal(x, loaded[name]), name
+
+
+def test_a_mismatched_checkpoint_is_refused_with_the_swap_named(config, tmp_path):
+    """transformers says "mismatch" of tensors whose shapes differ."""
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    other = transformers.LlamaConfig(**TINY | {"num_attention_heads": 1})
+    other.attnzoo = config.attnzoo
+    other._attn_implementation = NAME
+    with pytest.raises(attnzoo.errors.SpecError, match="with the swap in its config"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path, config=other)
+
+
+def test_adapter_configs_are_saved_and_loaded_through_three_methods(tmp_path):
+    """A config without the key ``attnzoo`` is plain; PEFT warns of keys that it does not know."""
+    config = peft.LoraConfig(r=2)
+    config.save_pretrained(tmp_path)
+    assert not hasattr(peft.LoraConfig.from_pretrained(tmp_path), NAME)
+    vars(config)[NAME] = {"backend": "linear"}
+    config.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = peft.PeftConfig.from_pretrained(tmp_path)
+    assert (vars(loaded)[NAME], loaded.r) == ({"backend": "linear"}, 2)
+    assert vars(loaded)[LOADED]
+    assert LOADED not in vars(peft.LoraConfig.from_peft_type(peft_type="LORA"))
+
+
+def test_all_tuners_inject_and_merge_through_the_base_class():
+    """A tuner with a method of its own calls the base class, whose methods are patched."""
+    merging = ("merge_adapter", "merge_and_unload", "unload")
+    tuners = [x for x in PEFT_TYPE_TO_TUNER_MAPPING.values() if issubclass(x, BaseTuner)]
+    assert len(tuners) > 20
+    for tuner in tuners:
+        assert all(getattr(tuner, name) is getattr(BaseTuner, name) for name in merging), tuner
+        if tuner.inject_adapter is not BaseTuner.inject_adapter:
+            assert "super().inject_adapter(" in inspect.getsource(tuner.inject_adapter), tuner
+    for name in ("inject_adapter", *merging):
+        ours = getattr(BaseTuner, name)
+        expected = list(inspect.signature(inspect.unwrap(ours)).parameters)
+        given = inspect.signature(ours, follow_wrapped=False).parameters
+        named = [x for x in given if x not in ("args", "kwargs")]
+        assert named == expected[: len(named)], name
+
+
+def test_peft_models_add_prompts_through_add_adapter(config):
+    """Prompts have no tuner: ``PeftModel`` sets them up, disables them and saves them."""
+    model = transformers.LlamaForCausalLM(config)
+    prompt = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, prompt)
+    assert prompt.modules_to_save == [NAME]
+    wrapper = model.base_model.model.layers[0].self_attn.attnzoo
+    with model.disable_adapter():
+        assert wrapper.disable_adapters
+    assert not wrapper.disable_adapters
+    for name in ("add_adapter", "disable_adapter", "save_pretrained"):
+        assert name in vars(peft.PeftModel)
+
+
+def test_peft_passes_a_prefix_as_a_cache_from_get_prompt(config):
+    made = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    cache = peft.get_peft_model(transformers.LlamaForCausalLM(config), made).get_prompt(
+        batch_size=1
+    )
+    assert [type(layer) for layer in cache.layers] == [DynamicLayer] * config.num_hidden_layers
+    assert all(layer.virtual_tokens for layer in cache.layers), "prefix tuning uses another method"
+
+
+@pytest.mark.parametrize("name", ["peft", "peft.tuners.lora", "peft.tuners.lora.conversion"])
+def test_conversion_to_lora_is_patched_under_every_name(name):
+    assert import_module(name).convert_to_lora.__name__ == "convert_to_lora"
+    assert hasattr(import_module(name).convert_to_lora, "__wrapped__")
+
+
+def test_patches_are_applied_once():
+    def patched():
+        attention = AttentionInterface._global_mapping[NAME]
+        return PreTrainedModel.post_init, PreTrainedModel.from_pretrained, attention
+
+    before = patched()
+    for name, patch in ALL_PATCHES.items():
+        patch(import_module(name))
+    assert patched() == before

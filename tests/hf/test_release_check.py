@@ -1,0 +1,117 @@
+"""Versions that are not tested are proved on tiny models, or refused by name."""
+
+import json
+
+import pytest
+import transformers as hf
+from transformers import masking_utils
+
+import attnzoo
+from attnzoo.errors import UnsupportedError
+from attnzoo.hf import patches, release_check, seam
+from attnzoo.hf.attention import ForwardArguments, LayerHook
+from attnzoo.kernels.verdicts import FAILED, PASSED
+
+
+@pytest.fixture(autouse=True)
+def new_version(monkeypatch, tmp_path):
+    """Install a version that no test has seen, and keep verdicts in a folder of the test."""
+    monkeypatch.setattr(seam, "TESTED", {"transformers": (), "torch": ()})
+    monkeypatch.setenv("ATTNZOO_CACHE", str(tmp_path))
+    release_check._refusal.cache_clear()
+    yield
+    release_check._refusal.cache_clear()
+
+
+def fail_if_called(speed_up):
+    raise AssertionError("checked again")
+
+
+def test_a_working_version_passes_once(llama, tmp_path, monkeypatch):
+    attnzoo.swap(llama(), "linear")
+    (file,) = tmp_path.glob("release-swap-*.json")
+    stored = json.loads(file.read_text("utf-8"))
+    assert stored["outcome"] == PASSED
+    assert stored["identity"]["transformers"] == hf.__version__
+
+    release_check._refusal.cache_clear()  # another process
+    monkeypatch.setattr(release_check, "check_release", fail_if_called)
+    attnzoo.swap(llama(), "linear")
+
+
+def test_tested_versions_are_not_checked(llama, monkeypatch):
+    found = release_check.installed_versions()
+    monkeypatch.setattr(seam, "TESTED", {name: (x,) for name, x in found.items()})
+    monkeypatch.setattr(release_check, "check_release", fail_if_called)
+    attnzoo.swap(llama(), "linear")
+
+
+def renamed_cache(monkeypatch):
+    """What transformers 5.24 did: the layers' cache has a name that the hook does not know."""
+    monkeypatch.setattr(seam, "CACHE", ("an_old_name",))
+
+
+def lost_cache(monkeypatch):
+    """The hook finds no cache, and says nothing."""
+    monkeypatch.setattr(LayerHook, "cache", lambda self, args, kwargs: None)
+
+
+def renamed_window(monkeypatch):
+    """A mask function with another name, whose window cannot be read."""
+    name = "sliding_window_overlay"
+    inner = getattr(masking_utils, name)
+    monkeypatch.setattr(masking_utils, name, lambda size: lambda *at: inner(size)(*at))
+
+
+def lost_padding(monkeypatch):
+    """The mask function no longer receives the padding."""
+    monkeypatch.setattr("attnzoo.hf.masks._padding", lambda *_: None)
+
+
+CHANGES = {
+    renamed_cache: r"arguments: attention modules take .*none of an_old_name",
+    lost_cache: r"a dynamic cache holds no states, but DynamicLayer",
+    renamed_window: r"masks: the sliding_window_causal mask is not understood",
+    lost_padding: r"softmax differs from the model's own attention",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda x: x.__name__)
+def test_a_version_that_does_not_fit_is_refused_by_name(change, llama, monkeypatch):
+    model = llama()
+    with monkeypatch.context() as patch:
+        change(patch)
+        verdict = release_check.check_release()
+        assert verdict.outcome == FAILED
+        version = rf"does not work with transformers {hf.__version__}, torch .*"
+        refused = rf"{version}{CHANGES[change]}.*Install transformers \d"
+        with pytest.raises(UnsupportedError, match=refused):
+            attnzoo.swap(model, "linear")
+    assert not hasattr(model.config, "attnzoo")
+    release_check._refusal.cache_clear()
+    with pytest.raises(UnsupportedError, match=version):  # remembered
+        attnzoo.swap(llama(), "flash")
+    config = hf.LlamaConfig(**model.config.to_dict() | {"attnzoo": {"backend": "linear"}})
+    with pytest.raises(UnsupportedError, match=version):
+        hf.LlamaForCausalLM._from_config(config, attn_implementation="attnzoo")
+
+
+@pytest.mark.filterwarnings("ignore:Triton is not supported:UserWarning")
+def test_speed_up_of_a_version_that_does_not_fit_is_refused(llama, monkeypatch, tmp_path):
+    """A keyword that the stock method takes by another name."""
+    assert release_check.check_release(attnzoo.speed_up).outcome == PASSED
+    monkeypatch.setattr(ForwardArguments, "cache", lambda self, args, kwargs: None)
+    with pytest.raises(
+        UnsupportedError, match=r"a sped up MiniMaxForCausalLM differs from one pass"
+    ):
+        attnzoo.speed_up(llama())
+
+
+def test_a_patch_that_does_not_fit_leaves_transformers_usable(llama, monkeypatch):
+    monkeypatch.setattr(patches, "FAILED_PATCHES", patches.FAILED_PATCHES)
+    patches.PATCHES["transformers.cache_utils"](hf.activations)  # a module without the class
+    try:
+        with pytest.raises(UnsupportedError, match=r"patch_cache does not fit .*activations"):
+            attnzoo.swap(llama(), "linear")
+    finally:
+        patches.FAILED_PATCHES.clear()
