@@ -14,7 +14,7 @@ def launch_config(
     name: Annotated[str, typer.Argument(help="ddp, fsdp2, deepspeed_zero2 or deepspeed_zero3")],
 ) -> None:
     """Print a config of `accelerate launch` for several GPUs: launch-config fsdp2 > fsdp2.yaml."""
-    folder = files("attnzoo.hf") / "launch"
+    folder = files("attnzoo.commands") / "launch_configs"
     known = sorted(
         file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")
     )

@@ -139,7 +139,7 @@ def test_launch_config(attnzoo):
     code, printed, _ = attnzoo("launch-config", "fsdp2")
     assert code == 0
     assert "fsdp_version: 2\n" in printed
-    assert "hf/launch" not in printed
+    assert "launch_configs" not in printed
     code, _, err = attnzoo("launch-config", "fsdp")
     assert code == 2
     assert "Did you mean 'fsdp2'? Available: ddp, deepspeed_zero2, deepspeed_zero3, fsdp2." in err

@@ -17,7 +17,7 @@ from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.recover import RecoverConfig, recover
 
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCH = ROOT / "attnzoo" / "hf" / "launch"
+LAUNCH = ROOT / "attnzoo" / "commands" / "launch_configs"
 TYPES = {
     "ddp": DistributedType.MULTI_GPU,
     "fsdp2": DistributedType.FSDP,

@@ -35,7 +35,7 @@ def sharding(**options):
         distributed_type=DistributedType.FSDP,
         parallelism_config=parallel,
         device_mesh=parallel.get_device_mesh("cpu"),
-        fsdp_plugin=FullyShardedDataParallelPlugin(  # as in hf/launch/fsdp2.yaml
+        fsdp_plugin=FullyShardedDataParallelPlugin(  # as in launch_configs/fsdp2.yaml
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             reshard_after_forward=True,
