@@ -1,0 +1,55 @@
+"""A 2-D mask that grows by one column per step, with a static cache under torch.compile."""
+
+import inspect
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.testing import assert_close
+from transformers import StaticCache
+
+import attnzoo
+from tests.helpers import tiny_llama
+
+PROMPT, LENGTH = 8, 14
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def decode(model, run, run_prompt, ids, mask):
+    """Return the logits of a prompt and of single tokens after it."""
+    takes_cache = "cache" in inspect.signature(model.forward).parameters  # transformers 5.24
+    name = "cache" if takes_cache else "past_key_values"
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH + 2)
+    steps = [(0, PROMPT), *((t, t + 1) for t in range(PROMPT, LENGTH))]
+    outs = []
+    for start, stop in steps:
+        call = run if start else run_prompt
+        given = {"attention_mask": mask[:, :stop], name: cache}
+        outs.append(call(ids[:, start:stop], use_cache=True, **given).logits)
+    return torch.cat(outs, 1)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["compiled", "steps compiled"])
+@pytest.mark.parametrize(
+    ("name", "options"), [("linear", {}), ("linear", {"window": 4}), ("delta", {})], ids=str
+)
+@torch.no_grad()
+def test_it_does_not_break_the_graph(name, options, whole):
+    model = tiny_llama(num_hidden_layers=1)
+    attnzoo.swap(model, name, **options)
+    ids = torch.randint(1, 99, (2, LENGTH))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    compiled = torch.compile(model, backend="eager")
+    expected = decode(model, model, model, ids, mask)
+    found = decode(model, compiled, compiled if whole else model, ids, mask)
+    assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] <= 3  # the mask's length becomes dynamic
