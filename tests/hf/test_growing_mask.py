@@ -1,7 +1,5 @@
 """A 2-D mask that grows by one column per step, with a static cache under torch.compile."""
 
-import inspect
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -9,6 +7,7 @@ from torch.testing import assert_close
 from transformers import StaticCache
 
 import attnzoo
+from attnzoo.hf.seam import cache_argument
 from tests.helpers import tiny_llama
 
 PROMPT, LENGTH = 8, 14
@@ -24,14 +23,12 @@ def _fresh():
 
 def decode(model, run, run_prompt, ids, mask):
     """Return the logits of a prompt and of single tokens after it."""
-    takes_cache = "cache" in inspect.signature(model.forward).parameters  # transformers 5.24
-    name = "cache" if takes_cache else "past_key_values"
     cache = StaticCache(config=model.config, max_cache_len=LENGTH + 2)
     steps = [(0, PROMPT), *((t, t + 1) for t in range(PROMPT, LENGTH))]
     outs = []
     for start, stop in steps:
         call = run if start else run_prompt
-        given = {"attention_mask": mask[:, :stop], name: cache}
+        given = {"attention_mask": mask[:, :stop], **cache_argument(cache)}
         outs.append(call(ids[:, start:stop], use_cache=True, **given).logits)
     return torch.cat(outs, 1)
 
