@@ -102,7 +102,9 @@ def block_sparse_attention(
     ``block_size - 1`` more keys on a side. Time O(T X D) for X attended keys, plus O(T N D) for the
     scores of blocks, divided by ``query_block``; memory O(T D). The backward pass saves inputs and
     output only; the selection has no gradient. If ``top_k`` blocks cover all keys, this is softmax
-    attention. No bit of a causal output depends on later tokens, if their values are finite.
+    attention. No bit of a causal output depends on later tokens, if their values are finite. Blocks
+    of 16-bit tensors are scored in float32; a change by rounding may still select other blocks
+    where scores are nearly equal.
 
     Args:
         q: Queries, ``[B, H, T, D]``.
