@@ -25,7 +25,7 @@ from attnzoo.backends.block_sparse.impl import custom_ops
 from attnzoo.commands.spec_options import spec_of
 from attnzoo.spec import AttentionSpec
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 99,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -55,12 +55,13 @@ def logits(spec: AttentionSpec, dtype: torch.dtype, tokens: int) -> Tensor:
 @contextmanager
 def selections(select: Callable[..., Tensor]) -> Iterator[None]:
     """Context manager that replaces the function that selects blocks."""
-    original = custom_ops.block_sparse_select
-    custom_ops.block_sparse_select = select
+    module: Any = custom_ops
+    original = module.block_sparse_select
+    module.block_sparse_select = select
     try:
         yield
     finally:
-        custom_ops.block_sparse_select = original
+        module.block_sparse_select = original
 
 
 def measure(spec: AttentionSpec, tokens: int) -> dict[str, Any]:
