@@ -118,7 +118,8 @@ def group_environment(group: str, args: argparse.Namespace) -> dict[str, str]:
     environment["TRITON_CACHE_DIR"] = str(cache / ("fla" if peer else "attnzoo"))
     environment["TRITON_CACHE_AUTOTUNING"] = "1"  # fla tunes in stage 1; stage 3 reads the results
     if "second ptxas" in group and args.ptxas:
-        environment["TRITON_PTXAS_PATH"] = args.ptxas
+        for name in ("PTXAS", "PTXAS_BLACKWELL"):  # Triton reads one of them
+            environment[f"TRITON_{name}_PATH"] = args.ptxas
     if args.interpret:
         environment["TRITON_INTERPRET"] = "1"
     return environment

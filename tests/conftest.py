@@ -33,13 +33,14 @@ INTERPRETED = (
     "triton.experimental.gluon",
 )
 if importlib.util.find_spec("triton"):
-    from tests.kernel_device import interpret_kernels
+    from tests.kernel_device import interpret_kernels, require_bool_masks
 
     if interpret_kernels():
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
             for name in INTERPRETED:
                 importlib.import_module(name)
+        require_bool_masks()
     else:  # cuBLAS is deterministic with this setting only
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

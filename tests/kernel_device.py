@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -22,6 +23,24 @@ def kernel_device() -> torch.device:
     from attnzoo.kernels.triton_interpreter import interpreted
 
     return torch.device("cpu") if interpreted() else torch.device("cuda", 0)
+
+
+def require_bool_masks() -> None:
+    """Make the interpreter refuse masks that are no blocks of bools, as that of Triton 3.9 does.
+
+    ``block & scalar`` of two conditions is a block of integers.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    for name in ("create_masked_load", "create_masked_store"):
+        original = getattr(InterpreterBuilder, name)
+
+        def checked(self: Any, *args: Any, original: Any = original) -> Any:
+            mask = args[1] if original.__name__ == "create_masked_load" else args[2]
+            assert mask.data.dtype == bool, f"a mask is {mask.data.dtype}; use mask_if()"
+            return original(self, *args)
+
+        setattr(InterpreterBuilder, name, checked)
 
 
 def float32_slack() -> float:

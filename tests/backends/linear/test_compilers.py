@@ -27,7 +27,8 @@ def ptxas(monkeypatch):
     ("triton", "version", "major", "match"),
     [
         ("3.5.1", "13.4.92", 9, "3.6 or later"),
-        ("3.6.0", "13.0.88", 9, r"shared memory wrongly on Hopper \(point .* ptxas 13\.3 or later"),
+        ("3.6.0", "13.0.88", 9, r"on Hopper \(point TRITON_PTXAS_PATH at ptxas 13\.3 or later"),
+        ("3.9.0", "13.0.88", 9, r"on Hopper \(point TRITON_PTXAS_BLACKWELL_PATH at ptxas 13\.3"),
         ("3.6.0", "13.0.88", 8, None),
         ("3.6.0", "12.8.93", 9, None),
         ("3.10.0+git1", "13.4.92", 9, None),
@@ -85,16 +86,20 @@ def test_tiles_that_triton_reads_wrongly_get_more_warps(triton, capability, monk
     assert compilers.avoid_defects(Config(64, 4, 2, 32), capability).warps == (8 if affected else 4)
 
 
-def test_ptxas_version_follows_the_environment(tmp_path, monkeypatch):
-    shipped = compilers.ptxas_version(9)
+@pytest.mark.parametrize("major", [8, 9, 10])
+def test_ptxas_version_follows_the_environment(major, tmp_path, monkeypatch):
+    """Of the installed Triton: another variable than that of the advice changes nothing."""
+    shipped = compilers.ptxas_version(major)
     assert shipped.count(".") == 2
     other = tmp_path / "ptxas"
     other.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 99.1, V99.1.5'\n")
     other.chmod(0o700)
-    monkeypatch.setenv("TRITON_PTXAS_PATH", str(other))  # as torch.compile does
-    assert compilers.ptxas_version(9) == "99.1.5"
-    monkeypatch.delenv("TRITON_PTXAS_PATH")
-    assert compilers.ptxas_version(9) == shipped
+    read = compilers.ptxas_variable(major)
+    for variable in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        monkeypatch.setenv(variable, str(other))  # as torch.compile does with the first
+        assert (compilers.ptxas_version(major) == "99.1.5") == (variable == read)
+        monkeypatch.delenv(variable)
+        assert compilers.ptxas_version(major) == shipped
 
 
 def test_the_version_is_read_again_when_the_assembler_changes(monkeypatch):
@@ -114,7 +119,7 @@ def test_a_missing_ptxas_is_a_reason(monkeypatch):
 
     monkeypatch.setattr(compilers, "ptxas_path", missing)
     (reason,) = compilers.compiler_reasons(9)
-    assert "Cannot find ptxas; set TRITON_PTXAS_PATH" in reason
+    assert f"Cannot find ptxas; set {compilers.ptxas_variable(9)}" in reason
 
 
 def test_dq_and_dk_need_equal_tiles_with_scalar_decay(tmp_path, monkeypatch):

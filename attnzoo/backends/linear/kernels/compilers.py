@@ -25,13 +25,11 @@ if TYPE_CHECKING:
     from attnzoo.backends.linear.kernels.configs import Config
 
 MIN_TRITON = (3, 6)  # the oldest version that the kernels are compiled and tested with
-HOPPER = 9  # major compute capability
+HOPPER, BLACKWELL = 9, 10  # major compute capabilities
 REFUSED_PTXAS = {"13.0.88": "writes shared memory wrongly"}
 WRONG_PTXAS = {"12.8.93": "returned wrong gradients and wrote shared memory wrongly"}
 FIXED_PTXAS = (13, 3)
-ADVICE = (
-    "point TRITON_PTXAS_PATH at ptxas 13.3 or later, for example of the package nvidia-cuda-nvcc"
-)
+NEW_PTXAS_TRITON = (3, 9, 0)  # from this version on, ptxas-blackwell assembles for Hopper too
 # Triton versions that read shared memory wrongly, with tiles of 32 columns and 4 warps
 WRONG_TILES_TRITON = ((3, 6, 0), (3, 8, 0))
 
@@ -49,10 +47,10 @@ def compiler_reasons(major: int) -> list[str]:
     try:
         version = ptxas_version(major)
     except RuntimeError as error:
-        return [*reasons, f"Triton finds no ptxas ({error}; set TRITON_PTXAS_PATH)"]
+        return [*reasons, f"Triton finds no ptxas ({error}; set {ptxas_variable(major)})"]
     defect = REFUSED_PTXAS.get(version) if major == HOPPER else None
     if defect:
-        reasons.append(f"ptxas {version} {defect} on Hopper ({ADVICE})")
+        reasons.append(f"ptxas {version} {defect} on Hopper ({_advice()})")
     return reasons
 
 
@@ -62,7 +60,7 @@ def compiler_caution(major: int) -> str:
     if major != HOPPER or _numbers(version)[:2] >= FIXED_PTXAS or version in REFUSED_PTXAS:
         return ""
     defect = WRONG_PTXAS.get(version, "may overwrite operands of products too early")
-    return f"other kernels report that ptxas {version} {defect} on Hopper; {ADVICE}"
+    return f"other kernels report that ptxas {version} {defect} on Hopper; {_advice()}"
 
 
 def avoid_defects(chosen: Config, capability: int) -> Config:
@@ -82,6 +80,19 @@ def triton_version() -> tuple[int, int, int]:
     import triton
 
     return (*_numbers(triton.__version__), 0, 0, 0)[:3]
+
+
+def ptxas_variable(major: int) -> str:
+    """Return the environment variable from which Triton takes the path of a GPU's ptxas."""
+    first = HOPPER if triton_version() >= NEW_PTXAS_TRITON else BLACKWELL
+    return "TRITON_PTXAS_BLACKWELL_PATH" if major >= first else "TRITON_PTXAS_PATH"
+
+
+def _advice() -> str:
+    return (
+        f"point {ptxas_variable(HOPPER)} at ptxas 13.3 or later, for example of the package "
+        "nvidia-cuda-nvcc"
+    )
 
 
 def ptxas_path(major: int) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnzoo.backends.linear.kernels.decay import LOG_ZERO
 from attnzoo.backends.linear.kernels.launch import gate_and_strides
+from attnzoo.backends.linear.kernels.parts import mask_if
 from attnzoo.kernels.triton_products import block_size, contiguous_rows, device_context
 
 TILE = 4096  # elements of the sums per program
@@ -158,16 +159,17 @@ def hybrid_store_kernel(
     value = load_token(v, b * v_batch + h * v_head, e, E)
     feature = tl.load(k_features + b * fk_batch + h * fk_head + f, mask=f < F)
     tl.debug_barrier()  # other threads have read the features that this one overwrites
-    tl.store(of_features, feature, mask=(f < F) & valid)
-    tl.store(z + bh * F + f, z_sums, mask=(f < F) & valid)
-    tl.store(kv + (bh * F + f) * (E + 1) + E, z_sums, mask=(f < F) & valid)
+    of_token = mask_if(f < F, valid)
+    tl.store(of_features, feature, mask=of_token)
+    tl.store(z + bh * F + f, z_sums, mask=of_token)
+    tl.store(kv + (bh * F + f) * (E + 1) + E, z_sums, mask=of_token)
     row = bh * (N + W) + N + oldest
-    tl.store(keys + row * D + d, key, mask=(d < D) & valid)
-    tl.store(values + row * E + e, value, mask=(e < E) & valid)
+    tl.store(keys + row * D + d, key, mask=mask_if(d < D, valid))
+    tl.store(values + row * E + e, value, mask=mask_if(e < E, valid))
     if N > 0:
         is_first, row = valid & (count < N), bh * (N + W) + count
-        tl.store(keys + row * D + d, key, mask=(d < D) & is_first)
-        tl.store(values + row * E + e, value, mask=(e < E) & is_first)
+        tl.store(keys + row * D + d, key, mask=mask_if(d < D, is_first))
+        tl.store(values + row * E + e, value, mask=mask_if(e < E, is_first))
     if h == 0:
         tl.store(seen + b, count + valid.to(tl.int64))
 

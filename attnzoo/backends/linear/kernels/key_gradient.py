@@ -28,6 +28,7 @@ from attnzoo.backends.linear.kernels.parts import (
     feature_map_backward,
     load_rows,
     load_tile,
+    mask_if,
     materialize,
     store_rows,
     store_tile,
@@ -94,7 +95,7 @@ def key_gradient_chunk(
             run, D, OPERAND, PRECISION, CHECK, False, not VALUES,
         )  # fmt: skip
         if CHECK:
-            store_mask = store_mask & (run > 0)
+            store_mask = mask_if(store_mask, run > 0)
         state *= from_anchor[:, None] if VALUES else from_anchor[None, :]
         z *= from_anchor
     if DECAY == "scalar":

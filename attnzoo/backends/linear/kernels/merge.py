@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.backends.linear.kernels.parts import mask_if
 from attnzoo.kernels.triton_products import block_size, contiguous_rows, device_context
 
 BLOCK = 32  # tokens per program
@@ -70,7 +71,7 @@ def merge_kernel(
     has_linear = sums > min_weight
     if HEADS:
         ignored = tl.load(linear_only + h) != 0
-        a = tl.where(has_linear & ignored, NEVER, a)
+        a = tl.where(mask_if(has_linear, ignored), NEVER, a)
     of_linear = f + tl.log(tl.where(has_linear, sums, 1.0))
     maximum = tl.where(has_linear, tl.maximum(a, of_linear), a)
     p, r = tl.exp(a - maximum), tl.where(has_linear, tl.exp(f - maximum), 0.0)

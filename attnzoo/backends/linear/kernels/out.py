@@ -28,6 +28,7 @@ from attnzoo.backends.linear.kernels.decay import (
 from attnzoo.backends.linear.kernels.parts import (
     load_rows,
     load_tile,
+    mask_if,
     materialize,
     matrix_vector,
     store_rows,
@@ -84,7 +85,7 @@ def out_chunk(
             run, D, OPERAND, PRECISION, CHECK, True, False,
         )  # fmt: skip
         if CHECK:
-            store_mask = store_mask & (run > 0)
+            store_mask = mask_if(store_mask, run > 0)
         state *= to_anchor[:, None]
         z *= to_anchor
     if DECAY == "scalar":

@@ -81,6 +81,15 @@ def materialize(x):
 
 
 @triton.jit
+def mask_if(mask, condition):
+    """Return a mask where a scalar condition holds, and false elsewhere.
+
+    ``mask & condition`` is no block of bools in the interpreter: Triton 3.9 refuses it as a mask.
+    """
+    return tl.where(condition, mask, False)
+
+
+@triton.jit
 def rows_mask(column, in_bounds, COLUMNS: tl.constexpr):
     """Return the mask of ``[C, columns]``; columns are masked only if the block is padded."""
     mask = in_bounds[:, None]

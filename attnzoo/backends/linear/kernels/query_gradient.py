@@ -26,6 +26,7 @@ from attnzoo.backends.linear.kernels.parts import (
     feature_map_backward,
     load_rows,
     load_tile,
+    mask_if,
     store_rows,
     weighted_column_sums,
 )
@@ -79,7 +80,7 @@ def query_gradient_chunk(
             run, D, OPERAND, PRECISION, CHECK, True, True,
         )  # fmt: skip
         if CHECK:
-            store_mask = store_mask & (run > 0)
+            store_mask = mask_if(store_mask, run > 0)
         state *= to_anchor[None, :]
         z *= to_anchor
     if DECAY == "scalar":
