@@ -38,7 +38,7 @@ def widen(x: Tensor) -> Tensor:
 def softplus_of_heads(logits: Tensor) -> Tensor:
     """Return the softplus of ``[B, T, H, X]`` as ``[B, H, T, X]``: steps and rates of gates.
 
-    The softplus of a contiguous tensor, because torch.compile (2.11 to 2.13) traces its gradient
+    The softplus of a contiguous tensor, because torch.compile (2.13, 2.14) traces its gradient
     with the layout of the input, and the operator returns that of the incoming gradient.
     """
     return F.softplus(logits.transpose(1, 2).contiguous())
