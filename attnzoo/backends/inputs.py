@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.kernels.context_parallel import SequenceShard
-from attnzoo.kernels.padding import fill_padding
+from attnzoo.kernels.padding import fill_padding, padding_if_any
 from attnzoo.masks import AttentionMask
 
 MASK_IN_BIAS = (
@@ -81,7 +81,7 @@ def zero_padding(
     exact backend keeps finite queries, because a model may read the output at padding, as SigLIP
     does.
     """
-    padding_mask = inputs.mask.padding
+    padding_mask = padding_if_any(inputs.mask.padding)
     if padding_mask is None:
         return inputs
     q, hidden = inputs.q, inputs.hidden_states

@@ -8,6 +8,16 @@ from torch import Tensor
 from attnzoo.kernels.derivatives import is_transformed
 
 
+def padding_if_any(padding: Tensor | None) -> Tensor | None:
+    """Return a padding mask, or ``None`` if it is known that all tokens are real.
+
+    The mask of a decoded token is of that kind. Values are known on CPUs in eager calls.
+    """
+    if padding is None or (_values_are_known(padding) and bool(padding.all())):
+        return None
+    return padding
+
+
 def fill_padding(
     x: Tensor, padding: Tensor | None, value: float = 0.0, *, token_dim: int = 2
 ) -> Tensor:

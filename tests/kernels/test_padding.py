@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnzoo.kernels.padding import fill_padding
+from attnzoo.kernels.padding import fill_padding, padding_if_any
 
 B, H, S = 2, 3, 5
 REAL = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1]]).bool()
@@ -40,3 +40,15 @@ def test_nothing_is_copied_without_padding():
     x = torch.randn(B, H, S)
     assert fill_padding(x, None) is x
     assert fill_padding(x, torch.ones(B, S, dtype=torch.bool)) is x
+
+
+def test_padding_if_any(monkeypatch):
+    real = torch.ones(B, S, dtype=torch.bool)
+    assert padding_if_any(None) is None
+    assert padding_if_any(REAL) is REAL
+    assert padding_if_any(real) is None
+    assert padding_if_any(real[:, :0]) is None
+    on_meta = real.to("meta")
+    assert padding_if_any(on_meta) is on_meta  # no values, as under torch.compile
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    assert padding_if_any(real) is real

@@ -38,7 +38,7 @@ from attnzoo.backends.validation import check_shard, check_size, empty_output, i
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.context_parallel import SequenceShard
-from attnzoo.kernels.padding import fill_padding
+from attnzoo.kernels.padding import fill_padding, padding_if_any
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, DeltaState, ImplChoice
 
@@ -112,8 +112,9 @@ def delta_attention(
     check_inputs(q, k, v, beta, log_decay, state, mask)
     _check_options(form, chunk_size)
     check_shard(shard, state)
+    padding = padding_if_any(mask.padding)
     if log_decay is not None:
-        log_decay = decay_of_real_tokens(log_decay, k, mask.padding)
+        log_decay = decay_of_real_tokens(log_decay, k, padding)
     dtype = state_dtype(q, k, v)
     if state is None:
         empty = torch.zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=dtype, device=v.device)
@@ -123,7 +124,7 @@ def delta_attention(
     scale = 1.0 if scale is None else float(scale)
     with autocast_disabled(q.device):
         x = DeltaInputs(q, k, v, beta, log_decay, state, mask.segment_ids, form, scale, chunk_size)
-        x = x if mask.padding is None else _clear_padding(x, mask.padding)
+        x = x if padding is None else _clear_padding(x, padding)
         chosen, choice = select("delta_attention", IMPLEMENTATIONS, x, impl)
         if normalize_qk and chosen.name == "cpp" and shard is None and is_step(x):
             x = x._replace(normalize=True)

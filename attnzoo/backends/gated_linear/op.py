@@ -53,7 +53,7 @@ from attnzoo.backends.validation import (
 )
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.context_parallel import LOG_ZERO, SequenceShard
-from attnzoo.kernels.padding import fill_padding
+from attnzoo.kernels.padding import fill_padding, padding_if_any
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice, LinearState, MatrixState, StabilizedState
 
@@ -219,8 +219,7 @@ def rwkv6_attention(
     check_shape("bonus", bonus, (k.shape[1], k.shape[3]), "Hkv, D", q.device)
     _check_decay_of_channels(log_decay, k)
     k, v, log_decay = (fill_padding(x, mask.padding) for x in (k, v, widen(log_decay)))
-    wide = torch.promote_types(q.dtype, v.dtype)
-    values = v.to(torch.promote_types(wide, torch.float32))
+    values = v.to(torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32))
     if shard is not None:
         state = state_from_earlier_ranks(k, values, log_decay, shard)
     if state is None:
@@ -369,7 +368,8 @@ def _check(
         )
     mask = AttentionMask(causal=True) if mask is None else mask
     check_mask_fields(op, mask, "segment_ids")
-    return mask
+    padding = padding_if_any(mask.padding)
+    return AttentionMask(causal=True, padding=padding, segment_ids=mask.segment_ids)
 
 
 def _step_output(step: GatedResult, form: str, return_state: bool) -> AttentionOutput:

@@ -67,6 +67,7 @@ from attnzoo.backends.validation import check_mask_fields, check_qkv, check_shar
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.kernels.autocast import autocast_disabled
 from attnzoo.kernels.context_parallel import SequenceShard
+from attnzoo.kernels.padding import padding_if_any
 from attnzoo.masks import PLAIN, AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice, LinearState
 
@@ -170,8 +171,9 @@ def linear_attention(
     elif state.kv.dtype != (dtype := state_dtype(q, k, v)) or state.k.dtype != dtype:
         state = LinearState(state.kv.to(dtype), state.k.to(dtype))
     x = LinearInputs(
-        *(q, k, v, log_decay, state, mask.padding, segment_ids, causal, form, normalize),
-        *(1.0 if scale is None else float(scale), eps, chunk_size, feature_map, feature_scale),
+        *(q, k, v, log_decay, state, padding_if_any(mask.padding), segment_ids, causal, form),
+        *(normalize, 1.0 if scale is None else float(scale), eps, chunk_size),
+        *(feature_map, feature_scale),
         map_weights=map_weights,
         reuse_state=reuse_state and not torch.is_grad_enabled(),
     )

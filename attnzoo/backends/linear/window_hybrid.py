@@ -21,6 +21,8 @@ key, W window.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -74,7 +76,7 @@ from attnzoo.backends.validation import (
 )
 from attnzoo.errors import UnsupportedError
 from attnzoo.kernels.context_parallel import SequenceShard
-from attnzoo.kernels.padding import fill_padding
+from attnzoo.kernels.padding import fill_padding, padding_if_any
 from attnzoo.masks import AttentionMask
 from attnzoo.state import AttentionOutput, ImplChoice, LinearState
 
@@ -137,7 +139,9 @@ def hybrid_attention(
     """
     mask = AttentionMask(causal=True) if mask is None else mask
     _check(q, k, v, branch, mask, state, shard, window, num_sinks, return_state)
-    padding_mask, ids = mask.padding, mask.segment_ids
+    padding_mask, ids = padding_if_any(mask.padding), mask.segment_ids
+    if padding_mask is not mask.padding:
+        mask = replace(mask, padding=padding_mask)
     if padding_mask is not None:
         q, k, v = (fill_padding(x, padding_mask) for x in (q, k, v))
         branch = branch.without_padding(padding_mask)
