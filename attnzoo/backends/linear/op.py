@@ -155,11 +155,12 @@ def linear_attention(
         True
     """
     mask = PLAIN[True] if mask is None else mask
-    causal, segment_ids = mask.causal, mask.segment_ids
+    causal, segment_ids, padding = mask.causal, mask.segment_ids, mask.padding
     _check_options(form, chunk_size, causal)
     check_qkv(q, k, v, mask)
     if mask is not PLAIN[True]:
         check_mask_fields("linear_attention", mask, "segment_ids")
+        padding = None if padding is None else padding_if_any(padding)
     check_feature_map(feature_map, map_weights, q, k)
     keys = like_features(k, feature_map, map_weights)
     _check_tensors(q, k, keys, v, log_decay, state, mask)
@@ -171,9 +172,8 @@ def linear_attention(
     elif state.kv.dtype != (dtype := state_dtype(q, k, v)) or state.k.dtype != dtype:
         state = LinearState(state.kv.to(dtype), state.k.to(dtype))
     x = LinearInputs(
-        *(q, k, v, log_decay, state, padding_if_any(mask.padding), segment_ids, causal, form),
-        *(normalize, 1.0 if scale is None else float(scale), eps, chunk_size),
-        *(feature_map, feature_scale),
+        *(q, k, v, log_decay, state, padding, segment_ids, causal, form, normalize),
+        *(1.0 if scale is None else float(scale), eps, chunk_size, feature_map, feature_scale),
         map_weights=map_weights,
         reuse_state=reuse_state and not torch.is_grad_enabled(),
     )

@@ -139,7 +139,8 @@ def hybrid_attention(
     """
     mask = AttentionMask(causal=True) if mask is None else mask
     _check(q, k, v, branch, mask, state, shard, window, num_sinks, return_state)
-    padding_mask, ids = padding_if_any(mask.padding), mask.segment_ids
+    padding_mask, ids = mask.padding, mask.segment_ids
+    padding_mask = None if padding_mask is None else padding_if_any(padding_mask)
     if padding_mask is not mask.padding:
         mask = replace(mask, padding=padding_mask)
     if padding_mask is not None:
