@@ -128,8 +128,10 @@ class ExactBackend(AttentionBackend):
             output = output._replace(out=out, weights=None)
         output = self._own_queries(output, inputs.shard)
         if inputs.return_state:
-            keys = KVState(inputs.k, inputs.v, positions, length)
-            state = _latest_keys(keys, inputs.mask, reach, self.config.num_sinks)
+            keys = _in_last_segment(KVState(inputs.k, inputs.v, positions, length), inputs.mask)
+            if self.window is not None and padded and order is None:
+                keys = _with_padding_first(keys)
+            state = _latest_keys(keys, reach, self.config.num_sinks)
             output = output._replace(state=state)
         return output
 
@@ -149,7 +151,10 @@ class ExactBackend(AttentionBackend):
         return own if reach is None else min(own, reach)
 
     def _dense_mask(self, inputs: AttentionInputs, positions: Tensor, size: int) -> AttentionMask:
-        """Return the mask where a window of real tokens and one of positions differ, O(T S)."""
+        """Return a dense mask with this window, of real tokens, and the model's, of positions.
+
+        Takes O(T S) memory.
+        """
         mask, device = inputs.mask, inputs.k.device
         queries, keys = inputs.q.shape[2], inputs.k.shape[2]
         own = torch.arange(queries, device=device) + mask.q_offset  # the key of each query
@@ -167,12 +172,8 @@ class ExactBackend(AttentionBackend):
             visible |= sinks.sinks(keys, device)[:, None, :]
         rest = replace(mask, window=None).dense(queries, keys, device)
         visible = visible[:, None] if rest is None else visible[:, None] & rest
-        return AttentionMask(
-            causal=mask.causal,
-            q_offset=mask.q_offset,
-            function=lambda: visible,
-            function_name="a window over padding",
-        )
+        name = "a window over padding"
+        return replace(mask, window=None, function=lambda: visible, function_name=name)
 
     def _window_of(self, inputs: AttentionInputs, size: int) -> Window:
         """Return the keys before and after a query that a window of ``size`` contains.
@@ -257,7 +258,7 @@ def _columns(bias: Tensor | None, positions: Tensor, length: Tensor) -> Tensor |
     if bias is None:
         return None
     columns = bias.shape[-1]
-    if not torch.compiler.is_compiling() and columns < int(length.max()):
+    if not torch.compiler.is_compiling() and bool((length > columns).any()):
         raise UnsupportedError(
             f"a mask or bias over {columns} keys is given, but there are {int(length.max())} "
             "tokens so far, of which the cache keeps the latest; give columns for all tokens, or "
@@ -269,12 +270,13 @@ def _columns(bias: Tensor | None, positions: Tensor, length: Tensor) -> Tensor |
 
 
 def _windows_differ(inputs: AttentionInputs, positions: Tensor, *, padded: bool) -> bool:
-    """Whether a window of real tokens is none of positions, where both are needed.
+    """Return whether a window of real tokens and one of positions contain different keys.
 
-    Costs a device synchronisation where tokens cannot change places, or the model has a window too.
+    They do if padding lies between real tokens. It matters where both kinds of window apply, and
+    where tokens cannot change places; there, reading it costs a device synchronisation.
     """
-    mixed = inputs.mask.window is not None and (padded or inputs.mask.padding is not None)
-    if not mixed and (not padded or _can_reorder(inputs)):
+    two_windows = inputs.mask.window is not None and inputs.mask.padding is not None
+    if not two_windows and (not padded or _can_reorder(inputs)):
         return False
     if torch.compiler.is_compiling():
         return True
@@ -329,25 +331,33 @@ def _reorder_tokens(x: Tensor, order: Tensor) -> Tensor:
     return torch.take_along_dim(x, order[:, None, :, None], 2)
 
 
-def _latest_keys(keys: KVState, mask: AttentionMask, reach: int | None, num_sinks: int) -> KVState:
+def _in_last_segment(keys: KVState, mask: AttentionMask) -> KVState:
+    """Mark the keys outside of the last segment as padding: the next tokens do not see them."""
+    ids = mask.segment_ids
+    if ids is None:
+        return keys
+    return keys._replace(positions=torch.where(ids == ids[:, -1:], keys.positions, -1))
+
+
+def _with_padding_first(keys: KVState) -> KVState:
+    """Return keys with all padding at the front, so that the latest keys are real."""
+    order = keys.real.int().argsort(dim=1, stable=True)
+    k, v = (_reorder_tokens(x, order) for x in (keys.k, keys.v))
+    return KVState(k, v, torch.take_along_dim(keys.positions, order, 1), keys.length)
+
+
+def _latest_keys(keys: KVState, reach: int | None, num_sinks: int) -> KVState:
     """Return the keys that a later call needs.
 
     Args:
         keys: All keys.
-        mask: The mask of the call.
         reach: How many keys before its own a query sees.
         num_sinks: Number of first real tokens to keep.
     """
     k, v, positions, length = keys
-    if mask.segment_ids is not None:  # the next tokens belong to the last segment
-        positions = torch.where(mask.segment_ids == mask.segment_ids[:, -1:], positions, -1)
     first = 0 if reach is None else max(k.shape[2] - reach, 0)
     if first <= num_sinks:
         return KVState(k, v, positions, length)
-    if mask.function is not None and mask.padding is None:  # padding has not been moved
-        order = (positions >= 0).int().argsort(dim=1, stable=True)
-        k, v = _reorder_tokens(k, order), _reorder_tokens(v, order)
-        positions = torch.take_along_dim(positions, order, 1)
     state = KVState(k[:, :, first:], v[:, :, first:], positions[:, first:], length)
     if not num_sinks:
         return state

@@ -250,3 +250,46 @@ def test_a_window_counts_the_query_under_4d_masks(name, num_sinks):
     added = backend(q, k, v, mask=AttentionMask(), bias=bias).out
     assert_close(found, expected)
     assert_close(added, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("of_model", [None, (4, 0)], ids=["", "window of the model"])
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("inside", [False, True], ids=["", "padding inside"])
+@pytest.mark.parametrize("num_sinks", [0, 1])
+def test_steps_after_padding(name, of_model, biased, inside, num_sinks):
+    """Padding at the end of a prompt lies between real tokens once others follow."""
+    q, k, v = qkv(batch=3)
+    real = torch.ones(3, 9, dtype=torch.bool)
+    real[1, 4:7], real[2, 2], real[2, 5:7] = False, not inside, False
+    draw = torch.Generator().manual_seed(1)
+    bias = torch.randn(1, 4, 9, 9, generator=draw, dtype=torch.float64) if biased else None
+    backend = build(name, window=3, num_sinks=num_sinks)
+
+    def run(begin, end, state=None):
+        part = slice(begin, end)
+        mask = AttentionMask(causal=True, padding=real[:, part], window=of_model)
+        given = None if bias is None else bias[:, :, part, :end]
+        inputs = (x[:, :, part] for x in (q, k, v))
+        return backend(*inputs, mask=mask, bias=given, state=state, return_state=True)
+
+    whole, state, parts = run(0, 9).out, None, []
+    for begin, end in ((0, 7), (7, 8), (8, 9)):
+        output = run(begin, end, state)
+        state = output.state
+        parts.append(output.out)
+    ours = torch.cat(parts, 2)
+    torch.testing.assert_close(ours.transpose(1, 2)[real], whole.transpose(1, 2)[real])
+    assert state.k.shape[2] == 2 + num_sinks
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_state_of_packed_rows_with_padding_inside(name):
+    q, k, v = qkv()
+    ids = (torch.arange(9) >= 6).long().expand(2, 9)
+    real = torch.ones(2, 9, dtype=torch.bool)
+    real[:, 2] = real[:, 7] = False
+    mask = AttentionMask(causal=True, padding=real, segment_ids=ids, window=(5, 0))
+    state = build(name, window=4)(q, k, v, mask=mask, return_state=True).state
+    assert state.positions.tolist() == [[-1, 6, 8]] * 2
+    assert torch.equal(state.k[:, :, 1:], k[:, :, [6, 8]])
