@@ -130,7 +130,7 @@ class LayerHook(ForwardArguments):
             cache = self.cache(args, kwargs)
             if cache is not None:
                 layer = state_layer(cache, cache_index(module, backend), backend)
-        mask = self.get(seam.PADDING, args, kwargs)
+        mask = self.get(seam.ATTENTION_MASK, args, kwargs)
         module._attnzoo_arguments.value = LayerArguments(hidden, layer, cross, mask)
 
 

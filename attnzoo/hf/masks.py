@@ -83,10 +83,11 @@ class ModelMask(AttentionMask):
 
 def _last_rows(index: Any, queries: int) -> int | None:
     """Return how many of the last queries ``mask[index]`` keeps, ``None`` for other elements."""
-    everything = slice(None)
-    if not (isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice)):
+    if not isinstance(index, tuple) or len(index) != 4:
         return None
-    if [index[i] == everything for i in (0, 1, 3)] != [True] * 3:
+    if not all(isinstance(x, slice) for x in index):
+        return None
+    if any(index[i] != slice(None) for i in (0, 1, 3)):
         return None
     begin, end, step = index[2].indices(queries)
     return end - begin if (end, step) == (queries, 1) and begin < end else None

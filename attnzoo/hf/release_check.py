@@ -62,26 +62,28 @@ def require_working_release(speed_up: Change | None = None) -> None:
     """
     if getattr(_running, "value", False):  # the check itself builds models
         return
-    reason = _refusal(speed_up)
+    # patches are applied when their modules are imported, which may be after an earlier swap
+    reason = "; ".join(FAILED_PATCHES.values()) or _refusal(speed_up)
     if reason:
-        raise UnsupportedError(reason)
+        versions = ", ".join(f"{name} {number}" for name, number in installed_versions().items())
+        raise UnsupportedError(
+            f"attnzoo {_own_version()} does not work with {versions}: {reason}. {seam.HOW_TO_GO_ON}"
+        )
 
 
 @cache
 def _refusal(speed_up: Change | None) -> str:
-    """Return why the installed versions are refused, or ``""``."""
-    found, ours = installed_versions(), str(getattr(sys.modules["attnzoo"], "__version__", ""))
-    verdict = Verdict(PASSED)
-    if FAILED_PATCHES:
-        verdict = Verdict(FAILED, "; ".join(FAILED_PATCHES.values()))
-    elif untested(found):
-        identity = {"attnzoo": ours, "source": _source_hash(), **found}
-        name = "release-swap" if speed_up is None else "release-speed-up"
-        verdict = decide(name, identity, partial(check_release, speed_up))
-    if verdict.outcome == PASSED:
+    """Return why the check of the installed versions failed, or ``""``."""
+    found = installed_versions()
+    if not untested(found):
         return ""
-    versions = ", ".join(f"{name} {number}" for name, number in found.items())
-    return f"attnzoo {ours} does not work with {versions}: {verdict.reason}. {seam.HOW_TO_GO_ON}"
+    identity = {"attnzoo": _own_version(), "source": _source_hash(), **found}
+    name = "release-swap" if speed_up is None else "release-speed-up"
+    return decide(name, identity, partial(check_release, speed_up)).reason
+
+
+def _own_version() -> str:
+    return str(getattr(sys.modules["attnzoo"], "__version__", ""))
 
 
 def installed_versions() -> dict[str, str]:
@@ -222,7 +224,7 @@ def _arguments() -> Iterator[str]:
     """Read the arguments of an attention module."""
     model = _tiny_llama()
     names = ForwardArguments(type(model.model.layers[0].self_attn).forward).names
-    for wanted in (seam.HIDDEN_STATES, seam.CACHE, seam.PADDING):
+    for wanted in (seam.HIDDEN_STATES, seam.CACHE, seam.ATTENTION_MASK):
         if not {*wanted} & {*names}:
             yield f"attention modules take {', '.join(names)}, none of {', '.join(wanted)}"
     interface = transformers.AttentionInterface()

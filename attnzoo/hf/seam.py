@@ -80,7 +80,7 @@ HOW_TO_GO_ON = (
 HIDDEN_STATES = ("hidden_states", "x", "hidden_state", "k")
 CACHE = ("cache", "past_key_values", "past_key_value", "layer_past")  # "cache" since 5.24
 ENCODER_STATES = ("key_value_states", "encoder_hidden_states")
-PADDING = ("attention_mask",)
+ATTENTION_MASK = ("attention_mask",)
 # Attributes of modules with the keys of another layer, and of those whose keys others have
 SHARES_KEYS = ("is_kv_shared_layer", "store_full_length_kv")
 SLICES_QUERIES = "_maybe_slice_kv_shared_inputs"  # method of models, by `logits_to_keep`
@@ -169,7 +169,7 @@ def refuse_unknown_arguments(
 
 
 def names_cache(function: Callable[..., Any]) -> bool:
-    """Return whether a function of PEFT looks the cache up under the name that it has here."""
+    """Return whether a PEFT function reads the cache under the name that models give it."""
     return CACHE_ARGUMENT in inspect.unwrap(function).__code__.co_consts
 
 
@@ -252,10 +252,10 @@ def calls_attention_interface(module: nn.Module) -> bool:
 def may_compute_last_tokens(model: nn.Module, module: nn.Module) -> bool:
     """Return whether a model may pass only the last tokens to a module, as Gemma 4 does.
 
-    Also for the layer that computes the keys of such a module, whose backend must fit to its.
+    True also for the layer whose keys such a module uses: both need backends that fit.
     """
-    slices = any(hasattr(type(part), SLICES_QUERIES) for part in model.modules())
-    return slices and any(getattr(module, name, False) is True for name in SHARES_KEYS)
+    shares_keys = any(getattr(module, name, False) is True for name in SHARES_KEYS)
+    return shares_keys and any(hasattr(type(part), SLICES_QUERIES) for part in model.modules())
 
 
 def attends_to_both_sequences(module: nn.Module) -> bool:

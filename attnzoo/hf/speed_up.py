@@ -300,9 +300,9 @@ class FastForward:
             self._record(ImplChoice("stock", f"the tensors are on {hidden_states.device.type}"))
             result: tuple[Tensor, Tensor] = stock(layer, *args, **kwargs)
             return result
-        attention_mask = arguments.get(seam.PADDING, args, kwargs)
+        attention_mask = arguments.get(seam.ATTENTION_MASK, args, kwargs)
         cache = arguments.cache(args, kwargs)
-        known = {*seam.HIDDEN_STATES, *seam.PADDING, *seam.CACHE, *seam.IGNORED_ARGUMENTS}
+        known = {*seam.HIDDEN_STATES, *seam.ATTENTION_MASK, *seam.CACHE, *seam.IGNORED_ARGUMENTS}
         given = dict(zip(arguments.names, args, strict=False)) | kwargs
         seam.refuse_unknown_arguments(f"speed_up of {type(layer).__name__}", given, known)
         batch, length, _ = hidden_states.shape

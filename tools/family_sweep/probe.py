@@ -64,6 +64,18 @@ def tensors(output: Any) -> list[Tensor]:
     return []
 
 
+def dense_mask() -> Tensor:
+    """Return a random causal mask, ``[B, 1, T, S]`` bool."""
+    generator = torch.Generator().manual_seed(4)
+    visible = torch.rand(ROWS, 1, LENGTH, LENGTH, generator=generator) > 0.4
+    return (visible | torch.eye(LENGTH, dtype=torch.bool)).tril()
+
+
+def additive(visible: Tensor) -> Tensor:
+    """Return a bool mask as 0 and the minimum of float32."""
+    return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+
+
 class Probe:
     """One call of one model, in several variants.
 
@@ -120,22 +132,27 @@ class Probe:
 
     def dense(self) -> list[Tensor]:
         """Return the outputs under a random causal 4-D mask."""
-        visible = (
-            torch.rand(ROWS, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(4)) > 0.4
-        )
-        visible = (visible | torch.eye(LENGTH, dtype=torch.bool)).tril()
-        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
-        return tensors(self.call({**self.case.given, "attention_mask": mask}, **self._no_cache()))
+        given = {**self.case.given, "attention_mask": additive(dense_mask())}
+        return tensors(self.call(given, **self._no_cache()))
 
     def decoded(self) -> list[Tensor]:
         """Return the outputs of a prompt, then of one, one and three tokens with a cache."""
+        return [self.in_steps(lambda begin, end: {})]
+
+    def in_steps(self, more: Callable[[int, int], dict[str, Any]]) -> Tensor:
+        """Return the outputs of calls with a cache, joined.
+
+        Args:
+            more: Returns the further arguments of the call with tokens ``begin`` to ``end``.
+        """
         name, cache, parts, begin = self.case.steps, None, [], 0
         for end in CUTS:
             given = {**self.case.given, name: self.case.given[name][:, begin:end]}
+            given |= more(begin, end)
             output = self.call(given, **cache_argument(cache), use_cache=True)
             cache, begin = output_cache(output), end
             parts.append(output.logits if "logits" in output else output.last_hidden_state)
-        return [torch.cat(parts, 1)]
+        return torch.cat(parts, 1)
 
     def variants(self) -> Iterator[tuple[str, Run]]:
         """Yield the variants that the signature allows, by name."""

@@ -9,7 +9,7 @@ Letters: B batch, T queries, S keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,12 +24,11 @@ import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.layers import attention_layers
-from attnzoo.hf.seam import cache_argument, output_cache
 from tools.family_sweep.build import Family, attempt
 from tools.family_sweep.check import DIFFERENT, EQUAL, REFUSED, TOLERANCE, Outcome, restore_eager
 from tools.family_sweep.controls import distance
 from tools.family_sweep.inputs import LENGTH, ROWS, padding, words
-from tools.family_sweep.probe import CUTS, Probe, tensors
+from tools.family_sweep.probe import Probe, Run, additive, dense_mask, tensors
 
 WINDOW, SINKS = 4, 2
 SPECS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,7 +38,6 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax window sinks": ("softmax", {"window": WINDOW, "num_sinks": SINKS}),
 }
 PADDINGS = ("none", "left", "right", "inside")
-Run = Callable[[], Any]
 
 
 def paddings(kind: str) -> Tensor:
@@ -102,31 +100,25 @@ def eager_with_window(sinks: int) -> Iterator[list[int]]:
 class WindowProbe(Probe):
     """A call of a decoder, with padding of all kinds, in one pass and in steps."""
 
-    def whole(self, kind: str, **more: Any) -> list[Tensor]:
+    def whole(self, kind: str) -> list[Tensor]:
         """Return the outputs of one pass without a cache, zero at padding."""
-        return self._run(paddings(kind), **self._no_cache(), **more)
-
-    def _run(self, mask: Tensor, **more: Any) -> list[Tensor]:
-        output = tensors(self.call({**self.case.given, **self._mask(mask)}, **more))
-        return self.of_tokens(output, mask)
+        mask = paddings(kind)
+        given = {**self.case.given, **self._mask(mask)}
+        return self.of_tokens(tensors(self.call(given, **self._no_cache())), mask)
 
     def _mask(self, mask: Tensor) -> dict[str, Tensor]:
         return {} if bool(mask.all()) else {self.case.masks()[self.case.steps]: mask}
 
     def steps(self, kind: str, dense: Tensor | None = None) -> list[Tensor]:
         """Return the outputs of a prompt and of steps with a cache, zero at padding."""
-        name, cache, parts, begin = self.case.steps, None, [], 0
         mask = paddings(kind)
-        for end in CUTS:
-            given = {**self.case.given, name: self.case.given[name][:, begin:end]}
+
+        def masks(begin: int, end: int) -> dict[str, Tensor]:
             if dense is not None:
-                given["attention_mask"] = dense[:, :, begin:end, :end]
-            elif not bool(mask.all()):
-                given |= {self.case.masks()[name]: mask[:, :end]}
-            output = self.call(given, **cache_argument(cache), use_cache=True)
-            cache, begin = output_cache(output), end
-            parts.append(output.logits if "logits" in output else output.last_hidden_state)
-        return self.of_tokens([torch.cat(parts, 1)], mask)
+                return {"attention_mask": dense[:, :, begin:end, :end]}
+            return {name: x[:, :end] for name, x in self._mask(mask).items()}
+
+        return self.of_tokens([self.in_steps(masks)], mask)
 
     def first(self, kind: str) -> list[Tensor]:
         """Return the output of one pass that steps return too."""
@@ -140,19 +132,6 @@ class WindowProbe(Probe):
         """Return the outputs of one pass under a 4-D mask."""
         given = {**self.case.given, "attention_mask": dense}
         return self.of_tokens(tensors(self.call(given, **self._no_cache())), paddings("none"))
-
-
-def dense_masks() -> tuple[Tensor, Tensor]:
-    """Return a random causal mask ``[B, 1, T, S]``, bool and additive."""
-    generator = torch.Generator().manual_seed(4)
-    visible = torch.rand(ROWS, 1, LENGTH, LENGTH, generator=generator) > 0.4
-    visible = (visible | torch.eye(LENGTH, dtype=torch.bool)).tril()
-    return visible, additive(visible)
-
-
-def additive(visible: Tensor) -> Tensor:
-    """Return a bool mask as 0 and the minimum of float32."""
-    return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
 
 
 def decoder_probe(family: Family) -> WindowProbe | None:
@@ -221,7 +200,7 @@ def oracle(family: Family, probe: WindowProbe, sinks: int) -> dict[str, list[Ten
             found[kind] = output if made else None
     causal = all(layer.geometry.causal for layer in attention_layers(family.model))
     if causal and "attention_mask" in probe.takes and probe.case.kind == "text":
-        both = dense_masks()[0] & band(torch.ones(1, LENGTH), sinks)
+        both = dense_mask() & band(torch.ones(1, LENGTH), sinks)
         found["4-D"] = attempt(lambda: probe.under(additive(both)))
     return {variant: output for variant, output in found.items() if output is not None}
 
@@ -233,7 +212,7 @@ def sound_steps(family: Family, probe: WindowProbe) -> set[str]:
     runs: dict[str, tuple[Run, Run]] = {
         kind: (partial(probe.steps, kind), partial(probe.first, kind)) for kind in PADDINGS
     }
-    dense = dense_masks()[1]
+    dense = additive(dense_mask())
     runs["4-D"] = partial(probe.steps, "none", dense), lambda: probe.under(dense)[:1]
     found = set()
     for kind, (steps, whole) in runs.items():
@@ -250,15 +229,22 @@ def comparisons(
     found: dict[str, tuple[Run, Run]] = {}
     for kind in PADDINGS:
         if kind in expected:
-            found[f"{kind} padding"] = partial(probe.whole, kind), partial(expected.get, kind)
+            found[f"{kind} padding"] = (
+                partial(probe.whole, kind),
+                partial(expected.__getitem__, kind),
+            )
         if kind in stepwise:
             whole = partial(probe.first, kind)
             found[f"steps, {kind} padding"] = partial(probe.steps, kind), whole
     if "logits_to_keep" in probe.takes:
         found["logits_to_keep=1"] = probe.last, lambda: [probe.first("none")[0][:, -1:]]
     if "4-D" in expected:
-        for name, mask in zip(("bool", "float"), dense_masks(), strict=True):
-            found[f"{name} 4-D mask"] = partial(probe.under, mask), partial(expected.get, "4-D")
+        visible = dense_mask()
+        for name, mask in (("bool", visible), ("float", additive(visible))):
+            found[f"{name} 4-D mask"] = (
+                partial(probe.under, mask),
+                partial(expected.__getitem__, "4-D"),
+            )
             if "4-D" in stepwise:
                 steps = partial(probe.steps, "none", mask)
                 found[f"steps, {name} 4-D mask"] = steps, lambda: expected["4-D"][:1]
