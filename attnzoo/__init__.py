@@ -14,15 +14,15 @@ from attnzoo.hf.peft_patches import PEFT_PATCHES
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "AttentionBackend": "attnzoo.backends.base",
-    "AttentionInputs": "attnzoo.backends.inputs",
-    "AttentionMask": "attnzoo.masks",
-    "AttentionOutput": "attnzoo.state",
+    "AttentionBackend": "attnzoo.contract.backend",
+    "AttentionInputs": "attnzoo.contract.inputs",
+    "AttentionMask": "attnzoo.contract.masks",
+    "AttentionOutput": "attnzoo.contract.states",
     "AttentionSpec": "attnzoo.spec",
-    "BackendConfig": "attnzoo.backends.config",
-    "FeatureMap": "attnzoo.backends.linear.feature_maps.base",
-    "Gate": "attnzoo.backends.gated_linear.gates",
-    "Geometry": "attnzoo.backends.config",
+    "BackendConfig": "attnzoo.contract.config",
+    "FeatureMap": "attnzoo.backends.feature_maps.base",
+    "Gate": "attnzoo.backends.gates.base",
+    "Geometry": "attnzoo.contract.config",
     "SwapWarning": "attnzoo.errors",
     "available_backends": "attnzoo.registry",
     "context_parallel": "attnzoo.hf.context_parallel",
@@ -32,21 +32,23 @@ _PUBLIC = {
     "extend_positions": "attnzoo.hf.positions",
     "get_backend": "attnzoo.registry",
     "prune_heads": "attnzoo.hf.heads",
-    "register": "attnzoo.backends.base",
+    "register": "attnzoo.contract.backend",
     # these modules register the built-in names first, so that they are reserved
-    "register_feature_map": "attnzoo.backends.linear.feature_maps.config",
-    "register_gate": "attnzoo.backends.gated_linear.backend",
+    "register_feature_map": "attnzoo.backends.feature_maps.config",
+    "register_gate": "attnzoo.backends.gated_linear",
     "restore": "attnzoo.hf.convert",
     "speed_up": "attnzoo.hf.speed_up",
     "swap": "attnzoo.hf.convert",
 }
 
 if TYPE_CHECKING:
-    from attnzoo.backends.base import AttentionBackend, register
-    from attnzoo.backends.config import BackendConfig, Geometry
-    from attnzoo.backends.gated_linear.gates import Gate, register_gate
-    from attnzoo.backends.inputs import AttentionInputs
-    from attnzoo.backends.linear.feature_maps.base import FeatureMap, register_feature_map
+    from attnzoo.backends.feature_maps.base import FeatureMap, register_feature_map
+    from attnzoo.backends.gates.base import Gate, register_gate
+    from attnzoo.contract.backend import AttentionBackend, register
+    from attnzoo.contract.config import BackendConfig, Geometry
+    from attnzoo.contract.inputs import AttentionInputs
+    from attnzoo.contract.masks import AttentionMask
+    from attnzoo.contract.states import AttentionOutput
     from attnzoo.errors import SwapWarning
     from attnzoo.evaluation.memory_fit import estimate_memory
     from attnzoo.hf.context_parallel import context_parallel
@@ -56,10 +58,8 @@ if TYPE_CHECKING:
     from attnzoo.hf.heads import prune_heads
     from attnzoo.hf.positions import extend_positions
     from attnzoo.hf.speed_up import speed_up
-    from attnzoo.masks import AttentionMask
     from attnzoo.registry import available_backends, get_backend
     from attnzoo.spec import AttentionSpec
-    from attnzoo.state import AttentionOutput
 
 __all__ = [
     "AttentionBackend",

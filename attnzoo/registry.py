@@ -8,8 +8,8 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from attnzoo.backends.base import BACKENDS, BUILTIN, AttentionBackend
-from attnzoo.backends.config import BackendConfig, Geometry
+from attnzoo.contract.backend import BACKENDS, BUILTIN, AttentionBackend
+from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.errors import (
     ConfigError,
     UnknownBackendError,

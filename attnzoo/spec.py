@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain, repeat
 from typing import Any, NamedTuple, Self
 
-from attnzoo.backends.config import BackendConfig
+from attnzoo.contract.config import BackendConfig
 from attnzoo.errors import SpecError, did_you_mean, short_repr
 from attnzoo.registry import available_backends, get_backend
 

@@ -27,22 +27,22 @@ import typer
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import attnzoo
-from attnzoo.backends.block_sparse.impl import cpp
-from attnzoo.backends.block_sparse.impl.index_keys import pack_queries
-from attnzoo.backends.block_sparse.impl.options import (
-    IndexTensors,
-    SelectionOptions,
-    SparseCall,
-    SparseOptions,
-)
-from attnzoo.backends.block_sparse.impl.selection import MEAN, select_blocks, summarize
-from attnzoo.backends.block_sparse.op import block_sparse_attention
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.evaluation.data import make_eval_batch
 from attnzoo.evaluation.models import embedded_model_path, load_swapped
 from attnzoo.evaluation.quality import measure_quality
 from attnzoo.evaluation.timing import time_together
 from attnzoo.hf.seam import cache_argument
-from attnzoo.masks import AttentionMask
+from attnzoo.ops.block_sparse.api import block_sparse_attention
+from attnzoo.ops.block_sparse.cpu import block_sparse as cpp
+from attnzoo.ops.block_sparse.index_keys import pack_queries
+from attnzoo.ops.block_sparse.options import (
+    IndexTensors,
+    SelectionOptions,
+    SparseCall,
+    SparseOptions,
+)
+from attnzoo.ops.block_sparse.selection import MEAN, select_blocks, summarize
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.loading import load_causal
 from attnzoo.training.recover import RecoverConfig, recover

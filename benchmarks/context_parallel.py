@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from attnzoo.backends.config import Geometry
-from attnzoo.kernels import context_parallel as cp
+from attnzoo.contract import context_parallel as cp
+from attnzoo.contract.config import Geometry
 from attnzoo.registry import build_backend
 
 HEADS, SIZE = 8, 64

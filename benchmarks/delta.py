@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 
-from attnzoo.backends.delta.op import delta_attention
+from attnzoo.contract.states import DeltaState
 from attnzoo.evaluation.timing import (
     BenchmarkCase,
     Run,
@@ -25,7 +25,7 @@ from attnzoo.evaluation.timing import (
     time_together,
     write_lines,
 )
-from attnzoo.state import DeltaState
+from attnzoo.ops.delta.api import delta_attention
 
 sys.modules.setdefault("fla", None)  # type: ignore[arg-type]  # its functions need a GPU
 DECAYS = ("none", "token", "channel")

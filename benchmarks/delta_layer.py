@@ -18,11 +18,11 @@ import torch
 import typer
 from torch import Tensor
 
-from attnzoo.backends.inputs import AttentionInputs
 from attnzoo.commands.spec_options import spec_of
+from attnzoo.contract.inputs import AttentionInputs
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.evaluation.corpus import add_repeats
 from attnzoo.evaluation.models import embedded_model_path
-from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.loading import load_causal, load_rows

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.backends.delta.op import delta_attention
 from attnzoo.evaluation.timing import BenchmarkCase, Run
+from attnzoo.ops.delta.api import delta_attention
 
 
 def delta(

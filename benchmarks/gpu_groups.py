@@ -65,8 +65,8 @@ def measure_machine(session: Session) -> None:
     """Record the machine, the versions of packages, and the GPU."""
 
     def run() -> Row:
-        from attnzoo.backends.linear.impl.triton_trust import device_identity
         from attnzoo.evaluation.timing import machine
+        from attnzoo.ops.linear.triton.trust import device_identity
 
         return {**machine(), **device_identity(session.device)}
 
@@ -82,35 +82,35 @@ def measure_copy(session: Session) -> None:
 
 def check(session: Session, decay: str, kind: str, *assembler: str) -> None:
     """Compare the kernels with float64 and torch, and two runs bit for bit."""
-    from attnzoo.backends.linear import check_triton
+    from attnzoo.ops.linear.triton import check as check_triton
 
     _check(session, check_triton, decay, kind, *assembler)
 
 
 def check_hybrid(session: Session, decay: str, kind: str, *assembler: str) -> None:
     """Compare the kernels of the window hybrid, as :func:`check`."""
-    from attnzoo.backends.linear import check_hybrid as module
+    from attnzoo.ops.hybrid.triton import check as module
 
     _check(session, module, decay, kind, *assembler)
 
 
 def check_delta(session: Session, decay: str, kind: str, *assembler: str) -> None:
     """Compare the kernels of the delta rule, as :func:`check`."""
-    from attnzoo.backends.delta import check_triton as module
+    from attnzoo.ops.delta.triton import check as module
 
     _check(session, module, decay, kind, *assembler)
 
 
 def check_sparse(session: Session, decay: str, kind: str, *assembler: str) -> None:
     """Compare the kernels of block-sparse attention, as :func:`check`."""
-    from attnzoo.backends.block_sparse import check_triton as module
+    from attnzoo.ops.block_sparse.triton import check as module
 
     _check(session, module, decay, kind, *assembler)
 
 
 def check_varlen(session: Session, size: str, *_: str) -> None:
     """Compare torch's varlen kernel with a dense mask and float64."""
-    from attnzoo.backends.flash import check_varlen as module
+    from attnzoo.ops.flash import check_varlen as module
 
     for case in module.cases():
 
@@ -196,8 +196,8 @@ def time_peer(session: Session, peer: str, family: str) -> None:
 
 def configs(session: Session, decay: str, *, timed: bool) -> None:
     """Run, and optionally time, a training step with each of ``CONFIGS``."""
-    from attnzoo.backends.linear.kernels import configs as table
-    from attnzoo.backends.linear.kernels.launch import device_properties
+    from attnzoo.ops.linear.triton import configs as table
+    from attnzoo.ops.linear.triton.launch import device_properties
 
     capability, _ = device_properties(session.device)
     workload = Workload(name="configs", B=4, T=4096, H=64, D=128, decay=decay, train=True)

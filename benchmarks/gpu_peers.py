@@ -11,17 +11,17 @@ from gpu_cases import Workload
 from gpu_rows import PeerUnavailable
 from torch import Tensor
 
-from attnzoo.backends.block_sparse.op import block_sparse_attention
-from attnzoo.backends.delta.op import delta_attention
-from attnzoo.backends.flash.impl.sdpa import sdpa_kernel_name
-from attnzoo.backends.flash.op import flash_attention
-from attnzoo.backends.gated_linear.op import mlstm_attention, rwkv6_attention
-from attnzoo.backends.linear.impl.common import MapWeights
-from attnzoo.backends.linear.op import linear_attention
-from attnzoo.backends.linear.window_hybrid import LinearBranch, hybrid_attention
-from attnzoo.backends.linear.window_state import HybridState
-from attnzoo.masks import AttentionMask
-from attnzoo.state import LinearState
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import LinearState
+from attnzoo.ops.block_sparse.api import block_sparse_attention
+from attnzoo.ops.delta.api import delta_attention
+from attnzoo.ops.flash.api import flash_attention
+from attnzoo.ops.flash.sdpa import sdpa_kernel_name
+from attnzoo.ops.gated.api import mlstm_attention, rwkv6_attention
+from attnzoo.ops.hybrid.api import LinearBranch, hybrid_attention
+from attnzoo.ops.hybrid.state import HybridState
+from attnzoo.ops.linear.api import linear_attention
+from attnzoo.ops.linear.common import MapWeights
 
 Inputs = list[Tensor | None]  # q, k, v and the log decay
 Run = Callable[[], Tensor]

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from attnzoo.backends.linear.impl.common import CHUNK_SIZE
 from attnzoo.evaluation.timing import BenchmarkCase, Run, as_row, time_together
+from attnzoo.ops.linear.common import CHUNK_SIZE
 
 MATMUL = 2048  # rows and columns of the square product that rates are measured against
 

@@ -36,13 +36,8 @@ from windows import (
     window_hedgehog,
 )
 
-from attnzoo.backends.block_sparse.op import block_sparse_attention
-from attnzoo.backends.config import Geometry
-from attnzoo.backends.linear.impl.common import CHUNK_SIZE
-from attnzoo.backends.linear.impl.cpp_call import KERNEL_CHUNK, LINEAR
-from attnzoo.backends.linear.op import linear_attention
-from attnzoo.backends.linformer.op import linformer_attention, linformer_block_attention
-from attnzoo.backends.reformer.op import lsh_attention
+from attnzoo.contract.config import Geometry
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.evaluation.timing import (
     BenchmarkCase,
     Run,
@@ -52,9 +47,14 @@ from attnzoo.evaluation.timing import (
     time_together,
     write_lines,
 )
-from attnzoo.kernels import cpp
-from attnzoo.masks import AttentionMask
+from attnzoo.ops.block_sparse.api import block_sparse_attention
+from attnzoo.ops.linear.api import linear_attention
+from attnzoo.ops.linear.common import CHUNK_SIZE
+from attnzoo.ops.linear.cpu.call import KERNEL_CHUNK, LINEAR
+from attnzoo.ops.linformer.api import linformer_attention, linformer_block_attention
+from attnzoo.ops.lsh.api import lsh_attention
 from attnzoo.registry import build_backend
+from attnzoo.runtime import cpp
 
 SLOPE_LENGTHS = (4096, 8192, 16384, LONGEST)
 Inputs = tuple[Tensor, ...]

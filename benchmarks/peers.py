@@ -21,13 +21,13 @@ from transformers import LongformerConfig, ReformerConfig
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
-from attnzoo.backends.config import Geometry
-from attnzoo.backends.delta.op import delta_attention
-from attnzoo.backends.linformer.op import linformer_attention
-from attnzoo.backends.longformer.op import longformer_attention
-from attnzoo.backends.reformer.op import shared_qk_attention
+from attnzoo.contract.config import Geometry
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.evaluation.timing import BenchmarkCase, Run, Timing, as_row, time_together
-from attnzoo.masks import AttentionMask
+from attnzoo.ops.delta.api import delta_attention
+from attnzoo.ops.linformer.api import linformer_attention
+from attnzoo.ops.longformer.api import longformer_attention
+from attnzoo.ops.lsh.api import shared_qk_attention
 from attnzoo.registry import build_backend
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import attnzoo
-from attnzoo.backends.block_sparse.impl import custom_ops
 from attnzoo.commands.spec_options import spec_of
+from attnzoo.ops.block_sparse import custom_ops
 from attnzoo.spec import AttentionSpec
 
 SIZES: dict[str, Any] = {

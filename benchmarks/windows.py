@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.backends.config import Geometry
-from attnzoo.backends.flash.op import flash_attention
-from attnzoo.backends.linear.window_hybrid import LinearBranch, hybrid_attention
-from attnzoo.backends.longformer.op import longformer_attention
+from attnzoo.contract.config import Geometry
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.evaluation.timing import BenchmarkCase
-from attnzoo.masks import AttentionMask
+from attnzoo.ops.flash.api import flash_attention
+from attnzoo.ops.hybrid.api import LinearBranch, hybrid_attention
+from attnzoo.ops.longformer.api import longformer_attention
 from attnzoo.registry import build_backend
 
 

@@ -21,15 +21,15 @@ os.environ["OMP_NUM_THREADS"] = str(min(_share, int(os.environ.get("OMP_NUM_THRE
 # before any test module imports Triton, and the variable is then removed, so that processes that
 # tests start do not inherit it. The first launch would import the last module of this list.
 INTERPRETED = (
-    "attnzoo.backends.block_sparse.kernels.launch",
-    "attnzoo.backends.block_sparse.kernels.selection_launch",
-    "attnzoo.backends.block_sparse.kernels.step_launch",
-    "attnzoo.backends.delta.kernels.custom_op",
-    "attnzoo.backends.delta.kernels.step",
-    "attnzoo.backends.linear.kernels.custom_op",
-    "attnzoo.backends.linear.kernels.hybrid_op",
-    "attnzoo.backends.linear.kernels.hybrid_step",
-    "attnzoo.backends.linear.kernels.step",
+    "attnzoo.ops.block_sparse.triton.launch",
+    "attnzoo.ops.block_sparse.triton.selection_launch",
+    "attnzoo.ops.block_sparse.triton.step_launch",
+    "attnzoo.ops.delta.triton.custom_op",
+    "attnzoo.ops.delta.triton.step",
+    "attnzoo.ops.linear.triton.custom_op",
+    "attnzoo.ops.hybrid.triton.custom_op",
+    "attnzoo.ops.hybrid.triton.step",
+    "attnzoo.ops.linear.triton.step",
     "triton.experimental.gluon",
 )
 if importlib.util.find_spec("triton"):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.backends.base import AttentionBackend
-from attnzoo.backends.config import Geometry
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.config import Geometry
 from attnzoo.registry import build_backend
 
 H, HKV, D, E, M = 4, 2, 8, 6, 12  # query heads, key heads, key, value and hidden sizes

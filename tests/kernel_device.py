@@ -20,7 +20,7 @@ def interpret_kernels(
 
 def kernel_device() -> torch.device:
     """Return the device of the tensors that kernels get in this session."""
-    from attnzoo.kernels.triton_interpreter import interpreted
+    from attnzoo.runtime.triton_interpreter import interpreted
 
     return torch.device("cpu") if interpreted() else torch.device("cuda", 0)
 

@@ -6,7 +6,7 @@ import pytest
 import transformers as hf
 
 import attnzoo
-from attnzoo.backends.linear.backend import LinearBackend
+from attnzoo.backends.linear import LinearBackend
 from attnzoo.testing import ConformanceError, check_generation
 from tests.helpers import tiny_llama
 

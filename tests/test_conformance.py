@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnzoo.backends.base import AttentionBackend
-from attnzoo.backends.config import BackendConfig
-from attnzoo.backends.softmax.op import softmax_attention
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.config import BackendConfig
+from attnzoo.contract.states import AttentionOutput
+from attnzoo.ops.softmax.api import softmax_attention
 from attnzoo.registry import get_backend
-from attnzoo.state import AttentionOutput
 from attnzoo.testing import RULES, ConformanceError, check_backend
 
 BUILTIN = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from attnzoo.kernels.triton_interpreter import interpreted
+from attnzoo.runtime.triton_interpreter import interpreted
 from tests import processes
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"

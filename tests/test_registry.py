@@ -8,12 +8,12 @@ import torch
 
 import attnzoo
 from attnzoo import registry
-from attnzoo.backends.base import BACKENDS, BUILTIN, AttentionBackend, register
-from attnzoo.backends.config import BackendConfig, Geometry
-from attnzoo.backends.linear.feature_maps.base import FEATURE_MAPS
+from attnzoo.backends.feature_maps.base import FEATURE_MAPS
+from attnzoo.contract.backend import BACKENDS, BUILTIN, AttentionBackend, register
+from attnzoo.contract.config import BackendConfig, Geometry
+from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import ConfigError, UnknownBackendError, UnsupportedError
 from attnzoo.registry import available_backends, build_backend, get_backend
-from attnzoo.state import AttentionOutput
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYER = Geometry(num_heads=4, num_key_heads=2, head_dim=8, hidden_size=32, layer=3, name="h.3.attn")
@@ -112,7 +112,7 @@ def test_a_bidirectional_backend_refuses_a_causal_layer():
 # -- plugins -------------------------------------------------------------------------------------
 
 MODULE = """
-from attnzoo.backends.base import AttentionBackend, register
+from attnzoo.contract.backend import AttentionBackend, register
 {decorator}
 class Mine(AttentionBackend):
     pass
@@ -192,7 +192,7 @@ def test_a_plugin_of_a_builtin_name_is_refused(site):
     BACKENDS.pop("linear", None)
     install(site, "zoo_mine", "linear = zoo_mine:Mine", MODULE.format(decorator=""))
     with pytest.raises(
-        ConfigError, match=r"'zoo_mine:Mine' is also that of 'attnzoo.backends.linear.backend'"
+        ConfigError, match=r"'zoo_mine:Mine' is also that of 'attnzoo.backends.linear'"
     ):
         get_backend("linear")
 

@@ -7,7 +7,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnzoo
-from attnzoo.backends.config import BackendConfig, Geometry
+from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.errors import ConfigError, SpecError, UnknownBackendError
 from attnzoo.registry import get_backend
 from attnzoo.spec import AttentionSpec, LayerSpec, parse_layers

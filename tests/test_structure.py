@@ -17,10 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom up: a module imports from its own row and the rows below, never from above.
 ROWS = (
-    {"autoload", "errors", "masks", "state"},
-    {"kernels"},
+    {"autoload", "errors"},
+    {"runtime"},
+    {"contract"},
+    {"ops"},
     {"backends"},
-    {"ops", "registry"},
+    {"registry"},
     {"spec"},
     {"hf"},
     {"testing"},
@@ -86,111 +88,51 @@ def wrong_imports(module: str, source: str) -> list[str]:
     return wrong
 
 
-# Inside a mechanism, from the bottom up. A module that is not named here lies in between.
-LEVELS = {
-    "kernels": 0,
-    "impl": 1,
-    "validation": 1,
-    "feature_maps.functional": 1,  # ops apply some of these functions themselves
-    "op": 2,
-    "backend": 4,
-}
-BETWEEN = 3
-# What a mechanism may import of another one, beside its op. gated_linear and performer derive from
-# the base of the linear family; the chunks and the Triton kernels of the delta rule are those of
-# linear attention.
-SHARED = (
-    "linear.recurrent",
-    "linear.window_hybrid",
-    "linear.window_config",
-    "linear.positions",
-    "linear.feature_maps",
-    "linear.validation",
-    "linear.impl.common",
-    "linear.impl.chunk_common",
-    "linear.impl.decay",
-    "linear.impl.state_summary",
-    "linear.impl.context_parallel",
-    "linear.impl.cpp",
-    "linear.impl.triton",
-    "linear.impl.triton_trust",
-    "linear.kernels",
-    "linear.check_triton",
-    "local",
-)
+SHARED = {"parts", "feature_maps", "gates"}  # folders of backends, for all mechanisms
 
 
-def level_of(inner: str) -> int:
-    """Return the level of a module inside its mechanism: that of the longest prefix in LEVELS."""
-    prefixes = [name for name in LEVELS if f"{inner}.".startswith(f"{name}.")]
-    return LEVELS[max(prefixes, key=len)] if prefixes else BETWEEN
+def wrong_sideways_imports(module: str, source: str) -> list[str]:
+    """Return the imports within ops, or within backends, that are not allowed.
 
-
-def mechanism_of(dotted: str) -> tuple[str, str]:
-    """Return the mechanism and the rest of a module's name; ``""`` outside the mechanisms."""
-    parts = dotted.split(".")
-    if parts[:2] != ["attnzoo", "backends"] or len(parts) < 3:
-        return "", ""
-    folder = ROOT / "attnzoo" / "backends" / parts[2]
-    return (parts[2], ".".join(parts[3:])) if folder.is_dir() else ("", "")
-
-
-def wrong_mechanism_imports(module: str, source: str) -> list[str]:
-    """Return the imports of a mechanism's module that violate the order of its layers."""
-    own, inner = mechanism_of(module)
+    Ops import other ops, but not the public functions of their own algorithm, which select among
+    them; checks of kernels may. A reference is imported by these public functions alone. A backend
+    imports what backends share, and no other backend.
+    """
+    layer, unit, *inner = (*module.split(".")[1:], "")
     wrong = []
     for line, name in imports(ast.parse(source)):
-        other, rest = mechanism_of(name)
-        if not other:
-            continue
-        if not own:
-            if module.startswith("attnzoo.backends."):
-                wrong.append(f"{module}:{line} imports {name}, a mechanism, from shared code")
-        elif own != other:
-            wanted = f"{other}.{rest}"
-            if not rest.startswith("op.") and not wanted.startswith(tuple(f"{x}." for x in SHARED)):
-                wrong.append(f"{module}:{line} imports {name} of another mechanism, not its op")
-        elif level_of(rest) > level_of(inner):
-            wrong.append(f"{module}:{line} imports {name}, which is above it")
+        parts = name.split(".")
+        if parts[:2] == ["attnzoo", "ops"] and "reference" in parts[3:]:
+            if module != f"attnzoo.ops.{parts[2]}.api":
+                wrong.append(f"{module}:{line} imports {name}, a reference")
+        elif layer == "ops" and parts[:4] == ["attnzoo", "ops", unit, "api"]:
+            if not inner[-2].startswith("check"):
+                wrong.append(f"{module}:{line} imports {name}, which is above it")
+        elif layer == "backends" == "".join(parts[1:2]) and parts[2] not in SHARED | {unit}:
+            wrong.append(f"{module}:{line} imports {name}, another backend")
     return wrong
 
 
-def test_mechanisms_import_downwards():
+def test_ops_and_backends_import_nothing_sideways():
     wrong = []
-    for path in python_files("attnzoo/backends"):
-        wrong += wrong_mechanism_imports(module_name(path), path.read_text("utf-8"))
+    for path in python_files("attnzoo"):
+        wrong += wrong_sideways_imports(module_name(path), path.read_text("utf-8"))
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        (
-            "attnzoo.backends.linear.impl.chunk",
-            "from attnzoo.backends.linear.op import linear_attention",
-        ),
-        ("attnzoo.backends.linear.op", "from attnzoo.backends.linear.backend import LinearBackend"),
-        (
-            "attnzoo.backends.linear.op",
-            "from attnzoo.backends.linear.feature_maps.base import FeatureMap",
-        ),
-        ("attnzoo.backends.flash.op", "from attnzoo.backends.softmax.impl.dense import attend"),
-        ("attnzoo.backends.base", "from attnzoo.backends.linear.op import linear_attention"),
+        ("attnzoo.ops.linear.chunk", "from attnzoo.ops.linear.api import linear_attention"),
+        ("attnzoo.ops.linear.cpu.linear", "from attnzoo.ops.linear import api"),
+        ("attnzoo.ops.flash.api", "from attnzoo.ops.softmax.reference import run_reference"),
+        ("attnzoo.ops.linear.chunk", "from attnzoo.ops.linear.reference import run_reference"),
+        ("attnzoo.backends.delta", "from attnzoo.backends.linear import LinearBackend"),
+        ("attnzoo.backends.parts.exact", "from attnzoo.backends.flash import FlashBackend"),
     ],
 )
-def test_a_wrong_mechanism_import_is_found(module, source):
-    assert len(wrong_mechanism_imports(module, source)) == 1
-
-
-def test_only_ops_and_tests_import_the_reference():
-    """The oracle shares no code with what it checks."""
-    wrong = []
-    for path in python_files("attnzoo"):
-        module = module_name(path)
-        for line, name in imports(ast.parse(path.read_text("utf-8"))):
-            if ".impl.reference." in name and not module.endswith((".op", ".window_hybrid")):
-                wrong.append(f"{module}:{line} imports {name}")
-    assert not wrong, "\n".join(wrong)
+def test_a_wrong_sideways_import_is_found(module, source):
+    assert len(wrong_sideways_imports(module, source)) == 1
 
 
 def test_every_module_has_a_row():
@@ -209,18 +151,18 @@ def test_imports_point_one_way():
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("attnzoo.errors", "import attnzoo.backends.linear.op"),
-        ("attnzoo.backends.linear.kernels.custom_op", "from attnzoo.ops import linear"),
-        ("attnzoo.kernels.memory", "def f():\n    from attnzoo.backends.base import register"),
-        ("attnzoo.backends.linear.backend", "from attnzoo import registry"),
-        ("attnzoo.backends.linear.backend", "from attnzoo import AttentionSpec"),
+        ("attnzoo.errors", "import attnzoo.ops.linear.api"),
+        ("attnzoo.contract.backend", "from attnzoo.ops import linear"),
+        ("attnzoo.runtime.memory", "def f():\n    from attnzoo.contract.backend import register"),
+        ("attnzoo.backends.linear", "from attnzoo import registry"),
+        ("attnzoo.backends.linear", "from attnzoo import AttentionSpec"),
         ("attnzoo.registry", "def f():\n    import_module('attnzoo.hf.attention')"),
         ("attnzoo.registry", "import importlib\nimportlib.import_module('transformers')"),
         ("attnzoo.spec", "from transformers import PretrainedConfig"),
         ("attnzoo.spec", "import accelerate.utils"),
         ("attnzoo.hf.attention", "from attnzoo.testing import RULES"),
         ("attnzoo.hf.attention", "from attnzoo.cli import app"),
-        ("attnzoo.backends.linear.backend", "from .base import register"),
+        ("attnzoo.backends.linear", "from .base import register"),
     ],
 )
 def test_a_wrong_import_is_found(module, source):
@@ -230,10 +172,10 @@ def test_a_wrong_import_is_found(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("attnzoo.kernels.build", "from attnzoo.errors import UnsupportedError\nimport triton"),
+        ("attnzoo.runtime.build", "from attnzoo.errors import UnsupportedError\nimport triton"),
         (
-            "attnzoo.backends.linear.backend",
-            "from attnzoo.backends.linear.op import chunk\nfrom torch import nn",
+            "attnzoo.backends.linear",
+            "from attnzoo.ops.linear.api import chunk\nfrom torch import nn",
         ),
         ("attnzoo.registry", "def f(name):\n    return import_module(name)"),
         ("attnzoo.hf.cache", "from transformers.cache_utils import Cache"),
@@ -290,7 +232,7 @@ def too_long(path: Path) -> list[str]:
 def test_files_and_functions_are_short():
     found = []
     for path in python_files("attnzoo", "benchmarks"):
-        if "kernels" not in path.parts:
+        if "triton" not in path.parts:
             found += too_long(path)
     assert not found, "\n".join(found)
 
@@ -300,7 +242,7 @@ def test_no_name_hides_a_library():
     taken = sys.stdlib_module_names | set(packages_distributions())
     taken |= CORE_LIBRARIES | {"transformers", "accelerate", "peft", "datasets", "jax"}
     # Files of a mechanism carry its name through all layers, and are no scripts.
-    layers = [ROOT / "attnzoo" / name for name in ("ops", "backends", "kernels")]
+    layers = [ROOT / "attnzoo" / name for name in ("contract", "ops", "backends", "runtime")]
     found = set()
     for path in python_files("attnzoo", "benchmarks"):
         if any(path.is_relative_to(layer) for layer in layers):

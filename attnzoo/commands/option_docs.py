@@ -7,7 +7,7 @@ import re
 from dataclasses import fields
 from typing import get_type_hints
 
-from attnzoo.backends.config import BackendConfig, format_type
+from attnzoo.contract.config import BackendConfig, format_type
 
 _ROLE = re.compile(r":(?:\w+:)+`~?([^`]*)`")  # :math:`...`, :func:`~module.name`
 _ARXIV = re.compile(r"arXiv:\d{4}\.\d{4,5}")
@@ -55,11 +55,11 @@ def choices(config: type[BackendConfig]) -> dict[str, dict[str, str]]:
     names = {field.name for field in fields(config)}
     found = {}
     if "feature_map" in names:
-        from attnzoo.backends.linear.feature_maps.base import FEATURE_MAPS
+        from attnzoo.backends.feature_maps.base import FEATURE_MAPS
 
         found["feature_map"] = {name: summary(cls) for name, cls in FEATURE_MAPS.items()}
     if "gate" in names:
-        from attnzoo.backends.gated_linear.gates import GATES
+        from attnzoo.backends.gates.base import GATES
 
         found["gate"] = {name: summary(cls) for name, cls in GATES.items()}
     return found

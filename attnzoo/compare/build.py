@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, DynamicCache, PreTrainedModel
 
 from attnzoo.compare.cases import CostCase, ModelInfo
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation.decoding import PREFILL_TOKENS, cache_bytes
 from attnzoo.evaluation.timing import Run
@@ -23,7 +24,6 @@ from attnzoo.hf.attention import NAME, layer_backend
 from attnzoo.hf.files import model_class
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.seam import cache_argument
-from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
 

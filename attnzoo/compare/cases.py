@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from attnzoo.backends.config import Geometry
+from attnzoo.contract.config import Geometry
 from attnzoo.evaluation.models import spec_label
 from attnzoo.evaluation.presets import preset_specs
 from attnzoo.registry import available_backends, get_backend

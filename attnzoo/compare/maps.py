@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import attnzoo
-from attnzoo.backends.block_sparse.backend import BlockSparseConfig
+from attnzoo.backends.block_sparse import BlockSparseConfig
 from attnzoo.compare.encoders import EncoderReadings, encoder_plots, encoder_sections
 from attnzoo.compare.selected_blocks import SelectedBlocks, selected_blocks
 from attnzoo.errors import SpecError

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.backends.block_sparse.backend import BlockSparseConfig
-from attnzoo.backends.block_sparse.impl.options import SparseOptions
+from attnzoo.backends.block_sparse import BlockSparseConfig
+from attnzoo.ops.block_sparse.options import SparseOptions
 from attnzoo.report import charts
 from attnzoo.report.charts import Axis, Plot, Series
 

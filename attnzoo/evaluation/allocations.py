@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from attnzoo.errors import AttnzooError, UnsupportedError
 from attnzoo.evaluation.timing import profile_allocations
-from attnzoo.kernels.memory import buffer_bytes
+from attnzoo.runtime.memory import buffer_bytes
 
 REAL_ELEMENTS = 2**24  # tensors of integers with more elements are fake
 

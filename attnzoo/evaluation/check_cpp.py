@@ -3,7 +3,7 @@
     CXX="c++ -mno-avx512f" python -m attnzoo.evaluation.check_cpp
 
 checks the kernels as they are compiled for a CPU without these instructions.
-:mod:`attnzoo.kernels.verdicts` reads the output.
+:mod:`attnzoo.runtime.verdicts` reads the output.
 
 Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
 """
@@ -16,19 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.backends.block_sparse.impl.cpp import BLOCK_SPARSE
-from attnzoo.backends.delta.impl.cpp import DELTA
-from attnzoo.backends.linear.impl.common import MapWeights
-from attnzoo.backends.linear.impl.cpp_call import LINEAR
-from attnzoo.backends.linear.impl.cpp_step import LINEAR_STEP
-from attnzoo.backends.linear.window_hybrid import hybrid_attention
-from attnzoo.backends.linear.window_state import HybridState, LinearBranch
-from attnzoo.backends.linear.window_step_cpp import HYBRID_STEP
-from attnzoo.backends.local.band_cpp import BAND
-from attnzoo.backends.reformer.impl.cpp import LSH, PIVOTS
-from attnzoo.kernels.cpp import Source, unavailable_reason
-from attnzoo.kernels.verdicts import run_cases
-from attnzoo.masks import AttentionMask
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import AttentionOutput
 from attnzoo.ops import (
     block_sparse_attention,
     delta_attention,
@@ -36,7 +25,18 @@ from attnzoo.ops import (
     linear_attention,
     lsh_attention,
 )
-from attnzoo.state import AttentionOutput
+from attnzoo.ops.block_sparse.cpu.block_sparse import BLOCK_SPARSE
+from attnzoo.ops.delta.cpu.delta import DELTA
+from attnzoo.ops.hybrid.api import hybrid_attention
+from attnzoo.ops.hybrid.cpu.hybrid_step import HYBRID_STEP
+from attnzoo.ops.hybrid.state import HybridState, LinearBranch
+from attnzoo.ops.linear.common import MapWeights
+from attnzoo.ops.linear.cpu.call import LINEAR
+from attnzoo.ops.linear.cpu.linear_step import LINEAR_STEP
+from attnzoo.ops.lsh.cpu.lsh import LSH, PIVOTS
+from attnzoo.ops.window.cpu.band import BAND
+from attnzoo.runtime.cpp import Source, unavailable_reason
+from attnzoo.runtime.verdicts import run_cases
 
 B, H, HKV, T, D, E = 1, 4, 2, 150, 24, 20
 CAUSAL = AttentionMask(causal=True)

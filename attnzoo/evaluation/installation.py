@@ -25,11 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnzoo
-from attnzoo.backends.flash.impl import varlen_trust
-from attnzoo.backends.flash.impl.varlen import device_reasons as varlen_device_reasons
-from attnzoo.backends.linear.impl import triton_trust
-from attnzoo.backends.linear.impl.triton import device_reasons
-from attnzoo.backends.softmax.op import softmax_attention
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation import check_cpp
 from attnzoo.evaluation.timing import machine
@@ -37,11 +33,15 @@ from attnzoo.hf import seam
 from attnzoo.hf.patches import FAILED_PATCHES, NAME, PATCHES
 from attnzoo.hf.peft_patches import PEFT_PATCHES
 from attnzoo.hf.release_check import check_release, installed_versions, untested
-from attnzoo.kernels.trust import check as check_trust
-from attnzoo.kernels.trust import driver_version
-from attnzoo.kernels.verdicts import FAILED, PASSED, Verdict, python_command, run_checks
-from attnzoo.masks import AttentionMask
 from attnzoo.ops import flash_attention
+from attnzoo.ops.flash import varlen_trust
+from attnzoo.ops.flash.varlen import device_reasons as varlen_device_reasons
+from attnzoo.ops.linear.triton import trust as triton_trust
+from attnzoo.ops.linear.triton.run import device_reasons
+from attnzoo.ops.softmax.api import softmax_attention
+from attnzoo.runtime.trust import check as check_trust
+from attnzoo.runtime.trust import driver_version
+from attnzoo.runtime.verdicts import FAILED, PASSED, Verdict, python_command, run_checks
 
 OK, WRONG, UNAVAILABLE = "ok", "failed", "unavailable"
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "xformers", "peft")
@@ -176,7 +176,7 @@ def _package(name: str) -> str:
         tested = ", ".join(seam.TESTED[name])
         return f"{found}, which is not tested (tested: {tested}); see the checks of transformers"
     if name == "triton":
-        from attnzoo.backends.linear.kernels.compilers import ptxas_version
+        from attnzoo.ops.linear.triton.compilers import ptxas_version
 
         return f"{found}, ptxas {ptxas_version(9)}"
     return found

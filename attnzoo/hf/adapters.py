@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from attnzoo.backends.base import AttentionBackend
+from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.layers import unwrap_model

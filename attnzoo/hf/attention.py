@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface
 
-from attnzoo.backends.base import AttentionBackend
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.cache import StateLayer, state_layer
@@ -39,8 +41,6 @@ from attnzoo.hf.masks import (
 )
 from attnzoo.hf.packing import Packing, add_packing
 from attnzoo.hf.patches import NAME as NAME
-from attnzoo.masks import AttentionMask
-from attnzoo.state import AttentionOutput
 
 # torch's context_parallel replaces it in F
 BUILTIN_SDPA = torch._C._nn.scaled_dot_product_attention

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from attnzoo.backends.base import AttentionBackend
+from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.missing_keys import MissingKeys

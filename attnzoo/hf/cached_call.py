@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.cache import StateLayer
 from attnzoo.hf.masks import ModelMask
 from attnzoo.hf.past_keys import state_of_keys
 from attnzoo.hf.past_padding import update_past_padding
 from attnzoo.hf.recorded_calls import RecordedCall
-from attnzoo.masks import AttentionMask
-from attnzoo.state import AttentionOutput
 
 
 def run_with_state(

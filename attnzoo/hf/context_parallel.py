@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from attnzoo.backends.base import AttentionBackend
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.layers import unwrap_model
-from attnzoo.kernels.context_parallel import SequenceShard
 
 IGNORE_INDEX = -100  # label that the loss ignores, as in transformers
 SPLIT_ENTRIES = (  # split along dimension 1

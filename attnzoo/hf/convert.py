@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from attnzoo.backends.base import AttentionBackend
+from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError, did_you_mean
 from attnzoo.hf import seam
 from attnzoo.hf.attention import NAME, add_hook

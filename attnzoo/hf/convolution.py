@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from attnzoo.errors import UnsupportedError
-from attnzoo.kernels.convolution import causal_convolution
-from attnzoo.kernels.memory import empty_huge_pages
+from attnzoo.ops.convolution import causal_convolution
+from attnzoo.runtime.memory import empty_huge_pages
 
 TOKENS = 128  # convolved at once, so that they stay in the cache
 

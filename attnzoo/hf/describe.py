@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from attnzoo.backends.base import AttentionBackend
+from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError
 from attnzoo.hf.attention import NAME, layer_backend
 from attnzoo.hf.files import empty_model

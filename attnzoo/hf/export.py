@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticLayer
 
-from attnzoo.backends.base import AttentionBackend
+from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.attention import NAME, cache_index, layer_backend
 from attnzoo.hf.cache import State, StateLayer, StaticStateLayer

@@ -8,8 +8,8 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from attnzoo.backends.base import AttentionBackend
-from attnzoo.backends.validation import DTYPES
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.validation import DTYPES
 from attnzoo.errors import SpecError, SwapWarning
 from attnzoo.hf import seam
 from attnzoo.hf.layers import AttentionLayer

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from attnzoo.backends.base import AttentionBackend
-from attnzoo.backends.config import Geometry
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.config import Geometry
 from attnzoo.errors import SpecError, UnsupportedError, short_repr
 from attnzoo.hf.head_projections import (
     HEAD_COUNTS,

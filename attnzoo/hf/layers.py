@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from attnzoo.backends.config import Geometry
+from attnzoo.contract.config import Geometry
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.contract.masks import AttentionMask, Window
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
-from attnzoo.masks import AttentionMask, Window
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnzoo.backends.base import AttentionBackend
+from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.layers import AttentionLayer
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.masks import ModelMask
-from attnzoo.masks import AttentionMask
 
 
 class Packing(NamedTuple):

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
-from attnzoo.backends.base import AttentionBackend
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
-from attnzoo.masks import AttentionMask
 
 
 def mark_virtual_tokens(cache: Any) -> None:

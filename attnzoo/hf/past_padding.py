@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.masks import ModelMask
-from attnzoo.masks import AttentionMask
 
 UNLIMITED = sys.maxsize  # longer than any sequence
 

@@ -152,7 +152,7 @@ def patch_models(modeling_utils: Any) -> None:
     def initialize_weights_and_backends(
         self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
-        from attnzoo.backends.base import AttentionBackend
+        from attnzoo.contract.backend import AttentionBackend
         from attnzoo.hf.extras import initialise_backend
 
         if not isinstance(module, AttentionBackend):

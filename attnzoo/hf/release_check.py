@@ -27,7 +27,7 @@ from attnzoo.hf import seam
 from attnzoo.hf.attention import ForwardArguments
 from attnzoo.hf.masks import ModelMask
 from attnzoo.hf.patches import FAILED_PATCHES, NAME
-from attnzoo.kernels.verdicts import FAILED, PASSED, Verdict, decide
+from attnzoo.runtime.verdicts import FAILED, PASSED, Verdict, decide
 
 Change = Callable[[Any], Any]
 TOKENS, PROMPT = 9, 6  # of the models' input

@@ -28,9 +28,9 @@ from transformers.masking_utils import (
 )
 from transformers.utils.output_capturing import _active_collector as active_collector
 
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.patches import NAME, RECORDING
-from attnzoo.masks import AttentionMask
 
 __all__ = [
     "CACHE_ARGUMENT",

@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnzoo.backends.base import AttentionBackend
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.patches import NAME
-from attnzoo.masks import AttentionMask
 
 INSTEAD = (
     "Call model.generate on a padded batch, or serve without --continuous-batching; "

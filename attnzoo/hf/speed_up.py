@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnzoo.backends.delta.op import delta_attention
-from attnzoo.backends.linear.op import linear_attention
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import DeltaState, ImplChoice, LinearState
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.attention import ForwardArguments
@@ -32,8 +32,8 @@ from attnzoo.hf.convolution import (
 )
 from attnzoo.hf.layers import unwrap_model
 from attnzoo.hf.release_check import require_working_release
-from attnzoo.masks import AttentionMask
-from attnzoo.state import DeltaState, ImplChoice, LinearState
+from attnzoo.ops.delta.api import delta_attention
+from attnzoo.ops.linear.api import linear_attention
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from attnzoo.backends.base import AttentionBackend
+from attnzoo.contract.backend import AttentionBackend
 
 
 def decayed_parameters(model: nn.Module) -> list[str]:

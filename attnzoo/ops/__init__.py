@@ -1,46 +1,46 @@
 """Every public op under one name; an op's module is imported when the op is first used.
 
 An op is a pure function on tensors that computes one mechanism. It lives in
-``attnzoo/backends/<mechanism>/op.py`` unless the table below says otherwise.
+``attnzoo/ops/<algorithm>/api.py``; the table below says which.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _OPS = {
-    "block_sparse_attention": "attnzoo.backends.block_sparse.op",
-    "delta_attention": "attnzoo.backends.delta.op",
-    "favor_attention": "attnzoo.backends.performer.op",
-    "flash_attention": "attnzoo.backends.flash.op",
-    "hybrid_attention": "attnzoo.backends.linear.window_hybrid",
-    "linear_attention": "attnzoo.backends.linear.op",
-    "linformer_attention": "attnzoo.backends.linformer.op",
-    "linformer_block_attention": "attnzoo.backends.linformer.op",
-    "longformer_attention": "attnzoo.backends.longformer.op",
-    "lsh_attention": "attnzoo.backends.reformer.op",
-    "matrix_gated_attention": "attnzoo.backends.gated_linear.op",
-    "mlstm_attention": "attnzoo.backends.gated_linear.op",
-    "rwkv6_attention": "attnzoo.backends.gated_linear.op",
-    "shared_qk_attention": "attnzoo.backends.reformer.op",
-    "softmax_attention": "attnzoo.backends.softmax.op",
+    "block_sparse_attention": "attnzoo.ops.block_sparse.api",
+    "delta_attention": "attnzoo.ops.delta.api",
+    "favor_attention": "attnzoo.ops.favor.api",
+    "flash_attention": "attnzoo.ops.flash.api",
+    "hybrid_attention": "attnzoo.ops.hybrid.api",
+    "linear_attention": "attnzoo.ops.linear.api",
+    "linformer_attention": "attnzoo.ops.linformer.api",
+    "linformer_block_attention": "attnzoo.ops.linformer.api",
+    "longformer_attention": "attnzoo.ops.longformer.api",
+    "lsh_attention": "attnzoo.ops.lsh.api",
+    "matrix_gated_attention": "attnzoo.ops.gated.api",
+    "mlstm_attention": "attnzoo.ops.gated.api",
+    "rwkv6_attention": "attnzoo.ops.gated.api",
+    "shared_qk_attention": "attnzoo.ops.lsh.api",
+    "softmax_attention": "attnzoo.ops.softmax.api",
 }
 
 if TYPE_CHECKING:
-    from attnzoo.backends.block_sparse.op import block_sparse_attention
-    from attnzoo.backends.delta.op import delta_attention
-    from attnzoo.backends.flash.op import flash_attention
-    from attnzoo.backends.gated_linear.op import (
+    from attnzoo.ops.block_sparse.api import block_sparse_attention
+    from attnzoo.ops.delta.api import delta_attention
+    from attnzoo.ops.favor.api import favor_attention
+    from attnzoo.ops.flash.api import flash_attention
+    from attnzoo.ops.gated.api import (
         matrix_gated_attention,
         mlstm_attention,
         rwkv6_attention,
     )
-    from attnzoo.backends.linear.op import linear_attention
-    from attnzoo.backends.linear.window_hybrid import hybrid_attention
-    from attnzoo.backends.linformer.op import linformer_attention, linformer_block_attention
-    from attnzoo.backends.longformer.op import longformer_attention
-    from attnzoo.backends.performer.op import favor_attention
-    from attnzoo.backends.reformer.op import lsh_attention, shared_qk_attention
-    from attnzoo.backends.softmax.op import softmax_attention
+    from attnzoo.ops.hybrid.api import hybrid_attention
+    from attnzoo.ops.linear.api import linear_attention
+    from attnzoo.ops.linformer.api import linformer_attention, linformer_block_attention
+    from attnzoo.ops.longformer.api import longformer_attention
+    from attnzoo.ops.lsh.api import lsh_attention, shared_qk_attention
+    from attnzoo.ops.softmax.api import softmax_attention
 
 __all__ = [
     "block_sparse_attention",

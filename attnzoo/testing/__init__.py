@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnzoo.backends.base import AttentionBackend
-from attnzoo.backends.config import BackendConfig, Geometry
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.errors import AttnzooError, did_you_mean
 from attnzoo.testing import capabilities, modules, precision, states, tokens
 from attnzoo.testing.generation import check_generation

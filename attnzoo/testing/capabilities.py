@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
-from attnzoo.masks import AttentionMask
 from attnzoo.testing.trial import Sequence, Trial, seed_torch
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.backends.base import AttentionBackend
+from attnzoo.contract.backend import AttentionBackend
 from attnzoo.hf.seam import cache_argument, output_cache
 from attnzoo.testing.trial import Broken, ConformanceError
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.backends.base import AttentionBackend
+from attnzoo.contract.backend import AttentionBackend
 from attnzoo.testing.trial import Trial, seed_torch
 
 

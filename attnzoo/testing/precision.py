@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from attnzoo.backends.base import AttentionBackend
+from attnzoo.contract.backend import AttentionBackend
 from attnzoo.testing.trial import Broken, Sequence, Trial
 
 LONG = 8192  # tokens, at which a normalised sum in low precision loses its gradient

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.backends.softmax.op import softmax_attention
+from attnzoo.ops.softmax.api import softmax_attention
 from attnzoo.testing.trial import Sequence, Trial
 
 

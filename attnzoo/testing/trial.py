@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from attnzoo.backends.base import AttentionBackend
-from attnzoo.backends.config import BackendConfig, Geometry
-from attnzoo.masks import AttentionMask
-from attnzoo.state import AttentionOutput
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.config import BackendConfig, Geometry
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import AttentionOutput
 
 CHUNK = 128  # tokens per parallel step, where the config does not name its own
 HIDDEN_SIZE = 24

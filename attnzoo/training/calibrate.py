@@ -1,7 +1,7 @@
 """Calibration: gates that start from the attention weights of the model with softmax.
 
 One pass over some training rows measures softmax's attention in each swapped layer, and each gate
-follows in closed form; :mod:`attnzoo.backends.delta.calibration` has the formulas. The initial
+follows in closed form; :mod:`attnzoo.backends.gates.calibration` has the formulas. The initial
 values of the gates are otherwise the same for every layer, head and token, and transfer has to find
 in training what the attention weights show. Gates of ``delta`` are calibrated.
 Source: the idea of gates that start from the teacher's attention statistics is that of
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.backends.base import AttentionBackend
-from attnzoo.backends.delta.backend import DeltaBackend
-from attnzoo.backends.delta.calibration import GateCalibration
-from attnzoo.backends.inputs import AttentionInputs, zero_padding
+from attnzoo.backends.delta import DeltaBackend
+from attnzoo.backends.gates.calibration import GateCalibration
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.inputs import AttentionInputs, zero_padding
 from attnzoo.registry import get_backend
 from attnzoo.training.transfer import Transfer, swapped_layers
 

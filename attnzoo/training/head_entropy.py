@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnzoo.backends.base import AttentionBackend
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import UntrainedWarning
 from attnzoo.evaluation.heads import entropy
 from attnzoo.registry import build_backend
 from attnzoo.report import charts
 from attnzoo.report.charts import Axis, Plot, Series
-from attnzoo.state import AttentionOutput
 from attnzoo.training.json_lines import append_line
 from attnzoo.training.sharding import SHARDED
 from attnzoo.training.transfer import evaluation_mode, swapped_layers

@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import PreTrainedModel
 
-from attnzoo.backends.linear.recurrent import RecurrentBackend, WindowDropout
+from attnzoo.backends.parts.recurrent import RecurrentBackend, WindowDropout
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import EvalBatch, load_tokenizer, string_tokenizer
 from attnzoo.evaluation.quality import NonFiniteError

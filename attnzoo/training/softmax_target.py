@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.backends.base import AttentionBackend
-from attnzoo.backends.local.band_cpp import band_attention_cpp, band_cpp_reasons
-from attnzoo.backends.local.blockwise_cpu import LocalOptions
-from attnzoo.backends.local.pattern import Band
-from attnzoo.kernels.autocast import autocast_disabled
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.ops.window.blockwise_cpu import LocalOptions
+from attnzoo.ops.window.cpu.band import band_attention_cpp, band_cpp_reasons
+from attnzoo.ops.window.pattern import Band
+from attnzoo.runtime.autocast import autocast_disabled
 
 RESTRICTIONS = ("shard", "bias", "softcap", "sinks")  # options that the kernel does not support
 

@@ -36,12 +36,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from attnzoo.backends.base import AttentionBackend
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.context_parallel import SequenceShard
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import SpecError
-from attnzoo.kernels.context_parallel import SequenceShard
-from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
-from attnzoo.state import AttentionOutput
 from attnzoo.training.sharding import is_sharded
 from attnzoo.training.softmax_target import (
     key_indicators,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from attnzoo.backends.config import Geometry
-from attnzoo.masks import AttentionMask
+from attnzoo.contract.config import Geometry
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.registry import build_backend
 
 LENGTH, SIZE, HIDDEN = 40, 8, 16

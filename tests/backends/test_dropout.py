@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from attnzoo.backends.inputs import AttentionInputs, drop_keys
+from attnzoo.contract.inputs import AttentionInputs, drop_keys
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import ConfigError, UnsupportedError
-from attnzoo.masks import AttentionMask
 from attnzoo.spec import AttentionSpec
 from tests import helpers
 

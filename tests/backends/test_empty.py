@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from attnzoo.backends.config import Geometry
-from attnzoo.backends.linear.op import linear_attention
-from attnzoo.backends.reformer.op import lsh_attention
+from attnzoo.contract.config import Geometry
 from attnzoo.errors import UnsupportedError
+from attnzoo.ops.linear.api import linear_attention
+from attnzoo.ops.lsh.api import lsh_attention
 from attnzoo.registry import available_backends, build_backend
 
 SCRIPT = Path(__file__).with_name("empty_calls.py")

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from attnzoo.backends.gated_linear.functional import alibi_log_decay
-from attnzoo.backends.longformer.impl import by_band, dense
-from attnzoo.backends.longformer.op import longformer_attention
-from attnzoo.backends.reformer.impl.options import LSHOptions
-from attnzoo.backends.reformer.impl.reference import count_attended_keys
-from attnzoo.backends.reformer.op import lsh_attention, shared_qk_attention
-from attnzoo.backends.softmax.op import softmax_attention
+from attnzoo.backends.gates.functional import alibi_log_decay
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
-from attnzoo.masks import AttentionMask
+from attnzoo.ops.longformer import by_band, dense
+from attnzoo.ops.longformer.api import longformer_attention
+from attnzoo.ops.lsh.api import lsh_attention, shared_qk_attention
+from attnzoo.ops.lsh.options import LSHOptions
+from attnzoo.ops.lsh.reference import count_attended_keys
+from attnzoo.ops.softmax.api import softmax_attention
 from tests import helpers
 
 qkv = partial(helpers.qkv, 100)

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from attnzoo import AttentionSpec
-from attnzoo.backends.config import MAX_SIZE
+from attnzoo.contract.config import MAX_SIZE
 from attnzoo.errors import AttnzooError, ConfigError, SpecError
 from attnzoo.registry import available_backends, get_backend
 

@@ -13,7 +13,7 @@ from attnzoo.evaluation import check_cpp, installation
 from attnzoo.evaluation.installation import OK, UNAVAILABLE, WRONG, CheckResult, check_installation
 from attnzoo.hf import release_check, seam
 from attnzoo.hf.attention import ForwardArguments
-from attnzoo.kernels.verdicts import FAILED, NOT_RUN, PASSED, Verdict
+from attnzoo.runtime.verdicts import FAILED, NOT_RUN, PASSED, Verdict
 
 
 def run(monkeypatch, capsys, *arguments):
@@ -95,7 +95,7 @@ def test_a_release_in_which_states_are_lost_fails(monkeypatch):
 
 def test_every_cpp_source_is_checked():
     checked = {source.path.resolve() for kernel in check_cpp.KERNELS for source in kernel.sources}
-    folder = Path(attnzoo.__file__).parent / "backends"
+    folder = Path(attnzoo.__file__).parent
     assert checked == {path.resolve() for path in folder.rglob("*.cpp")}
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attnzoo
-from attnzoo.backends.block_sparse.backend import BlockSparseConfig
+from attnzoo.backends.block_sparse import BlockSparseConfig
 from attnzoo.compare.maps import (
     AttentionMaps,
     difference,

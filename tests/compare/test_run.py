@@ -15,8 +15,8 @@ from transformers import (
 )
 
 import attnzoo
-from attnzoo.backends.linear.feature_maps import base as feature_maps
-from attnzoo.backends.linear.feature_maps import config as feature_map_config
+from attnzoo.backends.feature_maps import base as feature_maps
+from attnzoo.backends.feature_maps import config as feature_map_config
 from attnzoo.compare import run as run_module
 from attnzoo.compare.advice import qualities, unable
 from attnzoo.compare.cases import make_cases

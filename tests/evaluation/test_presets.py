@@ -2,8 +2,8 @@
 
 import pytest
 
-from attnzoo.backends.base import BUILTIN
 from attnzoo.compare import cases
+from attnzoo.contract.backend import BUILTIN
 from attnzoo.demo import run as demo
 from attnzoo.errors import UnknownBackendError
 from attnzoo.evaluation.models import spec_label

@@ -17,9 +17,9 @@ import transformers as hf
 from accelerate import ParallelismConfig
 
 import attnzoo
-from attnzoo.backends.base import AttentionBackend
-from attnzoo.kernels.context_parallel import SequenceShard
-from attnzoo.masks import AttentionMask
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.context_parallel import SequenceShard
+from attnzoo.contract.masks import AttentionMask
 from tests import helpers
 
 B, H, HKV, D, M, T = 2, 4, 2, 8, 16, 48

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 import transformers as hf
 
 import attnzoo
-from attnzoo.backends.config import Geometry
+from attnzoo.contract.config import Geometry
+from attnzoo.contract.context_parallel import SequenceShard
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import AttnzooError, SpecError, UnsupportedError
 from attnzoo.hf import context_parallel as cp
 from attnzoo.hf.convert import original_attention
-from attnzoo.kernels.context_parallel import SequenceShard
-from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 
 SCRIPT = Path(__file__).with_name("context_parallel_ranks.py")

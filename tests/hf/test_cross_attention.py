@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import attnzoo
-from attnzoo.backends.config import Geometry
+from attnzoo.contract.config import Geometry
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.cache import state_layer
 from attnzoo.hf.seam import cache_argument, output_cache

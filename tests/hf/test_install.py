@@ -16,8 +16,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import attnzoo
-from attnzoo.backends.base import BACKENDS
-from attnzoo.backends.softmax.backend import SoftmaxBackend, SoftmaxConfig
+from attnzoo.backends.softmax import SoftmaxBackend, SoftmaxConfig
+from attnzoo.contract.backend import BACKENDS
 from attnzoo.errors import AttnzooError, SpecError
 from tests.processes import run
 

@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 import attnzoo
-from attnzoo.backends.softmax.op import softmax_attention
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import packing
 from attnzoo.hf.attention import attention
 from attnzoo.hf.masks import ModelMask, make_mask, read_mask
 from attnzoo.hf.packing import Packing, add_packing
 from attnzoo.hf.seam import cache_argument, output_cache
+from attnzoo.ops.softmax.api import softmax_attention
 from tests.helpers import MODEL_SIZES
 
 EXACT = ["softmax", "flash"]

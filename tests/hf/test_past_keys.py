@@ -6,11 +6,11 @@ import transformers as hf
 from torch.testing import assert_close
 
 import attnzoo
-from attnzoo.backends.config import Geometry
+from attnzoo.contract.config import Geometry
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.past_keys import state_of_keys
 from attnzoo.hf.seam import cache_argument
-from attnzoo.masks import AttentionMask
 from attnzoo.registry import build_backend
 
 READ = {

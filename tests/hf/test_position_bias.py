@@ -8,9 +8,9 @@ import transformers as hf
 from torch.testing import assert_close
 
 import attnzoo
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf.seam import cache_argument, output_cache
-from attnzoo.masks import AttentionMask
 
 T5: dict[str, Any] = {
     "vocab_size": 99,

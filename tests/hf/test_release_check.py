@@ -10,7 +10,7 @@ import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import patches, release_check, seam
 from attnzoo.hf.attention import ForwardArguments, LayerHook
-from attnzoo.kernels.verdicts import FAILED, PASSED
+from attnzoo.runtime.verdicts import FAILED, PASSED
 
 
 @pytest.fixture(autouse=True)

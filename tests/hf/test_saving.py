@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 
 import attnzoo
-from attnzoo.backends.linear.feature_maps.base import get_feature_map
+from attnzoo.backends.feature_maps.base import get_feature_map
 from attnzoo.errors import SpecError
 from attnzoo.registry import available_backends, get_backend
 

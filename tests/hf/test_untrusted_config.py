@@ -9,8 +9,8 @@ import torch
 import transformers as hf
 
 import attnzoo
-from attnzoo.backends.linear.feature_maps import base as feature_maps
-from attnzoo.backends.linear.feature_maps import config as feature_map_config
+from attnzoo.backends.feature_maps import base as feature_maps
+from attnzoo.backends.feature_maps import config as feature_map_config
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.hf.files import empty_model
 from attnzoo.training.plan import read_plan

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from attnzoo import ops
-from attnzoo.backends.linear.window_state import LinearBranch
-from attnzoo.masks import AttentionMask
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.ops.hybrid.state import LinearBranch
 
 B, H, HKV, T = 2, 4, 2, 40
 CAUSAL = AttentionMask(causal=True)

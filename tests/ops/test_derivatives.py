@@ -9,17 +9,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attnzoo import ops
-from attnzoo.backends.linear.feature_maps.random_features import (
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.errors import UnsupportedError
+from attnzoo.ops.features.random_features import (
     key_shift,
     positive_keys,
     positive_queries,
 )
-from attnzoo.backends.linear.impl.cpp_call import LINEAR
-from attnzoo.backends.linear.impl.state_summary import decayed_sums
-from attnzoo.backends.linear.window_hybrid import LinearBranch
-from attnzoo.errors import UnsupportedError
-from attnzoo.kernels import cpp
-from attnzoo.masks import AttentionMask
+from attnzoo.ops.hybrid.api import LinearBranch
+from attnzoo.ops.linear.cpu.call import LINEAR
+from attnzoo.ops.linear.state_summary import decayed_sums
+from attnzoo.runtime import cpp
 
 LENGTH, SIZE = 20, 4
 STEP = 1e-6  # of the central differences in float64

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnzoo import ops
-from attnzoo.backends.linear.window_state import LinearBranch
-from attnzoo.masks import AttentionMask
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.ops.hybrid.state import LinearBranch
 
 B, H, HKV, T, D = 2, 4, 2, 70, 16
 CAUSAL = AttentionMask(causal=True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attnzoo import ops
-from attnzoo.backends.linear.window_hybrid import LinearBranch
-from attnzoo.masks import AttentionMask
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.ops.hybrid.api import LinearBranch
 
 HEADS, KEY_HEADS, SIZE, VALUE_SIZE = 4, 2, 6, 5
 SELF = [(0, 4), (0, 0), (2, 0)]  # batch and tokens

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from attnzoo import ops
-from attnzoo.backends.linear.window_hybrid import LinearBranch
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
-from attnzoo.masks import AttentionMask
+from attnzoo.ops.hybrid.api import LinearBranch
 
 B, H, T, D = 2, 2, 40, 8
 GENERATOR = torch.Generator().manual_seed(0)  # module code runs before the fixture that seeds tests

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from attnzoo import ops
-from attnzoo.backends.linear.impl.common import MapWeights
-from attnzoo.backends.linear.window_state import LinearBranch
-from attnzoo.masks import AttentionMask
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.ops.hybrid.state import LinearBranch
+from attnzoo.ops.linear.common import MapWeights
 
 B, H, HKV, T, D, F = 2, 4, 2, 40, 16, 32
 GENERATOR = torch.Generator().manual_seed(0)  # module code runs before the fixture that seeds tests

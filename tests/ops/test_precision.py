@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnzoo import ops
-from attnzoo.backends.linear.window_state import LinearBranch
+from attnzoo.ops.hybrid.state import LinearBranch
 
 B, H, HKV, T, D = 1, 4, 2, 256, 8
 HEADS, TOKENS, CHANNELS = (HKV,), (B, HKV, T), (B, HKV, T, D)

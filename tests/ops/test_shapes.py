@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from attnzoo import ops
-from attnzoo.backends.linear.impl.common import MapWeights
-from attnzoo.backends.linear.window_state import HybridState, LinearBranch
-from attnzoo.backends.longformer.impl.call import GlobalTokens
+from attnzoo.contract.context_parallel import SequenceShard
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import DeltaState, LinearState, MatrixState, StabilizedState
 from attnzoo.errors import UnsupportedError
-from attnzoo.kernels.context_parallel import SequenceShard
-from attnzoo.masks import AttentionMask
-from attnzoo.state import DeltaState, LinearState, MatrixState, StabilizedState
+from attnzoo.ops.hybrid.state import HybridState, LinearBranch
+from attnzoo.ops.linear.common import MapWeights
+from attnzoo.ops.longformer.call import GlobalTokens
 
 B, H, HKV, T, D, E, N = 3, 6, 3, 10, 8, 7, 16  # one less of each is not broadcastable either
 CAUSAL = AttentionMask(causal=True)

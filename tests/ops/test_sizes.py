@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from attnzoo import ops
-from attnzoo.backends.linear.window_hybrid import LinearBranch
-from attnzoo.backends.reformer.impl.cpp import LSH, PIVOTS
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import AttnzooError
-from attnzoo.kernels import cpp
-from attnzoo.masks import AttentionMask
+from attnzoo.ops.hybrid.api import LinearBranch
+from attnzoo.ops.lsh.cpu.lsh import LSH, PIVOTS
+from attnzoo.runtime import cpp
 
 GENERATOR = torch.Generator().manual_seed(0)  # module code runs before the fixture that seeds tests
 LARGE = 2**24  # accepted: a window or a chunk may be longer than the sequence

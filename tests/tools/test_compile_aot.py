@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attnzoo.backends.linear.kernels.configs import (
+from attnzoo.ops.linear.triton.configs import (
     KERNELS,
     Config,
     Shape,

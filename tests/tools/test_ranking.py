@@ -1,6 +1,6 @@
 """Configs are selected by cost."""
 
-from attnzoo.backends.linear.kernels.configs import Config
+from attnzoo.ops.linear.triton.configs import Config
 from tools.triton_configs.ranking import cheapest_configs
 
 WIDE, NARROW = Config(64, 8, 2, 128), Config(64, 4, 2, 64)

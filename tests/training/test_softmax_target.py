@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from attnzoo.backends.config import Geometry
-from attnzoo.masks import AttentionMask
+from attnzoo.contract.config import Geometry
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.registry import build_backend
 from attnzoo.training import softmax_target as module
 from attnzoo.training.softmax_target import key_indicators, softmax_target

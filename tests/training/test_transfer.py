@@ -3,8 +3,8 @@ import torch
 import transformers as hf
 
 import attnzoo
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import SpecError
-from attnzoo.masks import AttentionMask
 from attnzoo.training.transfer import Transfer, extras, relative_error, swapped_layers
 from tests.helpers import MODEL_SIZES
 

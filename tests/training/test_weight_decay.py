@@ -6,8 +6,8 @@ import torch
 import transformers as hf
 
 import attnzoo
-from attnzoo.backends.gated_linear.backend import GATES
-from attnzoo.backends.linear.feature_maps.config import FEATURE_MAPS
+from attnzoo.backends.feature_maps.config import FEATURE_MAPS
+from attnzoo.backends.gated_linear import GATES
 from attnzoo.hf.weight_decay import decayed_parameters
 from attnzoo.training.optimizer import make_optimizer
 from attnzoo.training.transfer import extras

@@ -26,7 +26,7 @@ def main(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from attnzoo.backends.base import BUILTIN
+    from attnzoo.contract.backend import BUILTIN
     from attnzoo.errors import did_you_mean
     from attnzoo.families import record
     from tools.family_sweep.output import write_pages, write_record

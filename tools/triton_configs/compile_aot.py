@@ -25,25 +25,25 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from attnzoo.backends.block_sparse.impl.gather import SparseTensors
-from attnzoo.backends.block_sparse.impl.options import (
+from attnzoo.errors import UnsupportedError
+from attnzoo.ops.block_sparse.gather import SparseTensors
+from attnzoo.ops.block_sparse.options import (
     BlockSparseState,
     SelectionOptions,
     SparseCall,
     SparseOptions,
 )
-from attnzoo.backends.block_sparse.impl.selection import count_key_blocks
-from attnzoo.backends.block_sparse.impl.triton import attend_step, selection_launcher
-from attnzoo.backends.block_sparse.impl.triton import launcher as sparse_launcher
-from attnzoo.backends.delta.kernels.launch import DeltaLauncher
-from attnzoo.backends.delta.kernels.step import delta_triton_step
-from attnzoo.backends.linear.kernels import launch as linear_launch
-from attnzoo.backends.linear.kernels.configs import KERNELS, SHARED_BYTES
-from attnzoo.backends.linear.kernels.hybrid_op import hybrid_triton, hybrid_triton_backward
-from attnzoo.backends.linear.kernels.hybrid_step import launch_hybrid_step
-from attnzoo.backends.linear.kernels.step import launch_step
-from attnzoo.errors import UnsupportedError
-from attnzoo.kernels.triton_interpreter import interpreted
+from attnzoo.ops.block_sparse.selection import count_key_blocks
+from attnzoo.ops.block_sparse.triton.run import attend_step, selection_launcher
+from attnzoo.ops.block_sparse.triton.run import launcher as sparse_launcher
+from attnzoo.ops.delta.triton.launch import DeltaLauncher
+from attnzoo.ops.delta.triton.step import delta_triton_step
+from attnzoo.ops.hybrid.triton.custom_op import hybrid_triton, hybrid_triton_backward
+from attnzoo.ops.hybrid.triton.step import launch_hybrid_step
+from attnzoo.ops.linear.triton import launch as linear_launch
+from attnzoo.ops.linear.triton.configs import KERNELS, SHARED_BYTES
+from attnzoo.ops.linear.triton.step import launch_step
+from attnzoo.runtime.triton_interpreter import interpreted
 from tools.triton_configs.machine_code import (
     loop_instructions,
     registers,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attnzoo.backends.linear.kernels.configs import Config
+from attnzoo.ops.linear.triton.configs import Config
 
 SAME_TILE = ("dq", "dk")  # with scalar decay, dk reads q_dq per tile as dq writes it
 

@@ -20,9 +20,9 @@ from unittest import mock
 
 import torch
 
-from attnzoo.backends.linear.kernels import launch as linear_launch
-from attnzoo.backends.linear.kernels.compilers import avoid_defects
-from attnzoo.backends.linear.kernels.configs import (
+from attnzoo.ops.linear.triton import launch as linear_launch
+from attnzoo.ops.linear.triton.compilers import avoid_defects
+from attnzoo.ops.linear.triton.configs import (
     DECAYS,
     KERNELS,
     KINDS,

@@ -24,15 +24,15 @@ import triton
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
-from attnzoo.backends.linear.kernels import launch as linear_launch
-from attnzoo.backends.linear.kernels.configs import (
+from attnzoo.errors import UnsupportedError
+from attnzoo.ops.linear.triton import launch as linear_launch
+from attnzoo.ops.linear.triton.configs import (
     DECAYS,
     SIZES,
     Config,
     Shape,
     key,
 )
-from attnzoo.errors import UnsupportedError
 from tools.triton_configs.compile_aot import kernel_name
 from tools.triton_configs.ranking import cheapest_configs
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cosine_attention import CosineBackend, CosineConfig
 
-from attnzoo.backends.config import Geometry
+from attnzoo.contract.config import Geometry
 from attnzoo.errors import ConfigError
 from attnzoo.testing import check_backend
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import attnzoo.backends.softmax.backend
+import attnzoo.backends.softmax
 from tools.family_sweep.build import NotBuiltError, build_family, make_model
 from tools.family_sweep.check import check
 from tools.family_sweep.controls import distance, insensitive_parts
@@ -14,7 +14,7 @@ from tools.family_sweep.sweep import check_in, new_worker
 
 def spoiled(**changes):
     """Return softmax attention that replaces some of its arguments."""
-    right = attnzoo.backends.softmax.backend.softmax_attention
+    right = attnzoo.backends.softmax.softmax_attention
 
     def wrong(q, k, v, **given):
         return right(q, k, v, **{**given, **changes})
@@ -37,7 +37,7 @@ def test_what_is_ignored_shows(model_type, ignored, seen_in, monkeypatch):
     family = build_family(model_type)
     assert check(family, "softmax").outcome == "equal"
     wrong = spoiled(**{ignored: None})
-    monkeypatch.setattr(attnzoo.backends.softmax.backend, "softmax_attention", wrong)
+    monkeypatch.setattr(attnzoo.backends.softmax, "softmax_attention", wrong)
     outcome = check(family, "softmax")
     assert outcome.outcome == "different"
     assert outcome.reason.startswith(seen_in)
@@ -45,12 +45,12 @@ def test_what_is_ignored_shows(model_type, ignored, seen_in, monkeypatch):
 
 def test_an_ignored_window_shows(monkeypatch):
     family = build_family("mistral")
-    right = attnzoo.backends.softmax.backend.SoftmaxBackend.compute
+    right = attnzoo.backends.softmax.SoftmaxBackend.compute
 
     def blind(self, inputs):
         return right(self, inputs._replace(mask=replace(inputs.mask, window=None)))
 
-    monkeypatch.setattr(attnzoo.backends.softmax.backend.SoftmaxBackend, "compute", blind)
+    monkeypatch.setattr(attnzoo.backends.softmax.SoftmaxBackend, "compute", blind)
     assert check(family, "softmax").outcome == "different"
 
 
@@ -59,7 +59,7 @@ def test_a_crash_is_no_refusal(monkeypatch):
         raise TypeError("a mistake of ours")
 
     family = build_family("llama")
-    monkeypatch.setattr(attnzoo.backends.softmax.backend, "softmax_attention", crash)
+    monkeypatch.setattr(attnzoo.backends.softmax, "softmax_attention", crash)
     assert check(family, "softmax").outcome == "failed"
 
 

@@ -10,7 +10,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import attnzoo
-from attnzoo.backends import exact
+from attnzoo.backends.parts import exact
 from attnzoo.errors import UnsupportedError
 from attnzoo.families import record
 from attnzoo.hf import cached_call, seam

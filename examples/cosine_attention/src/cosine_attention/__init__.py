@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 
-from attnzoo.backends.base import AttentionBackend, register
-from attnzoo.backends.config import BackendConfig
-from attnzoo.backends.inputs import AttentionInputs
-from attnzoo.backends.softmax.op import softmax_attention
+from attnzoo.contract import (
+    AttentionBackend,
+    AttentionInputs,
+    AttentionOutput,
+    BackendConfig,
+    register,
+)
 from attnzoo.errors import ConfigError
-from attnzoo.state import AttentionOutput
+from attnzoo.ops import softmax_attention
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,306 @@
+"""The block_sparse backend: softmax over a window, the first tokens and the best key blocks.
+
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
+N key blocks, I indexer heads, P size of index queries and keys.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from attnzoo.backends.parts.indexer import LightningIndexer
+from attnzoo.contract.backend import AttentionBackend, Presets, register
+from attnzoo.contract.config import BackendConfig, Geometry
+from attnzoo.contract.implementation import impl_names
+from attnzoo.contract.inputs import AttentionInputs
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import AttentionOutput, ImplChoice
+from attnzoo.errors import ConfigError, UntrainedWarning
+from attnzoo.ops.block_sparse.api import IMPLEMENTATIONS, block_sparse_attention
+from attnzoo.ops.block_sparse.options import (
+    IndexTensors,
+    SelectionOptions,
+    SparseOptions,
+)
+from attnzoo.ops.block_sparse.selection_loss import selection_loss
+from attnzoo.ops.block_sparse.validation import selection_reasons
+from attnzoo.ops.flash.api import flash_attention
+
+UNTRAINED = (
+    "the indexer is not trained: all scores are 0, so every query selects the first blocks "
+    "(train it with `attnzoo recover`, or take another score)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSparseConfig(BackendConfig):
+    """Settings of block-sparse attention (arXiv:2406.10774, arXiv:2503.16428).
+
+    Attributes:
+        window: w. A causal query attends to the w latest keys, its own included, another query to w
+            keys on each side, and to the rest of the blocks in which these begin or end.
+        num_sinks: Number of leading keys that every query attends to.
+        top_k: Most key blocks that a query selects outside the window.
+        block_size: Keys per block. Smaller blocks are more precise and have more summaries.
+        query_block: Consecutive queries that share a selection. In a causal layer the first of them
+            selects, which costs quality; otherwise their mean.
+        score: How a block is scored. ``"moments"``: mean and variance of its keys, which estimate
+            the logarithm of its weight. ``"mean"``: the mean key, for half the time. ``"bounds"``:
+            Quest's upper bound of its scores. ``"indexer"``: a trained indexer
+            (arXiv:2512.02556), which computes one selection for all heads from hidden states;
+            ``attnzoo recover`` trains it.
+        coverage: Select fewer blocks if these have this share of the estimated weight of all blocks
+            outside the window. ``None`` means always ``top_k``.
+        per_key_head: Whether query heads that share a key head share a selection. Decoding then
+            reads fewer keys.
+        index_heads: Heads of the indexer.
+        index_head_dim: Size of the indexer's queries and keys, a multiple of 4.
+        decoding: ``"sparse"``: a new token reads the selected blocks, as in one pass, and the
+            cache has a summary of each block. ``"exact"``: a single new token attends to all
+            cached keys; not with an indexer.
+    """
+
+    implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
+    window: int = 32
+    num_sinks: int = 4
+    top_k: int = 12
+    block_size: int = 8
+    query_block: int = 1
+    score: Literal["moments", "mean", "bounds", "indexer"] = "moments"
+    coverage: float | None = None
+    per_key_head: bool = False
+    index_heads: int = 4
+    index_head_dim: int = 32
+    decoding: Literal["sparse", "exact"] = "sparse"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least, unit in (
+            ("window", 1, "token"),
+            ("num_sinks", 0, "tokens"),
+            ("top_k", 0, "blocks"),
+            ("block_size", 1, "token"),
+            ("query_block", 1, "token"),
+            ("index_heads", 1, "head"),
+            ("index_head_dim", 4, "channels"),
+        ):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(
+                    f"BlockSparseConfig.{name} must be at least {least} {unit}, got {value}; "
+                    f"the default is {BlockSparseConfig.default_options()[name]}"
+                )
+        reasons = selection_reasons(self.selection)
+        if self.index_head_dim % 4:
+            reasons.append(
+                f"index_head_dim must be a multiple of 4, got {self.index_head_dim}; half of the "
+                "channels have rotary positions, in pairs"
+            )
+        if self.score != "indexer":
+            defaults = BlockSparseConfig.default_options()
+            reasons += [
+                f"{name} needs score='indexer', got {name}={getattr(self, name)} with "
+                f"score={self.score!r}; leave it out"
+                for name in ("index_heads", "index_head_dim")
+                if getattr(self, name) != defaults[name]
+            ]
+        if reasons:
+            raise ConfigError(f"BlockSparseConfig.{'; '.join(reasons)}")
+
+    @property
+    def selection(self) -> SelectionOptions:
+        """The options of the selection."""
+        return SelectionOptions(self.score, self.coverage, self.per_key_head)
+
+
+@register("block_sparse")
+class BlockSparseBackend(AttentionBackend):
+    """Softmax over a window, the first tokens and the key blocks with the best scores.
+
+    Nothing is trained, unless ``score="indexer"``. The state of a causal layer contains all keys
+    and values, and a summary of each finished block. A new token scores the summaries and reads the
+    selected blocks.
+    """
+
+    config: BlockSparseConfig
+    config_class = BlockSparseConfig
+    presets: ClassVar[Presets] = {
+        "short": ({"top_k": 10},),  # at most 123 of 512 keys, 105 on average
+        "long": ({"block_size": 32, "window": 64},),  # at most 483 keys
+        "from_scratch": ({"window": 8, "top_k": 4, "num_sinks": 0},),
+        "recovery": ({"top_k": 10},),
+        "tiny": ({"window": 3, "top_k": 1, "block_size": 2, "num_sinks": 1},),
+    }
+    state_keeps_keys = True
+    needs_full_sequences: ClassVar[str] = "it selects among the blocks of a whole row"
+
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
+        self.indexer: LightningIndexer | None = None
+        if self.config.score == "indexer":
+            self.indexer = LightningIndexer(
+                geometry, self.config.index_heads, self.config.index_head_dim
+            )
+
+    def reset_parameters(self) -> None:
+        """Initialise the indexer, whose scores are 0 until it is trained."""
+        if self.indexer is not None:
+            self.indexer.reset_parameters()
+
+    @property
+    def needs_hidden_states(self) -> bool:  # type: ignore[override]
+        """Whether it has an indexer, which computes its scores from hidden states."""
+        return self.config.score == "indexer"
+
+    @property
+    def has_transfer_loss(self) -> bool:  # type: ignore[override]
+        """Whether it has an indexer, which receives no gradient from the output."""
+        return self.config.score == "indexer"
+
+    @property
+    def exact_steps(self) -> bool:  # type: ignore[override]
+        """Whether a single new token attends to all cached keys."""
+        return self.config.decoding == "exact"
+
+    @property
+    def recurrent(self) -> bool:  # type: ignore[override]
+        """Whether it takes and returns a state; exact decoding needs an ordinary KV cache only."""
+        return self.config.decoding == "sparse"
+
+    @property
+    def state_from_keys(self) -> bool:  # type: ignore[override]
+        """Whether the state depends on keys and values only; a query block has a first query."""
+        return self.config.query_block == 1 and self.config.score != "indexer"
+
+    def layer_reasons(self) -> list[str]:
+        """Return why this backend does not support its layer."""
+        reasons, config = super().layer_reasons(), self.config
+        if self.geometry.causal and config.decoding == "exact" and config.query_block > 1:
+            reasons.append(
+                f"query_block={config.query_block} with decoding='exact' is unsupported in a "
+                "causal layer (a KV cache lacks the query that selected for the tokens after it; "
+                "set decoding='sparse' or query_block=1)"
+            )
+        if self.geometry.causal and config.decoding == "exact" and config.score == "indexer":
+            reasons.append(
+                "score='indexer' with decoding='exact' is unsupported in a causal layer (a KV "
+                "cache lacks the index keys from which later tokens select; set "
+                "decoding='sparse', or take another score)"
+            )
+        if self.needs_hidden_states and self.geometry.hidden_size is None:
+            reasons.append(
+                "the layer's hidden size is unknown, and score='indexer' needs hidden states (use "
+                "score='moments')"
+            )
+        return reasons
+
+    def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
+        """Return why this backend does not support a call."""
+        reasons = super().unsupported_reasons(inputs)
+        if not inputs.q.ndim == inputs.k.ndim == 4:
+            return reasons
+        length, keys = inputs.q.shape[2], inputs.k.shape[2]
+        causal = self._mask(inputs).causal
+        if self.keeps_all_keys and (length > keys or (length < keys and not causal)):
+            reasons.append(
+                f"{length} queries and {keys} keys are given without a causal mask "
+                "(it needs equally many)"
+            )
+        has_state = inputs.state is not None or inputs.return_state
+        if has_state and self.geometry.causal and not causal:
+            reasons.append("a state is requested with a bidirectional mask")
+        if has_state and not self.geometry.causal:
+            reasons.append("a state is requested (only causal layers have one)")
+        if torch.compiler.is_compiling() and has_state:
+            reasons.append(
+                "a state is requested under torch.compile (its size grows with the tokens; "
+                "generate without torch.compile, or set use_cache=False)"
+            )
+        return reasons + self._hidden_reasons(inputs)
+
+    def _hidden_reasons(self, inputs: AttentionInputs) -> list[str]:
+        """Return why the indexer does not support a call."""
+        hidden, (batch, _, length, _) = inputs.hidden_states, inputs.q.shape
+        if self.indexer is None or hidden is None:
+            return []
+        expected = (batch, length, self.geometry.hidden_size)
+        if tuple(hidden.shape) != expected:
+            return [
+                f"hidden_states have shape {tuple(hidden.shape)} (the indexer takes {expected})"
+            ]
+        return []
+
+    def _mask(self, inputs: AttentionInputs) -> AttentionMask:
+        """Return the mask, causal for one query of a causal layer, where it may not say so."""
+        mask, (length, keys) = inputs.mask, (inputs.q.shape[2], inputs.k.shape[2])
+        if mask.causal or not self.geometry.causal or length != 1:
+            return mask
+        return replace(mask, causal=True, q_offset=keys - 1)
+
+    def attend(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Select blocks and attend to them."""
+        config, (q, k, v), mask = self.config, inputs[:3], self._mask(inputs)
+        if self.exact_steps and q.shape[2] == 1 and mask.causal:
+            output = flash_attention(q, k, v, mask=mask, scale=inputs.scale, impl="sdpa")
+            choice = ImplChoice("sdpa", "a single new token attends exactly to all cached keys")
+            return output._replace(impl=choice)
+        options: dict[str, Any] = config.selection._asdict()
+        index = self._index(inputs)
+        if self.records_transfer_loss and index is not None:
+            sizes = (config.window, config.num_sinks, config.top_k, config.block_size, 1)
+            each = SparseOptions(mask.causal, *sizes)
+            self.transfer_loss = selection_loss(
+                q, k, index, mask=mask, scale=inputs.scale, options=each
+            )
+            if not inputs.return_state:  # transfer replaces the output by softmax's
+                return AttentionOutput(v.new_zeros(*q.shape[:3], v.shape[3]))
+        output = block_sparse_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            window=config.window,
+            num_sinks=config.num_sinks,
+            top_k=config.top_k,
+            block_size=config.block_size,
+            query_block=config.query_block,
+            index=index,
+            scale=inputs.scale,
+            state=inputs.state,
+            return_state=inputs.return_state,
+            impl=config.impl,
+            **options,
+        )
+        return self._with_status(output)
+
+    def _index(self, inputs: AttentionInputs) -> IndexTensors | None:
+        """Return the index tensors of the new tokens; ``None`` without an indexer."""
+        if self.indexer is None:
+            return None
+        assert inputs.hidden_states is not None
+        padding, keys = inputs.mask.padding, inputs.k.shape[2]
+        if padding is None:
+            positions = torch.arange(keys, device=inputs.k.device)[None]
+        else:
+            positions = (padding.cumsum(1) - 1).clamp(min=0)
+        if inputs.state is not None:
+            positions = positions + inputs.state.length[:, None]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.records_transfer_loss):
+            index: IndexTensors = self.indexer(inputs.hidden_states, positions)
+        return index
+
+    def _with_status(self, output: AttentionOutput) -> AttentionOutput:
+        """Warn and say why if the indexer is not trained."""
+        if self.indexer is None or torch.compiler.is_compiling() or self.records_transfer_loss:
+            return output
+        weight = self.indexer.head_weight
+        unknown = isinstance(weight, FakeTensor) or weight.is_meta  # memory counted, or offloaded
+        if unknown or self.indexer.is_trained or output.impl is None:
+            return output
+        warnings.warn(f"block_sparse: {UNTRAINED}", UntrainedWarning, stacklevel=2)
+        return output._replace(impl=ImplChoice(output.impl.impl, UNTRAINED))

@@ -1,0 +1,298 @@
+"""The delta rule as a backend: a state that overwrites, with a decay and a softmax window."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.backends.feature_maps.base import get_feature_map
+from attnzoo.backends.feature_maps.config import FeatureMapConfig
+from attnzoo.backends.gates.calibration import GateCalibration
+from attnzoo.backends.gates.delta import GATES, OutputGate, ScalarGate, VectorGate
+from attnzoo.backends.parts.convolution import ShortConvolution
+from attnzoo.backends.parts.recurrent import RecurrentBackend, RecurrentConfig
+from attnzoo.contract.backend import Presets, register
+from attnzoo.contract.config import BackendConfig, Geometry
+from attnzoo.contract.implementation import impl_names
+from attnzoo.contract.inputs import AttentionInputs
+from attnzoo.contract.states import (
+    AttentionOutput,
+    DeltaConvolutionState,
+    DeltaState,
+    DeltaWindowConvolutionState,
+    DeltaWindowState,
+    ImplChoice,
+)
+from attnzoo.errors import ConfigError
+from attnzoo.ops.delta.api import IMPLEMENTATIONS, delta_attention
+from attnzoo.ops.features.functional import widen
+from attnzoo.ops.window.causal_window import WindowState, causal_window_attention
+from attnzoo.runtime.autocast import autocast_disabled
+
+DELTA_ONLY = 1e4  # mixing logit of a head without its window
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig(RecurrentConfig, FeatureMapConfig):
+    """Options of the delta rule (arXiv:2412.06464).
+
+    Attributes:
+        feature_map: Map of queries and keys before they are normalised to length 1; a larger key
+            size holds more pairs.
+        gate: Decay of the state: ``"none"`` (DeltaNet), ``"scalar"`` per token and key head (Gated
+            DeltaNet), or ``"vector"`` per token and key channel (KDA).
+        allow_negative_eigenvalues: Whether the write strength is in (0, 2) instead of (0, 1), so
+            that a token may reverse what the state holds for its key.
+        short_convolution: Width in tokens of a causal convolution per channel of queries, keys and
+            values before the delta rule, as in Gated DeltaNet and KDA, which use 4; 0 means none.
+            It starts as the identity; a window has the queries, keys and values without it.
+        output_gate: Whether the state's output is multiplied by a gate per value channel that is
+            computed from hidden states, as in KDA. It starts at 1.
+        window: Latest keys with exact softmax weights. Their output and the state's are mixed per
+            token and head. ``None`` means none.
+        far_weight: Initial weight of the state's output, relative to the window's.
+    """
+
+    implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
+
+    feature_map: str = "identity"
+    gate: Literal["none", "scalar", "vector"] = "scalar"
+    allow_negative_eigenvalues: bool = False
+    short_convolution: int = 0
+    output_gate: bool = False
+    far_weight: float = 0.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if get_feature_map(self.feature_map).positional:
+            raise ConfigError(
+                f"{type(self).__name__}.feature_map={self.feature_map!r} depends on positions, "
+                "which the delta rule does not count; take another map"
+            )
+        if self.short_convolution < 0 or self.short_convolution == 1:
+            raise ConfigError(
+                f"{type(self).__name__}.short_convolution must be 0 (none) or a width of at least "
+                f"2 tokens, got {self.short_convolution}; Gated DeltaNet uses 4"
+            )
+
+
+@register("delta")
+class DeltaBackend(RecurrentBackend):
+    r"""The delta rule: a state that overwrites what it holds for a key; causal only.
+
+    The write strength of a token and key head is :math:`\sigma(x w + b)` with the hidden state x,
+    or twice that. With a window, outputs are
+    :math:`(1 - m)\, o_\mathrm{window} + m\, o_\mathrm{delta}` with the mixing weight
+    :math:`m = \sigma(x u - c \ell + f)` of a token and head, where :math:`\ell` is the window's
+    log-sum-exp: a token that finds its answer in the window needs no other.
+    """
+
+    config: DeltaConfig
+    config_class = DeltaConfig
+    presets: ClassVar[Presets] = {
+        "short": ({"window": 32},),
+        "long": ({"window": 32},),
+        "from_scratch": ({},),
+        "recovery": ({"feature_map": "squared_relu", "window": 32},),
+    }
+    bidirectional = False
+    needs_hidden_states = True
+    no_weight_decay = ("far_log_weight", "mix_lse")
+
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
+        # A layer without a hidden size is refused after it is built; until then 1 is a placeholder
+        heads, hidden = geometry.num_key_heads, geometry.hidden_size or 1
+        value_dim = geometry.value_dim or geometry.head_dim
+        self.feature_map = get_feature_map(self.config.feature_map)(config, geometry)
+        self.write_weight = nn.Parameter(torch.empty(heads, hidden))
+        self.write_bias = nn.Parameter(torch.empty(heads))
+        self.gate: ScalarGate | VectorGate | None = None
+        if self.config.gate != "none":
+            self.gate = GATES[self.config.gate](heads, self.feature_map.size, hidden)
+        self.convolution: ShortConvolution | None = None
+        if self.config.short_convolution:
+            channels = (geometry.num_heads + heads) * geometry.head_dim + heads * value_dim
+            self.convolution = ShortConvolution(channels, self.config.short_convolution)
+        self.output_gate: OutputGate | None = None
+        if self.config.output_gate:
+            self.output_gate = OutputGate(geometry.num_heads, value_dim, hidden)
+        self.mix_weight: nn.Parameter | None = None  # u
+        self.mix_lse: nn.Parameter | None = None  # c
+        if self.config.window is not None:
+            self.mix_weight = nn.Parameter(torch.empty(geometry.num_heads, hidden))
+            self.mix_lse = nn.Parameter(torch.empty(geometry.num_heads))
+        DeltaBackend.reset_parameters(self)
+
+    def reset_parameters(self) -> None:
+        """Initialise to equal write strengths and decays, and to a small weight of the state."""
+        self.feature_map.reset_parameters()
+        nn.init.zeros_(self.write_weight)
+        nn.init.zeros_(self.write_bias)
+        for part in (self.gate, self.convolution, self.output_gate):
+            if part is not None:
+                part.reset_parameters()
+        if self.far_log_weight is not None and self.mix_weight is not None:
+            assert self.mix_lse is not None
+            nn.init.constant_(self.far_log_weight, math.log(self.config.far_weight))
+            nn.init.zeros_(self.mix_weight)
+            nn.init.zeros_(self.mix_lse)
+
+    def new_calibration(self) -> GateCalibration:
+        """Return statistics of softmax's attention, to be filled for :meth:`calibrate`."""
+        groups = self.geometry.num_heads // self.geometry.num_key_heads
+        hidden_size = self.geometry.hidden_size or 1
+        window = self.config.window or 1
+        return GateCalibration(window, groups, hidden_size, self.config.num_sinks)
+
+    @torch.no_grad()
+    def calibrate(self, calibration: GateCalibration) -> None:
+        """Start write strengths, decays and mixing weights from softmax's attention."""
+        weight, bias = calibration.write_gate()
+        self.write_weight.copy_(weight)
+        self.write_bias.copy_(bias)
+        if self.gate is not None:
+            self.gate.set_rates(calibration.decay_rates())
+        if self.far_log_weight is not None and self.mix_weight is not None:
+            assert self.mix_lse is not None
+            weight, of_lse, bias = calibration.mixing_gate()
+            self.mix_weight.copy_(weight)
+            self.mix_lse.copy_(of_lse)
+            self.far_log_weight.copy_(bias)
+
+    @property
+    def has_weights(self) -> bool:  # type: ignore[override]
+        """Whether all value channels share one matrix of attention weights."""
+        return self.convolution is None and self.output_gate is None
+
+    @property
+    def state_from_keys(self) -> bool:  # type: ignore[override]
+        """Whether the state depends on keys and values only; a convolution keeps queries too."""
+        return self.convolution is None
+
+    def layer_reasons(self) -> list[str]:
+        """Return every reason why this backend does not support its layer."""
+        reasons = super().layer_reasons() + self.feature_map.layer_reasons()
+        if self.geometry.hidden_size is None:
+            reasons.append(
+                "the layer's hidden size is unknown, and write strengths are computed from hidden "
+                "states (use gated_linear with gate 'retnet')"
+            )
+        if self.config.impl == "triton" and self.config.window is not None:
+            reasons.append(
+                f"impl='triton' does not compute window={self.config.window} (use impl='auto', "
+                "which computes the window in torch on a GPU, or window=None)"
+            )
+        return reasons
+
+    def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
+        """Return every reason why these inputs are unsupported."""
+        reasons = super().unsupported_reasons(inputs)
+        if not inputs.mask.causal:
+            reasons.append("the mask is not causal (the delta rule needs an order of the tokens)")
+        hidden = inputs.hidden_states
+        if hidden is not None and inputs.k.ndim == 4:
+            expected = (inputs.k.shape[0], inputs.k.shape[2], self.geometry.hidden_size)
+            if tuple(hidden.shape) != expected:
+                reasons.append(
+                    f"hidden_states have shape {tuple(hidden.shape)} (write strengths take "
+                    f"{expected})"
+                )
+        return reasons
+
+    def attend(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Run the delta rule, and the softmax window beside it if there is one."""
+        with autocast_disabled(inputs.q.device):
+            far = self.attend_state(inputs)
+            if self.config.window is None:
+                return far._replace(out=far.out.to(inputs.v.dtype))
+            old = inputs.state
+            assert far.impl is not None
+            impl = "torch" if far.impl.impl == "triton" else far.impl.impl
+            near, lse, near_state = causal_window_attention(
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                window=self.config.window,
+                scale=inputs.scale,
+                mask=inputs.mask,
+                state=None if old is None else WindowState(old.k, old.v, old.seen),
+                return_state=inputs.return_state,
+                shard=inputs.shard,
+                impl=impl,
+                num_sinks=self.config.num_sinks,
+            )
+            weight = self.mixing_weight(inputs, lse)
+            out = torch.lerp(near, far.out.to(near.dtype), weight).to(inputs.v.dtype)
+            state: Any = None
+            if far.state is not None and near_state is not None:
+                kv, *convolved = far.state
+                kind = DeltaWindowConvolutionState if convolved else DeltaWindowState
+                state = kind(kv, *near_state, *convolved)
+            where = "" if impl == far.impl.impl else f" ({impl})"
+            choice = ImplChoice(far.impl.impl, f"softmax window{where} + {far.impl.reason}")
+            return AttentionOutput(out, state, None, choice)
+
+    def attend_state(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Return the state's output and the state, without the window."""
+        old = inputs.state
+        state = None if old is None else DeltaState(old.kv)
+        last: Tensor | None = None
+        if self.convolution is not None:
+            before = None if old is None else old.convolved
+            inputs, last = self.convolution(inputs, before)
+        output = self.run_op(inputs, state)
+        if self.output_gate is not None:
+            assert inputs.hidden_states is not None
+            gate = self.output_gate(widen(inputs.hidden_states))
+            output = output._replace(out=output.out * gate)
+        if last is not None:
+            output = output._replace(state=DeltaConvolutionState(output.state.kv, last))  # type: ignore[union-attr]
+        return output
+
+    def run_op(self, inputs: AttentionInputs, state: DeltaState | None) -> AttentionOutput:
+        """Run the delta rule on the features of queries and keys."""
+        assert inputs.hidden_states is not None
+        hidden = widen(inputs.hidden_states)
+        beta = torch.sigmoid(_project(hidden, self.write_weight, self.write_bias))
+        return delta_attention(
+            self.feature_map(inputs.q, inputs.scale, of="queries"),
+            self.feature_map(inputs.k, inputs.scale, of="keys"),
+            inputs.v,
+            2 * beta if self.config.allow_negative_eigenvalues else beta,
+            mask=inputs.mask,
+            log_decay=None if self.gate is None else self.gate(hidden),
+            normalize_qk=True,
+            form=self.form(inputs),
+            impl=self.config.impl,
+            state=state,
+            return_state=inputs.return_state,
+            chunk_size=self.config.chunk_size,
+            shard=inputs.shard,
+        )
+
+    def mixing_weight(self, inputs: AttentionInputs, lse: Tensor) -> Tensor:
+        """Return m, the weight of the state's output, ``[B, H, T, 1]``."""
+        assert inputs.hidden_states is not None
+        assert self.far_log_weight is not None
+        assert self.mix_weight is not None
+        assert self.mix_lse is not None
+        logit = _project(widen(inputs.hidden_states), self.mix_weight, self.far_log_weight)
+        logit = logit.unsqueeze(-1).to(lse.dtype) - self.mix_lse.to(lse.dtype).view(-1, 1, 1) * lse
+        if self.training and self.window_dropout is not None and self.window_dropout.share > 0:
+            heads = self.window_dropout.heads(
+                self.geometry.num_heads, self.geometry.layer, lse.device
+            )
+            logit = logit.masked_fill(heads.view(-1, 1, 1), DELTA_ONLY)
+        return logit.sigmoid()
+
+
+def _project(hidden_states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return one number per token and head, ``[B, H, T]``, from ``[B, T, M]``."""
+    x = hidden_states
+    return F.linear(x, weight.to(x.dtype), bias.to(x.dtype)).transpose(1, 2)

@@ -1,1 +1,0 @@
-"""The delta rule: DeltaNet, Gated DeltaNet and KDA."""

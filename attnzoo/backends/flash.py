@@ -1,0 +1,51 @@
+"""The flash backend: exact softmax attention by fused kernels (PyTorch's SDPA, xformers)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from attnzoo.backends.parts.exact import ExactBackend, ExactConfig
+from attnzoo.contract.backend import Presets, register
+from attnzoo.contract.implementation import impl_names
+from attnzoo.contract.inputs import AttentionInputs
+from attnzoo.contract.states import AttentionOutput
+from attnzoo.ops.flash.api import IMPLEMENTATIONS, flash_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashConfig(ExactConfig):
+    """Settings of fused softmax attention (arXiv:2205.14135)."""
+
+    implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
+
+
+@register("flash")
+class FlashBackend(ExactBackend):
+    """Exact softmax attention by fused kernels, linear in memory; does not support a soft cap."""
+
+    config_class = FlashConfig
+    presets: ClassVar[Presets] = {  # a window of 32 tokens is the control of approximations
+        "short": ({}, {"window": 32}, {"window": 32, "num_sinks": 4}),
+        "long": ({}, {"window": 32}, {"window": 32, "num_sinks": 4}),
+        "bidirectional": ({}, {"window": 32}),
+    }
+
+    @property
+    def packing(self) -> bool:  # type: ignore[override]
+        """Whether segments are computed in place; those with first tokens of their own are not."""
+        return not self.config.num_sinks
+
+    def compute(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Compute attention with the implementation of the options."""
+        return flash_attention(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            mask=inputs.mask,
+            scale=inputs.scale,
+            bias=inputs.bias,
+            sinks=inputs.sinks,
+            dropout=inputs.dropout,
+            impl=self.config.impl,
+        )

@@ -1,1 +1,0 @@
-"""Exact softmax attention by fused kernels: SDPA or xformers."""

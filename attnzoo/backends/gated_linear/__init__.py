@@ -1,1 +1,0 @@
-"""Gated linear attention: RetNet, Mamba-2, GLA, HGRN-2, RWKV-6, mLSTM."""

@@ -1,1 +1,0 @@
-"""Implementations of recurrences that linear attention does not cover."""

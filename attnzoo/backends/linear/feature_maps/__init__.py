@@ -1,1 +1,0 @@
-"""Feature maps of queries and keys: fixed, learned and random."""

@@ -1,1 +1,0 @@
-"""Sliding-window softmax attention, shared by flash, longformer and the window hybrids."""

@@ -1,1 +1,0 @@
-"""C++ and Triton kernels of softmax attention inside a window."""

@@ -1,1 +1,0 @@
-"""Longformer: a sliding window with global tokens (arXiv:2004.05150)."""

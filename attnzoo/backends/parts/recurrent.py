@@ -1,0 +1,397 @@
+"""The base of backends whose memory is a state of fixed size: features, forms and the window.
+
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, F features.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.backends.feature_maps.base import FeatureMap, get_feature_map
+from attnzoo.backends.feature_maps.config import FeatureMapConfig
+from attnzoo.backends.parts.positions import count_tokens, with_count, without_count
+from attnzoo.backends.parts.window import WindowConfig
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.config import BackendConfig, Geometry, sinks_shard_reasons
+from attnzoo.contract.implementation import impl_names
+from attnzoo.contract.inputs import AttentionInputs
+from attnzoo.contract.padding import fill_padding
+from attnzoo.contract.states import AttentionOutput
+from attnzoo.errors import ConfigError
+from attnzoo.ops.hybrid import api as window_hybrid
+from attnzoo.ops.hybrid.api import hybrid_attention
+from attnzoo.ops.hybrid.state import LinearBranch
+from attnzoo.ops.linear.api import IMPLEMENTATIONS, linear_attention
+from attnzoo.ops.linear.common import MapWeights
+from attnzoo.runtime.autocast import autocast_disabled
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentConfig(WindowConfig):
+    """Options of attention through a state of fixed size.
+
+    Attributes:
+        chunk_size: Tokens per parallel step. ``None`` lets the op choose.
+    """
+
+    implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
+
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.chunk_size is not None and self.chunk_size < 1:
+            raise ConfigError(
+                f"{type(self).__name__}.chunk_size must be at least 1 token, got "
+                f"{self.chunk_size}; leave it out to let the op choose"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalizedConfig(RecurrentConfig):
+    """Options of attention through a state whose outputs are divided by the sum of weights.
+
+    Attributes:
+        eps: Added to the sum of weights, by which outputs are divided.
+    """
+
+    # Not the 1e-6 of arXiv:2006.16236: with hedgehog and queries and
+    # keys of standard deviation 10, a quarter of the weights are below that, and one in 2,000 below
+    # 1e-12
+    eps: float = 1e-12
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        if self.eps <= 0:
+            raise ConfigError(
+                f"{name}.eps must be above 0, got {self.eps}; it keeps rows that see no key "
+                "from dividing 0 by 0"
+            )
+        if self.window is not None and self.eps != type(self).eps:
+            raise ConfigError(
+                f"{name}.eps has no effect with a window, got eps={self.eps} with "
+                f"window={self.window}: the window's weights keep the sum above 0; leave one of "
+                "the two out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureMapBackendConfig(NormalizedConfig, FeatureMapConfig):
+    """Options of attention through a feature map and a state.
+
+    Attributes:
+        normalize: Whether to divide by the sum of weights, so that an output is a mean of values.
+    """
+
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        if get_feature_map(self.feature_map).signed and self.divides:
+            raise ConfigError(
+                f"{name}.feature_map={self.feature_map!r} needs normalize=False and no window: its "
+                "weights may be negative, so their sum may be 0; set that, or take another map"
+            )
+        if self.window is not None and not self.normalize:
+            raise ConfigError(
+                f"{name}.window needs normalize=True, because the window and the linear part share "
+                "one denominator; leave one of the two out"
+            )
+        if self.window is not None and get_feature_map(self.feature_map).positional:
+            raise ConfigError(
+                f"{name}.window does not support feature_map={self.feature_map!r}, whose weights "
+                "depend on the distance; take another map, or no window"
+            )
+
+    @property
+    def divides(self) -> bool:
+        """Whether outputs are divided by the sum of their weights."""
+        return self.normalize
+
+
+class WindowDropout(NamedTuple):
+    """Window dropout: in training, random heads attend without their window (arXiv:2510.05901).
+
+    A hybrid otherwise learns to rely on its window only. All rows and ranks draw the same heads,
+    and so does a forward pass that gradient checkpointing repeats.
+    """
+
+    share: float  # of the heads
+    seed: int  # a different one for every step
+
+    def heads(self, count: int, layer: int, device: torch.device) -> Tensor:
+        """Return which heads of a layer attend without their window, ``[H]`` bool."""
+        generator = torch.Generator("cpu").manual_seed(1000 * self.seed + layer)
+        drawn = torch.rand(count, generator=generator, dtype=torch.float32, device="cpu")
+        return (drawn < self.share).to(device)
+
+
+class RecurrentBackend(AttentionBackend):
+    """Base class of backends with a state of fixed size and, optionally, a softmax window.
+
+    A subclass computes the features of queries and keys.
+    """
+
+    config: RecurrentConfig
+    config_class: ClassVar[type[BackendConfig]] = RecurrentConfig
+    recurrent = True
+    state_from_keys = True
+    zero_state = True
+    context_parallel = True
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("far_log_weight",)
+    window_dropout: WindowDropout | None = None  # set by the training loop; no effect in eval mode
+
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
+        # log weight of the linear branch, one per query head
+        self.far_log_weight: nn.Parameter | None = None
+        if self.config.window is not None:
+            self.far_log_weight = nn.Parameter(torch.empty(geometry.num_heads))
+
+    def reset_parameters(self) -> None:
+        """Initialise the linear branch.
+
+        For N(0, 1) inputs, its total weight is then ``far_weight`` times the window's.
+        """
+        if self.far_log_weight is None or self.far_log_weight.is_meta:
+            return
+        with torch.no_grad():
+            expected = self.expected_feature_product()
+            self.far_log_weight.fill_(math.log(self.config.far_weight / expected))
+
+    def expected_feature_product(self) -> float:
+        """Return the mean product of a query's and a key's features, for N(0, 1) inputs."""
+        raise NotImplementedError
+
+    @property
+    def packing(self) -> bool:  # type: ignore[override]
+        """Whether segments are computed in place; those with first tokens of their own are not."""
+        return not self.config.num_sinks
+
+    def layer_reasons(self) -> list[str]:
+        """Return every reason why this backend does not support its layer."""
+        reasons = super().layer_reasons()
+        if self.config.num_sinks and not self.geometry.causal:
+            reasons.append(
+                f"the layer is bidirectional, where num_sinks={self.config.num_sinks} is "
+                "unsupported (set num_sinks=0, or use flash)"
+            )
+        if self.config.window is not None:
+            if self.config.impl not in (names := impl_names(window_hybrid.IMPLEMENTATIONS)):
+                reasons.append(
+                    f"impl={self.config.impl!r} does not support a window (use one of "
+                    f"{', '.join(names)}, or window=None)"
+                )
+            if self.geometry.cross_attention:
+                reasons.append(
+                    "the layer is cross-attention, in which queries and keys have no distance that "
+                    f"window={self.config.window} could limit (leave window out for this layer)"
+                )
+        return reasons
+
+    def shard_reasons(self) -> list[str]:
+        """Return every reason why this layer does not support context parallelism."""
+        return super().shard_reasons() + sinks_shard_reasons(self.config.num_sinks)
+
+    def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
+        """Return every reason why these inputs are unsupported."""
+        reasons = super().unsupported_reasons(inputs)
+        q, k, mask = inputs.q, inputs.k, inputs.mask
+        if not q.ndim == k.ndim == 4:
+            return reasons
+        geometry = self.geometry
+        layer = (geometry.num_heads, geometry.num_key_heads, geometry.head_dim)
+        given = (q.shape[1], k.shape[1], k.shape[3])
+        if given != layer:
+            reasons.append(
+                "the inputs have {} query and {} key heads of size {}".format(*given)
+                + " (the layer has {} and {} of size {})".format(*layer)
+            )
+        if self.config.num_sinks and not mask.causal:
+            reasons.append(
+                f"the mask is bidirectional, where num_sinks={self.config.num_sinks} is "
+                "unsupported (set num_sinks=0)"
+            )
+        lengths = ""  # formatted where they differ: a text fixes the lengths of a traced program
+        if (mask.causal or self.config.window is not None) and q.shape[2] != k.shape[2]:
+            lengths = f"there are {q.shape[2]} queries and {k.shape[2]} keys"
+        if mask.causal:
+            if lengths:
+                reasons.append(
+                    f"{lengths} under a causal mask (pass the state of the earlier tokens instead "
+                    "of their keys)"
+                )
+            return reasons
+        if inputs.state is not None or inputs.return_state:
+            reasons.append("a state is requested without a causal mask (only causal calls have it)")
+        if self.config.window is not None:
+            if lengths:
+                reasons.append(f"{lengths} with a window (it needs equal numbers)")
+            if inputs.shard is not None:
+                reasons.append(
+                    "a bidirectional window with a linear branch does not support context "
+                    "parallelism (use longformer, or window=None)"
+                )
+        return reasons
+
+    def form(self, inputs: AttentionInputs) -> str:
+        """Return the form to run: recurrent for one token, chunk for more."""
+        return "recurrent" if inputs.mask.causal and inputs.q.shape[2] == 1 else "chunk"
+
+    def attend_hybrid(self, inputs: AttentionInputs, branch: LinearBranch) -> AttentionOutput:
+        """Compute softmax attention inside the window and linear attention outside."""
+        assert self.config.window is not None
+        if self.training and self.window_dropout is not None and self.window_dropout.share > 0:
+            heads = self.window_dropout.heads(
+                self.geometry.num_heads, self.geometry.layer, inputs.q.device
+            )
+            branch = branch._replace(linear_only_heads=heads)
+        return hybrid_attention(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            branch,
+            mask=inputs.mask,
+            window=self.config.window,
+            scale=inputs.scale,
+            state=inputs.state,
+            return_state=inputs.return_state,
+            impl=self.config.impl,
+            chunk_size=self.config.chunk_size,
+            shard=inputs.shard,
+            num_sinks=self.config.num_sinks,
+            reuse_state=inputs.reuse_state,
+        )
+
+
+class FeatureMapBackend(RecurrentBackend):
+    """Attention as :math:`o_t = q_t S_t / (q_t z_t + eps)`, over features of queries and keys."""
+
+    reuses_state = True
+    config: FeatureMapBackendConfig
+    config_class: ClassVar[type[BackendConfig]] = FeatureMapBackendConfig
+
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
+        self.feature_map = get_feature_map(self.config.feature_map)(config, geometry)
+        RecurrentBackend.reset_parameters(self)
+
+    def reset_parameters(self) -> None:
+        """Initialise the weights of the feature map and of the linear branch."""
+        self.feature_map.reset_parameters()
+        super().reset_parameters()
+
+    def layer_reasons(self) -> list[str]:
+        """Return every reason why this backend does not support its layer."""
+        return super().layer_reasons() + self.feature_map.layer_reasons()
+
+    def expected_feature_product(self) -> float:
+        """Return the mean product of a query's and a key's features, for N(0, 1) inputs."""
+        size, scale = self.geometry.head_dim, self.geometry.scale
+        assert scale is not None
+        assert self.far_log_weight is not None
+        generator = torch.Generator("cpu").manual_seed(0)
+        heads, key_heads = self.geometry.num_heads, self.geometry.num_key_heads
+        q, k = (
+            torch.randn(1, n, 64, size, generator=generator, dtype=torch.float32, device="cpu")
+            for n in (heads, key_heads)
+        )
+        device = self.far_log_weight.device
+        q = self.feature_map(q.to(device), scale, of="queries").mean((0, 1, 2))
+        k = self.feature_map(k.to(device), scale, of="keys").mean((0, 1, 2))
+        return max(float(q @ k), 1e-6)
+
+    def attend(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Apply the feature map, here or in the op, and run the op."""
+        # Features of 16-bit layers are float32, the dtype that the op computes in. Rounded to 16
+        # bits they are no faster on a CPU (T=2048, D=64, forward and backward: 43 ms against 40),
+        # the gradients of q and k lose up to twice as much (3.5e-3 against 1.7e-3, which is the
+        # rounding of the gradients themselves), and features of exp overflow in float16.
+        with autocast_disabled(inputs.q.device):
+            if name := self.fused_feature_map():
+                return self.run_op(inputs.q, inputs.k, inputs, feature_map=name)
+            counts = count_tokens(inputs) if self.feature_map.positional else None
+            options = {} if counts is None else {"positions": counts.positions}
+            q = self.feature_map(inputs.q, inputs.scale, of="queries", **options)
+            k = self.feature_map(inputs.k, inputs.scale, of="keys", **options)
+            k = fill_padding(k, inputs.mask.padding)  # the features of a zero key are not zero
+            if counts is None:
+                return self.run_op(q, k, inputs)
+            return with_count(self.run_op(q, k, without_count(inputs)), counts)
+
+    def fused_feature_map(self) -> str:
+        """Return the feature map that the op applies, or ``""`` if the module applies it."""
+        module = self.feature_map
+        if not isinstance(module, FeatureMap):  # wrapped, for example by PEFT
+            return ""
+        hooks = module._forward_hooks or module._forward_pre_hooks
+        # accelerate replaces the forward of modules whose weights it has moved away
+        return "" if hooks or "forward" in module.__dict__ else module.fused
+
+    def map_weights(self) -> MapWeights | None:
+        """Return the weights of a map that the op applies, or ``None`` if it has none."""
+        module = self.feature_map
+        if not module.fused_weights:
+            return None
+        return MapWeights(*(getattr(module, name) for name in module.fused_weights))
+
+    def run_op(
+        self, q: Tensor, k: Tensor, inputs: AttentionInputs, *, feature_map: str = ""
+    ) -> AttentionOutput:
+        """Run the op on queries ``[B, H, T, F]`` and keys ``[B, Hkv, S, F]``.
+
+        They are features, zero at padding, or the inputs of ``feature_map``.
+        """
+        if self.far_log_weight is not None:
+            branch = self.linear_branch(q, k, inputs, feature_map)
+            return self.attend_hybrid(inputs, branch._replace(mean=True))
+        options = self.op_options(inputs, feature_map)
+        return linear_attention(q, k, inputs.v, reuse_state=inputs.reuse_state, **options)
+
+    def linear_branch(
+        self, q: Tensor, k: Tensor, inputs: AttentionInputs, feature_map: str
+    ) -> LinearBranch:
+        """Return the linear branch of a window hybrid; arguments as in :meth:`run_op`."""
+        assert self.far_log_weight is not None
+        wide = torch.promote_types(q.dtype, torch.float32)
+        weight = self.far_log_weight.to(wide).view(1, -1, 1, 1)
+        if not feature_map:
+            return LinearBranch(q, k, weight)
+        return LinearBranch(
+            q,
+            k,
+            weight,
+            feature_map=feature_map,
+            feature_scale=inputs.scale,
+            map_weights=self.map_weights(),
+        )
+
+    def op_options(self, inputs: AttentionInputs, feature_map: str = "") -> dict[str, Any]:
+        """Return the options that every op of plain or gated linear attention takes.
+
+        Those of the feature map are among them only if the op applies it.
+        """
+        options: dict[str, Any] = {
+            "mask": inputs.mask,
+            "normalize": self.config.normalize,
+            "form": self.form(inputs),
+            "impl": self.config.impl,
+            "state": inputs.state,
+            "return_state": inputs.return_state,
+            "chunk_size": self.config.chunk_size,
+            "eps": self.config.eps,
+            "shard": inputs.shard,
+        }
+        if feature_map:
+            options |= {"feature_map": feature_map, "feature_scale": inputs.scale}
+            options["map_weights"] = self.map_weights()
+        elif inputs.mask.padding is not None:  # the features are zero there already
+            options["mask"] = replace(inputs.mask, padding=None)
+        return options

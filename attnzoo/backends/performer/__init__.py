@@ -1,1 +1,0 @@
-"""Performer: FAVOR+ positive random features (arXiv:2009.14794)."""

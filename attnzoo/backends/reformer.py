@@ -1,0 +1,241 @@
+"""Reformer: attention to keys that locality-sensitive hashing puts in the query's bucket.
+
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from attnzoo.contract.backend import AttentionBackend, Presets, register
+from attnzoo.contract.config import BackendConfig, Geometry
+from attnzoo.contract.implementation import impl_names
+from attnzoo.contract.inputs import MASK_IN_BIAS, AttentionInputs
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import AttentionOutput, ImplChoice
+from attnzoo.errors import ConfigError
+from attnzoo.ops.flash.api import flash_attention
+from attnzoo.ops.lsh.api import IMPLEMENTATIONS, lsh_attention, shared_qk_attention
+from attnzoo.ops.lsh.validation import MAX_BUCKETS, MAX_HASHES
+from attnzoo.runtime.recomputation import value_of_call
+
+NOT_CAUSAL = (
+    "form='shared_qk' sorts all tokens at once, so later tokens would determine which keys an "
+    "earlier one attends to; use form='asymmetric'"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReformerConfig(BackendConfig):
+    """Settings of attention by locality-sensitive hashing (arXiv:2001.04451, arXiv:2010.05315).
+
+    Attributes:
+        form: ``"asymmetric"`` hashes queries and keys separately, for pretrained models, and adds a
+            window. ``"shared_qk"`` is the paper's form, for layers whose keys are their queries;
+            its scores have no scale, and its sort of all tokens rules out causal layers.
+        num_hashes: Rounds of hashing.
+        chunk_size: Most keys that a query attends to in a round. In the form ``"shared_qk"``,
+            tokens per chunk, and a query attends to two chunks.
+        num_buckets: Buckets per round. ``None`` means about one or two per chunk.
+        window: w. A causal query attends to the w latest keys, its own included, another query to w
+            keys on each side. Form ``"asymmetric"`` only, like ``first_tokens``.
+        first_tokens: Number of leading keys that every query attends to; many heads need them.
+        decoding: ``"exact"``: a single new token attends to all cached keys, which is faster than
+            hashing all keys again and closer to softmax than one pass. ``"hashed"``: it attends to
+            the same keys as in one pass.
+        redraw: Training calls after which hashes are drawn again. ``None`` means never.
+        seed: Seed of the hashes, together with the layer's index.
+    """
+
+    implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
+    largest: ClassVar[Mapping[str, int]] = {
+        **BackendConfig.largest,
+        "num_hashes": MAX_HASHES,
+        "num_buckets": MAX_BUCKETS,
+    }
+    form: Literal["asymmetric", "shared_qk"] = "asymmetric"
+    num_hashes: int = 8
+    chunk_size: int = 64
+    num_buckets: int | None = None
+    window: int = 32
+    first_tokens: int = 4
+    decoding: Literal["exact", "hashed"] = "exact"
+    redraw: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, unit in (
+            ("num_hashes", "round"),
+            ("chunk_size", "token"),
+            ("num_buckets", "bucket"),
+            ("window", "token"),
+            ("redraw", "call"),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(
+                    f"ReformerConfig.{name} must be at least 1 {unit}, got {value}; "
+                    f"the default is {ReformerConfig.default_options()[name]}"
+                )
+        if self.first_tokens < 0:
+            raise ConfigError(
+                f"ReformerConfig.first_tokens must be at least 0, got {self.first_tokens}; "
+                "it is the number of leading keys that every query attends to"
+            )
+        if self.form == "shared_qk":
+            self._check_shared_qk()
+
+    def _check_shared_qk(self) -> None:
+        """Raise ``ConfigError`` for options that ``form='shared_qk'`` does not support."""
+        if self.num_buckets is not None and self.num_buckets % 2:
+            raise ConfigError(
+                "ReformerConfig.num_buckets must be even with form='shared_qk', where each rotated "
+                f"coordinate and its negative are two buckets, got {self.num_buckets}; "
+                f"use {self.num_buckets + 1}"
+            )
+        for name in ("window", "first_tokens", "decoding"):
+            value, default = getattr(self, name), ReformerConfig.default_options()[name]
+            if value != default:
+                raise ConfigError(
+                    f"ReformerConfig.{name} requires form='asymmetric', got {name}={value} with "
+                    "form='shared_qk', which attends to chunks only; remove the option"
+                )
+
+
+@register("reformer")
+class ReformerBackend(AttentionBackend):
+    """Softmax over a window, the first tokens and keys that share a bucket with the query.
+
+    Decoding uses an ordinary KV cache, and a single new token attends exactly to all cached keys:
+    finding the keys of one pass would hash every key, at 7 to 140 times the cost.
+    ``decoding="hashed"`` does so. Several new tokens are always hashed.
+    """
+
+    config: ReformerConfig
+    config_class = ReformerConfig
+    presets: ClassVar[Presets] = {
+        "short": ({"chunk_size": 16},),  # 8 hash rounds, window 32: at most 164 of 512 keys
+        "long": ({"num_hashes": 4},),
+        "from_scratch": ({"num_hashes": 4, "chunk_size": 16, "window": 8},),
+        "recovery": ({"chunk_size": 16},),
+        "tiny": ({"chunk_size": 4},),
+    }
+    packing = True
+    needs_full_sequences: ClassVar[str] = "its buckets sort the tokens of a whole row"
+    optional_buffers: ClassVar[tuple[str, ...]] = ("calls",)
+    calls: Tensor  # training calls so far, a scalar
+
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__(config, geometry)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def reset_parameters(self) -> None:
+        """Set the count of training calls to 0."""
+        with torch.no_grad():
+            self.calls.zero_()
+
+    @property
+    def exact_steps(self) -> bool:  # type: ignore[override]
+        """Whether a single new token attends to all cached keys."""
+        return self.config.form == "asymmetric" and self.config.decoding == "exact"
+
+    @property
+    def additive_bias(self) -> bool:  # type: ignore[override]
+        """Whether the layer has a position bias; in other layers, a bias would be a mask."""
+        return self.geometry.position_bias
+
+    def layer_reasons(self) -> list[str]:
+        """Return why this backend does not support its layer."""
+        reasons = super().layer_reasons()
+        if self.geometry.causal and self.config.form == "shared_qk":
+            reasons.append(f"the layer is causal ({NOT_CAUSAL})")
+        return reasons
+
+    def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
+        """Return why this backend does not support a call."""
+        reasons = super().unsupported_reasons(inputs)
+        if not inputs.q.ndim == inputs.k.ndim == 4:
+            return reasons
+        length, keys = inputs.q.shape[2], inputs.k.shape[2]
+        causal = self._mask(inputs).causal
+        if length > keys or (length < keys and not causal):
+            reasons.append(
+                f"{length} queries and {keys} keys are given without a causal mask "
+                "(it needs equally many)"
+            )
+        if inputs.bias is not None and self.geometry.causal and not causal:
+            reasons.append(MASK_IN_BIAS)
+        if causal and self.config.form == "shared_qk":
+            reasons.append(f"the mask is causal ({NOT_CAUSAL})")
+        return reasons
+
+    def _mask(self, inputs: AttentionInputs) -> AttentionMask:
+        """Return the mask, causal for one query of a causal layer, where it may not say so."""
+        mask, (length, keys) = inputs.mask, (inputs.q.shape[2], inputs.k.shape[2])
+        if mask.causal or not self.geometry.causal or length != 1:
+            return mask
+        return replace(mask, causal=True, q_offset=keys - 1)
+
+    # -- hashes ----------------------------------------------------------------------------------
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def draw_of_call(self) -> Tensor:
+        """Count a training call, and return the number of its draw.
+
+        A call that gradient checkpointing repeats gets the number of the first one.
+        """
+        return value_of_call(self, self.geometry.name, self._next_draw)
+
+    def _next_draw(self) -> Tensor:
+        self.calls += 1
+        return self.last_draw()
+
+    def last_draw(self) -> Tensor:
+        """Return the number of the last training call's draw, a scalar."""
+        assert self.config.redraw is not None
+        return (self.calls - 1).clamp_min(0) // self.config.redraw
+
+    def hash_seed(self) -> Tensor:
+        """Return the seed of this call's hashes, ``[3]`` integers, equal on every rank."""
+        seed = torch.tensor([self.config.seed, self.geometry.layer, 0], device="cpu")
+        if self.config.redraw is None:
+            return seed
+        draw = self.draw_of_call() if self.training else self.last_draw()
+        return torch.cat([seed[:2].to(draw.device), draw[None]])
+
+    # -- attention -------------------------------------------------------------------------------
+
+    def attend(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Hash queries and keys, and attend."""
+        config, (q, k, v), mask = self.config, inputs[:3], self._mask(inputs)
+        scale, bias = inputs.scale, inputs.bias
+        if self.exact_steps and q.shape[2] == 1 and mask.causal:
+            output = flash_attention(q, k, v, mask=mask, scale=scale, bias=bias, impl="sdpa")
+            choice = ImplChoice("sdpa", "a single new token attends exactly to all cached keys")
+            return output._replace(impl=choice)
+        options: dict[str, Any] = {
+            "num_hashes": config.num_hashes,
+            "chunk_size": config.chunk_size,
+            "num_buckets": config.num_buckets,
+            "bias": bias,
+            "seed": self.hash_seed(),
+            "impl": config.impl,
+        }
+        if config.form == "shared_qk":
+            return shared_qk_attention(q, k, v, mask=mask, **options)
+        return lsh_attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            window=config.window,
+            first_tokens=config.first_tokens,
+            scale=scale,
+            **options,
+        )

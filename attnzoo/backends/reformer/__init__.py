@@ -1,1 +1,0 @@
-"""Reformer: locality-sensitive hashing (arXiv:2001.04451, arXiv:2010.05315)."""

@@ -1,1 +1,0 @@
-"""C++ kernels of LSH attention."""

@@ -1,1 +1,0 @@
-"""Dense softmax attention: the exact reference, which can return its weights."""

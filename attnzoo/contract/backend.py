@@ -1,0 +1,404 @@
+"""The base class of all backends, and the decorator that registers a backend.
+
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
+M hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.contract.config import BackendConfig, Geometry
+from attnzoo.contract.context_parallel import SequenceShard
+from attnzoo.contract.empty import attend_to_nothing
+from attnzoo.contract.inputs import (
+    AttentionInputs,
+    context_parallel_reasons,
+    drop_keys,
+    zero_padding,
+)
+from attnzoo.contract.masks import PLAIN, AttentionMask
+from attnzoo.contract.sequences import unpack_and_attend
+from attnzoo.contract.states import AttentionOutput, ImplChoice
+from attnzoo.contract.validation import DTYPES, qkv_reasons, refuse_output
+from attnzoo.errors import UnsupportedError, check_registered_class, check_registered_name
+
+B = TypeVar("B", bound="type[AttentionBackend]")
+Presets = Mapping[str, tuple[Mapping[str, Any], ...]]  # use case -> options to try
+ONLY_IMPLEMENTATION = ImplChoice("reference", "the only implementation")
+BACKENDS: dict[str, type[AttentionBackend]] = {}
+BUILTIN = {  # name -> module, imported on first use; these names are reserved
+    "softmax": "attnzoo.backends.softmax",
+    "flash": "attnzoo.backends.flash",
+    "linear": "attnzoo.backends.linear",
+    "gated_linear": "attnzoo.backends.gated_linear",
+    "delta": "attnzoo.backends.delta",
+    "longformer": "attnzoo.backends.longformer",
+    "linformer": "attnzoo.backends.linformer",
+    "performer": "attnzoo.backends.performer",
+    "reformer": "attnzoo.backends.reformer",
+    "block_sparse": "attnzoo.backends.block_sparse",
+}
+
+
+def register(name: str) -> Callable[[B], B]:
+    """Class decorator: register a backend under a name, which must be free."""
+    check_registered_name("register", name)
+
+    def add(cls: B) -> B:
+        check_registered_class("register", name, cls, AttentionBackend)
+        if BUILTIN.get(name, cls.__module__) != cls.__module__:
+            raise ValueError(
+                f"backend name {name!r} belongs to {BUILTIN[name]}; "
+                f"register {cls.__qualname__} under another name"
+            )
+        owner = BACKENDS.setdefault(name, cls)
+        if owner is not cls:
+            raise ValueError(
+                f"backend name {name!r} belongs to {owner.__module__}.{owner.__qualname__}; "
+                f"register {cls.__qualname__} under another name"
+            )
+        cls.name = name
+        return cls
+
+    return add
+
+
+class AttentionBackend(nn.Module):
+    """One mechanism in one attention layer of a model.
+
+    A subclass implements :meth:`attend` and declares its capabilities as class attributes. The base
+    class refuses every call that needs another capability, so ``attend`` receives supported inputs
+    only: shapes are valid, and queries, keys, values and hidden states are zero at padding.
+
+    Args:
+        config: The backend's options.
+        geometry: Shape of the layer.
+
+    Attributes:
+        ran: The implementation that the last call ran, and why; ``None`` before the first call and
+            under ``torch.compile``.
+        shard: This rank's part of the sequences under context parallelism, else ``None``.
+        records_transfer_loss: Whether calls set ``transfer_loss``, in attention transfer.
+        transfer_loss: With ``has_transfer_loss``, the loss of the parameters in the last call.
+    """
+
+    name: ClassVar[str] = ""
+    config_class: ClassVar[type[BackendConfig]] = BackendConfig
+    dtypes: ClassVar[frozenset[torch.dtype]] = DTYPES
+    exact: ClassVar[bool] = False  # computes softmax attention, up to rounding
+    causal: ClassVar[bool] = True
+    bidirectional: ClassVar[bool] = True
+    cross_attention: ClassVar[bool] = False
+    packing: ClassVar[bool] = False  # supports segment ids; else packed rows are unpacked for it
+    windowed: ClassVar[bool] = False  # supports the mask's sliding window
+    reuses_state: ClassVar[bool] = False  # may compute one token's state in the tensors it is given
+    arbitrary_mask: ClassVar[bool] = False  # supports a mask function
+    additive_bias: ClassVar[bool] = False
+    softcap: ClassVar[bool] = False
+    sinks: ClassVar[bool] = False
+    dropout: ClassVar[bool] = False  # drops single attention weights; else whole keys are dropped
+    recurrent: ClassVar[bool] = False  # takes and returns a state, with which decoding continues
+    exact_steps: ClassVar[bool] = False  # a single new token attends to all cached keys, as softmax
+    state_grows: ClassVar[bool] = False  # the state grows with the sequence, slower than its keys
+    state_keeps_keys: ClassVar[bool] = False  # the state contains all keys and values, and more
+    state_from_keys: ClassVar[bool] = False  # the state depends on keys and values, not on queries
+    zero_state: ClassVar[bool] = False  # the size is constant, and zeros are the state of no tokens
+    needs_hidden_states: ClassVar[bool] = False
+    has_weights: ClassVar[bool] = True  # has one matrix of weights per head, for all value channels
+    context_parallel: ClassVar[bool] = False  # supports sequences split over ranks
+    has_transfer_loss: ClassVar[bool] = False  # its output gives parameters no gradient
+    optional_buffers: ClassVar[tuple[str, ...]] = ()  # those that a checkpoint may lack
+    no_weight_decay: ClassVar[tuple[str, ...]] = ()  # parameters that set a decay or a mixture
+    needs_full_sequences: ClassVar[str] = "it needs full sequences on each rank"  # why it does not
+    # Options that commands and tools try. "short": a pretrained model on hundreds of tokens (demo);
+    # "long": on a thousand or more (compare); "bidirectional": an encoder (compare);
+    # "from_scratch": rows of at most 256 (tasks); "recovery": a plan; "tiny": tools/family_sweep.
+    # Without an entry, "bidirectional" is "long", a plan has no candidate, others try the defaults.
+    presets: ClassVar[Presets] = {}
+
+    def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
+        super().__init__()
+        self.config = config
+        self.geometry = geometry
+        self.ran: ImplChoice | None = None
+        self.shard: SequenceShard | None = None  # set by attnzoo.context_parallel
+        self.records_transfer_loss = False
+        self.transfer_loss: Tensor | None = None
+
+    # -- implemented by backends -----------------------------------------------------------------
+
+    def attend(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Compute the mechanism; ``out`` is ``[B, H, T, E]`` in the dtype of the values.
+
+        ``impl`` of the output is the implementation that ran. A backend with one implementation
+        can leave it out.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define attend(inputs)")
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters, on construction and where a checkpoint lacks them."""
+
+    def share_with(self, earlier: Sequence[AttentionBackend]) -> None:
+        """Share parameters with the backends of earlier layers; called once all are built."""
+
+    def layer_reasons(self) -> list[str]:
+        """Return every reason why this backend does not support its layer."""
+        geometry, reasons = self.geometry, []
+        if geometry.cross_attention and not self.cross_attention:
+            reasons.append("the layer is cross-attention (it attends within one sequence only)")
+        if geometry.causal and not self.causal and not geometry.cross_attention:
+            reasons.append("the layer is causal (it is bidirectional only)")
+        if not geometry.causal and not self.bidirectional:
+            reasons.append("the layer is bidirectional (it is causal only)")
+        if geometry.window is not None and not self.windowed:
+            reasons.append(
+                f"the layer has a sliding window of {geometry.window} tokens, which it would "
+                "ignore (config.sliding_window=None removes the window)"
+            )
+        if (size := geometry.chunk_size) is not None and not self.arbitrary_mask:
+            reasons.append(f"the layer attends in chunks of {size} tokens, which it would ignore")
+        if geometry.softcap is not None and not self.softcap:
+            reasons.append(
+                f"the layer caps its scores at {geometry.softcap}, which it would ignore"
+            )
+        if geometry.sinks and not self.sinks:
+            reasons.append("the layer has attention sinks, which it would ignore")
+        if geometry.position_bias and not self.additive_bias:
+            reasons.append("the layer adds a position bias to its scores, which it would ignore")
+        if geometry.last_tokens and self.needs_hidden_states:
+            reasons.append(
+                "the model may compute only the last tokens in this layer or in one with its "
+                "keys, and it needs the hidden states of all tokens"
+            )
+        if geometry.dropout > 0 or self.config.attention_dropout != "auto":
+            reasons += self.dropout_reasons()
+        return reasons
+
+    def dropout_reasons(self) -> list[str]:
+        """Return every reason why its form of attention dropout is unsupported."""
+        if self.dropout_form == "weights" and not self.dropout:
+            return [
+                "attention_dropout='weights' is set, but it does not compute single weights that "
+                "could be dropped (leave the option out, which drops whole keys, or set 'off')"
+            ]
+        return []
+
+    def shard_reasons(self) -> list[str]:
+        """Return every reason why this layer does not support context parallelism."""
+        reasons = []
+        if not self.context_parallel:
+            reasons.append(f"it does not support context parallelism ({self.needs_full_sequences})")
+        if self.geometry.cross_attention:
+            reasons.append(
+                "the layer is cross-attention, where context parallelism is unsupported (its keys "
+                "are not sharded)"
+            )
+        if self.geometry.position_bias:
+            reasons.append(
+                "the layer adds a position bias, where context parallelism is unsupported (the "
+                "bias covers one shard only)"
+            )
+        return reasons
+
+    @property
+    def dropout_form(self) -> str:
+        """What attention dropout drops: ``"weights"``, ``"keys"``, or nothing, ``"off"``."""
+        form = self.config.attention_dropout
+        return form if form != "auto" else "weights" if self.dropout else "keys"
+
+    @property
+    def keeps_all_keys(self) -> bool:
+        """Whether decoding needs all earlier keys and values, as a KV cache holds them."""
+        return not self.recurrent
+
+    # -- called by models ------------------------------------------------------------------------
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: AttentionMask | None = None,
+        scale: float | None = None,
+        state: Any | None = None,
+        hidden_states: Tensor | None = None,
+        bias: Tensor | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        dropout: float = 0.0,
+        return_state: bool = False,
+        return_weights: bool = False,
+        shard: SequenceShard | None = None,
+        reuse_state: bool = False,
+    ) -> AttentionOutput:
+        """Validate the inputs, set padding to zero, and compute the mechanism.
+
+        Args:
+            q: Queries, ``[B, H, T, D]``.
+            k: Keys, ``[B, Hkv, S, D]``; with a ``state``, the new keys only.
+            v: Values, ``[B, Hkv, S, E]``.
+            mask: Which keys each query attends to; ``None`` means the layer's own causality.
+            scale: Multiplies query-key products; ``None`` means the layer's own.
+            state: The state that an earlier call returned, from which this call continues.
+            hidden_states: ``[B, S, M]``, for backends that compute gates.
+            bias: Added to the scores, broadcastable to ``[B, H, T, S]``.
+            softcap: Soft cap on the scores.
+            sinks: A logit per head, ``[H]``, or per head and query, ``[B, H, T, 1]``, that takes
+                part in the softmax and has no value.
+            dropout: Probability of dropping an attention weight, or all weights of a key of a
+                head; the config's ``attention_dropout`` says which.
+            return_state: Whether to return the state after the last token.
+            return_weights: Whether to return the effective attention matrix, ``[B, H, T, S]``,
+                which takes quadratic memory.
+            shard: This rank's part of the sequences under context parallelism.
+            reuse_state: Whether the tensors of ``state`` may be overwritten by the returned state;
+                without gradients.
+
+        Raises:
+            UnsupportedError: These inputs are unsupported; the message gives every reason.
+        """
+        scale = scale if scale is not None else self.geometry.scale
+        assert scale is not None
+        form = self.dropout_form if dropout > 0 else "off"
+        inputs = AttentionInputs(
+            q=q,
+            k=k,
+            v=v,
+            mask=mask if mask is not None else PLAIN[self.geometry.causal],
+            scale=scale,
+            state=state,
+            hidden_states=hidden_states if self.needs_hidden_states else None,
+            bias=bias,
+            softcap=softcap,
+            sinks=sinks,
+            dropout=dropout if form == "weights" else 0.0,
+            return_state=return_state,
+            shard=shard,
+            reuse_state=reuse_state and not return_weights and not torch.is_grad_enabled(),
+        )
+        reasons = self.unsupported_reasons(inputs)
+        reasons += self.dropout_reasons() if dropout > 0 else []
+        if shard is not None and return_weights:
+            reasons.append(
+                "attention weights are unavailable under context parallelism, where no rank has "
+                "all of them (compute them on one process, or set output_attentions=False)"
+            )
+        if reasons:
+            raise UnsupportedError(
+                f"{self.geometry.name}: backend {self.name!r} cannot run this call: "
+                f"{'; '.join(reasons)}."
+            )
+        if shard is not None:
+            inputs = inputs._replace(mask=shard.mask(inputs.mask))
+        if inputs.mask.padding is not None:
+            inputs = zero_padding(inputs, crossed=self.geometry.cross_attention, exact=self.exact)
+        factors = None
+        if form == "keys":
+            inputs, factors = drop_keys(inputs, dropout)
+        output = self._attend(inputs)
+        return self._with_weights(inputs, output, factors) if return_weights else output
+
+    def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
+        """Return every reason why these inputs are unsupported; empty if they are supported."""
+        q, k, mask = inputs.q, inputs.k, inputs.mask
+        reasons = qkv_reasons(q, k, inputs.v, mask, self.dtypes)
+        if not q.ndim == k.ndim == 4:
+            return reasons
+        length, keys = q.shape[2], k.shape[2]
+        if length != keys and not (self.cross_attention or self.keeps_all_keys):
+            reasons.append(
+                f"{length} queries and {keys} keys are given, but it needs as many of each (pass "
+                "earlier tokens as a state)"
+            )
+        if inputs.state is not None and mask.segment_ids is not None:
+            reasons.append(
+                "packed rows cannot continue from a state (run the sequences as rows of a batch)"
+            )
+        given = []
+        if mask.function is not None and not self.arbitrary_mask:
+            given.append(f"the mask is {mask.function_name or 'arbitrary'}")
+        if mask.window is not None and not self.windowed:
+            given.append(f"the mask has a sliding window of {mask.window}")
+        if inputs.bias is not None and not self.additive_bias:
+            given.append("an additive bias is given")
+        if inputs.softcap is not None and not self.softcap:
+            given.append(f"a soft cap of {inputs.softcap} is given")
+        if inputs.sinks is not None and not self.sinks:
+            given.append("attention sinks are given")
+        if (inputs.state is not None or inputs.return_state) and not self.recurrent:
+            given.append("a state is requested")
+        reasons += [f"{what}, which it does not support (softmax and flash do)" for what in given]
+        if length > 1 and not (self.causal if mask.causal else self.bidirectional):
+            kind = "causal" if mask.causal else "bidirectional"
+            reasons.append(f"the mask is {kind}, which it does not support")
+        if self.needs_hidden_states and inputs.hidden_states is None:
+            what = "index keys" if self.has_transfer_loss else "gates"
+            reasons.append(f"hidden_states are missing, from which it computes {what}")
+        if inputs.shard is not None:
+            reasons += self.shard_reasons() + context_parallel_reasons(inputs, inputs.shard)
+            if inputs.shard.segment_ids is not None and not self.packing:
+                reasons.append("it does not support packed rows under context parallelism")
+        return reasons
+
+    def _with_weights(
+        self, inputs: AttentionInputs, output: AttentionOutput, factors: Tensor | None
+    ) -> AttentionOutput:
+        """Return the output with its attention matrix, after dropout of weights or keys."""
+        weights, groups = output.weights, inputs.q.shape[1] // inputs.v.shape[1]
+        if weights is None:
+            weights = self.effective_weights(inputs)
+            if inputs.dropout > 0:  # the weights have new dropout, which the output must match
+                output = output._replace(out=weights @ inputs.v.repeat_interleave(groups, 1))
+        if factors is not None:
+            columns = factors.transpose(2, 3).repeat_interleave(groups, 1)  # [B, H, 1, S]
+            weights = (weights * columns).to(weights.dtype)
+        return output._replace(weights=weights)
+
+    def effective_weights(self, inputs: AttentionInputs) -> Tensor:
+        """Return the matrix that this backend multiplies the values with, ``[B, H, T, S]``.
+
+        Every mechanism is linear in the values, so its output for the identity is that matrix.
+        """
+        if not self.has_weights:
+            raise UnsupportedError(
+                f"{self.geometry.name}: backend {self.name!r} ({self.extra_repr()}) has no single "
+                "matrix of attention weights, because the weights differ between value channels; "
+                "set output_attentions=False"
+            )
+        if inputs.state is not None:
+            raise UnsupportedError(
+                f"{self.geometry.name}: a state does not contain the attention weights of earlier "
+                "tokens; request weights without a cache (use_cache=False)"
+            )
+        length = inputs.k.shape[2]
+        if length == 0:
+            return inputs.v.new_zeros(*inputs.q.shape[:3], 0)
+        identity = torch.eye(length, dtype=inputs.v.dtype, device=inputs.v.device)
+        values = identity.expand(*inputs.v.shape[:2], length, length)
+        return self._attend(inputs._replace(v=values, return_state=False)).out
+
+    def _attend(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Run :meth:`attend`, also on empty inputs and packed rows, and set ``ran``."""
+        if 0 in (*inputs.q.shape, *inputs.k.shape):
+            return attend_to_nothing(self._attend, inputs)
+        if inputs.mask.segment_ids is not None and not self.packing:
+            output = unpack_and_attend(self.attend, inputs)
+        else:
+            output = self.attend(inputs)
+        if not isinstance(output, AttentionOutput):
+            refuse_output(self, output)
+        if not torch.compiler.is_compiling():
+            vars(self)["ran"] = output.impl or ONLY_IMPLEMENTATION  # faster than Module.__setattr__
+        return output
+
+    def extra_repr(self) -> str:
+        """Return the options that differ from their defaults."""
+        return ", ".join(
+            f"{name}={value!r}" for name, value in self.config.changed_options().items()
+        )

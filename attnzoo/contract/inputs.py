@@ -1,0 +1,126 @@
+"""Inputs of one call of a backend: context parallel checks, zeroed padding, dropped keys.
+
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
+M hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnzoo.contract.context_parallel import SequenceShard
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.padding import fill_padding, padding_if_any
+
+MASK_IN_BIAS = (
+    "an additive mask is given to a causal layer, where causality and bias are indistinguishable "
+    "in it (give the model a 2-D padding mask, or none)"
+)
+
+
+class AttentionInputs(NamedTuple):
+    """All inputs of one call of a backend."""
+
+    q: Tensor  # [B, H, T, D]
+    k: Tensor  # [B, Hkv, S, D]
+    v: Tensor  # [B, Hkv, S, E]
+    mask: AttentionMask
+    scale: float  # multiplies query-key products
+    state: Any | None = None  # returned by this backend for the earlier tokens
+    hidden_states: Tensor | None = None  # [B, S, M]: the input of the layer's key projection
+    bias: Tensor | None = None  # added to the scores, broadcastable to [B, H, T, S]
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    sinks: Tensor | None = None  # [H] or [B, H, T, 1]: logits in the softmax that have no value
+    dropout: float = 0.0  # probability of dropping a single weight
+    return_state: bool = False
+    shard: SequenceShard | None = None  # this rank's part of the sequences, if ranks share them
+    reuse_state: bool = False  # whether the tensors of the state may be overwritten by the next one
+
+
+def context_parallel_reasons(inputs: AttentionInputs, shard: SequenceShard) -> list[str]:
+    """Return every reason why this call is unsupported under context parallelism."""
+    mask, lengths = inputs.mask, (inputs.q.shape[2], inputs.k.shape[2])
+    reasons = []
+    if lengths != (shard.length, shard.length):
+        reasons.append(
+            f"{lengths[0]} queries and {lengths[1]} keys are given, but a shard has "
+            f"{shard.length} tokens"
+        )
+    for given, what in (
+        (
+            inputs.state is not None or inputs.return_state,
+            "a cache is given (call the model with use_cache=False)",
+        ),
+        (mask.function is not None, f"the mask is {mask.function_name or 'arbitrary'}"),
+        (inputs.bias is not None, "an additive bias is given"),
+        (
+            (mask.padding is not None and shard.padding is None)
+            or (mask.segment_ids is not None and shard.segment_ids is None),
+            "padding or packing of the shard is given, but not of the full sequences (give "
+            "attention_mask or position_ids with the batch)",
+        ),
+        (
+            shard.segment_ids is not None and not mask.causal,
+            "sequences are packed without a causal mask",
+        ),
+    ):
+        if given:
+            reasons.append(f"{what}, which context parallelism does not support")
+    return reasons
+
+
+def zero_padding(
+    inputs: AttentionInputs, *, crossed: bool = False, exact: bool = False
+) -> AttentionInputs:
+    """Set queries, keys, values and hidden states to zero at padding, so that no NaN spreads.
+
+    In cross-attention (``crossed``), padding is of the keys only, and queries stay as they are. An
+    exact backend keeps finite queries, because a model may read the output at padding, as SigLIP
+    does.
+    """
+    padding_mask = padding_if_any(inputs.mask.padding)
+    if padding_mask is None:
+        return inputs
+    q, hidden = inputs.q, inputs.hidden_states
+    query_mask = inputs.mask.query_padding(q.shape[2], inputs.k.shape[2])
+    if query_mask is not None and not crossed:
+        if exact:
+            q = q.masked_fill(~query_mask[:, None, :, None] & ~q.isfinite(), 0)
+        else:
+            q = fill_padding(q, query_mask)
+    if hidden is not None:
+        hidden = fill_padding(hidden, padding_mask, token_dim=1)
+    return inputs._replace(
+        q=q,
+        k=fill_padding(inputs.k, padding_mask),
+        v=fill_padding(inputs.v, padding_mask),
+        hidden_states=hidden,
+    )
+
+
+def drop_keys(inputs: AttentionInputs, p: float) -> tuple[AttentionInputs, Tensor]:
+    r"""Drop each key of each row and key head with probability p, for all of its queries.
+
+    The effective attention weights :math:`w_{ts}` of a mechanism, after normalisation, become
+    :math:`w_{ts} m_s / (1 - p)`, with :math:`m_s = 0` for a dropped key and 1 otherwise:
+
+    .. math:: o_t = \sum_s w_{ts} \frac{m_s}{1 - p} v_s, \qquad E[o_t] = \sum_s w_{ts} v_s.
+
+    As in dropout of the weights, each weight is dropped with probability p and the expected output
+    is exact; unlike there, the queries of a head, and the heads that share a key head, drop the
+    same keys. Every mechanism is linear in the values, so the factors multiply the values. A state
+    :math:`S_t = d_t S_{t-1} + \phi(k_t) v_t^T` lacks the products of dropped keys; its decay and
+    its normaliser :math:`z_t` have all keys.
+
+    Draws from torch's global generator, as :func:`torch.nn.functional.dropout` does.
+
+    Returns:
+        The inputs, and the factors :math:`m_s / (1 - p)`, ``[B, Hkv, S, 1]``.
+    """
+    v = inputs.v
+    kept = torch.rand(*v.shape[:3], 1, dtype=torch.float32, device=v.device) >= p
+    factors = kept.to(torch.promote_types(v.dtype, torch.float32)) * (1 / (1 - p) if p < 1 else 0.0)
+    return inputs._replace(v=(v * factors).to(v.dtype)), factors

@@ -1,0 +1,50 @@
+"""Fill tensors at padding, so that what they hold there, NaN included, has no effect."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnzoo.runtime.derivatives import is_transformed
+
+
+def padding_if_any(padding: Tensor | None) -> Tensor | None:
+    """Return a padding mask, or ``None`` if it is known that all tokens are real.
+
+    The mask of a decoded token is of that kind. Values are known on CPUs in eager calls.
+    """
+    if padding is None or (_values_are_known(padding) and bool(padding.all())):
+        return None
+    return padding
+
+
+def fill_padding(
+    x: Tensor, padding: Tensor | None, value: float = 0.0, *, token_dim: int = 2
+) -> Tensor:
+    """Return ``x`` with ``value`` at padding; ``x`` itself if there is none.
+
+    Args:
+        x: ``[B, H, S, ...]``, or ``[B, S, ...]`` with ``token_dim=1``.
+        padding: ``[B, S]`` bool, false at padding.
+        value: The new entries.
+        token_dim: The dimension of the tokens.
+    """
+    if padding is None:
+        return x
+    if _values_are_known(x, padding):  # a copy and a few rows: a fifth of the time of masked_fill
+        rows, tokens = (~padding).expand(len(x), -1).nonzero(as_tuple=True)
+        if not len(rows):
+            return x
+        x = x.clone()
+        index: tuple[Tensor | slice, ...] = (rows, *(slice(None),) * (token_dim - 1), tokens)
+        x[index] = value
+        return x
+    is_padding = ~padding if token_dim == 1 else ~padding[:, None]
+    return x.masked_fill(is_padding[(..., *(None,) * (x.dim() - is_padding.dim()))], value)
+
+
+def _values_are_known(*tensors: Tensor) -> bool:
+    """Return whether values can be read without waiting for a device, and outside of transforms."""
+    if torch.compiler.is_compiling() or is_transformed():
+        return False
+    return all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in tensors)

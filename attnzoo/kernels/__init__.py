@@ -1,1 +1,0 @@
-"""Code that several mechanisms share; of attnzoo, it imports only errors and masks."""

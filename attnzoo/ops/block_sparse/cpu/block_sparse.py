@@ -1,0 +1,294 @@
+"""Block-sparse attention in C++, for CPUs: ``impl="cpp"``.
+
+See ``block_sparse.cpp`` and ``attnzoo/runtime/cpp``. On CPUs with AMX the kernel
+reads and writes bfloat16 tensors, and rounds weights to bfloat16. Otherwise it reads copies in
+float32 or float64.
+Letters: B batch, H query heads, Hkv key heads, U = B Hkv units, G = H / Hkv, T queries, S keys,
+N = G T, D key size, E value size, M query blocks, K selected blocks, A heads with a selection of
+their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attnzoo.ops.block_sparse.gather import SparseTensors, row_products
+from attnzoo.ops.block_sparse.options import SparseCall
+from attnzoo.ops.block_sparse.selection import Candidates
+from attnzoo.runtime import cpp
+from attnzoo.runtime.memory import DTYPE_NUMBERS, empty_huge_pages, pad_to_simd, unpad
+
+PANEL = 32  # keys of a panel, as in the kernel
+COLUMNS = 16  # a multiple of these is computed at a time
+SCORE_NAMES = ("mean", "moments", "bounds", "indexer")  # numbered in the kernel
+WORDS = 32  # a multiple of these elements is computed at a time in bfloat16
+TYPE_NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16"}
+BLOCK_SPARSE = cpp.Source(
+    Path(__file__).with_name("block_sparse.cpp"),
+    (
+        "sparse_forward_float",
+        "sparse_forward_double",
+        "sparse_backward_float",
+        "sparse_backward_double",
+        "sparse_forward_bfloat16",
+        "sparse_backward_bfloat16",
+        "has_amx",
+        "select_best",
+    ),
+)
+
+
+class _Task(ctypes.Structure):
+    _fields_ = [
+        *cpp.fields(
+            ctypes.c_int64,
+            "threads units groups queries keys key_size value_size key_heads causal window "
+            "num_sinks block_size query_block selections query_blocks selected_blocks",
+        ),
+        ("scale", ctypes.c_double),
+        *cpp.fields(ctypes.c_void_p, "lengths counts selected"),
+    ]
+
+
+class _Tensors(ctypes.Structure):
+    _fields_ = cpp.fields(ctypes.c_void_p, "q k v k_panels v_panels out lse d_out delta dq dk dv")
+
+
+class _BestTask(ctypes.Structure):
+    _fields_ = [
+        *cpp.fields(
+            ctypes.c_int64,
+            "threads units shared heads queries size blocks pitch kept units_per_range first score "
+            "q_type use_amx",
+        ),
+        ("scale", ctypes.c_double),
+        *cpp.fields(ctypes.c_void_p, "q weights summary end begin stop out"),
+    ]
+
+
+def cpp_reasons(call: SparseCall) -> list[str]:
+    """Return why the kernel does not support a call; an empty list if it does."""
+    reasons, size = [], call.options.block_size
+    if call.q.device.type != "cpu":
+        reasons.append(f"the inputs are on {call.q.device.type}")
+    if PANEL % size and size % PANEL:
+        reasons.append(f"block_size={size} neither divides {PANEL} nor is a multiple of it")
+    return reasons or list(_build_reasons())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _build_reasons() -> tuple[str, ...]:
+    reason = cpp.unavailable_reason(BLOCK_SPARSE)
+    return (reason,) if reason else ()
+
+
+def best_blocks(queries: Tensor, summary: Tensor, allowed: Candidates, call: SparseCall) -> Tensor:
+    """Return the selected blocks, ``[B, A, M, K]``, sorted; scores are computed on the way.
+
+    Args:
+        queries: ``[B, Hkv, A / Hkv, M, D]``; of an indexer and with the weights of its
+            heads, ``[B, 1, I, M, P + 1]``.
+        summary: ``[B, Hkv, N, Z]``, float32; of an indexer, ``[B, 1, N, P]``.
+        allowed: Candidates of each query.
+        call: The call; ``coverage`` is not supported.
+    """
+    heads, weights = 1, queries.new_empty(0)
+    if call.selection.score == "indexer":  # one selection
+        heads, weights = queries.shape[2], queries[..., -1].float().contiguous()
+        queries = queries[..., :-1].flatten(2, 3)[:, :, None]
+    batch, key_heads, shared, count, size = queries.shape
+    count, blocks = count // heads, summary.shape[2]
+    pitch = -(-blocks // COLUMNS) * COLUMNS
+    columns = summary.new_zeros(batch, key_heads, summary.shape[3], pitch)
+    columns[..., :blocks] = summary.mT
+    queries = queries.contiguous()
+    stop = torch.as_tensor(allowed.stop)
+    rows = max(len(allowed.end), len(allowed.begin), len(stop) if stop.ndim else 1)
+    end, begin, stop = (
+        x.expand(rows, count).contiguous() for x in (allowed.end, allowed.begin, stop)
+    )
+    kept, units = min(call.options.top_k, blocks), key_heads * shared
+    out = torch.empty(batch, units, count, kept, dtype=torch.int32)
+    task = _BestTask(
+        threads=torch.get_num_threads(),
+        units=batch * units,
+        shared=shared,
+        heads=heads,
+        queries=count,
+        size=size,
+        blocks=blocks,
+        pitch=pitch,
+        kept=kept,
+        units_per_range=units if rows == batch else batch * units,
+        first=allowed.first,
+        score=SCORE_NAMES.index(call.selection.score),
+        q_type=DTYPE_NUMBERS[queries.dtype],
+        use_amx=int(call.k.dtype == torch.bfloat16 and has_amx()),
+        scale=call.scale,
+        q=queries.data_ptr(),
+        weights=weights.data_ptr(),
+        summary=columns.data_ptr(),
+        end=end.data_ptr(),
+        begin=begin.data_ptr(),
+        stop=stop.data_ptr(),
+        out=out.data_ptr(),
+    )
+    cpp.load(BLOCK_SPARSE).select_best(ctypes.byref(task))
+    return out
+
+
+class CppTensors:
+    """Contiguous tensors of one call, whose rows begin with their first real key."""
+
+    def __init__(self, x: SparseTensors) -> None:
+        batch, _, length, _ = x.q.shape
+        key_heads, keys = x.k.shape[1:3]
+        dtype = kernel_dtype(x.q, x.k, x.v)
+        self.x, self.dtype, self.type_name = x, dtype, TYPE_NAMES[dtype]
+        self.q = _rows(x.q, dtype)
+        self.k, self.v = (_rows(_align_left(y, x.lengths), dtype) for y in (x.k, x.v))
+        full = torch.tensor([keys, length]).expand(batch, 2)
+        lengths = full[:, 0] if x.lengths is None else x.lengths
+        counts = full[:, 1] if x.counts is None else x.counts
+        self.lengths, self.counts = (y.to(torch.int64).contiguous() for y in (lengths, counts))
+        self.selected = x.selected.contiguous()
+        heads, query_blocks, kept = self.selected.shape[1:]
+        options = x.options
+        self.task = _Task(
+            threads=torch.get_num_threads(),
+            units=batch * key_heads,
+            groups=x.q.shape[1] // key_heads,
+            queries=length,
+            keys=keys,
+            key_size=self.k.shape[1],
+            value_size=self.v.shape[1],
+            key_heads=key_heads,
+            causal=int(options.causal),
+            window=options.window,
+            num_sinks=options.num_sinks,
+            block_size=options.block_size,
+            query_block=options.query_block,
+            selections=heads // key_heads,
+            query_blocks=query_blocks,
+            selected_blocks=kept,
+            scale=x.scale,
+            lengths=self.lengths.data_ptr(),
+            counts=self.counts.data_ptr(),
+            selected=self.selected.data_ptr(),
+        )
+
+    def panels(self, name: str) -> dict[str, Tensor]:
+        """Return keys or values in panels, by the name of their argument; not in bfloat16."""
+        if self.dtype == torch.bfloat16:
+            return {}
+        rows: Tensor = getattr(self, name)
+        return {f"{name}_panels": _panels(rows, self.task.units, self.task.keys)}
+
+    def run(self, direction: str, **tensors: Tensor) -> None:
+        """Call the kernel of a direction."""
+        given = {"q": self.q, "k": self.k, "v": self.v, **self.panels("k"), **tensors}
+        pointers = _Tensors(**{name: x.data_ptr() for name, x in given.items()})
+        function = getattr(cpp.load(BLOCK_SPARSE), f"sparse_{direction}_{self.type_name}")
+        function(ctypes.byref(self.task), ctypes.byref(pointers))
+
+
+def has_amx() -> bool:
+    """Return whether the kernel is available and multiplies bfloat16 matrices."""
+    return not cpp.unavailable_reason(BLOCK_SPARSE) and bool(cpp.load(BLOCK_SPARSE).has_amx())
+
+
+def kernel_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the dtype in which the kernel reads tensors: bfloat16 only on CPUs with AMX."""
+    if {x.dtype for x in tensors} == {torch.bfloat16} and has_amx():
+        return torch.bfloat16
+    return torch.promote_types(tensors[0].dtype, torch.float32)
+
+
+def padding_bytes(read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
+    """Return the bytes that the padding of bfloat16 rows takes: copies of what the kernel reads."""
+    rows = [(x.shape[:-1].numel(), x.shape[-1], -x.shape[-1] % WORDS) for x in (*read, *written)]
+    copies = sum(count * size for count, size, padding in rows[: len(read)] if padding)
+    paddings = sum(count * padding for count, _, padding in rows)
+    return (copies + paddings) * torch.bfloat16.itemsize
+
+
+def forward(x: SparseTensors) -> tuple[Tensor, Tensor]:
+    """Return the output ``[B, H, T, E]`` and the base-2 log-sum-exp, ``[B, H, T, 1]``."""
+    tensors = CppTensors(x)
+    out = empty_huge_pages(tensors.v, (len(tensors.q), tensors.v.shape[1]))
+    lse_dtype = torch.promote_types(tensors.dtype, torch.float32)
+    lse = empty_huge_pages(tensors.v, (len(tensors.q), 1), lse_dtype)
+    tensors.run("forward", out=out, lse=lse)
+    del tensors  # before rows are copied without padding
+    shape = x.q.shape[:3]
+    return unpad(out, x.v.shape[3]).view(*shape, -1), lse.view(*shape, 1)
+
+
+def backward(
+    x: SparseTensors, d_out: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v; see :func:`gather.backward`."""
+    tensors = CppTensors(x)
+    given = {"lse": lse.contiguous(), "d_out": _rows(d_out, tensors.dtype)}
+    if tensors.dtype == torch.bfloat16:  # the kernel computes delta, and writes every gradient
+        given["out"] = _rows(out, tensors.dtype)
+    else:
+        given["delta"] = row_products(d_out, out, lse.dtype).contiguous()
+    names = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v}
+    rows = {name: empty_huge_pages(y, y.shape) for name, y in names.items()}
+    if tensors.dtype != torch.bfloat16:
+        rows = {name: y.zero_() for name, y in rows.items()}
+    tensors.run("backward", **tensors.panels("v"), **given, **rows)
+    del tensors, given, names
+    gradients = []
+    for gradient, like in zip(rows.values(), (x.q, x.k, x.v), strict=True):
+        part = unpad(gradient, like.shape[3]).view(like.shape)
+        gradients.append(part if like is x.q else _align_right(part, x.lengths))
+    return gradients[0], gradients[1], gradients[2]
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``[B, H, T, D]`` as contiguous rows ``[B H T, D]`` padded to vectors."""
+    rows = x.to(dtype).contiguous().flatten(0, 2)
+    if dtype == torch.bfloat16 and rows.shape[1] % WORDS:
+        return torch.nn.functional.pad(rows, (0, -rows.shape[1] % WORDS))
+    return pad_to_simd(rows).contiguous()
+
+
+def _panels(rows: Tensor, units: int, keys: int) -> Tensor:
+    """Return rows ``[U S, D]`` transposed in panels, ``[U, S / PANEL, D, PANEL]``, and a margin."""
+    size, count = rows.shape[1], -(-keys // PANEL)
+    out = empty_huge_pages(rows, (units * count * size * PANEL + PANEL,))
+    out[-PANEL:] = 0
+    panels = out[:-PANEL].view(units, count, size, PANEL)
+    rows = rows.view(units, keys, size)
+    whole = keys // PANEL
+    if whole:
+        panels[:, :whole] = rows[:, : whole * PANEL].unflatten(1, (whole, PANEL)).mT
+    if whole < count:
+        panels[:, -1] = 0
+        panels[:, -1, :, : keys - whole * PANEL] = rows[:, whole * PANEL :].mT
+    return out
+
+
+def _align_left(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Move the last ``lengths`` tokens of each row of ``[B, H, S, D]`` to its beginning."""
+    if lengths is None:
+        return x
+    keys = x.shape[2]
+    index = (torch.arange(keys) + keys - lengths[:, None]) % keys
+    return torch.take_along_dim(x, index[:, None, :, None], 2)
+
+
+def _align_right(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Undo :func:`_align_left`."""
+    if lengths is None:
+        return x
+    keys = x.shape[2]
+    index = (torch.arange(keys) - keys + lengths[:, None]) % keys
+    return torch.take_along_dim(x, index[:, None, :, None], 2)

@@ -1,0 +1,155 @@
+r"""The loss that trains an indexer: divergence of its scores from softmax's weights of blocks.
+
+With :math:`p_{tj}` the weight of softmax attention on block j, averaged over the heads, and
+:math:`I_{tj}` the indexer's score, the loss of a query is
+
+.. math:: \sum_j p_{tj} \log \frac{p_{tj} / \sum_i p_{ti}}{\mathrm{softmax}_j(I_t)},
+
+over the blocks that the query may select. That is the part of the divergence of all weights that
+the selection determines: blocks of the window and the first tokens are attended to in any case.
+Source: the warm-up of DeepSeek-AI, 2025, arXiv:2512.02556, which takes all keys.
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, N key blocks,
+C keys of a block, I indexer heads, P size of index queries and keys.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.ops.block_sparse.index_keys import add_index
+from attnzoo.ops.block_sparse.layout import align_rows
+from attnzoo.ops.block_sparse.options import (
+    IndexTensors,
+    SelectionOptions,
+    SparseCall,
+    SparseOptions,
+)
+from attnzoo.ops.block_sparse.selection import (
+    Candidates,
+    candidates,
+    first_positions,
+    gather_rows,
+    index_scores,
+)
+from attnzoo.runtime.autocast import autocast_disabled
+
+MAX_SCORES = 2**24  # of softmax, computed at a time
+
+
+class _Queries(NamedTuple):
+    """Some queries, and the blocks that they may select."""
+
+    q: Tensor  # [B, H, c, D]
+    index_q: Tensor  # [B, I, c, P + 1]
+    position: Tensor  # [1 or B, c]; negative at padding
+    allowed: Candidates
+
+
+def selection_loss(
+    q: Tensor,
+    k: Tensor,
+    index: IndexTensors,
+    *,
+    mask: AttentionMask,
+    scale: float,
+    options: SparseOptions,
+) -> Tensor:
+    """Return the divergence of an indexer from softmax, in nats, a float32 scalar or wider.
+
+    The mean is over real queries. Every query has its own scores, also with ``query_block``.
+    Time O(T S D) and memory O(T S); long sequences compute scores again in the backward pass.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``.
+        k: Keys, ``[B, Hkv, T, D]``.
+        index: Index tensors, which get a gradient; queries and keys get none.
+        mask: Causality and padding.
+        scale: Multiplies query-key products.
+        options: Sizes.
+    """
+    options = options._replace(query_block=1)
+    choice = SelectionOptions("indexer", None, False)
+    with autocast_disabled(q.device):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q, k = q.detach().to(wide), k.detach().to(wide)
+        aligned = align_rows(q, k, k, mask, None)
+        lengths, counts = aligned.lengths, aligned.counts
+        call = SparseCall(
+            aligned.q, aligned.k, aligned.v, lengths, counts, None, None, scale, options, choice
+        )
+        call = add_index(call, index, aligned, None)
+        assert call.index_q is not None
+        assert call.summary is not None
+        keys, position = _blocks_of_keys(call), first_positions(call)
+        allowed = candidates(call, position)
+        (batch, heads, length, _), count = call.q.shape, keys.shape[2]
+        step = max(1, MAX_SCORES // max(1, batch * heads * count))
+        total = call.summary.new_zeros(())
+        for start in range(0, length, step):
+            rows = slice(start, start + step)
+            part = _Queries(
+                call.q[:, :, rows],
+                call.index_q[:, :, rows],
+                position[:, rows],
+                allowed._replace(end=allowed.end[:, rows], begin=allowed.begin[:, rows]),
+            )
+            if step < length and torch.is_grad_enabled():
+                loss: Tensor = checkpoint(
+                    _divergence, part, keys, call.summary, call, use_reentrant=False
+                )
+            else:
+                loss = _divergence(part, keys, call.summary, call)
+            total = total + loss
+        queries = batch * length if counts is None else counts.sum().clamp(min=1)
+        return total / queries
+
+
+def _blocks_of_keys(call: SparseCall) -> Tensor:
+    """Return the keys of each row from its first real one, ``[B, Hkv, N C, D]``, then zeros."""
+    size, keys = call.options.block_size, call.k.shape[2]
+    k = F.pad(call.k, (0, 0, 0, -keys % size))
+    if call.lengths is None:
+        return k
+    position = torch.arange(k.shape[2], device=k.device)[None]
+    index = (position + keys - call.lengths[:, None]).clamp(0, keys - 1)
+    real = (position < call.lengths[:, None])[:, None, :, None]
+    return gather_rows(call.k, index).masked_fill(~real, 0)
+
+
+def _divergence(part: _Queries, keys: Tensor, summary: Tensor, call: SparseCall) -> Tensor:
+    """Return the sum of the divergences of some queries."""
+    blocks = summary.shape[2]
+    allowed = part.allowed.mask(blocks) & (part.position >= 0)[..., None]
+    weights = _block_weights(part, keys, call)[..., :blocks].masked_fill(~allowed, 0)
+    share = weights / weights.sum(2, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+    scores = index_scores(part.index_q, summary)
+    lowest = torch.finfo(scores.dtype).min  # not infinity: a query may have no candidate
+    log_scores = scores.masked_fill(~allowed, lowest).log_softmax(2)
+    log_share = share.clamp(min=torch.finfo(share.dtype).tiny).log()
+    return (weights * (log_share - log_scores.masked_fill(~allowed, 0))).sum()
+
+
+@torch.no_grad()
+def _block_weights(part: _Queries, keys: Tensor, call: SparseCall) -> Tensor:
+    """Return the mean over heads of softmax's weight on each block, ``[B, c, N]``.
+
+    Without the weight of the first tokens, which are not selected.
+    """
+    options, heads, count = call.options, part.q.shape[1], keys.shape[2]
+    column = torch.arange(count, device=keys.device)
+    lengths = column.new_full((1,), call.k.shape[2]) if call.lengths is None else call.lengths
+    seen = column < lengths[:, None, None]  # [1 or B, 1 or c, S]
+    if options.causal:
+        seen = seen & (column <= part.position[..., None])
+    groups = heads // keys.shape[1]
+    scores = part.q.unflatten(1, (-1, groups)) @ keys[:, :, None].mT * call.scale
+    scores = scores.flatten(1, 2).masked_fill(~seen[:, None], -torch.inf)
+    weights: Tensor = scores.softmax(3).nan_to_num(0.0).mean(1)
+    weights = weights.masked_fill(column < options.num_sinks, 0)
+    return weights.view(*weights.shape[:2], -1, options.block_size).sum(3)

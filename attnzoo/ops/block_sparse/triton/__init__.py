@@ -1,0 +1,1 @@
+"""Block-sparse attention in Triton, for NVIDIA GPUs."""

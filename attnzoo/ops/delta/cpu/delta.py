@@ -1,0 +1,344 @@
+"""The delta rule in C++, for CPUs: both passes; ``cpp_step`` has the step.
+
+Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T tokens, D key size, E value size, F decays
+per token (0, 1 or D), P panels: groups of columns of the values, which are pieces of work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo.contract.states import DeltaState
+from attnzoo.ops.delta.common import DeltaInputs, Result
+from attnzoo.ops.delta.cpu.delta_step import is_step, run_step
+from attnzoo.ops.linear.common import log_decay_per_token
+from attnzoo.runtime import cpp
+from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
+from attnzoo.runtime.memory import (
+    LANES,
+    empty_huge_pages,
+    pad_to_simd,
+    register_buffer_bytes,
+    simd_copy_bytes,
+    unpad,
+)
+
+CPP_CHUNK = 16  # the largest chunk size, in tokens
+SPAN = 128  # tokens between the states that the forward pass keeps; SPAN of delta.cpp
+PANELS = (128, 64, 32)  # columns of a panel; as wide as leaves BACKWARD_PIECES pieces of work
+BACKWARD_PIECES = 4  # not the number of threads, so that gradients do not depend on it
+TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
+DELTA = cpp.Source(
+    Path(__file__).with_name("delta.cpp"),
+    tuple(f"delta_{x}_{y}" for x in ("forward", "backward", "step") for y in TYPE_NAMES.values()),
+)
+
+
+class _Task(ctypes.Structure):
+    """The arguments of both C++ functions; ``delta.cpp`` has the same struct."""
+
+    _fields_ = [
+        *cpp.fields(
+            ctypes.c_int64,
+            "threads batch heads groups tokens key_size value_size panel chunk decays",
+        ),
+        *cpp.fields(ctypes.c_int64 * 3, "q_steps k_steps v_steps beta_steps decay_steps out_steps"),
+        ("scale", ctypes.c_double),
+        *cpp.fields(ctypes.c_void_p, "q k v beta log_decay state out last_state kept ids"),
+    ]
+
+
+class _Gradients(ctypes.Structure):
+    """The further arguments of the backward pass; ``delta.cpp`` has the same struct."""
+
+    _fields_ = [
+        ("d_out_steps", ctypes.c_int64 * 3),
+        *cpp.fields(ctypes.c_void_p, "d_out d_last_state dq dk d_beta d_log_decay dv d_state"),
+    ]
+
+
+def cpp_reasons(x: DeltaInputs) -> list[str]:
+    """Return every reason why the C++ kernel does not support a call."""
+    reasons = []
+    if x.q.device.type != "cpu":
+        reasons.append(f"the tensors are on {x.q.device.type}")
+    if x.form == "parallel":
+        reasons.append("the parallel form is for comparison (use form='chunk')")
+    if x.chunk_size is not None and x.chunk_size > CPP_CHUNK:
+        reasons.append(f"chunk_size is {x.chunk_size} (at most {CPP_CHUNK})")
+    return reasons or list(_unavailable())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _unavailable() -> tuple[str, ...]:
+    reason = cpp.unavailable_reason(DELTA)
+    return (reason,) if reason else ()
+
+
+def run_cpp(x: DeltaInputs) -> Result:
+    """Run the kernel.
+
+    For the backward pass, the state before every 128th token is kept: as many bytes per token and
+    key head as ``D E / 128`` numbers of the state take.
+    """
+    if x.normalize or is_step(x):
+        return run_step(x, DELTA, TYPE_NAMES[x.state.kv.dtype])
+    tensors = (x.q, x.k, x.v, x.beta, x.log_decay, x.state.kv)
+    check_reverse_mode("delta_attention", *tensors)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    chunk_size = 1 if x.form == "recurrent" else x.chunk_size or CPP_CHUNK
+    arguments = (*tensors, x.segment_ids, x.scale, chunk_size, needs_grad)
+    out, state, _ = delta_cpp(*arguments)
+    return out, DeltaState(state)
+
+
+class _Arguments:
+    """The tensors of a call as the kernels read them, and the struct that refers to them."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        log_decay: Tensor | None,
+        state: Tensor,
+        segment_ids: Tensor | None,
+        scale: float,
+        chunk_size: int,
+        panel: int,
+    ) -> None:
+        dtype, self.sizes = state.dtype, (k.shape[3], v.shape[3])
+        self.q, self.k, self.v, state = (pad_to_simd(x.to(dtype)) for x in (q, k, v, state))
+        if (missing := self.k.shape[3] - state.shape[2]) > 0:
+            state = F.pad(state, (0, 0, 0, missing))
+        self.state, self.beta = state.contiguous(), beta.to(dtype)
+        self.log_decay = self.k.new_empty(*self.k.shape[:3], 0)
+        if log_decay is not None:
+            log_decay = log_decay_per_token(log_decay, self.k).to(dtype)
+            self.log_decay = pad_to_simd(log_decay) if log_decay.shape[3] > 1 else log_decay
+        ids = None if segment_ids is None else segment_ids.to(torch.int64).contiguous()
+        self.segment_ids = ids
+        read = (self.q, self.k, self.v, self.beta, self.log_decay)
+        batch, heads, tokens, size = self.k.shape
+        self.task = _Task(
+            *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, tokens, size),
+            *(self.v.shape[3], panel, chunk_size, self.log_decay.shape[3]),
+            *(_steps(x) for x in read),
+            _steps(self.q),  # replaced by those of out
+            scale,
+            *(x.data_ptr() for x in (*read, self.state)),
+            ids=None if ids is None else ids.data_ptr(),
+        )
+        self.functions = cpp.load(DELTA), TYPE_NAMES[dtype]
+
+    def run(self, direction: str, *structs: ctypes.Structure) -> None:
+        """Call the kernel of one direction."""
+        library, type_name = self.functions
+        pointers = (ctypes.byref(x) for x in (self.task, *structs))
+        getattr(library, f"delta_{direction}_{type_name}")(*pointers)
+
+
+@torch.library.custom_op("attnzoo::delta_cpp", mutates_args=())
+def delta_cpp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    segment_ids: Tensor | None,
+    scale: float,
+    chunk_size: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, the state after the last token, and the states kept for the backward pass.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``.
+        k: Keys, ``[B, Hkv, T, D]``.
+        v: Values, ``[B, Hkv, T, E]``.
+        beta: Write strengths, ``[B, Hkv, T]``.
+        log_decay: ``[Hkv]``, ``[B, Hkv, T]`` or ``[B, Hkv, T, D]``.
+        state: The state before the first token, ``[B, Hkv, D, E]``.
+        segment_ids: ``[B, T]``, of sequences packed into one row.
+        scale: Multiplies q.
+        chunk_size: C, in tokens; at most :data:`CPP_CHUNK`.
+        keep: Whether to keep the states before every :data:`SPAN` th token,
+            ``[B, Hkv, T / SPAN, D, E]`` with D and E padded; otherwise without elements.
+    """
+    panel = _panel(k, v, torch.get_num_threads())
+    x = _Arguments(q, k, v, beta, log_decay, state, segment_ids, scale, chunk_size, panel)
+    out = empty_huge_pages(x.v, (*x.q.shape[:3], x.v.shape[3]))
+    last = torch.empty_like(x.state)
+    spans = -(-k.shape[2] // SPAN) if keep else 0
+    kept = empty_huge_pages(last, (*last.shape[:2], spans, *last.shape[2:]))
+    x.task.out, x.task.last_state, x.task.out_steps = out.data_ptr(), last.data_ptr(), _steps(out)
+    x.task.kept = kept.data_ptr() if keep else None
+    x.run("forward")
+    return unpad(out, x.sizes[1]).to(v.dtype), _unpad_state(last, x.sizes), kept
+
+
+@torch.library.custom_op("attnzoo::delta_cpp_backward", mutates_args=())
+def delta_cpp_backward(
+    d_out: Tensor | None,
+    d_last_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    segment_ids: Tensor | None,
+    kept: Tensor,
+    scale: float,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, beta, log_decay (or no elements) and state."""
+    panel = _panel(k, v, BACKWARD_PIECES)
+    x = _Arguments(q, k, v, beta, log_decay, state, segment_ids, scale, chunk_size, panel)
+    x.task.kept = kept.data_ptr()
+    panels = -(-x.v.shape[3] // panel)
+    if d_out is None:
+        d_out = x.v.new_zeros(1).expand(*q.shape[:3], v.shape[3])
+    d_out = pad_to_simd(d_out.to(x.v.dtype))
+    if d_last_state is None:
+        d_last = torch.zeros_like(x.state)
+    else:
+        d_last = pad_to_simd(d_last_state)
+        d_last = F.pad(d_last, (0, 0, 0, x.state.shape[2] - d_last.shape[2])).contiguous()
+    shared = [(*x.q.shape,), (*x.k.shape,), (*k.shape[:3], 1), (*x.log_decay.shape,)]
+    dq, dk, d_beta, d_log = (empty_huge_pages(x.q, (panels, *shape)) for shape in shared)
+    dv, d_state = empty_huge_pages(x.v, (*x.v.shape,)), torch.empty_like(x.state)
+    pointers = (d_out, d_last, dq, dk, d_beta, d_log, dv, d_state)
+    x.run("backward", _Gradients(_steps(d_out), *(t.data_ptr() for t in pointers)))
+    dq, dk, d_beta, d_log = (t[0] if panels == 1 else t.sum(0) for t in (dq, dk, d_beta, d_log))
+    keys, values = x.sizes
+    return (
+        unpad(dq, keys).to(q.dtype),
+        unpad(dk, keys).to(k.dtype),
+        unpad(dv, values).to(v.dtype),
+        d_beta.squeeze(3).to(beta.dtype),
+        _log_decay_gradient(d_log, log_decay, keys),
+        _unpad_state(d_state, x.sizes),
+    )
+
+
+def _panel(k: Tensor, v: Tensor, pieces: int) -> int:
+    """Return how many columns of the values a piece of work has, for at least ``pieces`` of them.
+
+    The outputs do not depend on it. Gradients of queries and keys are sums over the panels.
+    """
+    heads, columns = k.shape[0] * k.shape[1], -(-v.shape[3] // LANES) * LANES
+    fitting = (x for x in PANELS if heads * -(-columns // x) >= pieces)
+    return next(fitting, PANELS[-1])
+
+
+def _steps(x: Tensor) -> Any:
+    """Return the strides of batch, heads and tokens."""
+    return (ctypes.c_int64 * 3)(*x.stride()[:3])
+
+
+def _unpad_state(state: Tensor, sizes: tuple[int, int]) -> Tensor:
+    return state[:, :, : sizes[0], : sizes[1]].contiguous()
+
+
+def _log_decay_gradient(d_log: Tensor, log_decay: Tensor | None, keys: int) -> Tensor:
+    """Return the gradient in the shape and dtype of ``log_decay``; no elements for ``None``."""
+    if log_decay is None:
+        return d_log.new_empty(0)
+    if log_decay.dim() == 4:
+        return unpad(d_log, keys).to(log_decay.dtype)
+    d_log = d_log.squeeze(3)
+    return (d_log if log_decay.dim() == 3 else d_log.sum((0, 2))).to(log_decay.dtype)
+
+
+@delta_cpp.register_fake
+def _delta_cpp_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    keep = rest[-1]
+    padded = [-(-size // LANES) * LANES for size in state.shape[2:]]
+    spans = (k.shape[2] + SPAN - 1) // SPAN if keep else 0
+    kept = state.new_empty(*state.shape[:2], spans, *padded)
+    return v.new_empty(*q.shape[:-1], v.shape[-1]), state.new_empty(state.shape), kept
+
+
+@delta_cpp_backward.register_fake
+def _delta_cpp_backward_fake(d_out: Any, d_last: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    state = inputs[5]
+    like = (x if x is not None else state.new_empty(0) for x in inputs[:6])
+    return tuple(x.new_empty(x.shape) for x in like)
+
+
+@register_buffer_bytes(delta_cpp)
+def _delta_cpp_buffers(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    *_: Any,
+) -> int:
+    dtype, out = state.dtype, v.new_empty(*q.shape[:3], v.shape[3])
+    read = simd_copy_bytes(dtype, q, k, v, state, _per_channel(log_decay))
+    written = simd_copy_bytes(dtype, out)
+    if v.dtype != dtype and v.shape[3] % LANES:  # without padding, before the conversion
+        written += out.numel() * dtype.itemsize
+    return read + written
+
+
+@register_buffer_bytes(delta_cpp_backward)
+def _delta_cpp_backward_buffers(
+    d_out: Tensor | None,
+    d_last_state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    *_: Any,
+) -> int:
+    dtype, decay = state.dtype, _per_channel(log_decay)
+    read = simd_copy_bytes(dtype, d_out, q, k, v, state, decay)
+    columns = v.shape[3] + -v.shape[3] % LANES
+    panels = -(-columns // _panel(k, v, BACKWARD_PIECES))
+    if panels == 1:
+        return read + simd_copy_bytes(dtype, q, k, v, decay)
+    sums = (x.numel() * dtype.itemsize for x in (q, k, decay) if x is not None)
+    return read + panels * sum(sums) + simd_copy_bytes(dtype, v)
+
+
+def _per_channel(log_decay: Tensor | None) -> Tensor | None:
+    """Return decays that have one number per channel; ``None`` for others."""
+    return log_decay if log_decay is not None and log_decay.dim() == 4 else None
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:7], output[2])
+    ctx.options = inputs[7:9]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, d_out: Any, d_last: Any, d_kept: Any) -> tuple[Tensor | None, ...]:
+    grads = delta_cpp_backward(d_out, d_last, *ctx.saved_tensors, *ctx.options)
+    needed = ctx.needs_input_grad
+    return *(g if need else None for g, need in zip(grads, needed, strict=False)), *(None,) * 4
+
+
+delta_cpp.register_autograd(_backward, setup_context=_setup_context)
+refuse_derivative(delta_cpp_backward, "delta_attention")

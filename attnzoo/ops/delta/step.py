@@ -1,0 +1,49 @@
+"""The delta rule token by token in torch: the step that decoding takes.
+
+O(D E) per token. Letters as in :mod:`attnzoo.ops.delta.common`; G = H / Hkv.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attnzoo.contract.states import DeltaState
+from attnzoo.ops.delta.common import DeltaInputs, Result
+
+
+def step(x: DeltaInputs) -> Result:
+    """Compute one token: a few operations of fixed shapes, which a CUDA graph can capture."""
+    kv = x.state.kv
+    batch, heads, _, size = x.q.shape
+    key_heads = x.k.shape[1]
+    q = x.q.to(kv.dtype).reshape(batch, key_heads, heads // key_heads, size)
+    if x.scale != 1.0:
+        q = q * x.scale
+    k, v, beta = x.k.to(kv.dtype), x.v.to(kv.dtype), x.beta.to(kv.dtype).unsqueeze(-1)
+    if x.log_decay is not None:
+        kv = kv * _column(x).to(kv.dtype).exp()
+    kv = torch.addcmul(kv, k.mT, beta * (v - k @ kv))
+    return (q @ kv).view(batch, heads, 1, v.shape[3]).to(x.v.dtype), DeltaState(kv)
+
+
+def run_steps(x: DeltaInputs) -> Result:
+    """Compute all tokens, one step after another."""
+    tokens = x.k.shape[2]
+    if tokens == 1:
+        return step(x)
+    outs, state = [], x.state
+    for t in range(tokens):
+        if x.segment_ids is not None and t > 0:
+            same = x.segment_ids[:, t - 1] == x.segment_ids[:, t]
+            state = DeltaState(state.kv * same[:, None, None, None].to(state.kv.dtype))
+        out, state = step(x.tokens(t, t + 1)._replace(state=state))
+        outs.append(out)
+    return torch.cat(outs, 2), state
+
+
+def _column(x: DeltaInputs) -> torch.Tensor:
+    """Return the log decays of one token as ``[B or 1, Hkv, D or 1, 1]``."""
+    assert x.log_decay is not None
+    if x.log_decay.dim() == 4:
+        return x.log_decay.mT
+    return x.log_decay.view(-1, x.k.shape[1], 1, 1)

@@ -1,0 +1,48 @@
+"""The delta rule in Triton: which calls the kernels support, and the call itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnzoo.contract.states import DeltaState
+from attnzoo.errors import UnsupportedError
+from attnzoo.ops.delta.common import DeltaInputs, Result
+from attnzoo.ops.linear.triton.run import round_features
+from attnzoo.ops.linear.triton.run import triton_reasons as linear_reasons
+from attnzoo.ops.linear.triton.trust import trust
+from attnzoo.runtime.derivatives import check_reverse_mode
+
+
+def triton_reasons(x: DeltaInputs) -> list[str]:
+    """Return every reason why the kernels do not support a call."""
+    reasons = linear_reasons(x.q, x.k, x.v, form=x.form)
+    if x.chunk_size is not None:
+        reasons.append(f"chunk_size is {x.chunk_size} (the kernels choose it; leave it out)")
+    return reasons
+
+
+def triton_trust_reasons(x: DeltaInputs) -> tuple[tuple[str, ...], str]:
+    """Return why ``impl="auto"`` does not trust the kernels, or what ``describe`` says of them."""
+    return trust("delta", x.log_decay, x.k, x.v)
+
+
+def run_triton(x: DeltaInputs) -> Result:
+    """Run the kernels; one token without gradients takes the step."""
+    from attnzoo.ops.delta.triton.custom_op import delta_triton
+    from attnzoo.ops.delta.triton.step import delta_triton_step
+
+    q, k = round_features(x.q, x.v), round_features(x.k, x.v)
+    tensors: tuple[Tensor | None, ...] = (q, k, x.v, x.beta, x.log_decay, x.state.kv)
+    check_reverse_mode("delta_attention", *tensors)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if x.k.shape[2] == 1 and not needs_grad:
+        out, last = delta_triton_step(*tensors, x.scale)
+        return out, DeltaState(last)
+    if x.scale == 0 and needs_grad:  # the backward pass divides by it
+        raise UnsupportedError(
+            "the backward pass of impl='triton' needs a scale other than 0, got 0; impl='torch' "
+            "supports any."
+        )
+    out, last, _, _ = delta_triton(*tensors, x.segment_ids, x.scale)
+    return out, DeltaState(last)

@@ -1,0 +1,49 @@
+"""Checks of the tensors that the delta rule takes.
+
+Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import DeltaState
+from attnzoo.contract.validation import (
+    check_mask_fields,
+    check_qkv,
+    check_shape,
+    check_state_field,
+)
+from attnzoo.errors import UnsupportedError
+from attnzoo.ops.linear.validation import check_log_decay
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: DeltaState | None,
+    mask: AttentionMask,
+) -> None:
+    """Raise ``UnsupportedError`` for tensors that do not fit each other."""
+    check_qkv(q, k, v, mask)
+    check_mask_fields("delta_attention", mask, "segment_ids")
+    if not mask.causal:
+        raise UnsupportedError(
+            "delta_attention is causal, got a mask that is not; pass AttentionMask(causal=True), "
+            "or None."
+        )
+    if q.shape[2] != k.shape[2]:
+        raise UnsupportedError(
+            f"delta_attention needs queries and keys of the same tokens, got {q.shape[2]} queries "
+            f"and {k.shape[2]} keys; pass earlier tokens as state=."
+        )
+    check_shape("beta", beta, tuple(k.shape[:3]), "B, Hkv, T", q.device)
+    if log_decay is not None:
+        check_log_decay(log_decay, k.shape, k.device, causal=True)
+    if state is not None:
+        shape = (*k.shape[:2], k.shape[3], v.shape[3])
+        check_state_field("state.kv", state.kv, shape, q.device)

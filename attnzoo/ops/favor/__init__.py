@@ -1,0 +1,1 @@
+"""FAVOR+ attention."""

@@ -1,0 +1,132 @@
+r"""Exact softmax attention by fused kernels, without a score matrix in memory.
+
+Computes the same as :func:`attnzoo.ops.softmax.api.softmax_attention`, by torch's
+``scaled_dot_product_attention`` (flash, cuDNN or memory-efficient kernels), by its ``varlen_attn``
+for sequences of different lengths (windows, padding, packing and continuing prompts on CUDA), by
+xformers, or, on CPUs, in C++: sliding windows, and other calls where it was measured to be faster.
+Time O(T S), memory O(T + S); with a sliding window of w, time and memory O(T w).
+Source: Dao et al., 2022, arXiv:2205.14135; Rabe and Staats, 2021, arXiv:2112.05682.
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
+w window.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnzoo.contract.implementation import Implementation, select
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import AttentionOutput
+from attnzoo.contract.validation import check_qkv
+from attnzoo.ops.flash import varlen
+from attnzoo.ops.flash.call import FlashCall as FlashCall
+from attnzoo.ops.flash.cpu import cpp_reasons, run_cpp, skip_cpp
+from attnzoo.ops.flash.sdpa import kernel_name, run_sdpa
+from attnzoo.ops.flash.varlen import extra_keys_reasons as extra_keys_reasons
+from attnzoo.ops.flash.varlen import kernel_window as kernel_window
+from attnzoo.ops.flash.varlen import run_varlen as run_varlen
+from attnzoo.ops.flash.varlen import varlen_reasons as varlen_reasons
+from attnzoo.ops.flash.varlen_extra import (
+    attend_with_extra_keys as attend_with_extra_keys,
+)
+from attnzoo.ops.flash.varlen_extra import outside_window as outside_window
+from attnzoo.ops.flash.varlen_kernel import Sequences as Sequences
+from attnzoo.ops.flash.varlen_kernel import attend_sequences as attend_sequences
+from attnzoo.ops.flash.varlen_kernel import sequences as sequences
+from attnzoo.ops.flash.varlen_trust import trust_varlen as trust_varlen
+from attnzoo.ops.flash.xformers import auto_reasons, run_xformers, xformers_reasons
+
+IMPLEMENTATIONS = (
+    Implementation(
+        name="varlen",
+        run=run_varlen,
+        reasons=varlen_reasons,
+        auto_reasons=varlen.auto_reasons,
+        automatic="PyTorch's varlen kernel needs no mask",
+        trust=trust_varlen,
+    ),
+    Implementation(
+        name="xformers",
+        run=run_xformers,
+        reasons=xformers_reasons,
+        automatic="xformers has a kernel for sliding windows",
+        auto_reasons=auto_reasons,
+    ),
+    Implementation(
+        name="cpp",
+        run=run_cpp,
+        reasons=cpp_reasons,
+        auto_reasons=skip_cpp,
+        automatic="causal attention and masks are compiled for this CPU",
+    ),
+    Implementation(
+        name="sdpa", run=run_sdpa, automatic="PyTorch's fused kernels run on every device"
+    ),
+)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask | None = None,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    impl: str = "auto",
+) -> AttentionOutput:
+    """Return exact softmax attention, computed by a fused kernel.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``.
+        k: Keys, ``[B, Hkv, S, D]``; each serves H / Hkv query heads.
+        v: Values, ``[B, Hkv, S, E]``.
+        mask: Which keys each query sees; ``None`` means all. A query that sees none gives zeros.
+            Hidden keys and values must be finite, as in ``softmax_attention``.
+        scale: Multiplies the products; ``None`` means ``D ** -0.5``.
+        bias: Added to the scores, broadcastable to ``[B, H, T, S]``.
+        sinks: A logit per head, ``[H]``, or per head and query, ``[B, H, T, 1]``, that takes part
+            in the softmax and has no value.
+        dropout: Probability of dropping a weight.
+        impl: ``"sdpa"``, ``"varlen"`` (CUDA), ``"xformers"``, ``"cpp"`` (CPUs), or
+            ``"auto"``: on CUDA varlen for windows, padding, packing and continuing prompts, once
+            it passed a check on the device, else xformers for windows; on CPUs cpp for windows,
+            and on CPUs with AVX-512 also for causal calls from B H T S (D + E) = 2^24 on and
+            padded or packed bidirectional ones from 2^25 on, with 64 queries or more; else sdpa.
+
+    Returns:
+        ``out`` as ``[B, H, T, E]`` in the dtype of ``v``, and ``impl``, which on a GPU names the
+        kernel that torch selected.
+
+    Raises:
+        UnsupportedError: The shapes disagree, or ``impl`` is unknown or does not support the call.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 10, 8)
+        >>> mask = attnzoo.AttentionMask(causal=True)
+        >>> out = attnzoo.ops.flash_attention(q, k, v, mask=mask).out
+        >>> torch.allclose(out, attnzoo.ops.softmax_attention(q, k, v, mask=mask).out, atol=1e-6)
+        True
+    """
+    check_qkv(q, k, v, mask, bias=bias, sinks=sinks, dropout=dropout)
+    if bias is not None:
+        bias = bias[(None,) * (4 - bias.dim())]  # kernels expand four dimensions
+    call = FlashCall(
+        q,
+        k,
+        v,
+        AttentionMask() if mask is None else mask,
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        bias,
+        sinks,
+        dropout,
+    )
+    implementation, choice = select("flash_attention", IMPLEMENTATIONS, call, impl)
+    out = implementation.run(call)
+    on_gpu = q.device.type == "cuda" and not torch.compiler.is_compiling()
+    if implementation.name == "sdpa" and on_gpu:
+        choice = choice._replace(reason=f"{kernel_name(call)}; {choice.reason}")
+    return AttentionOutput(out, impl=choice)

@@ -1,0 +1,1 @@
+"""Gated recurrences that are more than a decay."""

@@ -1,0 +1,122 @@
+"""One token of the window hybrid in C++, without gradients: decoding.
+
+Letters: B batch, H query heads, Hkv key heads, D key size, E value size, F features of a key,
+W window.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.ops.hybrid.state import HybridState, LinearBranch
+from attnzoo.runtime import cpp
+from attnzoo.runtime.derivatives import is_plain_call
+from attnzoo.runtime.memory import with_contiguous_rows
+
+WIDE = {  # of each dtype of keys, that of everything else
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.bfloat16: torch.float32,
+}
+HYBRID_STEP = cpp.Source(
+    Path(__file__).with_name("hybrid_step.cpp"),
+    tuple(f"hybrid_step_{str(dtype).removeprefix('torch.')}" for dtype in WIDE),
+)
+
+
+class _Step(ctypes.Structure):
+    """The arguments of the C++ function; ``hybrid_step.cpp`` has the same struct."""
+
+    _fields_ = [
+        *cpp.fields(
+            ctypes.c_int64,
+            "threads batch heads groups sinks window key_size value_size features decays counted "
+            "relative",
+        ),
+        *cpp.fields(
+            ctypes.c_int64,
+            "q_row q_head k_row k_head v_row v_head fq_row fq_head fk_row fk_head "
+            "decay_row decay_head weight_row weight_head",
+        ),
+        ("scale", ctypes.c_double),
+        *cpp.fields(
+            ctypes.c_void_p,
+            "q k v fq fk log_decay log_weight keys values far kv z seen "
+            "out next_keys next_values next_far next_kv next_z",
+        ),
+    ]
+
+
+def supports_step_cpp(
+    q: Tensor, k: Tensor, v: Tensor, branch: LinearBranch, mask: AttentionMask, state: HybridState
+) -> bool:
+    """Return whether :func:`hybrid_step_cpp` computes a call with a state."""
+    if q.shape[2] != 1 or q.device.type != "cpu" or type(v) not in (Tensor, FakeTensor):
+        return False
+    wide = WIDE.get(k.dtype)
+    tensors = [branch.q, branch.k, branch.log_weight, *state[1:5]]
+    if branch.log_decay is not None:
+        tensors.append(branch.log_decay)
+    if state.k.dtype != k.dtype or {t.dtype for t in tensors} != {wide}:
+        return False
+    if not is_plain_call(q, k, v, state.k, *tensors) or cpp.unavailable_reason(HYBRID_STEP):
+        return False
+    plain = branch.linear_only_heads is None and mask.segment_ids is None
+    return plain and (mask.padding is None or bool(mask.padding.all()))
+
+
+def hybrid_step_cpp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    branch: LinearBranch,
+    state: HybridState,
+    *,
+    scale: float,
+    in_place: bool,
+) -> tuple[Tensor, HybridState]:
+    """Compute one token: its output ``[B, H, 1, E]``, and the next state.
+
+    Keys may be bfloat16; the arithmetic is in float32, or in float64 for float64 tensors.
+    ``in_place``: the next state overwrites the tensors of the given one, if they are contiguous.
+    """
+    dtype, wide = v.dtype, WIDE[k.dtype]
+    q, v = q.to(wide), v.to(wide)
+    old = [*map(Tensor.contiguous, state)]
+    in_place = in_place and all(map(Tensor.is_contiguous, state))
+    new = old[:5] if in_place else [*map(torch.empty_like, old[:5])]
+    read = [*map(with_contiguous_rows, (q, k, v, branch.q, branch.k))]
+    batch, heads, stored, size = old[0].shape
+    columns, (window, features) = old[1].shape[3], old[2].shape[2:]
+    weight = branch.log_weight.expand(batch, q.shape[1], 1, 1)
+    decay, decays = branch.log_decay, 0
+    decay_steps: tuple[int, ...] = (0, 0)
+    if decay is not None:
+        decay = decay.contiguous()
+        decays = features if decay.dim() == 4 else 1
+        decay_steps = (0, 1) if decay.dim() == 1 else decay.stride()[:2]
+    out = v.new_empty(batch, q.shape[1], 1, columns)
+    after = state if in_place else HybridState._make([*new, state.seen + 1])
+    if isinstance(v, FakeTensor):  # shapes without data, to count memory
+        return out.to(dtype), after
+    task = _Step(
+        *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, stored - window, window),
+        *(size, columns, features, decays, branch.mean, branch.relative),
+        *chain(*[t.stride()[:2] for t in read], decay_steps, weight.stride()[:2]),
+        scale,
+        *map(Tensor.data_ptr, read),
+        None if decay is None else decay.data_ptr(),
+        *map(Tensor.data_ptr, (weight, *old, out, *new)),
+    )
+    function = f"hybrid_step_{str(k.dtype).removeprefix('torch.')}"
+    getattr(cpp.load(HYBRID_STEP), function)(ctypes.byref(task))
+    if in_place:
+        state.seen.add_(1)
+    return out.to(dtype), after

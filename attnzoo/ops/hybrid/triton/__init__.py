@@ -1,0 +1,1 @@
+"""The window hybrid in Triton, for NVIDIA GPUs."""

@@ -1,0 +1,122 @@
+"""The C++ kernel of linear attention: its source, its arguments, and the call.
+
+Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size, N rows of the matrix
+of a feature map, F decays per token (0, 1 or the number of features).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.ops.linear.common import log_decay_per_token
+from attnzoo.runtime import cpp
+from attnzoo.runtime.memory import Rows, rows_of, with_contiguous_rows
+
+KERNEL_CHUNK = 16  # the largest chunk, except on AMX tiles; CHUNK of linear.cpp
+SPAN = 512  # tokens between the states that the forward pass keeps; SPAN of linear.cpp
+TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
+LINEAR = cpp.Source(
+    Path(__file__).with_name("linear.cpp"),
+    tuple(f"linear_{x}_{y}" for x in ("forward", "backward") for y in TYPE_NAMES.values()),
+)
+
+
+# The functions of maps in C++, of queries and of keys; Map of feature_maps.h
+FUNCTIONS = {
+    "identity": (0, 0),
+    "elu+1": (1, 1),
+    "relu": (2, 2),
+    "exp": (3, 4),
+    "learned_linear": (0, 0),
+    "hedgehog": (5, 5),
+    "hedgehog_joint": (6, 6),
+    "t2r": (2, 2),
+    "hedgehog_exp": (4, 4),
+}
+
+
+class _Map(ctypes.Structure):
+    """A feature map of queries or keys; ``MapTask`` of ``feature_maps.h``."""
+
+    _fields_ = [
+        *cpp.fields(ctypes.c_int64, "kind size"),
+        ("scale", ctypes.c_double),
+        *cpp.fields(ctypes.c_void_p, "weight bias d_weight d_bias"),
+    ]
+
+
+class Task(ctypes.Structure):
+    """The arguments of both C++ functions; ``linear.cpp`` has the same struct."""
+
+    _fields_ = [
+        *cpp.fields(
+            ctypes.c_int64,
+            "threads batch heads groups tokens key_size value_size given_size normalize chunk "
+            "decays",
+        ),
+        *cpp.fields(ctypes.c_double, "scale eps"),
+        *cpp.fields(Rows, "q k v log_decay out"),
+        *cpp.fields(ctypes.c_void_p, "kv z last_kv last_z kept sums ids key_mask"),
+        *cpp.fields(_Map, "q_map k_map"),
+    ]
+
+
+class Gradients(ctypes.Structure):
+    """The further arguments of the backward pass; ``linear.cpp`` has the same struct."""
+
+    _fields_ = [
+        *cpp.fields(Rows, "d_out dq dk dv d_log_decay"),
+        *cpp.fields(ctypes.c_void_p, "d_totals d_last_kv d_last_z d_kv d_z"),
+    ]
+
+
+class CallArguments:
+    """The tensors of a call as the kernels read them, and the struct that refers to them."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        weights: tuple[Tensor | None, ...],
+        masks: tuple[Tensor | None, Tensor | None],
+        features: int,
+        options: tuple[Any, ...],
+    ) -> None:
+        scale, normalize, eps, chunk_size, feature_map, feature_scale = options
+        segment_ids, key_mask = masks
+        decays = k.new_empty(*k.shape[:3], 0)
+        if log_decay is not None:
+            decays = log_decay_per_token(log_decay, k)
+        read = tuple(with_contiguous_rows(x) for x in (q, k, v, decays))
+        ids = None if segment_ids is None else segment_ids.to(torch.int64).contiguous()
+        key_mask = None if key_mask is None else key_mask.contiguous()
+        self.read = (*read, ids, key_mask)  # kept alive, because the struct refers to them
+        batch, heads, tokens, size = k.shape
+        self.task = Task(
+            *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, tokens, features),
+            *(v.shape[3], size, normalize, min(chunk_size, KERNEL_CHUNK), decays.shape[3]),
+            *(scale, eps, *map(rows_of, read)),
+            ids=None if ids is None else ids.data_ptr(),
+            key_mask=None if key_mask is None else key_mask.data_ptr(),
+        )
+        q_kind, k_kind = FUNCTIONS[feature_map]
+        for kind, weight, bias, field in (
+            (q_kind, weights[0], weights[2], self.task.q_map),
+            (k_kind, weights[1], weights[3], self.task.k_map),
+        ):
+            field.kind, field.scale = kind, feature_scale
+            field.size = size if weight is None else weight.shape[1]
+            field.weight = None if weight is None else weight.data_ptr()
+            field.bias = None if bias is None else bias.data_ptr()
+
+    def run(self, direction: str, dtype: torch.dtype, *structs: ctypes.Structure) -> None:
+        """Call the kernel of one direction, whose sums have this dtype."""
+        function = getattr(cpp.load(LINEAR), f"linear_{direction}_{TYPE_NAMES[dtype]}")
+        function(*(ctypes.byref(x) for x in (self.task, *structs)))

@@ -1,0 +1,387 @@
+"""Linear attention in C++, for CPUs: both passes.
+
+The forward pass keeps the state before every 512th token for the backward pass, which computes the
+states in between again. Tensors are read and written in their own dtypes; sums have the dtype of
+the state. On CPUs with AMX, products of bfloat16 tensors take features and scores rounded to
+bfloat16, unless decays differ between key channels.
+
+Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size, N rows of a map's
+matrix, F features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.contract.context_parallel import SequenceShard
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import LinearState
+from attnzoo.ops.linear.common import (
+    LinearInputs,
+    MapWeights,
+    Result,
+    empty_output,
+    empty_state,
+    like_features,
+    map_inputs,
+    matrices,
+)
+from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
+from attnzoo.ops.linear.cpu.call import (
+    KERNEL_CHUNK,
+    LINEAR,
+    SPAN,
+    CallArguments,
+    Gradients,
+    Task,
+)
+from attnzoo.ops.linear.step import step
+from attnzoo.runtime import cpp
+from attnzoo.runtime.autocast import autocast_disabled
+from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
+from attnzoo.runtime.memory import Rows, empty_huge_pages, rows_of, with_contiguous_rows
+
+CPP_CHUNK = 32  # the largest chunk size that a call may ask for, in tokens
+LANES = 16  # numbers of the rows that the feature maps of the kernel compute are a multiple of it
+
+
+def cpp_reasons(
+    q: Tensor, *, form: str = "chunk", causal: bool = True, chunk_size: int | None = None
+) -> list[str]:
+    """Return every reason why the C++ kernel does not support a call.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``.
+        form: As in ``linear_attention``.
+        causal: Whether a token sees only itself and earlier tokens.
+        chunk_size: C, or ``None``.
+    """
+    reasons = []
+    if q.device.type != "cpu":
+        reasons.append(f"the tensors are on {q.device.type}")
+    if form == "parallel":
+        reasons.append("the parallel form is for comparison (use form='chunk')")
+    if not causal:
+        reasons.append("attention is bidirectional (the kernel is causal)")
+    if chunk_size is not None and chunk_size > CPP_CHUNK:
+        reasons.append(f"chunk_size is {chunk_size} (at most {CPP_CHUNK})")
+    return reasons or list(_unavailable())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _unavailable() -> tuple[str, ...]:
+    reason = cpp.unavailable_reason(LINEAR)
+    return (reason,) if reason else ()
+
+
+def fuses_map(x: LinearInputs) -> bool:
+    """Return whether the kernel computes the features of a call, and sets those of padding to 0."""
+    if x.k.shape[2] == 1:
+        return False
+    if x.feature_map == "identity":
+        return True
+    rows = x.k.shape[3] if x.map_weights is None else x.map_weights.k.shape[1]
+    return x.scale == 1.0 and rows % LANES == 0
+
+
+def run_cpp(x: LinearInputs) -> Result:
+    """Run the kernel; one token takes the step in torch."""
+    if x.k.shape[2] == 1:
+        return step(x)
+    out, _, state = _run(x, totals=False)
+    return out, state
+
+
+def weighted_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask,
+    log_decay: Tensor | None,
+    state: LinearState | None,
+    chunk_size: int | None,
+    feature_map: str = "identity",
+    feature_scale: float = 1.0,
+    map_weights: MapWeights | None = None,
+    shard: SequenceShard | None = None,
+) -> tuple[Tensor, Tensor, LinearState]:
+    """Return the sums of values and of weights that a normalised output divides.
+
+    Arguments are those of ``linear_attention``, with a causal mask. The sums have the dtype of the
+    state: of values ``[B, H, T, E]``, of weights ``[B, H, T]``, and the last state.
+    """
+    if state is None:
+        state = empty_state(q, like_features(k, feature_map, map_weights), v)
+    x = LinearInputs(
+        *(q, k, v, log_decay, state, mask.padding, mask.segment_ids, True, "chunk", False),
+        *(1.0, 0.0, chunk_size, feature_map, feature_scale, map_weights),
+    )
+    with autocast_disabled(q.device):
+        if not fuses_map(x) or shard is not None:
+            x = map_inputs(x)
+        if shard is not None:
+            x = x._replace(state=state_from_earlier_ranks(x.k, v, log_decay, shard))
+        if q.shape[0] == 0 or q.shape[2] == 0:
+            out = empty_output(x).to(state.kv.dtype)
+            return out, out.sum(3), x.state
+        return _run(x, totals=True)
+
+
+def _run(x: LinearInputs, *, totals: bool) -> tuple[Tensor, Tensor, LinearState]:
+    weights: tuple[Tensor | None, ...] = (None,) * 4
+    if x.map_weights is not None:
+        weights = matrices(x.feature_map, x.map_weights, x.state.kv.dtype)
+    tensors = (x.q, x.k, x.v, x.log_decay, *x.state, *weights)
+    check_reverse_mode("linear_attention", *tensors)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    chunk_size = KERNEL_CHUNK if x.chunk_size is None else x.chunk_size
+    feature_scale = x.feature_scale**0.5 if x.feature_map == "exp" else 1.0
+    options = (x.scale, x.normalize, x.eps, chunk_size, x.feature_map, feature_scale)
+    masks = (x.segment_ids, x.padding_mask)
+    out, kv, z, sums, _ = linear_cpp(*tensors, *masks, *options, totals, needs_grad)
+    return (out if totals else out.to(x.v.dtype)), sums, LinearState(kv, z)
+
+
+@torch.library.custom_op("attnzoo::linear_cpp", mutates_args=())
+def linear_cpp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    kv: Tensor,
+    z: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    q_bias: Tensor | None,
+    k_bias: Tensor | None,
+    segment_ids: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float,
+    normalize: bool,
+    eps: float,
+    chunk_size: int,
+    feature_map: str,
+    feature_scale: float,
+    totals: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the output, both sums of the last state, the sums of weights, and the states kept.
+
+    With ``totals``, outputs are not divided by the sums of weights, ``[B, H, T]``, which are
+    returned. With ``normalize`` and ``keep``, the reciprocals of these sums are returned for the
+    backward pass, which reads outputs too. In both cases outputs have the dtype of the state.
+    Otherwise the sums of weights have no elements.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``.
+        k: Keys, ``[B, Hkv, T, D]``.
+        v: Values, ``[B, Hkv, T, E]``.
+        log_decay: ``[Hkv]``, ``[B, Hkv, T]`` or ``[B, Hkv, T, F]``.
+        kv: The state before the first token, ``[B, Hkv, F, E]``.
+        z: Its sum of keys, ``[B, Hkv, F]``.
+        q_weight: The matrix of a learned feature map of queries, ``[H, N, D]``.
+        k_weight: The same of keys, ``[Hkv, N, D]``.
+        q_bias: ``[H, N]``.
+        k_bias: ``[Hkv, N]``.
+        segment_ids: ``[B, T]``, of sequences packed into one row.
+        key_mask: ``[B, T]`` bool; the features of other keys are 0.
+        scale: Multiplies q.
+        normalize: Whether to divide by the sum of weights.
+        eps: Added to that sum.
+        chunk_size: C, in tokens; chunks have at most :data:`KERNEL_CHUNK`.
+        feature_map: One of :data:`FUNCTIONS`.
+        feature_scale: Factor of exponents.
+        totals: Whether to return the sums of weights.
+        keep: Whether to keep the states before every :data:`SPAN` th token for the backward pass,
+            ``[B, Hkv, T / SPAN, F (E + 1)]``; otherwise without elements.
+    """
+    weights, masks = (q_weight, k_weight, q_bias, k_bias), (segment_ids, key_mask)
+    options = (scale, normalize, eps, chunk_size, feature_map, feature_scale)
+    x = CallArguments(q, k, v, log_decay, weights, masks, kv.shape[2], options)
+    kv, z = kv.contiguous(), z.contiguous()
+    out, sums = _new_outputs(q, v, kv.dtype, totals or (normalize and keep))
+    last_kv, last_z = torch.empty_like(kv), torch.empty_like(z)
+    kept = empty_huge_pages(kv, _kept_shape(kv, k.shape[2], keep))
+    x.task.out, x.task.kept = rows_of(out), kept.data_ptr() if keep else None
+    x.task.sums = sums.data_ptr() or None
+    x.task.kv, x.task.z = kv.data_ptr(), z.data_ptr()
+    x.task.last_kv, x.task.last_z = last_kv.data_ptr(), last_z.data_ptr()
+    x.run("forward", kv.dtype)
+    return out, last_kv, last_z, sums, kept
+
+
+@torch.library.custom_op("attnzoo::linear_cpp_backward", mutates_args=())
+def linear_cpp_backward(
+    d_out: Tensor | None,
+    d_last_kv: Tensor | None,
+    d_last_z: Tensor | None,
+    d_totals: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    q_bias: Tensor | None,
+    k_bias: Tensor | None,
+    segment_ids: Tensor | None,
+    key_mask: Tensor | None,
+    kept: Tensor,
+    out: Tensor,
+    inverse: Tensor,
+    scale: float,
+    normalize: bool,
+    eps: float,
+    chunk_size: int,
+    feature_map: str,
+    feature_scale: float,
+    needed: list[bool],
+) -> list[Tensor]:
+    """Return the gradients of q, k, v, log_decay, kv, z and weights.
+
+    What is not ``needed`` is not computed and has no elements; kv and z have gradients if one of
+    them is needed. ``out`` and ``inverse``, with ``normalize``, are those of the forward pass.
+    """
+    weights, masks = (q_weight, k_weight, q_bias, k_bias), (segment_ids, key_mask)
+    options = (scale, normalize, eps, chunk_size, feature_map, feature_scale)
+    d_kv, d_z = _new_state(k, v, kept)
+    x = CallArguments(q, k, v, log_decay, weights, masks, d_kv.shape[2], options)
+    x.task.kept = kept.data_ptr()
+    if normalize:
+        x.task.out, x.task.sums = rows_of(out), inverse.data_ptr()
+    trained = tuple(w if need else None for w, need in zip(weights, needed[6:], strict=True))
+    d_weights = _new_weight_gradients(x.task, q.shape[0], kept, trained)
+    if d_out is None:
+        d_out = v.new_zeros(v.shape[3]).expand(*q.shape[:3], v.shape[3])
+    d_out = with_contiguous_rows(d_out)
+    d_last_kv = torch.zeros_like(d_kv) if d_last_kv is None else d_last_kv.contiguous()
+    d_last_z = torch.zeros_like(d_z) if d_last_z is None else d_last_z.contiguous()
+    d_totals = None if d_totals is None else d_totals.contiguous()
+    dq, dk, dv = (
+        empty_huge_pages(t, t.shape) if need else t.new_empty(0)
+        for t, need in zip((q, k, v), needed, strict=False)
+    )
+    gradients = Gradients(rows_of(d_out), *map(_rows, (dq, dk, dv)))
+    gradients.d_last_kv, gradients.d_last_z = d_last_kv.data_ptr(), d_last_z.data_ptr()
+    gradients.d_totals = None if d_totals is None else d_totals.data_ptr()
+    if not (needed[4] or needed[5]):
+        d_kv, d_z = kept.new_empty(0), kept.new_empty(0)
+    gradients.d_kv, gradients.d_z = d_kv.data_ptr() or None, d_z.data_ptr() or None
+    d_log = _new_decay_gradient(k, log_decay if needed[3] else None, kept.dtype)
+    gradients.d_log_decay = _rows(d_log)
+    x.run("backward", kept.dtype, gradients)
+    if needed[3] and log_decay is not None:
+        d_log = _sum_decay_gradient(d_log, log_decay)
+    # one row per batch row and span, so that results do not depend on the number of threads
+    sums = (d if w is None else d.sum((0, 2)) for d, w in zip(d_weights, trained, strict=True))
+    return [dq, dk, dv, d_log, d_kv, d_z, *sums]
+
+
+def _new_weight_gradients(
+    task: Task, batch: int, kept: Tensor, weights: tuple[Tensor | None, ...]
+) -> list[Tensor]:
+    """Return tensors for the weights' gradients, ``[B, H, spans, ...]``, and refer to them."""
+    new = [
+        kept.new_empty(0)
+        if w is None
+        else kept.new_empty(batch, len(w), kept.shape[2], *w.shape[1:])
+        for w in weights
+    ]
+    pointers = [None if w is None else d.data_ptr() for d, w in zip(new, weights, strict=True)]
+    task.q_map.d_weight, task.k_map.d_weight, task.q_map.d_bias, task.k_map.d_bias = pointers
+    return new
+
+
+def _new_decay_gradient(k: Tensor, log_decay: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return an empty tensor for the gradients of the log decays, ``[B, Hkv, T, F]``."""
+    if log_decay is None:
+        return k.new_empty(0, dtype=dtype)
+    channels = log_decay.shape[3] if log_decay.dim() == 4 else 1
+    dtype = dtype if log_decay.dim() == 1 else log_decay.dtype  # its elements are added later
+    return empty_huge_pages(k, (*k.shape[:3], channels), dtype)
+
+
+def _rows(x: Tensor) -> Rows:
+    """Return the rows of a tensor, or of none if it has no elements."""
+    return rows_of(x) if x.numel() else Rows()
+
+
+def _sum_decay_gradient(d_log: Tensor, log_decay: Tensor) -> Tensor:
+    """Return the gradient of the log decays from those of single tokens, ``[B, Hkv, T, F]``."""
+    d_log = d_log.sum((0, 2, 3)) if log_decay.dim() == 1 else d_log
+    return d_log.view(log_decay.shape).to(log_decay.dtype)
+
+
+def _new_state(k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Return empty tensors for the two sums of a state."""
+    kv = kept.new_empty(*k.shape[:2], kept.shape[3] // (v.shape[3] + 1), v.shape[3])
+    return kv, kv.new_empty(kv.shape[:3])
+
+
+def _new_outputs(
+    q: Tensor, v: Tensor, state_dtype: torch.dtype, with_sums: bool
+) -> tuple[Tensor, Tensor]:
+    """Return an empty output and empty sums of weights.
+
+    The output is stored as ``[B, T, H, E]``: joining its heads copies nothing.
+    """
+    batch, heads, tokens, _ = q.shape
+    dtype = state_dtype if with_sums else v.dtype
+    out = empty_huge_pages(v, (batch, tokens, heads, v.shape[3]), dtype).transpose(1, 2)
+    return out, out.new_empty(q.shape[:3] if with_sums else 0, dtype=state_dtype)
+
+
+def _kept_shape(kv: Tensor, tokens: int, keep: bool) -> tuple[int, ...]:
+    """Return the shape of the states that the forward pass keeps."""
+    spans = (tokens + SPAN - 1) // SPAN if keep else 0
+    return (*kv.shape[:2], spans, kv.shape[2] * (kv.shape[3] + 1))
+
+
+@linear_cpp.register_fake
+def _linear_cpp_fake(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, kv: Tensor, z: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _, normalize, *_, totals, keep = rest[6:]
+    out, sums = _new_outputs(q, v, kv.dtype, totals or (normalize and keep))
+    kept = kv.new_empty(_kept_shape(kv, k.shape[2], keep))
+    return out, kv.new_empty(kv.shape), z.new_empty(z.shape), sums, kept
+
+
+@linear_cpp_backward.register_fake
+def _linear_cpp_backward_fake(
+    d_out: Any, d_last_kv: Any, d_last_z: Any, d_totals: Any, *inputs: Any
+) -> list[Tensor]:
+    q, k, v, log_decay, *weights, _, _, kept = inputs[:11]  # then out and inverse
+    needed = list(inputs[-1])
+    needed[4:6] = [needed[4] or needed[5]] * 2
+    like = (q, k, v, log_decay, *_new_state(k, v, kept), *weights)
+    found = (kept.new_empty(0) if x is None else x for x in like)
+    return [x.new_empty(x.shape if need else 0) for x, need in zip(found, needed, strict=True)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, v, log_decay, _, _, *others = inputs
+    weights_and_masks, options = others[:6], others[6:]
+    out, _, _, inverse, kept = output
+    if not options[1]:  # normalize
+        out, inverse = kept.new_empty(0), kept.new_empty(0)
+    ctx.save_for_backward(q, k, v, log_decay, *weights_and_masks, kept, out, inverse)
+    ctx.options = options[:-2]  # without totals and keep
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, d_out: Any, d_kv: Any, d_z: Any, d_totals: Any, d_kept: Any
+) -> tuple[Tensor | None, ...]:
+    needed = ctx.needs_input_grad
+    options = (*ctx.options, list(needed[:10]))
+    grads = linear_cpp_backward(d_out, d_kv, d_z, d_totals, *ctx.saved_tensors, *options)
+    return *(g if need else None for g, need in zip(grads, needed, strict=False)), *(None,) * 10
+
+
+linear_cpp.register_autograd(_backward, setup_context=_setup_context)
+refuse_derivative(linear_cpp_backward, "linear_attention")

@@ -1,0 +1,196 @@
+// One token of linear attention on a CPU: decoding.
+//
+//     S = decay S + f_k v^T,   z = decay z + f_k,   o = s f_q S,   normalised: / (s f_q z + eps)
+// RWKV-6 has a bonus u: the query reads S and z before the update, and (f_q . u f_k) (v, 1) is
+// added. mLSTM has an input gate i: m' = max(log decay + m, i), the decay is
+// e^(log decay + m - m'), f_k is multiplied by e^(i - m'), and the denominator is
+// max(|f_q z|, e^-m').
+//
+// work     one key head and its queries; sizes are arbitrary
+// reads    tokens of any floating type, with stride 1 in the last dimension; a contiguous state
+// writes   the next state, which may overwrite the previous one
+// oracle   linear_attention(impl="reference"), float64 included
+//
+// Letters: B batch, H key heads, G query heads per key head, D key size, E value size.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "feature_maps.h"
+#include "lanes.h"
+#include "rows.h"
+#include "threads.h"
+#include "tiles.h"
+
+struct Step {
+    int64_t threads, batch, heads, groups, key_size, value_size;
+    int64_t decays;  // per token: 0, 1 or D
+    int64_t normalize;
+    int64_t q_map, k_map;                        // values of Map, without weights
+    int64_t q_type, k_type, v_type, decay_type;  // values of Type; the output has that of v
+    int64_t q_steps[2], k_steps[2], v_steps[2], decay_steps[2];  // strides: batch, head
+    double map_scale, scale, eps;
+    const char *q, *k, *v, *log_decay;
+    const void *kv, *z;  // the state, per head: [D, E], [D]
+    void *out, *next_kv, *next_z;
+    const void *bonus;          // [heads, D], or null
+    const void *log_input, *m;  // [batch, heads] each, or null
+    void* next_m;
+};
+
+constexpr double LOWEST_STABILIZER = -87;  // as in ops/gated/mlstm.py: exp(87) is finite in float32
+
+template <class Real>
+class LinearStep : Tiles<Real>, Rows<Real> {
+    using typename Tiles<Real>::Reals;
+    using Tiles<Real>::LANES, Tiles<Real>::load, Tiles<Real>::store, Tiles<Real>::broadcast;
+    using Tiles<Real>::exp;
+
+    const Step& t;
+    const int64_t keys_, values_;  // D and E rounded up to vectors
+    Buffer<Real> buffer_;
+    Real *q_, *k_, *v_, *decay_, *sums_;
+    Real lowest_ = 0;  // lower bound of the denominator of mLSTM
+
+    static int64_t rounded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
+
+  public:
+    explicit LinearStep(const Step& task)
+        : t(task), keys_(rounded(t.key_size)), values_(rounded(t.value_size)),
+          buffer_(3 * keys_ + 2 * values_), q_(buffer_.take(keys_)), k_(buffer_.take(keys_)),
+          v_(buffer_.take(values_)), decay_(buffer_.take(keys_)), sums_(buffer_.take(values_)) {}
+
+    void run(int64_t row, int64_t head) {
+        const int64_t i = row * t.heads + head;
+        read(t.k, t.k_type, t.k_steps, row, head, t.key_size, keys_, k_);
+        read(t.v, t.v_type, t.v_steps, row, head, t.value_size, values_, v_);
+        map(t.k_map, k_);
+        read_decay(row, head);
+        if (t.log_input) stabilize(i);
+        if (t.bonus) read_queries(i, row, head, t.kv, t.z);
+        update_state(i);
+        if (!t.bonus) read_queries(i, row, head, t.next_kv, t.next_z);
+    }
+
+  private:
+    static int64_t bytes(int64_t type) { return type == DOUBLE ? 8 : type == FLOAT ? 4 : 2; }
+
+    void read(const char* x, int64_t type, const int64_t* steps, int64_t row, int64_t head,
+              int64_t size, int64_t padded, Real* out) const {
+        x += bytes(type) * (row * steps[0] + head * steps[1]);
+        Rows<Real>::load_row(x, type, size, padded, Real(1), out);
+    }
+
+    // Replace the elements of a token by its features.
+    void map(int64_t kind, Real* x) const {
+        const Real s = Real(t.map_scale);
+        Real maximum = -INFINITY;
+        if (kind == EXP_OF_QUERIES)
+            for (int64_t d = 0; d < t.key_size; ++d) maximum = std::max(maximum, s * x[d]);
+        for (int64_t d = 0; d < t.key_size; d += LANES) {
+            Reals y = load(x + d);
+            switch (kind) {
+                case ELU_PLUS_ONE: {
+                    const Reals low = exp(y);
+                    y = y > Real(0) ? y + Real(1) : low;
+                    break;
+                }
+                case RELU: y = (y < Real(0) ? Reals{} : y) + Real(RELU_FLOOR); break;
+                case EXP: {
+                    y *= s;
+                    y = exp(y > Real(EXP_BOUND) ? broadcast(EXP_BOUND) : y);
+                    break;
+                }
+                case EXP_OF_QUERIES: y = exp(y * s - maximum); break;
+                default: break;
+            }
+            store(x + d, y);
+        }
+    }
+
+    void read_decay(int64_t row, int64_t head) {
+        if (!t.decays) return;
+        read(t.log_decay, t.decay_type, t.decay_steps, row, head, t.decays, t.decays, decay_);
+        if (t.log_input) return;  // stabilize needs the logarithm
+        for (int64_t d = 0; d < t.decays; ++d) decay_[d] = std::exp(decay_[d]);
+    }
+
+    // Update the stabilizer m of mLSTM, and scale the decay and the key by it.
+    void stabilize(int64_t i) {
+        const Real kept = decay_[0] + static_cast<const Real*>(t.m)[i];
+        const Real input = static_cast<const Real*>(t.log_input)[i], m = std::max(kept, input);
+        static_cast<Real*>(t.next_m)[i] = m;
+        decay_[0] = std::exp(kept - m);
+        const Real weight = std::exp(input - m);
+        for (int64_t d = 0; d < t.key_size; ++d) k_[d] *= weight;
+        lowest_ = std::exp(-std::max(m, Real(LOWEST_STABILIZER)));
+    }
+
+    void update_state(int64_t i) {
+        const int64_t size = t.value_size;
+        for (int64_t d = 0; d < t.key_size; ++d) {
+            const Real decay = t.decays ? decay_[t.decays > 1 ? d : 0] : Real(1), key = k_[d];
+            const int64_t at = i * t.key_size + d;
+            const Real* before = static_cast<const Real*>(t.kv) + at * size;
+            Real* after = static_cast<Real*>(t.next_kv) + at * size;
+            for (int64_t e = 0; e < size; ++e) after[e] = decay * before[e] + key * v_[e];
+            static_cast<Real*>(t.next_z)[at] = decay * static_cast<const Real*>(t.z)[at] + key;
+        }
+    }
+
+    // Write the outputs of the queries of key head `head`; kv and z are the state of all heads.
+    void read_queries(int64_t i, int64_t row, int64_t head, const void* kv, const void* z) {
+        const Real* sums = static_cast<const Real*>(kv) + i * t.key_size * t.value_size;
+        const Real* weights = static_cast<const Real*>(z) + i * t.key_size;
+        for (int64_t g = 0; g < t.groups; ++g) {
+            read(t.q, t.q_type, t.q_steps, row, head * t.groups + g, t.key_size, keys_, q_);
+            map(t.q_map, q_);
+            read_state(head, i * t.groups + g, sums, weights);
+        }
+    }
+
+    // Write the output of one query from the state of its head; `query` is its index in [B, H G].
+    void read_state(int64_t head, int64_t query, const Real* kv, const Real* z) {
+        const int64_t size = t.value_size;
+        Real total = 0;
+        std::fill_n(sums_, values_, Real(0));
+        for (int64_t d = 0; d < t.key_size; ++d) {
+            const Real weight = Real(t.scale) * q_[d];
+            total += weight * z[d];
+            for (int64_t e = 0; e < size; ++e) sums_[e] += weight * kv[d * size + e];
+        }
+        if (t.bonus) {
+            const Real* bonus = static_cast<const Real*>(t.bonus) + head * t.key_size;
+            Real weight = 0;
+            for (int64_t d = 0; d < t.key_size; ++d) weight += q_[d] * bonus[d] * k_[d];
+            weight *= Real(t.scale);
+            total += weight;
+            for (int64_t e = 0; e < size; ++e) sums_[e] += weight * v_[e];
+        }
+        if (t.log_input) {
+            const Real denominator = std::max(std::abs(total), lowest_);
+            for (int64_t e = 0; e < size; ++e) sums_[e] /= denominator;
+        } else if (t.normalize) {
+            for (int64_t e = 0; e < size; ++e) sums_[e] /= total + Real(t.eps);
+        }
+        char* out = static_cast<char*>(t.out) + bytes(t.v_type) * query * size;
+        Rows<Real>::store_row(sums_, size, out, t.v_type);
+    }
+};
+
+template <class Real>
+static void step(const Step& t) {
+    const int64_t count = t.batch * t.heads;
+    const bool is_small = count * t.key_size * t.value_size < 1 << 18;
+    const int64_t pieces = is_small ? 1 : std::min(t.threads, count);
+    in_threads(pieces, pieces, [&](int64_t piece) {
+        const FlushDenormals flush;
+        LinearStep<Real> step(t);
+        for (int64_t i = piece * count / pieces; i < (piece + 1) * count / pieces; ++i)
+            step.run(i / t.heads, i % t.heads);
+    });
+}
+
+extern "C" void linear_step_float(const Step* task) { step<float>(*task); }
+extern "C" void linear_step_double(const Step* task) { step<double>(*task); }

@@ -1,0 +1,101 @@
+"""One token of linear attention in C++, without gradients: decoding.
+
+Letters: B batch, H heads, Hkv key heads, D key size, E value size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attnzoo.contract.states import LinearState
+from attnzoo.ops.linear.common import (
+    FIXED,
+    LinearInputs,
+    Result,
+    StepGate,
+    map_inputs,
+)
+from attnzoo.ops.linear.cpu.call import FUNCTIONS
+from attnzoo.runtime import cpp
+from attnzoo.runtime.autocast import autocast_disabled
+from attnzoo.runtime.derivatives import is_plain_call
+from attnzoo.runtime.memory import DTYPE_NUMBERS, with_contiguous_rows
+
+STEPS = {torch.float32: "linear_step_float", torch.float64: "linear_step_double"}
+LINEAR_STEP = cpp.Source(Path(__file__).with_name("linear_step.cpp"), tuple(STEPS.values()))
+NO_GATE = StepGate()
+
+
+class _Step(ctypes.Structure):
+    """The arguments of the C++ functions; ``linear_step.cpp`` has the same struct."""
+
+    _fields_ = [
+        *cpp.fields(
+            ctypes.c_int64,
+            "threads batch heads groups key_size value_size decays normalize q_map k_map "
+            "q_type k_type v_type decay_type "
+            "q_row q_head k_row k_head v_row v_head decay_row decay_head",
+        ),
+        *cpp.fields(ctypes.c_double, "map_scale scale eps"),
+        *cpp.fields(
+            ctypes.c_void_p, "q k v log_decay kv z out next_kv next_z bonus log_input m next_m"
+        ),
+    ]
+
+
+def supports_step(x: LinearInputs, gate: StepGate = NO_GATE) -> bool:
+    """Return whether :func:`run_step` computes a call of one token."""
+    v = x.v
+    return (
+        v.device.type == "cpu"
+        and x.causal
+        and x.form != "parallel"
+        and type(v) is Tensor
+        and is_plain_call(x.q, x.k, v, x.log_decay, *x.state, *(x.map_weights or ()), *gate)
+        and v.numel() > 0
+        and not cpp.unavailable_reason(LINEAR_STEP)
+    )
+
+
+def run_step(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
+    """Compute one token from the state, in the place of the state if ``x.reuse_state``.
+
+    The kernel computes the features, unless the map is learned. It overwrites ``gate.m``.
+    """
+    if x.feature_map not in FIXED or x.padding_mask is not None:
+        with autocast_disabled(x.q.device):
+            x = map_inputs(x)
+    q, k, v, log_decay = (
+        with_contiguous_rows(x.q),
+        with_contiguous_rows(x.k),
+        with_contiguous_rows(x.v),
+        x.log_decay,
+    )
+    kv, z = x.state[0].contiguous(), x.state[1].contiguous()
+    batch, heads, size, columns = kv.shape
+    decays, decay_type, decay_steps = 0, 0, (0, 0)
+    if log_decay is not None:
+        decays = size if log_decay.dim() == 4 else 1
+        log_decay = with_contiguous_rows(log_decay) if decays > 1 else log_decay
+        decay_type, steps = DTYPE_NUMBERS[log_decay.dtype], log_decay.stride()
+        decay_steps = (0, steps[0]) if len(steps) == 1 else (steps[0], steps[1])
+    out = v.new_empty(batch, q.shape[1], 1, columns)
+    last = (kv, z) if x.reuse_state else (torch.empty_like(kv), torch.empty_like(z))
+    q_steps, k_steps, v_steps = q.stride(), k.stride(), v.stride()
+    task = _Step(
+        *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, size, columns, decays),
+        *(x.normalize, *FUNCTIONS[x.feature_map]),
+        *(DTYPE_NUMBERS[q.dtype], DTYPE_NUMBERS[k.dtype], DTYPE_NUMBERS[v.dtype], decay_type),
+        *(q_steps[0], q_steps[1], k_steps[0], k_steps[1], v_steps[0], v_steps[1], *decay_steps),
+        *(x.feature_scale**0.5 if x.feature_map == "exp" else 1.0, x.scale, x.eps),
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
+        None if log_decay is None else log_decay.data_ptr(),
+        *(kv.data_ptr(), z.data_ptr(), out.data_ptr(), last[0].data_ptr(), last[1].data_ptr()),
+        *(None if y is None else y.data_ptr() for y in (*gate, gate.m)),
+    )
+    getattr(cpp.load(LINEAR_STEP), STEPS[kv.dtype])(ctypes.byref(task))
+    return out, LinearState(*last)

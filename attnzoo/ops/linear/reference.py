@@ -1,0 +1,158 @@
+r"""The oracle of linear attention: plain tensor operations, differentiated by autograd.
+
+It shares no code with the implementations that tests compare with it. The dense form is quadratic
+in T (with a decay per key channel, O(T^2 D) in memory too); the recurrent form takes T steps of
+O(D E). Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T queries, S keys, D key size,
+E value size, F decays per token (1 or D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+
+from attnzoo.contract.states import LinearState
+from attnzoo.ops.linear.common import LinearInputs, Result
+
+LOWEST_LOG_DECAY = -1e4  # its exponential is 0; sums of -inf would give NaN
+
+
+def run_reference(x: LinearInputs) -> Result:
+    """Compute the form that the call names."""
+    if x.form == "recurrent":
+        return _recurrent(x)
+    if x.form == "chunk" and x.causal:
+        return _dense_chunks(x)
+    return _dense(x)
+
+
+class _Weights(NamedTuple):
+    """Factors from decay and segments."""
+
+    pairs: Tensor  # from key to query, [B, Hkv, T, S, F]
+    reads: Tensor  # from the incoming state to each query, [B, Hkv, T, F]
+    writes: Tensor  # from each key to the outgoing state, [B, Hkv, S, F]
+    state_decay: Tensor  # from the incoming to the outgoing state, [B, Hkv, F]
+
+
+def _dense(x: LinearInputs) -> Result:
+    r"""Compute :math:`o_i = \sum_j p_{ij} v_j` with :math:`p_{ij} = \sum_d q_{id} k_{jd} w_{ijd}`.
+
+    The weight w is the decay from token j to token i, and 0 where i does not see j. A causal call
+    has at least one token.
+    """
+    dtype = x.state.kv.dtype
+    q = rearrange(x.q.to(dtype), "b (h g) t d -> b h g t d", h=x.k.shape[1]) * x.scale
+    k, v = x.k.to(dtype), x.v.to(dtype)
+    weights = _causal_weights(x) if x.causal else _bidirectional_weights(x)
+    w = _Weights(*(weight.to(dtype) for weight in weights))
+    if w.pairs.shape[-1] == 1:
+        scores = (q @ k.mT.unsqueeze(2)) * w.pairs.squeeze(-1).unsqueeze(2)
+    else:
+        scores = torch.einsum("bhgid,bhjd,bhijd->bhgij", q, k, w.pairs)
+    q_decayed, k_decayed = q * w.reads.unsqueeze(2), k * w.writes
+    out = scores @ v.unsqueeze(2) + q_decayed @ x.state.kv.unsqueeze(2)
+    if x.normalize:
+        from_state = (q_decayed * x.state.k[:, :, None, None]).sum(-1, keepdim=True)
+        out = out / (scores.sum(-1, keepdim=True) + from_state + x.eps)
+    kv = x.state.kv * w.state_decay.unsqueeze(-1) + k_decayed.mT @ v
+    last = LinearState(kv, x.state.k * w.state_decay + k_decayed.sum(2))
+    return rearrange(out, "b h g t e -> b (h g) t e").to(x.v.dtype), last
+
+
+def _causal_weights(x: LinearInputs) -> _Weights:
+    """Return the decay between tokens of one segment; future tokens get weight 0."""
+    log_decay = _log_decay(x).double().clamp(min=LOWEST_LOG_DECAY)
+    tokens, ids = log_decay.shape[2], x.segment_ids
+    if ids is None:
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=log_decay.device)
+    seen = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril()[:, None, :, :, None]
+    first = (ids == ids[:, :1])[:, None, :, None]
+    # Sums of the tokens after key j up to query i; differences of longer sums would cancel
+    after = torch.ones(tokens, tokens, dtype=torch.bool, device=log_decay.device).tril(-1)
+    between = torch.where(after[..., None], log_decay.unsqueeze(3), 0.0).cumsum(2)
+    pairs = between.exp() * seen
+    reads = log_decay.cumsum(2).exp() * first
+    return _Weights(pairs, reads, pairs[:, :, -1], reads[:, :, -1])
+
+
+def _bidirectional_weights(x: LinearInputs) -> _Weights:
+    """Return weight 1 between all tokens of a segment."""
+    batch, heads, keys, _ = x.k.shape
+    pairs = x.k.new_ones(batch, heads, x.q.shape[2], keys, 1)
+    writes, state_decay = x.k.new_ones(batch, heads, keys, 1), x.k.new_ones(batch, heads, 1)
+    ids = x.segment_ids
+    if ids is None or keys == 0:
+        return _Weights(pairs, pairs.new_ones(*pairs.shape[:3], 1), writes, state_decay)
+    pairs = pairs * (ids.unsqueeze(2) == ids.unsqueeze(1))[:, None, :, :, None]
+    last = ids[:, -1:]
+    return _Weights(
+        pairs,
+        writes * (ids == ids[:, :1])[:, None, :, None],
+        writes * (ids == last)[:, None, :, None],
+        state_decay * (ids[:, :1] == last).unsqueeze(1),
+    )
+
+
+def _dense_chunks(x: LinearInputs) -> Result:
+    """Compute the dense form of one chunk after another."""
+    size = x.chunk_size or 64
+    return _in_pieces(x, size, _dense)
+
+
+def _recurrent(x: LinearInputs) -> Result:
+    """Compute one token after another."""
+    return _in_pieces(x, 1, _one_token)
+
+
+def _in_pieces(x: LinearInputs, size: int, run: Callable[[LinearInputs], Result]) -> Result:
+    """Run pieces of ``size`` tokens in order, each from the state that the one before leaves."""
+    outs, state, ids = [], x.state, x.segment_ids
+    for start in range(0, x.k.shape[2], size):
+        piece = slice(start, start + size)
+        if ids is not None and start > 0:
+            kept = (ids[:, start - 1] == ids[:, start])[:, None, None].to(state.k.dtype)
+            state = LinearState(state.kv * kept.unsqueeze(-1), state.k * kept)
+        log_decay = x.log_decay
+        if log_decay is not None and log_decay.dim() > 1:
+            log_decay = log_decay[:, :, piece]
+        out, state = run(
+            x._replace(
+                q=x.q[:, :, piece],
+                k=x.k[:, :, piece],
+                v=x.v[:, :, piece],
+                log_decay=log_decay,
+                segment_ids=None if ids is None else ids[:, piece],
+                state=state,
+            )
+        )
+        outs.append(out)
+    return torch.cat(outs, 2), state
+
+
+def _one_token(x: LinearInputs) -> Result:
+    """Compute :math:`S = e^g S + k v^T`, :math:`z = e^g z + k`, :math:`o = q S / (q z + eps)`."""
+    dtype = x.state.kv.dtype
+    q = rearrange(x.q.to(dtype), "b (h g) 1 d -> b h g d", h=x.k.shape[1]) * x.scale
+    k, v = x.k.to(dtype), x.v.to(dtype)  # [B, Hkv, 1, D], [B, Hkv, 1, E]
+    decay = _log_decay(x).to(dtype).exp()  # [B, Hkv, 1, F]
+    kv = torch.addcmul(x.state.kv * decay.mT, k.mT, v)
+    z = x.state.k * decay.squeeze(2) + k.squeeze(2)
+    out = q @ kv
+    if x.normalize:
+        out = out / (q @ z.unsqueeze(-1) + x.eps)
+    return rearrange(out, "b h g e -> b (h g) 1 e").to(x.v.dtype), LinearState(kv, z)
+
+
+def _log_decay(x: LinearInputs) -> Tensor:
+    """Return the log decays as ``[B, Hkv, S, F]``, zeros if there are none."""
+    batch, heads, keys, _ = x.k.shape
+    if x.log_decay is None:
+        return x.k.new_zeros(batch, heads, keys, 1)
+    if x.log_decay.dim() == 1:
+        return repeat(x.log_decay, "h -> b h s 1", b=batch, s=keys)
+    return x.log_decay if x.log_decay.dim() == 4 else x.log_decay.unsqueeze(-1)

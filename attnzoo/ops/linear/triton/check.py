@@ -1,0 +1,324 @@
+"""Check of the Triton kernels of linear attention on a device, against torch and float64.
+
+    python -m attnzoo.ops.linear.triton.check scalar 128 mapped cuda:0
+
+:mod:`attnzoo.ops.hybrid.triton.check` checks those of the window hybrid. Each case runs twice.
+Results must be equal bit for bit, and differ from float64 by at most twice as much as the torch
+form in the same dtype. Inputs lie in storage that continues with NaN, and memory that kernels
+should write is filled with NaN. :mod:`attnzoo.runtime.verdicts` reads the output.
+
+Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import LinearState
+from attnzoo.ops.linear.api import linear_attention
+from attnzoo.ops.linear.common import StepGate
+from attnzoo.ops.linear.gated_step import gated_step
+from attnzoo.runtime.verdicts import run_check
+
+SCALE, EPS, FEATURE_SCALE = 0.7, 1e-6, 0.25
+SPLIT = 64  # tokens per split, so that short inputs have several
+Results = TypeVar("Results")
+NAMES = ("out", "kv", "z", "dq", "dk", "dv", "dkv", "dz", "d_log_decay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckCase:
+    """One call; what differs between kinds makes the compiler generate other code."""
+
+    decay: str  # "none", "scalar" or "vector"
+    d: int
+    e: int
+    dtype: torch.dtype = torch.bfloat16
+    groups: int = 1
+    normalize: bool = True
+    feature_map: str = "elu+1"
+    masked: bool = False  # packed and padded
+    B: int = 2
+    Hkv: int = 3
+    T: int = 150
+    strong_gates: bool = False
+
+    def __str__(self) -> str:
+        gates = " strong gates" if self.strong_gates else ""
+        return f"{self.T} tokens of {self.d} and {self.e}{gates}"
+
+
+def base_case(decay: str, size: int, kind: str) -> CheckCase:
+    """Return the case of a kind of calls with a decay and sizes up to ``size``."""
+    case = CheckCase(decay=decay, d=size, e=size)
+    if kind == "mapped":
+        return replace(case, groups=2)
+    if kind == "bare":
+        return replace(case, normalize=False, feature_map="identity")
+    if kind == "any":
+        case = replace(case, d=size - 4, e=size - 24)
+        return replace(case, groups=2, feature_map="exp", masked=True)
+    assert kind == "wide"
+    return replace(case, dtype=torch.float32)
+
+
+KINDS = ("bare", "mapped", "any", "wide")
+
+
+def cases(decay: str, size: int, kind: str, small: bool) -> Iterator[CheckCase]:
+    """Yield the cases of a kind: several splits, strong gates, less than a chunk, one token.
+
+    ``small`` cases are for the interpreter.
+    """
+    case = base_case(decay, size, kind)
+    if small:
+        case = replace(case, B=1, Hkv=1, T=70)
+    yield case
+    if decay != "none":
+        yield replace(case, strong_gates=True)
+    if not small:
+        yield replace(case, T=17)
+        yield replace(case, T=513)
+    yield replace(case, T=1)
+
+
+def nan_padded(x: Tensor) -> Tensor:
+    """Copy a tensor into storage that continues with NaN, so that a read past the end shows."""
+    storage = torch.full((x.numel() + 4096,), torch.nan, dtype=x.dtype, device=x.device)
+    storage[: x.numel()] = x.flatten()
+    return storage[: x.numel()].view(x.shape)
+
+
+class Inputs:
+    """Tensors of a case: inputs, masks, and the weights of the sum whose gradients are compared."""
+
+    def __init__(self, case: CheckCase, device: torch.device) -> None:
+        self.case = case
+        generator = torch.Generator().manual_seed(0)  # on the CPU: the same on every device
+
+        def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            x = torch.randn(shape, generator=generator).to(device, dtype)
+            return nan_padded(x)
+
+        b, h, t = case.B, case.Hkv, case.T
+        q, k = (draw(b, n, t, case.d, dtype=case.dtype) for n in (h * case.groups, h))
+        v = draw(b, h, t, case.e, dtype=case.dtype)
+        shape = {"none": None, "scalar": (b, h, t), "vector": (b, h, t, case.d)}[case.decay]
+        log_decay = None if shape is None else nan_padded(-draw(*shape).abs() / 2)
+        if case.strong_gates and log_decay is not None:
+            log_decay[:, :, 10:13] = -40.0
+            log_decay[:, :, t // 2 :: 31] = -torch.inf
+        kv, z = draw(b, h, case.d, case.e), nan_padded(draw(b, h, case.d).abs())
+        self.tensors = [q, k, v, kv, z, log_decay]
+        self.padding = self.segments = None
+        if case.masked:
+            self.padding = (torch.rand(b, t, generator=generator) > 0.3).to(device)
+            starts = torch.tensor([t // 3, t // 2 + 1])
+            ids = (torch.arange(t) >= starts[:, None]).sum(0)
+            self.segments = ids.expand(b, t).contiguous().to(device) if t > 1 else None
+        self.weights = [draw(b, h * case.groups, t, case.e), draw(*kv.shape), draw(*z.shape)]
+        if self.padding is not None:
+            self.weights[0] *= self.padding[:, None, :, None]
+
+
+Compute = Callable[[Inputs, list[Tensor | None]], tuple[Tensor, Tensor, Tensor]]
+
+
+def run_op(impl: str) -> Compute:
+    """Return a function that computes a case with an implementation of the op."""
+
+    def compute(x: Inputs, tensors: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, kv, z, log_decay = tensors
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        assert kv is not None
+        assert z is not None
+        out, state, *_ = linear_attention(
+            *(q, k, v),
+            mask=AttentionMask(causal=True, padding=x.padding, segment_ids=x.segments),
+            log_decay=log_decay,
+            normalize=x.case.normalize,
+            scale=SCALE,
+            eps=EPS,
+            form="recurrent" if impl == "triton" else "chunk",  # one token: the decoding step
+            impl=impl,
+            state=LinearState(kv, z),
+            return_state=True,
+            feature_map=x.case.feature_map,
+            feature_scale=FEATURE_SCALE,
+        )
+        assert state is not None
+        return out, state.kv, state.k
+
+    return compute
+
+
+def run_kernels(x: Inputs, tensors: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute a case with the kernels of a sequence, in several splits."""
+    from attnzoo.ops.linear.triton.custom_op import linear_triton
+
+    q, k, v, kv, z, log_decay = tensors
+    case = x.case
+    options = (case.feature_map, FEATURE_SCALE**0.5, SCALE, case.normalize, EPS, 0, SPLIT)
+    result = linear_triton(q, k, v, log_decay, kv, z, x.segments, x.padding, *options)
+    return result  # type: ignore[no-any-return]
+
+
+def results(x: Inputs, compute: Compute, dtype: torch.dtype | None, train: bool) -> list[Tensor]:
+    """Return results and, for training, gradients, in the order of :data:`NAMES`."""
+    leaves = [
+        None if t is None else t.detach().to(dtype or t.dtype).requires_grad_(train)
+        for t in x.tensors
+    ]
+    with torch.set_grad_enabled(train):
+        computed = list(compute(x, leaves))
+    if x.padding is not None:  # results at padding are undefined
+        computed[0] = computed[0].masked_fill(~x.padding[:, None, :, None], 0)
+    if not train:
+        return computed
+    total = sum((y * w.to(y.dtype)).sum() for y, w in zip(computed, x.weights, strict=True))
+    assert isinstance(total, Tensor)
+    grads = torch.autograd.grad(total, [leaf for leaf in leaves if leaf is not None])
+    return [*(y.detach() for y in computed), *grads]
+
+
+def budget(plain: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
+    """Return the largest error allowed: twice that of the torch form, and a rounding of operands.
+
+    Operands are rounded to bfloat16; products of float32 operands are sums of three tf32 products.
+    """
+    rounding = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    plain_error = (plain.double() - exact).abs().max().item()
+    return 2 * plain_error + rounding * exact.abs().max().item()
+
+
+def wrong_results(case: CheckCase, device: torch.device) -> Iterator[str]:
+    """Yield a message for each error in the kernels' results of a case."""
+    x, train = Inputs(case, device), case.T > 1
+    exact = results(x, run_op("reference"), torch.float64, train)
+    plain = results(x, run_op("torch"), None, train)
+    compute = run_kernels if train else run_op("triton")
+    first, second = compute_twice(lambda: results(x, compute, None, train))
+    for name, *found in zip(NAMES, first, second, plain, exact, strict=False):
+        yield from wrong_result(name, str(case), case.dtype, *found)
+    if case.T == 1 and case.decay != "none":
+        yield from wrong_gated_step(x)
+
+
+def wrong_gated_step(x: Inputs) -> Iterator[str]:
+    """Yield the errors in one token of mLSTM (scalar decay) or RWKV-6 (vector decay)."""
+    name = "rwkv6" if x.case.decay == "vector" else "mlstm"
+    with torch.no_grad():
+        exact = gated_recurrence(*gated_inputs(x, torch.float64))
+        plain = gated_recurrence(*gated_inputs(x, torch.float32))
+        first, second = compute_twice(lambda: _gated_kernel(x))
+    for result, *found in zip(("out", "kv", "z"), first, second, plain, exact, strict=True):
+        yield from wrong_result(f"{result} of {name}", str(x.case), x.case.dtype, *found)
+
+
+GatedInputs = tuple[Tensor, Tensor, Tensor, Tensor, LinearState, StepGate]
+
+
+def gated_inputs(x: Inputs, dtype: torch.dtype | None = None) -> GatedInputs:
+    """Return q, k, v, log decay, state and gate of one token; the numbers of a case."""
+    tensors = [None if t is None else t.to(dtype or t.dtype) for t in x.tensors]
+    q, k, v, kv, z, log_decay = tensors
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    assert kv is not None
+    assert z is not None
+    assert log_decay is not None
+    others = x.weights[2].to(kv.dtype)
+    if x.case.decay == "vector":
+        return q.abs(), k.abs(), v, log_decay, LinearState(kv, z), StepGate(others[0].abs())
+    gate = StepGate(None, others[:, :, 0].contiguous(), others[:, :, 1].contiguous())
+    return q, k, v, log_decay, LinearState(kv, z), gate
+
+
+def _gated_kernel(x: Inputs) -> list[Tensor]:
+    found = gated_step(*gated_inputs(x), True, EPS, "triton", False)
+    assert found is not None
+    return [found[0], *found[1]]
+
+
+def gated_recurrence(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: LinearState, gate: StepGate
+) -> list[Tensor]:
+    """Return output and state of one token, in plain operations."""
+    (kv, z), groups = state, q.shape[1] // k.shape[1]
+    q, k, log_decay = q.unflatten(1, (-1, groups))[:, :, :, 0], k[:, :, 0], log_decay[:, :, 0]
+    own = torch.zeros_like(q[..., :1])  # weight of the token itself beside the state
+    lowest = None
+    if gate.log_input is not None and gate.m is not None:
+        kept = log_decay + gate.m
+        m = torch.maximum(kept, gate.log_input)
+        log_decay, lowest = (kept - m).unsqueeze(2), (-m).exp()[:, :, None, None]
+        k = k * (gate.log_input - m).exp().unsqueeze(2)
+    kv = kv * log_decay.exp().unsqueeze(3) + k.unsqueeze(3) * v
+    z = z * log_decay.exp() + k
+    if gate.bonus is not None:
+        own = (q * (gate.bonus * k).unsqueeze(2)).sum(3, keepdim=True)
+    read = state if gate.bonus is not None else LinearState(kv, z)
+    total = (q * read.k.unsqueeze(2)).sum(3, keepdim=True) + own
+    total = total + EPS if lowest is None else torch.maximum(total.abs(), lowest)
+    out = (q @ read.kv + own * v) / total
+    return [out.flatten(1, 2).unsqueeze(2), kv, z]
+
+
+def compute_twice(compute: Callable[[], Results]) -> tuple[Results, Results]:
+    """Return the results of two equal calls; memory that they should write contains NaN before."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)  # empty tensors contain NaN
+        try:
+            return compute(), compute()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def wrong_result(
+    name: str,
+    case: str,
+    dtype: torch.dtype,
+    ours: Tensor,
+    again: Tensor,
+    plain: Tensor,
+    exact: Tensor,
+) -> Iterator[str]:
+    """Yield the errors in a result of the kernels, and its differences from a second call."""
+    error, allowed = (ours.double() - exact).abs().max().item(), budget(plain, exact, dtype)
+    if not error <= allowed:  # NaN, too
+        yield f"{name} differs from float64 by {error:.2g} (allowed {allowed:.2g}) in {case}"
+    elif not torch.equal(ours, again):
+        yield f"{name} differs between two equal calls in {case}"
+
+
+def wrong_results_by_name(
+    case: str, dtype: torch.dtype, results: Callable[..., dict[str, Tensor]], oracle: str
+) -> Iterator[str]:
+    """Yield a message for each error in the kernels' results of a case.
+
+    Args:
+        case: Describes the case.
+        dtype: Dtype of its inputs.
+        results: ``results(impl)`` and ``results(impl, dtype)`` return results by name.
+        oracle: Implementation that runs in float64.
+    """
+    exact, plain = results(oracle, torch.float64), results("torch")
+    first, second = compute_twice(lambda: results("triton"))
+    for name, y in first.items():
+        yield from wrong_result(name, case, dtype, y, second[name], plain[name], exact[name])
+
+
+if __name__ == "__main__":
+    run_check(cases, wrong_results, *sys.argv[1:])

@@ -1,0 +1,205 @@
+"""Linear attention in Triton: which calls the kernels support, and the call itself.
+
+Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.contract.padding import fill_padding
+from attnzoo.contract.states import LinearState
+from attnzoo.errors import UnsupportedError
+from attnzoo.ops.linear.common import LinearInputs, Result
+from attnzoo.ops.linear.triton.compilers import compiler_reasons, ptxas_path
+from attnzoo.runtime.derivatives import check_reverse_mode, first_derivative_only
+
+LARGEST = 256  # key and value size
+
+
+def triton_reasons(
+    q: Tensor, k: Tensor, v: Tensor, *, form: str = "chunk", causal: bool = True
+) -> list[str]:
+    """Return every reason why the Triton kernels do not support a call.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``.
+        k: Keys, ``[B, Hkv, T, D]``.
+        v: Values, ``[B, Hkv, T, E]``.
+        form: As in ``linear_attention``.
+        causal: Whether a token sees only itself and earlier tokens.
+    """
+    reasons = []
+    if form == "parallel":
+        reasons.append("the parallel form is for comparison (use form='chunk')")
+    if not causal:
+        reasons.append("attention is bidirectional (the kernels are causal)")
+    if torch.float64 in (q.dtype, k.dtype, v.dtype):
+        reasons.append("an input is float64 (the kernels support bfloat16, float16 and float32)")
+    sizes = (k.shape[3], v.shape[3])
+    if max(sizes) > LARGEST:
+        reasons.append(f"key size is {sizes[0]} and value size {sizes[1]} (at most {LARGEST})")
+    has_16_bit = any(x.dtype in (torch.bfloat16, torch.float16) for x in (q, k, v))
+    if has_16_bit and any(size % 2 for size in sizes):
+        reasons.append(
+            f"key size is {sizes[0]} and value size {sizes[1]} in 16 bits (both must be even)"
+        )
+    return [*reasons, *device_reasons(q.device)]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def device_reasons(device: torch.device) -> tuple[str, ...]:
+    """Return every reason why kernels do not run on a device, computed once per assembler."""
+    if not _has_triton():
+        return ("triton is not installed (pip install triton)",)
+    key = device, assembler(device)
+    if key not in _DEVICE_REASONS:
+        _DEVICE_REASONS[key] = _find_device_reasons(device)
+    return _DEVICE_REASONS[key]
+
+
+_DEVICE_REASONS: dict[tuple[torch.device, str], tuple[str, ...]] = {}
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def assembler(device: torch.device) -> str:
+    """Return the path of the ptxas that the next kernel for a GPU is assembled by, or ""."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return ""
+    try:
+        return ptxas_path(_capability(device)[0])
+    except RuntimeError:  # compiler_reasons gives the reason
+        return ""
+
+
+def _find_device_reasons(device: torch.device) -> tuple[str, ...]:
+    from attnzoo.runtime.triton_interpreter import interpreted
+
+    if interpreted():
+        return ()
+    if device.type != "cuda":
+        return (
+            f"the tensors are on {device.type} (the kernels run on NVIDIA GPUs, and on the CPU for "
+            "tests if TRITON_INTERPRET=1 is set before Triton is imported)",
+        )
+    if torch.version.hip is not None:
+        return ("the GPU is from AMD (the kernels are tested on NVIDIA GPUs only)",)
+    capability = _capability(device)
+    if capability < (8, 0):
+        found = f"{capability[0]}.{capability[1]}"
+        return (f"the GPU has compute capability {found} (8.0 or later is needed)",)
+    return tuple(compiler_reasons(capability[0]))
+
+
+def round_features(features: Tensor, v: Tensor) -> Tensor:
+    """Return features that a module has computed in float32 in bfloat16, if the values are.
+
+    Products of float32 operands take six times as many instructions. Rounded the same in the
+    numerator and the denominator, features cost gradients of queries and keys 2e-3, as much as the
+    rounding of the gradients themselves (hedgehog, 2,048 tokens, values of mean 1).
+    """
+    is_wide = features.dtype == torch.float32 and v.dtype == torch.bfloat16
+    return features.to(torch.bfloat16) if is_wide else features
+
+
+def check_chunk_size(chunk_size: int | None) -> int:
+    """Return the kernels' argument, 0 for their own choice, or raise ``UnsupportedError``."""
+    if chunk_size not in (None, 16, 32, 64):
+        raise UnsupportedError(
+            f"impl='triton' takes a chunk_size of 16, 32 or 64, got {chunk_size}; None picks one."
+        )
+    return chunk_size or 0
+
+
+def run_triton(x: LinearInputs) -> Result:
+    """Run the kernels, which apply the feature map; one token without gradients takes the step."""
+    from attnzoo.ops.linear.triton.custom_op import linear_triton
+    from attnzoo.ops.linear.triton.step import linear_triton_step, linear_triton_step_
+
+    if x.feature_map == "identity":
+        x = x._replace(q=round_features(x.q, x.v), k=round_features(x.k, x.v))
+    kv, z = x.state
+    options = (x.feature_map, x.feature_scale**0.5, x.scale, x.normalize, x.eps)
+    v = fill_padding(x.v, x.padding_mask)
+    tensors = (x.q, x.k, v, x.log_decay, kv, z)
+    check_reverse_mode("linear_attention", *tensors)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if x.k.shape[2] == 1 and x.reuse_state and kv.is_contiguous() and z.is_contiguous():
+        return linear_triton_step_(*tensors, x.padding_mask, *options), x.state
+    if x.k.shape[2] == 1 and not needs_grad:
+        out, kv, z = linear_triton_step(*tensors, x.padding_mask, *options)
+        return out, LinearState(kv, z)
+    if x.scale == 0:  # the backward pass divides by it
+        raise UnsupportedError(
+            "impl='triton' needs a scale other than 0, got 0; impl='torch' supports any."
+        )
+    chunk_size, ids = check_chunk_size(x.chunk_size), x.segment_ids
+    out, kv, z = linear_triton(*tensors, ids, x.padding_mask, *options, chunk_size, 0)
+    return out, LinearState(kv, z)
+
+
+def linear_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    state: LinearState,
+    segment_ids: Tensor | None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor, LinearState]:
+    """Return sums of values ``[B, H, T, E]``, of weights ``[B, H, T]``, and the state after them.
+
+    The arguments are those of ``linear_attention``, causal and with features; float32 results.
+    """
+    from attnzoo.ops.linear.triton.custom_op import linear_sums_triton
+
+    kv, z = state
+    check_reverse_mode("linear_attention", q, k, v, log_decay, kv, z)
+    chunk_size = check_chunk_size(chunk_size)
+    out, weights, kv, z = linear_sums_triton(
+        q, k, v, log_decay, kv.contiguous(), z, segment_ids, chunk_size, 0
+    )
+    return out, weights, LinearState(kv, z)
+
+
+def divide_sums(values: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``values / weights``, sums that :func:`linear_sums` returned.
+
+    The gradients of both sums are consistent after the kernels round that of the values to
+    ``dtype``. With values of mean 1, gradients of queries are differences of both that nearly
+    cancel; rounding one of them would leave its error.
+    """
+    out: Tensor = _RoundedQuotient.apply(values, weights, dtype)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RoundedQuotient(torch.autograd.Function):
+    """See :func:`divide_sums`."""
+
+    @staticmethod
+    def forward(ctx: Any, numerator: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor:
+        out = numerator / denominator
+        ctx.save_for_backward(out, denominator)
+        ctx.dtype = dtype
+        return out
+
+    @staticmethod
+    @first_derivative_only("linear_attention")
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
+        out, denominator = ctx.saved_tensors
+        d_numerator = (d_out / denominator).to(ctx.dtype).to(d_out.dtype)
+        return d_numerator, -(d_numerator * out).sum(-1, keepdim=True), None

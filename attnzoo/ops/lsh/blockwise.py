@@ -1,0 +1,131 @@
+"""LSH attention of one work item in PyTorch, block by block: ``impl="torch"``.
+
+Letters: U key heads of the work item, G query heads per key head, T queries, S keys, D key size,
+E value size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnzoo.ops.lsh.asymmetric_plan import plan_rounds
+from attnzoo.ops.lsh.block_softmax import (
+    EMPTY_LSE,
+    HIDDEN,
+    BlockPlan,
+    PairBias,
+    SoftmaxOutput,
+    block_attention,
+    block_attention_backward,
+)
+from attnzoo.ops.lsh.shared_qk_plan import (
+    default_bucket_factors,
+    draw_rotations,
+    plan_chunks,
+    same_memory,
+)
+from attnzoo.ops.lsh.voronoi_hashing import HashRounds
+from attnzoo.ops.lsh.work_items import (
+    KEYS,
+    QUERIES,
+    HashParameters,
+    WorkItem,
+    to_rows,
+)
+from attnzoo.runtime.memory import empty_huge_pages
+
+
+class BlockwiseTensors(NamedTuple):
+    """Queries, keys and values of a work item as rows, and its blocks."""
+
+    q: Tensor  # [U G T + 1, D], scaled; the last row is padding
+    k: Tensor  # [U S, D]; unit length in the shared form
+    v: Tensor  # [U S, E]
+    scale: float  # of q
+    norm: Tensor | None  # [U S, 1]: norms of the keys, shared form only
+    groups: int  # G
+    length: int  # T
+    plan: BlockPlan
+    bias: PairBias | None
+
+    @classmethod
+    def from_item(
+        cls,
+        item: WorkItem,
+        hashing: HashParameters,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        bias: Tensor | None,
+    ) -> BlockwiseTensors:
+        """Gather the tensors of a work item and plan its blocks."""
+        pair_bias = None if bias is None else item.pair_bias(bias, q, k)
+        shared_qk = hashing.options.shared_qk
+        one_tensor = shared_qk and same_memory(q, k)
+        q, v = item.gather(q, QUERIES), item.gather(v, KEYS).flatten(0, 2)
+        k = q if one_tensor else item.gather(k, KEYS)
+        plan, norm = plan_blocks(item, hashing, q, k[:, 0]), None
+        _, groups, length, _ = q.shape
+        q_rows = to_rows(q)
+        k = q_rows[:-1] if one_tensor else k.flatten(0, 2)
+        if shared_qk:
+            norm = torch.linalg.vector_norm(k, dim=1, keepdim=True)
+            norm = norm.square_().add_(1e-6 * k.shape[1]).sqrt_()
+            k = torch.div(k, norm, out=empty_huge_pages(k, k.shape))
+        if scale != 1:
+            q_rows.mul_(scale)
+        return cls(q_rows, k, v, scale, norm, groups, length, plan, pair_bias)
+
+    def forward(self) -> SoftmaxOutput:
+        """Attend; in the shared form, a query that sees no other key attends to its own."""
+        result = block_attention(self.q, self.k, self.v, self.plan, self.bias)
+        queries, keys = self._self_attending(result.lse)
+        result.out[queries] = self.v[keys]
+        return SoftmaxOutput(result.out[:-1], result.lse[:-1])
+
+    def backward(
+        self, d_out: Tensor, delta: Tensor, lse: Tensor, d_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v; see :class:`WorkItemTensors`."""
+        queries, keys = self._self_attending(lse)
+        d_own = d_out[queries]
+        d_out[queries] = 0
+        inputs = (self.q, self.k, self.v, self.plan.batches, self.bias, d_bias)
+        dq, dk, dv = block_attention_backward(d_out, delta, lse, *inputs)
+        dv.index_add_(0, keys, d_own)
+        if self.norm is not None:  # the gradient of k / norm
+            along_k = (self.k * dk).sum(1, keepdim=True)
+            dk.addcmul_(self.k, along_k, value=-1).div_(self.norm)
+        return dq[:-1].mul_(self.scale) if self.scale != 1 else dq[:-1], dk, dv
+
+    def _self_attending(self, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the query rows without other keys, and the rows of their own keys."""
+        empty = (lse[:-1, 0] <= EMPTY_LSE / 2) & (self.norm is not None)
+        queries = empty.nonzero()[:, 0]
+        keys = queries // (self.groups * self.length) * self.length + queries % self.length
+        if self.bias is not None:  # it may hide a query's own key too
+            own = self.bias.query_offsets[queries] + self.bias.key_offsets[keys]
+            visible = self.bias.values.take(own) > HIDDEN
+            queries, keys = queries[visible], keys[visible]
+        return queries, keys
+
+
+def plan_blocks(item: WorkItem, hashing: HashParameters, q: Tensor, k: Tensor) -> BlockPlan:
+    """Hash queries ``[U, G, T, D]`` and keys ``[U, S, D]``, and return the blocks."""
+    q, k, options = q.float(), k.float(), hashing.options
+    if not options.shared_qk:
+        return plan_rounds(HashRounds(q, k, options, item.level, hashing.seed))
+    length, size = k.shape[1:]
+    chunk_size = min(options.chunk_size, length)
+    factors = hashing.bucket_factors or default_bucket_factors(length, chunk_size)
+    rotations = hashing.rotations
+    if rotations is None:
+        heads = item.key_heads
+        rotations = draw_rotations(heads, size, options.num_hashes, factors, hashing.seed)
+    rotations = rotations.to(k)[item.heads]
+    rotations = rotations.repeat(k.shape[0] // len(rotations), 1, 1, 1)
+    return plan_chunks(q, k, rotations, factors, chunk_size=chunk_size, causal=options.causal)

@@ -1,0 +1,1 @@
+"""Attention by locality-sensitive hashing in C++, for CPUs."""

@@ -1,0 +1,249 @@
+"""Custom operators of LSH attention, so that ``torch.compile`` sees one call per pass.
+
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.ops.lsh.blockwise import BlockwiseTensors
+from attnzoo.ops.lsh.cpu.lsh import CppTensors
+from attnzoo.ops.lsh.options import LSHInputs, LSHOptions
+from attnzoo.ops.lsh.work_items import (
+    QUERIES,
+    HashParameters,
+    SegmentIds,
+    WorkItemTensors,
+    split_work,
+    to_rows,
+)
+from attnzoo.runtime.autocast import autocast_disabled
+from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
+from attnzoo.runtime.memory import LANES, empty_huge_pages, register_buffer_bytes, simd_bytes
+
+SORT_BYTES = 100, 43  # of the sort of hash rounds: per query and key of a round, as measured
+FROM_ITEM: dict[str, Callable[..., WorkItemTensors]] = {
+    "torch": BlockwiseTensors.from_item,
+    "cpp": CppTensors.from_item,
+}
+
+
+def blockwise_attention(inputs: LSHInputs, impl: str) -> Tensor:
+    """Compute LSH attention without a score matrix, ``[B, H, T, E]``.
+
+    Args:
+        inputs: Inputs of the call.
+        impl: ``"torch"`` or ``"cpp"``.
+    """
+    x = inputs
+    check_reverse_mode("LSH attention", x.q, x.k, x.v, x.bias)
+    hashing = x.rotations, x.seed, x.bucket_factors, [int(option) for option in x.options]
+    segments = x.query_segments, x.key_segments
+    out: Tensor = lsh_forward(x.q, x.k, x.v, x.scale, *segments, *hashing, x.bias, impl)[0]
+    return out
+
+
+@torch.library.custom_op("attnzoo::lsh_forward", mutates_args=())
+def lsh_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
+    rotations: Tensor | None,
+    seed: Tensor,
+    bucket_factors: list[int],
+    options: list[int],
+    bias: Tensor | None = None,
+    impl: str = "torch",
+) -> tuple[Tensor, Tensor]:
+    """Return the output ``[B, H, T, E]`` and the base-2 log-sum-exp ``[B, H, T, 1]``."""
+    lsh = LSHOptions.from_ints(options)
+    hashing = HashParameters(lsh, tuple(seed.tolist()), rotations, bucket_factors)
+    segments = SegmentIds.from_optional(query_segments, key_segments)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = _empty_tokens_first(q, v.shape[3], dtype)
+    lse = q.new_zeros(*q.shape[:3], 1, dtype=dtype)
+    if segments is not None:  # no work item contains padding
+        out.zero_()
+    with autocast_disabled(q.device):
+        for item in split_work(q, k, segments, lsh):
+            result = FROM_ITEM[impl](item, hashing, q, k, v, scale, bias).forward()
+            item.scatter(result.out, out)
+            item.scatter(result.lse, lse)
+            del result  # before the tensors of the next item are allocated
+    return out.to(v.dtype), lse
+
+
+@torch.library.custom_op("attnzoo::lsh_backward", mutates_args=())
+def lsh_backward(
+    d_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
+    rotations: Tensor | None,
+    seed: Tensor,
+    bucket_factors: list[int],
+    options: list[int],
+    bias: Tensor | None,
+    impl: str,
+    bias_needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and bias (empty if not needed); hashes again."""
+    lsh = LSHOptions.from_ints(options)
+    hashing = HashParameters(lsh, tuple(seed.tolist()), rotations, bucket_factors)
+    segments = SegmentIds.from_optional(query_segments, key_segments)
+    dq, dk, dv = (_empty_tokens_first(x, x.shape[3], lse.dtype).zero_() for x in (q, k, v))
+    d_bias = None
+    if bias is not None and bias_needs_grad:
+        d_bias = bias.new_zeros(bias.numel(), dtype=lse.dtype)
+    delta = (d_out.to(lse.dtype) * out).sum(-1, keepdim=True)
+    with autocast_disabled(q.device):
+        for item in split_work(q, k, segments, lsh):
+            d_rows, sums, logs = (to_rows(item.gather(x, QUERIES)) for x in (d_out, delta, lse))
+            tensors = FROM_ITEM[impl](item, hashing, q, k, v, scale, bias)
+            gradients = tensors.backward(d_rows, sums, logs, d_bias)
+            item.scatter(gradients[0], dq)
+            item.scatter_add(gradients[1], dk)
+            item.scatter_add(gradients[2], dv)
+            del d_rows, sums, logs, tensors, gradients  # before those of the next are allocated
+    bias_gradient = q.new_empty(0)
+    if bias is not None and d_bias is not None:
+        bias_gradient = d_bias.to(bias.dtype).view(bias.shape)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), bias_gradient
+
+
+def _empty_tokens_first(like: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Return an empty ``[B, H, T, size]``, a view of ``[B, T, H, size]`` as projections give."""
+    batch, heads, length, _ = like.shape
+    return empty_huge_pages(like, (batch, length, heads, size), dtype).transpose(1, 2)
+
+
+def _fake_tokens_first(like: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Return a fake tensor with the strides of :func:`_empty_tokens_first`."""
+    batch, heads, length, _ = like.shape
+    return like.new_empty(batch, length, heads, size, dtype=dtype).transpose(1, 2)
+
+
+@lsh_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return _fake_tokens_first(q, v.shape[3], v.dtype), q.new_empty(*q.shape[:3], 1, dtype=dtype)
+
+
+@lsh_backward.register_fake
+def _(
+    d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (_fake_tokens_first(x, x.shape[3], x.dtype) for x in (q, k, v))
+    bias, _, needs_grad = options[-3:]
+    return dq, dk, dv, bias.new_empty(bias.shape) if needs_grad else q.new_empty(0)
+
+
+@register_buffer_bytes(lsh_forward)
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
+    rotations: Tensor | None,
+    seed: Tensor,
+    bucket_factors: list[int],
+    options: list[int],
+    *_: Any,
+) -> int:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    rows = _work_item_bytes(q, k, v, dtype, LSHOptions.from_ints(options))
+    written = q.shape[:3].numel() * v.shape[3]  # in v's type only when the rows are freed
+    return rows + written * (dtype.itemsize - v.dtype.itemsize)
+
+
+@register_buffer_bytes(lsh_backward)
+def _(
+    d_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    query_segments: Tensor | None,
+    key_segments: Tensor | None,
+    rotations: Tensor | None,
+    seed: Tensor,
+    bucket_factors: list[int],
+    options: list[int],
+    *_: Any,
+) -> int:
+    rows = _work_item_bytes(q, k, v, lse.dtype, LSHOptions.from_ints(options), backward=True)
+    return rows + sum(x.numel() * (lse.dtype.itemsize - x.dtype.itemsize) for x in (q, k, v))
+
+
+def _work_item_bytes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dtype: torch.dtype,
+    options: LSHOptions,
+    *,
+    backward: bool = False,
+) -> int:
+    """Return the bytes of the largest work item.
+
+    The sort of its hash rounds, the padding of its rows and the kernel follow each other; the
+    kernel has the padded rows and 3/8 of the sort's bytes.
+    """
+    groups, most = q.shape[1] // k.shape[1], 0
+    for item in split_work(q, k, None, options):
+        units = k.shape[0] * len(range(*item.heads.indices(item.key_heads)))
+        queries = units * groups * (item.level.end - item.level.begin)
+        keys = units * item.level.keys
+        rounds = options.num_hashes if item.level.pivot_keys else 0
+        sort = rounds * (SORT_BYTES[0] * queries + SORT_BYTES[1] * keys)
+        rows, padding, unpadded, gradients = 0, 0, 0, 0
+        for x, count in ((q, queries), (k, keys), (v, keys)):
+            is_view = count == x.shape[:3].numel() and x.dtype == dtype and x.is_contiguous()
+            row, padded = count * x.shape[3] * dtype.itemsize, x.new_empty(count, x.shape[3])
+            gradients += simd_bytes(dtype, padded)
+            rows += 0 if is_view else row
+            if x.shape[3] % LANES:
+                padding += simd_bytes(dtype, padded)
+                unpadded += 0 if is_view else row
+        written = v.new_empty(queries, v.shape[3])  # the output, or its gradient
+        kept = sort * 3 // 8
+        kernel = rows - unpadded + padding + kept + simd_bytes(dtype, written)
+        item_bytes = max(rows + max(sort, padding + kept), kernel + backward * gradients)
+        most = max(most, item_bytes + backward * written.numel() * dtype.itemsize)
+    return most
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.scale, query_segments, key_segments, rotations, seed, *ctx.options = inputs[:-2]
+    bias, ctx.impl = inputs[-2:]
+    ctx.bias_needs_grad = bias is not None and bias.requires_grad
+    ctx.save_for_backward(q, k, v, bias, query_segments, key_segments, rotations, seed, *output)
+
+
+def _backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, k, v, bias, *hashing, out, lse = ctx.saved_tensors
+    options = (ctx.scale, *hashing, *ctx.options, bias, ctx.impl, ctx.bias_needs_grad)
+    *gradients, d_bias = lsh_backward(d_out, out, lse, q, k, v, *options)
+    no_gradients = [None] * (1 + len(hashing) + len(ctx.options))
+    return (*gradients, *no_gradients, d_bias if ctx.bias_needs_grad else None, None)
+
+
+lsh_forward.register_autograd(_backward, setup_context=_setup_context)
+refuse_derivative(lsh_backward, "LSH attention")

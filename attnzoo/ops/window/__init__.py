@@ -1,0 +1,1 @@
+"""Softmax inside a sliding window."""

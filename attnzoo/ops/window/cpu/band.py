@@ -1,0 +1,367 @@
+"""Banded softmax in C++, for CPUs: windows, dilation, global keys, both passes.
+
+The sums of another mechanism over the keys outside the band may share the denominator.
+
+See ``band.cpp`` and ``attnzoo/runtime/cpp``.
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size, G
+global keys, P pieces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnzoo.ops.window.blockwise_cpu import LocalOptions
+from attnzoo.runtime import cpp
+from attnzoo.runtime.autocast import autocast_disabled
+from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
+from attnzoo.runtime.memory import (
+    LANES,
+    Rows,
+    empty_huge_pages,
+    pad_to_simd,
+    rows_of,
+    unpad,
+    with_contiguous_rows,
+)
+
+TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
+MAX_PIECES = 8  # of a key head in the backward pass; each has gradients of all keys and values
+INSTEAD = "impl='reference' of the op, or backend 'softmax' in a model"  # for second derivatives
+BAND = cpp.Source(
+    Path(__file__).with_name("band.cpp"),
+    (
+        *("band_forward_float", "band_forward_double", "band_backward_float"),
+        *("band_backward_double", "band_uses_amx"),
+    ),
+)
+
+
+class _Task(ctypes.Structure):
+    """The arguments of the C++ functions; ``band.cpp`` has the same struct."""
+
+    _fields_ = [
+        *cpp.fields(
+            ctypes.c_int64,
+            "threads batch heads groups queries keys key_size value_size key_width value_width "
+            "before after dilation offset causal num_global relative far_start far_size pieces",
+        ),
+        *cpp.fields(ctypes.c_int64 * 3, "out_steps d_out_steps far_steps"),
+        ("scale", ctypes.c_double),
+        *cpp.fields(ctypes.c_void_p, "ids key_mask global_keys global_is_valid"),
+        *cpp.fields(Rows, "q k v"),
+        *cpp.fields(
+            ctypes.c_void_p,
+            "out lse far far_totals logit far_only d_out d_lse dq dk dv d_far d_far_totals d_logit",
+        ),
+    ]
+
+
+class OutsideSums(NamedTuple):
+    """Sums over keys outside the band, which share the denominator with the band's weights.
+
+    With the band's output n and log-sum-exp l, the sums u of values and s of weights, and their
+    logit f, outputs are ``(exp(l) n + exp(f) u) / (exp(l) + exp(f) s)``. Where s is 0 or below
+    ``MIN_WEIGHT`` of the kernel, they are n.
+    """
+
+    sums: Tensor  # u of the last R queries, [B, H, R, E]
+    totals: Tensor  # s of the same queries, [B, H, R]
+    logit: Tensor  # f, [B, H, T]
+    relative: bool  # whether l is 0 in this formula, so that weights are relative to the band's
+    only_heads: Tensor | None = None  # [H] bool: outputs are u / s where s is not 0
+
+
+def band_cpp_reasons(device: torch.device) -> list[str]:
+    """Return why the kernel is unavailable for tensors on a device; an empty list if it is not."""
+    if device.type != "cpu":
+        return [f"the inputs are on {device.type}"]
+    return list(_build_reasons())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _build_reasons() -> tuple[str, ...]:
+    reason = cpp.unavailable_reason(BAND)
+    return (reason,) if reason else ()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def uses_amx() -> bool:
+    """Return whether the kernel multiplies bfloat16 tensors on AMX tiles."""
+    return not _build_reasons() and bool(cpp.load(BAND).band_uses_amx())
+
+
+def band_attention_cpp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: LocalOptions,
+    offset: int = 0,
+    outside: OutsideSums | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return attention within a band and to global keys.
+
+    Time O(T (w + G) D), memory O(T (D + E)).
+
+    Args:
+        q: Queries, ``[B, H, T, D]``; all heads have the same band.
+        k: Keys, ``[B, Hkv, S, D]``.
+        v: Values, ``[B, Hkv, S, E]``.
+        options: Band, scale and masks. Segments are runs of equal ids of the keys.
+        offset: Position of query 0 among the keys; T + offset is at most S.
+        outside: Sums over other keys to be added.
+
+    Returns:
+        The output ``[B, H, T, E]`` and the log-sum-exp of each query's scores, ``[B, H, T, 1]``,
+        both float32 or wider. A query that sees no key gives 0 and a finite log-sum-exp.
+    """
+    sums, totals, logit, relative, only_heads = outside or (None, None, None, False, None)
+    check_reverse_mode("sliding-window attention", q, k, v, sums, totals, logit, instead=INSTEAD)
+    batch = q.shape[0]
+    masks = [options.key_mask, options.segment_ids, *(options.global_indices or (None, None))]
+    masks = [None if x is None else x.expand(batch, -1).contiguous() for x in masks]
+    band = [*options.band, offset, int(options.causal), int(relative)]
+    with autocast_disabled(q.device):
+        tensors = (q, k, v, sums, totals, logit, only_heads, *masks)
+        out, lse = band_softmax_cpp(*tensors, band, options.scale)
+    return out, lse.unsqueeze(3)
+
+
+class _Arguments:
+    """The tensors of one call, and the task that points to them."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        outside: tuple[Tensor | None, ...],
+        masks: tuple[Tensor | None, ...],
+        band: list[int],
+        scale: float,
+    ) -> None:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        self.dtype, self.sizes = dtype, (q.shape[3], v.shape[3])
+        self.widths = tuple(size + -size % LANES for size in self.sizes)
+        self.q, self.k, self.v = (with_contiguous_rows(x) for x in (q, k, v))
+        key_mask, ids, global_keys, valid = masks
+        if ids is not None:
+            ids = ids.to(torch.int64)
+        self.masks = ids, key_mask, global_keys, valid
+        sums, totals, logit, only_heads = outside
+        if sums is not None and totals is not None and logit is not None:
+            sums = with_contiguous_rows(sums.to(dtype))
+            totals, logit = totals.to(dtype).contiguous(), logit.to(dtype).contiguous()
+        self.outside = sums, totals, logit, only_heads
+        batch, heads, keys, _ = self.k.shape
+        threads = torch.get_num_threads()
+        self.task = _Task(
+            threads=threads,
+            batch=batch,
+            heads=heads,
+            groups=q.shape[1] // heads,
+            queries=q.shape[2],
+            keys=keys,
+            key_size=self.sizes[0],
+            value_size=self.sizes[1],
+            key_width=self.widths[0],
+            value_width=self.widths[1],
+            before=min(band[0], keys),
+            after=min(band[1], keys),
+            dilation=min(band[2], max(keys, 1)),
+            offset=band[3],
+            causal=band[4],
+            num_global=0 if global_keys is None else global_keys.shape[1],
+            relative=band[5],
+            far_start=0 if sums is None else q.shape[2] - sums.shape[2],
+            far_size=v.shape[3],
+            pieces=min(-(-threads // (batch * heads)), MAX_PIECES),
+            scale=scale,
+            q=rows_of(self.q),
+            k=rows_of(self.k),
+            v=rows_of(self.v),
+            **_pointers(far=sums, far_totals=totals),
+            **_pointers(logit=logit, far_only=only_heads),
+            **_pointers(ids=ids, key_mask=key_mask),
+            **_pointers(global_keys=global_keys, global_is_valid=valid),
+        )
+        if sums is not None:
+            self.task.far_steps = _steps(sums)
+
+    def run(self, direction: str) -> None:
+        """Call the kernel of a direction."""
+        function = getattr(cpp.load(BAND), f"band_{direction}_{TYPE_NAMES[self.dtype]}")
+        function(ctypes.byref(self.task))
+
+
+@torch.library.custom_op("attnzoo::band_softmax_cpp", mutates_args=())
+def band_softmax_cpp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: Tensor | None,
+    totals: Tensor | None,
+    logit: Tensor | None,
+    only_heads: Tensor | None,
+    key_mask: Tensor | None,
+    segment_ids: Tensor | None,
+    global_keys: Tensor | None,
+    global_is_valid: Tensor | None,
+    band: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the output ``[B, H, T, E]`` and the log-sum-exp ``[B, H, T]``.
+
+    Args:
+        q: Queries, ``[B, H, T, D]``.
+        k: Keys, ``[B, Hkv, S, D]``.
+        v: Values, ``[B, Hkv, S, E]``.
+        sums: As in :class:`OutsideSums`, and so are the next three.
+        totals: ``[B, H, R]``.
+        logit: ``[B, H, T]``.
+        only_heads: ``[H]`` bool.
+        key_mask: Keys that the band may see, ``[B, S]`` bool.
+        segment_ids: ``[B, S]``.
+        global_keys: Positions in increasing order, ``[B, G]``.
+        global_is_valid: ``[B, G]`` bool.
+        band: Keys before, keys after, dilation, position of query 0, whether later global keys are
+            masked, and whether the logit is relative to the band's weights.
+        scale: Multiplies the products.
+    """
+    outside, masks = (
+        (sums, totals, logit, only_heads),
+        (key_mask, segment_ids, global_keys, global_is_valid),
+    )
+    x = _Arguments(q, k, v, outside, masks, band, scale)
+    x.task.pieces = _forward_pieces(x.task)
+    batch, heads, length, _ = q.shape
+    # stored as [B, T, H, E], so that the layer can join its heads without a copy
+    out = empty_huge_pages(x.v, (batch, length, heads, x.widths[1]), x.dtype)
+    lse = out.new_empty(batch, heads, length)
+    x.task.out, x.task.lse, x.task.out_steps = (
+        out.data_ptr(),
+        lse.data_ptr(),
+        _steps(out.transpose(1, 2)),
+    )
+    x.run("forward")
+    return unpad(out, x.sizes[1]).transpose(1, 2), lse
+
+
+@torch.library.custom_op("attnzoo::band_softmax_cpp_backward", mutates_args=())
+def band_softmax_cpp_backward(
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: Tensor | None,
+    totals: Tensor | None,
+    logit: Tensor | None,
+    only_heads: Tensor | None,
+    key_mask: Tensor | None,
+    segment_ids: Tensor | None,
+    global_keys: Tensor | None,
+    global_is_valid: Tensor | None,
+    band: list[int],
+    scale: float,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v, sums, totals and logit; no elements for ``None``.
+
+    Those of q, k and v are computed if ``needed``, and have no elements otherwise.
+    """
+    outside, masks = (
+        (sums, totals, logit, only_heads),
+        (key_mask, segment_ids, global_keys, global_is_valid),
+    )
+    x = _Arguments(q, k, v, outside, masks, band, scale)
+    d_out = out.new_zeros(1).expand(out.shape) if d_out is None else d_out.to(out.dtype)
+    out, d_out, lse = pad_to_simd(out), pad_to_simd(d_out), lse.contiguous()
+    d_lse = None if d_lse is None else d_lse.contiguous()
+    pieces = x.task.pieces
+    dq = empty_huge_pages(x.q, (*q.shape[:3], x.widths[0]), x.dtype) if needed[0] else None
+    dk, dv = (
+        empty_huge_pages(y, (pieces, *y.shape[:3], width), x.dtype).zero_() if need else None
+        for y, width, need in zip((x.k, x.v), x.widths, needed[1:], strict=True)
+    )
+    x.task.out_steps, x.task.d_out_steps = _steps(out), _steps(d_out)
+    d_sums, d_totals, d_logit = (lse.new_empty(0) for _ in range(3))
+    if sums is not None:
+        d_sums, d_logit = empty_huge_pages(lse, tuple(sums.shape)), torch.zeros_like(lse)
+        d_totals = lse.new_empty(sums.shape[:3])
+    given = {"out": out, "lse": lse, "d_out": d_out, "d_lse": d_lse, "dq": dq, "dk": dk, "dv": dv}
+    given |= {"d_far": d_sums, "d_far_totals": d_totals, "d_logit": d_logit}
+    for name, pointer in _pointers(**given).items():
+        setattr(x.task, name, pointer)
+    x.run("backward")
+    dk, dv = (y if y is None else y[0] if pieces == 1 else y.sum(0) for y in (dk, dv))
+    keys, values = x.sizes
+
+    def narrow(d: Tensor | None, x: Tensor, size: int) -> Tensor:
+        return x.new_empty(0) if d is None else unpad(d, size).to(x.dtype)
+
+    return (
+        narrow(dq, q, keys),
+        narrow(dk, k, keys),
+        narrow(dv, v, values),
+        d_sums if sums is None else d_sums.to(sums.dtype),
+        d_totals if totals is None else d_totals.to(totals.dtype),
+        d_logit if logit is None else d_logit.to(logit.dtype),
+    )
+
+
+def _forward_pieces(task: _Task) -> int:
+    """Return into how many pieces the forward pass cuts a key head; none costs memory.
+
+    Threads take the next piece as they finish one, so that 3 heads occupy 2 threads to the end.
+    """
+    units = task.batch * task.heads
+    return int(task.pieces if units % task.threads == 0 else -(-4 * task.threads // units))
+
+
+def _steps(x: Tensor) -> Any:
+    """Return the strides of batch, heads and tokens."""
+    return (ctypes.c_int64 * 3)(*x.stride()[:3])
+
+
+def _pointers(**tensors: Tensor | None) -> dict[str, int | None]:
+    return {name: None if x is None else x.data_ptr() for name, x in tensors.items()}
+
+
+@band_softmax_cpp.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    batch, heads, length, _ = q.shape
+    out = q.new_empty(batch, length, heads, v.shape[3], dtype=dtype).transpose(1, 2)
+    return out, q.new_empty(batch, heads, length, dtype=dtype)
+
+
+@band_softmax_cpp_backward.register_fake
+def _(d_out: Any, d_lse: Any, out: Any, lse: Tensor, *inputs: Any) -> Any:
+    needed = (*inputs[-1], *(x is not None for x in inputs[3:6]))
+    like = (lse if x is None else x for x in inputs[:6])
+    return tuple(x.new_empty(x.shape if need else 0) for x, need in zip(like, needed, strict=True))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.band, ctx.scale = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    needed = ctx.needs_input_grad[:6]
+    options = ctx.band, ctx.scale, list(needed[:3])
+    gradients = band_softmax_cpp_backward(d_out, d_lse, *ctx.saved_tensors, *options)
+    return (*(g if n else None for g, n in zip(gradients, needed, strict=True)), *[None] * 7)
+
+
+band_softmax_cpp.register_autograd(_backward, setup_context=_setup_context)
+refuse_derivative(band_softmax_cpp_backward, "sliding-window attention", INSTEAD)

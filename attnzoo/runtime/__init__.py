@@ -1,0 +1,1 @@
+"""Below all mechanisms: the C++ loader, memory, autocast, verdicts about kernels."""

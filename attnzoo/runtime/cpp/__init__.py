@@ -1,0 +1,213 @@
+"""Compile and load C++ kernels, once per CPU and compiler.
+
+The compiler is ``$CXX`` or ``c++``. Libraries are cached in ``$ATTNZOO_CACHE`` or
+``~/.cache/attnzoo``; the file name contains a hash of the source, the flags and the compiler's
+predefined macros, which describe compiler and CPU, and a checksum of the library. A library runs
+with all rights of the process, so it is loaded only if no other user can write it or its folder,
+and compiled again if it does not match its checksum. Compilation takes seconds, because kernels
+include only headers of the standard library and of this folder.
+
+A library that this environment cannot load is not compiled again for a day: a file beside the
+libraries keeps the reason.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from attnzoo.runtime.cache_folder import (
+    cache_folder,
+    check_private,
+    refuse_noexec,
+    replace_file,
+    unusable,
+)
+
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
+COMPILER_SECONDS = 300.0  # time limit of one run of the compiler
+FAILURE_SECONDS = 24 * 3600.0  # for how long a library that cannot be loaded is not compiled again
+UNFINISHED = ".compile-"  # prefix of the folders in which libraries are compiled
+
+
+class BuildError(RuntimeError):
+    """A kernel cannot be compiled or loaded; the message gives the reason."""
+
+
+class Source(NamedTuple):
+    """A C++ file, which may include headers of this folder and its own, and what it exports."""
+
+    path: Path
+    functions: tuple[str, ...]
+
+
+@cache
+def load(source: Source) -> ctypes.CDLL:
+    """Return the shared library of a C++ file; compiles it if the cache does not contain it.
+
+    Raises:
+        BuildError: The compiler is missing or fails, or the cache is not writable, or other users
+            can write it.
+    """
+    try:
+        return _load(source)
+    except (OSError, ValueError) as error:  # ValueError: CXX has one quote
+        raise BuildError(f"{source.path.name} cannot be compiled: {error}") from error
+
+
+def _load(source: Source) -> ctypes.CDLL:
+    headers = Path(__file__).parent
+    included = (*sorted(headers.glob("*.h")), *sorted(source.path.parent.glob("*.h")))
+    code = b"".join(x.read_bytes() for x in (source.path, *included))
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    macros = _run(*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
+    key = hashlib.sha256(code + repr((*FLAGS, macros)).encode()).hexdigest()[:16]
+    folder = cache_folder()
+    refuse_noexec(folder)
+    name = f"{source.path.stem}-{key}"
+    for library in folder.glob(f"{name}-*.so"):
+        if _is_valid(library, name):
+            return _open(library, source)
+    failure = folder / f"{name}-{_environment()}.failed"
+    _refuse_failed(failure)
+    _remove_unfinished(folder)
+    with _temporary_folder(folder) as temporary:
+        compiled = Path(temporary, f"{name}.so")
+        _run(*compiler, *FLAGS, f"-I{headers}", str(source.path), "-o", str(compiled))
+        compiled.chmod(0o700)
+        try:
+            opened = _open(compiled, source)  # raises before the library enters the cache
+        except OSError as error:
+            replace_file(failure, str(error))
+            raise
+        compiled.replace(folder / _file_name(name, compiled))  # atomic; others may compile it too
+    return opened
+
+
+def _environment() -> str:
+    """Return a hash of what decides, beside the library itself, whether it can be loaded."""
+    loader = [os.environ.get(name, "") for name in ("LD_LIBRARY_PATH", "LD_PRELOAD")]
+    return hashlib.sha256(repr((sys.prefix, loader)).encode()).hexdigest()[:8]
+
+
+def _refuse_failed(failure: Path) -> None:
+    """Raise ``OSError`` if the compiled library could not be loaded in an earlier process."""
+    try:
+        age = time.time() - failure.stat().st_mtime
+        reason = failure.read_text("utf-8", "replace")
+    except FileNotFoundError:
+        return
+    if age < FAILURE_SECONDS:
+        raise OSError(f"{reason} (earlier today; remove {failure} to compile it again)")
+
+
+def _temporary_folder(folder: Path) -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder)
+    except OSError as error:
+        raise unusable(folder, "written", error) from error
+
+
+def _is_valid(library: Path, name: str) -> bool:
+    """Return whether a library matches its checksum; removes one that does not.
+
+    Raises:
+        OSError: Other users can write it.
+    """
+    try:
+        check_private(library)
+        if library.name == _file_name(name, library):
+            return True
+    except FileNotFoundError:  # another process has removed it
+        return False
+    library.unlink(missing_ok=True)
+    return False
+
+
+def _file_name(name: str, library: Path) -> str:
+    """Return the file name of a library in the cache."""
+    return f"{name}-{hashlib.sha256(library.read_bytes()).hexdigest()[:16]}.so"
+
+
+def _open(library: Path, source: Source) -> ctypes.CDLL:
+    """Return a library.
+
+    Raises:
+        OSError: It cannot be loaded.
+        ValueError: It lacks a function.
+    """
+    opened = ctypes.CDLL(str(library))
+    missing = [name for name in source.functions if not hasattr(opened, name)]
+    if missing:
+        raise ValueError(f"the compiled library has no function {', '.join(missing)}")
+    return opened
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove the folders of compilations that were killed."""
+    for left in folder.glob(f"{UNFINISHED}*"):
+        try:
+            old = time.time() - left.stat().st_mtime > 2 * COMPILER_SECONDS
+        except FileNotFoundError:  # another process has finished its compilation
+            continue
+        if old:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _run(*command: str) -> str:
+    """Return the standard output of a command; raise ``OSError`` if it fails or takes too long."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=COMPILER_SECONDS)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            raise OSError(
+                f"{command[0]} did not finish within {COMPILER_SECONDS:.0f} seconds; "
+                "set CXX to another compiler"
+            ) from None
+    if process.returncode:
+        lines = errors.strip().splitlines() or [f"exit {process.returncode}"]
+        raise OSError(f"{command[0]}: {lines[0]}")
+    return output
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a compiler and the processes that it started, which hold its pipes open."""
+    if os.name == "posix":
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+
+
+@cache
+def unavailable_reason(source: Source) -> str:
+    """Return why the kernel in ``source`` is unavailable, or ""."""
+    try:
+        load(source)
+    except BuildError as error:
+        return str(error)
+    return ""
+
+
+def fields(kind: type, names: str) -> list[tuple[str, type]]:
+    """Return ``_fields_`` of one type for a :class:`ctypes.Structure`, from names in a string."""
+    return [(name, kind) for name in names.split()]

@@ -1,0 +1,271 @@
+"""The reformer backend: options, hash draws, cached keys, and transformers models."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+import transformers as hf
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import attnzoo
+from attnzoo.backends.reformer import ReformerBackend, ReformerConfig
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.errors import ConfigError, UnsupportedError
+from attnzoo.ops.lsh.api import lsh_attention, shared_qk_attention
+from attnzoo.ops.softmax.api import softmax_attention
+from attnzoo.testing import RULES, ConformanceError, check_backend, check_generation
+from tests import helpers
+from tests.helpers import qkv, tiny_llama
+
+build = partial(helpers.build, "reformer")
+
+SMALL = {"chunk_size": 4, "num_hashes": 2, "window": 3, "first_tokens": 2}
+
+
+CONFIGS = [  # all but the first hash the short sequences of the suite
+    ({}, None),
+    ({"chunk_size": 7, "num_hashes": 2, "window": 3}, None),
+    ({"chunk_size": 7, "num_hashes": 2, "window": 3, "decoding": "hashed"}, [torch.float64]),
+    ({"chunk_size": 16, "num_hashes": 1, "window": 1, "first_tokens": 0}, [torch.float32]),
+    ({"chunk_size": 7, "num_hashes": 2, "window": 3, "impl": "reference"}, [torch.float64]),
+    ({"chunk_size": 7, "num_hashes": 2, "form": "shared_qk"}, None),
+]
+
+
+@pytest.mark.parametrize(("options", "dtypes"), CONFIGS, ids=str)
+def test_conformance(options, dtypes):
+    config = ReformerConfig.from_options("reformer", options)
+    given = {} if dtypes is None else {"dtypes": dtypes}
+    report = check_backend(ReformerBackend, config=config, **given)
+    causal = set() if config.form == "shared_qk" else {"causality", "decoding"}
+    assert {"padding", "packing", "batching", "weights", *causal} <= set(report.passed)
+    assert {*report.passed, *report.skipped} == {rule.name for rule in RULES}
+
+
+class HashedSteps(ReformerBackend):
+    """Declares exact steps, but hashes single tokens."""
+
+    def attend(self, inputs):
+        config, self.config = self.config, replace(self.config, decoding="hashed")
+        try:
+            return super().attend(inputs)
+        finally:
+            self.config = config
+
+
+def test_inexact_steps_of_a_backend_with_exact_steps_are_found():
+    config = ReformerConfig(chunk_size=7, num_hashes=1, window=1, first_tokens=0)
+    with pytest.raises(ConformanceError, match="over cached keys") as caught:
+        check_backend(HashedSteps, config=config, rules=("decoding",), dtypes=[torch.float64])
+    assert caught.value.rule == "decoding"
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_single_new_token_attends_exactly_to_all_cached_keys(padded):
+    q, k, v = qkv(40)
+    real = torch.ones(2, 40, dtype=torch.bool)
+    real[1, :9] = not padded
+    mask = AttentionMask(causal=True, q_offset=39, padding=real if padded else None)
+    backend = build(**SMALL)
+    out = backend(q[:, :, -1:], k, v, mask=mask).out
+    exact = softmax_attention(q[:, :, -1:], k, v, mask=real[:, None, None]).out
+    assert_close(out, exact)
+    assert backend.ran.impl == "sdpa"
+    if not padded:  # a mask for one token may leave out causality
+        assert_close(backend(q[:, :, -1:], k, v, mask=AttentionMask()).out, exact)
+    hashed = build(**SMALL, decoding="hashed")(q[:, :, -1:], k, v, mask=mask).out
+    assert not torch.allclose(hashed, exact, atol=1e-3)
+
+
+# -- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"num_hashes": 0},
+            r"ReformerConfig\.num_hashes must be at least 1 round, got 0; the default is 8",
+        ),
+        ({"chunk_size": -1}, r"ReformerConfig\.chunk_size must be at least 1 token, got -1"),
+        ({"num_buckets": 0}, r"ReformerConfig\.num_buckets must be at least 1 bucket, got 0"),
+        ({"window": 0}, r"ReformerConfig\.window must be at least 1 token, got 0"),
+        ({"redraw": 0}, r"ReformerConfig\.redraw must be at least 1 call, got 0"),
+        ({"first_tokens": -1}, r"ReformerConfig\.first_tokens must be at least 0, got -1"),
+        ({"window": 2.5}, r"ReformerConfig\.window must be int, got 2\.5"),
+        ({"form": "shared"}, "must be 'asymmetric' or 'shared_qk', got 'shared'"),
+        ({"form": "shared_qk", "num_buckets": 3}, "must be even with form='shared_qk'.*use 4"),
+        ({"form": "shared_qk", "window": 8}, "window requires form='asymmetric', got window=8"),
+        ({"form": "shared_qk", "first_tokens": 1}, "first_tokens requires form='asymmetric'"),
+        ({"rounds": 3}, "has no option 'rounds'"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ConfigError, match=message):
+        attnzoo.AttentionSpec("reformer", **options)
+
+
+def test_a_spec_survives_json():
+    spec = attnzoo.AttentionSpec("reformer", num_hashes=2, form="shared_qk", num_buckets=6)
+    assert attnzoo.AttentionSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+def test_shared_qk_is_refused_in_causal_layers():
+    with pytest.raises(UnsupportedError, match=r"layer\.attn.*later tokens would determine"):
+        build(form="shared_qk")
+    backend = build(form="shared_qk", causal=False)
+    with pytest.raises(UnsupportedError, match=r"the mask is causal.*use form='asymmetric'"):
+        backend(*qkv(9), mask=AttentionMask(causal=True))
+
+
+def test_unsupported_calls_are_refused():
+    q, k, v = qkv(9)
+    with pytest.raises(UnsupportedError, match="5 queries and 9 keys are given without a causal"):
+        build(causal=False)(q[:, :, :5], k, v)
+    with pytest.raises(UnsupportedError, match="sliding window"):
+        build()(q, k, v, mask=AttentionMask(causal=True, window=(3, 0)))
+
+
+def test_options_reach_the_op():
+    x = qkv(40)
+    seed = torch.tensor([5, 3, 0])  # seed, layer, draw
+    mask = AttentionMask(causal=True)
+    expected = lsh_attention(*x, **SMALL, num_buckets=6, mask=mask, scale=0.3, seed=seed)
+    backend = build(**SMALL, num_buckets=6, seed=5, layer=3)
+    assert_close(backend(*x, scale=0.3).out, expected.out)
+    assert backend.ran == expected.impl
+    shared = build(form="shared_qk", chunk_size=4, num_hashes=2, causal=False, impl="reference")
+    expected = shared_qk_attention(*x, num_hashes=2, chunk_size=4, seed=torch.tensor([0, 0, 0]))
+    assert_close(shared(*x).out, expected.out)
+    assert shared.ran == ("reference", "named in the options")
+
+
+def test_layers_have_different_hashes():
+    x = qkv(60)
+    assert not torch.equal(build(**SMALL)(*x).out, build(**SMALL, layer=1)(*x).out)
+
+
+# -- draws in training ---------------------------------------------------------------------------
+
+
+def test_redraw_draws_new_hashes_in_training():
+    x, backend = qkv(60), build(**SMALL, redraw=2)
+    state = torch.get_rng_state()
+    outs = [backend(*x).out for _ in range(6)]
+    same = [torch.equal(one, other) for one, other in pairwise(outs)]
+    assert same == [True, False, True, False, True]
+    assert torch.equal(outs[0], build(**SMALL)(*x).out)
+    assert torch.equal(torch.get_rng_state(), state)
+    backend.eval()
+    assert torch.equal(backend(*x).out, outs[-1])  # keeps the last hashes of training
+    other = build(**SMALL, redraw=2)  # on another rank, or after a restart
+    other.load_state_dict(backend.state_dict())
+    assert torch.equal(other.eval()(*x).out, outs[-1])
+    other.reset_parameters()
+    assert torch.equal(other(*x).out, outs[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_recomputes_with_the_same_hashes(reentrant):
+    x = [t.requires_grad_() for t in qkv(60)]
+    gradients = []
+    for repeat in (False, True):
+        backend = build(**SMALL, redraw=1)
+        call = lambda *x, backend=backend: backend(*x).out.square().sum()  # noqa: E731
+        for _ in range(3):
+            loss = checkpoint(call, *x, use_reentrant=reentrant) if repeat else call(*x)
+            gradient = torch.autograd.grad(loss, x) if not reentrant else None
+            if reentrant:
+                loss.backward()
+                gradient = [t.grad.clone() for t in x]
+                for t in x:
+                    t.grad = None
+        gradients.append(gradient)
+        assert int(backend.calls) == 3
+    assert_close(gradients[0], gradients[1])
+
+
+def test_backward_uses_the_hashes_of_its_forward():
+    x, backend = [t.requires_grad_() for t in qkv(60)], build(**SMALL, redraw=1)
+    first = backend(*x).out
+    expected = torch.autograd.grad(first.sum(), x, retain_graph=True)
+    backend(*x)
+    assert_close(torch.autograd.grad(first.sum(), x), expected, atol=0, rtol=0)
+
+
+# -- cached keys ---------------------------------------------------------------------------------
+
+
+def test_a_static_cache_with_unwritten_keys():
+    q, k, v = qkv(60)
+    backend = build(**SMALL)
+    whole = backend(q, k, v).out
+    real = torch.ones(2, 60, dtype=torch.bool)
+    real[1, :9] = False
+    padded = backend(q, k, v, mask=AttentionMask(causal=True, padding=real)).out
+    for at in (torch.tensor(41), 41):
+        unwritten = [torch.cat([x[:, :, :44], torch.zeros_like(x[:, :, 44:])], 2) for x in (k, v)]
+        step = q[:, :, 41:44]
+        found = backend(step, *unwritten, mask=AttentionMask(causal=True, q_offset=at)).out
+        assert_close(found, whole[:, :, 41:44])
+        mask = AttentionMask(causal=True, padding=real, q_offset=at)
+        assert_close(backend(step, *unwritten, mask=mask).out, padded[:, :, 41:44])
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llama():
+    return tiny_llama(max_position_embeddings=128)
+
+
+def test_generation_equals_one_pass(llama, tmp_path):
+    attnzoo.swap(llama, "reformer", **SMALL, decoding="hashed")
+    check_generation(llama, length=40)
+    ids, mask = torch.randint(1, 60, (2, 40)), torch.ones(2, 40, dtype=torch.long)
+    mask[1, :13] = 0
+    given = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    tokens = llama.generate(ids, **given)
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(llama.generate(ids, **given, **static), tokens)
+    llama.save_pretrained(tmp_path)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.generate(ids, **given), tokens)
+    with torch.no_grad():
+        hashed = llama(ids, attention_mask=mask).logits
+        attnzoo.restore(llama)
+        exact = llama(ids, attention_mask=mask).logits
+    assert (exact - hashed)[mask.bool()].abs().max() > 0.1  # some keys are not attended to
+
+
+def test_short_sequences_give_the_logits_of_the_model(llama):
+    ids = torch.randint(1, 60, (2, 20))
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    with torch.no_grad():
+        stock = llama(ids, attention_mask=mask).logits
+        attnzoo.swap(llama, "reformer")
+        swapped = llama(ids, attention_mask=mask).logits
+    assert_close(swapped[mask.bool()], stock[mask.bool()], atol=1e-4, rtol=1e-4)
+
+
+def test_a_swapped_model_compiles_without_graph_breaks(llama):
+    torch._dynamo.reset()
+    attnzoo.swap(llama, "reformer", **SMALL)
+    ids = torch.randint(1, 60, (2, 40))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    compiled = torch.compile(llama, backend="aot_eager", fullgraph=True)
+    given = {"attention_mask": mask, "labels": ids, "use_cache": False}
+    gradients = []
+    for model in (llama, compiled):
+        llama.zero_grad()
+        model(ids, **given).loss.backward()
+        gradients.append([p.grad.clone() for p in llama.parameters()])
+    assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
+    torch._dynamo.reset()

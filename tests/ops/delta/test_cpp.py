@@ -1,0 +1,261 @@
+"""The delta rule in C++ against the recurrence in float64."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import DeltaState
+from attnzoo.errors import UnsupportedError
+from attnzoo.ops.delta.api import delta_attention
+from attnzoo.ops.delta.cpu.delta import DELTA, SPAN, delta_cpp, delta_cpp_backward
+from attnzoo.runtime import cpp
+from tests.helpers import nan_surrounded
+
+REASON = cpp.unavailable_reason(DELTA)
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+DECAYS = ("none", "head", "token", "channel")
+
+
+def make(shape, decay="none", dtype=torch.float64, strength=1.0):
+    """Return q, k of norm 1, v, beta in (0, 2), a log decay, and the kv of a state."""
+    batch, heads, key_heads, tokens, size, value_size = shape
+    q, k = (
+        nan_surrounded(torch.randn(batch, n, tokens, size, dtype=dtype)) for n in (heads, key_heads)
+    )
+    k /= k.norm(dim=-1, keepdim=True)
+    v = nan_surrounded(torch.randn(batch, key_heads, tokens, value_size, dtype=dtype))
+    beta = 2 * torch.rand(batch, tokens, key_heads, dtype=dtype).transpose(1, 2)
+    gate = nan_surrounded(-strength * torch.randn(k.shape, dtype=dtype).abs())
+    log_decay = {"none": None, "head": gate[0, :, :1, 0].sum(1), "token": gate[..., 0]}
+    kv = torch.randn(batch, key_heads, size, value_size, dtype=dtype)
+    return q, k, v, beta, log_decay.get(decay, gate), kv
+
+
+def make_ids(batch, tokens):
+    """Return ids of segments that end inside and at the end of chunks and spans."""
+    ids = torch.zeros(batch, tokens, dtype=torch.long)
+    for border in (1, 2, 15, 16, 33, 64, 69, 127, 128, 140):
+        ids[:, border:] += 1
+    return ids
+
+
+def run(q, k, v, beta, log_decay, kv, ids=None, **options):
+    """Return the output and the state."""
+    mask = AttentionMask(causal=True, segment_ids=ids)
+    options = {"impl": "cpp", "scale": 0.7, "mask": mask, "return_state": True} | options
+    state = None if kv is None else DeltaState(kv)
+    out, state, *_ = delta_attention(q, k, v, beta, log_decay=log_decay, state=state, **options)
+    return out, *state
+
+
+def gradients(inputs, d_results, ids=None, **options):
+    """Return the results, and the gradients of all inputs."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    results = run(*leaves, ids, **options)
+    given = [x for x in leaves if x is not None]
+    d_results = [d.to(x.dtype) for d, x in zip(d_results, results, strict=True)]
+    return results, torch.autograd.grad(results, given, d_results)
+
+
+SHAPES = [  # batch, heads, key heads, tokens, D, E: chunks are of 16, spans of 128, panels of 128
+    (2, 4, 2, 33, 16, 32),
+    (1, 6, 2, 70, 20, 65),
+    (1, 1, 1, 145, 33, 144),
+    (1, 2, 1, 17, 48, 80),
+    (3, 2, 2, 1, 32, 16),
+]
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_recurrence(shape, decay):
+    inputs = make(shape, decay)
+    for ids in (None, make_ids(shape[0], shape[3])):
+        d_results = [torch.randn_like(x) for x in run(*inputs, ids)]
+        exact = gradients(inputs, d_results, ids, impl="reference")
+        ours = gradients(inputs, d_results, ids)
+        assert_close(ours[0], exact[0], atol=1e-11, rtol=1e-11)
+        assert_close(ours[1], exact[1], atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 16])
+@pytest.mark.parametrize("form", ["chunk", "recurrent"])
+def test_any_chunk_size(form, chunk_size):
+    inputs = make((1, 2, 1, 35, 16, 16), "channel")
+    ours = run(*inputs, form=form, chunk_size=chunk_size)
+    assert_close(ours, run(*inputs, impl="reference"), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_gradcheck(decay):
+    inputs = [x for x in make((1, 4, 2, 19, 5, 3), decay) if x is not None]
+    ids = make_ids(1, 19)
+
+    def call(*given):
+        *inputs, kv = given
+        inputs = [*inputs, None] if decay == "none" else inputs
+        return run(*inputs, kv, ids)
+
+    assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in inputs], fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_rounding_errors_are_at_most_twice_those_of_the_recurrence(decay, dtype):
+    narrow = [None if x is None else x.to(dtype) for x in make((1, 2, 1, 60, 32, 32), decay)]
+    narrow[5] = narrow[5].float()
+    wide = [None if x is None else x.double() for x in narrow]
+    d_results = [torch.randn_like(x) for x in run(*narrow)]
+    exact, plain, ours = (
+        gradients(x, d_results, impl=impl)
+        for x, impl in ((wide, "reference"), (narrow, "reference"), (narrow, "cpp"))
+    )
+    for e, p, o in zip(*((*x[0], *x[1]) for x in (exact, plain, ours)), strict=True):
+        assert o.dtype == p.dtype
+        budget = 2 * (p.double() - e).abs().max() + 4 * torch.finfo(dtype).eps * e.abs().max()
+        assert (o.double() - e).abs().max() <= budget
+
+
+@pytest.mark.parametrize("decay", ["head", "token", "channel"])
+@pytest.mark.parametrize("gates", [(30.0,), (1e4,), (torch.inf,), (0, 1e-3, 3, 500, torch.inf)])
+def test_strong_gates_neither_overflow_nor_cancel(gates, decay):
+    inputs = list(make((1, 2, 2, 40, 16, 16), decay))
+    gate = -torch.tensor(gates, dtype=torch.float64)
+    inputs[4] = gate[torch.randint(len(gates), inputs[4].shape)]
+    narrow = [x.float() for x in inputs]
+    d_results = [torch.randn_like(x) for x in run(*inputs)]
+    wide = [x.double() for x in narrow]
+    exact = gradients(wide, d_results, impl="reference")
+    for x, tolerance in ((wide, 1e-10), (narrow, 2e-5)):
+        ours = gradients(x, d_results)
+        for a, b in zip((*ours[0], *ours[1]), (*exact[0], *exact[1]), strict=True):
+            assert (a.double() - b).abs().max() <= tolerance * b.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("decay", ["none", "token", "channel"])
+def test_bfloat16_gradients_are_accurate_if_values_have_a_mean(decay):
+    shape = (1, 2, 1, 1024, 16, 16)
+    inputs = list(make(shape, decay, torch.float32, strength=1e-2))
+    inputs[2] = inputs[2] + 1
+    narrow = [None if x is None else x.bfloat16() for x in inputs[:5]]
+    wide = [None if x is None else x.double() for x in narrow]
+    d_results = [torch.randn(1, 2, 1024, 16), torch.zeros(1, 1, 16, 16)]
+    exact = gradients([*wide, inputs[5].double()], d_results)[1]
+    ours = gradients([*narrow, inputs[5]], d_results)[1]
+    for a, b in zip(ours, exact, strict=True):
+        assert (a.double() - b).norm() <= 5e-3 * b.norm()
+
+
+@pytest.mark.parametrize("decay", ["none", "token", "channel"])
+def test_later_tokens_do_not_change_earlier_outputs(decay):
+    q, k, v, beta, log_decay, kv = make((1, 2, 1, 150, 16, 32), decay, torch.float32)
+    log_decay = None if decay == "none" else log_decay
+    out = run(q, k, v, beta, log_decay, kv)[0]
+    for cut in (1, 15, 16, 17, 128, 140):
+        later = [x.clone() for x in (q, k, v, beta)]
+        for x in later:
+            x[:, :, cut:] *= -0.5
+        gate = None if log_decay is None else log_decay.clone()
+        if gate is not None:
+            gate[:, :, cut:] *= 2
+        found = run(*later, gate, kv)[0]
+        assert torch.equal(found[:, :, :cut], out[:, :, :cut])
+        assert not torch.equal(found[:, :, cut:], out[:, :, cut:])
+
+
+@pytest.mark.parametrize("heads", [1, 5])
+@pytest.mark.parametrize("value_size", [40, 64, 256])  # in panels of 32, 64 or 128 columns
+@pytest.mark.parametrize("decay", ["none", "token", "channel"])
+def test_results_do_not_depend_on_the_number_of_threads(decay, value_size, heads):
+    inputs = make((1, 2 * heads, heads, 150, 16, value_size), decay, torch.float32)
+    d_results = [torch.randn_like(x) for x in run(*inputs)]
+    num_threads, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 8, 16):
+            torch.set_num_threads(threads)
+            results, grads = gradients(inputs, d_results)
+            found.append((*results, *grads, *run(*inputs)))
+    finally:
+        torch.set_num_threads(num_threads)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_packed_segments_do_not_see_each_other():
+    inputs = make((1, 2, 1, 40, 16, 16), "token", torch.float32)
+    ids = torch.zeros(1, 40, dtype=torch.long)
+    ids[:, 20:] = 1
+    inputs[2][:, :, :20] = torch.nan
+    out, state = run(*inputs, ids)
+    assert out[:, :, 20:].isfinite().all()
+    assert state.isfinite().all()
+    second = [x[:, :, 20:] for x in inputs[:5]]
+    assert_close((out[:, :, 20:], state), run(*second, None))
+
+
+def test_decoding_equals_one_pass():
+    inputs = make((2, 4, 2, 20, 16, 24), "channel")
+    one_pass = run(*inputs)
+    kv, outs = inputs[5], []
+    for t in range(20):
+        out, kv = run(*(x[:, :, t : t + 1] for x in inputs[:5]), kv)
+        outs.append(out)
+    assert_close((torch.cat(outs, 2), kv), one_pass)
+    none = run(*(x[:, :, :0] for x in inputs[:5]), kv)
+    assert none[0].shape == (2, 4, 0, 24)
+    assert torch.equal(none[1], kv)
+
+
+def test_results_do_not_depend_on_strides():
+    inputs = list(make((2, 3, 3, 30, 16, 16), "token"))
+    inputs[0] = inputs[0][:, :1].expand(2, 3, 30, 16)
+    inputs[1] = inputs[1][:1].expand(2, 3, 30, 16)
+    inputs[3] = inputs[3][:, :, :1].expand(2, 3, 30)
+    inputs[2] = inputs[2].transpose(2, 3).contiguous().transpose(2, 3)
+    assert_close(run(*inputs), run(*(x.contiguous() for x in inputs)))
+
+
+def test_operators_pass_opcheck():
+    q, k, v, beta, log_decay, kv = make((1, 2, 1, 20, 16, 16), "channel")
+    inputs = [x.requires_grad_() for x in (q, k, v, beta, log_decay, kv)]
+    for keep in (False, True):  # if False, there is no backward pass
+        given = inputs if keep else [x.detach() for x in inputs]
+        torch.library.opcheck(delta_cpp, (*given, None, 0.7, 16, keep))
+    kept = delta_cpp(*inputs, None, 0.7, 16, True)[2].detach()
+    assert kept.shape == (1, 1, -(-20 // SPAN), 16, 16)
+    given = [x.detach() for x in inputs]
+    arguments = (torch.randn(1, 2, 20, 16).double(), None, *given, None, kept, 0.7, 16)
+    torch.library.opcheck(delta_cpp_backward, arguments)
+
+
+def test_auto_selects_cpp_for_supported_calls():
+    q, k, v, beta, _, _ = make((1, 2, 1, 20, 16, 16))
+    assert delta_attention(q, k, v, beta).impl.impl == "cpp"
+    assert delta_attention(q, k, v, beta, form="recurrent").impl.impl == "cpp"
+    choice = delta_attention(q, k, v, beta, chunk_size=32).impl
+    assert choice.impl == "torch"
+    assert "chunk_size is 32 (at most 16)" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"form": "parallel"}, "for comparison"), ({"chunk_size": 32}, "chunk_size is 32")],
+)
+def test_unsupported_calls_are_refused_with_the_reason(options, message):
+    with pytest.raises(UnsupportedError, match=message):
+        run(*make((1, 2, 1, 20, 16, 16)), **options)
+
+
+def test_second_derivatives_are_refused():
+    inputs = [x.requires_grad_() for x in make((1, 1, 1, 9, 16, 16)) if x is not None]
+    out = run(*inputs[:4], None, None)[0]
+    (dq,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(UnsupportedError, match="first derivatives only"):
+        dq.sum().backward()
+
+
+def test_compiles_without_a_graph_break():
+    inputs = make((1, 2, 1, 40, 16, 16), "token", torch.float32)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert_close(compiled(*inputs), run(*inputs))

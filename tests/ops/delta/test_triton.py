@@ -1,0 +1,143 @@
+"""The delta rule on the Triton kernels, against the recurrence in float64.
+
+They run on a GPU if there is one, else interpreted on the CPU.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnzoo.contract.config import Geometry
+from attnzoo.errors import UnsupportedError
+from attnzoo.ops.delta.api import IMPLEMENTATIONS, delta_attention
+from attnzoo.ops.delta.triton import check as check_triton
+from attnzoo.ops.delta.triton import launch
+from attnzoo.ops.delta.triton import run as module
+from attnzoo.ops.delta.triton.check import DeltaCase, Inputs, results, wrong_results
+from attnzoo.ops.delta.triton.custom_op import delta_triton
+from attnzoo.ops.delta.triton.step import delta_triton_step
+from attnzoo.registry import build_backend
+from tests.kernel_device import kernel_device
+
+DEVICE = kernel_device()
+DECAYS = ("none", "scalar", "vector")
+SMALL = DeltaCase(decay="none", d=12, e=24, B=1, Hkv=1, T=37, dtype=torch.float32, largest_beta=2.0)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_packed_and_padded_calls_match_reference_in_float64(decay):
+    """Outputs, states and all gradients; some log decays are minus infinity."""
+    case = replace(SMALL, decay=decay, groups=2, masked=True, strong_gates=True)
+    assert list(wrong_results(case, DEVICE)) == []
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_one_token_matches_reference_in_float64(decay):
+    for dtype in (torch.float32, torch.bfloat16):
+        case = replace(SMALL, decay=decay, T=1, groups=2, Hkv=2, dtype=dtype)
+        assert list(wrong_results(case, DEVICE)) == []
+
+
+def test_a_small_scale_does_not_overflow_float16():
+    case = replace(SMALL, dtype=torch.float16, scale=1e-4, T=20)
+    assert list(wrong_results(case, DEVICE)) == []
+
+
+def test_the_gradient_of_write_strengths_is_summed_in_float32():
+    """Values in bfloat16 have mean 1; products of rounded factors would exceed this budget."""
+    case = DeltaCase(decay="none", d=64, e=64, B=1, Hkv=1, T=70, mean=1.0)
+    x = Inputs(case, DEVICE)
+    exact = results(x, "reference", torch.float64)["d_beta"]
+    plain, ours = (results(x, impl)["d_beta"] - exact for impl in ("torch", "triton"))
+    assert ours.norm() <= 2 * plain.norm()
+    assert ours.norm() <= 5e-3 * exact.norm()
+
+
+def test_gradients_of_one_token_match_reference_in_float64():
+    torch.manual_seed(0)
+    x = [torch.randn(1, 1, 1, 16, dtype=torch.float64) for _ in range(3)]
+    leaves = [*x, torch.rand(1, 1, 1, dtype=torch.float64)]
+    found = {}
+    for impl, dtype in (("reference", torch.float64), ("triton", torch.float32)):
+        args = [y.to(DEVICE, dtype).requires_grad_() for y in leaves]
+        found[impl] = torch.autograd.grad(delta_attention(*args, impl=impl).out.sum(), args)
+    for ours, exact in zip(found["triton"], found["reference"], strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+CASES = [(decay, kind) for decay in DECAYS for kind in check_triton.KINDS]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("decay", "kind"), CASES)
+def test_the_kernels_pass_their_check(decay, kind):
+    for case in check_triton.cases(decay, 64, kind, small=DEVICE.type != "cuda"):
+        assert list(wrong_results(case, DEVICE)) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "result", "broken"),
+    [
+        ("errors", 1, {"out", "state", "d_q"}),
+        ("transposed_errors", 0, {"d_beta"}),
+        ("transposed_errors", 1, {"d_v", "d_k"}),
+    ],
+)
+def test_a_broken_kernel_fails_the_check(function, result, broken, monkeypatch):
+    run = getattr(launch.DeltaLauncher, function)
+
+    def scaled(self, *args):
+        results = list(run(self, *args))
+        results[result] = results[result] * 1.1
+        return tuple(results)
+
+    monkeypatch.setattr(launch.DeltaLauncher, function, scaled)
+    wrong = {text.split()[0] for text in wrong_results(replace(SMALL, T=33), DEVICE)}
+    assert broken <= wrong
+    assert function == "errors" or "out" not in wrong
+
+
+def test_operators_pass_opcheck():
+    rows = [torch.randn(1, heads, 2, 16).to(DEVICE).requires_grad_() for heads in (2, 1, 1)]
+    beta, gates = torch.rand(1, 1, 2).to(DEVICE), -torch.rand(1, 1, 2).to(DEVICE)
+    state = torch.randn(1, 1, 16, 16).to(DEVICE)
+    torch.library.opcheck(delta_triton, (*rows, beta, gates, state, None, 0.5))
+    first = [x[:, :, :1].detach() for x in (*rows, beta, gates)]
+    torch.library.opcheck(delta_triton_step, (*first, state, 0.5))
+
+
+def test_auto_selects_the_kernels_only_if_they_passed_a_check(monkeypatch):
+    triton = next(x for x in IMPLEMENTATIONS if x.name == "triton")
+    verdicts = {"delta": (("not checked",), "")}
+    monkeypatch.setattr(module, "trust", lambda op, *_: verdicts[op])
+    table = triton, *(x for x in IMPLEMENTATIONS if x.name == "torch")
+    monkeypatch.setattr("attnzoo.ops.delta.api.IMPLEMENTATIONS", table)
+    x = torch.randn(1, 1, 3, 16, device=DEVICE)
+    call = (x, x, x, torch.rand(1, 1, 3, device=DEVICE))
+    assert delta_attention(*call).impl.impl == "torch"
+    verdicts["delta"] = (), "checked on this device"
+    choice = delta_attention(*call).impl
+    assert choice.impl == "triton"
+    assert "checked on this device" in choice.reason
+
+
+def test_unsupported_calls_raise():
+    x = torch.randn(1, 1, 3, 16, device=DEVICE)
+    call = (x, x, x, torch.rand(1, 1, 3, device=DEVICE))
+    with pytest.raises(UnsupportedError, match="chunk_size is 32"):
+        delta_attention(*call, chunk_size=32, impl="triton")
+    with pytest.raises(UnsupportedError, match="input is float64"):
+        delta_attention(*(y.double() for y in call), impl="triton")
+    assert not delta_attention(*call, scale=0.0, impl="triton").out.any()
+    with pytest.raises(UnsupportedError, match="scale other than 0"):
+        delta_attention(x.clone().requires_grad_(), *call[1:], scale=0.0, impl="triton")
+    with pytest.raises(UnsupportedError, match="the parallel form"):
+        delta_attention(*call, form="parallel", impl="triton")
+
+
+def test_a_window_is_refused():
+    geometry = Geometry(num_heads=2, num_key_heads=2, head_dim=16, hidden_size=32, causal=True)
+    with pytest.raises(UnsupportedError, match=r"impl='triton' does not compute window=4"):
+        build_backend("delta", {"impl": "triton", "window": 4}, geometry)
+    build_backend("delta", {"impl": "triton"}, geometry)

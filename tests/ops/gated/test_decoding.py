@@ -1,0 +1,139 @@
+"""Decoded tokens of mLSTM and RWKV-6 in C++ and Triton, against the reference in float64."""
+
+import operator
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import attnzoo
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import LinearState, StabilizedState
+from attnzoo.ops.gated.api import mlstm_attention, rwkv6_attention
+from attnzoo.ops.linear import gated_step
+from attnzoo.ops.linear.cpu.linear_step import LINEAR_STEP
+from attnzoo.runtime import cpp
+from tests.kernel_device import kernel_device
+
+DEVICE = kernel_device()
+B, H, HKV, D, E = 2, 4, 2, 20, 18
+CPP = pytest.param("cpp", marks=pytest.mark.skipif(bool(cpp.unavailable_reason(LINEAR_STEP)),
+                   reason="no C++ compiler"))  # fmt: skip
+
+
+def mlstm(x, **options):
+    gates = {"log_forget": -x["gate"][..., 0], "log_input": 9 * x["input_gate"]}
+    return mlstm_attention(x["q"], x["k"], x["v"], **gates, **options)
+
+
+def rwkv6(x, **options):
+    gates = {"log_decay": -x["gate"], "bonus": x["bonus"], "normalize": False}
+    return rwkv6_attention(x["q"].abs(), x["k"].abs(), x["v"], **(gates | options))
+
+
+def rwkv6_normalized(x, **options):
+    return rwkv6(x, normalize=True, **options)
+
+
+ATTEND = [mlstm, rwkv6, rwkv6_normalized]
+
+
+def make(dtype, tokens=1, device=DEVICE):
+    shapes = {
+        "q": (B, H, tokens, D), "k": (B, HKV, tokens, D), "v": (B, HKV, tokens, E),
+        "gate": (B, HKV, tokens, D), "input_gate": (B, HKV, tokens), "bonus": (HKV, D),
+    }  # fmt: skip
+    x = {name: torch.randn(shape).to(device, dtype) for name, shape in shapes.items()}
+    return x | {"gate": x["gate"].abs(), "bonus": x["bonus"].abs()}
+
+
+def state_of(attend, dtype, device=DEVICE):
+    kv, z = torch.randn(B, HKV, D, E), torch.rand(B, HKV, D)
+    state = LinearState(kv.to(device, dtype), z.to(device, dtype))
+    m = 4 * torch.randn(B, HKV).to(device, dtype)
+    return StabilizedState(*state, m) if attend is mlstm else state
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "new state"])
+@pytest.mark.parametrize("attend", ATTEND)
+@pytest.mark.parametrize("impl", [CPP, "triton"])
+def test_equals_the_reference(impl, attend, in_place):
+    dtype = torch.float64 if impl == "cpp" else torch.float32
+    device = torch.device("cpu") if impl == "cpp" else DEVICE
+    x, state = make(dtype, device=device), state_of(attend, dtype, device)
+    double = {name: y.double() for name, y in x.items()}
+    wide = type(state)(*(y.double() for y in state))
+    exact = attend(double, impl="reference", form="recurrent", state=wide, return_state=True)
+    before = [y.clone() for y in state]
+    options = {"state": state, "return_state": True, "reuse_state": in_place}
+    found = attend(x, impl="auto" if impl == "cpp" else impl, form="recurrent", **options)
+    assert found.impl.impl == impl
+    assert ("one token" in found.impl.reason) == (impl == "cpp")
+    assert all(map(operator.is_, found.state, state)) == in_place
+    assert in_place or all(map(torch.equal, state, before))
+    tolerance = 1e-11 if impl == "cpp" else 2e-6
+    for ours, expected in zip((found.out, *found.state), (exact.out, *exact.state), strict=True):
+        error = (ours.double() - expected).norm() / expected.norm()
+        assert error < tolerance
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attend", [mlstm, rwkv6_normalized])
+@pytest.mark.parametrize("impl", [CPP, "triton"])
+def test_padding_does_not_change_the_state(impl, attend):
+    device = torch.device("cpu") if impl == "cpp" else DEVICE
+    x, state = make(torch.float32, device=device), state_of(attend, torch.float32, device)
+    padding = torch.tensor([[True], [False]], device=device)
+    x["k"][1] = 0  # backends set the features of padding to 0
+    options = {"mask": AttentionMask(causal=True, padding=padding), "return_state": True}
+    found = attend(x, impl=impl, form="recurrent", state=state, **options).state
+    assert_close(tuple(y[1] for y in found), tuple(y[1] for y in state), rtol=0, atol=1e-6)
+    assert not torch.equal(found.kv[0], state.kv[0])
+
+
+@pytest.mark.parametrize("attend", [mlstm, rwkv6])
+def test_gradients_and_states_of_another_dtype_do_not_use_the_step(attend):
+    x, state = make(torch.float32, device="cpu"), state_of(attend, torch.float64, "cpu")
+    x["q"].requires_grad_()
+    out = attend(x, form="recurrent", state=state)
+    assert "one token, compiled" not in out.impl.reason
+    out.out.sum().backward()
+    assert x["q"].grad.abs().sum() > 0
+    with torch.no_grad():
+        assert "one token, compiled" not in attend(x, form="recurrent", state=state).impl.reason
+
+
+@torch.no_grad()
+def test_auto_selects_triton_on_a_gpu_that_passed_the_check(monkeypatch):
+    x, state = make(torch.float32), state_of(mlstm, torch.float32)
+    verdict = [(), "checked on NVIDIA Test"]
+    monkeypatch.setattr(gated_step, "ON_GPU", (DEVICE.type,))
+    monkeypatch.setattr(gated_step, "trust", lambda *_: tuple(verdict))
+    choice = mlstm(x, form="recurrent", state=state).impl
+    assert (choice.impl, choice.reason) == (
+        "triton", "recurrent form; one token, compiled for this GPU; checked on NVIDIA Test",
+    )  # fmt: skip
+    verdict[0] = ("they failed",)
+    assert mlstm(x, form="recurrent", state=state).impl.impl == "torch"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gate", ["mlstm", "rwkv6"])
+def test_generation_with_a_cache_equals_generation_without(gate):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    tokens, found = torch.randint(1, 32, (1, 9)), []  # 0 is padding
+    torch.manual_seed(0)
+    model = attnzoo.swap(LlamaForCausalLM(config), "gated_linear", gate=gate).eval()
+    for cache in ("dynamic", "static"):
+        options = {"cache_implementation": cache, "do_sample": False, "pad_token_id": 0}
+        found.append(model.generate(tokens, max_new_tokens=5, **options))
+    for _ in range(5):
+        tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found[0], tokens)
+    assert torch.equal(found[1], tokens)

@@ -1,0 +1,312 @@
+"""The window hybrid on the Triton kernels, against the reference in float64.
+
+They run on a GPU if there is one, else interpreted on the CPU.
+"""
+
+import operator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import GridExecutor
+
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.errors import UnsupportedError
+from attnzoo.ops.hybrid.api import hybrid_attention
+from attnzoo.ops.hybrid.state import LinearBranch
+from attnzoo.ops.hybrid.triton.custom_op import hybrid_triton, hybrid_triton_backward
+from attnzoo.ops.hybrid.triton.step import hybrid_triton_step_
+from attnzoo.ops.linear.triton import launch
+from tests.kernel_device import float32_slack, kernel_device, nan_in_uninitialized_memory
+
+DEVICE = kernel_device()
+NAMES = ("q", "k", "v", "q_features", "k_features", "log_weight", "log_decay")
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_uninitialized_memory():
+    with nan_in_uninitialized_memory():
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridCase:
+    """Options of a call; ``cut`` continues from the state after that many tokens."""
+
+    decay: str = "none"
+    heads: tuple[int, int] = (2, 1)
+    length: int = 30
+    window: int = 8
+    cut: int = 0
+    packed: bool = False
+    padded: bool = False
+    relative: bool = True
+    mean: bool = True
+    linear_only: bool = False
+    num_sinks: int = 0
+    causal: bool = True
+    value_mean: float = 0.0
+    dtype: torch.dtype = torch.float32
+
+
+def make(case, size=16, batch=1):
+    """Return the tensors of a call, and the mask of padding and of segments."""
+    (heads, key_heads), t = case.heads, case.length
+    q = torch.randn(batch, heads, t, size)
+    k, v = (torch.randn(batch, key_heads, t, size) for _ in range(2))
+    features = torch.rand(batch, heads, t, size), torch.rand(batch, key_heads, t, size)
+    shape = {"head": (key_heads,), "token": (batch, key_heads, t)}
+    shape |= {"channel": (batch, key_heads, t, size), "none": None}
+    log_decay = None if shape[case.decay] is None else -torch.rand(shape[case.decay])
+    padding = torch.rand(batch, t) > 0.3 if case.padded else None
+    if padding is not None:
+        features[1][~padding[:, None].expand(features[1].shape[:3])] = 0
+        if log_decay is not None and log_decay.dim() > 1:
+            log_decay[~padding[:, None].expand(log_decay.shape[:3])] = 0
+    ids = (torch.arange(t) >= t // 2).long().expand(batch, t) if case.packed else None
+    tensors = [x.to(case.dtype) for x in (q, k, v + case.value_mean, *features)]
+    tensors += [torch.randn(1, heads, 1, 1), log_decay]
+    tensors = [x if x is None else x.to(DEVICE) for x in tensors]
+    return tensors, *(x if x is None else x.to(DEVICE) for x in (padding, ids))
+
+
+def attend(case, tensors, padding, ids, impl, tokens, state, **options):
+    """Compute the output and the state of a range of tokens."""
+    q, k, v, *features, log_weight, log_decay = tensors
+    q, k, v, *features = (x[:, :, tokens] for x in (q, k, v, *features))
+    if log_decay is not None and log_decay.dim() > 1:
+        log_decay = log_decay[:, :, tokens]
+    linear_only = torch.arange(case.heads[0], device=DEVICE) == 0 if case.linear_only else None
+    branch = LinearBranch(*features, log_weight, log_decay, case.relative, case.mean, linear_only)
+    padding, ids = (None if x is None else x[:, tokens] for x in (padding, ids))
+    mask = AttentionMask(causal=case.causal, padding=padding, segment_ids=ids)
+    options |= {"window": case.window, "scale": 0.25, "mask": mask, "impl": impl}
+    options["num_sinks"] = case.num_sinks
+    options["return_state"] = case.causal and not case.packed
+    return hybrid_attention(q, k, v, branch, state=state, **options)
+
+
+def results(case, impl, dtype=None):
+    """Return results and gradients by name."""
+    torch.manual_seed(1)
+    tensors, padding, ids = make(case)
+    leaves = [x if x is None else x.to(dtype or x.dtype).requires_grad_() for x in tensors]
+    state, outs = None, []
+    for tokens in (slice(0, case.cut), slice(case.cut, case.length)):
+        if tokens.stop > tokens.start:
+            result = attend(case, leaves, padding, ids, impl, tokens, state)
+            state = result.state
+            outs.append(result.out)
+    values = {"out": torch.cat(outs, 2)}
+    if state is not None:
+        values |= {"kv": state.kv, "z": state.z}
+    total = (values["out"] * torch.randn(values["out"].shape).to(DEVICE)).sum()
+    if not case.value_mean:
+        total = total + sum(0.1 * x.sum() for name, x in values.items() if name != "out")
+    named = {name: x for name, x in zip(NAMES, leaves, strict=True) if x is not None}
+    return values | dict(zip(named, torch.autograd.grad(total, list(named.values())), strict=True))
+
+
+def errors(case, impl="triton"):
+    """Return the relative error of each result and gradient."""
+    actual = results(case, impl)
+    expected = results(case, "reference", torch.float64)
+    return {
+        name: ((x.double() - expected[name]).norm() / (expected[name].norm() + 1e-12)).item()
+        for name, x in actual.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        HybridCase(relative=False, linear_only=True, heads=(4, 2)),
+        HybridCase(decay="channel", packed=True),
+        HybridCase(decay="token", padded=True, cut=11),
+        HybridCase(length=6),  # shorter than the window
+        HybridCase(causal=False, heads=(4, 2), relative=False, linear_only=True),
+        HybridCase(causal=False, packed=True, padded=True, window=4),
+        pytest.param(
+            HybridCase(causal=False, padded=True, mean=False), marks=pytest.mark.exhaustive
+        ),
+        HybridCase(num_sinks=3, padded=True, heads=(4, 2), relative=False),
+        HybridCase(num_sinks=12, decay="token", cut=9),
+        pytest.param(
+            HybridCase(num_sinks=2, decay="channel", padded=True, cut=11),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(HybridCase(decay="head", mean=False, cut=5), marks=pytest.mark.exhaustive),
+        pytest.param(HybridCase(packed=True, padded=True), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_hybrid_kernels_match_reference_in_float64(case):
+    for name, error in errors(case).items():
+        assert error < 5e-6 * float32_slack(), f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_bfloat16_gradients_are_accurate_if_values_have_a_mean(causal):
+    # Gradients of queries and keys are differences of large sums that nearly cancel
+    case = HybridCase(
+        value_mean=1.0, dtype=torch.bfloat16, length=96, window=16, causal=causal, relative=causal
+    )
+    for name, error in errors(case).items():
+        assert error < 6e-3, f"{name}: {error:.1e}"
+
+
+@pytest.mark.exhaustive
+def test_bfloat16_gradients_with_sinks_are_as_accurate_as_in_torch():
+    case = HybridCase(value_mean=1.0, dtype=torch.bfloat16, length=96, window=16, num_sinks=4)
+    ours, plain = errors(case), errors(case, "torch")
+    for name, error in ours.items():
+        assert error <= 2 * plain[name] + 1e-6, f"{name}: {error:.1e}, {plain[name]:.1e} in torch"
+
+
+def decode(case, impl, dtype, in_place):
+    """Return outputs of all tokens after the prompt, and the state after them, by name."""
+    torch.manual_seed(1)
+    tensors, padding, _ = make(case, batch=2)
+    tensors = [x if x is None else x.to(dtype) for x in tensors]
+    prefill_impl = "reference" if dtype == torch.float64 else "torch"
+    outs, state = [], None
+    with torch.no_grad():
+        for start in (0, *range(case.cut, case.length)):
+            tokens = slice(start, start + 1 if start else case.cut)
+            name = impl if start else prefill_impl
+            step = attend(case, tensors, padding, None, name, tokens, state, reuse_state=in_place)
+            assert step.impl.impl == name
+            if start and in_place:
+                assert all(map(operator.is_, step.state, state))
+            outs.append(step.out)
+            state = step.state
+    return {"out": torch.cat(outs[1:], 2), **state._asdict()}
+
+
+@pytest.mark.parametrize(
+    ("case", "in_place"),
+    [
+        (HybridCase(cut=3, length=14, num_sinks=2, decay="channel", padded=True), True),
+        (HybridCase(cut=2, length=12, heads=(4, 2), decay="token", mean=False), False),
+        (HybridCase(cut=5, length=12, relative=False, linear_only=True), True),
+        pytest.param(
+            HybridCase(cut=1, length=20, decay="head", num_sinks=12),
+            True,
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            HybridCase(cut=20, length=90, window=70, num_sinks=3),  # more than one tile
+            True,
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=str,
+)
+def test_decoding_matches_reference_in_float64(case, in_place):
+    exact = decode(case, "reference", torch.float64, False)
+    for name, x in decode(case, "triton", torch.float32, in_place).items():
+        error = (x.double() - exact[name]).norm() / (exact[name].double().norm() + 1e-12)
+        assert error < 5e-6 * float32_slack(), f"{name}: {error:.1e}"
+
+
+def test_one_token_with_gradients_matches_reference_in_float64():
+    case = HybridCase(length=12, cut=11, decay="token", num_sinks=2)
+    for name, error in errors(case).items():
+        assert error < 5e-6 * float32_slack(), f"{name}: {error:.1e}"
+
+
+OPERATORS = {x._name: x for x in (hybrid_triton, hybrid_triton_backward, hybrid_triton_step_)}
+
+
+class CountLaunches(TorchDispatchMode):
+    """Count the operations that would launch a kernel on a GPU, those in custom operators too."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if custom := OPERATORS.get(function._opname):
+            with self:
+                return custom._init_fn(*args, **(kwargs or {}))
+        name = str(function)
+        if not function.is_view and not any(x in name for x in ("empty", "detach", "promote")):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def counted_launches(monkeypatch):
+    """Return a context that collects the names of operations and kernels."""
+    count, run = CountLaunches(), GridExecutor.__call__
+
+    def counted(self, *args, **kwargs):
+        count.names.append(self.fn.__name__)
+        with _disable_current_modes():  # the interpreter's own operations
+            return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    torch.use_deterministic_algorithms(False)
+    return count
+
+
+INTERPRETED_ONLY = pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="launches are counted in the interpreter"
+)
+
+
+@INTERPRETED_ONLY
+def test_decoding_a_token_launches_two_kernels(monkeypatch):
+    case = HybridCase(length=10, heads=(2, 1), decay="channel", num_sinks=2)
+    tensors, *_ = make(case)
+    state = attend(case, tensors, None, None, "torch", slice(0, 9), None).state
+    with torch.no_grad(), counted_launches(monkeypatch) as count:
+        attend(case, tensors, None, None, "triton", slice(9, 10), state, reuse_state=True)
+    assert count.names == ["hybrid_step_kernel", "hybrid_store_kernel"]
+
+
+@INTERPRETED_ONLY
+@pytest.mark.parametrize(("split_size", "forward", "both"), [(512, 12, 24), (32, 12, 24)])
+def test_hybrid_launches_few_kernels(split_size, forward, both, monkeypatch):
+    monkeypatch.setattr(launch, "choose_split_size", lambda *_: split_size)
+    case = HybridCase(length=80, heads=(1, 1))
+    tensors, *_ = make(case)
+    leaves = [x if x is None else x.requires_grad_() for x in tensors]
+    count = counted_launches(monkeypatch)
+    with count:
+        q, k, v, *features, log_weight, log_decay = leaves
+        branch = LinearBranch(*features, log_weight, log_decay, mean=True)
+        out = hybrid_attention(q, k, v, branch, window=8, scale=0.25, impl="triton").out
+        assert len(count.names) <= forward, count.names
+        out.backward(out.detach())
+    assert ("split_scan_kernel" in count.names) == (split_size == 32)
+    assert len(count.names) <= both, count.names
+
+
+def test_hybrid_operator_passes_opcheck():
+    (q, k, v, *features, _, _), *_ = make(HybridCase(length=18))
+    tensors = [x.requires_grad_() for x in (q, k, v, *features, torch.randn(1, 2, 18).to(DEVICE))]
+    state = [torch.randn(1, 1, 16, 16).to(DEVICE), torch.rand(1, 1, 16).to(DEVICE)]
+    sinks = (torch.randn(1, 1, 2, 16).to(DEVICE).requires_grad_() for _ in range(2))
+    visible_sinks = torch.rand(1, 18, 2).to(DEVICE) > 0.5
+    for sink_options in ((None, None, None), (*sinks, visible_sinks)):
+        options = (None, None, None, None, *sink_options, 8, 0.25, True, True, 1e-30)
+        torch.library.opcheck(hybrid_triton, (*tensors, None, *state, *options))
+
+
+def test_decoding_operator_passes_opcheck():
+    x = [torch.rand(1, heads, 1, 16).to(DEVICE) for heads in (2, 1, 1, 2, 1)]
+    state = [torch.rand(1, 1, rows, 16) for rows in (5, 5, 4)]
+    state += [torch.rand(1, 1, 16, 17), torch.rand(1, 1, 16), torch.tensor([7])]
+    weight = torch.rand(1, 2, 1, 1).to(DEVICE)
+    options = (None, weight, None, None, *(y.to(DEVICE) for y in state), 0.25, True, True, 1e-30)
+    torch.library.opcheck(hybrid_triton_step_, (*x, *options))
+
+
+def test_unsupported_calls_raise():
+    tensors, *_ = make(HybridCase())
+    q, k, v, *features, log_weight, _ = tensors
+    branch = LinearBranch(*features, log_weight)
+    options = {"window": 8, "scale": 1.0, "impl": "triton"}
+    with pytest.raises(UnsupportedError, match="float64"):
+        hybrid_attention(q.double(), k, v, branch, mask=AttentionMask(), **options)

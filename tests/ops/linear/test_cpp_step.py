@@ -1,0 +1,127 @@
+"""One decoded token of linear attention in C++, against the plain recurrence in float64."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import LinearState
+from attnzoo.ops.linear.api import STEP_IN_CPP, linear_attention
+from attnzoo.ops.linear.common import MapWeights
+from attnzoo.ops.linear.cpu.linear_step import LINEAR_STEP
+from attnzoo.runtime import cpp
+from tests.helpers import nan_surrounded
+from tests.ops.linear.test_cpp import make
+
+REASON = cpp.unavailable_reason(LINEAR_STEP)
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+SHAPES = [(2, 4, 2, 1, 16, 32), (1, 14, 2, 1, 20, 65), (3, 1, 1, 1, 5, 3), (2, 8, 8, 1, 128, 128)]
+DECAYS = ("none", "head", "token", "channel")
+
+
+def log_decay(kind, k):
+    if kind == "none":
+        return None
+    log = nan_surrounded(-torch.rand(k.shape, dtype=k.dtype))
+    return log if kind == "channel" else log[..., 0] if kind == "token" else log[0, :, 0, 0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_recurrence(shape, decay):
+    q, k, v, state = make(*shape)
+    v[0, 0, 0, 0] = -1e3
+    options = {"log_decay": log_decay(decay, k), "state": state, "return_state": True}
+    before = [x.clone() for x in state]
+    for feature_map in ("identity", "elu+1", "relu", "exp"):
+        for more in ({"normalize": True, "eps": 0.1, "scale": 0.7}, {"normalize": False}):
+            options |= {"feature_map": feature_map, "feature_scale": 0.3, **more}
+            found = linear_attention(q - 0.5, k - 0.5, v, form="recurrent", **options)
+            exact = linear_attention(q - 0.5, k - 0.5, v, impl="reference", **options)
+            assert found.impl == STEP_IN_CPP
+            assert_close(found.out, exact.out, atol=1e-11, rtol=1e-11)
+            assert_close(tuple(found.state), tuple(exact.state), atol=1e-12, rtol=1e-12)
+            assert all(map(torch.equal, state, before))
+
+
+@torch.no_grad()
+def test_results_do_not_depend_on_the_number_of_threads():
+    q, k, v, state = make(2, 8, 8, 1, 128, 128)
+    num_threads, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(linear_attention(q, k, v, state=state, return_state=True))
+    finally:
+        torch.set_num_threads(num_threads)
+    assert torch.equal(found[0].out, found[1].out)
+    assert all(map(torch.equal, found[0].state, found[1].state))
+
+
+@torch.no_grad()
+def test_a_state_is_overwritten_only_on_request():
+    q, k, v, state = make(*SHAPES[0])
+    options = {"log_decay": log_decay("channel", k), "return_state": True, "normalize": True}
+    expected = linear_attention(q, k, v, state=state, **options)
+    in_place = linear_attention(q, k, v, state=state, reuse_state=True, **options)
+    assert (in_place.state.kv is state.kv, in_place.state.k is state.k) == (True, True)
+    assert torch.equal(in_place.out, expected.out)
+    assert all(map(torch.equal, in_place.state, expected.state))
+    strided = LinearState(*(torch.stack([x, x], 2)[:, :, 0] for x in state))  # not contiguous
+    exact = linear_attention(q, k, v, state=strided, impl="torch", **options)
+    found = linear_attention(q, k, v, state=strided, **options)
+    assert_close(found.out, exact.out, atol=1e-12, rtol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rounding_errors_are_at_most_twice_those_of_torch(dtype):
+    q, k, v, state = make(*SHAPES[0], torch.float32)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    options = {"log_decay": log_decay("token", k), "feature_map": "elu+1", "normalize": True}
+    wide = [x.double() for x in (q, k, v)]
+    more = options | {"log_decay": options["log_decay"].double()}
+    exact = linear_attention(*wide, state=state, impl="reference", **more).out
+    plain = linear_attention(q, k, v, state=state, impl="torch", **options).out
+    found = linear_attention(q, k, v, state=state, impl="cpp", **options).out
+    assert found.dtype == dtype
+    budget = 2 * (plain - exact).abs().max() + 2 * torch.finfo(dtype).eps * exact.abs().max()
+    assert (found - exact).abs().max() <= budget
+
+
+@torch.no_grad()
+def test_learned_maps_and_padding_equal_the_reference():
+    q, k, v = make(2, 4, 2, 1, 16, 8)[:3]
+    weights = MapWeights(torch.randn(4, 16, 16).double(), torch.randn(2, 16, 16).double())
+    mask = AttentionMask(causal=True, padding=torch.tensor([[True], [False]]))
+    options = {"feature_map": "hedgehog", "map_weights": weights, "mask": mask}
+    options |= {"normalize": True, "return_state": True, "eps": 1e-3}
+    found, exact = (linear_attention(q, k, v, impl=x, **options) for x in ("auto", "reference"))
+    assert found.impl == STEP_IN_CPP
+    assert_close(found.out, exact.out, atol=1e-12, rtol=1e-12)
+    assert_close(tuple(found.state), tuple(exact.state), atol=1e-12, rtol=1e-12)
+    assert not found.state.kv[1].any()
+
+
+def test_gradients_and_bidirectional_calls_do_not_use_the_step():
+    q, k, v, state = make(*SHAPES[0])
+    q.requires_grad_()
+    out = linear_attention(q, k, v, state=state)
+    assert out.impl.impl == "cpp"  # not STEP_IN_CPP: one token with gradients runs in torch
+    out.out.sum().backward()
+    assert q.grad.abs().sum() > 0
+    assert linear_attention(q, k, v, mask=AttentionMask()).impl.impl == "torch"
+    assert linear_attention(q.detach(), k, v, mask=AttentionMask()).impl.impl == "torch"
+
+
+@torch.no_grad()
+def test_nan_inputs_give_nan_outputs_of_the_same_head():
+    for position in range(3):
+        x = [torch.randn(1, 2, 1, 4) for _ in range(3)]
+        x[position][0, 0, 0, 1] = torch.nan
+        for feature_map in ("identity", "elu+1", "relu", "exp"):
+            out = linear_attention(*x, feature_map=feature_map).out
+            assert out[0, 0].isnan().any(), (position, feature_map)
+            assert not out[0, 1].isnan().any()
