@@ -38,7 +38,7 @@ test: $(READY) ## Run the tests; those with other libraries and in fresh process
 exhaustive: $(READY) ## Run the tests that repeat a rule on more cases
 	$(PYTEST) -m exhaustive $(ARGS)
 
-users: $(READY) ## Run attnzoo with PEFT, TRL, sentence-transformers and lm_eval, in threads and fresh processes
+users: $(READY) ## Run attnzoo with Accelerate, PEFT, TRL, sentence-transformers and lm_eval, in threads and fresh processes
 	$(PYTEST) tests/users $(ARGS)
 
 newest: $(READY) ## Run the tests of all that knows transformers with the newest releases of today, torch included

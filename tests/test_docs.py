@@ -1,4 +1,4 @@
-"""The Python code in README.md, CONTRIBUTING.md and docs/ runs.
+"""The Python code in README.md, CONTRIBUTING.md, docs/ and integrations/ runs, and links resolve.
 
 The blocks of a page run in one namespace, in a new process and a temporary folder. A block after
 ``<!-- not run: REASON -->`` is reported as skipped.
@@ -12,11 +12,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
-    "README.md",
-    "CONTRIBUTING.md",
-    *(f"docs/{p.name}" for p in sorted(ROOT.glob("docs/*.md"))),
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "examples/*/*.md", "integrations/**/*.md")
+    for path in sorted(ROOT.glob(pattern))
 ]
-SLOW = {"docs/extending.md", "docs/peft.md"}  # the conformance suite; PEFT's import and training
+# The conformance suite; PEFT's import and training
+SLOW = {"docs/extending.md", "integrations/peft/README.md"}
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>.+?) -->\n+)?```python\n(?P<code>.*?)^```",
     re.MULTILINE | re.DOTALL,
@@ -24,6 +25,9 @@ BLOCK = re.compile(
 # The examples name a model of the reader's; here it is the embedded one.
 PLACEHOLDER = '"your-org/your-causal-model"'
 EMBEDDED = "str(__import__('attnzoo.evaluation.models').evaluation.models.embedded_model_path())"
+
+
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
 class Block(NamedTuple):
@@ -70,6 +74,36 @@ def test_code_runs(page, tmp_path, fresh_python):
 def test_code_that_is_not_run(page, block):
     compile(block.code, page, "exec")
     pytest.skip(f"{page}:{block.line} is not run: {block.reason}")
+
+
+def anchors(page: str) -> set[str]:
+    """Return the anchors of the headings of a page, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", x.lower()).strip().replace(" ", "-") for x in headings}
+
+
+def broken_links(page: str, folder: Path) -> list[str]:
+    """Return the relative links of a page in a folder that lead to no file or no heading."""
+    broken = []
+    for name, anchor in LINK.findall(page):
+        target = folder / name
+        if name and not target.exists():
+            broken.append(name)
+        elif anchor and anchor not in anchors(target.read_text("utf-8") if name else page):
+            broken.append(f"{name}#{anchor}")
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_resolve(page):
+    assert broken_links(TEXTS[page], (ROOT / page).parent) == []
+
+
+def test_broken_links_are_found():
+    page = (
+        "# A page\n[a](none.md) [b](README.md) [c](README.md#none) [d](#a-page) [e](#b) ![f](g.png)"
+    )
+    assert broken_links(page, ROOT) == ["none.md", "README.md#none", "#b", "g.png"]
 
 
 def test_blocks_are_found():

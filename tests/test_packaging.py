@@ -22,7 +22,8 @@ from tests import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-OTHERS = ("benchmarks", "docs", "examples", "tests", "tools")  # folders that are not installed
+# Folders that are not installed
+OTHERS = ("benchmarks", "docs", "examples", "integrations", "tests", "tools")
 ODD = "sö me"  # a folder with a space and a letter outside ASCII
 WHERE = "import attnzoo.hf as hf; print(hf.__name__, hf.__file__, sep=chr(10))"
 

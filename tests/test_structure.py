@@ -231,7 +231,7 @@ def too_long(path: Path) -> list[str]:
 
 def test_files_and_functions_are_short():
     found = []
-    for path in python_files("attnzoo", "benchmarks"):
+    for path in python_files("attnzoo", "benchmarks", "integrations"):
         if "triton" not in path.parts:
             found += too_long(path)
     assert not found, "\n".join(found)
@@ -244,12 +244,14 @@ def test_no_name_hides_a_library():
     # Files of a mechanism carry its name through all layers, and are no scripts.
     layers = [ROOT / "attnzoo" / name for name in ("contract", "ops", "backends", "runtime")]
     found = set()
-    for path in python_files("attnzoo", "benchmarks"):
+    for path in python_files("attnzoo", "benchmarks", "integrations"):
         if any(path.is_relative_to(layer) for layer in layers):
             continue
-        for part in (path.relative_to(ROOT), *path.relative_to(ROOT).parents[:-2]):
+        # integrations/peft/ has the library's name, and hides nothing as long as it is no package
+        packages = [x for x in path.parents if (x / "__init__.py").is_file() and x.parent != ROOT]
+        for part in (path, *packages):
             if part.stem in taken and part.stem != "__init__":
-                found.add(str(part))
+                found.add(str(part.relative_to(ROOT)))
     assert found <= {"attnzoo/__main__.py"}, sorted(found)
 
 

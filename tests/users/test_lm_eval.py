@@ -40,7 +40,9 @@ def tokenizer():
 def log_likelihoods(model, tokenizer):
     """Return the log likelihood of every choice of every story."""
     harness = HFLM(model, tokenizer=tokenizer, max_length=512, device="cpu", batch_size=4)
-    manager = TaskManager(include_path=str(ROOT / "examples" / "lm_eval"), include_defaults=False)
+    manager = TaskManager(
+        include_path=str(ROOT / "integrations" / "lm_eval"), include_defaults=False
+    )
     found = simple_evaluate(harness, tasks=[TASK], task_manager=manager, bootstrap_iters=0)
     samples = sorted(found["samples"][TASK], key=lambda sample: sample["doc_id"])
     return [pair[0] for sample in samples for pair in sample["filtered_resps"]]
@@ -73,7 +75,7 @@ def test_a_folder_by_name(saved, tmp_path):
     command = [
         *(sys.executable, "-m", "attnzoo", "run", "-m", "lm_eval", "--model", "hf"),
         *("--model_args", f"pretrained={saved},max_length=512,dtype=float32"),
-        *("--include_path", "examples/lm_eval", "--tasks", TASK, "--device", "cpu"),
+        *("--include_path", "integrations/lm_eval", "--tasks", TASK, "--device", "cpu"),
         *("--output_path", str(tmp_path / "out"), "--log_samples", "--limit", "2"),
     ]
     env = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
@@ -119,7 +121,7 @@ def test_evaluate_runs_tasks_before_and_after(saved, tokenizer, monkeypatch, cap
     monkeypatch.chdir(ROOT)
     path = embedded_model_path()
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    given = [saved, "--tasks", f"{TASK},attnzoo_niah_s*", "--include_path", "examples/lm_eval"]
+    given = [saved, "--tasks", f"{TASK},attnzoo_niah_s*", "--include_path", "integrations/lm_eval"]
     given += ["--metadata", '{"max_seq_lengths": [600]}', "--gen_kwargs", "max_gen_toks=2"]
     given += ["--original", embedded_model_path(), "--max_length", 600, "--control", 2]
     given += ["--limit", 6, "--batch_size", 6]
@@ -136,7 +138,7 @@ def test_evaluate_runs_tasks_before_and_after(saved, tokenizer, monkeypatch, cap
     ):
         attnzoo.swap(model, backend, **options)
         harness = HFLM(model, tokenizer=tokenizer, max_length=600, device="cpu", batch_size=6)
-        manager = TaskManager(include_path="examples/lm_eval", include_defaults=False)
+        manager = TaskManager(include_path="integrations/lm_eval", include_defaults=False)
         found = simple_evaluate(harness, tasks=[TASK], task_manager=manager, bootstrap_iters=0)
         assert scores[name][TASK]["acc,none"] == found["results"][TASK]["acc,none"]
     assert scores["result"] != scores["softmax"]

@@ -70,7 +70,7 @@ def test_adapter_saved_in_one_process_and_loaded_in_another(tmp_path):
 
 
 def test_example(tmp_path, capsys):
-    example = runpy.run_path(str(ROOT / "examples" / "peft_lora.py"))
+    example = runpy.run_path(str(ROOT / "integrations" / "peft" / "example.py"))
     last = example["main"](["--steps", "6", "--out", str(tmp_path)])
     first = float(capsys.readouterr().out.partition("step 0: loss ")[2].split()[0])
     assert last < first

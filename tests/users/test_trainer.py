@@ -9,7 +9,7 @@ import transformers
 
 import attnzoo
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "trainer_finetune.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "integrations" / "trainer" / "example.py"
 
 
 @pytest.mark.slow

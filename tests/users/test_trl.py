@@ -190,7 +190,7 @@ def test_packed_loss_is_the_loss_of_the_sequences(make_trainer, tokenizer, backe
 
 
 def test_example(tmp_path, trl):
-    module = runpy.run_path(str(ROOT / "examples" / "trl_sft.py"))
+    module = runpy.run_path(str(ROOT / "integrations" / "trl" / "example.py"))
     trainer = module["main"](["--steps", "2", "--out", str(tmp_path)])
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert saved.config.attnzoo["backend"] == "linear"

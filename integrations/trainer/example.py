@@ -1,8 +1,8 @@
 """Fine-tune a swapped model with the Trainer of transformers.
 
-    python examples/trainer_finetune.py                          # the embedded model, 20 steps
-    python examples/trainer_finetune.py --model DIR --text my.txt --attention gated_linear
-    torchrun --nproc-per-node 2 examples/trainer_finetune.py ...  # data parallel
+    python integrations/trainer/example.py                       # the embedded model, 20 steps
+    python integrations/trainer/example.py --model DIR --text my.txt --attention gated_linear
+    torchrun --nproc-per-node 2 integrations/trainer/example.py ...  # data parallel
 
 After ``import attnzoo``, ``from_pretrained`` loads the saved folder.
 """
