@@ -9,6 +9,8 @@ include only headers of the standard library and of this folder.
 
 A library that this environment cannot load is not compiled again for a day: a file beside the
 libraries keeps the reason.
+
+Structures that C++ and Python both declare are compared when a library is loaded (``layout.py``).
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from attnzoo.runtime.cache_folder import (
     cache_folder,
@@ -34,6 +37,7 @@ from attnzoo.runtime.cache_folder import (
     replace_file,
     unusable,
 )
+from attnzoo.runtime.cpp.layout import DESCRIBE, Function, declare_functions
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
 COMPILER_SECONDS = 300.0  # time limit of one run of the compiler
@@ -45,11 +49,12 @@ class BuildError(RuntimeError):
     """A kernel cannot be compiled or loaded; the message gives the reason."""
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Source:
     """A C++ file, which may include headers of this folder and its own, and what it exports."""
 
     path: Path
-    functions: tuple[str, ...]
+    functions: Mapping[str, Function]
 
 
 @cache
@@ -59,6 +64,7 @@ def load(source: Source) -> ctypes.CDLL:
     Raises:
         BuildError: The compiler is missing or fails, or the cache is not writable, or other users
             can write it.
+        LayoutError: C++ and Python declare a function or a structure differently.
     """
     try:
         return _load(source)
@@ -141,16 +147,18 @@ def _file_name(name: str, library: Path) -> str:
 
 
 def _open(library: Path, source: Source) -> ctypes.CDLL:
-    """Return a library.
+    """Return a library, whose functions take the structures that ``source`` declares.
 
     Raises:
         OSError: It cannot be loaded.
         ValueError: It lacks a function.
+        LayoutError: It declares a function or a structure differently.
     """
     opened = ctypes.CDLL(str(library))
-    missing = [name for name in source.functions if not hasattr(opened, name)]
+    missing = [name for name in (*source.functions, DESCRIBE) if not hasattr(opened, name)]
     if missing:
         raise ValueError(f"the compiled library has no function {', '.join(missing)}")
+    declare_functions(opened, source.functions, source.path.name)
     return opened
 
 

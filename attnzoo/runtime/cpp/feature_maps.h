@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "layout.h"
 #include "tiles.h"
 
 enum Map : int64_t {
@@ -33,6 +34,8 @@ struct MapTask {
     const Real* weight;  // W, [H, N, D], or null
     const Real* bias;    // b, [H, N], or null
     Real *d_weight, *d_bias;  // [B, H, spans, N, D] and [B, H, spans, N], or null
+
+    FIELDS(kind, size, scale, weight, bias, d_weight, d_bias)
 
     // Return whether a feature depends on one channel of x alone, and its number does not matter.
     bool acts_on_channels() const {

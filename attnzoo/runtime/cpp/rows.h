@@ -14,15 +14,18 @@
 #endif
 
 #include "lanes.h"
+#include "layout.h"
 
 enum Type : int64_t { FLOAT, DOUBLE, BFLOAT16, HALF };
 
-// A tensor [B, H, T, X] with stride 1 in the last dimension and any other strides. The struct Rows
-// of attnzoo/runtime/memory.py has the same fields.
+// A tensor [B, H, T, X] with stride 1 in the last dimension and any other strides; the class Rows of
+// attnzoo/runtime/memory.py.
 struct Tensor {
     char* data;
     int64_t type;      // a value of Type
     int64_t steps[3];  // strides of batch, head and token, in elements
+
+    FIELDS(data, type, steps)
 
     int64_t bytes() const { return type == DOUBLE ? 8 : type == FLOAT ? 4 : 2; }
 

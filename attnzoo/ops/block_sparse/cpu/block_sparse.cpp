@@ -330,6 +330,9 @@ struct BestTask {
     const int64_t* begin;      // [.., M]: and blocks from begin
     const int64_t* stop;       // [.., M]: to stop - 1
     int32_t* out;              // [units, M, kept]: sorted; NO_BLOCK after the last
+
+    FIELDS(threads, units, shared, heads, queries, size, blocks, pitch, kept, units_per_range,
+           first, score, q_type, use_amx, scale, q, weights, summary, end, begin, stop, out)
 };
 
 // Summaries as sums of two numbers of bfloat16, whose relative error is 2^-17.
@@ -724,3 +727,7 @@ extern "C" void select_best(const BestTask* task) {
         select_part(part);
     });
 }
+
+CALLED_FROM_PYTHON(sparse_forward_float, sparse_forward_double, sparse_forward_bfloat16,
+                   sparse_backward_float, sparse_backward_double, sparse_backward_bfloat16, has_amx,
+                   select_best)

@@ -21,6 +21,7 @@ from attnzoo.ops.block_sparse.gather import SparseTensors, row_products
 from attnzoo.ops.block_sparse.options import SparseCall
 from attnzoo.ops.block_sparse.selection import Candidates
 from attnzoo.runtime import cpp
+from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.memory import DTYPE_NUMBERS, empty_huge_pages, pad_to_simd, unpad
 
 PANEL = 32  # keys of a panel, as in the kernel
@@ -28,19 +29,6 @@ COLUMNS = 16  # a multiple of these is computed at a time
 SCORE_NAMES = ("mean", "moments", "bounds", "indexer")  # numbered in the kernel
 WORDS = 32  # a multiple of these elements is computed at a time in bfloat16
 TYPE_NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16"}
-BLOCK_SPARSE = cpp.Source(
-    Path(__file__).with_name("block_sparse.cpp"),
-    (
-        "sparse_forward_float",
-        "sparse_forward_double",
-        "sparse_backward_float",
-        "sparse_backward_double",
-        "sparse_forward_bfloat16",
-        "sparse_backward_bfloat16",
-        "has_amx",
-        "select_best",
-    ),
-)
 
 
 class _Task(ctypes.Structure):
@@ -69,6 +57,20 @@ class _BestTask(ctypes.Structure):
         ("scale", ctypes.c_double),
         *cpp.fields(ctypes.c_void_p, "q weights summary end begin stop out"),
     ]
+
+
+BLOCK_SPARSE = cpp.Source(
+    Path(__file__).with_name("block_sparse.cpp"),
+    {
+        f"sparse_{direction}_{name}": Function((_Task, _Tensors))
+        for direction in ("forward", "backward")
+        for name in TYPE_NAMES.values()
+    }
+    | {
+        "has_amx": Function(result=ctypes.c_int64),
+        "select_best": Function((_BestTask,)),
+    },
+)
 
 
 def cpp_reasons(call: SparseCall) -> list[str]:
@@ -138,7 +140,7 @@ def best_blocks(queries: Tensor, summary: Tensor, allowed: Candidates, call: Spa
         stop=stop.data_ptr(),
         out=out.data_ptr(),
     )
-    cpp.load(BLOCK_SPARSE).select_best(ctypes.byref(task))
+    cpp.load(BLOCK_SPARSE).select_best(task)
     return out
 
 
@@ -194,7 +196,7 @@ class CppTensors:
         given = {"q": self.q, "k": self.k, "v": self.v, **self.panels("k"), **tensors}
         pointers = _Tensors(**{name: x.data_ptr() for name, x in given.items()})
         function = getattr(cpp.load(BLOCK_SPARSE), f"sparse_{direction}_{self.type_name}")
-        function(ctypes.byref(self.task), ctypes.byref(pointers))
+        function(self.task, pointers)
 
 
 def has_amx() -> bool:

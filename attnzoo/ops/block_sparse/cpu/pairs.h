@@ -14,6 +14,7 @@
 #endif
 
 #include "lanes.h"
+#include "layout.h"
 
 constexpr int GROUP = 32;              // pairs of a query and a block that are processed together
 constexpr int NEAR_KEYS = 128;         // most keys of a window that are processed together
@@ -31,6 +32,10 @@ struct Task {
     const int64_t* lengths;   // [U / key_heads]: real keys, the first ones of a row
     const int64_t* counts;    // [U / key_heads]: real queries, the last ones of a row
     const int32_t* selected;  // [U, F, M, K]: sorted; NO_BLOCK after the last
+
+    FIELDS(threads, units, groups, queries, keys, key_size, value_size, key_heads, causal, window,
+           num_sinks, block_size, query_block, selections, query_blocks, selected_blocks, scale,
+           lengths, counts, selected)
 };
 
 template <class Real>
@@ -40,6 +45,8 @@ struct Tensors {
     Real *out, *lse;                      // [U N, E], [U N]; the backward pass reads only lse
     const Real *d_out, *delta;            // [U N, E], [U N]
     Real *dq, *dk, *dv;
+
+    FIELDS(q, k, v, k_panels, v_panels, out, lse, d_out, delta, dq, dk, dv)
 };
 
 struct Pair {

@@ -25,6 +25,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "layout.h"
 #include "threads.h"
 #include "tiles.h"
 
@@ -44,6 +45,10 @@ struct Task {
     Real *out, *last_state;
     Real* kept;                              // [B, H, T / SPAN, D, E]: states, or null
     const int64_t* ids;                      // segment ids, [B, T], or null
+
+    FIELDS(threads, batch, heads, groups, tokens, key_size, value_size, panel, chunk, decays,
+           q_steps, k_steps, v_steps, beta_steps, decay_steps, out_steps, scale, q, k, v, beta,
+           log_decay, state, out, last_state, kept, ids)
 
     int64_t panels() const { return (value_size + panel - 1) / panel; }
     int64_t spans() const { return (tokens + SPAN - 1) / SPAN; }
@@ -377,6 +382,8 @@ struct Gradients {
     // [panels, B, H G, T, D], [panels, B, H, T, D], [panels, B, H, T] and [panels, B, H, T, F]. dv
     // is [B, H, T, E] and d_state [B, H, D, E].
     Real *dq, *dk, *d_beta, *d_log_decay, *dv, *d_state;
+
+    FIELDS(d_out_steps, d_out, d_last_state, dq, dk, d_beta, d_log_decay, dv, d_state)
 };
 
 // Computes the states of a span again, then processes its chunks in reverse. With Z_i = b_i dx_i:
@@ -704,10 +711,15 @@ class DeltaBackward : DeltaRule<Real> {
 template <class Real>
 struct Step {
     int64_t threads, batch, heads, groups, key_size, value_size, decays;
-    int64_t q_steps[2], k_steps[2], v_steps[2], beta_steps[2], decay_steps[2];  // batch, head
+    int64_t q_row, q_head, k_row, k_head, v_row, v_head;  // strides of batch rows and of heads
+    int64_t beta_row, beta_head, decay_row, decay_head;
     double scale, eps;  // eps is added to squared norms of q and k; below 0: not normalised
     const Real *q, *k, *v, *beta, *log_decay, *state;
     Real *out, *last_state;  // contiguous
+
+    FIELDS(threads, batch, heads, groups, key_size, value_size, decays, q_row, q_head, k_row,
+           k_head, v_row, v_head, beta_row, beta_head, decay_row, decay_head, scale, eps, q, k, v,
+           beta, log_decay, state, out, last_state)
 };
 
 template <class Real>
@@ -724,15 +736,15 @@ class DeltaStep : Math<Real> {
 
     void run(int64_t row, int64_t head) {
         const int64_t index = row * t.heads + head;
-        load_row(t.k + row * t.k_steps[0] + head * t.k_steps[1], 1, k_.data());
+        load_row(t.k + row * t.k_row + head * t.k_head, 1, k_.data());
         for (int64_t g = 0; g < t.groups; ++g)
-            load_row(t.q + row * t.q_steps[0] + (head * t.groups + g) * t.q_steps[1], t.scale,
+            load_row(t.q + row * t.q_row + (head * t.groups + g) * t.q_head, t.scale,
                      &q_[g * t.key_size]);
-        const Real* log_decay = t.log_decay + row * t.decay_steps[0] + head * t.decay_steps[1];
+        const Real* log_decay = t.log_decay + row * t.decay_row + head * t.decay_head;
         for (int64_t d = 0; d < t.decays; ++d) decay_[d] = std::exp(log_decay[d]);
         if (t.decays == 1) std::fill(decay_.begin(), decay_.end(), decay_[0]);
-        const Real beta = t.beta[row * t.beta_steps[0] + head * t.beta_steps[1]];
-        const Real* v = t.v + row * t.v_steps[0] + head * t.v_steps[1];
+        const Real beta = t.beta[row * t.beta_row + head * t.beta_head];
+        const Real* v = t.v + row * t.v_row + head * t.v_head;
         const int64_t at = index * t.key_size * t.value_size;
         Real* out = t.out + index * t.groups * t.value_size;
         int64_t column = 0;
@@ -843,3 +855,6 @@ extern "C" void delta_backward_double(const Task<double>* task, const Gradients<
 }
 extern "C" void delta_step_float(const Step<float>* task) { step(*task); }
 extern "C" void delta_step_double(const Step<double>* task) { step(*task); }
+
+CALLED_FROM_PYTHON(delta_forward_float, delta_forward_double, delta_backward_float,
+                   delta_backward_double, delta_step_float, delta_step_double)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from attnzoo.contract.states import DeltaState
 from attnzoo.ops.delta.common import DeltaInputs, Result
-from attnzoo.ops.delta.cpu.delta_step import is_step, run_step
+from attnzoo.ops.delta.cpu.delta_step import Step, is_step, run_step
 from attnzoo.ops.linear.common import log_decay_per_token
 from attnzoo.runtime import cpp
+from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
 from attnzoo.runtime.memory import (
     LANES,
@@ -34,14 +35,10 @@ SPAN = 128  # tokens between the states that the forward pass keeps; SPAN of del
 PANELS = (128, 64, 32)  # columns of a panel; as wide as leaves BACKWARD_PIECES pieces of work
 BACKWARD_PIECES = 4  # not the number of threads, so that gradients do not depend on it
 TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
-DELTA = cpp.Source(
-    Path(__file__).with_name("delta.cpp"),
-    tuple(f"delta_{x}_{y}" for x in ("forward", "backward", "step") for y in TYPE_NAMES.values()),
-)
 
 
 class _Task(ctypes.Structure):
-    """The arguments of both C++ functions; ``delta.cpp`` has the same struct."""
+    """The arguments of both C++ functions; ``Task`` of ``delta.cpp``."""
 
     _fields_ = [
         *cpp.fields(
@@ -55,12 +52,23 @@ class _Task(ctypes.Structure):
 
 
 class _Gradients(ctypes.Structure):
-    """The further arguments of the backward pass; ``delta.cpp`` has the same struct."""
+    """The further arguments of the backward pass; ``Gradients`` of ``delta.cpp``."""
 
     _fields_ = [
         ("d_out_steps", ctypes.c_int64 * 3),
         *cpp.fields(ctypes.c_void_p, "d_out d_last_state dq dk d_beta d_log_decay dv d_state"),
     ]
+
+
+ARGUMENTS = {"forward": (_Task,), "backward": (_Task, _Gradients), "step": (Step,)}
+DELTA = cpp.Source(
+    Path(__file__).with_name("delta.cpp"),
+    {
+        f"delta_{form}_{name}": Function(arguments)
+        for form, arguments in ARGUMENTS.items()
+        for name in TYPE_NAMES.values()
+    },
+)
 
 
 def cpp_reasons(x: DeltaInputs) -> list[str]:
@@ -141,8 +149,7 @@ class _Arguments:
     def run(self, direction: str, *structs: ctypes.Structure) -> None:
         """Call the kernel of one direction."""
         library, type_name = self.functions
-        pointers = (ctypes.byref(x) for x in (self.task, *structs))
-        getattr(library, f"delta_{direction}_{type_name}")(*pointers)
+        getattr(library, f"delta_{direction}_{type_name}")(self.task, *structs)
 
 
 @torch.library.custom_op("attnzoo::delta_cpp", mutates_args=())

@@ -16,8 +16,8 @@ from attnzoo.runtime import cpp
 from attnzoo.runtime.derivatives import is_plain_call
 
 
-class _Step(ctypes.Structure):
-    """The arguments of the C++ function; ``delta.cpp`` has the same struct."""
+class Step(ctypes.Structure):
+    """The arguments of the C++ function; ``Step`` of ``delta.cpp``."""
 
     _fields_ = [
         *cpp.fields(
@@ -52,7 +52,7 @@ def run_step(x: DeltaInputs, source: cpp.Source, type_name: str) -> Result:
         decay_steps = (0, steps[0]) if len(steps) == 1 else (steps[0], steps[1])
     out = v.new_empty(batch, q.shape[1], 1, columns)
     last = torch.empty_like(kv)
-    task = _Step(
+    task = Step(
         *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, size, columns, decays),
         *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *beta.stride()[:2], *decay_steps),
         *(x.scale, NORM_EPS if x.normalize else -1.0),
@@ -60,7 +60,7 @@ def run_step(x: DeltaInputs, source: cpp.Source, type_name: str) -> Result:
         None if log_decay is None else log_decay.data_ptr(),
         *(kv.data_ptr(), out.data_ptr(), last.data_ptr()),
     )
-    getattr(cpp.load(source), f"delta_step_{type_name}")(ctypes.byref(task))
+    getattr(cpp.load(source), f"delta_step_{type_name}")(task)
     return _cast(out, x.v.dtype), DeltaState(last)
 
 

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "layout.h"
 #include "threads.h"
 #include "tiles.h"
 
@@ -46,8 +47,8 @@ struct Step {
     int64_t decays;                           // per token: 0, 1 or F
     int64_t counted;                          // whether lw is divided by the number of keys
     int64_t relative;                         // whether lw is relative to the window's sum
-    int64_t q_steps[2], k_steps[2], v_steps[2], fq_steps[2], fk_steps[2];  // strides: batch, head
-    int64_t decay_steps[2], weight_steps[2];
+    int64_t q_row, q_head, k_row, k_head, v_row, v_head;  // strides of batch rows and of heads
+    int64_t fq_row, fq_head, fk_row, fk_head, decay_row, decay_head, weight_row, weight_head;
     double scale;
     const Real* q;
     const Key* k;
@@ -58,6 +59,12 @@ struct Step {
     Real* out;
     Key* next_keys;
     Real *next_values, *next_far, *next_kv, *next_z;
+
+    FIELDS(threads, batch, heads, groups, sinks, window, key_size, value_size, features, decays,
+           counted, relative, q_row, q_head, k_row, k_head, v_row, v_head, fq_row, fq_head, fk_row,
+           fk_head, decay_row, decay_head, weight_row, weight_head, scale, q, k, v, fq, fk,
+           log_decay, log_weight, keys, values, far, kv, z, seen, out, next_keys, next_values,
+           next_far, next_kv, next_z)
 };
 
 template <class Real, class Key>
@@ -76,28 +83,25 @@ class HybridStep : Math<Real> {
     void run(int64_t row, int64_t head) {
         const int64_t i = row * t.heads + head, seen = t.seen[row];
         update_sums(i, row, head);
-        append(t.keys, token(t.k, t.k_steps, row, head), t.key_size, t.sinks, seen, i, t.next_keys);
-        append(t.values, token(t.v, t.v_steps, row, head), t.value_size, t.sinks, seen, i,
-               t.next_values);
-        append(t.far, token(t.fk, t.fk_steps, row, head), t.features, 0, seen, i, t.next_far);
+        const Key* k = t.k + row * t.k_row + head * t.k_head;
+        const Real* v = t.v + row * t.v_row + head * t.v_head;
+        const Real* fk = t.fk + row * t.fk_row + head * t.fk_head;
+        append(t.keys, k, t.key_size, t.sinks, seen, i, t.next_keys);
+        append(t.values, v, t.value_size, t.sinks, seen, i, t.next_values);
+        append(t.far, fk, t.features, 0, seen, i, t.next_far);
         const int64_t before = seen + 1 - t.window;  // tokens before the window
         const int64_t stop = t.sinks + std::min(seen + 1, t.window);
         const int64_t outside = std::clamp<int64_t>(before, 0, t.sinks);  // first tokens of these
         for (int64_t g = 0; g < t.groups; ++g) {
             const int64_t query = head * t.groups + g;
-            const Real lse = attend(token(t.q, t.q_steps, row, query), i, outside, stop);
-            read_sums(token(t.fq, t.fq_steps, row, query), i);
-            combine(lse, *token(t.log_weight, t.weight_steps, row, query), before - t.sinks,
-                    t.out + (i * t.groups + g) * t.value_size);
+            const Real lse = attend(t.q + row * t.q_row + query * t.q_head, i, outside, stop);
+            read_sums(t.fq + row * t.fq_row + query * t.fq_head, i);
+            combine(lse, t.log_weight[row * t.weight_row + query * t.weight_head],
+                    before - t.sinks, t.out + (i * t.groups + g) * t.value_size);
         }
     }
 
   private:
-    template <class X>
-    static const X* token(const X* x, const int64_t* steps, int64_t row, int64_t head) {
-        return x + row * steps[0] + head * steps[1];
-    }
-
     // Add the oldest key of the window to the sums over earlier keys, unless it is one of the first
     // N tokens.
     void update_sums(int64_t i, int64_t row, int64_t head) {
@@ -106,7 +110,7 @@ class HybridStep : Math<Real> {
         const bool is_first = t.seen[row] - t.window < t.sinks;  // or the window is not full
         const Real* far = t.far + (i * t.window + oldest) * t.features;
         const Real* value = t.values + (i * (t.sinks + t.window) + t.sinks + oldest) * t.value_size;
-        const Real* log_decay = t.decays ? token(t.log_decay, t.decay_steps, row, head) : nullptr;
+        const Real* log_decay = t.log_decay + row * t.decay_row + head * t.decay_head;
         Real decay = t.decays ? std::exp(log_decay[0]) : Real(1);
         for (int64_t f = 0; f < t.features; ++f) {
             if (t.decays > 1) decay = std::exp(log_decay[f]);
@@ -208,3 +212,5 @@ static void step(const Step<Real, Key>& t) {
 extern "C" void hybrid_step_float32(const Step<float, float>* task) { step(*task); }
 extern "C" void hybrid_step_float64(const Step<double, double>* task) { step(*task); }
 extern "C" void hybrid_step_bfloat16(const Step<float, Bfloat16>* task) { step(*task); }
+
+CALLED_FROM_PYTHON(hybrid_step_float32, hybrid_step_float64, hybrid_step_bfloat16)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.ops.hybrid.state import HybridState, LinearBranch
 from attnzoo.runtime import cpp
+from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.derivatives import is_plain_call
 from attnzoo.runtime.memory import with_contiguous_rows
 
@@ -25,14 +26,10 @@ WIDE = {  # of each dtype of keys, that of everything else
     torch.float64: torch.float64,
     torch.bfloat16: torch.float32,
 }
-HYBRID_STEP = cpp.Source(
-    Path(__file__).with_name("hybrid_step.cpp"),
-    tuple(f"hybrid_step_{str(dtype).removeprefix('torch.')}" for dtype in WIDE),
-)
 
 
 class _Step(ctypes.Structure):
-    """The arguments of the C++ function; ``hybrid_step.cpp`` has the same struct."""
+    """The arguments of the C++ functions; ``Step`` of ``hybrid_step.cpp``."""
 
     _fields_ = [
         *cpp.fields(
@@ -52,6 +49,12 @@ class _Step(ctypes.Structure):
             "out next_keys next_values next_far next_kv next_z",
         ),
     ]
+
+
+HYBRID_STEP = cpp.Source(
+    Path(__file__).with_name("hybrid_step.cpp"),
+    {f"hybrid_step_{str(dtype).removeprefix('torch.')}": Function((_Step,)) for dtype in WIDE},
+)
 
 
 def supports_step_cpp(
@@ -116,7 +119,7 @@ def hybrid_step_cpp(
         *map(Tensor.data_ptr, (weight, *old, out, *new)),
     )
     function = f"hybrid_step_{str(k.dtype).removeprefix('torch.')}"
-    getattr(cpp.load(HYBRID_STEP), function)(ctypes.byref(task))
+    getattr(cpp.load(HYBRID_STEP), function)(task)
     if in_place:
         state.seen.add_(1)
     return out.to(dtype), after

@@ -15,16 +15,12 @@ from torch import Tensor
 
 from attnzoo.ops.linear.common import log_decay_per_token
 from attnzoo.runtime import cpp
+from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.memory import Rows, rows_of, with_contiguous_rows
 
 KERNEL_CHUNK = 16  # the largest chunk, except on AMX tiles; CHUNK of linear.cpp
 SPAN = 512  # tokens between the states that the forward pass keeps; SPAN of linear.cpp
 TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
-LINEAR = cpp.Source(
-    Path(__file__).with_name("linear.cpp"),
-    tuple(f"linear_{x}_{y}" for x in ("forward", "backward") for y in TYPE_NAMES.values()),
-)
-
 
 # The functions of maps in C++, of queries and of keys; Map of feature_maps.h
 FUNCTIONS = {
@@ -51,7 +47,7 @@ class _Map(ctypes.Structure):
 
 
 class Task(ctypes.Structure):
-    """The arguments of both C++ functions; ``linear.cpp`` has the same struct."""
+    """The arguments of both C++ functions; ``Task`` of ``linear_chunk.h``."""
 
     _fields_ = [
         *cpp.fields(
@@ -67,12 +63,23 @@ class Task(ctypes.Structure):
 
 
 class Gradients(ctypes.Structure):
-    """The further arguments of the backward pass; ``linear.cpp`` has the same struct."""
+    """The further arguments of the backward pass; ``Gradients`` of ``linear_chunk.h``."""
 
     _fields_ = [
         *cpp.fields(Rows, "d_out dq dk dv d_log_decay"),
         *cpp.fields(ctypes.c_void_p, "d_totals d_last_kv d_last_z d_kv d_z"),
     ]
+
+
+ARGUMENTS = {"forward": (Task,), "backward": (Task, Gradients)}
+LINEAR = cpp.Source(
+    Path(__file__).with_name("linear.cpp"),
+    {
+        f"linear_{direction}_{name}": Function(arguments)
+        for direction, arguments in ARGUMENTS.items()
+        for name in TYPE_NAMES.values()
+    },
+)
 
 
 class CallArguments:
@@ -119,4 +126,4 @@ class CallArguments:
     def run(self, direction: str, dtype: torch.dtype, *structs: ctypes.Structure) -> None:
         """Call the kernel of one direction, whose sums have this dtype."""
         function = getattr(cpp.load(LINEAR), f"linear_{direction}_{TYPE_NAMES[dtype]}")
-        function(*(ctypes.byref(x) for x in (self.task, *structs)))
+        function(self.task, *structs)

@@ -917,3 +917,6 @@ extern "C" void linear_backward_float(const Task<float>* task, const Gradients<f
 extern "C" void linear_backward_double(const Task<double>* task, const Gradients<double>* out) {
     backward<LinearBackward<double>>(*task, *out);
 }
+
+CALLED_FROM_PYTHON(linear_forward_float, linear_forward_double, linear_backward_float,
+                   linear_backward_double)

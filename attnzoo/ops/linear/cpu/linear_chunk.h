@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "feature_maps.h"
+#include "layout.h"
 #include "rows.h"
 #include "tiles.h"
 
@@ -36,6 +37,10 @@ struct Task {
     const uint8_t* key_mask;        // [B, T]: false where key features are set to 0; or null
     MapTask<Real> q_map, k_map;
 
+    FIELDS(threads, batch, heads, groups, tokens, key_size, value_size, given_size, normalize,
+           chunk, decays, scale, eps, q, k, v, log_decay, out, kv, z, last_kv, last_z, kept, sums,
+           ids, key_mask, q_map, k_map)
+
     int64_t spans() const { return (tokens + SPAN - 1) / SPAN; }
 
     // Return the index of a query in a contiguous [B, H G, T].
@@ -56,6 +61,8 @@ struct Gradients {
     const Real* d_totals;             // [B, H G, T], or null
     const Real *d_last_kv, *d_last_z; // of the state after the last token
     Real *d_kv, *d_z;                 // of the state before the first token; both or neither
+
+    FIELDS(d_out, dq, dk, dv, d_log_decay, d_totals, d_last_kv, d_last_z, d_kv, d_z)
 };
 
 // Which gradients are computed.

@@ -19,6 +19,7 @@
 
 #include "feature_maps.h"
 #include "lanes.h"
+#include "layout.h"
 #include "rows.h"
 #include "threads.h"
 #include "tiles.h"
@@ -29,7 +30,8 @@ struct Step {
     int64_t normalize;
     int64_t q_map, k_map;                        // values of Map, without weights
     int64_t q_type, k_type, v_type, decay_type;  // values of Type; the output has that of v
-    int64_t q_steps[2], k_steps[2], v_steps[2], decay_steps[2];  // strides: batch, head
+    int64_t q_row, q_head, k_row, k_head, v_row, v_head;  // strides of batch rows and of heads
+    int64_t decay_row, decay_head;
     double map_scale, scale, eps;
     const char *q, *k, *v, *log_decay;
     const void *kv, *z;  // the state, per head: [D, E], [D]
@@ -37,6 +39,11 @@ struct Step {
     const void *bonus;          // [heads, D], or null
     const void *log_input, *m;  // [batch, heads] each, or null
     void* next_m;
+
+    FIELDS(threads, batch, heads, groups, key_size, value_size, decays, normalize, q_map, k_map,
+           q_type, k_type, v_type, decay_type, q_row, q_head, k_row, k_head, v_row, v_head,
+           decay_row, decay_head, map_scale, scale, eps, q, k, v, log_decay, kv, z, out, next_kv,
+           next_z, bonus, log_input, m, next_m)
 };
 
 constexpr double LOWEST_STABILIZER = -87;  // as in ops/gated/mlstm.py: exp(87) is finite in float32
@@ -63,8 +70,8 @@ class LinearStep : Tiles<Real>, Rows<Real> {
 
     void run(int64_t row, int64_t head) {
         const int64_t i = row * t.heads + head;
-        read(t.k, t.k_type, t.k_steps, row, head, t.key_size, keys_, k_);
-        read(t.v, t.v_type, t.v_steps, row, head, t.value_size, values_, v_);
+        read(t.k, t.k_type, row * t.k_row + head * t.k_head, t.key_size, keys_, k_);
+        read(t.v, t.v_type, row * t.v_row + head * t.v_head, t.value_size, values_, v_);
         map(t.k_map, k_);
         read_decay(row, head);
         if (t.log_input) stabilize(i);
@@ -76,10 +83,9 @@ class LinearStep : Tiles<Real>, Rows<Real> {
   private:
     static int64_t bytes(int64_t type) { return type == DOUBLE ? 8 : type == FLOAT ? 4 : 2; }
 
-    void read(const char* x, int64_t type, const int64_t* steps, int64_t row, int64_t head,
-              int64_t size, int64_t padded, Real* out) const {
-        x += bytes(type) * (row * steps[0] + head * steps[1]);
-        Rows<Real>::load_row(x, type, size, padded, Real(1), out);
+    void read(const char* x, int64_t type, int64_t begin, int64_t size, int64_t padded,
+              Real* out) const {
+        Rows<Real>::load_row(x + bytes(type) * begin, type, size, padded, Real(1), out);
     }
 
     // Replace the elements of a token by its features.
@@ -111,7 +117,8 @@ class LinearStep : Tiles<Real>, Rows<Real> {
 
     void read_decay(int64_t row, int64_t head) {
         if (!t.decays) return;
-        read(t.log_decay, t.decay_type, t.decay_steps, row, head, t.decays, t.decays, decay_);
+        const int64_t begin = row * t.decay_row + head * t.decay_head;
+        read(t.log_decay, t.decay_type, begin, t.decays, t.decays, decay_);
         if (t.log_input) return;  // stabilize needs the logarithm
         for (int64_t d = 0; d < t.decays; ++d) decay_[d] = std::exp(decay_[d]);
     }
@@ -144,7 +151,8 @@ class LinearStep : Tiles<Real>, Rows<Real> {
         const Real* sums = static_cast<const Real*>(kv) + i * t.key_size * t.value_size;
         const Real* weights = static_cast<const Real*>(z) + i * t.key_size;
         for (int64_t g = 0; g < t.groups; ++g) {
-            read(t.q, t.q_type, t.q_steps, row, head * t.groups + g, t.key_size, keys_, q_);
+            const int64_t begin = row * t.q_row + (head * t.groups + g) * t.q_head;
+            read(t.q, t.q_type, begin, t.key_size, keys_, q_);
             map(t.q_map, q_);
             read_state(head, i * t.groups + g, sums, weights);
         }
@@ -194,3 +202,5 @@ static void step(const Step& t) {
 
 extern "C" void linear_step_float(const Step* task) { step<float>(*task); }
 extern "C" void linear_step_double(const Step* task) { step<double>(*task); }
+
+CALLED_FROM_PYTHON(linear_step_float, linear_step_double)

@@ -22,16 +22,16 @@ from attnzoo.ops.linear.common import (
 from attnzoo.ops.linear.cpu.call import FUNCTIONS
 from attnzoo.runtime import cpp
 from attnzoo.runtime.autocast import autocast_disabled
+from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.derivatives import is_plain_call
 from attnzoo.runtime.memory import DTYPE_NUMBERS, with_contiguous_rows
 
 STEPS = {torch.float32: "linear_step_float", torch.float64: "linear_step_double"}
-LINEAR_STEP = cpp.Source(Path(__file__).with_name("linear_step.cpp"), tuple(STEPS.values()))
 NO_GATE = StepGate()
 
 
 class _Step(ctypes.Structure):
-    """The arguments of the C++ functions; ``linear_step.cpp`` has the same struct."""
+    """The arguments of the C++ functions; ``Step`` of ``linear_step.cpp``."""
 
     _fields_ = [
         *cpp.fields(
@@ -45,6 +45,12 @@ class _Step(ctypes.Structure):
             ctypes.c_void_p, "q k v log_decay kv z out next_kv next_z bonus log_input m next_m"
         ),
     ]
+
+
+LINEAR_STEP = cpp.Source(
+    Path(__file__).with_name("linear_step.cpp"),
+    dict.fromkeys(STEPS.values(), Function((_Step,))),
+)
 
 
 def supports_step(x: LinearInputs, gate: StepGate = NO_GATE) -> bool:
@@ -97,5 +103,5 @@ def run_step(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
         *(kv.data_ptr(), z.data_ptr(), out.data_ptr(), last[0].data_ptr(), last[1].data_ptr()),
         *(None if y is None else y.data_ptr() for y in (*gate, gate.m)),
     )
-    getattr(cpp.load(LINEAR_STEP), STEPS[kv.dtype])(ctypes.byref(task))
+    getattr(cpp.load(LINEAR_STEP), STEPS[kv.dtype])(task)
     return out, LinearState(*last)

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "layout.h"
 #include "threads.h"
 
 // The same as EMPTY_LSE in attnzoo/ops/lsh/block_softmax.py
@@ -31,6 +32,8 @@ struct HashRound {
     const int64_t* queries;  // [U N]: query rows, sorted as keys are
     const int64_t* begin;    // [U N]: first key of the interval, an index into keys
     const int64_t* end;      // [U N]
+
+    FIELDS(keys, key_ranks, centers, queries, begin, end)
 };
 
 struct Task {
@@ -45,6 +48,9 @@ struct Task {
     int64_t block_keys;     // maximum number of keys of a block
     double scale;           // multiplies query-key products
     const HashRound* hash_rounds;  // [rounds + windows]; a window has only key_ranks and centers
+
+    FIELDS(threads, units, groups, queries, keys, key_size, value_size, position, before, after,
+           first_tokens, chunk_size, rounds, windows, block_keys, scale, hash_rounds)
 };
 
 template <class Real>
@@ -53,6 +59,8 @@ struct Tensors {
     Real *out, *lse;        // [U N, E], [U N]; the backward pass reads only lse
     const Real *d_out, *delta;
     Real *dq, *dk, *dv;
+
+    FIELDS(q, k, v, out, lse, d_out, delta, dq, dk, dv)
 };
 
 // Queries, one per lane, and their keys.
@@ -360,3 +368,5 @@ static void run(const Task& task, const Tensors<Real>& tensors, Pass pass) {
 
 EXPORT(float)
 EXPORT(double)
+
+CALLED_FROM_PYTHON(lsh_forward_float, lsh_forward_double, lsh_backward_float, lsh_backward_double)

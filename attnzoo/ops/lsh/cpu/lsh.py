@@ -20,15 +20,11 @@ from attnzoo.ops.lsh.options import LSHInputs
 from attnzoo.ops.lsh.voronoi_hashing import BLOCK_KEYS, HashRounds
 from attnzoo.ops.lsh.work_items import KEYS, QUERIES, HashParameters, WorkItem
 from attnzoo.runtime import cpp
+from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.memory import LANES, empty_huge_pages, pad_to_simd
 
 KERNELS = Path(__file__).parent
 TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
-LSH = cpp.Source(
-    KERNELS / "lsh.cpp",
-    ("lsh_forward_float", "lsh_forward_double", "lsh_backward_float", "lsh_backward_double"),
-)
-PIVOTS = cpp.Source(KERNELS / "pivots.cpp", ("best_pivots",))
 
 
 class _PivotTask(ctypes.Structure):
@@ -56,6 +52,17 @@ class _Task(ctypes.Structure):
 
 class _Tensors(ctypes.Structure):
     _fields_ = cpp.fields(ctypes.c_void_p, "q k v out lse d_out delta dq dk dv")
+
+
+LSH = cpp.Source(
+    KERNELS / "lsh.cpp",
+    {
+        f"lsh_{direction}_{name}": Function((_Task, _Tensors))
+        for direction in ("forward", "backward")
+        for name in TYPE_NAMES.values()
+    },
+)
+PIVOTS = cpp.Source(KERNELS / "pivots.cpp", {"best_pivots": Function((_PivotTask,))})
 
 
 def cpp_reasons(inputs: LSHInputs) -> list[str]:
@@ -98,7 +105,7 @@ def best_pivots(
         offsets=None if offset is None else offset.data_ptr(),
         out=out.data_ptr(),
     )
-    cpp.load(PIVOTS).best_pivots(ctypes.byref(task))
+    cpp.load(PIVOTS).best_pivots(task)
     return out
 
 
@@ -191,4 +198,4 @@ class CppTensors:
     def _run(self, direction: str, tensors: list[Tensor | None]) -> None:
         function = getattr(cpp.load(LSH), f"lsh_{direction}_{self.type_name}")
         pointers = _Tensors(*(None if x is None else x.data_ptr() for x in tensors))
-        function(ctypes.byref(self.task), ctypes.byref(pointers))
+        function(self.task, pointers)

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "layout.h"
 #include "threads.h"
 
 constexpr int64_t TOKENS = 16 * BLOCK;  // tokens per piece of work
@@ -21,6 +22,8 @@ struct Task {
     const float* p;                   // [units, pivots, size], round after round
     const float* offsets;             // [units, pivots], subtracted from the scores; or null
     int32_t* out;                     // [rounds, units, tokens]
+
+    FIELDS(threads, units, tokens, size, pivots, rounds, bits, pivots_per_round, x, p, offsets, out)
 };
 
 // Hash tokens `begin` to `end` - 1 of one unit.
@@ -71,3 +74,5 @@ extern "C" void best_pivots(const Task* task) {
         hash_tokens(t, i / parts, begin, std::min(begin + TOKENS, t.tokens));
     });
 }
+
+CALLED_FROM_PYTHON(best_pivots)

@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "band_amx.h"
+#include "layout.h"
 #include "rows.h"
 #include "threads.h"
 #include "tiles.h"
@@ -62,6 +63,12 @@ struct Task {
     // [B, H G, T, D]; [pieces, B, H, S, D]; [pieces, B, H, S, E]; null: not needed
     Real *dq, *dk, *dv;
     Real *d_far, *d_far_totals, *d_logit;  // d_far: [B, H G, T - far_start, far_size]
+
+    FIELDS(threads, batch, heads, groups, queries, keys, key_size, value_size, key_width,
+           value_width, before, after, dilation, offset, causal, num_global, relative, far_start,
+           far_size, pieces, out_steps, d_out_steps, far_steps, scale, ids, key_mask, global_keys,
+           global_is_valid, q, k, v, out, lse, far, far_totals, logit, far_only, d_out, d_lse, dq,
+           dk, dv, d_far, d_far_totals, d_logit)
 };
 
 // Keys of a block. Lane c attends to keys low[c] to high[c] - 1; low and high are non-decreasing.
@@ -735,7 +742,7 @@ class Worker : Tiles<Real>, Rows<Real> {
     }
 };
 
-extern "C" int band_uses_amx() { return Amx::is_available(); }
+extern "C" int64_t band_uses_amx() { return Amx::is_available(); }
 
 // Return whether queries, keys and values are bfloat16, and the CPU multiplies such numbers on AMX.
 template <class Real>
@@ -760,3 +767,6 @@ extern "C" void band_forward_float(const Task<float>* task) { run(*task, false);
 extern "C" void band_backward_float(const Task<float>* task) { run(*task, true); }
 extern "C" void band_forward_double(const Task<double>* task) { run<false>(*task, false); }
 extern "C" void band_backward_double(const Task<double>* task) { run<false>(*task, true); }
+
+CALLED_FROM_PYTHON(band_uses_amx, band_forward_float, band_backward_float, band_forward_double,
+                   band_backward_double)

@@ -19,6 +19,7 @@ from torch import Tensor
 from attnzoo.ops.window.blockwise_cpu import LocalOptions
 from attnzoo.runtime import cpp
 from attnzoo.runtime.autocast import autocast_disabled
+from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
 from attnzoo.runtime.memory import (
     LANES,
@@ -33,17 +34,10 @@ from attnzoo.runtime.memory import (
 TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
 MAX_PIECES = 8  # of a key head in the backward pass; each has gradients of all keys and values
 INSTEAD = "impl='reference' of the op, or backend 'softmax' in a model"  # for second derivatives
-BAND = cpp.Source(
-    Path(__file__).with_name("band.cpp"),
-    (
-        *("band_forward_float", "band_forward_double", "band_backward_float"),
-        *("band_backward_double", "band_uses_amx"),
-    ),
-)
 
 
 class _Task(ctypes.Structure):
-    """The arguments of the C++ functions; ``band.cpp`` has the same struct."""
+    """The arguments of the C++ functions; ``Task`` of ``band.cpp``."""
 
     _fields_ = [
         *cpp.fields(
@@ -60,6 +54,17 @@ class _Task(ctypes.Structure):
             "out lse far far_totals logit far_only d_out d_lse dq dk dv d_far d_far_totals d_logit",
         ),
     ]
+
+
+BAND = cpp.Source(
+    Path(__file__).with_name("band.cpp"),
+    {
+        f"band_{direction}_{name}": Function((_Task,))
+        for direction in ("forward", "backward")
+        for name in TYPE_NAMES.values()
+    }
+    | {"band_uses_amx": Function(result=ctypes.c_int64)},
+)
 
 
 class OutsideSums(NamedTuple):
@@ -196,7 +201,7 @@ class _Arguments:
     def run(self, direction: str) -> None:
         """Call the kernel of a direction."""
         function = getattr(cpp.load(BAND), f"band_{direction}_{TYPE_NAMES[self.dtype]}")
-        function(ctypes.byref(self.task))
+        function(self.task)
 
 
 @torch.library.custom_op("attnzoo::band_softmax_cpp", mutates_args=())
