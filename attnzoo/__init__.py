@@ -25,6 +25,7 @@ _PUBLIC = {
     "Geometry": "attnzoo.contract.config",
     "SwapWarning": "attnzoo.errors",
     "available_backends": "attnzoo.registry",
+    "check_kernels": "attnzoo.evaluation.kernel_checks",
     "context_parallel": "attnzoo.hf.context_parallel",
     "convert_heads": "attnzoo.hf.grouped_heads",
     "describe": "attnzoo.hf.describe",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from attnzoo.contract.masks import AttentionMask
     from attnzoo.contract.states import AttentionOutput
     from attnzoo.errors import SwapWarning
+    from attnzoo.evaluation.kernel_checks import check_kernels
     from attnzoo.evaluation.memory_fit import estimate_memory
     from attnzoo.hf.context_parallel import context_parallel
     from attnzoo.hf.convert import restore, swap
@@ -73,6 +75,7 @@ __all__ = [
     "Geometry",
     "SwapWarning",
     "available_backends",
+    "check_kernels",
     "context_parallel",
     "convert_heads",
     "describe",

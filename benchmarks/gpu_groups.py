@@ -66,7 +66,7 @@ def measure_machine(session: Session) -> None:
 
     def run() -> Row:
         from attnzoo.evaluation.timing import machine
-        from attnzoo.ops.linear.triton.trust import device_identity
+        from attnzoo.ops.linear.triton.verdicts import device_identity
 
         return {**machine(), **device_identity(session.device)}
 
@@ -298,6 +298,7 @@ def llama(session: Session) -> None:
             model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
         attnzoo.swap(model, backend, **options)
         tokens = torch.randint(1000, (1, 4096), device=session.device)
+        attnzoo.check_kernels(lambda: model.generate(tokens[:, :128], max_new_tokens=2))
         call = {"do_sample": False, "pad_token_id": 0}
         if compiled:
             call["cache_implementation"] = "static"

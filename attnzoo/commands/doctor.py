@@ -17,9 +17,14 @@ def doctor(
         bool,
         typer.Option("--all", help="also narrower instruction sets, and head sizes up to 256"),
     ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="check GPU kernels again that have a verdict")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
 ) -> None:
     """Check versions, kernels, fused attention and transformers; prints a table for an issue.
+
+    The verdicts about GPU kernels are kept: impl="auto" selects kernels only where they passed.
 
     The exit code is 1 if a check fails, and 0 if something is merely not available.
     """
@@ -28,7 +33,7 @@ def doctor(
 
     rows = []
     with problems.status("checking") as progress:
-        for row in check_installation(full):
+        for row in check_installation(full, fresh):
             rows.append(row)
             progress.update(f"checked {row.check}")
     if as_json:

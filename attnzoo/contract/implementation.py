@@ -30,8 +30,8 @@ def _no_reasons(call: object) -> list[str]:
     return []
 
 
-def _trusted(call: object) -> tuple[tuple[str, ...], str]:
-    return (), ""
+def _no_verdict(call: object) -> tuple[str, str]:
+    return "", ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,9 @@ class Implementation(Generic[Call, Result]):
         automatic: The reason to prefer it with ``impl="auto"``; ``""`` if only its name selects it.
         auto_reasons: Returns why ``impl="auto"`` skips it although it may support the call, for
             example because another one is as fast; checked before ``reasons``.
-        trust: Returns why ``impl="auto"`` does not trust it with a call that it supports, and what
-            ``describe`` says if it does; may check it on the device, so it is called last.
+        verdict: Returns why ``impl="auto"`` skips it, although it supports the call, because it has
+            not passed a check on the device, or ``""``; and what ``describe`` says about the check.
+            Reads verdicts (:mod:`attnzoo.runtime.kernel_groups`), so it is called last.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Implementation(Generic[Call, Result]):
     reasons: Callable[[Call], list[str]] = _no_reasons
     automatic: str = ""
     auto_reasons: Callable[[Call], list[str]] = _no_reasons
-    trust: Callable[[Call], tuple[tuple[str, ...], str]] = _trusted
+    verdict: Callable[[Call], tuple[str, str]] = _no_verdict
 
 
 def impl_names(table: Sequence[Implementation[Any, Any]]) -> tuple[str, ...]:
@@ -97,9 +98,9 @@ def select(
         if reasons:
             refused.append(f"{each.name} cannot: {'; '.join(reasons)}")
             continue
-        doubts, status = each.trust(call)
-        if doubts:
-            refused.append(f"{each.name} is skipped: {'; '.join(doubts)}")
+        refusal, status = each.verdict(call)
+        if refusal:
+            refused.append(f"{each.name} is skipped: {refusal}")
             continue
         why = [each.automatic, *([status] if status else []), *refused]
         return each, ImplChoice(each.name, "; ".join(why))

@@ -16,7 +16,6 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
-from itertools import product
 from typing import Any
 
 import torch
@@ -28,19 +27,17 @@ import attnzoo
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation import check_cpp
+from attnzoo.evaluation.kernel_checks import check_group, device_groups
 from attnzoo.evaluation.timing import machine
 from attnzoo.hf import seam
 from attnzoo.hf.patches import FAILED_PATCHES, NAME, PATCHES
 from attnzoo.hf.peft_patches import PEFT_PATCHES
 from attnzoo.hf.release_check import check_release, installed_versions, untested
 from attnzoo.ops import flash_attention
-from attnzoo.ops.flash import varlen_trust
 from attnzoo.ops.flash.varlen import device_reasons as varlen_device_reasons
-from attnzoo.ops.linear.triton import trust as triton_trust
 from attnzoo.ops.linear.triton.run import device_reasons
 from attnzoo.ops.softmax.api import softmax_attention
-from attnzoo.runtime.trust import check as check_trust
-from attnzoo.runtime.trust import driver_version
+from attnzoo.runtime.kernel_groups import KernelGroup, driver_version
 from attnzoo.runtime.verdicts import FAILED, PASSED, Verdict, python_command, run_checks
 
 OK, WRONG, UNAVAILABLE = "ok", "failed", "unavailable"
@@ -74,9 +71,14 @@ class Failed(Exception):
     """A check found something wrong; the message says what."""
 
 
-def check_installation(full: bool = False) -> Iterator[CheckResult]:
-    """Yield a result per check; ``full`` adds narrower instruction sets and the largest size."""
-    for name, check in _checks(full):
+def check_installation(full: bool = False, fresh: bool = False) -> Iterator[CheckResult]:
+    """Yield a result per check.
+
+    Args:
+        full: Whether to check narrower instruction sets and the largest size too.
+        fresh: Whether to check GPU kernels again that have a verdict.
+    """
+    for name, check in _checks(full, fresh):
         start = time.monotonic()
         try:
             status, detail = OK, check()
@@ -95,7 +97,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:300]
 
 
-def _checks(full: bool) -> Iterator[tuple[str, Callable[[], str]]]:
+def _checks(full: bool, fresh: bool) -> Iterator[tuple[str, Callable[[], str]]]:
     """Yield the name of each check, and the function that returns its detail."""
     yield "machine", _machine
     for package in PACKAGES:
@@ -108,7 +110,8 @@ def _checks(full: bool) -> Iterator[tuple[str, Callable[[], str]]]:
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     for device in devices or [torch.device("cpu")]:
         place = f" on {device}" if len(devices) > 1 else ""
-        yield from ((name + place, check) for name, check in _device_checks(device, full))
+        checks = _device_checks(device, full, fresh)
+        yield from ((name + place, check) for name, check in checks)
     yield "patches of transformers", _patches
     yield "a swapped model equals the stock model", _swapped_model
     yield "states in caches of transformers", _release
@@ -116,19 +119,18 @@ def _checks(full: bool) -> Iterator[tuple[str, Callable[[], str]]]:
     yield "a saved swap loads", _saved_swap
 
 
-def _device_checks(device: torch.device, full: bool) -> Iterator[tuple[str, Callable[[], str]]]:
-    reasons = device_reasons(device)
-    if reasons:
-        yield "Triton kernels", partial(_unavailable, "; ".join(reasons))
-    else:
-        sizes = triton_trust.SIZES if full else triton_trust.SIZES[:2]
-        for op, decays in triton_trust.DECAYS.items():
-            for decay, size in product(decays, sizes):
-                kind = "" if len(decays) == 1 else f"decay {decay}, "
-                name = f"Triton kernels of {triton_trust.KERNELS[op]}, {kind}size {size}"
-                yield name, partial(_triton, device, decay, size, op)
-    for size in varlen_trust.SIZES if full else varlen_trust.SIZES[:2]:
-        yield f"varlen attention, size {size}", partial(_varlen, device, size)
+def _device_checks(
+    device: torch.device, full: bool, fresh: bool
+) -> Iterator[tuple[str, Callable[[], str]]]:
+    triton, varlen = device_reasons(device), varlen_device_reasons(device)
+    if triton and device.type != "cuda":
+        yield "GPU kernels", partial(_unavailable, "there is no NVIDIA GPU, so nothing to check")
+    elif triton:
+        yield "Triton kernels", partial(_unavailable, "; ".join(triton))
+    if varlen and device.type == "cuda":
+        yield "varlen attention", partial(_unavailable, "; ".join(varlen))
+    for group in device_groups(device, full=full):
+        yield str(group).removeprefix("the "), partial(_kernels, group, fresh)
     for backend, name in SDPA_KERNELS.items():
         yield f"SDPA, {name}", partial(_sdpa, device, backend)
     yield "xformers attention", partial(_xformers, device)
@@ -209,17 +211,12 @@ def _of(verdict: Verdict) -> str:
     return "results and gradients agree with torch"
 
 
-def _triton(device: torch.device, decay: str, size: int, op: str) -> str:
-    done = _of(triton_trust.check(device, decay, size, op, again=True))
-    return f"{done}; {triton_trust.passed_status(device)}"
-
-
-def _varlen(device: torch.device, size: int) -> str:
-    reasons = varlen_device_reasons(device)
-    if reasons:
-        raise Unavailable("; ".join(reasons))
-    subject = varlen_trust.subject(device, size)
-    return f"{_of(check_trust(subject, again=True))}; {subject.status()}"
+def _kernels(group: KernelGroup, fresh: bool) -> str:
+    check = check_group(group, fresh=fresh)
+    earlier = f"; checked earlier, in {check.seconds:.0f} s; --fresh checks again"
+    earlier = earlier if check.stored else ""
+    done = _of(Verdict(check.outcome, check.reason + earlier, check.seconds))
+    return f"{done}; {group.status()}{earlier}"
 
 
 # -- softmax attention -----------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def decide(
     identity: Identity,
     check: Callable[[], Verdict],
     *,
-    again: bool = False,
+    fresh: bool = False,
     wait_seconds: float = 600.0,
 ) -> Verdict:
     """Return the stored verdict, or run the check and store its verdict.
@@ -92,7 +92,7 @@ def decide(
         name: Name of the check, the first part of the file's name.
         identity: Identity for which the verdict is valid.
         check: Runs the check.
-        again: Run it even if there is a stored verdict.
+        fresh: Run it even if there is a stored verdict.
         wait_seconds: How long to wait for another process that runs the same check.
     """
     from filelock import FileLock, Timeout
@@ -113,7 +113,7 @@ def decide(
         _warn_of_lost_verdict(name, error if folder is None else unusable(folder, "written", error))
         return check()
     with lock:
-        found = None if again else stored_verdict(name, identity)
+        found = None if fresh else stored_verdict(name, identity)
         if found is None:
             found = check()
             if found.outcome != NOT_RUN:
@@ -126,7 +126,7 @@ def decide(
 
 
 def _warn_of_lost_verdict(name: str, error: OSError) -> None:
-    log.warning("every process runs the check %s, because its verdict is not kept: %s", name, error)
+    log.warning("the verdict of the check %s holds for this process only: %s", name, error)
 
 
 def run_checks(

@@ -9,10 +9,13 @@ import torch
 
 import attnzoo
 from attnzoo.cli import main
-from attnzoo.evaluation import check_cpp, installation
+from attnzoo.evaluation import check_cpp, installation, kernel_checks
 from attnzoo.evaluation.installation import OK, UNAVAILABLE, WRONG, CheckResult, check_installation
 from attnzoo.hf import release_check, seam
 from attnzoo.hf.attention import ForwardArguments
+from attnzoo.ops.linear.triton import verdicts as triton_verdicts
+from attnzoo.runtime import kernel_groups
+from attnzoo.runtime.cache_folder import CACHE
 from attnzoo.runtime.verdicts import FAILED, NOT_RUN, PASSED, Verdict
 
 
@@ -29,7 +32,7 @@ def run(monkeypatch, capsys, *arguments):
 )
 def test_the_exit_code_says_whether_something_failed(statuses, code, monkeypatch, capsys):
     rows = [CheckResult(check=f"check of {x}", status=x, detail="[why]") for x in statuses]
-    monkeypatch.setattr(installation, "check_installation", lambda full: iter(rows))
+    monkeypatch.setattr(installation, "check_installation", lambda full, fresh: iter(rows))
     found, output = run(monkeypatch, capsys)
     assert int(found) == code
     assert "| check of ok | ok | 0.0 s | [why] |" in output.splitlines()
@@ -40,16 +43,18 @@ def test_the_exit_code_says_whether_something_failed(statuses, code, monkeypatch
 
 
 def test_this_installation_passes(monkeypatch):
-    # test_triton_trust.py has the check of these kernels, which takes minutes
-    monkeypatch.setattr(installation, "device_reasons", lambda device: ("left out",))
+    # test_triton_verdicts.py has the check of these kernels, which takes minutes
+    for module in (installation, kernel_checks):
+        monkeypatch.setattr(module, "device_reasons", lambda device: ("left out",))
     rows = {row.check: row for row in check_installation()}
     assert [row for row in rows.values() if row.status == WRONG] == []
     for name in ("machine", "torch", "transformers", "SDPA, math", "a saved swap loads"):
         assert rows[name].status == OK, rows[name]
-    assert (rows["Triton kernels"].status, rows["Triton kernels"].detail) == (
-        UNAVAILABLE,
-        "left out",
-    )
+    if torch.cuda.is_available():
+        row, detail = rows["Triton kernels"], "left out"
+    else:
+        row, detail = rows["GPU kernels"], "there is no NVIDIA GPU, so nothing to check"
+    assert (row.status, row.detail) == (UNAVAILABLE, detail)
     assert attnzoo.__version__ in rows["machine"].detail
     assert rows["a swapped model equals the stock model"].detail.startswith("logits within")
     assert "modeling_utils" in rows["patches of transformers"].detail
@@ -57,7 +62,7 @@ def test_this_installation_passes(monkeypatch):
 
 def only(monkeypatch, name, check):
     """Return the row of one check."""
-    monkeypatch.setattr(installation, "_checks", lambda full: [(name, check)])
+    monkeypatch.setattr(installation, "_checks", lambda full, fresh: [(name, check)])
     (row,) = check_installation()
     return row
 
@@ -110,37 +115,61 @@ def test_wrong_cpp_kernels_fail(monkeypatch):
     assert "out of float32 differs by" in row.detail
 
 
+@pytest.fixture
+def triton_rows(monkeypatch, tmp_path):
+    """Return a function that returns the rows of the Triton kernels, and how many checks ran."""
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    monkeypatch.setattr(kernel_groups, "_STATE", kernel_groups._State())
+    for module in (installation, kernel_checks):
+        monkeypatch.setattr(module, "device_reasons", lambda device: ())
+
+    def rows(verdict, fresh=False):
+        runs = []
+        monkeypatch.setattr(triton_verdicts, "run_check", lambda *x: runs.append(x) or verdict)
+        checks = installation._device_checks(torch.device("cpu"), full=False, fresh=fresh)
+        checks = [(name, check) for name, check in checks if name.startswith("Triton")]
+        monkeypatch.setattr(installation, "_checks", lambda full, fresh: checks)
+        return list(check_installation()), len(runs)
+
+    return rows
+
+
 @pytest.mark.parametrize(
-    ("verdict", "status", "detail"),
+    ("verdict", "status", "detail", "runs_again"),
     [
-        (Verdict(PASSED), OK, "results and gradients agree with torch; checked on"),
-        (Verdict(FAILED, "dv differs"), WRONG, "dv differs"),
-        (Verdict(NOT_RUN, "out of memory"), UNAVAILABLE, "out of memory"),
+        (Verdict(PASSED), OK, "results and gradients agree with torch; checked on", 0),
+        (Verdict(FAILED, "dv differs"), WRONG, "dv differs", 0),
+        (Verdict(NOT_RUN, "out of memory"), UNAVAILABLE, "out of memory", 20),
     ],
 )
-def test_triton_kernels_are_checked_again(verdict, status, detail, monkeypatch):
-    again = []
+def test_triton_kernels_are_checked_once(verdict, status, detail, runs_again, triton_rows):
+    rows, runs = triton_rows(verdict)
+    assert (len(rows), runs) == (20, 20)
+    assert rows[0].check == "Triton kernels of linear attention (decay none, sizes up to 64)"
+    assert rows[0].status == status
+    assert rows[0].detail.startswith(detail)
+    assert "earlier" not in rows[0].detail
+    rows, runs = triton_rows(verdict)
+    assert (rows[0].status, runs) == (status, runs_again)
+    assert ("checked earlier, in 0 s; --fresh" in rows[0].detail) == (runs == 0)
+    rows, runs = triton_rows(Verdict(PASSED), fresh=True)
+    assert (rows[0].status, runs) == (OK, 20)
+    assert "earlier" not in rows[0].detail
 
-    def checked(*arguments, **options):
-        again.append(options["again"])
-        return verdict
 
-    monkeypatch.setattr(installation, "device_reasons", lambda device: ())
-    monkeypatch.setattr(installation.triton_trust, "check", checked)
-    checks = dict(installation._device_checks(torch.device("cpu"), full=False))
-    names = [name for name in checks if name.startswith("Triton")]
-    assert len(names) == 20
-    row = only(monkeypatch, names[0], checks[names[0]])
-    assert row.status == status
-    assert row.detail.startswith(detail)
-    assert again == [True]
+def test_fresh_is_an_option_of_the_command(monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr(installation, "check_installation", lambda *x: given.append(x) or iter(()))
+    for arguments in ((), ("--fresh",), ("--all", "--fresh")):
+        run(monkeypatch, capsys, *arguments)
+    assert given == [(False, False), (False, True), (True, True)]
 
 
 def test_wrong_fused_attention_fails(monkeypatch):
     attend = torch.nn.functional.scaled_dot_product_attention
     wrong = lambda q, k, v, **options: attend(q, k, v * 1.001, **options)  # noqa: E731
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong)
-    checks = dict(installation._device_checks(torch.device("cpu"), full=False))
+    checks = dict(installation._device_checks(torch.device("cpu"), full=False, fresh=False))
     row = only(monkeypatch, "x", checks["SDPA, math"])
     assert row.status == WRONG
     assert "out differs from float64" in row.detail

@@ -57,7 +57,7 @@ def test_describe(printed):
 
 def test_doctor(printed, monkeypatch):
     row = CheckResult(check="é", status="ok", detail="85 ± 3 → …")
-    monkeypatch.setattr(installation, "check_installation", lambda full: [row])
+    monkeypatch.setattr(installation, "check_installation", lambda full, fresh: [row])
     text, encoding = printed("doctor")
     latin = encoding == "latin-1"
     assert ("| é | ok | 0.0 s | 85 ± 3 ? ~ |" if latin else "85 +- 3 ? ~ |") in text

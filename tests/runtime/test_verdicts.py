@@ -124,7 +124,7 @@ def test_a_verdict_is_kept_for_its_identity(outcome):
     assert len(runs) == 1
     decide("linear", {**GPU, "driver": "2"}, check)
     assert len(runs) == 2
-    assert decide("linear", GPU, check, again=True) == Verdict(PASSED)
+    assert decide("linear", GPU, check, fresh=True) == Verdict(PASSED)
     assert verdicts.stored_verdict("linear", GPU) == Verdict(PASSED)
 
 
@@ -188,6 +188,6 @@ def test_in_a_read_only_cache_folder_the_check_runs_each_time(folder, logged, mo
     check, runs = counted(Verdict(PASSED), Verdict(FAILED, "why"))
     assert [decide("linear", GPU, check).outcome for _ in range(2)] == [PASSED, FAILED]
     assert len(runs) == 2
-    assert all("every process runs the check linear" in text for text in logged)
+    assert all("the check linear holds for this process only" in text for text in logged)
     assert all(f"{folder} cannot be written" in text and CACHE in text for text in logged)
     assert len(logged) == 2

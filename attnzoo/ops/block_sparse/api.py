@@ -43,7 +43,7 @@ from attnzoo.ops.block_sparse.triton.run import (
     sorting_reason,
     summarize,
     triton_reasons,
-    triton_trust_reasons,
+    triton_verdict,
 )
 from attnzoo.ops.block_sparse.validation import (
     check_index,
@@ -64,7 +64,7 @@ IMPLEMENTATIONS = (
         run=partial(sparse_attention, impl="triton"),
         reasons=triton_reasons,
         automatic="compiled for this GPU",
-        trust=triton_trust_reasons,
+        verdict=triton_verdict,
     ),
     Implementation(
         name="torch",
@@ -209,28 +209,28 @@ def _step(
     impl: str,
 ) -> AttentionOutput:
     """Attend with one new token, in Triton on NVIDIA GPUs, otherwise in torch."""
-    reason = _step_in_triton(call, impl)
+    choice = _step_choice(call, impl)
     index_k = None
     if index is not None:
         call, index_k = call._replace(index_q=pack_queries(index)), index.k
     query = call.with_selecting_queries().q
     after = add_token(state, call.k, call.v, query, call.options, call.selection, index_k)
     blocks, kept = after.summary.shape[2], min(call.options.top_k, after.summary.shape[2])
-    doubt = sorting_reason(call, kept)
-    run = triton_step if reason and not doubt else torch_step
+    in_triton = choice is not None and choice.impl == "triton"
+    sorted_in_torch = sorting_reason(call, kept) if in_triton else ""
+    run = triton_step if in_triton and not sorted_in_torch else torch_step
     out = run(call, after).to(call.v.dtype)
     text = f"one new token scores {blocks} blocks and reads at most {kept} of them"
-    if reason:
-        text += f"; {doubt or 'triton: ' + reason}"
+    if choice is not None:
+        text += f"; {sorted_in_torch or f'{choice.impl}: {choice.reason}'}"
     return AttentionOutput(out, after if return_state else None, impl=ImplChoice("step", text))
 
 
-def _step_in_triton(call: SparseCall, impl: str) -> str:
-    """Return why the kernels compute one new token; "" if torch does."""
+def _step_choice(call: SparseCall, impl: str) -> ImplChoice | None:
+    """Return what computes one new token, if the kernels are a choice."""
     if impl not in ("auto", "triton"):
-        return ""
+        return None
     if impl == "auto" and call.q.device.type == "cpu":  # the interpreter runs on one thread only
-        return ""
+        return None
     table = tuple(x for x in IMPLEMENTATIONS if x.name in ("triton", "torch"))
-    choice = select("block_sparse_attention", table, call, impl)[1]
-    return choice.reason if choice.impl == "triton" else ""
+    return select("block_sparse_attention", table, call, impl)[1]

@@ -37,7 +37,7 @@ from attnzoo.ops.delta.cpu.delta import cpp_reasons, run_cpp
 from attnzoo.ops.delta.cpu.delta_step import is_step
 from attnzoo.ops.delta.reference import run_reference
 from attnzoo.ops.delta.step import run_steps, step
-from attnzoo.ops.delta.triton.run import run_triton, triton_reasons, triton_trust_reasons
+from attnzoo.ops.delta.triton.run import run_triton, triton_reasons, triton_verdict
 from attnzoo.ops.delta.validation import check_inputs
 from attnzoo.ops.linear.common import decay_of_real_tokens, state_dtype
 from attnzoo.runtime.autocast import autocast_disabled
@@ -183,7 +183,7 @@ IMPLEMENTATIONS: tuple[Implementation[DeltaInputs, Result], ...] = (
         run=run_triton,
         reasons=triton_reasons,
         automatic="compiled for this GPU",
-        trust=triton_trust_reasons,
+        verdict=triton_verdict,
     ),
     Implementation(name="torch", run=_run_torch, automatic="runs on every device"),
     Implementation(name="reference", run=run_reference),

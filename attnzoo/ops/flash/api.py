@@ -34,7 +34,7 @@ from attnzoo.ops.flash.varlen_extra import outside_window as outside_window
 from attnzoo.ops.flash.varlen_kernel import Sequences as Sequences
 from attnzoo.ops.flash.varlen_kernel import attend_sequences as attend_sequences
 from attnzoo.ops.flash.varlen_kernel import sequences as sequences
-from attnzoo.ops.flash.varlen_trust import trust_varlen as trust_varlen
+from attnzoo.ops.flash.varlen_verdicts import varlen_verdict as varlen_verdict
 from attnzoo.ops.flash.xformers import auto_reasons, run_xformers, xformers_reasons
 
 IMPLEMENTATIONS = (
@@ -44,7 +44,7 @@ IMPLEMENTATIONS = (
         reasons=varlen_reasons,
         auto_reasons=varlen.auto_reasons,
         automatic="PyTorch's varlen kernel needs no mask",
-        trust=trust_varlen,
+        verdict=varlen_verdict,
     ),
     Implementation(
         name="xformers",

@@ -30,7 +30,6 @@ from attnzoo.ops.flash.varlen_kernel import (
 from attnzoo.ops.window.extra_keys import ExtraKeys
 from attnzoo.ops.window.pattern import gather_tokens
 from attnzoo.ops.window.sinks import split_sinks
-from attnzoo.runtime.trust import why_busy
 
 
 def auto_reasons(x: FlashCall) -> list[str]:
@@ -64,8 +63,8 @@ def varlen_reasons(x: FlashCall) -> list[str]:
     if x.q.shape[3] != x.v.shape[3] or x.q.shape[3] > 256 or x.q.shape[3] % 8:
         reasons.append("head sizes differ, are above 256 or no multiple of 8")
     if not reasons and (mask.padding is not None or mask.segment_ids is not None):
-        if busy := why_busy(x.q.device):
-            reasons.append(f"the number of real tokens is unknown while {busy}")
+        if tracing := _tracing_reason(x.q.device):
+            reasons.append(f"the number of real tokens is unknown while {tracing}")
         elif mask.window is not None and _has_gaps(mask):
             reasons.append("padding inside a sequence counts in its window")
     return reasons
@@ -78,9 +77,18 @@ def extra_keys_reasons(device: torch.device) -> list[str]:
         reasons.append(f"torch {torch.__version__} does not return its log-sum-exp")
     if reason := backward_reason():
         reasons.append(reason)
-    if busy := why_busy(device):
-        reasons.append(f"keys outside the window are not supported while {busy}")
+    if tracing := _tracing_reason(device):
+        reasons.append(f"keys outside the window are not supported while {tracing}")
     return reasons
+
+
+def _tracing_reason(device: torch.device) -> str:
+    """Return why the values of tensors cannot be read now, or ``""``."""
+    if torch.compiler.is_compiling():
+        return "torch.compile traces"
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is captured"
+    return ""
 
 
 def device_reasons(device: torch.device) -> list[str]:

@@ -133,9 +133,11 @@ def mlstm_attention(
     if state is None:
         kv, z = empty_state(q, k, values)
         state = StabilizedState(kv, z, z.new_zeros(k.shape[:2]))
+    refusal = ""
     if q.shape[2] == 1:
         gate, options = StepGate(None, log_input[:, :, 0], state.m), (False, 0.0, impl, reuse_state)
-        step = gated_step(q, k, v, log_forget, LinearState(*state[:2]), gate, *options)
+        earlier = LinearState(*state[:2])
+        step, refusal = gated_step(q, k, v, log_forget, earlier, gate, *options)
         if step is not None:
             return _step_output(step, form, return_state)
     starts = None if mask.segment_ids is None else segment_starts(mask.segment_ids)[:, None]
@@ -161,7 +163,7 @@ def mlstm_attention(
     if last is not None:
         m_last = m[:, :, -1] if m.shape[2] else state.m
         last = StabilizedState(last.kv[..., :-1], last.k, m_last)
-    return AttentionOutput(out.to(v.dtype), last, None, _with_form(choice, form))
+    return AttentionOutput(out.to(v.dtype), last, None, _with_form(choice, form, refusal))
 
 
 def rwkv6_attention(
@@ -230,7 +232,8 @@ def rwkv6_attention(
         state = state_from_earlier_ranks(k, values, log_decay, shard)
     if state is None:
         state = empty_state(q, k, values)
-    step = gated_step(q, k, v, log_decay, state, StepGate(bonus), normalize, eps, impl, reuse_state)
+    gate = StepGate(bonus)
+    step, refusal = gated_step(q, k, v, log_decay, state, gate, normalize, eps, impl, reuse_state)
     if step is not None:
         return _step_output(step, form, return_state)
     kv, z = state
@@ -259,7 +262,7 @@ def rwkv6_attention(
         out = divide(out[..., :-1], out[..., -1:] + eps, chosen.name, call)
     if last is not None:
         last = add_last_token(last, k, values, log_decay, normalized=normalize)
-    return AttentionOutput(out.to(v.dtype), last, None, _with_form(choice, form))
+    return AttentionOutput(out.to(v.dtype), last, None, _with_form(choice, form, refusal))
 
 
 def matrix_gated_attention(
@@ -385,9 +388,10 @@ def _step_output(step: GatedResult, form: str, return_state: bool) -> AttentionO
     return AttentionOutput(out, state if return_state else None, None, _with_form(choice, form))
 
 
-def _with_form(choice: ImplChoice, form: str) -> ImplChoice:
-    """Return a choice whose reason names the form."""
-    return ImplChoice(choice.impl, f"{form} form; {choice.reason}")
+def _with_form(choice: ImplChoice, form: str, refusal: str = "") -> ImplChoice:
+    """Return a choice whose reason names the form, and why a kernel of one token is skipped."""
+    reasons = (f"{form} form", choice.reason, refusal)
+    return ImplChoice(choice.impl, "; ".join(filter(None, reasons)))
 
 
 # -- implementations -------------------------------------------------------------------------------

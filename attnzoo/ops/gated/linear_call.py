@@ -16,11 +16,11 @@ from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput, ImplChoice, LinearState
 from attnzoo.ops.linear.api import (
     divide_sums,
+    kernel_verdict,
     linear_attention,
     linear_sums,
     round_features,
     triton_reasons,
-    trust,
 )
 from attnzoo.ops.linear.cpu.linear import cpp_reasons
 
@@ -83,9 +83,9 @@ def _skip_triton(x: LinearCall) -> list[str]:
     return ["one token is a few torch operations"] if x.q.shape[2] == 1 else []
 
 
-def _triton_trust(x: LinearCall) -> tuple[tuple[str, ...], str]:
+def _triton_verdict(x: LinearCall) -> tuple[str, str]:
     """The check of the window hybrid covers sums without a division."""
-    return trust("hybrid" if x.has_ones else "linear", x.log_decay, x.k, _values(x))
+    return kernel_verdict("hybrid" if x.has_ones else "linear", x.log_decay, x.k, _values(x))
 
 
 def divide(numerator: Tensor, denominator: Tensor, impl: str, x: LinearCall) -> Tensor:
@@ -112,7 +112,7 @@ IMPLEMENTATIONS: tuple[Implementation[LinearCall, AttentionOutput], ...] = (
         reasons=_triton_reasons,
         automatic="compiled for this GPU",
         auto_reasons=_skip_triton,
-        trust=_triton_trust,
+        verdict=_triton_verdict,
     ),
     Implementation(
         name="cpp",

@@ -63,7 +63,7 @@ from attnzoo.ops.hybrid.state import (
 from attnzoo.ops.hybrid.sums import linear_counts, linear_sums
 from attnzoo.ops.hybrid.triton.run import (
     hybrid_triton_reasons,
-    hybrid_trust,
+    hybrid_verdict,
     run_hybrid_triton,
     run_window_triton,
 )
@@ -352,7 +352,7 @@ IMPLEMENTATIONS = (
         run=_run_triton,
         reasons=hybrid_triton_reasons,
         automatic="compiled for this GPU",
-        trust=hybrid_trust,
+        verdict=hybrid_verdict,
     ),
     Implementation(
         name="cpp",

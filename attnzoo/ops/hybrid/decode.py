@@ -16,7 +16,7 @@ from attnzoo.ops.hybrid.state import HybridState, LinearBranch
 from attnzoo.ops.hybrid.step import hybrid_step, supports_step
 from attnzoo.ops.hybrid.triton.run import (
     StepInputs,
-    hybrid_trust,
+    hybrid_verdict,
     run_step_triton,
     step_triton_reasons,
 )
@@ -65,7 +65,7 @@ STEPS = (  # of one token after a state; C++ has its own
         run=_run_step_triton,
         reasons=step_triton_reasons,
         automatic="compiled for this GPU",
-        trust=hybrid_trust,
+        verdict=hybrid_verdict,
     ),
     Implementation(name="torch", run=_run_step_torch, automatic="runs on every device"),
 )

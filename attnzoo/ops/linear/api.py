@@ -63,7 +63,7 @@ from attnzoo.ops.linear.triton.run import linear_sums as linear_sums
 from attnzoo.ops.linear.triton.run import round_features as round_features
 from attnzoo.ops.linear.triton.run import run_triton
 from attnzoo.ops.linear.triton.run import triton_reasons as triton_reasons
-from attnzoo.ops.linear.triton.trust import trust as trust
+from attnzoo.ops.linear.triton.verdicts import kernel_verdict as kernel_verdict
 from attnzoo.ops.linear.validation import (
     check_log_decay,
     check_packed_tokens,
@@ -272,8 +272,8 @@ def _triton_reasons(x: LinearInputs) -> list[str]:
     return triton_reasons(x.q, x.k, x.v, form=x.form, causal=x.causal)
 
 
-def _triton_trust(x: LinearInputs) -> tuple[tuple[str, ...], str]:
-    return trust("linear", x.log_decay, x.k, x.v)
+def _triton_verdict(x: LinearInputs) -> tuple[str, str]:
+    return kernel_verdict("linear", x.log_decay, x.k, x.v)
 
 
 def _cpp_reasons(x: LinearInputs) -> list[str]:
@@ -286,7 +286,7 @@ IMPLEMENTATIONS = (
         run=run_triton,
         reasons=_triton_reasons,
         automatic="compiled for this GPU",
-        trust=_triton_trust,
+        verdict=_triton_verdict,
     ),
     Implementation(
         name="cpp",

@@ -12,7 +12,7 @@ from attnzoo.contract.states import ImplChoice, LinearState
 from attnzoo.ops.linear.common import LinearInputs, StepGate, state_dtype
 from attnzoo.ops.linear.cpu.linear_step import run_step, supports_step
 from attnzoo.ops.linear.triton.run import triton_reasons
-from attnzoo.ops.linear.triton.trust import trust
+from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 
 ON_GPU = ("cuda",)
 COMPILED = {"cpp": "one token, compiled for this CPU", "triton": "one token, compiled for this GPU"}
@@ -33,10 +33,11 @@ def gated_step(
     eps: float,
     impl: str,
     reuse_state: bool,
-) -> GatedResult | None:
+) -> tuple[GatedResult | None, str]:
     """Return the output ``[B, H, 1, E]``, the next state, the next ``m``, and the implementation.
 
-    ``None`` if no kernel supports the call with this ``impl``.
+    ``None`` if no kernel supports the call with this ``impl``. If one does, but has not passed a
+    check on the device, the second result says so.
 
     Args:
         q: Features of the query, ``[B, H, 1, D]``.
@@ -51,10 +52,10 @@ def gated_step(
         reuse_state: Whether the next state, ``m`` included, may overwrite the given one.
     """
     if q.shape[2] != 1 or not q.shape[0]:
-        return None
+        return None, ""
     dtype = state_dtype(q, k, v)
     if any(x is not None and x.dtype != dtype for x in (*state, gate.m)):
-        return None
+        return None, ""
     bonus, log_input, m = (None if x is None else x.to(dtype).contiguous() for x in gate)
     reuse_state = reuse_state and not torch.is_grad_enabled()
     reuse_state = reuse_state and all(
@@ -67,16 +68,16 @@ def gated_step(
     )
     found, reason = _implementation(x, StepGate(bonus, log_input, m), impl)
     if not found:
-        return None
+        return None, reason
     if m is not None and not reuse_state:
         m = m.clone()
     gate = StepGate(bonus, log_input, m)
     out, last = run_step(x, gate) if found == "cpp" else _run_triton(x, gate)
-    return out, last, m, ImplChoice(found, reason)
+    return (out, last, m, ImplChoice(found, reason)), ""
 
 
 def _implementation(x: LinearInputs, gate: StepGate, impl: str) -> tuple[str, str]:
-    """Return the implementation of a call and why, or two empty strings."""
+    """Return the implementation of a call and why, or "" and why the kernels are skipped."""
     device, on_request = x.q.device.type, impl == "triton"
     if impl in ("auto", "cpp") and device not in ON_GPU:
         return ("cpp", COMPILED["cpp"]) if supports_step(x, gate) else ("", "")
@@ -89,8 +90,10 @@ def _implementation(x: LinearInputs, gate: StepGate, impl: str) -> tuple[str, st
         return "", ""
     if on_request:
         return "triton", "named in the options"
-    doubts, status = trust("linear", x.log_decay, x.k, x.v)
-    return ("", "") if doubts else ("triton", f"{COMPILED['triton']}; {status}")
+    refusal, status = kernel_verdict("linear", x.log_decay, x.k, x.v)
+    if refusal:
+        return "", f"triton is skipped: {refusal}"
+    return "triton", f"{COMPILED['triton']}; {status}"
 
 
 def _run_triton(x: LinearInputs, gate: StepGate) -> tuple[Tensor, LinearState]:

@@ -45,7 +45,7 @@ IMPLEMENTATIONS = (
         reasons=varlen.reasons,
         auto_reasons=varlen.auto_reasons,
         automatic="PyTorch's varlen kernel needs no mask",
-        trust=varlen.trust,
+        verdict=varlen.verdict,
     ),
     Implementation(
         name="torch",

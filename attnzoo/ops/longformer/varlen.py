@@ -22,8 +22,8 @@ from attnzoo.ops.flash.api import (
     outside_window,
     run_varlen,
     sequences,
-    trust_varlen,
     varlen_reasons,
+    varlen_verdict,
 )
 from attnzoo.ops.longformer.by_band import attend_by_band, run_by_band
 from attnzoo.ops.longformer.call import LongformerCall
@@ -53,9 +53,9 @@ def reasons(x: LongformerCall) -> list[str]:
     return found + varlen_reasons(_flash_call(x, mask))
 
 
-def trust(x: LongformerCall) -> tuple[tuple[str, ...], str]:
-    """Return why ``impl="auto"`` does not trust the kernel; and how it was checked, if it does."""
-    return trust_varlen(_flash_call(x, AttentionMask()))
+def verdict(x: LongformerCall) -> tuple[str, str]:
+    """Return ``varlen_verdict`` for a call."""
+    return varlen_verdict(_flash_call(x, AttentionMask()))
 
 
 def auto_reasons(x: LongformerCall) -> list[str]:

@@ -177,13 +177,13 @@ def test_the_operator_passes_opcheck():
 
 def test_auto_selects_the_kernels_only_if_they_passed_a_check(monkeypatch):
     triton = next(x for x in IMPLEMENTATIONS if x.name == "triton")
-    verdict = [("not checked",), ""]
-    monkeypatch.setattr(module, "trust", lambda op, *_: tuple(verdict))
+    verdict = ["not checked", ""]
+    monkeypatch.setattr(module, "kernel_verdict", lambda op, *_: tuple(verdict))
     table = triton, *(x for x in IMPLEMENTATIONS if x.name == "torch")
     monkeypatch.setattr("attnzoo.ops.block_sparse.api.IMPLEMENTATIONS", table)
     x = torch.randn(1, 1, 3, 16, device=DEVICE)
     assert block_sparse_attention(x, x, x).impl.impl == "torch"
-    verdict[:] = (), "checked on this device"
+    verdict[:] = "", "checked on this device"
     choice = block_sparse_attention(x, x, x).impl
     assert choice.impl == "triton"
     assert "checked on this device" in choice.reason

@@ -109,14 +109,14 @@ def test_operators_pass_opcheck():
 
 def test_auto_selects_the_kernels_only_if_they_passed_a_check(monkeypatch):
     triton = next(x for x in IMPLEMENTATIONS if x.name == "triton")
-    verdicts = {"delta": (("not checked",), "")}
-    monkeypatch.setattr(module, "trust", lambda op, *_: verdicts[op])
+    verdicts = {"delta": ("not checked", "")}
+    monkeypatch.setattr(module, "kernel_verdict", lambda op, *_: verdicts[op])
     table = triton, *(x for x in IMPLEMENTATIONS if x.name == "torch")
     monkeypatch.setattr("attnzoo.ops.delta.api.IMPLEMENTATIONS", table)
     x = torch.randn(1, 1, 3, 16, device=DEVICE)
     call = (x, x, x, torch.rand(1, 1, 3, device=DEVICE))
     assert delta_attention(*call).impl.impl == "torch"
-    verdicts["delta"] = (), "checked on this device"
+    verdicts["delta"] = "", "checked on this device"
     choice = delta_attention(*call).impl
     assert choice.impl == "triton"
     assert "checked on this device" in choice.reason

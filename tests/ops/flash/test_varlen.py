@@ -11,12 +11,13 @@ import torch
 
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
+from attnzoo.evaluation.kernel_checks import check_kernels
 from attnzoo.ops.flash import api as op
-from attnzoo.ops.flash import check_varlen, varlen, varlen_kernel, varlen_trust
+from attnzoo.ops.flash import check_varlen, varlen, varlen_kernel, varlen_verdicts
 from attnzoo.ops.flash.api import flash_attention
 from attnzoo.ops.flash.call import FlashCall
 from attnzoo.ops.softmax.api import softmax_attention
-from attnzoo.runtime import trust
+from attnzoo.runtime import kernel_groups
 from attnzoo.runtime.cache_folder import CACHE
 from attnzoo.runtime.verdicts import FAILED, PASSED, Verdict
 from tests.helpers import qkv
@@ -217,7 +218,7 @@ def test_compiled_windows_equal_eager_ones(kernel, monkeypatch):
     torch.testing.assert_close(compiled, attend(*tensors))
 
 
-# -- the check on first use ------------------------------------------------------------------------
+# -- verdicts --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -225,32 +226,43 @@ def device(monkeypatch, tmp_path, kernel):
     """A device without a verdict; the value is what its check returns."""
     verdicts = [Verdict(PASSED)]
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
-    for name, empty in (("_VERDICTS", {}), ("_PASSED", {}), ("_WARNED", set())):
-        monkeypatch.setattr(trust, name, empty)
-    monkeypatch.setattr(varlen_trust, "device_identity", lambda device: {"device": "NVIDIA Test"})
-    monkeypatch.setattr(varlen_trust, "run_check", lambda device, size: verdicts.pop())
+    monkeypatch.setattr(kernel_groups, "_STATE", kernel_groups._State())
+    monkeypatch.setattr(
+        varlen_verdicts, "device_identity", lambda device: {"device": "NVIDIA Test"}
+    )
+    monkeypatch.setattr(varlen_verdicts, "run_check", lambda device, size: verdicts.pop())
     first, *others = op.IMPLEMENTATIONS
     table = replace(first, auto_reasons=lambda x: []), *others
     monkeypatch.setattr(op, "IMPLEMENTATIONS", table)
     return verdicts
 
 
+X = torch.randn(1, 2, 9, 16).bfloat16()
+
+
+def choice():
+    """Return the implementation of a call with a window, and why."""
+    return flash_attention(X, X, X, mask=AttentionMask(window=(2, 2))).impl
+
+
 def test_auto_selects_the_kernel_where_it_passed(device):
-    x = torch.randn(1, 2, 9, 16).bfloat16()
-    for _ in range(2):  # one check
-        choice = flash_attention(x, x, x, mask=AttentionMask(window=(2, 2))).impl
-        assert choice.impl == "varlen"
-        assert "checked on NVIDIA Test" in choice.reason
+    with pytest.warns(UserWarning, match="select torch's varlen kernel .*attnzoo doctor"):
+        assert choice().impl != "varlen"
+    assert len(device) == 1  # a call runs no check
+    assert [check.outcome for check in check_kernels(choice)] == [PASSED]
+    for _ in range(2):
+        assert choice().impl == "varlen"
+        assert "checked on NVIDIA Test" in choice().reason
     assert device == []
 
 
 def test_auto_selects_another_implementation_where_it_failed(device):
     device[:] = [Verdict(FAILED, "dk differs")]
-    x = torch.randn(1, 2, 9, 16).bfloat16()
-    with pytest.warns(UserWarning, match="torch's varlen kernel: they failed .*dk"):
-        choice = flash_attention(x, x, x, mask=AttentionMask(window=(2, 2))).impl
-    assert choice.impl != "varlen"
-    assert "varlen is skipped: they failed their check on NVIDIA Test: dk differs" in choice.reason
+    check_kernels(choice)
+    with pytest.warns(UserWarning, match="torch's varlen kernel .*: they failed .*dk"):
+        found = choice()
+    assert found.impl != "varlen"
+    assert "varlen is skipped: they failed their check on NVIDIA Test: dk differs" in found.reason
 
 
 SIZE = 64 if ON_CUDA else 8

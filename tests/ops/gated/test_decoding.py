@@ -107,15 +107,18 @@ def test_gradients_and_states_of_another_dtype_do_not_use_the_step(attend):
 @torch.no_grad()
 def test_auto_selects_triton_on_a_gpu_that_passed_the_check(monkeypatch):
     x, state = make(torch.float32), state_of(mlstm, torch.float32)
-    verdict = [(), "checked on NVIDIA Test"]
+    verdict = ["", "checked on NVIDIA Test"]
     monkeypatch.setattr(gated_step, "ON_GPU", (DEVICE.type,))
-    monkeypatch.setattr(gated_step, "trust", lambda *_: tuple(verdict))
+    monkeypatch.setattr(gated_step, "kernel_verdict", lambda *_: tuple(verdict))
     choice = mlstm(x, form="recurrent", state=state).impl
     assert (choice.impl, choice.reason) == (
         "triton", "recurrent form; one token, compiled for this GPU; checked on NVIDIA Test",
     )  # fmt: skip
-    verdict[0] = ("they failed",)
-    assert mlstm(x, form="recurrent", state=state).impl.impl == "torch"
+    verdict[0] = "they failed"
+    for attend in (mlstm, rwkv6):
+        choice = attend(x, form="recurrent", state=state_of(attend, torch.float32)).impl
+        assert choice.impl == "torch"
+        assert "triton is skipped: they failed" in choice.reason
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from attnzoo.ops.block_sparse.selection import (
     select_blocks,
 )
 from attnzoo.ops.linear.triton.run import triton_reasons as linear_reasons
-from attnzoo.ops.linear.triton.trust import trust
+from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 
 if TYPE_CHECKING:
     from attnzoo.ops.block_sparse.triton.launch import KernelOptions, SparseLauncher
@@ -37,9 +37,9 @@ def triton_reasons(call: SparseCall) -> list[str]:
     return linear_reasons(call.q, call.k, call.v)
 
 
-def triton_trust_reasons(call: SparseCall) -> tuple[tuple[str, ...], str]:
-    """Return why ``impl="auto"`` does not trust the kernels, or what ``describe`` says of them."""
-    return trust("block_sparse", None, call.k, call.v)
+def triton_verdict(call: SparseCall) -> tuple[str, str]:
+    """Return ``kernel_verdict`` of the kernels for a call."""
+    return kernel_verdict("block_sparse", None, call.k, call.v)
 
 
 def selection_reason(call: SparseCall) -> str:

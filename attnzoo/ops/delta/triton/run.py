@@ -10,7 +10,7 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.ops.delta.common import DeltaInputs, Result
 from attnzoo.ops.linear.triton.run import round_features
 from attnzoo.ops.linear.triton.run import triton_reasons as linear_reasons
-from attnzoo.ops.linear.triton.trust import trust
+from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 from attnzoo.runtime.derivatives import check_reverse_mode
 
 
@@ -22,9 +22,9 @@ def triton_reasons(x: DeltaInputs) -> list[str]:
     return reasons
 
 
-def triton_trust_reasons(x: DeltaInputs) -> tuple[tuple[str, ...], str]:
-    """Return why ``impl="auto"`` does not trust the kernels, or what ``describe`` says of them."""
-    return trust("delta", x.log_decay, x.k, x.v)
+def triton_verdict(x: DeltaInputs) -> tuple[str, str]:
+    """Return ``kernel_verdict`` of the kernels for a call."""
+    return kernel_verdict("delta", x.log_decay, x.k, x.v)
 
 
 def run_triton(x: DeltaInputs) -> Result:

@@ -16,7 +16,7 @@ from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import LinearState
 from attnzoo.ops.hybrid.state import HybridInputs, HybridState, LinearBranch
 from attnzoo.ops.linear.triton.run import round_features, triton_reasons
-from attnzoo.ops.linear.triton.trust import trust
+from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 from attnzoo.ops.window.causal_window import WindowState, is_filled, next_sinks
 from attnzoo.runtime.derivatives import check_reverse_mode
 
@@ -32,9 +32,9 @@ def hybrid_triton_reasons(x: HybridInputs) -> list[str]:
     return reasons
 
 
-def hybrid_trust(x: HybridInputs | StepInputs) -> tuple[tuple[str, ...], str]:
-    """Return ``trust`` of the kernels of the window hybrid for a call."""
-    return trust("hybrid", x.branch.log_decay, x.k, x.v, x.branch.k)
+def hybrid_verdict(x: HybridInputs | StepInputs) -> tuple[str, str]:
+    """Return ``kernel_verdict`` of the kernels of the window hybrid for a call."""
+    return kernel_verdict("hybrid", x.branch.log_decay, x.k, x.v, x.branch.k)
 
 
 def _size_reasons(q: Tensor, reasons: list[str]) -> list[str]:

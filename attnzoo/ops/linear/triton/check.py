@@ -246,7 +246,7 @@ def gated_inputs(x: Inputs, dtype: torch.dtype | None = None) -> GatedInputs:
 
 
 def _gated_kernel(x: Inputs) -> list[Tensor]:
-    found = gated_step(*gated_inputs(x), True, EPS, "triton", False)
+    found, _ = gated_step(*gated_inputs(x), True, EPS, "triton", False)
     assert found is not None
     return [found[0], *found[1]]
 

@@ -1,5 +1,6 @@
-"""impl="auto" selects the Triton kernels only where they passed a check."""
+"""impl="auto" selects the Triton kernels only where a check has left a verdict that they passed."""
 
+import subprocess
 import sys
 import warnings
 from functools import partial
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from attnzoo.errors import ConfigError
+from attnzoo.evaluation import kernel_checks
+from attnzoo.evaluation.kernel_checks import check_kernels
 from attnzoo.ops import linear_attention
 from attnzoo.ops.block_sparse.triton import check as check_sparse
 from attnzoo.ops.delta.triton import check as check_delta
@@ -24,11 +27,11 @@ from attnzoo.ops.linear import api as op
 from attnzoo.ops.linear import gated_step
 from attnzoo.ops.linear.triton import check as check_triton
 from attnzoo.ops.linear.triton import launch
-from attnzoo.ops.linear.triton import trust as triton_trust
+from attnzoo.ops.linear.triton import verdicts as triton_verdicts
 from attnzoo.ops.linear.triton.check import CheckCase, wrong_results
-from attnzoo.runtime import trust
+from attnzoo.runtime import kernel_groups
 from attnzoo.runtime.cache_folder import CACHE
-from attnzoo.runtime.verdicts import FAILED, NOT_RUN, PASSED, Verdict
+from attnzoo.runtime.verdicts import FAILED, NOT_RUN, PASSED, Verdict, decide
 from tests.kernel_device import kernel_device
 
 DEVICE = kernel_device()
@@ -49,41 +52,110 @@ class Gpu:
         return self.verdict
 
     def new_process(self):
-        trust._VERDICTS.clear()
-        trust._PASSED.clear()
-        trust._WARNED.clear()
+        kernel_groups._STATE.__init__()
 
 
 @pytest.fixture
-def gpu(monkeypatch, tmp_path):
-    gpu = Gpu()
+def selectable(monkeypatch, tmp_path):
+    """The kernels are a choice of ``impl="auto"`` on this device, which has no verdict."""
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
-    monkeypatch.delenv(triton_trust.TRUST, raising=False)
-    monkeypatch.setattr(trust, "_VERDICTS", {})
-    monkeypatch.setattr(trust, "_PASSED", {})
-    monkeypatch.setattr(trust, "_WARNED", set())
-    monkeypatch.setattr(triton_trust, "device_identity", lambda device: gpu.identity)
-    monkeypatch.setattr(triton_trust, "run_check", gpu.run_check)
+    monkeypatch.delenv(triton_verdicts.VARIABLE, raising=False)
+    monkeypatch.setattr(kernel_groups, "_STATE", kernel_groups._State())
     monkeypatch.setitem(op.AUTOMATIC, ("chunk", False), op.AUTOMATIC["chunk", True])
+
+
+@pytest.fixture
+def gpu(monkeypatch, selectable):
+    gpu = Gpu()
+    monkeypatch.setattr(triton_verdicts, "device_identity", lambda device: gpu.identity)
+    monkeypatch.setattr(triton_verdicts, "run_check", gpu.run_check)
     return gpu
 
 
-def test_auto_selects_kernels_that_passed_and_checks_them_once(gpu):
+def attend():
+    """Return the implementation of a call without decay, and why."""
+    return linear_attention(X, X, X).impl
+
+
+def check(call=attend, **options):
+    """Check the kernels that a call needs; returns each verdict, and whether it was stored."""
+    return [(x.outcome, x.stored) for x in check_kernels(call, log=lambda text: None, **options)]
+
+
+@pytest.mark.parametrize("outcome", [None, PASSED, FAILED])
+def test_a_call_starts_no_process(selectable, outcome, monkeypatch):
+    """It only reads a verdict; the check is not replaced here."""
+    if outcome is not None:
+        group = triton_verdicts.kernel_group(DEVICE, "linear", "none", 64)
+        decide(group.name, group.identity(), lambda: Verdict(outcome, "dv differs"))
+    linear_attention(X, X, X, impl="triton")  # Triton compiles the kernels on a GPU
+    started = []
+
+    def start(*args, **kwargs):
+        started.append(args)
+        raise OSError("a call starts a process")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert attend().impl == ("triton" if outcome == PASSED else "torch")
+    assert started == []
+
+
+def test_without_a_verdict_auto_selects_torch_and_says_once_how_to_get_one(gpu, monkeypatch):
+    reads = []
+    read = kernel_groups.stored_verdict
+    monkeypatch.setattr(
+        kernel_groups, "stored_verdict", lambda *args: reads.append(args) or read(*args)
+    )
+    reason = "they are not checked on NVIDIA Test yet; `attnzoo doctor` checks them, once"
+    kernels = r"Triton kernels of linear attention \(decay none, sizes up to 64\)"
+    with pytest.warns(UserWarning, match=f"select the {kernels}.* {reason}") as warned:
+        choice = attend()
+    assert len(warned) == 1
+    assert (choice.impl, gpu.checks) == ("torch", [])
+    assert f"triton is skipped: {reason}" in choice.reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert attend() == choice
+        assert linear_attention(X, X, X, impl="triton").impl.impl == "triton"
+    assert len(reads) == 1
+
+
+def test_the_message_names_the_command_that_checks_a_size(gpu):
+    x = torch.randn(1, 1, 2, 200, device=DEVICE)
+    with pytest.warns(UserWarning, match="sizes up to 256.*yet; `attnzoo doctor --all` checks"):
+        linear_attention(x, x, x)
+    sizes = {group.size for group in kernel_checks.device_groups(DEVICE)}
+    assert sizes == {64, 128}
+    sizes = {group.size for group in kernel_checks.device_groups(DEVICE, full=True)}
+    assert sizes == {64, 128, 256}
+
+
+def test_auto_selects_kernels_that_passed_a_check(gpu):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a check that follows needs no warning
+        assert check() == [(PASSED, False)]
     for _ in range(2):
-        choice = linear_attention(X, X, X).impl
-        assert choice.impl == "triton"
-        assert choice.reason.endswith("compiled for this GPU; checked on NVIDIA Test")
-    gpu.new_process()
-    linear_attention(X, X, X)
+        assert attend().impl == "triton"
+        assert attend().reason.endswith("compiled for this GPU; checked on NVIDIA Test")
+        gpu.new_process()
+    assert check() == [(PASSED, True)]
     assert gpu.checks == [("linear", "none", 64)]
+    assert check(fresh=True) == [(PASSED, False)]
+    assert len(gpu.checks) == 2
 
 
 def test_each_decay_and_size_has_a_verdict(gpu):
     big = torch.randn(1, 1, 2, 100, device=DEVICE)
-    linear_attention(X, X, X, log_decay=GATES)
-    linear_attention(X, X, X, log_decay=GATES[0, :, 0])
-    linear_attention(X, X, X, log_decay=-torch.rand(1, 1, 20, 8, device=DEVICE))
-    linear_attention(big, big, X[:, :, :2])
+
+    def attend():
+        linear_attention(X, X, X, log_decay=GATES)
+        linear_attention(X, X, X, log_decay=GATES[0, :, 0])
+        linear_attention(X, X, X, log_decay=-torch.rand(1, 1, 20, 8, device=DEVICE))
+        linear_attention(big, big, X[:, :, :2])
+
+    check(attend)
     assert gpu.checks == [
         ("linear", "scalar", 64),
         ("linear", "vector", 64),
@@ -91,103 +163,113 @@ def test_each_decay_and_size_has_a_verdict(gpu):
     ]
 
 
-def test_a_changed_identity_is_checked_again(gpu, monkeypatch):
-    linear_attention(X, X, X)
+def test_a_verdict_holds_for_one_identity(gpu, monkeypatch):
+    check()
     gpu.identity = {**gpu.identity, "ptxas": "99.1.5"}
-    monkeypatch.setattr(triton_trust, "assembler", lambda device: "other")  # as torch.compile does
-    linear_attention(X, X, X)
-    assert len(gpu.checks) == 2
+    monkeypatch.setattr(triton_verdicts, "assembler", lambda device: "other")  # torch.compile
+    with pytest.warns(UserWarning, match="not checked"):
+        assert attend().impl == "torch"
+    assert check() == [(PASSED, False)]
+    assert attend().impl == "triton"
 
 
 def test_auto_selects_torch_and_warns_once_if_kernels_failed(gpu):
     gpu.verdict = Verdict(FAILED, "dv differs from float64 by 3")
-    with pytest.warns(UserWarning, match=r"NVIDIA Test: dv differs from float64 by 3.*doctor"):
-        choice = linear_attention(X, X, X).impl
+    check()
+    with pytest.warns(UserWarning, match=r"NVIDIA Test: dv differs from float64 by 3.*--fresh"):
+        choice = attend()
     assert choice.impl == "torch"
     assert "triton is skipped: they failed their check on NVIDIA Test: dv differs" in choice.reason
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert linear_attention(X, X, X).impl.impl == "torch"
+        assert attend().impl == "torch"
         assert linear_attention(X, X, X, impl="triton").impl.impl == "triton"
     gpu.new_process()
     with pytest.warns(UserWarning, match="dv differs"):
-        linear_attention(X, X, X)
+        attend()
     assert len(gpu.checks) == 1
 
 
-def test_a_check_that_could_not_run_is_repeated_in_the_next_process(gpu):
+def test_a_check_that_could_not_run_is_repeated(gpu):
     gpu.verdict = Verdict(NOT_RUN, "out of memory")
+    assert check() == [(NOT_RUN, False)]
     with pytest.warns(UserWarning, match="could not run: out of memory"):
-        assert linear_attention(X, X, X).impl.impl == "torch"
-    assert linear_attention(X, X, X).impl.impl == "torch"
-    assert len(gpu.checks) == 1
-    gpu.new_process()
+        assert attend().impl == "torch"
     gpu.verdict = Verdict(PASSED)
-    assert linear_attention(X, X, X).impl.impl == "triton"
+    assert check() == [(PASSED, False)]
+    assert attend().impl == "triton"
+
+
+def test_messages_name_kernels_device_and_result(gpu):
+    messages = []
+    gpu.verdict = Verdict(FAILED, "dv differs", 12.3)
+    (found,) = check_kernels(attend, log=messages.append)
+    kernels = "the Triton kernels of linear attention (decay none, sizes up to 64) on NVIDIA Test"
+    assert messages == [
+        f"Checking {kernels}, once; it takes up to a minute",
+        f"{kernels}: failed: dv differs (12 s)",
+    ]
+    assert str(found) == messages[1]
+
+
+def test_without_a_gpu_there_is_nothing_to_check(gpu):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU, whose checks take minutes")
+    assert check(None) == []
+    assert check(lambda: linear_attention(X, X, X, impl="torch")) == []
 
 
 def test_a_call_that_the_kernels_do_not_support_needs_no_check(gpu):
     x = X.double()
+    assert check(lambda: linear_attention(x, x, x)) == []
     choice = linear_attention(x, x, x).impl
     assert (choice.impl, gpu.checks) == ("torch", [])
     assert "triton cannot: an input is float64" in choice.reason
 
 
-def test_no_check_runs_while_torch_compile_traces(gpu):
+def test_torch_compile_reads_a_verdict_while_it_traces(gpu):
     reasons = []
 
-    def attend(x):
+    def call(x):
         output = linear_attention(x, x, x)
         reasons.append(output.impl)
         return output.out
 
     def compiled():
         torch._dynamo.reset()
-        return torch.compile(attend, backend="eager", fullgraph=False)(X)
+        return torch.compile(call, backend="eager", fullgraph=False)(X)
 
-    with pytest.warns(UserWarning, match="cannot run while torch.compile traces"):
+    with pytest.warns(UserWarning, match="not checked on NVIDIA Test yet"):
         compiled()
     assert (reasons[-1].impl, gpu.checks) == ("torch", [])
-    attend(X)
-    assert (reasons[-1].impl, gpu.checks) == ("triton", [("linear", "none", 64)])
-    gpu.new_process()  # the stored verdict is read while tracing
+    check()
+    gpu.new_process()
     compiled()
-    assert (reasons[-1].impl, gpu.checks) == ("triton", [("linear", "none", 64)])
+    assert reasons[-1].impl == "triton"
 
 
-def test_no_check_runs_while_a_cuda_graph_is_captured(gpu, monkeypatch):
-    monkeypatch.setattr(triton_trust, "assembler", lambda device: "")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    k = SimpleNamespace(device=torch.device("cuda", 0), shape=X.shape)
-    with pytest.warns(UserWarning, match="cannot run while a CUDA graph is captured"):
-        (reason,), _ = triton_trust.trust("linear", None, k, k)
-    assert "run `attnzoo doctor`" in reason
-    assert gpu.checks == []
-
-
-@pytest.mark.parametrize(("value", "impl"), [("1", "triton"), ("0", "torch")])
-def test_the_environment_variable_replaces_the_check(gpu, value, impl, monkeypatch):
-    monkeypatch.setenv(triton_trust.TRUST, value)
-    choice = linear_attention(X, X, X).impl
-    assert (choice.impl, gpu.checks) == (impl, [])
-    assert f"{triton_trust.TRUST}={value}" in choice.reason
-    monkeypatch.setenv(triton_trust.TRUST, "yes")
-    with pytest.raises(ConfigError, match=r"is 'yes'; set it to 1 .*, to 0 .*, or not at all"):
-        linear_attention(X, X, X)
+@pytest.mark.parametrize(("value", "impl"), [(PASSED, "triton"), (FAILED, "torch")])
+def test_the_environment_variable_replaces_the_verdict(gpu, value, impl, monkeypatch):
+    monkeypatch.setenv(triton_verdicts.VARIABLE, value)
+    assert (attend().impl, check()) == (impl, [])
+    assert f"{triton_verdicts.VARIABLE}={value}" in attend().reason
+    monkeypatch.setenv(triton_verdicts.VARIABLE, "yes")
+    with pytest.raises(ConfigError, match=r"is 'yes'; set it to passed .* to failed .* not at all"):
+        attend()
 
 
 def test_the_identity_has_the_versions_of_kernels_and_compilers(monkeypatch):
-    found = triton_trust.device_identity(torch.device("cpu"))
+    found = triton_verdicts.device_identity(torch.device("cpu"))
     assert {"attnzoo", "kernels", "torch", "triton"} < set(found)
     properties = SimpleNamespace(name="NVIDIA Test", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(trust, "driver_version", lambda: "580.1")
-    triton_trust._identity.cache_clear()
-    found = triton_trust._identity(torch.device("cuda", 0), "ptxas", "")
+    monkeypatch.setattr(kernel_groups, "driver_version", lambda: "580.1")
+    triton_verdicts._identity.cache_clear()
+    found = triton_verdicts._identity(torch.device("cuda", 0), "ptxas", "")
     assert found["ptxas"].count(".") == 2
     assert (found["device"], found["capability"]) == ("NVIDIA Test", "9.0")
-    triton_trust._identity.cache_clear()
+    triton_verdicts._identity.cache_clear()
 
 
 # -- the check itself -----------------------------------------------------------------
@@ -198,8 +280,8 @@ def test_the_identity_has_the_versions_of_kernels_and_compilers(monkeypatch):
     [("linear", "bare"), pytest.param("hybrid", "plain", marks=pytest.mark.exhaustive)],
 )
 def test_the_check_passes_in_separate_processes(name, kind, monkeypatch):
-    monkeypatch.setattr(triton_trust, "KINDS", {name: (kind,)})
-    assert triton_trust.run_check(DEVICE, "none", 64, name)[:2] == (PASSED, "")
+    monkeypatch.setattr(triton_verdicts, "KINDS", {name: (kind,)})
+    assert triton_verdicts.run_check(DEVICE, "none", 64, name)[:2] == (PASSED, "")
 
 
 KINDS = [(decay, kind) for decay in ("none", "scalar", "vector") for kind in check_triton.KINDS]
@@ -209,7 +291,7 @@ QUICK = {("none", "mapped")}
 def test_the_check_runs_all_kinds_of_calls():
     found = {"linear": check_triton.KINDS, "hybrid": check_hybrid.KINDS}
     found |= {"delta": check_delta.KINDS, "block_sparse": check_sparse.KINDS}
-    assert found == triton_trust.KINDS
+    assert found == triton_verdicts.KINDS
 
 
 @pytest.mark.parametrize(
@@ -284,6 +366,7 @@ def test_auto_selects_the_kernels_of_the_hybrid_only_if_they_passed(gpu, monkeyp
     x, features = X[:, :, :4], torch.rand(1, 1, 4, 100, device=DEVICE)
     branch = LinearBranch(features, features, torch.zeros(1, 1, 1, 1, device=DEVICE), -features)
     call = partial(window_hybrid.hybrid_attention, x, x, x, branch, window=4, scale=1.0)
+    assert check(call) == [(PASSED, False)]
     choice = call().impl
     assert choice.impl == "triton"
     assert choice.reason.endswith("checked on NVIDIA Test")
@@ -300,7 +383,10 @@ def test_auto_selects_the_kernels_of_the_hybrid_only_if_they_passed(gpu, monkeyp
     assert choice.reason.endswith("checked on NVIDIA Test")
     gpu.new_process()
     gpu.identity, gpu.verdict = {"device": "Other"}, Verdict(FAILED, "d_k differs by 3")
-    with pytest.warns(UserWarning, match="kernels of the window hybrid: they failed .*d_k differs"):
+    check(call)
+    with pytest.warns(
+        UserWarning, match="kernels of the window hybrid .*: they failed .*d_k differs"
+    ):
         assert call().impl.impl == "torch"
     with torch.no_grad():
         assert token().impl.impl == "torch"
@@ -308,14 +394,14 @@ def test_auto_selects_the_kernels_of_the_hybrid_only_if_they_passed(gpu, monkeyp
 
 
 def test_the_identity_depends_on_the_sources_of_the_hybrid(tmp_path, monkeypatch):
-    before = triton_trust._source_hash("")
+    before = triton_verdicts._source_hash("")
     read = Path.read_bytes
     for name in ("window/triton/window.py", "hybrid/triton/check.py", "hybrid/triton/merge.py"):
-        triton_trust._source_hash.cache_clear()
+        triton_verdicts._source_hash.cache_clear()
         changed = lambda path, name=name: read(path) + b"#" * path.as_posix().endswith(name)  # noqa: E731
         monkeypatch.setattr(Path, "read_bytes", changed)
-        assert triton_trust._source_hash("") != before
-    triton_trust._source_hash.cache_clear()
+        assert triton_verdicts._source_hash("") != before
+    triton_verdicts._source_hash.cache_clear()
 
 
 CASE = CheckCase(decay="scalar", d=16, e=16, B=1, Hkv=1, T=70)
@@ -342,8 +428,10 @@ def test_a_broken_kernel_fails_the_check_and_auto_selects_torch(gpu, result, bro
     wrong = list(wrong_results(CASE, DEVICE))
     assert [text.split()[0] for text in wrong] == [broken]
     gpu.verdict = Verdict(FAILED, wrong[0])
+    call = partial(linear_attention, X, X, X, log_decay=GATES)
+    check(call)
     with pytest.warns(UserWarning, match=f"{broken} differs from float64 by"):
-        assert linear_attention(X, X, X, log_decay=GATES).impl.impl == "torch"
+        assert call().impl.impl == "torch"
 
 
 def test_results_that_change_between_calls_and_unwritten_memory_fail_the_check(monkeypatch):
@@ -389,4 +477,4 @@ def _wrong_step(q, k, v, log_decay, kv, z, *options):
 
 def test_a_program_without_an_interpreter_cannot_check(monkeypatch):
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    assert triton_trust.run_check(DEVICE, "none", 64).outcome == NOT_RUN
+    assert triton_verdicts.run_check(DEVICE, "none", 64).outcome == NOT_RUN

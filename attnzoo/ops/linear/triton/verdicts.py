@@ -1,4 +1,4 @@
-"""Whether ``impl="auto"`` may select the Triton kernels: only on devices where they passed a check.
+"""Verdicts of the Triton kernels, by which ``impl="auto"`` selects them.
 
 A check runs the kernels of an op with one decay and size in other processes and compares them with
 torch: :mod:`attnzoo.ops.linear.triton.check` for linear attention,
@@ -8,8 +8,8 @@ torch: :mod:`attnzoo.ops.linear.triton.check` for linear attention,
 attnzoo's cache folder, for one GPU, driver, torch, Triton, ptxas and source of the kernels.
 ``impl="triton"`` needs no verdict.
 
-The environment variable ``ATTNZOO_TRUST_TRITON`` replaces the check: with 1, ``"auto"`` selects the
-kernels unchecked, and with 0 never.
+The environment variable ``ATTNZOO_VERDICT_TRITON`` replaces all of them: with ``passed``,
+``"auto"`` selects the kernels unchecked, and with ``failed`` never.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -27,11 +28,10 @@ from torch import Tensor
 from attnzoo.ops.linear.triton.compilers import compiler_caution, ptxas_version
 from attnzoo.ops.linear.triton.configs import TABLE
 from attnzoo.ops.linear.triton.run import LARGEST, assembler
-from attnzoo.runtime import trust as shared
-from attnzoo.runtime.trust import SECONDS, Subject, gpu, trusted, versions, why_busy
+from attnzoo.runtime.kernel_groups import SECONDS, KernelGroup, auto_verdict, gpu, versions
 from attnzoo.runtime.verdicts import Verdict, python_command, run_checks
 
-TRUST = "ATTNZOO_TRUST_TRITON"  # environment variable: 1 or 0
+VARIABLE = "ATTNZOO_VERDICT_TRITON"  # environment variable: passed or failed
 SIZES = (64, 128, LARGEST)  # a check uses the smallest of these that keys and values fit
 CHECKS = {  # module by op
     "linear": "attnzoo.ops.linear.triton.check",
@@ -57,13 +57,12 @@ KERNELS = {  # in messages
 }
 
 
-def trust(
+def kernel_verdict(
     op: str, log_decay: Tensor | None, k: Tensor, *others: Tensor
-) -> tuple[tuple[str, ...], str]:
-    """Return why ``impl="auto"`` does not select the kernels for a call that they support.
+) -> tuple[str, str]:
+    """Return why ``impl="auto"`` does not select the kernels for a call that they support, or "".
 
-    Runs the check if there is no verdict yet; not while ``torch.compile`` traces or a CUDA graph is
-    captured. If there is no reason, the second result is what ``describe`` says about the check.
+    The second result is what ``describe`` says about their check, if it selects them.
 
     Args:
         op: Which kernels, one of :data:`CHECKS`.
@@ -71,52 +70,39 @@ def trust(
         k: Keys, ``[B, Hkv, T, D]``.
         others: Other tensors whose last dimension the check must cover.
     """
-    found: tuple[tuple[str, ...], str]
+    found: tuple[str, str]
     decay = "none" if log_decay is None else "vector" if log_decay.dim() == 4 else "scalar"
     largest = max(x.shape[3] for x in (k, *others))
     size = next((size for size in SIZES if largest <= size), LARGEST)
-    found = _trust(k.device, op, decay, size, why_busy(k.device))
+    found = _verdict(k.device, op, decay, size)
     return found
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _trust(
-    device: torch.device, op: str, decay: str, size: int, busy: str
-) -> tuple[tuple[str, ...], str]:
-    return trusted(subject(device, op, decay, size), busy)
+def _verdict(device: torch.device, op: str, decay: str, size: int) -> tuple[str, str]:
+    return auto_verdict(kernel_group(device, op, decay, size))
 
 
-def subject(device: torch.device, op: str, decay: str, size: int) -> Subject:
+def kernel_group(device: torch.device, op: str, decay: str, size: int) -> KernelGroup:
     """Return the kernels of an op with a decay and sizes up to ``size``, on a device."""
-    return Subject(
+    return KernelGroup(
         key=(device, assembler(device), op, decay, size),
         name=f"triton-{op}-{decay}-{size}",
         kernels=f"the Triton kernels of {KERNELS[op]}",
-        variable=TRUST,
+        size=size,
+        decay=decay if len(DECAYS[op]) > 1 else "",
+        variable=VARIABLE,
         identity=lambda: device_identity(device),
         run=lambda: run_check(device, decay, size, op),
         caution=lambda: compiler_caution(_major(device)) if device.type == "cuda" else "",
     )
 
 
-def passed_status(device: torch.device) -> str:
-    """Return what ``describe`` says about kernels that passed their check on a device."""
-    return subject(device, "linear", "none", LARGEST).status()
-
-
-def check(
-    device: torch.device, decay: str, size: int, op: str = "linear", *, again: bool = False
-) -> Verdict:
-    """Return the verdict for a decay and a size on a device; runs the check if there is none.
-
-    Args:
-        device: The device.
-        decay: ``"none"``, ``"scalar"`` or ``"vector"``.
-        size: One of :data:`SIZES`.
-        op: One of :data:`CHECKS`.
-        again: Run it even if there is a verdict.
-    """
-    return shared.check(subject(device, op, decay, size), again=again)
+def kernel_groups(device: torch.device) -> Iterator[KernelGroup]:
+    """Yield the kernels of every op, decay and size on a device."""
+    for op, decays in DECAYS.items():
+        for decay, size in product(decays, SIZES):
+            yield kernel_group(device, op, decay, size)
 
 
 def run_check(device: torch.device, decay: str, size: int, op: str = "linear") -> Verdict:

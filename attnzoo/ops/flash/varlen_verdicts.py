@@ -1,55 +1,61 @@
-"""Whether ``impl="auto"`` may select torch's varlen kernel: where it passed a check.
+"""Verdicts of torch's varlen kernel, by which ``impl="auto"`` selects it.
 
 The check (:mod:`attnzoo.ops.flash.check_varlen`) compares it with torch's plain form. Its
 verdict holds for one GPU, driver, torch and source of the calls. The environment variable
-``ATTNZOO_TRUST_VARLEN`` replaces it, as ``ATTNZOO_TRUST_TRITON`` does for the Triton kernels.
+``ATTNZOO_VERDICT_VARLEN`` replaces it, as ``ATTNZOO_VERDICT_TRITON`` does for the Triton kernels.
 """
 
 from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from attnzoo.ops.flash.call import FlashCall
-from attnzoo.runtime.trust import SECONDS, Subject, gpu, trusted, versions, why_busy
+from attnzoo.runtime.kernel_groups import SECONDS, KernelGroup, auto_verdict, gpu, versions
 from attnzoo.runtime.verdicts import Verdict, python_command, run_checks
 
-TRUST = "ATTNZOO_TRUST_VARLEN"  # environment variable: 1 or 0
+VARIABLE = "ATTNZOO_VERDICT_VARLEN"  # environment variable: passed or failed
 SIZES = (64, 128, 256)  # of heads; torch has a kernel for each
 CHECK = "attnzoo.ops.flash.check_varlen"
 
 
-def trust_varlen(x: FlashCall) -> tuple[tuple[str, ...], str]:
-    """Return why ``impl="auto"`` does not select the kernel for a call that it supports.
+def varlen_verdict(x: FlashCall) -> tuple[str, str]:
+    """Return why ``impl="auto"`` does not select the kernel for a call that it supports, or "".
 
-    If there is no reason, the second result is what ``describe`` says about the check.
+    The second result is what ``describe`` says about its check, if it selects the kernel.
     """
-    found: tuple[tuple[str, ...], str]
+    found: tuple[str, str]
     size = next(size for size in SIZES if x.q.shape[3] <= size)
-    found = _trust(x.q.device, size, why_busy(x.q.device))
+    found = _verdict(x.q.device, size)
     return found
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _trust(device: torch.device, size: int, busy: str) -> tuple[tuple[str, ...], str]:
-    return trusted(subject(device, size), busy)
+def _verdict(device: torch.device, size: int) -> tuple[str, str]:
+    return auto_verdict(kernel_group(device, size))
 
 
-def subject(device: torch.device, size: int) -> Subject:
+def kernel_group(device: torch.device, size: int) -> KernelGroup:
     """Return the kernel for heads of up to ``size`` channels, on a device."""
-    return Subject(
+    return KernelGroup(
         key=("varlen", device, size),
         name=f"varlen-{size}",
         kernels="torch's varlen kernel",
-        variable=TRUST,
+        size=size,
+        variable=VARIABLE,
         identity=lambda: device_identity(device),
         run=lambda: run_check(device, size),
     )
+
+
+def kernel_groups(device: torch.device) -> Iterator[KernelGroup]:
+    """Yield the kernels of every size on a device."""
+    return (kernel_group(device, size) for size in SIZES)
 
 
 def run_check(device: torch.device, size: int) -> Verdict:
