@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.status import Status
 from rich.text import Text
 
 from attnzoo.commands.model_argument import model_name
@@ -98,14 +100,17 @@ def compare(
         fresh=fresh,
     )
     with console.status("") as status:
-        rows = run.compare(
-            config, lambda done, total, name: status.update(Text(f"{done}/{total}  {name}"))
-        )
+        on_progress, log = partial(_show_progress, status), partial(console.print, soft_wrap=True)
+        rows = run.compare(config, on_progress, log)
     missing = run.missing_quality(config, run.read_model_info(config.model))
     show(console, rows, mode, model, missing)
     console.print(f"Numbers: {out / FILE}")
     page = write_report(out, rows, mode, model, missing)
     console.print(f"Report:  {page}" if page else WITHOUT_MATPLOTLIB, markup=False)
+
+
+def _show_progress(status: Status, done: int, total: int, name: str) -> None:
+    status.update(Text(f"{done}/{total}  {name}"))
 
 
 def tasks(

@@ -32,6 +32,7 @@ from attnzoo.compare.workers import (
     OUT_OF_MEMORY,
     TIMED_OUT,
     Workers,
+    check_case_kernels,
     free_memory,
     measure_cost,
     measure_quality,
@@ -48,6 +49,7 @@ from attnzoo.report.output_path import check_folder
 from attnzoo.spec import AttentionSpec
 
 STOPS = {OUT_OF_MEMORY, TIMED_OUT}  # after these, longer cases of the attention are not run
+CHECK_SECONDS = 3600.0  # time limit of the checks of all GPU kernels
 CALLS_PER_CASE = 3  # of a slow case: one warm-up and two timed calls
 QualityBatch = RecallEvalBatch | EmbeddingEvalBatch
 OnProgress = Callable[[int, int, str], None]  # cases done, cases in total, the next case
@@ -186,9 +188,16 @@ def check(config: CompareConfig, info: ModelInfo) -> tuple[list[AttentionSpec], 
 
 
 def compare(
-    config: CompareConfig, on_progress: OnProgress = lambda done, total, name: None
+    config: CompareConfig,
+    on_progress: OnProgress = lambda done, total, name: None,
+    log: Callable[[str], object] = lambda text: None,
 ) -> list[Row]:
     """Measure every case that has no row in the results folder; return the rows of this machine.
+
+    Args:
+        config: Options of the comparison.
+        on_progress: Called before each case.
+        log: Called with the verdicts about GPU kernels that are checked before.
 
     Raises:
         AttnzooError: An option is invalid; nothing is measured then.
@@ -218,6 +227,11 @@ def compare(
     )
     sizes = memory_cases(cases) if config.footprint and info.text_model else []
     total = len(cases) + len(sizes) + (len(specs) if batch else 0)
+    if unchecked := _gpu_cases(cases, rows):
+        on_progress(0, total, "checking GPU kernels, up to a minute each, once")
+        patient = Workers(threads=workers.threads, timeout=CHECK_SECONDS, memory_bytes={})
+        for text in patient.run(check_case_kernels, unchecked, info).get("checks", ()):
+            log(text)
     rows = _measure_costs(
         cases, info, workers, config, about, rows, lambda n, name: on_progress(n, total, name)
     )
@@ -245,6 +259,14 @@ def _cases(config: CompareConfig, specs: list[AttentionSpec], device: str) -> li
         dtype=config.dtype or ("float32" if device == "cpu" else "bfloat16"),
         device=device,
     )
+
+
+def _gpu_cases(cases: list[CostCase], rows: list[Row]) -> list[CostCase]:
+    """Return the shortest case without a row of each attention on a GPU, at the highest level."""
+    known = {row["key"] for row in rows}
+    found = [case for case in cases if case.device == "cuda" and case.key() not in known]
+    found.sort(key=lambda case: (-LEVELS.index(case.level), case.T))
+    return list({case.attention: case for case in reversed(found)}.values())
 
 
 def missing_quality(config: CompareConfig, info: ModelInfo) -> str:

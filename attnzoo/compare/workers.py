@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,7 @@ from attnzoo.compare.cases import CostCase, ModelInfo
 from attnzoo.errors import AttnzooError
 from attnzoo.evaluation.embeddings import EmbeddingEvalBatch, measure_embeddings
 from attnzoo.evaluation.generation import measure_generation, with_reference
+from attnzoo.evaluation.kernel_checks import check_kernels
 from attnzoo.evaluation.process import WorkerDied, WorkerProcess, WorkerTimeout
 from attnzoo.evaluation.quality import NonFiniteError
 from attnzoo.evaluation.recall import RecallEvalBatch, measure_recall
@@ -58,6 +60,21 @@ def measure_quality(
         generation = with_reference(batch.generation, model)
     generated = asdict(measure_generation(model, generation))
     return measure_recall(model, batch, info.trained_positions) | {"generation": generated}
+
+
+def check_case_kernels(cases: Sequence[CostCase], info: ModelInfo) -> Measured:
+    """Check the GPU kernels that cases need and that have no verdict yet; returns what was found.
+
+    A case that fails here is a row with the reason when it is measured.
+    """
+
+    def run_cases() -> None:
+        for case in cases:
+            with suppress(AttnzooError, RuntimeError):
+                prepare(case, info).run()
+
+    checks = check_kernels(run_cases, log=lambda text: None)
+    return {"checks": [str(check) for check in checks if not check.stored]}
 
 
 class Workers:

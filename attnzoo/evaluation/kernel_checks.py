@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from attnzoo.ops.flash import varlen_verdicts
 from attnzoo.ops.flash.varlen import device_reasons as varlen_device_reasons
@@ -15,8 +17,13 @@ from attnzoo.ops.linear.triton.run import device_reasons
 from attnzoo.runtime.kernel_groups import DOCTOR_SIZE, KernelGroup, collect_groups
 from attnzoo.runtime.verdicts import PASSED
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 logger = logging.getLogger(__name__)
 Log = Callable[[str], object]
+ON_GPU = ("cuda",)  # types of devices
+GENERATED = 2  # tokens; the first one comes from the prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,3 +113,36 @@ def device_groups(device: torch.device, *, full: bool = False) -> Iterator[Kerne
     if not varlen_device_reasons(device):
         groups += varlen_verdicts.kernel_groups(device)
     yield from (group for group in groups if full or group.size <= DOCTOR_SIZE)
+
+
+def check_model_kernels(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], log: Log, *, generate: bool = False
+) -> list[KernelCheck]:
+    """Check the kernels that a model needs, as the first step of a command; only on a GPU.
+
+    Args:
+        model: The model.
+        inputs: Arguments of the model, ``input_ids`` among them; on any device.
+        log: Called with a message before and after each check.
+        generate: Whether the model will generate.
+    """
+    device = next(model.parameters()).device
+    if device.type not in ON_GPU:
+        return []
+    inputs, training = {name: x.to(device) for name, x in inputs.items()}, model.training
+
+    def call() -> None:
+        model(**inputs)
+        if generate:
+            ids = inputs["input_ids"]
+            prompt = ids[:, : max(1, ids.shape[1] - GENERATED)]
+            tokens = {"min_new_tokens": GENERATED, "max_new_tokens": GENERATED}
+            model.generate(prompt, do_sample=False, pad_token_id=0, **tokens)  # type: ignore[operator]
+
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.no_grad():
+        try:
+            model.eval()
+            return check_kernels(call, log=log)
+        finally:
+            model.train(training)

@@ -1,8 +1,8 @@
 """Decide whether ``impl="auto"`` may select kernels: only on devices where they passed a check.
 
 A call of an op reads the verdict of the last check, a file in attnzoo's cache folder
-(:mod:`attnzoo.runtime.verdicts`). It never runs a check: ``attnzoo doctor`` and
-``attnzoo.check_kernels`` do. Kernels that a user names need no verdict.
+(:mod:`attnzoo.runtime.verdicts`). It never runs a check: ``attnzoo doctor``, the commands that run
+models on a GPU, and ``attnzoo.check_kernels`` do. Kernels that a user names need no verdict.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.data import EvalBatch, string_tokenizer
 from attnzoo.evaluation.harness import Harness, HarnessTasks
-from attnzoo.evaluation.models import require_causal
+from attnzoo.evaluation.kernel_checks import check_model_kernels
+from attnzoo.evaluation.models import max_positions, require_causal
 from attnzoo.hf.attention import NAME
 from attnzoo.hf.convert import original_attention, restore, swap
 from attnzoo.hf.files import read_config
@@ -97,6 +98,7 @@ def evaluate(
         require_causal(original, "tasks compare it with the swap")
         run_tasks("original", _load(original))
     model = _load(path)
+    _check_kernels(model, path, row_length, log)
     with original_attention(model):
         run_tasks("softmax", model)
     run_tasks("result", model)
@@ -121,6 +123,13 @@ def _load(path: Path) -> Any:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return model.to(device)
+
+
+def _check_kernels(model: Any, path: Path, row_length: int, log: Log) -> None:
+    """Check the GPU kernels that a model needs and that have no verdict yet."""
+    length = min(row_length, max_positions(path) or row_length)
+    inputs = {"input_ids": torch.ones(1, length, dtype=torch.int64)}
+    check_model_kernels(model, inputs, log, generate=True)
 
 
 def _quality_of(batch: EvalBatch) -> Callable[[Any], Any]:

@@ -240,7 +240,7 @@ class Loop:
 
     def _log_entropies(self, model: nn.Module, stage: Stage, step: int, total: int) -> None:
         if self.entropy_log is not None:
-            with explain_write_errors(self.checkpoints), self._autocast():
+            with explain_write_errors(self.checkpoints), self.autocast():
                 self.entropy_log.record(model, stage.name, step, stage.steps, total)
 
     def _step(
@@ -258,7 +258,7 @@ class Loop:
             last = number == len(batches)
             sync = nullcontext() if last else self.accelerator.no_sync(model)
             with sync, self._shard_batch(model, batch) as shard:
-                with self.accelerator.autocast(), self._autocast():
+                with self.accelerator.autocast(), self.autocast():
                     loss = stage.loss(model, shard)
                 if self.accelerator.distributed_type not in SHARDED:
                     loss = loss + zero_loss(stage)
@@ -319,7 +319,7 @@ class Loop:
             return nullcontext(batch)
         return context_parallel(model, batch, self.mesh["cp"])
 
-    def _autocast(self) -> AbstractContextManager[object]:
+    def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context of ``precision``, which overrides Accelerate's."""
         if self.config.precision in (None, "fp16"):  # fp16: the Accelerator's own, with its scaler
             return nullcontext()

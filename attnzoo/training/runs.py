@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnzoo.backends.parts.recurrent import RecurrentBackend, WindowDropout
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import EvalBatch, load_tokenizer, string_tokenizer
+from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.quality import NonFiniteError
 from attnzoo.hf.attention import NAME
 from attnzoo.hf.companions import copy_companions, move_files
@@ -155,7 +156,15 @@ class Run:
             self.loop = Loop(
                 self.accelerator, train, config.loop, self.checkpoints, progress, on_step, self.mesh
             )
+            self._check_kernels(train[0])
             stack.pop_all()
+
+    def _check_kernels(self, row: Mapping[str, Tensor]) -> None:
+        """Check the GPU kernels that the model needs and that have no verdict yet."""
+        inputs = {name: x[None] for name, x in row.items() if name != "labels"}
+        generates = self.command == "recover" and not self.is_encoder  # in the evaluation
+        with self.accelerator.autocast(), self.loop.autocast():
+            check_model_kernels(self.model, inputs, self.log, generate=generates)
 
     def _fingerprint(self, planned: str | None) -> str:
         """Return the fingerprint of the model's weights, which is that of the plan, if any."""

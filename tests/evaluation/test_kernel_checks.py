@@ -1,0 +1,122 @@
+"""A command that runs a model on a GPU first checks the kernels that have no verdict."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import attnzoo
+from attnzoo.compare.build import prepare
+from attnzoo.compare.cases import make_cases
+from attnzoo.compare.run import _gpu_cases, read_model_info
+from attnzoo.compare.workers import check_case_kernels
+from attnzoo.errors import UnsupportedError
+from attnzoo.evaluation import kernel_checks
+from attnzoo.evaluation.kernel_checks import check_model_kernels
+from attnzoo.ops.gated import linear_call
+from attnzoo.ops.linear import api as op
+from attnzoo.ops.linear import gated_step
+from attnzoo.ops.linear.triton import verdicts as triton_verdicts
+from attnzoo.runtime import kernel_groups
+from attnzoo.runtime.cache_folder import CACHE
+from attnzoo.runtime.verdicts import FAILED, Verdict
+from tests.kernel_device import kernel_device
+
+DEVICE = kernel_device()
+KERNELS = "the Triton kernels of linear attention (decay none, sizes up to 64) on a GPU"
+
+
+@pytest.fixture
+def checked(monkeypatch, tmp_path):
+    """This device is a GPU without verdicts, whose checks fail; the value has those that ran."""
+    checks = []
+
+    def run_check(device, decay, size, op):
+        checks.append((op, decay, size))
+        return Verdict(FAILED, "dv differs")
+
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    monkeypatch.delenv(triton_verdicts.VARIABLE, raising=False)
+    monkeypatch.setattr(kernel_groups, "_STATE", kernel_groups._State())
+    monkeypatch.setattr(triton_verdicts, "device_identity", lambda device: {"device": "a GPU"})
+    monkeypatch.setattr(triton_verdicts, "run_check", run_check)
+    monkeypatch.setattr(kernel_checks, "ON_GPU", (DEVICE.type,))
+    monkeypatch.setattr(gated_step, "ON_GPU", (DEVICE.type,))
+    for form in ("chunk", "recurrent"):
+        monkeypatch.setitem(op.AUTOMATIC, (form, False), op.AUTOMATIC[form, True])
+    monkeypatch.setitem(linear_call.AUTOMATIC, False, linear_call.AUTOMATIC[True])
+    return checks
+
+
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=384,
+        max_position_embeddings=64,
+    )
+    return LlamaForCausalLM(config).to(DEVICE)
+
+
+INPUTS = {"input_ids": torch.ones(1, 40, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize("generate", [False, True])
+def test_a_model_is_checked_for_prompts_and_for_generation(checked, generate):
+    """One decoded token of mLSTM takes other kernels than its prompt."""
+    model, messages = attnzoo.swap(llama(), "gated_linear", gate="mlstm").train(), []
+    state = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="impl='auto'")
+        checks = check_model_kernels(model, INPUTS, messages.append, generate=generate)
+    assert checked == [("hybrid", "scalar", 64), ("linear", "scalar", 64)][: 1 + generate]
+    assert len(messages) == 2 * len(checks) == 2 * len(checked)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert check_model_kernels(model, INPUTS, messages.append, generate=generate)[0].stored
+    assert len(messages) == 2 * len(checked)
+
+
+def test_a_model_on_a_cpu_is_not_run(checked, monkeypatch):
+    monkeypatch.setattr(kernel_checks, "ON_GPU", ())
+    assert check_model_kernels(attnzoo.swap(llama(), "linear"), INPUTS, print) == []
+    assert checked == []
+
+
+def gpu_cases(levels, lengths, *names):
+    specs = [attnzoo.AttentionSpec(name) for name in names]
+    options = {"mode": "forward", "tokens": 16, "batch": None, "dtype": "float32"}
+    return make_cases(specs, lengths, levels=levels, device="cuda", **options)
+
+
+def test_compare_checks_the_shortest_case_of_the_whole_model():
+    cases = gpu_cases(["op", "layer", "model"], [64, 16, 32], "flash", "linear")
+    found = _gpu_cases(cases, [])
+    assert sorted((x.attention, x.level, x.T) for x in found) == [
+        ("flash", "model", 16),
+        ("linear", "model", 16),
+    ]
+    rows = [{"key": case.key()} for case in cases if case.attention == "flash" or case.T == 16]
+    assert [(x.attention, x.level, x.T) for x in _gpu_cases(cases, rows)] == [
+        ("linear", "model", 32)
+    ]
+
+
+def test_cases_that_fail_do_not_stop_the_checks(checked, tmp_path):
+    llama().save_pretrained(tmp_path)
+    info = read_model_info(str(tmp_path))
+    first, second = gpu_cases(["op", "model"], [16], "linear")
+    refused = {"spec": first.spec | {"options": {"impl": "triton"}}, "dtype": "float64"}
+    cases = [replace(x, device=DEVICE.type) for x in (replace(first, **refused), first, second)]
+    with pytest.raises(UnsupportedError, match="float64"):
+        prepare(cases[0], info).run()
+    lines = check_case_kernels(cases, info)["checks"]
+    assert lines == [f"{KERNELS}: failed: dv differs (0 s)"]
+    assert checked == [("linear", "none", 64)]
+    assert check_case_kernels(cases, info) == {"checks": []}
