@@ -110,6 +110,7 @@ class LongformerBackend(AttentionBackend):
         "recovery": ({"window": 128},),
         "tiny": ({"window": 3},),
     }
+    dropout = True
     context_parallel = True
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
@@ -142,11 +143,6 @@ class LongformerBackend(AttentionBackend):
         return not self.config.positions
 
     @property
-    def dropout(self) -> bool:  # type: ignore[override]
-        """Whether single weights are dropped; FlexAttention cannot, so whole keys are."""
-        return self.config.impl != "flex"
-
-    @property
     def needs_hidden_states(self) -> bool:  # type: ignore[override]
         """Whether global tokens have their own projections."""
         return self.config.global_projections
@@ -171,7 +167,7 @@ class LongformerBackend(AttentionBackend):
         if self.config.global_projections and self.dropout_form == "keys":
             reasons.append(
                 "whole keys cannot be dropped with global_projections, which compute values of "
-                "their own (set attention_dropout='off', or 'weights' with another impl than flex)"
+                "their own (set attention_dropout='weights' or 'off')"
             )
         return reasons
 

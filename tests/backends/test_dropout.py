@@ -149,7 +149,7 @@ def test_options():
         AttentionSpec("linear", attention_dropout="values")
     assert build_layer("linear", {}).dropout_form == "keys"
     assert build_layer("flash", {}).dropout_form == "weights"
-    assert build_layer("longformer", {"impl": "flex"}).dropout_form == "keys"
+    assert build_layer("longformer", {}).dropout_form == "weights"
 
 
 def test_refused_when_it_is_built():
@@ -158,9 +158,5 @@ def test_refused_when_it_is_built():
             build_layer(name, {"attention_dropout": "weights"})
     own = {"window": 4, "num_global": 1, "global_projections": True}
     build_layer("longformer", own, dropout=0.1)
-    build_layer("longformer", {**own, "impl": "flex"})
-    for options in ({**own, "impl": "flex"}, {**own, "attention_dropout": "keys"}):
-        with pytest.raises(UnsupportedError, match="values of their own"):
-            build_layer("longformer", options, dropout=0.1)
-    with pytest.raises(UnsupportedError, match="does not compute single weights"):
-        build_layer("longformer", {"impl": "flex", "attention_dropout": "weights"})
+    with pytest.raises(UnsupportedError, match="values of their own"):
+        build_layer("longformer", {**own, "attention_dropout": "keys"})

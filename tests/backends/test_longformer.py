@@ -69,7 +69,7 @@ def test_it_conforms(options, dtypes):
         ({"dilation": 0}, r"LongformerConfig\.dilation must be at least 1.*got 0"),
         ({"num_global": -1}, r"LongformerConfig\.num_global must be 0 or more, got -1"),
         ({"global_positions": [3, -4]}, r"global_positions must be 0 or more, got \[3, -4\]"),
-        ({"impl": "triton"}, "'torch' or 'flex' or 'reference', got 'triton'"),
+        ({"impl": "triton"}, "'varlen' or 'torch' or 'reference', got 'triton'"),
         ({"windows": 3}, "Did you mean 'window'"),
     ],
 )
@@ -98,8 +98,8 @@ def test_unsupported_calls_are_refused():
         backend(*x, mask=AttentionMask(), return_state=True)
     with pytest.raises(UnsupportedError, match="8 query heads are given"):
         backend(x[0].repeat(1, 2, 1, 1), *x[1:])
-    with pytest.raises(UnsupportedError, match=r"impl='flex' cannot .*: the inputs are on cpu"):
-        build(window=4, impl="flex")(*x)
+    with pytest.raises(UnsupportedError, match=r"impl='varlen' cannot .*: the kernel runs on CUDA"):
+        build(window=4, impl="varlen")(*x)
     state = backend(*x, return_state=True).state
     with pytest.raises(UnsupportedError, match="dropout is given with a state"):
         backend(*x, state=state, dropout=0.1)

@@ -26,7 +26,6 @@ from attnzoo.errors import UnsupportedError
 from attnzoo.ops.longformer import varlen
 from attnzoo.ops.longformer.by_band import cpp_reasons, run_cpp, run_torch, skip_cpp
 from attnzoo.ops.longformer.call import GlobalTokens, LongformerCall
-from attnzoo.ops.longformer.flex import flex_reasons, run_flex
 from attnzoo.ops.longformer.reference import run_reference
 from attnzoo.ops.longformer.validation import check_global_tokens, check_mask
 from attnzoo.ops.window.pattern import Pattern, PerHead, expand_bias
@@ -52,7 +51,6 @@ IMPLEMENTATIONS = (
         run=run_torch,
         automatic="blocks of queries with the keys of their band, on every device",
     ),
-    Implementation(name="flex", run=run_flex, reasons=flex_reasons),  # compiles for a minute
     Implementation(name="reference", run=run_reference),
 )
 
@@ -91,9 +89,9 @@ def longformer_attention(
         bias: Added to the scores, broadcastable to ``[B, H, T, S]``. A bias of one row, such as
             ALiBi's, is not expanded. A query whose bias is -inf at all its keys gives zeros.
         dropout: Probability of dropping a weight.
-        impl: ``"cpp"``, ``"varlen"`` (CUDA), ``"torch"``, ``"flex"``, ``"reference"``, or
-            ``"auto"``, which selects cpp on CPUs, varlen on CUDA once it passed a check on the
-            device, and torch elsewhere: flex compiles a kernel first.
+        impl: ``"cpp"``, ``"varlen"`` (CUDA), ``"torch"``, ``"reference"``, or ``"auto"``, which
+            selects cpp on CPUs, varlen on CUDA once it passed a check on the device, and torch
+            elsewhere.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``, and ``impl``.

@@ -1,23 +1,19 @@
 """Sliding windows and global tokens, against a dense formula and transformers' own Longformer."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LongformerConfig
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
-import attnzoo.ops.longformer.api as op
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.ops.longformer import by_band
 from attnzoo.ops.longformer.api import GlobalTokens, longformer_attention
 from attnzoo.ops.longformer.call import LongformerCall
-from attnzoo.ops.longformer.flex import BLOCK, block_map, flex_reasons, mask_function
 from attnzoo.ops.longformer.reference import run_reference
 from attnzoo.ops.longformer.varlen import run_by_varlen
 from attnzoo.ops.window import blockwise_cpu
@@ -26,7 +22,7 @@ from tests.helpers import D, E, H, draw, qkv
 from tests.ops.dense_varlen import replace_kernel
 
 B, T = 2, 45
-PATHS = ["reference", "blockwise", "batched", "cpp", "flex"]
+PATHS = ["reference", "blockwise", "batched", "cpp"]
 
 
 @pytest.fixture(params=PATHS)
@@ -40,9 +36,6 @@ def attend(request, monkeypatch):
             return by_band.batched_local_attention(q, k, v, options, bias), None
 
         monkeypatch.setattr(by_band, "blockwise_local_attention", batched)
-    elif request.param == "flex":  # uncompiled, it computes all scores, but runs on the CPU
-        table = [replace(each, reasons=lambda call: []) for each in op.IMPLEMENTATIONS]
-        monkeypatch.setattr(op, "IMPLEMENTATIONS", table)
     impl = {"blockwise": "torch", "batched": "torch"}.get(request.param, request.param)
     return lambda *args, **options: run(*args, impl=impl, **options)
 
@@ -114,7 +107,6 @@ WINDOWS = {
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("sizes", WINDOWS)
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_every_path_equals_the_dense_formula(attend, sizes, causal):
     x, options = qkv(T), {**WINDOWS[sizes], "causal": causal}
     torch.testing.assert_close(attend(*x, **options), dense(*x, **options))
@@ -129,7 +121,6 @@ def test_every_path_equals_the_dense_formula(attend, sizes, causal):
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("place", ["left", "right", "interior"])
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_padding_is_not_counted(attend, place, causal):
     x, real, where = qkv(T), padding(place), global_tokens()
     options = {"window": [5, 5, 2, 2], "dilation": [1, 1, 1, 3], "causal": causal}
@@ -141,7 +132,6 @@ def test_padding_is_not_counted(attend, place, causal):
 
 
 @pytest.mark.parametrize("place", ["none", "interior"])
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_segments_are_separate(attend, place):
     x, real = qkv(T), padding(place)
     ids = torch.stack([torch.arange(T) // 16, (torch.arange(T) >= 3).long()])
@@ -151,7 +141,6 @@ def test_segments_are_separate(attend, place):
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_window_over_all_keys_is_softmax(attend, causal):
     """A global key within the window is seen once."""
     x = qkv(T)
@@ -162,7 +151,6 @@ def test_a_window_over_all_keys_is_softmax(attend, causal):
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9])
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_short_sequences(attend, length):
     x = qkv(length)
     where = torch.zeros(B, length, dtype=torch.bool)
@@ -172,7 +160,6 @@ def test_short_sequences(attend, length):
     torch.testing.assert_close(found, dense(*x, **options, where=where))
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_window_of_the_mask_limits_every_head(attend):
     x = qkv(T)
     found = attend(*x, window=[9, 3, 2, 9], dilation=[1, 1, 2, 2], limit=(5, 5))
@@ -180,9 +167,7 @@ def test_the_window_of_the_mask_limits_every_head(attend):
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-def test_gradients_are_those_of_the_dense_form(attend, causal, request):
-    if "flex" in request.node.name:
-        pytest.skip("FlexAttention has no backward pass on a CPU")
+def test_gradients_are_those_of_the_dense_form(attend, causal):
     inputs = [t.clone().requires_grad_() for t in (*qkv(T), *qkv(T))]
     upstream, real, where = draw(B, H, T, E), padding("interior"), global_tokens()
     options = {"window": [5, 2, 5, 5], "dilation": [1, 1, 2, 2], "causal": causal, "padding": real}
@@ -231,9 +216,7 @@ def test_budget(dtype, length, impl):
     assert worst <= budget, f"error {worst:.2e} exceeds {budget:.2e}"
 
 
-def test_causality_holds_bit_for_bit(attend, request):
-    if "flex" in request.node.name:
-        pytest.skip("uncompiled FlexAttention is not what runs on CUDA")
+def test_causality_holds_bit_for_bit(attend):
     x, where = qkv(T, dtype=torch.float32), global_tokens()
     options = {"window": 6, "dilation": [1, 1, 2, 4], "causal": True, "global_tokens": where}
     louder = [torch.cat([t[:, :, :30], 6 * t[:, :, 30:]], 2) for t in x]
@@ -335,40 +318,6 @@ def test_equals_transformers(impl, marked):
     ours = ours.transpose(1, 2).flatten(2)
     assert (ours - theirs).abs().max() <= 1e-5
     assert theirs.abs().max() > 0.5
-
-
-# -- FlexAttention -------------------------------------------------------------------------------
-
-
-def test_flex_is_refused_on_a_cpu():
-    x = qkv(T, dtype=torch.float32)
-    with pytest.raises(UnsupportedError, match=r"'flex'.*on cpu.*no backward.*'torch'"):
-        longformer_attention(*x, window=3, impl="flex")
-    pattern = Pattern.of(3, 1, heads=H, causal=True)
-    call = LongformerCall(
-        x[0].double(), x[1][:, :, 1:], x[2], pattern, 1.0, None, None, 0, None, x[0], 0.1
-    )
-    reasons = flex_reasons(call)
-    words = ["cpu", "float64", "dropout of 0.1", "a bias is given", "fewer queries"]
-    assert len(reasons) == len(words)
-    assert all(word in reason for word, reason in zip(words, reasons, strict=True))
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.parametrize("sizes", ["plain", "per head"])
-def test_the_block_map_misses_no_key_and_few_blocks_are_empty(causal, sizes):
-    length = 5 * BLOCK + 3
-    pattern = Pattern.of(**WINDOWS[sizes], heads=H, causal=causal)
-    where = torch.zeros(B, length, dtype=torch.bool)
-    where[0, 2 * BLOCK] = True
-    sees = create_mask(mask_function(pattern, ~where, where, None), B, H, length, length, "cpu")
-    pad = (0, -length % BLOCK) * 2
-    tiles = torch.nn.functional.pad(sees, pad).unflatten(2, (-1, BLOCK)).unflatten(4, (-1, BLOCK))
-    needed = tiles.any(5).any(3)
-    met = block_map(pattern, where).expand_as(needed)
-    assert (met | ~needed).all()
-    assert met.sum() <= needed.sum() + 2 * B * H * len(needed[0, 0])
-    assert not met.all()
 
 
 # -- bad input -----------------------------------------------------------------------------------
