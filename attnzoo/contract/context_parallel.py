@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.padding import gather_tokens
 
 LOG_ZERO = -1e30  # logarithm of weight 0; finite, so that no difference is NaN
 
@@ -232,9 +233,7 @@ def latest_before(
             .int()
             .argsort(dim=1, stable=True)
         )
-        tensors_before = [
-            torch.take_along_dim(x, order[:, None, :, None], 2) for x in tensors_before
-        ]
+        tensors_before = [gather_tokens(x, order) for x in tensors_before]
     return tuple(
         pad(x, (0, 0, max(count - available_tokens, 0), 0))[:, :, -count:] for x in tensors_before
     )

@@ -1,4 +1,7 @@
-"""Fill tensors at padding, so that what they hold there, NaN included, has no effect."""
+"""Reorder tokens, and fill padding, so that its contents, NaN included, have no effect.
+
+Letters: B batch, H heads, S tokens, D size, N gathered tokens.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,11 @@ def fill_padding(
         return x
     is_padding = ~padding if token_dim == 1 else ~padding[:, None]
     return x.masked_fill(is_padding[(..., *(None,) * (x.dim() - is_padding.dim()))], value)
+
+
+def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
+    """Gather the tokens at ``[1 or B, N]`` of ``[B, H, S, D]``, which gives ``[B, H, N, D]``."""
+    return torch.take_along_dim(x, index[:, None, :, None], 2)
 
 
 def _values_are_known(*tensors: Tensor) -> bool:

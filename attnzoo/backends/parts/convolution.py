@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from attnzoo.contract.context_parallel import latest_before
 from attnzoo.contract.inputs import AttentionInputs
+from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.convolution import causal_convolution
 from attnzoo.ops.features.functional import widen
 from attnzoo.ops.window.causal_window import is_filled, padding_last
-from attnzoo.ops.window.pattern import gather_tokens
 
 
 class ShortConvolution(nn.Module):

@@ -16,6 +16,7 @@ from attnzoo.contract.config import BackendConfig, check_num_sinks, sinks_shard_
 from attnzoo.contract.context_parallel import SequenceShard, with_neighbours
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.masks import AttentionMask, Window
+from attnzoo.contract.padding import gather_tokens
 from attnzoo.contract.states import AttentionOutput, KVState
 from attnzoo.errors import ConfigError, UnsupportedError
 
@@ -124,7 +125,7 @@ class ExactBackend(AttentionBackend):
             inputs = inputs._replace(mask=mask)
         output = self.compute(inputs)
         if order is not None:
-            out = _reorder_tokens(output.out, order.argsort(1))
+            out = gather_tokens(output.out, order.argsort(1))
             output = output._replace(out=out, weights=None)
         output = self._own_queries(output, inputs.shard)
         if inputs.return_state:
@@ -319,16 +320,11 @@ def _move_padding_first(
         segment_ids=None if ids is None else torch.take_along_dim(ids, keys, 1),
     )
     q, k, v = (
-        _reorder_tokens(x, order)
+        gather_tokens(x, order)
         for x, order in ((inputs.q, queries), (inputs.k, keys), (inputs.v, keys))
     )
     inputs = inputs._replace(q=q, k=k, v=v, mask=mask)
     return queries, inputs, torch.take_along_dim(positions, keys, 1)
-
-
-def _reorder_tokens(x: Tensor, order: Tensor) -> Tensor:
-    """Gather the tokens of ``[B, H, T, D]`` in another order, ``[B, T]``."""
-    return torch.take_along_dim(x, order[:, None, :, None], 2)
 
 
 def _in_last_segment(keys: KVState, mask: AttentionMask) -> KVState:
@@ -342,7 +338,7 @@ def _in_last_segment(keys: KVState, mask: AttentionMask) -> KVState:
 def _with_padding_first(keys: KVState) -> KVState:
     """Return keys with all padding at the front, so that the latest keys are real."""
     order = keys.real.int().argsort(dim=1, stable=True)
-    k, v = (_reorder_tokens(x, order) for x in (keys.k, keys.v))
+    k, v = (gather_tokens(x, order) for x in (keys.k, keys.v))
     return KVState(k, v, torch.take_along_dim(keys.positions, order, 1), keys.length)
 
 
@@ -365,7 +361,7 @@ def _latest_keys(keys: KVState, reach: int | None, num_sinks: int) -> KVState:
     real = AttentionMask(padding=positions >= 0, num_sinks=num_sinks)
     is_sink = real.sinks(k.shape[2], k.device)[:, :first]
     columns = is_sink.int().argsort(dim=1, descending=True, stable=True)[:, :num_sinks]
-    old_k, old_v = (_reorder_tokens(x, columns) for x in (k, v))
+    old_k, old_v = (gather_tokens(x, columns) for x in (k, v))
     old = torch.where(is_sink, positions[:, :first], -1)
     return KVState(
         torch.cat([old_k, state.k], 2),

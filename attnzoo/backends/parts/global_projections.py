@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.contract.config import Geometry
-from attnzoo.ops.window.pattern import gather_tokens, global_indices
+from attnzoo.contract.padding import gather_tokens
+from attnzoo.ops.window.pattern import global_indices
 
 
 class GlobalProjections(nn.Module):

@@ -17,14 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.ops.block_sparse.layout import Aligned, gather_tokens
+from attnzoo.contract.padding import gather_tokens
+from attnzoo.ops.block_sparse.layout import Aligned, align_tokens
 from attnzoo.ops.block_sparse.options import (
     BlockSparseState,
     IndexTensors,
     SparseCall,
     SparseOptions,
 )
-from attnzoo.ops.block_sparse.selection import MEAN, gather_rows, summarize
+from attnzoo.ops.block_sparse.selection import MEAN, summarize
 
 
 def pack_queries(index: IndexTensors) -> Tensor:
@@ -50,15 +51,15 @@ def add_index(
     queries, keys = pack_queries(index), index.k
     if aligned.order is not None:
         assert aligned.counts is not None
-        queries = gather_tokens(queries, aligned.order, aligned.counts)
+        queries = align_tokens(queries, aligned.order, aligned.counts)
     if state is not None:
         if aligned.order is not None and aligned.counts is not None:
-            keys = gather_tokens(keys, aligned.order, aligned.counts)
+            keys = align_tokens(keys, aligned.order, aligned.counts)
         summary, tail = extend_summary(state, keys, aligned.counts, call.options)
         return call._replace(index_q=queries, summary=summary, tail=tail)
     if aligned.key_order is not None:
         assert aligned.lengths is not None
-        keys = gather_tokens(keys, aligned.key_order, aligned.lengths)
+        keys = align_tokens(keys, aligned.key_order, aligned.lengths)
         keys = keys[:, :, keys.shape[2] - call.k.shape[2] :]
     summary = summarize(keys, call.lengths, call.options, MEAN)
     tail = latest_keys(keys, call.options.block_size)
@@ -99,14 +100,14 @@ def extend_summary(
     joined = torch.cat([tail, keys.to(tail.dtype)], 2)
     order = is_key.int().argsort(dim=1, stable=True)
     lengths = unfinished + counts
-    joined = gather_tokens(joined, order, lengths)
+    joined = align_tokens(joined, order, lengths)
     new = summarize(joined, lengths, options, MEAN).to(state.summary.dtype)
     finished = state.length // size
     blocks = int((finished + lengths // size).max()) if len(finished) else 0
     block = torch.arange(blocks, device=keys.device) - finished[:, None]  # [B, N], of the new ones
     if new.shape[2] == 0:
         return state.summary[:, :, :blocks], latest_keys(joined, size)
-    found = gather_rows(new, block.clamp(0, new.shape[2] - 1))
+    found = gather_tokens(new, block.clamp(0, new.shape[2] - 1))
     old = F.pad(state.summary[:, :, :blocks], (0, 0, 0, max(0, blocks - state.summary.shape[2])))
     summary = torch.where((block >= 0)[:, None, :, None], found, old)
     return summary, latest_keys(joined, size)

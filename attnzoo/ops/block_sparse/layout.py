@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.block_sparse.options import (
     BlockSparseState,
     SelectionOptions,
@@ -64,11 +65,11 @@ def align_rows(
     keys = padding.int().argsort(dim=1, stable=True)
     order = query_mask.int().argsort(dim=1, stable=True)
     lengths, counts = padding.sum(1), query_mask.sum(1)
-    k, v = (gather_tokens(x, keys, lengths) for x in (k, v))
+    k, v = (align_tokens(x, keys, lengths) for x in (k, v))
     if not torch.compiler.is_compiling():
         longest = max(int(lengths.max()), length)
         k, v = k[:, :, k.shape[2] - longest :], v[:, :, v.shape[2] - longest :]
-    return Aligned(gather_tokens(q, order, counts), k, v, lengths, counts, order, keys)
+    return Aligned(align_tokens(q, order, counts), k, v, lengths, counts, order, keys)
 
 
 def _key_mask(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor | None:
@@ -80,18 +81,16 @@ def _key_mask(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor | None:
     return exists if mask.padding is None else exists & mask.padding
 
 
-def gather_tokens(x: Tensor, order: Tensor, counts: Tensor) -> Tensor:
+def align_tokens(x: Tensor, order: Tensor, counts: Tensor) -> Tensor:
     """Reorder ``[B, H, T, D]`` by ``[B, T]``; tokens before the last ``counts`` become zeros."""
-    x = torch.take_along_dim(x, order[:, None, :, None], 2)
+    x = gather_tokens(x, order)
     is_padding = torch.arange(x.shape[2], device=x.device) < x.shape[2] - counts[:, None]
     return x.masked_fill(is_padding[:, None, :, None], 0)
 
 
 def restore_order(out: Tensor, order: Tensor | None) -> Tensor:
     """Move outputs ``[B, H, T, E]`` back to the places of their queries."""
-    if order is None:
-        return out
-    return torch.take_along_dim(out, order.argsort(1)[:, None, :, None], 2)
+    return out if order is None else gather_tokens(out, order.argsort(1))
 
 
 def new_state(call: SparseCall, state: BlockSparseState | None) -> BlockSparseState:
@@ -119,8 +118,7 @@ def _current_leader(call: SparseCall, lengths: Tensor) -> Tensor:
         return q[:, :, 0, :0]
     pooled, first = pool_queries(call)
     block = ((lengths[:, None] - 1) // size - first[:, :1] // size).clamp(min=0)
-    index = block[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
-    return pooled.gather(2, index)[:, :, 0]
+    return gather_tokens(pooled, block)[:, :, 0]
 
 
 def add_token(

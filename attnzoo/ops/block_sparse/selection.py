@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.block_sparse.options import SelectionOptions, SparseCall, SparseOptions
 
 NO_BLOCK = 2**30  # in place of a block, after the selected ones
@@ -93,7 +94,7 @@ def pool_queries(call: SparseCall) -> tuple[Tensor, Tensor]:
     index = first - (keys - length)  # [1 or B, M], of the block's first query in the call
     if not call.options.causal:
         return _mean_queries(call, index), first
-    gathered = gather_rows(q, index.clamp(0, length - 1))
+    gathered = gather_tokens(q, index.clamp(0, length - 1))
     if call.leader is not None and call.leader.shape[2]:
         oldest = 0 if call.counts is None else length - call.counts[:, None]
         earlier = (index < oldest)[:, None, :, None]
@@ -111,15 +112,9 @@ def _mean_queries(call: SparseCall, index: Tensor) -> Tensor:
     for i in range(size):
         at = index + i
         real = (at >= least) & (at >= 0) & (at < length)
-        total = total + gather_rows(q, at.clamp(0, length - 1)) * real[:, None, :, None]
+        total = total + gather_tokens(q, at.clamp(0, length - 1)) * real[:, None, :, None]
         count = count + real
     return total / count.clamp(min=1)[:, None, :, None]
-
-
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Gather the tokens ``[1 or B, M]`` of ``[B, H, T, D]``."""
-    index = index.expand(len(x), -1)[:, None, :, None]
-    return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def summarize(
@@ -142,7 +137,7 @@ def summarize(
     exists = position < (keys if lengths is None else lengths[:, None])
     if lengths is not None:
         index = (position + keys - lengths[:, None]).clamp(0, keys - 1)
-        k = gather_rows(k, index)
+        k = gather_tokens(k, index)
     elif blocks * size <= keys:
         k = k[:, :, : blocks * size]
     else:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.block_sparse.index_keys import add_index
 from attnzoo.ops.block_sparse.layout import align_rows
 from attnzoo.ops.block_sparse.options import (
@@ -34,7 +35,6 @@ from attnzoo.ops.block_sparse.selection import (
     Candidates,
     candidates,
     first_positions,
-    gather_rows,
     index_scores,
 )
 from attnzoo.runtime.autocast import autocast_disabled
@@ -119,7 +119,7 @@ def _blocks_of_keys(call: SparseCall) -> Tensor:
     position = torch.arange(k.shape[2], device=k.device)[None]
     index = (position + keys - call.lengths[:, None]).clamp(0, keys - 1)
     real = (position < call.lengths[:, None])[:, None, :, None]
-    return gather_rows(call.k, index).masked_fill(~real, 0)
+    return gather_tokens(call.k, index).masked_fill(~real, 0)
 
 
 def _divergence(part: _Queries, keys: Tensor, summary: Tensor, call: SparseCall) -> Tensor:

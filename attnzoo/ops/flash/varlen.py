@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.masks import AttentionMask, Window
+from attnzoo.contract.padding import gather_tokens
 from attnzoo.contract.validation import empty_output, is_empty_call
 from attnzoo.ops.flash.call import FlashCall
 from attnzoo.ops.flash.varlen_extra import attend_with_extra_keys, outside_window
@@ -28,7 +29,6 @@ from attnzoo.ops.flash.varlen_kernel import (
     sequences,
 )
 from attnzoo.ops.window.extra_keys import ExtraKeys
-from attnzoo.ops.window.pattern import gather_tokens
 from attnzoo.ops.window.sinks import split_sinks
 
 

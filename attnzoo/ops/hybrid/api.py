@@ -30,7 +30,7 @@ from torch import Tensor
 from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.contract.implementation import Implementation, select
 from attnzoo.contract.masks import AttentionMask
-from attnzoo.contract.padding import fill_padding, padding_if_any
+from attnzoo.contract.padding import fill_padding, gather_tokens, padding_if_any
 from attnzoo.contract.states import AttentionOutput, ImplChoice, LinearState
 from attnzoo.contract.validation import (
     DTYPES,
@@ -78,7 +78,6 @@ from attnzoo.ops.window.causal_window import (
     padding_last,
 )
 from attnzoo.ops.window.cpu.band import OutsideSums, band_cpp_reasons
-from attnzoo.ops.window.pattern import gather_tokens
 
 # The output, float32 or wider, and the state of the linear sums
 Result = tuple[Tensor, LinearState | None]

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard, latest_before
-from attnzoo.contract.padding import fill_padding
+from attnzoo.contract.padding import fill_padding, gather_tokens
 from attnzoo.contract.states import LinearState
 from attnzoo.ops.linear.common import MapWeights, decay_of_real_tokens, map_features
 from attnzoo.ops.window.causal_window import Window, WindowState, is_filled, next_window
-from attnzoo.ops.window.pattern import gather_tokens
 
 
 class HybridState(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.linformer.common import BlockCall, BlockState
 from attnzoo.ops.linformer.rows import (
     attend_to_rows,
@@ -111,7 +112,7 @@ def _gather(x: Tensor, layout: _Layout, length: int) -> Tensor:
     if layout.positions is None:
         return x[:, :, :length]
     index = layout.positions.clamp(max=layout.length - 1)
-    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    return gather_tokens(x, index)
 
 
 def _project_blocks(k: Tensor, v: Tensor, x: BlockCall, finished: int) -> _Keys:
@@ -247,11 +248,9 @@ def _new_state(layout: _Layout, keys: _Keys, filled: Tensor, done: int, length: 
         total = torch.full((batch,), length, device=device)
     finished = total // size
     position = finished[:, None] * size + torch.arange(size, device=device)
-    index = position.clamp(max=layout.length - 1)[:, None, :, None]
+    index = position.clamp(max=layout.length - 1)
     exists = (position < total[:, None])[:, None, :, None]
-    k, v = (
-        x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) * exists for x in (keys.k, keys.v)
-    )
+    k, v = (gather_tokens(x, index) * exists for x in (keys.k, keys.v))
     kept = (filled.shape[1] + done) * rows
     filled = torch.cat([filled, torch.arange(done, device=device) < finished[:, None]], 1)
     row_k, row_v = keys.row_k[:, :, :kept], keys.row_v[:, :, :kept]

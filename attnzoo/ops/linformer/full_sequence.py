@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.linformer.common import LinformerCall
 from attnzoo.ops.linformer.rows import (
     attend_to_rows,
@@ -46,7 +47,7 @@ def project(x: Tensor, rows: Tensor, padding_mask: Tensor | None, means: Tensor 
     x = x.to(compute_dtype(x))
     if padding_mask is not None:
         is_padding, order = (~padding_mask).to(torch.uint8).sort(dim=1, stable=True)
-        x = x.gather(2, order[:, None, :, None].expand(*x.shape))
+        x = gather_tokens(x, order)
         x = x.masked_fill(is_padding.bool()[:, None, :, None], 0)
     weights = rows[:, : x.shape[2]].to(x.dtype)
     if means is None:

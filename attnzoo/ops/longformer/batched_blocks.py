@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.masks import AttentionMask, Window
+from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.softmax.sdpa import sdpa
 from attnzoo.ops.window.band import MIN_BLOCK, band_blocks, band_mask
 from attnzoo.ops.window.blockwise_cpu import LocalOptions
-from attnzoo.ops.window.pattern import gather_bias, gather_tokens
+from attnzoo.ops.window.pattern import gather_bias
 
 
 def batched_local_attention(

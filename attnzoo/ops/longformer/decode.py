@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.softmax.sdpa import sdpa
-from attnzoo.ops.window.pattern import Pattern, gather_tokens
+from attnzoo.ops.window.pattern import Pattern
 
 STEP_TOKENS = 256  # new tokens that are computed at a time, densely
 

@@ -10,14 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.longformer.call import GlobalTokens, LongformerCall
 from attnzoo.ops.softmax.sdpa import sdpa
-from attnzoo.ops.window.pattern import (
-    GlobalIndices,
-    gather_bias,
-    gather_tokens,
-    global_indices,
-)
+from attnzoo.ops.window.pattern import GlobalIndices, gather_bias, global_indices
 
 # Computes all rows as local ones, [B, H, T, E], given the keys that the windows may see, [B, T],
 # and the global keys, which every row sees

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.flash.api import (
     FlashCall,
     Sequences,
@@ -30,7 +31,7 @@ from attnzoo.ops.longformer.call import LongformerCall
 from attnzoo.ops.longformer.global_rows import attend_local_and_global
 from attnzoo.ops.window.blockwise_cpu import LocalOptions
 from attnzoo.ops.window.extra_keys import ExtraKeys
-from attnzoo.ops.window.pattern import GlobalIndices, gather_tokens
+from attnzoo.ops.window.pattern import GlobalIndices
 
 
 def reasons(x: LongformerCall) -> list[str]:

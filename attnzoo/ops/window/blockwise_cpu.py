@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.window.blockwise_bias import (
     add_bias,
     add_bias_gradients,
@@ -27,7 +28,7 @@ from attnzoo.ops.window.blockwise_bias import (
     mask_value,
     query_rows,
 )
-from attnzoo.ops.window.pattern import Band, GlobalIndices, gather_bias, gather_tokens
+from attnzoo.ops.window.pattern import Band, GlobalIndices, gather_bias
 from attnzoo.runtime.derivatives import check_reverse_mode, first_derivative_only
 from attnzoo.runtime.memory import empty_huge_pages
 

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard, latest_before
 from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.padding import gather_tokens
 from attnzoo.contract.validation import check_size, is_empty_call
 from attnzoo.ops.window.band import band_softmax
 from attnzoo.ops.window.blockwise_cpu import LocalOptions, blockwise_local_attention
 from attnzoo.ops.window.cpu.band import OutsideSums, band_attention_cpp
-from attnzoo.ops.window.pattern import Band, GlobalIndices, gather_tokens
+from attnzoo.ops.window.pattern import Band, GlobalIndices
 from attnzoo.ops.window.sinks import SinkKeys, split_sinks
 
 

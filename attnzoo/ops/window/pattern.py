@@ -151,11 +151,6 @@ def global_indices(is_global: Tensor, max_count: int | None = None) -> GlobalInd
     return GlobalIndices(positions, is_global.gather(1, positions))
 
 
-def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
-    """Gather the tokens at ``[B, N]`` from ``[B, H, S, D]``, which gives ``[B, H, N, D]``."""
-    return torch.take_along_dim(x, index[:, None, :, None], 2)
-
-
 def expand_bias(bias: Tensor, heads: int, keys: int) -> Tensor:
     """View a bias that broadcasts to ``[B, H, T, S]`` as ``[1 or B, H, 1 or T, S]``."""
     bias = bias[(None,) * (4 - bias.ndim)]

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from attnzoo.contract.padding import gather_tokens
 from attnzoo.ops.block_sparse.gather import SparseTensors, row_products
 from attnzoo.ops.block_sparse.options import SparseCall
 from attnzoo.ops.block_sparse.selection import Candidates
@@ -280,17 +281,15 @@ def _panels(rows: Tensor, units: int, keys: int) -> Tensor:
 
 def _align_left(x: Tensor, lengths: Tensor | None) -> Tensor:
     """Move the last ``lengths`` tokens of each row of ``[B, H, S, D]`` to its beginning."""
-    if lengths is None:
-        return x
-    keys = x.shape[2]
-    index = (torch.arange(keys) + keys - lengths[:, None]) % keys
-    return torch.take_along_dim(x, index[:, None, :, None], 2)
+    return x if lengths is None else _rotate(x, x.shape[2] - lengths)
 
 
 def _align_right(x: Tensor, lengths: Tensor | None) -> Tensor:
     """Undo :func:`_align_left`."""
-    if lengths is None:
-        return x
+    return x if lengths is None else _rotate(x, lengths - x.shape[2])
+
+
+def _rotate(x: Tensor, steps: Tensor) -> Tensor:
+    """Move the tokens of each row of ``[B, H, S, D]`` by ``steps``, ``[B]``, to the front."""
     keys = x.shape[2]
-    index = (torch.arange(keys) - keys + lengths[:, None]) % keys
-    return torch.take_along_dim(x, index[:, None, :, None], 2)
+    return gather_tokens(x, (torch.arange(keys) + steps[:, None]) % keys)
