@@ -134,6 +134,23 @@ def check_mask_fields(op: str, mask: AttentionMask, *fields: str) -> None:
         )
 
 
+def check_lengths(q: Tensor, k: Tensor, mask: AttentionMask) -> None:
+    """Raise ``UnsupportedError`` unless there are as many queries as keys, or the last ones."""
+    length, keys = q.shape[2], k.shape[2]
+    given = f"{length} queries and {keys} keys are given"
+    if length > keys or (length < keys and not mask.causal):
+        raise UnsupportedError(
+            f"{given}; fewer queries than keys need a causal mask with q_offset, the position of "
+            "the first query, and more queries than keys are not supported."
+        )
+    offset = mask.q_offset
+    if mask.causal and isinstance(offset, int) and not 0 <= offset <= keys - length:
+        raise UnsupportedError(
+            f"{given} with a mask whose q_offset is {offset}; it must be between 0 and "
+            f"{keys - length}, so that every query has a key at its position."
+        )
+
+
 def check_shape(
     name: str, x: Tensor, shape: tuple[int, ...], letters: str, device: torch.device
 ) -> None:

@@ -60,6 +60,9 @@ def simd_copy_bytes(dtype: torch.dtype, *tensors: Tensor | None) -> int:
     return simd_bytes(dtype, *(x for x in given if x.dtype != dtype or x.shape[-1] % LANES))
 
 
+# What the names of a kernel's functions end with, by the dtype of the computation
+TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
+
 # The dtypes that a kernel reads and writes through ``rows.h``, with their value of Type there
 DTYPE_NUMBERS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.validation import (
     DTYPES,
+    check_lengths,
     check_mask_fields,
     check_qkv,
     check_shape,
@@ -117,17 +118,7 @@ def check_inputs(
         raise UnsupportedError(
             f"{given} with a state; it needs a causal mask and as many queries as new keys."
         )
-    if length > keys or (length < keys and not mask.causal):
-        raise UnsupportedError(
-            f"{given}; fewer queries than keys need a causal mask with q_offset, the position of "
-            "the first query, and more queries than keys are not supported."
-        )
-    offset = mask.q_offset
-    if mask.causal and isinstance(offset, int) and not 0 <= offset <= keys - length:
-        raise UnsupportedError(
-            f"{given} with a mask whose q_offset is {offset}; it must be between 0 and "
-            f"{keys - length}, so that every query has a key at its position."
-        )
+    check_lengths(q, k, mask)
     if query_block > 1 and length < keys:
         raise UnsupportedError(
             f"{given} with query_block={query_block}; the first query of a query block selects for "

@@ -27,7 +27,7 @@ from attnzoo.ops.lsh.cpu.lsh import cpp_reasons
 from attnzoo.ops.lsh.custom_ops import blockwise_attention
 from attnzoo.ops.lsh.options import LSHInputs, LSHOptions
 from attnzoo.ops.lsh.reference import reference_attention
-from attnzoo.ops.lsh.validation import check_lengths, check_lsh_inputs, check_options
+from attnzoo.ops.lsh.validation import check_inputs, check_options
 
 IMPLEMENTATIONS = (  # of both ops
     Implementation(
@@ -105,8 +105,7 @@ def lsh_attention(
         torch.Size([1, 4, 1000, 8])
     """
     mask = AttentionMask() if mask is None else mask
-    check_lsh_inputs(q, k, v, mask, bias)
-    check_lengths(q, k, mask, shared_qk=False)
+    check_inputs(q, k, v, mask, bias, shared_qk=False)
     options = LSHOptions(
         False, mask.causal, num_hashes, chunk_size, num_buckets or 0, window, first_tokens
     )
@@ -168,8 +167,7 @@ def shared_qk_attention(
         torch.Size([1, 4, 1024, 8])
     """
     mask = AttentionMask() if mask is None else mask
-    check_lsh_inputs(q, k, v, mask, bias)
-    check_lengths(q, k, mask, shared_qk=True)
+    check_inputs(q, k, v, mask, bias, shared_qk=True)
     factors = num_buckets if isinstance(num_buckets, Sequence) else [num_buckets or 0]
     factors = [factor for factor in factors if factor]
     options = LSHOptions(True, mask.causal, num_hashes, chunk_size)

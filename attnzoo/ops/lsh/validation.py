@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from attnzoo.contract.masks import AttentionMask
-from attnzoo.contract.validation import check_mask_fields, check_qkv, check_size
+from attnzoo.contract.validation import check_lengths, check_mask_fields, check_qkv, check_size
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.lsh.options import LSHOptions
 
@@ -18,12 +18,18 @@ MAX_HASHES = 2**10
 MAX_BUCKETS = 2**16  # or of each factor; more cost more than full attention
 
 
-def check_lsh_inputs(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, bias: Tensor | None
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, bias: Tensor | None, *, shared_qk: bool
 ) -> None:
-    """Raise ``UnsupportedError`` for inputs that no form of LSH attention supports."""
+    """Raise ``UnsupportedError`` for inputs that a form of LSH attention does not support."""
     check_qkv(q, k, v, mask, bias=bias)
     check_mask_fields("LSH attention", mask, "segment_ids", "q_offset")
+    if shared_qk and q.shape[2] != k.shape[2]:
+        raise UnsupportedError(
+            f"{q.shape[2]} queries and {k.shape[2]} keys are given; shared_qk_attention needs "
+            "equally many. Pass the whole sequence, also to continue from cached keys."
+        )
+    check_lengths(q, k, mask)
 
 
 def check_options(options: LSHOptions, factors: Sequence[int] = ()) -> None:
@@ -39,25 +45,3 @@ def check_options(options: LSHOptions, factors: Sequence[int] = ()) -> None:
                 f"num_buckets must be even, or even factors of it, got {factor}: a rotation and "
                 "its opposite have one bucket each."
             )
-
-
-def check_lengths(q: Tensor, k: Tensor, mask: AttentionMask, *, shared_qk: bool) -> None:
-    """Raise ``UnsupportedError`` if the numbers of queries and keys do not fit the form."""
-    length, keys = q.shape[2], k.shape[2]
-    given = f"{length} queries and {keys} keys are given"
-    if shared_qk and length != keys:
-        raise UnsupportedError(
-            f"{given}; shared_qk_attention needs equally many. Pass the whole sequence, also to "
-            "continue from cached keys."
-        )
-    if length > keys or (length < keys and not mask.causal):
-        raise UnsupportedError(
-            f"{given}; fewer queries than keys need a causal mask with q_offset, the position of "
-            "the first query, and more queries than keys are not supported."
-        )
-    offset = mask.q_offset
-    if mask.causal and isinstance(offset, int) and not 0 <= offset <= keys - length:
-        raise UnsupportedError(
-            f"{given} with a mask whose q_offset is {offset}; it must be between 0 and "
-            f"{keys - length}, so that every query has a key at its position."
-        )

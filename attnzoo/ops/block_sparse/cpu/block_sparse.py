@@ -23,13 +23,13 @@ from attnzoo.ops.block_sparse.options import SparseCall
 from attnzoo.ops.block_sparse.selection import Candidates
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
-from attnzoo.runtime.memory import DTYPE_NUMBERS, empty_huge_pages, pad_to_simd, unpad
+from attnzoo.runtime.memory import DTYPE_NUMBERS, TYPE_NAMES, empty_huge_pages, pad_to_simd, unpad
 
 PANEL = 32  # keys of a panel, as in the kernel
 COLUMNS = 16  # a multiple of these is computed at a time
 SCORE_NAMES = ("mean", "moments", "bounds", "indexer")  # numbered in the kernel
 WORDS = 32  # a multiple of these elements is computed at a time in bfloat16
-TYPE_NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16"}
+SPARSE_TYPE_NAMES = {**TYPE_NAMES, torch.bfloat16: "bfloat16"}
 
 
 class _Task(ctypes.Structure):
@@ -65,13 +65,14 @@ BLOCK_SPARSE = cpp.Source(
     {
         f"sparse_{direction}_{name}": Function((_Task, _Tensors))
         for direction in ("forward", "backward")
-        for name in TYPE_NAMES.values()
+        for name in SPARSE_TYPE_NAMES.values()
     }
     | {
         "has_amx": Function(result=ctypes.c_int64),
         "select_best": Function((_BestTask,)),
     },
 )
+_build_reasons = cpp.build_reasons(BLOCK_SPARSE)
 
 
 def cpp_reasons(call: SparseCall) -> list[str]:
@@ -82,12 +83,6 @@ def cpp_reasons(call: SparseCall) -> list[str]:
     if PANEL % size and size % PANEL:
         reasons.append(f"block_size={size} neither divides {PANEL} nor is a multiple of it")
     return reasons or list(_build_reasons())
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _build_reasons() -> tuple[str, ...]:
-    reason = cpp.unavailable_reason(BLOCK_SPARSE)
-    return (reason,) if reason else ()
 
 
 def best_blocks(queries: Tensor, summary: Tensor, allowed: Candidates, call: SparseCall) -> Tensor:
@@ -152,7 +147,7 @@ class CppTensors:
         batch, _, length, _ = x.q.shape
         key_heads, keys = x.k.shape[1:3]
         dtype = kernel_dtype(x.q, x.k, x.v)
-        self.x, self.dtype, self.type_name = x, dtype, TYPE_NAMES[dtype]
+        self.x, self.dtype, self.type_name = x, dtype, SPARSE_TYPE_NAMES[dtype]
         self.q = _rows(x.q, dtype)
         self.k, self.v = (_rows(_align_left(y, x.lengths), dtype) for y in (x.k, x.v))
         full = torch.tensor([keys, length]).expand(batch, 2)

@@ -23,6 +23,7 @@ from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
 from attnzoo.runtime.memory import (
     LANES,
+    TYPE_NAMES,
     empty_huge_pages,
     pad_to_simd,
     register_buffer_bytes,
@@ -34,7 +35,6 @@ CPP_CHUNK = 16  # the largest chunk size, in tokens
 SPAN = 128  # tokens between the states that the forward pass keeps; SPAN of delta.cpp
 PANELS = (128, 64, 32)  # columns of a panel; as wide as leaves BACKWARD_PIECES pieces of work
 BACKWARD_PIECES = 4  # not the number of threads, so that gradients do not depend on it
-TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
 
 
 class _Task(ctypes.Structure):
@@ -69,6 +69,7 @@ DELTA = cpp.Source(
         for name in TYPE_NAMES.values()
     },
 )
+_build_reasons = cpp.build_reasons(DELTA)
 
 
 def cpp_reasons(x: DeltaInputs) -> list[str]:
@@ -80,13 +81,7 @@ def cpp_reasons(x: DeltaInputs) -> list[str]:
         reasons.append("the parallel form is for comparison (use form='chunk')")
     if x.chunk_size is not None and x.chunk_size > CPP_CHUNK:
         reasons.append(f"chunk_size is {x.chunk_size} (at most {CPP_CHUNK})")
-    return reasons or list(_unavailable())
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _unavailable() -> tuple[str, ...]:
-    reason = cpp.unavailable_reason(DELTA)
-    return (reason,) if reason else ()
+    return reasons or list(_build_reasons())
 
 
 def run_cpp(x: DeltaInputs) -> Result:

@@ -16,11 +16,10 @@ from torch import Tensor
 from attnzoo.ops.linear.common import log_decay_per_token
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
-from attnzoo.runtime.memory import Rows, rows_of, with_contiguous_rows
+from attnzoo.runtime.memory import TYPE_NAMES, Rows, rows_of, with_contiguous_rows
 
 KERNEL_CHUNK = 16  # the largest chunk, except on AMX tiles; CHUNK of linear.cpp
 SPAN = 512  # tokens between the states that the forward pass keeps; SPAN of linear.cpp
-TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
 
 # The functions of maps in C++, of queries and of keys; Map of feature_maps.h
 FUNCTIONS = {

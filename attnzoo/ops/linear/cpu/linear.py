@@ -46,6 +46,7 @@ from attnzoo.runtime.memory import Rows, empty_huge_pages, rows_of, with_contigu
 
 CPP_CHUNK = 32  # the largest chunk size that a call may ask for, in tokens
 LANES = 16  # numbers of the rows that the feature maps of the kernel compute are a multiple of it
+_build_reasons = cpp.build_reasons(LINEAR)
 
 
 def cpp_reasons(
@@ -68,13 +69,7 @@ def cpp_reasons(
         reasons.append("attention is bidirectional (the kernel is causal)")
     if chunk_size is not None and chunk_size > CPP_CHUNK:
         reasons.append(f"chunk_size is {chunk_size} (at most {CPP_CHUNK})")
-    return reasons or list(_unavailable())
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _unavailable() -> tuple[str, ...]:
-    reason = cpp.unavailable_reason(LINEAR)
-    return (reason,) if reason else ()
+    return reasons or list(_build_reasons())
 
 
 def fuses_map(x: LinearInputs) -> bool:

@@ -21,10 +21,9 @@ from attnzoo.ops.lsh.voronoi_hashing import BLOCK_KEYS, HashRounds
 from attnzoo.ops.lsh.work_items import KEYS, QUERIES, HashParameters, WorkItem
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
-from attnzoo.runtime.memory import LANES, empty_huge_pages, pad_to_simd
+from attnzoo.runtime.memory import LANES, TYPE_NAMES, empty_huge_pages, pad_to_simd
 
 KERNELS = Path(__file__).parent
-TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
 
 
 class _PivotTask(ctypes.Structure):
@@ -63,6 +62,7 @@ LSH = cpp.Source(
     },
 )
 PIVOTS = cpp.Source(KERNELS / "pivots.cpp", {"best_pivots": Function((_PivotTask,))})
+_build_reasons = cpp.build_reasons(LSH, PIVOTS)
 
 
 def cpp_reasons(inputs: LSHInputs) -> list[str]:
@@ -75,12 +75,6 @@ def cpp_reasons(inputs: LSHInputs) -> list[str]:
     if inputs.bias is not None:
         reasons.append("the kernel has no additive bias")
     return reasons or list(_build_reasons())
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _build_reasons() -> tuple[str, ...]:
-    reason = cpp.unavailable_reason(LSH) or cpp.unavailable_reason(PIVOTS)
-    return (reason,) if reason else ()
 
 
 def best_pivots(

@@ -23,6 +23,7 @@ from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
 from attnzoo.runtime.memory import (
     LANES,
+    TYPE_NAMES,
     Rows,
     empty_huge_pages,
     pad_to_simd,
@@ -31,7 +32,6 @@ from attnzoo.runtime.memory import (
     with_contiguous_rows,
 )
 
-TYPE_NAMES = {torch.float32: "float", torch.float64: "double"}
 MAX_PIECES = 8  # of a key head in the backward pass; each has gradients of all keys and values
 INSTEAD = "impl='reference' of the op, or backend 'softmax' in a model"  # for second derivatives
 
@@ -65,6 +65,7 @@ BAND = cpp.Source(
     }
     | {"band_uses_amx": Function(result=ctypes.c_int64)},
 )
+_build_reasons = cpp.build_reasons(BAND)
 
 
 class OutsideSums(NamedTuple):
@@ -87,12 +88,6 @@ def band_cpp_reasons(device: torch.device) -> list[str]:
     if device.type != "cpu":
         return [f"the inputs are on {device.type}"]
     return list(_build_reasons())
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _build_reasons() -> tuple[str, ...]:
-    reason = cpp.unavailable_reason(BAND)
-    return (reason,) if reason else ()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
