@@ -99,30 +99,16 @@ def block_sparse_select(
     With an indexer, ``q`` are its packed queries, and ``summary`` is that of its keys. Where there
     is a summary, ``k`` gives its shape only.
     """
-    sizes, selection = (
-        SparseOptions.from_ints(options),
-        SelectionOptions(score, coverage, per_key_head),
-    )
+    sizes = SparseOptions.from_ints(options)
+    selection = SelectionOptions(score, coverage, per_key_head)
     call = SparseCall(q, k, k, lengths, counts, leader, summary, scale, sizes, selection)
     with autocast_disabled(q.device):
         return SELECT[impl](call)
 
 
 @block_sparse_select.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    summary: Tensor | None,
-    lengths: Tensor | None,
-    counts: Tensor | None,
-    leader: Tensor | None,
-    scale: float,
-    options: list[int],
-    score: str,
-    coverage: float | None,
-    per_key_head: bool,
-    impl: str,
-) -> Tensor:
+def _(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    *_, options, score, _, per_key_head, _ = rest
     sizes = SparseOptions.from_ints(options)
     heads = k.shape[1] if per_key_head or score == "indexer" else q.shape[1]
     query_blocks = count_query_blocks(q.shape[2], sizes.query_block)
@@ -227,8 +213,16 @@ def triton_step(call: SparseCall, state: BlockSparseState) -> Tensor:
         state: State after the token.
     """
     out: Tensor = block_sparse_triton_step(
-        *(call.q, call.index_q, state.k, state.v, state.recent_k, state.recent_v),
-        *(state.length, state.summary, state.leader, call.scale),
+        call.q,
+        call.index_q,
+        state.k,
+        state.v,
+        state.recent_k,
+        state.recent_v,
+        state.length,
+        state.summary,
+        state.leader,
+        call.scale,
         [int(option) for option in call.options],
         *call.selection,
     )
@@ -236,19 +230,8 @@ def triton_step(call: SparseCall, state: BlockSparseState) -> Tensor:
 
 
 @register_buffer_bytes(block_sparse_select)
-def _(
-    q: Tensor,
-    k: Tensor,
-    summary: Tensor | None,
-    lengths: Tensor | None,
-    counts: Tensor | None,
-    leader: Tensor | None,
-    scale: float,
-    options: list[int],
-    score: str,
-    coverage: float | None,
-    *_: Any,
-) -> int:
+def _(q: Tensor, k: Tensor, *rest: Any) -> int:
+    *_, options, _, coverage, _, _ = rest
     if coverage is None:
         return 0  # the kernel scores a few blocks at a time
     sizes = SparseOptions.from_ints(options)

@@ -99,16 +99,9 @@ class PairBias(NamedTuple):
         return keys[:, :, None] + self.query_offsets.take(batch.query_rows)[:, None]
 
 
-class SoftmaxOutput(NamedTuple):
-    """Output of attention, and the log-sum-exp of the scores."""
-
-    out: Tensor  # [M, E]
-    lse: Tensor  # [M, 1], base 2
-
-
 def block_attention(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, bias: PairBias | None = None
-) -> SoftmaxOutput:
+) -> tuple[Tensor, Tensor]:
     """Attend to the keys of all blocks.
 
     Each query of each block gives a partial result; those of one query are merged at the end.
@@ -121,7 +114,7 @@ def block_attention(
         bias: Added to the scores.
 
     Returns:
-        Output and log-sum-exp, in the dtype of the inputs.
+        Output ``[M, E]`` and base-2 log-sum-exp ``[M, 1]``, in the dtype of the inputs.
     """
     partial_outs = empty_huge_pages(v, (plan.num_partials + 1, v.shape[1]))
     maxima, sums = v.new_empty(2, plan.num_partials + 1)
@@ -147,7 +140,7 @@ def block_attention(
     weights = maxima.take(partials).sub_(lse).exp2_().t().contiguous()
     index = partials.t().contiguous()
     out = F.embedding_bag(index, partial_outs, per_sample_weights=weights, mode="sum")
-    return SoftmaxOutput(out, lse[:, None])
+    return out, lse[:, None]
 
 
 def block_attention_backward(

@@ -17,10 +17,10 @@ from attnzoo.ops.lsh.block_softmax import (
     HIDDEN,
     BlockPlan,
     PairBias,
-    SoftmaxOutput,
     block_attention,
     block_attention_backward,
 )
+from attnzoo.ops.lsh.options import LSHInputs
 from attnzoo.ops.lsh.shared_qk_plan import (
     default_bucket_factors,
     draw_rotations,
@@ -31,7 +31,6 @@ from attnzoo.ops.lsh.voronoi_hashing import HashRounds
 from attnzoo.ops.lsh.work_items import (
     KEYS,
     QUERIES,
-    HashParameters,
     WorkItem,
     to_rows,
 )
@@ -52,23 +51,14 @@ class BlockwiseTensors(NamedTuple):
     bias: PairBias | None
 
     @classmethod
-    def from_item(
-        cls,
-        item: WorkItem,
-        hashing: HashParameters,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        bias: Tensor | None,
-    ) -> BlockwiseTensors:
+    def from_item(cls, item: WorkItem, inputs: LSHInputs) -> BlockwiseTensors:
         """Gather the tensors of a work item and plan its blocks."""
-        pair_bias = None if bias is None else item.pair_bias(bias, q, k)
-        shared_qk = hashing.options.shared_qk
-        one_tensor = shared_qk and same_memory(q, k)
-        q, v = item.gather(q, QUERIES), item.gather(v, KEYS).flatten(0, 2)
-        k = q if one_tensor else item.gather(k, KEYS)
-        plan, norm = plan_blocks(item, hashing, q, k[:, 0]), None
+        x, shared_qk = inputs, inputs.options.shared_qk
+        pair_bias = None if x.bias is None else item.pair_bias(x.bias, x.q, x.k)
+        one_tensor = shared_qk and same_memory(x.q, x.k)
+        q, v = item.gather(x.q, QUERIES), item.gather(x.v, KEYS).flatten(0, 2)
+        k = q if one_tensor else item.gather(x.k, KEYS)
+        plan, norm = plan_blocks(item, x, q, k[:, 0]), None
         _, groups, length, _ = q.shape
         q_rows = to_rows(q)
         k = q_rows[:-1] if one_tensor else k.flatten(0, 2)
@@ -76,16 +66,16 @@ class BlockwiseTensors(NamedTuple):
             norm = torch.linalg.vector_norm(k, dim=1, keepdim=True)
             norm = norm.square_().add_(1e-6 * k.shape[1]).sqrt_()
             k = torch.div(k, norm, out=empty_huge_pages(k, k.shape))
-        if scale != 1:
-            q_rows.mul_(scale)
-        return cls(q_rows, k, v, scale, norm, groups, length, plan, pair_bias)
+        if x.scale != 1:
+            q_rows.mul_(x.scale)
+        return cls(q_rows, k, v, x.scale, norm, groups, length, plan, pair_bias)
 
-    def forward(self) -> SoftmaxOutput:
+    def forward(self) -> tuple[Tensor, Tensor]:
         """Attend; in the shared form, a query that sees no other key attends to its own."""
-        result = block_attention(self.q, self.k, self.v, self.plan, self.bias)
-        queries, keys = self._self_attending(result.lse)
-        result.out[queries] = self.v[keys]
-        return SoftmaxOutput(result.out[:-1], result.lse[:-1])
+        out, lse = block_attention(self.q, self.k, self.v, self.plan, self.bias)
+        queries, keys = self._self_attending(lse)
+        out[queries] = self.v[keys]
+        return out[:-1], lse[:-1]
 
     def backward(
         self, d_out: Tensor, delta: Tensor, lse: Tensor, d_bias: Tensor | None
@@ -114,18 +104,18 @@ class BlockwiseTensors(NamedTuple):
         return queries, keys
 
 
-def plan_blocks(item: WorkItem, hashing: HashParameters, q: Tensor, k: Tensor) -> BlockPlan:
+def plan_blocks(item: WorkItem, inputs: LSHInputs, q: Tensor, k: Tensor) -> BlockPlan:
     """Hash queries ``[U, G, T, D]`` and keys ``[U, S, D]``, and return the blocks."""
-    q, k, options = q.float(), k.float(), hashing.options
+    q, k, options, seed = q.float(), k.float(), inputs.options, tuple(inputs.seed.tolist())
     if not options.shared_qk:
-        return plan_rounds(HashRounds(q, k, options, item.level, hashing.seed))
+        return plan_rounds(HashRounds(q, k, options, item.level, seed))
     length, size = k.shape[1:]
     chunk_size = min(options.chunk_size, length)
-    factors = hashing.bucket_factors or default_bucket_factors(length, chunk_size)
-    rotations = hashing.rotations
+    factors = inputs.bucket_factors or default_bucket_factors(length, chunk_size)
+    rotations = inputs.rotations
     if rotations is None:
         heads = item.key_heads
-        rotations = draw_rotations(heads, size, options.num_hashes, factors, hashing.seed)
+        rotations = draw_rotations(heads, size, options.num_hashes, factors, seed)
     rotations = rotations.to(k)[item.heads]
     rotations = rotations.repeat(k.shape[0] // len(rotations), 1, 1, 1)
     return plan_chunks(q, k, rotations, factors, chunk_size=chunk_size, causal=options.causal)

@@ -16,8 +16,6 @@ from attnzoo.ops.lsh.cpu.lsh import CppTensors
 from attnzoo.ops.lsh.options import LSHInputs, LSHOptions
 from attnzoo.ops.lsh.work_items import (
     QUERIES,
-    HashParameters,
-    SegmentIds,
     WorkItemTensors,
     split_work,
     to_rows,
@@ -42,10 +40,27 @@ def blockwise_attention(inputs: LSHInputs, impl: str) -> Tensor:
     """
     x = inputs
     check_reverse_mode("LSH attention", x.q, x.k, x.v, x.bias)
-    hashing = x.rotations, x.seed, x.bucket_factors, [int(option) for option in x.options]
-    segments = x.query_segments, x.key_segments
-    out: Tensor = lsh_forward(x.q, x.k, x.v, x.scale, *segments, *hashing, x.bias, impl)[0]
+    out: Tensor = lsh_forward(
+        x.q,
+        x.k,
+        x.v,
+        x.scale,
+        x.query_segments,
+        x.key_segments,
+        x.rotations,
+        x.seed,
+        x.bucket_factors,
+        [int(option) for option in x.options],
+        x.bias,
+        impl,
+    )[0]
     return out
+
+
+def _inputs(*arguments: Any) -> LSHInputs:
+    """Return the inputs from the arguments of an operator, which have the same order."""
+    x = LSHInputs._make(arguments[: len(LSHInputs._fields)])
+    return x._replace(options=LSHOptions.from_ints(arguments[9]))
 
 
 @torch.library.custom_op("attnzoo::lsh_forward", mutates_args=())
@@ -60,24 +75,25 @@ def lsh_forward(
     seed: Tensor,
     bucket_factors: list[int],
     options: list[int],
-    bias: Tensor | None = None,
-    impl: str = "torch",
+    bias: Tensor | None,
+    impl: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, H, T, E]`` and the base-2 log-sum-exp ``[B, H, T, 1]``."""
-    lsh = LSHOptions.from_ints(options)
-    hashing = HashParameters(lsh, tuple(seed.tolist()), rotations, bucket_factors)
-    segments = SegmentIds.from_optional(query_segments, key_segments)
+    seed = seed.cpu()  # every work item reads it
+    x = _inputs(
+        q, k, v, scale, query_segments, key_segments, rotations, seed, bucket_factors, options, bias
+    )
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = _empty_tokens_first(q, v.shape[3], dtype)
     lse = q.new_zeros(*q.shape[:3], 1, dtype=dtype)
-    if segments is not None:  # no work item contains padding
+    if query_segments is not None:  # no work item contains padding
         out.zero_()
     with autocast_disabled(q.device):
-        for item in split_work(q, k, segments, lsh):
-            result = FROM_ITEM[impl](item, hashing, q, k, v, scale, bias).forward()
-            item.scatter(result.out, out)
-            item.scatter(result.lse, lse)
-            del result  # before the tensors of the next item are allocated
+        for item in split_work(x):
+            rows, logs = FROM_ITEM[impl](item, x).forward()
+            item.scatter(rows, out)
+            item.scatter(logs, lse)
+            del rows, logs  # before the tensors of the next item are allocated
     return out.to(v.dtype), lse
 
 
@@ -101,18 +117,19 @@ def lsh_backward(
     bias_needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and bias (empty if not needed); hashes again."""
-    lsh = LSHOptions.from_ints(options)
-    hashing = HashParameters(lsh, tuple(seed.tolist()), rotations, bucket_factors)
-    segments = SegmentIds.from_optional(query_segments, key_segments)
-    dq, dk, dv = (_empty_tokens_first(x, x.shape[3], lse.dtype).zero_() for x in (q, k, v))
+    seed = seed.cpu()  # every work item reads it
+    x = _inputs(
+        q, k, v, scale, query_segments, key_segments, rotations, seed, bucket_factors, options, bias
+    )
+    dq, dk, dv = (_empty_tokens_first(y, y.shape[3], lse.dtype).zero_() for y in (q, k, v))
     d_bias = None
     if bias is not None and bias_needs_grad:
         d_bias = bias.new_zeros(bias.numel(), dtype=lse.dtype)
     delta = (d_out.to(lse.dtype) * out).sum(-1, keepdim=True)
     with autocast_disabled(q.device):
-        for item in split_work(q, k, segments, lsh):
-            d_rows, sums, logs = (to_rows(item.gather(x, QUERIES)) for x in (d_out, delta, lse))
-            tensors = FROM_ITEM[impl](item, hashing, q, k, v, scale, bias)
+        for item in split_work(x):
+            d_rows, sums, logs = (to_rows(item.gather(y, QUERIES)) for y in (d_out, delta, lse))
+            tensors = FROM_ITEM[impl](item, x)
             gradients = tensors.backward(d_rows, sums, logs, d_bias)
             item.scatter(gradients[0], dq)
             item.scatter_add(gradients[1], dk)
@@ -152,66 +169,33 @@ def _(
 
 
 @register_buffer_bytes(lsh_forward)
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    query_segments: Tensor | None,
-    key_segments: Tensor | None,
-    rotations: Tensor | None,
-    seed: Tensor,
-    bucket_factors: list[int],
-    options: list[int],
-    *_: Any,
-) -> int:
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    rows = _work_item_bytes(q, k, v, dtype, LSHOptions.from_ints(options))
-    written = q.shape[:3].numel() * v.shape[3]  # in v's type only when the rows are freed
-    return rows + written * (dtype.itemsize - v.dtype.itemsize)
+def _(*arguments: Any) -> int:
+    x = _inputs(*arguments)
+    dtype = torch.promote_types(x.q.dtype, torch.float32)
+    written = x.q.shape[:3].numel() * x.v.shape[3]  # in v's type only when the rows are freed
+    return _work_item_bytes(x, dtype) + written * (dtype.itemsize - x.v.dtype.itemsize)
 
 
 @register_buffer_bytes(lsh_backward)
-def _(
-    d_out: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    query_segments: Tensor | None,
-    key_segments: Tensor | None,
-    rotations: Tensor | None,
-    seed: Tensor,
-    bucket_factors: list[int],
-    options: list[int],
-    *_: Any,
-) -> int:
-    rows = _work_item_bytes(q, k, v, lse.dtype, LSHOptions.from_ints(options), backward=True)
-    return rows + sum(x.numel() * (lse.dtype.itemsize - x.dtype.itemsize) for x in (q, k, v))
+def _(d_out: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> int:
+    x, size = _inputs(*arguments), lse.dtype.itemsize
+    gradients = sum(y.numel() * (size - y.dtype.itemsize) for y in (x.q, x.k, x.v))
+    return _work_item_bytes(x, lse.dtype, backward=True) + gradients
 
 
-def _work_item_bytes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dtype: torch.dtype,
-    options: LSHOptions,
-    *,
-    backward: bool = False,
-) -> int:
+def _work_item_bytes(inputs: LSHInputs, dtype: torch.dtype, *, backward: bool = False) -> int:
     """Return the bytes of the largest work item.
 
     The sort of its hash rounds, the padding of its rows and the kernel follow each other; the
     kernel has the padded rows and 3/8 of the sort's bytes.
     """
+    q, k, v = inputs.q, inputs.k, inputs.v
     groups, most = q.shape[1] // k.shape[1], 0
-    for item in split_work(q, k, None, options):
+    for item in split_work(inputs._replace(query_segments=None, key_segments=None)):
         units = k.shape[0] * len(range(*item.heads.indices(item.key_heads)))
         queries = units * groups * (item.level.end - item.level.begin)
         keys = units * item.level.keys
-        rounds = options.num_hashes if item.level.pivot_keys else 0
+        rounds = inputs.options.num_hashes if item.level.pivot_keys else 0
         sort = rounds * (SORT_BYTES[0] * queries + SORT_BYTES[1] * keys)
         rows, padding, unpadded, gradients = 0, 0, 0, 0
         for x, count in ((q, queries), (k, keys), (v, keys)):

@@ -7,14 +7,14 @@ of a work item: U key heads over all its sequences, G query heads per key head.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from attnzoo.ops.lsh.block_softmax import HIDDEN, PairBias, SoftmaxOutput
-from attnzoo.ops.lsh.options import LSHOptions
+from attnzoo.ops.lsh.block_softmax import HIDDEN, PairBias
+from attnzoo.ops.lsh.options import LSHInputs
 from attnzoo.ops.lsh.voronoi_hashing import Level, split_levels
 from attnzoo.runtime.memory import empty_huge_pages
 
@@ -22,20 +22,11 @@ MAX_KEY_ELEMENTS = 2**20  # of a work item, per thread
 QUERIES, KEYS = True, False
 
 
-class HashParameters(NamedTuple):
-    """What determines, with queries and keys, which keys each query attends to."""
-
-    options: LSHOptions
-    seed: tuple[int, ...]
-    rotations: Tensor | None  # shared_qk only; None draws them
-    bucket_factors: list[int]  # shared_qk only; [] scales the number of buckets with the length
-
-
 class WorkItemTensors(Protocol):
     """Tensors of one work item; the implementations differ in this class."""
 
-    def forward(self) -> SoftmaxOutput:
-        """Return the output and log-sum-exp of the work item's queries, ``[U G T, ...]``."""
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return the output and base-2 log-sum-exp of the work item's queries, ``[U G T, ...]``."""
 
     def backward(
         self, d_out: Tensor, delta: Tensor, lse: Tensor, d_bias: Tensor | None
@@ -123,45 +114,33 @@ class WorkItem(NamedTuple):
         return self.sequences.batch, indices[:, tokens]
 
 
-class SegmentIds(NamedTuple):
-    """Sequence number of each token within its row; negative for padding."""
-
-    queries: Tensor  # [B, T]
-    keys: Tensor  # [B, S]
-
-    @classmethod
-    def from_optional(cls, queries: Tensor | None, keys: Tensor | None) -> SegmentIds | None:
-        """Return the ids, or ``None`` if every row is one sequence."""
-        return None if queries is None or keys is None else cls(queries, keys)
-
-    def group_by_length(self) -> Iterator[EqualLengthSequences]:
-        """Yield all sequences that have queries, those of equal length together."""
-        groups: dict[tuple[int, int], list[tuple[int, Tensor, Tensor]]] = {}
-        for row, (queries, keys) in enumerate(zip(self.queries, self.keys, strict=True)):
-            for number in queries[queries >= 0].unique().tolist():
-                its_queries, its_keys = ((x == number).nonzero()[:, 0] for x in (queries, keys))
-                group = groups.setdefault((len(its_keys), len(its_queries)), [])
-                group.append((row, its_queries, its_keys))
-        for _, group in sorted(groups.items()):
-            rows, queries, keys = zip(*group, strict=True)
-            batch = torch.tensor(rows, device=self.keys.device)[:, None]
-            yield EqualLengthSequences(batch, torch.stack(queries), torch.stack(keys))
-
-
-def split_work(
-    q: Tensor, k: Tensor, segments: SegmentIds | None, options: LSHOptions
-) -> Iterator[WorkItem]:
-    """Yield the work items of a call.
+def _group_by_length(query_ids: Tensor, key_ids: Tensor) -> Iterator[EqualLengthSequences]:
+    """Yield all sequences that have queries, those of equal length together.
 
     Args:
-        q: Queries, ``[B, H, T, D]``; in each sequence, the last positions of its keys.
-        k: Keys, ``[B, Hkv, S, D]``.
-        segments: Sequence of each token; ``None`` if every row is one sequence.
-        options: Options.
+        query_ids: Number of each query's sequence within its row, ``[B, T]``; negative at padding.
+        key_ids: The same for keys, ``[B, S]``.
     """
-    all_rows, threads = [None] if q.numel() else [], torch.get_num_threads()
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    for sequences in all_rows if segments is None else segments.group_by_length():
+    groups: dict[tuple[int, int], list[tuple[int, Tensor, Tensor]]] = {}
+    for row, (queries, keys) in enumerate(zip(query_ids, key_ids, strict=True)):
+        for number in queries[queries >= 0].unique().tolist():
+            its_queries, its_keys = ((x == number).nonzero()[:, 0] for x in (queries, keys))
+            group = groups.setdefault((len(its_keys), len(its_queries)), [])
+            group.append((row, its_queries, its_keys))
+    for _, group in sorted(groups.items()):
+        rows, queries, keys = zip(*group, strict=True)
+        batch = torch.tensor(rows, device=key_ids.device)[:, None]
+        yield EqualLengthSequences(batch, torch.stack(queries), torch.stack(keys))
+
+
+def split_work(inputs: LSHInputs) -> Iterator[WorkItem]:
+    """Yield the work items of a call."""
+    q, k, options = inputs.q, inputs.k, inputs.options
+    parts: Iterable[EqualLengthSequences | None] = [None] if q.numel() else []
+    if inputs.query_segments is not None and inputs.key_segments is not None:
+        parts = _group_by_length(inputs.query_segments, inputs.key_segments)
+    dtype, threads = torch.promote_types(q.dtype, torch.float32), torch.get_num_threads()
+    for sequences in parts:
         count, length, queries = k.shape[0], k.shape[2], q.shape[2]
         if sequences is not None:
             (count, length), queries = sequences.keys.shape, sequences.queries.shape[1]

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.ops.lsh.asymmetric_plan import window_ranks
-from attnzoo.ops.lsh.block_softmax import SoftmaxOutput
 from attnzoo.ops.lsh.options import LSHInputs
 from attnzoo.ops.lsh.voronoi_hashing import BLOCK_KEYS, HashRounds
-from attnzoo.ops.lsh.work_items import KEYS, QUERIES, HashParameters, WorkItem
+from attnzoo.ops.lsh.work_items import KEYS, QUERIES, WorkItem
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.memory import LANES, TYPE_NAMES, empty_huge_pages, pad_to_simd
@@ -151,26 +150,20 @@ class CppTensors:
         )
 
     @classmethod
-    def from_item(
-        cls,
-        item: WorkItem,
-        hashing: HashParameters,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        bias: Tensor | None,
-    ) -> CppTensors:
+    def from_item(cls, item: WorkItem, inputs: LSHInputs) -> CppTensors:
         """Gather the tensors of a work item and hash them."""
-        assert bias is None
-        q, k, v = item.gather(q, QUERIES), item.gather(k, KEYS), item.gather(v, KEYS)
-        q, k, v = (x.contiguous() for x in (q, k, v))
-        hashed = HashRounds(
-            q.float(), k[:, 0].float(), hashing.options, item.level, hashing.seed, best_pivots
+        assert inputs.bias is None
+        q, k, v = (
+            item.gather(x, queries).contiguous()
+            for x, queries in ((inputs.q, QUERIES), (inputs.k, KEYS), (inputs.v, KEYS))
         )
-        return cls(hashed, q.flatten(0, 2), k.flatten(0, 2), v.flatten(0, 2), scale)
+        seed = tuple(inputs.seed.tolist())
+        hashed = HashRounds(
+            q.float(), k[:, 0].float(), inputs.options, item.level, seed, best_pivots
+        )
+        return cls(hashed, q.flatten(0, 2), k.flatten(0, 2), v.flatten(0, 2), inputs.scale)
 
-    def forward(self) -> SoftmaxOutput:
+    def forward(self) -> tuple[Tensor, Tensor]:
         """Return the output ``[U N, E]`` and the log-sum-exp ``[U N, 1]``."""
         q, _, v = self.qkv
         out, lse = (
@@ -178,7 +171,7 @@ class CppTensors:
             empty_huge_pages(v, (q.shape[0], 1)),
         )
         self._run("forward", [*self.qkv, out, lse])
-        return SoftmaxOutput(out[:, : self.value_size], lse)
+        return out[:, : self.value_size], lse
 
     def backward(
         self, d_out: Tensor, delta: Tensor, lse: Tensor, d_bias: Tensor | None
