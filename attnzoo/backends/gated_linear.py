@@ -10,12 +10,8 @@ from torch import Tensor
 
 from attnzoo.backends.feature_maps.base import get_feature_map
 from attnzoo.backends.gates import recurrences  # noqa: F401  (registers its gates)
-from attnzoo.backends.gates.base import (  # noqa: F401  (the decorator, for users)
-    GATES,
-    Gate,
-    get_gate,
-    register_gate,
-)
+from attnzoo.backends.gates.base import GATES, Gate, get_gate
+from attnzoo.backends.gates.base import register_gate as register_gate
 from attnzoo.backends.parts.recurrent import FeatureMapBackend, FeatureMapBackendConfig
 from attnzoo.contract.backend import Presets, register
 from attnzoo.contract.config import BackendConfig, Geometry

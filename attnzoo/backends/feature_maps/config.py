@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from attnzoo.backends.feature_maps import fixed, learned  # noqa: F401  (register their maps)
-from attnzoo.backends.feature_maps.base import (  # noqa: F401  (the decorator, for users)
+from attnzoo.backends.feature_maps.base import (
     FEATURE_MAPS,
     feature_map_name,
     get_feature_map,
     import_feature_map,
-    register_feature_map,
 )
+from attnzoo.backends.feature_maps.base import register_feature_map as register_feature_map
 from attnzoo.contract.config import BackendConfig
 from attnzoo.errors import ConfigError
 
