@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedModel
 
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.distil import distil_loss
 from attnzoo.training.encoder import is_encoder
-from attnzoo.training.head_entropy import make_entropy_log
 from attnzoo.training.loop import OnStep
 from attnzoo.training.masked import MaskedRun
-from attnzoo.training.results import collect_results
+from attnzoo.training.results import complete
 from attnzoo.training.runs import Log, Run
 from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import output_extras
@@ -90,14 +91,11 @@ def finetune(
         log=log,
         on_step=on_step,
     )
-    with closing(run):
-        return run.finished if run.finished is not None else _finetune(run, config)
+    return complete(run, partial(_finetune, config=config))
 
 
-def _finetune(run: Run, config: FinetuneConfig) -> dict[str, Any]:
-    """Train and evaluate the model of a run, save it, and return its results."""
-    run.evaluate_baselines()
-    run.loop.entropy_log = make_entropy_log(run)
+def _finetune(run: Run, config: FinetuneConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the model of a run, fine-tuned, and no further results."""
     if config.train == "extras" and not output_extras(run.model):
         raise SpecError(
             "The backends have no parameters of their own with a gradient from the model's output, "
@@ -114,6 +112,4 @@ def _finetune(run: Run, config: FinetuneConfig) -> dict[str, Any]:
     model = run.train(
         run.model, "finetune", config.steps, lambda prepared: loss, run.load_model, before_step
     )
-    results = collect_results(run, model, run.evaluate_result(model))
-    run.save(model, results)
-    return results
+    return model, {}

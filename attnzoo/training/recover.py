@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,9 +25,8 @@ from attnzoo.training.distil import (
     softmax_teacher,
 )
 from attnzoo.training.encoder import EncoderRun, is_encoder
-from attnzoo.training.head_entropy import make_entropy_log
 from attnzoo.training.loop import Loss, OnStep, Stage
-from attnzoo.training.results import collect_results
+from attnzoo.training.results import complete
 from attnzoo.training.reuse import reuse_transfer
 from attnzoo.training.runs import Log, Run
 from attnzoo.training.train_config import TrainConfig
@@ -146,14 +144,11 @@ def recover(
         log=log,
         on_step=on_step,
     )
-    with closing(run):
-        return run.finished if run.finished is not None else _recover(run, config)
+    return complete(run, partial(_recover, config=config))
 
 
-def _recover(run: Run, config: RecoverConfig) -> dict[str, Any]:
-    """Train and evaluate the model of a run, save it, and return its results."""
-    run.evaluate_baselines()
-    run.loop.entropy_log = make_entropy_log(run)
+def _recover(run: Run, config: RecoverConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the model of a run, recovered, and what calibration measured."""
     if config.cross_entropy and config.distil_steps and config.train != "extras":
         rows = run.rows_of_length(config.distil_length)
         run.tune_softmax(
@@ -166,11 +161,7 @@ def _recover(run: Run, config: RecoverConfig) -> dict[str, Any]:
     model = _distil(_transfer(run.model, run, config), run, config)
     # without cross-entropy, softmax is its own teacher: distillation does not change it
     run.baselines.results.setdefault("softmax tuned", run.baselines.results["softmax"])
-    results = collect_results(run, model, run.evaluate_result(model))
-    if calibration:
-        results["calibration"] = calibration
-    run.save(model, results)
-    return results
+    return model, {"calibration": calibration} if calibration else {}
 
 
 def _require_hidden_state_loss(config: RecoverConfig) -> None:

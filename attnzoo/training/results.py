@@ -1,8 +1,9 @@
-"""Results of a training run: verdict, evaluation of every model, decoding cost."""
+"""Complete a training run: its results are a verdict, evaluations, and decoding cost."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from typing import Any
 
 import torch
@@ -11,18 +12,42 @@ from transformers import PreTrainedModel
 from attnzoo.evaluation.decoding import measure_decoding
 from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.convert import original_attention
+from attnzoo.training.head_entropy import make_entropy_log
 from attnzoo.training.runs import Run
 
 LENGTHS = (256, 1024, 4096)  # context lengths at which decoding is timed, in tokens
 MARGIN = 16  # positions left free for the timed tokens
 
 
-def collect_results(run: Run, model: PreTrainedModel, lines: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of ``recovery.json`` or ``finetuning.json``.
+def complete(
+    run: Run, train: Callable[[Run], tuple[PreTrainedModel, dict[str, Any]]]
+) -> dict[str, Any]:
+    """Evaluate the baselines of a run, train, evaluate and save the result, and close the run.
+
+    Args:
+        run: The run; a finished one is closed only.
+        train: Returns the trained model, with all weights on this process, and further results.
+
+    Returns:
+        The content of ``recovery.json`` or ``finetuning.json``.
+    """
+    with closing(run):
+        if run.finished is not None:
+            return run.finished
+        run.evaluate_baselines()
+        run.loop.entropy_log = make_entropy_log(run)
+        model, further = train(run)
+        results = {**_collect(run, model, run.evaluate_result(model)), **further}
+        run.save(model, results)
+        return results
+
+
+def _collect(run: Run, model: PreTrainedModel, lines: dict[str, Any]) -> dict[str, Any]:
+    """Return the results of a trained model.
 
     Args:
         run: The run.
-        model: The trained model, with all weights on this process.
+        model: The model.
         lines: Evaluation results by name: ``softmax``, ``window alone``, ``raw swap``, ``result``
             and any others.
     """

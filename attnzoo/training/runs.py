@@ -94,6 +94,7 @@ class Run:
         AttnzooError: An argument is invalid.
     """
 
+    finished: dict[str, Any] | None
     quality_class: Any = Quality  # result of one evaluation
     is_encoder = False
     task = "CAUSAL_LM"  # PEFT's task type
