@@ -195,15 +195,8 @@ class DeltaBackend(RecurrentBackend):
         reasons = super().unsupported_reasons(inputs)
         if not inputs.mask.causal:
             reasons.append("the mask is not causal (the delta rule needs an order of the tokens)")
-        hidden = inputs.hidden_states
-        if hidden is not None and inputs.k.ndim == 4:
-            expected = (inputs.k.shape[0], inputs.k.shape[2], self.geometry.hidden_size)
-            if tuple(hidden.shape) != expected:
-                reasons.append(
-                    f"hidden_states have shape {tuple(hidden.shape)} (write strengths take "
-                    f"{expected})"
-                )
-        return reasons
+        size = self.geometry.hidden_size
+        return reasons + inputs.hidden_state_reasons(size, "write strengths take")
 
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
         """Run the delta rule, and the softmax window beside it if there is one."""

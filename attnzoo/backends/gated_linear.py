@@ -119,14 +119,7 @@ class GatedLinearBackend(FeatureMapBackend):
         reasons = super().unsupported_reasons(inputs)
         if not inputs.mask.causal:
             reasons.append("the mask is not causal (gates need an order of the tokens)")
-        hidden = inputs.hidden_states
-        if hidden is not None and inputs.k.ndim == 4:
-            expected = (inputs.k.shape[0], inputs.k.shape[2], self.geometry.hidden_size)
-            if tuple(hidden.shape) != expected:
-                reasons.append(
-                    f"hidden_states have shape {tuple(hidden.shape)} (the gate takes {expected})"
-                )
-        return reasons
+        return reasons + inputs.hidden_state_reasons(self.geometry.hidden_size, "the gate takes")
 
     def fused_feature_map(self) -> str:
         """Return the feature map that the op applies, or ``""`` if the module applies it."""

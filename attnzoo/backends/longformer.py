@@ -195,11 +195,9 @@ class LongformerBackend(AttentionBackend):
             reasons.append("attention dropout is given with a state (set it to 0 to decode)")
         if isinstance(mask, GlobalMask):
             reasons += self._global_mask_reasons(mask, inputs, with_state=with_state)
-        hidden = inputs.hidden_states
-        if self.global_projections is not None and hidden is not None:
-            expected = (q.shape[0], inputs.k.shape[2], self.geometry.hidden_size)
-            if tuple(hidden.shape) != expected:
-                reasons.append(f"hidden_states have shape {tuple(hidden.shape)}, not {expected}")
+        if self.global_projections is not None:
+            size = self.geometry.hidden_size
+            reasons += inputs.hidden_state_reasons(size, "the global projections take")
         return reasons
 
     def _global_mask_reasons(
