@@ -36,7 +36,6 @@ from attnzoo.contract.validation import (
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linformer.causal_blocks import run_block_torch
 from attnzoo.ops.linformer.common import (
-    BlockCall,
     BlockState,
     LinformerCall,
     empty_state,
@@ -169,7 +168,7 @@ def linformer_block_attention(
         raise UnsupportedError(
             "linformer_block_attention is causal, got a bidirectional mask; use linformer_attention"
         )
-    call = BlockCall(
+    call = LinformerCall(
         q,
         k,
         v,

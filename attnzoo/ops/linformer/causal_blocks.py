@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnzoo.contract.padding import gather_tokens
-from attnzoo.ops.linformer.common import BlockCall, BlockState
+from attnzoo.ops.linformer.common import BlockState, LinformerCall
 from attnzoo.ops.linformer.rows import (
     attend_to_rows,
     compute_dtype,
@@ -52,7 +52,7 @@ class _Keys(NamedTuple):
     sizes: _Sizes
 
 
-def run_block_torch(x: BlockCall) -> tuple[Tensor, BlockState | None]:
+def run_block_torch(x: LinformerCall) -> tuple[Tensor, BlockState | None]:
     """Return the output, ``[B, H, T, E]``, and the state if requested."""
     state, padding_mask, stored = x.state, x.padding_mask, x.k.dtype
     length, size = x.q.shape[2], x.key_rows.shape[1]
@@ -115,7 +115,7 @@ def _gather(x: Tensor, layout: _Layout, length: int) -> Tensor:
     return gather_tokens(x, index)
 
 
-def _project_blocks(k: Tensor, v: Tensor, x: BlockCall, finished: int) -> _Keys:
+def _project_blocks(k: Tensor, v: Tensor, x: LinformerCall, finished: int) -> _Keys:
     """Project the first ``finished`` blocks of keys and values, after the rows of the state."""
     key_rows, value_rows, state = x.key_rows, x.value_rows, x.state
     size, dtype = key_rows.shape[1], k.dtype

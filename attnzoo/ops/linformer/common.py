@@ -24,36 +24,22 @@ class BlockState(NamedTuple):
 
 
 class LinformerCall(NamedTuple):
-    """Inputs of ``linformer_attention``, validated."""
+    """Inputs of either op, validated."""
 
     q: Tensor  # [B, H, T, D]
     k: Tensor  # [B, Hkv, S, D]
     v: Tensor  # [B, Hkv, S, E]
-    key_rows: Tensor  # [1 or Hkv, L, R]
-    value_rows: Tensor  # [1 or Hkv, L, R]
+    key_rows: Tensor  # [1 or Hkv, L, R]; [1 or Hkv, C, R] in the block form
+    value_rows: Tensor  # of the same shape
     scale: float
     padding_mask: Tensor | None  # [B, S], bool: false at padding
     pooling: bool
     dropout: float
+    state: BlockState | None = None  # of the block form, and so is the next
+    return_state: bool = False
 
 
-class BlockCall(NamedTuple):
-    """Inputs of ``linformer_block_attention``, validated."""
-
-    q: Tensor  # [B, H, T, D]
-    k: Tensor  # [B, Hkv, T, D]
-    v: Tensor  # [B, Hkv, T, E]
-    key_rows: Tensor  # [1 or Hkv, C, R]
-    value_rows: Tensor  # [1 or Hkv, C, R]
-    scale: float
-    padding_mask: Tensor | None  # [B, T], bool: false at padding
-    pooling: bool
-    dropout: float
-    state: BlockState | None
-    return_state: bool
-
-
-def empty_state(x: BlockCall) -> BlockState:
+def empty_state(x: LinformerCall) -> BlockState:
     """Return the state before the first token."""
     (batch, heads, _, size), block = x.k.shape, x.key_rows.shape[1]
     width = x.v.shape[3]

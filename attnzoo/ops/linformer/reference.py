@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from attnzoo.contract.padding import fill_padding
-from attnzoo.ops.linformer.common import BlockCall, BlockState, LinformerCall
+from attnzoo.ops.linformer.common import BlockState, LinformerCall
 
 
 def run_reference(x: LinformerCall) -> Tensor:
@@ -42,7 +42,7 @@ def run_reference(x: LinformerCall) -> Tensor:
     return _softmax_attention(q, row_k, row_v, bias[:, None, None], x)
 
 
-def run_block_reference(x: BlockCall) -> tuple[Tensor, BlockState | None]:
+def run_block_reference(x: LinformerCall) -> tuple[Tensor, BlockState | None]:
     """Return the output of the causal form, ``[B, H, T, E]``, and the state if requested.
 
     Positions count from the start of the current block of the state.
@@ -97,7 +97,7 @@ def run_block_reference(x: BlockCall) -> tuple[Tensor, BlockState | None]:
     return out, BlockState(row_k, row_v, filled, current_k, current_v, total % size)
 
 
-def _block_weights(x: BlockCall, wide: torch.dtype) -> tuple[list[Tensor], Tensor]:
+def _block_weights(x: LinformerCall, wide: torch.dtype) -> tuple[list[Tensor], Tensor]:
     """Return the weights of keys and values, ``[Hkv, C, R]``, and the bias of rows, ``[R]``."""
     weights = [rows.to(wide).expand(x.k.shape[1], -1, -1) for rows in (x.key_rows, x.value_rows)]
     size, rows = x.key_rows.shape[1:]
@@ -116,14 +116,12 @@ def _padding_mask(padding_mask: Tensor | None, k: Tensor) -> Tensor:
     return padding_mask.bool()
 
 
-def _keys_and_values(x: LinformerCall | BlockCall, dtype: torch.dtype) -> list[Tensor]:
+def _keys_and_values(x: LinformerCall, dtype: torch.dtype) -> list[Tensor]:
     """Return keys and values with zeros at padding."""
     return [fill_padding(t.to(dtype), x.padding_mask) for t in (x.k, x.v)]
 
 
-def _softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, x: LinformerCall | BlockCall
-) -> Tensor:
+def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, x: LinformerCall) -> Tensor:
     """Return softmax attention with a bias, ``[B, H, T, E]``."""
     k, v = (repeat(t, "b h s d -> b (h g) s d", g=q.shape[1] // t.shape[1]) for t in (k, v))
     weights = (torch.einsum("bhtd,bhsd->bhts", q, k) * x.scale + bias).softmax(-1)
