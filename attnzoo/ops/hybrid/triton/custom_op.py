@@ -18,7 +18,6 @@ from attnzoo.ops.hybrid.triton.merge import MergeOptions, merge, merge_backward
 from attnzoo.ops.linear.triton.launch import KernelLauncher, LinearTensors, empty_rows
 from attnzoo.ops.window.extra_keys import ExtraKeys, extra_key_gradients, merge_extra_keys
 from attnzoo.ops.window.triton.custom_op import (
-    WindowOptions,
     launch_window,
     launch_window_backward,
 )
@@ -84,8 +83,8 @@ def hybrid_triton(
         of values, and the factors of ``merge``.
     """
     options = _merge_options(q, window, relative, mean, min_weight)
-    masks, near_options = (padding_mask, segment_ids), WindowOptions(window - 1, 0, scale)
-    near, lse = launch_window(q, k, v, masks, near_options, torch.float32)
+    masks = padding_mask, segment_ids
+    near, lse = launch_window(q, k, v, masks, (window - 1, 0), scale, torch.float32)
     if first_k is not None and first_v is not None and first_seen is not None:
         extra = ExtraKeys(first_k, first_v, first_seen)
         rows, lse = merge_extra_keys(near.transpose(1, 2), lse, q, extra, scale)
@@ -140,9 +139,9 @@ def hybrid_triton_backward(
     d_near, d_lse, d_values, delta, d_logit = merge_backward(
         d_out, near, values, near_weight, linear_weight, options, v.dtype
     )
-    masks, near_options = (padding_mask, segment_ids), WindowOptions(window - 1, 0, scale)
+    masks = padding_mask, segment_ids
     dq, dk, dv = launch_window_backward(
-        d_near.transpose(1, 2), d_lse, q, k, v, near, lse, masks, near_options
+        d_near.transpose(1, 2), d_lse, q, k, v, near, lse, masks, (window - 1, 0), scale
     )
     d_first = q.new_empty(0), q.new_empty(0)
     if first_k is not None and first_v is not None and first_seen is not None:

@@ -5,13 +5,14 @@ Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.contract.masks import Window
 from attnzoo.ops.window.triton.window import (
     window_kernel,
     window_key_gradient_kernel,
@@ -29,21 +30,22 @@ LARGEST = 256  # key and value size
 Masks = tuple[Tensor | None, Tensor | None]  # padding mask and segment ids, [B, T]
 
 
-class WindowOptions(NamedTuple):
-    """The number of keys that a query sees before and after its own, and the factor of scores."""
-
-    before: int
-    after: int
-    scale: float
-
-
 def launch_window(
-    q: Tensor, k: Tensor, v: Tensor, masks: Masks, options: WindowOptions, dtype: torch.dtype
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masks: Masks,
+    window: Window,
+    scale: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output ``[B, T, H, E]`` in ``dtype``, and the log-sum-exp."""
+    """Return the output ``[B, T, H, E]`` in ``dtype``, and the log-sum-exp.
+
+    ``window`` is the number of keys that a query sees before and after its own.
+    """
     out, lse = _outputs(q, v, dtype)
     q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
-    blocks, given, constants = _launch_options(q, k, v, masks, options)
+    blocks, given, constants = _launch_options(q, k, v, masks, window, scale)
     with device_context(q.device):
         window_kernel[(blocks, q.shape[0] * q.shape[1])](
             q, k, v, out, lse, *given, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
@@ -61,7 +63,8 @@ def launch_window_backward(
     out: Tensor,
     lse: Tensor,
     masks: Masks,
-    options: WindowOptions,
+    window: Window,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v as ``[B, T, heads, size]``.
 
@@ -70,7 +73,7 @@ def launch_window_backward(
     dq, dk, dv = (_empty_rows(x, x.shape[3]) for x in (q, k, v))
     delta = torch.empty_like(lse)
     q, k, v, d_out = (contiguous_rows(x) for x in (q, k, v, d_out))
-    blocks, given, constants = _launch_options(q, k, v, masks, options)
+    blocks, given, constants = _launch_options(q, k, v, masks, window, scale)
     strides = [s for x in (q, k, v, d_out) for s in x.stride()[:3]]
     with device_context(q.device):
         window_query_gradient_kernel[(blocks, q.shape[0] * q.shape[1])](
@@ -111,8 +114,8 @@ def window_triton(
         ``[B, H, T, E]`` and ``[B, H, T]`` float32. For a query that sees no key they are 0 and
         -1e30.
     """
-    options, dtype = WindowOptions(before, after, scale), torch.float32 if wide else v.dtype
-    out, lse = launch_window(q, k, v, (padding_mask, segment_ids), options, dtype)
+    masks, dtype = (padding_mask, segment_ids), torch.float32 if wide else v.dtype
+    out, lse = launch_window(q, k, v, masks, (before, after), scale, dtype)
     return out.transpose(1, 2), lse
 
 
@@ -133,8 +136,9 @@ def window_triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; ``out`` and ``lse`` are the forward results."""
     rows, masks = out.transpose(1, 2).contiguous(), (padding_mask, segment_ids)
-    options = WindowOptions(before, after, scale)
-    grads = launch_window_backward(d_out, d_lse.contiguous(), q, k, v, rows, lse, masks, options)
+    grads = launch_window_backward(
+        d_out, d_lse.contiguous(), q, k, v, rows, lse, masks, (before, after), scale
+    )
     dq, dk, dv = (x.transpose(1, 2) for x in grads)
     return dq, dk, dv
 
@@ -149,7 +153,7 @@ def _outputs(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _launch_options(
-    q: Tensor, k: Tensor, v: Tensor, masks: Masks, options: WindowOptions
+    q: Tensor, k: Tensor, v: Tensor, masks: Masks, window: Window, scale: float
 ) -> tuple[int, list[Tensor], dict[str, Any]]:
     """Return the number of blocks, the masks, and the arguments that all kernels take."""
     padding_mask, segment_ids = masks
@@ -159,9 +163,9 @@ def _launch_options(
     unused = q.new_empty(1, dtype=torch.int8)
     constants = {
         "tokens": tokens,
-        "before": min(options.before, tokens),
-        "after": min(options.after, tokens),
-        "scale": options.scale,
+        "before": min(window[0], tokens),
+        "after": min(window[1], tokens),
+        "scale": scale,
         "heads": q.shape[1],
         "D": d,
         "E": e,
