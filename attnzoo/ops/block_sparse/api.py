@@ -23,7 +23,6 @@ from attnzoo.ops.block_sparse.cpu.block_sparse import cpp_reasons
 from attnzoo.ops.block_sparse.custom_ops import sparse_attention, triton_step
 from attnzoo.ops.block_sparse.index_keys import add_index, pack_queries
 from attnzoo.ops.block_sparse.layout import (
-    Aligned,
     add_token,
     align_rows,
     new_state,
@@ -167,29 +166,23 @@ def block_sparse_attention(
         _, choice = select("block_sparse_attention", IMPLEMENTATIONS, call, impl)
         if return_state and state is None:
             if given is not None:
-                call = add_index(call, given, Aligned(q, k, v, None, None, None, None), None)
+                call = add_index(call, given)
             state = new_state(call, None)
         return AttentionOutput(empty_output(q, k, v), state if return_state else None, impl=choice)
     if state is not None and impl != "reference" and _is_step(q, k, v, mask):
         return _step(call, given, state, return_state, impl)
-    aligned = align_rows(q, k, v, mask, state)
-    call = call._replace(
-        q=aligned.q,
-        k=aligned.k,
-        v=aligned.v,
-        lengths=aligned.lengths,
-        counts=aligned.counts,
-        leader=None if state is None else state.leader,
-    )
+    call, order, key_order = align_rows(call, mask, state)
+    if state is not None:
+        call = call._replace(leader=state.leader)
     if given is not None:
-        call = add_index(call, given, aligned, state)
+        call = add_index(call, given, order, key_order, state)
     implementation, choice = select("block_sparse_attention", IMPLEMENTATIONS, call, impl)
     if choice.impl == "triton":
         if reason := selection_reason(call):
             choice = choice._replace(reason=f"{choice.reason}; {reason}")
         if return_state and call.summary is None:
             call = call._replace(summary=summarize(call))  # once for the selection and the state
-    out = restore_order(implementation.run(call), aligned.order).to(v.dtype)
+    out = restore_order(implementation.run(call), order).to(v.dtype)
     return AttentionOutput(out, new_state(call, state) if return_state else None, impl=choice)
 
 

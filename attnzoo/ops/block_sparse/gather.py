@@ -40,15 +40,13 @@ class SparseTensors(NamedTuple):
         return self.lengths[:, None]
 
 
-class KeySlots(NamedTuple):
-    """Keys of some queries; a slot that is not valid points to any key."""
+def key_slots(x: SparseTensors, queries: slice) -> tuple[Tensor, Tensor]:
+    """Return the keys that each query of a slice attends to.
 
-    columns: Tensor  # [B, A, c, X], of k
-    valid: Tensor  # [B, A, c, X]
-
-
-def key_slots(x: SparseTensors, queries: slice) -> KeySlots:
-    """Return the keys that each query of a slice attends to."""
+    Returns:
+        Columns of k, and whether each is valid, both ``[B, A, c, X]``; one that is not valid is
+        that of any key.
+    """
     options, lengths = x.options, x.key_lengths
     length, keys, size = x.q.shape[2], x.k.shape[2], options.block_size
     device = x.q.device
@@ -79,23 +77,18 @@ def key_slots(x: SparseTensors, queries: slice) -> KeySlots:
         real = position >= lengths - x.counts[:, None]
         valid = valid & real[:, None, :, None]
     index = index + (keys - lengths)[:, :, None, None]
-    return KeySlots(torch.where(valid, index, keys - 1), valid)
+    return torch.where(valid, index, keys - 1), valid
 
 
 class QueryChunk(NamedTuple):
     """Some queries and the keys that they attend to, in float32 or wider."""
 
     queries: slice
-    slots: KeySlots
+    columns: Tensor  # [B, A, c, X], from :func:`key_slots`
     q: Tensor  # [B, Hkv, F, c, Y, D]
     k: Tensor  # [B, Hkv, F, c, X, D]
     v: Tensor  # [B, Hkv, F, c, X, E]
-    scores: Tensor  # [B, Hkv, F, c, Y, X], minus infinity where a slot is not valid
-
-    def mask(self) -> Tensor:
-        """Return which keys are attended to, ``[B, Hkv, F, c, 1, X]``."""
-        valid: Tensor = self.slots.valid.unflatten(1, self.q.shape[1:3])
-        return valid[:, :, :, :, None]
+    scores: Tensor  # [B, Hkv, F, c, Y, X], minus infinity where a column is not valid
 
 
 def split_queries(x: SparseTensors) -> Iterator[QueryChunk]:
@@ -108,12 +101,12 @@ def split_queries(x: SparseTensors) -> Iterator[QueryChunk]:
     dtype = torch.promote_types(x.q.dtype, torch.float32)
     for start in range(0, length, step):
         queries = slice(start, min(start + step, length))
-        found = key_slots(x, queries)
+        columns, valid = key_slots(x, queries)
         q = head_groups(x.q[:, :, queries], heads, key_heads).to(dtype)
-        k, v = (gather_keys(y, found.columns).to(dtype) for y in (x.k, x.v))
-        scores = q @ k.mT * x.scale
-        chunk = QueryChunk(queries, found, q, k, v, scores)
-        yield chunk._replace(scores=scores.masked_fill(~chunk.mask(), -torch.inf))
+        k, v = (gather_keys(y, columns).to(dtype) for y in (x.k, x.v))
+        mask = valid.unflatten(1, q.shape[1:3])[:, :, :, :, None]  # [B, Hkv, F, c, 1, X]
+        scores = (q @ k.mT * x.scale).masked_fill(~mask, -torch.inf)
+        yield QueryChunk(queries, columns, q, k, v, scores)
 
 
 def head_groups(x: Tensor, heads: int, key_heads: int) -> Tensor:
@@ -186,7 +179,7 @@ def backward(
         weights = (chunk.scores - logs).exp()
         d_scores = weights * (d @ chunk.v.mT - deltas) * x.scale
         dq[:, :, chunk.queries] = (d_scores @ chunk.k).transpose(3, 4).flatten(1, 3)
-        index = chunk.slots.columns.unflatten(1, (key_heads, -1)).flatten(0, 1)
+        index = chunk.columns.unflatten(1, (key_heads, -1)).flatten(0, 1)
         rows = (index + groups[:, None, None, None]).flatten()
         dk.view(-1, dk.shape[3]).index_add_(0, rows, (d_scores.mT @ chunk.q).flatten(0, -2))
         dv.view(-1, dv.shape[3]).index_add_(0, rows, (weights.mT @ d).flatten(0, -2))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.padding import gather_tokens
-from attnzoo.ops.block_sparse.layout import Aligned, align_tokens
+from attnzoo.ops.block_sparse.layout import align_tokens
 from attnzoo.ops.block_sparse.options import (
     BlockSparseState,
     IndexTensors,
@@ -38,28 +38,33 @@ def pack_queries(index: IndexTensors) -> Tensor:
 
 
 def add_index(
-    call: SparseCall, index: IndexTensors, aligned: Aligned, state: BlockSparseState | None
+    call: SparseCall,
+    index: IndexTensors,
+    order: Tensor | None = None,
+    key_order: Tensor | None = None,
+    state: BlockSparseState | None = None,
 ) -> SparseCall:
     """Return the call with the index queries, the summaries of index keys, and the latest of them.
 
     Args:
         call: The call after alignment.
         index: Index tensors before alignment.
-        aligned: The alignment.
+        order: Index of each query before alignment, from :func:`align_rows`.
+        key_order: That of each key.
         state: State of the earlier tokens.
     """
     queries, keys = pack_queries(index), index.k
-    if aligned.order is not None:
-        assert aligned.counts is not None
-        queries = align_tokens(queries, aligned.order, aligned.counts)
+    if order is not None:
+        assert call.counts is not None
+        queries = align_tokens(queries, order, call.counts)
     if state is not None:
-        if aligned.order is not None and aligned.counts is not None:
-            keys = align_tokens(keys, aligned.order, aligned.counts)
-        summary, tail = extend_summary(state, keys, aligned.counts, call.options)
+        if order is not None and call.counts is not None:
+            keys = align_tokens(keys, order, call.counts)
+        summary, tail = extend_summary(state, keys, call.counts, call.options)
         return call._replace(index_q=queries, summary=summary, tail=tail)
-    if aligned.key_order is not None:
-        assert aligned.lengths is not None
-        keys = align_tokens(keys, aligned.key_order, aligned.lengths)
+    if key_order is not None:
+        assert call.lengths is not None
+        keys = align_tokens(keys, key_order, call.lengths)
         keys = keys[:, :, keys.shape[2] - call.k.shape[2] :]
     summary = summarize(keys, call.lengths, call.options, MEAN)
     tail = latest_keys(keys, call.options.block_size)

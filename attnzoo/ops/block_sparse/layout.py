@@ -6,8 +6,6 @@ N key blocks, Z numbers per summary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,26 +23,21 @@ from attnzoo.ops.block_sparse.selection import MEAN, pool_queries, summarize
 MAX_RECENT = 256  # tokens that a state keeps apart; a multiple of this many are merged at a time
 
 
-class Aligned(NamedTuple):
-    """Queries, keys and values whose rows end with their last real token."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lengths: Tensor | None  # [B], real keys; None means all
-    counts: Tensor | None  # [B], real queries; None means all
-    order: Tensor | None  # [B, T], index of each query in the call; None means unchanged
-    key_order: Tensor | None  # [B, S], index of each key, those of the state first
-
-
 def align_rows(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, state: BlockSparseState | None
-) -> Aligned:
-    """Move padding to the front of every row, after the keys of the state."""
+    call: SparseCall, mask: AttentionMask, state: BlockSparseState | None = None
+) -> tuple[SparseCall, Tensor | None, Tensor | None]:
+    """Move padding to the front of every row, after the keys of the state.
+
+    Returns:
+        The call, whose rows end with their last real token; the index of each of its queries in
+        the call before, ``[B, T]``; and that of each key, ``[B, S]``, those of the state first.
+        ``None`` means unchanged.
+    """
+    q, k, v = call.q, call.k, call.v
     batch, length = q.shape[0], q.shape[2]
     padding = _key_mask(q, k, mask)
     if state is None and padding is None:
-        return Aligned(q, k, v, None, None, None, None)
+        return call, None, None
     if padding is None:
         padding = torch.ones(batch, length, dtype=torch.bool, device=q.device)
     padding = padding.expand(batch, -1)
@@ -61,7 +54,7 @@ def align_rows(
         real = position >= past - state.length[:, None]
         padding = torch.cat([real, padding], 1)
     if not torch.compiler.is_compiling() and bool(padding.all()):
-        return Aligned(q, k, v, None, None, None, None)
+        return call._replace(k=k, v=v), None, None
     keys = padding.int().argsort(dim=1, stable=True)
     order = query_mask.int().argsort(dim=1, stable=True)
     lengths, counts = padding.sum(1), query_mask.sum(1)
@@ -69,7 +62,8 @@ def align_rows(
     if not torch.compiler.is_compiling():
         longest = max(int(lengths.max()), length)
         k, v = k[:, :, k.shape[2] - longest :], v[:, :, v.shape[2] - longest :]
-    return Aligned(align_tokens(q, order, counts), k, v, lengths, counts, order, keys)
+    q = align_tokens(q, order, counts)
+    return call._replace(q=q, k=k, v=v, lengths=lengths, counts=counts), order, keys
 
 
 def _key_mask(q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor | None:

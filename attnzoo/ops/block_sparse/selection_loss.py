@@ -14,7 +14,7 @@ C keys of a block, I indexer heads, P size of index queries and keys.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -40,15 +40,6 @@ from attnzoo.ops.block_sparse.selection import (
 from attnzoo.runtime.autocast import autocast_disabled
 
 MAX_SCORES = 2**24  # of softmax, computed at a time
-
-
-class _Queries(NamedTuple):
-    """Some queries, and the blocks that they may select."""
-
-    q: Tensor  # [B, H, c, D]
-    index_q: Tensor  # [B, I, c, P + 1]
-    position: Tensor  # [1 or B, c]; negative at padding
-    allowed: Candidates
 
 
 def selection_loss(
@@ -78,12 +69,9 @@ def selection_loss(
     with autocast_disabled(q.device):
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k = q.detach().to(wide), k.detach().to(wide)
-        aligned = align_rows(q, k, k, mask, None)
-        lengths, counts = aligned.lengths, aligned.counts
-        call = SparseCall(
-            aligned.q, aligned.k, aligned.v, lengths, counts, None, None, scale, options, choice
-        )
-        call = add_index(call, index, aligned, None)
+        call = SparseCall(q, k, k, None, None, None, None, scale, options, choice)
+        call, order, key_order = align_rows(call, mask)
+        call = add_index(call, index, order, key_order)
         assert call.index_q is not None
         assert call.summary is not None
         keys, position = _blocks_of_keys(call), first_positions(call)
@@ -93,20 +81,14 @@ def selection_loss(
         total = call.summary.new_zeros(())
         for start in range(0, length, step):
             rows = slice(start, start + step)
-            part = _Queries(
-                call.q[:, :, rows],
-                call.index_q[:, :, rows],
-                position[:, rows],
-                allowed._replace(end=allowed.end[:, rows], begin=allowed.begin[:, rows]),
-            )
+            part = call._replace(q=call.q[:, :, rows], index_q=call.index_q[:, :, rows])
+            some = allowed._replace(end=allowed.end[:, rows], begin=allowed.begin[:, rows])
+            loss = partial(_divergence, part, keys, position[:, rows], some)
             if step < length and torch.is_grad_enabled():
-                loss: Tensor = checkpoint(
-                    _divergence, part, keys, call.summary, call, use_reentrant=False
-                )
+                total = total + checkpoint(loss, use_reentrant=False)
             else:
-                loss = _divergence(part, keys, call.summary, call)
-            total = total + loss
-        queries = batch * length if counts is None else counts.sum().clamp(min=1)
+                total = total + loss()
+        queries = batch * length if call.counts is None else call.counts.sum().clamp(min=1)
         return total / queries
 
 
@@ -122,13 +104,24 @@ def _blocks_of_keys(call: SparseCall) -> Tensor:
     return gather_tokens(call.k, index).masked_fill(~real, 0)
 
 
-def _divergence(part: _Queries, keys: Tensor, summary: Tensor, call: SparseCall) -> Tensor:
-    """Return the sum of the divergences of some queries."""
-    blocks = summary.shape[2]
-    allowed = part.allowed.mask(blocks) & (part.position >= 0)[..., None]
-    weights = _block_weights(part, keys, call)[..., :blocks].masked_fill(~allowed, 0)
+def _divergence(
+    part: SparseCall, keys: Tensor, position: Tensor, candidate_blocks: Candidates
+) -> Tensor:
+    """Return the sum of the divergences of some queries.
+
+    Args:
+        part: The call with these queries only, and their index queries.
+        keys: Keys from :func:`_blocks_of_keys`.
+        position: Position of each query, ``[1 or B, c]``; negative at padding.
+        candidate_blocks: Blocks that each query may select.
+    """
+    assert part.summary is not None
+    assert part.index_q is not None
+    blocks = part.summary.shape[2]
+    allowed = candidate_blocks.mask(blocks) & (position >= 0)[..., None]
+    weights = _block_weights(part, keys, position)[..., :blocks].masked_fill(~allowed, 0)
     share = weights / weights.sum(2, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
-    scores = index_scores(part.index_q, summary)
+    scores = index_scores(part.index_q, part.summary)
     lowest = torch.finfo(scores.dtype).min  # not infinity: a query may have no candidate
     log_scores = scores.masked_fill(~allowed, lowest).log_softmax(2)
     log_share = share.clamp(min=torch.finfo(share.dtype).tiny).log()
@@ -136,19 +129,19 @@ def _divergence(part: _Queries, keys: Tensor, summary: Tensor, call: SparseCall)
 
 
 @torch.no_grad()
-def _block_weights(part: _Queries, keys: Tensor, call: SparseCall) -> Tensor:
+def _block_weights(part: SparseCall, keys: Tensor, position: Tensor) -> Tensor:
     """Return the mean over heads of softmax's weight on each block, ``[B, c, N]``.
 
     Without the weight of the first tokens, which are not selected.
     """
-    options, heads, count = call.options, part.q.shape[1], keys.shape[2]
+    options, heads, count = part.options, part.q.shape[1], keys.shape[2]
     column = torch.arange(count, device=keys.device)
-    lengths = column.new_full((1,), call.k.shape[2]) if call.lengths is None else call.lengths
+    lengths = column.new_full((1,), part.k.shape[2]) if part.lengths is None else part.lengths
     seen = column < lengths[:, None, None]  # [1 or B, 1 or c, S]
     if options.causal:
-        seen = seen & (column <= part.position[..., None])
+        seen = seen & (column <= position[..., None])
     groups = heads // keys.shape[1]
-    scores = part.q.unflatten(1, (-1, groups)) @ keys[:, :, None].mT * call.scale
+    scores = part.q.unflatten(1, (-1, groups)) @ keys[:, :, None].mT * part.scale
     scores = scores.flatten(1, 2).masked_fill(~seen[:, None], -torch.inf)
     weights: Tensor = scores.softmax(3).nan_to_num(0.0).mean(1)
     weights = weights.masked_fill(column < options.num_sinks, 0)

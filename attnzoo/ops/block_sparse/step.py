@@ -34,16 +34,16 @@ def attend_step(call: SparseCall, state: BlockSparseState) -> Tensor:
     tensors = SparseTensors(
         call.q, all_k, all_k, selected, state.length, None, call.scale, call.options
     )
-    slots = key_slots(tensors, slice(None))
+    columns, valid = key_slots(tensors, slice(None))
     dtype = torch.promote_types(call.q.dtype, torch.float32)
     heads, key_heads = selected.shape[1], state.k.shape[1]
     q = head_groups(call.q, heads, key_heads).to(dtype)
-    old_valid = slots.valid & (slots.columns < older)
-    old_index = slots.columns.clamp(max=max(older - 1, 0))
+    old_valid = valid & (columns < older)
+    old_index = columns.clamp(max=max(older - 1, 0))
     if older == 0:
         old_index, old_valid = old_index[..., :0], old_valid[..., :0]
     k, v = (gather_keys(x, old_index).to(dtype) for x in (state.k, state.v))
-    column = torch.where(slots.valid & (slots.columns >= older), slots.columns - older, recent)
+    column = torch.where(valid & (columns >= older), columns - older, recent)
     attended = torch.zeros(*column.shape[:3], recent + 1, dtype=torch.bool, device=q.device)
     attended = attended.scatter(3, column, torch.ones_like(column, dtype=torch.bool))
     recent_k, recent_v = (x[:, :, None, None].to(dtype) for x in (state.recent_k, state.recent_v))

@@ -148,12 +148,13 @@ def test_selections_are_sorted_by_key_block():
     selected = torch.rand(2, 4, 9, 6, generator=generator).argsort(3)[..., :3].int()
     selected[:, :, ::2, 2] = NO_BLOCK
     for size in (1, 4, 100):
-        found = launch.invert_selection(selected.to(DEVICE), 2, 6, size)
+        inverted = launch.invert_selection(selected.to(DEVICE), 2, 6, size)
+        pairs, first_pair, first_item, item_block = inverted
         of_item = {}
-        for item, block in enumerate(found.item_block.tolist()):
-            begin = found.first_pair[block] + (item - found.first_item[block]) * size
-            end = min(begin + size, found.first_pair[block + 1])
-            of_item.setdefault(block, []).extend(found.pairs[begin:end].tolist())
+        for item, block in enumerate(item_block.tolist()):
+            begin = first_pair[block] + (item - first_item[block]) * size
+            end = min(begin + size, first_pair[block + 1])
+            of_item.setdefault(block, []).extend(pairs[begin:end].tolist())
         for block in range(2 * 2 * 6):
             b, h, j = block // 12, block // 6 % 2, block % 6
             right = [

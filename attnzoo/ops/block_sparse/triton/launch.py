@@ -44,22 +44,17 @@ class KernelOptions(NamedTuple):
     scale: float
 
 
-class InvertedSelection(NamedTuple):
-    """The query blocks that selected each key block, split into items of limited size."""
-
-    pairs: Tensor  # index (b A + a) M + m of each selection, sorted by block
-    first_pair: Tensor  # [B Hkv N + 1], first index into pairs of each block
-    first_item: Tensor  # [B Hkv N + 1], first item of each block
-    item_block: Tensor  # [items], block of each item
-
-
 def invert_selection(
     selected: Tensor, key_heads: int, num_blocks: int, pairs_per_item: int
-) -> InvertedSelection:
-    """Sort selections ``[B, A, M, K]`` by key block.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sort selections ``[B, A, M, K]`` by key block, and split them into items of limited size.
 
     The sizes of the results depend on shapes only, so the device is not synchronised. There may be
     more items than needed.
+
+    Returns:
+        Index (b A + a) M + m of each selection, sorted by block; the first of these of each block,
+        ``[B Hkv N + 1]``; the first item of each block, ``[B Hkv N + 1]``; the block of each item.
     """
     device, kept = selected.device, selected.shape[3]
     units = len(selected) * key_heads
@@ -75,7 +70,7 @@ def invert_selection(
     bound = total + block.numel() // pairs_per_item
     item = torch.arange(bound, device=device)
     item_block = torch.searchsorted(first_item[1:].contiguous(), item, right=True)
-    return InvertedSelection(order // kept, first_pair, first_item, item_block.clamp(max=total - 1))
+    return order // kept, first_pair, first_item, item_block.clamp(max=total - 1)
 
 
 class SparseLauncher:
@@ -216,21 +211,23 @@ class SparseLauncher:
             )
             return self._empty_sums(0, options.block_size), first_item
         pairs = max(1, PART_ROWS // self.rows)
-        found = invert_selection(self.selected, self.key_heads, self.num_blocks, pairs)
-        items = len(found.item_block)
+        index, first_pair, first_item, item_block = invert_selection(
+            self.selected, self.key_heads, self.num_blocks, pairs
+        )
+        items = len(item_block)
         sums = self._empty_sums(items, options.block_size)
         keys = min(self.tile, block_size(options.block_size))
         tiles = -(-options.block_size // keys)
         with device_context(self.q.device):
             selection_gradient_kernel[(items * tiles,)](
-                self.q, self.k, self.v, *rows, *self.ragged, found.item_block, found.first_item,
-                found.first_pair, found.pairs, *sums, **self._strides(rows[0]), **self.arguments,
+                self.q, self.k, self.v, *rows, *self.ragged, item_block, first_item,
+                first_pair, index, *sums, **self._strides(rows[0]), **self.arguments,
                 query_blocks=self.query_blocks, num_blocks=self.num_blocks,
                 key_heads=self.key_heads, lists=self.lists, Y=self.shared_heads,
                 Q=options.query_block, PAIRS=pairs, BLOCK=options.block_size, BM=self.small_tile,
                 BN=keys, TILES=tiles, num_warps=4,
             )  # fmt: skip
-        return sums, found.first_item
+        return sums, first_item
 
     def _empty_sums(self, count: int, keys: int) -> tuple[Tensor, Tensor]:
         """Return float32 buffers for the sums of ``count`` parts for some keys and values."""

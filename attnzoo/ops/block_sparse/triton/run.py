@@ -73,15 +73,16 @@ def summarize(call: SparseCall) -> Tensor:
 
 def selection_launcher(call: SparseCall) -> SelectionLauncher:
     """Return the launcher of the kernels that select the blocks of a call; imports Triton."""
-    from attnzoo.ops.block_sparse.triton.selection_launch import (
-        SelectionLauncher,
-        SelectionTensors,
-    )
+    from attnzoo.ops.block_sparse.triton.selection_launch import SelectionLauncher
 
     queries = call.with_selecting_queries().q
-    tensors = queries, call.k, call.summary, call.lengths, call.counts, call.leader
     return SelectionLauncher(
-        SelectionTensors(*tensors),
+        queries,
+        call.k,
+        call.summary,
+        call.lengths,
+        call.counts,
+        call.leader,
         kernel_options(call.options, call.k.shape[2], call.scale),
         query_blocks=count_query_blocks(queries.shape[2], call.options.query_block),
         top_k=call.options.top_k,

@@ -6,7 +6,7 @@ selection of their own, Z numbers per summary.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -31,22 +31,16 @@ TILE_RANKS = 4096  # rows times blocks of a tile; a rank takes 8 bytes
 TILE_SUMS = 4096  # elements of summaries, or of pooled queries, per program
 
 
-class SelectionTensors(NamedTuple):
-    """Inputs of the selection; see ``SparseCall``. Rows are aligned at their ends."""
-
-    q: Tensor  # [B, H, T, D]; of an indexer, [B, I, T, P + 1]
-    k: Tensor  # [B, Hkv, S, D]
-    summary: Tensor | None  # [B, Hkv or 1, N, Z], float32
-    lengths: Tensor | None  # [B]
-    counts: Tensor | None  # [B]
-    leader: Tensor | None  # [B, H, D] or [B, I, P + 1]
-
-
 class SelectionLauncher:
-    """Launches the kernels that select the blocks of one call.
+    """Launches the kernels that select the blocks of a call, whose rows are aligned at their ends.
 
     Args:
-        x: Inputs.
+        q: Queries, ``[B, H, T, D]``; of an indexer, ``[B, I, T, P + 1]``.
+        k: Keys, ``[B, Hkv, S, D]``.
+        summary: ``[B, Hkv or 1, N, Z]``, float32; ``None`` computes it.
+        lengths: Real keys of each row, ``[B]``; ``None`` means S.
+        counts: Real queries of each row, ``[B]``; ``None`` means T.
+        leader: As in ``SparseCall``.
         options: Sizes.
         query_blocks: M.
         top_k: Maximum number of selected blocks.
@@ -57,7 +51,12 @@ class SelectionLauncher:
 
     def __init__(
         self,
-        x: SelectionTensors,
+        q: Tensor,
+        k: Tensor,
+        summary: Tensor | None,
+        lengths: Tensor | None,
+        counts: Tensor | None,
+        leader: Tensor | None,
         options: KernelOptions,
         *,
         query_blocks: int,
@@ -66,25 +65,26 @@ class SelectionLauncher:
         coverage: float | None,
         per_key_head: bool,
     ) -> None:
-        self.x, self.options, self.score, self.coverage = x, options, score, coverage
-        self.indexed, self.q = score == "indexer", contiguous_rows(x.q)
+        self.options, self.score, self.coverage = options, score, coverage
+        self.indexed, self.q, self.k = score == "indexer", contiguous_rows(q), k
+        self.summary, self.leader = summary, leader
         self.batch, self.heads, self.tokens, self.size = self.q.shape
         self.size -= self.indexed  # the last number is a weight
-        self.key_heads, self.keys = (1 if self.indexed else x.k.shape[1]), x.k.shape[2]
+        self.key_heads, self.keys = (1 if self.indexed else k.shape[1]), k.shape[2]
         self.lists = self.key_heads if per_key_head or self.indexed else self.heads
         self.query_blocks, self.blocks = query_blocks, options.num_blocks
         self.kept = min(top_k, self.blocks)
-        self.precision = operand_precision(x.q, x.k)[1]
+        self.precision = operand_precision(q, k)[1]
         unused = self.q.new_empty(1, dtype=torch.int64)
         self.ragged = (unused, unused)
-        if x.lengths is not None:
-            full = torch.full_like(x.lengths, self.tokens)
-            self.ragged = (x.lengths, full if x.counts is None else x.counts)
+        if lengths is not None:
+            full = torch.full_like(lengths, self.tokens)
+            self.ragged = (lengths, full if counts is None else counts)
         self.sizes: dict[str, Any] = {
             "tokens": self.tokens,
             "keys": self.keys,
             "BLOCK": options.block_size,
-            "RAGGED": x.lengths is not None,
+            "RAGGED": lengths is not None,
         }
 
     def select(self) -> Tensor:
@@ -93,8 +93,7 @@ class SelectionLauncher:
         selected = torch.empty(shape, dtype=torch.int32, device=self.q.device)
         if selected.numel() == 0:
             return selected
-        summary = self.x.summary
-        summary = self.summarize() if summary is None else summary.contiguous()
+        summary = self.summarize() if self.summary is None else self.summary.contiguous()
         queries, options, coverage = self.pool(), self.options, self.coverage
         sorted_blocks = max(2, triton.next_power_of_2(self.kept))  # KP
         wide = block_size(self.size) > 128
@@ -123,7 +122,7 @@ class SelectionLauncher:
 
     def summarize(self) -> Tensor:
         """Return the summary of each block, ``[B, Hkv, N, Z]``, as :func:`summarize` does."""
-        k, score = contiguous_rows(self.x.k), self.score
+        k, score = contiguous_rows(self.k), self.score
         size, numbers = k.shape[3], k.shape[3] * (1 if score == "mean" else 2)
         shape = (self.batch, self.key_heads, self.blocks, numbers)
         summary = torch.empty(shape, dtype=torch.float32, device=k.device)
@@ -147,7 +146,7 @@ class SelectionLauncher:
         shared = self.heads // lists
         if size == 1 and shared == 1:
             return self.q
-        width, leader = self.q.shape[3], self.x.leader
+        width, leader = self.q.shape[3], self.leader
         pooled = self.q.new_empty(self.batch, lists, self.query_blocks, width, dtype=torch.float32)
         has_leader = size > 1 and leader is not None and leader.shape[2] > 0
         rows = max(1, TILE_SUMS // block_size(width) // 4)
