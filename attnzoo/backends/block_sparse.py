@@ -7,7 +7,7 @@ N key blocks, I indexer heads, P size of index queries and keys.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,7 +18,6 @@ from attnzoo.contract.backend import AttentionBackend, Presets, register
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
-from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput, ImplChoice
 from attnzoo.errors import ConfigError, UntrainedWarning
 from attnzoo.ops.block_sparse.api import IMPLEMENTATIONS, block_sparse_attention
@@ -205,7 +204,7 @@ class BlockSparseBackend(AttentionBackend):
         if not inputs.q.ndim == inputs.k.ndim == 4:
             return reasons
         length, keys = inputs.q.shape[2], inputs.k.shape[2]
-        causal = self._mask(inputs).causal
+        causal = self.causal_mask(inputs).causal
         if self.keeps_all_keys and (length > keys or (length < keys and not causal)):
             reasons.append(
                 f"{length} queries and {keys} keys are given without a causal mask "
@@ -235,16 +234,9 @@ class BlockSparseBackend(AttentionBackend):
             ]
         return []
 
-    def _mask(self, inputs: AttentionInputs) -> AttentionMask:
-        """Return the mask, causal for one query of a causal layer, where it may not say so."""
-        mask, (length, keys) = inputs.mask, (inputs.q.shape[2], inputs.k.shape[2])
-        if mask.causal or not self.geometry.causal or length != 1:
-            return mask
-        return replace(mask, causal=True, q_offset=keys - 1)
-
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
         """Select blocks and attend to them."""
-        config, (q, k, v), mask = self.config, inputs[:3], self._mask(inputs)
+        config, (q, k, v), mask = self.config, inputs[:3], self.causal_mask(inputs)
         if self.exact_steps and q.shape[2] == 1 and mask.causal:
             output = flash_attention(q, k, v, mask=mask, scale=inputs.scale, impl="sdpa")
             choice = ImplChoice("sdpa", "a single new token attends exactly to all cached keys")

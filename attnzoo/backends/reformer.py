@@ -6,7 +6,7 @@ Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,7 +16,6 @@ from attnzoo.contract.backend import AttentionBackend, Presets, register
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import MASK_IN_BIAS, AttentionInputs
-from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput, ImplChoice
 from attnzoo.errors import ConfigError
 from attnzoo.ops.flash.api import flash_attention
@@ -163,7 +162,7 @@ class ReformerBackend(AttentionBackend):
         if not inputs.q.ndim == inputs.k.ndim == 4:
             return reasons
         length, keys = inputs.q.shape[2], inputs.k.shape[2]
-        causal = self._mask(inputs).causal
+        causal = self.causal_mask(inputs).causal
         if length > keys or (length < keys and not causal):
             reasons.append(
                 f"{length} queries and {keys} keys are given without a causal mask "
@@ -174,13 +173,6 @@ class ReformerBackend(AttentionBackend):
         if causal and self.config.form == "shared_qk":
             reasons.append(f"the mask is causal ({NOT_CAUSAL})")
         return reasons
-
-    def _mask(self, inputs: AttentionInputs) -> AttentionMask:
-        """Return the mask, causal for one query of a causal layer, where it may not say so."""
-        mask, (length, keys) = inputs.mask, (inputs.q.shape[2], inputs.k.shape[2])
-        if mask.causal or not self.geometry.causal or length != 1:
-            return mask
-        return replace(mask, causal=True, q_offset=keys - 1)
 
     # -- hashes ----------------------------------------------------------------------------------
 
@@ -213,7 +205,7 @@ class ReformerBackend(AttentionBackend):
 
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
         """Hash queries and keys, and attend."""
-        config, (q, k, v), mask = self.config, inputs[:3], self._mask(inputs)
+        config, (q, k, v), mask = self.config, inputs[:3], self.causal_mask(inputs)
         scale, bias = inputs.scale, inputs.bias
         if self.exact_steps and q.shape[2] == 1 and mask.causal:
             output = flash_attention(q, k, v, mask=mask, scale=scale, bias=bias, impl="sdpa")

@@ -7,6 +7,7 @@ M hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -345,6 +346,13 @@ class AttentionBackend(nn.Module):
             if inputs.shard.segment_ids is not None and not self.packing:
                 reasons.append("it does not support packed rows under context parallelism")
         return reasons
+
+    def causal_mask(self, inputs: AttentionInputs) -> AttentionMask:
+        """Return the mask, causal for one query of a causal layer, where it may not say so."""
+        mask, (length, keys) = inputs.mask, (inputs.q.shape[2], inputs.k.shape[2])
+        if mask.causal or not self.geometry.causal or length != 1:
+            return mask
+        return replace(mask, causal=True, q_offset=keys - 1)
 
     def _with_weights(
         self, inputs: AttentionInputs, output: AttentionOutput, factors: Tensor | None
