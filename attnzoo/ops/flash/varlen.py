@@ -28,7 +28,6 @@ from attnzoo.ops.flash.varlen_kernel import (
     returns_lse,
     sequences,
 )
-from attnzoo.ops.window.extra_keys import ExtraKeys
 from attnzoo.ops.window.sinks import split_sinks
 
 
@@ -118,29 +117,31 @@ def run_varlen(x: FlashCall) -> Tensor:
     window = kernel_window(mask, found)
     if not (mask.num_sinks and mask.window is not None and found.max_q):
         return attend_sequences(x.q, x.k, x.v, found, window, x.scale)
-    out = attend_with_extra_keys(x.q, x.k, x.v, found, window, x.scale, _first_keys(x))
+    k, v, seen = _first_keys(x)
+    out = attend_with_extra_keys(
+        x.q, x.k, x.v, found, window, x.scale, extra_k=k, extra_v=v, seen=seen
+    )
     padding = mask.query_padding(queries, x.k.shape[2])
     return out if padding is None else out.masked_fill(~padding[:, None, :, None], 0)
 
 
-def _first_keys(x: FlashCall) -> ExtraKeys:
-    """Return the first keys of each row, which every later query sees."""
+def _first_keys(x: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first keys of each row and their values, and which of them each query sees."""
     assert x.mask.window is not None
     assert isinstance(x.mask.q_offset, int)
     keys = x.k.shape[2]
     positions, valid = split_sinks(x.mask, keys, x.q.device).indices
     columns = positions.expand(x.q.shape[0], -1)
     window = (min(x.mask.window[0], keys), min(x.mask.window[1], keys))
-    return ExtraKeys(
-        gather_tokens(x.k, columns),
-        gather_tokens(x.v, columns),
-        outside_window(
-            *(positions, valid, x.q.shape[2]),
-            window=window,
-            causal=x.mask.causal,
-            offset=x.mask.q_offset,
-        ),
+    seen = outside_window(
+        positions,
+        valid,
+        x.q.shape[2],
+        window=window,
+        causal=x.mask.causal,
+        offset=x.mask.q_offset,
     )
+    return gather_tokens(x.k, columns), gather_tokens(x.v, columns), seen
 
 
 def _without_later_keys(x: FlashCall) -> FlashCall:

@@ -19,7 +19,7 @@ from attnzoo.ops.flash.varlen_kernel import (
     pack,
     unpack,
 )
-from attnzoo.ops.window.extra_keys import ExtraKeys, extra_key_gradients, merge_extra_keys
+from attnzoo.ops.window.extra_keys import extra_key_gradients, merge_extra_keys
 from attnzoo.runtime.derivatives import check_reverse_mode, first_derivative_only
 
 OP = "attention to a window and extra keys by impl='varlen'"
@@ -62,7 +62,10 @@ def attend_with_extra_keys(
     found: Sequences,
     window: Window,
     scale: float,
-    extra: ExtraKeys,
+    *,
+    extra_k: Tensor,
+    extra_v: Tensor,
+    seen: Tensor,
 ) -> Tensor:
     """Return attention to the window and to extra keys, ``[B, H, T, D]``.
 
@@ -73,11 +76,15 @@ def attend_with_extra_keys(
         found: The sequences of the rows.
         window: As :func:`attnzoo.ops.flash.varlen.kernel_window` returns it.
         scale: Multiplies the products.
-        extra: The extra keys, which may be among ``k`` too. A query of no sequence gets zeros if it
-            sees none of them.
+        extra_k: The extra keys, ``[B, Hkv, X, D]``, which may be among ``k`` too. A query of no
+            sequence gets zeros if it sees none of them.
+        extra_v: Their values.
+        seen: Which of them each query sees, from :func:`outside_window`.
     """
-    check_reverse_mode(OP, q, k, v, extra.k, extra.v, instead=INSTEAD)
-    out: Tensor = _Merged.apply(q, k, v, *extra, (found, window, scale))  # type: ignore[no-untyped-call]
+    check_reverse_mode(OP, q, k, v, extra_k, extra_v, instead=INSTEAD)
+    out: Tensor = _Merged.apply(  # type: ignore[no-untyped-call]
+        q, k, v, extra_k, extra_v, seen, (found, window, scale)
+    )
     return out
 
 
@@ -102,8 +109,7 @@ class _Merged(torch.autograd.Function):
         out = unpack(out, found.q_indices, batch, queries)
         none = torch.finfo(lse.dtype).min / 8
         lse = unpack(lse.mT.unsqueeze(2), found.q_indices, batch, queries, fill=none).squeeze(3)
-        extra = ExtraKeys(extra_k, extra_v, seen)
-        merged, total = merge_extra_keys(out, lse, q, extra, scale)
+        merged, total = merge_extra_keys(out, lse, q, extra_k, extra_v, seen, scale)
         out = merged.to(q.dtype)
         ctx.save_for_backward(q, k, v, extra_k, extra_v, seen, out, total)
         ctx.options = options
@@ -123,6 +129,7 @@ class _Merged(torch.autograd.Function):
         dq = unpack(grads[0], found.q_indices, q.shape[0], q.shape[2])
         dk, dv = (unpack(x, found.k_indices, k.shape[0], k.shape[2]) for x in grads[1:])
         delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(3)
-        extra = ExtraKeys(extra_k, extra_v, seen)
-        dq_extra, *d_extra = extra_key_gradients(d_out, delta, lse, q, extra, scale)
+        dq_extra, *d_extra = extra_key_gradients(
+            d_out, delta, lse, q, extra_k, extra_v, seen, scale
+        )
         return (dq + dq_extra).to(q.dtype), dk, dv, *d_extra, None, None

@@ -30,7 +30,6 @@ from attnzoo.ops.longformer.by_band import attend_by_band, run_by_band
 from attnzoo.ops.longformer.call import LongformerCall
 from attnzoo.ops.longformer.global_rows import attend_local_and_global
 from attnzoo.ops.window.blockwise_cpu import LocalOptions
-from attnzoo.ops.window.extra_keys import ExtraKeys
 from attnzoo.ops.window.pattern import GlobalIndices
 
 
@@ -108,18 +107,24 @@ def _attend(
     window = kernel_window(mask, found)
     if indices is None or not found.max_q:
         return attend_sequences(q, k, v, found, window, options.scale)
-    extra = ExtraKeys(
-        gather_tokens(k, indices.positions),
-        gather_tokens(v, indices.positions),
-        outside_window(
-            *indices,
+    return attend_with_extra_keys(
+        q,
+        k,
+        v,
+        found,
+        window,
+        options.scale,
+        extra_k=gather_tokens(k, indices.positions),
+        extra_v=gather_tokens(v, indices.positions),
+        seen=outside_window(
+            indices.positions,
+            indices.valid,
             q.shape[2],
             window=(band.before, band.after),
             causal=options.causal,
             dilation=band.dilation,
         ),
     )
-    return attend_with_extra_keys(q, k, v, found, window, options.scale, extra)
 
 
 def _dilated_sequences(

@@ -15,22 +15,12 @@ X extra keys.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 
-class ExtraKeys(NamedTuple):
-    """Keys that queries see besides those of their window."""
-
-    k: Tensor  # [B, Hkv, X, D]
-    v: Tensor  # [B, Hkv, X, E]
-    seen: Tensor  # [1 or B, T, X] bool: false at keys of the query's window
-
-
 def merge_extra_keys(
-    out: Tensor, lse: Tensor, q: Tensor, extra: ExtraKeys, scale: float
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the softmax over the window and the extra keys, and its log-sum-exp.
 
@@ -38,18 +28,27 @@ def merge_extra_keys(
         out: Output of the window, ``[B, H, T, E]``.
         lse: Its log-sum-exp, ``[B, H, T]``, float32 or wider.
         q: Queries, ``[B, H, T, D]``.
-        extra: The extra keys.
+        k: The extra keys, ``[B, Hkv, X, D]``.
+        v: Their values, ``[B, Hkv, X, E]``.
+        seen: Which of them each query sees, ``[1 or B, T, X]`` bool; false at keys of its window.
         scale: Multiplies the products.
     """
-    scores = _scores(q, extra, scale)
+    scores = _scores(q, k, seen, scale)
     total = torch.logaddexp(lse, scores.logsumexp(4).flatten(1, 2))
-    weights = _weights(scores, total, extra.seen)
-    extra_out = (weights @ extra.v.to(weights.dtype).unsqueeze(2)).flatten(1, 2)
+    weights = _weights(scores, total, seen)
+    extra_out = (weights @ v.to(weights.dtype).unsqueeze(2)).flatten(1, 2)
     return (lse - total).exp().unsqueeze(3) * out + extra_out, total
 
 
 def extra_key_gradients(
-    d_out: Tensor, delta: Tensor, lse: Tensor, q: Tensor, extra: ExtraKeys, scale: float
+    d_out: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the extra keys' scores by q, and by their keys and values.
 
@@ -58,28 +57,30 @@ def extra_key_gradients(
         delta: Sum of output times its gradient, minus the gradient of the log-sum-exp,
             ``[B, H, T]``.
         lse: The log-sum-exp.
-        q: As there.
-        extra: As there.
-        scale: As there.
+        q: As there, and so are the rest.
+        k: The extra keys.
+        v: Their values.
+        seen: Which of them each query sees.
+        scale: Multiplies the products.
     """
-    scores = _scores(q, extra, scale)
+    scores = _scores(q, k, seen, scale)
     shape, wide = scores.shape[:4], scores.dtype
-    weights = _weights(scores, lse, extra.seen)
+    weights = _weights(scores, lse, seen)
     d_rows = d_out.to(wide).reshape(*shape, -1)
-    d_weights = d_rows @ extra.v.to(wide).unsqueeze(2).mT
+    d_weights = d_rows @ v.to(wide).unsqueeze(2).mT
     d_scores = weights * (d_weights - delta.view(*shape, 1)) * scale
-    dq = (d_scores @ extra.k.to(wide).unsqueeze(2)).flatten(1, 2)
+    dq = (d_scores @ k.to(wide).unsqueeze(2)).flatten(1, 2)
     dk = (d_scores.mT @ q.to(wide).reshape(*shape, -1)).sum(2)
     dv = (weights.mT @ d_rows).sum(2)
-    return dq, dk.to(extra.k.dtype), dv.to(extra.v.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _scores(q: Tensor, extra: ExtraKeys, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
     """Return the scores of the extra keys, ``[B, Hkv, g, T, X]``, float32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    queries = q.to(wide).unflatten(1, (extra.k.shape[1], -1)) * scale
-    scores = queries @ extra.k.to(wide).unsqueeze(2).mT
-    masked: Tensor = scores.masked_fill(~extra.seen[:, None, None], torch.finfo(wide).min / 8)
+    queries = q.to(wide).unflatten(1, (k.shape[1], -1)) * scale
+    scores = queries @ k.to(wide).unsqueeze(2).mT
+    masked: Tensor = scores.masked_fill(~seen[:, None, None], torch.finfo(wide).min / 8)
     return masked
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnzoo.ops.hybrid.triton.merge import MergeOptions, merge, merge_backward
 from attnzoo.ops.linear.triton.launch import KernelLauncher, LinearTensors, empty_rows
-from attnzoo.ops.window.extra_keys import ExtraKeys, extra_key_gradients, merge_extra_keys
+from attnzoo.ops.window.extra_keys import extra_key_gradients, merge_extra_keys
 from attnzoo.ops.window.triton.custom_op import (
     launch_window,
     launch_window_backward,
@@ -86,8 +86,9 @@ def hybrid_triton(
     masks = padding_mask, segment_ids
     near, lse = launch_window(q, k, v, masks, (window - 1, 0), scale, torch.float32)
     if first_k is not None and first_v is not None and first_seen is not None:
-        extra = ExtraKeys(first_k, first_v, first_seen)
-        rows, lse = merge_extra_keys(near.transpose(1, 2), lse, q, extra, scale)
+        rows, lse = merge_extra_keys(
+            near.transpose(1, 2), lse, q, first_k, first_v, first_seen, scale
+        )
         near = rows.transpose(1, 2).contiguous()
     linear = LinearTensors(q_features, k_features, v, log_decay, kv, z, segment_ids, None)
     if options.first < q.shape[2]:
@@ -145,10 +146,10 @@ def hybrid_triton_backward(
     )
     d_first = q.new_empty(0), q.new_empty(0)
     if first_k is not None and first_v is not None and first_seen is not None:
-        extra, d_rows = ExtraKeys(first_k, first_v, first_seen), d_near.transpose(1, 2)
-        delta_near = (d_near.float() * near).sum(3).transpose(1, 2) - d_lse
+        d_rows, delta_near = d_near.transpose(1, 2), (d_near.float() * near).sum(3)
+        delta_near = (delta_near.transpose(1, 2) - d_lse).contiguous()
         dq_first, *d_first = extra_key_gradients(
-            d_rows, delta_near.contiguous(), lse, q, extra, scale
+            d_rows, delta_near, lse, q, first_k, first_v, first_seen, scale
         )
         dq += dq_first.transpose(1, 2)
     dq_features = empty_rows(q_features, q_features.shape[1], q_features.shape[3])
