@@ -6,8 +6,6 @@ E value size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,6 @@ from attnzoo.ops.lsh.block_softmax import (
     EMPTY_LSE,
     HIDDEN,
     BlockPlan,
-    PairBias,
     block_attention,
     block_attention_backward,
 )
@@ -37,38 +34,38 @@ from attnzoo.ops.lsh.work_items import (
 from attnzoo.runtime.memory import empty_huge_pages
 
 
-class BlockwiseTensors(NamedTuple):
-    """Queries, keys and values of a work item as rows, and its blocks."""
+class BlockwiseTensors:
+    """Queries, keys and values of a work item as rows, and its blocks.
 
-    q: Tensor  # [U G T + 1, D], scaled; the last row is padding
-    k: Tensor  # [U S, D]; unit length in the shared form
-    v: Tensor  # [U S, E]
-    scale: float  # of q
-    norm: Tensor | None  # [U S, 1]: norms of the keys, shared form only
-    groups: int  # G
-    length: int  # T
-    plan: BlockPlan
-    bias: PairBias | None
+    Args:
+        item: The work item.
+        inputs: Inputs of the call.
 
-    @classmethod
-    def from_item(cls, item: WorkItem, inputs: LSHInputs) -> BlockwiseTensors:
-        """Gather the tensors of a work item and plan its blocks."""
+    Attributes:
+        q: Scaled queries, ``[U G T + 1, D]``; the last row is padding.
+        k: Keys, ``[U S, D]``; of unit length in the shared form.
+        v: Values, ``[U S, E]``.
+        norm: Norms of the keys in the shared form, ``[U S, 1]``.
+    """
+
+    def __init__(self, item: WorkItem, inputs: LSHInputs) -> None:
         x, shared_qk = inputs, inputs.options.shared_qk
-        pair_bias = None if x.bias is None else item.pair_bias(x.bias, x.q, x.k)
+        self.scale = x.scale
+        self.bias = None if x.bias is None else item.pair_bias(x.bias, x.q, x.k)
         one_tensor = shared_qk and same_memory(x.q, x.k)
-        q, v = item.gather(x.q, QUERIES), item.gather(x.v, KEYS).flatten(0, 2)
+        q, self.v = item.gather(x.q, QUERIES), item.gather(x.v, KEYS).flatten(0, 2)
         k = q if one_tensor else item.gather(x.k, KEYS)
-        plan, norm = plan_blocks(item, x, q, k[:, 0]), None
-        _, groups, length, _ = q.shape
-        q_rows = to_rows(q)
-        k = q_rows[:-1] if one_tensor else k.flatten(0, 2)
+        self.plan = plan_blocks(item, x, q, k[:, 0])
+        _, self.groups, self.length, _ = q.shape
+        self.q = to_rows(q)
+        self.k = self.q[:-1] if one_tensor else k.flatten(0, 2)
+        self.norm: Tensor | None = None
         if shared_qk:
-            norm = torch.linalg.vector_norm(k, dim=1, keepdim=True)
-            norm = norm.square_().add_(1e-6 * k.shape[1]).sqrt_()
-            k = torch.div(k, norm, out=empty_huge_pages(k, k.shape))
+            norm = torch.linalg.vector_norm(self.k, dim=1, keepdim=True)
+            self.norm = norm.square_().add_(1e-6 * self.k.shape[1]).sqrt_()
+            self.k = torch.div(self.k, self.norm, out=empty_huge_pages(self.k, self.k.shape))
         if x.scale != 1:
-            q_rows.mul_(x.scale)
-        return cls(q_rows, k, v, x.scale, norm, groups, length, plan, pair_bias)
+            self.q.mul_(x.scale)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Attend; in the shared form, a query that sees no other key attends to its own."""

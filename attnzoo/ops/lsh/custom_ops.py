@@ -16,6 +16,7 @@ from attnzoo.ops.lsh.cpu.lsh import CppTensors
 from attnzoo.ops.lsh.options import LSHInputs, LSHOptions
 from attnzoo.ops.lsh.work_items import (
     QUERIES,
+    WorkItem,
     WorkItemTensors,
     split_work,
     to_rows,
@@ -25,9 +26,9 @@ from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
 from attnzoo.runtime.memory import LANES, empty_huge_pages, register_buffer_bytes, simd_bytes
 
 SORT_BYTES = 100, 43  # of the sort of hash rounds: per query and key of a round, as measured
-FROM_ITEM: dict[str, Callable[..., WorkItemTensors]] = {
-    "torch": BlockwiseTensors.from_item,
-    "cpp": CppTensors.from_item,
+TENSORS: dict[str, Callable[[WorkItem, LSHInputs], WorkItemTensors]] = {
+    "torch": BlockwiseTensors,
+    "cpp": CppTensors,
 }
 
 
@@ -90,7 +91,7 @@ def lsh_forward(
         out.zero_()
     with autocast_disabled(q.device):
         for item in split_work(x):
-            rows, logs = FROM_ITEM[impl](item, x).forward()
+            rows, logs = TENSORS[impl](item, x).forward()
             item.scatter(rows, out)
             item.scatter(logs, lse)
             del rows, logs  # before the tensors of the next item are allocated
@@ -129,7 +130,7 @@ def lsh_backward(
     with autocast_disabled(q.device):
         for item in split_work(x):
             d_rows, sums, logs = (to_rows(item.gather(y, QUERIES)) for y in (d_out, delta, lse))
-            tensors = FROM_ITEM[impl](item, x)
+            tensors = TENSORS[impl](item, x)
             gradients = tensors.backward(d_rows, sums, logs, d_bias)
             item.scatter(gradients[0], dq)
             item.scatter_add(gradients[1], dk)

@@ -106,18 +106,21 @@ class CppTensors:
     """Tensors of one work item, for the C++ kernel.
 
     Args:
-        hashed: Hash rounds of the work item.
-        q: Queries, ``[U N, D]``.
-        k: Keys, ``[U S, D]``.
-        v: Values, ``[U S, E]``.
-        scale: Multiplies query-key products.
+        item: The work item.
+        inputs: Inputs of the call.
     """
 
-    def __init__(self, hashed: HashRounds, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-        options, level = hashed.options, hashed.level
+    def __init__(self, item: WorkItem, inputs: LSHInputs) -> None:
+        assert inputs.bias is None
+        options, level, seed = inputs.options, item.level, tuple(inputs.seed.tolist())
+        q, k, v = (
+            item.gather(x, queries).contiguous()
+            for x, queries in ((inputs.q, QUERIES), (inputs.k, KEYS), (inputs.v, KEYS))
+        )
+        hashed = HashRounds(q.float(), k[:, 0].float(), options, level, seed, best_pivots)
         self.type_name = TYPE_NAMES[q.dtype]
-        self.key_size, self.value_size = q.shape[1], v.shape[1]
-        self.qkv = [pad_to_simd(x).contiguous() for x in (q, k, v)]
+        self.key_size, self.value_size = q.shape[3], v.shape[3]
+        self.qkv = [pad_to_simd(x.flatten(0, 2)).contiguous() for x in (q, k, v)]
         names = [name for name, _ in _HashRound._fields_]
         rounds = [_HashRound(*(getattr(x, n).data_ptr() for n in names)) for x in hashed.rounds]
         windows = [window_ranks(hashed)] if rounds and not options.causal else []
@@ -145,23 +148,9 @@ class CppTensors:
             rounds=len(hashed.rounds),
             windows=len(windows),
             block_keys=-(-block_keys // LANES) * LANES,
-            scale=scale,
+            scale=inputs.scale,
             hash_rounds=(_HashRound * len(rounds))(*rounds),
         )
-
-    @classmethod
-    def from_item(cls, item: WorkItem, inputs: LSHInputs) -> CppTensors:
-        """Gather the tensors of a work item and hash them."""
-        assert inputs.bias is None
-        q, k, v = (
-            item.gather(x, queries).contiguous()
-            for x, queries in ((inputs.q, QUERIES), (inputs.k, KEYS), (inputs.v, KEYS))
-        )
-        seed = tuple(inputs.seed.tolist())
-        hashed = HashRounds(
-            q.float(), k[:, 0].float(), inputs.options, item.level, seed, best_pivots
-        )
-        return cls(hashed, q.flatten(0, 2), k.flatten(0, 2), v.flatten(0, 2), inputs.scale)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the output ``[U N, E]`` and the log-sum-exp ``[U N, 1]``."""
