@@ -5,7 +5,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -64,6 +65,32 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 args=[ast.Constant(value=str(name)), *_],
             ) if called in {"import_module", "__import__"}:
                 yield node.lineno, name
+
+
+def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return which of some modules each of them imports, inside functions too.
+
+    Args:
+        sources: The source of each module by dotted name; a folder's is that of its ``__init__``.
+    """
+    graph: dict[str, set[str]] = {module: set() for module in sources}
+    for module, source in sources.items():
+        for _, imported in imports(ast.parse(source)):
+            name = imported
+            while name and name not in sources:  # a name in a module
+                name = name.rpartition(".")[0]
+            graph[module] |= {name} - {"", module}
+    return graph
+
+
+def import_circle(sources: Mapping[str, str]) -> list[str]:
+    """Return modules of which each is imported by the next one, the first again at the end."""
+    try:
+        TopologicalSorter(import_graph(sources)).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1]
+        return circle
+    return []
 
 
 def unit_of(dotted: str) -> str:
@@ -184,6 +211,28 @@ def test_a_wrong_import_is_found(module, source):
 )
 def test_a_right_import_passes(module, source):
     assert wrong_imports(module, source) == []
+
+
+def test_no_module_imports_itself_through_others():
+    paths = python_files("attnzoo")
+    sources = {module_name(x).removesuffix(".__init__"): x.read_text("utf-8") for x in paths}
+    circle = import_circle(sources)
+    assert not circle, " <- ".join(circle)
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from zoo.a import name",
+        "def f():\n    from zoo import a",
+        "if TYPE_CHECKING:\n    import zoo.a",
+        "import_module('zoo.a')",
+    ],
+)
+def test_a_circle_is_found(back):
+    sources = {"zoo": "", "zoo.a": "import zoo.b", "zoo.b": "import zoo.c.name", "zoo.c": back}
+    assert set(import_circle(sources)) == {"zoo.a", "zoo.b", "zoo.c"}
+    assert import_circle(sources | {"zoo.c": "from zoo import d, name"}) == []
 
 
 @pytest.mark.parametrize("module", ["attnzoo", "attnzoo.cli"])

@@ -24,13 +24,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnzoo
+from attnzoo.autoload import FAILED_PATCHES
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation import check_cpp
 from attnzoo.evaluation.kernel_checks import check_group, device_groups
 from attnzoo.evaluation.timing import machine
 from attnzoo.hf import seam
-from attnzoo.hf.patches import FAILED_PATCHES, NAME, PATCHES
+from attnzoo.hf.names import NAME
+from attnzoo.hf.patches import PATCHES
 from attnzoo.hf.peft_patches import PEFT_PATCHES
 from attnzoo.hf.release_check import check_release, installed_versions, untested
 from attnzoo.ops import flash_attention

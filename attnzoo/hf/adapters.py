@@ -25,8 +25,7 @@ from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.layers import unwrap_model
-from attnzoo.hf.patches import NAME
-from attnzoo.hf.peft_patches import LOADED
+from attnzoo.hf.names import LOADED, NAME
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
 

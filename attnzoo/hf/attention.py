@@ -39,8 +39,9 @@ from attnzoo.hf.masks import (
     refuse_window_over_own_keys,
     refuse_wrong_length,
 )
+from attnzoo.hf.names import NAME
 from attnzoo.hf.packing import Packing, add_packing
-from attnzoo.hf.patches import NAME as NAME
+from attnzoo.hf.serving import paged_attention
 
 # torch's context_parallel replaces it in F
 BUILTIN_SDPA = torch._C._nn.scaled_dot_product_attention
@@ -235,8 +236,6 @@ def attention(
     options |= {"hidden_states": arguments.hidden_states, "return_weights": _wants_weights(kwargs)}
     options |= {"dropout": dropout, "shard": backend.shard}
     if pages is not None:
-        from attnzoo.hf.serving import paged_attention
-
         out = paged_attention(module, backend, query, key, value, mask, pages, options)
         return out.transpose(1, 2).contiguous(), None
     output = _run_backend(backend, arguments, query, key, value, mask, options)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError
-from attnzoo.hf.attention import NAME, layer_backend
+from attnzoo.hf.attention import layer_backend
 from attnzoo.hf.convert import (
     IN_SWAPPED,
     attach,
@@ -23,7 +23,7 @@ from attnzoo.hf.convert import (
 )
 from attnzoo.hf.extras import warn
 from attnzoo.hf.layers import attention_layers
-from attnzoo.hf.patches import REQUESTED
+from attnzoo.hf.names import NAME, REQUESTED
 from attnzoo.hf.release_check import require_working_release
 
 

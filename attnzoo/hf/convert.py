@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError, UnsupportedError, did_you_mean
 from attnzoo.hf import seam
-from attnzoo.hf.attention import NAME, add_hook
+from attnzoo.hf.attention import add_hook
 from attnzoo.hf.extras import carry_over, layer_dtype, layer_names, warn
 from attnzoo.hf.layers import (
     AttentionLayer,
@@ -22,6 +22,7 @@ from attnzoo.hf.layers import (
     has_image_mask,
     unwrap_model,
 )
+from attnzoo.hf.names import NAME
 from attnzoo.hf.offload import layer_device, refuse_offloaded_blocks
 from attnzoo.hf.release_check import require_working_release
 from attnzoo.hf.speed_up import remove_speed_up

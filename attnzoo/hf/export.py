@@ -14,9 +14,10 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import UnsupportedError
-from attnzoo.hf.attention import NAME, cache_index, layer_backend
+from attnzoo.hf.attention import cache_index, layer_backend
 from attnzoo.hf.cache import State, StateLayer, StaticStateLayer
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.names import NAME
 from attnzoo.hf.past_keys import refuse_export
 
 

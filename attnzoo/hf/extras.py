@@ -13,7 +13,7 @@ from attnzoo.contract.validation import DTYPES
 from attnzoo.errors import SpecError, SwapWarning
 from attnzoo.hf import seam
 from attnzoo.hf.layers import AttentionLayer
-from attnzoo.hf.patches import NAME
+from attnzoo.hf.names import NAME
 from attnzoo.registry import build_backend
 
 MOST_NAMES = 8  # in a message

@@ -13,8 +13,8 @@ import transformers
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from attnzoo.errors import AttnzooError, SpecError
-from attnzoo.hf.attention import NAME
 from attnzoo.hf.companions import copy_companions
+from attnzoo.hf.names import NAME
 from attnzoo.spec import AttentionSpec
 
 

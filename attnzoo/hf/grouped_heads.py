@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnzoo.errors import SpecError
-from attnzoo.hf.attention import NAME
 from attnzoo.hf.files import (
     model_class,
     read_config,
     require_new_folder,
     save_copy,
 )
+from attnzoo.hf.names import NAME
 
 FIELD = "num_key_value_heads"
 

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.layers import AttentionLayer
-from attnzoo.hf.patches import NAME
+from attnzoo.hf.names import NAME
 
 PROJECTIONS = (
     ("q_proj", "k_proj", "v_proj"),

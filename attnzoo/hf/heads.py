@@ -30,7 +30,7 @@ from attnzoo.hf.head_projections import (
     keep_outputs,
 )
 from attnzoo.hf.layers import AttentionLayer, attention_layers, unwrap_model
-from attnzoo.hf.patches import NAME, PRUNED
+from attnzoo.hf.names import NAME, PRUNED
 from attnzoo.registry import build_backend
 
 _KEPT = "_attnzoo_kept_heads"  # on attention modules: numbers of the heads before any pruning

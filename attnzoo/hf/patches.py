@@ -9,31 +9,16 @@ patch, which fails when a new version of the package changes what the patch reli
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
+
+from attnzoo.autoload import guarded, mark_patched
+from attnzoo.hf.names import NAME, PRUNED, RECORDING, REQUESTED
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.cache_utils import Cache
-
-# The name of the attention implementation, of the config's field and of each layer's submodule
-NAME = "attnzoo"
-RECORDING = "_attnzoo_recording"  # attribute of a cache
-REQUESTED = "_attnzoo_requested"  # attribute of a model whose attn_implementation was given
-PRUNED = "attnzoo_pruned_heads"  # attribute of a config: heads that a model has lost, by layer
-
-# Patches that this version of a package has no place for, by module: the reason. Nothing is swapped
-# then; an import of the package must not fail because attnzoo is installed.
-FAILED_PATCHES: dict[str, str] = {}
-
-
-def mark_patched(cls: Any) -> bool:
-    """Mark a class as patched and return whether it was not marked before."""
-    is_new = "_attnzoo_patched" not in vars(cls)
-    cls._attnzoo_patched = True
-    return is_new
 
 
 def patch_config(configuration_utils: Any) -> None:
@@ -275,20 +260,6 @@ def _patch_export(cls: Any, cache: str) -> None:
         prepare_export(self, getattr(self, cache))
 
     cls.__init__ = init_with_states
-
-
-def guarded(patch: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a patch that records a name that is missing, instead of raising."""
-
-    @wraps(patch)
-    def apply(module: Any) -> None:
-        try:
-            patch(module)
-        except (AttributeError, KeyError) as error:
-            name = module.__name__
-            FAILED_PATCHES[name] = f"{patch.__name__} does not fit {name} ({error})"
-
-    return apply
 
 
 _PATCHES = {

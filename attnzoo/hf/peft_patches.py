@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from attnzoo.hf.patches import NAME, guarded, mark_patched
+from attnzoo.autoload import guarded, mark_patched
+from attnzoo.hf.names import LOADED, NAME
 
 if TYPE_CHECKING:
     from torch import nn
-
-LOADED = "_attnzoo_loaded"  # attribute of an adapter's config that was read from a file
 
 
 def patch_adapter_configs(config: Any) -> None:

@@ -22,11 +22,12 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache, StaticCache, masking_utils
 
+from attnzoo.autoload import FAILED_PATCHES
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.attention import ForwardArguments
 from attnzoo.hf.masks import ModelMask
-from attnzoo.hf.patches import FAILED_PATCHES, NAME
+from attnzoo.hf.names import NAME
 from attnzoo.runtime.verdicts import FAILED, PASSED, Verdict, decide
 
 Change = Callable[[Any], Any]

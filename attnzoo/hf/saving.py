@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from attnzoo.errors import CheckpointMismatchError, SpecError, SwapWarning
-from attnzoo.hf.patches import NAME
+from attnzoo.hf.names import NAME
 
 
 def saved_implementation(config: Any) -> str | dict[str, Any] | None:

@@ -30,7 +30,7 @@ from transformers.utils.output_capturing import _active_collector as active_coll
 
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
-from attnzoo.hf.patches import NAME, RECORDING
+from attnzoo.hf.names import NAME, RECORDING
 
 __all__ = [
     "CACHE_ARGUMENT",

@@ -17,7 +17,7 @@ from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
-from attnzoo.hf.patches import NAME
+from attnzoo.hf.names import NAME
 
 INSTEAD = (
     "Call model.generate on a padded batch, or serve without --continuous-batching; "

@@ -7,6 +7,7 @@ import transformers as hf
 from transformers import masking_utils
 
 import attnzoo
+from attnzoo.autoload import FAILED_PATCHES
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import patches, release_check, seam
 from attnzoo.hf.attention import ForwardArguments, LayerHook
@@ -114,4 +115,4 @@ def test_a_patch_that_does_not_fit_leaves_transformers_usable(llama, monkeypatch
         with pytest.raises(UnsupportedError, match=r"patch_cache does not fit .*activations"):
             attnzoo.swap(llama(), "linear")
     finally:
-        patches.FAILED_PATCHES.clear()
+        FAILED_PATCHES.clear()

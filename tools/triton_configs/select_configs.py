@@ -21,7 +21,6 @@ from unittest import mock
 import torch
 
 from attnzoo.ops.linear.triton import launch as linear_launch
-from attnzoo.ops.linear.triton.compilers import avoid_defects
 from attnzoo.ops.linear.triton.configs import (
     DECAYS,
     KERNELS,
@@ -30,6 +29,7 @@ from attnzoo.ops.linear.triton.configs import (
     SIZES,
     Config,
     Shape,
+    avoid_defects,
     key,
 )
 from tools.triton_configs.compile_aot import (

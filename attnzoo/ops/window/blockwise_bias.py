@@ -6,13 +6,10 @@ a row, T tokens, S keys, C queries of a block, W keys of a block's band, G globa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from attnzoo.ops.window.blockwise_cpu import _Block
 
 
 def mask_value(dtype: torch.dtype) -> float:
@@ -37,26 +34,33 @@ def _bias_index(bias: Tensor, count: int, rows: slice) -> tuple[Tensor, Tensor]:
     return row // bias.shape[1] * (len(bias) > 1), row % bias.shape[1]
 
 
-def add_bias(scores: Tensor, inputs: tuple[Any, ...], block: _Block, rows: slice) -> None:
-    """Add the biases to the scores ``[n, g C, G + W]`` of a block."""
+def add_bias(
+    scores: Tensor, inputs: tuple[Any, ...], queries: slice, band: slice, rows: slice
+) -> None:
+    """Add the biases to the scores ``[n, g C, G + W]`` of a block of queries and its band."""
     q, *_, bias, global_bias = inputs
-    queries, first = slice(block.start, block.stop), block.phase.num_global
+    first = scores.shape[2] - (band.stop - band.start)  # G
     by_head = scores.view(len(scores), q.shape[1], -1, scores.shape[2])
     if bias is not None:
-        in_band = query_rows(bias, queries)[..., block.low : block.high]
+        in_band = query_rows(bias, queries)[..., band]
         by_head[..., first:].add_(in_band[_bias_index(bias, q.shape[0], rows)])
     if global_bias is not None:
         by_head[..., :first].add_(query_rows(global_bias[rows], queries))
 
 
 def add_bias_gradients(
-    grad_scores: Tensor, grads: tuple[Any, ...], block: _Block, rows: slice, count: int
+    grad_scores: Tensor,
+    grads: tuple[Any, ...],
+    queries: slice,
+    band: slice,
+    rows: slice,
+    count: int,
 ) -> None:
     """Add the gradients of the scores ``[n, g, C, G + W]`` to those of the biases."""
     *_, grad_bias, grad_global_bias = grads
-    queries, first = slice(block.start, block.stop), block.phase.num_global
+    first = grad_scores.shape[3] - (band.stop - band.start)  # G
     if grad_bias is not None:
-        into = query_rows(grad_bias, queries)[..., block.low : block.high]
+        into = query_rows(grad_bias, queries)[..., band]
         part = grad_scores[..., first:]
         part = part.sum(2, keepdim=True) if into.shape[-2] == 1 else part
         into.index_put_(_bias_index(grad_bias, count, rows), part, accumulate=True)

@@ -302,10 +302,11 @@ def _block_scores(queries: Tensor, inputs: tuple[Any, ...], block: _Block, rows:
         scores = queries.new_empty(*queries.shape[:2], keys.shape[1])
         return scores.baddbmm_(queries, keys.mT, beta=0, alpha=scale)
 
-    scores = scaled_products(k[rows, block.low : block.high])
+    positions, band = slice(block.start, block.stop), slice(block.low, block.high)
+    scores = scaled_products(k[rows, band])
     if k_global is not None:
         scores = torch.cat([scaled_products(k_global[rows]), scores], -1)
-    add_bias(scores, inputs, block, rows)
+    add_bias(scores, inputs, positions, band, rows)
     block.mask(scores, rows)
     return scores
 
@@ -367,7 +368,8 @@ def _block_backward(
         total.sub_(flatten_heads(grad_outputs[1]))
     grad_scores.addcmul_(weights, total, value=-1)
     by_head = grad_scores.unflatten(1, (q.shape[1], -1))
-    add_bias_gradients(by_head, grads, block, rows, q.shape[0])
+    positions = slice(block.start, block.stop)
+    add_bias_gradients(by_head, grads, positions, keys, rows, q.shape[0])
     scale = block.phase.options.scale
     grad_queries = torch.bmm(grad_scores[..., first:], k[rows, keys])
     grad_k[rows, keys].add_(torch.bmm(grad_scores[..., first:].mT, queries), alpha=scale)

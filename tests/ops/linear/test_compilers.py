@@ -83,7 +83,7 @@ def test_tiles_that_triton_reads_wrongly_get_more_warps(triton, capability, monk
                     found += is_wrong
                     assert chosen.warps == (8 if is_wrong and affected else shipped.warps)
                     assert chosen._replace(warps=0) == shipped._replace(warps=0)
-    assert compilers.avoid_defects(Config(64, 4, 2, 32), capability).warps == (8 if affected else 4)
+    assert configs.avoid_defects(Config(64, 4, 2, 32), capability).warps == (8 if affected else 4)
 
 
 @pytest.mark.parametrize("major", [8, 9, 10])

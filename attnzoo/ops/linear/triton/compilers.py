@@ -19,10 +19,6 @@ import os
 import re
 import subprocess
 from functools import cache
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from attnzoo.ops.linear.triton.configs import Config
 
 MIN_TRITON = (3, 6)  # the oldest version that the kernels are compiled and tested with
 HOPPER, BLACKWELL = 9, 10  # major compute capabilities
@@ -63,15 +59,12 @@ def compiler_caution(major: int) -> str:
     return f"other kernels report that ptxas {version} {defect} on Hopper; {_advice()}"
 
 
-def avoid_defects(chosen: Config, capability: int) -> Config:
-    """Return a config without the pairs of tile and warps that Triton compiles wrongly.
-
-    More warps per tile need fewer registers per thread, and the same shared memory.
-    """
-    if capability // 10 != HOPPER or (chosen.tile, chosen.warps) != (32, 4):
-        return chosen
+def miscompiles_tile(tile: int, warps: int, capability: int) -> bool:
+    """Return whether Triton is reported to compile a pair of tile and warps wrongly for a GPU."""
+    if capability // 10 != HOPPER or (tile, warps) != (32, 4):
+        return False
     first, last = WRONG_TILES_TRITON
-    return chosen._replace(warps=8) if first <= triton_version() <= last else chosen
+    return first <= triton_version() <= last
 
 
 @cache

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from attnzoo.ops.linear.triton.compilers import avoid_defects
+from attnzoo.ops.linear.triton.compilers import miscompiles_tile
 
 # split_sums_kernel; out_kernel, twice ("shared" computes statistics); query_gradient_kernel;
 # key_gradient_kernel, twice
@@ -72,6 +72,15 @@ def key(shape: Shape, capability: int) -> str:
 def default_config(shape: Shape, capability: int) -> Config:
     """Return the shipped config for a compute capability, such as 80 or 90."""
     return table(SHIPPED)[key(shape, capability)]
+
+
+def avoid_defects(chosen: Config, capability: int) -> Config:
+    """Return a config without the pairs of tile and warps that Triton compiles wrongly.
+
+    More warps per tile need fewer registers per thread, and the same shared memory.
+    """
+    wrong = miscompiles_tile(chosen.tile, chosen.warps, capability)
+    return chosen._replace(warps=8) if wrong else chosen
 
 
 def config(shape: Shape, capability: int) -> Config:

@@ -1,0 +1,12 @@
+"""The names that attnzoo adds to configs, models and caches of transformers and PEFT.
+
+:mod:`attnzoo.hf.patches` reads them when neither package is imported, so this module imports
+nothing.
+"""
+
+# The name of the attention implementation, of the config's field and of each layer's submodule
+NAME = "attnzoo"
+RECORDING = "_attnzoo_recording"  # attribute of a cache
+REQUESTED = "_attnzoo_requested"  # attribute of a model whose attn_implementation was given
+PRUNED = "attnzoo_pruned_heads"  # attribute of a config: heads that a model has lost, by layer
+LOADED = "_attnzoo_loaded"  # attribute of an adapter's config that was read from a file
