@@ -34,6 +34,22 @@ ROWS = (
     {"cli", "__main__"},
 )
 ROW = {unit: height for height, row in enumerate(ROWS) for unit in row}
+# Inside hf, from the bottom up, by the same rule.
+HF_ROWS = (
+    {"__init__", "names"},
+    {"seam"},
+    {"layers", "masks", "context_parallel"},
+    {"cache"},
+    {"attention"},
+    {"release_check"},
+    {"models"},
+    {"swap"},
+    {"saving"},
+    {"heads"},
+    {"adapters", "describe", "export"},
+    {"patches"},  # calls all of them, from transformers
+)
+HF_ROW = {unit: height for height, row in enumerate(HF_ROWS) for unit in row}
 # What modules below hf may import from outside; torch requires filelock, and the last
 # two are imported where they are installed.
 CORE_LIBRARIES = {"torch", "einops", "filelock", "triton", "xformers"}
@@ -99,6 +115,11 @@ def unit_of(dotted: str) -> str:
     return unit if unit in ROW else "__init__"
 
 
+def unit_of_hf(dotted: str) -> str:
+    """Return the module or folder of attnzoo.hf that a name lies in."""
+    return f"{dotted}.__init__".split(".")[2]
+
+
 def wrong_imports(module: str, source: str) -> list[str]:
     """Return the imports that are not allowed in a module."""
     own = unit_of(module)
@@ -110,6 +131,10 @@ def wrong_imports(module: str, source: str) -> list[str]:
         elif top == "attnzoo":
             if ROW[unit_of(name)] > ROW[own]:
                 wrong.append(f"{module}:{line} imports {name}, which is above {own}")
+            elif unit_of(name) == own == "hf":
+                inner = unit_of_hf(module)
+                if HF_ROW[unit_of_hf(name)] > HF_ROW[inner]:
+                    wrong.append(f"{module}:{line} imports {name}, which is above {inner}")
         elif ROW[own] < ROW["hf"] and not (top in sys.stdlib_module_names or top in CORE_LIBRARIES):
             wrong.append(f"{module}:{line} imports {top}, which only hf and above may")
     return wrong
@@ -166,6 +191,8 @@ def test_every_module_has_a_row():
     known = set(ROW)
     found = {module_name(path).split(".")[1] for path in python_files("attnzoo")}
     assert found <= known, f"give {sorted(found - known)} a place in ROWS"
+    found = {unit_of_hf(module_name(path)) for path in python_files("attnzoo/hf")}
+    assert found == set(HF_ROW), f"HF_ROWS differs in {sorted(found ^ set(HF_ROW))}"
 
 
 def test_imports_point_one_way():
@@ -183,12 +210,15 @@ def test_imports_point_one_way():
         ("attnzoo.runtime.memory", "def f():\n    from attnzoo.contract.backend import register"),
         ("attnzoo.backends.linear", "from attnzoo import registry"),
         ("attnzoo.backends.linear", "from attnzoo import AttentionSpec"),
-        ("attnzoo.registry", "def f():\n    import_module('attnzoo.hf.attention')"),
+        ("attnzoo.registry", "def f():\n    import_module('attnzoo.hf.attention.call')"),
         ("attnzoo.registry", "import importlib\nimportlib.import_module('transformers')"),
         ("attnzoo.spec", "from transformers import PretrainedConfig"),
         ("attnzoo.spec", "import accelerate.utils"),
-        ("attnzoo.hf.attention", "from attnzoo.testing import RULES"),
-        ("attnzoo.hf.attention", "from attnzoo.cli import app"),
+        ("attnzoo.hf.attention.call", "from attnzoo.testing import RULES"),
+        ("attnzoo.hf.attention.call", "from attnzoo.cli import app"),
+        ("attnzoo.hf.seam", "from attnzoo.hf.patches import PATCHES"),
+        ("attnzoo.hf.cache.state_layer", "def f():\n    from attnzoo.hf.attention import call"),
+        ("attnzoo.hf.masks", "import attnzoo.hf.swap.convert"),
         ("attnzoo.backends.linear", "from .base import register"),
     ],
 )
@@ -205,7 +235,9 @@ def test_a_wrong_import_is_found(module, source):
             "from attnzoo.ops.linear.api import chunk\nfrom torch import nn",
         ),
         ("attnzoo.registry", "def f(name):\n    return import_module(name)"),
-        ("attnzoo.hf.cache", "from transformers.cache_utils import Cache"),
+        ("attnzoo.hf.cache.state_layer", "from transformers.cache_utils import Cache"),
+        ("attnzoo.hf.patches", "def f():\n    from attnzoo.hf.swap import convert, extras"),
+        ("attnzoo.hf.swap.convert", "from attnzoo.hf.swap.extras import warn"),
         ("attnzoo.cli", "from attnzoo import AttentionSpec\nimport rich"),
     ],
 )

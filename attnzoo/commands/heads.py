@@ -110,7 +110,7 @@ def _check(prune: float | None, by: str, save: Path | None, refit: int) -> None:
     if by not in CHOICES:
         raise SpecError(f"--by must be one of {', '.join(CHOICES)}, got {by!r}")
     if save is not None:
-        from attnzoo.hf.files import require_new_folder
+        from attnzoo.hf.saving.files import require_new_folder
 
         require_new_folder(save, option="--save")
 
@@ -128,8 +128,8 @@ def _measure(
     import torch
 
     from attnzoo.evaluation.heads import HeadStudyModel, head_rows_of_text, study_heads
-    from attnzoo.hf.files import model_class, read_config
     from attnzoo.hf.layers import attention_layers
+    from attnzoo.hf.saving.files import model_class, read_config
 
     config = read_config(path)
     loaded = model_class(config, path).from_pretrained(path, dtype=torch.float32)
@@ -178,9 +178,9 @@ def _save(
 ) -> str:
     """Write a model without some heads, given by position; return its folder."""
     from attnzoo.evaluation.refit_heads import refit_outputs
-    from attnzoo.hf.files import model_class, read_config, save_copy
-    from attnzoo.hf.heads import original_heads, prune_heads
+    from attnzoo.hf.heads.pruning import original_heads, prune_heads
     from attnzoo.hf.layers import attention_layers
+    from attnzoo.hf.saving.files import model_class, read_config, save_copy
 
     model = model_class(read_config(path), path).from_pretrained(path).eval()
     study.add_means(model, chosen)

@@ -80,7 +80,7 @@ def _specs(path: str, attention: list[str] | None) -> list[Any]:
     """Return the plain data of the attentions; ``None`` is that of the model's config."""
     from attnzoo.compare.cases import default_specs
     from attnzoo.compare.run import read_model_info
-    from attnzoo.hf.files import read_config
+    from attnzoo.hf.saving.files import read_config
 
     if attention is None:
         read_config(Path(path))  # a model that cannot be read is no row of a table

@@ -99,7 +99,7 @@ def describe(
 ) -> None:
     """Show the attention backend of each layer of a saved model; loads no weights."""
     from attnzoo.hf.describe import describe as describe_model
-    from attnzoo.hf.files import empty_model
+    from attnzoo.hf.saving.files import empty_model
 
     console.print(describe_model(empty_model(path)).table())
 
@@ -114,7 +114,7 @@ def swap(
 ) -> None:
     """Write a copy of a model with another attention, which from_pretrained loads."""
     from attnzoo.hf.describe import describe as describe_model
-    from attnzoo.hf.files import swap_files
+    from attnzoo.hf.saving.files import swap_files
     from attnzoo.report.output_path import check_folder
 
     spec = spec_of(attention, option, layers, else_)
@@ -129,7 +129,7 @@ def convert_heads(
     out: Annotated[Path, typer.Option(help="new folder for the converted model")],
 ) -> None:
     """Average key and value heads (multi-head to grouped-query attention), for a smaller cache."""
-    from attnzoo.hf.grouped_heads import convert_heads_files
+    from attnzoo.hf.heads.grouping import convert_heads_files
     from attnzoo.report.output_path import check_folder
 
     check_folder(out)

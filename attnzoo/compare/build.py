@@ -20,10 +20,10 @@ from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation.decoding import PREFILL_TOKENS, cache_bytes
 from attnzoo.evaluation.timing import Run
-from attnzoo.hf.attention import layer_backend
-from attnzoo.hf.files import model_class
+from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
+from attnzoo.hf.saving.files import model_class
 from attnzoo.hf.seam import cache_argument
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec

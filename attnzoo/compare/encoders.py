@@ -18,9 +18,9 @@ from torch import Tensor
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import load_tokenizer, read_text
 from attnzoo.evaluation.models import max_positions, spec_label
-from attnzoo.hf.convert import restore, swap
-from attnzoo.hf.files import model_class, read_config
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.saving.files import model_class, read_config
+from attnzoo.hf.swap.convert import restore, swap
 from attnzoo.report import charts, page
 from attnzoo.report.charts import Axis, Panel, Plot
 from attnzoo.report.format import number

@@ -23,9 +23,9 @@ from attnzoo.errors import SpecError
 from attnzoo.evaluation.corpus import held_out_files
 from attnzoo.evaluation.data import load_tokenizer, read_text, tokenize
 from attnzoo.evaluation.models import is_embedded, max_positions, model_path, spec_label
-from attnzoo.hf.convert import swap
-from attnzoo.hf.files import model_class, read_config
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.saving.files import model_class, read_config
+from attnzoo.hf.swap.convert import swap
 from attnzoo.report import charts, page
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.report.charts import Axis, Plot, Series

@@ -43,8 +43,8 @@ from attnzoo.evaluation.models import is_embedded, max_positions, model_path
 from attnzoo.evaluation.recall import RecallEvalBatch, make_recall_batch
 from attnzoo.evaluation.results import FORMAT, Row, append, commit, open_results
 from attnzoo.evaluation.timing import machine
-from attnzoo.hf.files import empty_model, hash_weights
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.saving.files import empty_model, hash_weights
 from attnzoo.report.output_path import check_folder
 from attnzoo.spec import AttentionSpec
 

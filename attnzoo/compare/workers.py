@@ -22,7 +22,7 @@ from attnzoo.evaluation.process import WorkerDied, WorkerProcess, WorkerTimeout
 from attnzoo.evaluation.quality import NonFiniteError
 from attnzoo.evaluation.recall import RecallEvalBatch, measure_recall
 from attnzoo.evaluation.timing import measure
-from attnzoo.hf.convert import original_attention
+from attnzoo.hf.swap.convert import original_attention
 
 OK, OUT_OF_MEMORY, TIMED_OUT = "ok", "out of memory", "timed out"
 REFUSED, FAILED, NOT_RUN = "refused", "failed", "not run"

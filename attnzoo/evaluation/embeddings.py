@@ -21,7 +21,7 @@ from attnzoo.errors import SpecError
 from attnzoo.evaluation.corpus import cut_rows
 from attnzoo.evaluation.data import fingerprint, load_tokenizer, read_text, tokenize
 from attnzoo.evaluation.quality import require_finite
-from attnzoo.hf.convert import original_attention
+from attnzoo.hf.swap.convert import original_attention
 
 ROWS = 8  # of each length
 SHORTEST = 64  # tokens

@@ -29,10 +29,10 @@ from attnzoo.evaluation.corpus import cut_rows
 from attnzoo.evaluation.data import load_tokenizer, read_text, tokenize
 from attnzoo.evaluation.embeddings import CHARACTERS, make_embedding_batch
 from attnzoo.evaluation.models import max_positions
-from attnzoo.hf.convert import restore, swap
-from attnzoo.hf.head_projections import head_projections
-from attnzoo.hf.heads import original_heads
+from attnzoo.hf.heads.projections import head_projections
+from attnzoo.hf.heads.pruning import original_heads
 from attnzoo.hf.layers import AttentionLayer, attention_layers
+from attnzoo.hf.swap.convert import restore, swap
 
 DIRECTIONS = 8  # random ones, along which the change of embeddings is measured
 CONTROLS = 3  # random choices of heads

@@ -28,9 +28,9 @@ from attnzoo.evaluation.allocations import (
 )
 from attnzoo.evaluation.decoding import cache_bytes
 from attnzoo.evaluation.models import max_positions, spec_label
-from attnzoo.hf.files import model_class, read_config
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
+from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.seam import cache_argument
 from attnzoo.spec import AttentionSpec
 

@@ -11,9 +11,9 @@ import torch
 
 from attnzoo.evaluation.memory import BackwardPeaks, MemoryCase, MemoryUse, build_model, compute
 from attnzoo.evaluation.models import max_positions
-from attnzoo.hf.attention import layer_backend
-from attnzoo.hf.convert import read_spec
+from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.swap.backends import read_spec
 from attnzoo.spec import AttentionSpec
 
 SHORTEST = 1024  # tokens; the shortest of the three lengths from which longer ones follow

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attnzoo.errors import SpecError
-from attnzoo.hf.files import read_config
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
+from attnzoo.hf.saving.files import read_config
 from attnzoo.spec import AttentionSpec
 
 EMBEDDED = "embedded"  # the command line's names of the models that ship with the package

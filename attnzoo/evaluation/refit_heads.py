@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from attnzoo.hf.head_projections import head_projections
+from attnzoo.hf.heads.projections import head_projections
 from attnzoo.hf.layers import attention_layers
 
 RIDGE = 1e-2  # lambda, relative to the mean square of the features

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import SpecError
-from attnzoo.hf.attention import layer_backend
-from attnzoo.hf.files import empty_model
+from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.layers import attention_layers, layer_number, unwrap_model
+from attnzoo.hf.models.speed_up import sped_up_layers
 from attnzoo.hf.names import NAME
-from attnzoo.hf.speed_up import sped_up_layers
+from attnzoo.hf.saving.files import empty_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,5 +8,6 @@ nothing.
 NAME = "attnzoo"
 RECORDING = "_attnzoo_recording"  # attribute of a cache
 REQUESTED = "_attnzoo_requested"  # attribute of a model whose attn_implementation was given
+IN_SWAPPED = "_attnzoo_in_swapped"  # of a submodel with its own spec in a model swapped as a whole
 PRUNED = "attnzoo_pruned_heads"  # attribute of a config: heads that a model has lost, by layer
 LOADED = "_attnzoo_loaded"  # attribute of an adapter's config that was read from a file

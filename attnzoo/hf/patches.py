@@ -1,6 +1,6 @@
 """Every patch of transformers, one function per patched module.
 
-Those of PEFT are in :mod:`attnzoo.hf.peft_patches`.
+Those of PEFT are in :mod:`attnzoo.hf.adapters.patches`.
 :mod:`attnzoo.autoload` runs a patch as soon as its module is loaded, when the rest of the package
 may be half loaded. Nothing here is imported from either, and modules of attnzoo are imported when a
 patched function is first called. ``tests/hf/test_patches.py`` has a test for each
@@ -36,7 +36,7 @@ def patch_config(configuration_utils: Any) -> None:
 
     @wraps(to_dict)
     def to_dict_with_implementation(self: PreTrainedConfig) -> dict[str, Any]:
-        from attnzoo.hf.saving import saved_config
+        from attnzoo.hf.saving.checkpoints import saved_config
 
         return saved_config(self, to_dict(self))
 
@@ -74,7 +74,7 @@ def patch_cache(cache_utils: Any) -> None:
 
     @wraps(crop)
     def crop_all_layers_or_none(self: Cache, *args: Any, **kwargs: Any) -> None:
-        from attnzoo.hf.cache import unchanged_on_error
+        from attnzoo.hf.cache.state_layer import unchanged_on_error
 
         with unchanged_on_error(self):
             crop(self, *args, **kwargs)
@@ -98,9 +98,9 @@ def patch_models(modeling_utils: Any) -> None:
     """Register the attention function, and build and initialise backends with their models."""
 
     def attention(*args: Any, **kwargs: Any) -> Any:
-        from attnzoo.hf import attention as ours
+        from attnzoo.hf.attention import call
 
-        return ours.attention(*args, **kwargs)
+        return call.attention(*args, **kwargs)
 
     cls = modeling_utils.PreTrainedModel
     if not mark_patched(cls):
@@ -124,10 +124,10 @@ def patch_models(modeling_utils: Any) -> None:
 
     @wraps(post_init)
     def post_init_with_backends(self: PreTrainedModel) -> None:
-        from attnzoo.hf.construction import attach_when_built
+        from attnzoo.hf.swap.construction import attach_when_built
 
         if getattr(self.config, PRUNED, None) is not None:
-            from attnzoo.hf.heads import prune_when_built
+            from attnzoo.hf.heads.pruning import prune_when_built
 
             prune_when_built(self)
         attach_when_built(self)  # before the original, which initialises all modules
@@ -138,7 +138,7 @@ def patch_models(modeling_utils: Any) -> None:
         self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
         from attnzoo.contract.backend import AttentionBackend
-        from attnzoo.hf.extras import initialise_backend
+        from attnzoo.hf.swap.extras import initialise_backend
 
         if not isinstance(module, AttentionBackend):
             initialize_weights(self, module, *args, **kwargs)
@@ -168,10 +168,10 @@ def _patch_saving(cls: Any) -> None:
 
     @wraps(save)
     def save_without_disabled_extras(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        from attnzoo.hf.saving import without_disabled_extras
+        from attnzoo.hf.saving.checkpoints import without_disabled_extras
 
         if getattr(self, "_hf_peft_config_loaded", False):  # saves an adapter only
-            from attnzoo.hf.adapters import prepare_save
+            from attnzoo.hf.adapters.extras import prepare_save
 
             prepare_save(self)
         with without_disabled_extras(self):
@@ -179,7 +179,7 @@ def _patch_saving(cls: Any) -> None:
 
     @wraps(from_pretrained)
     def from_pretrained_with_reason(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        from attnzoo.hf.saving import load
+        from attnzoo.hf.saving.checkpoints import load
 
         return load(from_pretrained, cls, *args, **kwargs)
 
@@ -201,7 +201,7 @@ def patch_continuous_batching(continuous_api: Any) -> None:
 
     @wraps(switch)
     def keep_swap(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        from attnzoo.hf.serving import serves_swap
+        from attnzoo.hf.attention.continuous_batching import serves_swap
 
         if not serves_swap(model):
             switch(self, model, *args, **kwargs)
@@ -218,7 +218,7 @@ def patch_trainer(trainer: Any) -> None:
 
     @wraps(get_decay_parameter_names)
     def get_decay_parameter_names_without_extras(self: Any, model: nn.Module) -> list[str]:
-        from attnzoo.hf.weight_decay import without_exempt
+        from attnzoo.hf.swap.extras import without_exempt
 
         return without_exempt(model, get_decay_parameter_names(self, model))
 

@@ -25,7 +25,7 @@ from transformers import DynamicCache, StaticCache, masking_utils
 from attnzoo.autoload import FAILED_PATCHES
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
-from attnzoo.hf.attention import ForwardArguments
+from attnzoo.hf.attention.call import ForwardArguments
 from attnzoo.hf.masks import ModelMask
 from attnzoo.hf.names import NAME
 from attnzoo.runtime.verdicts import FAILED, PASSED, Verdict, decide
@@ -98,7 +98,7 @@ def untested(found: dict[str, str]) -> list[str]:
 
 
 def _source_hash() -> str:
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 

@@ -14,7 +14,7 @@ from attnzoo.evaluation.models import spec_label
 from attnzoo.evaluation.presets import preset_options, preset_specs
 from attnzoo.evaluation.results import FORMAT, Row, append, commit, open_results
 from attnzoo.evaluation.timing import machine
-from attnzoo.hf.convert import swap
+from attnzoo.hf.swap.convert import swap
 from attnzoo.report.table import Table
 from attnzoo.spec import AttentionSpec
 from attnzoo.tasks.base import Task

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, SmolLM3Config, SmolLM3ForCausalLM
 
-from attnzoo.hf.convert import swap
+from attnzoo.hf.swap.convert import swap
 from attnzoo.spec import AttentionSpec
 from attnzoo.tasks.base import IGNORED, LabelledRows, Task
 from attnzoo.training.transfer import extras

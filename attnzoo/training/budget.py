@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 from attnzoo.errors import ConfigError
 from attnzoo.evaluation.decoding import layer_bytes
-from attnzoo.hf.convert import restore, swap
 from attnzoo.hf.seam import cache_argument
+from attnzoo.hf.swap.convert import restore, swap
 from attnzoo.training.plan import EXACT, LayerMeasure, Planner
 
 MEASURED_LENGTHS = (1024, 2048)  # tokens; beyond them the cache grows linearly or is constant

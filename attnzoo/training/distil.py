@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.contract.context_parallel import SequenceShard
-from attnzoo.hf.attention import layer_backend
-from attnzoo.hf.convert import original_attention, restore
+from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.names import NAME
+from attnzoo.hf.swap.convert import original_attention, restore
 from attnzoo.registry import build_backend
 from attnzoo.training.data import IGNORE_INDEX
 from attnzoo.training.loop import Loss

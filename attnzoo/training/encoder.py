@@ -12,9 +12,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.embeddings import EmbeddingSimilarity, Texts, embeddings, similarity
-from attnzoo.hf.convert import original_attention
-from attnzoo.hf.files import model_class, read_config
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.saving.files import model_class, read_config
+from attnzoo.hf.swap.convert import original_attention
 from attnzoo.training.data import DataError, check_vocabulary
 from attnzoo.training.loading import load_model, split_rows
 from attnzoo.training.runs import Run

@@ -13,10 +13,10 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.data import EvalBatch, string_tokenizer
 from attnzoo.evaluation.harness import Harness, HarnessTasks
 from attnzoo.evaluation.kernel_checks import check_model_kernels
-from attnzoo.evaluation.models import require_causal
-from attnzoo.hf.convert import original_attention, restore, swap
-from attnzoo.hf.files import read_config
+from attnzoo.evaluation.models import max_positions, require_causal
 from attnzoo.hf.names import NAME
+from attnzoo.hf.saving.files import read_config
+from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.training.loading import load_rows
 from attnzoo.training.quality import (
     as_dicts,

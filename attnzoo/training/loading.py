@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.models import require_causal
-from attnzoo.hf.files import read_config
 from attnzoo.hf.names import NAME
+from attnzoo.hf.saving.files import read_config
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.completions import example_of, pack_completions
 from attnzoo.training.data import (

@@ -23,7 +23,7 @@ from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.embeddings import Texts
 from attnzoo.evaluation.quality import require_finite
-from attnzoo.hf.files import read_config
+from attnzoo.hf.saving.files import read_config
 from attnzoo.training.data import IGNORE_INDEX
 from attnzoo.training.encoder import tokenize_texts
 from attnzoo.training.loading import load_model, split_rows

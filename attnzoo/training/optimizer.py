@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attnzoo.errors import ConfigError, did_you_mean
-from attnzoo.hf.weight_decay import decayed_parameters
+from attnzoo.hf.swap.extras import decayed_parameters
 from attnzoo.training.transfer import extras
 
 NAMES = ("adamw_torch", "muon")

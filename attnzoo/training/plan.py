@@ -24,8 +24,8 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.models import require_causal
 from attnzoo.evaluation.presets import preset_options
 from attnzoo.evaluation.quality import require_finite
-from attnzoo.hf.convert import restore, swap
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.swap.convert import restore, swap
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.calibrate import calibrate, calibrated_layers, can_calibrate

@@ -20,7 +20,7 @@ from attnzoo.evaluation.generation import (
 )
 from attnzoo.evaluation.quality import NonFiniteError, measure_quality
 from attnzoo.evaluation.recall_rows import Encode
-from attnzoo.hf.convert import original_attention
+from attnzoo.hf.swap.convert import original_attention
 from attnzoo.training.data import IGNORE_INDEX, MIN_REPEAT_LENGTH, Rows
 from attnzoo.training.transfer import swapped_layers
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from attnzoo.evaluation.decoding import measure_decoding
 from attnzoo.evaluation.models import max_positions
-from attnzoo.hf.convert import original_attention
+from attnzoo.hf.swap.convert import original_attention
 from attnzoo.training.head_entropy import make_entropy_log
 from attnzoo.training.runs import Run
 

@@ -20,11 +20,11 @@ from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import EvalBatch, load_tokenizer, string_tokenizer
 from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.quality import NonFiniteError
-from attnzoo.hf.companions import copy_companions, move_files
 from attnzoo.hf.context_parallel import check_model
-from attnzoo.hf.convert import original_attention, restore, swap
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
+from attnzoo.hf.saving.companions import copy_companions, move_files
+from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.baselines import Baselines

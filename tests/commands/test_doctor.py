@@ -12,7 +12,7 @@ from attnzoo.cli import main
 from attnzoo.evaluation import check_cpp, installation, kernel_checks
 from attnzoo.evaluation.installation import OK, UNAVAILABLE, WRONG, CheckResult, check_installation
 from attnzoo.hf import release_check, seam
-from attnzoo.hf.attention import ForwardArguments
+from attnzoo.hf.attention.call import ForwardArguments
 from attnzoo.ops.linear.triton import verdicts as triton_verdicts
 from attnzoo.runtime import kernel_groups
 from attnzoo.runtime.cache_folder import CACHE

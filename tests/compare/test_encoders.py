@@ -18,7 +18,7 @@ from attnzoo.compare.encoders import (
 from attnzoo.compare.maps import maps_of_readings
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.models import embedded_model_path
-from attnzoo.hf.files import swap_files
+from attnzoo.hf.saving.files import swap_files
 from attnzoo.spec import AttentionSpec
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "on", "a", "mat", "."]

@@ -8,7 +8,7 @@ import transformers as hf
 from torch.testing import assert_close
 
 import attnzoo
-from attnzoo.hf.cache import StateLayer, StaticStateLayer
+from attnzoo.hf.cache.state_layer import StateLayer, StaticStateLayer
 from attnzoo.hf.seam import cache_argument, output_cache
 from tests.helpers import add_noise
 

@@ -12,10 +12,10 @@ from transformers import masking_utils
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
-from attnzoo.hf import packing
-from attnzoo.hf.attention import attention
+from attnzoo.hf.attention import packing
+from attnzoo.hf.attention.call import attention
+from attnzoo.hf.attention.packing import Packing, add_packing
 from attnzoo.hf.masks import ModelMask, make_mask, read_mask
-from attnzoo.hf.packing import Packing, add_packing
 from attnzoo.hf.seam import cache_argument, output_cache
 from attnzoo.ops.softmax.api import softmax_attention
 from tests.helpers import MODEL_SIZES
@@ -289,7 +289,7 @@ def test_masks_of_other_dimensions_are_refused(llama, ids):
     model = llama()
     attnzoo.swap(model, "flash")
     with pytest.raises(UnsupportedError, match=r"Tensor of shape \(3, 12, 12\)"):
-        attnzoo.hf.attention.attention(
+        attnzoo.hf.attention.call.attention(
             model.model.layers[0].self_attn,
             *torch.randn(3, 3, 4, 12, 8),
             torch.ones(3, 12, 12),

@@ -14,9 +14,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 import attnzoo
+from attnzoo.hf.adapters.patches import PEFT_PATCHES
 from attnzoo.hf.names import LOADED, NAME, RECORDING
 from attnzoo.hf.patches import PATCHES
-from attnzoo.hf.peft_patches import PEFT_PATCHES
 
 ALL_PATCHES = {**PATCHES, **PEFT_PATCHES}
 TINY = {

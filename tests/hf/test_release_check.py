@@ -10,7 +10,7 @@ import attnzoo
 from attnzoo.autoload import FAILED_PATCHES
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import patches, release_check, seam
-from attnzoo.hf.attention import ForwardArguments, LayerHook
+from attnzoo.hf.attention.call import ForwardArguments, LayerHook
 from attnzoo.runtime.verdicts import FAILED, PASSED
 
 
@@ -116,3 +116,11 @@ def test_a_patch_that_does_not_fit_leaves_transformers_usable(llama, monkeypatch
             attnzoo.swap(llama(), "linear")
     finally:
         FAILED_PATCHES.clear()
+
+
+def test_a_change_in_a_folder_is_checked_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(release_check, "__file__", str(tmp_path / "release_check.py"))
+    before = release_check._source_hash()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "state_layer.py").write_text("size = 1\n")
+    assert release_check._source_hash() != before

@@ -10,11 +10,11 @@ from transformers import cache_utils
 import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.hf import seam
-from attnzoo.hf.attention import ForwardArguments, attention
-from attnzoo.hf.cache import StaticStateLayer
+from attnzoo.hf.attention.call import ForwardArguments, attention
+from attnzoo.hf.cache.state_layer import StaticStateLayer
 from attnzoo.hf.masks import make_mask
-from attnzoo.hf.speed_up import sped_up_layers
-from tests.hf.test_speed_up import FAMILIES, SIZES
+from attnzoo.hf.models.speed_up import sped_up_layers
+from tests.hf.models.test_speed_up import FAMILIES, SIZES
 
 UNKNOWN = r"'brand_new'.*transformers \d"
 

@@ -12,7 +12,7 @@ import attnzoo
 from attnzoo.backends.feature_maps import base as feature_maps
 from attnzoo.backends.feature_maps import config as feature_map_config
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.hf.files import empty_model
+from attnzoo.hf.saving.files import empty_model
 from attnzoo.training.plan import read_plan
 
 SCRIPT = """

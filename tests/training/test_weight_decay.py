@@ -8,7 +8,7 @@ import transformers as hf
 import attnzoo
 from attnzoo.backends.feature_maps.config import FEATURE_MAPS
 from attnzoo.backends.gated_linear import GATES
-from attnzoo.hf.weight_decay import decayed_parameters
+from attnzoo.hf.swap.extras import decayed_parameters
 from attnzoo.training.optimizer import make_optimizer
 from attnzoo.training.transfer import extras
 from tests.helpers import tiny_llama

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 import attnzoo
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.models import embedded_model_path
-from attnzoo.hf.attention import layer_backend
+from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.layers import attention_layers
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from transformers import GenerationMixin
 import attnzoo
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation.presets import preset_options
-from attnzoo.hf.attention import layer_backend
+from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.layers import attention_layers
 from attnzoo.registry import get_backend
 from tools.family_sweep.build import Family

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import attnzoo
 from attnzoo.errors import UnsupportedError
-from attnzoo.hf.attention import layer_backend
+from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.layers import attention_layers
 from tools.family_sweep.build import Family
 from tools.family_sweep.probe import Run

@@ -13,7 +13,8 @@ import attnzoo
 from attnzoo.backends.parts import exact
 from attnzoo.errors import UnsupportedError
 from attnzoo.families import record
-from attnzoo.hf import cached_call, seam
+from attnzoo.hf import seam
+from attnzoo.hf.attention import cached_call
 from attnzoo.hf.masks import ModelMask
 from attnzoo.testing import ConformanceError, check_generation
 from tools.family_sweep.check import DIFFERENT, EQUAL, REFUSED
@@ -146,7 +147,7 @@ def test_a_state_before_keys_that_contain_it_is_detected(monkeypatch):
             layer.update(key, value)
         return run(backend, layer, query, key, value, mask, options)
 
-    monkeypatch.setattr("attnzoo.hf.attention.run_with_state", without_keys_of_others)
+    monkeypatch.setattr("attnzoo.hf.attention.call.run_with_state", without_keys_of_others)
     monkeypatch.setattr(cached_call, "_check_count", lambda *_: None)
     with pytest.raises(ConformanceError):
         test_the_keys_of_a_layer_that_keeps_all("gemma3n_text")

@@ -1,0 +1,1 @@
+"""PEFT adapters of swapped models."""

@@ -1,0 +1,293 @@
+"""The parameters that backends add to a model (the extras), in PEFT adapters.
+
+They are trained and saved with the adapter: the submodules ``attnzoo`` are added to PEFT's
+``modules_to_save``, which gives each adapter a copy of them. :mod:`attnzoo.hf.adapters.patches`
+calls these functions from PEFT.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.errors import UnsupportedError
+from attnzoo.hf.adapters.config import check_swap, download_options, record_swap
+from attnzoo.hf.names import LOADED, NAME
+from attnzoo.registry import build_backend
+
+
+def _backends(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield the name, the parent and the module of each ``attnzoo``.
+
+    The module is a backend, or PEFT's wrapper around one.
+    """
+    for name, parent in list(model.named_modules()):
+        module = parent._modules.get(NAME)
+        if module is not None:
+            yield f"{name}.{NAME}" if name else NAME, parent, module
+
+
+def _wrappers(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield the parents and PEFT's wrappers of backends."""
+    for _, parent, module in _backends(model):
+        if not isinstance(module, AttentionBackend):
+            yield parent, module
+
+
+def _original(module: Any) -> AttentionBackend:
+    """Return the backend in PEFT's wrapper, or the backend itself."""
+    backend = module if isinstance(module, AttentionBackend) else module.original_module
+    assert isinstance(backend, AttentionBackend)
+    return backend
+
+
+def _changes_in_training(backend: AttentionBackend) -> bool:
+    # performer and reformer draw again in training, and save what they drew
+    redraws = getattr(backend.config, "redraw", None) is not None
+    return redraws or any(True for _ in backend.parameters())
+
+
+def prepare_adapter(model: nn.Module, config: Any) -> None:
+    """Check or record the swap in an adapter's config, before PEFT changes the model.
+
+    A config that was loaded must record the model's swap, or none. A new config gets the model's
+    swap, and ``"attnzoo"`` in ``modules_to_save`` if backends have parameters. An empty
+    ``modules_to_save`` leaves them frozen.
+
+    Raises:
+        SpecError: The adapter was trained for another swap.
+        UnsupportedError: PEFT cannot train the parameters of the backends.
+    """
+    if LOADED in vars(config):
+        check_swap(model, vars(config).get(NAME))
+        return
+    record_swap(model, config)
+    _train_extras(model, config)
+
+
+def load_extras(
+    model: nn.Module, name: str, path: Any, options: Mapping[str, Any], info: Any
+) -> None:
+    """Load the backends of an adapter that older versions of transformers leave out.
+
+    They load no modules of ``modules_to_save``, and report their weights as unexpected.
+
+    Args:
+        model: The model, which has the adapter.
+        name: Name of the adapter.
+        path: Folder or id of the saved adapter, or ``None``.
+        options: The options of the download, and the weights if there is no ``path``.
+        info: What transformers reports, which is changed.
+    """
+    if not any(f".{NAME}." in key for key in info.unexpected_keys):
+        return
+    if path is None:
+        weights = options["adapter_state_dict"]
+    else:
+        from peft.utils.save_and_load import load_peft_weights
+
+        weights = load_peft_weights(path, device="cpu", **download_options(options))
+    saved = {key.removeprefix("base_model.model."): x for key, x in weights.items()}
+    for module_name, _, module in _backends(model):
+        if isinstance(module, AttentionBackend) or name not in module.modules_to_save:
+            continue
+        prefix = f"{module_name}."
+        own = {key.removeprefix(prefix): x for key, x in saved.items() if key.startswith(prefix)}
+        backend = module.modules_to_save[name]
+        if not own.keys() <= backend.state_dict().keys():
+            continue  # the weights of another swap, which the report of transformers names
+        backend.load_state_dict(own, strict=False)
+        info.unexpected_keys -= {prefix + key for key in own}
+        info.missing_keys -= {f"{prefix}modules_to_save.{name}.{key}" for key in own}
+
+
+def prepare_save(model: Any) -> None:
+    """Record the swap that a model runs now in the configs of its adapters, before they are saved.
+
+    Raises:
+        UnsupportedError: The adapters lack parameters of backends that are trained.
+    """
+    refuse_lost_extras(model)
+    for config in getattr(model, "peft_config", {}).values():
+        record_swap(model, config)
+
+
+def complete_conversion(
+    model: nn.Module, adapter_name: str, config: Any, state: dict[str, torch.Tensor]
+) -> None:
+    """Put an adapter's backends, and the swap, into the LoRA adapter that PEFT makes of it.
+
+    PEFT keeps the last part of a parameter's name only, and does not distinguish adapters.
+
+    Args:
+        model: The model with the adapter.
+        adapter_name: The adapter that was converted.
+        config: The config of the LoRA adapter, which is changed.
+        state: The weights of the LoRA adapter, which are changed.
+    """
+    record_swap(model, config)
+    for name, _, module in _backends(model):
+        if isinstance(module, AttentionBackend):
+            continue
+        for key in [key for key in state if key.startswith(f"{name}.")]:
+            del state[key]
+        if adapter_name in module.modules_to_save:
+            own = module.modules_to_save[adapter_name].state_dict()
+            state.update({f"{name}.{key}": value for key, value in own.items()})
+
+
+def _train_extras(model: nn.Module, config: Any) -> None:
+    backends = [(name, _original(module)) for name, _, module in _backends(model)]
+    if not any(_changes_in_training(backend) for _, backend in backends):
+        return
+    if not hasattr(config, "modules_to_save"):
+        trained = [name for name, x in backends if any(p.requires_grad for p in x.parameters())]
+        if trained:
+            raise UnsupportedError(
+                f"{type(config).__name__} has no modules_to_save, so it cannot train the "
+                f"parameters that the swap added, such as those of {trained[0]}. Use another "
+                "PEFT method, such as LoraConfig; or freeze them to train the adapter alone: "
+                "requires_grad_(False) of every attnzoo.AttentionBackend in model.modules()"
+            )
+        return
+    names = config.modules_to_save
+    if names is not None and not names:
+        return
+    # PEFT's own rule for modules that adapters leave alone: a listed name, or below one
+    listed = [re.compile(rf"(^|.*\.){name}($|\..*)") for name in names or ()]
+    missing = [x for x in backends if not any(pattern.match(x[0]) for pattern in listed)]
+    for _, backend in missing:
+        copy.deepcopy(backend)  # PEFT copies it later, when an error leaves half an adapter
+    added = [NAME] if len(missing) == len(backends) else [name for name, _ in missing]
+    if added:
+        config.modules_to_save = [*(names or ()), *added]
+
+
+def refuse_lost_extras(model: nn.Module) -> None:
+    """Raise if backends have trained tensors that no adapter of the model saves.
+
+    Raises:
+        UnsupportedError: The adapters do not contain the tensors.
+    """
+    for name, _, module in _backends(model):
+        if not isinstance(module, AttentionBackend) or "modules_to_save" in name.split("."):
+            continue
+        if not any(p.requires_grad for p in module.parameters()) and not _drew_again(module):
+            continue
+        merges = hasattr(model, "merge_and_unload")
+        add = "get_peft_model" if merges else "model.add_adapter"
+        whole = (
+            "model.merge_and_unload().save_pretrained(...)"
+            if merges
+            else "torch.save(model.state_dict(), ...)"
+        )
+        raise UnsupportedError(
+            f"{name} has trained parameters, or features drawn in training, that are not part of "
+            f"the adapter, so saving the adapter would lose them. Save the whole model, {whole}, "
+            "or freeze parameters that were not trained, requires_grad_(False); next time, swap "
+            f"the model before {add}, and leave modules_to_save unset, which trains and saves them"
+        )
+
+
+def _drew_again(backend: AttentionBackend) -> bool:
+    """Return whether a backend has drawn features or hashes in training."""
+    if getattr(backend.config, "redraw", None) is None:
+        return False
+    new = dict(build_backend(backend.name, backend.config, backend.geometry).named_buffers())
+    return any(
+        not torch.equal(new[name].to(x), x) for name, x in backend.named_buffers() if not x.is_meta
+    )
+
+
+@contextmanager
+def unwrapped_extras(model: nn.Module, adapters: Iterable[str]) -> Iterator[None]:
+    """Put the backends of an adapter, or the original ones, in a model whose adapters are removed.
+
+    PEFT's methods remove their wrappers differently, and some not at all. After an error the
+    wrappers are back.
+
+    Args:
+        model: A model with adapters.
+        adapters: The adapters to merge; empty to remove all.
+
+    Raises:
+        UnsupportedError: Several of the adapters have backends of their own.
+    """
+    wrappers = list(_wrappers(model))
+    chosen = [_own_backend(wrapper, adapters) for _, wrapper in wrappers]
+    for (parent, wrapper), own in zip(wrappers, chosen, strict=True):
+        setattr(parent, NAME, own or wrapper.original_module)
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if not done:
+            for parent, wrapper in wrappers:
+                setattr(parent, NAME, wrapper)
+
+
+def _own_backend(wrapper: Any, adapters: Iterable[str]) -> nn.Module | None:
+    """Return the backend that the adapters have in a wrapper, or ``None``.
+
+    Raises:
+        UnsupportedError: Several adapters have backends with different parameters.
+    """
+    own = [name for name in adapters if name in wrapper.modules_to_save]
+    first = wrapper.modules_to_save[own[0]] if own else None
+    if not all(_same_state(first, wrapper.modules_to_save[name]) for name in own[1:]):
+        raise UnsupportedError(
+            f"The adapters {', '.join(own)} have parameters of backend {wrapper.name!r} of their "
+            "own, which cannot be merged with each other. Merge one of them"
+        )
+    return first
+
+
+def _same_state(first: nn.Module | None, second: nn.Module | None) -> bool:
+    """Return whether two backends have equal parameters and buffers."""
+    if first is None or second is None:
+        return first is second
+    expected = first.state_dict()
+    return all(torch.equal(x, expected[name]) for name, x in second.state_dict().items())
+
+
+def refuse_inactive_extras(model: nn.Module, adapters: Iterable[str]) -> None:
+    """Raise if the backends of merged adapters are not those that the model runs.
+
+    Raises:
+        UnsupportedError: The adapter is not active.
+    """
+    for _, wrapper in _wrappers(model):
+        own = _own_backend(wrapper, adapters)
+        if own is not None and not _same_state(own, _own_backend(wrapper, wrapper.active_adapters)):
+            raise UnsupportedError(
+                f"The adapter to merge ({', '.join(adapters)}) has parameters of backend "
+                f"{wrapper.name!r}, which the model runs only while that adapter is active. "
+                "Call set_adapter first"
+            )
+
+
+def enable_extras(model: nn.Module) -> None:
+    """Run the adapters' backends again; transformers' ``enable_adapters`` omits saved modules."""
+    for _, wrapper in _wrappers(model):
+        wrapper.enable_adapters(True)
+
+
+@contextmanager
+def disabled_extras(model: nn.Module) -> Iterator[None]:
+    """Run the original backends instead of the adapters'."""
+    wrappers = [wrapper for _, wrapper in _wrappers(model) if not wrapper.disable_adapters]
+    for wrapper in wrappers:
+        wrapper.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            wrapper.enable_adapters(True)

@@ -1,0 +1,272 @@
+"""Every patch of PEFT and of transformers' own adapters, one function per patched module.
+
+See :mod:`attnzoo.hf.patches`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from attnzoo.autoload import guarded, mark_patched
+from attnzoo.hf.names import LOADED, NAME
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def patch_adapter_configs(config: Any) -> None:
+    """Save and load the swap in an adapter's adapter_config.json, as the field ``attnzoo``."""
+    cls = config.PeftConfigMixin
+    if not mark_patched(cls):
+        return
+    to_dict = cls.to_dict
+    from_peft_type: Any = vars(cls)["from_peft_type"].__func__
+    from_pretrained: Any = vars(cls)["from_pretrained"].__func__
+
+    @wraps(to_dict)
+    def to_dict_with_swap(self: Any) -> dict[str, Any]:
+        data, spec = to_dict(self), vars(self).get(NAME)
+        return data if spec is None else {**data, NAME: spec}
+
+    @wraps(from_peft_type)
+    def from_peft_type_with_swap(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        spec = kwargs.pop(NAME, None)
+        made = from_peft_type(cls, *args, **kwargs)
+        if spec is not None:
+            vars(made)[NAME] = spec
+        return made
+
+    @wraps(from_pretrained)
+    def from_pretrained_and_note(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        made = from_pretrained(cls, *args, **kwargs)
+        vars(made)[LOADED] = True
+        return made
+
+    cls.to_dict = to_dict_with_swap
+    cls.from_peft_type = classmethod(from_peft_type_with_swap)
+    cls.from_pretrained = classmethod(from_pretrained_and_note)
+
+
+def patch_tuners(tuners_utils: Any) -> None:
+    """Add the backends to an adapter when it is injected, and keep the right ones in a merge."""
+    cls = tuners_utils.BaseTuner
+    if not mark_patched(cls):
+        return
+    inject_adapter, merge_adapter = cls.inject_adapter, cls.merge_adapter
+    merge_and_unload, unload = cls.merge_and_unload, cls.unload
+
+    @wraps(inject_adapter)
+    def inject_adapter_with_extras(
+        self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> None:
+        from attnzoo.hf.adapters import extras
+
+        extras.prepare_adapter(model, self.peft_config[adapter_name])
+        inject_adapter(self, model, adapter_name, *args, **kwargs)
+
+    @wraps(merge_adapter)
+    def merge_active_adapter(
+        self: Any, adapter_names: list[str] | None = None, safe_merge: bool = False
+    ) -> None:
+        from attnzoo.hf.adapters import extras
+
+        extras.refuse_inactive_extras(self.model, adapter_names or self.active_adapters)
+        merge_adapter(self, adapter_names, safe_merge)
+
+    @wraps(merge_and_unload)
+    def merge_and_unload_with_extras(
+        self: Any,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> Any:
+        from attnzoo.hf.adapters import extras
+
+        with extras.unwrapped_extras(self.model, adapter_names or self.active_adapters):
+            return merge_and_unload(self, progressbar, safe_merge, adapter_names)
+
+    @wraps(unload)
+    def unload_with_extras(self: Any) -> Any:
+        from attnzoo.hf.adapters import extras
+
+        with extras.unwrapped_extras(self.model, ()):
+            return unload(self)
+
+    cls.inject_adapter, cls.merge_adapter = inject_adapter_with_extras, merge_active_adapter
+    cls.merge_and_unload, cls.unload = merge_and_unload_with_extras, unload_with_extras
+
+
+def patch_lora_conversion(conversion: Any) -> None:
+    """Keep the backends of an adapter, and the swap, where PEFT converts it to LoRA."""
+    if not mark_patched(conversion):
+        return
+    convert_to_lora = conversion.convert_to_lora
+
+    @wraps(convert_to_lora)
+    def convert_to_lora_with_extras(
+        model: nn.Module, rank: float, adapter_name: str = "default", *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        from attnzoo.hf.adapters import extras
+
+        config, state = convert_to_lora(model, rank, adapter_name, *args, **kwargs)
+        extras.complete_conversion(model, adapter_name, config, state)
+        return config, state
+
+    for name in ("peft.tuners.lora.conversion", "peft.tuners.lora", "peft.tuners", "peft"):
+        module = sys.modules.get(name)
+        if getattr(module, "convert_to_lora", None) is convert_to_lora:
+            module.convert_to_lora = convert_to_lora_with_extras  # type: ignore[union-attr]
+
+
+def _refusing_lost_prompts(prepare: Any) -> Any:
+    """Return PEFT's preparation of a generation step, which raises if it would repeat a prompt."""
+
+    @wraps(prepare)
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from attnzoo.hf.adapters.config import refuse_repeated_prompt
+
+        refuse_repeated_prompt(self, prepare)
+        return prepare(self, *args, **kwargs)
+
+    return prepare_inputs_for_generation
+
+
+def patch_adapter_models(peft_model: Any) -> None:
+    """Do the same for methods without a tuner (prompts), and check what an adapter saves."""
+    cls = peft_model.PeftModel
+    if not mark_patched(cls):
+        return
+    init, add_adapter = cls.__init__, cls.add_adapter
+    disable_adapter, save_pretrained = cls.disable_adapter, cls.save_pretrained
+    load_adapter = cls.load_adapter
+    _patch_prompts(peft_model)
+
+    @wraps(init)
+    def init_with_extras(
+        self: Any, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        from attnzoo.hf.adapters import extras
+
+        extras.prepare_adapter(model, peft_config)
+        init(self, model, peft_config, *args, **kwargs)
+
+    @wraps(add_adapter)
+    def add_adapter_with_extras(
+        self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        from attnzoo.hf.adapters import extras
+
+        extras.prepare_adapter(self.base_model, peft_config)
+        add_adapter(self, adapter_name, peft_config, *args, **kwargs)
+
+    @wraps(load_adapter)
+    def load_adapter_of_the_swap(
+        self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        from attnzoo.hf.adapters.config import check_saved_swap
+
+        check_saved_swap(self, adapter_name, model_id, kwargs)
+        return load_adapter(self, model_id, adapter_name, *args, **kwargs)
+
+    @wraps(disable_adapter)
+    @contextmanager
+    def disable_adapter_and_extras(self: Any) -> Iterator[None]:
+        from attnzoo.hf.adapters import extras
+
+        with disable_adapter(self), extras.disabled_extras(self):
+            yield
+
+    @wraps(save_pretrained)
+    def save_pretrained_with_swap(self: Any, *args: Any, **kwargs: Any) -> None:
+        from attnzoo.hf.adapters import extras
+
+        extras.prepare_save(self)
+        save_pretrained(self, *args, **kwargs)
+
+    cls.load_adapter = load_adapter_of_the_swap
+    cls.__init__, cls.add_adapter = init_with_extras, add_adapter_with_extras
+    cls.disable_adapter, cls.save_pretrained = disable_adapter_and_extras, save_pretrained_with_swap
+
+
+def _patch_prompts(peft_model: Any) -> None:
+    """Mark the virtual tokens of a prefix, and refuse a generation that would repeat a prompt."""
+    cls = peft_model.PeftModel
+    get_prompt = cls.get_prompt
+
+    @wraps(get_prompt)
+    def get_prompt_with_mark(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from attnzoo.hf.cache.past_keys import mark_virtual_tokens
+
+        prompt = get_prompt(self, *args, **kwargs)  # a cache if it is a prefix
+        mark_virtual_tokens(prompt)
+        return prompt
+
+    for wrapper in (peft_model.PeftModelForCausalLM, peft_model.PeftModelForSeq2SeqLM):
+        prepare = wrapper.prepare_inputs_for_generation
+        wrapper.prepare_inputs_for_generation = _refusing_lost_prompts(prepare)
+    cls.get_prompt = get_prompt_with_mark
+
+
+def patch_hotswap(hotswap: Any) -> None:
+    """Check the swap of an adapter whose weights replace those of another one in its place."""
+    if not mark_patched(hotswap):
+        return
+    replace_weights = hotswap.hotswap_adapter_from_state_dict
+
+    @wraps(replace_weights)
+    def hotswap_adapter_of_the_swap(
+        model: nn.Module, state_dict: Any, adapter_name: str, config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from attnzoo.hf.adapters.config import check_swap
+
+        check_swap(model, vars(config).get(NAME))
+        return replace_weights(model, state_dict, adapter_name, config, *args, **kwargs)
+
+    hotswap.hotswap_adapter_from_state_dict = hotswap_adapter_of_the_swap
+
+
+def patch_adapter_mixin(integration: Any) -> None:
+    """Check and enable adapters that transformers itself adds, as those of ``PeftModel``."""
+    cls = integration.PeftAdapterMixin
+    if not mark_patched(cls):
+        return
+    load_adapter, enable_adapters = cls.load_adapter, cls.enable_adapters
+
+    @wraps(load_adapter)
+    def load_adapter_of_the_swap(
+        self: Any, peft_model_id: Any = None, adapter_name: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        from attnzoo.hf.adapters import extras
+        from attnzoo.hf.adapters.config import check_saved_swap
+
+        name = adapter_name or "default"
+        options = {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
+        if peft_model_id is not None:  # else weights are given
+            check_saved_swap(self, name, peft_model_id, options)
+        info = load_adapter(self, peft_model_id, adapter_name, *args, **kwargs)
+        extras.load_extras(self, name, peft_model_id, options, info)
+        return info
+
+    @wraps(enable_adapters)
+    def enable_adapters_and_extras(self: Any) -> None:
+        from attnzoo.hf.adapters import extras
+
+        enable_adapters(self)
+        extras.enable_extras(self)
+
+    cls.load_adapter, cls.enable_adapters = load_adapter_of_the_swap, enable_adapters_and_extras
+
+
+_PATCHES = {
+    "transformers.integrations.peft": patch_adapter_mixin,
+    "peft.config": patch_adapter_configs,
+    "peft.tuners.tuners_utils": patch_tuners,
+    "peft.tuners.lora.conversion": patch_lora_conversion,
+    "peft.peft_model": patch_adapter_models,
+    "peft.utils.hotswap": patch_hotswap,
+}
+PEFT_PATCHES = {name: guarded(patch) for name, patch in _PATCHES.items()}

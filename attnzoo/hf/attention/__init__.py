@@ -1,0 +1,1 @@
+"""What runs when a layer of a model calls its attention."""

@@ -1,0 +1,365 @@
+"""The attention function that transformers calls, and the pre-hook that completes its inputs.
+
+transformers passes queries, keys, values and a mask. A backend may also need the hidden states and
+the layer's entry in the cache: a forward pre-hook on the attention module takes them from the
+arguments of that module.
+
+Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
+M hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface
+
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import AttentionOutput
+from attnzoo.errors import UnsupportedError
+from attnzoo.hf import seam
+from attnzoo.hf.attention.cached_call import run_last_queries, run_with_state
+from attnzoo.hf.attention.continuous_batching import paged_attention
+from attnzoo.hf.attention.packing import Packing, add_packing
+from attnzoo.hf.cache.state_layer import StateLayer, state_layer
+from attnzoo.hf.context_parallel import refuse_torch_context_parallel
+from attnzoo.hf.layers import is_causal as layer_is_causal
+from attnzoo.hf.layers import position_bias_is_zero
+from attnzoo.hf.masks import (
+    ModelMask,
+    keep_selected,
+    read_mask,
+    refuse_sinks_under_function,
+    refuse_window_over_own_keys,
+    refuse_wrong_length,
+)
+from attnzoo.hf.names import NAME
+
+# torch's context_parallel replaces it in F
+BUILTIN_SDPA = torch._C._nn.scaled_dot_product_attention
+
+
+class LayerArguments(NamedTuple):
+    """Arguments of an attention module that its attention function does not receive."""
+
+    hidden_states: Tensor | None
+    cache: StateLayer | None  # the layer's entry in the cache, if it holds a state
+    cross_attention: bool
+    mask: Any = None  # the module may make a tensor of it
+
+    def uncount(self, tokens: int) -> None:
+        """Subtract the tokens of a refused call from the cache's count; no state has them."""
+        if self.cache is not None and not self.cache.update_pending:
+            self.cache.add_length(-tokens)
+
+
+NOTHING = LayerArguments(None, None, False)
+CONSUMED = LayerArguments(None, None, True)  # an earlier call in this forward took the state
+
+
+class PendingArguments(threading.local):
+    """The arguments of the forward pass that a layer is in, one value per thread.
+
+    Threads may share a model. A copy of the object, or a pickled one, is empty.
+    """
+
+    value: LayerArguments = NOTHING
+
+    def __reduce__(self) -> tuple[type[PendingArguments], tuple[()]]:
+        return type(self), ()
+
+
+class ForwardArguments:
+    """Reads the arguments of a ``forward``, given by position or by keyword.
+
+    Args:
+        forward: The method of the module's class.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.names = tuple(inspect.signature(inspect.unwrap(forward)).parameters)[1:]
+        self._positions = {name: i for i, name in enumerate(self.names)}
+
+    def get(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the first argument of ``names`` that is not ``None``."""
+        for name in names:
+            value = kwargs.get(name)
+            if value is None and name in self._positions and self._positions[name] < len(args):
+                value = args[self._positions[name]]
+            if value is not None:
+                return value
+        return None
+
+    def cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the cache, or ``None``.
+
+        Raises:
+            UnsupportedError: A cache is given under a name that is not in ``seam.CACHE``.
+        """
+        found = self.get(seam.CACHE, args, kwargs)
+        if found is None:
+            for name, value in (*zip(self.names, args, strict=False), *kwargs.items()):
+                if isinstance(value, seam.Cache):
+                    raise UnsupportedError(
+                        f"the model passes its cache as {name!r}, a name that attnzoo does not "
+                        f"know in {seam.package('transformers')} (known: "
+                        f"{', '.join(seam.CACHE)}), so no state can be kept. {seam.HOW_TO_GO_ON}"
+                    )
+        return found
+
+
+class LayerHook(ForwardArguments):
+    """A forward pre-hook that keeps an attention module's arguments for its attention function."""
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Store the arguments for the attention function, and put a state layer in the cache."""
+        if module.config._attn_implementation != NAME:
+            return  # set_attn_implementation was called: the layer runs its own attention
+        backend = module.attnzoo
+        cross = self.get(seam.ENCODER_STATES, args, kwargs) is not None
+        names = seam.HIDDEN_STATES if backend.needs_hidden_states else ()
+        hidden, layer = self.get(names, args, kwargs), None
+        if not backend.keeps_all_keys and not cross:
+            cache = self.cache(args, kwargs)
+            if cache is not None:
+                layer = state_layer(cache, cache_index(module, backend), backend)
+        mask = self.get(seam.ATTENTION_MASK, args, kwargs)
+        module._attnzoo_arguments.value = LayerArguments(hidden, layer, cross, mask)
+
+
+def add_hook(module: nn.Module) -> RemovableHandle:
+    """Register the pre-hook on an attention module and return the handle that removes it."""
+    vars(module)["_attnzoo_arguments"] = PendingArguments()
+    return module.register_forward_pre_hook(LayerHook(type(module).forward), with_kwargs=True)
+
+
+def layer_backend(module: nn.Module) -> Any:
+    """Return the backend of an attention module, or ``None``; PEFT may have wrapped it."""
+    found = getattr(module, NAME, None)
+    if isinstance(found, AttentionBackend) or hasattr(found, "attend"):
+        return found
+    return None
+
+
+def cache_index(module: nn.Module, backend: AttentionBackend) -> int:
+    """Return the index of the layer's entry in the cache."""
+    index = getattr(module, "layer_idx", None)
+    return index if isinstance(index, int) else backend.geometry.layer
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Run a layer's backend; registered with transformers' ``AttentionInterface``.
+
+    Args:
+        module: The attention module.
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hkv, S, D]``.
+        value: ``[B, Hkv, S, E]``.
+        attention_mask: A :class:`ModelMask`, a 4-D tensor, or ``None``.
+        scaling: Multiplies query-key products.
+        dropout: Probability with which attention weights are dropped.
+        is_causal: Overrides the layer's own causality.
+        sliding_window: The model's window, in tokens.
+        softcap: Bound on the scores.
+        s_aux: Attention sinks, another name for ``sinks``.
+        sinks: A logit per head, or per head and query, that takes part in the softmax.
+        indices: Keys that a sparse indexer selected, ``[B, T, N]``.
+        position_bias: Added to the scores.
+        cu_seq_lens_q: Cumulative lengths of packed sequences, ``[N + 1]``.
+        cu_seq_lens_k: The same of the keys; by layer type under continuous batching.
+        seq_idx: Index of the packed sequence of each token, ``[B, S]``.
+        cache: The pages of continuous batching; newer versions do not pass them here.
+        **kwargs: Other arguments of the layer; unknown ones are refused.
+
+    Returns:
+        The output ``[B, T, H, E]``, and the effective attention matrix ``[B, H, T, S]`` if it was
+        requested.
+
+    Raises:
+        UnsupportedError: The layer has no backend, or the backend does not support the inputs.
+    """
+    packing, pages = None, None
+    if seq_idx is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        packing = Packing(seq_idx, cu_seq_lens_q, cu_seq_lens_k)
+        if cache is not None or kwargs.get("write_index") is not None:
+            pages = seam.Pages.of_call(cache, kwargs, packing._asdict())
+    backend = layer_backend(module)
+    if backend is None and seam.attends_to_layers(module):
+        return seam.attend_to_layers(query, key, value, scaling), None
+    _check_arguments(module, backend, kwargs)
+    arguments = _take_arguments(module, backend)
+    mask, bias = attention_mask, None
+    if pages is not None and mask is None:
+        mask = seam.mask_of_pages(sliding_window)
+    if not isinstance(mask, AttentionMask):
+        causal = layer_is_causal(module, None) if is_causal is None else is_causal
+        lengths = query.shape[2], key.shape[2]
+        mask, bias = _read_mask(backend, arguments, mask, causal, sliding_window, lengths)
+    if packing is not None and pages is None:
+        sizes = query.shape[0], query.shape[2], key.shape[2]
+        mask = add_packing(mask, packing, sizes, sharded=backend.shard is not None)
+    if indices is not None:
+        mask = keep_selected(mask, indices, key.shape[2])
+    if position_bias is not None:
+        bias = _add_position_bias(module, bias, position_bias, arguments)
+    sinks = s_aux if sinks is None else sinks
+    options: dict[str, Any] = {"scale": scaling, "bias": bias, "softcap": softcap, "sinks": sinks}
+    options |= {"hidden_states": arguments.hidden_states, "return_weights": _wants_weights(kwargs)}
+    options |= {"dropout": dropout, "shard": backend.shard}
+    if pages is not None:
+        out = paged_attention(module, backend, query, key, value, mask, pages, options)
+        return out.transpose(1, 2).contiguous(), None
+    output = _run_backend(backend, arguments, query, key, value, mask, options)
+    weights = output.weights if options["return_weights"] else None
+    return output.out.transpose(1, 2).contiguous(), weights
+
+
+def _read_mask(
+    backend: Any,
+    arguments: LayerArguments,
+    mask: Any,
+    causal: bool,
+    window: int | None,
+    lengths: tuple[int, int],
+) -> tuple[AttentionMask, Tensor | None]:
+    """Read a mask that is a tensor or ``None``; returns the mask, and the bias if it is one."""
+    has_state, given = arguments.cache is not None, arguments.mask
+    if isinstance(given, Tensor) and given.ndim == 4 and given.shape[-1] < lengths[1]:
+        refuse_window_over_own_keys(backend, given.shape[-1], lengths[1])
+    return read_mask(
+        mask,
+        causal=causal and not arguments.cross_attention,
+        window=window,
+        q_length=lengths[0],
+        kv_length=lengths[1],
+        given=given if has_state or getattr(backend, "window", None) is not None else None,
+        all_columns=has_state,
+        as_bias=has_state and backend.additive_bias,
+    )
+
+
+def _wants_weights(kwargs: dict[str, Any]) -> bool:
+    """Return whether the caller set ``output_attentions``; not all models pass the flag on."""
+    if kwargs.get("output_attentions"):
+        return True
+    collector = seam.active_collector
+    if not torch.compiler.is_compiling():
+        collected = collector.get()
+    else:  # a context variable cannot be traced; while tracing, transformers uses a plain one
+        collected = collector.global_var if collector.compiling else None
+    return bool(collected) and any("attentions" in key for key in collected)
+
+
+def _run_backend(
+    backend: Any,
+    arguments: LayerArguments,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    options: dict[str, Any],
+) -> AttentionOutput:
+    """Run the backend, from the state in the cache if there is one; errors name the layer."""
+    try:
+        if query.shape[1] != backend.geometry.num_heads:
+            _refuse_split_heads(query.shape[1], backend.geometry.num_heads)
+        if arguments.cache is not None:
+            return run_with_state(backend, arguments.cache, query, key, value, mask, options)
+        if isinstance(mask, ModelMask) and mask.function is not None:
+            refuse_sinks_under_function(mask, backend)
+        if isinstance(mask, ModelMask) and mask.shape[-1] != key.shape[2]:
+            refuse_wrong_length(mask, key.shape[2])
+        queries, keys = query.shape[2], key.shape[2]
+        if isinstance(mask, ModelMask) and queries < keys == mask.new_tokens:
+            return run_last_queries(backend, query, key, value, mask, options)
+        output: AttentionOutput = backend(query, key, value, mask=mask, **options)
+        return output
+    except UnsupportedError as error:
+        arguments.uncount(key.shape[2])
+        if backend.geometry.name in str(error):
+            raise
+        where = f"{backend.geometry.name}: backend {backend.name!r}"
+        raise UnsupportedError(f"{where} cannot run this call: {error}") from error
+
+
+def _refuse_split_heads(heads: int, of_layer: int) -> None:
+    """Raise where tensor parallelism has given this process a part of the heads."""
+    parallel = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if parallel and torch.distributed.get_world_size() * heads == of_layer:
+        raise UnsupportedError(
+            f"this process has {heads} of the layer's {of_layer} heads: tensor parallelism splits "
+            "them, which a swap does not support; use FSDP, DeepSpeed or attnzoo.context_parallel"
+        )
+
+
+def _add_position_bias(
+    module: nn.Module, bias: Tensor | None, position_bias: Tensor, arguments: LayerArguments
+) -> Tensor | None:
+    """Add the layer's relative position bias to a mask that came as an additive tensor."""
+    if position_bias_is_zero(module, cross_attention=arguments.cross_attention):
+        return bias
+    return position_bias if bias is None else bias + position_bias
+
+
+def _check_arguments(module: nn.Module, backend: Any, kwargs: dict[str, Any]) -> None:
+    """Raise if a layer has no backend, or the model passes an argument it does not support."""
+    if backend is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} runs with attn_implementation='attnzoo' but has no backend; "
+            "set config.attnzoo before the model is built, or call attnzoo.swap(model, ...)"
+        )
+    if F.scaled_dot_product_attention is not BUILTIN_SDPA and not torch.compiler.is_compiling():
+        refuse_torch_context_parallel(backend)
+    for name, value in kwargs.items():
+        if value is not None and name not in seam.IGNORED_ARGUMENTS:
+            raise UnsupportedError(
+                f"{backend.geometry.name}: backend {backend.name!r} does not support the attention "
+                f"argument {name!r}, which this model passes; keep this model on "
+                "attn_implementation='eager' or 'sdpa'"
+            )
+
+
+def _take_arguments(module: nn.Module, backend: Any) -> LayerArguments:
+    """Return the pending arguments once: one state cannot serve two calls in one forward pass."""
+    pending: Any = module._attnzoo_arguments
+    arguments: LayerArguments = pending.value
+    if arguments is CONSUMED:
+        raise UnsupportedError(
+            f"{backend.geometry.name}: the layer calls its attention more than once, and backend "
+            f"{backend.name!r} keeps one state of constant size; call the model with "
+            "use_cache=False, or give this layer an exact backend"
+        )
+    pending.value = CONSUMED if arguments.cache is not None else NOTHING
+    return arguments
+
+
+AttentionInterface.register(NAME, attention)  # in place of the function that imports this module

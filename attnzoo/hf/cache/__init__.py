@@ -1,0 +1,1 @@
+"""States of backends in the caches of transformers."""

@@ -1,0 +1,1 @@
+"""Remove and group attention heads of a model."""

@@ -1,0 +1,1 @@
+"""Changes of single model families beside a swap."""

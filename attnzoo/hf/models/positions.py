@@ -1,0 +1,299 @@
+"""Extend a model's positions to longer inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnzoo.errors import SpecError, UnsupportedError, did_you_mean
+from attnzoo.hf.attention.call import layer_backend
+from attnzoo.hf.layers import attention_layers, has_position_bias, unwrap_model
+
+TABLE_METHODS = ("copy", "interpolate")
+ROTARY_METHODS = ("yarn", "linear", "dynamic")  # names of transformers; the first is the default
+_TABLE_NAMES = ("position_embeddings", "position_embedding", "embed_positions", "wpe")
+_ALIBI = {
+    "bloom": None,
+    "mpt": "max_seq_len",
+}  # model types; field of the length limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """The change that :func:`extend_positions` made to a model.
+
+    Attributes:
+        kind: ``"learned"``, ``"sinusoidal"``, ``"rotary"``, ``"relative"`` or ``"alibi"``.
+        before: Maximum length before, in tokens; ``None`` if it was unlimited.
+        after: Requested maximum length, in tokens.
+        method: The method; ``"none"`` if the positions needed no change.
+    """
+
+    kind: str
+    before: int | None
+    after: int
+    method: str
+
+
+def extend_positions(model: nn.Module, length: int, *, method: str | None = None) -> Extension:
+    """Extend a model's positions to ``length`` tokens in memory; ``save_pretrained`` saves them.
+
+    Measure the quality at the new positions (``attnzoo compare``); most models need training there.
+
+    - Learned position embeddings (BERT, GPT-2, OPT, RoBERTa): ``"copy"`` repeats the table, as
+      Longformer does (arXiv:2004.05150, section 5), which keeps the differences between
+      neighbouring positions; ``"interpolate"`` stretches it. Rows for padding are kept.
+    - Rotary positions: the scaling of transformers, written to ``config.rope_parameters``:
+      ``"yarn"`` (arXiv:2309.00071), ``"dynamic"`` (NTK-aware), ``"linear"`` (arXiv:2306.15595).
+    - Sinusoidal position embeddings are computed for the new length.
+    - ALiBi and T5's relative bias are unlimited: at most a limit in the config changes.
+
+    Args:
+        model: A transformers model, or a wrapper around one; swapped or not.
+        length: The new maximum length in tokens, greater than the current one.
+        method: One of the above; the default is ``"copy"`` for learned and ``"yarn"`` for rotary
+            positions.
+
+    Raises:
+        SpecError: The length or the method is invalid for this model.
+        UnsupportedError: The positions cannot be extended. After any of these errors the model is
+            unchanged.
+
+    Example:
+        >>> extension = attnzoo.extend_positions(model, 2048)
+        >>> model.config.max_position_embeddings
+        2048
+    """
+    target = unwrap_model(model)
+    if target is None:
+        raise SpecError(f"{type(model).__name__} is not a transformers model")
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        raise SpecError(f"length must be a number of tokens, got {length!r}")
+    _refuse_fixed_projections(target)
+    tables = _tables(target)
+    if tables:
+        return _extend_tables(target, tables, length, method)
+    if getattr(target.config.get_text_config(), "rope_parameters", None):
+        return _extend_rotary(target, length, method)
+    return _extend_unlimited(target, length, method)
+
+
+def _refuse_fixed_projections(model: PreTrainedModel) -> None:
+    """Raise if a backend has a parameter per position."""
+    for layer in attention_layers(model):
+        backend = layer_backend(layer.module)
+        if backend is not None and backend.name == "linformer" and not layer.geometry.causal:
+            raise UnsupportedError(
+                f"{layer.geometry.name}: backend 'linformer' has a weight for each position that "
+                "the model had when it was swapped; extend the model before attnzoo.swap"
+            )
+
+
+def _check_method(method: str | None, methods: tuple[str, ...], kind: str) -> str:
+    if method is None:
+        return methods[0]
+    if method not in methods:
+        raise SpecError(
+            f"No method to extend {kind} positions is called {method!r}."
+            f"{did_you_mean(method, methods)} Available: {', '.join(methods)}."
+        )
+    return method
+
+
+def _check_length(length: int, now: int) -> None:
+    if length <= now:
+        raise SpecError(
+            f"length must be greater than the {now} positions that the model has, got {length}"
+        )
+
+
+# -- position embeddings -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A position embedding, the module that holds it, and its name there."""
+
+    owner: nn.Module
+    name: str
+    embedding: nn.Embedding
+    offset: int  # rows before position 0, for padding
+    counts_offset: bool  # whether max_position_embeddings includes those rows
+
+    @property
+    def sinusoidal(self) -> bool:
+        """Whether the embedding is computed, not learned."""
+        return "Sinusoidal" in type(self.embedding).__name__
+
+
+def _tables(model: PreTrainedModel) -> list[_Table]:
+    """Return the embeddings with a row for each position of the config."""
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    tables = []
+    for owner in model.modules():
+        for name, table in owner.named_children():
+            if name not in _TABLE_NAMES or not isinstance(table, nn.Embedding):
+                continue
+            offset = int(getattr(table, "offset", 0))
+            counts_offset = offset == 0 and table.padding_idx is not None
+            if counts_offset:
+                assert table.padding_idx is not None
+                offset = table.padding_idx + 1
+            rows = table.num_embeddings - (0 if counts_offset else offset)
+            if rows == limit:
+                tables.append(_Table(owner, name, table, offset, counts_offset))
+    return tables
+
+
+def _extend_tables(
+    model: PreTrainedModel, tables: list[_Table], length: int, method: str | None
+) -> Extension:
+    first = tables[0]
+    before = first.embedding.num_embeddings - first.offset
+    computed = all(table.sinusoidal for table in tables)
+    kind = "sinusoidal" if computed else "learned"
+    method = _check_method(method, ("computed",) if computed else TABLE_METHODS, kind)
+    _check_length(length, before)
+    for table in tables:
+        _resize(table, length, method)
+    model.config.get_text_config().max_position_embeddings = length + (
+        first.offset if first.counts_offset else 0
+    )
+    return Extension(kind=kind, before=before, after=length, method=method)
+
+
+@torch.no_grad()
+def _resize(table: _Table, length: int, method: str) -> None:
+    """Extend a position embedding, and the buffers of position and token type ids next to it."""
+    embedding = table.embedding
+    weight = embedding.weight
+    special, rows = weight[: table.offset], weight[table.offset :]
+    if table.sinusoidal:
+        longer = sinusoidal(table.offset + length, weight)
+    else:
+        extended = copied(rows, length) if method == "copy" else interpolated(rows, length)
+        longer = torch.cat([special, extended])
+    old_rows = embedding.num_embeddings
+    embedding.weight = nn.Parameter(longer, requires_grad=weight.requires_grad)
+    embedding.num_embeddings = len(longer)
+    for name, buffer in list(table.owner.named_buffers(recurse=False)):
+        if buffer.shape[-1:] != (old_rows,):
+            continue
+        if name == "position_ids":
+            numbers = torch.arange(len(longer), device=buffer.device, dtype=buffer.dtype)
+            setattr(table.owner, name, numbers.expand(*buffer.shape[:-1], -1).clone())
+        elif name == "token_type_ids":
+            setattr(table.owner, name, buffer.new_zeros(*buffer.shape[:-1], len(longer)))
+
+
+def copied(rows: Tensor, length: int) -> Tensor:
+    """Return the rows repeated up to ``length`` rows, ``[length, M]``."""
+    return rows.repeat(-(-length // len(rows)), 1)[:length]
+
+
+def interpolated(rows: Tensor, length: int) -> Tensor:
+    """Return the rows interpolated to ``length`` rows, ends kept, ``[length, M]``."""
+    stretched = F.interpolate(rows.float().T[None], size=length, mode="linear", align_corners=True)
+    return stretched[0].T.to(rows.dtype)
+
+
+def sinusoidal(count: int, like: Tensor) -> Tensor:
+    """Return ``count`` rows of sines, then cosines, which begin with ``like [N, M]``.
+
+    Raises:
+        UnsupportedError: ``like`` has another form.
+    """
+    size = like.shape[1]
+    position = torch.arange(count, dtype=torch.float64)[:, None]
+    angle = position * 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    rows = torch.cat([angle.sin(), angle[:, : size // 2].cos()], 1).to(like)
+    if not torch.allclose(rows[: len(like)], like, atol=1e-2):
+        raise UnsupportedError(
+            "the model's sinusoidal table is not sines followed by cosines over powers of 10000, "
+            "so its continuation is unknown; build the model with a larger "
+            "config.max_position_embeddings"
+        )
+    return rows
+
+
+# -- rotary positions ----------------------------------------------------------------------------
+
+
+def _extend_rotary(model: PreTrainedModel, length: int, method: str | None) -> Extension:
+    """Write the scaling to the config, and rebuild the rotary embeddings."""
+    method = _check_method(method, ROTARY_METHODS, "rotary")
+    config = model.config.get_text_config()
+    parameters: dict[str, Any] = dict(config.rope_parameters)
+    if "rope_type" not in parameters:
+        raise UnsupportedError(
+            f"{type(model).__name__} has different rotary positions per layer type "
+            f"({', '.join(parameters)}), and it is unknown which of them to scale; set "
+            "config.rope_parameters before the model is loaded"
+        )
+    if parameters["rope_type"] != "default":
+        raise UnsupportedError(
+            f"The model's rotary positions are scaled already (rope_type "
+            f"{parameters['rope_type']!r}), and scaling them twice is not supported. Load the "
+            "model with its original config and extend that"
+        )
+    before = config.max_position_embeddings
+    _check_length(length, before)
+    embeddings = [
+        (owner, name, module)
+        for owner in model.modules()
+        for name, module in owner.named_children()
+        if hasattr(module, "inv_freq") and hasattr(module, "rope_type")
+    ]
+    if not embeddings:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no rotary embedding module with inv_freq; set "
+            "config.rope_parameters before the model is loaded"
+        )
+    parameters |= {"rope_type": method, "factor": length / before}
+    if method == "yarn":
+        parameters["original_max_position_embeddings"] = before
+    config.rope_parameters = parameters
+    if method != "dynamic":  # dynamic scaling reads the training length from the config
+        config.max_position_embeddings = length
+    for owner, name, module in embeddings:
+        rebuilt: nn.Module = type(module)(config)
+        setattr(owner, name, rebuilt.to(next(module.buffers()).device))
+    return Extension(kind="rotary", before=before, after=length, method=method)
+
+
+# -- unlimited positions -------------------------------------------------------------------------
+
+
+def _extend_unlimited(model: PreTrainedModel, length: int, method: str | None) -> Extension:
+    """Raise the limit of ALiBi or relative positions in the config, if there is one."""
+    config = model.config.get_text_config()
+    kind = config.model_type
+    alibi = kind in _ALIBI or bool(getattr(config, "alibi", False))
+    relative = hasattr(config, "relative_attention_num_buckets") or any(
+        has_position_bias(layer.module, cross_attention=False) for layer in attention_layers(model)
+    )
+    if not alibi and not relative:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no position embeddings, rotary positions or position bias "
+            "that attnzoo recognises, so nothing can be extended; supported are, among others, "
+            "BERT, GPT-2, RoBERTa, OPT, Llama and T5"
+        )
+    name = "ALiBi" if alibi else "relative"
+    if method not in (None, "none"):
+        raise SpecError(
+            f"The model's {name} positions are unlimited, so method {method!r} does not apply; "
+            "leave method out"
+        )
+    limit = _ALIBI.get(kind)
+    before = getattr(config, limit, None) if limit else None
+    if limit and before is not None and before < length:
+        setattr(config, limit, length)
+    return Extension(
+        kind="alibi" if alibi else "relative", before=before, after=length, method="none"
+    )

@@ -1,0 +1,355 @@
+"""Run the recurrent layers of stock models on attnzoo's ops, on CPUs.
+
+Gated DeltaNet and KDA layers of transformers call functions of their module by name: the delta rule
+(as chunks, and token by token) and a causal convolution. A layer that is sped up has a ``forward``
+of its own: the code of its class, in which these names refer to attnzoo's functions. Neither the
+class nor the module changes. Lightning attention (MiniMax) has its sums inside ``forward``, which
+is written again here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.states import DeltaState, ImplChoice, LinearState
+from attnzoo.errors import SpecError, UnsupportedError
+from attnzoo.hf import seam
+from attnzoo.hf.attention.call import ForwardArguments
+from attnzoo.hf.layers import unwrap_model
+from attnzoo.hf.models.convolution import (
+    can_convolve_rows,
+    convolve_packed,
+    convolve_rows,
+    read_segment_ids,
+)
+from attnzoo.hf.release_check import require_working_release
+from attnzoo.ops.delta.api import delta_attention
+from attnzoo.ops.linear.api import linear_attention
+
+M = TypeVar("M", bound=nn.Module)
+
+RULES = (  # functions of the delta rule in transformers' modules, by name
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "recurrent_kimi_delta_attention",
+)
+CONVOLUTION = "causal_conv1d_fn"
+LIGHTNING = "MiniMaxLightningAttention"
+
+
+def speed_up(model: M) -> M:
+    """Run a model's delta-rule and lightning layers on attnzoo's ops, on CPUs.
+
+    The outputs and gradients equal those of the stock layers within float32 rounding, in prefill,
+    decoding and training. Packed rows (``cu_seq_lens_q`` or ``seq_idx``), which the stock layers
+    refuse on CPUs, work too. Weights, caches, config and saved files do not change; tensors on
+    other devices take the stock functions. ``attnzoo.restore`` undoes it.
+
+    Args:
+        model: A transformers model, or a wrapper of one.
+
+    Returns:
+        ``model``, which is changed in place.
+
+    Raises:
+        SpecError: It is not a transformers model, or has none of these layers.
+        UnsupportedError: The ``forward`` of such a layer has been replaced already.
+
+    Example:
+        >>> from transformers import MiniMaxConfig, MiniMaxModel
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+        >>> heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+        >>> config = MiniMaxConfig(vocab_size=64, num_local_experts=2, **sizes, **heads)
+        >>> model = attnzoo.speed_up(MiniMaxModel(config))
+        >>> model(torch.arange(64)[None]).last_hidden_state.shape
+        torch.Size([1, 64, 32])
+    """
+    require_working_release(_replace_layers)
+    target = unwrap_model(model)
+    if target is None:
+        raise SpecError(
+            f"{type(model).__name__} is not a transformers model; speed_up takes a PreTrainedModel"
+        )
+    if not _replace_layers(target):
+        raise SpecError(_no_layer(target))
+    return model
+
+
+def _replace_layers(model: PreTrainedModel) -> bool:
+    """Give the layers a ``forward`` of ours; return whether there are any."""
+    layers = [(name, x) for name, x in model.named_modules() if op_of_layer(type(x))]
+    for name, layer in layers:
+        forward = vars(layer).get(_slot(layer))
+        if isinstance(forward, FastForward):
+            continue
+        if forward is not None and _slot(layer) == "forward":
+            raise UnsupportedError(
+                f"{name}: the forward of this {type(layer).__name__} has been replaced by "
+                f"{forward!r}, which speed_up would disable; call speed_up before"
+            )
+        setattr(layer, _slot(layer), FastForward(layer))
+    return bool(layers)
+
+
+def remove_speed_up(model: nn.Module) -> bool:
+    """Give the layers of a model their stock ``forward`` again; return whether any was sped up."""
+    layers = list(sped_up_layers(model))
+    for _, layer, _ in layers:
+        if _slot(layer) == "forward":
+            del layer.forward
+        else:
+            vars(layer)["_old_forward"] = types.MethodType(type(layer).forward, layer)
+    return bool(layers)
+
+
+def sped_up_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, FastForward]]:
+    """Yield the name of each layer that is sped up, the layer, and its ``forward``."""
+    for name, layer in model.named_modules():
+        forward = vars(layer).get(_slot(layer))
+        if isinstance(forward, FastForward):
+            yield name, layer, forward
+
+
+def _slot(layer: nn.Module) -> str:
+    """Return the attribute that holds a layer's ``forward``; accelerate's hooks rename it."""
+    return "_old_forward" if hasattr(layer, "_hf_hook") else "forward"
+
+
+def op_of_layer(layer_class: type[nn.Module]) -> str:
+    """Return the op that computes layers of a class, ``"delta"`` or ``"linear"``, or ``""``."""
+    if not layer_class.__module__.startswith("transformers."):
+        return ""
+    if layer_class.__name__ == LIGHTNING:
+        return "linear"
+    function = inspect.unwrap(layer_class.forward)
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    return "delta" if any(x in names and x in function.__globals__ for x in RULES) else ""
+
+
+def _no_layer(model: PreTrainedModel) -> str:
+    kinds = [type(x).__name__ for x in model.modules()]
+    found = sorted({x for x in kinds if "Attention" in x or "Mixer" in x or "Mamba" in x})
+    return (
+        f"{type(model).__name__} has no Gated DeltaNet, KDA or lightning attention layer "
+        f"(Qwen3-Next, Qwen3.5, OLMo hybrid, Kimi Linear, MiniMax, ...); it has "
+        f"{', '.join(found) or 'no attention layer'}. attnzoo.swap replaces softmax attention."
+    )
+
+
+class FastForward:
+    """The ``forward`` of a layer that is sped up; copies and pickles of the layer contain it.
+
+    Attributes:
+        layer: The layer.
+        op: ``"delta"`` or ``"linear"``.
+        ran: What computed its last call.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self.op = op_of_layer(type(layer))
+        self.ran: ImplChoice | None = None
+        self._function: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        if self._function is None:
+            self._function = self._make_function()
+        return self._function(self.layer, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes without the function, which cannot be pickled."""
+        return vars(self) | {"_function": None}
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of the stock ``forward``."""
+        return inspect.signature(types.MethodType(type(self.layer).forward, self.layer))
+
+    def _make_function(self) -> Callable[..., Any]:
+        stock = type(self.layer).forward
+        if self.op == "linear":
+            return partial(self._lightning, stock)
+        names = inspect.unwrap(stock).__globals__
+        replaced: dict[str, Any] = {
+            x: partial(self._delta_rule, names[x]) for x in RULES if x in names
+        }
+        if CONVOLUTION in names:
+            replaced[CONVOLUTION] = partial(self._convolution, names[CONVOLUTION])
+        function: Callable[..., Any] = _with_globals(stock, replaced)
+        return function
+
+    def _record(self, choice: ImplChoice | None) -> None:
+        if not torch.compiler.is_compiling():
+            self.ran = choice
+
+    def _delta_rule(
+        self,
+        stock: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the delta rule as transformers' functions do, in float32.
+
+        Args:
+            stock: The function that this one replaces.
+            query: ``[B, T, Hkv, D]``.
+            key: ``[B, T, Hkv, D]``.
+            value: ``[B, T, H, E]``; H is a multiple of Hkv.
+            g: Log decays, ``[B, T, H]`` or ``[B, T, H, D]``.
+            beta: ``[B, T, H]``.
+            initial_state: ``[B, H, D, E]``.
+            output_final_state: Whether to return the state.
+            use_qk_l2norm_in_kernel: Whether to normalise queries and keys.
+            kwargs: May contain the lengths of packed sequences; see :func:`read_segment_ids`.
+                Unknown arguments are refused.
+        """
+        if query.device.type != "cpu":
+            self._record(ImplChoice("stock", f"the tensors are on {query.device.type}"))
+            options = {"g": g, "beta": beta, "initial_state": initial_state, **kwargs}
+            options["output_final_state"] = output_final_state
+            options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
+            result: tuple[Tensor, Tensor | None] = stock(query, key, value, **options)
+            return result
+        seam.refuse_unknown_arguments(
+            "speed_up of the delta rule", kwargs, seam.IGNORED_RULE_ARGUMENTS
+        )
+        dtype = query.dtype
+        if (repeats := value.shape[2] // key.shape[2]) > 1:
+            query, key = (x.repeat_interleave(repeats, 2) for x in (query, key))
+        tensors = (_narrow(x).transpose(1, 2) for x in (query, key, value, beta, g))
+        q, k, v, beta, log_decay = tensors
+        ids = read_segment_ids(query.shape[0], query.shape[1], kwargs)
+        found = delta_attention(
+            *(q, k, v, beta),
+            mask=None if ids is None else AttentionMask(causal=True, segment_ids=ids),
+            log_decay=log_decay,
+            scale=q.shape[3] ** -0.5,
+            normalize_qk=use_qk_l2norm_in_kernel,
+            state=None if initial_state is None else DeltaState(initial_state.float()),
+            return_state=output_final_state,
+        )
+        self._record(found.impl)
+        state = found.state.kv if isinstance(found.state, DeltaState) else None
+        return found.out.transpose(1, 2).to(dtype), state
+
+    def _convolution(
+        self,
+        stock: Callable[..., Tensor],
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Compute the causal convolution of each channel, not across packed sequences.
+
+        Args:
+            stock: The function that this one replaces, which knows no packed sequences on CPUs.
+            hidden_states: ``[B, X, T]``; a cache puts earlier tokens before those of the call.
+            weight: ``[X, width]``.
+            bias: ``[X]``.
+            activation: Name of the activation function.
+            kwargs: May contain the lengths of packed sequences. Unknown arguments are refused.
+        """
+        if hidden_states.device.type != "cpu":
+            return stock(hidden_states, weight, bias, activation=activation, **kwargs)
+        seam.refuse_unknown_arguments(
+            "speed_up of the convolution", kwargs, seam.IGNORED_RULE_ARGUMENTS
+        )
+        batch, _, tokens = hidden_states.shape
+        ids = read_segment_ids(batch, tokens, kwargs)
+        if ids is None and can_convolve_rows(hidden_states, weight, bias):
+            return convolve_rows(hidden_states, weight, bias, activation)
+        if ids is None:
+            return stock(hidden_states, weight, bias, activation=activation)
+        return convolve_packed(hidden_states, weight, bias, activation, ids)
+
+    def _lightning(
+        self, stock: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Compute MiniMax's lightning attention: linear attention with a constant decay per head.
+
+        Args:
+            stock: The ``forward`` that this one replaces.
+            layer: The layer.
+            args: Arguments of ``stock``: the hidden states, ``[B, T, hidden size]``, a padding
+                mask, ``[B, T]``, and a cache, which holds ``[B, H, D, D]`` for this layer.
+            kwargs: The same by name; unknown ones are refused.
+        """
+        arguments = ForwardArguments(stock)
+        hidden_states = arguments.get(seam.HIDDEN_STATES, args, kwargs)
+        if hidden_states.device.type != "cpu":
+            self._record(ImplChoice("stock", f"the tensors are on {hidden_states.device.type}"))
+            result: tuple[Tensor, Tensor] = stock(layer, *args, **kwargs)
+            return result
+        attention_mask = arguments.get(seam.ATTENTION_MASK, args, kwargs)
+        cache = arguments.cache(args, kwargs)
+        known = {*seam.HIDDEN_STATES, *seam.ATTENTION_MASK, *seam.CACHE, *seam.IGNORED_ARGUMENTS}
+        given = dict(zip(arguments.names, args, strict=False)) | kwargs
+        seam.refuse_unknown_arguments(f"speed_up of {type(layer).__name__}", given, known)
+        batch, length, _ = hidden_states.shape
+        qkv = layer.act_fn(layer.qkv_proj(hidden_states))
+        if attention_mask is not None:
+            qkv = (qkv * attention_mask[:, :, None]).to(qkv.dtype)
+        qkv = qkv.reshape(batch, length, layer.num_attention_heads, 3 * layer.head_dim)
+        q, k, v = (x.transpose(1, 2) for x in qkv.split(layer.head_dim, 3))
+        kv = None if cache is None else cache.get_linear_cache(layer.layer_idx)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        state = (
+            None if kv is None else LinearState(kv.to(dtype), kv.new_zeros(kv.shape[:3]).to(dtype))
+        )
+        found = linear_attention(
+            *(q, k, v),
+            log_decay=-layer.slope_rate.flatten().to(dtype),
+            state=state,
+            return_state=True,
+            form="chunk" if length > 1 else "recurrent",
+        )
+        self._record(found.impl)
+        assert isinstance(found.state, LinearState)
+        kv = found.state.kv.to(v.dtype)
+        out = layer.norm(found.out.transpose(1, 2).flatten(2))
+        out = layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * out)
+        if cache is not None:
+            cache.set_linear_cache(layer.layer_idx, kv)
+        return out, kv
+
+
+def _with_globals(function: Any, replaced: dict[str, Any]) -> Any:
+    """Return a function, and those that it decorates, with other values of some global names."""
+    inner = getattr(function, "__wrapped__", None)
+    cells, names = function.__closure__, function.__globals__
+    if inner is not None:
+        made = _with_globals(inner, replaced)
+        cells = tuple(types.CellType(made) if x.cell_contents is inner else x for x in cells or ())
+    else:
+        # torch.compile looks names up in the module called __name__
+        names = {k: v for k, v in names.items() if k != "__name__"} | replaced
+    copy = types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, cells
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _narrow(x: Tensor) -> Tensor:
+    """Return float64 as float32, in which transformers computes the delta rule."""
+    return x.float() if x.dtype == torch.float64 else x

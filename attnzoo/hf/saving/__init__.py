@@ -1,0 +1,1 @@
+"""Save and load swapped models, and copy the files beside their weights."""

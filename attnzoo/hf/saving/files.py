@@ -1,0 +1,126 @@
+"""Read saved models without their weights, and write swapped copies of them."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
+
+from attnzoo.errors import AttnzooError, SpecError
+from attnzoo.hf.names import NAME
+from attnzoo.hf.saving.companions import copy_companions
+from attnzoo.spec import AttentionSpec
+
+
+def read_config(path: Path) -> Any:
+    """Read the config of a saved model.
+
+    Raises:
+        SpecError: ``path`` holds no saved model, or its config cannot be read.
+    """
+    if not (path / "config.json").is_file():
+        raise SpecError(f"{str(path)!r} holds no saved model: there is no config.json")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except AttnzooError:
+        raise
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise SpecError(f"{str(path / 'config.json')!r} cannot be read: {error}") from error
+
+
+def hash_weights(path: Path) -> bytes:
+    """Return a hash of a saved model's weights; a gigabyte takes about a second."""
+    digest = hashlib.sha256()
+    for file in sorted((*path.glob("*.safetensors"), *path.glob("*.bin"))):
+        with file.open("rb") as weights:
+            digest.update(hashlib.file_digest(weights, "sha256").digest())
+    return digest.digest()
+
+
+def has_swap(path: Any, config: Any = None) -> bool:
+    """Return whether a saved model is loaded with a swap, from ``config`` or its config.json."""
+    if config is None and isinstance(path, str | Path) and (Path(path) / "config.json").is_file():
+        config = AutoConfig.from_pretrained(path)
+    return getattr(config, NAME, None) is not None
+
+
+def model_class(config: Any, path: Path) -> type[PreTrainedModel]:
+    """Return the model class that a saved config names.
+
+    Raises:
+        SpecError: The config names no class, or none of transformers.
+    """
+    names = getattr(config, "architectures", None) or []
+    cls = getattr(transformers, str(names[0]), None) if names else None
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):  # untrusted
+        raise SpecError(
+            f"{str(path)!r} does not name a model class of transformers (architectures: {names})"
+        )
+    return cls
+
+
+def empty_model(path: Path) -> PreTrainedModel:
+    """Build a saved model without its weights, on the meta device."""
+    config = read_config(path)
+    with torch.device("meta"):
+        return model_class(config, path)(config)
+
+
+def swap_files(path: Path, spec: AttentionSpec, out: Path) -> PreTrainedModel:
+    """Load a saved model with ``spec``, save it to ``out`` atomically, and return it.
+
+    The other files in the folder are copied; see :func:`~companions.copy_companions`.
+
+    Raises:
+        SpecError: ``out`` is not empty, ``path`` is not a model, or its weights cannot be read.
+        UnsupportedError: A backend does not support a layer.
+    """
+    require_new_folder(out)
+    config = read_config(path)
+    cls = model_class(config, path)
+    config.attnzoo = spec.to_dict()
+    try:
+        model = cls.from_pretrained(path, config=config, attn_implementation=NAME)
+    except OSError as error:
+        raise SpecError(
+            f"The weights in {str(path)!r} cannot be read ({error}); nothing was written."
+        ) from error
+    save_copy(model, path, out)
+    return model
+
+
+def require_new_folder(out: Path, *, option: str = "--out") -> None:
+    """Raise an error if a folder has content.
+
+    Args:
+        out: The folder.
+        option: The option of the command that names it.
+
+    Raises:
+        SpecError: ``out`` is not empty.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise SpecError(f"{str(out)!r} exists and is not empty; give {option} a new folder")
+
+
+def save_copy(model: PreTrainedModel, path: Path, out: Path) -> None:
+    """Save a changed model to ``out`` atomically, with all other files of its folder ``path``."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        staging = Path(folder) / "model"
+        model.save_pretrained(staging)
+        for auto in (AutoTokenizer, AutoProcessor):
+            try:
+                auto.from_pretrained(path).save_pretrained(staging)
+            except (OSError, ValueError, KeyError):
+                continue  # not every model has one
+        copy_companions(path, staging)
+        if out.exists():
+            out.rmdir()
+        shutil.move(staging, out)

@@ -1,0 +1,1 @@
+"""Give the layers of a model other attention, and restore it."""

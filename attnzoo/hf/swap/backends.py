@@ -1,0 +1,220 @@
+"""Build the backends of a spec, and attach them to the layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.validation import DTYPES
+from attnzoo.errors import SpecError, UnsupportedError
+from attnzoo.hf import seam
+from attnzoo.hf.attention.call import add_hook
+from attnzoo.hf.layers import AttentionLayer, has_image_mask
+from attnzoo.hf.names import NAME
+from attnzoo.hf.swap.extras import layer_names, warn
+from attnzoo.registry import build_backend
+from attnzoo.spec import AttentionSpec
+
+FAMILIES = "BERT, CLIP, Gemma, GPT-2, Llama, Mistral, Phi-3, Qwen, T5, ViT, Whisper"
+
+
+def read_spec(attention: str | AttentionSpec | Mapping[str, Any], **options: Any) -> AttentionSpec:
+    """Return the spec that ``swap`` takes as a spec, a mapping, or a name with options."""
+    if isinstance(attention, str):
+        return AttentionSpec(attention, **options)
+    if options:
+        raise SpecError(
+            f"options ({', '.join(options)}) require a backend's name; a spec has its own options"
+        )
+    return attention if isinstance(attention, AttentionSpec) else AttentionSpec.from_dict(attention)
+
+
+def build_backends(
+    model: nn.Module, layers: list[AttentionLayer], spec: AttentionSpec, strict: bool = False
+) -> list[AttentionBackend]:
+    """Build the backend of every layer; the model does not change if a layer is not supported."""
+    if not layers:
+        raise SpecError(
+            f"{type(model).__name__} has no attention layers that use transformers' attention "
+            f"interface{seam.class_table_text(model)}, so nothing can be swapped. Build or load "
+            f"it without attn_implementation='attnzoo' and config.attnzoo. Families that can be "
+            f"swapped include: {FAMILIES}."
+        )
+    spec.check_layers((layer.geometry.layer for layer in layers), (layer.name for layer in layers))
+    backends, refusals, replaced = [], [], {}
+    for layer in layers:
+        try:
+            backend, reason = _build_backend(model, layer, spec)
+            backends.append(backend)
+            if reason:
+                replaced[layer.name] = reason
+        except UnsupportedError as error:
+            refusals.append(error)
+    if refusals:
+        more = len(refusals) - 1
+        raise UnsupportedError(
+            f"{refusals[0]}" + (f" ({more} more layers likewise.)" if more else "")
+        )
+    if replaced and len(replaced) == len(layers):
+        assert spec.else_ is not None
+        warn(
+            f'{type(model).__name__} runs {spec.else_.backend!r}, the "else" of the spec, in '
+            f"every attention layer ({layer_names(replaced)}). {next(iter(replaced.values()))}",
+            strict=strict,
+        )
+    _refuse_offloaded_blocks(model, layers, backends)
+    for number, backend in enumerate(backends):
+        backend.share_with(backends[:number])
+    return backends
+
+
+def warn_of_image_masks(
+    model: nn.Module,
+    layers: list[AttentionLayer],
+    backends: list[AttentionBackend],
+    *,
+    strict: bool = False,
+) -> None:
+    """Warn if inputs with images will be refused; text without images runs."""
+    names = [
+        layer.name
+        for layer, backend in zip(layers, backends, strict=True)
+        if not backend.arbitrary_mask and has_image_mask(model, layer)
+    ]
+    if names:
+        warn(
+            f"{type(model).__name__} lets the tokens of an image attend to each other, which the "
+            f"backends of {layer_names(names)} do not support: inputs with images will be refused "
+            "there. Name an exact backend, such as 'flash', for these layers under layers, or use "
+            "text only",
+            strict=strict,
+        )
+
+
+def _build_backend(
+    model: nn.Module, layer: AttentionLayer, spec: AttentionSpec
+) -> tuple[AttentionBackend, str]:
+    """Return the backend of a layer, and why it is the spec's ``"else"``, or ``""``."""
+    reason = ""
+    entry = spec.for_layer(layer.geometry.layer, layer.name)
+    with torch.device(_layer_device(layer.module)):
+        try:
+            backend = build_backend(entry.backend, entry.config, layer.geometry)
+        except UnsupportedError as error:
+            if spec.else_ is None:
+                raise
+            reason = str(error)
+            backend = build_backend(spec.else_.backend, spec.else_.config, layer.geometry)
+    backend.to(_layer_dtype(model, layer.module))
+    return backend.train(layer.module.training), reason
+
+
+def _layer_device(module: nn.Module) -> torch.device:
+    """Return the device on which a layer computes.
+
+    Offloaded weights are on the meta device between forward passes; the hook that loads them holds
+    the execution device. Quantized layers may have integer weights only, or keep them as buffers.
+    """
+    weight = next(chain(module.parameters(), module.buffers()), None)
+    if weight is None:
+        return torch.device("cpu")
+    if weight.is_meta:
+        for part in module.modules():
+            for hook in _offload_hooks(part):
+                return torch.device(hook.execution_device)
+    return weight.device
+
+
+def _refuse_offloaded_blocks(
+    model: nn.Module, layers: Sequence[AttentionLayer], backends: Sequence[AttentionBackend]
+) -> None:
+    """Raise if a hook loads the weights of a whole block, to which a backend would add tensors.
+
+    The hook has no stored values for the added tensors.
+
+    Raises:
+        UnsupportedError: A backend has tensors, and its layer is in such a block.
+    """
+    blocks = [
+        (name, part)
+        for name, part in model.named_modules()
+        if any(hook.place_submodules for hook in _offload_hooks(part))
+    ]
+    for layer, backend in zip(layers, backends, strict=True):
+        for name, block in blocks:
+            has_tensors = any(True for _ in (*backend.parameters(), *backend.buffers()))
+            if has_tensors and any(part is layer.module for part in block.modules()):
+                raise UnsupportedError(
+                    f"{layer.name}: backend {backend.name!r} adds weights, and "
+                    f"{name or type(model).__name__!r} is offloaded as one block "
+                    "(preload_module_classes), and accelerate cannot load them; call "
+                    "attnzoo.swap before the model is offloaded"
+                )
+
+
+def _offload_hooks(module: nn.Module) -> Iterator[Any]:
+    """Yield accelerate's hooks that load a module's weights for each forward pass."""
+    hook = getattr(module, "_hf_hook", None)
+    for part in getattr(hook, "hooks", (hook,)):  # of a SequentialHook
+        if getattr(part, "offload", False):
+            yield part
+
+
+def _layer_dtype(model: nn.Module, layer: nn.Module) -> torch.dtype:
+    """Return the dtype in which a layer computes, which its extras take.
+
+    It is the dtype of the layer's weights. That of quantized weights (float8, integers) is a format
+    of storage, and adapters and scales beside them are float32, so a layer that has such weights
+    takes the dtype of the innermost model around it: of its first module without such weights.
+    """
+    if own := _weight_dtypes(layer):
+        return own[0]
+    around = [x for x in seam.pretrained_models(model) if layer in set(x.modules())]
+    for outer in reversed(around):  # pretrained_models lists outer models first
+        for module in outer.modules():
+            if found := _weight_dtypes(module, recurse=False):
+                return found[0]
+    return torch.get_default_dtype()
+
+
+def _weight_dtypes(module: nn.Module, *, recurse: bool = True) -> list[torch.dtype]:
+    """Return the dtypes of a module's weights; none if it has quantized weights."""
+    found = [p.dtype for p in module.parameters(recurse=recurse)]
+    return found if DTYPES.issuperset(found) else []
+
+
+def attach(layers: list[AttentionLayer], backends: list[AttentionBackend]) -> None:
+    """Add each backend to its layer as the submodule ``attnzoo``, and register the pre-hook."""
+    for layer, backend in zip(layers, backends, strict=True):
+        setattr(layer.module, NAME, backend)
+        vars(layer.module)["_attnzoo_hook"] = add_hook(layer.module)
+
+
+def detach(model: nn.Module) -> None:
+    """Remove all backends and pre-hooks from a model."""
+    for module in model.modules():
+        if "_attnzoo_hook" in vars(module):
+            vars(module).pop("_attnzoo_hook").remove()
+            vars(module).pop("_attnzoo_arguments", None)
+            del module.attnzoo
+
+
+def config_spec(model: PreTrainedModel) -> Any:
+    """Return the plain data of the spec in a model's config, or ``None``."""
+    return getattr(model.config, NAME, None)
+
+
+def write_config(config: Any, spec: AttentionSpec) -> None:
+    """Write a spec to a config, which saves it with the values of all options.
+
+    Stock configs do not save ``attn_implementation``. As a plain field it is saved, so that loading
+    the model where attnzoo is not installed fails instead of running the wrong attention.
+    """
+    setattr(config, NAME, spec.to_dict(defaults=True))
+    config.attn_implementation = NAME
