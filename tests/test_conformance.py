@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.ops.softmax.api import softmax_attention
@@ -97,8 +98,7 @@ class Tiny(AttentionBackend):
     """A correct backend that subclasses break in one place: linear attention with a gate."""
 
     config_class = TinyConfig
-    recurrent = True
-    needs_hidden_states = True
+    capabilities = Capabilities(recurrent=True, needs_hidden_states=True)
 
     def __init__(self, config, geometry):
         super().__init__(config, geometry)
@@ -204,11 +204,12 @@ class StateGrows(Tiny):
 
 
 class GrowsAsDeclared(StateGrows):
-    state_grows = True  # it keeps the keys, but not the values
+    # it keeps the keys, but not the values
+    capabilities = replace(Tiny.capabilities, state_grows=True)
 
 
 class GrowsMoreThanDeclared(StateGrows):
-    state_grows = True
+    capabilities = replace(Tiny.capabilities, state_grows=True)
 
     def attend(self, inputs):
         output = super().attend(inputs)
@@ -229,15 +230,15 @@ class DividesByZero(Tiny):
 
 
 class LeaksAcrossSegments(Tiny):
-    packing = True
+    capabilities = replace(Tiny.capabilities, packing=True)
 
 
 class IgnoresWindows(Tiny):
-    windowed = True
+    capabilities = replace(Tiny.capabilities, windowed=True)
 
 
 class ClaimsToBeExact(Tiny):
-    exact = True
+    capabilities = replace(Tiny.capabilities, exact=True)
 
 
 class NormalisesItsOutput(Tiny):
@@ -247,7 +248,7 @@ class NormalisesItsOutput(Tiny):
 
 
 class IgnoresDropout(Tiny):
-    dropout = True
+    capabilities = replace(Tiny.capabilities, dropout=True)
 
 
 class BackwardForgetsPadding(Tiny):
@@ -357,7 +358,7 @@ def test_a_broken_backend_is_caught(rule):
 
 def test_a_window_that_is_too_narrow_is_caught():
     class Narrow(AttentionBackend):
-        windowed = True
+        capabilities = Capabilities(windowed=True)
 
         def attend(self, inputs):
             mask = inputs.mask
@@ -399,7 +400,7 @@ def test_tied_tensors_stay_tied():
 
 def test_a_backend_without_supported_layers_raises():
     class Nothing(Tiny):
-        causal = bidirectional = False
+        capabilities = replace(Tiny.capabilities, causal=False, bidirectional=False)
 
     with pytest.raises(ConformanceError, match="neither a causal nor a bidirectional layer"):
         check_backend(Nothing)

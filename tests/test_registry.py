@@ -10,6 +10,7 @@ import attnzoo
 from attnzoo import registry
 from attnzoo.backends.feature_maps.base import FEATURE_MAPS
 from attnzoo.contract.backend import BACKENDS, BUILTIN, AttentionBackend, register
+from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import ConfigError, UnknownBackendError, UnsupportedError
@@ -104,7 +105,7 @@ def test_all_reasons_are_given_at_once():
 
 def test_a_bidirectional_backend_refuses_a_causal_layer():
     class Both(AttentionBackend):
-        causal = False
+        capabilities = Capabilities(causal=False)
 
     assert "bidirectional only" in Both(Both.config_class(), LAYER).layer_reasons()[0]
 

@@ -7,7 +7,7 @@ N key blocks, I indexer heads, P size of index queries and keys.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from attnzoo.backends.parts.indexer import LightningIndexer
 from attnzoo.contract.backend import AttentionBackend, Presets, register
+from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
@@ -135,8 +136,12 @@ class BlockSparseBackend(AttentionBackend):
         "recovery": ({"top_k": 10},),
         "tiny": ({"window": 3, "top_k": 1, "block_size": 2, "num_sinks": 1},),
     }
-    state_keeps_keys = True
-    needs_full_sequences: ClassVar[str] = "it selects among the blocks of a whole row"
+    capabilities = Capabilities(
+        recurrent=True,
+        state_keeps_keys=True,
+        from_hidden_states="index keys",
+        needs_full_sequences="it selects among the blocks of a whole row",
+    )
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)
@@ -151,30 +156,22 @@ class BlockSparseBackend(AttentionBackend):
         if self.indexer is not None:
             self.indexer.reset_parameters()
 
-    @property
-    def needs_hidden_states(self) -> bool:  # type: ignore[override]
-        """Whether it has an indexer, which computes its scores from hidden states."""
-        return self.config.score == "indexer"
+    def layer_capabilities(self) -> Capabilities:
+        """Return the capabilities of this score and this way of decoding."""
+        indexed = self.config.score == "indexer"
+        return replace(
+            super().layer_capabilities(),
+            needs_hidden_states=indexed,
+            exact_steps=self.config.decoding == "exact",
+            recurrent=self.config.decoding == "sparse",  # exact steps need a KV cache only
+            # a block of queries selects by its first one
+            state_from_keys=self.config.query_block == 1 and not indexed,
+        )
 
     @property
-    def has_transfer_loss(self) -> bool:  # type: ignore[override]
+    def has_transfer_loss(self) -> bool:
         """Whether it has an indexer, which receives no gradient from the output."""
         return self.config.score == "indexer"
-
-    @property
-    def exact_steps(self) -> bool:  # type: ignore[override]
-        """Whether a single new token attends to all cached keys."""
-        return self.config.decoding == "exact"
-
-    @property
-    def recurrent(self) -> bool:  # type: ignore[override]
-        """Whether it takes and returns a state; exact decoding needs an ordinary KV cache only."""
-        return self.config.decoding == "sparse"
-
-    @property
-    def state_from_keys(self) -> bool:  # type: ignore[override]
-        """Whether the state depends on keys and values only; a query block has a first query."""
-        return self.config.query_block == 1 and self.config.score != "indexer"
 
     def layer_reasons(self) -> list[str]:
         """Return why this backend does not support its layer."""
@@ -191,7 +188,7 @@ class BlockSparseBackend(AttentionBackend):
                 "cache lacks the index keys from which later tokens select; set "
                 "decoding='sparse', or take another score)"
             )
-        if self.needs_hidden_states and self.geometry.hidden_size is None:
+        if self.capabilities.needs_hidden_states and self.geometry.hidden_size is None:
             reasons.append(
                 "the layer's hidden size is unknown, and score='indexer' needs hidden states (use "
                 "score='moments')"
@@ -237,7 +234,7 @@ class BlockSparseBackend(AttentionBackend):
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
         """Select blocks and attend to them."""
         config, (q, k, v), mask = self.config, inputs[:3], self.causal_mask(inputs)
-        if self.exact_steps and q.shape[2] == 1 and mask.causal:
+        if self.capabilities.exact_steps and q.shape[2] == 1 and mask.causal:
             output = flash_attention(q, k, v, mask=mask, scale=inputs.scale, impl="sdpa")
             choice = ImplChoice("sdpa", "a single new token attends exactly to all cached keys")
             return output._replace(impl=choice)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,6 +17,7 @@ from attnzoo.backends.gates.delta import GATES, OutputGate, ScalarGate, VectorGa
 from attnzoo.backends.parts.convolution import ShortConvolution
 from attnzoo.backends.parts.recurrent import RecurrentBackend, RecurrentConfig
 from attnzoo.contract.backend import Presets, register
+from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
@@ -94,14 +95,15 @@ class DeltaBackend(RecurrentBackend):
 
     config: DeltaConfig
     config_class = DeltaConfig
+    capabilities = replace(
+        RecurrentBackend.capabilities, bidirectional=False, needs_hidden_states=True
+    )
     presets: ClassVar[Presets] = {
         "short": ({"window": 32},),
         "long": ({"window": 32},),
         "from_scratch": ({},),
         "recovery": ({"feature_map": "squared_relu", "window": 32},),
     }
-    bidirectional = False
-    needs_hidden_states = True
     no_weight_decay = ("far_log_weight", "mix_lse")
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
@@ -165,15 +167,14 @@ class DeltaBackend(RecurrentBackend):
             self.mix_lse.copy_(of_lse)
             self.far_log_weight.copy_(bias)
 
-    @property
-    def has_weights(self) -> bool:  # type: ignore[override]
-        """Whether all value channels share one matrix of attention weights."""
-        return self.convolution is None and self.output_gate is None
-
-    @property
-    def state_from_keys(self) -> bool:  # type: ignore[override]
-        """Whether the state depends on keys and values only; a convolution keeps queries too."""
-        return self.convolution is None
+    def layer_capabilities(self) -> Capabilities:
+        """Return the capabilities with this convolution and output gate."""
+        convolves = self.config.short_convolution > 0
+        return replace(
+            super().layer_capabilities(),
+            has_weights=not (convolves or self.config.output_gate),
+            state_from_keys=not convolves,  # a convolution keeps queries too
+        )
 
     def layer_reasons(self) -> list[str]:
         """Return every reason why this backend does not support its layer."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attnzoo.backends.parts.exact import ExactBackend, ExactConfig
 from attnzoo.contract.backend import Presets, register
+from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput
@@ -25,16 +26,16 @@ class FlashBackend(ExactBackend):
     """Exact softmax attention by fused kernels, linear in memory; does not support a soft cap."""
 
     config_class = FlashConfig
+    capabilities = replace(ExactBackend.capabilities, packing=True)
     presets: ClassVar[Presets] = {  # a window of 32 tokens is the control of approximations
         "short": ({}, {"window": 32}, {"window": 32, "num_sinks": 4}),
         "long": ({}, {"window": 32}, {"window": 32, "num_sinks": 4}),
         "bidirectional": ({}, {"window": 32}),
     }
 
-    @property
-    def packing(self) -> bool:  # type: ignore[override]
-        """Whether segments are computed in place; those with first tokens of their own are not."""
-        return not self.config.num_sinks
+    def layer_capabilities(self) -> Capabilities:
+        """Return the capabilities; segments with first tokens of their own are unpacked."""
+        return replace(super().layer_capabilities(), packing=not self.config.num_sinks)
 
     def compute(self, inputs: AttentionInputs) -> AttentionOutput:
         """Compute attention with the implementation of the options."""

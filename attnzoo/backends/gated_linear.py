@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from attnzoo.backends.gates.base import GATES, Gate, get_gate
 from attnzoo.backends.gates.base import register_gate as register_gate
 from attnzoo.backends.parts.recurrent import FeatureMapBackend, FeatureMapBackendConfig
 from attnzoo.contract.backend import Presets, register
+from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput
@@ -67,6 +68,9 @@ class GatedLinearBackend(FeatureMapBackend):
 
     config: GatedLinearConfig
     config_class = GatedLinearConfig
+    capabilities = replace(
+        FeatureMapBackend.capabilities, bidirectional=False, needs_hidden_states=True
+    )
     presets: ClassVar[Presets] = {
         "short": ({"gate": "alibi"}, {"gate": "gla"}, {"gate": "gla", "window": 32}),
         "long": ({"gate": "gla"}, {"gate": "gla", "window": 32}),
@@ -76,22 +80,20 @@ class GatedLinearBackend(FeatureMapBackend):
         ),
         "recovery": ({"feature_map": "hedgehog", "window": 32},),
     }
-    bidirectional = False
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)
         gate = get_gate(self.config.gate)
         self.gate = gate(config, geometry, self.feature_map.size)
 
-    @property
-    def needs_hidden_states(self) -> bool:  # type: ignore[override]
-        """Whether the gate is computed from hidden states; fixed decays are not."""
-        return self.gate.needs_hidden_states
-
-    @property
-    def has_weights(self) -> bool:  # type: ignore[override]
-        """Whether all value channels share one matrix of attention weights."""
-        return self.gate.has_weights
+    def layer_capabilities(self) -> Capabilities:
+        """Return the capabilities with this gate."""
+        gate = get_gate(self.config.gate)
+        return replace(
+            super().layer_capabilities(),
+            needs_hidden_states=gate.needs_hidden_states,
+            has_weights=gate.has_weights,
+        )
 
     def reset_parameters(self) -> None:
         """Initialise the weights of the feature map, the linear branch and the gate."""
@@ -107,7 +109,7 @@ class GatedLinearBackend(FeatureMapBackend):
                 f"impl={self.config.impl!r} does not support gate {name!r} (use one of "
                 f"{', '.join(impls)}, or gate='gla')"
             )
-        if self.needs_hidden_states and self.geometry.hidden_size is None:
+        if self.capabilities.needs_hidden_states and self.geometry.hidden_size is None:
             reasons.append(
                 f"the layer's hidden size is unknown, and gate {name!r} needs hidden states (use "
                 "gate 'retnet' or 'alibi')"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attnzoo.backends.parts.recurrent import FeatureMapBackend, FeatureMapBackendConfig
@@ -19,10 +19,10 @@ class LinearBackend(FeatureMapBackend):
     """A feature map in place of the softmax: linear time, and a state of fixed size."""
 
     config_class = LinearConfig
+    capabilities = replace(FeatureMapBackend.capabilities, cross_attention=True)
     presets: ClassVar[Presets] = {
         "short": ({}, {"feature_map": "hedgehog"}, {"feature_map": "hedgehog", "window": 32}),
         "long": ({}, {"feature_map": "hedgehog", "window": 32}),
         # without pretrained softmax weights to imitate, plain products learn to recall best
         "from_scratch": ({"feature_map": "identity", "normalize": False},),
     }
-    cross_attention = True

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.contract.backend import AttentionBackend, Presets, register
+from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
@@ -86,11 +87,13 @@ class LinformerBackend(AttentionBackend):
         "from_scratch": ({"block": 16},),
         "tiny": ({"block": 4, "num_rows": 2, "max_length": 512},),
     }
-    cross_attention = True
-    dropout = True
-    recurrent = True
-    state_grows = True  # by R rows per finished block
-    needs_full_sequences = "it projects all keys of a sequence to its rows"
+    capabilities = Capabilities(
+        cross_attention=True,
+        dropout=True,
+        recurrent=True,
+        state_grows=True,  # by R rows per finished block
+        needs_full_sequences="it projects all keys of a sequence to its rows",
+    )
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnzoo.backends.parts.global_projections import GlobalProjections
 from attnzoo.contract.backend import AttentionBackend, Presets, register
+from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.context_parallel import SequenceShard, with_neighbours
 from attnzoo.contract.implementation import impl_names
@@ -110,8 +111,14 @@ class LongformerBackend(AttentionBackend):
         "recovery": ({"window": 128},),
         "tiny": ({"window": 3},),
     }
-    dropout = True
-    context_parallel = True
+    capabilities = Capabilities(
+        windowed=True,
+        packing=True,
+        dropout=True,
+        recurrent=True,
+        context_parallel=True,
+        from_hidden_states="global projections",
+    )
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)
@@ -122,30 +129,17 @@ class LongformerBackend(AttentionBackend):
         if self.config.global_projections and geometry.hidden_size is not None:
             self.global_projections = GlobalProjections(geometry)
 
-    @property
-    def recurrent(self) -> bool:  # type: ignore[override]
-        """Whether decoding keeps a state; a position bias needs a KV cache instead."""
-        return not self.geometry.position_bias
-
-    @property
-    def additive_bias(self) -> bool:  # type: ignore[override]
-        """Whether the layer adds a bias to its scores; elsewhere a bias could only be a mask."""
-        return self.geometry.position_bias
-
-    @property
-    def windowed(self) -> bool:  # type: ignore[override]
-        """Whether the model's sliding window is supported; it would hide global tokens."""
-        return not self.config.positions
-
-    @property
-    def packing(self) -> bool:  # type: ignore[override]
-        """Whether packed rows are supported; with global tokens, each segment needs its own."""
-        return not self.config.positions
-
-    @property
-    def needs_hidden_states(self) -> bool:  # type: ignore[override]
-        """Whether global tokens have their own projections."""
-        return self.config.global_projections
+    def layer_capabilities(self) -> Capabilities:
+        """Return the capabilities with these global tokens."""
+        positions, position_bias = self.config.positions, self.geometry.position_bias
+        return replace(
+            super().layer_capabilities(),
+            windowed=not positions,  # the model's window would hide global tokens
+            packing=not positions,  # each segment needs global tokens of its own
+            recurrent=not position_bias,  # which is made for the keys of a KV cache
+            additive_bias=position_bias,  # elsewhere a bias could only be a mask
+            needs_hidden_states=self.config.global_projections,
+        )
 
     def reset_parameters(self) -> None:
         """Make the global projections copies of the layer's own."""
@@ -157,7 +151,7 @@ class LongformerBackend(AttentionBackend):
     def layer_reasons(self) -> list[str]:
         """Return every reason why this backend does not support its layer."""
         reasons = super().layer_reasons()
-        if self.needs_hidden_states and self.geometry.hidden_size is None:
+        if self.capabilities.needs_hidden_states and self.geometry.hidden_size is None:
             reasons.append("the layer's hidden size is unknown, and global_projections need it")
         return reasons
 

@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 
 from attnzoo.backends.parts.recurrent import NormalizedConfig, RecurrentBackend
 from attnzoo.contract.backend import Presets, register
+from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.padding import fill_padding
@@ -108,13 +109,12 @@ class PerformerBackend(RecurrentBackend):
     """
 
     config: PerformerConfig
-    reuses_state = True
     config_class = PerformerConfig
+    capabilities = replace(RecurrentBackend.capabilities, reuses_state=True, cross_attention=True)
     presets: ClassVar[Presets] = {
         "long": ({"num_features": 128},),
         "from_scratch": ({"num_features": 64},),
     }
-    cross_attention = True
     projection: Tensor  # [M, D]
     optional_buffers: ClassVar[tuple[str, ...]] = ("calls",)
     calls: Tensor  # number of training calls, a scalar
@@ -126,10 +126,10 @@ class PerformerBackend(RecurrentBackend):
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         self.reset_parameters()
 
-    @property
-    def packing(self) -> bool:  # type: ignore[override]
-        """Whether rows may be packed; with a floor, the stabiliser depends on the whole row."""
-        return super().packing and not self.config.floor
+    def layer_capabilities(self) -> Capabilities:
+        """Return the capabilities; a floor depends on the whole row, so it needs unpacked rows."""
+        can = super().layer_capabilities()
+        return replace(can, packing=can.packing and not self.config.floor)
 
     def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
         """Return every reason why these inputs are unsupported."""

@@ -6,13 +6,14 @@ Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from attnzoo.contract.backend import AttentionBackend, Presets, register
+from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import MASK_IN_BIAS, AttentionInputs
@@ -125,8 +126,11 @@ class ReformerBackend(AttentionBackend):
         "recovery": ({"chunk_size": 16},),
         "tiny": ({"chunk_size": 4},),
     }
-    packing = True
-    needs_full_sequences: ClassVar[str] = "its buckets sort the tokens of a whole row"
+    capabilities = Capabilities(
+        packing=True,
+        exact_steps=True,
+        needs_full_sequences="its buckets sort the tokens of a whole row",
+    )
     optional_buffers: ClassVar[tuple[str, ...]] = ("calls",)
     calls: Tensor  # training calls so far, a scalar
 
@@ -139,15 +143,13 @@ class ReformerBackend(AttentionBackend):
         with torch.no_grad():
             self.calls.zero_()
 
-    @property
-    def exact_steps(self) -> bool:  # type: ignore[override]
-        """Whether a single new token attends to all cached keys."""
-        return self.config.form == "asymmetric" and self.config.decoding == "exact"
-
-    @property
-    def additive_bias(self) -> bool:  # type: ignore[override]
-        """Whether the layer has a position bias; in other layers, a bias would be a mask."""
-        return self.geometry.position_bias
+    def layer_capabilities(self) -> Capabilities:
+        """Return the capabilities of this form and this way of decoding."""
+        return replace(
+            super().layer_capabilities(),
+            exact_steps=self.config.form == "asymmetric" and self.config.decoding == "exact",
+            additive_bias=self.geometry.position_bias,  # elsewhere a bias would be a mask
+        )
 
     def layer_reasons(self) -> list[str]:
         """Return why this backend does not support its layer."""
@@ -207,7 +209,7 @@ class ReformerBackend(AttentionBackend):
         """Hash queries and keys, and attend."""
         config, (q, k, v), mask = self.config, inputs[:3], self.causal_mask(inputs)
         scale, bias = inputs.scale, inputs.bias
-        if self.exact_steps and q.shape[2] == 1 and mask.causal:
+        if self.capabilities.exact_steps and q.shape[2] == 1 and mask.causal:
             output = flash_attention(q, k, v, mask=mask, scale=scale, bias=bias, impl="sdpa")
             choice = ImplChoice("sdpa", "a single new token attends exactly to all cached keys")
             return output._replace(impl=choice)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attnzoo.backends.parts.exact import ExactBackend, ExactConfig
@@ -25,8 +25,7 @@ class SoftmaxBackend(ExactBackend):
     """Dense softmax attention: supports everything, returns weights, quadratic in memory."""
 
     config_class = SoftmaxConfig
-    packing = True
-    softcap = True
+    capabilities = replace(ExactBackend.capabilities, packing=True, softcap=True)
 
     def compute(self, inputs: AttentionInputs) -> AttentionOutput:
         """Compute every score and the weighted sum of the values."""

@@ -57,8 +57,7 @@ def _backend_row(name: str) -> dict[str, Any]:
         "descriptions": option_docs(config),
         "choices": choices(config),
         "impls": [n for n in config.implementations if n != "auto"],
-        # a property depends on the layer or on options, and counts as a capability
-        **{flag: bool(getattr(backend, flag)) for flag in FLAGS},
+        **{flag: getattr(backend.capabilities, flag) for flag in FLAGS},  # by default options
     }
 
 

@@ -91,7 +91,7 @@ def _inputs(case: CostCase, info: ModelInfo, length: int, backend: Any) -> dict[
         name: torch.randn(case.B, number, length, size, **options)
         for name, number, size in zip("qkv", heads, sizes, strict=True)
     }
-    if backend.needs_hidden_states:
+    if backend.capabilities.needs_hidden_states:
         inputs["hidden_states"] = torch.randn(case.B, length, geometry.hidden_size or 1, **options)
     return inputs
 

@@ -65,7 +65,8 @@ def is_exact(spec: dict[str, Any]) -> bool:
     """Whether every layer computes softmax attention over all keys."""
     entries = [spec, *spec.get("layers", {}).values()]
     return all(
-        get_backend(entry["backend"]).exact and not entry.get("options", {}).get("window")
+        get_backend(entry["backend"]).capabilities.exact
+        and not entry.get("options", {}).get("window")
         for entry in entries
     )
 

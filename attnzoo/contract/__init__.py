@@ -4,6 +4,7 @@ The names below are what a backend of your own needs (docs/extending.md).
 """
 
 from attnzoo.contract.backend import AttentionBackend, register
+from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.implementation import Implementation, impl_names, select
 from attnzoo.contract.inputs import AttentionInputs
@@ -16,6 +17,7 @@ __all__ = [
     "AttentionMask",
     "AttentionOutput",
     "BackendConfig",
+    "Capabilities",
     "Geometry",
     "ImplChoice",
     "Implementation",

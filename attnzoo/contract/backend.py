@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from attnzoo.contract.capabilities import Capabilities, check_declarations
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.contract.empty import attend_to_nothing
@@ -72,60 +73,47 @@ def register(name: str) -> Callable[[B], B]:
 class AttentionBackend(nn.Module):
     """One mechanism in one attention layer of a model.
 
-    A subclass implements :meth:`attend` and declares its capabilities as class attributes. The base
-    class refuses every call that needs another capability, so ``attend`` receives supported inputs
-    only: shapes are valid, and queries, keys, values and hidden states are zero at padding.
+    A subclass implements :meth:`attend` and declares its ``capabilities``. The base class refuses
+    every call that needs another capability, so ``attend`` receives supported inputs only: shapes
+    are valid, and queries, keys, values and hidden states are zero at padding.
 
     Args:
         config: The backend's options.
         geometry: Shape of the layer.
 
     Attributes:
+        capabilities: What the backend supports. A class declares those of its default options; an
+            instance has those of its options and layer, from :meth:`layer_capabilities`.
         ran: The implementation that the last call ran, and why; ``None`` before the first call and
             under ``torch.compile``.
         shard: This rank's part of the sequences under context parallelism, else ``None``.
         records_transfer_loss: Whether calls set ``transfer_loss``, in attention transfer.
         transfer_loss: With ``has_transfer_loss``, the loss of the parameters in the last call.
+        optional_buffers: Names of the buffers that a checkpoint may lack.
+        no_weight_decay: Names of the parameters that set a decay or a mixture.
     """
 
     name: ClassVar[str] = ""
     config_class: ClassVar[type[BackendConfig]] = BackendConfig
     dtypes: ClassVar[frozenset[torch.dtype]] = DTYPES
-    exact: ClassVar[bool] = False  # computes softmax attention, up to rounding
-    causal: ClassVar[bool] = True
-    bidirectional: ClassVar[bool] = True
-    cross_attention: ClassVar[bool] = False
-    packing: ClassVar[bool] = False  # supports segment ids; else packed rows are unpacked for it
-    windowed: ClassVar[bool] = False  # supports the mask's sliding window
-    reuses_state: ClassVar[bool] = False  # may compute one token's state in the tensors it is given
-    arbitrary_mask: ClassVar[bool] = False  # supports a mask function
-    additive_bias: ClassVar[bool] = False
-    softcap: ClassVar[bool] = False
-    sinks: ClassVar[bool] = False
-    dropout: ClassVar[bool] = False  # drops single attention weights; else whole keys are dropped
-    recurrent: ClassVar[bool] = False  # takes and returns a state, with which decoding continues
-    exact_steps: ClassVar[bool] = False  # a single new token attends to all cached keys, as softmax
-    state_grows: ClassVar[bool] = False  # the state grows with the sequence, slower than its keys
-    state_keeps_keys: ClassVar[bool] = False  # the state contains all keys and values, and more
-    state_from_keys: ClassVar[bool] = False  # the state depends on keys and values, not on queries
-    zero_state: ClassVar[bool] = False  # the size is constant, and zeros are the state of no tokens
-    needs_hidden_states: ClassVar[bool] = False
-    has_weights: ClassVar[bool] = True  # has one matrix of weights per head, for all value channels
-    context_parallel: ClassVar[bool] = False  # supports sequences split over ranks
-    has_transfer_loss: ClassVar[bool] = False  # its output gives parameters no gradient
-    optional_buffers: ClassVar[tuple[str, ...]] = ()  # those that a checkpoint may lack
-    no_weight_decay: ClassVar[tuple[str, ...]] = ()  # parameters that set a decay or a mixture
-    needs_full_sequences: ClassVar[str] = "it needs full sequences on each rank"  # why it does not
+    capabilities: Capabilities = Capabilities()
+    optional_buffers: ClassVar[tuple[str, ...]] = ()
+    no_weight_decay: ClassVar[tuple[str, ...]] = ()
     # Options that commands and tools try. "short": a pretrained model on hundreds of tokens (demo);
     # "long": on a thousand or more (compare); "bidirectional": an encoder (compare);
     # "from_scratch": rows of at most 256 (tasks); "recovery": a plan; "tiny": tools/family_sweep.
     # Without an entry, "bidirectional" is "long", a plan has no candidate, others try the defaults.
     presets: ClassVar[Presets] = {}
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_declarations(cls)
+
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__()
         self.config = config
         self.geometry = geometry
+        self.capabilities = self.layer_capabilities()
         self.ran: ImplChoice | None = None
         self.shard: SequenceShard | None = None  # set by attnzoo.context_parallel
         self.records_transfer_loss = False
@@ -147,31 +135,38 @@ class AttentionBackend(nn.Module):
     def share_with(self, earlier: Sequence[AttentionBackend]) -> None:
         """Share parameters with the backends of earlier layers; called once all are built."""
 
+    def layer_capabilities(self) -> Capabilities:
+        """Return the capabilities with these options in this layer; those of the class by default.
+
+        Called once, on construction, when ``config`` and ``geometry`` are set.
+        """
+        return type(self).capabilities
+
     def layer_reasons(self) -> list[str]:
         """Return every reason why this backend does not support its layer."""
-        geometry, reasons = self.geometry, []
-        if geometry.cross_attention and not self.cross_attention:
+        geometry, can, reasons = self.geometry, self.capabilities, []
+        if geometry.cross_attention and not can.cross_attention:
             reasons.append("the layer is cross-attention (it attends within one sequence only)")
-        if geometry.causal and not self.causal and not geometry.cross_attention:
+        if geometry.causal and not can.causal and not geometry.cross_attention:
             reasons.append("the layer is causal (it is bidirectional only)")
-        if not geometry.causal and not self.bidirectional:
+        if not geometry.causal and not can.bidirectional:
             reasons.append("the layer is bidirectional (it is causal only)")
-        if geometry.window is not None and not self.windowed:
+        if geometry.window is not None and not can.windowed:
             reasons.append(
                 f"the layer has a sliding window of {geometry.window} tokens, which it would "
                 "ignore (config.sliding_window=None removes the window)"
             )
-        if (size := geometry.chunk_size) is not None and not self.arbitrary_mask:
+        if (size := geometry.chunk_size) is not None and not can.arbitrary_mask:
             reasons.append(f"the layer attends in chunks of {size} tokens, which it would ignore")
-        if geometry.softcap is not None and not self.softcap:
+        if geometry.softcap is not None and not can.softcap:
             reasons.append(
                 f"the layer caps its scores at {geometry.softcap}, which it would ignore"
             )
-        if geometry.sinks and not self.sinks:
+        if geometry.sinks and not can.sinks:
             reasons.append("the layer has attention sinks, which it would ignore")
-        if geometry.position_bias and not self.additive_bias:
+        if geometry.position_bias and not can.additive_bias:
             reasons.append("the layer adds a position bias to its scores, which it would ignore")
-        if geometry.last_tokens and self.needs_hidden_states:
+        if geometry.last_tokens and can.needs_hidden_states:
             reasons.append(
                 "the model may compute only the last tokens in this layer or in one with its "
                 "keys, and it needs the hidden states of all tokens"
@@ -182,7 +177,7 @@ class AttentionBackend(nn.Module):
 
     def dropout_reasons(self) -> list[str]:
         """Return every reason why its form of attention dropout is unsupported."""
-        if self.dropout_form == "weights" and not self.dropout:
+        if self.dropout_form == "weights" and not self.capabilities.dropout:
             return [
                 "attention_dropout='weights' is set, but it does not compute single weights that "
                 "could be dropped (leave the option out, which drops whole keys, or set 'off')"
@@ -192,8 +187,9 @@ class AttentionBackend(nn.Module):
     def shard_reasons(self) -> list[str]:
         """Return every reason why this layer does not support context parallelism."""
         reasons = []
-        if not self.context_parallel:
-            reasons.append(f"it does not support context parallelism ({self.needs_full_sequences})")
+        if not self.capabilities.context_parallel:
+            why = self.capabilities.needs_full_sequences
+            reasons.append(f"it does not support context parallelism ({why})")
         if self.geometry.cross_attention:
             reasons.append(
                 "the layer is cross-attention, where context parallelism is unsupported (its keys "
@@ -210,12 +206,17 @@ class AttentionBackend(nn.Module):
     def dropout_form(self) -> str:
         """What attention dropout drops: ``"weights"``, ``"keys"``, or nothing, ``"off"``."""
         form = self.config.attention_dropout
-        return form if form != "auto" else "weights" if self.dropout else "keys"
+        return form if form != "auto" else "weights" if self.capabilities.dropout else "keys"
+
+    @property
+    def has_transfer_loss(self) -> bool:
+        """Whether it has parameters that receive no gradient from the output."""
+        return False
 
     @property
     def keeps_all_keys(self) -> bool:
         """Whether decoding needs all earlier keys and values, as a KV cache holds them."""
-        return not self.recurrent
+        return not self.capabilities.recurrent
 
     # -- called by models ------------------------------------------------------------------------
 
@@ -274,7 +275,7 @@ class AttentionBackend(nn.Module):
             mask=mask if mask is not None else PLAIN[self.geometry.causal],
             scale=scale,
             state=state,
-            hidden_states=hidden_states if self.needs_hidden_states else None,
+            hidden_states=hidden_states if self.capabilities.needs_hidden_states else None,
             bias=bias,
             softcap=softcap,
             sinks=sinks,
@@ -298,21 +299,20 @@ class AttentionBackend(nn.Module):
         if shard is not None:
             inputs = inputs._replace(mask=shard.mask(inputs.mask))
         if inputs.mask.padding is not None:
-            inputs = zero_padding(inputs, crossed=self.geometry.cross_attention, exact=self.exact)
-        factors = None
-        if form == "keys":
-            inputs, factors = drop_keys(inputs, dropout)
+            crossed, exact = self.geometry.cross_attention, self.capabilities.exact
+            inputs = zero_padding(inputs, crossed=crossed, exact=exact)
+        inputs, factors = drop_keys(inputs, dropout) if form == "keys" else (inputs, None)
         output = self._attend(inputs)
         return self._with_weights(inputs, output, factors) if return_weights else output
 
     def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
         """Return every reason why these inputs are unsupported; empty if they are supported."""
-        q, k, mask = inputs.q, inputs.k, inputs.mask
+        q, k, mask, can = inputs.q, inputs.k, inputs.mask, self.capabilities
         reasons = qkv_reasons(q, k, inputs.v, mask, self.dtypes)
         if not q.ndim == k.ndim == 4:
             return reasons
         length, keys = q.shape[2], k.shape[2]
-        if length != keys and not (self.cross_attention or self.keeps_all_keys):
+        if length != keys and not (can.cross_attention or self.keeps_all_keys):
             reasons.append(
                 f"{length} queries and {keys} keys are given, but it needs as many of each (pass "
                 "earlier tokens as a state)"
@@ -322,28 +322,28 @@ class AttentionBackend(nn.Module):
                 "packed rows cannot continue from a state (run the sequences as rows of a batch)"
             )
         given = []
-        if mask.function is not None and not self.arbitrary_mask:
+        if mask.function is not None and not can.arbitrary_mask:
             given.append(f"the mask is {mask.function_name or 'arbitrary'}")
-        if mask.window is not None and not self.windowed:
+        if mask.window is not None and not can.windowed:
             given.append(f"the mask has a sliding window of {mask.window}")
-        if inputs.bias is not None and not self.additive_bias:
+        if inputs.bias is not None and not can.additive_bias:
             given.append("an additive bias is given")
-        if inputs.softcap is not None and not self.softcap:
+        if inputs.softcap is not None and not can.softcap:
             given.append(f"a soft cap of {inputs.softcap} is given")
-        if inputs.sinks is not None and not self.sinks:
+        if inputs.sinks is not None and not can.sinks:
             given.append("attention sinks are given")
-        if (inputs.state is not None or inputs.return_state) and not self.recurrent:
+        if (inputs.state is not None or inputs.return_state) and not can.recurrent:
             given.append("a state is requested")
         reasons += [f"{what}, which it does not support (softmax and flash do)" for what in given]
-        if length > 1 and not (self.causal if mask.causal else self.bidirectional):
+        if length > 1 and not (can.causal if mask.causal else can.bidirectional):
             kind = "causal" if mask.causal else "bidirectional"
             reasons.append(f"the mask is {kind}, which it does not support")
-        if self.needs_hidden_states and inputs.hidden_states is None:
-            what = "index keys" if self.has_transfer_loss else "gates"
+        if can.needs_hidden_states and inputs.hidden_states is None:
+            what = can.from_hidden_states
             reasons.append(f"hidden_states are missing, from which it computes {what}")
         if inputs.shard is not None:
             reasons += self.shard_reasons() + context_parallel_reasons(inputs, inputs.shard)
-            if inputs.shard.segment_ids is not None and not self.packing:
+            if inputs.shard.segment_ids is not None and not can.packing:
                 reasons.append("it does not support packed rows under context parallelism")
         return reasons
 
@@ -373,7 +373,7 @@ class AttentionBackend(nn.Module):
 
         Every mechanism is linear in the values, so its output for the identity is that matrix.
         """
-        if not self.has_weights:
+        if not self.capabilities.has_weights:
             raise UnsupportedError(
                 f"{self.geometry.name}: backend {self.name!r} ({self.extra_repr()}) has no single "
                 "matrix of attention weights, because the weights differ between value channels; "
@@ -395,7 +395,7 @@ class AttentionBackend(nn.Module):
         """Run :meth:`attend`, also on empty inputs and packed rows, and set ``ran``."""
         if 0 in (*inputs.q.shape, *inputs.k.shape):
             return attend_to_nothing(self._attend, inputs)
-        if inputs.mask.segment_ids is not None and not self.packing:
+        if inputs.mask.segment_ids is not None and not self.capabilities.packing:
             output = unpack_and_attend(self.attend, inputs)
         else:
             output = self.attend(inputs)

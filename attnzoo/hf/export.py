@@ -111,7 +111,7 @@ def prepare_export(exported: Any, cache: Cache) -> None:
         index = cache_index(layer.module, backend)
         if backend.keeps_all_keys or index >= len(cache.layers):
             continue
-        if not backend.zero_state:
+        if not backend.capabilities.zero_state:
             raise UnsupportedError(
                 f"{layer.name}: backend {backend.name!r} cannot be exported with a cache: the size "
                 "of its state changes with the tokens. Give this layer 'linear', 'gated_linear', "

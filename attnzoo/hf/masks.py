@@ -361,7 +361,7 @@ def refuse_sinks_under_function(mask: ModelMask, backend: Any) -> None:
         UnsupportedError: The layer has a sliding window, which the function contains.
     """
     num_sinks = getattr(backend.config, "num_sinks", 0)
-    if num_sinks and backend.exact and backend.geometry.window is not None:
+    if num_sinks and backend.capabilities.exact and backend.geometry.window is not None:
         raise UnsupportedError(
             f"the mask is {mask.function_name}, which contains the model's sliding window, so "
             f"num_sinks={num_sinks} cannot show the first tokens outside of it; leave num_sinks out"

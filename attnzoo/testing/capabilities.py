@@ -17,26 +17,26 @@ from attnzoo.testing.trial import Sequence, Trial, seed_torch
 
 def refusals(trial: Trial) -> str | None:
     """Inputs that need an undeclared capability are refused, not ignored."""
-    backend, x = trial.backend, trial.sequence(1, 6)
+    can, x = trial.backend.capabilities, trial.sequence(1, 6)
     square = torch.ones(1, 1, 6, 6, dtype=torch.bool, device=trial.device)
     zeros = torch.zeros(1, 1, 6, 6, dtype=trial.dtype, device=trial.device)
     sinks = torch.zeros(trial.geometry.num_heads, dtype=trial.dtype, device=trial.device)
-    for can, what, options in (
-        (backend.arbitrary_mask, "a mask function", {"function": lambda: square}),
-        (backend.windowed, "a sliding window", {"window": (2, 2)}),
-        (backend.additive_bias, "an additive bias", {"bias": zeros}),
-        (backend.softcap, "a soft cap", {"softcap": 30.0}),
-        (backend.sinks, "attention sinks", {"sinks": sinks}),
-        (backend.recurrent, "a state", {"return_state": True}),
-        (backend.causal, "a causal mask", {"causal": True}),
-        (backend.bidirectional, "a mask that is not causal", {"causal": False}),
+    for supported, what, options in (
+        (can.arbitrary_mask, "a mask function", {"function": lambda: square}),
+        (can.windowed, "a sliding window", {"window": (2, 2)}),
+        (can.additive_bias, "an additive bias", {"bias": zeros}),
+        (can.softcap, "a soft cap", {"softcap": 30.0}),
+        (can.sinks, "attention sinks", {"sinks": sinks}),
+        (can.recurrent, "a state", {"return_state": True}),
+        (can.causal, "a causal mask", {"causal": True}),
+        (can.bidirectional, "a mask that is not causal", {"causal": False}),
     ):
-        if not can:
+        if not supported:
             _refused(trial, what, x, **options)
     short = x._replace(q=x.q[:, :, 4:])
-    if not (backend.cross_attention or backend.keeps_all_keys):
+    if not (can.cross_attention or trial.backend.keeps_all_keys):
         _refused(trial, "fewer queries than keys", short, q_offset=4)
-    if backend.needs_hidden_states:
+    if can.needs_hidden_states:
         _refused(trial, "a call without hidden states", x, hidden_states=None)
     for dtype in (torch.int64, torch.complex64):
         changed = x.map(lambda t, dtype=dtype: t.to(dtype))  # type: ignore[misc]
@@ -64,22 +64,22 @@ def _refused(trial: Trial, what: str, x: Sequence, **options: Any) -> None:
 
 def statements(trial: Trial) -> str | None:
     """Declared capabilities change the output."""
-    backend, length = trial.backend, trial.chunk + 9
+    can, length = trial.backend.capabilities, trial.chunk + 9
     x = trial.sequence(2, length)
     plain, declares_some = trial.run(x).out, False
     heads, last = trial.geometry.num_heads, length - 1
-    if backend.windowed:
+    if can.windowed:
         declares_some = True
         window = (3, 0 if trial.geometry.causal else 3)
         place = torch.arange(length, device=trial.device)[None]
         far = (place < last - 3) & (place >= _num_sinks(trial))
         _ignores(trial, "outside the sliding window", x, far, window=window)
-        if getattr(backend.config, "window", None) is None:  # it may be narrower
+        if getattr(trial.config, "window", None) is None:  # it may be narrower
             first = x.fill((place == last - 3).expand(len(x.q), -1), 3.0)._replace(q=x.q)
             outs = [trial.run(given, window=window).out[:, :, -1] for given in (x, first)]
             if torch.equal(*outs):
                 trial.fail("the first key of the sliding window has no effect")
-    if backend.arbitrary_mask:
+    if can.arbitrary_mask:
         declares_some = True
         seen = trial.mask().dense(length, length, trial.device)
         hidden = (torch.arange(length, device=trial.device) % 3 == 1)[None]
@@ -87,12 +87,12 @@ def statements(trial: Trial) -> str | None:
         _ignores(trial, "hidden by the mask function", x, hidden, function=lambda: whole)
     bias = trial.sequence(2, length, seed=7).q[:, :1, :, :1].transpose(2, 3)
     sinks = torch.linspace(0, 1, heads, dtype=trial.dtype, device=trial.device)
-    for can, what, options in (
-        (backend.additive_bias, "an additive bias", {"bias": bias.expand(-1, -1, length, -1)}),
-        (backend.softcap, "a soft cap", {"softcap": 0.5}),
-        (backend.sinks, "attention sinks", {"sinks": sinks}),
+    for supported, what, options in (
+        (can.additive_bias, "an additive bias", {"bias": bias.expand(-1, -1, length, -1)}),
+        (can.softcap, "a soft cap", {"softcap": 0.5}),
+        (can.sinks, "attention sinks", {"sinks": sinks}),
     ):
-        if can and not backend.exact:  # see exactness
+        if supported and not can.exact:  # see exactness
             declares_some = True
             if torch.equal(trial.run(x, **options).out, plain):
                 trial.fail(f"{what} has no effect, though the backend states that it can honour it")
@@ -115,8 +115,8 @@ def _ignores(trial: Trial, what: str, x: Sequence, where: Tensor, **mask: Any) -
 
 def exactness(trial: Trial) -> str | None:
     """An exact backend computes softmax attention, with every declared capability."""
-    backend = trial.backend
-    if not backend.exact:
+    can = trial.backend.capabilities
+    if not can.exact:
         return "it does not state that it is exact"
     length, causal = trial.length, trial.geometry.causal
     x = trial.sequence(2, length)
@@ -131,24 +131,24 @@ def exactness(trial: Trial) -> str | None:
         ("left padding", True, {"padding": real}),
         ("packed segments", True, {"segment_ids": ids}),
         ("another scale", True, {"scale": 0.3}),
-        ("a narrow window", backend.windowed, {"window": (3, 0 if causal else 2)}),
-        ("a wide window", backend.windowed, {"window": (70, 0 if causal else 70)}),
-        ("a window and padding", backend.windowed, {"window": (9, 9), "padding": real}),
-        ("a window and segments", backend.windowed, {"window": (9, 9), "segment_ids": ids}),
-        ("a bias", backend.additive_bias, {"bias": bias}),
-        ("a bias and padding", backend.additive_bias, {"bias": bias[:, :1], "padding": real}),
-        ("sinks", backend.sinks, {"sinks": sinks}),
-        ("sinks and padding", backend.sinks, {"sinks": sinks, "padding": real}),
-        ("a soft cap", backend.softcap, {"softcap": 2.0}),
-        ("a mask function", backend.arbitrary_mask, {"function": lambda: random}),
+        ("a narrow window", can.windowed, {"window": (3, 0 if causal else 2)}),
+        ("a wide window", can.windowed, {"window": (70, 0 if causal else 70)}),
+        ("a window and padding", can.windowed, {"window": (9, 9), "padding": real}),
+        ("a window and segments", can.windowed, {"window": (9, 9), "segment_ids": ids}),
+        ("a bias", can.additive_bias, {"bias": bias}),
+        ("a bias and padding", can.additive_bias, {"bias": bias[:, :1], "padding": real}),
+        ("sinks", can.sinks, {"sinks": sinks}),
+        ("sinks and padding", can.sinks, {"sinks": sinks, "padding": real}),
+        ("a soft cap", can.softcap, {"softcap": 2.0}),
+        ("a mask function", can.arbitrary_mask, {"function": lambda: random}),
     ]
-    for name, can, options in cases:
-        if can:
+    for name, supported, options in cases:
+        if supported:
             outs = [trial.run(x, **options).out, *_dense_twice(trial, x, **options)]
             if "padding" in options:  # outputs at padding are unspecified
                 outs = [out.transpose(1, 2)[real] for out in outs]
             trial.agree(f"{name}, against the dense formula", *outs)
-    if backend.cross_attention:
+    if can.cross_attention:
         crossed = x._replace(q=x.q[:, :, :7])
         ours = trial.run(crossed, causal=False).out
         trial.agree("cross-attention", ours, *_dense_twice(trial, crossed, causal=False))
@@ -234,7 +234,7 @@ def _first_tokens(mask: AttentionMask, number: int, keys: int, device: torch.dev
 
 def weights(trial: Trial) -> str | None:
     """The matrix from ``return_weights`` times the values equals the output."""
-    if not trial.backend.has_weights:
+    if not trial.backend.capabilities.has_weights:
         _refused(trial, "a call for weights", trial.sequence(1, 6), return_weights=True)
         return "it states that there is no one matrix of weights"
     length = trial.chunk + 3

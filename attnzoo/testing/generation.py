@@ -67,7 +67,7 @@ def check_generation(
         from attnzoo.hf.swap.convert import swap
 
         swap(model, spec)
-    if any(isinstance(m, AttentionBackend) and m.exact_steps for m in model.modules()):
+    if any(isinstance(m, AttentionBackend) and m.capabilities.exact_steps for m in model.modules()):
         raise ValueError(
             "the spec decodes with exact attention by design, so generation differs from one pass; "
             "check reformer with decoding='hashed'"

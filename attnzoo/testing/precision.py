@@ -95,7 +95,7 @@ def long_gradients(trial: Trial) -> str | None:
     dtypes = [dtype for dtype in trial.low_dtypes if dtype.itemsize == 2]
     if not dtypes:
         return "no 16-bit dtype was asked for"
-    quadratic = trial.backend.exact or trial.backend.keeps_all_keys
+    quadratic = trial.backend.capabilities.exact or trial.backend.keeps_all_keys
     quadratic |= trial.config.impl == "reference"  # may be quadratic
     _compare(trial, dtypes, LONG_QUADRATIC if quadratic else LONG, mean=1.0)
     return None

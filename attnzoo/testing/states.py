@@ -36,7 +36,7 @@ def decoding(trial: Trial) -> str | None:
         if by_keys:
             ours = _by_keys(trial, x, pieces)
             whole = [exact, plain]
-            if trial.backend.exact_steps:
+            if trial.backend.capabilities.exact_steps:
                 whole = [
                     _with_exact_steps(trial, x, pieces, out, dtype)
                     for out, dtype in ((exact, torch.float64), (plain, trial.dtype))
@@ -120,7 +120,7 @@ def state_size(trial: Trial) -> str | None:
     """A state has constant size, is smaller than the keys, or contains them, as stated."""
     if not trial.carries_state:
         return "it carries no state"
-    if trial.backend.keeps_all_keys or trial.backend.state_keeps_keys:
+    if trial.backend.keeps_all_keys or trial.backend.capabilities.state_keeps_keys:
         return "it keeps every key"
     window = getattr(trial.config, "window", None)
     enough = 2 * max(trial.chunk, window if isinstance(window, int) else 0)
@@ -130,7 +130,7 @@ def state_size(trial: Trial) -> str | None:
         return sum(field.numel() for field in _fields(trial, state))
 
     longest = 2 * enough + 5
-    if trial.backend.state_grows:
+    if trial.backend.capabilities.state_grows:
         x, size = trial.sequence(1, longest), count(longest)
         keys = x.k.numel() + x.v.numel()
         if size >= keys:

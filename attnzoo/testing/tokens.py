@@ -143,7 +143,7 @@ def masked_rows(trial: Trial) -> str | None:
     real[1, :4] = False
     blind = ~real if trial.geometry.causal else ~real & ~real.any(1, keepdim=True)
     cases: list[tuple[str, Tensor, dict[str, Any]]] = [("padding", blind, {"padding": real})]
-    if trial.backend.arbitrary_mask:
+    if trial.backend.capabilities.arbitrary_mask:
         seen = real[:, None, :, None] & real[:, None, None, :]
         cases.append(("a mask function", ~real, {"function": lambda: seen}))
     for name, sightless, fields in cases:

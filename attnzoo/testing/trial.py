@@ -172,7 +172,9 @@ class Trial:
     def chunk(self) -> int:
         """Tokens per parallel step."""
         size = getattr(self.config, "chunk_size", None)
-        return size if isinstance(size, int) else CHUNK // 2 if self.cls.exact else CHUNK
+        if isinstance(size, int):
+            return size
+        return CHUNK // 2 if self.cls.capabilities.exact else CHUNK
 
     @property
     def length(self) -> int:
@@ -182,7 +184,7 @@ class Trial:
     @property
     def carries_state(self) -> bool:
         """Whether a later call can continue from a state."""
-        return self.backend.recurrent and self.geometry.causal
+        return self.backend.capabilities.recurrent and self.geometry.causal
 
     # -- comparisons -----------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ def head_entropies(
     with ExitStack() as stack:
         stack.enter_context(evaluation_mode(model))
         for name, backend in swapped_layers(model).items():
-            if not backend.has_weights and not original:
+            if not backend.capabilities.has_weights and not original:
                 continue
             teacher = build_backend("softmax", {}, backend.geometry) if original else None
             stack.callback(

@@ -146,7 +146,7 @@ class Transfer:
                 "backend that has some (hedgehog features, learned gates, a window), or fine-tune "
                 "instead"
             )
-        without = [name for name in self.trained if not self.backends[name].has_weights]
+        without = [x for x in self.trained if not self.backends[x].capabilities.has_weights]
         if target == "attention" and without:
             raise SpecError(
                 f"The backends of {', '.join(without)} have no attention weights to compare; use "

@@ -22,7 +22,7 @@ def test_gradients_equal_those_of_eager_calls(name, options):
     torch._dynamo.reset()
     backend = build(name, torch.float32, noise=0.1, **options)
     inputs = [x.requires_grad_() for x in qkv(20, dtype=torch.float32)]
-    if backend.needs_hidden_states:
+    if backend.capabilities.needs_hidden_states:
         inputs.append(hidden_states(20, dtype=torch.float32).requires_grad_())
 
     def attend(q, k, v, hidden_states=None):

@@ -610,7 +610,7 @@ def test_the_global_random_state_does_not_change():
 @pytest.mark.parametrize("gate", GATES)
 def test_only_learned_gates_need_hidden_states(gate):
     backend, (x, _) = build_gated(gate=gate), inputs(3)
-    assert backend.needs_hidden_states == (gate in LEARNED)
+    assert backend.capabilities.needs_hidden_states == (gate in LEARNED)
     if gate in LEARNED:
         with pytest.raises(UnsupportedError, match="hidden_states are missing"):
             backend(*x)

@@ -50,11 +50,12 @@ class HashedSteps(ReformerBackend):
     """Declares exact steps, but hashes single tokens."""
 
     def attend(self, inputs):
-        config, self.config = self.config, replace(self.config, decoding="hashed")
+        declared = self.capabilities
+        self.capabilities = replace(declared, exact_steps=False)
         try:
             return super().attend(inputs)
         finally:
-            self.config = config
+            self.capabilities = declared
 
 
 def test_inexact_steps_of_a_backend_with_exact_steps_are_found():

@@ -186,7 +186,7 @@ def test_zeros_are_the_state_of_no_tokens(name):
     """What ``zero_state`` declares."""
     backend, options = ZERO_STATES[name]
     module = build(backend, noise=0.3, **options).eval()
-    assert module.zero_state
+    assert module.capabilities.zero_state
     inputs, hidden = qkv(9), hidden_states(9)
 
     def run(tokens: int, state: Any = None) -> Any:
@@ -207,4 +207,4 @@ def test_zeros_are_the_state_of_no_tokens(name):
 
 @pytest.mark.parametrize("backend", GROWING)
 def test_other_states_do_not_declare_it(backend):
-    assert not build(backend, **GROWING[backend]).zero_state
+    assert not build(backend, **GROWING[backend]).capabilities.zero_state

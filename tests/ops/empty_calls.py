@@ -90,7 +90,7 @@ def call_backend(name: str, options: dict[str, Any], causal: bool, batch: int, l
     weights = backend(*tensors(batch, length), hidden_states=hidden, return_weights=True).weights
     assert weights is not None
     assert weights.shape == (batch, HEADS, length, length)
-    if not (backend.recurrent and causal):
+    if not (backend.capabilities.recurrent and causal):
         return
     with torch.no_grad():
         call = {"hidden_states": hidden, "return_state": True}

@@ -70,7 +70,7 @@ def approximate_outcome(family: Family, backend: str) -> Outcome:
     """
     restore_eager(family.model)
     # exact single steps after an approximate prompt differ from one forward pass by design
-    by_design = {"decoding"} if get_backend(backend).exact_steps else set()
+    by_design = {"decoding"} if get_backend(backend).capabilities.exact_steps else set()
     eager_rules = [
         {name for name, holds in rules(probe) if holds_under_eager(holds)}
         for probe in family.probes
@@ -168,7 +168,7 @@ def _generates(probe: Probe) -> bool:
 
 def check(family: Family, backend: str) -> Outcome:
     """Check a family under a backend; any error except a refusal is the outcome ``FAILED``."""
-    exact = get_backend(backend).exact
+    exact = get_backend(backend).capabilities.exact
     try:
         if exact:
             return exact_outcome(family, backend)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, check_num_sinks, sinks_shard_reasons
 from attnzoo.contract.context_parallel import SequenceShard, with_neighbours
 from attnzoo.contract.inputs import AttentionInputs
@@ -50,16 +51,18 @@ class ExactBackend(AttentionBackend):
     """Exact softmax attention with every kind of mask, its own window, and a KV state."""
 
     config: ExactConfig
-    exact = True
-    cross_attention = True
-    windowed = True
-    arbitrary_mask = True
-    additive_bias = True
-    sinks = True
-    dropout = True
-    recurrent = True
-    context_parallel = True
-    state_from_keys = True
+    capabilities = Capabilities(
+        exact=True,
+        cross_attention=True,
+        windowed=True,
+        arbitrary_mask=True,
+        additive_bias=True,
+        sinks=True,
+        dropout=True,
+        recurrent=True,
+        state_from_keys=True,
+        context_parallel=True,
+    )
 
     @property
     def window(self) -> int | None:

@@ -17,6 +17,7 @@ from attnzoo.backends.feature_maps.config import FeatureMapConfig
 from attnzoo.backends.parts.positions import count_tokens, with_count, without_count
 from attnzoo.backends.parts.window import WindowConfig
 from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry, sinks_shard_reasons
 from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
@@ -141,10 +142,9 @@ class RecurrentBackend(AttentionBackend):
 
     config: RecurrentConfig
     config_class: ClassVar[type[BackendConfig]] = RecurrentConfig
-    recurrent = True
-    state_from_keys = True
-    zero_state = True
-    context_parallel = True
+    capabilities = Capabilities(
+        packing=True, recurrent=True, state_from_keys=True, zero_state=True, context_parallel=True
+    )
     no_weight_decay: ClassVar[tuple[str, ...]] = ("far_log_weight",)
     window_dropout: WindowDropout | None = None  # set by the training loop; no effect in eval mode
 
@@ -170,10 +170,9 @@ class RecurrentBackend(AttentionBackend):
         """Return the mean product of a query's and a key's features, for N(0, 1) inputs."""
         raise NotImplementedError
 
-    @property
-    def packing(self) -> bool:  # type: ignore[override]
-        """Whether segments are computed in place; those with first tokens of their own are not."""
-        return not self.config.num_sinks
+    def layer_capabilities(self) -> Capabilities:
+        """Return the capabilities; segments with first tokens of their own are unpacked."""
+        return replace(super().layer_capabilities(), packing=not self.config.num_sinks)
 
     def layer_reasons(self) -> list[str]:
         """Return every reason why this backend does not support its layer."""
@@ -274,9 +273,9 @@ class RecurrentBackend(AttentionBackend):
 class FeatureMapBackend(RecurrentBackend):
     """Attention as :math:`o_t = q_t S_t / (q_t z_t + eps)`, over features of queries and keys."""
 
-    reuses_state = True
     config: FeatureMapBackendConfig
     config_class: ClassVar[type[BackendConfig]] = FeatureMapBackendConfig
+    capabilities = replace(RecurrentBackend.capabilities, reuses_state=True)
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)

@@ -66,7 +66,7 @@ def run_with_state(
         layer.state = state_of_keys(backend, *layer.unread, mask, options["scale"])
         layer.unread = None
     mask = mask.of_new_tokens(new)
-    if layer.overwrites_state and backend.reuses_state:
+    if layer.overwrites_state and backend.capabilities.reuses_state:
         options["reuse_state"] = True
     recorded = F.pad(query, (0, 0, new - queries, 0)) if queries < new else query
     call = _record_call(backend, recorded, key, value, mask, options)
@@ -130,7 +130,7 @@ def _run_on_all_keys(
             f"model's sliding window drops the first tokens, which num_sinks="
             f"{backend.config.num_sinks} needs; give both layers the same backend and options"
         )
-    if query.shape[2] < keys and backend.needs_hidden_states:
+    if query.shape[2] < keys and backend.capabilities.needs_hidden_states:
         raise UnsupportedError(
             f"{backend.geometry.name}: the model passes the keys of all {keys} tokens, which "
             f"another entry of the cache holds, and backend {backend.name!r} needs the hidden "
@@ -180,9 +180,9 @@ def _with_all_queries(
     missing = keys - query.shape[2]
     if missing <= 0:
         return query, mask
-    if backend.arbitrary_mask:
+    if backend.capabilities.arbitrary_mask:
         return query, replace(mask, q_offset=mask.q_offset + missing)
-    if backend.needs_hidden_states:
+    if backend.capabilities.needs_hidden_states:
         raise UnsupportedError(
             f"{backend.geometry.name}: the model computes the last {query.shape[2]} of {keys} "
             f"tokens in this layer, and backend {backend.name!r} needs the hidden states of all; "
@@ -206,7 +206,7 @@ def _refuse_mask_function(backend: Any, mask: AttentionMask) -> None:
         return
     advice = (
         "call the model with use_cache=False"
-        if backend.arbitrary_mask
+        if backend.capabilities.arbitrary_mask
         else "give this layer an exact backend, such as 'flash'"
     )
     raise UnsupportedError(

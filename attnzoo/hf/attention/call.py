@@ -125,7 +125,7 @@ class LayerHook(ForwardArguments):
             return  # set_attn_implementation was called: the layer runs its own attention
         backend = module.attnzoo
         cross = self.get(seam.ENCODER_STATES, args, kwargs) is not None
-        names = seam.HIDDEN_STATES if backend.needs_hidden_states else ()
+        names = seam.HIDDEN_STATES if backend.capabilities.needs_hidden_states else ()
         hidden, layer = self.get(names, args, kwargs), None
         if not backend.keeps_all_keys and not cross:
             cache = self.cache(args, kwargs)
@@ -263,7 +263,7 @@ def _read_mask(
         kv_length=lengths[1],
         given=given if has_state or getattr(backend, "window", None) is not None else None,
         all_columns=has_state,
-        as_bias=has_state and backend.additive_bias,
+        as_bias=has_state and backend.capabilities.additive_bias,
     )
 
 

@@ -39,11 +39,11 @@ def refuse_unreadable(layer: Any, length: int, backend: AttentionBackend) -> Non
     """
     keys: Any = layer.keys
     virtual = hasattr(layer, "virtual_tokens")
-    if backend.has_transfer_loss:
-        reason = "it computes index keys from hidden states, which the cache does not hold"
-    elif backend.needs_hidden_states and not virtual:
-        reason = "it computes gates from hidden states, which the cache does not hold"
-    elif not backend.state_from_keys:
+    can = backend.capabilities
+    if can.needs_hidden_states and not virtual:
+        what = can.from_hidden_states
+        reason = f"it computes {what} from hidden states, which the cache does not hold"
+    elif not can.state_from_keys:
         reason = "its state is not a sum over keys and values"
     elif type(layer) is not DynamicLayer or keys.shape[2] != length:
         reason = f"a {type(layer).__name__} does not hold all of them as plain tensors"
@@ -85,7 +85,7 @@ def state_of_keys(
         padding = padding[:, :length]
     queries = keys.new_zeros(keys.shape[0], backend.geometry.num_heads, *keys.shape[2:])
     hidden = None
-    if backend.needs_hidden_states:
+    if backend.capabilities.needs_hidden_states:
         size = backend.geometry.hidden_size
         assert size is not None  # a layer without one was refused when it was built
         hidden = keys.new_zeros(keys.shape[0], length, size)

@@ -85,7 +85,7 @@ def warn_of_image_masks(
     names = [
         layer.name
         for layer, backend in zip(layers, backends, strict=True)
-        if not backend.arbitrary_mask and has_image_mask(model, layer)
+        if not backend.capabilities.arbitrary_mask and has_image_mask(model, layer)
     ]
     if names:
         warn(

@@ -274,7 +274,7 @@ def test_prompts(backend, method, llama, ids, tmp_path):
 PREFIX_REFUSED = {
     "longformer": ({}, "its state is not a sum"),
     "delta": ({"short_convolution": 4}, "its state is not a sum"),
-    "block_sparse": ({"score": "indexer"}, "computes index keys from hidden states"),
+    "block_sparse": ({"score": "indexer"}, "its state is not a sum"),
 }
 
 

@@ -305,7 +305,7 @@ def test_keys_in_another_entry_of_the_cache(model, ids, monkeypatch):
     update = cache.update
     monkeypatch.setattr(cache, "update", lambda k, v, i, **rest: update(k, v, i + 2, **rest))
     parts = [step(model, cache, ids[:, :8])]
-    if model.model.layers[0].self_attn.attnzoo.needs_hidden_states:
+    if model.model.layers[0].self_attn.attnzoo.capabilities.needs_hidden_states:
         with pytest.raises(UnsupportedError, match=r"keys of all 11 tokens.*hidden states of all"):
             step(model, cache, ids[:, 8:11])
         return

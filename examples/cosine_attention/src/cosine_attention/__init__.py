@@ -11,6 +11,7 @@ from attnzoo.contract import (
     AttentionInputs,
     AttentionOutput,
     BackendConfig,
+    Capabilities,
     register,
 )
 from attnzoo.errors import ConfigError
@@ -38,7 +39,7 @@ class CosineBackend(AttentionBackend):
 
     config_class = CosineConfig
     config: CosineConfig
-    windowed = True  # softmax_attention supports the sliding window of the mask
+    capabilities = Capabilities(windowed=True)  # softmax_attention supports the mask's window
 
     def attend(self, inputs: AttentionInputs) -> AttentionOutput:
         """Normalise queries and keys, then compute softmax attention."""
