@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from attnzoo.backends.parts.indexer import LightningIndexer
-from attnzoo.contract.backend import AttentionBackend, Presets, register
+from attnzoo.contract.backend import AttentionBackend, register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.implementation import impl_names
@@ -129,13 +129,6 @@ class BlockSparseBackend(AttentionBackend):
 
     config: BlockSparseConfig
     config_class = BlockSparseConfig
-    presets: ClassVar[Presets] = {
-        "short": ({"top_k": 10},),  # at most 123 of 512 keys, 105 on average
-        "long": ({"block_size": 32, "window": 64},),  # at most 483 keys
-        "from_scratch": ({"window": 8, "top_k": 4, "num_sinks": 0},),
-        "recovery": ({"top_k": 10},),
-        "tiny": ({"window": 3, "top_k": 1, "block_size": 2, "num_sinks": 1},),
-    }
     capabilities = Capabilities(
         recurrent=True,
         state_keeps_keys=True,

@@ -16,7 +16,7 @@ from attnzoo.backends.gates.calibration import GateCalibration
 from attnzoo.backends.gates.delta import GATES, OutputGate, ScalarGate, VectorGate
 from attnzoo.backends.parts.convolution import ShortConvolution
 from attnzoo.backends.parts.recurrent import RecurrentBackend, RecurrentConfig
-from attnzoo.contract.backend import Presets, register
+from attnzoo.contract.backend import register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.implementation import impl_names
@@ -98,12 +98,6 @@ class DeltaBackend(RecurrentBackend):
     capabilities = replace(
         RecurrentBackend.capabilities, bidirectional=False, needs_hidden_states=True
     )
-    presets: ClassVar[Presets] = {
-        "short": ({"window": 32},),
-        "long": ({"window": 32},),
-        "from_scratch": ({},),
-        "recovery": ({"feature_map": "squared_relu", "window": 32},),
-    }
     no_weight_decay = ("far_log_weight", "mix_lse")
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from attnzoo.backends.parts.exact import ExactBackend, ExactConfig
-from attnzoo.contract.backend import Presets, register
+from attnzoo.contract.backend import register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
@@ -27,11 +27,6 @@ class FlashBackend(ExactBackend):
 
     config_class = FlashConfig
     capabilities = replace(ExactBackend.capabilities, packing=True)
-    presets: ClassVar[Presets] = {  # a window of 32 tokens is the control of approximations
-        "short": ({}, {"window": 32}, {"window": 32, "num_sinks": 4}),
-        "long": ({}, {"window": 32}, {"window": 32, "num_sinks": 4}),
-        "bidirectional": ({}, {"window": 32}),
-    }
 
     def layer_capabilities(self) -> Capabilities:
         """Return the capabilities; segments with first tokens of their own are unpacked."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from attnzoo.backends.gates import recurrences  # noqa: F401  (registers its gat
 from attnzoo.backends.gates.base import GATES, Gate, get_gate
 from attnzoo.backends.gates.base import register_gate as register_gate
 from attnzoo.backends.parts.recurrent import FeatureMapBackend, FeatureMapBackendConfig
-from attnzoo.contract.backend import Presets, register
+from attnzoo.contract.backend import register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.inputs import AttentionInputs
@@ -71,15 +70,6 @@ class GatedLinearBackend(FeatureMapBackend):
     capabilities = replace(
         FeatureMapBackend.capabilities, bidirectional=False, needs_hidden_states=True
     )
-    presets: ClassVar[Presets] = {
-        "short": ({"gate": "alibi"}, {"gate": "gla"}, {"gate": "gla", "window": 32}),
-        "long": ({"gate": "gla"}, {"gate": "gla", "window": 32}),
-        "from_scratch": (
-            {"gate": "retnet", "feature_map": "identity", "normalize": False},
-            {"gate": "gla", "feature_map": "identity", "normalize": False},
-        ),
-        "recovery": ({"feature_map": "hedgehog", "window": 32},),
-    }
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from attnzoo.backends.parts.recurrent import FeatureMapBackend, FeatureMapBackendConfig
-from attnzoo.contract.backend import Presets, register
+from attnzoo.contract.backend import register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +19,3 @@ class LinearBackend(FeatureMapBackend):
 
     config_class = LinearConfig
     capabilities = replace(FeatureMapBackend.capabilities, cross_attention=True)
-    presets: ClassVar[Presets] = {
-        "short": ({}, {"feature_map": "hedgehog"}, {"feature_map": "hedgehog", "window": 32}),
-        "long": ({}, {"feature_map": "hedgehog", "window": 32}),
-        # without pretrained softmax weights to imitate, plain products learn to recall best
-        "from_scratch": ({"feature_map": "identity", "normalize": False},),
-    }

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from attnzoo.contract.backend import AttentionBackend, Presets, register
+from attnzoo.contract.backend import AttentionBackend, register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.implementation import impl_names
@@ -79,14 +79,6 @@ class LinformerBackend(AttentionBackend):
 
     config: LinformerConfig
     config_class = LinformerConfig
-    presets: ClassVar[Presets] = {
-        "short": ({"block": 64},),
-        # time is quadratic in the number of rows; attention within a block is exact
-        "long": ({"block": 256, "num_rows": 8},),
-        "bidirectional": ({"num_rows": 256},),
-        "from_scratch": ({"block": 16},),
-        "tiny": ({"block": 4, "num_rows": 2, "max_length": 512},),
-    }
     capabilities = Capabilities(
         cross_attention=True,
         dropout=True,

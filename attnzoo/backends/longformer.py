@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.backends.parts.global_projections import GlobalProjections
-from attnzoo.contract.backend import AttentionBackend, Presets, register
+from attnzoo.contract.backend import AttentionBackend, register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.context_parallel import SequenceShard, with_neighbours
@@ -103,14 +103,6 @@ class LongformerBackend(AttentionBackend):
 
     config: LongformerConfig
     config_class = LongformerConfig
-    presets: ClassVar[Presets] = {
-        "short": ({"window": 128},),
-        "long": ({"window": 512},),
-        "bidirectional": ({"window": 256},),  # on either side
-        "from_scratch": ({"window": 16},),
-        "recovery": ({"window": 128},),
-        "tiny": ({"window": 3},),
-    }
     capabilities = Capabilities(
         windowed=True,
         packing=True,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from attnzoo.backends.parts.recurrent import NormalizedConfig, RecurrentBackend
-from attnzoo.contract.backend import Presets, register
+from attnzoo.contract.backend import register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.inputs import AttentionInputs
@@ -111,10 +111,6 @@ class PerformerBackend(RecurrentBackend):
     config: PerformerConfig
     config_class = PerformerConfig
     capabilities = replace(RecurrentBackend.capabilities, reuses_state=True, cross_attention=True)
-    presets: ClassVar[Presets] = {
-        "long": ({"num_features": 128},),
-        "from_scratch": ({"num_features": 64},),
-    }
     projection: Tensor  # [M, D]
     optional_buffers: ClassVar[tuple[str, ...]] = ("calls",)
     calls: Tensor  # number of training calls, a scalar

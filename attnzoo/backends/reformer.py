@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from attnzoo.contract.backend import AttentionBackend, Presets, register
+from attnzoo.contract.backend import AttentionBackend, register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.implementation import impl_names
@@ -119,13 +119,6 @@ class ReformerBackend(AttentionBackend):
 
     config: ReformerConfig
     config_class = ReformerConfig
-    presets: ClassVar[Presets] = {
-        "short": ({"chunk_size": 16},),  # 8 hash rounds, window 32: at most 164 of 512 keys
-        "long": ({"num_hashes": 4},),
-        "from_scratch": ({"num_hashes": 4, "chunk_size": 16, "window": 8},),
-        "recovery": ({"chunk_size": 16},),
-        "tiny": ({"chunk_size": 4},),
-    }
     capabilities = Capabilities(
         packing=True,
         exact_steps=True,

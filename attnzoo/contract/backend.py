@@ -6,7 +6,7 @@ M hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
@@ -30,7 +30,6 @@ from attnzoo.contract.validation import DTYPES, qkv_reasons, refuse_output
 from attnzoo.errors import UnsupportedError, check_registered_class, check_registered_name
 
 B = TypeVar("B", bound="type[AttentionBackend]")
-Presets = Mapping[str, tuple[Mapping[str, Any], ...]]  # use case -> options to try
 ONLY_IMPLEMENTATION = ImplChoice("reference", "the only implementation")
 BACKENDS: dict[str, type[AttentionBackend]] = {}
 BUILTIN = {  # name -> module, imported on first use; these names are reserved
@@ -99,11 +98,6 @@ class AttentionBackend(nn.Module):
     capabilities: Capabilities = Capabilities()
     optional_buffers: ClassVar[tuple[str, ...]] = ()
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
-    # Options that commands and tools try. "short": a pretrained model on hundreds of tokens (demo);
-    # "long": on a thousand or more (compare); "bidirectional": an encoder (compare);
-    # "from_scratch": rows of at most 256 (tasks); "recovery": a plan; "tiny": tools/family_sweep.
-    # Without an entry, "bidirectional" is "long", a plan has no candidate, others try the defaults.
-    presets: ClassVar[Presets] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -7,12 +7,12 @@ from attnzoo.contract.backend import BUILTIN
 from attnzoo.demo import run as demo
 from attnzoo.errors import UnknownBackendError
 from attnzoo.evaluation.models import spec_label
-from attnzoo.evaluation.presets import preset_options
+from attnzoo.evaluation.presets import PRESETS, preset_options
 from attnzoo.registry import get_backend
 from attnzoo.tasks import run as tasks
 from attnzoo.training.plan import preset_candidates
 
-SITUATIONS = {"short", "long", "bidirectional", "from_scratch", "recovery", "tiny"}
+USE_CASES = {"short", "long", "bidirectional", "from_scratch", "recovery", "tiny"}
 DEMO = [
     *("softmax", "block_sparse top_k 10", "delta window 32", "flash", "flash window 32"),
     "flash window 32 num_sinks 4",
@@ -61,17 +61,25 @@ def test_candidates():
     assert preset_candidates(["block_sparse"]) == ["block_sparse:top_k=10"]
 
 
-@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_valid_options(name):
-    backend = get_backend(name)
-    assert set(backend.presets) <= SITUATIONS
-    for situation, variants in backend.presets.items():
-        assert variants, situation
+    assert name in BUILTIN
+    assert set(PRESETS[name]) <= USE_CASES
+    for use_case, variants in PRESETS[name].items():
+        assert variants, use_case
         for options in variants:
-            backend.config_class.from_options(name, options)
+            get_backend(name).config_class.from_options(name, options)
 
 
-def test_the_first_situation_with_an_entry_is_used():
+def test_presets_of_another_backend_can_be_added(monkeypatch):
+    """As a package adds them; without them, its backend is tried with its defaults."""
+    assert preset_options("softmax", "long") == ({},)
+    monkeypatch.setitem(PRESETS, "softmax", {"long": ({"window": 32},)})
+    assert preset_options("softmax", "long") == ({"window": 32},)
+    assert "softmax window 32" in labels(cases.default_specs(None))
+
+
+def test_the_first_use_case_with_an_entry_is_used():
     assert preset_options("longformer", "bidirectional", "long") == ({"window": 256},)
     assert preset_options("performer", "bidirectional", "long") == ({"num_features": 128},)
     assert preset_options("softmax", "short") == ({},)
