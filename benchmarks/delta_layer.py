@@ -25,6 +25,7 @@ from attnzoo.evaluation.corpus import add_repeats
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
+from attnzoo.training.calibrate import new_calibration, set_gates
 from attnzoo.training.loading import load_causal, load_rows
 from attnzoo.training.schedule import make_schedule
 from attnzoo.training.train_config import TrainConfig
@@ -156,10 +157,10 @@ def main(
     entry = spec_of(attention).default
     backend: Any = build_backend(entry.backend, entry.options, geometry)
     if calibrate:
-        found, x = backend.new_calibration(), train[0]
+        found, x = new_calibration(backend), train[0]
         scale = geometry.scale
         found.add(AttentionInputs(*x[:3], x.mask, scale=scale, hidden_states=x.hidden_states))
-        backend.calibrate(found)
+        set_gates(backend, found)
     print("before", errors(backend, held_out), flush=True)
     parameters = list(backend.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)

@@ -7,6 +7,7 @@ N key blocks, I indexer heads, P size of index queries and keys.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -25,9 +26,7 @@ from attnzoo.ops.block_sparse.api import IMPLEMENTATIONS, block_sparse_attention
 from attnzoo.ops.block_sparse.options import (
     IndexTensors,
     SelectionOptions,
-    SparseOptions,
 )
-from attnzoo.ops.block_sparse.selection_loss import selection_loss
 from attnzoo.ops.block_sparse.validation import selection_reasons
 from attnzoo.ops.flash.api import flash_attention
 
@@ -139,6 +138,9 @@ class BlockSparseBackend(AttentionBackend):
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)
         self.indexer: LightningIndexer | None = None
+        # Set by attention transfer, which trains the indexer: called with the inputs and the index
+        # tensors instead of attention. The output has no gradient for the indexer.
+        self.on_index: Callable[[AttentionInputs, IndexTensors], None] | None = None
         if self.config.score == "indexer":
             self.indexer = LightningIndexer(
                 geometry, self.config.index_heads, self.config.index_head_dim
@@ -160,11 +162,6 @@ class BlockSparseBackend(AttentionBackend):
             # a block of queries selects by its first one
             state_from_keys=self.config.query_block == 1 and not indexed,
         )
-
-    @property
-    def has_transfer_loss(self) -> bool:
-        """Whether it has an indexer, which receives no gradient from the output."""
-        return self.config.score == "indexer"
 
     def layer_reasons(self) -> list[str]:
         """Return why this backend does not support its layer."""
@@ -233,12 +230,8 @@ class BlockSparseBackend(AttentionBackend):
             return output._replace(impl=choice)
         options: dict[str, Any] = config.selection._asdict()
         index = self._index(inputs)
-        if self.records_transfer_loss and index is not None:
-            sizes = (config.window, config.num_sinks, config.top_k, config.block_size, 1)
-            each = SparseOptions(mask.causal, *sizes)
-            self.transfer_loss = selection_loss(
-                q, k, index, mask=mask, scale=inputs.scale, options=each
-            )
+        if self.on_index is not None and index is not None:
+            self.on_index(inputs._replace(mask=mask), index)
             if not inputs.return_state:  # transfer replaces the output by softmax's
                 return AttentionOutput(v.new_zeros(*q.shape[:3], v.shape[3]))
         output = block_sparse_attention(
@@ -272,13 +265,13 @@ class BlockSparseBackend(AttentionBackend):
             positions = (padding.cumsum(1) - 1).clamp(min=0)
         if inputs.state is not None:
             positions = positions + inputs.state.length[:, None]
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.records_transfer_loss):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.on_index is not None):
             index: IndexTensors = self.indexer(inputs.hidden_states, positions)
         return index
 
     def _with_status(self, output: AttentionOutput) -> AttentionOutput:
         """Warn and say why if the indexer is not trained."""
-        if self.indexer is None or torch.compiler.is_compiling() or self.records_transfer_loss:
+        if self.indexer is None or torch.compiler.is_compiling() or self.on_index is not None:
             return output
         weight = self.indexer.head_weight
         unknown = isinstance(weight, FakeTensor) or weight.is_meta  # memory counted, or offloaded

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from attnzoo.backends.feature_maps.base import get_feature_map
 from attnzoo.backends.feature_maps.config import FeatureMapConfig
-from attnzoo.backends.gates.calibration import GateCalibration
 from attnzoo.backends.gates.delta import GATES, OutputGate, ScalarGate, VectorGate
 from attnzoo.backends.parts.convolution import ShortConvolution
 from attnzoo.backends.parts.recurrent import RecurrentBackend, RecurrentConfig
@@ -139,28 +138,6 @@ class DeltaBackend(RecurrentBackend):
             nn.init.zeros_(self.mix_weight)
             nn.init.zeros_(self.mix_lse)
 
-    def new_calibration(self) -> GateCalibration:
-        """Return statistics of softmax's attention, to be filled for :meth:`calibrate`."""
-        groups = self.geometry.num_heads // self.geometry.num_key_heads
-        hidden_size = self.geometry.hidden_size or 1
-        window = self.config.window or 1
-        return GateCalibration(window, groups, hidden_size, self.config.num_sinks)
-
-    @torch.no_grad()
-    def calibrate(self, calibration: GateCalibration) -> None:
-        """Start write strengths, decays and mixing weights from softmax's attention."""
-        weight, bias = calibration.write_gate()
-        self.write_weight.copy_(weight)
-        self.write_bias.copy_(bias)
-        if self.gate is not None:
-            self.gate.set_rates(calibration.decay_rates())
-        if self.far_log_weight is not None and self.mix_weight is not None:
-            assert self.mix_lse is not None
-            weight, of_lse, bias = calibration.mixing_gate()
-            self.mix_weight.copy_(weight)
-            self.mix_lse.copy_(of_lse)
-            self.far_log_weight.copy_(bias)
-
     def layer_capabilities(self) -> Capabilities:
         """Return the capabilities with this convolution and output gate."""
         convolves = self.config.short_convolution > 0
@@ -272,10 +249,8 @@ class DeltaBackend(RecurrentBackend):
         assert self.mix_lse is not None
         logit = _project(widen(inputs.hidden_states), self.mix_weight, self.far_log_weight)
         logit = logit.unsqueeze(-1).to(lse.dtype) - self.mix_lse.to(lse.dtype).view(-1, 1, 1) * lse
-        if self.training and self.window_dropout is not None and self.window_dropout.share > 0:
-            heads = self.window_dropout.heads(
-                self.geometry.num_heads, self.geometry.layer, lse.device
-            )
+        heads = self.heads_without_window(lse.device)
+        if heads is not None:
             logit = logit.masked_fill(heads.view(-1, 1, 1), DELTA_ONLY)
         return logit.sigmoid()
 

@@ -86,8 +86,6 @@ class AttentionBackend(nn.Module):
         ran: The implementation that the last call ran, and why; ``None`` before the first call and
             under ``torch.compile``.
         shard: This rank's part of the sequences under context parallelism, else ``None``.
-        records_transfer_loss: Whether calls set ``transfer_loss``, in attention transfer.
-        transfer_loss: With ``has_transfer_loss``, the loss of the parameters in the last call.
         optional_buffers: Names of the buffers that a checkpoint may lack.
         no_weight_decay: Names of the parameters that set a decay or a mixture.
     """
@@ -110,8 +108,6 @@ class AttentionBackend(nn.Module):
         self.capabilities = self.layer_capabilities()
         self.ran: ImplChoice | None = None
         self.shard: SequenceShard | None = None  # set by attnzoo.context_parallel
-        self.records_transfer_loss = False
-        self.transfer_loss: Tensor | None = None
 
     # -- implemented by backends -----------------------------------------------------------------
 
@@ -201,11 +197,6 @@ class AttentionBackend(nn.Module):
         """What attention dropout drops: ``"weights"``, ``"keys"``, or nothing, ``"off"``."""
         form = self.config.attention_dropout
         return form if form != "auto" else "weights" if self.capabilities.dropout else "keys"
-
-    @property
-    def has_transfer_loss(self) -> bool:
-        """Whether it has parameters that receive no gradient from the output."""
-        return False
 
     @property
     def keeps_all_keys(self) -> bool:

@@ -1,7 +1,7 @@
 """Calibration: gates that start from the attention weights of the model with softmax.
 
 One pass over some training rows measures softmax's attention in each swapped layer, and each gate
-follows in closed form; :mod:`attnzoo.backends.gates.calibration` has the formulas. The initial
+follows in closed form; :mod:`attnzoo.training.gate_calibration` has the formulas. The initial
 values of the gates are otherwise the same for every layer, head and token, and transfer has to find
 in training what the attention weights show. Gates of ``delta`` are calibrated.
 Source: the idea of gates that start from the teacher's attention statistics is that of
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.backends.delta import DeltaBackend
-from attnzoo.backends.gates.calibration import GateCalibration
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.inputs import AttentionInputs, zero_padding
 from attnzoo.registry import get_backend
+from attnzoo.training.gate_calibration import GateCalibration
 from attnzoo.training.transfer import Transfer, swapped_layers
 
 ROWS_AT_ONCE = 4
@@ -34,6 +34,29 @@ def calibrated_layers(model: nn.Module) -> dict[str, DeltaBackend]:
     """Return the layers whose gates can be calibrated, by name."""
     layers = swapped_layers(model)
     return {name: x for name, x in layers.items() if isinstance(x, DeltaBackend)}
+
+
+def new_calibration(backend: DeltaBackend) -> GateCalibration:
+    """Return statistics of softmax's attention in a layer, to be filled for :func:`set_gates`."""
+    config, geometry = backend.config, backend.geometry
+    groups = geometry.num_heads // geometry.num_key_heads
+    return GateCalibration(config.window or 1, groups, geometry.hidden_size or 1, config.num_sinks)
+
+
+@torch.no_grad()
+def set_gates(backend: DeltaBackend, calibration: GateCalibration) -> None:
+    """Start write strengths, decays and mixing weights from softmax's attention."""
+    weight, bias = calibration.write_gate()
+    backend.write_weight.copy_(weight)
+    backend.write_bias.copy_(bias)
+    if backend.gate is not None:
+        backend.gate.set_rates(calibration.decay_rates())
+    if backend.far_log_weight is not None and backend.mix_weight is not None:
+        assert backend.mix_lse is not None
+        weight, of_lse, bias = calibration.mixing_gate()
+        backend.mix_weight.copy_(weight)
+        backend.mix_lse.copy_(of_lse)
+        backend.far_log_weight.copy_(bias)
 
 
 @torch.no_grad()
@@ -54,7 +77,7 @@ def calibrate(model: nn.Module, tokens: Tensor, positions: Tensor) -> list[dict[
     layers = calibrated_layers(model)
     if not layers:
         return []
-    found = {name: backend.new_calibration() for name, backend in layers.items()}
+    found = {name: new_calibration(backend) for name, backend in layers.items()}
     handles = [
         backend.register_forward_pre_hook(_recorder(found[name]), with_kwargs=True)
         for name, backend in layers.items()
@@ -74,7 +97,7 @@ def calibrate(model: nn.Module, tokens: Tensor, positions: Tensor) -> list[dict[
     rows = []
     for name, backend in layers.items():
         if not found[name].is_empty:
-            backend.calibrate(found[name])
+            set_gates(backend, found[name])
             rows.append(_summary(name, found[name], backend))
     return rows
 

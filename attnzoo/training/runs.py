@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnzoo.backends.parts.recurrent import RecurrentBackend, WindowDropout
+from attnzoo.backends.parts.recurrent import RecurrentBackend
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import EvalBatch, load_tokenizer, string_tokenizer
 from attnzoo.evaluation.kernel_checks import check_model_kernels
@@ -60,6 +60,7 @@ from attnzoo.training.quality import (
 from attnzoo.training.sharding import context_mesh, make_accelerator
 from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import extras, output_extras, swapped_layers
+from attnzoo.training.window_dropout import draw_heads
 
 RESULTS = {"recover": "recovery.json", "finetune": "finetuning.json"}
 # settings of LoopConfig that a resumed run may change
@@ -381,9 +382,10 @@ class Run:
             )
 
         def before_step(step: int) -> None:
+            now = share * (1 - step / steps)
             for backend in hybrids:
-                dropout = share * (1 - step / steps)
-                backend.window_dropout = WindowDropout(dropout, 100_000 * seed + step)
+                heads = draw_heads(now, 100_000 * seed + step, backend.geometry)
+                backend.linear_only_heads = heads
 
         return before_step
 

@@ -20,8 +20,9 @@ cover every n-th key; n steps cover all keys.
 Source: Zhang et al., 2024, arXiv:2402.04347 (Hedgehog), which minimises the cross-entropy of all
 weights.
 
-The output is not differentiable with respect to parameters that select keys, such as those of the
-indexer of ``block_sparse``. Their backend computes a loss of its own, which replaces either one.
+The output is not differentiable with respect to parameters that select keys, those of the indexer
+of ``block_sparse``. They have a loss of their own, which replaces either one: the divergence of the
+indexer's weights from softmax's, :mod:`attnzoo.ops.block_sparse.selection_loss`.
 Letters: B batch, H heads, T queries, S keys, E value size.
 """
 
@@ -29,18 +30,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from attnzoo.backends.block_sparse import BlockSparseBackend
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.context_parallel import SequenceShard
+from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import SpecError
+from attnzoo.ops.block_sparse.options import IndexTensors, SparseOptions
+from attnzoo.ops.block_sparse.selection_loss import selection_loss
 from attnzoo.registry import build_backend
 from attnzoo.training.sharding import is_sharded
 from attnzoo.training.softmax_target import (
@@ -67,12 +73,17 @@ def extras(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def has_indexer(backend: AttentionBackend) -> TypeGuard[BlockSparseBackend]:
+    """Return whether a backend's parameters select keys, so the output gives them no gradient."""
+    return isinstance(backend, BlockSparseBackend) and backend.indexer is not None
+
+
 def output_extras(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of :func:`extras` that receive gradients from a model's output."""
     selecting = {
         id(p)
         for backend in swapped_layers(model).values()
-        if backend.has_transfer_loss
+        if has_indexer(backend)
         for p in backend.parameters()
     }
     return {name: p for name, p in extras(model).items() if id(p) not in selecting}
@@ -154,6 +165,7 @@ class Transfer:
             )
         self.model, self.target, self.step = model, target, 0
         self.errors: dict[str, Tensor] = {}
+        self.selection_losses: dict[str, Tensor] = {}  # of layers with an indexer
         self.values: dict[str, Tensor] = {}  # of layers that get indicators in their place
         self.sharded = False
 
@@ -163,9 +175,9 @@ class Transfer:
         for name, backend in self.backends.items():
             teacher = build_backend("flash", {}, backend.geometry)
             prepare: Any = self._detach
-            own_loss = backend.has_transfer_loss and name in self.trained
-            backend.records_transfer_loss = own_loss
-            if self.target == "attention" and name in self.trained and not own_loss:
+            if name in self.trained and has_indexer(backend):
+                backend.on_index = partial(self._record_selection, backend)
+            elif name in self.trained and self.target == "attention":
                 prepare = self._replace_values
             self.handles += [
                 backend.register_forward_pre_hook(prepare, with_kwargs=True),
@@ -183,7 +195,8 @@ class Transfer:
         for handle in self.handles:
             handle.remove()
         for backend in self.backends.values():
-            backend.records_transfer_loss, backend.transfer_loss = False, None
+            if has_indexer(backend):
+                backend.on_index = None
 
     def _check_sharding(self, model: nn.Module, args: Any) -> None:
         self.sharded = is_sharded(model)
@@ -215,9 +228,21 @@ class Transfer:
         self.values[backend.geometry.name] = v
         return (q, k, columns.expand_as(v)), kwargs
 
+    def _record_selection(
+        self, backend: BlockSparseBackend, inputs: AttentionInputs, index: IndexTensors
+    ) -> None:
+        """Keep the loss of an indexer, whose scores are compared for blocks of one query."""
+        x = backend.config
+        options = SparseOptions(
+            inputs.mask.causal, x.window, x.num_sinks, x.top_k, x.block_size, query_block=1
+        )
+        self.selection_losses[backend.geometry.name] = selection_loss(
+            inputs.q, inputs.k, index, mask=inputs.mask, scale=inputs.scale, options=options
+        )
+
     def _hook(self, name: str, teacher: AttentionBackend) -> Any:
         trained = name in self.trained
-        own_loss = self.backends[name].has_transfer_loss
+        own_loss = has_indexer(self.backends[name])
         compare_weights = trained and self.target == "attention" and not own_loss
 
         def hook(
@@ -232,8 +257,7 @@ class Transfer:
             if trained:
                 mask, shard = kwargs.get("mask"), kwargs.get("shard")
                 if own_loss:
-                    error, backend.transfer_loss = backend.transfer_loss, None
-                    assert error is not None
+                    error = self.selection_losses.pop(name)
                 elif weights is not None:
                     length, count = columns.shape[2:]
                     error = weights_divergence(output.out, weights, mask, shard)

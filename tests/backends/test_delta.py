@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from attnzoo.backends.gates.delta import INITIAL_RATE
-from attnzoo.backends.parts.recurrent import WindowDropout
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.ops.softmax.api import softmax_attention
@@ -170,7 +169,7 @@ def test_window_dropout_removes_the_window_in_training():
     backend, no_window = build("delta", noise=0.5, window=5), build("delta", noise=0.5)
     no_window.load_state_dict(backend.state_dict(), strict=False)
     q, k, v, x = inputs(30)
-    backend.window_dropout = WindowDropout(1.0, 0)
+    backend.linear_only_heads = torch.ones(H, dtype=torch.bool)
     expected = no_window(q, k, v, hidden_states=x).out
     with_window = backend.eval()(q, k, v, hidden_states=x).out
     torch.testing.assert_close(backend.train()(q, k, v, hidden_states=x).out, expected)

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from attnzoo.backends.parts.recurrent import WindowDropout
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.ops.softmax.api import softmax_attention
 from attnzoo.registry import get_backend
 from attnzoo.testing import check_backend
+from attnzoo.training.window_dropout import draw_heads
 from tests.helpers import HKV, D, E, H, M, build
 
 WINDOWED = [
@@ -192,10 +192,9 @@ def test_window_dropout_removes_the_window_of_some_heads(name):
         backend.far_log_weight.fill_(60.0)
         branch_only = backend(q, k, v, **given).out
         backend.far_log_weight.copy_(initial)
-    backend.window_dropout = WindowDropout(0.5, 3)
+    backend.linear_only_heads = dropped = draw_heads(0.5, 3, backend.geometry)
     assert torch.equal(backend(q, k, v, **given).out, expected)  # no dropout in evaluation
     backend.train()
-    dropped = backend.window_dropout.heads(H, backend.geometry.layer, torch.device("cpu"))
     assert 0 < dropped.sum() < H
     found = backend(q, k, v, **given).out
     torch.testing.assert_close(found[:, ~dropped], expected[:, ~dropped])
@@ -205,5 +204,5 @@ def test_window_dropout_removes_the_window_of_some_heads(name):
     found.sum().backward()
     assert all(p.grad.isfinite().all() for p in backend.parameters() if p.grad is not None)
     assert torch.equal(backend(q, k, v, **given).out, found)
-    backend.window_dropout = WindowDropout(0.5, 4)
+    backend.linear_only_heads = draw_heads(0.5, 4, backend.geometry)
     assert not torch.equal(backend(q, k, v, **given).out, found)

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from attnzoo.backends.gates.calibration import MIN_RATE, GateCalibration, LeastSquares
 from attnzoo.contract.config import Geometry
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.ops.softmax.api import softmax_attention
 from attnzoo.registry import build_backend
+from attnzoo.training.calibrate import new_calibration, set_gates
+from attnzoo.training.gate_calibration import MIN_RATE, GateCalibration, LeastSquares
 
 B, H, HKV, D, M, T, W = 2, 4, 2, 8, 6, 40, 5
 
@@ -103,9 +104,9 @@ def test_calibrated_gates_reproduce_the_measured_statistics(gate):
     rate = (received / far.sum(1).clamp(min=1)[:, None]).clamp(min=1e-9).log()
     logits = torch.logit(share.clamp(1e-6, 1 - 1e-6))
     x = x._replace(hidden_states=torch.cat([logits, rate], 1).transpose(1, 2).contiguous())
-    found = backend.new_calibration()
+    found = new_calibration(backend)
     found.add(x)
-    backend.calibrate(found)
+    set_gates(backend, found)
     lse = (x.q @ x.k.repeat_interleave(2, 1).mT * x.scale).masked_fill(
         ~(torch.ones(T, T).tril() * torch.ones(T, T).triu(1 - W)).bool(), -torch.inf
     )

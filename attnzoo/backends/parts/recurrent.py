@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -117,23 +117,6 @@ class FeatureMapBackendConfig(NormalizedConfig, FeatureMapConfig):
         return self.normalize
 
 
-class WindowDropout(NamedTuple):
-    """Window dropout: in training, random heads attend without their window (arXiv:2510.05901).
-
-    A hybrid otherwise learns to rely on its window only. All rows and ranks draw the same heads,
-    and so does a forward pass that gradient checkpointing repeats.
-    """
-
-    share: float  # of the heads
-    seed: int  # a different one for every step
-
-    def heads(self, count: int, layer: int, device: torch.device) -> Tensor:
-        """Return which heads of a layer attend without their window, ``[H]`` bool."""
-        generator = torch.Generator("cpu").manual_seed(1000 * self.seed + layer)
-        drawn = torch.rand(count, generator=generator, dtype=torch.float32, device="cpu")
-        return (drawn < self.share).to(device)
-
-
 class RecurrentBackend(AttentionBackend):
     """Base class of backends with a state of fixed size and, optionally, a softmax window.
 
@@ -146,7 +129,8 @@ class RecurrentBackend(AttentionBackend):
         packing=True, recurrent=True, state_from_keys=True, zero_state=True, context_parallel=True
     )
     no_weight_decay: ClassVar[tuple[str, ...]] = ("far_log_weight",)
-    window_dropout: WindowDropout | None = None  # set by the training loop; no effect in eval mode
+    # [H] bool: heads that attend without their window in training mode; set by window dropout
+    linear_only_heads: Tensor | None = None
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)
@@ -244,13 +228,16 @@ class RecurrentBackend(AttentionBackend):
         """Return the form to run: recurrent for one token, chunk for more."""
         return "recurrent" if inputs.mask.causal and inputs.q.shape[2] == 1 else "chunk"
 
+    def heads_without_window(self, device: torch.device) -> Tensor | None:
+        """Return which heads attend without their window in training, ``[H]`` bool, if any."""
+        heads = self.linear_only_heads if self.training else None
+        return None if heads is None else heads.to(device)
+
     def attend_hybrid(self, inputs: AttentionInputs, branch: LinearBranch) -> AttentionOutput:
         """Compute softmax attention inside the window and linear attention outside."""
         assert self.config.window is not None
-        if self.training and self.window_dropout is not None and self.window_dropout.share > 0:
-            heads = self.window_dropout.heads(
-                self.geometry.num_heads, self.geometry.layer, inputs.q.device
-            )
+        heads = self.heads_without_window(inputs.q.device)
+        if heads is not None:
             branch = branch._replace(linear_only_heads=heads)
         return hybrid_attention(
             inputs.q,
