@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from attnzoo.backends.parts.recurrent import NormalizedConfig, RecurrentBackend
+from attnzoo.backends.parts.recurrent import RecurrentBackend, RecurrentConfig, check_eps
 from attnzoo.contract.backend import register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
@@ -40,10 +40,11 @@ BLOCK_FEATURES = 2**21  # features that are computed at once on a CPU: 8 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerformerConfig(NormalizedConfig):
+class PerformerConfig(RecurrentConfig):
     """Settings of Performer's attention, FAVOR+ (arXiv:2009.14794).
 
     Attributes:
+        eps: Added to the sum of weights, by which outputs are divided.
         num_features: M, the number of random features. The error of the estimate falls as 1 / M.
         kernel: Kernel that the features estimate.
         orthogonal: Whether rows of the projection are orthogonal in blocks of D: less variance at
@@ -56,6 +57,8 @@ class PerformerConfig(NormalizedConfig):
     """
 
     largest: ClassVar[Mapping[str, int]] = {**BackendConfig.largest, "num_features": 2**16}
+    # Weights of large keys are tiny: at a squared length of 200 after scaling, about 1e-26
+    eps: float = 1e-30
     num_features: int = 256
     kernel: Literal["softmax", "relu"] = "softmax"
     orthogonal: bool = True
@@ -64,12 +67,10 @@ class PerformerConfig(NormalizedConfig):
     seed: int = 0
     floor: float = 0.0
     far_weight: float = 0.01  # relative to softmax's weight of these keys; the estimate is rough
-    # Weights of large keys are tiny: at a squared length of 200 after
-    # scaling, about 1e-26
-    eps: float = 1e-30
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_eps(self, self.eps, type(self).eps)
         for name, unit in (("num_features", "feature"), ("redraw", "call")):
             value = getattr(self, name)
             if value is not None and value < 1:
