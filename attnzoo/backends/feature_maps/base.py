@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.errors import ConfigError, check_registered_class, check_registered_name, did_you_mean
-from attnzoo.ops.features.functional import widen
+from attnzoo.ops.features.functional import FIXED, widen
 
 
 class FeatureMap(nn.Module):
@@ -187,6 +187,8 @@ def _as_class(name: str, value: type[FeatureMap] | Callable[[Tensor], Tensor]) -
         return value
     members = {"function": staticmethod(value), "registered": name}
     members |= {"__module__": value.__module__, "__doc__": value.__doc__}
+    if name in FIXED and value is FIXED[name].queries is FIXED[name].keys:
+        members["fused"] = name
     return type(value.__name__, (FunctionMap,), members)
 
 

@@ -36,8 +36,6 @@ register_feature_map("elu+1")(elu_plus_one)  # arXiv:2006.16236
 register_feature_map("relu")(relu)  # arXiv:2009.14794
 register_feature_map("identity")(identity)  # arXiv:2307.08621; signed
 register_feature_map("softmax")(softmax)  # arXiv:1812.01243
-for name in ("elu+1", "relu", "identity"):
-    FEATURE_MAPS[name].fused = name
 FEATURE_MAPS["identity"].signed = True
 
 

@@ -11,6 +11,8 @@ Letters: B batch, H heads, T tokens, D head size, F features, M random frequenci
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -371,3 +373,43 @@ def _one_token_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     else:
         y = torch.baddbmm(bias.unsqueeze(1), rows, columns)
     return y.transpose(0, 1).unsqueeze(2)
+
+
+# -- maps that linear attention applies itself -----------------------------------------------------
+
+
+class FixedMap(NamedTuple):
+    """A map without weights, in torch, and the names of its functions in C++.
+
+    ``runtime/cpp/feature_maps.h`` has these, and ``ops/linear/triton/parts.py`` those of Triton.
+    """
+
+    queries: Callable[..., Tensor]
+    keys: Callable[..., Tensor]
+    cpp: tuple[str, str]  # of queries and of keys
+    takes_scale: bool = False
+
+
+class LearnedMap(NamedTuple):
+    """A map with weights: its function of inputs, weights and, if it has one, the bias."""
+
+    function: Callable[..., Tensor]
+    cpp: str  # the function of Wx + b
+    is_residual: bool  # whether the matrix is the identity plus the weights
+    has_bias: bool
+    features: int = 1  # per row of the matrix
+
+
+FIXED = {
+    "identity": FixedMap(identity, identity, ("IDENTITY", "IDENTITY")),
+    "elu+1": FixedMap(elu_plus_one, elu_plus_one, ("ELU_PLUS_ONE", "ELU_PLUS_ONE")),
+    "relu": FixedMap(relu, relu, ("RELU", "RELU")),
+    "exp": FixedMap(exp_queries, exp_keys, ("EXP_OF_QUERIES", "EXP"), takes_scale=True),
+}
+LEARNED = {
+    "learned_linear": LearnedMap(learned_linear, "IDENTITY", True, False),
+    "hedgehog": LearnedMap(hedgehog, "HEDGEHOG", True, False, 2),
+    "hedgehog_joint": LearnedMap(hedgehog_joint, "HEDGEHOG_JOINT", True, True, 2),
+    "t2r": LearnedMap(learned_relu, "RELU", True, True),
+    "hedgehog_exp": LearnedMap(learned_exp, "EXP", False, True),
+}

@@ -31,10 +31,10 @@ from attnzoo.contract.padding import padding_if_any
 from attnzoo.contract.states import AttentionOutput, ImplChoice, LinearState
 from attnzoo.contract.validation import check_mask_fields, check_qkv, check_shard, check_size
 from attnzoo.errors import UnsupportedError, did_you_mean
+from attnzoo.ops.features.functional import FIXED
 from attnzoo.ops.linear.bidirectional import run_bidirectional
 from attnzoo.ops.linear.chunk import run_chunks
 from attnzoo.ops.linear.common import (
-    FIXED,
     LinearInputs,
     MapWeights,
     Result,
@@ -126,9 +126,9 @@ def linear_attention(
             16, 32 or 64, and ``"cpp"`` at most 32, where chunks have at most 16 tokens; for 16 or
             more, those of bfloat16 tensors have 64 tokens on CPUs with AMX.
         eps: Added to the denominator.
-        feature_map: Applied to q and k: ``"identity"``, ``"elu+1"``, ``"relu"``, ``"exp"``, or with
-            weights ``"learned_linear"``, ``"hedgehog"``, ``"hedgehog_joint"``, ``"t2r"`` or
-            ``"hedgehog_exp"``. D is the number of features where a state or a decay has D.
+        feature_map: Applied to q and k: a name of ``FIXED`` or, with weights, of ``LEARNED`` in
+            :mod:`attnzoo.ops.features.functional`, such as ``"elu+1"`` or ``"hedgehog"``.
+            D is the number of features where a state or a decay has D.
         map_weights: Weights of a learned map, as the functions in
             :mod:`attnzoo.ops.features.functional` take them.
         feature_scale: s of ``"exp"``; see

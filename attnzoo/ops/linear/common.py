@@ -6,7 +6,6 @@ N rows of a matrix, F decays per token (1 or D) or features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,19 +15,7 @@ from attnzoo.contract.padding import fill_padding
 from attnzoo.contract.states import LinearState
 from attnzoo.contract.validation import check_shape
 from attnzoo.errors import UnsupportedError, did_you_mean
-from attnzoo.ops.features.functional import (
-    elu_plus_one,
-    exp_keys,
-    exp_queries,
-    hedgehog,
-    hedgehog_joint,
-    identity,
-    learned_exp,
-    learned_linear,
-    learned_relu,
-    relu,
-    widen,
-)
+from attnzoo.ops.features.functional import FIXED, LEARNED, widen
 
 CHUNK_SIZE = 64  # tokens per chunk, unless the call sets it
 
@@ -125,29 +112,8 @@ def empty_output(x: LinearInputs) -> Tensor:
 # -- feature maps that implementations apply -------------------------------------------------------
 
 
-class LearnedMap(NamedTuple):
-    """A learned map: its function of inputs, weights and, if it has one, the bias."""
-
-    function: Callable[..., Tensor]
-    is_residual: bool  # whether the matrix is the identity plus the weights
-    has_bias: bool
-    features: int = 1  # per row of the matrix
-
-
-FIXED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "identity": (identity, identity),
-    "elu+1": (elu_plus_one, elu_plus_one),
-    "relu": (relu, relu),
-    "exp": (exp_queries, exp_keys),  # these take the scale
-}
-LEARNED = {
-    "learned_linear": LearnedMap(learned_linear, True, False),
-    "hedgehog": LearnedMap(hedgehog, True, False, 2),
-    "hedgehog_joint": LearnedMap(hedgehog_joint, True, True, 2),
-    "t2r": LearnedMap(learned_relu, True, True),
-    "hedgehog_exp": LearnedMap(learned_exp, False, True),
-}
 NAMES = (*FIXED, *LEARNED)
+SCALED = {name for name, fixed in FIXED.items() if fixed.takes_scale}  # kernels take its root
 
 
 def check_feature_map(name: str, weights: MapWeights | None, q: Tensor, k: Tensor) -> None:
@@ -204,8 +170,9 @@ def map_features(
         matrix, bias = (weights.k, weights.k_bias) if of_keys else (weights.q, weights.q_bias)
         function = LEARNED[name].function
         return function(x, matrix) if bias is None else function(x, matrix, bias)
-    fixed = FIXED[name][of_keys]
-    return fixed(x, scale) if name == "exp" else fixed(x)
+    fixed = FIXED[name]
+    function = fixed.keys if of_keys else fixed.queries
+    return function(x, scale) if name in SCALED else function(x)
 
 
 def map_inputs(x: LinearInputs) -> LinearInputs:

@@ -1,6 +1,6 @@
 // Feature maps of queries and keys, computed for the rows of a chunk, and their gradients.
 //
-//     y = x, or W x + b with the W and b of the head,     f = map(y), see the enum Map
+//     y = x, or W x + b with the W and b of the head,     f = map(y), see ENTRY_MAPS and ROW_MAPS
 //
 // Letters: D size of x, N size of y, F features. N and the number of rows of a chunk are multiples
 // of 16.
@@ -13,18 +13,89 @@
 #include "layout.h"
 #include "tiles.h"
 
-enum Map : int64_t {
-    IDENTITY,
-    ELU_PLUS_ONE,
-    RELU,            // max(y, 0) + RELU_FLOOR
-    EXP_OF_QUERIES,  // exp(s y - m), where m is the maximum of s y over the row
-    EXP,             // exp(min(s y, EXP_BOUND))
-    HEDGEHOG,        // softmax(y), then softmax(-y)
-    HEDGEHOG_JOINT,  // one softmax over 2 y and -2 y
-};
-
 // The values of attnzoo/ops/features/functional.py
 constexpr double RELU_FLOOR = 1e-3, EXP_BOUND = 30;
+
+// Maps that act on each entry of y, with their derivatives: `value` returns f of y, and `gradient`
+// the gradient of y from y, f and the gradient d of f; s is the scale of the task. Each has a row in
+// ENTRY_MAPS. The table FIXED or LEARNED of attnzoo/ops/features/functional.py has its name too.
+
+template <class Real>
+struct Identity {
+    using Reals = typename Tiles<Real>::Reals;
+    static Reals value(Reals y, Real) { return y; }
+    static Reals gradient(Reals, Reals, Reals d, Real) { return d; }
+};
+
+template <class Real>
+struct EluPlusOne {
+    using Reals = typename Tiles<Real>::Reals;
+    static Reals value(Reals y, Real) {
+        const Reals low = Tiles<Real>::exp(y);
+        return y > Real(0) ? y + Real(1) : low;
+    }
+    static Reals gradient(Reals y, Reals f, Reals d, Real) {
+        const Reals low = d * f;
+        return y > Real(0) ? d : low;
+    }
+};
+
+template <class Real>
+struct Relu {  // max(y, 0) + RELU_FLOOR; NaN stays NaN
+    using Reals = typename Tiles<Real>::Reals;
+    static Reals value(Reals y, Real) {
+        return (y < Real(0) ? Reals{} : y) + Real(RELU_FLOOR);
+    }
+    static Reals gradient(Reals y, Reals, Reals d, Real) { return y > Real(0) ? d : Reals{}; }
+};
+
+template <class Real>
+struct Exp {  // exp(min(s y, EXP_BOUND))
+    using Reals = typename Tiles<Real>::Reals;
+    static Reals value(Reals y, Real s) {
+        y *= s;
+        return Tiles<Real>::exp(y > Real(EXP_BOUND) ? Tiles<Real>::broadcast(EXP_BOUND) : y);
+    }
+    static Reals gradient(Reals y, Reals f, Reals d, Real s) {
+        d = d * f * s;
+        return y * s > Real(EXP_BOUND) ? Reals{} : d;
+    }
+};
+
+#define ENTRY_MAPS(ROW)           \
+    ROW(IDENTITY, Identity)       \
+    ROW(ELU_PLUS_ONE, EluPlusOne) \
+    ROW(RELU, Relu)               \
+    ROW(EXP, Exp)
+
+// Maps that act on a row of y; class FeatureMap has their functions and derivatives
+#define ROW_MAPS(ROW)                                                                       \
+    ROW(EXP_OF_QUERIES, exp(s y - m), where m is the maximum of s y over the row)           \
+    ROW(HEDGEHOG, softmax(y), then softmax(-y))                                             \
+    ROW(HEDGEHOG_JOINT, one softmax over 2 y and -2 y)
+
+#define NUMBER(NAME, ...) NAME,
+enum Map : int64_t { ENTRY_MAPS(NUMBER) ROW_MAPS(NUMBER) };
+#undef NUMBER
+
+// The names of Map, in order, from which Python has their numbers.
+#define NAME_AND_SPACE(NAME, ...) #NAME " "
+extern "C" const char* feature_map_names() {
+    return ENTRY_MAPS(NAME_AND_SPACE) ROW_MAPS(NAME_AND_SPACE);
+}
+#undef NAME_AND_SPACE
+
+// Call `use` with the map that acts on entries, and return true; false if `kind` acts on rows.
+template <class Real, class Use>
+bool with_entry_map(int64_t kind, Use use) {
+    switch (kind) {
+#define CASE(NAME, Function) \
+    case NAME: use(Function<Real>{}); return true;
+        ENTRY_MAPS(CASE)
+#undef CASE
+        default: return false;
+    }
+}
 
 template <class Real>
 struct MapTask {
@@ -39,8 +110,7 @@ struct MapTask {
 
     // Return whether a feature depends on one channel of x alone, and its number does not matter.
     bool acts_on_channels() const {
-        return !weight && !bias && (kind == IDENTITY || kind == ELU_PLUS_ONE || kind == RELU ||
-                                    kind == EXP);
+        return !weight && !bias && with_entry_map<Real>(kind, [](auto) {});
     }
 };
 
@@ -102,30 +172,17 @@ class FeatureMap : Tiles<Real> {
             std::copy_n(x, ROWS * y_size_, y);
         }
         const Real s = Real(t.scale);
-        switch (t.kind) {
-            case IDENTITY: each(y, f, [](Reals v) { return v; }); break;
-            case ELU_PLUS_ONE:
-                each(y, f, [](Reals v) {
-                    const Reals low = exp(v);
-                    return v > Real(0) ? v + Real(1) : low;
-                });
-                break;
-            case RELU:  // NaN stays NaN
-                each(y, f, [](Reals v) { return (v < Real(0) ? Reals{} : v) + Real(RELU_FLOOR); });
-                break;
-            case EXP:
-                each(y, f, [s](Reals v) {
-                    v *= s;
-                    return exp(v > Real(EXP_BOUND) ? broadcast(EXP_BOUND) : v);
-                });
-                break;
-            case EXP_OF_QUERIES:
-                largest_of_rows(ROWS, y_size_, y, y_size_, s, a_);
-                for (int r = 0; r < ROWS; ++r)
-                    for (int64_t n = r * y_size_; n < (r + 1) * y_size_; n += LANES)
-                        store(f + n, exp(load(y + n) * s - a_[r]));
-                break;
-            default: softmax_halves(y, f);
+        const bool done = with_entry_map<Real>(t.kind, [&](auto map) {
+            for (int64_t i = 0; i < ROWS * y_size_; i += LANES)
+                store(f + i, map.value(load(y + i), s));
+        });
+        if (t.kind == EXP_OF_QUERIES) {
+            largest_of_rows(ROWS, y_size_, y, y_size_, s, a_);
+            for (int r = 0; r < ROWS; ++r)
+                for (int64_t n = r * y_size_; n < (r + 1) * y_size_; n += LANES)
+                    store(f + n, exp(load(y + n) * s - a_[r]));
+        } else if (!done) {
+            softmax_halves(y, f);
         }
         for (int r = 0; r < ROWS; ++r)
             if (!valid[r]) std::fill_n(f + r * f_size_, f_size_, Real(0));
@@ -178,11 +235,6 @@ class FeatureMap : Tiles<Real> {
     }
 
   private:
-    template <class Function>
-    void each(const Real* y, Real* f, Function function) const {
-        for (int64_t i = 0; i < ROWS * y_size_; i += LANES) store(f + i, function(load(y + i)));
-    }
-
     // Compute both halves of f from factor y and -factor y: a softmax of each, or one softmax of
     // both if joint.
     void softmax_halves(const Real* y, Real* f) {
@@ -232,27 +284,14 @@ class FeatureMap : Tiles<Real> {
 
     void differentiate(const Real* y, const Real* f, const Real* d_f, Real* d_y) {
         const Real s = Real(t.scale);
-        switch (t.kind) {
-            case IDENTITY: each(d_f, d_y, [](Reals v) { return v; }); break;
-            case ELU_PLUS_ONE:
-                for (int64_t i = 0; i < ROWS * y_size_; i += LANES) {
-                    const Reals d = load(d_f + i), low = d * load(f + i);
-                    store(d_y + i, load(y + i) > Real(0) ? d : low);
-                }
-                break;
-            case RELU:
-                for (int64_t i = 0; i < ROWS * y_size_; i += LANES)
-                    store(d_y + i, load(y + i) > Real(0) ? load(d_f + i) : Reals{});
-                break;
-            case EXP:
-                for (int64_t i = 0; i < ROWS * y_size_; i += LANES) {
-                    const Reals d = load(d_f + i) * load(f + i) * s;
-                    store(d_y + i, load(y + i) * s > Real(EXP_BOUND) ? Reals{} : d);
-                }
-                break;
-            case EXP_OF_QUERIES: differentiate_exp_of_queries(y, f, d_f, d_y); break;
-            default: differentiate_halves(f, d_f, d_y);
-        }
+        const bool done = with_entry_map<Real>(t.kind, [&](auto map) {
+            for (int64_t i = 0; i < ROWS * y_size_; i += LANES)
+                store(d_y + i, map.gradient(load(y + i), load(f + i), load(d_f + i), s));
+        });
+        if (t.kind == EXP_OF_QUERIES)
+            differentiate_exp_of_queries(y, f, d_f, d_y);
+        else if (!done)
+            differentiate_halves(f, d_f, d_y);
     }
 
     // The gradient of the maximum of a row is divided equally among all entries that equal it.

@@ -112,7 +112,7 @@ def _type_name(kind: Any) -> str:
         return f"{_type_name(kind._type_)}[{kind._length_}]"
     if issubclass(kind, ctypes.Structure):
         name = "struct"
-    elif issubclass(kind, (ctypes._Pointer, ctypes.c_void_p)):
+    elif issubclass(kind, (ctypes._Pointer, ctypes.c_void_p, ctypes.c_char_p)):
         name = "pointer"
     else:
         name = KINDS[kind._type_]

@@ -8,9 +8,10 @@ from attnzoo.backends.feature_maps.config import get_feature_map
 from attnzoo.contract.config import Geometry
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
+from attnzoo.ops.features.functional import LEARNED
 from attnzoo.ops.hybrid.api import LinearBranch, hybrid_attention
 from attnzoo.ops.linear.api import linear_attention
-from attnzoo.ops.linear.common import LEARNED, NAMES, MapWeights
+from attnzoo.ops.linear.common import NAMES, MapWeights
 from attnzoo.ops.linear.cpu.call import LINEAR
 from attnzoo.registry import build_backend
 from attnzoo.runtime import cpp

@@ -12,6 +12,7 @@ import torch
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import LinearState
 from attnzoo.errors import UnsupportedError
+from attnzoo.ops.features.functional import FIXED
 from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.triton import launch
 from attnzoo.ops.linear.triton import run as triton_impl
@@ -159,6 +160,7 @@ CASES = (
     KernelCase(feature_map="exp", decay="channel", groups=2),
     KernelCase(feature_map="exp", normalize=False),
     KernelCase(feature_map="identity", normalize=False, decay="head"),
+    *(KernelCase(feature_map=name, normalize=name != "identity", length=17) for name in FIXED),
     KernelCase(d=60, e=100, length=17, decay="token"),
     KernelCase(d=100, e=60, length=17, decay="channel"),
     KernelCase(d=16, e=256, length=17),

@@ -7,12 +7,14 @@ of a feature map, F decays per token (0, 1 or the number of features).
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnzoo.ops.features.functional import FIXED, LEARNED
 from attnzoo.ops.linear.common import log_decay_per_token
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
@@ -21,18 +23,15 @@ from attnzoo.runtime.memory import TYPE_NAMES, Rows, rows_of, with_contiguous_ro
 KERNEL_CHUNK = 16  # the largest chunk, except on AMX tiles; CHUNK of linear.cpp
 SPAN = 512  # tokens between the states that the forward pass keeps; SPAN of linear.cpp
 
-# The functions of maps in C++, of queries and of keys; Map of feature_maps.h
-FUNCTIONS = {
-    "identity": (0, 0),
-    "elu+1": (1, 1),
-    "relu": (2, 2),
-    "exp": (3, 4),
-    "learned_linear": (0, 0),
-    "hedgehog": (5, 5),
-    "hedgehog_joint": (6, 6),
-    "t2r": (2, 2),
-    "hedgehog_exp": (4, 4),
-}
+
+@cache
+def map_numbers(source: cpp.Source, feature_map: str) -> tuple[int, int]:
+    """Return the numbers of a map's functions of queries and keys in a library."""
+    names = cpp.load(source).feature_map_names().decode().split()
+    numbers = {name: number for number, name in enumerate(names)}
+    learned = LEARNED.get(feature_map)
+    queries, keys = FIXED[feature_map].cpp if learned is None else (learned.cpp, learned.cpp)
+    return numbers[queries], numbers[keys]
 
 
 class _Map(ctypes.Structure):
@@ -70,6 +69,7 @@ class Gradients(ctypes.Structure):
     ]
 
 
+MAP_NAMES = {"feature_map_names": Function(result=ctypes.c_char_p)}  # of feature_maps.h
 ARGUMENTS = {"forward": (Task,), "backward": (Task, Gradients)}
 LINEAR = cpp.Source(
     Path(__file__).with_name("linear.cpp"),
@@ -77,7 +77,8 @@ LINEAR = cpp.Source(
         f"linear_{direction}_{name}": Function(arguments)
         for direction, arguments in ARGUMENTS.items()
         for name in TYPE_NAMES.values()
-    },
+    }
+    | MAP_NAMES,
 )
 
 
@@ -112,7 +113,7 @@ class CallArguments:
             ids=None if ids is None else ids.data_ptr(),
             key_mask=None if key_mask is None else key_mask.data_ptr(),
         )
-        q_kind, k_kind = FUNCTIONS[feature_map]
+        q_kind, k_kind = map_numbers(LINEAR, feature_map)
         for kind, weight, bias, field in (
             (q_kind, weights[0], weights[2], self.task.q_map),
             (k_kind, weights[1], weights[3], self.task.k_map),

@@ -918,5 +918,5 @@ extern "C" void linear_backward_double(const Task<double>* task, const Gradients
     backward<LinearBackward<double>>(*task, *out);
 }
 
-CALLED_FROM_PYTHON(linear_forward_float, linear_forward_double, linear_backward_float,
-                   linear_backward_double)
+CALLED_FROM_PYTHON(feature_map_names, linear_forward_float, linear_forward_double,
+                   linear_backward_float, linear_backward_double)

@@ -20,6 +20,7 @@ from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import LinearState
 from attnzoo.ops.linear.common import (
+    SCALED,
     LinearInputs,
     MapWeights,
     Result,
@@ -134,7 +135,7 @@ def _run(x: LinearInputs, *, totals: bool) -> tuple[Tensor, Tensor, LinearState]
     check_reverse_mode("linear_attention", *tensors)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     chunk_size = KERNEL_CHUNK if x.chunk_size is None else x.chunk_size
-    feature_scale = x.feature_scale**0.5 if x.feature_map == "exp" else 1.0
+    feature_scale = x.feature_scale**0.5 if x.feature_map in SCALED else 1.0
     options = (x.scale, x.normalize, x.eps, chunk_size, x.feature_map, feature_scale)
     masks = (x.segment_ids, x.padding_mask)
     out, kv, z, sums, _ = linear_cpp(*tensors, *masks, *options, totals, needs_grad)
@@ -188,7 +189,7 @@ def linear_cpp(
         normalize: Whether to divide by the sum of weights.
         eps: Added to that sum.
         chunk_size: C, in tokens; chunks have at most :data:`KERNEL_CHUNK`.
-        feature_map: One of :data:`FUNCTIONS`.
+        feature_map: A map of ``FIXED`` or ``LEARNED``.
         feature_scale: Factor of exponents.
         totals: Whether to return the sums of weights.
         keep: Whether to keep the states before every :data:`SPAN` th token for the backward pass,

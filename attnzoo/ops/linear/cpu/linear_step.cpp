@@ -91,28 +91,13 @@ class LinearStep : Tiles<Real>, Rows<Real> {
     // Replace the elements of a token by its features.
     void map(int64_t kind, Real* x) const {
         const Real s = Real(t.map_scale);
+        with_entry_map<Real>(kind, [&](auto map) {
+            for (int64_t d = 0; d < t.key_size; d += LANES) store(x + d, map.value(load(x + d), s));
+        });
+        if (kind != EXP_OF_QUERIES) return;
         Real maximum = -INFINITY;
-        if (kind == EXP_OF_QUERIES)
-            for (int64_t d = 0; d < t.key_size; ++d) maximum = std::max(maximum, s * x[d]);
-        for (int64_t d = 0; d < t.key_size; d += LANES) {
-            Reals y = load(x + d);
-            switch (kind) {
-                case ELU_PLUS_ONE: {
-                    const Reals low = exp(y);
-                    y = y > Real(0) ? y + Real(1) : low;
-                    break;
-                }
-                case RELU: y = (y < Real(0) ? Reals{} : y) + Real(RELU_FLOOR); break;
-                case EXP: {
-                    y *= s;
-                    y = exp(y > Real(EXP_BOUND) ? broadcast(EXP_BOUND) : y);
-                    break;
-                }
-                case EXP_OF_QUERIES: y = exp(y * s - maximum); break;
-                default: break;
-            }
-            store(x + d, y);
-        }
+        for (int64_t d = 0; d < t.key_size; ++d) maximum = std::max(maximum, s * x[d]);
+        for (int64_t d = 0; d < t.key_size; d += LANES) store(x + d, exp(load(x + d) * s - maximum));
     }
 
     void read_decay(int64_t row, int64_t head) {
@@ -203,4 +188,4 @@ static void step(const Step& t) {
 extern "C" void linear_step_float(const Step* task) { step<float>(*task); }
 extern "C" void linear_step_double(const Step* task) { step<double>(*task); }
 
-CALLED_FROM_PYTHON(linear_step_float, linear_step_double)
+CALLED_FROM_PYTHON(feature_map_names, linear_step_float, linear_step_double)

@@ -12,14 +12,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.linear.common import (
-    FIXED,
-    LinearInputs,
-    Result,
-    StepGate,
-    map_inputs,
-)
-from attnzoo.ops.linear.cpu.call import FUNCTIONS
+from attnzoo.ops.features.functional import FIXED
+from attnzoo.ops.linear.common import SCALED, LinearInputs, Result, StepGate, map_inputs
+from attnzoo.ops.linear.cpu.call import MAP_NAMES, map_numbers
 from attnzoo.runtime import cpp
 from attnzoo.runtime.autocast import autocast_disabled
 from attnzoo.runtime.cpp.layout import Function
@@ -49,7 +44,7 @@ class _Step(ctypes.Structure):
 
 LINEAR_STEP = cpp.Source(
     Path(__file__).with_name("linear_step.cpp"),
-    dict.fromkeys(STEPS.values(), Function((_Step,))),
+    dict.fromkeys(STEPS.values(), Function((_Step,))) | MAP_NAMES,
 )
 
 
@@ -94,10 +89,10 @@ def run_step(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
     q_steps, k_steps, v_steps = q.stride(), k.stride(), v.stride()
     task = _Step(
         *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, size, columns, decays),
-        *(x.normalize, *FUNCTIONS[x.feature_map]),
+        *(x.normalize, *map_numbers(LINEAR_STEP, x.feature_map)),
         *(DTYPE_NUMBERS[q.dtype], DTYPE_NUMBERS[k.dtype], DTYPE_NUMBERS[v.dtype], decay_type),
         *(q_steps[0], q_steps[1], k_steps[0], k_steps[1], v_steps[0], v_steps[1], *decay_steps),
-        *(x.feature_scale**0.5 if x.feature_map == "exp" else 1.0, x.scale, x.eps),
+        *(x.feature_scale**0.5 if x.feature_map in SCALED else 1.0, x.scale, x.eps),
         *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
         None if log_decay is None else log_decay.data_ptr(),
         *(kv.data_ptr(), z.data_ptr(), out.data_ptr(), last[0].data_ptr(), last[1].data_ptr()),

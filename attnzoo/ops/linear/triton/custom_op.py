@@ -46,7 +46,7 @@ def linear_triton(
         z: Its sum of keys, ``[B, Hkv, D]``, float32.
         segment_ids: ``[B, T]`` integers: segments of packed sequences, or ``None``.
         padding_mask: ``[B, T]`` bool, true at real tokens, or ``None``.
-        feature_map: ``"identity"``, ``"elu+1"``, ``"relu"`` or ``"exp"``.
+        feature_map: A map of ``FIXED`` in :mod:`attnzoo.ops.features.functional`.
         map_scale: Multiplies the exponents of ``"exp"``.
         scale: Multiplies the features of the queries.
         normalize: Whether to divide by the sum of weights.

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from attnzoo.runtime.triton_products import INTERPRETED, dot_add
 
-EXP_BOUND: tl.constexpr = tl.constexpr(30.0)  # as in linear.feature_maps.functional
+EXP_BOUND: tl.constexpr = tl.constexpr(30.0)  # as in ops/features/functional.py
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 RELU_FLOOR: tl.constexpr = tl.constexpr(1e-3)
 
@@ -160,11 +160,13 @@ def apply_feature_map(
     """
     if MAP == "elu+1":
         x = tl.maximum(x, 0.0) + fast_exp(tl.minimum(x, 0.0))
-    if MAP == "relu":
+    elif MAP == "relu":
         x = tl.maximum(x, 0.0) + RELU_FLOOR
-    if MAP == "exp":
+    elif MAP == "exp":
         x = x * map_scale
         x = fast_exp(x - row_max[:, None] if INPUT == "queries" else tl.minimum(x, EXP_BOUND))
+    else:
+        tl.static_assert(MAP == "identity", "a map without a function in parts.py")
     if ((column.shape[0] - 1) & COLUMNS) != 0:
         x = tl.where((column < COLUMNS)[None, :], x, 0.0)
     return x
@@ -180,9 +182,9 @@ def feature_map_backward(
     """
     if MAP == "elu+1":
         d_phi = d_phi * fast_exp(tl.minimum(x, 0.0))
-    if MAP == "relu":
+    elif MAP == "relu":
         d_phi = tl.where(x > 0, d_phi, 0.0)
-    if MAP == "exp":
+    elif MAP == "exp":
         x = x * map_scale
         if INPUT == "queries":
             d_phi = d_phi * fast_exp(x - row_max[:, None])
@@ -190,4 +192,6 @@ def feature_map_backward(
         else:
             d_phi = tl.where(x <= EXP_BOUND, d_phi * fast_exp(tl.minimum(x, EXP_BOUND)), 0.0)
         d_phi = d_phi * map_scale
+    else:
+        tl.static_assert(MAP == "identity", "a map without a derivative in parts.py")
     return d_phi
