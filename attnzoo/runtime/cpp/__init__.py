@@ -25,12 +25,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-import torch
 
 from attnzoo.runtime.cache_folder import (
     cache_folder,
@@ -216,20 +214,6 @@ def unavailable_reason(source: Source) -> str:
     except BuildError as error:
         return str(error)
     return ""
-
-
-def build_reasons(*sources: Source) -> Callable[[], tuple[str, ...]]:
-    """Return a function that returns why one of some kernels is unavailable.
-
-    Its result is a constant in graphs of ``torch.compile``, which cannot trace the loading.
-    """
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def reasons() -> tuple[str, ...]:
-        reason = next(filter(None, map(unavailable_reason, sources)), "")
-        return (reason,) if reason else ()
-
-    return reasons  # type: ignore[no-any-return]
 
 
 def fields(kind: type, names: str) -> list[tuple[str, type]]:

@@ -72,7 +72,11 @@ BLOCK_SPARSE = cpp.Source(
         "select_best": Function((_BestTask,)),
     },
 )
-_build_reasons = cpp.build_reasons(BLOCK_SPARSE)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _build_reasons() -> tuple[str, ...]:
+    return tuple(filter(None, (cpp.unavailable_reason(BLOCK_SPARSE),)))
 
 
 def cpp_reasons(call: SparseCall) -> list[str]:

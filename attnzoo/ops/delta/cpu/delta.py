@@ -69,7 +69,11 @@ DELTA = cpp.Source(
         for name in TYPE_NAMES.values()
     },
 )
-_build_reasons = cpp.build_reasons(DELTA)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _build_reasons() -> tuple[str, ...]:
+    return tuple(filter(None, (cpp.unavailable_reason(DELTA),)))
 
 
 def cpp_reasons(x: DeltaInputs) -> list[str]:

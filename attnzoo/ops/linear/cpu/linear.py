@@ -47,7 +47,11 @@ from attnzoo.runtime.memory import Rows, empty_huge_pages, rows_of, with_contigu
 
 CPP_CHUNK = 32  # the largest chunk size that a call may ask for, in tokens
 LANES = 16  # numbers of the rows that the feature maps of the kernel compute are a multiple of it
-_build_reasons = cpp.build_reasons(LINEAR)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _build_reasons() -> tuple[str, ...]:
+    return tuple(filter(None, (cpp.unavailable_reason(LINEAR),)))
 
 
 def cpp_reasons(

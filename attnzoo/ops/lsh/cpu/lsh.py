@@ -61,7 +61,11 @@ LSH = cpp.Source(
     },
 )
 PIVOTS = cpp.Source(KERNELS / "pivots.cpp", {"best_pivots": Function((_PivotTask,))})
-_build_reasons = cpp.build_reasons(LSH, PIVOTS)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _build_reasons() -> tuple[str, ...]:
+    return tuple(filter(None, (cpp.unavailable_reason(LSH), cpp.unavailable_reason(PIVOTS))))
 
 
 def cpp_reasons(inputs: LSHInputs) -> list[str]:

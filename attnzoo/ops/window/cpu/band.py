@@ -65,7 +65,11 @@ BAND = cpp.Source(
     }
     | {"band_uses_amx": Function(result=ctypes.c_int64)},
 )
-_build_reasons = cpp.build_reasons(BAND)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _build_reasons() -> tuple[str, ...]:
+    return tuple(filter(None, (cpp.unavailable_reason(BAND),)))
 
 
 class OutsideSums(NamedTuple):
