@@ -110,7 +110,6 @@ def measure_step(rounds: int) -> list[dict[str, Any]]:
             *(q, k, v, beta),
             log_decay=log_decay,
             state=DeltaState(state),
-            form="recurrent",
             normalize_qk=True,
             return_state=True,
         ),

@@ -35,5 +35,5 @@ def delta_step(prompt: Sequence[Tensor], now: Sequence[Tensor]) -> tuple[Run, in
     options: dict[str, Any] = {"normalize_qk": True, "return_state": True}
     state = delta_attention(*prompt[:4], log_decay=(*prompt, None)[4], **options).state
     assert state is not None
-    options |= {"form": "recurrent", "log_decay": (*now, None)[4], "state": state}
+    options |= {"log_decay": (*now, None)[4], "state": state}
     return torch.no_grad()(lambda: delta_attention(*now[:4], **options)), state.kv.nbytes

@@ -85,7 +85,7 @@ def attnzoo_kernels(workload: Workload, inputs: Inputs, impl: str = "triton") ->
         state = LinearState(
             torch.rand(shape, device=q.device), torch.rand(shape[:3], device=q.device)
         )
-        options |= {"form": "recurrent", "state": state, "return_state": True}
+        options |= {"state": state, "return_state": True}
     return lambda: linear_attention(q, k, v, **options).out
 
 

@@ -247,9 +247,7 @@ def make_step(case: BenchmarkCase) -> tuple[Run, int]:
     assert state is not None
 
     def step() -> Any:
-        return linear_attention(
-            *now[:3], log_decay=log_decay, form="recurrent", state=state, **options
-        )
+        return linear_attention(*now[:3], log_decay=log_decay, state=state, **options)
 
     return torch.no_grad()(step), sum(x.nbytes for x in state)
 

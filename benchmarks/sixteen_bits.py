@@ -54,19 +54,18 @@ def logits(spec: AttentionSpec, dtype: torch.dtype, tokens: int) -> Tensor:
 
 @contextmanager
 def selections(select: Callable[..., Tensor]) -> Iterator[None]:
-    """Context manager that replaces the function that selects blocks."""
-    module: Any = custom_ops
-    original = module.block_sparse_select
-    module.block_sparse_select = select
+    """Context manager that replaces the operator by which C++ selects blocks."""
+    original = custom_ops.CPP.select
+    custom_ops.CPP.select = select
     try:
         yield
     finally:
-        module.block_sparse_select = original
+        custom_ops.CPP.select = original
 
 
 def measure(spec: AttentionSpec, tokens: int) -> dict[str, Any]:
     """Return the errors of one attention."""
-    original: Any = custom_ops.block_sparse_select
+    original: Any = custom_ops.CPP.select
     kept: dict[torch.dtype, list[Tensor]] = {}
     found = {}
     for dtype in (torch.float32, torch.bfloat16):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -168,3 +169,26 @@ def freeze_garbage_collector() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def in_form(form: str, chunk: Callable[..., Any], recurrent: Callable[..., Any]) -> Any:
+    """Return an op in a form: ``"chunk"``, ``"recurrent"``, or ``"parallel"``, in one chunk."""
+
+    def attend(q: Tensor, k: Tensor, *args: Any, chunk_size: Any = None, **options: Any) -> Any:
+        if form == "recurrent":
+            return recurrent(q, k, *args, **options)
+        if form == "parallel":
+            chunk_size = max(k.shape[2], 1)
+        return chunk(q, k, *args, chunk_size=chunk_size, **options)
+
+    return attend
+
+
+def change_implementation(monkeypatch: Any, op: str, name: str, **changes: Any) -> None:
+    """Register an implementation with other fields until the end of a test."""
+    from attnzoo.contract import implementation
+
+    table = dict(implementation._NAMED[op])
+    table[name] = replace(table[name], **changes)
+    monkeypatch.setitem(implementation._NAMED, op, table)
+    monkeypatch.setitem(implementation._AUTOMATIC, op, implementation._automatic(table.values()))

@@ -18,11 +18,10 @@ from attnzoo.backends.parts.indexer import LightningIndexer
 from attnzoo.contract.backend import AttentionBackend, register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
-from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput, ImplChoice
 from attnzoo.errors import ConfigError, UntrainedWarning
-from attnzoo.ops.block_sparse.api import IMPLEMENTATIONS, block_sparse_attention
+from attnzoo.ops.block_sparse.api import block_sparse_attention
 from attnzoo.ops.block_sparse.options import (
     IndexTensors,
     SelectionOptions,
@@ -64,7 +63,7 @@ class BlockSparseConfig(BackendConfig):
             cached keys; not with an indexer.
     """
 
-    implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
+    ops: ClassVar[tuple[str, ...]] = ("block_sparse_attention", "block_sparse_step")
     window: int = 32
     num_sinks: int = 4
     top_k: int = 12
@@ -226,7 +225,7 @@ class BlockSparseBackend(AttentionBackend):
         config, (q, k, v), mask = self.config, inputs[:3], self.causal_mask(inputs)
         if self.capabilities.exact_steps and q.shape[2] == 1 and mask.causal:
             output = flash_attention(q, k, v, mask=mask, scale=inputs.scale, impl="sdpa")
-            choice = ImplChoice("sdpa", "a single new token attends exactly to all cached keys")
+            choice = ImplChoice("torch", "one token attends exactly to all cached keys, by SDPA")
             return output._replace(impl=choice)
         options: dict[str, Any] = config.selection._asdict()
         index = self._index(inputs)

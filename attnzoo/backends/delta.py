@@ -18,7 +18,6 @@ from attnzoo.backends.parts.recurrent import RecurrentBackend, RecurrentConfig
 from attnzoo.contract.backend import register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
-from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import (
     AttentionOutput,
@@ -29,7 +28,7 @@ from attnzoo.contract.states import (
     ImplChoice,
 )
 from attnzoo.errors import ConfigError
-from attnzoo.ops.delta.api import IMPLEMENTATIONS, delta_attention
+from attnzoo.ops.delta.api import delta_attention
 from attnzoo.ops.features.functional import widen
 from attnzoo.ops.window.causal_window import WindowState, causal_window_attention
 from attnzoo.runtime.autocast import autocast_disabled
@@ -58,7 +57,7 @@ class DeltaConfig(RecurrentConfig, FeatureMapConfig):
         far_weight: Initial weight of the state's output, relative to the window's.
     """
 
-    implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
+    ops: ClassVar[tuple[str, ...]] = ("delta_attention", "delta_step")
 
     feature_map: str = "identity"
     gate: Literal["none", "scalar", "vector"] = "scalar"
@@ -97,6 +96,7 @@ class DeltaBackend(RecurrentBackend):
     capabilities = replace(
         RecurrentBackend.capabilities, bidirectional=False, needs_hidden_states=True
     )
+    window_op = "causal_window_attention"
     no_weight_decay = ("far_log_weight", "mix_lse")
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
@@ -155,11 +155,6 @@ class DeltaBackend(RecurrentBackend):
                 "the layer's hidden size is unknown, and write strengths are computed from hidden "
                 "states (use gated_linear with gate 'retnet')"
             )
-        if self.config.impl == "triton" and self.config.window is not None:
-            reasons.append(
-                f"impl='triton' does not compute window={self.config.window} (use impl='auto', "
-                "which computes the window in torch on a GPU, or window=None)"
-            )
         return reasons
 
     def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
@@ -178,8 +173,7 @@ class DeltaBackend(RecurrentBackend):
                 return far._replace(out=far.out.to(inputs.v.dtype))
             old = inputs.state
             assert far.impl is not None
-            impl = "torch" if far.impl.impl == "triton" else far.impl.impl
-            near, lse, near_state = causal_window_attention(
+            near, lse, near_state, near_impl = causal_window_attention(
                 inputs.q,
                 inputs.k,
                 inputs.v,
@@ -189,7 +183,7 @@ class DeltaBackend(RecurrentBackend):
                 state=None if old is None else WindowState(old.k, old.v, old.seen),
                 return_state=inputs.return_state,
                 shard=inputs.shard,
-                impl=impl,
+                impl=self.config.impl,
                 num_sinks=self.config.num_sinks,
             )
             weight = self.mixing_weight(inputs, lse)
@@ -199,8 +193,8 @@ class DeltaBackend(RecurrentBackend):
                 kv, *convolved = far.state
                 kind = DeltaWindowConvolutionState if convolved else DeltaWindowState
                 state = kind(kv, *near_state, *convolved)
-            where = "" if impl == far.impl.impl else f" ({impl})"
-            choice = ImplChoice(far.impl.impl, f"softmax window{where} + {far.impl.reason}")
+            reason = f"softmax window ({near_impl.impl}) + {far.impl.reason}"
+            choice = ImplChoice(far.impl.impl, reason)
             return AttentionOutput(out, state, None, choice)
 
     def attend_state(self, inputs: AttentionInputs) -> AttentionOutput:
@@ -233,7 +227,6 @@ class DeltaBackend(RecurrentBackend):
             mask=inputs.mask,
             log_decay=None if self.gate is None else self.gate(hidden),
             normalize_qk=True,
-            form=self.form(inputs),
             impl=self.config.impl,
             state=state,
             return_state=inputs.return_state,

@@ -8,17 +8,16 @@ from typing import ClassVar
 from attnzoo.backends.parts.exact import ExactBackend, ExactConfig
 from attnzoo.contract.backend import register
 from attnzoo.contract.capabilities import Capabilities
-from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput
-from attnzoo.ops.flash.api import IMPLEMENTATIONS, flash_attention
+from attnzoo.ops.flash.api import flash_attention
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlashConfig(ExactConfig):
     """Settings of fused softmax attention (arXiv:2205.14135)."""
 
-    implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
+    ops: ClassVar[tuple[str, ...]] = ("flash_attention",)
 
 
 @register("flash")

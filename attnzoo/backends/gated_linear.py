@@ -15,6 +15,7 @@ from attnzoo.backends.parts.recurrent import FeatureMapBackend, FeatureMapBacken
 from attnzoo.contract.backend import register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
+from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import ConfigError
@@ -93,7 +94,7 @@ class GatedLinearBackend(FeatureMapBackend):
     def layer_reasons(self) -> list[str]:
         """Return every reason why this backend does not support its layer."""
         reasons = super().layer_reasons()
-        name, impls = self.config.gate, self.gate.implementations
+        name, impls = self.config.gate, impl_names(*self.gate.ops)
         if self.config.impl not in impls:
             reasons.append(
                 f"impl={self.config.impl!r} does not support gate {name!r} (use one of "
@@ -118,11 +119,6 @@ class GatedLinearBackend(FeatureMapBackend):
         gate = self.gate
         fusable = gate.only_decays and not (gate.scales_keys or gate.reads_keys)
         return super().fused_feature_map() if fusable else ""
-
-    def form(self, inputs: AttentionInputs) -> str:
-        """Return the form to run, one of the gate's."""
-        form = super().form(inputs)
-        return form if form in self.gate.forms else self.gate.forms[0]
 
     def run_op(
         self, q: Tensor, k: Tensor, inputs: AttentionInputs, *, feature_map: str = ""

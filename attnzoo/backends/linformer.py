@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from attnzoo.contract.backend import AttentionBackend, register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
-from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.ops.linformer.api import (
-    IMPLEMENTATIONS,
     linformer_attention,
     linformer_block_attention,
 )
@@ -49,7 +47,7 @@ class LinformerConfig(BackendConfig):
         seed: Seed of random weights, together with the index of the layer.
     """
 
-    implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
+    ops: ClassVar[tuple[str, ...]] = ("linformer_attention", "linformer_block_attention")
     largest: ClassVar[Mapping[str, int]] = {**BackendConfig.largest, "num_rows": 2**16}
     num_rows: int | None = None
     sharing: Literal["none", "headwise", "kv", "layerwise"] = "headwise"

@@ -15,12 +15,11 @@ from attnzoo.contract.backend import AttentionBackend, register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.context_parallel import SequenceShard, with_neighbours
-from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import MASK_IN_BIAS, AttentionInputs
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput, ImplChoice
 from attnzoo.errors import ConfigError, UnsupportedError
-from attnzoo.ops.longformer.api import IMPLEMENTATIONS, pattern_attention
+from attnzoo.ops.longformer.api import pattern_attention
 from attnzoo.ops.longformer.call import GlobalTokens
 from attnzoo.ops.longformer.decode import (
     DecodingInputs,
@@ -52,7 +51,7 @@ class LongformerConfig(BackendConfig):
             after its position embedding.
     """
 
-    implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
+    ops: ClassVar[tuple[str, ...]] = ("longformer_attention",)
 
     largest: ClassVar[Mapping[str, int]] = {**BackendConfig.largest, "num_global": 2**16}
     window: int | tuple[int, ...] = 128

@@ -280,7 +280,6 @@ class PerformerBackend(RecurrentBackend):
             inputs.v,
             mask=replace(inputs.mask, padding=None),  # the features are zero there already
             normalize=True,
-            form=self.form(inputs),
             impl=self.config.impl,
             state=inputs.state,
             return_state=inputs.return_state,

@@ -15,12 +15,11 @@ from torch import Tensor
 from attnzoo.contract.backend import AttentionBackend, register
 from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry
-from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import MASK_IN_BIAS, AttentionInputs
 from attnzoo.contract.states import AttentionOutput, ImplChoice
 from attnzoo.errors import ConfigError
 from attnzoo.ops.flash.api import flash_attention
-from attnzoo.ops.lsh.api import IMPLEMENTATIONS, lsh_attention, shared_qk_attention
+from attnzoo.ops.lsh.api import lsh_attention, shared_qk_attention
 from attnzoo.ops.lsh.validation import MAX_BUCKETS, MAX_HASHES
 from attnzoo.runtime.recomputation import value_of_call
 
@@ -52,7 +51,7 @@ class ReformerConfig(BackendConfig):
         seed: Seed of the hashes, together with the layer's index.
     """
 
-    implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
+    ops: ClassVar[tuple[str, ...]] = ("lsh_attention",)
     largest: ClassVar[Mapping[str, int]] = {
         **BackendConfig.largest,
         "num_hashes": MAX_HASHES,
@@ -204,7 +203,7 @@ class ReformerBackend(AttentionBackend):
         scale, bias = inputs.scale, inputs.bias
         if self.capabilities.exact_steps and q.shape[2] == 1 and mask.causal:
             output = flash_attention(q, k, v, mask=mask, scale=scale, bias=bias, impl="sdpa")
-            choice = ImplChoice("sdpa", "a single new token attends exactly to all cached keys")
+            choice = ImplChoice("torch", "one token attends exactly to all cached keys, by SDPA")
             return output._replace(impl=choice)
         options: dict[str, Any] = {
             "num_hashes": config.num_hashes,

@@ -7,17 +7,16 @@ from typing import ClassVar
 
 from attnzoo.backends.parts.exact import ExactBackend, ExactConfig
 from attnzoo.contract.backend import register
-from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput
-from attnzoo.ops.softmax.api import IMPLEMENTATIONS, softmax_attention
+from attnzoo.ops.softmax.api import softmax_attention
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxConfig(ExactConfig):
     """Settings of dense softmax attention (arXiv:1706.03762)."""
 
-    implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
+    ops: ClassVar[tuple[str, ...]] = ("softmax_attention",)
 
 
 @register("softmax")

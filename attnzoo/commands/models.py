@@ -56,7 +56,7 @@ def _backend_row(name: str) -> dict[str, Any]:
         "accepted": option_types(config),
         "descriptions": option_docs(config),
         "choices": choices(config),
-        "impls": [n for n in config.implementations if n != "auto"],
+        "impls": [n for n in config.impl_names() if n != "auto"],
         **{flag: getattr(backend.capabilities, flag) for flag in FLAGS},  # by default options
     }
 

@@ -47,7 +47,7 @@ def option_types(config: type[BackendConfig]) -> dict[str, str]:
     """Return what every option accepts, as error messages show it."""
     hints = get_type_hints(config)
     accepted = {field.name: format_type(hints[field.name]) for field in fields(config)}
-    return accepted | {"impl": " or ".join(map(repr, config.implementations))}
+    return accepted | {"impl": " or ".join(map(repr, config.impl_names()))}
 
 
 def choices(config: type[BackendConfig]) -> dict[str, dict[str, str]]:

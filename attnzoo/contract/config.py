@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
+from attnzoo.contract.implementation import impl_names
 from attnzoo.errors import ConfigError, did_you_mean, short_repr
 
 MAX_SIZE = 2**24  # largest number of tokens, rows or features that an option or an op accepts
@@ -55,8 +56,8 @@ class BackendConfig:
     """Base class of the options of a backend; a subclass adds the options of one backend.
 
     Attributes:
-        implementations: The values that ``impl`` accepts, usually
-            :func:`~attnzoo.contract.implementation.impl_names` of the op's table.
+        ops: The ops that compute the backend; ``impl`` accepts the names of their registered
+            implementations. A backend without ops has one implementation, ``"reference"``.
         largest: The largest value of an integer option, if it is not :data:`MAX_SIZE`.
         impl: The implementation. ``"auto"`` selects one; any other name runs that one or raises.
         attention_dropout: What the model's attention dropout drops in training: single attention
@@ -65,7 +66,7 @@ class BackendConfig:
             weights in backends that compute them, and keys in others.
     """
 
-    implementations: ClassVar[tuple[str, ...]] = ("auto", "reference")
+    ops: ClassVar[tuple[str, ...]] = ()
     largest: ClassVar[Mapping[str, int]] = {"seed": MAX_SEED}
     impl: str = "auto"
     attention_dropout: Literal["auto", "weights", "keys", "off"] = "auto"
@@ -84,11 +85,12 @@ class BackendConfig:
                     f"got {short_repr(value)}"
                 )
             self._check_sizes(field.name, value)
-        if self.impl not in self.implementations:
-            accepted = " or ".join(map(repr, self.implementations))
+        names = self.impl_names()
+        if self.impl not in names:
+            accepted = " or ".join(map(repr, names))
             raise ConfigError(
                 f"{type(self).__name__}.impl must be {accepted}, got {self.impl!r}."
-                f"{did_you_mean(self.impl, self.implementations)}"
+                f"{did_you_mean(self.impl, names)}"
             )
 
     def _check_sizes(self, name: str, value: object) -> None:
@@ -103,6 +105,11 @@ class BackendConfig:
                     f"{type(self).__name__}.{name} must be at most {largest}, "
                     f"got {short_repr(number)}"
                 )
+
+    @classmethod
+    def impl_names(cls) -> tuple[str, ...]:
+        """Return the values that ``impl`` accepts."""
+        return impl_names(*cls.ops) if cls.ops else ("auto", "reference")
 
     @classmethod
     def import_options(cls, options: Mapping[str, Any]) -> None:

@@ -96,7 +96,7 @@ def softmax_target(
     )
     restricted = any(options.get(name) is not None for name in RESTRICTIONS)
     same_length = 0 < q.shape[2] == k.shape[2]
-    if restricted or not plain or not same_length or band_cpp_reasons(q.device):
+    if restricted or not plain or not same_length or q.device.type != "cpu" or band_cpp_reasons():
         weights = None if columns is None else teacher(q, k, columns, **options).out
         return teacher(q, k, v, **options).out, weights
     scale = options.get("scale")

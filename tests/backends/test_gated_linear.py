@@ -444,7 +444,7 @@ def test_custom_gate(monkeypatch):
 def test_matrix_gate_returns_no_attention_weights():
     backend, (x, hidden) = build_gated(gate="matrix"), inputs(5)
     backend(*x, hidden_states=hidden)
-    assert "recurrent" in backend.ran.reason
+    assert "token by token" in backend.ran.reason
     with pytest.raises(UnsupportedError, match=r"layer\.attn.*'gated_linear'.*value channels"):
         backend(*x, hidden_states=hidden, return_weights=True)
 

@@ -17,7 +17,7 @@ from attnzoo.hf.seam import cache_argument, output_cache
 from attnzoo.ops.block_sparse import selection_loss as loss_module
 from attnzoo.ops.block_sparse.api import block_sparse_attention
 from attnzoo.ops.block_sparse.cpu.block_sparse import BLOCK_SPARSE
-from attnzoo.ops.block_sparse.custom_ops import block_sparse_select
+from attnzoo.ops.block_sparse.custom_ops import TORCH
 from attnzoo.ops.block_sparse.index_keys import pack_queries
 from attnzoo.ops.block_sparse.options import IndexTensors, SparseOptions
 from attnzoo.ops.block_sparse.selection_loss import selection_loss
@@ -314,10 +314,10 @@ def test_fake_selections_have_the_shape_of_real_ones():
     (_, k, _), index = qkv(13), index_tensors(13)
     summary = torch.randn(2, 1, 6, 8, dtype=torch.float64)
     sizes = [1, 3, 1, 2, 2, 1]
-    rest = (None, None, None, 0.3, sizes, "indexer", None, False, "torch")
+    rest = (None, None, None, 0.3, sizes, "indexer", None, False)
     given = (pack_queries(index), k, summary, *rest)
-    torch.library.opcheck(block_sparse_select, given, test_utils="test_faketensor")
-    assert block_sparse_select(*given).shape == (2, 2, 13, 2)
+    torch.library.opcheck(TORCH.select, given, test_utils="test_faketensor")
+    assert TORCH.select(*given).shape == (2, 2, 13, 2)
 
 
 @pytest.mark.exhaustive

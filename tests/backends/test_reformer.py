@@ -75,7 +75,7 @@ def test_a_single_new_token_attends_exactly_to_all_cached_keys(padded):
     out = backend(q[:, :, -1:], k, v, mask=mask).out
     exact = softmax_attention(q[:, :, -1:], k, v, mask=real[:, None, None]).out
     assert_close(out, exact)
-    assert backend.ran.impl == "sdpa"
+    assert backend.ran.impl == "torch"
     if not padded:  # a mask for one token may leave out causality
         assert_close(backend(q[:, :, -1:], k, v, mask=AttentionMask()).out, exact)
     hashed = build(**SMALL, decoding="hashed")(q[:, :, -1:], k, v, mask=mask).out

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attnzoo.ops.flash import varlen, varlen_kernel
+from tests.helpers import change_implementation
 
 
 def dense_varlen_attn(
@@ -104,6 +105,8 @@ def replace_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend)
     monkeypatch.setattr("torch.ops.aten._flash_attention_backward", dense_varlen_backward)
     monkeypatch.setattr(varlen, "device_reasons", lambda device: [])
+    for op in ("flash_attention", "longformer_attention"):
+        change_implementation(monkeypatch, op, "varlen", interpreted_on=("cpu",))
     varlen_kernel._parameters.cache_clear()
     yield received
     varlen_kernel._parameters.cache_clear()

@@ -21,7 +21,10 @@ TOKENS, CHANNELS, MATRICES = (B, HKV, T), (B, HKV, T, D), (B, HKV, T, D, D)
 QUERIES, KEYS = (B, H, T, D), (B, HKV, T, D)
 WEIGHTS = {"query weights": (H, D, D), "key weights": (HKV, D, D)}
 BIASES = {"query bias": (H, D), "key bias": (HKV, D)}
-RECURRENT = {"form": "recurrent"}
+
+
+def recurrent(q, k, v, **options):
+    return ops.recurrent_linear_attention(q, k, v, normalize=True, log_decay=DECAY, **options)
 
 
 def linear(q, k, v, **options):
@@ -59,6 +62,11 @@ def rwkv6(q, k, v, gate, bonus, **options):
     return ops.rwkv6_attention(q, k, v, log_decay=-gate, bonus=bonus, **options)
 
 
+def recurrent_rwkv6(q, k, v, gate, bonus, **options):
+    options = {"log_decay": -gate, "bonus": bonus, "normalize": True, **options}
+    return ops.recurrent_rwkv6_attention(q, k, v, **options)
+
+
 def matrix_gated(q, k, v, gate, *weights, **options):
     if weights:
         options |= {"value_weights": weights[0], "normalize": True}
@@ -78,7 +86,7 @@ CASES = {
     "linear": (linear, {}, EITHER, CPP),
     "linear, elu+1": (partial(linear, feature_map="elu+1"), {}, EITHER, CPP),
     "linear, decay": (partial(linear, log_decay=DECAY), {}, CAUSAL, CPP),
-    "linear, recurrent": (partial(linear, log_decay=DECAY, **RECURRENT), {}, CAUSAL, CPP),
+    "linear, recurrent": (recurrent, {}, CAUSAL, TORCH),
     "learned_linear": (partial(learned, "learned_linear"), WEIGHTS, EITHER, CPP),
     "hedgehog": (partial(learned, "hedgehog"), WEIGHTS, EITHER, CPP),
     "t2r": (partial(learned, "t2r"), {**WEIGHTS, **BIASES}, EITHER, CPP),
@@ -106,10 +114,10 @@ CASES = {
     "mlstm": (mlstm, {"gate": TOKENS, "log_input": TOKENS}, CAUSAL, CPP),
     "rwkv6": (rwkv6, {"gate": CHANNELS, "bonus": (HKV, D)}, CAUSAL, CPP),
     "rwkv6, normalised": (
-        partial(rwkv6, normalize=True, **RECURRENT),
+        recurrent_rwkv6,
         {"gate": CHANNELS, "bonus": (HKV, D)},
         CAUSAL,
-        CPP,
+        TORCH,
     ),
     "matrix gate": (matrix_gated, {"gate": MATRICES}, CAUSAL, TORCH),
     "matrix gate, weights": (matrix_gated, {"gate": MATRICES, "values": KEYS}, CAUSAL, TORCH),

@@ -30,11 +30,10 @@ from attnzoo.backends.gates.functional import (
     token_log_decay,
 )
 from attnzoo.contract.config import BackendConfig, Geometry
-from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import ConfigError, check_registered_class, check_registered_name, did_you_mean
-from attnzoo.ops.linear.api import IMPLEMENTATIONS, linear_attention
+from attnzoo.ops.linear.api import linear_attention
 
 # Initial bias of learned gates: log sigmoid(2) / 16 = -0.0079, so a token keeps 99.2% of the state,
 # and 1/e remains after 126 tokens. A larger bias gives a longer memory, but a smaller gradient to
@@ -72,8 +71,7 @@ class Gate(nn.Module):
         has_weights: Whether all value channels share one matrix of attention weights.
         no_weight_decay: Parameters that set a decay or a mixture, to which weight decay does not
             apply. Biases need no entry.
-        forms: Forms of the op, the default first.
-        implementations: The values of ``impl`` that the gate supports.
+        ops: The ops that compute the gate, whose implementations ``impl`` may name.
         fixed_options: Options that must keep their defaults, and why.
     """
 
@@ -84,8 +82,7 @@ class Gate(nn.Module):
     expected_keys: ClassVar[float] = 1024
     has_weights: ClassVar[bool] = True
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
-    forms: ClassVar[tuple[str, ...]] = ("recurrent", "chunk")
-    implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
+    ops: ClassVar[tuple[str, ...]] = ("linear_attention", "linear_step")
     fixed_options: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:

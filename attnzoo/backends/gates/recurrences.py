@@ -25,7 +25,6 @@ from attnzoo.backends.gates.base import (
 )
 from attnzoo.backends.gates.functional import TEMPERATURE, rwkv6_log_decay
 from attnzoo.contract.config import BackendConfig, Geometry
-from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.ops.features.functional import softplus_of_heads, widen
@@ -46,7 +45,7 @@ class RWKV6Gate(LowRankGate):
 
     only_decays = False
     no_weight_decay = ("log_bonus",)
-    implementations = impl_names(op.IMPLEMENTATIONS)
+    ops = ("rwkv6_attention", "rwkv6_step")
     initial_bias = math.log(INITIAL_RATE)
 
     def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
@@ -87,7 +86,7 @@ class MLSTMGate(LearnedGate):
     """
 
     only_decays = False
-    implementations = impl_names(op.IMPLEMENTATIONS)
+    ops = ("mlstm_attention", "mlstm_step")
     fixed_options: ClassVar = {
         "normalize": "has a normaliser of its own, max(|q n|, 1)",
         "eps": "divides by max(|q n|, 1) and needs none",
@@ -131,13 +130,12 @@ class MLSTMGate(LearnedGate):
 class TokenByTokenGate(LearnedGate):
     """Base class of gates with a decay per token, key channel and value channel.
 
-    They have only the recurrent form: prefill and training run token by token too.
+    They have no chunks: prefill and training run token by token too.
     """
 
     only_decays = False
     has_weights = False
-    forms = ("recurrent",)
-    implementations = impl_names(op.MATRIX_IMPLEMENTATIONS)
+    ops = ("matrix_gated_attention",)
     fixed_options: ClassVar = {"chunk_size": "runs token by token and has no chunks"}
 
     def gates(self, x: Tensor) -> tuple[LogDecay, Tensor | None]:
@@ -165,7 +163,7 @@ class TokenByTokenGate(LearnedGate):
         assert attend is None
         assert inputs.hidden_states is not None
         log_decay, value_weights = self.gates(widen(inputs.hidden_states))
-        left_out = ("form", "chunk_size", "reuse_state")
+        left_out = ("chunk_size", "reuse_state")
         options = {n: x for n, x in options.items() if n not in left_out}
         return op.matrix_gated_attention(
             q, k, inputs.v, log_decay=log_decay, value_weights=value_weights, **options

@@ -23,10 +23,9 @@ from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.padding import fill_padding
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import ConfigError
-from attnzoo.ops.hybrid import api as window_hybrid
 from attnzoo.ops.hybrid.api import hybrid_attention
 from attnzoo.ops.hybrid.state import LinearBranch
-from attnzoo.ops.linear.api import IMPLEMENTATIONS, linear_attention
+from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.common import MapWeights
 from attnzoo.runtime.autocast import autocast_disabled
 
@@ -44,7 +43,7 @@ class RecurrentConfig(BackendConfig):
         chunk_size: Tokens per parallel step. ``None`` lets the op choose.
     """
 
-    implementations: ClassVar[tuple[str, ...]] = impl_names(IMPLEMENTATIONS)
+    ops: ClassVar[tuple[str, ...]] = ("linear_attention", "linear_step")
 
     window: int | None = None
     num_sinks: int = 0
@@ -147,6 +146,7 @@ class RecurrentBackend(AttentionBackend):
         packing=True, recurrent=True, state_from_keys=True, zero_state=True, context_parallel=True
     )
     no_weight_decay: ClassVar[tuple[str, ...]] = ("far_log_weight",)
+    window_op: ClassVar[str] = "hybrid_attention"  # computes the window, whose names impl may take
     # [H] bool: heads that attend without their window in training mode; set by window dropout
     linear_only_heads: Tensor | None = None
 
@@ -185,7 +185,7 @@ class RecurrentBackend(AttentionBackend):
                 "unsupported (set num_sinks=0, or use flash)"
             )
         if self.config.window is not None:
-            if self.config.impl not in (names := impl_names(window_hybrid.IMPLEMENTATIONS)):
+            if self.config.impl not in (names := impl_names(self.window_op)):
                 reasons.append(
                     f"impl={self.config.impl!r} does not support a window (use one of "
                     f"{', '.join(names)}, or window=None)"
@@ -241,10 +241,6 @@ class RecurrentBackend(AttentionBackend):
                     "parallelism (use longformer, or window=None)"
                 )
         return reasons
-
-    def form(self, inputs: AttentionInputs) -> str:
-        """Return the form to run: recurrent for one token, chunk for more."""
-        return "recurrent" if inputs.mask.causal and inputs.q.shape[2] == 1 else "chunk"
 
     def heads_without_window(self, device: torch.device) -> Tensor | None:
         """Return which heads attend without their window in training, ``[H]`` bool, if any."""
@@ -385,7 +381,6 @@ class FeatureMapBackend(RecurrentBackend):
         options: dict[str, Any] = {
             "mask": inputs.mask,
             "normalize": self.config.normalize,
-            "form": self.form(inputs),
             "impl": self.config.impl,
             "state": inputs.state,
             "return_state": inputs.return_state,

@@ -321,7 +321,6 @@ class FastForward:
             log_decay=-layer.slope_rate.flatten().to(dtype),
             state=state,
             return_state=True,
-            form="chunk" if length > 1 else "recurrent",
         )
         self._record(found.impl)
         assert isinstance(found.state, LinearState)

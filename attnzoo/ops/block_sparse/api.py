@@ -15,12 +15,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from attnzoo.contract.implementation import Implementation, select
+from attnzoo.contract.implementation import (
+    Implementation,
+    register_implementation,
+    select,
+    select_if_supported,
+)
 from attnzoo.contract.masks import AttentionMask
-from attnzoo.contract.states import AttentionOutput, ImplChoice
+from attnzoo.contract.states import AttentionOutput
 from attnzoo.contract.validation import empty_output, is_empty_call
-from attnzoo.ops.block_sparse.cpu.block_sparse import cpp_reasons
-from attnzoo.ops.block_sparse.custom_ops import sparse_attention, triton_step
+from attnzoo.ops.block_sparse.cpu.block_sparse import best_blocks, cpp_reasons
+from attnzoo.ops.block_sparse.custom_ops import CPP, TORCH, TRITON, SparseOperators, triton_step
 from attnzoo.ops.block_sparse.index_keys import add_index, pack_queries
 from attnzoo.ops.block_sparse.layout import (
     add_token,
@@ -34,6 +39,7 @@ from attnzoo.ops.block_sparse.options import (
     SelectionOptions,
     SparseCall,
     SparseOptions,
+    SparseStep,
 )
 from attnzoo.ops.block_sparse.reference import reference_attention
 from attnzoo.ops.block_sparse.step import attend_step as torch_step
@@ -49,28 +55,6 @@ from attnzoo.ops.block_sparse.validation import (
     check_inputs,
     check_options,
     check_state,
-)
-
-IMPLEMENTATIONS = (
-    Implementation(
-        name="cpp",
-        run=partial(sparse_attention, impl="cpp"),
-        reasons=cpp_reasons,
-        automatic="compiled for this CPU",
-    ),
-    Implementation(
-        name="triton",
-        run=partial(sparse_attention, impl="triton"),
-        reasons=triton_reasons,
-        automatic="compiled for this GPU",
-        verdict=triton_verdict,
-    ),
-    Implementation(
-        name="torch",
-        run=partial(sparse_attention, impl="torch"),
-        automatic="gathers the selected keys, on every device",
-    ),
-    Implementation(name="reference", run=reference_attention),
 )
 
 
@@ -132,9 +116,7 @@ def block_sparse_attention(
         impl: ``"cpp"`` (on CPUs, for block sizes that divide 32 or are multiples of it),
             ``"triton"`` (on NVIDIA GPUs), ``"torch"`` (gathers the keys), ``"reference"`` (dense
             scores), or ``"auto"``, which selects the fastest that supports the call; ``"triton"``
-            only on devices where it passed a check. A single new token after a state is computed
-            in Triton with ``"triton"``, on checked devices also with ``"auto"``, and in torch with
-            ``"cpp"`` and ``"torch"``.
+            only on devices where it passed a check.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; ``state``; and ``impl``.
@@ -163,27 +145,38 @@ def block_sparse_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     call = SparseCall(q, k, v, None, None, None, None, scale, options, selection)
     if is_empty_call(q, k):
-        _, choice = select("block_sparse_attention", IMPLEMENTATIONS, call, impl)
-        if return_state and state is None:
-            if given is not None:
-                call = add_index(call, given)
-            state = new_state(call, None)
-        return AttentionOutput(empty_output(q, k, v), state if return_state else None, impl=choice)
-    if state is not None and impl != "reference" and _is_step(q, k, v, mask):
-        return _step(call, given, state, return_state, impl)
+        return _empty(call, given, state, return_state, impl)
+    if state is not None and _is_step(q, k, v, mask):
+        step = _step_of(call, given, state)
+        if found := select_if_supported("block_sparse_step", step, impl):
+            out = found[0].run(step).to(v.dtype)
+            return AttentionOutput(out, step.state if return_state else None, impl=found[1])
     call, order, key_order = align_rows(call, mask, state)
-    if state is not None:
-        call = call._replace(leader=state.leader)
+    call = call._replace(leader=None if state is None else state.leader, return_state=return_state)
     if given is not None:
         call = add_index(call, given, order, key_order, state)
-    implementation, choice = select("block_sparse_attention", IMPLEMENTATIONS, call, impl)
-    if choice.impl == "triton":
-        if reason := selection_reason(call):
-            choice = choice._replace(reason=f"{choice.reason}; {reason}")
-        if return_state and call.summary is None:
-            call = call._replace(summary=summarize(call))  # once for the selection and the state
-    out = restore_order(implementation.run(call), order).to(v.dtype)
-    return AttentionOutput(out, new_state(call, state) if return_state else None, impl=choice)
+    implementation, choice = select("block_sparse_attention", call, impl)
+    out, summary = implementation.run(call)
+    out = restore_order(out, order).to(v.dtype)
+    after = new_state(call._replace(summary=summary), state) if return_state else None
+    return AttentionOutput(out, after, impl=choice)
+
+
+def _empty(
+    call: SparseCall,
+    index: IndexTensors | None,
+    state: BlockSparseState | None,
+    return_state: bool,
+    impl: str,
+) -> AttentionOutput:
+    """Return the output of a call without queries or keys."""
+    _, choice = select("block_sparse_attention", call, impl)
+    q, k, v = call.q, call.k, call.v
+    if return_state and state is None:
+        if index is not None:
+            call = add_index(call, index)
+        state = new_state(call, None)
+    return AttentionOutput(empty_output(q, k, v), state if return_state else None, impl=choice)
 
 
 def _is_step(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> bool:
@@ -194,36 +187,97 @@ def _is_step(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> bool:
     return mask.padding is None or bool(mask.padding.all())
 
 
-def _step(
-    call: SparseCall,
-    index: IndexTensors | None,
-    state: BlockSparseState,
-    return_state: bool,
-    impl: str,
-) -> AttentionOutput:
-    """Attend with one new token, in Triton on NVIDIA GPUs, otherwise in torch."""
-    choice = _step_choice(call, impl)
+def _step_of(call: SparseCall, index: IndexTensors | None, state: BlockSparseState) -> SparseStep:
+    """Return the step of one new token, with the state after it."""
     index_k = None
     if index is not None:
         call, index_k = call._replace(index_q=pack_queries(index)), index.k
     query = call.with_selecting_queries().q
     after = add_token(state, call.k, call.v, query, call.options, call.selection, index_k)
-    blocks, kept = after.summary.shape[2], min(call.options.top_k, after.summary.shape[2])
-    in_triton = choice is not None and choice.impl == "triton"
-    sorted_in_torch = sorting_reason(call, kept) if in_triton else ""
-    run = triton_step if in_triton and not sorted_in_torch else torch_step
-    out = run(call, after).to(call.v.dtype)
-    text = f"one new token scores {blocks} blocks and reads at most {kept} of them"
-    if choice is not None:
-        text += f"; {sorted_in_torch or f'{choice.impl}: {choice.reason}'}"
-    return AttentionOutput(out, after if return_state else None, impl=ImplChoice("step", text))
+    return SparseStep(call, after)
 
 
-def _step_choice(call: SparseCall, impl: str) -> ImplChoice | None:
-    """Return what computes one new token, if the kernels are a choice."""
-    if impl not in ("auto", "triton"):
-        return None
-    if impl == "auto" and call.q.device.type == "cpu":  # the interpreter runs on one thread only
-        return None
-    table = tuple(x for x in IMPLEMENTATIONS if x.name in ("triton", "torch"))
-    return select("block_sparse_attention", table, call, impl)[1]
+# -- implementations -------------------------------------------------------------------------------
+
+Result = tuple[Tensor, Tensor | None]  # the output, and the summary of keys if it is known
+
+
+def _run(call: SparseCall, operators: SparseOperators) -> Result:
+    return operators.run(call), call.summary
+
+
+def _run_triton(call: SparseCall) -> Result:
+    if call.return_state and call.summary is None:
+        call = call._replace(summary=summarize(call))  # once for the selection and the state
+    return _run(call, TRITON)
+
+
+def _run_reference(call: SparseCall) -> Result:
+    return reference_attention(call), call.summary
+
+
+def _step_reasons(step: SparseStep) -> list[str]:
+    """Return every reason why the Triton kernels do not compute one token."""
+    reason = sorting_reason(step.call, step.kept)
+    return triton_reasons(step.call) + ([reason] if reason else [])
+
+
+def _step_note(step: SparseStep) -> str:
+    blocks = step.state.summary.shape[2]
+    return f"one new token scores {blocks} blocks and reads at most {step.kept} of them"
+
+
+register_implementation(
+    Implementation(
+        op="block_sparse_attention",
+        name="cpp",
+        devices=("cpu",),
+        run=partial(_run, operators=CPP),
+        reasons=cpp_reasons,
+        automatic="compiled for this CPU",
+    ),
+    Implementation(
+        op="block_sparse_attention",
+        name="triton",
+        devices=("cuda",),
+        interpreted_on=("cpu",),
+        run=_run_triton,
+        reasons=triton_reasons,
+        automatic="compiled for this GPU",
+        verdict=triton_verdict,
+        note=selection_reason,
+    ),
+    Implementation(
+        op="block_sparse_attention",
+        name="torch",
+        run=partial(_run, operators=TORCH),
+        automatic="gathers the selected keys, on every device",
+    ),
+    Implementation(op="block_sparse_attention", name="reference", run=_run_reference),
+    Implementation(
+        op="block_sparse_step",
+        name="triton",
+        devices=("cuda",),
+        interpreted_on=("cpu",),
+        run=triton_step,
+        reasons=_step_reasons,
+        automatic="compiled for this GPU",
+        verdict=lambda step: triton_verdict(step.call),
+        note=_step_note,
+    ),
+    Implementation(  # selects in C++ and reads in torch; not faster than torch alone
+        op="block_sparse_step",
+        name="cpp",
+        devices=("cpu",),
+        run=partial(torch_step, best=best_blocks),
+        reasons=lambda step: cpp_reasons(step.call),
+        note=_step_note,
+    ),
+    Implementation(
+        op="block_sparse_step",
+        name="torch",
+        run=torch_step,
+        automatic="gathers the selected keys, on every device",
+        note=_step_note,
+    ),
+)

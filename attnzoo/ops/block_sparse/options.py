@@ -86,6 +86,7 @@ class SparseCall(NamedTuple):
     selection: SelectionOptions
     index_q: Tensor | None = None  # [B, I, T, P + 1]: index queries, and the weights of their heads
     tail: Tensor | None = None  # [B, 1, C - 1, P]: the latest index keys
+    return_state: bool = False
 
     def with_selecting_queries(self) -> SparseCall:
         """Return the call with the queries that score blocks."""
@@ -107,3 +108,20 @@ class BlockSparseState(NamedTuple):
     # [B, H, D] or [B, I, P + 1]: first query of the current query block; size 0 without sharing
     leader: Tensor
     tail: Tensor  # [B, 1, C - 1, P]: the latest index keys; size 0 without an indexer
+
+
+class SparseStep(NamedTuple):
+    """One new token: the call, which has the query and no earlier keys, and the state after it."""
+
+    call: SparseCall
+    state: BlockSparseState
+
+    @property
+    def q(self) -> Tensor:
+        """The query, ``[B, H, 1, D]``."""
+        return self.call.q
+
+    @property
+    def kept(self) -> int:
+        """The largest number of blocks that the token reads."""
+        return min(self.call.options.top_k, self.state.summary.shape[2])

@@ -15,22 +15,23 @@ from attnzoo.ops.block_sparse.gather import (
     head_groups,
     key_slots,
 )
-from attnzoo.ops.block_sparse.options import BlockSparseState, SparseCall
-from attnzoo.ops.block_sparse.selection import select_blocks
+from attnzoo.ops.block_sparse.options import SparseStep
+from attnzoo.ops.block_sparse.selection import Best, select_blocks
 
 
 @torch.no_grad()
-def attend_step(call: SparseCall, state: BlockSparseState) -> Tensor:
-    """Return the output of one token, ``[B, H, 1, E]``; ``state`` contains the token.
+def attend_step(step: SparseStep, best: Best | None = None) -> Tensor:
+    """Return the output of one token, ``[B, H, 1, E]``.
 
-    ``call`` has the query and no keys. Recent keys are contiguous, so all of them are multiplied,
-    and those that are not attended to are masked.
+    Recent keys are contiguous, so all of them are multiplied, and those that are not attended to
+    are masked. ``best`` is that of :func:`select_blocks`.
     """
+    call, state = step
     older, recent = state.k.shape[2], state.recent_k.shape[2]
     keys = older + recent
     all_k = call.q.new_empty(0).expand(*state.k.shape[:2], keys, 0)  # only its shape is read
     call = call._replace(k=all_k, lengths=state.length, summary=state.summary, leader=state.leader)
-    selected = select_blocks(call)
+    selected = select_blocks(call, best)
     tensors = SparseTensors(
         call.q, all_k, all_k, selected, state.length, None, call.scale, call.options
     )

@@ -6,11 +6,13 @@ towards the new value by :math:`\beta_t`, and then the query reads it. With keys
 of 1 replaces the value. Without a decay this is DeltaNet, with a decay per token Gated DeltaNet,
 and with a decay per key channel Kimi Delta Attention (KDA).
 
-| form | time | memory beyond the results | used for |
+| op | time | memory beyond the results | used for |
 |---|---|---|---|
-| ``parallel`` | O(T^2 D) | O(T^2) | comparison |
-| ``recurrent`` | O(T D E), T steps | the state | decoding |
-| ``chunk`` | O(T C D + T D E) | some states and chunks | training, prefill |
+| :func:`delta_attention` | O(T C D + T D E) | some states and chunks | training, prefill |
+| :func:`recurrent_delta_attention` | O(T D E), T steps | the state | token by token |
+
+Both compute one token by the step that decoding takes, which is an op of its own in the registry of
+implementations, ``delta_step``.
 
 Sources: Schlag et al., 2021, arXiv:2102.11174 (the rule in attention); Yang et al., 2024,
 arXiv:2406.06484 (the chunk form), arXiv:2412.06464 (decay per token); Kimi Team, 2025,
@@ -20,29 +22,38 @@ Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size, C 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard
-from attnzoo.contract.implementation import Implementation, select
+from attnzoo.contract.implementation import (
+    Implementation,
+    register_implementation,
+    select,
+    select_if_supported,
+)
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.padding import fill_padding, padding_if_any
-from attnzoo.contract.states import AttentionOutput, DeltaState, ImplChoice
+from attnzoo.contract.states import AttentionOutput, DeltaState
 from attnzoo.contract.validation import check_shard, check_size, empty_output, is_empty_call
-from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.ops.delta.chunk import run_chunks
-from attnzoo.ops.delta.common import NORM_EPS, DeltaInputs, Result
+from attnzoo.ops.delta.common import DeltaInputs, normalized
 from attnzoo.ops.delta.context_parallel import state_from_earlier_ranks
-from attnzoo.ops.delta.cpu.delta import cpp_reasons, run_cpp
-from attnzoo.ops.delta.cpu.delta_step import is_step
+from attnzoo.ops.delta.cpu.delta import cpp_reasons, run_cpp, run_recurrent_cpp, run_step_cpp
 from attnzoo.ops.delta.reference import run_reference
 from attnzoo.ops.delta.step import run_steps, step
-from attnzoo.ops.delta.triton.run import run_triton, triton_reasons, triton_verdict
+from attnzoo.ops.delta.triton.run import (
+    run_step_triton,
+    run_triton,
+    triton_reasons,
+    triton_verdict,
+)
 from attnzoo.ops.delta.validation import check_inputs
 from attnzoo.ops.linear.common import decay_of_real_tokens, state_dtype
 from attnzoo.runtime.autocast import autocast_disabled
 
-FORMS = ("parallel", "recurrent", "chunk")
 CAUSAL = AttentionMask(causal=True)
 
 
@@ -56,17 +67,17 @@ def delta_attention(
     log_decay: Tensor | None = None,
     scale: float | None = None,
     normalize_qk: bool = False,
-    form: str = "chunk",
     impl: str = "auto",
     state: DeltaState | None = None,
     return_state: bool = False,
     chunk_size: int | None = None,
     shard: SequenceShard | None = None,
 ) -> AttentionOutput:
-    r"""Compute attention through a state that the delta rule updates.
+    r"""Compute attention through a state that the delta rule updates, in chunks.
 
-    The state and its gradients are float32, or float64 for float64 inputs. Heads may be grouped:
-    there is one state per *key* head, and keys and values are not repeated.
+    One token takes the step that decoding takes. The state and its gradients are float32, or
+    float64 for float64 inputs. Heads may be grouped: there is one state per *key* head, and keys
+    and values are not repeated.
 
     Args:
         q: Queries, ``[B, H, T, D]``.
@@ -83,12 +94,10 @@ def delta_attention(
             overflows or cancels; minus infinity sets the state to 0.
         scale: Multiplies q; ``None`` means 1.
         normalize_qk: Divide each query and key by :math:`\sqrt{\|x\|^2 + 10^{-6}}`.
-        form: ``"parallel"``, ``"recurrent"`` or ``"chunk"``; see the table above.
-        impl: ``"cpp"`` (CPUs; forward and backward pass), ``"triton"`` (NVIDIA GPUs; the same, for
-            every form but ``"parallel"``), ``"torch"`` (every device), ``"reference"`` (the
-            recurrence and autograd, whatever the form), or ``"auto"``, which selects the fastest
-            one that supports the call; ``"triton"`` only on devices where it passed a check. A
-            named implementation is never replaced.
+        impl: ``"cpp"`` (CPUs; forward and backward pass), ``"triton"`` (NVIDIA GPUs; the same),
+            ``"torch"`` (every device), ``"reference"`` (the recurrence and autograd), or
+            ``"auto"``, which selects the fastest one that supports the call; ``"triton"`` only on
+            devices where it passed a check. A named implementation is never replaced.
         state: The state after the earlier tokens; ``None`` starts a sequence. Gradients flow
             through it.
         return_state: Whether to return the state after the last token.
@@ -108,9 +117,64 @@ def delta_attention(
         >>> attnzoo.ops.delta_attention(q, k, v, beta, normalize_qk=True).out.shape
         torch.Size([1, 4, 1000, 8])
     """
+    if chunk_size is not None:
+        check_size("chunk_size", chunk_size)
+    inputs = (q, k, v, beta, mask, log_decay, scale, normalize_qk, state, chunk_size, shard)
+    return _attend("delta_attention", *inputs, impl, return_state)
+
+
+def recurrent_delta_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    mask: AttentionMask | None = None,
+    log_decay: Tensor | None = None,
+    scale: float | None = None,
+    normalize_qk: bool = False,
+    impl: str = "auto",
+    state: DeltaState | None = None,
+    return_state: bool = False,
+    shard: SequenceShard | None = None,
+) -> AttentionOutput:
+    """Compute :func:`delta_attention` token by token; arguments and results as there.
+
+    ``"cpp"`` and ``"torch"`` have a backward pass.
+
+    Raises:
+        ValueError: Shapes, dtypes or options are not supported; the message says which are.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 10, 8)
+        >>> options = {"beta": torch.rand(1, 4, 10), "normalize_qk": True}
+        >>> steps = attnzoo.ops.recurrent_delta_attention(q, k, v, **options).out
+        >>> torch.allclose(steps, attnzoo.ops.delta_attention(q, k, v, **options).out, atol=1e-5)
+        True
+    """
+    inputs = (q, k, v, beta, mask, log_decay, scale, normalize_qk, state, None, shard)
+    return _attend("recurrent_delta_attention", *inputs, impl, return_state)
+
+
+def _attend(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    mask: AttentionMask | None,
+    log_decay: Tensor | None,
+    scale: float | None,
+    normalize_qk: bool,
+    state: DeltaState | None,
+    chunk_size: int | None,
+    shard: SequenceShard | None,
+    impl: str,
+    return_state: bool,
+) -> AttentionOutput:
+    """Run the step if the call is one token that a step supports, else the op."""
     mask = CAUSAL if mask is None else mask
     check_inputs(q, k, v, beta, log_decay, state, mask)
-    _check_options(form, chunk_size)
     check_shard(shard, state)
     padding = padding_if_any(mask.padding)
     if log_decay is not None:
@@ -123,33 +187,20 @@ def delta_attention(
         state = DeltaState(state.kv.to(dtype))
     scale = 1.0 if scale is None else float(scale)
     with autocast_disabled(q.device):
-        x = DeltaInputs(q, k, v, beta, log_decay, state, mask.segment_ids, form, scale, chunk_size)
+        ids = mask.segment_ids
+        x = DeltaInputs(q, k, v, beta, log_decay, state, ids, scale, chunk_size, normalize_qk)
         x = x if padding is None else _clear_padding(x, padding)
-        chosen, choice = select("delta_attention", IMPLEMENTATIONS, x, impl)
-        if normalize_qk and chosen.name == "cpp" and shard is None and is_step(x):
-            x = x._replace(normalize=True)
-        elif normalize_qk:
-            x = x._replace(q=_l2_normalize(x.q.to(dtype)), k=_l2_normalize(x.k.to(dtype)))
         if shard is not None:
+            x = normalized(x)
             x = x._replace(state=state_from_earlier_ranks(x, shard))
+        found = select_if_supported("delta_step", x, impl) if q.shape[2] == 1 else None
+        chosen, choice = found or select(op, x, impl)
         if is_empty_call(q, k):
             parameters = (beta,) if log_decay is None else (beta, log_decay)
             out, last = empty_output(q, k, v, *parameters), x.state
         else:
             out, last = chosen.run(x)
-    choice = ImplChoice(choice.impl, f"{form} form; {choice.reason}")
     return AttentionOutput(out, last if return_state else None, None, choice)
-
-
-def _check_options(form: str, chunk_size: int | None) -> None:
-    """Raise ``UnsupportedError`` for options that no implementation supports."""
-    if form not in FORMS:
-        raise UnsupportedError(
-            f"delta_attention has no form {form!r}.{did_you_mean(form, FORMS)} "
-            f"It has {', '.join(FORMS)}."
-        )
-    if chunk_size is not None:
-        check_size("chunk_size", chunk_size)
 
 
 def _clear_padding(x: DeltaInputs, padding_mask: Tensor) -> DeltaInputs:
@@ -158,33 +209,90 @@ def _clear_padding(x: DeltaInputs, padding_mask: Tensor) -> DeltaInputs:
     return x._replace(q=q, k=k, v=v, beta=beta)
 
 
-def _l2_normalize(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * (norm.square() + NORM_EPS).rsqrt()
-
-
 # -- implementations -------------------------------------------------------------------------------
 
-
-def _run_torch(x: DeltaInputs) -> Result:
-    """Compute a call in torch; the parallel form is one chunk."""
-    tokens = x.k.shape[2]
-    if x.form == "recurrent":
-        return run_steps(x)
-    if x.form == "parallel":
-        x = x._replace(chunk_size=tokens)
-    return step(x) if tokens == 1 else run_chunks(x)
-
-
-IMPLEMENTATIONS: tuple[Implementation[DeltaInputs, Result], ...] = (
-    Implementation(name="cpp", run=run_cpp, reasons=cpp_reasons, automatic="compiled for this CPU"),
+register_implementation(
     Implementation(
+        op="delta_attention",
+        name="cpp",
+        devices=("cpu",),
+        run=run_cpp,
+        reasons=cpp_reasons,
+        form="chunk form",
+        automatic="compiled for this CPU",
+    ),
+    Implementation(
+        op="delta_attention",
         name="triton",
+        devices=("cuda",),
+        interpreted_on=("cpu",),
         run=run_triton,
         reasons=triton_reasons,
+        form="chunk form",
         automatic="compiled for this GPU",
         verdict=triton_verdict,
     ),
-    Implementation(name="torch", run=_run_torch, automatic="runs on every device"),
-    Implementation(name="reference", run=run_reference),
+    Implementation(
+        op="delta_attention",
+        name="torch",
+        run=run_chunks,
+        form="chunk form",
+        automatic="runs on every device",
+    ),
+    Implementation(op="delta_attention", name="reference", run=run_reference),
+    Implementation(
+        op="delta_step",
+        name="cpp",
+        devices=("cpu",),
+        run=run_step_cpp,
+        reasons=cpp_reasons,
+        form="one token",
+        automatic="compiled for this CPU",
+    ),
+    Implementation(
+        op="delta_step",
+        name="triton",
+        devices=("cuda",),
+        interpreted_on=("cpu",),
+        run=run_step_triton,
+        reasons=triton_reasons,
+        form="one token",
+        automatic="compiled for this GPU",
+        verdict=triton_verdict,
+    ),
+    Implementation(
+        op="delta_step",
+        name="torch",
+        run=step,
+        form="one token",
+        automatic="runs on every device",
+    ),
+    Implementation(
+        op="recurrent_delta_attention",
+        name="cpp",
+        devices=("cpu",),
+        run=run_recurrent_cpp,
+        reasons=cpp_reasons,
+        form="token by token",
+        automatic="compiled for this CPU",
+    ),
+    Implementation(
+        op="recurrent_delta_attention",
+        name="triton",
+        devices=("cuda",),
+        interpreted_on=("cpu",),
+        run=partial(run_steps, step=run_step_triton),
+        reasons=triton_reasons,
+        form="token by token",
+        automatic="compiled for this GPU",
+        verdict=triton_verdict,
+    ),
+    Implementation(
+        op="recurrent_delta_attention",
+        name="torch",
+        run=partial(run_steps, step=step),
+        form="token by token",
+        automatic="runs on every device",
+    ),
+    Implementation(op="recurrent_delta_attention", name="reference", run=run_reference),
 )

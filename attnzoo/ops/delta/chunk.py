@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.states import DeltaState
-from attnzoo.ops.delta.common import CHUNK_SIZE, DeltaInputs, Result
+from attnzoo.ops.delta.common import CHUNK_SIZE, DeltaInputs, Result, normalized
 from attnzoo.ops.linear.chunk_common import (
     Chunk,
     ChunkIterator,
@@ -43,6 +43,7 @@ from attnzoo.runtime.memory import empty_huge_pages
 
 def run_chunks(x: DeltaInputs) -> Result:
     """Compute a call chunk by chunk."""
+    x = normalized(x)
     inputs = [x.q, x.k, x.v, x.beta, x.log_decay, x.state.kv]
     check_reverse_mode("delta_attention", *inputs)
     differentiable = torch.is_grad_enabled() and any(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from attnzoo.contract.states import DeltaState
@@ -20,8 +21,8 @@ Result = tuple[Tensor, DeltaState]  # the output, and the state after the last t
 class DeltaInputs(NamedTuple):
     """Inputs of :func:`attnzoo.ops.delta.api.delta_attention`, checked and complete.
 
-    Queries and keys are normalised, or ``normalize`` is true. At padding, queries, keys, values,
-    ``beta`` and log decays are 0, so that a padding token changes no state.
+    Each implementation normalises queries and keys if ``normalize`` is true. At padding, queries,
+    keys, values, ``beta`` and log decays are 0, so that a padding token changes no state.
     """
 
     q: Tensor  # [B, H, T, D]
@@ -31,10 +32,9 @@ class DeltaInputs(NamedTuple):
     log_decay: Tensor | None  # [Hkv], [B, Hkv, T] or [B, Hkv, T, D]
     state: DeltaState  # before the first token; its dtype is that of all sums
     segment_ids: Tensor | None  # [B, T]
-    form: str
     scale: float
     chunk_size: int | None
-    normalize: bool = False  # q and k, as a part of the step in C++
+    normalize: bool = False  # q and k
 
     def tokens(self, start: int, stop: int) -> DeltaInputs:
         """Return the inputs of tokens ``start`` to ``stop``."""
@@ -44,3 +44,18 @@ class DeltaInputs(NamedTuple):
         q, k, v, beta = (x[:, :, start:stop] for x in (self.q, self.k, self.v, self.beta))
         ids = None if ids is None else ids[:, start:stop]
         return self._replace(q=q, k=k, v=v, beta=beta, log_decay=log_decay, segment_ids=ids)
+
+
+def normalized(x: DeltaInputs) -> DeltaInputs:
+    """Return the inputs with queries and keys that need no normalisation."""
+    if not x.normalize:
+        return x
+    dtype = x.state.kv.dtype
+    return x._replace(
+        q=_l2_normalize(x.q.to(dtype)), k=_l2_normalize(x.k.to(dtype)), normalize=False
+    )
+
+
+def _l2_normalize(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * (norm.square() + NORM_EPS).rsqrt()

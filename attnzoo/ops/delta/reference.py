@@ -11,14 +11,15 @@ from einops import einsum, rearrange, repeat
 from torch import Tensor
 
 from attnzoo.contract.states import DeltaState
-from attnzoo.ops.delta.common import DeltaInputs, Result
+from attnzoo.ops.delta.common import DeltaInputs, Result, normalized
 
 
 def run_reference(x: DeltaInputs) -> Result:
     r"""Compute :math:`S_t = (I - \beta_t k_t k_t^T)\, e^{g_t} S_{t-1} + \beta_t k_t v_t^T`.
 
-    The output is :math:`o_t = s\, q_t S_t`; the option ``form`` makes no difference.
+    The output is :math:`o_t = s\, q_t S_t`.
     """
+    x = normalized(x)
     state = x.state.kv
     q, k, v, beta, decay = (y.to(state.dtype) for y in (x.q, x.k, x.v, x.beta, _decay(x)))
     q = rearrange(q, "b (h g) t d -> t b h g d", h=k.shape[1])

@@ -5,14 +5,17 @@ O(D E) per token. Letters as in :mod:`attnzoo.ops.delta.common`; G = H / Hkv.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from attnzoo.contract.states import DeltaState
-from attnzoo.ops.delta.common import DeltaInputs, Result
+from attnzoo.ops.delta.common import DeltaInputs, Result, normalized
 
 
 def step(x: DeltaInputs) -> Result:
     """Compute one token: a few operations of fixed shapes, which a CUDA graph can capture."""
+    x = normalized(x)
     kv = x.state.kv
     batch, heads, _, size = x.q.shape
     key_heads = x.k.shape[1]
@@ -26,13 +29,11 @@ def step(x: DeltaInputs) -> Result:
     return (q @ kv).view(batch, heads, 1, v.shape[3]).to(x.v.dtype), DeltaState(kv)
 
 
-def run_steps(x: DeltaInputs) -> Result:
-    """Compute all tokens, one step after another."""
-    tokens = x.k.shape[2]
-    if tokens == 1:
-        return step(x)
+def run_steps(x: DeltaInputs, step: Callable[[DeltaInputs], Result]) -> Result:
+    """Compute all tokens, one step after another, with the implementation of one token."""
+    x = normalized(x)
     outs, state = [], x.state
-    for t in range(tokens):
+    for t in range(x.k.shape[2]):
         if x.segment_ids is not None and t > 0:
             same = x.segment_ids[:, t - 1] == x.segment_ids[:, t]
             state = DeltaState(state.kv * same[:, None, None, None].to(state.kv.dtype))

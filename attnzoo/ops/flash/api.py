@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.contract.implementation import Implementation, select
+from attnzoo.contract.implementation import Implementation, register_implementation, select
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.contract.validation import check_qkv
@@ -37,9 +37,18 @@ from attnzoo.ops.flash.varlen_kernel import sequences as sequences
 from attnzoo.ops.flash.varlen_verdicts import varlen_verdict as varlen_verdict
 from attnzoo.ops.flash.xformers import auto_reasons, run_xformers, xformers_reasons
 
-IMPLEMENTATIONS = (
+
+def _kernel_note(call: FlashCall) -> str:
+    """Return the kernel that torch selects on a GPU."""
+    on_gpu = call.q.device.type == "cuda" and not torch.compiler.is_compiling()
+    return kernel_name(call) if on_gpu else ""
+
+
+register_implementation(
     Implementation(
+        op="flash_attention",
         name="varlen",
+        devices=("cuda",),
         run=run_varlen,
         reasons=varlen_reasons,
         auto_reasons=varlen.auto_reasons,
@@ -47,21 +56,29 @@ IMPLEMENTATIONS = (
         verdict=varlen_verdict,
     ),
     Implementation(
+        op="flash_attention",
         name="xformers",
+        devices=("cuda",),
         run=run_xformers,
         reasons=xformers_reasons,
         automatic="xformers has a kernel for sliding windows",
         auto_reasons=auto_reasons,
     ),
     Implementation(
+        op="flash_attention",
         name="cpp",
+        devices=("cpu",),
         run=run_cpp,
         reasons=cpp_reasons,
         auto_reasons=skip_cpp,
         automatic="causal attention and masks are compiled for this CPU",
     ),
     Implementation(
-        name="sdpa", run=run_sdpa, automatic="PyTorch's fused kernels run on every device"
+        op="flash_attention",
+        name="sdpa",
+        run=run_sdpa,
+        automatic="PyTorch's fused kernels run on every device",
+        note=_kernel_note,
     ),
 )
 
@@ -124,9 +141,5 @@ def flash_attention(
         sinks,
         dropout,
     )
-    implementation, choice = select("flash_attention", IMPLEMENTATIONS, call, impl)
-    out = implementation.run(call)
-    on_gpu = q.device.type == "cuda" and not torch.compiler.is_compiling()
-    if implementation.name == "sdpa" and on_gpu:
-        choice = choice._replace(reason=f"{kernel_name(call)}; {choice.reason}")
-    return AttentionOutput(out, impl=choice)
+    implementation, choice = select("flash_attention", call, impl)
+    return AttentionOutput(implementation.run(call), impl=choice)

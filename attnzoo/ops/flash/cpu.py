@@ -35,7 +35,7 @@ def skip_cpp(x: FlashCall) -> list[str]:
         return [EXPORTING] if x.mask.window is None else []
     if queries <= (FEW_QUERIES_OF_ALL_KEYS if x.mask.window is None else FEW_QUERIES):
         return [f"there are {queries} queries, and it computes many at a time"]
-    if x.mask.window is None and x.q.device.type == "cpu":
+    if x.mask.window is None:
         return _skip_all_keys(x)
     return []
 
@@ -77,7 +77,7 @@ def _has_amx() -> bool:
 def cpp_reasons(x: FlashCall) -> list[str]:
     """Return every reason why the kernel does not support this call."""
     mask = x.mask
-    reasons = band_cpp_reasons(x.q.device)
+    reasons = band_cpp_reasons()
     reasons += x.band_kernel_reasons()
     if mask.num_sinks and mask.segment_ids is not None:
         reasons.append("the first tokens of each of several segments are attended to")

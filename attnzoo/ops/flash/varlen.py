@@ -34,8 +34,6 @@ from attnzoo.ops.window.sinks import split_sinks
 def auto_reasons(x: FlashCall) -> list[str]:
     """Return why ``impl="auto"`` does not consider the kernel for this call."""
     mask, queries, keys = x.mask, x.q.shape[2], x.k.shape[2]
-    if x.q.device.type != "cuda":
-        return [f"the kernel runs on CUDA, and q is on {x.q.device.type}"]
     if queries == 1 and mask.window is None:
         return ["one query needs no mask but that of its padding"]
     limited = mask.window is not None or mask.padding is not None or mask.segment_ids is not None
@@ -92,9 +90,7 @@ def _tracing_reason(device: torch.device) -> str:
 
 def device_reasons(device: torch.device) -> list[str]:
     """Return why the kernel does not run on a device."""
-    if device.type != "cuda":
-        return [f"the kernel runs on CUDA, and q is on {device.type}"]
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return ["the kernel needs compute capability 8.0"]
     return []
 

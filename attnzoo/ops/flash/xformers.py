@@ -19,8 +19,6 @@ def xformers_installed() -> bool:
 
 def auto_reasons(x: FlashCall) -> list[str]:
     """Return why ``impl="auto"`` does not consider xformers for this call."""
-    if x.q.device.type != "cuda":
-        return [f"the inputs are on {x.q.device.type}, for which xformers has no operator"]
     if x.mask.window is None:
         return ["without a sliding window PyTorch's kernels are as fast"]
     return []

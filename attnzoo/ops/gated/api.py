@@ -2,28 +2,37 @@ r"""Gated recurrences that are more than a decay: mLSTM, RWKV-6 and the full-mat
 
 - :func:`mlstm_attention`: exponential input gates, stabilised.
 - :func:`rwkv6_attention`: the query reads the state before its own token enters it.
+- :func:`recurrent_mlstm_attention`, :func:`recurrent_rwkv6_attention`: the same, token by token.
 - :func:`matrix_gated_attention`: one decay per pair of key and value channels.
 
 A decay per head, token or key channel needs none of them:
-:func:`attnzoo.ops.linear.api.linear_attention` takes it as ``log_decay``. All three are causal.
+:func:`attnzoo.ops.linear.api.linear_attention` takes it as ``log_decay``. All are causal.
+
+mLSTM and RWKV-6 compute one token by the step that decoding takes, an op of its own in the registry
+of implementations: ``mlstm_step`` and ``rwkv6_step``.
 Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T tokens, D key size, E value size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.context_parallel import LOG_ZERO, SequenceShard
-from attnzoo.contract.implementation import Implementation, select
+from attnzoo.contract.implementation import (
+    Implementation,
+    register_implementation,
+    select,
+    select_if_supported,
+)
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.padding import fill_padding, padding_if_any
 from attnzoo.contract.states import (
     AttentionOutput,
-    ImplChoice,
     LinearState,
     MatrixState,
     StabilizedState,
@@ -33,6 +42,7 @@ from attnzoo.contract.validation import (
     check_qkv,
     check_shape,
     check_shard,
+    check_size,
     empty_output,
     is_empty_call,
 )
@@ -42,25 +52,31 @@ from attnzoo.ops.gated.context_parallel import (
     matrix_state_from_earlier_ranks,
     stabilized_state_from_earlier_ranks,
 )
-from attnzoo.ops.gated.linear_call import IMPLEMENTATIONS as IMPLEMENTATIONS
-from attnzoo.ops.gated.linear_call import LinearCall, divide, select_linear
 from attnzoo.ops.gated.matrix_gate import (
     MatrixGateInputs,
-    MatrixGateResult,
     run_torch,
     state_of_tokens,
     total_log_decay,
 )
-from attnzoo.ops.gated.mlstm import (
-    LOWEST_STABILIZER,
-    segment_starts,
-    stabilizer,
-)
+from attnzoo.ops.gated.mlstm import run_mlstm, run_mlstm_step
 from attnzoo.ops.gated.reference import run_reference
-from attnzoo.ops.gated.rwkv6 import add_last_token, shift_right
-from attnzoo.ops.linear.api import GatedResult, StepGate, gated_step
-from attnzoo.ops.linear.common import empty_state, state_dtype
+from attnzoo.ops.gated.rwkv6 import run_rwkv6, run_rwkv6_step
+from attnzoo.ops.gated.sums import chunk_sums, op_sums, sums_triton_reasons, triton_sums
+from attnzoo.ops.linear.api import recurrent_linear_attention
+from attnzoo.ops.linear.common import StepGate, empty_state, state_dtype
 from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
+from attnzoo.ops.linear.cpu.linear import cpp_reasons
+from attnzoo.ops.linear.gated_step import (
+    GatedInputs,
+    GatedResult,
+    gated_cpp_reasons,
+    gated_triton_reasons,
+    gated_triton_verdict,
+    run_gated_step_cpp,
+    run_gated_step_triton,
+    run_gated_steps,
+)
+from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 from attnzoo.ops.linear.validation import check_is_log_decay, check_state
 
 
@@ -72,7 +88,6 @@ def mlstm_attention(
     log_forget: Tensor,
     log_input: Tensor,
     mask: AttentionMask | None = None,
-    form: str = "chunk",
     impl: str = "auto",
     state: StabilizedState | None = None,
     return_state: bool = False,
@@ -100,11 +115,10 @@ def mlstm_attention(
         mask: Padding and segments; ``None`` means neither. Padding tokens do not change the state.
             Packed segments do not see each other: ``state`` belongs to the first segment, and the
             returned state to the last.
-        form: As in ``linear_attention``, like ``chunk_size``.
         impl: As in ``linear_attention``.
         state: Sums over the earlier tokens.
         return_state: Whether to return the state after the last token.
-        chunk_size: See ``form``.
+        chunk_size: As in ``linear_attention``.
         shard: This rank's part of sequences that several ranks hold; not together with ``state``.
         reuse_state: As in ``linear_attention``.
 
@@ -121,49 +135,77 @@ def mlstm_attention(
         >>> attnzoo.ops.mlstm_attention(q, k, v, log_forget=log_forget, log_input=write).out.shape
         torch.Size([1, 4, 1000, 8])
     """
-    mask = _check("mlstm_attention", q, k, v, mask, state, shard)
+    x = _mlstm_inputs(
+        *("mlstm_attention", q, k, v, log_forget, log_input, mask, state, chunk_size, shard),
+        reuse_state,
+    )
+    return _attend("mlstm_attention", "mlstm_step", x, impl, return_state)
+
+
+def recurrent_mlstm_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_forget: Tensor,
+    log_input: Tensor,
+    mask: AttentionMask | None = None,
+    impl: str = "auto",
+    state: StabilizedState | None = None,
+    return_state: bool = False,
+    shard: SequenceShard | None = None,
+    reuse_state: bool = False,
+) -> AttentionOutput:
+    """Compute :func:`mlstm_attention` token by token; arguments and results as there.
+
+    Raises:
+        ValueError: Shapes, dtypes or options are not supported; the message says which are.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 10, 8)
+        >>> gates = {"log_forget": -torch.rand(1, 4, 10), "log_input": torch.randn(1, 4, 10)}
+        >>> attnzoo.ops.recurrent_mlstm_attention(q, k, v, **gates).out.shape
+        torch.Size([1, 4, 10, 8])
+    """
+    op = "recurrent_mlstm_attention"
+    x = _mlstm_inputs(*(op, q, k, v, log_forget, log_input, mask, state, None, shard, reuse_state))
+    return _attend(op, "mlstm_step", x, impl, return_state)
+
+
+def _mlstm_inputs(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_forget: Tensor,
+    log_input: Tensor,
+    mask: AttentionMask | None,
+    state: StabilizedState | None,
+    chunk_size: int | None,
+    shard: SequenceShard | None,
+    reuse_state: bool,
+) -> GatedInputs:
+    """Return the checked inputs of mLSTM, cleared at padding."""
+    mask = _check(op, StabilizedState, q, k, v, mask, state, shard)
     for name, x in (("log_forget", log_forget), ("log_input", log_input)):
         check_shape(name, x, tuple(k.shape[:3]), "B, Hkv, T", q.device)
+    if chunk_size is not None:
+        check_size("chunk_size", chunk_size)
     # The error of 16-bit sums over gates would grow with the number of tokens
     k, v, log_forget = (fill_padding(x, mask.padding) for x in (k, v, widen(log_forget)))
     log_input = fill_padding(widen(log_input), mask.padding, LOG_ZERO)
-    values = v.to(torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32))
     if shard is not None:
-        state = stabilized_state_from_earlier_ranks(k, values, log_forget, log_input, shard)
+        state = stabilized_state_from_earlier_ranks(k, v, log_forget, log_input, shard)
     if state is None:
-        kv, z = empty_state(q, k, values)
+        kv, z = empty_state(q, k, v)
         state = StabilizedState(kv, z, z.new_zeros(k.shape[:2]))
-    refusal = ""
-    if q.shape[2] == 1:
-        gate, options = StepGate(None, log_input[:, :, 0], state.m), (False, 0.0, impl, reuse_state)
-        earlier = LinearState(*state[:2])
-        step, refusal = gated_step(q, k, v, log_forget, earlier, gate, *options)
-        if step is not None:
-            return _step_output(step, form, return_state)
-    starts = None if mask.segment_ids is None else segment_starts(mask.segment_ids)[:, None]
-    m = stabilizer(log_forget, log_input, state.m, starts)
-    m_before = torch.cat([state.m.to(m.dtype).unsqueeze(2), m[:, :, :-1]], 2)[:, :, : m.shape[2]]
-    log_decay = log_forget + (m_before - m)
-    # Above 0 only by rounding and at the first token of a segment
-    log_decay = log_decay - log_decay.detach().clamp(min=0)
-    call = LinearCall(
-        q,
-        k * (log_input - m).exp().unsqueeze(-1),
-        F.pad(values, (0, 1), value=1.0),
-        log_decay,
-        LinearState(torch.cat([state.kv, state.k.unsqueeze(-1)], -1), state.k),
-        *(mask.segment_ids, form, chunk_size, return_state, True, v.dtype),
+    sums, gate = LinearState(state.kv, state.k), StepGate(None, log_input, state.m)
+    return GatedInputs(
+        *(q, k, v, log_forget, sums, gate),
+        segment_ids=mask.segment_ids,
+        chunk_size=chunk_size,
+        reuse_state=reuse_state,
     )
-    chosen, choice = select_linear("mlstm_attention", call, impl)
-    out, last, *_ = chosen.run(call)
-    lower_bound = (-m.clamp(min=LOWEST_STABILIZER)).exp()
-    lower_bound = lower_bound.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    denominator = torch.maximum(out[..., -1:].abs(), lower_bound.unsqueeze(-1))
-    out = divide(out[..., :-1], denominator, chosen.name, call)
-    if last is not None:
-        m_last = m[:, :, -1] if m.shape[2] else state.m
-        last = StabilizedState(last.kv[..., :-1], last.k, m_last)
-    return AttentionOutput(out.to(v.dtype), last, None, _with_form(choice, form, refusal))
 
 
 def rwkv6_attention(
@@ -175,7 +217,6 @@ def rwkv6_attention(
     bonus: Tensor,
     mask: AttentionMask | None = None,
     normalize: bool = False,
-    form: str = "chunk",
     impl: str = "auto",
     state: LinearState | None = None,
     return_state: bool = False,
@@ -201,11 +242,10 @@ def rwkv6_attention(
         bonus: u, ``[Hkv, D]``; not negative with ``normalize``.
         mask: Padding and segments, as in :func:`mlstm_attention`.
         normalize: Divide by the sum of weights plus ``eps``.
-        form: As in ``linear_attention``, like ``chunk_size``.
         impl: As in ``linear_attention``.
         state: Sums over the earlier tokens, including the last one, as in ``linear_attention``.
         return_state: Whether to return the state after the last token.
-        chunk_size: See ``form``.
+        chunk_size: As in ``linear_attention``.
         eps: Added to the sum of weights.
         shard: This rank's part of sequences that several ranks hold; not together with ``state``.
         reuse_state: As in ``linear_attention``.
@@ -223,46 +263,91 @@ def rwkv6_attention(
         >>> attnzoo.ops.rwkv6_attention(q, k, v, log_decay=log_decay, bonus=bonus).out.shape
         torch.Size([1, 4, 1000, 8])
     """
-    mask = _check("rwkv6_attention", q, k, v, mask, state, shard)
+    x = _rwkv6_inputs(
+        *("rwkv6_attention", q, k, v, log_decay, bonus, mask, normalize, state, chunk_size, eps),
+        *(shard, reuse_state),
+    )
+    return _attend("rwkv6_attention", "rwkv6_step", x, impl, return_state)
+
+
+def recurrent_rwkv6_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor,
+    bonus: Tensor,
+    mask: AttentionMask | None = None,
+    normalize: bool = False,
+    impl: str = "auto",
+    state: LinearState | None = None,
+    return_state: bool = False,
+    eps: float = 1e-6,
+    shard: SequenceShard | None = None,
+    reuse_state: bool = False,
+) -> AttentionOutput:
+    """Compute :func:`rwkv6_attention` token by token; arguments and results as there.
+
+    Raises:
+        ValueError: Shapes, dtypes or options are not supported; the message says which are.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 4, 10, 8)
+        >>> log_decay, bonus = -torch.rand(1, 4, 10, 8), torch.rand(4, 8)
+        >>> steps = attnzoo.ops.recurrent_rwkv6_attention(q, k, v, log_decay=log_decay, bonus=bonus)
+        >>> steps.out.shape
+        torch.Size([1, 4, 10, 8])
+    """
+    op = "recurrent_rwkv6_attention"
+    x = _rwkv6_inputs(
+        *(op, q, k, v, log_decay, bonus, mask, normalize, state, None, eps, shard, reuse_state)
+    )
+    return _attend(op, "rwkv6_step", x, impl, return_state)
+
+
+def _rwkv6_inputs(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    bonus: Tensor,
+    mask: AttentionMask | None,
+    normalize: bool,
+    state: LinearState | None,
+    chunk_size: int | None,
+    eps: float,
+    shard: SequenceShard | None,
+    reuse_state: bool,
+) -> GatedInputs:
+    """Return the checked inputs of RWKV-6, cleared at padding."""
+    mask = _check(op, LinearState, q, k, v, mask, state, shard)
     check_shape("bonus", bonus, (k.shape[1], k.shape[3]), "Hkv, D", q.device)
     _check_decay_of_channels(log_decay, k)
+    if chunk_size is not None:
+        check_size("chunk_size", chunk_size)
     k, v, log_decay = (fill_padding(x, mask.padding) for x in (k, v, widen(log_decay)))
-    values = v.to(torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32))
     if shard is not None:
-        state = state_from_earlier_ranks(k, values, log_decay, shard)
+        state = state_from_earlier_ranks(k, v, log_decay, shard)
     if state is None:
-        state = empty_state(q, k, values)
-    gate = StepGate(bonus)
-    step, refusal = gated_step(q, k, v, log_decay, state, gate, normalize, eps, impl, reuse_state)
-    if step is not None:
-        return _step_output(step, form, return_state)
-    kv, z = state
-    if normalize:  # the output of one more value channel, of ones, is the sum of weights
-        values = F.pad(values, (0, 1), value=1.0)
-        kv = torch.cat([kv, z.unsqueeze(-1)], -1)
-    k_before, v_before, decay_before = (shift_right(x) for x in (k, values, log_decay))
-    if mask.segment_ids is not None:
-        starts = segment_starts(mask.segment_ids)[:, None, :, None]
-        k_before, decay_before = (x.masked_fill(starts, 0) for x in (k_before, decay_before))
-    call = LinearCall(
-        q,
-        k_before,
-        v_before,
-        decay_before,
-        LinearState(kv, z),
-        *(mask.segment_ids, form, chunk_size, return_state, normalize, v.dtype),
+        state = empty_state(q, k, v)
+    return GatedInputs(
+        *(q, k, v, log_decay, state, StepGate(bonus), normalize, eps),
+        segment_ids=mask.segment_ids,
+        chunk_size=chunk_size,
+        reuse_state=reuse_state,
     )
-    chosen, choice = select_linear("rwkv6_attention", call, impl)
-    from_state, last, *_ = chosen.run(call)
-    grouped = q.unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, T, D]
-    products = grouped * (bonus.to(k.dtype).unsqueeze(1) * k).unsqueeze(2)
-    weight = products.sum(-1, keepdim=True, dtype=values.dtype)
-    out = from_state + (weight * values.unsqueeze(2)).flatten(1, 2)
-    if normalize:
-        out = divide(out[..., :-1], out[..., -1:] + eps, chosen.name, call)
-    if last is not None:
-        last = add_last_token(last, k, values, log_decay, normalized=normalize)
-    return AttentionOutput(out.to(v.dtype), last, None, _with_form(choice, form, refusal))
+
+
+def _attend(op: str, step: str, x: GatedInputs, impl: str, return_state: bool) -> AttentionOutput:
+    """Run the step if the call is one token that a step supports, else the op."""
+    found = select_if_supported(step, x, impl) if x.q.shape[2] == 1 and x.q.shape[0] else None
+    chosen, choice = found or select(op, x, impl)
+    out, last, m = chosen.run(x)
+    if not return_state:
+        return AttentionOutput(out, None, None, choice)
+    state = last if m is None else StabilizedState(last.kv, last.k, m)
+    return AttentionOutput(out, state, None, choice)
 
 
 def matrix_gated_attention(
@@ -319,7 +404,7 @@ def matrix_gated_attention(
         >>> attnzoo.ops.matrix_gated_attention(q, k, v, log_decay=decay).out.shape
         torch.Size([1, 4, 100, 8])
     """
-    mask = _check("matrix_gated_attention", q, k, v, mask, state, shard)
+    mask = _check("matrix_gated_attention", MatrixState, q, k, v, mask, state, shard)
     if value_weights is not None:
         check_shape("value_weights", value_weights, tuple(v.shape), "B, Hkv, T, E", q.device)
         value_weights = fill_padding(value_weights, mask.padding)
@@ -336,24 +421,17 @@ def matrix_gated_attention(
         total = total_log_decay(call)
         earlier = matrix_state_from_earlier_ranks(state_of_tokens(call), total, shard)
         call = call._replace(state=MatrixState(*(x.to(dtype) for x in earlier)))
-    chosen, choice = select("matrix_gated_attention", MATRIX_IMPLEMENTATIONS, call, impl)
+    chosen, choice = select("matrix_gated_attention", call, impl)
     if is_empty_call(q, k):
         out, last = empty_output(q, k, v), call.state
     else:
         out, last = chosen.run(call)
-    choice = _with_form(choice, "recurrent")
     return AttentionOutput(out, last if return_state else None, None, choice)
-
-
-STATES = {
-    "mlstm_attention": StabilizedState,
-    "rwkv6_attention": LinearState,
-    "matrix_gated_attention": MatrixState,
-}
 
 
 def _check(
     op: str,
+    kind: type[LinearState] | type[StabilizedState] | type[MatrixState],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -365,7 +443,7 @@ def _check(
     check_qkv(q, k, v, mask)
     check_shard(shard, state)
     if state is not None:
-        check_state(STATES[op], state, k, v)
+        check_state(kind, state, k, v)
     if mask is not None and not mask.causal:
         raise UnsupportedError(
             f"{op} is causal, got a mask that is not; pass AttentionMask(causal=True), or None."
@@ -381,29 +459,125 @@ def _check(
     return AttentionMask(causal=True, padding=padding, segment_ids=mask.segment_ids)
 
 
-def _step_output(step: GatedResult, form: str, return_state: bool) -> AttentionOutput:
-    """Return the output of one decoded token."""
-    out, (kv, z), m, choice = step
-    state = LinearState(kv, z) if m is None else StabilizedState(kv, z, m)
-    return AttentionOutput(out, state if return_state else None, None, _with_form(choice, form))
-
-
-def _with_form(choice: ImplChoice, form: str, refusal: str = "") -> ImplChoice:
-    """Return a choice whose reason names the form, and why a kernel of one token is skipped."""
-    reasons = (f"{form} form", choice.reason, refusal)
-    return ImplChoice(choice.impl, "; ".join(filter(None, reasons)))
+def _check_decay_of_channels(log_decay: Tensor, k: Tensor) -> None:
+    """Raise ``UnsupportedError`` if log decays are not one per key channel, or above 0."""
+    check_shape("log_decay", log_decay, tuple(k.shape), "B, Hkv, T, D", k.device)
+    check_is_log_decay(log_decay, k.shape[2])
 
 
 # -- implementations -------------------------------------------------------------------------------
 
 
-MATRIX_IMPLEMENTATIONS: tuple[Implementation[MatrixGateInputs, MatrixGateResult], ...] = (
-    Implementation(name="torch", run=run_torch, automatic="runs on every device"),
-    Implementation(name="reference", run=run_reference),
+def _triton_verdict(x: GatedInputs) -> tuple[str, str]:
+    """The check of the window hybrid covers sums without a division."""
+    has_ones = x.normalize or x.gate.m is not None
+    return kernel_verdict("hybrid" if has_ones else "linear", x.log_decay, x.k, x.v)
+
+
+def _cpp_reasons(x: GatedInputs) -> list[str]:
+    return cpp_reasons(chunk_size=x.chunk_size)
+
+
+def _register_chunks(name: str, run: Callable[..., GatedResult]) -> None:
+    """Register the implementations of an op in chunks, and the reference token by token."""
+    op, recurrent = f"{name}_attention", f"recurrent_{name}_attention"
+    register_implementation(
+        Implementation(
+            op=op,
+            name="triton",
+            devices=("cuda",),
+            interpreted_on=("cpu",),
+            run=partial(run, sums=triton_sums),
+            reasons=sums_triton_reasons,
+            form="chunk form",
+            automatic="compiled for this GPU",
+            verdict=_triton_verdict,
+        ),
+        Implementation(
+            op=op,
+            name="cpp",
+            devices=("cpu",),
+            run=partial(run, sums=partial(chunk_sums, impl="cpp")),
+            reasons=_cpp_reasons,
+            form="chunk form",
+            automatic="compiled for this CPU",
+        ),
+        Implementation(
+            op=op,
+            name="torch",
+            run=partial(run, sums=partial(chunk_sums, impl="torch")),
+            form="chunk form",
+            automatic="runs on every device",
+        ),
+        Implementation(
+            op=op,
+            name="reference",
+            form="chunk form",
+            run=partial(run, sums=partial(chunk_sums, impl="reference")),
+        ),
+        Implementation(
+            op=recurrent,
+            name="reference",
+            run=partial(run, sums=partial(_recurrent_sums, impl="reference")),
+        ),
+    )
+
+
+def _register_steps(name: str, run_step: Callable[[GatedInputs], GatedResult]) -> None:
+    """Register the implementations of one token, and token by token."""
+    recurrent = f"recurrent_{name}_attention"
+    for step in (
+        Implementation(
+            op=f"{name}_step",
+            name="triton",
+            devices=("cuda",),
+            interpreted_on=("cpu",),
+            run=run_gated_step_triton,
+            reasons=gated_triton_reasons,
+            form="one token",
+            automatic="compiled for this GPU",
+            verdict=gated_triton_verdict,
+        ),
+        Implementation(
+            op=f"{name}_step",
+            name="cpp",
+            devices=("cpu",),
+            run=run_gated_step_cpp,
+            reasons=gated_cpp_reasons,
+            form="one token",
+            automatic="compiled for this CPU",
+        ),
+        Implementation(
+            op=f"{name}_step",
+            name="torch",
+            run=run_step,
+            form="one token",
+            automatic="runs on every device",
+        ),
+    ):
+        steps = replace(
+            step,
+            op=recurrent,
+            run=partial(run_gated_steps, step=step.run),
+            form="token by token",
+        )
+        register_implementation(step, steps)
+
+
+_recurrent_sums = partial(op_sums, op=recurrent_linear_attention)
+_register_chunks("mlstm", run_mlstm)
+_register_chunks("rwkv6", run_rwkv6)
+_register_steps("mlstm", run_mlstm_step)
+_register_steps("rwkv6", run_rwkv6_step)
+register_implementation(
+    Implementation(
+        op="matrix_gated_attention",
+        name="torch",
+        run=run_torch,
+        form="token by token",
+        automatic="runs on every device",
+    ),
+    Implementation(
+        op="matrix_gated_attention", name="reference", form="token by token", run=run_reference
+    ),
 )
-
-
-def _check_decay_of_channels(log_decay: Tensor, k: Tensor) -> None:
-    """Raise ``UnsupportedError`` if log decays are not one per key channel, or above 0."""
-    check_shape("log_decay", log_decay, tuple(k.shape), "B, Hkv, T, D", k.device)
-    check_is_log_decay(log_decay, k.shape[2])

@@ -22,16 +22,22 @@ key, W window.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard
-from attnzoo.contract.implementation import Implementation, select
+from attnzoo.contract.implementation import (
+    Implementation,
+    register_implementation,
+    select,
+    select_if_supported,
+)
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.padding import fill_padding, gather_tokens, padding_if_any
-from attnzoo.contract.states import AttentionOutput, ImplChoice, LinearState
+from attnzoo.contract.states import AttentionOutput, LinearState
 from attnzoo.contract.validation import (
     DTYPES,
     check_broadcastable,
@@ -46,11 +52,12 @@ from attnzoo.contract.validation import (
     is_empty_call,
 )
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.hybrid.decode import decode
-from attnzoo.ops.hybrid.merge import MIN_WEIGHT, combine, combine_kernels
+from attnzoo.ops.hybrid.cpu.hybrid_step import hybrid_step_cpp, step_cpp_reasons
+from attnzoo.ops.hybrid.merge import combine, combine_kernels
 from attnzoo.ops.hybrid.state import (
     HybridInputs,
     HybridState,
+    StepInputs,
     as_ring,
     next_state,
     oldest_first,
@@ -60,27 +67,40 @@ from attnzoo.ops.hybrid.state import (
 from attnzoo.ops.hybrid.state import (
     LinearBranch as LinearBranch,
 )
-from attnzoo.ops.hybrid.sums import linear_counts, linear_sums
+from attnzoo.ops.hybrid.step import hybrid_step, step_reasons
+from attnzoo.ops.hybrid.sums import (
+    CausalSums,
+    linear_counts,
+    linear_sums,
+    sums_cpp,
+    sums_of_op,
+    sums_triton,
+)
 from attnzoo.ops.hybrid.triton.run import (
     hybrid_triton_reasons,
     hybrid_verdict,
     run_hybrid_triton,
+    run_step_triton,
     run_window_triton,
+    step_triton_reasons,
 )
 from attnzoo.ops.linear.common import check_feature_map, num_features
 from attnzoo.ops.linear.cpu.linear import cpp_reasons
 from attnzoo.ops.linear.validation import check_log_decay
 from attnzoo.ops.window.causal_window import (
+    AttendBand,
     Window,
     WindowState,
+    attend_dense,
+    attend_torch,
     causal_window,
     local_softmax,
     padding_last,
 )
-from attnzoo.ops.window.cpu.band import OutsideSums, band_cpp_reasons
+from attnzoo.ops.window.cpu.band import OutsideSums, band_attention_cpp, band_cpp_reasons
 
-# The output, float32 or wider, and the state of the linear sums
-Result = tuple[Tensor, LinearState | None]
+# The output, float32 or wider, and the state after the last token if it is requested
+Result = tuple[Tensor, HybridState | None]
 
 
 def hybrid_attention(
@@ -145,15 +165,17 @@ def hybrid_attention(
     if padding_mask is not None:
         q, k, v = (fill_padding(x, padding_mask) for x in (q, k, v))
         branch = branch.without_padding(padding_mask)
-    needs_features = shard is not None or num_sinks or not mask.causal or q.shape[2] == 1
-    if needs_features or impl not in ("auto", "cpp") or q.device.type != "cpu":
-        branch = branch.mapped(padding_mask)
     if shard is not None:
+        branch = branch.mapped(padding_mask)
         state = state_before_shard(k, v, branch.k, window, shard)
     elif state is not None:
-        in_place = reuse_state and return_state and not torch.is_grad_enabled()
-        if done := decode(q, k, v, branch, mask, state, impl, scale, in_place):
-            return done._replace(state=done.state if return_state else None)
+        if q.shape[2] == 1:
+            branch = branch.mapped(padding_mask)
+            in_place = reuse_state and return_state and not torch.is_grad_enabled()
+            step = StepInputs(q, k, v, branch, mask, state, scale, in_place)
+            if found := select_if_supported("hybrid_step", step, impl):
+                out, after = found[0].run(step)
+                return AttentionOutput(out, after if return_state else None, None, found[1])
         state = oldest_first(state)
     order = None
     if padding_mask is not None:  # a stable sort puts real tokens first, so windows are contiguous
@@ -163,19 +185,14 @@ def hybrid_attention(
     dtype = v.dtype
     x = HybridInputs(
         *(q, k, v, branch, window, scale, mask.causal, padding_mask, ids, state, return_state),
-        *(impl, chunk_size, shard, num_sinks),
+        *(chunk_size, shard, num_sinks),
     )
-    table = AUTOMATIC[q.device.type == "cuda"] if impl == "auto" else IMPLEMENTATIONS
-    chosen, choice = select("hybrid_attention", table, x, impl)
-    if chosen.name != "cpp" or is_empty_call(q, k):
-        x = x._replace(branch=branch.mapped(padding_mask))
-    out, last = chosen.run(x._replace(impl=chosen.name))
+    chosen, choice = select("hybrid_attention", x, impl)
+    out, after = chosen.run(x)
     out = out.to(dtype)
     if order is not None and padding_mask is not None:
         out = out.masked_fill(~padding_mask[:, None, :, None], 0)
         out = gather_tokens(out, order.argsort(1))
-    choice = ImplChoice(choice.impl, f"softmax window + linear form; {choice.reason}")
-    after = as_ring(next_state(x, *_window(x), last)) if return_state else None
     return AttentionOutput(out, after, None, choice)
 
 
@@ -273,59 +290,80 @@ def _check_state(
     check_state_field("state.seen", state.seen, heads[:1], k.device, (torch.int64,))
 
 
+# -- implementations -------------------------------------------------------------------------------
+
+
 def _run_triton(x: HybridInputs) -> Result:
     """Run the kernels; they count the keys themselves unless rows have other sequences in them."""
+    x = _with_features(x)
     if not x.causal:
-        return _run_triton_bidirectional(x)
+        return _run_triton_bidirectional(x), None
     is_simple = x.state is None and x.segment_ids is None and not x.num_sinks
     counts = linear_counts(x) if x.branch.mean and not is_simple else None
-    return run_hybrid_triton(x, counts, MIN_WEIGHT)
+    out, last = run_hybrid_triton(x, counts)
+    return out, _state_after(x, last)
 
 
-def _run_triton_bidirectional(x: HybridInputs) -> Result:
+def _run_triton_bidirectional(x: HybridInputs) -> Tensor:
     """Run the kernels of the window and of linear sums in both directions, and merge in torch."""
     near, lse = run_window_triton(x)
-    far = linear_sums(x)
+    far = linear_sums(x, sums_triton)
     logit, totals = _logit(x, far.counts, lse.dtype), far.totals.unsqueeze(3)
-    return combine_kernels(near, lse, far.sums, totals, logit, x.branch, x.v.dtype), None
+    return combine_kernels(near, lse, far.sums, totals, logit, x.branch, x.v.dtype)
 
 
-def _run_torch(x: HybridInputs) -> Result:
+def _run_in_parts(x: HybridInputs, attend: AttendBand, sums: CausalSums) -> Result:
     """Compute the window and the linear branch, then the output, in torch."""
+    x = _with_features(x)
+    before, options = _window(x, attend)
     v = x.v.to(torch.promote_types(x.v.dtype, torch.float32))
     if x.causal:
-        near, lse = causal_window(x.q, x.k, v, *_window(x))
+        near, lse = causal_window(x.q, x.k, v, before, options)
     else:
-        near, lse = local_softmax(x.q, x.k, v, (x.window, x.window), _window(x)[1])
-    far = linear_sums(x)
+        near, lse = local_softmax(x.q, x.k, v, (x.window, x.window), options)
+    far = linear_sums(x, sums)
     missing = x.q.shape[2] - far.sums.shape[2]
-    sums, totals = F.pad(far.sums, (0, 0, missing, 0)), F.pad(far.totals, (missing, 0))
+    totals = F.pad(far.totals, (missing, 0)).unsqueeze(3)
     logit = _logit(x, far.counts, lse.dtype)
-    return combine(near, lse, sums, totals.unsqueeze(3), logit, x.branch), far.state
+    out = combine(near, lse, F.pad(far.sums, (0, 0, missing, 0)), totals, logit, x.branch)
+    return out, _state_after(x, far.state)
 
 
 def _run_cpp(x: HybridInputs) -> Result:
     """Compute the linear branch, then the window and the output in one pass."""
     if x.q.shape[2] == 1 or is_empty_call(x.q, x.k):
-        return _run_torch(x)
-    far = linear_sums(x)
+        return _run_in_parts(x, band_attention_cpp, sums_cpp)
+    if x.num_sinks or not x.causal:
+        x = _with_features(x)
+    before, options = _window(x, band_attention_cpp)
+    far = linear_sums(x, sums_cpp)
     logit = _logit(x, far.counts, far.sums.dtype).expand(*x.q.shape[:3], 1).squeeze(3)
     branch = x.branch
     outside = OutsideSums(far.sums, far.totals, logit, branch.relative, branch.linear_only_heads)
     if x.causal:
-        out, _ = causal_window(x.q, x.k, x.v, *_window(x), outside)
+        out, _ = causal_window(x.q, x.k, x.v, before, options, outside)
     else:
-        reach, options = (x.window, x.window), _window(x)[1]
-        out, _ = local_softmax(x.q, x.k, x.v, reach, options, outside)
-    return out, far.state
+        out, _ = local_softmax(x.q, x.k, x.v, (x.window, x.window), options, outside)
+    return out, _state_after(x, far.state)
 
 
-def _window(x: HybridInputs) -> tuple[WindowState | None, Window]:
+def _with_features(x: HybridInputs) -> HybridInputs:
+    return x._replace(branch=x.branch.mapped(x.padding_mask))
+
+
+def _state_after(x: HybridInputs, sums: LinearState | None) -> HybridState | None:
+    """Return the state after a call, if it is requested."""
+    if not x.return_state:
+        return None
+    return as_ring(next_state(x, *_window(x, attend_torch), sums))
+
+
+def _window(x: HybridInputs, attend: AttendBand) -> tuple[WindowState | None, Window]:
     """Return the window before a call, and its options."""
     state = x.state
     before = None if state is None else WindowState(state.k, state.v, state.seen)
     masks = x.padding_mask, x.segment_ids
-    return before, Window(x.window, x.scale, *masks, x.impl, x.num_sinks)
+    return before, Window(x.window, x.scale, *masks, attend, x.num_sinks)
 
 
 def _logit(x: HybridInputs, counts: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -337,31 +375,74 @@ def _logit(x: HybridInputs, counts: Tensor | None, dtype: torch.dtype) -> Tensor
 
 
 def _cpp_reasons(x: HybridInputs) -> list[str]:
-    reasons = cpp_reasons(x.q, chunk_size=x.chunk_size)
-    return reasons or band_cpp_reasons(x.q.device)
+    return cpp_reasons(chunk_size=x.chunk_size) or band_cpp_reasons()
 
 
 def _skip_cpp(x: HybridInputs) -> list[str]:
-    return ["one token takes the step in torch"] if x.q.shape[2] == 1 else []
+    return ["one token is a few torch operations"] if x.q.shape[2] == 1 else []
 
 
-IMPLEMENTATIONS = (
+register_implementation(
     Implementation(
+        op="hybrid_attention",
         name="triton",
+        devices=("cuda",),
+        interpreted_on=("cpu",),
         run=_run_triton,
         reasons=hybrid_triton_reasons,
+        form="softmax window + linear form",
         automatic="compiled for this GPU",
         verdict=hybrid_verdict,
     ),
     Implementation(
+        op="hybrid_attention",
         name="cpp",
+        devices=("cpu",),
         run=_run_cpp,
         reasons=_cpp_reasons,
         auto_reasons=_skip_cpp,
+        form="softmax window + linear form",
         automatic="compiled for this CPU",
     ),
-    Implementation(name="torch", run=_run_torch, automatic="runs on every device"),
-    Implementation(name="reference", run=_run_torch),
+    Implementation(
+        op="hybrid_attention",
+        name="torch",
+        run=partial(_run_in_parts, attend=attend_torch, sums=partial(sums_of_op, impl="torch")),
+        form="softmax window + linear form",
+        automatic="runs on every device",
+    ),
+    Implementation(
+        op="hybrid_attention",
+        name="reference",
+        form="softmax window + linear form",
+        run=partial(_run_in_parts, attend=attend_dense, sums=partial(sums_of_op, impl="reference")),
+    ),
+    Implementation(
+        op="hybrid_step",
+        name="triton",
+        devices=("cuda",),
+        interpreted_on=("cpu",),
+        run=run_step_triton,
+        reasons=step_triton_reasons,
+        form="softmax window + linear form; one token",
+        automatic="compiled for this GPU",
+        verdict=hybrid_verdict,
+    ),
+    Implementation(
+        op="hybrid_step",
+        name="cpp",
+        devices=("cpu",),
+        run=hybrid_step_cpp,
+        reasons=step_cpp_reasons,
+        form="softmax window + linear form; one token",
+        automatic="compiled for this CPU",
+    ),
+    Implementation(
+        op="hybrid_step",
+        name="torch",
+        run=hybrid_step,
+        reasons=step_reasons,
+        form="softmax window + linear form; one token",
+        automatic="runs on every device",
+    ),
 )
-# What impl="auto" selects from, by whether the tensors are on a GPU; the interpreter is for tests
-AUTOMATIC = {True: IMPLEMENTATIONS, False: IMPLEMENTATIONS[1:]}

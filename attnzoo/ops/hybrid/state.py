@@ -12,9 +12,15 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard, latest_before
+from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.padding import fill_padding, gather_tokens
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.linear.common import MapWeights, decay_of_real_tokens, map_features
+from attnzoo.ops.linear.common import (
+    MapWeights,
+    decay_of_real_tokens,
+    like_features,
+    map_features,
+)
 from attnzoo.ops.window.causal_window import Window, WindowState, is_filled, next_window
 
 
@@ -78,6 +84,10 @@ class LinearBranch(NamedTuple):
     feature_scale: float = 1.0
     map_weights: MapWeights | None = None
 
+    def like_features(self) -> Tensor:
+        """Return a tensor with the shape, dtype and device of the features of keys."""
+        return like_features(self.k, self.feature_map, self.map_weights)
+
     def features(self, x: Tensor, *, of_keys: bool) -> Tensor:
         """Return the features of queries or keys."""
         options = (self.feature_map, self.feature_scale, self.map_weights)
@@ -117,10 +127,25 @@ class HybridInputs(NamedTuple):
     segment_ids: Tensor | None
     state: HybridState | None  # in order of time
     return_state: bool
-    impl: str
     chunk_size: int | None
     shard: SequenceShard | None
     num_sinks: int = 0  # G, first tokens of each row in the window of every query
+
+
+class StepInputs(NamedTuple):
+    """Inputs of one token after a state; the branch has features."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    branch: LinearBranch
+    mask: AttentionMask
+    state: HybridState  # a ring buffer
+    scale: float
+    in_place: bool  # whether the next state overwrites the tensors of the given one
+
+
+StepResult = tuple[Tensor, HybridState]  # [B, H, 1, E], zeros at padding, and the next state
 
 
 def next_state(

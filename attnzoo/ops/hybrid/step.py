@@ -12,48 +12,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.contract.masks import AttentionMask
 from attnzoo.ops.hybrid.merge import combine
-from attnzoo.ops.hybrid.state import HybridState, LinearBranch
+from attnzoo.ops.hybrid.state import HybridState, LinearBranch, StepInputs, StepResult
 from attnzoo.ops.linear.common import log_decay_per_token
 from attnzoo.ops.window.causal_window import dense_softmax
 from attnzoo.runtime.derivatives import is_plain_call
 
 
-def supports_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    branch: LinearBranch,
-    mask: AttentionMask,
-    state: HybridState,
-    in_place: bool,
-) -> bool:
-    """Return whether :func:`hybrid_step` computes a call; the branch has features."""
-    if mask.segment_ids is not None or not (
-        in_place or is_plain_call(q, k, v, branch.q, branch.k, branch.log_weight, *state[:5])
-    ):
-        return False
-    wide = torch.promote_types(v.dtype, torch.float32)
+def step_reasons(x: StepInputs) -> list[str]:
+    """Return why a step that updates a state in place or copies it does not compute a call."""
+    branch, state = x.branch, x.state
+    if x.mask.segment_ids is not None:
+        return ["rows are packed"]
+    tensors = (x.q, x.k, x.v, branch.q, branch.k, branch.log_weight, *state[:5])
+    if not (x.in_place or is_plain_call(*tensors)):
+        return ["the step of one token has no derivative"]
+    wide = torch.promote_types(x.v.dtype, torch.float32)
     kept = state.k.dtype, state.v.dtype, state.features.dtype
-    return kept == (k.dtype, wide, branch.k.dtype)
+    if kept != (x.k.dtype, wide, branch.k.dtype):
+        return [f"the state has keys, values and features of other types: {kept}"]
+    return []
 
 
-def hybrid_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    branch: LinearBranch,
-    mask: AttentionMask,
-    state: HybridState,
-    *,
-    scale: float,
-    in_place: bool,
-) -> tuple[Tensor, HybridState]:
-    """Compute one token: its output ``[B, H, 1, E]``, zeros at padding, and the next state.
-
-    ``in_place``: the next state overwrites the tensors of the given one; else they are copied.
-    """
+def hybrid_step(x: StepInputs) -> StepResult:
+    """Compute one token; the next state overwrites the given one, or a copy."""
+    q, k, v, branch, mask, state, scale, in_place = x
     if not in_place:
         state = HybridState._make([x.clone() for x in state])
     real = None if mask.padding is None else mask.padding[:, 0]

@@ -6,6 +6,7 @@ F features of a key, W window, G first tokens (sinks).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -38,12 +39,27 @@ class LinearSums(NamedTuple):
     state: LinearState | None
 
 
-def linear_sums(x: HybridInputs) -> LinearSums:
+# Sums of queries, keys and values under a causal mask, whose padding are keys that do not count,
+# with a log decay and a state: of values and of weights, float32 or wider, and the last state.
+# Values of states end in ones, so the last column of their sums is that of keys.
+CausalSums = Callable[
+    [
+        HybridInputs,
+        tuple[Tensor, Tensor, Tensor],
+        AttentionMask,
+        Tensor | None,
+        LinearState | None,
+    ],
+    tuple[Tensor, Tensor, LinearState | None],
+]
+
+
+def linear_sums(x: HybridInputs, compute: CausalSums) -> LinearSums:
     """Return the linear sums of a call."""
-    return _causal_sums(x) if x.causal else _bidirectional_sums(x)
+    return _causal_sums(x, compute) if x.causal else _bidirectional_sums(x, compute)
 
 
-def _causal_sums(x: HybridInputs) -> LinearSums:
+def _causal_sums(x: HybridInputs, compute: CausalSums) -> LinearSums:
     """Return the linear sums over keys before the window.
 
     Token t of the linear attention has the query of token t and the key of token t - W; the first
@@ -80,7 +96,7 @@ def _causal_sums(x: HybridInputs) -> LinearSums:
         seen = is_same if seen is None else seen & is_same
     sums = None if x.shard is not None else sums
     mask = AttentionMask(causal=True, padding=seen, segment_ids=ids)
-    out, totals, last = _sums(x, (queries, keys, values), mask, log_decay, sums)
+    out, totals, last = compute(x, (queries, keys, values), mask, log_decay, sums)
     return LinearSums(out, totals, linear_counts(x) if branch.mean else None, last)
 
 
@@ -95,7 +111,7 @@ def linear_counts(x: HybridInputs) -> Tensor:
     return counts
 
 
-def _bidirectional_sums(x: HybridInputs) -> LinearSums:
+def _bidirectional_sums(x: HybridInputs, compute: CausalSums) -> LinearSums:
     """Return the linear sums over keys before and after the window."""
     branch, length, skip = x.branch, x.q.shape[2], x.window + 1
     wide = torch.promote_types(x.v.dtype, torch.float32)
@@ -103,8 +119,8 @@ def _bidirectional_sums(x: HybridInputs) -> LinearSums:
     totals = sums.new_zeros(sums.shape[:3])
     if length > skip:
         early, late = slice(length - skip), slice(skip, length)
-        before, weights_before = _directional_sums(x, late, early)
-        after, weights_after = _directional_sums(x, early, late)
+        before, weights_before = _directional_sums(x, compute, late, early)
+        after, weights_after = _directional_sums(x, compute, early, late)
         sums = F.pad(before, (0, 0, skip, 0)) + F.pad(after, (0, 0, 0, skip))
         totals = F.pad(weights_before, (skip, 0)) + F.pad(weights_after, (0, skip))
     if not branch.mean:
@@ -114,7 +130,9 @@ def _bidirectional_sums(x: HybridInputs) -> LinearSums:
     return LinearSums(sums, totals, outside, None)
 
 
-def _directional_sums(x: HybridInputs, queries: slice, keys: slice) -> tuple[Tensor, Tensor]:
+def _directional_sums(
+    x: HybridInputs, compute: CausalSums, queries: slice, keys: slice
+) -> tuple[Tensor, Tensor]:
     """Return the linear sums of queries paired with the first keys outside their windows."""
     q, k, v = x.branch.q[:, :, queries], x.branch.k[:, :, keys], x.v[:, :, keys]
     reverse, ids, seen = queries.start is None, None, None
@@ -125,63 +143,71 @@ def _directional_sums(x: HybridInputs, queries: slice, keys: slice) -> tuple[Ten
         q, k, v = q.flip(2), k.flip(2), v.flip(2)
         ids = None if ids is None else (ids.amax() - ids).flip(1)
         seen = None if seen is None else seen.flip(1)
-    if x.impl == "triton":
-        sums, totals = _kernel_sums(q, k, v, seen, ids)
-    else:
-        mask = AttentionMask(causal=True, padding=seen, segment_ids=ids)
-        sums, totals, _ = _sums(x, (q, k, v), mask, None, None)
+    mask = AttentionMask(causal=True, padding=seen, segment_ids=ids)
+    sums, totals, _ = compute(x, (q, k, v), mask, None, None)
     return (sums.flip(2), totals.flip(2)) if reverse else (sums, totals)
 
 
-def _kernel_sums(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, ids: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return causal sums of values and of weights from the Triton kernels; features are given."""
-    q, k = round_features(q, v), round_features(k, v)
-    k = fill_padding(k, seen)
-    out, totals, _ = triton_sums(q, k, v, None, empty_state(q, k, v), ids)
-    return out, totals
-
-
-def _sums(
+def sums_triton(
     x: HybridInputs,
     qkv: tuple[Tensor, Tensor, Tensor],
     mask: AttentionMask,
     log_decay: Tensor | None,
     state: LinearState | None,
 ) -> tuple[Tensor, Tensor, LinearState | None]:
-    """Return causal sums of values and of weights, float32 or wider, and the last state.
-
-    Padding of the mask are keys that do not count. Values of states end in ones, so the last column
-    of their sums is that of keys.
-    """
+    """Compute :data:`CausalSums` in Triton, without a state; features are given."""
+    assert state is None
     q, k, v = qkv
-    branch = x.branch
-    if x.impl == "cpp":
-        if state is not None:
-            state = LinearState(state.kv[..., :-1], state.k)
-        out, totals, last = weighted_sums(
-            *(q, k, v),
-            mask=mask,
-            log_decay=log_decay,
-            state=state,
-            chunk_size=x.chunk_size,
-            feature_map=branch.feature_map,
-            feature_scale=branch.feature_scale,
-            map_weights=branch.map_weights,
-            shard=x.shard,
-        )
-        if x.return_state:
-            last = LinearState(torch.cat([last.kv, last.k.unsqueeze(3)], 3), last.k)
-        return out, totals, last if x.return_state else None
+    q, k = round_features(q, v), round_features(k, v)
+    k = fill_padding(k, mask.padding)
+    out, totals, _ = triton_sums(q, k, v, log_decay, empty_state(q, k, v), mask.segment_ids)
+    return out, totals, None
+
+
+def sums_cpp(
+    x: HybridInputs,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    mask: AttentionMask,
+    log_decay: Tensor | None,
+    state: LinearState | None,
+) -> tuple[Tensor, Tensor, LinearState | None]:
+    """Compute :data:`CausalSums` in C++, which may compute the features too."""
+    if state is not None:
+        state = LinearState(state.kv[..., :-1], state.k)
+    out, totals, last = weighted_sums(
+        *qkv,
+        mask=mask,
+        log_decay=log_decay,
+        state=state,
+        chunk_size=x.chunk_size,
+        feature_map=x.branch.feature_map,
+        feature_scale=x.branch.feature_scale,
+        map_weights=x.branch.map_weights,
+        shard=x.shard,
+    )
+    if not x.return_state:
+        return out, totals, None
+    return out, totals, LinearState(torch.cat([last.kv, last.k.unsqueeze(3)], 3), last.k)
+
+
+def sums_of_op(
+    x: HybridInputs,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    mask: AttentionMask,
+    log_decay: Tensor | None,
+    state: LinearState | None,
+    *,
+    impl: str,
+) -> tuple[Tensor, Tensor, LinearState | None]:
+    """Compute :data:`CausalSums` by an implementation of linear attention; features are given."""
+    q, k, v = qkv
     wide = torch.promote_types(v.dtype, torch.float32)
     ones = v.new_ones(*v.shape[:3], 1, dtype=wide)
     found = linear_attention(
         *(q, k, cat_huge_pages([v.to(wide), ones], 3)),
         mask=mask,
         log_decay=log_decay,
-        form="recurrent" if q.shape[2] == 1 else "chunk",
-        impl=x.impl,
+        impl=impl,
         state=state,
         return_state=x.return_state,
         chunk_size=x.chunk_size,

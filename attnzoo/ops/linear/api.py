@@ -1,4 +1,4 @@
-r"""Linear attention: one op for the plain, normalised, gated, causal and bidirectional variants.
+r"""Linear attention, plain, normalised or gated, causal or bidirectional: in chunks, or by token.
 
 Computes :math:`S_t = e^{g_t} S_{t-1} + k_t v_t^T` and :math:`o_t = q_t S_t`, or, normalised,
 :math:`o_t = q_t S_t / (q_t z_t + \epsilon)`, where z is the same recurrence over the keys alone.
@@ -6,11 +6,13 @@ Token t updates the state before its query reads it. Queries and keys are featur
 mask, the sums run over all keys:
 :math:`o_t = q_t \sum_j k_j v_j^T / (q_t \sum_j k_j + \epsilon)`.
 
-| form | time | memory beyond the results | used for |
+| op | time | memory beyond the results | used for |
 |---|---|---|---|
-| ``parallel`` | O(T^2 D) | O(T^2), times D for decay per channel | comparison |
-| ``recurrent`` | O(T D E), T steps | the state | decoding |
-| ``chunk`` | O(T C D + T D E) | some states and chunks | training, prefill |
+| :func:`linear_attention` | O(T C D + T D E) | some states and chunks | training, prefill |
+| :func:`recurrent_linear_attention` | O(T D E), T steps | the state | token by token |
+
+Both compute one causal token by the step that decoding takes, which is an op of its own in the
+registry of implementations, ``linear_step``.
 
 Sources: Katharopoulos et al., 2020, arXiv:2006.16236 (the sums); Sun et al., 2023, arXiv:2307.08621
 (decay per head, the chunk form); Yang et al., 2024, arXiv:2312.06635 (decay per key channel).
@@ -20,18 +22,23 @@ Letters: B batch, H heads, Hkv key heads, T queries, S keys, D key size, E value
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard
-from attnzoo.contract.implementation import Implementation, select
+from attnzoo.contract.implementation import (
+    Implementation,
+    register_implementation,
+    select,
+    select_if_supported,
+)
 from attnzoo.contract.masks import PLAIN, AttentionMask
 from attnzoo.contract.padding import padding_if_any
-from attnzoo.contract.states import AttentionOutput, ImplChoice, LinearState
+from attnzoo.contract.states import AttentionOutput, LinearState
 from attnzoo.contract.validation import check_mask_fields, check_qkv, check_shard, check_size
-from attnzoo.errors import UnsupportedError, did_you_mean
-from attnzoo.ops.features.functional import FIXED
+from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linear.bidirectional import run_bidirectional
 from attnzoo.ops.linear.chunk import run_chunks
 from attnzoo.ops.linear.common import (
@@ -46,33 +53,19 @@ from attnzoo.ops.linear.common import (
     map_inputs,
     state_dtype,
 )
-from attnzoo.ops.linear.common import StepGate as StepGate
 from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
-from attnzoo.ops.linear.cpu.linear import (
-    cpp_reasons,
-    fuses_map,
-    run_cpp,
-)
-from attnzoo.ops.linear.cpu.linear_step import run_step, supports_step
-from attnzoo.ops.linear.gated_step import GatedResult as GatedResult
-from attnzoo.ops.linear.gated_step import gated_step as gated_step
-from attnzoo.ops.linear.reference import run_reference
+from attnzoo.ops.linear.cpu.linear import cpp_reasons, fuses_map, run_cpp
+from attnzoo.ops.linear.cpu.linear_step import run_step_cpp, step_reasons
+from attnzoo.ops.linear.reference import run_recurrent_reference, run_reference
 from attnzoo.ops.linear.step import run_steps, step
-from attnzoo.ops.linear.triton.run import divide_sums as divide_sums
-from attnzoo.ops.linear.triton.run import linear_sums as linear_sums
-from attnzoo.ops.linear.triton.run import round_features as round_features
-from attnzoo.ops.linear.triton.run import run_triton
-from attnzoo.ops.linear.triton.run import triton_reasons as triton_reasons
-from attnzoo.ops.linear.triton.verdicts import kernel_verdict as kernel_verdict
+from attnzoo.ops.linear.triton.run import run_step_triton, run_triton, triton_reasons
+from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 from attnzoo.ops.linear.validation import (
     check_log_decay,
     check_packed_tokens,
     check_state,
 )
 from attnzoo.runtime.autocast import autocast_disabled
-
-FORMS = ("parallel", "recurrent", "chunk")
-STEP_IN_CPP = ImplChoice("cpp", "one token, compiled for this CPU")
 
 
 def linear_attention(
@@ -84,7 +77,6 @@ def linear_attention(
     log_decay: Tensor | None = None,
     normalize: bool = False,
     scale: float | None = None,
-    form: str = "chunk",
     impl: str = "auto",
     state: LinearState | None = None,
     return_state: bool = False,
@@ -96,10 +88,11 @@ def linear_attention(
     shard: SequenceShard | None = None,
     reuse_state: bool = False,
 ) -> AttentionOutput:
-    r"""Compute attention through sums over keys and values.
+    r"""Compute attention through sums over keys and values, in chunks.
 
-    The sums and their gradients are float32, or float64 for float64 inputs. Heads may be grouped:
-    there is one state per *key* head, and keys and values are not repeated.
+    One causal token takes the step that decoding takes. The sums and their gradients are float32,
+    or float64 for float64 inputs. Heads may be grouped: there is one state per *key* head, and keys
+    and values are not repeated.
 
     Args:
         q: Queries, ``[B, H, T, D]``, to which ``feature_map`` is applied.
@@ -115,7 +108,6 @@ def linear_attention(
         normalize: Divide by ``q_t z_t + eps``; features should then not be negative.
         scale: Multiplies the features of q; ``None`` means 1. It cancels with ``normalize``, except
             for ``eps``.
-        form: ``"parallel"``, ``"recurrent"`` or ``"chunk"``; see the table above.
         impl: ``"triton"`` (causal, NVIDIA GPUs), ``"cpp"`` (causal, CPUs), ``"torch"`` (every
             device), ``"reference"`` (plain operations and autograd), or ``"auto"``, which selects
             the fastest one that supports the call; ``"triton"`` only after its kernels passed a
@@ -154,9 +146,86 @@ def linear_attention(
         >>> torch.allclose(after.out, whole.out[:, :, 999:], atol=1e-5)
         True
     """
+    x = _inputs(
+        *(q, k, v, mask, log_decay, normalize, scale, state, chunk_size, eps),
+        *(feature_map, feature_scale, map_weights, shard, reuse_state),
+    )
+    return _attend("linear_attention", x, impl, return_state)
+
+
+def recurrent_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: AttentionMask | None = None,
+    log_decay: Tensor | None = None,
+    normalize: bool = False,
+    scale: float | None = None,
+    impl: str = "auto",
+    state: LinearState | None = None,
+    return_state: bool = False,
+    eps: float = 1e-6,
+    feature_map: str = "identity",
+    feature_scale: float = 1.0,
+    map_weights: MapWeights | None = None,
+    shard: SequenceShard | None = None,
+    reuse_state: bool = False,
+) -> AttentionOutput:
+    """Compute :func:`linear_attention` token by token: one step of decoding after another.
+
+    The mask is causal. Arguments and results are those of :func:`linear_attention`; ``"cpp"`` and
+    ``"triton"`` run the kernel of one token, and ``"cpp"`` has no backward pass.
+
+    Raises:
+        ValueError: Shapes, dtypes or options are not supported; the message says which are.
+
+    Example:
+        >>> q, k = torch.rand(2, 1, 4, 20, 16)
+        >>> v = torch.randn(1, 4, 20, 8)
+        >>> steps = attnzoo.ops.recurrent_linear_attention(q, k, v, normalize=True).out
+        >>> chunks = attnzoo.ops.linear_attention(q, k, v, normalize=True).out
+        >>> torch.allclose(steps, chunks, atol=1e-5)
+        True
+    """
+    if mask is not None and not mask.causal:
+        raise UnsupportedError(
+            "recurrent_linear_attention is causal, got a mask that is not; use linear_attention, "
+            "or pass AttentionMask(causal=True)."
+        )
+    x = _inputs(
+        *(q, k, v, mask, log_decay, normalize, scale, state, None, eps),
+        *(feature_map, feature_scale, map_weights, shard, reuse_state),
+    )
+    return _attend("recurrent_linear_attention", x, impl, return_state)
+
+
+def _inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    log_decay: Tensor | None,
+    normalize: bool,
+    scale: float | None,
+    state: LinearState | None,
+    chunk_size: int | None,
+    eps: float,
+    feature_map: str,
+    feature_scale: float,
+    map_weights: MapWeights | None,
+    shard: SequenceShard | None,
+    reuse_state: bool,
+) -> LinearInputs:
+    """Return the checked inputs of a call, with the state of earlier ranks if there are any.
+
+    Raises:
+        UnsupportedError: They do not fit each other.
+    """
     mask = PLAIN[True] if mask is None else mask
     causal, segment_ids, padding = mask.causal, mask.segment_ids, mask.padding
-    _check_options(form, chunk_size, causal)
+    if chunk_size is not None:
+        check_size("chunk_size", chunk_size)
     check_qkv(q, k, v, mask)
     if mask is not PLAIN[True]:
         check_mask_fields("linear_attention", mask, "segment_ids")
@@ -172,38 +241,29 @@ def linear_attention(
     elif state.kv.dtype != (dtype := state_dtype(q, k, v)) or state.k.dtype != dtype:
         state = LinearState(state.kv.to(dtype), state.k.to(dtype))
     x = LinearInputs(
-        *(q, k, v, log_decay, state, padding, segment_ids, causal, form, normalize),
+        *(q, k, v, log_decay, state, padding, segment_ids, causal, normalize),
         *(1.0 if scale is None else float(scale), eps, chunk_size, feature_map, feature_scale),
         map_weights=map_weights,
         reuse_state=reuse_state and not torch.is_grad_enabled(),
     )
-    if q.shape[2] == 1 and impl in ("auto", "cpp") and shard is None and supports_step(x):
-        out, last = run_step(x)
-        return AttentionOutput(out, last if return_state else None, None, STEP_IN_CPP)
-    if map_weights is not None and (impl == "triton" or q.device.type != "cpu"):
-        with autocast_disabled(q.device):  # no other kernel computes learned maps
-            x = map_inputs(x)
-    on_gpu = q.device.type == "cuda"
-    table = AUTOMATIC[form, on_gpu] if impl == "auto" else IMPLEMENTATIONS
-    chosen, choice = select("linear_attention", table, x, impl)
-    fuses_map = shard is None and _fuses_map(x, chosen.name)
+    if shard is None:
+        return x
     with autocast_disabled(q.device):
-        out, last = _run(chosen, x if fuses_map else map_inputs(x), shard)
-    fused = f", {feature_map} fused" if fuses_map and x.feature_map != "identity" else ""
-    choice = ImplChoice(choice.impl, f"{form} form{fused}; {choice.reason}")
-    return AttentionOutput(out, last if return_state else None, None, choice)
+        x = map_inputs(x)
+        return x._replace(state=state_from_earlier_ranks(x.k, v, log_decay, shard, causal=causal))
 
 
-def _run(
-    chosen: Implementation[LinearInputs, Result], x: LinearInputs, shard: SequenceShard | None
-) -> Result:
-    """Run an implementation, from the state of earlier ranks if there are any."""
-    if shard is not None:
-        state = state_from_earlier_ranks(x.k, x.v, x.log_decay, shard, causal=x.causal)
-        x = x._replace(state=state)
+def _attend(op: str, x: LinearInputs, impl: str, return_state: bool) -> AttentionOutput:
+    """Run the step if the call is one token that a step supports, else the op."""
+    found = None
+    if x.q.shape[2] == 1 and x.causal:
+        found = select_if_supported("linear_step", x, impl)
+    chosen, choice = found or select(op, x, impl)
     if x.q.shape[0] == 0 or (x.causal and x.q.shape[2] == 0):
-        return empty_output(x), x.state
-    return chosen.run(x)
+        out, last = empty_output(x), x.state
+    else:
+        out, last = chosen.run(x)
+    return AttentionOutput(out, last if return_state else None, None, choice)
 
 
 def _check_tensors(
@@ -231,80 +291,133 @@ def _check_tensors(
         check_packed_tokens(q, k)
 
 
-def _check_options(form: str, chunk_size: int | None, causal: bool) -> None:
-    """Raise ``UnsupportedError`` for options that no implementation supports."""
-    if form not in FORMS:
-        raise UnsupportedError(
-            f"linear_attention has no form {form!r}.{did_you_mean(form, FORMS)} "
-            f"It has {', '.join(FORMS)}."
-        )
-    if not causal and form == "recurrent":
-        raise UnsupportedError(
-            "form='recurrent' is causal; without a causal mask use form='chunk'."
-        )
-    if chunk_size is not None:
-        check_size("chunk_size", chunk_size)
-
-
-def _fuses_map(x: LinearInputs, impl: str) -> bool:
-    """Return whether an implementation computes the features itself."""
-    if impl == "triton":
-        return x.feature_map in FIXED
-    return impl == "cpp" and fuses_map(x)
-
-
 # -- implementations -------------------------------------------------------------------------------
 
 
 def _run_torch(x: LinearInputs) -> Result:
-    """Compute a call in torch; the parallel form is one chunk."""
-    tokens = x.k.shape[2]
-    if x.form == "recurrent":
-        return run_steps(x)
-    if x.form == "parallel":
-        x = x._replace(chunk_size=max(tokens, 1))
-    if not x.causal:
-        return run_bidirectional(x)
-    return step(x) if tokens == 1 else run_chunks(x)
+    """Compute a call in chunks, or products without a causal mask."""
+    with autocast_disabled(x.q.device):
+        x = map_inputs(x)
+        return run_chunks(x) if x.causal else run_bidirectional(x)
+
+
+def _run_step_torch(x: LinearInputs) -> Result:
+    with autocast_disabled(x.q.device):
+        return step(map_inputs(x))
+
+
+def _run_reference(x: LinearInputs) -> Result:
+    with autocast_disabled(x.q.device):
+        return run_reference(map_inputs(x))
+
+
+def _run_recurrent_reference(x: LinearInputs) -> Result:
+    with autocast_disabled(x.q.device):
+        return run_recurrent_reference(map_inputs(x))
+
+
+def _features(x: LinearInputs) -> Tensor:
+    """Return a tensor with the shape and device of the features of keys."""
+    return like_features(x.k, x.feature_map, x.map_weights)
 
 
 def _triton_reasons(x: LinearInputs) -> list[str]:
-    return triton_reasons(x.q, x.k, x.v, form=x.form, causal=x.causal)
+    return triton_reasons(x.q, _features(x), x.v, causal=x.causal)
 
 
 def _triton_verdict(x: LinearInputs) -> tuple[str, str]:
-    return kernel_verdict("linear", x.log_decay, x.k, x.v)
+    return kernel_verdict("linear", x.log_decay, _features(x), x.v)
 
 
 def _cpp_reasons(x: LinearInputs) -> list[str]:
-    return cpp_reasons(x.q, form=x.form, causal=x.causal, chunk_size=x.chunk_size)
+    return cpp_reasons(causal=x.causal, chunk_size=x.chunk_size)
 
 
-IMPLEMENTATIONS = (
+def _map_in_cpp(x: LinearInputs) -> str:
+    """Return which feature map the kernel computes."""
+    is_fused = x.feature_map != "identity" and fuses_map(x)
+    return f"{x.feature_map} fused" if is_fused else ""
+
+
+def _map_in_triton(x: LinearInputs) -> str:
+    """Return which feature map the kernels compute; learned maps are computed in torch."""
+    is_fused = x.feature_map != "identity" and x.map_weights is None
+    return f"{x.feature_map} fused" if is_fused else ""
+
+
+register_implementation(
     Implementation(
+        op="linear_attention",
         name="triton",
+        devices=("cuda",),
+        interpreted_on=("cpu",),
         run=run_triton,
         reasons=_triton_reasons,
+        form="chunk form",
+        automatic="compiled for this GPU",
+        verdict=_triton_verdict,
+        note=_map_in_triton,
+    ),
+    Implementation(
+        op="linear_attention",
+        name="cpp",
+        devices=("cpu",),
+        run=run_cpp,
+        reasons=_cpp_reasons,
+        form="chunk form",
+        automatic="compiled for this CPU",
+        note=_map_in_cpp,
+    ),
+    Implementation(
+        op="linear_attention",
+        name="torch",
+        run=_run_torch,
+        form="chunk form",
+        automatic="runs on every device",
+    ),
+    Implementation(op="linear_attention", name="reference", run=_run_reference, form="chunk form"),
+    Implementation(
+        op="recurrent_linear_attention",
+        name="reference",
+        form="token by token",
+        run=_run_recurrent_reference,
+    ),
+)
+
+STEPS = (
+    Implementation(
+        op="linear_step",
+        name="triton",
+        devices=("cuda",),
+        interpreted_on=("cpu",),
+        run=run_step_triton,
+        reasons=_triton_reasons,
+        form="one token",
         automatic="compiled for this GPU",
         verdict=_triton_verdict,
     ),
     Implementation(
+        op="linear_step",
         name="cpp",
-        run=run_cpp,
-        reasons=_cpp_reasons,
+        devices=("cpu",),
+        run=run_step_cpp,
+        reasons=step_reasons,
+        form="one token",
         automatic="compiled for this CPU",
     ),
-    Implementation(name="torch", run=_run_torch, automatic="runs on every device"),
-    Implementation(name="reference", run=run_reference),
+    Implementation(
+        op="linear_step",
+        name="torch",
+        run=_run_step_torch,
+        form="one token",
+        automatic="runs on every device",
+    ),
 )
-_TRITON, _CPP, _TORCH, _REFERENCE = IMPLEMENTATIONS
-_PARALLEL = (replace(_REFERENCE, automatic="the parallel form is for comparison"),)
-# What impl="auto" selects from, by form and by whether the tensors are on a GPU
-AUTOMATIC = {
-    ("parallel", False): _PARALLEL,
-    ("parallel", True): _PARALLEL,
-    ("recurrent", False): (_TORCH,),
-    ("recurrent", True): (_TRITON, _TORCH),
-    ("chunk", False): (_CPP, _TORCH),
-    ("chunk", True): (_TRITON, _TORCH),
-}
+for _step in STEPS:
+    _tokens = replace(
+        _step,
+        op="recurrent_linear_attention",
+        run=partial(run_steps, step=_step.run),
+        form="token by token",
+    )
+    register_implementation(_step, _tokens)

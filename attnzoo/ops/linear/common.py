@@ -42,7 +42,6 @@ class LinearInputs(NamedTuple):
     padding_mask: Tensor | None  # [B, S] bool, true at real keys
     segment_ids: Tensor | None  # [B, S]
     causal: bool
-    form: str
     normalize: bool
     scale: float
     eps: float

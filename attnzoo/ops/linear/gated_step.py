@@ -1,109 +1,137 @@
 """One token of mLSTM or RWKV-6 without gradients, in C++ or Triton: decoding.
 
-Letters: B batch, H heads, Hkv key heads, D key size, E value size.
+Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from attnzoo.contract.states import ImplChoice, LinearState
+from attnzoo.contract.states import LinearState
+from attnzoo.contract.validation import empty_output, is_empty_call
+from attnzoo.ops.features.functional import widen
 from attnzoo.ops.linear.common import LinearInputs, StepGate, state_dtype
-from attnzoo.ops.linear.cpu.linear_step import run_step, supports_step
+from attnzoo.ops.linear.cpu.linear_step import kernel_reasons, run_step_cpp
 from attnzoo.ops.linear.triton.run import triton_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 
-ON_GPU = ("cuda",)
-COMPILED = {"cpp": "one token, compiled for this CPU", "triton": "one token, compiled for this GPU"}
+# The output, the next state, and the next m of mLSTM
+GatedResult = tuple[Tensor, LinearState, Tensor | None]
 
 
-# The output, the next state, the next m, and the implementation
-GatedResult = tuple[Tensor, LinearState, Tensor | None, ImplChoice]
+class GatedInputs(NamedTuple):
+    """Inputs of mLSTM or RWKV-6, checked; keys, values and gates are cleared at padding."""
+
+    q: Tensor  # features, [B, H, T, D]
+    k: Tensor  # [B, Hkv, T, D]
+    v: Tensor  # [B, Hkv, T, E]
+    log_decay: Tensor  # mLSTM, [B, Hkv, T]; RWKV-6, [B, Hkv, T, D]
+    state: LinearState  # sums over the earlier tokens
+    gate: StepGate  # log_input of mLSTM is that of all tokens, [B, Hkv, T]
+    normalize: bool = False  # whether RWKV-6 divides by the sum of weights
+    eps: float = 0.0  # added to that sum
+    segment_ids: Tensor | None = None  # [B, T]
+    chunk_size: int | None = None
+    reuse_state: bool = False  # whether the next state, m included, may overwrite the given one
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors of the call but for the values."""
+        return (self.q, self.k, self.log_decay, *self.state, *self.gate)
 
 
-def gated_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    state: LinearState,
-    gate: StepGate,
-    normalize: bool,
-    eps: float,
-    impl: str,
-    reuse_state: bool,
-) -> tuple[GatedResult | None, str]:
-    """Return the output ``[B, H, 1, E]``, the next state, the next ``m``, and the implementation.
-
-    ``None`` if no kernel supports the call with this ``impl``. If one does, but has not passed a
-    check on the device, the second result says so.
-
-    Args:
-        q: Features of the query, ``[B, H, 1, D]``.
-        k: Features of the key, ``[B, Hkv, 1, D]``.
-        v: Value, ``[B, Hkv, 1, E]``.
-        log_decay: ``[B, Hkv, 1]`` with mLSTM, ``[B, Hkv, 1, D]`` with RWKV-6.
-        state: Sums over the earlier tokens.
-        gate: Tensors of mLSTM or RWKV-6.
-        normalize: Whether RWKV-6 divides by the sum of weights.
-        eps: Added to that sum.
-        impl: As in ``linear_attention``.
-        reuse_state: Whether the next state, ``m`` included, may overwrite the given one.
-    """
-    if q.shape[2] != 1 or not q.shape[0]:
-        return None, ""
-    dtype = state_dtype(q, k, v)
-    if any(x is not None and x.dtype != dtype for x in (*state, gate.m)):
-        return None, ""
-    bonus, log_input, m = (None if x is None else x.to(dtype).contiguous() for x in gate)
-    reuse_state = reuse_state and not torch.is_grad_enabled()
-    reuse_state = reuse_state and all(
-        x is None or x.is_contiguous() for x in (state.kv, state.k, gate.m)
-    )
-    x = LinearInputs(
-        *(q, k, v, log_decay, state, None, None, True, "recurrent", normalize, 1.0, eps, None),
-        *("identity", 1.0),
-        reuse_state=reuse_state,
-    )
-    found, reason = _implementation(x, StepGate(bonus, log_input, m), impl)
-    if not found:
-        return None, reason
-    if m is not None and not reuse_state:
-        m = m.clone()
-    gate = StepGate(bonus, log_input, m)
-    out, last = run_step(x, gate) if found == "cpp" else _run_triton(x, gate)
-    return (out, last, m, ImplChoice(found, reason)), ""
+def gated_cpp_reasons(x: GatedInputs) -> list[str]:
+    """Return why :func:`run_gated_step_cpp` does not compute a call."""
+    return _state_reasons(x) or kernel_reasons(x.v, *x.tensors())
 
 
-def _implementation(x: LinearInputs, gate: StepGate, impl: str) -> tuple[str, str]:
-    """Return the implementation of a call and why, or "" and why the kernels are skipped."""
-    device, on_request = x.q.device.type, impl == "triton"
-    if impl in ("auto", "cpp") and device not in ON_GPU:
-        return ("cpp", COMPILED["cpp"]) if supports_step(x, gate) else ("", "")
-    if not on_request and not (impl == "auto" and device in ON_GPU):
-        return "", ""
-    tensors = (x.q, x.k, x.v, x.log_decay, *x.state, *gate)
+def gated_triton_reasons(x: GatedInputs) -> list[str]:
+    """Return why :func:`run_gated_step_triton` does not compute a call."""
+    reasons = _state_reasons(x) + triton_reasons(x.q, x.k, x.v)
+    tensors = (x.v, *x.tensors())
     if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in tensors):
-        return "", ""
-    if triton_reasons(x.q, x.k, x.v, form=x.form):
-        return "", ""
-    if on_request:
-        return "triton", "named in the options"
-    refusal, status = kernel_verdict("linear", x.log_decay, x.k, x.v)
-    if refusal:
-        return "", f"triton is skipped: {refusal}"
-    return "triton", f"{COMPILED['triton']}; {status}"
+        reasons.append("the kernel of one token has no derivative")
+    return reasons
 
 
-def _run_triton(x: LinearInputs, gate: StepGate) -> tuple[Tensor, LinearState]:
+def gated_triton_verdict(x: GatedInputs) -> tuple[str, str]:
+    """Return ``kernel_verdict`` of the kernels of linear attention for a call."""
+    return kernel_verdict("linear", x.log_decay, x.k, x.v)
+
+
+def _state_reasons(x: GatedInputs) -> list[str]:
+    """Return whether the state has another dtype than the sums."""
+    dtype = state_dtype(x.q, x.k, x.v)
+    state = (*x.state, x.gate.m)
+    if all(y is None or y.dtype == dtype for y in state):
+        return []
+    return [f"the state is {x.state.kv.dtype} (the sums are {dtype})"]
+
+
+def run_gated_step_cpp(x: GatedInputs) -> GatedResult:
+    """Run the C++ kernel."""
+    y, gate = _step_of(x)
+    out, last = run_step_cpp(y, gate)
+    return out, last, gate.m
+
+
+def run_gated_step_triton(x: GatedInputs) -> GatedResult:
+    """Run the Triton kernel."""
     from attnzoo.ops.linear.triton.step import linear_triton_step_
 
-    kv, z = (
-        x.state
-        if x.reuse_state
-        else (y.clone(memory_format=torch.contiguous_format) for y in x.state)
+    y, gate = _step_of(x)
+    kv, z = y.state
+    if not y.reuse_state:
+        kv, z = (t.clone(memory_format=torch.contiguous_format) for t in y.state)
+    options = ("identity", 1.0, 1.0, y.normalize, y.eps)
+    out = linear_triton_step_(y.q, y.k, y.v, y.log_decay, kv, z, None, *options, *gate)
+    return out, y.state if y.reuse_state else LinearState(kv, z), gate.m
+
+
+def _step_of(x: GatedInputs) -> tuple[LinearInputs, StepGate]:
+    """Return the inputs of the kernels, and gates of one token, of which they overwrite ``m``."""
+    dtype, (bonus, log_input, m) = x.state.kv.dtype, x.gate
+    reuse = x.reuse_state and not torch.is_grad_enabled()
+    reuse = reuse and all(y is None or y.is_contiguous() for y in (*x.state, m))
+    if bonus is not None:
+        bonus = bonus.to(dtype).contiguous()
+    if log_input is not None:
+        log_input = log_input[:, :, 0].to(dtype).contiguous()
+    if m is not None and not reuse:
+        m = m.clone(memory_format=torch.contiguous_format)
+    y = LinearInputs(
+        *(x.q, x.k, x.v, x.log_decay, x.state, None, None, True, x.normalize, 1.0, x.eps, None),
+        *("identity", 1.0),
+        reuse_state=reuse,
     )
-    options = ("identity", 1.0, 1.0, x.normalize, x.eps)
-    out = linear_triton_step_(x.q, x.k, x.v, x.log_decay, kv, z, None, *options, *gate)
-    return out, x.state if x.reuse_state else LinearState(kv, z)
+    return y, StepGate(bonus, log_input, m)
+
+
+def run_gated_steps(x: GatedInputs, step: Callable[[GatedInputs], GatedResult]) -> GatedResult:
+    """Compute all tokens, one step after another, with the implementation of one token."""
+    outs, state, m = [], x.state, x.gate.m
+    bonus = None if x.gate.bonus is None else widen(x.gate.bonus)  # its gradient sums all tokens
+    if is_empty_call(x.q, x.k):
+        return empty_output(x.q, x.k, x.v), state, m
+    for t in range(x.k.shape[2]):
+        if x.segment_ids is not None and t > 0:
+            kept = x.segment_ids[:, t - 1] == x.segment_ids[:, t]
+            state = LinearState(*(_reset(y, kept) for y in state))
+            m = None if m is None else _reset(m, kept)
+        now = slice(t, t + 1)
+        log_input = None if x.gate.log_input is None else x.gate.log_input[:, :, now]
+        q, k, v, log_decay = (y[:, :, now] for y in (x.q, x.k, x.v, x.log_decay))
+        gate = StepGate(bonus, log_input, m)
+        out, state, m = step(
+            x._replace(q=q, k=k, v=v, log_decay=log_decay, state=state, gate=gate, segment_ids=None)
+        )
+        outs.append(out)
+    return torch.cat(outs, 2), state, m
+
+
+def _reset(x: Tensor, kept: Tensor) -> Tensor:
+    """Set a part of the state to zero in the rows ``[B]`` that are not kept."""
+    return x * kept.view(-1, *(1,) * (x.dim() - 1)).to(x.dtype)

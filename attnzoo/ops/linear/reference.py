@@ -22,12 +22,13 @@ LOWEST_LOG_DECAY = -1e4  # its exponential is 0; sums of -inf would give NaN
 
 
 def run_reference(x: LinearInputs) -> Result:
-    """Compute the form that the call names."""
-    if x.form == "recurrent":
-        return _recurrent(x)
-    if x.form == "chunk" and x.causal:
-        return _dense_chunks(x)
-    return _dense(x)
+    """Compute the parallel form: of all keys, or of one causal chunk after another."""
+    return _in_pieces(x, x.chunk_size or 64, _dense) if x.causal else _dense(x)
+
+
+def run_recurrent_reference(x: LinearInputs) -> Result:
+    """Compute one token after another."""
+    return _in_pieces(x, 1, _one_token)
 
 
 class _Weights(NamedTuple):
@@ -96,17 +97,6 @@ def _bidirectional_weights(x: LinearInputs) -> _Weights:
         writes * (ids == last)[:, None, :, None],
         state_decay * (ids[:, :1] == last).unsqueeze(1),
     )
-
-
-def _dense_chunks(x: LinearInputs) -> Result:
-    """Compute the dense form of one chunk after another."""
-    size = x.chunk_size or 64
-    return _in_pieces(x, size, _dense)
-
-
-def _recurrent(x: LinearInputs) -> Result:
-    """Compute one token after another."""
-    return _in_pieces(x, 1, _one_token)
 
 
 def _in_pieces(x: LinearInputs, size: int, run: Callable[[LinearInputs], Result]) -> Result:

@@ -5,11 +5,14 @@ O(D E) per token. Letters as in :mod:`attnzoo.ops.linear.common`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.linear.common import LinearInputs, Result, log_decay_per_token
+from attnzoo.ops.linear.common import LinearInputs, Result, log_decay_per_token, map_inputs
+from attnzoo.runtime.autocast import autocast_disabled
 
 
 def step(x: LinearInputs) -> Result:
@@ -38,10 +41,10 @@ def step(x: LinearInputs) -> Result:
     return out.view(batch, heads, 1, v.shape[3]).to(x.v.dtype), LinearState(kv, z)
 
 
-def run_steps(x: LinearInputs) -> Result:
-    """Compute all tokens, one step after another."""
-    if x.k.shape[2] == 1:
-        return step(x)
+def run_steps(x: LinearInputs, step: Callable[[LinearInputs], Result]) -> Result:
+    """Compute all tokens, one step after another, with the implementation of one token."""
+    with autocast_disabled(x.q.device):
+        x = map_inputs(x)
     outs, state = [], x.state
     for t in range(x.k.shape[2]):
         if x.segment_ids is not None and t > 0:

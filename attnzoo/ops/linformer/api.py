@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnzoo.contract.implementation import Implementation, select
+from attnzoo.contract.implementation import Implementation, register_implementation, select
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.contract.validation import (
@@ -43,13 +43,19 @@ from attnzoo.ops.linformer.common import (
 from attnzoo.ops.linformer.full_sequence import run_torch
 from attnzoo.ops.linformer.reference import run_block_reference, run_reference
 
-IMPLEMENTATIONS = (
-    Implementation(name="torch", run=run_torch, automatic="runs on every device"),
-    Implementation(name="reference", run=run_reference),
-)
-BLOCK_IMPLEMENTATIONS = (
-    Implementation(name="torch", run=run_block_torch, automatic="block form; runs on every device"),
-    Implementation(name="reference", run=run_block_reference),
+register_implementation(
+    Implementation(
+        op="linformer_attention", name="torch", run=run_torch, automatic="runs on every device"
+    ),
+    Implementation(op="linformer_attention", name="reference", run=run_reference),
+    Implementation(
+        op="linformer_block_attention",
+        name="torch",
+        run=run_block_torch,
+        form="block form",
+        automatic="runs on every device",
+    ),
+    Implementation(op="linformer_block_attention", name="reference", run=run_block_reference),
 )
 
 
@@ -105,7 +111,7 @@ def linformer_attention(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     padding_mask = _padding_mask(mask, k)
     call = LinformerCall(q, k, v, key_rows, value_rows, scale, padding_mask, pooling, dropout)
-    implementation, choice = select("linformer_attention", IMPLEMENTATIONS, call, impl)
+    implementation, choice = select("linformer_attention", call, impl)
     if is_empty_call(q, k):
         return AttentionOutput(empty_output(q, k, v, key_rows, value_rows), impl=choice)
     return AttentionOutput(implementation.run(call).to(v.dtype), impl=choice)
@@ -181,7 +187,7 @@ def linformer_block_attention(
         state,
         return_state,
     )
-    implementation, choice = select("linformer_block_attention", BLOCK_IMPLEMENTATIONS, call, impl)
+    implementation, choice = select("linformer_block_attention", call, impl)
     if is_empty_call(q, k):
         out = empty_output(q, k, v, key_rows, value_rows)
         state = empty_state(call) if state is None else state

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnzoo.contract.implementation import Implementation, select
+from attnzoo.contract.implementation import Implementation, register_implementation, select
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.contract.validation import check_qkv, empty_output, is_empty_call
@@ -30,28 +30,32 @@ from attnzoo.ops.longformer.reference import run_reference
 from attnzoo.ops.longformer.validation import check_global_tokens, check_mask
 from attnzoo.ops.window.pattern import Pattern, PerHead, expand_bias
 
-IMPLEMENTATIONS = (
+register_implementation(
     Implementation(
+        op="longformer_attention",
         name="cpp",
+        devices=("cpu",),
         run=run_cpp,
         reasons=cpp_reasons,
         auto_reasons=skip_cpp,
         automatic="compiled for this CPU",
     ),
     Implementation(
+        op="longformer_attention",
         name="varlen",
+        devices=("cuda",),
         run=varlen.run_by_varlen,
         reasons=varlen.reasons,
-        auto_reasons=varlen.auto_reasons,
         automatic="PyTorch's varlen kernel needs no mask",
         verdict=varlen.verdict,
     ),
     Implementation(
+        op="longformer_attention",
         name="torch",
         run=run_torch,
         automatic="blocks of queries with the keys of their band, on every device",
     ),
-    Implementation(name="reference", run=run_reference),
+    Implementation(op="longformer_attention", name="reference", run=run_reference),
 )
 
 
@@ -167,7 +171,7 @@ def pattern_attention(
         bias=None if bias is None else expand_bias(bias, q.shape[1], k.shape[2]),
         dropout=dropout,
     )
-    implementation, choice = select("longformer_attention", IMPLEMENTATIONS, call, impl)
+    implementation, choice = select("longformer_attention", call, impl)
     if is_empty_call(q, k):
         return AttentionOutput(empty_output(q, k, v), impl=choice)
     return AttentionOutput(implementation.run(call), impl=choice)

@@ -36,7 +36,7 @@ def run_torch(x: LongformerCall) -> Tensor:
 
 def cpp_reasons(x: LongformerCall) -> list[str]:
     """Return every reason why the C++ kernel does not support a call."""
-    reasons = band_cpp_reasons(x.q.device)
+    reasons = band_cpp_reasons()
     if x.bias is not None:
         reasons.append("a bias is given, which the kernel does not add")
     if x.dropout > 0:

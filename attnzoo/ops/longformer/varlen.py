@@ -58,13 +58,6 @@ def verdict(x: LongformerCall) -> tuple[str, str]:
     return varlen_verdict(_flash_call(x, AttentionMask()))
 
 
-def auto_reasons(x: LongformerCall) -> list[str]:
-    """Return why ``impl="auto"`` does not consider the kernel for a call."""
-    if x.q.device.type != "cuda":
-        return [f"the kernel runs on CUDA, and q is on {x.q.device.type}"]
-    return []
-
-
 def _flash_call(x: LongformerCall, mask: AttentionMask) -> FlashCall:
     return FlashCall(x.q, x.k, x.v, mask, x.scale, x.bias, dropout=x.dropout)
 

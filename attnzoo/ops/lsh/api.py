@@ -15,33 +15,41 @@ Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from attnzoo.contract.implementation import Implementation, select
+from attnzoo.contract.implementation import Implementation, register_implementation, select
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.ops.lsh.cpu.lsh import cpp_reasons
-from attnzoo.ops.lsh.custom_ops import blockwise_attention
+from attnzoo.ops.lsh.custom_ops import CPP, TORCH
 from attnzoo.ops.lsh.options import LSHInputs, LSHOptions
 from attnzoo.ops.lsh.reference import reference_attention
 from attnzoo.ops.lsh.validation import check_inputs, check_options
 
-IMPLEMENTATIONS = (  # of both ops
+register_implementation(
     Implementation(
+        op="lsh_attention",
         name="cpp",
-        run=partial(blockwise_attention, impl="cpp"),
+        devices=("cpu",),
+        run=CPP.run,
         reasons=cpp_reasons,
         automatic="compiled for this CPU",
     ),
-    Implementation(
-        name="torch",
-        run=partial(blockwise_attention, impl="torch"),
-        automatic="block by block, on every device",
+    *(
+        each
+        for op in ("lsh_attention", "shared_qk_attention")
+        for each in (
+            Implementation(
+                op=op,
+                name="torch",
+                run=TORCH.run,
+                automatic="block by block, on every device",
+            ),
+            Implementation(op=op, name="reference", run=reference_attention),
+        )
     ),
-    Implementation(name="reference", run=reference_attention),
 )
 
 
@@ -113,7 +121,7 @@ def lsh_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     segments = segment_ids(mask, q, k)
     inputs = LSHInputs(q, k, v, scale, *segments, None, _seed_tensor(seed), [], options, bias)
-    implementation, choice = select("lsh_attention", IMPLEMENTATIONS, inputs, impl)
+    implementation, choice = select("lsh_attention", inputs, impl)
     return AttentionOutput(implementation.run(inputs), impl=choice)
 
 
@@ -151,7 +159,7 @@ def shared_qk_attention(
         seed: Integer, or tensor of integers, from which rotations are drawn.
         rotations: ``[Hkv, D, R, num_buckets / 2]``, used instead of drawn ones; with factors, their
             sum takes the place of ``num_buckets``.
-        impl: As in :func:`lsh_attention`; ``"cpp"`` does not support this form.
+        impl: As in :func:`lsh_attention`, without ``"cpp"``.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``, and ``impl``.
@@ -176,7 +184,7 @@ def shared_qk_attention(
     inputs = LSHInputs(
         q, k, v, 1.0, *segments, rotations, _seed_tensor(seed), factors, options, bias
     )
-    implementation, choice = select("shared_qk_attention", IMPLEMENTATIONS, inputs, impl)
+    implementation, choice = select("shared_qk_attention", inputs, impl)
     return AttentionOutput(implementation.run(inputs), impl=choice)
 
 

@@ -6,7 +6,7 @@ Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,36 +26,41 @@ from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
 from attnzoo.runtime.memory import LANES, empty_huge_pages, register_buffer_bytes, simd_bytes
 
 SORT_BYTES = 100, 43  # of the sort of hash rounds: per query and key of a round, as measured
-TENSORS: dict[str, Callable[[WorkItem, LSHInputs], WorkItemTensors]] = {
-    "torch": BlockwiseTensors,
-    "cpp": CppTensors,
-}
+# The tensors of a work item, and its two passes
+TensorsOf = Callable[[WorkItem, LSHInputs], WorkItemTensors]
 
 
-def blockwise_attention(inputs: LSHInputs, impl: str) -> Tensor:
-    """Compute LSH attention without a score matrix, ``[B, H, T, E]``.
+class LSHOperators(NamedTuple):
+    """The custom operators of one implementation."""
 
-    Args:
-        inputs: Inputs of the call.
-        impl: ``"torch"`` or ``"cpp"``.
-    """
-    x = inputs
-    check_reverse_mode("LSH attention", x.q, x.k, x.v, x.bias)
-    out: Tensor = lsh_forward(
-        x.q,
-        x.k,
-        x.v,
-        x.scale,
-        x.query_segments,
-        x.key_segments,
-        x.rotations,
-        x.seed,
-        x.bucket_factors,
-        [int(option) for option in x.options],
-        x.bias,
-        impl,
-    )[0]
-    return out
+    forward: Any
+    backward: Any
+
+    def run(self, inputs: LSHInputs) -> Tensor:
+        """Compute LSH attention without a score matrix, ``[B, H, T, E]``."""
+        x = inputs
+        check_reverse_mode("LSH attention", x.q, x.k, x.v, x.bias)
+        hashing = x.rotations, x.seed, x.bucket_factors, [int(option) for option in x.options]
+        segments = x.query_segments, x.key_segments
+        out: Tensor = self.forward(x.q, x.k, x.v, x.scale, *segments, *hashing, x.bias)[0]
+        return out
+
+
+def lsh_operators(name: str, tensors_of: TensorsOf) -> LSHOperators:
+    """Define the custom operators of an implementation, whose names end in ``name``."""
+    forward = _forward_operator(f"attnzoo::lsh_forward_{name}", tensors_of)
+    backward = _backward_operator(f"attnzoo::lsh_backward_{name}", tensors_of)
+
+    def run_backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Any, ...]:
+        q, k, v, bias, *hashing, out, lse = ctx.saved_tensors
+        options = (ctx.scale, *hashing, *ctx.options, bias, ctx.bias_needs_grad)
+        *gradients, d_bias = backward(d_out, out, lse, q, k, v, *options)
+        no_gradients = [None] * (1 + len(hashing) + len(ctx.options))
+        return (*gradients, *no_gradients, d_bias if ctx.bias_needs_grad else None)
+
+    forward.register_autograd(run_backward, setup_context=_setup_context)
+    refuse_derivative(backward, "LSH attention")
+    return LSHOperators(forward, backward)
 
 
 def _inputs(*arguments: Any) -> LSHInputs:
@@ -64,82 +69,103 @@ def _inputs(*arguments: Any) -> LSHInputs:
     return x._replace(options=LSHOptions.from_ints(arguments[9]))
 
 
-@torch.library.custom_op("attnzoo::lsh_forward", mutates_args=())
-def lsh_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    query_segments: Tensor | None,
-    key_segments: Tensor | None,
-    rotations: Tensor | None,
-    seed: Tensor,
-    bucket_factors: list[int],
-    options: list[int],
-    bias: Tensor | None,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    """Return the output ``[B, H, T, E]`` and the base-2 log-sum-exp ``[B, H, T, 1]``."""
-    seed = seed.cpu()  # every work item reads it
-    x = _inputs(
-        q, k, v, scale, query_segments, key_segments, rotations, seed, bucket_factors, options, bias
-    )
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    out = _empty_tokens_first(q, v.shape[3], dtype)
-    lse = q.new_zeros(*q.shape[:3], 1, dtype=dtype)
-    if query_segments is not None:  # no work item contains padding
-        out.zero_()
-    with autocast_disabled(q.device):
-        for item in split_work(x):
-            rows, logs = TENSORS[impl](item, x).forward()
-            item.scatter(rows, out)
-            item.scatter(logs, lse)
-            del rows, logs  # before the tensors of the next item are allocated
-    return out.to(v.dtype), lse
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.scale, query_segments, key_segments, rotations, seed, *ctx.options = inputs[:-1]
+    bias = inputs[-1]
+    ctx.bias_needs_grad = bias is not None and bias.requires_grad
+    ctx.save_for_backward(q, k, v, bias, query_segments, key_segments, rotations, seed, *output)
 
 
-@torch.library.custom_op("attnzoo::lsh_backward", mutates_args=())
-def lsh_backward(
-    d_out: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    query_segments: Tensor | None,
-    key_segments: Tensor | None,
-    rotations: Tensor | None,
-    seed: Tensor,
-    bucket_factors: list[int],
-    options: list[int],
-    bias: Tensor | None,
-    impl: str,
-    bias_needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and bias (empty if not needed); hashes again."""
-    seed = seed.cpu()  # every work item reads it
-    x = _inputs(
-        q, k, v, scale, query_segments, key_segments, rotations, seed, bucket_factors, options, bias
-    )
-    dq, dk, dv = (_empty_tokens_first(y, y.shape[3], lse.dtype).zero_() for y in (q, k, v))
-    d_bias = None
-    if bias is not None and bias_needs_grad:
-        d_bias = bias.new_zeros(bias.numel(), dtype=lse.dtype)
-    delta = (d_out.to(lse.dtype) * out).sum(-1, keepdim=True)
-    with autocast_disabled(q.device):
-        for item in split_work(x):
-            d_rows, sums, logs = (to_rows(item.gather(y, QUERIES)) for y in (d_out, delta, lse))
-            tensors = TENSORS[impl](item, x)
-            gradients = tensors.backward(d_rows, sums, logs, d_bias)
-            item.scatter(gradients[0], dq)
-            item.scatter_add(gradients[1], dk)
-            item.scatter_add(gradients[2], dv)
-            del d_rows, sums, logs, tensors, gradients  # before those of the next are allocated
-    bias_gradient = q.new_empty(0)
-    if bias is not None and d_bias is not None:
-        bias_gradient = d_bias.to(bias.dtype).view(bias.shape)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), bias_gradient
+def _forward_operator(name: str, tensors_of: TensorsOf) -> Any:
+    """Define the operator of the output ``[B, H, T, E]`` and log-sum-exp ``[B, H, T, 1]``.
+
+    The logarithm is to base 2.
+    """
+
+    @torch.library.custom_op(name, mutates_args=())
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        query_segments: Tensor | None,
+        key_segments: Tensor | None,
+        rotations: Tensor | None,
+        seed: Tensor,
+        bucket_factors: list[int],
+        options: list[int],
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        seed = seed.cpu()  # every work item reads it
+        hashing = (rotations, seed, bucket_factors, options)
+        x = _inputs(q, k, v, scale, query_segments, key_segments, *hashing, bias)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        out = _empty_tokens_first(q, v.shape[3], dtype)
+        lse = q.new_zeros(*q.shape[:3], 1, dtype=dtype)
+        if query_segments is not None:  # no work item contains padding
+            out.zero_()
+        with autocast_disabled(q.device):
+            for item in split_work(x):
+                rows, logs = tensors_of(item, x).forward()
+                item.scatter(rows, out)
+                item.scatter(logs, lse)
+                del rows, logs  # before the tensors of the next item are allocated
+        return out.to(v.dtype), lse
+
+    forward.register_fake(_fake_forward)
+    register_buffer_bytes(forward)(_forward_bytes)
+    return forward
+
+
+def _backward_operator(name: str, tensors_of: TensorsOf) -> Any:
+    """Define the operator of the gradients of q, k, v and bias (empty if not needed).
+
+    It hashes again.
+    """
+
+    @torch.library.custom_op(name, mutates_args=())
+    def backward(
+        d_out: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        query_segments: Tensor | None,
+        key_segments: Tensor | None,
+        rotations: Tensor | None,
+        seed: Tensor,
+        bucket_factors: list[int],
+        options: list[int],
+        bias: Tensor | None,
+        bias_needs_grad: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        seed = seed.cpu()  # every work item reads it
+        hashing = (rotations, seed, bucket_factors, options)
+        x = _inputs(q, k, v, scale, query_segments, key_segments, *hashing, bias)
+        dq, dk, dv = (_empty_tokens_first(y, y.shape[3], lse.dtype).zero_() for y in (q, k, v))
+        d_bias = None
+        if bias is not None and bias_needs_grad:
+            d_bias = bias.new_zeros(bias.numel(), dtype=lse.dtype)
+        delta = (d_out.to(lse.dtype) * out).sum(-1, keepdim=True)
+        with autocast_disabled(q.device):
+            for item in split_work(x):
+                d_rows, sums, logs = (to_rows(item.gather(y, QUERIES)) for y in (d_out, delta, lse))
+                tensors = tensors_of(item, x)
+                gradients = tensors.backward(d_rows, sums, logs, d_bias)
+                item.scatter(gradients[0], dq)
+                item.scatter_add(gradients[1], dk)
+                item.scatter_add(gradients[2], dv)
+                del d_rows, sums, logs, tensors, gradients  # before those of the next
+        bias_gradient = q.new_empty(0)
+        if bias is not None and d_bias is not None:
+            bias_gradient = d_bias.to(bias.dtype).view(bias.shape)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), bias_gradient
+
+    backward.register_fake(_fake_backward)
+    register_buffer_bytes(backward)(_backward_bytes)
+    return backward
 
 
 def _empty_tokens_first(like: Tensor, size: int, dtype: torch.dtype) -> Tensor:
@@ -154,31 +180,27 @@ def _fake_tokens_first(like: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return like.new_empty(batch, length, heads, size, dtype=dtype).transpose(1, 2)
 
 
-@lsh_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     return _fake_tokens_first(q, v.shape[3], v.dtype), q.new_empty(*q.shape[:3], 1, dtype=dtype)
 
 
-@lsh_backward.register_fake
-def _(
+def _fake_backward(
     d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (_fake_tokens_first(x, x.shape[3], x.dtype) for x in (q, k, v))
-    bias, _, needs_grad = options[-3:]
+    bias, needs_grad = options[-2:]
     return dq, dk, dv, bias.new_empty(bias.shape) if needs_grad else q.new_empty(0)
 
 
-@register_buffer_bytes(lsh_forward)
-def _(*arguments: Any) -> int:
+def _forward_bytes(*arguments: Any) -> int:
     x = _inputs(*arguments)
     dtype = torch.promote_types(x.q.dtype, torch.float32)
     written = x.q.shape[:3].numel() * x.v.shape[3]  # in v's type only when the rows are freed
     return _work_item_bytes(x, dtype) + written * (dtype.itemsize - x.v.dtype.itemsize)
 
 
-@register_buffer_bytes(lsh_backward)
-def _(d_out: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> int:
+def _backward_bytes(d_out: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> int:
     x, size = _inputs(*arguments), lse.dtype.itemsize
     gradients = sum(y.numel() * (size - y.dtype.itemsize) for y in (x.q, x.k, x.v))
     return _work_item_bytes(x, lse.dtype, backward=True) + gradients
@@ -215,20 +237,5 @@ def _work_item_bytes(inputs: LSHInputs, dtype: torch.dtype, *, backward: bool = 
     return most
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.scale, query_segments, key_segments, rotations, seed, *ctx.options = inputs[:-2]
-    bias, ctx.impl = inputs[-2:]
-    ctx.bias_needs_grad = bias is not None and bias.requires_grad
-    ctx.save_for_backward(q, k, v, bias, query_segments, key_segments, rotations, seed, *output)
-
-
-def _backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Any, ...]:
-    q, k, v, bias, *hashing, out, lse = ctx.saved_tensors
-    options = (ctx.scale, *hashing, *ctx.options, bias, ctx.impl, ctx.bias_needs_grad)
-    *gradients, d_bias = lsh_backward(d_out, out, lse, q, k, v, *options)
-    no_gradients = [None] * (1 + len(hashing) + len(ctx.options))
-    return (*gradients, *no_gradients, d_bias if ctx.bias_needs_grad else None, None)
-
-
-lsh_forward.register_autograd(_backward, setup_context=_setup_context)
-refuse_derivative(lsh_backward, "LSH attention")
+TORCH = lsh_operators("torch", BlockwiseTensors)
+CPP = lsh_operators("cpp", CppTensors)

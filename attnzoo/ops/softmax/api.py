@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnzoo.contract.implementation import Implementation, select
+from attnzoo.contract.implementation import Implementation, register_implementation, select
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.contract.validation import check_qkv
 from attnzoo.ops.softmax.reference import SoftmaxCall, run_reference
 
-IMPLEMENTATIONS = (
-    Implementation(name="reference", run=run_reference, automatic="the only implementation"),
+register_implementation(
+    Implementation(
+        op="softmax_attention",
+        name="torch",
+        run=run_reference,
+        automatic="the whole score matrix, on every device",
+    ),
+    Implementation(op="softmax_attention", name="reference", run=run_reference),  # the same
 )
 
 
@@ -49,7 +55,7 @@ def softmax_attention(
         sinks: A logit per head, ``[H]``, or per head and query, ``[B, H, T, 1]``, that takes part
             in the softmax and has no value.
         dropout: Probability of dropping a weight.
-        impl: ``"reference"`` or ``"auto"``.
+        impl: ``"torch"``, ``"reference"``, the same here, or ``"auto"``.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` and ``weights`` as ``[B, H, T, S]``, in the dtype of ``v``.
@@ -69,6 +75,6 @@ def softmax_attention(
         mask = mask.dense(q.shape[2], k.shape[2], q.device)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     call = SoftmaxCall(q, k, v, scale, mask, bias, softcap, sinks, dropout)
-    implementation, choice = select("softmax_attention", IMPLEMENTATIONS, call, impl)
+    implementation, choice = select("softmax_attention", call, impl)
     out, weights = implementation.run(call)
     return AttentionOutput(out, weights=weights, impl=choice)

@@ -9,8 +9,9 @@ G first tokens of a row, S keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,12 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard, latest_before
+from attnzoo.contract.implementation import Implementation, register_implementation, select
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.padding import gather_tokens
+from attnzoo.contract.states import ImplChoice
 from attnzoo.contract.validation import check_size, is_empty_call
 from attnzoo.ops.window.band import band_softmax
 from attnzoo.ops.window.blockwise_cpu import LocalOptions, blockwise_local_attention
-from attnzoo.ops.window.cpu.band import OutsideSums, band_attention_cpp
+from attnzoo.ops.window.cpu.band import OutsideSums, band_attention_cpp, band_cpp_reasons
 from attnzoo.ops.window.pattern import Band, GlobalIndices
 from attnzoo.ops.window.sinks import SinkKeys, split_sinks
 
@@ -36,6 +39,13 @@ class WindowState(NamedTuple):
     seen: Tensor  # [B], int64: number of real tokens so far
 
 
+# Attention within a band and to the first keys, for queries from an offset among the keys on, plus
+# the sums over other keys if the implementation adds these: the output and the log-sum-exp
+AttendBand = Callable[
+    [Tensor, Tensor, Tensor, LocalOptions, int, OutsideSums | None], tuple[Tensor, Tensor]
+]
+
+
 class Window(NamedTuple):
     """Options of a call whose padding is at the end of the rows."""
 
@@ -43,8 +53,27 @@ class Window(NamedTuple):
     scale: float  # multiplies query-key products
     padding_mask: Tensor | None  # [B, T] bool, true at real tokens
     segment_ids: Tensor | None  # [B, T]
-    impl: str  # "cpp", "torch", or "reference", which computes with a dense mask
+    attend: AttendBand
     num_sinks: int = 0  # G, first tokens of each row that are seen outside the window too
+
+
+class WindowCall(NamedTuple):
+    """Inputs of a call whose padding is at the end of the rows."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    window: int
+    scale: float
+    padding_mask: Tensor | None
+    segment_ids: Tensor | None
+    state: WindowState | None
+    num_sinks: int
+
+    def options(self, attend: AttendBand) -> Window:
+        """Return the options of the call."""
+        masks = self.padding_mask, self.segment_ids
+        return Window(self.window, self.scale, *masks, attend, self.num_sinks)
 
 
 def causal_window_attention(
@@ -58,9 +87,9 @@ def causal_window_attention(
     state: WindowState | None = None,
     return_state: bool = False,
     shard: SequenceShard | None = None,
-    impl: str = "torch",
+    impl: str = "auto",
     num_sinks: int = 0,
-) -> tuple[Tensor, Tensor, WindowState | None]:
+) -> tuple[Tensor, Tensor, WindowState | None, ImplChoice]:
     """Compute softmax attention to the W latest real keys of the same segment.
 
     Args:
@@ -73,14 +102,14 @@ def causal_window_attention(
         state: The window of an earlier call; not together with segments.
         return_state: Whether to return the window after the last real token.
         shard: This rank's part of sequences that several ranks hold, in place of ``state``.
-        impl: ``"cpp"``, ``"torch"``, or ``"reference"``, which computes with a dense mask. One
-            token after a state is computed in torch.
+        impl: ``"cpp"`` (CPUs), ``"torch"``, ``"reference"``, which computes with a dense mask, or
+            ``"auto"``. One token after a state is computed in torch.
         num_sinks: G, first real tokens of each row that are seen outside the window too; not
             together with segments or ``shard``.
 
     Returns:
         The output ``[B, H, T, E]`` and the log-sum-exp of the scores, ``[B, H, T, 1]``, both
-        float32 or wider and 0 at padding, and the state.
+        float32 or wider and 0 at padding, the state, and the implementation.
     """
     check_size("window", window)
     assert not num_sinks or (mask.segment_ids is None and shard is None)
@@ -91,16 +120,18 @@ def causal_window_attention(
     if padding_mask is not None:
         order, padding_mask, ids = padding_last(padding_mask, ids)
         q, k, v = (gather_tokens(x, order) for x in (q, k, v))
-    options = Window(window, scale, padding_mask, ids, impl, num_sinks)
-    out, lse = causal_window(q, k, v, state, options)
+    call = WindowCall(q, k, v, window, scale, padding_mask, ids, state, num_sinks)
+    chosen, choice = select("causal_window_attention", call, impl)
+    out, lse = chosen.run(call)
     last = None
     if return_state:
+        options = call.options(attend_torch)
         latest_k, latest_v, seen = next_window((k, v), state, options)
         last = WindowState(latest_k, latest_v, seen)
     if order is not None and padding_mask is not None:
         is_padding, back = ~padding_mask[:, None, :, None], order.argsort(1)
         out, lse = (gather_tokens(x.masked_fill(is_padding, 0), back) for x in (out, lse))
-    return out, lse, last
+    return out, lse, last, choice
 
 
 def padding_last(
@@ -125,10 +156,9 @@ def causal_window(
 ) -> tuple[Tensor, Tensor]:
     """Return softmax attention to the W latest keys, and its log-sum-exp.
 
-    ``outside`` are sums over earlier keys, which only the C++ kernel adds.
+    ``outside`` are sums over earlier keys, if ``x.attend`` adds these.
     """
     padding_mask, ids, reach = x.padding_mask, x.segment_ids, (x.size - 1, 0)
-    assert outside is None or x.impl == "cpp"
     if x.num_sinks:
         return _window_and_sinks(q, k, v, state, x, outside)
     if state is None:
@@ -145,11 +175,8 @@ def causal_window(
     if ids is not None:  # the state belongs to the first segment
         ids = torch.cat([ids[:, :1].expand(-1, x.size), ids], 1)
     x = x._replace(padding_mask=padding_mask, segment_ids=ids)
-    if x.impl == "cpp" and not is_empty_call(q, k):
-        return _compiled(q, k, v, reach, x, x.size, outside)
-    q = F.pad(q, (0, 0, x.size, 0))
-    out, lse = local_softmax(q, k, v, reach, x)
-    return out[:, :, x.size :], lse[:, :, x.size :]
+    attend = attend_dense if is_empty_call(q, k) else x.attend
+    return attend(q, k, v, _options(reach, x), x.size, outside)
 
 
 def next_window(
@@ -230,40 +257,16 @@ def _window_and_sinks(
         real, offset = torch.cat([stored, real], 1), size + x.size
     sinks = split_sinks(AttentionMask(padding=real, num_sinks=size), k.shape[2], q.device)
     reach = min(x.size, k.shape[2]) - 1
-    dense = x.impl == "reference" or is_empty_call(q, k) or (state is not None and length == 1)
-    if dense:
-        return dense_softmax(q, k, v, _dense_mask(sinks, reach, length, offset), x.scale)
-    on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
-    if x.impl == "cpp" or on_cpu:
-        options = LocalOptions(
-            Band(reach, 0, 1),
-            True,
-            x.scale,
-            sinks.others,
-            GlobalIndices(*(y.expand(q.shape[0], -1) for y in sinks.indices)),
-            return_lse=True,
-        )
-        if x.impl == "cpp":
-            return band_attention_cpp(q, k, v, options, offset, outside)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        q, k, v = (y.to(wide) for y in (F.pad(q, (0, 0, offset, 0)), k, v))
-        options = replace(options, key_mask=sinks.others.expand(q.shape[0], -1))
-        out, lse = blockwise_local_attention(q, k, v, options)
-        return out[:, :, offset:], lse[:, :, offset:]
-    near, near_lse = band_softmax(
-        F.pad(q, (0, 0, offset, 0)),
-        k,
-        v,
-        window=(reach, 0),
-        scale=x.scale,
-        mask=AttentionMask(padding=sinks.others),
+    options = LocalOptions(
+        Band(reach, 0, 1),
+        True,
+        x.scale,
+        sinks.others,
+        GlobalIndices(*(y.expand(q.shape[0], -1) for y in sinks.indices)),
+        return_lse=True,
     )
-    first_k, first_v = (gather_tokens(y, sinks.columns(q.shape[0])) for y in (k, v))
-    seen = sinks.seen(length, causal=True, offset=offset)[:, None]
-    first, first_lse = dense_softmax(q, first_k, first_v, seen, x.scale)
-    near, near_lse = near[:, :, offset:], near_lse[:, :, offset:]
-    lse = torch.logaddexp(near_lse, first_lse)
-    return near * (near_lse - lse).exp() + first * (first_lse - lse).exp(), lse
+    dense = is_empty_call(q, k) or (state is not None and length == 1)
+    return (attend_dense if dense else x.attend)(q, k, v, options, offset, outside)
 
 
 def _dense_mask(sinks: SinkKeys, reach: int, queries: int, offset: int) -> Tensor:
@@ -293,32 +296,8 @@ def local_softmax(
     """Return softmax attention to ``reach`` keys on either side, and its log-sum-exp."""
     length = q.shape[2]
     reach = (min(reach[0], length - 1), min(reach[1], length - 1))
-    on_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
-    dense = x.impl == "reference" or is_empty_call(q, k)
-    if not dense and x.impl == "cpp":
-        return _compiled(q, k, v, reach, x, 0, outside)
-    if not dense and on_cpu:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        return blockwise_local_attention(q.to(wide), k.to(wide), v.to(wide), _options(reach, x))
-    mask = AttentionMask(window=reach, padding=x.padding_mask, segment_ids=x.segment_ids)
-    if not dense:
-        return band_softmax(q, k, v, window=reach, scale=x.scale, mask=mask)
-    seen = mask.dense(length, length, q.device)
-    assert seen is not None
-    return dense_softmax(q, k, v, seen, x.scale)
-
-
-def _compiled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    reach: tuple[int, int],
-    x: Window,
-    offset: int,
-    outside: OutsideSums | None,
-) -> tuple[Tensor, Tensor]:
-    """Return softmax attention and its log-sum-exp from the C++ kernel."""
-    return band_attention_cpp(q, k, v, _options(reach, x), offset, outside)
+    attend = attend_dense if is_empty_call(q, k) else x.attend
+    return attend(q, k, v, _options(reach, x), 0, outside)
 
 
 def _options(reach: tuple[int, int], x: Window) -> LocalOptions:
@@ -343,3 +322,91 @@ def dense_softmax(
     lse = scores.logsumexp(-1, keepdim=True)
     weights = (scores - lse).exp().unflatten(1, (k.shape[1], -1))
     return (weights @ v.to(wide).unsqueeze(2)).flatten(1, 2), lse
+
+
+# -- implementations -------------------------------------------------------------------------------
+
+
+def attend_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: LocalOptions,
+    offset: int,
+    outside: OutsideSums | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute :data:`AttendBand` in blocks of queries, without sums over other keys."""
+    assert outside is None
+    if offset:
+        q = F.pad(q, (0, 0, offset, 0))
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        wide = torch.promote_types(q.dtype, torch.float32)
+        if options.key_mask is not None:
+            options = replace(options, key_mask=options.key_mask.expand(q.shape[0], -1))
+        out, lse = blockwise_local_attention(q.to(wide), k.to(wide), v.to(wide), options)
+        return out[:, :, offset:], lse[:, :, offset:]
+    mask = AttentionMask(padding=options.key_mask, segment_ids=options.segment_ids)
+    reach = options.band[:2]
+    near, near_lse = band_softmax(q, k, v, window=reach, scale=options.scale, mask=mask)
+    q, near, near_lse = (x[:, :, offset:] for x in (q, near, near_lse))
+    if options.global_indices is None:
+        return near, near_lse
+    assert options.key_mask is not None
+    sinks = SinkKeys(options.global_indices, options.key_mask)
+    first_k, first_v = (gather_tokens(y, sinks.columns(q.shape[0])) for y in (k, v))
+    seen = sinks.seen(q.shape[2], causal=True, offset=offset)[:, None]
+    first, first_lse = dense_softmax(q, first_k, first_v, seen, options.scale)
+    lse = torch.logaddexp(near_lse, first_lse)
+    return near * (near_lse - lse).exp() + first * (first_lse - lse).exp(), lse
+
+
+def attend_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: LocalOptions,
+    offset: int,
+    outside: OutsideSums | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute :data:`AttendBand` with a dense mask, without sums over other keys."""
+    assert outside is None
+    keys, reach = k.shape[2], options.band[:2]
+    if options.global_indices is not None:
+        assert options.key_mask is not None
+        sinks = SinkKeys(options.global_indices, options.key_mask)
+        seen = _dense_mask(sinks, reach[0], q.shape[2], offset)
+    else:
+        mask = AttentionMask(
+            window=reach, padding=options.key_mask, segment_ids=options.segment_ids
+        )
+        dense = mask.dense(keys, keys, q.device)
+        assert dense is not None
+        seen = dense[:, :, offset:]
+    return dense_softmax(q, k, v, seen, options.scale)
+
+
+def _run(x: WindowCall, attend: AttendBand) -> tuple[Tensor, Tensor]:
+    return causal_window(x.q, x.k, x.v, x.state, x.options(attend))
+
+
+register_implementation(
+    Implementation(
+        op="causal_window_attention",
+        name="cpp",
+        devices=("cpu",),
+        run=partial(_run, attend=band_attention_cpp),
+        reasons=lambda call: band_cpp_reasons(),
+        automatic="compiled for this CPU",
+    ),
+    Implementation(
+        op="causal_window_attention",
+        name="torch",
+        run=partial(_run, attend=attend_torch),
+        automatic="runs on every device",
+    ),
+    Implementation(
+        op="causal_window_attention",
+        name="reference",
+        run=partial(_run, attend=attend_dense),
+    ),
+)

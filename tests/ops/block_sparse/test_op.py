@@ -268,7 +268,7 @@ def test_one_token_reads_the_selected_blocks_only():
     token = [x[:, :, 399:] for x in (q, k, v)]
     options = {"mask": AttentionMask(causal=True), "state": state, **SIZES[0]}
     output = block_sparse_attention(*token, **options)
-    assert output.impl.impl == "step"
+    assert output.impl.impl == "torch"
     assert "100 blocks and reads at most 3" in output.impl.reason
     weights = block_sparse_attention(
         q,

@@ -11,15 +11,15 @@ import torch
 
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.block_sparse.api import IMPLEMENTATIONS, block_sparse_attention
-from attnzoo.ops.block_sparse.custom_ops import block_sparse_forward
+from attnzoo.ops.block_sparse.api import block_sparse_attention
+from attnzoo.ops.block_sparse.custom_ops import TRITON
 from attnzoo.ops.block_sparse.options import SparseOptions
 from attnzoo.ops.block_sparse.selection import NO_BLOCK
 from attnzoo.ops.block_sparse.triton import check as check_triton
 from attnzoo.ops.block_sparse.triton import launch
 from attnzoo.ops.block_sparse.triton import run as module
 from attnzoo.ops.block_sparse.triton.check import SparseCase, wrong_results
-from tests.helpers import qkv
+from tests.helpers import change_implementation, qkv
 from tests.kernel_device import float32_slack, kernel_device
 
 DEVICE = kernel_device()
@@ -171,17 +171,14 @@ def test_the_operator_passes_opcheck():
     selected = torch.zeros(1, 1, 3, 1, dtype=torch.int32, device=DEVICE)
     options = [1, 2, 0, 1, 2, 4]
     selected[:, :, :1] = NO_BLOCK
-    torch.library.opcheck(
-        block_sparse_forward, (*rows, selected, None, None, 0.5, options, "triton")
-    )
+    torch.library.opcheck(TRITON.forward, (*rows, selected, None, None, 0.5, options))
 
 
 def test_auto_selects_the_kernels_only_if_they_passed_a_check(monkeypatch):
-    triton = next(x for x in IMPLEMENTATIONS if x.name == "triton")
     verdict = ["not checked", ""]
     monkeypatch.setattr(module, "kernel_verdict", lambda op, *_: tuple(verdict))
-    table = triton, *(x for x in IMPLEMENTATIONS if x.name == "torch")
-    monkeypatch.setattr("attnzoo.ops.block_sparse.api.IMPLEMENTATIONS", table)
+    change_implementation(monkeypatch, "block_sparse_attention", "triton", devices=(DEVICE.type,))
+    change_implementation(monkeypatch, "block_sparse_attention", "cpp", automatic="")
     x = torch.randn(1, 1, 3, 16, device=DEVICE)
     assert block_sparse_attention(x, x, x).impl.impl == "torch"
     verdict[:] = "", "checked on this device"

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from attnzoo.contract.masks import AttentionMask
-from attnzoo.ops.block_sparse import api as op
 from attnzoo.ops.block_sparse.api import block_sparse_attention
 from attnzoo.ops.block_sparse.options import SelectionOptions, SparseCall, SparseOptions
 from attnzoo.ops.block_sparse.selection import MEAN, select_blocks, summarize
@@ -18,6 +17,7 @@ from attnzoo.ops.block_sparse.triton import run as module
 from attnzoo.ops.block_sparse.triton import step_launch
 from attnzoo.ops.block_sparse.triton.check_selection import wrong_selection, wrong_step, wrong_ties
 from attnzoo.ops.block_sparse.triton.selection_launch import SelectionLauncher
+from tests.helpers import change_implementation
 from tests.kernel_device import float32_slack, kernel_device
 
 DEVICE = kernel_device()
@@ -212,9 +212,12 @@ def test_describe_says_what_computes_a_token(monkeypatch):
     options = {"mask": AttentionMask(causal=True), "block_size": 2, "window": 2, "impl": "triton"}
     state = block_sparse_attention(x, x, x, return_state=True, top_k=2, **options).state
     one = x[:, :, :1]
-    monkeypatch.setattr(op, "triton_step", lambda call, state: call.v)
+    changes = {"run": lambda step: step.call.v}
+    change_implementation(monkeypatch, "block_sparse_step", "triton", **changes)
     found = block_sparse_attention(one, one, one, state=state, top_k=2, **options)
-    assert found.impl.reason.endswith("reads at most 2 of them; triton: named in the options")
+    assert found.impl.reason == (
+        "named in the options; one new token scores 5 blocks and reads at most 2 of them"
+    )
     assert torch.equal(found.out, one)
     monkeypatch.setattr(module, "MOST_BLOCKS", {8: 2})
     found = block_sparse_attention(one, one, one, state=state, top_k=3, **options)

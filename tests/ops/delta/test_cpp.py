@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import DeltaState
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.delta.api import delta_attention
+from attnzoo.ops.delta.api import delta_attention, recurrent_delta_attention
 from attnzoo.ops.delta.cpu.delta import DELTA, SPAN, delta_cpp, delta_cpp_backward
 from attnzoo.runtime import cpp
 from tests.helpers import nan_surrounded
@@ -80,10 +80,9 @@ def test_equals_the_recurrence(shape, decay):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 16])
-@pytest.mark.parametrize("form", ["chunk", "recurrent"])
-def test_any_chunk_size(form, chunk_size):
+def test_any_chunk_size(chunk_size):
     inputs = make((1, 2, 1, 35, 16, 16), "channel")
-    ours = run(*inputs, form=form, chunk_size=chunk_size)
+    ours = run(*inputs, chunk_size=chunk_size)
     assert_close(ours, run(*inputs, impl="reference"), atol=1e-12, rtol=1e-12)
 
 
@@ -232,19 +231,28 @@ def test_operators_pass_opcheck():
 def test_auto_selects_cpp_for_supported_calls():
     q, k, v, beta, _, _ = make((1, 2, 1, 20, 16, 16))
     assert delta_attention(q, k, v, beta).impl.impl == "cpp"
-    assert delta_attention(q, k, v, beta, form="recurrent").impl.impl == "cpp"
+    assert recurrent_delta_attention(q, k, v, beta).impl.impl == "cpp"
     choice = delta_attention(q, k, v, beta, chunk_size=32).impl
     assert choice.impl == "torch"
     assert "chunk_size is 32 (at most 16)" in choice.reason
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"form": "parallel"}, "for comparison"), ({"chunk_size": 32}, "chunk_size is 32")],
-)
-def test_unsupported_calls_are_refused_with_the_reason(options, message):
-    with pytest.raises(UnsupportedError, match=message):
-        run(*make((1, 2, 1, 20, 16, 16)), **options)
+def test_unsupported_calls_are_refused_with_the_reason():
+    with pytest.raises(UnsupportedError, match="chunk_size is 32"):
+        run(*make((1, 2, 1, 20, 16, 16)), chunk_size=32)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_the_recurrent_op_equals_the_reference(decay):
+    q, k, v, beta, log_decay, kv = make((1, 2, 1, 20, 16, 16), decay)
+    options = {
+        "log_decay": log_decay,
+        "state": None if kv is None else DeltaState(kv),
+        "return_state": True,
+    }
+    found = recurrent_delta_attention(q, k, v, beta, impl="cpp", **options)
+    exact = delta_attention(q, k, v, beta, impl="reference", **options)
+    assert_close((found.out, *found.state), (exact.out, *exact.state), atol=1e-12, rtol=1e-12)
 
 
 def test_second_derivatives_are_refused():

@@ -11,11 +11,12 @@ import torch
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import DeltaState
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.delta.api import FORMS, delta_attention
+from attnzoo.ops.delta.api import delta_attention, recurrent_delta_attention
 from attnzoo.ops.delta.chunk import delta_chunk, delta_chunk_backward
-from tests.helpers import assert_within, gradients, nan_padded
+from tests.helpers import assert_within, gradients, in_form, nan_padded
 
 DECAYS = ("none", "head", "token", "channel")
+FORMS = ("parallel", "recurrent", "chunk")
 FORMS_AND_IMPLS = [*product(FORMS, ("torch",)), ("chunk", "reference")]
 B, HKV, D, E = 2, 2, 5, 3  # odd sizes, and keys and values of different size
 
@@ -60,11 +61,12 @@ def make_state(dtype=torch.float64, grad=False):
     return DeltaState(torch.randn(B, HKV, D, E, dtype=dtype).requires_grad_(grad))
 
 
-def run(q, k, v, beta, log_decay, segment_ids=None, padding=None, **options):
+def run(q, k, v, beta, log_decay, segment_ids=None, padding=None, form="chunk", **options):
     """Return output and state as one flat tuple."""
+    attend = in_form(form, delta_attention, recurrent_delta_attention)
     mask = AttentionMask(causal=True, segment_ids=segment_ids, padding=padding)
     options = {"mask": mask, "log_decay": log_decay, "return_state": True} | options
-    out, state, *_ = delta_attention(q, k, v, beta, **options)
+    out, state, *_ = attend(q, k, v, beta, **options)
     return out, *state
 
 
@@ -278,7 +280,8 @@ def test_a_beta_of_one_replaces_the_value_of_a_key():
     k = torch.eye(4, dtype=torch.float64)[[0, 1, 0, 1, 0, 2]][None, None]
     v, beta = torch.randn(1, 1, 6, 3, dtype=torch.float64), torch.ones(1, 1, 6).double()
     for form in FORMS:
-        _, state, *_ = delta_attention(k, k, v, beta, form=form, return_state=True)
+        attend = in_form(form, delta_attention, recurrent_delta_attention)
+        _, state, *_ = attend(k, k, v, beta, return_state=True)
         expected = torch.cat([v[0, 0, [4, 3, 5]], torch.zeros(1, 3, dtype=v.dtype)])
         torch.testing.assert_close(state.kv[0, 0], expected)
 
@@ -399,7 +402,6 @@ def test_operators_pass_opcheck():
         ({"state": DeltaState(torch.zeros(B, HKV, D, D))}, "state.kv must be"),
         ({"state": DeltaState(torch.zeros(B, HKV, D, E).half())}, "do not convert a state"),
         ({"mask": AttentionMask()}, "delta_attention is causal"),
-        ({"form": "chunks"}, "Did you mean 'chunk'"),
         ({"impl": "trition"}, "has no impl 'trition'"),
         ({"chunk_size": 0}, "chunk_size must be an integer"),
         ({"q": torch.rand(B, HKV, 3, D)}, "3 queries and 7 keys"),

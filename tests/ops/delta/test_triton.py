@@ -10,7 +10,7 @@ import torch
 
 from attnzoo.contract.config import Geometry
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.delta.api import IMPLEMENTATIONS, delta_attention
+from attnzoo.ops.delta.api import delta_attention
 from attnzoo.ops.delta.triton import check as check_triton
 from attnzoo.ops.delta.triton import launch
 from attnzoo.ops.delta.triton import run as module
@@ -18,6 +18,7 @@ from attnzoo.ops.delta.triton.check import DeltaCase, Inputs, results, wrong_res
 from attnzoo.ops.delta.triton.custom_op import delta_triton
 from attnzoo.ops.delta.triton.step import delta_triton_step
 from attnzoo.registry import build_backend
+from tests.helpers import change_implementation
 from tests.kernel_device import kernel_device
 
 DEVICE = kernel_device()
@@ -108,11 +109,10 @@ def test_operators_pass_opcheck():
 
 
 def test_auto_selects_the_kernels_only_if_they_passed_a_check(monkeypatch):
-    triton = next(x for x in IMPLEMENTATIONS if x.name == "triton")
     verdicts = {"delta": ("not checked", "")}
     monkeypatch.setattr(module, "kernel_verdict", lambda op, *_: verdicts[op])
-    table = triton, *(x for x in IMPLEMENTATIONS if x.name == "torch")
-    monkeypatch.setattr("attnzoo.ops.delta.api.IMPLEMENTATIONS", table)
+    change_implementation(monkeypatch, "delta_attention", "triton", devices=(DEVICE.type,))
+    change_implementation(monkeypatch, "delta_attention", "cpp", automatic="")
     x = torch.randn(1, 1, 3, 16, device=DEVICE)
     call = (x, x, x, torch.rand(1, 1, 3, device=DEVICE))
     assert delta_attention(*call).impl.impl == "torch"
@@ -132,12 +132,10 @@ def test_unsupported_calls_raise():
     assert not delta_attention(*call, scale=0.0, impl="triton").out.any()
     with pytest.raises(UnsupportedError, match="scale other than 0"):
         delta_attention(x.clone().requires_grad_(), *call[1:], scale=0.0, impl="triton")
-    with pytest.raises(UnsupportedError, match="the parallel form"):
-        delta_attention(*call, form="parallel", impl="triton")
 
 
 def test_a_window_is_refused():
     geometry = Geometry(num_heads=2, num_key_heads=2, head_dim=16, hidden_size=32, causal=True)
-    with pytest.raises(UnsupportedError, match=r"impl='triton' does not compute window=4"):
+    with pytest.raises(UnsupportedError, match=r"impl='triton' does not support a window"):
         build_backend("delta", {"impl": "triton", "window": 4}, geometry)
     build_backend("delta", {"impl": "triton"}, geometry)

@@ -344,15 +344,14 @@ def test_disagreeing_shapes_are_refused():
 def test_auto_gives_its_reason():
     impl = flash_attention(*qkv()).impl
     assert impl.impl == "sdpa"
-    assert "xformers is skipped: the inputs are on cpu" in impl.reason
+    assert "cpp is skipped: there are 9 queries" in impl.reason
     assert flash_attention(*qkv(), impl="sdpa").impl == ("sdpa", "named in the options")
 
 
 def test_auto_considers_xformers_for_windows_on_a_gpu():
     q, k, v = (x.to("meta") for x in qkv())
-    assert auto_reasons(call(q, k, v, AttentionMask(causal=True))) == [
-        "the inputs are on meta, for which xformers has no operator"
-    ]
+    with pytest.raises(UnsupportedError, match=r"tensors are on meta \(xformers runs on cuda\)"):
+        flash_attention(q, k, v, impl="xformers")
     on_gpu = call(SimpleNamespace(device=torch.device("cuda")), k, v, AttentionMask(causal=True))
     assert auto_reasons(on_gpu) == ["without a sliding window PyTorch's kernels are as fast"]
     assert auto_reasons(on_gpu._replace(mask=AttentionMask(causal=True, window=(3, 0)))) == []

@@ -12,7 +12,6 @@ import torch
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation.kernel_checks import check_kernels
-from attnzoo.ops.flash import api as op
 from attnzoo.ops.flash import check_varlen, varlen, varlen_kernel, varlen_verdicts
 from attnzoo.ops.flash.api import flash_attention
 from attnzoo.ops.flash.call import FlashCall
@@ -20,7 +19,7 @@ from attnzoo.ops.softmax.api import softmax_attention
 from attnzoo.runtime import kernel_groups
 from attnzoo.runtime.cache_folder import CACHE
 from attnzoo.runtime.verdicts import FAILED, PASSED, Verdict
-from tests.helpers import qkv
+from tests.helpers import change_implementation, qkv
 from tests.ops.dense_varlen import dense_varlen_attn, replace_kernel
 
 ON_CUDA = torch.cuda.is_available()
@@ -178,7 +177,7 @@ def test_unsupported_tensors_raise(kernel):
 @pytest.mark.skipif(ON_CUDA, reason="there is a GPU")
 def test_without_a_gpu_the_kernel_is_refused_by_name():
     x = torch.randn(1, 2, 9, 16).bfloat16()
-    with pytest.raises(UnsupportedError, match="runs on CUDA, and q is on cpu"):
+    with pytest.raises(UnsupportedError, match=r"the tensors are on cpu \(varlen runs on cuda\)"):
         flash_attention(x, x, x, mask=AttentionMask(window=(2, 2)), impl="varlen")
 
 
@@ -231,9 +230,8 @@ def device(monkeypatch, tmp_path, kernel):
         varlen_verdicts, "device_identity", lambda device: {"device": "NVIDIA Test"}
     )
     monkeypatch.setattr(varlen_verdicts, "run_check", lambda device, size: verdicts.pop())
-    first, *others = op.IMPLEMENTATIONS
-    table = replace(first, auto_reasons=lambda x: []), *others
-    monkeypatch.setattr(op, "IMPLEMENTATIONS", table)
+    everywhere = {"devices": ("cpu", "cuda"), "auto_reasons": None}
+    change_implementation(monkeypatch, "flash_attention", "varlen", **everywhere)
     return verdicts
 
 

@@ -13,6 +13,7 @@ from attnzoo.ops.gated.api import mlstm_attention, rwkv6_attention
 from attnzoo.ops.linear import gated_step
 from attnzoo.ops.linear.cpu.linear_step import LINEAR_STEP
 from attnzoo.runtime import cpp
+from tests.helpers import change_implementation
 from tests.kernel_device import kernel_device
 
 DEVICE = kernel_device()
@@ -64,12 +65,12 @@ def test_equals_the_reference(impl, attend, in_place):
     x, state = make(dtype, device=device), state_of(attend, dtype, device)
     double = {name: y.double() for name, y in x.items()}
     wide = type(state)(*(y.double() for y in state))
-    exact = attend(double, impl="reference", form="recurrent", state=wide, return_state=True)
+    exact = attend(double, impl="reference", state=wide, return_state=True)
     before = [y.clone() for y in state]
     options = {"state": state, "return_state": True, "reuse_state": in_place}
-    found = attend(x, impl="auto" if impl == "cpp" else impl, form="recurrent", **options)
+    found = attend(x, impl="auto" if impl == "cpp" else impl, **options)
     assert found.impl.impl == impl
-    assert ("one token" in found.impl.reason) == (impl == "cpp")
+    assert ("one token; compiled" in found.impl.reason) == (impl == "cpp")
     assert all(map(operator.is_, found.state, state)) == in_place
     assert in_place or all(map(torch.equal, state, before))
     tolerance = 1e-11 if impl == "cpp" else 2e-6
@@ -87,7 +88,7 @@ def test_padding_does_not_change_the_state(impl, attend):
     padding = torch.tensor([[True], [False]], device=device)
     x["k"][1] = 0  # backends set the features of padding to 0
     options = {"mask": AttentionMask(causal=True, padding=padding), "return_state": True}
-    found = attend(x, impl=impl, form="recurrent", state=state, **options).state
+    found = attend(x, impl=impl, state=state, **options).state
     assert_close(tuple(y[1] for y in found), tuple(y[1] for y in state), rtol=0, atol=1e-6)
     assert not torch.equal(found.kv[0], state.kv[0])
 
@@ -96,27 +97,29 @@ def test_padding_does_not_change_the_state(impl, attend):
 def test_gradients_and_states_of_another_dtype_do_not_use_the_step(attend):
     x, state = make(torch.float32, device="cpu"), state_of(attend, torch.float64, "cpu")
     x["q"].requires_grad_()
-    out = attend(x, form="recurrent", state=state)
-    assert "one token, compiled" not in out.impl.reason
+    out = attend(x, state=state)
+    assert "one token; compiled" not in out.impl.reason
     out.out.sum().backward()
     assert x["q"].grad.abs().sum() > 0
     with torch.no_grad():
-        assert "one token, compiled" not in attend(x, form="recurrent", state=state).impl.reason
+        assert "one token; compiled" not in attend(x, state=state).impl.reason
 
 
 @torch.no_grad()
 def test_auto_selects_triton_on_a_gpu_that_passed_the_check(monkeypatch):
     x, state = make(torch.float32), state_of(mlstm, torch.float32)
     verdict = ["", "checked on NVIDIA Test"]
-    monkeypatch.setattr(gated_step, "ON_GPU", (DEVICE.type,))
+    for step in ("mlstm_step", "rwkv6_step"):
+        change_implementation(monkeypatch, step, "triton", devices=(DEVICE.type,))
+        change_implementation(monkeypatch, step, "cpp", automatic="")
     monkeypatch.setattr(gated_step, "kernel_verdict", lambda *_: tuple(verdict))
-    choice = mlstm(x, form="recurrent", state=state).impl
+    choice = mlstm(x, state=state).impl
     assert (choice.impl, choice.reason) == (
-        "triton", "recurrent form; one token, compiled for this GPU; checked on NVIDIA Test",
+        "triton", "one token; compiled for this GPU; checked on NVIDIA Test",
     )  # fmt: skip
     verdict[0] = "they failed"
     for attend in (mlstm, rwkv6):
-        choice = attend(x, form="recurrent", state=state_of(attend, torch.float32)).impl
+        choice = attend(x, state=state_of(attend, torch.float32)).impl
         assert choice.impl == "torch"
         assert "triton is skipped: they failed" in choice.reason
 

@@ -32,7 +32,7 @@ def test_equals_formula(normalize, impl):
     """Each value channel has a matrix of attention weights, from products of decays."""
     q, k, v, decay = make(9)
     ours = run(q, k, v, decay, normalize=normalize, return_state=True, impl=impl)
-    assert ours.impl == (impl, "recurrent form; named in the options")
+    assert ours.impl == (impl, "token by token; named in the options")
     k, v, decay = (t.repeat_interleave(G, 1) for t in (k, v, decay))
     total = decay.cumsum(2)
     since = (total[:, :, :, None] - total[:, :, None]).exp()  # [B, H, T, S, D, E]

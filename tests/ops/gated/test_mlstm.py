@@ -6,12 +6,14 @@ import torch
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import StabilizedState
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.gated.api import mlstm_attention
+from attnzoo.ops.gated.api import mlstm_attention, recurrent_mlstm_attention
 from attnzoo.ops.gated.mlstm import stabilizer
+from tests.helpers import in_form
 
 B, HKV, G, D, E = 2, 2, 2, 5, 3
 FORMS_AND_IMPLS = [
     ("chunk", "torch"), ("chunk", "reference"), ("recurrent", "torch"), ("parallel", "torch"),
+    ("recurrent", "reference"), ("recurrent", "auto"), ("chunk", "auto"),
 ]  # fmt: skip
 
 
@@ -40,8 +42,9 @@ def packed(ids):
     return AttentionMask(causal=True, segment_ids=ids)
 
 
-def run(q, k, v, log_forget, log_input, **options):
-    return mlstm_attention(q, k, v, log_forget=log_forget, log_input=log_input, **options)
+def run(q, k, v, log_forget, log_input, form="chunk", **options):
+    attend = in_form(form, mlstm_attention, recurrent_mlstm_attention)
+    return attend(q, k, v, log_forget=log_forget, log_input=log_input, **options)
 
 
 @pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
@@ -153,7 +156,7 @@ def test_equals_transformers():
 
 def test_the_output_names_its_implementation():
     assert run(*make(9), impl="torch").impl == ("torch", "chunk form; named in the options")
-    assert run(*make(9), form="recurrent").impl.impl == "torch"
+    assert run(*make(9), form="recurrent").impl.impl in ("cpp", "torch")
     assert run(*make(9)).impl.impl in ("cpp", "torch")
 
 

@@ -5,11 +5,13 @@ import torch
 
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.gated.api import rwkv6_attention
+from attnzoo.ops.gated.api import recurrent_rwkv6_attention, rwkv6_attention
+from tests.helpers import in_form
 
 B, HKV, G, D, E = 2, 2, 2, 5, 3
 FORMS_AND_IMPLS = [
     ("chunk", "torch"), ("chunk", "reference"), ("recurrent", "torch"), ("parallel", "torch"),
+    ("recurrent", "reference"), ("recurrent", "auto"), ("chunk", "auto"),
 ]  # fmt: skip
 
 
@@ -45,8 +47,9 @@ def packed(ids):
     return AttentionMask(causal=True, segment_ids=ids)
 
 
-def run(q, k, v, decay, bonus, **options):
-    output = rwkv6_attention(q, k, v, log_decay=decay, bonus=bonus, return_state=True, **options)
+def run(q, k, v, decay, bonus, form="chunk", **options):
+    attend = in_form(form, rwkv6_attention, recurrent_rwkv6_attention)
+    output = attend(q, k, v, log_decay=decay, bonus=bonus, return_state=True, **options)
     return output.out, *output.state
 
 

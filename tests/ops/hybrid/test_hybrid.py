@@ -183,7 +183,7 @@ def test_steps_with_sinks_in_cpp_equal_those_in_torch(dtype):
             ]
             states = [step.state for step in steps]
             if t:
-                assert steps[0].impl.reason == "one token, compiled for this CPU"
+                assert "one token; " in steps[0].impl.reason
             tolerance = 1e-10 if dtype == torch.float64 else 1e-5
             pairs = [(steps[0].out, steps[1].out), *zip(*states, strict=True)]
             for ours, theirs in pairs:

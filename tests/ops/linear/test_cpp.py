@@ -20,6 +20,8 @@ from tests.helpers import nan_surrounded
 REASON = cpp.unavailable_reason(LINEAR)
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
+DENSE = {"impl": "reference", "chunk_size": 10**4}  # all keys in one chunk
+
 
 def make(batch, heads, key_heads, tokens, size, value_size, dtype=torch.float64):
     q, k = (
@@ -62,12 +64,12 @@ def test_equals_the_dense_form(shape, normalize, threads, decay, packed):
             for border in (1, 2, 20, 32, 33, 64, 69):
                 ids[:, border:] += 1
             options["mask"] = AttentionMask(causal=True, segment_ids=ids)
-        exact = linear_attention(q, k, v, state=state, form="parallel", impl="reference", **options)
+        exact = linear_attention(q, k, v, state=state, **options | DENSE)
         found = linear_attention(q, k, v, state=state, impl="cpp", **options)
         assert_close(found.out, exact.out, atol=1e-12, rtol=1e-12)
         assert_close(tuple(found.state), tuple(exact.state), atol=1e-11, rtol=1e-12)
         fresh = linear_attention(q, k, v, impl="cpp", **options)
-        exact = linear_attention(q, k, v, form="parallel", impl="reference", **options)
+        exact = linear_attention(q, k, v, **options | DENSE)
         assert_close(fresh.out, exact.out, atol=1e-12, rtol=1e-12)
     finally:
         torch.set_num_threads(num_threads)
@@ -151,7 +153,7 @@ def test_gradients_do_not_depend_on_frozen_inputs(normalize, decay):
 )
 def test_gradients_equal_those_of_the_dense_form(shape, normalize, decay, packed):
     run, leaves = make_call(shape, decay, packed, normalize=normalize)
-    results = run(*leaves, form="parallel", impl="reference")
+    results = run(*leaves, **DENSE)
     d_results = [torch.randn_like(x) for x in results]
     exact = torch.autograd.grad(results, leaves, d_results)
     found = torch.autograd.grad(run(*leaves, impl="cpp"), leaves, d_results)
@@ -336,7 +338,6 @@ def test_auto_selects_cpp_for_supported_calls():
 
     assert choice() == ("cpp", "chunk form; compiled for this CPU")
     assert choice(chunk_size=32).impl == "cpp"
-    assert choice(form="recurrent") == ("torch", "recurrent form; runs on every device")
     assert choice(chunk_size=33) == (
         "torch",
         "chunk form; runs on every device; cpp cannot: chunk_size is 33 (at most 32)",
@@ -350,7 +351,6 @@ def test_auto_selects_cpp_for_supported_calls():
     ("changes", "message"),
     [
         ({"mask": AttentionMask()}, "attention is bidirectional"),
-        ({"form": "parallel"}, "the parallel form is for comparison"),
         ({"chunk_size": 64}, "chunk_size is 64"),
         ({"mask": AttentionMask(), "chunk_size": 64}, "attention is bidirectional.*chunk_size"),
         ({"device": "meta"}, "the tensors are on meta"),

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.linear.api import STEP_IN_CPP, linear_attention
+from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.common import MapWeights
 from attnzoo.ops.linear.cpu.linear_step import LINEAR_STEP
 from attnzoo.runtime import cpp
@@ -16,6 +16,7 @@ from tests.ops.linear.test_cpp import make
 REASON = cpp.unavailable_reason(LINEAR_STEP)
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
+STEP_IN_CPP = ("cpp", "one token; compiled for this CPU")
 SHAPES = [(2, 4, 2, 1, 16, 32), (1, 14, 2, 1, 20, 65), (3, 1, 1, 1, 5, 3), (2, 8, 8, 1, 128, 128)]
 DECAYS = ("none", "head", "token", "channel")
 
@@ -38,7 +39,7 @@ def test_equals_the_recurrence(shape, decay):
     for feature_map in ("identity", "elu+1", "relu", "exp"):
         for more in ({"normalize": True, "eps": 0.1, "scale": 0.7}, {"normalize": False}):
             options |= {"feature_map": feature_map, "feature_scale": 0.3, **more}
-            found = linear_attention(q - 0.5, k - 0.5, v, form="recurrent", **options)
+            found = linear_attention(q - 0.5, k - 0.5, v, **options)
             exact = linear_attention(q - 0.5, k - 0.5, v, impl="reference", **options)
             assert found.impl == STEP_IN_CPP
             assert_close(found.out, exact.out, atol=1e-11, rtol=1e-11)
@@ -109,7 +110,8 @@ def test_gradients_and_bidirectional_calls_do_not_use_the_step():
     q, k, v, state = make(*SHAPES[0])
     q.requires_grad_()
     out = linear_attention(q, k, v, state=state)
-    assert out.impl.impl == "cpp"  # not STEP_IN_CPP: one token with gradients runs in torch
+    assert out.impl.impl == "torch"  # the kernel has no backward pass
+    assert "cpp cannot: the kernel of one token has no derivative" in out.impl.reason
     out.out.sum().backward()
     assert q.grad.abs().sum() > 0
     assert linear_attention(q, k, v, mask=AttentionMask()).impl.impl == "torch"

@@ -9,7 +9,7 @@ from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import LinearState
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linear import bidirectional
-from attnzoo.ops.linear.api import FORMS, linear_attention
+from attnzoo.ops.linear.api import linear_attention, recurrent_linear_attention
 from attnzoo.ops.linear.bidirectional import (
     bidirectional_linear,
     bidirectional_linear_backward,
@@ -17,13 +17,15 @@ from attnzoo.ops.linear.bidirectional import (
 from attnzoo.ops.linear.chunk import linear_chunk, linear_chunk_backward
 from attnzoo.ops.linear.cpu.call import LINEAR
 from attnzoo.runtime import cpp
-from tests.helpers import assert_within, gradients, nan_padded
+from tests.helpers import assert_within, gradients, in_form, nan_padded
 
 DECAYS = ("none", "head", "token", "channel")
+FORMS = ("parallel", "recurrent", "chunk")
 IMPLS = ("reference", "torch")  # triton and cpp have separate test files
 FORMS_AND_IMPLS = list(product(FORMS, IMPLS))
 if not cpp.unavailable_reason(LINEAR):
     FORMS_AND_IMPLS += [("recurrent", "cpp"), ("chunk", "cpp")]
+TRAINED = [x for x in FORMS_AND_IMPLS if x != ("recurrent", "cpp")]  # with a backward pass
 B, HKV, D, E = 2, 2, 5, 3  # odd sizes, and keys and values of different size
 
 
@@ -77,11 +79,12 @@ def make_state(dtype=torch.float64, grad=False):
     return LinearState(kv.requires_grad_(grad), z.requires_grad_(grad))
 
 
-def run(q, k, v, log_decay, causal=True, segment_ids=None, **options):
+def run(q, k, v, log_decay, causal=True, segment_ids=None, form="chunk", **options):
     """Return output and state as one flat tuple."""
+    attend = in_form(form, linear_attention, recurrent_linear_attention)
     mask = AttentionMask(causal=causal, segment_ids=segment_ids)
     options = {"mask": mask, "log_decay": log_decay, "return_state": True} | options
-    out, state, *_ = linear_attention(q, k, v, **options)
+    out, state, *_ = attend(q, k, v, **options)
     return out, *state
 
 
@@ -100,7 +103,7 @@ def test_equals_formula(form, impl, decay, length):
         torch.testing.assert_close(ours, formula(*inputs, normalize, state), rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
+@pytest.mark.parametrize(("form", "impl"), TRAINED)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_gradients_equal_those_of_the_formula(form, impl, decay):
     for groups, normalize, packed in product((1, 3), (False, True), (False, True)):
@@ -187,6 +190,8 @@ def test_low_precision_stays_within_budget(decay, dtype):
     eps = torch.finfo(dtype).eps
     for normalize, groups, (form, impl) in product((False, True), (1, 3), FORMS_AND_IMPLS):
         inputs = make(40, decay, groups, dtype, grad=True)
+        if (form, impl) not in TRAINED:
+            continue
         wide = [x if x is None else x.detach().double().requires_grad_() for x in inputs]
         exact = formula(*wide, normalize)
         plain = run(*inputs, normalize=normalize, form="parallel", impl="reference")
@@ -258,7 +263,7 @@ def test_strong_gates_neither_overflow_nor_lose_their_gradient(form, impl, decay
     torch.testing.assert_close([x.double() for x in ours], [*exact], rtol=1e-5, atol=1e-14)
 
 
-@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
+@pytest.mark.parametrize(("form", "impl"), TRAINED)
 @pytest.mark.parametrize("decay", ["head", "token", "channel"])
 def test_minus_infinity_resets_the_state(form, impl, decay):
     inputs, state = make(12, decay), make_state()
@@ -293,7 +298,7 @@ def test_later_tokens_do_not_change_earlier_outputs(form, impl, decay):
         assert not torch.equal(before[:, :, cut:], after[:, :, cut:])
 
 
-@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
+@pytest.mark.parametrize(("form", "impl"), TRAINED)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_packed_sequences_equal_separate_ones(form, impl, decay):
     options = {"form": form, "impl": impl, "chunk_size": 8, "normalize": True}
@@ -586,9 +591,11 @@ def test_a_named_implementation_has_no_fallback(monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 def test_the_output_names_its_implementation(form):
     for impl in ("auto", *IMPLS):
-        choice = linear_attention(*make(4)[:3], form=form, impl=impl).impl
+        attend = in_form(form, linear_attention, recurrent_linear_attention)
+        choice = attend(*make(4)[:3], impl=impl).impl
         assert choice.impl == impl or (impl == "auto" and choice.impl in (*IMPLS, "cpp"))
-        assert choice.reason.startswith(f"{form} form; ")
+        words = "token by token; " if form == "recurrent" else "chunk form; "
+        assert choice.reason.startswith(words)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -666,12 +673,7 @@ def make_arguments(**changes):
             },
             r"got 4 queries and 6 keys; leave them out",
         ),
-        (
-            {"form": "chunks"},
-            r"no form 'chunks'. Did you mean 'chunk'\? It has parallel, recurrent, c",
-        ),
         ({"impl": "tork"}, r"no impl 'tork'. Did you mean 'torch'\? It has auto, triton, cpp, t"),
-        ({"form": "recurrent", "mask": AttentionMask()}, r"is causal; .* form='chunk'"),
         ({"chunk_size": 0}, r"an integer from 1 to .*, got 0"),
         ({"chunk_size": 2.0}, r"an integer from 1 to .*, got 2.0"),
     ],
@@ -682,11 +684,18 @@ def test_invalid_input_raises_with_the_reason(changes, message):
         linear_attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
 
 
+def test_the_recurrent_op_is_causal():
+    with pytest.raises(
+        UnsupportedError, match=r"recurrent_linear_attention is causal.*use linear_"
+    ):
+        recurrent_linear_attention(*make(4)[:3], mask=AttentionMask())
+
+
 @pytest.mark.parametrize("decay", DECAYS)
 def test_a_step_overwrites_the_state_only_without_gradients(decay):
     (q, k, v, log_decay), state = make(1, decay, groups=3), make_state()
     copies, options = LinearState(*(x.clone() for x in state)), {"return_state": True}
-    options |= {"log_decay": log_decay, "form": "recurrent", "normalize": True, "impl": "torch"}
+    options |= {"log_decay": log_decay, "normalize": True, "impl": "torch"}
     expected = linear_attention(q, k, v, state=LinearState(*state), **options)
     kept = linear_attention(q, k, v, state=copies, reuse_state=True, **options)  # with gradients
     assert all(torch.equal(x, y) for x, y in zip(copies, state, strict=True))

@@ -345,7 +345,7 @@ def test_step_in_place_equals_the_step_with_a_new_state(decay):
     # Several tiles of a head, all of which read z
     case = KernelCase(decay=decay, groups=2, length=1, d=128, e=70, padded=True)
     (*rows, kv, z), _, padding_mask = make(case)
-    options = {"normalize": True, "form": "recurrent", "impl": "triton", "return_state": True}
+    options = {"normalize": True, "impl": "triton", "return_state": True}
     call = partial(
         linear_attention, *rows[:3], log_decay=rows[3], mask=AttentionMask(
             causal=True, padding=padding_mask), **options,
@@ -368,10 +368,7 @@ def test_prefill_then_decode_matches_one_pass():
     state, outs = LinearState(kv, z), []
     for part in (slice(0, 17), slice(17, 18), slice(18, 19), slice(19, 21)):
         inputs = [x[:, :, part] for x in (q, k, v, log_decay)]
-        form = "recurrent" if part.stop - part.start == 1 else "chunk"
-        out, state, *_ = linear_attention(
-            *inputs[:3], log_decay=inputs[3], state=state, form=form, **options
-        )
+        out, state, *_ = linear_attention(*inputs[:3], log_decay=inputs[3], state=state, **options)
         outs.append(out)
     torch.testing.assert_close(torch.cat(outs, 2), full.out)
     torch.testing.assert_close(state, full.state)
@@ -429,7 +426,6 @@ def test_operators_pass_opcheck():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"form": "parallel"}, "parallel form"),
         ({"mask": AttentionMask()}, "causal"),
         ({"chunk_size": 48}, "16, 32 or 64"),
         ({"scale": 0.0}, "other than 0"),

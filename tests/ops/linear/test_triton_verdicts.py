@@ -17,14 +17,11 @@ from attnzoo.ops import linear_attention
 from attnzoo.ops.block_sparse.triton import check as check_sparse
 from attnzoo.ops.delta.triton import check as check_delta
 from attnzoo.ops.hybrid import api as window_hybrid
-from attnzoo.ops.hybrid import decode as window_decode
 from attnzoo.ops.hybrid.state import LinearBranch
 from attnzoo.ops.hybrid.triton import check as check_hybrid
 from attnzoo.ops.hybrid.triton import custom_op as hybrid_op
 from attnzoo.ops.hybrid.triton import step as hybrid_step
 from attnzoo.ops.hybrid.triton.check import HybridCase
-from attnzoo.ops.linear import api as op
-from attnzoo.ops.linear import gated_step
 from attnzoo.ops.linear.triton import check as check_triton
 from attnzoo.ops.linear.triton import launch
 from attnzoo.ops.linear.triton import verdicts as triton_verdicts
@@ -32,6 +29,7 @@ from attnzoo.ops.linear.triton.check import CheckCase, wrong_results
 from attnzoo.runtime import kernel_groups
 from attnzoo.runtime.cache_folder import CACHE
 from attnzoo.runtime.verdicts import FAILED, NOT_RUN, PASSED, Verdict, decide
+from tests.helpers import change_implementation
 from tests.kernel_device import kernel_device
 
 DEVICE = kernel_device()
@@ -55,13 +53,20 @@ class Gpu:
         kernel_groups._STATE.__init__()
 
 
+def on_this_device(monkeypatch, *ops):
+    """Make triton the only automatic implementation for the device of these tests."""
+    for op in ops:
+        change_implementation(monkeypatch, op, "triton", devices=(DEVICE.type,))
+        change_implementation(monkeypatch, op, "cpp", automatic="")
+
+
 @pytest.fixture
 def selectable(monkeypatch, tmp_path):
     """The kernels are a choice of ``impl="auto"`` on this device, which has no verdict."""
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
     monkeypatch.delenv(triton_verdicts.VARIABLE, raising=False)
     monkeypatch.setattr(kernel_groups, "_STATE", kernel_groups._State())
-    monkeypatch.setitem(op.AUTOMATIC, ("chunk", False), op.AUTOMATIC["chunk", True])
+    on_this_device(monkeypatch, "linear_attention")
 
 
 @pytest.fixture
@@ -360,9 +365,7 @@ def test_a_broken_decoding_step_of_the_hybrid_fails_the_check(monkeypatch):
 
 
 def test_auto_selects_the_kernels_of_the_hybrid_only_if_they_passed(gpu, monkeypatch):
-    triton, _, torch_form, _ = window_hybrid.IMPLEMENTATIONS
-    monkeypatch.setitem(window_hybrid.AUTOMATIC, False, (triton, torch_form))
-    monkeypatch.setitem(window_decode.AUTOMATIC_STEPS, False, window_decode.STEPS)
+    on_this_device(monkeypatch, "hybrid_attention", "hybrid_step")
     x, features = X[:, :, :4], torch.rand(1, 1, 4, 100, device=DEVICE)
     branch = LinearBranch(features, features, torch.zeros(1, 1, 1, 1, device=DEVICE), -features)
     call = partial(window_hybrid.hybrid_attention, x, x, x, branch, window=4, scale=1.0)
@@ -374,7 +377,6 @@ def test_auto_selects_the_kernels_of_the_hybrid_only_if_they_passed(gpu, monkeyp
     token_branch = branch._replace(log_decay=-features[:, :, :1])
     token_branch = token_branch._replace(q=features[:, :, :1], k=features[:, :, :1])
     state = call(return_state=True).state
-    monkeypatch.setattr(window_decode, "supports_step_cpp", lambda *_: False)
     new, options = (y[:, :, :1] for y in (x, x, x)), {"window": 4, "scale": 1.0, "state": state}
     token = partial(window_hybrid.hybrid_attention, *new, token_branch, **options)
     with torch.no_grad():
@@ -465,8 +467,9 @@ def test_the_step_kernel_is_checked(monkeypatch):
 def test_the_step_of_gates_is_checked(decay, name, monkeypatch):
     case = CheckCase(decay=decay, d=16, e=18, B=1, Hkv=2, T=1, groups=2)
     assert list(wrong_results(case, DEVICE)) == []
-    run = gated_step._run_triton
-    monkeypatch.setattr(gated_step, "_run_triton", lambda x, gate: run(x._replace(k=x.k * 3), gate))
+    run = check_triton.run_gated_step_triton
+    broken = lambda x: run(x._replace(k=x.k * 3))  # noqa: E731
+    monkeypatch.setattr(check_triton, "run_gated_step_triton", broken)
     wrong = {text.partition(" differs")[0] for text in wrong_results(case, DEVICE)}
     assert wrong == {f"{result} of {name}" for result in ("out", "kv", "z")}
 

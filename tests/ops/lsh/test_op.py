@@ -11,11 +11,11 @@ from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
+from attnzoo.ops.lsh import custom_ops
 from attnzoo.ops.lsh.api import lsh_attention, shared_qk_attention
 from attnzoo.ops.lsh.block_softmax import BlockBatch, BlockPlan, block_attention
 from attnzoo.ops.lsh.cpu import lsh as reformer_cpp
 from attnzoo.ops.lsh.cpu.lsh import LSH, PIVOTS
-from attnzoo.ops.lsh.custom_ops import lsh_forward
 from attnzoo.ops.lsh.options import LSHOptions, seeded_generator
 from attnzoo.ops.lsh.reference import count_attended_keys
 from attnzoo.ops.lsh.voronoi_hashing import (
@@ -335,9 +335,9 @@ def test_the_kernel_refuses_unsupported_calls():
     q, k, v = qkv(5)
     with pytest.raises(UnsupportedError, match=r"cpp' cannot run .*: the kernel has no additive"):
         lsh(q, k, v, bias=torch.zeros(5, 5), impl="cpp")
-    with pytest.raises(UnsupportedError, match="the kernel has no shared_qk form"):
+    with pytest.raises(UnsupportedError, match="shared_qk_attention has no impl 'cpp'"):
         shared_qk(q, q[:, :2], v, impl="cpp")
-    with pytest.raises(UnsupportedError, match="the inputs are on meta"):
+    with pytest.raises(UnsupportedError, match=r"the tensors are on meta \(cpp runs on cpu\)"):
         lsh(*(x.to("meta") for x in (q, k, v)), impl="cpp")
 
 
@@ -529,9 +529,10 @@ def test_the_operator_passes_opcheck(form, impl):
     q, k, v = (x.float().requires_grad_() for x in qkv(40))
     options = list(map(int, LSHOptions(form == "shared", True, 2, 4, 0, 3, 0)))
     ids = torch.zeros(2, 40, dtype=torch.long)
-    given = (q, k, v, 0.5, ids, ids, None, torch.tensor([1]), [], options, None, impl)
+    given = (q, k, v, 0.5, ids, ids, None, torch.tensor([1]), [], options, None)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(lsh_forward, given, test_utils=checks)
+    operators = custom_ops.CPP if impl == "cpp" else custom_ops.TORCH
+    torch.library.opcheck(operators.forward, given, test_utils=checks)
 
 
 @pytest.mark.parametrize("impl", ["auto", "torch", CPP, "reference"])

@@ -82,8 +82,6 @@ def _build_reasons() -> tuple[str, ...]:
 def cpp_reasons(call: SparseCall) -> list[str]:
     """Return why the kernel does not support a call; an empty list if it does."""
     reasons, size = [], call.options.block_size
-    if call.q.device.type != "cpu":
-        reasons.append(f"the inputs are on {call.q.device.type}")
     if PANEL % size and size % PANEL:
         reasons.append(f"block_size={size} neither divides {PANEL} nor is a multiple of it")
     return reasons or list(_build_reasons())

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.ops.block_sparse.custom_ops import block_sparse_forward
+from attnzoo.ops.block_sparse.custom_ops import TORCH, TRITON
 from attnzoo.ops.block_sparse.options import (
     SelectionOptions,
     SparseCall,
@@ -143,13 +143,14 @@ class Inputs:
         self.weights = draw(*q.shape[:3], case.e).to(device)
 
 
+OPERATORS = {"torch": TORCH, "triton": TRITON}
+
+
 def results(x: Inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return output, log-sum-exp and gradients, by name."""
     leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in x.tensors]
     options = [int(option) for option in x.case.options]
-    out, lse = block_sparse_forward(
-        *leaves, x.selected, x.lengths, x.counts, x.scale, options, impl
-    )
+    out, lse = OPERATORS[impl].forward(*leaves, x.selected, x.lengths, x.counts, x.scale, options)
     grads = torch.autograd.grad((out * x.weights.to(out.dtype)).sum(), leaves)
     found = {f"d_{name}": grad for name, grad in zip(NAMES, grads, strict=True)}
     lse = lse.detach().nan_to_num(nan=torch.nan, posinf=0.0)  # of padding

@@ -21,6 +21,7 @@ from attnzoo.ops.block_sparse.options import (
     BlockSparseState,
     SelectionOptions,
     SparseCall,
+    SparseStep,
 )
 from attnzoo.ops.block_sparse.selection import (
     MEAN,
@@ -180,15 +181,17 @@ def wrong_step(call: SparseCall, case: str) -> Iterator[str]:
         *(k[:, :, :old], v[:, :, :old], k[:, :, old:], v[:, :, old:]),
         *(lengths, summary, leader, k[:, :1, :0]),
     )
-    step = SparseCall(
+    call = SparseCall(
         *(small(call.q[:, :, -1:]), k, v, None, None, None, None, 0.5, options, selection),
         index_q=index_q,
     )
-    first, second = compute_twice(lambda: {"out": triton_step(step, state).to(v.dtype)})
-    plain = torch_step(step, state).to(v.dtype)
+    step = SparseStep(call, state)
+    first, second = compute_twice(lambda: {"out": triton_step(step).to(v.dtype)})
+    plain = torch_step(step).to(v.dtype)
     wide: dict[str, Any] = {
         name: x.double() for name, x in state._asdict().items() if x.is_floating_point()
     }
     asked: dict[str, Any] = {} if index_q is None else {"index_q": index_q.double()}
-    exact = torch_step(step._replace(q=step.q.double(), **asked), state._replace(**wide))
+    wide_call = call._replace(q=call.q.double(), **asked)
+    exact = torch_step(SparseStep(wide_call, state._replace(**wide)))
     yield from wrong_result("the token", case, v.dtype, first["out"], second["out"], plain, exact)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.states import DeltaState
-from attnzoo.ops.delta.common import DeltaInputs, Result
+from attnzoo.ops.delta.common import DeltaInputs, Result, normalized
 from attnzoo.ops.delta.cpu.delta_step import Step, is_step, run_step
 from attnzoo.ops.linear.common import log_decay_per_token
 from attnzoo.runtime import cpp
@@ -79,13 +79,21 @@ def _build_reasons() -> tuple[str, ...]:
 def cpp_reasons(x: DeltaInputs) -> list[str]:
     """Return every reason why the C++ kernel does not support a call."""
     reasons = []
-    if x.q.device.type != "cpu":
-        reasons.append(f"the tensors are on {x.q.device.type}")
-    if x.form == "parallel":
-        reasons.append("the parallel form is for comparison (use form='chunk')")
     if x.chunk_size is not None and x.chunk_size > CPP_CHUNK:
         reasons.append(f"chunk_size is {x.chunk_size} (at most {CPP_CHUNK})")
     return reasons or list(_build_reasons())
+
+
+def run_step_cpp(x: DeltaInputs) -> Result:
+    """Run the kernel of one token; with gradients, that of a sequence."""
+    if is_step(x):
+        return run_step(x, DELTA, TYPE_NAMES[x.state.kv.dtype])
+    return run_cpp(x)
+
+
+def run_recurrent_cpp(x: DeltaInputs) -> Result:
+    """Run the kernel in chunks of one token."""
+    return run_cpp(x._replace(chunk_size=1))
 
 
 def run_cpp(x: DeltaInputs) -> Result:
@@ -94,13 +102,11 @@ def run_cpp(x: DeltaInputs) -> Result:
     For the backward pass, the state before every 128th token is kept: as many bytes per token and
     key head as ``D E / 128`` numbers of the state take.
     """
-    if x.normalize or is_step(x):
-        return run_step(x, DELTA, TYPE_NAMES[x.state.kv.dtype])
+    x = normalized(x)
     tensors = (x.q, x.k, x.v, x.beta, x.log_decay, x.state.kv)
     check_reverse_mode("delta_attention", *tensors)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    chunk_size = 1 if x.form == "recurrent" else x.chunk_size or CPP_CHUNK
-    arguments = (*tensors, x.segment_ids, x.scale, chunk_size, needs_grad)
+    arguments = (*tensors, x.segment_ids, x.scale, x.chunk_size or CPP_CHUNK, needs_grad)
     out, state, _ = delta_cpp(*arguments)
     return out, DeltaState(state)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnzoo.contract.states import DeltaState
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.delta.common import DeltaInputs, Result
+from attnzoo.ops.delta.common import DeltaInputs, Result, normalized
 from attnzoo.ops.linear.triton.run import round_features
 from attnzoo.ops.linear.triton.run import triton_reasons as linear_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
@@ -16,7 +16,7 @@ from attnzoo.runtime.derivatives import check_reverse_mode
 
 def triton_reasons(x: DeltaInputs) -> list[str]:
     """Return every reason why the kernels do not support a call."""
-    reasons = linear_reasons(x.q, x.k, x.v, form=x.form)
+    reasons = linear_reasons(x.q, x.k, x.v)
     if x.chunk_size is not None:
         reasons.append(f"chunk_size is {x.chunk_size} (the kernels choose it; leave it out)")
     return reasons
@@ -28,21 +28,38 @@ def triton_verdict(x: DeltaInputs) -> tuple[str, str]:
 
 
 def run_triton(x: DeltaInputs) -> Result:
-    """Run the kernels; one token without gradients takes the step."""
+    """Run the kernels of a sequence."""
     from attnzoo.ops.delta.triton.custom_op import delta_triton
-    from attnzoo.ops.delta.triton.step import delta_triton_step
 
-    q, k = round_features(x.q, x.v), round_features(x.k, x.v)
-    tensors: tuple[Tensor | None, ...] = (q, k, x.v, x.beta, x.log_decay, x.state.kv)
+    x = normalized(x)
+    tensors = _tensors(x)
     check_reverse_mode("delta_attention", *tensors)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if x.k.shape[2] == 1 and not needs_grad:
-        out, last = delta_triton_step(*tensors, x.scale)
-        return out, DeltaState(last)
-    if x.scale == 0 and needs_grad:  # the backward pass divides by it
+    if x.scale == 0 and _needs_grad(tensors):  # the backward pass divides by it
         raise UnsupportedError(
             "the backward pass of impl='triton' needs a scale other than 0, got 0; impl='torch' "
             "supports any."
         )
     out, last, _, _ = delta_triton(*tensors, x.segment_ids, x.scale)
     return out, DeltaState(last)
+
+
+def run_step_triton(x: DeltaInputs) -> Result:
+    """Run the kernel of one token; with gradients, those of a sequence."""
+    from attnzoo.ops.delta.triton.step import delta_triton_step
+
+    x = normalized(x)
+    tensors = _tensors(x)
+    if _needs_grad(tensors):
+        return run_triton(x)
+    check_reverse_mode("delta_attention", *tensors)
+    out, last = delta_triton_step(*tensors, x.scale)
+    return out, DeltaState(last)
+
+
+def _tensors(x: DeltaInputs) -> tuple[Tensor | None, ...]:
+    q, k = round_features(x.q, x.v), round_features(x.k, x.v)
+    return q, k, x.v, x.beta, x.log_decay, x.state.kv
+
+
+def _needs_grad(tensors: tuple[Tensor | None, ...]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from attnzoo.contract.masks import AttentionMask
-from attnzoo.ops.hybrid.state import HybridState, LinearBranch
+from attnzoo.ops.hybrid.state import HybridState, StepInputs, StepResult
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.derivatives import is_plain_call
@@ -57,39 +56,30 @@ HYBRID_STEP = cpp.Source(
 )
 
 
-def supports_step_cpp(
-    q: Tensor, k: Tensor, v: Tensor, branch: LinearBranch, mask: AttentionMask, state: HybridState
-) -> bool:
-    """Return whether :func:`hybrid_step_cpp` computes a call with a state."""
-    if q.shape[2] != 1 or q.device.type != "cpu" or type(v) not in (Tensor, FakeTensor):
-        return False
+def step_cpp_reasons(x: StepInputs) -> list[str]:
+    """Return why :func:`hybrid_step_cpp` does not compute a call; an empty list if it does."""
+    k, branch, state, padding = x.k, x.branch, x.state, x.mask.padding
     wide = WIDE.get(k.dtype)
     tensors = [branch.q, branch.k, branch.log_weight, *state[1:5]]
     if branch.log_decay is not None:
         tensors.append(branch.log_decay)
     if state.k.dtype != k.dtype or {t.dtype for t in tensors} != {wide}:
-        return False
-    if not is_plain_call(q, k, v, state.k, *tensors) or cpp.unavailable_reason(HYBRID_STEP):
-        return False
-    plain = branch.linear_only_heads is None and mask.segment_ids is None
-    return plain and (mask.padding is None or bool(mask.padding.all()))
+        return [f"keys are {k.dtype}, and the state or features do not have the types for it"]
+    if type(x.v) not in (Tensor, FakeTensor) or not is_plain_call(x.q, k, x.v, state.k, *tensors):
+        return ["the kernel of one token has no derivative, and is not traced"]
+    if reason := cpp.unavailable_reason(HYBRID_STEP):
+        return [reason]
+    if branch.linear_only_heads is not None or x.mask.segment_ids is not None:
+        return ["heads ignore the window, or rows are packed"]
+    return ["a row has padding"] if padding is not None and not bool(padding.all()) else []
 
 
-def hybrid_step_cpp(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    branch: LinearBranch,
-    state: HybridState,
-    *,
-    scale: float,
-    in_place: bool,
-) -> tuple[Tensor, HybridState]:
-    """Compute one token: its output ``[B, H, 1, E]``, and the next state.
+def hybrid_step_cpp(x: StepInputs) -> StepResult:
+    """Compute one token; the next state overwrites the given one if it may, and is contiguous.
 
     Keys may be bfloat16; the arithmetic is in float32, or in float64 for float64 tensors.
-    ``in_place``: the next state overwrites the tensors of the given one, if they are contiguous.
     """
+    q, k, v, branch, _, state, scale, in_place = x
     dtype, wide = v.dtype, WIDE[k.dtype]
     q, v = q.to(wide), v.to(wide)
     old = [*map(Tensor.contiguous, state)]

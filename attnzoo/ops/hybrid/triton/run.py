@@ -6,15 +6,15 @@ Letters: B batch, H heads, Hkv key heads, T tokens, E value size, F features, W 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.hybrid.state import HybridInputs, HybridState, LinearBranch
+from attnzoo.ops.hybrid.merge import MIN_WEIGHT
+from attnzoo.ops.hybrid.state import HybridInputs, HybridState, StepInputs, StepResult
+from attnzoo.ops.hybrid.step import step_reasons
 from attnzoo.ops.linear.triton.run import round_features, triton_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 from attnzoo.ops.window.causal_window import WindowState, is_filled, next_sinks
@@ -25,7 +25,7 @@ LARGEST = 256  # key and value size of the window
 
 def hybrid_triton_reasons(x: HybridInputs) -> list[str]:
     """Return every reason why the kernels do not support a call."""
-    reasons = triton_reasons(x.branch.q, x.branch.k, x.v)
+    reasons = triton_reasons(x.branch.q, x.branch.like_features(), x.v)
     reasons = _size_reasons(x.q, reasons)
     if x.shard is not None:
         reasons.append("several ranks hold the sequence (use impl='torch')")
@@ -34,7 +34,7 @@ def hybrid_triton_reasons(x: HybridInputs) -> list[str]:
 
 def hybrid_verdict(x: HybridInputs | StepInputs) -> tuple[str, str]:
     """Return ``kernel_verdict`` of the kernels of the window hybrid for a call."""
-    return kernel_verdict("hybrid", x.branch.log_decay, x.k, x.v, x.branch.k)
+    return kernel_verdict("hybrid", x.branch.log_decay, x.k, x.v, x.branch.like_features())
 
 
 def _size_reasons(q: Tensor, reasons: list[str]) -> list[str]:
@@ -46,9 +46,7 @@ def _size_reasons(q: Tensor, reasons: list[str]) -> list[str]:
     return reasons
 
 
-def run_hybrid_triton(
-    x: HybridInputs, counts: Tensor | None, min_weight: float
-) -> tuple[Tensor, LinearState]:
+def run_hybrid_triton(x: HybridInputs, counts: Tensor | None) -> tuple[Tensor, LinearState]:
     """Run the kernels, and return the output and the linear state, whose values end in ones.
 
     With a state, the tokens of its window stand before those of the call, as queries without
@@ -102,7 +100,7 @@ def run_hybrid_triton(
             x.scale,
             branch.relative,
             branch.mean,
-            min_weight,
+            MIN_WEIGHT,
         ),
     )
     if state is not None:
@@ -120,26 +118,14 @@ def run_window_triton(x: HybridInputs) -> tuple[Tensor, Tensor]:
     return near, lse.unsqueeze(3)
 
 
-class StepInputs(NamedTuple):
-    """Inputs of one token after a state; the branch has features."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    branch: LinearBranch
-    mask: AttentionMask
-    state: HybridState
-    scale: float
-    in_place: bool  # whether the next state overwrites the tensors of the given one
-
-
 def step_triton_reasons(x: StepInputs) -> list[str]:
     """Return every reason why :func:`run_step_triton` does not support a call."""
-    return _size_reasons(x.q, triton_reasons(x.branch.q, x.branch.k, x.v))
+    reasons = triton_reasons(x.branch.q, x.branch.k, x.v)
+    return step_reasons(x) + _size_reasons(x.q, reasons)
 
 
-def run_step_triton(x: StepInputs, min_weight: float) -> tuple[Tensor, HybridState]:
-    """Compute one token: its output ``[B, H, 1, E]``, zeros at padding, and the next state."""
+def run_step_triton(x: StepInputs) -> StepResult:
+    """Compute one token."""
     from attnzoo.ops.hybrid.triton.step import hybrid_triton_step_
 
     branch, state = x.branch, x.state
@@ -151,7 +137,7 @@ def run_step_triton(x: StepInputs, min_weight: float) -> tuple[Tensor, HybridSta
         x.mask.padding,
         branch.linear_only_heads,
         *state,
-        *(x.scale, branch.relative, branch.mean, min_weight),
+        *(x.scale, branch.relative, branch.mean, MIN_WEIGHT),
     )
     return out, state
 

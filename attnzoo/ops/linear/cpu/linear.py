@@ -39,7 +39,6 @@ from attnzoo.ops.linear.cpu.call import (
     Gradients,
     Task,
 )
-from attnzoo.ops.linear.step import step
 from attnzoo.runtime import cpp
 from attnzoo.runtime.autocast import autocast_disabled
 from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
@@ -54,22 +53,14 @@ def _build_reasons() -> tuple[str, ...]:
     return tuple(filter(None, (cpp.unavailable_reason(LINEAR),)))
 
 
-def cpp_reasons(
-    q: Tensor, *, form: str = "chunk", causal: bool = True, chunk_size: int | None = None
-) -> list[str]:
+def cpp_reasons(*, causal: bool = True, chunk_size: int | None = None) -> list[str]:
     """Return every reason why the C++ kernel does not support a call.
 
     Args:
-        q: Queries, ``[B, H, T, D]``.
-        form: As in ``linear_attention``.
         causal: Whether a token sees only itself and earlier tokens.
         chunk_size: C, or ``None``.
     """
     reasons = []
-    if q.device.type != "cpu":
-        reasons.append(f"the tensors are on {q.device.type}")
-    if form == "parallel":
-        reasons.append("the parallel form is for comparison (use form='chunk')")
     if not causal:
         reasons.append("attention is bidirectional (the kernel is causal)")
     if chunk_size is not None and chunk_size > CPP_CHUNK:
@@ -88,10 +79,9 @@ def fuses_map(x: LinearInputs) -> bool:
 
 
 def run_cpp(x: LinearInputs) -> Result:
-    """Run the kernel; one token takes the step in torch."""
-    if x.k.shape[2] == 1:
-        return step(x)
-    out, _, state = _run(x, totals=False)
+    """Run the kernel, which computes the features if it can."""
+    with autocast_disabled(x.q.device):
+        out, _, state = _run(x if fuses_map(x) else map_inputs(x), totals=False)
     return out, state
 
 
@@ -117,7 +107,7 @@ def weighted_sums(
     if state is None:
         state = empty_state(q, like_features(k, feature_map, map_weights), v)
     x = LinearInputs(
-        *(q, k, v, log_decay, state, mask.padding, mask.segment_ids, True, "chunk", False),
+        *(q, k, v, log_decay, state, mask.padding, mask.segment_ids, True, False),
         *(1.0, 0.0, chunk_size, feature_map, feature_scale, map_weights),
     )
     with autocast_disabled(q.device):

@@ -48,21 +48,23 @@ LINEAR_STEP = cpp.Source(
 )
 
 
-def supports_step(x: LinearInputs, gate: StepGate = NO_GATE) -> bool:
-    """Return whether :func:`run_step` computes a call of one token."""
-    v = x.v
-    return (
-        v.device.type == "cpu"
-        and x.causal
-        and x.form != "parallel"
-        and type(v) is Tensor
-        and is_plain_call(x.q, x.k, v, x.log_decay, *x.state, *(x.map_weights or ()), *gate)
-        and v.numel() > 0
-        and not cpp.unavailable_reason(LINEAR_STEP)
-    )
+def step_reasons(x: LinearInputs) -> list[str]:
+    """Return why :func:`run_step_cpp` does not compute a call; an empty list if it does."""
+    weights = x.map_weights or ()
+    return kernel_reasons(x.v, x.q, x.k, x.log_decay, *x.state, *weights)
 
 
-def run_step(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
+def kernel_reasons(v: Tensor, *others: Tensor | None) -> list[str]:
+    """Return why the kernel does not read the values and other tensors of a call."""
+    if type(v) is not Tensor or not is_plain_call(v, *others):
+        return ["the kernel of one token has no derivative, and is not traced"]
+    if v.shape[3] == 0:
+        return ["values have no channels"]
+    reason = cpp.unavailable_reason(LINEAR_STEP)
+    return [reason] if reason else []
+
+
+def run_step_cpp(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
     """Compute one token from the state, in the place of the state if ``x.reuse_state``.
 
     The kernel computes the features, unless the map is learned. It overwrites ``gate.m``.

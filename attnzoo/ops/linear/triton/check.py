@@ -25,7 +25,7 @@ from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import LinearState
 from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.common import StepGate
-from attnzoo.ops.linear.gated_step import gated_step
+from attnzoo.ops.linear.gated_step import GatedInputs, run_gated_step_triton
 from attnzoo.runtime.verdicts import run_check
 
 SCALE, EPS, FEATURE_SCALE = 0.7, 1e-6, 0.25
@@ -149,7 +149,6 @@ def run_op(impl: str) -> Compute:
             normalize=x.case.normalize,
             scale=SCALE,
             eps=EPS,
-            form="recurrent" if impl == "triton" else "chunk",  # one token: the decoding step
             impl=impl,
             state=LinearState(kv, z),
             return_state=True,
@@ -218,14 +217,11 @@ def wrong_gated_step(x: Inputs) -> Iterator[str]:
     """Yield the errors in one token of mLSTM (scalar decay) or RWKV-6 (vector decay)."""
     name = "rwkv6" if x.case.decay == "vector" else "mlstm"
     with torch.no_grad():
-        exact = gated_recurrence(*gated_inputs(x, torch.float64))
-        plain = gated_recurrence(*gated_inputs(x, torch.float32))
+        exact = gated_recurrence(gated_inputs(x, torch.float64))
+        plain = gated_recurrence(gated_inputs(x, torch.float32))
         first, second = compute_twice(lambda: _gated_kernel(x))
     for result, *found in zip(("out", "kv", "z"), first, second, plain, exact, strict=True):
         yield from wrong_result(f"{result} of {name}", str(x.case), x.case.dtype, *found)
-
-
-GatedInputs = tuple[Tensor, Tensor, Tensor, Tensor, LinearState, StepGate]
 
 
 def gated_inputs(x: Inputs, dtype: torch.dtype | None = None) -> GatedInputs:
@@ -240,30 +236,31 @@ def gated_inputs(x: Inputs, dtype: torch.dtype | None = None) -> GatedInputs:
     assert log_decay is not None
     others = x.weights[2].to(kv.dtype)
     if x.case.decay == "vector":
-        return q.abs(), k.abs(), v, log_decay, LinearState(kv, z), StepGate(others[0].abs())
-    gate = StepGate(None, others[:, :, 0].contiguous(), others[:, :, 1].contiguous())
-    return q, k, v, log_decay, LinearState(kv, z), gate
+        gate = StepGate(others[0].abs())
+        return GatedInputs(q.abs(), k.abs(), v, log_decay, LinearState(kv, z), gate, True, EPS)
+    gate = StepGate(None, others[:, :, :1], others[:, :, 1].contiguous())
+    return GatedInputs(q, k, v, log_decay, LinearState(kv, z), gate, True, EPS)
 
 
 def _gated_kernel(x: Inputs) -> list[Tensor]:
-    found, _ = gated_step(*gated_inputs(x), True, EPS, "triton", False)
-    assert found is not None
-    return [found[0], *found[1]]
+    out, state, _ = run_gated_step_triton(gated_inputs(x))
+    return [out, *state]
 
 
-def gated_recurrence(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: LinearState, gate: StepGate
-) -> list[Tensor]:
+def gated_recurrence(x: GatedInputs) -> list[Tensor]:
     """Return output and state of one token, in plain operations."""
-    (kv, z), groups = state, q.shape[1] // k.shape[1]
+    q, k, v, log_decay, state, gate = x[:6]
+    kv, z = state
+    groups = q.shape[1] // k.shape[1]
     q, k, log_decay = q.unflatten(1, (-1, groups))[:, :, :, 0], k[:, :, 0], log_decay[:, :, 0]
     own = torch.zeros_like(q[..., :1])  # weight of the token itself beside the state
     lowest = None
     if gate.log_input is not None and gate.m is not None:
         kept = log_decay + gate.m
-        m = torch.maximum(kept, gate.log_input)
+        log_input = gate.log_input[:, :, 0]
+        m = torch.maximum(kept, log_input)
         log_decay, lowest = (kept - m).unsqueeze(2), (-m).exp()[:, :, None, None]
-        k = k * (gate.log_input - m).exp().unsqueeze(2)
+        k = k * (log_input - m).exp().unsqueeze(2)
     kv = kv * log_decay.exp().unsqueeze(3) + k.unsqueeze(3) * v
     z = z * log_decay.exp() + k
     if gate.bonus is not None:

@@ -15,28 +15,24 @@ from torch import Tensor
 from attnzoo.contract.padding import fill_padding
 from attnzoo.contract.states import LinearState
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.linear.common import LinearInputs, Result
+from attnzoo.ops.linear.common import LinearInputs, Result, map_inputs
 from attnzoo.ops.linear.triton.compilers import compiler_reasons, ptxas_path
+from attnzoo.runtime.autocast import autocast_disabled
 from attnzoo.runtime.derivatives import check_reverse_mode, first_derivative_only
 
 LARGEST = 256  # key and value size
 
 
-def triton_reasons(
-    q: Tensor, k: Tensor, v: Tensor, *, form: str = "chunk", causal: bool = True
-) -> list[str]:
+def triton_reasons(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True) -> list[str]:
     """Return every reason why the Triton kernels do not support a call.
 
     Args:
         q: Queries, ``[B, H, T, D]``.
         k: Keys, ``[B, Hkv, T, D]``.
         v: Values, ``[B, Hkv, T, E]``.
-        form: As in ``linear_attention``.
         causal: Whether a token sees only itself and earlier tokens.
     """
     reasons = []
-    if form == "parallel":
-        reasons.append("the parallel form is for comparison (use form='chunk')")
     if not causal:
         reasons.append("attention is bidirectional (the kernels are causal)")
     if torch.float64 in (q.dtype, k.dtype, v.dtype):
@@ -91,11 +87,13 @@ def _find_device_reasons(device: torch.device) -> tuple[str, ...]:
 
     if interpreted():
         return ()
-    if device.type != "cuda":
+    if device.type == "cpu":
         return (
-            f"the tensors are on {device.type} (the kernels run on NVIDIA GPUs, and on the CPU for "
-            "tests if TRITON_INTERPRET=1 is set before Triton is imported)",
+            "the tensors are on cpu (the kernels run on NVIDIA GPUs, and on the CPU for tests if "
+            "TRITON_INTERPRET=1 is set before Triton is imported)",
         )
+    if device.type != "cuda":
+        return ()  # the registry knows the devices of an implementation
     if torch.version.hip is not None:
         return ("the GPU is from AMD (the kernels are tested on NVIDIA GPUs only)",)
     capability = _capability(device)
@@ -126,30 +124,52 @@ def check_chunk_size(chunk_size: int | None) -> int:
 
 
 def run_triton(x: LinearInputs) -> Result:
-    """Run the kernels, which apply the feature map; one token without gradients takes the step."""
+    """Run the kernels, which apply the feature map unless it is learned."""
     from attnzoo.ops.linear.triton.custom_op import linear_triton
+
+    with autocast_disabled(x.q.device):
+        x = _with_features(x)
+        tensors, options = _arguments(x)
+        check_reverse_mode("linear_attention", *tensors)
+        if x.scale == 0:  # the backward pass divides by it
+            raise UnsupportedError(
+                "impl='triton' needs a scale other than 0, got 0; impl='torch' supports any."
+            )
+        chunk_size, ids = check_chunk_size(x.chunk_size), x.segment_ids
+        out, kv, z = linear_triton(*tensors, ids, x.padding_mask, *options, chunk_size, 0)
+    return out, LinearState(kv, z)
+
+
+def run_step_triton(x: LinearInputs) -> Result:
+    """Run the kernel of one token; with gradients, those of a sequence."""
     from attnzoo.ops.linear.triton.step import linear_triton_step, linear_triton_step_
 
+    with autocast_disabled(x.q.device):
+        x = _with_features(x)
+        tensors, options = _arguments(x)
+        if x.reuse_state and x.state.kv.is_contiguous() and x.state.k.is_contiguous():
+            check_reverse_mode("linear_attention", *tensors)
+            return linear_triton_step_(*tensors, x.padding_mask, *options), x.state
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            return run_triton(x)
+        check_reverse_mode("linear_attention", *tensors)
+        out, kv, z = linear_triton_step(*tensors, x.padding_mask, *options)
+    return out, LinearState(kv, z)
+
+
+def _with_features(x: LinearInputs) -> LinearInputs:
+    """Apply a learned map, which the kernels do not compute, and round features."""
+    if x.map_weights is not None:
+        x = map_inputs(x)
     if x.feature_map == "identity":
         x = x._replace(q=round_features(x.q, x.v), k=round_features(x.k, x.v))
-    kv, z = x.state
-    options = (x.feature_map, x.feature_scale**0.5, x.scale, x.normalize, x.eps)
-    v = fill_padding(x.v, x.padding_mask)
-    tensors = (x.q, x.k, v, x.log_decay, kv, z)
-    check_reverse_mode("linear_attention", *tensors)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if x.k.shape[2] == 1 and x.reuse_state and kv.is_contiguous() and z.is_contiguous():
-        return linear_triton_step_(*tensors, x.padding_mask, *options), x.state
-    if x.k.shape[2] == 1 and not needs_grad:
-        out, kv, z = linear_triton_step(*tensors, x.padding_mask, *options)
-        return out, LinearState(kv, z)
-    if x.scale == 0:  # the backward pass divides by it
-        raise UnsupportedError(
-            "impl='triton' needs a scale other than 0, got 0; impl='torch' supports any."
-        )
-    chunk_size, ids = check_chunk_size(x.chunk_size), x.segment_ids
-    out, kv, z = linear_triton(*tensors, ids, x.padding_mask, *options, chunk_size, 0)
-    return out, LinearState(kv, z)
+    return x
+
+
+def _arguments(x: LinearInputs) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+    """Return the tensors and the options that all kernels take."""
+    tensors = (x.q, x.k, fill_padding(x.v, x.padding_mask), x.log_decay, *x.state)
+    return tensors, (x.feature_map, x.feature_scale**0.5, x.scale, x.normalize, x.eps)
 
 
 def linear_sums(

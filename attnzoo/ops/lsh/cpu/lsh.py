@@ -71,10 +71,6 @@ def _build_reasons() -> tuple[str, ...]:
 def cpp_reasons(inputs: LSHInputs) -> list[str]:
     """Return why the kernel does not support a call; an empty list if it does."""
     reasons = []
-    if inputs.q.device.type != "cpu":
-        reasons.append(f"the inputs are on {inputs.q.device.type}")
-    if inputs.options.shared_qk:
-        reasons.append("the kernel has no shared_qk form")
     if inputs.bias is not None:
         reasons.append("the kernel has no additive bias")
     return reasons or list(_build_reasons())

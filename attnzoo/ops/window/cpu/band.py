@@ -87,10 +87,8 @@ class OutsideSums(NamedTuple):
     only_heads: Tensor | None = None  # [H] bool: outputs are u / s where s is not 0
 
 
-def band_cpp_reasons(device: torch.device) -> list[str]:
-    """Return why the kernel is unavailable for tensors on a device; an empty list if it is not."""
-    if device.type != "cpu":
-        return [f"the inputs are on {device.type}"]
+def band_cpp_reasons() -> list[str]:
+    """Return why the kernel is unavailable; an empty list if it is not."""
     return list(_build_reasons())
 
 
