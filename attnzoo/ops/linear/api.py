@@ -231,9 +231,10 @@ def _inputs(
         check_mask_fields("linear_attention", mask, "segment_ids")
         padding = None if padding is None else padding_if_any(padding)
     check_feature_map(feature_map, map_weights, q, k)
-    keys = like_features(k, feature_map, map_weights)
+    keys = k if map_weights is None else like_features(k, feature_map, map_weights)
     _check_tensors(q, k, keys, v, log_decay, state, mask)
-    check_shard(shard, state)
+    if shard is not None:
+        check_shard(shard, state)
     if log_decay is not None:
         log_decay = decay_of_real_tokens(log_decay, k, None)
     if state is None:

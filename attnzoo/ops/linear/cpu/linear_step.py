@@ -23,6 +23,8 @@ from attnzoo.runtime.memory import DTYPE_NUMBERS, with_contiguous_rows
 
 STEPS = {torch.float32: "linear_step_float", torch.float64: "linear_step_double"}
 NO_GATE = StepGate()
+NOT_PLAIN = "the kernel of one token has no derivative, and is not traced"
+NO_CHANNELS = "values have no channels"
 
 
 class _Step(ctypes.Structure):
@@ -50,17 +52,18 @@ LINEAR_STEP = cpp.Source(
 
 def step_reasons(x: LinearInputs) -> list[str]:
     """Return why :func:`run_step_cpp` does not compute a call; an empty list if it does."""
-    weights = x.map_weights or ()
-    return kernel_reasons(x.v, x.q, x.k, x.log_decay, *x.state, *weights)
+    v, weights = x.v, x.map_weights or ()
+    if type(v) is not Tensor or not is_plain_call(x.q, x.k, v, x.log_decay, *x.state, *weights):
+        return [NOT_PLAIN]
+    reason = cpp.unavailable_reason(LINEAR_STEP) if v.shape[3] else NO_CHANNELS
+    return [reason] if reason else []
 
 
 def kernel_reasons(v: Tensor, *others: Tensor | None) -> list[str]:
-    """Return why the kernel does not read the values and other tensors of a call."""
+    """Return why the kernel does not read the values and other tensors of a gated call."""
     if type(v) is not Tensor or not is_plain_call(v, *others):
-        return ["the kernel of one token has no derivative, and is not traced"]
-    if v.shape[3] == 0:
-        return ["values have no channels"]
-    reason = cpp.unavailable_reason(LINEAR_STEP)
+        return [NOT_PLAIN]
+    reason = cpp.unavailable_reason(LINEAR_STEP) if v.shape[3] else NO_CHANNELS
     return [reason] if reason else []
 
 
