@@ -1,9 +1,9 @@
 # The public names; attnzoo/__init__.py reads them from here (attnzoo/lazy_names.py). The modules of
 # register_feature_map and register_gate register the built-in names first, which reserves them.
 from attnzoo.backends.feature_maps.base import FeatureMap as FeatureMap
-from attnzoo.backends.feature_maps.config import register_feature_map as register_feature_map
-from attnzoo.backends.gated_linear import register_gate as register_gate
+from attnzoo.backends.feature_maps.base import register_feature_map as register_feature_map
 from attnzoo.backends.gates.base import Gate as Gate
+from attnzoo.backends.gates.base import register_gate as register_gate
 from attnzoo.contract.backend import AttentionBackend as AttentionBackend
 from attnzoo.contract.backend import register as register
 from attnzoo.contract.config import BackendConfig as BackendConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from attnzoo.backends.feature_maps.base import get_feature_map
 from attnzoo.backends.feature_maps.config import FeatureMapConfig
-from attnzoo.backends.gates.delta import GATES, OutputGate, ScalarGate, VectorGate
+from attnzoo.backends.gates.base import GATES, Decay, Gate, GateModule, get_gate
 from attnzoo.backends.parts.convolution import ShortConvolution
+from attnzoo.backends.parts.output_gate import OutputGate
 from attnzoo.backends.parts.recurrent import RecurrentBackend, RecurrentConfig
 from attnzoo.contract.backend import register
 from attnzoo.contract.capabilities import Capabilities
@@ -44,7 +45,8 @@ class DeltaConfig(RecurrentConfig, FeatureMapConfig):
         feature_map: Map of queries and keys before they are normalised to length 1; a larger key
             size holds more pairs.
         gate: Decay of the state: ``"none"`` (DeltaNet), ``"scalar"`` per token and key head (Gated
-            DeltaNet), or ``"vector"`` per token and key channel (KDA).
+            DeltaNet), ``"vector"`` per token and key channel (KDA), or another gate that only
+            decays.
         allow_negative_eigenvalues: Whether the write strength is in (0, 2) instead of (0, 1), so
             that a token may reverse what the state holds for its key.
         short_convolution: Width in tokens of a causal convolution per channel of queries, keys and
@@ -60,7 +62,7 @@ class DeltaConfig(RecurrentConfig, FeatureMapConfig):
     ops: ClassVar[tuple[str, ...]] = ("delta_attention", "delta_step")
 
     feature_map: str = "identity"
-    gate: Literal["none", "scalar", "vector"] = "scalar"
+    gate: str = "scalar"
     allow_negative_eigenvalues: bool = False
     short_convolution: int = 0
     output_gate: bool = False
@@ -68,6 +70,8 @@ class DeltaConfig(RecurrentConfig, FeatureMapConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.gate != "none":
+            self._check_gate()
         if get_feature_map(self.feature_map).positional:
             raise ConfigError(
                 f"{type(self).__name__}.feature_map={self.feature_map!r} depends on positions, "
@@ -78,6 +82,29 @@ class DeltaConfig(RecurrentConfig, FeatureMapConfig):
                 f"{type(self).__name__}.short_convolution must be 0 (none) or a width of at least "
                 f"2 tokens, got {self.short_convolution}; Gated DeltaNet uses 4"
             )
+
+    def _check_gate(self) -> None:
+        """Raise ``ConfigError`` if the gate is unknown, or more than a decay."""
+        name = f"{type(self).__name__}.gate"
+        try:
+            reason = _refusal(get_gate(self.gate))
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error} 'none' is no gate.") from None
+        if reason:
+            fit = ["none", *(gate for gate, cls in GATES.items() if not _refusal(cls))]
+            raise ConfigError(
+                f"{name}={self.gate!r} does not fit the delta rule: it {reason}; take one of "
+                f"{', '.join(fit)}, or the backend gated_linear"
+            )
+
+
+def _refusal(gate: type[GateModule]) -> str:
+    """Return why the delta rule does not take a gate, or ``""``."""
+    if not issubclass(gate, Gate):
+        return "has a state of its own"
+    if gate.scales_keys:
+        return "multiplies keys, whose length the delta rule sets to 1"
+    return ""
 
 
 @register("delta")
@@ -107,9 +134,11 @@ class DeltaBackend(RecurrentBackend):
         self.feature_map = get_feature_map(self.config.feature_map)(config, geometry)
         self.write_weight = nn.Parameter(torch.empty(heads, hidden))
         self.write_bias = nn.Parameter(torch.empty(heads))
-        self.gate: ScalarGate | VectorGate | None = None
+        self.gate: Gate | None = None
         if self.config.gate != "none":
-            self.gate = GATES[self.config.gate](heads, self.feature_map.size, hidden)
+            gate = get_gate(self.config.gate)
+            assert issubclass(gate, Gate)
+            self.gate = gate(config, geometry, self.feature_map.size)
         self.convolution: ShortConvolution | None = None
         if self.config.short_convolution:
             channels = (geometry.num_heads + heads) * geometry.head_dim + heads * value_dim
@@ -219,13 +248,14 @@ class DeltaBackend(RecurrentBackend):
         assert inputs.hidden_states is not None
         hidden = widen(inputs.hidden_states)
         beta = torch.sigmoid(_project(hidden, self.write_weight, self.write_bias))
+        k = self.feature_map(inputs.k, inputs.scale, of="keys")
         return delta_attention(
             self.feature_map(inputs.q, inputs.scale, of="queries"),
-            self.feature_map(inputs.k, inputs.scale, of="keys"),
+            k,
             inputs.v,
             2 * beta if self.config.allow_negative_eigenvalues else beta,
             mask=inputs.mask,
-            log_decay=None if self.gate is None else self.gate(hidden),
+            log_decay=self.log_decay(k, inputs),
             normalize_qk=True,
             impl=self.config.impl,
             state=state,
@@ -233,6 +263,13 @@ class DeltaBackend(RecurrentBackend):
             chunk_size=self.config.chunk_size,
             shard=inputs.shard,
         )
+
+    def log_decay(self, k: Tensor, inputs: AttentionInputs) -> Tensor | None:
+        """Return the gate's log decays for features of keys, or ``None`` if there is no gate."""
+        if self.gate is None:
+            return None
+        decay: Decay = self.gate(k, inputs.hidden_states)
+        return decay.log_decay
 
     def mixing_weight(self, inputs: AttentionInputs, lse: Tensor) -> Tensor:
         """Return m, the weight of the state's output, ``[B, H, T, 1]``."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from attnzoo.backends.feature_maps.base import get_feature_map
-from attnzoo.backends.gates import recurrences  # noqa: F401  (registers its gates)
-from attnzoo.backends.gates.base import GATES, Gate, get_gate
-from attnzoo.backends.gates.base import register_gate as register_gate
+from attnzoo.backends.gates.base import GATES, get_gate
+from attnzoo.backends.gates.recurrences import Recurrence
 from attnzoo.backends.parts.recurrent import FeatureMapBackend, FeatureMapBackendConfig
 from attnzoo.contract.backend import register
 from attnzoo.contract.capabilities import Capabilities
@@ -19,6 +20,8 @@ from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import ConfigError
+from attnzoo.ops.linear.api import linear_attention
+from attnzoo.ops.linear.common import decay_of_real_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,21 +38,24 @@ class GatedLinearConfig(FeatureMapBackendConfig):
         super().__post_init__()
         name, defaults = type(self).__name__, self.default_options()
         try:
-            gate = get_gate(self.gate)
+            get_gate(self.gate)
         except ConfigError as error:
             raise ConfigError(f"{name}.gate: {error}") from None
-        for option, why in gate.fixed_options.items():
+        recurrence = _recurrence(self.gate)
+        if recurrence is None:
+            return
+        for option, why in recurrence.fixed_options.items():
             if (value := getattr(self, option)) != defaults[option]:
                 raise ConfigError(
                     f"{name}.{option} must stay {defaults[option]!r} with gate={self.gate!r}, "
                     f"which {why}, got {value!r}; leave it out"
                 )
-        if not gate.only_decays and self.window is not None:
+        if self.window is not None:
             raise ConfigError(
                 f"{name}.window does not support gate={self.gate!r}, which has a state of its own; "
                 "take a gate that is a decay, such as 'gla', or no window"
             )
-        if not gate.only_decays and get_feature_map(self.feature_map).positional:
+        if get_feature_map(self.feature_map).positional:
             raise ConfigError(
                 f"{name}.feature_map={self.feature_map!r} counts tokens in the state, which "
                 f"gate={self.gate!r} does not support; take another map, or a gate that is a "
@@ -58,8 +64,17 @@ class GatedLinearConfig(FeatureMapBackendConfig):
 
     @property
     def divides(self) -> bool:
-        """Whether outputs are divided by the sum of their weights; false if the gate divides."""
-        return self.normalize and "normalize" not in GATES.get(self.gate, Gate).fixed_options
+        """Whether outputs are divided by the sum of their weights; false if the op divides."""
+        recurrence = _recurrence(self.gate)
+        return self.normalize and (
+            recurrence is None or "normalize" not in recurrence.fixed_options
+        )
+
+
+def _recurrence(gate: str) -> type[Recurrence] | None:
+    """Return the recurrence called ``gate``, or ``None`` if it is a decay, or unknown."""
+    cls = GATES.get(gate)
+    return cls if cls is not None and issubclass(cls, Recurrence) else None
 
 
 @register("gated_linear")
@@ -74,16 +89,17 @@ class GatedLinearBackend(FeatureMapBackend):
 
     def __init__(self, config: BackendConfig, geometry: Geometry) -> None:
         super().__init__(config, geometry)
-        gate = get_gate(self.config.gate)
-        self.gate = gate(config, geometry, self.feature_map.size)
+        self.recurrence = _recurrence(self.config.gate)
+        # A Gate or a Recurrence; PEFT may wrap it
+        self.gate: Any = get_gate(self.config.gate)(config, geometry, self.feature_map.size)
 
     def layer_capabilities(self) -> Capabilities:
         """Return the capabilities with this gate."""
-        gate = get_gate(self.config.gate)
+        recurrence = _recurrence(self.config.gate)
         return replace(
             super().layer_capabilities(),
-            needs_hidden_states=gate.needs_hidden_states,
-            has_weights=gate.has_weights,
+            needs_hidden_states=get_gate(self.config.gate).needs_hidden_states,
+            has_weights=recurrence is None or recurrence.has_weights,
         )
 
     def reset_parameters(self) -> None:
@@ -94,7 +110,9 @@ class GatedLinearBackend(FeatureMapBackend):
     def layer_reasons(self) -> list[str]:
         """Return every reason why this backend does not support its layer."""
         reasons = super().layer_reasons()
-        name, impls = self.config.gate, impl_names(*self.gate.ops)
+        name, impls = self.config.gate, self.config.impl_names()
+        if self.recurrence is not None:
+            impls = impl_names(*self.recurrence.ops)
         if self.config.impl not in impls:
             reasons.append(
                 f"impl={self.config.impl!r} does not support gate {name!r} (use one of "
@@ -117,25 +135,45 @@ class GatedLinearBackend(FeatureMapBackend):
     def fused_feature_map(self) -> str:
         """Return the feature map that the op applies, or ``""`` if the module applies it."""
         gate = self.gate
-        fusable = gate.only_decays and not (gate.scales_keys or gate.reads_keys)
+        fusable = self.recurrence is None and not (gate.scales_keys or gate.reads_keys)
         return super().fused_feature_map() if fusable else ""
 
     def run_op(
         self, q: Tensor, k: Tensor, inputs: AttentionInputs, *, feature_map: str = ""
     ) -> AttentionOutput:
-        """Run the gate's op."""
+        """Run the recurrence's op, or the window hybrid or linear attention with the gate."""
         options = self.op_options(inputs, feature_map)
-        if not self.gate.only_decays:
-            options["mask"] = inputs.mask  # with padding, at which the op sets the gates
-            options["reuse_state"] = inputs.reuse_state
-        attend = None
+        options["reuse_state"] = inputs.reuse_state
+        if self.recurrence is not None:
+            return self.run_recurrence(q, k, inputs, options)
+        k, log_decay = self.gate_keys(k, inputs, feature_map)
         if self.far_log_weight is not None:
+            branch = self.linear_branch(q, k, inputs, feature_map)
+            log_weight = branch.log_weight - math.log(self.gate.expected_keys)
+            branch = branch._replace(log_weight=log_weight, log_decay=log_decay)
+            return self.attend_hybrid(inputs, branch)
+        return linear_attention(q, k, inputs.v, log_decay=log_decay, **options)
 
-            def attend(k: Tensor, log_decay: Tensor) -> AttentionOutput:
-                branch = self.linear_branch(q, k, inputs, feature_map)
-                log_weight = branch.log_weight - math.log(self.gate.expected_keys)
-                branch = branch._replace(log_weight=log_weight, log_decay=log_decay)
-                return self.attend_hybrid(inputs, branch)
+    def gate_keys(
+        self, k: Tensor, inputs: AttentionInputs, feature_map: str
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys, multiplied by the gate if it scales them, and the log decays."""
+        features = k
+        if feature_map:  # the op maps k
+            dtype = torch.promote_types(k.dtype, torch.float32)
+            features = k.new_full((), torch.nan, dtype=dtype)
+            features = features.expand(*k.shape[:3], self.feature_map.size)
+        log_decay, key_scale = self.gate(features, inputs.hidden_states)
+        if key_scale is not None:
+            k = k * key_scale
+        return k, decay_of_real_tokens(log_decay, features, inputs.mask.padding)
 
-        output: AttentionOutput = self.gate(q, k, inputs, options, attend)
-        return output
+    def run_recurrence(
+        self, q: Tensor, k: Tensor, inputs: AttentionInputs, options: dict[str, Any]
+    ) -> AttentionOutput:
+        """Run the op of a recurrence that is more than a decay."""
+        assert self.recurrence is not None
+        options["mask"] = inputs.mask  # with padding, at which the op sets the gates
+        for name in (*self.recurrence.fixed_options, *self.recurrence.other_options):
+            del options[name]
+        return self.recurrence.op(q, k, inputs.v, **self.gate(inputs.hidden_states), **options)

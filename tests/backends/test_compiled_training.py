@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnzoo.backends.gated_linear import GATES
+from attnzoo.backends.gates.base import GATES
 from tests.helpers import build, hidden_states, qkv
 
 CASES = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attnzoo.backends.gates.delta import INITIAL_RATE
+from attnzoo.backends.gates.learned import DELTA_RATE
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import ConfigError, UnsupportedError
 from attnzoo.ops.softmax.api import softmax_attention
@@ -141,8 +141,8 @@ def test_parameters_have_gradients_and_initial_decays_are_equal(gate):
     # the first factor of a product of which the second factor is initially 0
     assert without == {"output_gate.down", *(["gate.down"] if gate == "vector" else [])}
     if gate != "none":
-        log_decay = backend.gate(x)
-        torch.testing.assert_close(log_decay, torch.full_like(log_decay, -INITIAL_RATE))
+        log_decay = backend.gate(k, x).log_decay
+        torch.testing.assert_close(log_decay, torch.full_like(log_decay, -DELTA_RATE))
 
 
 def test_the_initial_output_is_close_to_window_attention():
@@ -192,7 +192,9 @@ def test_feature_maps_can_have_more_features_than_the_head_size():
     ("options", "message"),
     [
         ({"feature_map": "cosine"}, "feature_map='cosine' depends on positions"),
-        ({"gate": "gla"}, "gate must be 'none' or 'scalar' or 'vector', got 'gla'"),
+        ({"gate": "vectors"}, r"DeltaConfig.gate: No gate is called 'vectors'.* 'none' is no gate"),
+        ({"gate": "hgrn2"}, "gate='hgrn2' does not fit the delta rule: it multiplies keys"),
+        ({"gate": "mlstm"}, "'mlstm' does not fit .* has a state of its own; take one of none, "),
         ({"window": 0}, "window must be at least 1 token, got 0"),
         ({"chunk_size": 0}, "chunk_size must be at least 1 token, got 0"),
         ({"far_weight": 0.2}, "far_weight needs a window"),

@@ -389,7 +389,7 @@ def test_hgrn2_with_features_of_one_matches_hgrn2(naive, monkeypatch):
     backend = build_gated(gate="hgrn2", normalize=False, feature_map="ones")
     x, hidden = inputs(100)
     with torch.no_grad():
-        forget = backend.gate.gate_keys(torch.ones_like(x[1]), hidden)[1]
+        forget = backend.gate(torch.ones_like(x[1]), hidden).log_decay
         out, (kv, _) = backend(*x, hidden_states=hidden, return_state=True)[:2]
     tokens = [
         y.repeat_interleave(H // HKV, 1).transpose(1, 2) for y in (1 - forget.exp(), x[2], forget)
@@ -408,7 +408,8 @@ def test_equals_flash_linear_attention(gate, naive):
     k = phi("elu+1", x[1])
     with torch.no_grad():
         out = backend(*x, hidden_states=hidden).out.transpose(1, 2)
-        k, decay = backend.gate.gate_keys(k, hidden)
+        decay, key_scale = backend.gate(k, hidden)
+        k = k if key_scale is None else k * key_scale
     k, v = (y.repeat_interleave(H // HKV, 1).transpose(1, 2) for y in (k, x[2]))
     q = phi("elu+1", x[0]).transpose(1, 2) * D**0.5  # the reference divides by it
     if gate == "retnet":  # the reference has a decay per query head
@@ -490,7 +491,7 @@ def test_initial_memory_of_learned_gates():
     for gate in LEARNED:
         backend, (x, hidden) = build_gated(torch.float32, gate=gate, strong=False), inputs(5)
         k = backend.feature_map.keys(x[1].float(), 1.0)
-        _, decay = backend.gate.gate_keys(k, hidden.float())
+        decay = backend.gate(k, hidden.float()).log_decay
         assert decay.unique().numel() == 1
         assert -1 / decay.unique().item() == pytest.approx(126.06, rel=5e-3)
 

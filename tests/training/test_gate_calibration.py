@@ -92,7 +92,7 @@ def test_least_squares_equals_ridge_regression():
     torch.testing.assert_close(residual, error.mT @ error)
 
 
-@pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
+@pytest.mark.parametrize("gate", ["none", "scalar", "vector", "gated_retention", "gla"])
 def test_calibrated_gates_reproduce_the_measured_statistics(gate):
     """Mixing weights equal the far share if hidden states determine it."""
     sizes = {"num_heads": H, "num_key_heads": HKV, "head_dim": D, "hidden_size": H + HKV}
@@ -122,7 +122,7 @@ def test_calibrated_gates_reproduce_the_measured_statistics(gate):
         pair = torch.stack([y[:, head].flatten() for y in centred])
         assert torch.corrcoef(pair)[0, 1] > 0.9
     if gate != "none":
-        decay = -backend.gate(x.hidden_states)
+        decay = -backend.gate(x.k, x.hidden_states).log_decay
         rates = found.decay_rates().float().view(1, HKV, 1)
-        decay = decay.mean(-1) if gate == "vector" else decay
+        decay = decay.mean(-1) if decay.ndim == 4 else decay
         torch.testing.assert_close(decay, rates.expand_as(decay), rtol=1e-4, atol=1e-7)

@@ -6,8 +6,8 @@ import torch
 import transformers as hf
 
 import attnzoo
-from attnzoo.backends.feature_maps.config import FEATURE_MAPS
-from attnzoo.backends.gated_linear import GATES
+from attnzoo.backends.feature_maps.base import FEATURE_MAPS
+from attnzoo.backends.gates.base import GATES
 from attnzoo.hf.swap.extras import decayed_parameters
 from attnzoo.training.optimizer import make_optimizer
 from attnzoo.training.transfer import extras

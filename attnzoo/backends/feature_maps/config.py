@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from attnzoo.backends.feature_maps import fixed, learned  # noqa: F401  (register their maps)
 from attnzoo.backends.feature_maps.base import (
     FEATURE_MAPS,
     feature_map_name,

@@ -1,1 +1,7 @@
-"""Gates, by name."""
+"""Gates, by name: every module of this folder is imported, and registers its gates."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

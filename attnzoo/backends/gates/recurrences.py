@@ -1,40 +1,85 @@
-"""Gates with a recurrence of their own: RWKV-6, mLSTM, the full-matrix gate and Mamba.
+"""Recurrences that are more than a decay: RWKV-6, mLSTM, the full-matrix gate and Mamba.
 
-Letters: B batch, H heads, Hkv key heads, S tokens, F features of a key, E value size, M hidden
-size, R rank.
+Each has an op and a state of its own. Letters: B batch, H heads, Hkv key heads, S tokens, F
+features of a key, E value size, M hidden size, R rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnzoo.backends.gates.base import (
+from attnzoo.backends.gates.base import GateModule, register_gate
+from attnzoo.backends.gates.projections import (
     GATE_BIAS,
     INITIAL_RATE,
     RANK,
-    Attend,
-    LearnedGate,
-    LowRankGate,
-    register_gate,
+    TEMPERATURE,
+    low_rank_projection,
 )
-from attnzoo.backends.gates.functional import TEMPERATURE, rwkv6_log_decay
 from attnzoo.contract.config import BackendConfig, Geometry
-from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.ops.features.functional import softplus_of_heads, widen
-from attnzoo.ops.gated import api as op
+from attnzoo.ops.gated import api as gated
 
 LogDecay = Callable[[int, int], Tensor]  # of the tokens from start to stop
 
 
+class Recurrence(GateModule):
+    """Base class of recurrences with an op of their own: the numbers that the op takes.
+
+    Attributes:
+        op: Computes attention; takes these numbers beside queries, keys, values and options.
+        has_weights: Whether all value channels share one matrix of attention weights.
+        ops: The ops that compute it, whose implementations ``impl`` may name.
+        fixed_options: Options that must keep their defaults, and why. The op does not take them.
+        other_options: Further options of linear attention that the op does not take.
+    """
+
+    needs_hidden_states = True
+    op: ClassVar[Callable[..., AttentionOutput]]
+    has_weights: ClassVar[bool] = True
+    ops: ClassVar[tuple[str, ...]]
+    fixed_options: ClassVar[Mapping[str, str]] = {}
+    other_options: ClassVar[tuple[str, ...]] = ()
+
+    def forward(self, hidden_states: Tensor) -> dict[str, Any]:
+        """Return the op's arguments that depend on tokens, from ``[B, S, M]``, by name.
+
+        Backends call the module, so that its hooks run.
+        """
+        raise NotImplementedError
+
+
+# Largest log of a decay rate: exp(-exp(8)) is 0 in every dtype, and exp(89) is infinite
+MAX_LOG_RATE = 8.0
+
+
+def rwkv6_log_decay(hidden_states: Tensor, down: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+    r"""Return the decays of RWKV-6, :math:`-\exp(\tanh(x W_1) W_2 + b)`.
+
+    Source: RWKV-6, Peng et al., 2024, arXiv:2404.05892.
+
+    Args:
+        hidden_states: x, ``[B, S, M]``.
+        down: W1 transposed, ``[R, M]``.
+        up: W2 transposed, one block per head, ``[Hkv * D, R]``.
+        bias: b of each head, ``[Hkv, D]``.
+
+    Returns:
+        ``[B, Hkv, S, D]``, float32 or wider.
+    """
+    logits = low_rank_projection(hidden_states, down, up, bias, activation=torch.tanh)
+    return -logits.clamp(max=MAX_LOG_RATE).exp()
+
+
 @register_gate("rwkv6")
-class RWKV6Gate(LowRankGate):
+class RWKV6(Recurrence):
     r"""RWKV-6 (arXiv:2404.05892): :math:`g = -\exp(\tanh(x W_1) W_2 + b)`, with a bonus u.
 
     One learned decay per token and key channel. A query reads the state before its own token
@@ -43,39 +88,37 @@ class RWKV6Gate(LowRankGate):
     projections, which a swap does not change.
     """
 
-    only_decays = False
     no_weight_decay = ("log_bonus",)
+    op = staticmethod(gated.rwkv6_attention)
     ops = ("rwkv6_attention", "rwkv6_step")
-    initial_bias = math.log(INITIAL_RATE)
 
     def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
         super().__init__(config, geometry, features)
-        self.log_bonus = nn.Parameter(torch.empty(geometry.num_key_heads, features))
+        heads = geometry.num_key_heads
+        self.down = nn.Parameter(torch.empty(RANK, self.hidden_size))
+        self.up = nn.Parameter(torch.empty(heads * features, RANK))
+        self.bias = nn.Parameter(torch.empty(heads, features))
+        self.log_bonus = nn.Parameter(torch.empty(heads, features))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise to the same long memory for every token, and a bonus of 1."""
-        super().reset_parameters()
+        """Initialise to the same long memory for every token, and a bonus of 1.
+
+        ``down`` gives ``up`` a gradient.
+        """
+        nn.init.eye_(self.down)
+        nn.init.zeros_(self.up)
+        nn.init.constant_(self.bias, math.log(INITIAL_RATE))
         nn.init.zeros_(self.log_bonus)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        inputs: AttentionInputs,
-        options: dict[str, Any],
-        attend: Attend | None = None,
-    ) -> AttentionOutput:
-        """Compute attention with this gate."""
-        assert attend is None
-        assert inputs.hidden_states is not None
-        log_decay = rwkv6_log_decay(inputs.hidden_states, self.down, self.up, self.bias)
-        bonus = widen(self.log_bonus).exp()
-        return op.rwkv6_attention(q, k, inputs.v, log_decay=log_decay, bonus=bonus, **options)
+    def forward(self, hidden_states: Tensor) -> dict[str, Any]:
+        """Return the log decays and the bonus."""
+        log_decay = rwkv6_log_decay(hidden_states, self.down, self.up, self.bias)
+        return {"log_decay": log_decay, "bonus": widen(self.log_bonus).exp()}
 
 
 @register_gate("mlstm")
-class MLSTMGate(LearnedGate):
+class MLSTM(Recurrence):
     r"""mLSTM, the matrix memory of xLSTM (arXiv:2405.04517).
 
     One learned forget gate :math:`f = \sigma(x w_f + b)` and one exponential input gate
@@ -85,7 +128,7 @@ class MLSTMGate(LearnedGate):
     not.
     """
 
-    only_decays = False
+    op = staticmethod(gated.mlstm_attention)
     ops = ("mlstm_attention", "mlstm_step")
     fixed_options: ClassVar = {
         "normalize": "has a normaliser of its own, max(|q n|, 1)",
@@ -106,37 +149,26 @@ class MLSTMGate(LearnedGate):
         nn.init.zeros_(self.forget_weight)
         nn.init.zeros_(self.input_weight)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        inputs: AttentionInputs,
-        options: dict[str, Any],
-        attend: Attend | None = None,
-    ) -> AttentionOutput:
-        """Compute attention with this gate."""
-        assert attend is None
-        assert inputs.hidden_states is not None
-        x = widen(inputs.hidden_states)
+    def forward(self, hidden_states: Tensor) -> dict[str, Any]:
+        """Return the logarithms of the forget gates and of the input gates."""
+        x = widen(hidden_states)
         weight, bias = self.forget_weight.to(x.dtype), self.forget_bias.to(x.dtype)
         log_forget = F.logsigmoid(F.linear(x, weight, bias)).transpose(1, 2)
         log_input = F.linear(x, self.input_weight.to(x.dtype)).transpose(1, 2)
-        options = {name: x for name, x in options.items() if name not in self.fixed_options}
-        return op.mlstm_attention(
-            q, k, inputs.v, log_forget=log_forget, log_input=log_input, **options
-        )
+        return {"log_forget": log_forget, "log_input": log_input}
 
 
-class TokenByTokenGate(LearnedGate):
-    """Base class of gates with a decay per token, key channel and value channel.
+class TokenByToken(Recurrence):
+    """Base class of recurrences with a decay per token, key channel and value channel.
 
     They have no chunks: prefill and training run token by token too.
     """
 
-    only_decays = False
+    op = staticmethod(gated.matrix_gated_attention)
     has_weights = False
     ops = ("matrix_gated_attention",)
     fixed_options: ClassVar = {"chunk_size": "runs token by token and has no chunks"}
+    other_options = ("reuse_state",)
 
     def gates(self, x: Tensor) -> tuple[LogDecay, Tensor | None]:
         """Return a function that gives the log decays of some tokens, and the weights of values.
@@ -151,27 +183,14 @@ class TokenByTokenGate(LearnedGate):
         """
         raise NotImplementedError
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        inputs: AttentionInputs,
-        options: dict[str, Any],
-        attend: Attend | None = None,
-    ) -> AttentionOutput:
-        """Compute attention with this gate."""
-        assert attend is None
-        assert inputs.hidden_states is not None
-        log_decay, value_weights = self.gates(widen(inputs.hidden_states))
-        left_out = ("chunk_size", "reuse_state")
-        options = {n: x for n, x in options.items() if n not in left_out}
-        return op.matrix_gated_attention(
-            q, k, inputs.v, log_decay=log_decay, value_weights=value_weights, **options
-        )
+    def forward(self, hidden_states: Tensor) -> dict[str, Any]:
+        """Return the log decays, as a function of tokens, and the weights of values."""
+        log_decay, value_weights = self.gates(widen(hidden_states))
+        return {"log_decay": log_decay, "value_weights": value_weights}
 
 
 @register_gate("matrix")
-class MatrixGate(TokenByTokenGate):
+class Matrix(TokenByToken):
     r"""Full-matrix gate (arXiv:2312.06635, table 1): :math:`G = \log \sigma(x W_1 W_2 + b) / 16`.
 
     One learned decay per token, key channel and value channel, with projections of rank 16. It has
@@ -188,7 +207,7 @@ class MatrixGate(TokenByTokenGate):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise to the same long memory for every token, as :class:`LowRankGate`."""
+        """Initialise to the same long memory for every token, ``down`` gives ``up`` a gradient."""
         nn.init.eye_(self.down)
         nn.init.zeros_(self.up)
         nn.init.constant_(self.bias, GATE_BIAS)
@@ -206,7 +225,7 @@ class MatrixGate(TokenByTokenGate):
 
 
 @register_gate("mamba")
-class MambaGate(TokenByTokenGate):
+class Mamba(TokenByToken):
     r"""Mamba's selective state space (arXiv:2312.00752): :math:`G = -\Delta_e e^{a_{de}}`.
 
     One learned step per token and value channel, :math:`\Delta = \mathrm{softplus}(x W_1 W_2 + b)`
@@ -229,7 +248,7 @@ class MambaGate(TokenByTokenGate):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise to the same small step for every token, as :class:`LowRankGate`."""
+        """Initialise to the same small step for every token, ``down`` gives ``up`` a gradient."""
         nn.init.eye_(self.down)
         nn.init.zeros_(self.up)
         nn.init.constant_(self.bias, math.log(math.expm1(INITIAL_RATE)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from attnzoo.backends.feature_maps.config import get_feature_map
+from attnzoo.backends.feature_maps.base import get_feature_map
 from attnzoo.contract.config import Geometry
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError

@@ -1,20 +1,18 @@
-"""Gates against their formulas, and at padding."""
+"""Gates against their formulas."""
 
 import math
 
 import pytest
 import torch
 
-from attnzoo.backends.gates.functional import (
-    alibi_log_decay,
+from attnzoo.backends.gates.fixed import alibi_log_decay, retnet_log_decay
+from attnzoo.backends.gates.learned import (
     channel_log_decay,
     hgrn2_gate,
     mamba2_gate,
-    mask_log_decay,
-    retnet_log_decay,
-    rwkv6_log_decay,
     token_log_decay,
 )
+from attnzoo.backends.gates.recurrences import rwkv6_log_decay
 
 
 def hidden(*shape):
@@ -145,16 +143,3 @@ def test_gradients():
     w, bias = hidden(2, 4).requires_grad_(), hidden(2).requires_grad_()
     assert torch.autograd.gradcheck(token_log_decay, (x, w, bias))
     assert torch.autograd.gradcheck(mamba2_gate, (x, w, bias, hidden(2).requires_grad_()))
-
-
-@pytest.mark.parametrize("shape", [(3,), (2, 3, 4), (2, 3, 4, 5)], ids=["head", "token", "channel"])
-def test_log_decay_is_zero_at_padding(shape):
-    padding_mask = torch.tensor([[False, True, False, True], [True, True, True, False]])
-    decay = -torch.rand(shape) - 0.1
-    masked = mask_log_decay(decay, padding_mask)
-    assert masked.shape == (shape if len(shape) > 1 else (2, 3, 4))
-    full = decay[None, :, None].expand(2, 3, 4) if len(shape) == 1 else decay
-    for i in range(2):
-        for t in range(4):
-            expected = full[i, :, t] if padding_mask[i, t] else torch.zeros_like(full[i, :, t])
-            assert torch.equal(masked[i, :, t], expected)

@@ -1,0 +1,313 @@
+"""Gates with weights, which compute decays from the hidden states.
+
+Letters: B batch, Hkv key heads, S tokens, D features of a key, M hidden size, R rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.backends.gates.base import Decay, Gate, register_gate
+from attnzoo.backends.gates.projections import (
+    GATE_BIAS,
+    INITIAL_RATE,
+    RANK,
+    TEMPERATURE,
+    low_rank_projection,
+)
+from attnzoo.contract.config import BackendConfig, Geometry
+from attnzoo.ops.features.functional import softplus_of_heads, widen
+
+# Initial decay of a token in the delta rule's gates: the state keeps 1/e after 512 tokens
+DELTA_RATE = 1 / 512
+
+
+def token_log_decay(hidden_states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    r"""Return the decays of gated retention, :math:`\log \sigma(x w + b) / 16`.
+
+    Source: Sun et al., 2024, arXiv:2405.05254.
+
+    Args:
+        hidden_states: x, ``[B, S, M]``.
+        weight: w of each head, ``[Hkv, M]``.
+        bias: b, ``[Hkv]``.
+
+    Returns:
+        ``[B, Hkv, S]``, float32 or wider.
+    """
+    x = widen(hidden_states)
+    logits = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+    return F.logsigmoid(logits).transpose(1, 2) / TEMPERATURE
+
+
+@register_gate("gated_retention")
+class GatedRetentionGate(Gate):
+    r"""Gated retention (arXiv:2405.05254): :math:`g = \log \sigma(x w + b) / 16`.
+
+    One learned decay per token and key head.
+    """
+
+    needs_hidden_states = True
+
+    def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
+        super().__init__(config, geometry, features)
+        heads = geometry.num_key_heads
+        self.weight = nn.Parameter(torch.empty(heads, self.hidden_size))
+        self.bias = nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise to the same long memory for every token."""
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, GATE_BIAS)
+
+    @torch.no_grad()
+    def set_rates(self, rates: Tensor) -> None:
+        """Let every token decay by ``exp(-rates)``, ``[Hkv]``."""
+        self.reset_parameters()
+        self.bias.copy_(-(TEMPERATURE * rates).expm1().log())
+
+    def log_decay(self, k: Tensor, hidden_states: Tensor | None) -> Tensor:
+        """Return one decay per token, ``[B, Hkv, S]``."""
+        assert hidden_states is not None
+        return token_log_decay(hidden_states, self.weight, self.bias)
+
+
+class LowRankGate(Gate):
+    """Base class of gates per key channel: a low-rank projection of the hidden states."""
+
+    needs_hidden_states = True
+    initial_bias: ClassVar[float] = GATE_BIAS
+
+    def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
+        super().__init__(config, geometry, features)
+        heads = geometry.num_key_heads
+        self.down = nn.Parameter(torch.empty(RANK, self.hidden_size))
+        self.up = nn.Parameter(torch.empty(heads * features, RANK))
+        self.bias = nn.Parameter(torch.empty(heads, features))
+        LowRankGate.reset_parameters(self)
+
+    def reset_parameters(self) -> None:
+        """Initialise to the same long memory for every token.
+
+        ``up`` is zero, so ``down`` has no effect on the first output. ``down`` must not be zero
+        too, because then neither would have a gradient.
+        """
+        nn.init.eye_(self.down)
+        nn.init.zeros_(self.up)
+        nn.init.constant_(self.bias, self.initial_bias)
+
+
+def channel_log_decay(hidden_states: Tensor, down: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+    r"""Return the decays of gated linear attention, :math:`\log \sigma(x W_1 W_2 + b) / 16`.
+
+    Source: GLA, Yang et al., 2024, arXiv:2312.06635.
+
+    Args:
+        hidden_states: x, ``[B, S, M]``.
+        down: W1 transposed, ``[R, M]``.
+        up: W2 transposed, one block per head, ``[Hkv * D, R]``.
+        bias: b of each head, ``[Hkv, D]``.
+
+    Returns:
+        ``[B, Hkv, S, D]``, float32 or wider.
+    """
+    return F.logsigmoid(low_rank_projection(hidden_states, down, up, bias)) / TEMPERATURE
+
+
+@register_gate("gla")
+class GLAGate(LowRankGate):
+    r"""GLA (arXiv:2312.06635): :math:`g = \log \sigma(x W_1 W_2 + b) / 16`.
+
+    One learned decay per token and key channel, with projections of rank 16.
+    """
+
+    @torch.no_grad()
+    def set_rates(self, rates: Tensor) -> None:
+        """Let every channel decay by ``exp(-rates)`` at every token, ``[Hkv]``."""
+        self.reset_parameters()
+        self.bias.copy_(-(TEMPERATURE * rates).expm1().log()[:, None].expand_as(self.bias))
+
+    def log_decay(self, k: Tensor, hidden_states: Tensor | None) -> Tensor:
+        """Return one decay per token and feature, ``[B, Hkv, S, F]``."""
+        assert hidden_states is not None
+        return channel_log_decay(hidden_states, self.down, self.up, self.bias)
+
+
+@register_gate("scalar")
+class ScalarGate(Gate):
+    r"""Gated DeltaNet (arXiv:2412.06464): :math:`g = -e^a\, \mathrm{softplus}(x w + b)`.
+
+    One learned decay per token and key head; a is ``A_log`` and b ``dt_bias`` of Gated DeltaNet.
+    """
+
+    needs_hidden_states = True
+    no_weight_decay = ("log_rate",)
+    initial_rate: ClassVar[float] = DELTA_RATE
+
+    def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
+        super().__init__(config, geometry, features)
+        heads = geometry.num_key_heads
+        self.weight = nn.Parameter(torch.empty(heads, self.hidden_size))
+        self.bias = nn.Parameter(torch.empty(heads))
+        self.log_rate = nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise to the same long memory for every token."""
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, math.log(math.expm1(self.initial_rate)))
+        nn.init.zeros_(self.log_rate)
+
+    @torch.no_grad()
+    def set_rates(self, rates: Tensor) -> None:
+        """Let every token decay by ``exp(-rates)``, ``[Hkv]``."""
+        self.reset_parameters()
+        self.bias.copy_(rates.expm1().log())
+
+    def log_decay(self, k: Tensor, hidden_states: Tensor | None) -> Tensor:
+        """Return one decay per token, ``[B, Hkv, S]``."""
+        assert hidden_states is not None
+        return mamba2_gate(hidden_states, self.weight, self.bias, self.log_rate)[0]
+
+
+@register_gate("vector")
+class VectorGate(LowRankGate):
+    r"""KDA (arXiv:2510.26692): :math:`g = -e^a\, \mathrm{softplus}(x W_1 W_2 + b)`.
+
+    One learned decay per token and key channel, with projections of rank 16 and one a per key head.
+    """
+
+    no_weight_decay = ("log_rate",)
+    initial_bias = math.log(math.expm1(DELTA_RATE))
+
+    def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
+        super().__init__(config, geometry, features)
+        self.log_rate = nn.Parameter(torch.empty(geometry.num_key_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise to the same long memory for every token."""
+        super().reset_parameters()
+        nn.init.zeros_(self.log_rate)
+
+    @torch.no_grad()
+    def set_rates(self, rates: Tensor) -> None:
+        """Let every channel decay by ``exp(-rates)`` at every token, ``[Hkv]``."""
+        self.reset_parameters()
+        self.bias.copy_(rates.expm1().log()[:, None].expand_as(self.bias))
+
+    def log_decay(self, k: Tensor, hidden_states: Tensor | None) -> Tensor:
+        """Return one decay per token and feature, ``[B, Hkv, S, F]``."""
+        assert hidden_states is not None
+        logits = low_rank_projection(hidden_states, self.down, self.up, self.bias)
+        step = softplus_of_heads(logits.transpose(1, 2))
+        return -self.log_rate.to(step.dtype).exp()[:, None, None] * step
+
+
+def mamba2_gate(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor, log_rate: Tensor
+) -> tuple[Tensor, Tensor]:
+    r"""Return the decays :math:`-e^a \Delta` and steps :math:`\Delta` of Mamba-2.
+
+    The step :math:`\Delta = \mathrm{softplus}(x w + b)` sets both the decay of the state and the
+    weight of the token, whose key is multiplied by it (in the paper the value, which is the same
+    without a normaliser).
+    Source: Mamba-2, Dao and Gu, 2024, arXiv:2405.21060.
+
+    Args:
+        hidden_states: x, ``[B, S, M]``.
+        weight: w of each head, ``[Hkv, M]``.
+        bias: b, ``[Hkv]``.
+        log_rate: a, ``[Hkv]``: the logarithm of the decay rate, per unit of step.
+
+    Returns:
+        Log decay and step, ``[B, Hkv, S]`` each, float32 or wider.
+    """
+    x = widen(hidden_states)
+    logits = F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+    step = softplus_of_heads(logits.unsqueeze(-1)).squeeze(-1)
+    return -log_rate.to(x.dtype).exp()[:, None] * step, step
+
+
+@register_gate("mamba2")
+class Mamba2Gate(ScalarGate):
+    r"""Mamba-2 (arXiv:2405.21060): :math:`g = -e^a \Delta`.
+
+    One learned decay per token and key head, with the step
+    :math:`\Delta = \mathrm{softplus}(x w + b)`, by which the key is multiplied.
+    """
+
+    scales_keys = True
+    expected_keys = 1  # a token enters the state with the weight that the state loses
+    initial_rate = INITIAL_RATE
+
+    def forward(self, k: Tensor, hidden_states: Tensor | None) -> Decay:
+        """Return one log decay per token, ``[B, Hkv, S]``, and the steps that multiply the keys."""
+        assert hidden_states is not None
+        log_decay, step = mamba2_gate(hidden_states, self.weight, self.bias, self.log_rate)
+        return Decay(log_decay, step.unsqueeze(-1))
+
+
+def hgrn2_gate(
+    hidden_states: Tensor, down: Tensor, up: Tensor, bias: Tensor, bound: Tensor
+) -> tuple[Tensor, Tensor]:
+    r"""Return :math:`\log f` and :math:`1 - f` of HGRN-2's forget gate f.
+
+    Computes :math:`f = l + (1 - l) \sigma(x W_1 W_2 + b)` with the lower bound
+    :math:`l = \sigma(c)`; 1 - f is the key.
+    Source: HGRN-2, Qin et al., 2024, arXiv:2404.07904, in which the bound rises from layer to
+    layer.
+
+    Args:
+        hidden_states: x, ``[B, S, M]``.
+        down: W1 transposed, ``[R, M]``.
+        up: W2 transposed, one block per head, ``[Hkv * D, R]``.
+        bias: b of each head, ``[Hkv, D]``.
+        bound: c of each head, ``[Hkv, D]``.
+
+    Returns:
+        Log decay and 1 - f, ``[B, Hkv, S, D]`` each, float32 or wider.
+    """
+    logits = low_rank_projection(hidden_states, down, up, bias)
+    one_minus_bound = torch.sigmoid(-bound.to(logits.dtype)).unsqueeze(1)
+    # 1 - f as a product of sigmoids does not cancel where f is nearly 1. The clamp keeps the
+    # gradient of the logarithm finite.
+    key = (one_minus_bound * torch.sigmoid(-logits)).clamp(max=1 - torch.finfo(logits.dtype).eps)
+    return torch.log1p(-key), key
+
+
+@register_gate("hgrn2")
+class HGRN2Gate(LowRankGate):
+    r"""HGRN-2 (arXiv:2404.07904): :math:`g = \log f`, and keys are multiplied by 1 - f.
+
+    One learned decay per token and key channel: :math:`f = l + (1 - l) \sigma(x W_1 W_2 + b)` with
+    the lower bound :math:`l = \sigma(c)`. In HGRN-2, 1 - f is the key. A swapped layer has
+    pretrained keys, so here 1 - f multiplies their features; if these are ones, this is HGRN-2.
+    """
+
+    scales_keys = True
+    expected_keys = 1  # a token enters the state with the weight that the state loses
+    no_weight_decay = ("bound",)
+
+    initial_bias = math.log(0.5 / INITIAL_RATE - 1)  # with the initial bound of 1/2
+
+    def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
+        super().__init__(config, geometry, features)
+        self.bound = nn.Parameter(torch.empty(geometry.num_key_heads, features))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise to the same long memory for every token, and a lower bound of 1/2."""
+        super().reset_parameters()
+        nn.init.zeros_(self.bound)
+
+    def forward(self, k: Tensor, hidden_states: Tensor | None) -> Decay:
+        """Return log f, and 1 - f, which multiplies the keys, ``[B, Hkv, S, F]`` each."""
+        assert hidden_states is not None
+        return Decay(*hgrn2_gate(hidden_states, self.down, self.up, self.bias, self.bound))
