@@ -95,20 +95,20 @@ def test_errors_give_every_reason(empty):
     register_implementation(
         make("fast", "mps", **refuse),
         make("skipped", auto_reasons=lambda call: ["one token"]),
-        make("doubted", trust=lambda call: (("it failed its check",), "")),
+        make("failed", verdict=lambda call: ("it failed its check", "")),
         make("other", automatic=""),
     )
     with pytest.raises(UnsupportedError) as error:
         select("op", call_on("cpu"), "fast")
     assert str(error.value) == (
         "impl='fast' cannot run this call of op: the tensors are on cpu (fast runs on mps); rows "
-        "are packed; a bias is given. Use impl='auto' or 'skipped' or 'doubted' or 'other'."
+        "are packed; a bias is given. Use impl='auto' or 'skipped' or 'failed' or 'other'."
     )
     with pytest.raises(UnsupportedError) as error:
         select("op", call_on("mps"))
     assert str(error.value) == (
         "No implementation of op supports this call: fast cannot: rows are packed; a bias is "
-        "given. skipped cannot: one token. doubted cannot: it failed its check."
+        "given. skipped cannot: one token. failed cannot: it failed its check."
     )
     with pytest.raises(
         UnsupportedError, match=r"no impl 'fats'. Did you mean 'fast'\? It has auto"
@@ -121,7 +121,9 @@ def test_errors_give_every_reason(empty):
 def test_describe_gives_the_reasons(empty):
     register_implementation(
         make("fast", "mps", reasons=lambda call: ["rows are packed"]),
-        make("checked", "mps", trust=lambda call: ((), "checked here"), note=lambda call: "in one"),
+        make(
+            "checked", "mps", verdict=lambda call: ("", "checked here"), note=lambda call: "in one"
+        ),
     )
     reason = "for tests; in one; checked here; fast cannot: rows are packed"
     assert select("op", call_on("mps"))[1] == ("checked", reason)
