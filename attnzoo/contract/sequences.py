@@ -45,10 +45,12 @@ def unpack_and_attend(
     tokens = exists.nonzero(as_tuple=True)
 
     def unpack(x: Tensor) -> Tensor:  # [B, H, S, D] -> [N, H, L, D]
-        return x.transpose(1, 2).flatten(0, 1)[index].transpose(1, 2)
+        return x.transpose(1, 2).flatten(0, 1)[index].mul(exists[..., None, None]).transpose(1, 2)
 
     padding = exists if mask.padding is None else exists & mask.padding.flatten()[index]
-    hidden = None if inputs.hidden_states is None else inputs.hidden_states.flatten(0, 1)[index]
+    hidden = inputs.hidden_states
+    if hidden is not None:
+        hidden = hidden.flatten(0, 1)[index].mul(exists.unsqueeze(2))
     output = attend(
         inputs._replace(
             q=unpack(inputs.q),
