@@ -110,7 +110,7 @@ def device_groups(device: torch.device, *, full: bool = False) -> Iterator[Kerne
     groups: list[KernelGroup] = []
     if not device_reasons(device):
         groups += triton_verdicts.kernel_groups(device)
-    if not varlen_device_reasons(device):
+    if device.type == "cuda" and not varlen_device_reasons(device):
         groups += varlen_verdicts.kernel_groups(device)
     yield from (group for group in groups if full or group.size <= DOCTOR_SIZE)
 

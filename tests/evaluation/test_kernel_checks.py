@@ -15,13 +15,11 @@ from attnzoo.compare.workers import check_case_kernels
 from attnzoo.errors import UnsupportedError
 from attnzoo.evaluation import kernel_checks
 from attnzoo.evaluation.kernel_checks import check_model_kernels
-from attnzoo.ops.gated import linear_call
-from attnzoo.ops.linear import api as op
-from attnzoo.ops.linear import gated_step
 from attnzoo.ops.linear.triton import verdicts as triton_verdicts
 from attnzoo.runtime import kernel_groups
 from attnzoo.runtime.cache_folder import CACHE
 from attnzoo.runtime.verdicts import FAILED, Verdict
+from tests.helpers import change_implementation
 from tests.kernel_device import kernel_device
 
 DEVICE = kernel_device()
@@ -43,10 +41,10 @@ def checked(monkeypatch, tmp_path):
     monkeypatch.setattr(triton_verdicts, "device_identity", lambda device: {"device": "a GPU"})
     monkeypatch.setattr(triton_verdicts, "run_check", run_check)
     monkeypatch.setattr(kernel_checks, "ON_GPU", (DEVICE.type,))
-    monkeypatch.setattr(gated_step, "ON_GPU", (DEVICE.type,))
-    for form in ("chunk", "recurrent"):
-        monkeypatch.setitem(op.AUTOMATIC, (form, False), op.AUTOMATIC[form, True])
-    monkeypatch.setitem(linear_call.AUTOMATIC, False, linear_call.AUTOMATIC[True])
+    for name in ("linear", "mlstm", "rwkv6"):
+        for op in (f"{name}_attention", f"{name}_step"):
+            change_implementation(monkeypatch, op, "triton", devices=(DEVICE.type,))
+            change_implementation(monkeypatch, op, "cpp", automatic="")
     return checks
 
 

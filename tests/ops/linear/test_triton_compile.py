@@ -45,4 +45,4 @@ def test_swapped_llama_generates_as_with_torch_and_describe_shows_the_impl(model
     assert torch.equal(*outputs)
     (row,) = attnzoo.describe(models[0])
     assert row.impl == "triton"
-    assert "elu+1 fused" in row.reason
+    assert row.reason.startswith("one token")

@@ -1,6 +1,5 @@
 """impl="auto" selects the Triton kernels only where a check has left a verdict that they passed."""
 
-import subprocess
 import sys
 import warnings
 from functools import partial
@@ -100,7 +99,7 @@ def test_a_call_starts_no_process(selectable, outcome, monkeypatch):
         started.append(args)
         raise OSError("a call starts a process")
 
-    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr("subprocess.Popen", start)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert attend().impl == ("triton" if outcome == PASSED else "torch")

@@ -109,7 +109,7 @@ def call_backend(name: str, options: dict[str, Any], causal: bool, batch: int, l
 
 def call_ops(causal: bool, batch: int, length: int) -> None:
     inputs = tensors(batch, length)
-    compiled = [] if cpp_reasons(inputs[0]) else ["cpp"]
+    compiled = [] if cpp_reasons(causal=causal) else ["cpp"]
     for impl, decay in product(["torch", "reference", *compiled], [None, -torch.rand(KEY_HEADS)]):
         if causal or (impl != "cpp" and decay is None):
             inputs = tensors(batch, length)
