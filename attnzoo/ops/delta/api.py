@@ -22,6 +22,7 @@ Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size, C 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -240,6 +241,10 @@ register_implementation(
         automatic="runs on every device",
     ),
     Implementation(op="delta_attention", name="reference", run=run_reference),
+    Implementation(op="recurrent_delta_attention", name="reference", run=run_reference),
+)
+
+STEPS = (
     Implementation(
         op="delta_step",
         name="cpp",
@@ -267,32 +272,13 @@ register_implementation(
         form="one token",
         automatic="runs on every device",
     ),
-    Implementation(
-        op="recurrent_delta_attention",
-        name="cpp",
-        devices=("cpu",),
-        run=run_recurrent_cpp,
-        reasons=cpp_reasons,
-        form="token by token",
-        automatic="compiled for this CPU",
-    ),
-    Implementation(
-        op="recurrent_delta_attention",
-        name="triton",
-        devices=("cuda",),
-        interpreted_on=("cpu",),
-        run=partial(run_steps, step=run_step_triton),
-        reasons=triton_reasons,
-        form="token by token",
-        automatic="compiled for this GPU",
-        verdict=triton_verdict,
-    ),
-    Implementation(
-        op="recurrent_delta_attention",
-        name="torch",
-        run=partial(run_steps, step=step),
-        form="token by token",
-        automatic="runs on every device",
-    ),
-    Implementation(op="recurrent_delta_attention", name="reference", run=run_reference),
 )
+for _step in STEPS:
+    _tokens = replace(
+        _step,
+        op="recurrent_delta_attention",
+        # The C++ kernel computes all tokens in one call
+        run=run_recurrent_cpp if _step.name == "cpp" else partial(run_steps, step=_step.run),
+        form="token by token",
+    )
+    register_implementation(_step, _tokens)
