@@ -182,7 +182,7 @@ OPS: dict[str, Op] = {
         flops=lambda case: chunk_flops(case, 128),
     ),
     "unnormalised": Op(attend=lambda q, k, v: linear(q, k, v, normalize=False), flops=chunk_flops),
-    "bidirectional": Op(attend=lambda q, k, v: linear(q, k, v, mask=AttentionMask())),
+    "bidirectional": Op(attend=lambda q, k, v: linear(q, k, v, causal=False)),
     "retention": Op(attend=linear, extras=per_head),
     "mamba2": Op(attend=linear, extras=per_token),
     "gla": Op(attend=linear, extras=per_channel),

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.config import Geometry
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.sequences import sequences_of_mask
 from attnzoo.registry import build_backend
 
 H, HKV, D, E, M = 4, 2, 8, 6, 12  # query heads, key heads, key, value and hidden sizes
@@ -192,3 +194,41 @@ def change_implementation(monkeypatch: Any, op: str, name: str, **changes: Any) 
     table[name] = replace(table[name], **changes)
     monkeypatch.setitem(implementation._NAMED, op, table)
     monkeypatch.setitem(implementation._AUTOMATIC, op, implementation._automatic(table.values()))
+
+
+def by_sequence(op):
+    """Return an op of sequences as one of rows with a mask of padding and segments.
+
+    Every tensor ``[B, H, T, ...]`` in its arguments, of the tokens of k, becomes one row.
+    """
+
+    def call(*given, mask=None, **options):
+        mask = AttentionMask(causal=True) if mask is None else mask
+        if not mask.causal:
+            options["causal"] = False
+        if mask.padding is None and mask.segment_ids is None:
+            return op(*given, **options)
+        k = [x for x in given if isinstance(x, Tensor)][1]
+        shape = k.shape[0], k.shape[2]
+        sequences, layout = sequences_of_mask(mask, shape, k.device)
+
+        def row(x):
+            if type(x) is tuple or hasattr(x, "_fields"):
+                made = [row(y) for y in x]
+                return tuple(made) if type(x) is tuple else type(x)(*made)
+            is_tokens = isinstance(x, Tensor) and x.dim() > 2 and (len(x), x.shape[2]) == shape
+            return layout.to_row(x) if is_tokens else x
+
+        state = options.pop("state", None)
+        if state is not None:
+            options["state"] = layout.state_to_sequences(state, sequences.count)
+        options = {name: row(x) if name != "state" else x for name, x in options.items()}
+        output = op(*map(row, given), sequences=sequences, **options)
+        last = output.state
+        if last is not None:
+            last = layout.state_to_rows(last, sequences.count)
+        is_row = output.out.shape[2] == len(layout.index) and len(output.out) == 1
+        out = layout.to_rows(output.out) if is_row else output.out
+        return output._replace(out=out, state=last)
+
+    return call

@@ -121,7 +121,11 @@ class DeltaBackend(RecurrentBackend):
     config: DeltaConfig
     config_class = DeltaConfig
     capabilities = replace(
-        RecurrentBackend.capabilities, bidirectional=False, needs_hidden_states=True
+        RecurrentBackend.capabilities,
+        bidirectional=False,
+        sequences=True,
+        reuses_state=True,
+        needs_hidden_states=True,
     )
     window_op = "causal_window_attention"
     no_weight_decay = ("far_log_weight", "mix_lse")
@@ -208,12 +212,13 @@ class DeltaBackend(RecurrentBackend):
                 inputs.v,
                 window=self.config.window,
                 scale=inputs.scale,
-                mask=inputs.mask,
+                sequences=inputs.sequences,
                 state=None if old is None else WindowState(old.k, old.v, old.seen),
                 return_state=inputs.return_state,
                 shard=inputs.shard,
                 impl=self.config.impl,
                 num_sinks=self.config.num_sinks,
+                slots=inputs.slots,
             )
             weight = self.mixing_weight(inputs, lse)
             out = torch.lerp(near, far.out.to(near.dtype), weight).to(inputs.v.dtype)
@@ -254,7 +259,7 @@ class DeltaBackend(RecurrentBackend):
             k,
             inputs.v,
             2 * beta if self.config.allow_negative_eigenvalues else beta,
-            mask=inputs.mask,
+            sequences=inputs.sequences,
             log_decay=self.log_decay(k, inputs),
             normalize_qk=True,
             impl=self.config.impl,
@@ -262,6 +267,8 @@ class DeltaBackend(RecurrentBackend):
             return_state=inputs.return_state,
             chunk_size=self.config.chunk_size,
             shard=inputs.shard,
+            reuse_state=inputs.reuse_state,
+            slots=inputs.slots,
         )
 
     def log_decay(self, k: Tensor, inputs: AttentionInputs) -> Tensor | None:

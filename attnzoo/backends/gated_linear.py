@@ -21,7 +21,6 @@ from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import ConfigError
 from attnzoo.ops.linear.api import linear_attention
-from attnzoo.ops.linear.common import decay_of_real_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,14 +165,13 @@ class GatedLinearBackend(FeatureMapBackend):
         log_decay, key_scale = self.gate(features, inputs.hidden_states)
         if key_scale is not None:
             k = k * key_scale
-        return k, decay_of_real_tokens(log_decay, features, inputs.mask.padding)
+        return k, log_decay
 
     def run_recurrence(
         self, q: Tensor, k: Tensor, inputs: AttentionInputs, options: dict[str, Any]
     ) -> AttentionOutput:
         """Run the op of a recurrence that is more than a decay."""
         assert self.recurrence is not None
-        options["mask"] = inputs.mask  # with padding, at which the op sets the gates
         for name in (*self.recurrence.fixed_options, *self.recurrence.other_options):
             del options[name]
         return self.recurrence.op(q, k, inputs.v, **self.gate(inputs.hidden_states), **options)

@@ -124,9 +124,9 @@ class PerformerBackend(RecurrentBackend):
         self.reset_parameters()
 
     def layer_capabilities(self) -> Capabilities:
-        """Return the capabilities; a floor depends on the whole row, so it needs unpacked rows."""
-        can = super().layer_capabilities()
-        return replace(can, packing=can.packing and not self.config.floor)
+        """Return the capabilities; features of all keys of a row have one largest exponent."""
+        by_sequence = self.geometry.causal or self.config.window is not None
+        return replace(super().layer_capabilities(), sequences=by_sequence)
 
     def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
         """Return every reason why these inputs are unsupported."""
@@ -204,7 +204,7 @@ class PerformerBackend(RecurrentBackend):
     def fuses(self, inputs: AttentionInputs) -> bool:
         """Return whether ``favor_attention`` supports a call and computes it faster."""
         config, mask = self.config, inputs.mask
-        if mask.causal or mask.segment_ids is not None or inputs.shard is not None:
+        if mask.causal or inputs.sequences is not None or inputs.shard is not None:
             return False
         plain = config.kernel == "softmax" and not config.floor and config.impl in ("auto", "torch")
         return plain and not is_compiling()
@@ -220,13 +220,13 @@ class PerformerBackend(RecurrentBackend):
             k = relu_features(inputs.k, projection, scale=inputs.scale)
         else:
             options = {"scale": inputs.scale, "floor": floor}
-            if mask.causal or mask.segment_ids is not None or inputs.shard is not None:
+            if mask.causal or inputs.sequences is not None or inputs.shard is not None:
                 shift = key_shift(projection, floor=floor)
             else:
                 shift = measured_shift(inputs.k, projection, padding_mask=mask.padding, **options)
             q = positive_queries(inputs.q, projection, shift, **options, impl=self.feature_impl)
             k = positive_keys(inputs.k, projection, shift, **options, impl=self.feature_impl)
-        return q, self.mask_features(k, inputs)
+        return q, fill_padding(k, mask.padding)
 
     def linear_branch(self, inputs: AttentionInputs, projection: Tensor) -> LinearBranch:
         """Return features whose products estimate the weights of softmax, without a factor."""
@@ -235,17 +235,12 @@ class PerformerBackend(RecurrentBackend):
         q, log_scale = scaled_queries(inputs.q, projection, shift, scale=scale)
         k = positive_keys(inputs.k, projection, shift, scale=scale, impl=self.feature_impl)
         log_weight = log_scale + self.far_log_weight.to(q.dtype).view(1, -1, 1, 1)
-        return LinearBranch(q, self.mask_features(k, inputs), log_weight, relative=False)
+        return LinearBranch(q, k, log_weight, relative=False)
 
     @property
     def feature_impl(self) -> str:
         """The implementation of the features, which exist in torch only."""
         return "reference" if self.config.impl == "reference" else "torch"
-
-    @staticmethod
-    def mask_features(k: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Return the features of keys with zeros at padding."""
-        return fill_padding(k, inputs.mask.padding)
 
     def attend_in_blocks(self, inputs: AttentionInputs, projection: Tensor) -> AttentionOutput:
         """Run linear attention on features; causal calls on a CPU run block after block.
@@ -256,7 +251,7 @@ class PerformerBackend(RecurrentBackend):
         """
         batch, heads = inputs.q.shape[:2]
         blocks = inputs.q.device.type == "cpu" and inputs.mask.causal and not is_compiling()
-        blocks = blocks and inputs.mask.segment_ids is None
+        blocks = blocks and inputs.sequences is None
         blocks = blocks and inputs.shard is None  # the state of all tokens is sent at once
         if not blocks or self.config.impl in ("reference", "triton"):
             return self.attend_block(inputs, projection)
@@ -278,7 +273,9 @@ class PerformerBackend(RecurrentBackend):
             q,
             k,
             inputs.v,
-            mask=replace(inputs.mask, padding=None),  # the features are zero there already
+            causal=inputs.mask.causal,
+            sequences=inputs.sequences,
+            slots=inputs.slots,
             normalize=True,
             impl=self.config.impl,
             state=inputs.state,
@@ -295,9 +292,5 @@ def _split_tokens(inputs: AttentionInputs, tokens: int) -> list[AttentionInputs]
 
     Uses ``split``: the gradient of each slice would have the length of the whole sequence.
     """
-    mask, padding_mask = inputs.mask, inputs.mask.padding
     q, k, v = (x.split(tokens, 2) for x in (inputs.q, inputs.k, inputs.v))
-    masks = [mask] * len(q)
-    if padding_mask is not None:
-        masks = [replace(mask, padding=part) for part in padding_mask.split(tokens, 1)]
-    return [inputs._replace(q=q[i], k=k[i], v=v[i], mask=masks[i]) for i in range(len(q))]
+    return [inputs._replace(q=q[i], k=k[i], v=v[i]) for i in range(len(q))]

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from attnzoo.contract.by_sequence import attend_to_sequences, unpack_and_attend
 from attnzoo.contract.capabilities import Capabilities, check_declarations
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.context_parallel import SequenceShard
@@ -24,7 +25,6 @@ from attnzoo.contract.inputs import (
     zero_padding,
 )
 from attnzoo.contract.masks import PLAIN, AttentionMask
-from attnzoo.contract.sequences import unpack_and_attend
 from attnzoo.contract.states import AttentionOutput, ImplChoice
 from attnzoo.contract.validation import DTYPES, qkv_reasons, refuse_output
 from attnzoo.errors import UnsupportedError, check_registered_class, check_registered_name
@@ -283,7 +283,7 @@ class AttentionBackend(nn.Module):
             )
         if shard is not None:
             inputs = inputs._replace(mask=shard.mask(inputs.mask))
-        if inputs.mask.padding is not None:
+        if inputs.mask.padding is not None and not self.capabilities.sequences:
             crossed, exact = self.geometry.cross_attention, self.capabilities.exact
             inputs = zero_padding(inputs, crossed=crossed, exact=exact)
         inputs, factors = drop_keys(inputs, dropout) if form == "keys" else (inputs, None)
@@ -328,7 +328,7 @@ class AttentionBackend(nn.Module):
             reasons.append(f"hidden_states are missing, from which it computes {what}")
         if inputs.shard is not None:
             reasons += self.shard_reasons() + context_parallel_reasons(inputs, inputs.shard)
-            if inputs.shard.segment_ids is not None and not can.packing:
+            if inputs.shard.segment_ids is not None and not (can.packing or can.sequences):
                 reasons.append("it does not support packed rows under context parallelism")
         return reasons
 
@@ -380,7 +380,12 @@ class AttentionBackend(nn.Module):
         """Run :meth:`attend`, also on empty inputs and packed rows, and set ``ran``."""
         if 0 in (*inputs.q.shape, *inputs.k.shape):
             return attend_to_nothing(self._attend, inputs)
-        if inputs.mask.segment_ids is not None and not self.capabilities.packing:
+        mask, can = inputs.mask, self.capabilities
+        if can.sequences and not (mask.padding is None and mask.segment_ids is None):
+            is_crossed = inputs.q.shape[2] != inputs.k.shape[2]
+            crossed = self.geometry.cross_attention or is_crossed
+            output = attend_to_sequences(self._attend, inputs, crossed=crossed)
+        elif mask.segment_ids is not None and not (can.packing or can.sequences):
             output = unpack_and_attend(self.attend, inputs)
         else:
             output = self.attend(inputs)

@@ -16,6 +16,7 @@ class Capabilities:
         causal: Supports causal layers.
         bidirectional: Supports layers that are not causal.
         cross_attention: Supports keys from another sequence than queries.
+        sequences: Takes padded and packed rows as one row of sequences, never a padding mask.
         packing: Supports segment ids; otherwise packed rows are unpacked for it.
         windowed: Supports the mask's sliding window.
         arbitrary_mask: Supports a mask function.
@@ -41,6 +42,7 @@ class Capabilities:
     causal: bool = True
     bidirectional: bool = True
     cross_attention: bool = False
+    sequences: bool = False
     packing: bool = False
     windowed: bool = False
     arbitrary_mask: bool = False

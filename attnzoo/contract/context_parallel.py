@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from torch.nn.functional import pad
 
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.padding import gather_tokens
+from attnzoo.contract.sequences import RowLayout, Sequences
+
+S = TypeVar("S")
 
 LOG_ZERO = -1e30  # logarithm of weight 0; finite, so that no difference is NaN
 
@@ -46,6 +49,7 @@ class SequenceShard:
         length: L, tokens of a shard.
         padding: ``[B, P L]`` bool, of full sequences; ``None`` if all tokens are real.
         segment_ids: ``[B, P L]`` integers, of full rows, non-decreasing; not together with padding.
+        layout: The places of this rank's tokens in its rows, if they are one row of sequences.
     """
 
     group: Any
@@ -54,9 +58,21 @@ class SequenceShard:
     length: int
     padding: Tensor | None = None
     segment_ids: Tensor | None = None
+    layout: RowLayout | None = None
 
     def __post_init__(self) -> None:
         assert self.padding is None or self.segment_ids is None
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens ``[1, H, N, X]`` in its rows, ``[B, H, T, X]``."""
+        return x if self.layout is None else self.layout.to_rows(x)
+
+    def states(self, state: S, sequences: Sequences | None) -> S:
+        """Return the states of this rank's sequences from those of its rows."""
+        if self.layout is None or sequences is None:
+            return state
+        found: S = self.layout.state_to_sequences(state, sequences.count)
+        return found
 
     def local(self, x: Tensor, *, before: int = 0, after: int = 0) -> Tensor:
         """Return this shard of full rows ``[B, P L]``, with more tokens at its ends."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.padding import fill_padding, padding_if_any
+from attnzoo.contract.sequences import Sequences
 
 MASK_IN_BIAS = (
     "an additive mask is given to a causal layer, where causality and bias are indistinguishable "
@@ -37,6 +38,9 @@ class AttentionInputs(NamedTuple):
     dropout: float = 0.0  # probability of dropping a single weight
     return_state: bool = False
     shard: SequenceShard | None = None  # this rank's part of the sequences, if ranks share them
+    sequences: Sequences | None = None  # of the tokens, if they are one row of several sequences
+    query_sequences: Sequences | None = None  # of the queries in cross-attention, in the same order
+    slots: Tensor | None = None  # [B] int64: rows of the state, which is a pool; -1: no token
     reuse_state: bool = False  # whether the tensors of the state may be overwritten by the next one
 
     def hidden_state_reasons(self, size: int | None, reader: str) -> list[str]:

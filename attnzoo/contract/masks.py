@@ -134,9 +134,20 @@ class AttentionMask:
         return replace(self, window=window, num_sinks=num_sinks)
 
     def of_new_tokens(self, q_length: int) -> AttentionMask:
-        """Return the mask of the T newest tokens, for backends whose state holds earlier ones."""
+        """Return the mask of the T newest tokens, for backends whose state holds earlier ones.
+
+        Layers that share a mask get the same one, which counts its tokens once.
+        """
         if self.is_plain:
             return PLAIN[self.causal]
+        if torch.compiler.is_compiling():
+            return self._of_new_tokens(q_length)
+        kept: dict[int, AttentionMask] = vars(self).setdefault("masks_of_new_tokens", {})
+        if q_length not in kept:
+            kept[q_length] = self._of_new_tokens(q_length)
+        return kept[q_length]
+
+    def _of_new_tokens(self, q_length: int) -> AttentionMask:
         padding = self.padding
         if padding is not None:
             if isinstance(self.q_offset, int):

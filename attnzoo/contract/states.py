@@ -7,8 +7,10 @@ Letters: B batch, H heads, Hkv key heads, T queries, S keys, D key size, E value
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -86,6 +88,31 @@ class KVState(NamedTuple):
     def real(self) -> Tensor:
         """The padding mask, ``[B, S]`` bool, false at padding."""
         return self.positions >= 0
+
+
+def put_slots(
+    pool: Sequence[Tensor], slots: Tensor, rows: Sequence[Tensor], *, in_place: bool
+) -> list[Tensor]:
+    """Return the tensors of a pool of states, with new rows at ``slots``.
+
+    Args:
+        pool: ``[P, ...]`` each.
+        slots: Row of each new state, ``[B]``; -1 for none. No row may occur twice.
+        rows: ``[B, ...]`` each.
+        in_place: Whether the tensors of the pool are overwritten.
+    """
+    slots, is_new, after = slots.to(torch.int64), slots >= 0, []
+    first = is_new.int().argmax(0, keepdim=True)  # a graph reads the value of a 0-D index
+    for old, new in zip(pool, rows, strict=True):
+        if not in_place:  # one more row collects those of -1
+            longer = torch.cat([old, old[:1]])
+            after.append(longer.index_copy(0, torch.where(is_new, slots, old.shape[0]), new)[:-1])
+            continue
+        index = torch.where(is_new, slots, slots[first].clamp(min=0))  # -1: the first row again
+        row = is_new.view(-1, *(1,) * (new.dim() - 1))
+        again = torch.where(row[first], new[first], old[slots[first].clamp(min=0)])
+        after.append(old.index_copy_(0, index, torch.where(row, new, again)))
+    return after
 
 
 class ImplChoice(NamedTuple):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnzoo.contract.config import MAX_SIZE
 from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.sequences import Sequences
 from attnzoo.errors import ConfigError, UnsupportedError, short_repr
 
 STATE_DTYPES = (torch.float32, torch.float64)
@@ -234,6 +235,34 @@ def check_device(name: str, x: Tensor, device: torch.device) -> None:
             f"{name} is on {x.device} and q on {device}; move both to one device with "
             f"{name}.to(q.device)."
         )
+
+
+def check_sequences(sequences: Sequences | None, slots: Tensor | None, q: Tensor, k: Tensor) -> int:
+    """Return the number of states that a call takes and returns.
+
+    Raises:
+        UnsupportedError: The sequences or slots do not fit the call.
+    """
+    if slots is not None:
+        if slots.shape != q.shape[:1] or slots.dtype not in (torch.int64, torch.int32):
+            raise UnsupportedError(
+                f"slots must be [B], here [{q.shape[0]}], and integers, got {format_shape(slots)} "
+                f"{_format_dtype(slots.dtype)}."
+            )
+        if sequences is not None or q.shape[2] != 1:
+            raise UnsupportedError(
+                f"slots are for one token of each row, got {q.shape[2]} tokens"
+                f"{' and sequences' if sequences is not None else ''}; take the states of several "
+                "tokens from the pool before the call."
+            )
+    if sequences is None:
+        return k.shape[0]
+    if k.shape[0] != 1:
+        raise UnsupportedError(
+            f"sequences are of one row, got {k.shape[0]} rows of keys; put all tokens into one."
+        )
+    check_device("sequences.starts", sequences.starts, k.device)
+    return sequences.count
 
 
 def check_shard(shard: object | None, state: object | None) -> None:

@@ -113,8 +113,7 @@ def call_ops(causal: bool, batch: int, length: int) -> None:
     for impl, decay in product(["torch", "reference", *compiled], [None, -torch.rand(KEY_HEADS)]):
         if causal or (impl != "cpp" and decay is None):
             inputs = tensors(batch, length)
-            mask = AttentionMask(causal=causal)
-            options = {"impl": impl, "mask": mask, "return_state": True}
+            options = {"impl": impl, "causal": causal, "return_state": True}
             result = linear_attention(*inputs, log_decay=decay, normalize=True, **options)
             assert result.state.kv.shape == (batch, KEY_HEADS, SIZE, VALUE_SIZE)
             assert not result.state.kv.any()

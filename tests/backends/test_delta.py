@@ -1,6 +1,7 @@
 """The backend of the delta rule: its gates, write strengths, convolution and window."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -122,6 +123,39 @@ def test_the_convolution_ignores_padding_and_other_sequences(window):
         torch.testing.assert_close(packed.out[:, :, part], separate.out)
     for name in ("kv", "convolved"):
         torch.testing.assert_close(getattr(packed.state, name), getattr(separate.state, name))
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+def test_padded_rows_are_decoded_as_each_alone(window, reuse):
+    """A prompt, a part of it after a state, and steps of single tokens; all with padding."""
+    backend = build("delta", noise=0.5, short_convolution=4, window=window, chunk_size=8)
+    q, k, v, x = inputs(26)
+    padding = torch.ones(2, 26, dtype=torch.bool)
+    padding[0, :9] = False  # the row has fewer tokens of the second part than the window
+    padding[0, [20, 23]] = padding[1, [21, 24, 25]] = False
+    for part in (q, k, v, x.unsqueeze(1)):
+        part.transpose(1, 2)[~padding] = torch.nan
+    state, outs = None, []
+    bounds = [0, 6, 13, *range(14, 27)]
+    with torch.no_grad():
+        for start, stop in pairwise(bounds):
+            now = slice(start, stop)
+            mask = AttentionMask(causal=True, padding=padding[:, now])
+            options = {"mask": mask, "hidden_states": x[:, now], "state": state}
+            options |= {"return_state": True, "reuse_state": reuse and state is not None}
+            out, state, *_ = backend(q[:, :, now], k[:, :, now], v[:, :, now], **options)
+            outs.append(out)
+        out = torch.cat(outs, 2)
+        for row in (0, 1):
+            real = padding[row]
+            alone = [y[row : row + 1, :, real] for y in (q, k, v)]
+            options = {"hidden_states": x[row : row + 1, real], "return_state": True}
+            exact = backend(*alone, **options)
+            torch.testing.assert_close(out[row : row + 1, :, real], exact.out)
+            assert not out[row, :, ~real].any()
+            for name, ours, theirs in zip(state._fields, state, exact.state, strict=True):
+                torch.testing.assert_close(ours[row : row + 1], theirs, msg=name)
 
 
 def test_convolution_and_output_gate_return_no_attention_weights():

@@ -104,7 +104,6 @@ IDS = torch.tensor([[0] * 5 + [1] * 11])
         ("performer", {"floor": 1e-4}, {"causal": False}, "floor"),
         ("linear", {}, {"shard": shard(length=9)}, "a shard has 9 tokens"),
         ("linear", {}, {"causal": False, "shard": shard(segment_ids=IDS)}, "packed without"),
-        ("performer", {"floor": 1e-4}, {"shard": shard(segment_ids=IDS)}, "support packed rows"),
         ("linear", {}, {"mask": AttentionMask(causal=True, padding=IDS[:, :8] == 0)}, "not of the"),
         ("flash", {}, {"bias": torch.zeros(1, 1, 8, 8)}, "additive bias"),
         ("softmax", {}, {"return_weights": True}, "no rank has all of them"),

@@ -46,14 +46,14 @@ def layout(x):
 
 
 def linear(q, k, v, g, impl, causal):
-    mask, g = AttentionMask(causal=causal), g if causal else None
-    return ops.linear_attention(q, k, v, mask=mask, log_decay=g, normalize=True, impl=impl)
+    options = {"causal": causal, "log_decay": g if causal else None, "impl": impl}
+    return ops.linear_attention(q, k, v, normalize=True, **options)
 
 
 def hybrid(q, k, v, g, impl, causal):
     branch = LinearBranch(q.exp(), k.exp(), torch.zeros(()), g if causal else None)
-    mask = AttentionMask(causal=causal)
-    return ops.hybrid_attention(q, k, v, branch, window=4, scale=0.3, mask=mask, impl=impl)
+    options = {"window": 4, "scale": 0.3, "causal": causal, "impl": impl}
+    return ops.hybrid_attention(q, k, v, branch, **options)
 
 
 def delta(q, k, v, g, impl, causal):

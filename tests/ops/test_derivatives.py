@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from attnzoo import ops
 from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.sequences import Sequences
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.features.random_features import (
     key_shift,
@@ -24,8 +25,7 @@ from attnzoo.runtime import cpp
 LENGTH, SIZE = 20, 4
 STEP = 1e-6  # of the central differences in float64
 CAUSAL, FULL = AttentionMask(causal=True), AttentionMask()
-PACKED = AttentionMask(segment_ids=torch.arange(LENGTH)[None] // 9)
-PACKED_CAUSAL = AttentionMask(causal=True, segment_ids=PACKED.segment_ids)
+PACKED = {"sequences": Sequences.from_cu_seqlens(torch.tensor([0, 9, 18, LENGTH]))}
 
 
 class Case(NamedTuple):
@@ -94,7 +94,7 @@ def rwkv6(q, k, v, decay, bonus, **options):
 
 def matrix_gated(q, k, v, decay, **options):
     return ops.matrix_gated_attention(
-        q, k, v, log_decay=lambda start, stop: -decay[:, :, start:stop].abs(), **options
+        q, k, v, log_decay=lambda take: -take(decay, 2).abs(), **options
     ).out
 
 
@@ -160,8 +160,9 @@ TABLE = [
             "chunk": {},
             "chunk without decay": {"plain": True},
             "parallel": {"chunk_size": LENGTH},
-            "full": {"plain": True, "mask": FULL},
-            "packed": {"plain": True, "mask": PACKED},
+            "full": {"plain": True, "causal": False},
+            "packed": {"plain": True, **PACKED},
+            "packed full": {"plain": True, "causal": False, **PACKED},
         },
         ALL,
     ),
@@ -176,7 +177,7 @@ TABLE = [
         {
             "chunk": {},
             "chunk without decay": {"plain": True},
-            "packed": {"mask": PACKED_CAUSAL},
+            "packed": PACKED,
         },
         ALL,
     ),
@@ -187,7 +188,13 @@ TABLE = [
         MASKS,
         ALL,
     ),
-    ("hybrid_attention", hybrid, ((1, 2, LENGTH, SIZE), TOKENS), MASKS, ALL),
+    (
+        "hybrid_attention",
+        hybrid,
+        ((1, 2, LENGTH, SIZE), TOKENS),
+        {"causal": {}, "packed": PACKED, "full": {"causal": False}},
+        ALL,
+    ),
     ("mlstm_attention", mlstm, (HEADS, HEADS), {"": {}}, ALL),
     ("rwkv6_attention", rwkv6, (TOKENS, (1, SIZE)), {"": {}}, ALL),
     ("matrix_gated_attention", matrix_gated, ((*TOKENS, SIZE),), {"": {}}, BOTH),
@@ -210,7 +217,7 @@ TABLE = [
     ("shared_qk_attention", shared_qk, (), MASKS, BOTH),
 ]
 # Most C++ kernels are causal, and none has a parallel form
-WITHOUT_CPP = {"parallel", "full", "packed"}
+WITHOUT_CPP = {"parallel", "full", "packed full"}
 FULL_IN_CPP = {"block_sparse_attention", "longformer_attention", "lsh_attention"}
 
 

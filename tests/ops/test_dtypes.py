@@ -8,6 +8,7 @@ import torch
 from attnzoo import ops
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.ops.hybrid.state import LinearBranch
+from tests.helpers import by_sequence
 
 B, H, HKV, T, D = 2, 4, 2, 70, 16
 CAUSAL = AttentionMask(causal=True)
@@ -23,7 +24,7 @@ def hybrid(q, k, v, impl):
 
 
 def linear(q, k, v, **options):
-    return ops.linear_attention(q.abs(), k.abs(), v, mask=PADDED, **options)
+    return by_sequence(ops.linear_attention)(q.abs(), k.abs(), v, mask=PADDED, **options)
 
 
 def delta(q, k, v, **options):

@@ -68,12 +68,12 @@ def test_ops_on_tokens_of_one_sequence(batch, tokens, impl):
         check(ops.longformer_attention(*x, mask=mask, **options).out, x)
         branch = LinearBranch(x[0].abs(), x[1].abs(), torch.zeros(1, 1, 1, 1))
         options = {"window": 3, "scale": 1.0, "impl": impl}
-        check(ops.hybrid_attention(*x, branch, mask=mask, **options).out, x)
+        check(ops.hybrid_attention(*x, branch, causal=causal, **options).out, x)
     x = tensors(*shape)
     beta = torch.rand(batch, KEY_HEADS, tokens, requires_grad=True)
     check(ops.delta_attention(*x, beta, impl=impl).out, [*x, beta])
 
-    def log_decay(start, stop):
-        return torch.zeros(batch, KEY_HEADS, stop - start, SIZE, VALUE_SIZE)
+    def log_decay(take):
+        return take(torch.zeros(batch, tokens, KEY_HEADS, SIZE, VALUE_SIZE)).transpose(1, 2)
 
     check(ops.matrix_gated_attention(*x, log_decay=log_decay, impl=impl).out, x)

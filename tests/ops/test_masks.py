@@ -7,6 +7,7 @@ from attnzoo import ops
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.hybrid.api import LinearBranch
+from tests.helpers import by_sequence
 
 B, H, T, D = 2, 2, 40, 8
 GENERATOR = torch.Generator().manual_seed(0)  # module code runs before the fixture that seeds tests
@@ -15,8 +16,8 @@ GATES = torch.rand(B, H, T, generator=GENERATOR).log()
 BRANCH = LinearBranch(q.exp(), k.exp(), torch.zeros(1, 1, 1, 1))
 
 
-def log_decay(start, stop):
-    return torch.zeros(B, H, stop - start, D, D)
+def log_decay(take):
+    return take(torch.zeros(B, T, H, D, D)).transpose(1, 2)
 
 
 OPS = {
@@ -50,17 +51,10 @@ PADDING = {
     "a list": [[True] * T] * B,
 }
 BIDIRECTIONAL = ("favor_attention", "linformer_attention")
-PACKED = (
-    "delta",
-    "flash",
-    "hybrid",
-    "linear",
-    "longformer",
-    "lsh",
-    "mlstm",
-    "shared_qk",
-    "softmax",
-)
+PACKED = ("flash", "longformer", "lsh", "shared_qk", "softmax")
+BY_SEQUENCE = {
+    x for x in OPS if x.split("_")[-2] in ("linear", "delta", "hybrid", "mlstm", "rwkv6", "gated")
+}
 
 
 def test_every_op_is_here():
@@ -68,7 +62,7 @@ def test_every_op_is_here():
 
 
 @pytest.mark.parametrize("padding", PADDING)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", sorted(OPS.keys() - BY_SEQUENCE))
 def test_padding_that_does_not_fit_is_refused(op, padding):
     mask = AttentionMask(causal=op not in BIDIRECTIONAL, padding=PADDING[padding])
     with pytest.raises(UnsupportedError, match=r"padding of the mask must be (\[B, S\]|bool|a te)"):
@@ -99,10 +93,6 @@ def test_segments_that_do_not_fit_are_refused(op):
 
 
 UNREAD = {  # by op: fields that restrict attention and that it does not read
-    **dict.fromkeys(
-        ("delta", "hybrid", "linear", "mlstm", "rwkv6"), ("window", "function", "q_offset")
-    ),
-    "matrix_gated": ("window", "function", "q_offset"),
     "favor": ("window", "function"),
     "linformer": ("window", "function", "segment_ids"),
     **dict.fromkeys(("linformer_block", "block_sparse"), ("window", "function", "segment_ids")),
@@ -112,7 +102,6 @@ FIELDS = {
     "window": ((3, 0), r"the mask is a sliding window of \(3, 0\)"),
     "function": (lambda: torch.eye(T).bool()[None, None], "the mask is arbitrary"),
     "segment_ids": (torch.zeros(B, T).long(), "the mask is of packed segments"),
-    "q_offset": (3, "the mask is causal with a q_offset"),
 }
 
 
@@ -125,12 +114,6 @@ def test_fields_that_an_op_does_not_read_are_refused(op, field):
     mask = AttentionMask(causal=name not in BIDIRECTIONAL, **{field: value})
     with pytest.raises(UnsupportedError, match=f"{message}.*Use softmax_attention"):
         getattr(ops, name)(q, k, v, mask=mask, **OPS[name])
-
-
-def test_an_offset_without_causality_has_no_meaning():
-    given = {"mask": AttentionMask(q_offset=3)}
-    expected = ops.linear_attention(q, k, v, mask=AttentionMask()).out
-    assert torch.equal(ops.linear_attention(q, k, v, **given).out, expected)
 
 
 @pytest.mark.parametrize("op", ["linear_attention", "delta_attention", "rwkv6_attention"])
@@ -146,7 +129,7 @@ def test_nan_in_padding_does_not_spread(impl):
     real[:, 10] = False
     mask, hidden = AttentionMask(causal=True, padding=real), ~real[:, None, :, None]
     outs = [
-        ops.linear_attention(
+        by_sequence(ops.linear_attention)(
             *(x.masked_fill(hidden, fill) for x in (q, k, v)), mask=mask, impl=impl
         )
         for fill in (0.0, torch.nan)

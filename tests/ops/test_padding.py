@@ -12,6 +12,7 @@ from attnzoo import ops
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.ops.hybrid.state import LinearBranch
 from attnzoo.ops.linear.common import MapWeights
+from tests.helpers import by_sequence
 
 B, H, HKV, T, D, F = 2, 4, 2, 40, 16, 32
 GENERATOR = torch.Generator().manual_seed(0)  # module code runs before the fixture that seeds tests
@@ -23,30 +24,36 @@ WEIGHTS = {"query weights": (H, D, D), "key weights": (HKV, D, D)}
 BIASES = {"query bias": (H, D), "key bias": (HKV, D)}
 
 
+@by_sequence
 def recurrent(q, k, v, **options):
     return ops.recurrent_linear_attention(q, k, v, normalize=True, log_decay=DECAY, **options)
 
 
+@by_sequence
 def linear(q, k, v, **options):
     return ops.linear_attention(q, k, v, normalize=True, **options)
 
 
+@by_sequence
 def learned(name, q, k, v, *weights, **options):
     weights = MapWeights(*weights)
     options = {"feature_map": name, "map_weights": weights, "normalize": True, **options}
     return ops.linear_attention(q, k, v, **options)
 
 
+@by_sequence
 def delta(q, k, v, gate, beta, **options):
     return ops.delta_attention(q, k, v, beta, log_decay=-gate, normalize_qk=True, **options)
 
 
+@by_sequence
 def hybrid(q, k, v, q_features, k_features, *gate, **options):
     decay = -gate[0] if gate else None
     branch = LinearBranch(q_features, k_features, torch.zeros(()), decay)
     return ops.hybrid_attention(q, k, v, branch, window=5, scale=0.3, **options)
 
 
+@by_sequence
 def learned_hybrid(q, k, v, x, y, *weights, **options):
     branch = LinearBranch(
         *(x, y, torch.zeros(())), feature_map="hedgehog", map_weights=MapWeights(*weights)
@@ -54,23 +61,27 @@ def learned_hybrid(q, k, v, x, y, *weights, **options):
     return ops.hybrid_attention(q, k, v, branch, window=5, scale=0.3, **options)
 
 
+@by_sequence
 def mlstm(q, k, v, gate, log_input, **options):
     return ops.mlstm_attention(q, k, v, log_forget=-gate, log_input=log_input, **options)
 
 
+@by_sequence
 def rwkv6(q, k, v, gate, bonus, **options):
     return ops.rwkv6_attention(q, k, v, log_decay=-gate, bonus=bonus, **options)
 
 
+@by_sequence
 def recurrent_rwkv6(q, k, v, gate, bonus, **options):
     options = {"log_decay": -gate, "bonus": bonus, "normalize": True, **options}
     return ops.recurrent_rwkv6_attention(q, k, v, **options)
 
 
+@by_sequence
 def matrix_gated(q, k, v, gate, *weights, **options):
     if weights:
         options |= {"value_weights": weights[0], "normalize": True}
-    return ops.matrix_gated_attention(q, k, v, log_decay=lambda a, b: -gate[:, :, a:b], **options)
+    return ops.matrix_gated_attention(q, k, v, log_decay=lambda take: -take(gate, 2), **options)
 
 
 def favor(q, k, v, *, mask, **_):

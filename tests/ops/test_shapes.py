@@ -106,7 +106,7 @@ CASES = {
     "matrix step": (
         lambda **x: ops.matrix_gated_attention(
             *qkv(ONE),
-            log_decay=lambda start, stop: -torch.rand(B, HKV, stop - start, D, E),
+            log_decay=lambda take: take(-torch.rand(B, HKV, 1, D, E), 2),
             state=MatrixState(**x),
         ),
         {"kv": (B, HKV, D, E), "k": (B, HKV, D, E)},
@@ -248,7 +248,7 @@ def test_masks_on_another_device_are_refused():
         ids = torch.ones(B, T, device="meta", dtype=torch.bool if name == "padding" else None)
         mask = AttentionMask(causal=True, **{name: ids if name == "padding" else ids.long()})
         with pytest.raises(UnsupportedError, match=f"{name} of the mask is on meta and q on cpu"):
-            ops.linear_attention(*qkv(), mask=mask)
+            ops.flash_attention(*qkv(), mask=mask)
 
 
 def test_global_tokens_that_are_numbers_are_refused():
@@ -279,19 +279,17 @@ GATED = {
 def test_a_shard_and_a_state_are_refused(case):
     function, options = GATED[case]
     with pytest.raises(UnsupportedError, match=r"shard and state are given.* leave state out"):
-        function(*qkv(), mask=CAUSAL, shard=SHARD, **options)
+        function(*qkv(), shard=SHARD, **options)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mask": AttentionMask(), "return_state": True}, "given return_state.* need a causal"),
-        ({"mask": AttentionMask(), "num_sinks": 2}, "given num_sinks.* need a causal"),
-        ({"num_sinks": 2, "mask": "packed"}, "given num_sinks together with segment_ids"),
+        ({"causal": False, "return_state": True}, "given return_state.* need a causal"),
+        ({"causal": False, "num_sinks": 2}, "given num_sinks.* need a causal"),
         ({"num_sinks": 2, "shard": SHARD}, "shard together with num_sinks"),
         ({"num_sinks": -1}, "num_sinks must be an integer from 0"),
-        ({"state": "first", "mask": AttentionMask()}, "given state.* need a causal"),
-        ({"state": "first", "mask": "packed"}, "given state together with segment_ids"),
+        ({"state": "first", "causal": False}, "given state.* need a causal"),
         ({"state": "first", "shard": SHARD}, "shard and state are given"),
     ],
 )
@@ -300,8 +298,6 @@ def test_inputs_that_a_hybrid_does_not_support_together(options, message):
     call = partial(
         ops.hybrid_attention, q, k, v, LinearBranch(q, k, torch.zeros(())), window=4, scale=0.3
     )
-    if options.get("mask") == "packed":
-        options["mask"] = AttentionMask(causal=True, segment_ids=torch.zeros(B, T).long())
     if "state" in options:
         options["state"] = call(return_state=True).state
     with pytest.raises(UnsupportedError, match=message):

@@ -9,6 +9,7 @@ from attnzoo.errors import AttnzooError
 from attnzoo.ops.hybrid.api import LinearBranch
 from attnzoo.ops.lsh.cpu.lsh import LSH, PIVOTS
 from attnzoo.runtime import cpp
+from tests.helpers import by_sequence
 
 GENERATOR = torch.Generator().manual_seed(0)  # module code runs before the fixture that seeds tests
 LARGE = 2**24  # accepted: a window or a chunk may be longer than the sequence
@@ -20,7 +21,7 @@ MASKS = {"causal": AttentionMask(causal=True), "full": AttentionMask()}
 
 
 def linear(size, impl, option, mask):
-    return ops.linear_attention(q, k, v, mask=mask, impl=impl, **{option: size})
+    return by_sequence(ops.linear_attention)(q, k, v, mask=mask, impl=impl, **{option: size})
 
 
 def delta(size, impl, option, mask):
@@ -29,7 +30,8 @@ def delta(size, impl, option, mask):
 
 
 def hybrid(size, impl, option, mask):
-    return ops.hybrid_attention(q, k, v, BRANCH, mask=mask, scale=1.0, impl=impl, **{option: size})
+    options = {"causal": mask.causal, "scale": 1.0, "impl": impl, option: size}
+    return ops.hybrid_attention(q, k, v, BRANCH, **options)
 
 
 def shared_qk(size, impl, option, mask):

@@ -96,7 +96,8 @@ class CompileCase(NamedTuple):
     normalize: bool = True
     feature_map: str = "elu+1"
     dtype: torch.dtype = torch.bfloat16
-    packed: bool = False
+    varlen: bool = False  # sequences in one row
+    has_state: bool = True  # whether states are given and returned
     padded: bool = False
     window: int = 0  # of the window hybrid; 0: linear attention alone
     delta: bool = False  # the delta rule: its own kernels alone
@@ -161,12 +162,10 @@ CASES = (
         for size in (16, 64, 100, 256)
         for decay in ("none", "scalar", "vector")
     ),
-    *(
-        CompileCase(d=64, e=128, groups=4, decay=decay, packed=True, padded=True)
-        for decay in ("none", "vector")
-    ),
+    *(CompileCase(d=64, e=128, groups=4, decay=decay, varlen=True) for decay in ("none", "vector")),
     CompileCase(d=128, e=128, groups=4),
-    CompileCase(groups=4, decay="vector", packed=True, padded=True, window=64),
+    *(CompileCase(decay=decay, has_state=False) for decay in DECAYS),
+    CompileCase(groups=4, decay="vector", varlen=True, window=64),
     *(CompileCase(d=size, e=size, window=64) for size in (64, 128, 256)),
     CompileCase(decay="scalar", window=64),
     CompileCase(dtype=torch.float32, window=64),
@@ -176,7 +175,7 @@ CASES = (
         for decay in DECAYS
     ),
     CompileCase(delta=True),
-    *(CompileCase(decay=decay, delta=True, packed=True) for decay in DECAYS),
+    *(CompileCase(decay=decay, delta=True, varlen=True) for decay in DECAYS),
     *(
         CompileCase(decay=decay, delta=True, dtype=dtype)
         for decay in DECAYS
@@ -283,8 +282,8 @@ def launch_case(case: CompileCase) -> None:
         None if shape is None else torch.empty(shape),
         torch.empty(1, heads, case.d, case.e),
         torch.empty(1, heads, case.d),
-        torch.zeros(1, t, dtype=torch.long) if case.packed else None,
-        torch.ones(1, t, dtype=torch.bool) if case.padded else None,
+        torch.zeros(1, dtype=torch.long) if case.varlen else None,
+        torch.full((1,), t) if case.varlen else None,
     )
     if case.sparse is not None:
         launch_sparse(case, case.sparse, tensors)
@@ -292,35 +291,36 @@ def launch_case(case: CompileCase) -> None:
     if case.window or case.delta:
         (launch_delta if case.delta else launch_hybrid)(case, tensors)
         return
-    options = (case.feature_map, 1.0, 1.0, case.normalize, 1e-6, 0, 0)
-    out, kv, z = linear_launch.KernelLauncher(tensors, *options).forward()
-    launcher = linear_launch.KernelLauncher(tensors, *options, needs_decay_grad=shape is not None)
+    options = linear_launch.LinearOptions(case.feature_map, 1.0, 1.0, case.normalize, 1e-6)
+    state = tensors.kv, tensors.z
+    if not case.has_state:
+        tensors = tensors._replace(kv=None, z=None)
+        options = options._replace(return_state=False)
+    out, kv, z = linear_launch.KernelLauncher(tensors, options).forward()
+    launcher = linear_launch.KernelLauncher(tensors, options, needs_decay_grad=shape is not None)
     launcher.backward(torch.empty_like(out), kv, z, (kv, z))
     first_q, first_k, first_v = (x[:, :, :1] for x in tensors[:3])
     gates = None if tensors.log_decay is None else tensors.log_decay[:, :, :1]
-    padding_mask = None if tensors.padding_mask is None else tensors.padding_mask[:, :1]
-    launch_step(
-        first_q, first_k, first_v, gates, tensors.kv, tensors.z, padding_mask, case.feature_map,
-        1.0, 1.0, case.normalize, 1e-6,
-    )  # fmt: skip
+    slots = torch.zeros(1, dtype=torch.long) if case.varlen else None
+    launch_step(first_q, first_k, first_v, gates, *state, slots, *options[:5])
 
 
 def launch_delta(case: CompileCase, x: linear_launch.LinearTensors) -> None:
     """Launch the kernels that only the delta rule has."""
     beta = torch.empty(x.k.shape[:3])
-    launcher = DeltaLauncher(x.k, x.v, beta, x.log_decay, x.kv, x.segment_ids)
+    launcher = DeltaLauncher(x.k, x.v, beta, x.log_decay, x.kv, x.starts, x.lengths)
     _, u = launcher.errors()
     launcher.transposed_errors(u)
     gates = None if x.log_decay is None else x.log_decay[:, :, :1]
     rows = [y[:, :, :1] for y in (*x[:3], beta)]
-    delta_triton_step._init_fn(*rows, gates, x.kv, 1.0)
+    delta_triton_step._init_fn(*rows, gates, x.kv, None, 1.0)
 
 
 def launch_sparse(
     case: CompileCase, options: SparseOptions, x: linear_launch.LinearTensors
 ) -> None:
     """Launch block-sparse attention, forward and backward; all query heads share a selection."""
-    lengths = None if x.padding_mask is None else x.padding_mask.sum(1)
+    lengths = torch.full((1,), LENGTH) if case.padded else None
     selection = SelectionOptions(case.score, case.coverage, True)
     call = SparseCall(*x[:3], lengths, lengths, None, None, 1.0, options, selection)
     if case.score == "indexer":
@@ -353,23 +353,27 @@ def launch_hybrid(case: CompileCase, x: linear_launch.LinearTensors) -> None:
     logit, log_decay = torch.empty(x.q.shape[:3]), x.log_decay
     if log_decay is not None:
         log_decay = log_decay[:, :, case.window :]
-    state, masks = (x.kv, x.z), (x.padding_mask, x.segment_ids)
     no_first, options = (None, None, None), (case.window, 1.0, True, True, 1e-30)
-    out, *saved = hybrid_triton._init_fn(
-        *x[:3], *x[:2], logit, log_decay, *state, *masks, None, None, *no_first, *options
+    before, last = (x.kv, x.z), (torch.empty_like(x.kv), torch.empty_like(x.z))
+    places: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if x.starts is not None:  # sequences have no state
+        ids = torch.zeros(x.q.shape[0], x.q.shape[2], dtype=torch.int32)
+        before, places = (None, None), (ids, x.starts, x.lengths - case.window)
+    out, _, _, *saved = hybrid_triton._init_fn(
+        *x[:3], *x[:2], logit, log_decay, *before, *places, None, None, *no_first, *options, True
     )
     hybrid_triton_backward._init_fn(
-        torch.empty_like(out), *state, *saved, *x[:3], *x[:2], log_decay, *state, *masks,
-        *no_first, *options, log_decay is not None,
+        torch.empty_like(out), *last, *last, *saved, *x[:3], *x[:2], log_decay, *before, *places,
+        *no_first, *options, True, log_decay is not None,
     )  # fmt: skip
     q, k, v = (y[:, :, :1] for y in x[:3])
     gates = None if x.log_decay is None else x.log_decay[:, :, :1]
     rows = (case.window, x.z.shape[2]), (case.window, case.e), (case.window, x.z.shape[2])
     window_k, window_v, window_features = (x.z.new_empty(*x.z.shape[:2], *sizes) for sizes in rows)
     kv = x.kv.new_empty(*x.z.shape, case.e + 1)
-    padding_mask = None if x.padding_mask is None else x.padding_mask[:, :1]
+    slots = None if x.starts is None else torch.zeros(1, dtype=torch.long)
     launch_hybrid_step(
-        q, k, v, q, k, gates, logit[:, :, :1, None], padding_mask, None,
+        q, k, v, q, k, gates, logit[:, :, :1, None], slots, None,
         window_k.to(case.dtype), window_v, window_features, kv, x.z,
         torch.zeros(1, dtype=torch.long), 1.0, True, True, 1e-30,
     )  # fmt: skip

@@ -67,9 +67,9 @@ def cases(decay: str, kind: str, size: int) -> tuple[CompileCase, ...]:
     if kind == "bare":
         return (case._replace(feature_map="identity", normalize=False),)
     if kind == "mapped":
-        return case, case._replace(feature_map="exp"), case._replace(groups=4)
+        return case, case._replace(feature_map="exp"), case._replace(groups=4, varlen=True)
     if kind == "any":
-        return case._replace(groups=4, packed=True, padded=True), case._replace(d=size - 8)
+        return case._replace(d=size - 8), case._replace(d=size - 8, groups=4, varlen=True)
     return case._replace(dtype=torch.float32), case._replace(dtype=torch.float16)
 
 

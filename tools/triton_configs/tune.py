@@ -55,19 +55,11 @@ def make_launcher(
     decay_shape = {"none": None, "scalar": (1, 64, 4096), "vector": (1, 64, 4096, size)}[decay]
     log_decay = None if decay_shape is None else -torch.rand(decay_shape, device=device) / 16
     state = torch.zeros(1, 64, size, size, device=device), torch.zeros(1, 64, size, device=device)
-    tensors = linear_launch.LinearTensors(q, k, v, log_decay, *state, None, None)
-    feature_map = "elu+1" if kind == "mapped" else "identity"
-    return linear_launch.KernelLauncher(
-        tensors,
-        feature_map,
-        1.0,
-        1.0,
-        kind == "mapped",
-        1e-6,
-        0,
-        1024,
-        needs_decay_grad=decay_shape is not None,
-    )
+    tensors = linear_launch.LinearTensors(q, k, v, log_decay, *state)
+    call = linear_launch.LinearOptions(eps=1e-6, split_size=1024)
+    if kind == "mapped":
+        call = call._replace(feature_map="elu+1", normalize=True)
+    return linear_launch.KernelLauncher(tensors, call, needs_decay_grad=decay_shape is not None)
 
 
 def kernel_times(make: Callable[[], linear_launch.KernelLauncher]) -> dict[str, float]:

@@ -25,9 +25,12 @@ from attnzoo.backends.gates.projections import (
 from attnzoo.contract.config import BackendConfig, Geometry
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.ops.features.functional import softplus_of_heads, widen
-from attnzoo.ops.gated import api as gated
+from attnzoo.ops.matrix_gate.api import matrix_gated_attention
+from attnzoo.ops.matrix_gate.torch import TakeTokens
+from attnzoo.ops.mlstm.api import mlstm_attention
+from attnzoo.ops.rwkv6.api import rwkv6_attention
 
-LogDecay = Callable[[int, int], Tensor]  # of the tokens from start to stop
+LogDecay = Callable[[TakeTokens], Tensor]  # of the tokens that it takes
 
 
 class Recurrence(GateModule):
@@ -89,7 +92,7 @@ class RWKV6(Recurrence):
     """
 
     no_weight_decay = ("log_bonus",)
-    op = staticmethod(gated.rwkv6_attention)
+    op = staticmethod(rwkv6_attention)
     ops = ("rwkv6_attention", "rwkv6_step")
 
     def __init__(self, config: BackendConfig, geometry: Geometry, features: int) -> None:
@@ -128,7 +131,7 @@ class MLSTM(Recurrence):
     not.
     """
 
-    op = staticmethod(gated.mlstm_attention)
+    op = staticmethod(mlstm_attention)
     ops = ("mlstm_attention", "mlstm_step")
     fixed_options: ClassVar = {
         "normalize": "has a normaliser of its own, max(|q n|, 1)",
@@ -164,7 +167,7 @@ class TokenByToken(Recurrence):
     They have no chunks: prefill and training run token by token too.
     """
 
-    op = staticmethod(gated.matrix_gated_attention)
+    op = staticmethod(matrix_gated_attention)
     has_weights = False
     ops = ("matrix_gated_attention",)
     fixed_options: ClassVar = {"chunk_size": "runs token by token and has no chunks"}
@@ -177,8 +180,8 @@ class TokenByToken(Recurrence):
             x: Hidden states, ``[B, S, M]``, float32 or wider.
 
         Returns:
-            The function takes ``start`` and ``stop`` and returns log decays at these tokens,
-            broadcastable to ``[B, Hkv, stop - start, F, E]``. The weights multiply the values,
+            The function gets ``take``, which takes n tokens of a tensor, and returns their log
+            decays, broadcastable to ``[B, Hkv, n, F, E]``. The weights multiply the values,
             ``[B, Hkv, S, E]``; ``None`` means ones.
         """
         raise NotImplementedError
@@ -217,8 +220,8 @@ class Matrix(TokenByToken):
         inner = F.linear(x, self.down.to(x.dtype))
         up, bias = self.up.to(x.dtype), self.bias.to(x.dtype)
 
-        def log_decay(start: int, stop: int) -> Tensor:
-            logits = F.linear(inner[:, start:stop], up, bias.flatten()).unflatten(2, bias.shape)
+        def log_decay(take: TakeTokens) -> Tensor:
+            logits = F.linear(take(inner), up, bias.flatten()).unflatten(2, bias.shape)
             return F.logsigmoid(logits).transpose(1, 2) / TEMPERATURE
 
         return log_decay, None
@@ -262,7 +265,7 @@ class Mamba(TokenByToken):
         step = softplus_of_heads(logits)  # [B, Hkv, S, E]
         rate = log_rate.exp()
 
-        def log_decay(start: int, stop: int) -> Tensor:
-            return -step[:, :, start:stop, None] * rate[:, None]
+        def log_decay(take: TakeTokens) -> Tensor:
+            return -take(step, 2)[:, :, :, None] * rate[:, None]
 
         return log_decay, step

@@ -4,21 +4,28 @@ Each channel of the queries, keys and values is convolved with the tokens just b
 key may depend on the token that precedes its value, as an induction head's does. There is no
 activation, and training starts at the identity: a pretrained layer starts with its own queries,
 keys and values.
-Letters: B batch, H query heads, Hkv key heads, T tokens, D key size, E value size, W width,
-X = H D + Hkv (D + E) channels.
+Letters: B batch, S sequences (B if rows are sequences), H query heads, Hkv key heads, T tokens, D
+key size, E value size, W width, X = H D + Hkv (D + E) channels.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attnzoo.contract.context_parallel import latest_before
 from attnzoo.contract.inputs import AttentionInputs
-from attnzoo.contract.padding import gather_tokens
-from attnzoo.ops.convolution import causal_convolution
+from attnzoo.contract.states import put_slots
+from attnzoo.ops.convolution import causal_convolution, last_tokens
 from attnzoo.ops.features.functional import widen
-from attnzoo.ops.window.causal_window import is_filled, padding_last
+
+
+class EarlierTokens(NamedTuple):
+    """The tokens before each row or sequence."""
+
+    x: Tensor  # [B, W - 1, X]
 
 
 class ShortConvolution(nn.Module):
@@ -44,61 +51,47 @@ class ShortConvolution(nn.Module):
     def forward(
         self, inputs: AttentionInputs, before: Tensor | None
     ) -> tuple[AttentionInputs, Tensor | None]:
-        """Convolve the real tokens of each sequence.
+        """Convolve the tokens of each sequence.
 
         Args:
-            inputs: Queries, keys and values are zero at padding.
-            before: The W - 1 real tokens before the first one, ``[B, W - 1, X]``.
+            inputs: Queries, keys and values of rows or of one row of sequences.
+            before: The W - 1 tokens before the first one, ``[S, W - 1, X]``, or a pool of them, of
+                which the rows at ``inputs.slots`` are read and written.
 
         Returns:
             The inputs with other queries, keys and values, in float32 or wider, and the last W - 1
-            real tokens, if ``inputs.return_state``.
+            tokens, if ``inputs.return_state``.
         """
-        mask, reach = inputs.mask, self.weight.shape[2] - 1
+        reach, sequences, slots = self.weight.shape[2] - 1, inputs.sequences, inputs.slots
         heads = [inputs.q, inputs.k, inputs.v]
         sizes = [x.shape[1] * x.shape[3] for x in heads]
         x = torch.cat([y.transpose(1, 2).flatten(2) for y in heads], 2)
-        padding_mask, ids, order = mask.padding, mask.segment_ids, None
         if inputs.shard is not None and reach:
-            (before,) = latest_before((x[:, None],), inputs.shard, reach)
-            seen = inputs.shard.tokens_before(len(x), x.device)
-            before = before[:, 0] * is_filled(seen, reach)[..., None]
-        if padding_mask is not None:
-            order, padding_mask, ids = padding_last(padding_mask, ids)
-            x = _gather(x, order)
-        before = x.new_zeros(len(x), reach, x.shape[2]) if before is None else before.to(x.dtype)
-        out = causal_convolution(widen(x), self.weight[:, 0], before=widen(before), segment_ids=ids)
-        last = _last_tokens(x, before, padding_mask, ids) if inputs.return_state else None
-        if order is not None:
-            out = _gather(out, order.argsort(1)).masked_fill(~mask.padding[..., None], 0)  # type: ignore[index]
+            before = self._tokens_of_earlier_ranks(x, inputs)
+        pool = before
+        if before is not None:
+            before = before if slots is None else before[slots.clamp(min=0)]
+            before = before.to(x.dtype)
+        earlier = None if before is None else widen(before)
+        out = causal_convolution(widen(x), self.weight[:, 0], before=earlier, sequences=sequences)
+        last: Tensor | None = None
+        if inputs.return_state:
+            last = last_tokens(x, reach, before=before, sequences=sequences)
+            if slots is not None and pool is not None:
+                in_place = inputs.reuse_state and not torch.is_grad_enabled()
+                last = put_slots((pool,), slots, (last.to(pool.dtype),), in_place=in_place)[0]
         q, k, v = (
             y.unflatten(2, (z.shape[1], -1)).transpose(1, 2)
             for y, z in zip(out.split(sizes, 2), heads, strict=True)
         )
         return inputs._replace(q=q, k=k, v=v), last
 
-
-def _gather(x: Tensor, index: Tensor) -> Tensor:
-    """Gather the tokens at ``[B, N]`` from ``[B, T, X]``."""
-    return gather_tokens(x[:, None], index)[:, 0]
-
-
-def _last_tokens(
-    x: Tensor, before: Tensor, padding_mask: Tensor | None, segment_ids: Tensor | None
-) -> Tensor:
-    """Return the last W - 1 real tokens of the last sequence, the newest last, else zeros.
-
-    Args:
-        x: Tokens whose padding is at the end, ``[B, T, X]``.
-        before: The W - 1 tokens before them.
-        padding_mask: ``[B, T]``, true at real tokens.
-        segment_ids: ``[B, T]``.
-    """
-    reach, tokens = before.shape[1], torch.cat([before, x], 1)
-    if segment_ids is not None:
-        ids = torch.cat([segment_ids[:, :1].expand(-1, reach), segment_ids], 1)
-        tokens = tokens * (ids == ids[:, -1:])[..., None]
-    if padding_mask is None:
-        return tokens[:, x.shape[1] :].clone()
-    index = padding_mask.sum(1, keepdim=True) + torch.arange(reach, device=x.device)
-    return _gather(tokens, index)
+    def _tokens_of_earlier_ranks(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Return the W - 1 tokens before this rank's, zeros if there are fewer."""
+        assert inputs.shard is not None
+        reach, rows = self.weight.shape[2] - 1, inputs.shard.rows(x[:, None])
+        (latest,) = latest_before((rows,), inputs.shard, reach)
+        seen = inputs.shard.tokens_before(rows.shape[0], x.device)
+        is_filled = torch.arange(reach, device=x.device) >= reach - seen[:, None]
+        earlier = EarlierTokens(latest[:, 0] * is_filled[..., None])
+        return inputs.shard.states(earlier, inputs.sequences).x

@@ -20,7 +20,6 @@ from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.config import BackendConfig, Geometry, check_num_sinks, sinks_shard_reasons
 from attnzoo.contract.implementation import impl_names
 from attnzoo.contract.inputs import AttentionInputs
-from attnzoo.contract.padding import fill_padding
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.errors import ConfigError
 from attnzoo.ops.hybrid.api import hybrid_attention
@@ -143,7 +142,7 @@ class RecurrentBackend(AttentionBackend):
     config: RecurrentConfig
     config_class: ClassVar[type[BackendConfig]] = RecurrentConfig
     capabilities = Capabilities(
-        packing=True, recurrent=True, state_from_keys=True, zero_state=True, context_parallel=True
+        sequences=True, recurrent=True, state_from_keys=True, zero_state=True, context_parallel=True
     )
     no_weight_decay: ClassVar[tuple[str, ...]] = ("far_log_weight",)
     window_op: ClassVar[str] = "hybrid_attention"  # computes the window, whose names impl may take
@@ -171,10 +170,6 @@ class RecurrentBackend(AttentionBackend):
     def expected_feature_product(self) -> float:
         """Return the mean product of a query's and a key's features, for N(0, 1) inputs."""
         raise NotImplementedError
-
-    def layer_capabilities(self) -> Capabilities:
-        """Return the capabilities; segments with first tokens of their own are unpacked."""
-        return replace(super().layer_capabilities(), packing=not self.config.num_sinks)
 
     def layer_reasons(self) -> list[str]:
         """Return every reason why this backend does not support its layer."""
@@ -258,7 +253,8 @@ class RecurrentBackend(AttentionBackend):
             inputs.k,
             inputs.v,
             branch,
-            mask=inputs.mask,
+            causal=inputs.mask.causal,
+            sequences=inputs.sequences,
             window=self.config.window,
             scale=inputs.scale,
             state=inputs.state,
@@ -268,6 +264,7 @@ class RecurrentBackend(AttentionBackend):
             shard=inputs.shard,
             num_sinks=self.config.num_sinks,
             reuse_state=inputs.reuse_state,
+            slots=inputs.slots,
         )
 
 
@@ -321,7 +318,6 @@ class FeatureMapBackend(RecurrentBackend):
             options = {} if counts is None else {"positions": counts.positions}
             q = self.feature_map(inputs.q, inputs.scale, of="queries", **options)
             k = self.feature_map(inputs.k, inputs.scale, of="keys", **options)
-            k = fill_padding(k, inputs.mask.padding)  # the features of a zero key are not zero
             if counts is None:
                 return self.run_op(q, k, inputs)
             return with_count(self.run_op(q, k, without_count(inputs)), counts)
@@ -347,13 +343,19 @@ class FeatureMapBackend(RecurrentBackend):
     ) -> AttentionOutput:
         """Run the op on queries ``[B, H, T, F]`` and keys ``[B, Hkv, S, F]``.
 
-        They are features, zero at padding, or the inputs of ``feature_map``.
+        They are features, or the inputs of ``feature_map``.
         """
         if self.far_log_weight is not None:
             branch = self.linear_branch(q, k, inputs, feature_map)
             return self.attend_hybrid(inputs, branch._replace(mean=True))
         options = self.op_options(inputs, feature_map)
-        return linear_attention(q, k, inputs.v, reuse_state=inputs.reuse_state, **options)
+        return linear_attention(
+            *(q, k, inputs.v),
+            causal=inputs.mask.causal,
+            query_sequences=inputs.query_sequences,
+            reuse_state=inputs.reuse_state,
+            **options,
+        )
 
     def linear_branch(
         self, q: Tensor, k: Tensor, inputs: AttentionInputs, feature_map: str
@@ -379,7 +381,8 @@ class FeatureMapBackend(RecurrentBackend):
         Those of the feature map are among them only if the op applies it.
         """
         options: dict[str, Any] = {
-            "mask": inputs.mask,
+            "sequences": inputs.sequences,
+            "slots": inputs.slots,
             "normalize": self.config.normalize,
             "impl": self.config.impl,
             "state": inputs.state,
@@ -391,6 +394,4 @@ class FeatureMapBackend(RecurrentBackend):
         if feature_map:
             options |= {"feature_map": feature_map, "feature_scale": inputs.scale}
             options["map_weights"] = self.map_weights()
-        elif inputs.mask.padding is not None:  # the features are zero there already
-            options["mask"] = replace(inputs.mask, padding=None)
         return options

@@ -12,6 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
+from attnzoo.contract.by_sequence import assert_one_segment
+from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.sequences import (
+    RowLayout,
+    Sequences,
+    sequences_of_mask,
+    values_are_known,
+)
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.convolution import causal_convolution
 from attnzoo.runtime.memory import empty_huge_pages
@@ -19,12 +27,12 @@ from attnzoo.runtime.memory import empty_huge_pages
 TOKENS = 128  # convolved at once, so that they stay in the cache
 
 
-def convolve_packed(
+def convolve_sequences(
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     activation: str | None,
-    segment_ids: Tensor,
+    sequences: Sequences,
 ) -> Tensor:
     """Compute a causal convolution that does not cross the borders of packed sequences.
 
@@ -33,10 +41,11 @@ def convolve_packed(
         weight: ``[X, width]``.
         bias: ``[X]``.
         activation: Name of the activation function.
-        segment_ids: ``[B, T]``.
+        sequences: Those of all rows, one after another.
     """
     x = hidden_states.to(weight.dtype).transpose(1, 2)
-    out = causal_convolution(x, weight, segment_ids=segment_ids).transpose(1, 2)
+    row = x.reshape(1, -1, x.shape[2])
+    out = causal_convolution(row, weight, sequences=sequences).view(x.shape).transpose(1, 2)
     out = out if bias is None else out + bias[:, None]
     out = out if activation is None else ACT2FN[activation](out)
     return out.to(hidden_states.dtype)
@@ -86,14 +95,21 @@ def convolve_rows(
     return out.transpose(1, 2)
 
 
-def read_segment_ids(batch: int, tokens: int, kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the sequence that each token of packed rows belongs to, ``[B, tokens]``, or ``None``.
+def read_sequences(
+    batch: int, tokens: int, kwargs: dict[str, Any], *, one_each: bool = False
+) -> tuple[Sequences, RowLayout] | None:
+    """Return the sequences of packed rows, one row after another, and their places in the rows.
 
     Args:
         batch: B.
         tokens: Tokens of the call, after those that a cache puts before them.
         kwargs: Arguments of a layer: ``seq_idx``, ``[B, T]``; or ``cu_seqlens`` or
             ``cu_seq_lens_q``, the first tokens of the sequences of one row, and their number.
+        one_each: Whether each row must be one sequence if their number is unknown, in a compiled
+            graph: the number of states is then that of the rows.
+
+    Returns:
+        ``None`` if each row is one sequence.
 
     Raises:
         UnsupportedError: There are several rows, and the borders are those of one.
@@ -114,4 +130,8 @@ def read_segment_ids(batch: int, tokens: int, kwargs: dict[str, Any]) -> Tensor 
         ids = torch.bucketize(positions, borders[1:], right=True)[None]
     if (earlier := tokens - ids.shape[1]) > 0:
         ids = torch.cat([ids[:, :1].expand(-1, earlier), ids], 1)
-    return ids
+    if one_each and not values_are_known(ids):
+        assert_one_segment(ids)
+        return None
+    mask = AttentionMask(causal=True, segment_ids=ids)
+    return sequences_of_mask(mask, (batch, tokens), ids.device)

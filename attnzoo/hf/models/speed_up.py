@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import DeltaState, ImplChoice, LinearState
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
@@ -27,9 +26,9 @@ from attnzoo.hf.attention.call import ForwardArguments
 from attnzoo.hf.layers import unwrap_model
 from attnzoo.hf.models.convolution import (
     can_convolve_rows,
-    convolve_packed,
     convolve_rows,
-    read_segment_ids,
+    convolve_sequences,
+    read_sequences,
 )
 from attnzoo.hf.release_check import require_working_release
 from attnzoo.ops.delta.api import delta_attention
@@ -218,7 +217,7 @@ class FastForward:
             initial_state: ``[B, H, D, E]``.
             output_final_state: Whether to return the state.
             use_qk_l2norm_in_kernel: Whether to normalise queries and keys.
-            kwargs: May contain the lengths of packed sequences; see :func:`read_segment_ids`.
+            kwargs: May contain the lengths of packed sequences; see :func:`read_sequences`.
                 Unknown arguments are refused.
         """
         if query.device.type != "cpu":
@@ -234,21 +233,31 @@ class FastForward:
         dtype = query.dtype
         if (repeats := value.shape[2] // key.shape[2]) > 1:
             query, key = (x.repeat_interleave(repeats, 2) for x in (query, key))
-        tensors = (_narrow(x).transpose(1, 2) for x in (query, key, value, beta, g))
-        q, k, v, beta, log_decay = tensors
-        ids = read_segment_ids(query.shape[0], query.shape[1], kwargs)
+        inputs: tuple[Tensor, ...] = (query, key, value, beta, g)
+        batch, tokens = query.shape[:2]
+        state = None if initial_state is None else DeltaState(initial_state.float())
+        needs_count = state is not None or output_final_state
+        packing = read_sequences(batch, tokens, kwargs, one_each=needs_count)
+        if packing is not None:  # all rows as one
+            inputs = tuple(x.reshape(1, batch * tokens, *x.shape[2:]) for x in inputs)
+            if state is not None:
+                state = packing[1].state_to_sequences(state, packing[0].count)
+        q, k, v, beta, log_decay = (_narrow(x).transpose(1, 2) for x in inputs)
         found = delta_attention(
             *(q, k, v, beta),
-            mask=None if ids is None else AttentionMask(causal=True, segment_ids=ids),
+            sequences=None if packing is None else packing[0],
             log_decay=log_decay,
             scale=q.shape[3] ** -0.5,
             normalize_qk=use_qk_l2norm_in_kernel,
-            state=None if initial_state is None else DeltaState(initial_state.float()),
+            state=state,
             return_state=output_final_state,
         )
         self._record(found.impl)
-        state = found.state.kv if isinstance(found.state, DeltaState) else None
-        return found.out.transpose(1, 2).to(dtype), state
+        last = found.state
+        if packing is not None and last is not None:
+            last = packing[1].state_to_rows(last, packing[0].count)
+        out = found.out.transpose(1, 2).reshape(batch, tokens, *value.shape[2:])
+        return out.to(dtype), last.kv if isinstance(last, DeltaState) else None
 
     def _convolution(
         self,
@@ -275,12 +284,12 @@ class FastForward:
             "speed_up of the convolution", kwargs, seam.IGNORED_RULE_ARGUMENTS
         )
         batch, _, tokens = hidden_states.shape
-        ids = read_segment_ids(batch, tokens, kwargs)
-        if ids is None and can_convolve_rows(hidden_states, weight, bias):
+        packing = read_sequences(batch, tokens, kwargs)
+        if packing is not None:
+            return convolve_sequences(hidden_states, weight, bias, activation, packing[0])
+        if can_convolve_rows(hidden_states, weight, bias):
             return convolve_rows(hidden_states, weight, bias, activation)
-        if ids is None:
-            return stock(hidden_states, weight, bias, activation=activation)
-        return convolve_packed(hidden_states, weight, bias, activation, ids)
+        return stock(hidden_states, weight, bias, activation=activation)
 
     def _lightning(
         self, stock: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any

@@ -35,12 +35,11 @@ from attnzoo.contract.implementation import (
     select,
     select_if_supported,
 )
-from attnzoo.contract.masks import AttentionMask
-from attnzoo.contract.padding import fill_padding, padding_if_any
+from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, DeltaState
 from attnzoo.contract.validation import check_shard, check_size, empty_output, is_empty_call
 from attnzoo.ops.delta.chunk import run_chunks
-from attnzoo.ops.delta.common import DeltaInputs, normalized
+from attnzoo.ops.delta.common import DeltaInputs, normalized, on_rows, run_on_slots
 from attnzoo.ops.delta.context_parallel import state_from_earlier_ranks
 from attnzoo.ops.delta.cpu.delta import cpp_reasons, run_cpp, run_recurrent_cpp, run_step_cpp
 from attnzoo.ops.delta.reference import run_reference
@@ -52,10 +51,8 @@ from attnzoo.ops.delta.triton.run import (
     triton_verdict,
 )
 from attnzoo.ops.delta.validation import check_inputs
-from attnzoo.ops.linear.common import decay_of_real_tokens, state_dtype
+from attnzoo.ops.linear.common import state_dtype, widen_shared
 from attnzoo.runtime.autocast import autocast_disabled
-
-CAUSAL = AttentionMask(causal=True)
 
 
 def delta_attention(
@@ -64,7 +61,7 @@ def delta_attention(
     v: Tensor,
     beta: Tensor,
     *,
-    mask: AttentionMask | None = None,
+    sequences: Sequences | None = None,
     log_decay: Tensor | None = None,
     scale: float | None = None,
     normalize_qk: bool = False,
@@ -73,6 +70,8 @@ def delta_attention(
     return_state: bool = False,
     chunk_size: int | None = None,
     shard: SequenceShard | None = None,
+    reuse_state: bool = False,
+    slots: Tensor | None = None,
 ) -> AttentionOutput:
     r"""Compute attention through a state that the delta rule updates, in chunks.
 
@@ -87,9 +86,8 @@ def delta_attention(
         v: Values, ``[B, Hkv, T, E]``.
         beta: Write strengths, ``[B, Hkv, T]``: in (0, 1), or in (0, 2), which gives the
             transition matrix negative eigenvalues.
-        mask: Padding and segments; causal, as is ``None``. A padding token changes no state, and
-            its output is 0. Packed segments do not see each other: ``state`` belongs to the first
-            segment, and the returned state to the last.
+        sequences: The sequences of one row, B = 1, which do not see each other; there is a state
+            for each. ``None``: each row is a sequence.
         log_decay: Natural logarithm of the decay at each token, at most 0: ``[Hkv]`` (constant per
             head), ``[B, Hkv, T]`` (per token) or ``[B, Hkv, T, D]`` (per key channel). No value
             overflows or cancels; minus infinity sets the state to 0.
@@ -105,6 +103,11 @@ def delta_attention(
         chunk_size: C, in tokens; ``None`` picks one. T need not be a multiple. ``"cpp"`` takes at
             most 16.
         shard: This rank's part of sequences that several ranks hold; not together with ``state``.
+        reuse_state: Whether one token may overwrite the tensors of ``state``, which are then
+            returned: the state is read and written once. Only without gradients.
+        slots: For one token of each of B sequences: the row of each in ``state``, which is a pool
+            of states, ``[B]`` int64; -1 for a sequence without a token, whose output is 0. The
+            returned state is the pool.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; also ``state`` and ``impl``.
@@ -118,10 +121,11 @@ def delta_attention(
         >>> attnzoo.ops.delta_attention(q, k, v, beta, normalize_qk=True).out.shape
         torch.Size([1, 4, 1000, 8])
     """
-    if chunk_size is not None:
-        check_size("chunk_size", chunk_size)
-    inputs = (q, k, v, beta, mask, log_decay, scale, normalize_qk, state, chunk_size, shard)
-    return _attend("delta_attention", *inputs, impl, return_state)
+    x = _inputs(
+        *(q, k, v, beta, sequences, log_decay, scale, normalize_qk, state, chunk_size, shard),
+        *(return_state, reuse_state, slots),
+    )
+    return _attend("delta_attention", x, impl)
 
 
 def recurrent_delta_attention(
@@ -130,7 +134,7 @@ def recurrent_delta_attention(
     v: Tensor,
     beta: Tensor,
     *,
-    mask: AttentionMask | None = None,
+    sequences: Sequences | None = None,
     log_decay: Tensor | None = None,
     scale: float | None = None,
     normalize_qk: bool = False,
@@ -138,6 +142,8 @@ def recurrent_delta_attention(
     state: DeltaState | None = None,
     return_state: bool = False,
     shard: SequenceShard | None = None,
+    reuse_state: bool = False,
+    slots: Tensor | None = None,
 ) -> AttentionOutput:
     """Compute :func:`delta_attention` token by token; arguments and results as there.
 
@@ -153,61 +159,79 @@ def recurrent_delta_attention(
         >>> torch.allclose(steps, attnzoo.ops.delta_attention(q, k, v, **options).out, atol=1e-5)
         True
     """
-    inputs = (q, k, v, beta, mask, log_decay, scale, normalize_qk, state, None, shard)
-    return _attend("recurrent_delta_attention", *inputs, impl, return_state)
+    x = _inputs(
+        *(q, k, v, beta, sequences, log_decay, scale, normalize_qk, state, None, shard),
+        *(return_state, reuse_state, slots),
+    )
+    return _attend("recurrent_delta_attention", x, impl)
 
 
-def _attend(
-    op: str,
+def _inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     beta: Tensor,
-    mask: AttentionMask | None,
+    sequences: Sequences | None,
     log_decay: Tensor | None,
     scale: float | None,
     normalize_qk: bool,
     state: DeltaState | None,
     chunk_size: int | None,
     shard: SequenceShard | None,
-    impl: str,
     return_state: bool,
-) -> AttentionOutput:
-    """Run the step if the call is one token that a step supports, else the op."""
-    mask = CAUSAL if mask is None else mask
-    check_inputs(q, k, v, beta, log_decay, state, mask)
+    reuse_state: bool,
+    slots: Tensor | None,
+) -> DeltaInputs:
+    """Return the checked inputs of a call, with the state of earlier ranks if there are any.
+
+    Raises:
+        UnsupportedError: They do not fit each other.
+    """
+    if chunk_size is not None:
+        check_size("chunk_size", chunk_size)
+    check_inputs(q, k, v, beta, log_decay, state, sequences, slots)
     check_shard(shard, state)
-    padding = padding_if_any(mask.padding)
     if log_decay is not None:
-        log_decay = decay_of_real_tokens(log_decay, k, padding)
-    dtype = state_dtype(q, k, v)
-    if state is None:
-        empty = torch.zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=dtype, device=v.device)
-        state = DeltaState(empty)
-    if state.kv.dtype != dtype:
-        state = DeltaState(state.kv.to(dtype))
-    scale = 1.0 if scale is None else float(scale)
+        log_decay = widen_shared(log_decay)
+    if state is not None and state.kv.dtype != (dtype := state_dtype(q, k, v)):
+        state, reuse_state = DeltaState(state.kv.to(dtype)), False
+    x = DeltaInputs(
+        *(q, k, v, beta, log_decay, state, 1.0 if scale is None else float(scale), chunk_size),
+        *(normalize_qk, sequences, return_state),
+        reuse_state=reuse_state and not torch.is_grad_enabled(),
+        slots=slots,
+    )
+    if shard is None:
+        return x
     with autocast_disabled(q.device):
-        ids = mask.segment_ids
-        x = DeltaInputs(q, k, v, beta, log_decay, state, ids, scale, chunk_size, normalize_qk)
-        x = x if padding is None else _clear_padding(x, padding)
-        if shard is not None:
-            x = normalized(x)
-            x = x._replace(state=state_from_earlier_ranks(x, shard))
-        found = select_if_supported("delta_step", x, impl) if q.shape[2] == 1 else None
-        chosen, choice = found or select(op, x, impl)
-        if is_empty_call(q, k):
-            parameters = (beta,) if log_decay is None else (beta, log_decay)
-            out, last = empty_output(q, k, v, *parameters), x.state
-        else:
-            out, last = chosen.run(x)
-    return AttentionOutput(out, last if return_state else None, None, choice)
+        x = normalized(x)
+        return x._replace(state=state_from_earlier_ranks(x, shard))
 
 
-def _clear_padding(x: DeltaInputs, padding_mask: Tensor) -> DeltaInputs:
-    """Set inputs at padding to 0, so that padding tokens neither write nor decay."""
-    q, k, v, beta = (fill_padding(each, padding_mask) for each in x[:4])
-    return x._replace(q=q, k=k, v=v, beta=beta)
+def _attend(op: str, x: DeltaInputs, impl: str) -> AttentionOutput:
+    """Run the step if the call is one token that a step supports, else the op."""
+    found = None
+    if x.q.shape[2] == 1 and x.sequences is None:
+        step = x if x.state is not None else x._replace(state=x.first_state())
+        found = select_if_supported("delta_step", step, impl)
+        x = step if found or x.slots is not None else x
+    chosen, choice = found or select(op, x, impl)
+    if _has_no_token(x):
+        parameters = (x.beta,) if x.log_decay is None else (x.beta, x.log_decay)
+        out = empty_output(x.q, x.k, x.v, *parameters)
+        last: DeltaState | None = x.first_state() if x.return_state else None
+    else:
+        with autocast_disabled(x.q.device):
+            out, last = chosen.run(x) if found else run_on_slots(x, chosen.run)
+    return AttentionOutput(out, last if x.return_state else None, None, choice)
+
+
+def _has_no_token(x: DeltaInputs) -> bool:
+    """Return whether no sequence has a token, or there is no sequence."""
+    sequences = x.sequences
+    if is_empty_call(x.q, x.k):
+        return True
+    return sequences is not None and 0 in (sequences.count, sequences.longest)
 
 
 # -- implementations -------------------------------------------------------------------------------
@@ -236,12 +260,12 @@ register_implementation(
     Implementation(
         op="delta_attention",
         name="torch",
-        run=run_chunks,
+        run=on_rows(run_chunks),
         form="chunk form",
         automatic="runs on every device",
     ),
-    Implementation(op="delta_attention", name="reference", run=run_reference),
-    Implementation(op="recurrent_delta_attention", name="reference", run=run_reference),
+    Implementation(op="delta_attention", name="reference", run=on_rows(run_reference)),
+    Implementation(op="recurrent_delta_attention", name="reference", run=on_rows(run_reference)),
 )
 
 STEPS = (
@@ -278,7 +302,11 @@ for _step in STEPS:
         _step,
         op="recurrent_delta_attention",
         # The C++ kernel computes all tokens in one call
-        run=run_recurrent_cpp if _step.name == "cpp" else partial(run_steps, step=_step.run),
+        run=(
+            run_recurrent_cpp
+            if _step.name == "cpp"
+            else on_rows(partial(run_steps, step=_step.run))
+        ),
         form="token by token",
     )
     register_implementation(_step, _tokens)

@@ -29,8 +29,8 @@ from attnzoo.contract.states import DeltaState
 from attnzoo.ops.delta.common import CHUNK_SIZE, DeltaInputs, Result, normalized
 from attnzoo.ops.linear.chunk_common import (
     Chunk,
+    ChunkInputs,
     ChunkIterator,
-    Sequences,
     clone_contiguous,
     grouped,
     pairs_backward,
@@ -42,24 +42,21 @@ from attnzoo.runtime.memory import empty_huge_pages
 
 
 def run_chunks(x: DeltaInputs) -> Result:
-    """Compute a call chunk by chunk."""
+    """Compute rows chunk by chunk."""
     x = normalized(x)
-    inputs = [x.q, x.k, x.v, x.beta, x.log_decay, x.state.kv]
+    inputs = [x.q, x.k, x.v, x.beta, x.log_decay, x.first_state().kv]
     check_reverse_mode("delta_attention", *inputs)
     differentiable = torch.is_grad_enabled() and any(
         each is not None and each.requires_grad for each in inputs
     )
-    out, kv, _ = delta_chunk(
-        *(x.q, x.k, x.v, x.beta, x.log_decay, x.state.kv, x.segment_ids),
-        *(x.scale, x.chunk_size or CHUNK_SIZE, differentiable),
-    )
+    out, kv, _ = delta_chunk(*inputs, x.scale, x.chunk_size or CHUNK_SIZE, differentiable)
     return out, DeltaState(kv)
 
 
 class DeltaChunks(ChunkIterator):
     """The chunks of some key heads of some batch rows; each token's key is its last query."""
 
-    def __init__(self, inputs: Sequences, beta: Tensor) -> None:
+    def __init__(self, inputs: ChunkInputs, beta: Tensor) -> None:
         super().__init__(inputs)
         self.beta = self.split(beta.unsqueeze(-1))
 
@@ -89,7 +86,6 @@ def delta_chunk(
     beta: Tensor,
     log_decay: Tensor | None,
     kv: Tensor,
-    segment_ids: Tensor | None,
     scale: float,
     chunk_size: int,
     keep_errors: bool,
@@ -99,7 +95,7 @@ def delta_chunk(
     The errors, ``[B, Hkv, T, E]`` in the dtype of the state, are what the backward pass needs;
     without ``keep_errors`` they are empty.
     """
-    inputs = Sequences(grouped(q, k), k, v, log_decay, segment_ids, scale, chunk_size, kv.dtype)
+    inputs = ChunkInputs(grouped(q, k), k, v, log_decay, scale, chunk_size, kv.dtype)
     out = empty_huge_pages(v, (*inputs.q.shape[:-1], v.shape[-1]))
     last = clone_contiguous(kv)
     errors = empty_huge_pages(kv, (*k.shape[:3], v.shape[3] if keep_errors else 0))
@@ -132,16 +128,13 @@ def delta_chunk_backward(
     beta: Tensor,
     log_decay: Tensor | None,
     kv: Tensor,
-    segment_ids: Tensor | None,
     errors: Tensor,
     scale: float,
     chunk_size: int,
     want_decay: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, beta, log_decay (empty without ``want_decay``) and kv."""
-    inputs = Sequences(
-        *(grouped(q, k), k, errors, log_decay, segment_ids, scale, chunk_size, kv.dtype)
-    )
+    inputs = ChunkInputs(grouped(q, k), k, errors, log_decay, scale, chunk_size, kv.dtype)
     d_out, d_kv = grouped(d_out, k), clone_contiguous(d_kv)
     dq, dk, d_beta = (empty_huge_pages(x, x.shape) for x in (inputs.q, k, beta.unsqueeze(-1)))
     dv = empty_huge_pages(errors, errors.shape, d_out.dtype)
@@ -228,15 +221,15 @@ def _delta_chunk_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @delta_chunk_backward.register_fake
 def _delta_chunk_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    d_out, _, q, k, beta, log_decay, kv, _, errors, *_, want_decay = args
+    d_out, _, q, k, beta, log_decay, kv, errors, *_, want_decay = args
     d_log = q.new_empty(0) if log_decay is None or not want_decay else log_decay
     dv = d_out.new_empty(errors.shape)
     return (*(x.new_empty(x.shape) for x in (q, k, dv, beta, d_log, kv)),)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, _, beta, log_decay, kv, segment_ids, *options, _ = inputs
-    ctx.save_for_backward(q, k, beta, log_decay, kv, segment_ids, output[2])
+    q, k, _, beta, log_decay, kv, *options, _ = inputs
+    ctx.save_for_backward(q, k, beta, log_decay, kv, output[2])
     ctx.options = options
 
 
@@ -244,7 +237,7 @@ def _backward(ctx: Any, d_out: Tensor, d_kv: Tensor, _: Tensor) -> tuple[Tensor 
     want_decay = ctx.needs_input_grad[4]
     grads = delta_chunk_backward(d_out, d_kv, *ctx.saved_tensors, *ctx.options, want_decay)
     wanted = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
-    return *wanted, None, None, None, None
+    return *wanted, None, None, None
 
 
 delta_chunk.register_autograd(_backward, setup_context=_setup_context)

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from attnzoo.contract.context_parallel import (
     SequenceShard,
+    clear_finished_sequences,
     gather_from_earlier_ranks,
     reset_new_sequences,
 )
@@ -27,15 +28,24 @@ def state_from_earlier_ranks(x: DeltaInputs, shard: SequenceShard) -> DeltaState
 
     Gradients flow back to the ranks that the tokens are on.
     """
-    size, width = x.k.shape[3], x.v.shape[3]
-    eye = torch.eye(size, dtype=x.state.kv.dtype, device=x.k.device)
-    first = torch.cat([x.state.kv, eye.expand(*x.k.shape[:2], -1, -1)], 3)
-    _, after = run_chunks(x._replace(q=x.k, v=pad(x.v, (0, size)), state=DeltaState(first)))
+    k, v, beta, log_decay = x.k, x.v, x.beta, x.log_decay
+    if shard.layout is not None and log_decay is not None and log_decay.dim() == 1:
+        log_decay = log_decay[None, :, None].expand(k.shape[:3])  # none at padding
+    log_decay = log_decay if log_decay is None or log_decay.dim() == 1 else shard.rows(log_decay)
+    k, v, beta = (shard.rows(y) for y in (k, v, beta))
+    k = clear_finished_sequences(k, shard, 0)
+    size, width = k.shape[3], v.shape[3]
+    eye = torch.eye(size, dtype=x.state_dtype, device=k.device).expand(*k.shape[:2], -1, -1)
+    first = DeltaState(pad(eye, (width, 0)))
+    _, after = run_chunks(
+        DeltaInputs(k, k, pad(v, (0, size)), beta, log_decay, first, x.scale, x.chunk_size)
+    )
+    assert after is not None
     last, transition = after.kv.split([width, size], 3)
     if (starts := shard.segment_starts()) is not None:
         ended = starts[0][:, shard.rank] | starts[1][:, shard.rank]
         transition = transition.masked_fill(ended[:, None, None, None], 0)
-    total = x.state.kv
+    total = torch.zeros_like(last)
     for other, other_transition in gather_from_earlier_ranks([last, transition], shard):
         total = other_transition @ total + other
-    return DeltaState(reset_new_sequences(total, shard))
+    return shard.states(DeltaState(reset_new_sequences(total, shard)), x.sequences)

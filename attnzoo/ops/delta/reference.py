@@ -20,15 +20,12 @@ def run_reference(x: DeltaInputs) -> Result:
     The output is :math:`o_t = s\, q_t S_t`.
     """
     x = normalized(x)
-    state = x.state.kv
+    state = x.first_state().kv
     q, k, v, beta, decay = (y.to(state.dtype) for y in (x.q, x.k, x.v, x.beta, _decay(x)))
     q = rearrange(q, "b (h g) t d -> t b h g d", h=k.shape[1])
     eye = torch.eye(k.shape[3], dtype=state.dtype, device=state.device)
     outs = [q.new_zeros(0, *q.shape[1:4], v.shape[3])]
     for t in range(k.shape[2]):
-        if x.segment_ids is not None and t > 0:
-            same_segment = x.segment_ids[:, t] == x.segment_ids[:, t - 1]
-            state = state * rearrange(same_segment, "b -> b 1 1 1")
         key, value, strength = k[:, :, t], v[:, :, t], beta[:, :, t, None, None]
         state = decay[:, :, t].unsqueeze(-1) * state
         state = (eye - strength * einsum(key, key, "b h d, b h c -> b h d c")) @ state
@@ -42,7 +39,7 @@ def _decay(x: DeltaInputs) -> Tensor:
     batch, heads, tokens, _ = x.k.shape
     if x.log_decay is None:
         return x.k.new_ones(batch, heads, tokens, 1)
-    decay = x.log_decay.to(x.state.kv.dtype).exp()
+    decay = x.log_decay.to(x.state_dtype).exp()
     if decay.dim() == 1:
         return repeat(decay, "h -> b h t 1", b=batch, t=tokens)
     return decay if decay.dim() == 4 else decay.unsqueeze(-1)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import DeltaState
 from attnzoo.contract.validation import (
-    check_mask_fields,
     check_qkv,
+    check_sequences,
     check_shape,
     check_state_field,
 )
@@ -26,16 +26,11 @@ def check_inputs(
     beta: Tensor,
     log_decay: Tensor | None,
     state: DeltaState | None,
-    mask: AttentionMask,
+    sequences: Sequences | None,
+    slots: Tensor | None,
 ) -> None:
     """Raise ``UnsupportedError`` for tensors that do not fit each other."""
-    check_qkv(q, k, v, mask)
-    check_mask_fields("delta_attention", mask, "segment_ids")
-    if not mask.causal:
-        raise UnsupportedError(
-            "delta_attention is causal, got a mask that is not; pass AttentionMask(causal=True), "
-            "or None."
-        )
+    check_qkv(q, k, v)
     if q.shape[2] != k.shape[2]:
         raise UnsupportedError(
             f"delta_attention needs queries and keys of the same tokens, got {q.shape[2]} queries "
@@ -44,6 +39,8 @@ def check_inputs(
     check_shape("beta", beta, tuple(k.shape[:3]), "B, Hkv, T", q.device)
     if log_decay is not None:
         check_log_decay(log_decay, k.shape, k.device, causal=True)
+    batch = check_sequences(sequences, slots, q, k)
     if state is not None:
-        shape = (*k.shape[:2], k.shape[3], v.shape[3])
+        batch = batch if slots is None else state.kv.shape[0]
+        shape = (batch, k.shape[1], k.shape[3], v.shape[3])
         check_state_field("state.kv", state.kv, shape, q.device)

@@ -21,11 +21,9 @@ key, W window.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard
@@ -35,72 +33,48 @@ from attnzoo.contract.implementation import (
     select,
     select_if_supported,
 )
-from attnzoo.contract.masks import AttentionMask
-from attnzoo.contract.padding import fill_padding, gather_tokens, padding_if_any
-from attnzoo.contract.states import AttentionOutput, LinearState
+from attnzoo.contract.sequences import Sequences
+from attnzoo.contract.states import AttentionOutput, put_slots
 from attnzoo.contract.validation import (
     DTYPES,
     check_broadcastable,
     check_dtype,
-    check_mask_fields,
     check_qkv,
+    check_sequences,
     check_shape,
     check_shard,
     check_size,
     check_state_field,
     format_shape,
-    is_empty_call,
 )
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.hybrid.cpu.hybrid_step import hybrid_step_cpp, step_cpp_reasons
-from attnzoo.ops.hybrid.merge import combine, combine_kernels
+from attnzoo.ops.hybrid.parts import run_cpp, run_torch, sums_torch
+from attnzoo.ops.hybrid.reference import run_reference
 from attnzoo.ops.hybrid.state import (
     HybridInputs,
     HybridState,
     StepInputs,
-    as_ring,
     next_state,
     oldest_first,
-    reorder,
     state_before_shard,
 )
 from attnzoo.ops.hybrid.state import (
     LinearBranch as LinearBranch,
 )
 from attnzoo.ops.hybrid.step import hybrid_step, step_reasons
-from attnzoo.ops.hybrid.sums import (
-    CausalSums,
-    linear_counts,
-    linear_sums,
-    sums_cpp,
-    sums_of_op,
-    sums_triton,
-)
 from attnzoo.ops.hybrid.triton.run import (
     hybrid_triton_reasons,
     hybrid_verdict,
-    run_hybrid_triton,
     run_step_triton,
-    run_window_triton,
+    run_triton,
     step_triton_reasons,
 )
 from attnzoo.ops.linear.common import check_feature_map, num_features
 from attnzoo.ops.linear.cpu.linear import cpp_reasons
 from attnzoo.ops.linear.validation import check_log_decay
-from attnzoo.ops.window.causal_window import (
-    AttendBand,
-    Window,
-    WindowState,
-    attend_dense,
-    attend_torch,
-    causal_window,
-    local_softmax,
-    padding_last,
-)
-from attnzoo.ops.window.cpu.band import OutsideSums, band_attention_cpp, band_cpp_reasons
-
-# The output, float32 or wider, and the state after the last token if it is requested
-Result = tuple[Tensor, HybridState | None]
+from attnzoo.ops.window.causal_window import attend_torch
+from attnzoo.ops.window.cpu.band import band_cpp_reasons
 
 
 def hybrid_attention(
@@ -111,7 +85,8 @@ def hybrid_attention(
     *,
     window: int,
     scale: float,
-    mask: AttentionMask | None = None,
+    causal: bool = True,
+    sequences: Sequences | None = None,
     state: HybridState | None = None,
     return_state: bool = False,
     impl: str = "auto",
@@ -119,6 +94,7 @@ def hybrid_attention(
     shard: SequenceShard | None = None,
     num_sinks: int = 0,
     reuse_state: bool = False,
+    slots: Tensor | None = None,
 ) -> AttentionOutput:
     """Compute softmax attention inside a window and linear attention outside.
 
@@ -127,22 +103,26 @@ def hybrid_attention(
         k: Keys, ``[B, Hkv, T, D]``; H is a multiple of Hkv.
         v: Values, ``[B, Hkv, T, E]``.
         branch: Features of queries and keys, or the map that computes them; weight and decay.
-        window: W, in real tokens: the W latest keys, which include the query's own, or W keys on
-            each side without a causal mask.
+        window: W, in tokens: the W latest keys, which include the query's own, or W keys on each
+            side without a causal mask.
         scale: s, which multiplies query-key products in the window.
-        mask: Causality, padding and segments; ``None`` means causal. Outputs at padding are zeros.
-            Packed segments do not see each other, and the returned state is that of the last.
-        state: The state that an earlier causal call returned; not together with segments.
+        causal: Whether a query sees keys up to its own token only.
+        sequences: The sequences of one row, B = 1, which do not see each other; there is a state
+            for each. ``None``: each row is a sequence.
+        state: The state that an earlier causal call returned.
         return_state: Whether to return the state after the last token.
-        impl: ``"triton"`` (NVIDIA GPUs), ``"cpp"`` (CPUs), ``"torch"``, ``"reference"``, which
-            computes the window with a dense mask, or ``"auto"``, which selects the fastest one that
+        impl: ``"triton"`` (NVIDIA GPUs), ``"cpp"`` (CPUs), ``"torch"``, ``"reference"`` (the dense
+            formula, differentiated by autograd), or ``"auto"``, which selects the fastest one that
             supports the call; ``"triton"`` only after its kernels passed a check on the device.
         chunk_size: As in :func:`attnzoo.ops.linear.api.linear_attention`.
         shard: This rank's part of sequences that several ranks hold, in place of ``state``; causal.
-        num_sinks: G, first real tokens of each row that belong to the window of every later query,
-            and not to the linear branch; causal, without packed segments and ``shard``.
+        num_sinks: G, first tokens of each sequence that belong to the window of every later query,
+            and not to the linear branch; causal, without ``shard``.
         reuse_state: Whether one token without gradients may overwrite the tensors of ``state`` with
             the returned state.
+        slots: For one token of each of B sequences: the row of each in ``state``, which is a pool
+            of states, ``[B]`` integers; -1 for a sequence without a token, whose output is 0. The
+            returned state is the pool.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; also ``state`` and ``impl``.
@@ -156,69 +136,61 @@ def hybrid_attention(
         >>> attnzoo.ops.hybrid_attention(q, k, v, branch, window=64, scale=8**-0.5).out.shape
         torch.Size([1, 4, 1000, 8])
     """
-    mask = AttentionMask(causal=True) if mask is None else mask
-    _check(q, k, v, branch, mask, state, shard, window, num_sinks, return_state)
-    padding_mask, ids = mask.padding, mask.segment_ids
-    padding_mask = None if padding_mask is None else padding_if_any(padding_mask)
-    if padding_mask is not mask.padding:
-        mask = replace(mask, padding=padding_mask)
-    if padding_mask is not None:
-        q, k, v = (fill_padding(x, padding_mask) for x in (q, k, v))
-        branch = branch.without_padding(padding_mask)
-    if shard is not None:
-        branch = branch.mapped(padding_mask)
-        state = state_before_shard(k, v, branch.k, window, shard)
-    elif state is not None:
-        if q.shape[2] == 1:
-            branch = branch.mapped(padding_mask)
-            in_place = reuse_state and return_state and not torch.is_grad_enabled()
-            step = StepInputs(q, k, v, branch, mask, state, scale, in_place)
-            if found := select_if_supported("hybrid_step", step, impl):
-                out, after = found[0].run(step)
-                return AttentionOutput(out, after if return_state else None, None, found[1])
-        state = oldest_first(state)
-    order = None
-    if padding_mask is not None:  # a stable sort puts real tokens first, so windows are contiguous
-        order, padding_mask, ids = padding_last(padding_mask, ids)
-        q, k, v = (gather_tokens(x, order) for x in (q, k, v))
-        branch = reorder(branch, order)
-    dtype = v.dtype
+    _check_call(causal, state, shard, window, num_sinks, return_state, slots)
+    _check_inputs(q, k, v, branch, causal, sequences, state, window, num_sinks, slots)
+    if state is not None and q.shape[2] == 1 and sequences is None:
+        in_place = reuse_state and return_state and not torch.is_grad_enabled()
+        step = StepInputs(q, k, v, branch.mapped(), state, scale, in_place, slots)
+        if found := select_if_supported("hybrid_step", step, impl):
+            out, after = found[0].run(step)
+            return AttentionOutput(out, after if return_state else None, None, found[1])
+        if slots is not None:
+            one = hybrid_attention(
+                q,
+                k,
+                v,
+                branch,
+                window=window,
+                scale=scale,
+                state=HybridState._make(x[slots.clamp(min=0)] for x in state),
+                return_state=True,
+                impl=impl,
+                chunk_size=chunk_size,
+                num_sinks=num_sinks,
+            )
+            assert one.state is not None
+            after = HybridState._make(put_slots(state, slots, one.state, in_place=in_place))
+            out = one.out.masked_fill(slots[:, None, None, None] < 0, 0)
+            return one._replace(out=out, state=after if return_state else None)
     x = HybridInputs(
-        *(q, k, v, branch, window, scale, mask.causal, padding_mask, ids, state, return_state),
-        *(chunk_size, shard, num_sinks),
+        *(q, k, v, branch, window, scale, causal, sequences, None),
+        *(None if state is None else oldest_first(state), return_state, chunk_size, num_sinks),
     )
-    chosen, choice = select("hybrid_attention", x, impl)
-    out, after = chosen.run(x)
-    out = out.to(dtype)
-    if order is not None and padding_mask is not None:
-        out = out.masked_fill(~padding_mask[:, None, :, None], 0)
-        out = gather_tokens(out, order.argsort(1))
-    return AttentionOutput(out, after, None, choice)
+    if shard is not None:
+        x = x.with_features()
+        before = state_before_shard(x.k, x.v, x.branch, window, shard, sequences)
+        x = x._replace(state=before)
+    in_rows = sequences is not None and (x.state is not None or num_sinks > 0)
+    given = x.in_rows() if in_rows else x
+    chosen, choice = select("hybrid_attention", given, impl)
+    out, after = chosen.run(given)
+    if sequences is not None and in_rows:
+        out = sequences.to_row(out, q.shape[2])
+    last = next_state(x, sequences, after) if return_state else None
+    return AttentionOutput(out.to(v.dtype), last, None, choice)
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    branch: LinearBranch,
-    mask: AttentionMask,
+def _check_call(
+    causal: bool,
     state: HybridState | None,
     shard: SequenceShard | None,
     window: int,
     num_sinks: int,
     return_state: bool,
+    slots: Tensor | None,
 ) -> None:
-    """Raise ``UnsupportedError`` if the inputs of a window hybrid do not fit each other."""
-    check_qkv(q, k, v, mask)
-    is_shifted = type(mask.q_offset) is not int or mask.q_offset != 0
-    if is_shifted or mask.window is not None or mask.function is not None:  # without a call
-        check_mask_fields("hybrid_attention", mask, "segment_ids")
+    """Raise ``UnsupportedError`` if the options of a window hybrid do not fit each other."""
     check_size("window", window)
-    features = _check_branch(branch, q, k, mask.causal)
-    if state is not None:
-        _check_state(state, k, v, features, window, num_sinks)
-    if mask.causal and mask.segment_ids is None and shard is None and not num_sinks:
-        return
     check_size("num_sinks", num_sinks, minimum=0)
     needs_order = (
         ("state", state is not None),
@@ -227,23 +199,43 @@ def _check(
         ("num_sinks", num_sinks > 0),
     )
     given = [name for name, is_given in needs_order if is_given]
-    if given and not mask.causal:
+    if given and not causal:
         raise UnsupportedError(
             f"hybrid_attention is given {' and '.join(given)}, which need a causal mask; pass "
-            "AttentionMask(causal=True), or leave them out."
-        )
-    packed = [name for name in given if name in ("state", "num_sinks")]
-    if packed and mask.segment_ids is not None:
-        raise UnsupportedError(
-            f"hybrid_attention is given {' and '.join(packed)} together with segment_ids, which is "
-            "not supported; run the sequences as rows of a batch."
+            "causal=True, or leave them out."
         )
     if shard is not None and num_sinks:
         raise UnsupportedError(
             "hybrid_attention is given shard together with num_sinks, which is not supported; "
             "leave num_sinks out."
         )
+    if slots is not None and state is None:
+        raise UnsupportedError(
+            "hybrid_attention is given slots, which are rows of state, without state; pass the "
+            "pool of states."
+        )
     check_shard(shard, state)
+
+
+def _check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    branch: LinearBranch,
+    causal: bool,
+    sequences: Sequences | None,
+    state: HybridState | None,
+    window: int,
+    num_sinks: int,
+    slots: Tensor | None,
+) -> None:
+    """Raise ``UnsupportedError`` if the tensors of a window hybrid do not fit each other."""
+    check_qkv(q, k, v)
+    states = check_sequences(sequences, slots, q, k)
+    features = _check_branch(branch, q, k, causal)
+    if state is not None:
+        states = states if slots is None else state.seen.shape[0]
+        _check_state(state, k, v, states, features, window, num_sinks)
 
 
 def _check_branch(branch: LinearBranch, q: Tensor, k: Tensor, causal: bool) -> int:
@@ -277,10 +269,16 @@ def _check_branch(branch: LinearBranch, q: Tensor, k: Tensor, causal: bool) -> i
 
 
 def _check_state(
-    state: HybridState, k: Tensor, v: Tensor, features: int, window: int, num_sinks: int
+    state: HybridState,
+    k: Tensor,
+    v: Tensor,
+    states: int,
+    features: int,
+    window: int,
+    num_sinks: int,
 ) -> None:
     """Raise ``UnsupportedError`` if the state of a window hybrid does not fit the call."""
-    heads, rows, values = k.shape[:2], num_sinks + window, v.shape[3]
+    heads, rows, values = (states, k.shape[1]), num_sinks + window, v.shape[3]
     check_state_field("state.kv", state.kv, (*heads, features, values + 1), k.device)
     check_state_field("state.z", state.z, (*heads, features), k.device)
     check_state_field("state.k", state.k, (*heads, rows, k.shape[3]), k.device, DTYPES)
@@ -291,87 +289,6 @@ def _check_state(
 
 
 # -- implementations -------------------------------------------------------------------------------
-
-
-def _run_triton(x: HybridInputs) -> Result:
-    """Run the kernels; they count the keys themselves unless rows have other sequences in them."""
-    x = _with_features(x)
-    if not x.causal:
-        return _run_triton_bidirectional(x), None
-    is_simple = x.state is None and x.segment_ids is None and not x.num_sinks
-    counts = linear_counts(x) if x.branch.mean and not is_simple else None
-    out, last = run_hybrid_triton(x, counts)
-    return out, _state_after(x, last)
-
-
-def _run_triton_bidirectional(x: HybridInputs) -> Tensor:
-    """Run the kernels of the window and of linear sums in both directions, and merge in torch."""
-    near, lse = run_window_triton(x)
-    far = linear_sums(x, sums_triton)
-    logit, totals = _logit(x, far.counts, lse.dtype), far.totals.unsqueeze(3)
-    return combine_kernels(near, lse, far.sums, totals, logit, x.branch, x.v.dtype)
-
-
-def _run_in_parts(x: HybridInputs, attend: AttendBand, sums: CausalSums) -> Result:
-    """Compute the window and the linear branch, then the output, in torch."""
-    x = _with_features(x)
-    before, options = _window(x, attend)
-    v = x.v.to(torch.promote_types(x.v.dtype, torch.float32))
-    if x.causal:
-        near, lse = causal_window(x.q, x.k, v, before, options)
-    else:
-        near, lse = local_softmax(x.q, x.k, v, (x.window, x.window), options)
-    far = linear_sums(x, sums)
-    missing = x.q.shape[2] - far.sums.shape[2]
-    totals = F.pad(far.totals, (missing, 0)).unsqueeze(3)
-    logit = _logit(x, far.counts, lse.dtype)
-    out = combine(near, lse, F.pad(far.sums, (0, 0, missing, 0)), totals, logit, x.branch)
-    return out, _state_after(x, far.state)
-
-
-def _run_cpp(x: HybridInputs) -> Result:
-    """Compute the linear branch, then the window and the output in one pass."""
-    if x.q.shape[2] == 1 or is_empty_call(x.q, x.k):
-        return _run_in_parts(x, band_attention_cpp, sums_cpp)
-    if x.num_sinks or not x.causal:
-        x = _with_features(x)
-    before, options = _window(x, band_attention_cpp)
-    far = linear_sums(x, sums_cpp)
-    logit = _logit(x, far.counts, far.sums.dtype).expand(*x.q.shape[:3], 1).squeeze(3)
-    branch = x.branch
-    outside = OutsideSums(far.sums, far.totals, logit, branch.relative, branch.linear_only_heads)
-    if x.causal:
-        out, _ = causal_window(x.q, x.k, x.v, before, options, outside)
-    else:
-        out, _ = local_softmax(x.q, x.k, x.v, (x.window, x.window), options, outside)
-    return out, _state_after(x, far.state)
-
-
-def _with_features(x: HybridInputs) -> HybridInputs:
-    return x._replace(branch=x.branch.mapped(x.padding_mask))
-
-
-def _state_after(x: HybridInputs, sums: LinearState | None) -> HybridState | None:
-    """Return the state after a call, if it is requested."""
-    if not x.return_state:
-        return None
-    return as_ring(next_state(x, *_window(x, attend_torch), sums))
-
-
-def _window(x: HybridInputs, attend: AttendBand) -> tuple[WindowState | None, Window]:
-    """Return the window before a call, and its options."""
-    state = x.state
-    before = None if state is None else WindowState(state.k, state.v, state.seen)
-    masks = x.padding_mask, x.segment_ids
-    return before, Window(x.window, x.scale, *masks, attend, x.num_sinks)
-
-
-def _logit(x: HybridInputs, counts: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the logit of the linear sums, broadcastable to ``[B, H, T, 1]``."""
-    logit = x.branch.log_weight.to(dtype)
-    if counts is None:
-        return logit
-    return logit - counts.clamp(min=1).to(dtype).log()[:, None, :, None]
 
 
 def _cpp_reasons(x: HybridInputs) -> list[str]:
@@ -388,7 +305,7 @@ register_implementation(
         name="triton",
         devices=("cuda",),
         interpreted_on=("cpu",),
-        run=_run_triton,
+        run=run_triton,
         reasons=hybrid_triton_reasons,
         form="softmax window + linear form",
         automatic="compiled for this GPU",
@@ -398,7 +315,7 @@ register_implementation(
         op="hybrid_attention",
         name="cpp",
         devices=("cpu",),
-        run=_run_cpp,
+        run=run_cpp,
         reasons=_cpp_reasons,
         auto_reasons=_skip_cpp,
         form="softmax window + linear form",
@@ -407,7 +324,7 @@ register_implementation(
     Implementation(
         op="hybrid_attention",
         name="torch",
-        run=partial(_run_in_parts, attend=attend_torch, sums=partial(sums_of_op, impl="torch")),
+        run=partial(run_torch, attend=attend_torch, sums=sums_torch),
         form="softmax window + linear form",
         automatic="runs on every device",
     ),
@@ -415,7 +332,7 @@ register_implementation(
         op="hybrid_attention",
         name="reference",
         form="softmax window + linear form",
-        run=partial(_run_in_parts, attend=attend_dense, sums=partial(sums_of_op, impl="reference")),
+        run=run_reference,
     ),
     Implementation(
         op="hybrid_step",

@@ -1,7 +1,7 @@
 """The inputs of the window hybrid, and the state that it keeps between calls.
 
 Letters: B batch, H query heads, Hkv key heads, T queries, D key size, E value size, F features of a
-key, W window, G first tokens of a row.
+key, W window, G first tokens of a sequence, R rows or sequences.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard, latest_before
-from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.padding import fill_padding, gather_tokens
+from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.linear.common import (
-    MapWeights,
-    decay_of_real_tokens,
-    like_features,
-    map_features,
+from attnzoo.ops.linear.common import MapWeights, like_features, map_features
+from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
+from attnzoo.ops.window.causal_window import (
+    WindowInputs,
+    WindowState,
+    is_filled,
+    latest_tokens,
+    next_window,
 )
-from attnzoo.ops.window.causal_window import Window, WindowState, is_filled, next_window
 
 
 class HybridState(NamedTuple):
     """The first keys, those of the window and the sums over all others; of a fixed size.
 
-    The window is a ring buffer: real token number n of a row is in row n mod W, and the next token
+    The window is a ring buffer: token number n of a sequence is in row n mod W, and the next token
     overwrites the oldest one.
     """
 
@@ -36,7 +38,7 @@ class HybridState(NamedTuple):
     features: Tensor  # [B, Hkv, W, F]: the features of the latest keys
     kv: Tensor  # [B, Hkv, F, E + 1]: the decayed sum of k v^T and, in the last column, of k
     z: Tensor  # [B, Hkv, F]: the decayed sum of k
-    seen: Tensor  # [B], int64: number of real tokens so far
+    seen: Tensor  # [B], int64: number of tokens so far
 
 
 def oldest_first(state: HybridState) -> HybridState:
@@ -55,7 +57,7 @@ def _rotate(state: HybridState, steps: Tensor) -> HybridState:
     place = torch.arange(window, device=steps.device)
     index = (place + steps[:, None]) % window
     rows = state.k.shape[2] - window + index
-    first = torch.arange(state.k.shape[2] - window, device=steps.device).expand(len(steps), -1)
+    first = torch.arange(state.k.shape[2] - window, device=steps.device).expand(steps.shape[0], -1)
     rows = torch.cat([first, rows], 1)
     k, v = gather_tokens(state.k, rows), gather_tokens(state.v, rows)
     return state._replace(k=k, v=v, features=gather_tokens(state.features, index))
@@ -76,7 +78,7 @@ class LinearBranch(NamedTuple):
     q: Tensor  # [B, H, T, F], not negative
     k: Tensor  # [B, Hkv, T, F], not negative
     log_weight: Tensor
-    log_decay: Tensor | None = None  # as in linear_attention, but padding does not decay the sums
+    log_decay: Tensor | None = None  # as in linear_attention
     relative: bool = True
     mean: bool = False
     linear_only_heads: Tensor | None = None
@@ -93,28 +95,16 @@ class LinearBranch(NamedTuple):
         options = (self.feature_map, self.feature_scale, self.map_weights)
         return map_features(x, *options, of_keys=of_keys)
 
-    def mapped(self, padding_mask: Tensor | None) -> LinearBranch:
+    def mapped(self) -> LinearBranch:
         """Return the branch with features in place of the inputs of the feature map."""
         if self.feature_map == "identity":
             return self
         q, k = self.features(self.q, of_keys=False), self.features(self.k, of_keys=True)
-        k = fill_padding(k, padding_mask)
         return self._replace(q=q, k=k, feature_map="identity", map_weights=None)
-
-    def without_padding(self, padding_mask: Tensor) -> LinearBranch:
-        """Return the branch with zeros at padding: tokens that neither count nor decay the sums."""
-        log_decay = self.log_decay
-        weight = self.log_weight[(None,) * (4 - self.log_weight.dim())]
-        if log_decay is not None:
-            log_decay = decay_of_real_tokens(log_decay, self.k, padding_mask)
-        if weight.shape[2] > 1:
-            weight = fill_padding(weight.expand(len(padding_mask), -1, -1, -1), padding_mask)
-        q, k = (fill_padding(x, padding_mask) for x in (self.q, self.k))
-        return self._replace(q=q, k=k, log_decay=log_decay, log_weight=weight)
 
 
 class HybridInputs(NamedTuple):
-    """Inputs of one call, with padding moved to the end of the rows."""
+    """Inputs of one call."""
 
     q: Tensor
     k: Tensor
@@ -123,13 +113,65 @@ class HybridInputs(NamedTuple):
     window: int
     scale: float
     causal: bool
-    padding_mask: Tensor | None
-    segment_ids: Tensor | None
+    sequences: Sequences | None  # of one row, without a state and first tokens
+    lengths: Tensor | None  # of rows, [B]: later tokens are padding, zeros; None: rows are full
     state: HybridState | None  # in order of time
     return_state: bool
     chunk_size: int | None
-    shard: SequenceShard | None
-    num_sinks: int = 0  # G, first tokens of each row in the window of every query
+    num_sinks: int = 0  # G, first tokens of each sequence in the window of every query
+
+    def without_gaps(self) -> HybridInputs:
+        """Return the inputs with zeros at tokens that belong to no sequence."""
+        if self.sequences is None:
+            return self
+        inside = (self.sequences.index(self.q.shape[2]) < self.sequences.count)[None]
+        branch, weight = self.branch, self.branch.log_weight
+        if weight.dim() > 1 and weight.shape[-2] > 1:
+            weight = fill_padding(weight[(None,) * (4 - weight.dim())], inside)
+        q, k, v, far_q, far_k = (
+            fill_padding(x, inside) for x in (self.q, self.k, self.v, branch.q, branch.k)
+        )
+        branch = branch._replace(q=far_q, k=far_k, log_weight=weight)
+        return self._replace(q=q, k=k, v=v, branch=branch)
+
+    def with_features(self) -> HybridInputs:
+        """Return the inputs with the feature map applied."""
+        if self.branch.feature_map == "identity":
+            return self
+        x = self.without_gaps()  # the gradient of a map of NaN is NaN
+        return x._replace(branch=x.branch.mapped())
+
+    def in_rows(self) -> HybridInputs:
+        """Return the inputs with one row a sequence, and features."""
+        x, sequences = self.with_features(), self.sequences
+        if sequences is None:
+            return x
+        branch, decay, weight = x.branch, x.branch.log_decay, x.branch.log_weight
+        if decay is not None:  # padding does not decay the sums
+            if decay.dim() == 1:
+                decay = decay[None, :, None].expand(x.k.shape[:3])
+            decay = sequences.to_rows(decay)
+        if weight.dim() > 1 and weight.shape[-2] > 1:
+            weight = sequences.to_rows(weight[(None,) * (4 - weight.dim())])
+        q, k, v, far_q, far_k = map(sequences.to_rows, (x.q, x.k, x.v, branch.q, branch.k))
+        return x._replace(
+            q=q,
+            k=k,
+            v=v,
+            branch=branch._replace(q=far_q, k=far_k, log_decay=decay, log_weight=weight),
+            sequences=None,
+            lengths=sequences.lengths if sequences.rows is None else None,
+        )
+
+    def window_inputs(self) -> WindowInputs:
+        """Return the inputs of the window."""
+        state, ids = self.state, None
+        before = None if state is None else WindowState(state.k, state.v, state.seen)
+        if self.sequences is not None:
+            ids = self.sequences.index(self.q.shape[2])[None]
+        return WindowInputs(
+            *(self.q, self.k, self.v, self.window, self.scale, ids, before, self.num_sinks)
+        )
 
 
 class StepInputs(NamedTuple):
@@ -139,57 +181,64 @@ class StepInputs(NamedTuple):
     k: Tensor
     v: Tensor
     branch: LinearBranch
-    mask: AttentionMask
-    state: HybridState  # a ring buffer
+    state: HybridState  # a ring buffer; with slots, a pool of states
     scale: float
     in_place: bool  # whether the next state overwrites the tensors of the given one
+    slots: Tensor | None  # [B], the row of each token in the pool; -1: no token
 
 
-StepResult = tuple[Tensor, HybridState]  # [B, H, 1, E], zeros at padding, and the next state
+StepResult = tuple[Tensor, HybridState]  # [B, H, 1, E], zeros for no token, and the next state
 
 
 def next_state(
-    x: HybridInputs, before: WindowState | None, options: Window, sums: LinearState | None
+    x: HybridInputs, sequences: Sequences | None, sums: LinearState | None
 ) -> HybridState:
-    """Return the state after the last real token, in order of time; does not modify the given."""
+    """Return the state after the last tokens, a ring buffer; does not modify the given one.
+
+    Args:
+        x: The inputs of the call before they are brought to rows.
+        sequences: The sequences of the one row, if it is one.
+        sums: The linear sums after the call.
+    """
     assert sums is not None
-    branch = x.branch
-    values = x.v.to(torch.promote_types(x.v.dtype, torch.float32))
+    branch, state = x.branch, x.state
+    k, v, seen = next_window(x._replace(sequences=None).window_inputs(), sequences)
+    v = v.to(torch.promote_types(v.dtype, torch.float32))
     if branch.feature_map == "identity":
-        old = () if x.state is None else (x.state.features,)
-        k, v, features, seen = next_window((x.k, values, branch.k), before, options, old)
+        old = None if state is None else state.features
+        features = latest_tokens(branch.k, x.window, old, sequences)
     else:
-        k, v, seen = next_window((x.k, values), before, options)
-        features = branch.features(k, of_keys=True)
-    after = HybridState(k, v, features, sums.kv, sums.k, seen)
-    if x.segment_ids is None and branch.feature_map == "identity":
-        return after
-    return after._replace(features=features * _filled_places(after))
+        features = branch.features(k[:, :, x.num_sinks :], of_keys=True)
+        features = features * is_filled(seen, x.window)[:, None, :, None]
+    return as_ring(HybridState(k, v, features, sums.kv, sums.k, seen))
 
 
 def state_before_shard(
-    k: Tensor, v: Tensor, features: Tensor, window: int, shard: SequenceShard
+    k: Tensor,
+    v: Tensor,
+    branch: LinearBranch,
+    window: int,
+    shard: SequenceShard,
+    sequences: Sequences | None,
 ) -> HybridState:
-    """Return the window before a rank's tokens; the op computes the linear sums itself."""
-    seen = shard.tokens_before(k.shape[0], k.device)
-    k, v, features = latest_before((k, v, features), shard, window)
-    empty = features.new_zeros(0)
-    state = HybridState(k, v, features, empty, empty, seen)
-    return state._replace(features=features * _filled_places(state))
+    """Return the state before a rank's tokens, in order of time; the branch has features."""
+    rows = [shard.rows(x) for x in (k, v, branch.k)]
+    seen = shard.tokens_before(rows[0].shape[0], k.device)
+    first_k, first_v, features = latest_before(rows, shard, window)
+    features = features * is_filled(seen, window)[:, None, :, None]
+    empty = features.new_zeros(seen.shape[0], 0)
+    state = HybridState(first_k, first_v, features, empty, empty, seen)
+    state = shard.states(state, sequences)
+    # the key that leaves the window at each of this rank's tokens, and its value
+    leaving_k = _lagging(state.features, branch.k, sequences)
+    leaving_v = _lagging(state.v, v, sequences)
+    sums = state_from_earlier_ranks(leaving_k, leaving_v, branch.log_decay, shard, sequences)
+    return state._replace(kv=torch.cat([sums.kv, sums.k.unsqueeze(3)], 3), z=sums.k)
 
 
-def _filled_places(state: HybridState) -> Tensor:
-    return is_filled(state.seen, state.features.shape[2])[:, None, :, None]
-
-
-def reorder(branch: LinearBranch, order: Tensor) -> LinearBranch:
-    """Return the branch with its tokens in another order."""
-    log_decay, weight = branch.log_decay, branch.log_weight
-    if log_decay is not None and log_decay.dim() == 3:
-        log_decay = torch.take_along_dim(log_decay, order[:, None], 2)
-    elif log_decay is not None and log_decay.dim() == 4:
-        log_decay = gather_tokens(log_decay, order)
-    if weight.dim() == 4 and weight.shape[2] > 1:
-        weight = gather_tokens(weight, order)
-    q, k = gather_tokens(branch.q, order), gather_tokens(branch.k, order)
-    return branch._replace(q=q, k=k, log_decay=log_decay, log_weight=weight)
+def _lagging(old: Tensor, new: Tensor, sequences: Sequences | None) -> Tensor:
+    """Return the token before each token by as many as ``old`` has, which precede ``new``."""
+    tokens = new.shape[2]
+    new = new if sequences is None else sequences.to_rows(new)
+    rows = torch.cat([old.to(new.dtype), new], 2)[:, :, : new.shape[2]]
+    return rows if sequences is None else sequences.to_row(rows, tokens)

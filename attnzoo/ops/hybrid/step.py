@@ -4,7 +4,7 @@ A few operations of fixed shapes, which a CUDA graph can capture. The state is r
 key overwrites the oldest of the window, which enters the linear sums.
 
 Letters: B batch, H query heads, Hkv key heads, D key size, E value size, F features of a key,
-W window, G first tokens of a row.
+W window, G first tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.ops.hybrid.merge import combine
+from attnzoo.contract.states import put_slots
+from attnzoo.ops.hybrid.parts import combine
 from attnzoo.ops.hybrid.state import HybridState, LinearBranch, StepInputs, StepResult
 from attnzoo.ops.linear.common import log_decay_per_token
 from attnzoo.ops.window.causal_window import dense_softmax
@@ -22,8 +23,6 @@ from attnzoo.runtime.derivatives import is_plain_call
 def step_reasons(x: StepInputs) -> list[str]:
     """Return why a step that updates a state in place or copies it does not compute a call."""
     branch, state = x.branch, x.state
-    if x.mask.segment_ids is not None:
-        return ["rows are packed"]
     tensors = (x.q, x.k, x.v, branch.q, branch.k, branch.log_weight, *state[:5])
     if not (x.in_place or is_plain_call(*tensors)):
         return ["the step of one token has no derivative"]
@@ -36,28 +35,35 @@ def step_reasons(x: StepInputs) -> list[str]:
 
 def hybrid_step(x: StepInputs) -> StepResult:
     """Compute one token; the next state overwrites the given one, or a copy."""
-    q, k, v, branch, mask, state, scale, in_place = x
-    if not in_place:
-        state = HybridState._make([x.clone() for x in state])
-    real = None if mask.padding is None else mask.padding[:, 0]
-    sums = _update_sums(branch, state, real)
-    _update_window((k, v.to(state.v.dtype), branch.k), state, real)
-    state.seen.add_(1 if real is None else real)
+    if x.slots is None:
+        return _step(x, x.state if x.in_place else HybridState._make([y.clone() for y in x.state]))
+    rows = HybridState._make([y[x.slots.clamp(min=0)] for y in x.state])
+    out, rows = _step(x, rows)
+    after = HybridState._make(put_slots(x.state, x.slots, rows, in_place=x.in_place))
+    return out.masked_fill(x.slots[:, None, None, None] < 0, 0), after
+
+
+def _step(x: StepInputs, state: HybridState) -> StepResult:
+    """Compute one token; the next state overwrites the given one."""
+    branch, v = x.branch, x.v
+    sums = _update_sums(branch, state)
+    _update_window((x.k, v.to(state.v.dtype), branch.k), state)
+    state.seen.add_(1)
     stored, window = state.k.shape[2], state.features.shape[2]
     outside = state.seen[:, None] - window  # tokens before the window, at most 0 if there are none
-    place = torch.arange(stored, device=q.device)
+    place = torch.arange(stored, device=v.device)
     num_sinks = stored - window
     seen = torch.where(place < num_sinks, place < outside, place - num_sinks < state.seen[:, None])
-    near, lse = dense_softmax(q, state.k, state.v, seen[:, None, None], scale)
+    near, lse = dense_softmax(x.q, state.k, state.v, seen[:, None, None], x.scale)
     logit = branch.log_weight.to(lse.dtype)
     if branch.mean:
         count = (outside - num_sinks).clamp(min=1).to(lse.dtype)
         logit = logit - count.log()[:, :, None, None]
-    out = combine(near, lse, sums[..., :-1], sums[..., -1:], logit, branch).to(v.dtype)
-    return out if real is None else out.masked_fill(~real[:, None, None, None], 0), state
+    out = combine(near, lse, sums[..., :-1], sums[..., -1:], logit, branch)
+    return out.to(v.dtype), state
 
 
-def _update_sums(branch: LinearBranch, state: HybridState, real: Tensor | None) -> Tensor:
+def _update_sums(branch: LinearBranch, state: HybridState) -> Tensor:
     """Add the oldest key of the window to the linear sums.
 
     Returns the sums of values and, in the last column, of weights that the query reads,
@@ -68,8 +74,6 @@ def _update_sums(branch: LinearBranch, state: HybridState, real: Tensor | None) 
     num_sinks = state.k.shape[2] - window
     row = (state.seen % window)[:, None, None, None]
     counted = state.seen >= window + num_sinks
-    if real is not None:
-        counted = counted & real
     features = torch.take_along_dim(state.features, row, 2).to(kv.dtype)
     features = features * counted[:, None, None, None]
     values = torch.take_along_dim(state.v[:, :, num_sinks:], row, 2).to(kv.dtype)
@@ -83,26 +87,17 @@ def _update_sums(branch: LinearBranch, state: HybridState, real: Tensor | None) 
     return (queries @ kv).view(batch, heads, 1, kv.shape[3])
 
 
-def _update_window(
-    new: tuple[Tensor, Tensor, Tensor], state: HybridState, real: Tensor | None
-) -> None:
+def _update_window(new: tuple[Tensor, Tensor, Tensor], state: HybridState) -> None:
     """Overwrite the oldest key, value and features of the window; also write first tokens."""
     window = state.features.shape[2]
     num_sinks = state.k.shape[2] - window
     row = state.seen % window
     for i, (rows, token) in enumerate(zip(state[:3], new, strict=True)):
         of_window = rows if i == 2 else rows[:, :, num_sinks:]
-        _overwrite(of_window, row, token, real)
+        of_window.scatter_(2, row[:, None, None, None].expand_as(token), token)
     if num_sinks:
-        row, is_first = state.seen.clamp(max=num_sinks - 1), state.seen < num_sinks
-        is_first = is_first if real is None else is_first & real
+        row = state.seen.clamp(max=num_sinks - 1)[:, None, None, None]
+        is_first = (state.seen < num_sinks)[:, None, None, None]
         for rows, token in zip(state[:2], new[:2], strict=True):
-            _overwrite(rows, row, token, is_first)
-
-
-def _overwrite(rows: Tensor, row: Tensor, token: Tensor, where: Tensor | None) -> None:
-    """Write a token ``[B, Hkv, 1, X]`` to row ``[B]`` of ``[B, Hkv, R, X]``, where true."""
-    index = row[:, None, None, None].expand_as(token)
-    if where is not None:
-        token = torch.where(where[:, None, None, None], token, rows.gather(2, index))
-    rows.scatter_(2, index, token)
+            index = row.expand_as(token)
+            rows.scatter_(2, index, torch.where(is_first, token, rows.gather(2, index)))

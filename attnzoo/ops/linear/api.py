@@ -34,10 +34,9 @@ from attnzoo.contract.implementation import (
     select,
     select_if_supported,
 )
-from attnzoo.contract.masks import PLAIN, AttentionMask
-from attnzoo.contract.padding import padding_if_any
-from attnzoo.contract.states import AttentionOutput, LinearState
-from attnzoo.contract.validation import check_mask_fields, check_qkv, check_shard, check_size
+from attnzoo.contract.sequences import Sequences
+from attnzoo.contract.states import AttentionOutput, LinearState, put_slots
+from attnzoo.contract.validation import check_qkv, check_sequences, check_shard, check_size
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linear.bidirectional import run_bidirectional
 from attnzoo.ops.linear.chunk import run_chunks
@@ -46,12 +45,12 @@ from attnzoo.ops.linear.common import (
     MapWeights,
     Result,
     check_feature_map,
-    decay_of_real_tokens,
     empty_output,
-    empty_state,
     like_features,
     map_inputs,
+    on_rows,
     state_dtype,
+    widen_shared,
 )
 from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
 from attnzoo.ops.linear.cpu.linear import cpp_reasons, fuses_map, run_cpp
@@ -62,7 +61,6 @@ from attnzoo.ops.linear.triton.run import run_step_triton, run_triton, triton_re
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 from attnzoo.ops.linear.validation import (
     check_log_decay,
-    check_packed_tokens,
     check_state,
 )
 from attnzoo.runtime.autocast import autocast_disabled
@@ -73,7 +71,9 @@ def linear_attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: AttentionMask | None = None,
+    causal: bool = True,
+    sequences: Sequences | None = None,
+    query_sequences: Sequences | None = None,
     log_decay: Tensor | None = None,
     normalize: bool = False,
     scale: float | None = None,
@@ -87,6 +87,7 @@ def linear_attention(
     map_weights: MapWeights | None = None,
     shard: SequenceShard | None = None,
     reuse_state: bool = False,
+    slots: Tensor | None = None,
 ) -> AttentionOutput:
     r"""Compute attention through sums over keys and values, in chunks.
 
@@ -98,13 +99,14 @@ def linear_attention(
         q: Queries, ``[B, H, T, D]``, to which ``feature_map`` is applied.
         k: Keys, ``[B, Hkv, S, D]``, likewise; H is a multiple of Hkv.
         v: Values, ``[B, Hkv, S, E]``.
-        mask: Causality, padding and segments; ``None`` means causal. With a causal mask, T equals
-            S. The features and values of padding keys are set to 0. Packed segments do not see each
-            other: ``state`` belongs to the first segment, and the returned state to the last.
+        causal: Whether a query sees keys up to its own token only; T then equals S.
+        sequences: The sequences of one row, B = 1, which do not see each other; there is a state
+            for each. ``None``: each row is a sequence.
+        query_sequences: Those of the queries, in the same order, if they are other tokens than the
+            keys; not causal.
         log_decay: Natural logarithm of the decay at each token, at most 0: ``[Hkv]`` (constant per
             head), ``[B, Hkv, S]`` (per token) or ``[B, Hkv, S, D]`` (per key channel). No value
-            overflows or cancels; minus infinity sets the state to 0. It decays the state at padding
-            too, where the caller sets it to 0 if it should not.
+            overflows or cancels; minus infinity sets the state to 0.
         normalize: Divide by ``q_t z_t + eps``; features should then not be negative.
         scale: Multiplies the features of q; ``None`` means 1. It cancels with ``normalize``, except
             for ``eps``.
@@ -128,6 +130,9 @@ def linear_attention(
         shard: This rank's part of sequences that several ranks hold; not together with ``state``.
         reuse_state: Whether one token may overwrite the tensors of ``state``, which are then
             returned: the state is read and written once. Only without gradients.
+        slots: For one token of each of B sequences: the row of each in ``state``, which is a pool
+            of states, ``[B]`` int64; -1 for a sequence without a token, whose output is 0. The
+            returned state is the pool.
 
     Returns:
         ``out`` as ``[B, H, T, E]`` in the dtype of ``v``; also ``state`` and ``impl``.
@@ -147,10 +152,23 @@ def linear_attention(
         True
     """
     x = _inputs(
-        *(q, k, v, mask, log_decay, normalize, scale, state, chunk_size, eps),
-        *(feature_map, feature_scale, map_weights, shard, reuse_state),
+        *(
+            q,
+            k,
+            v,
+            causal,
+            sequences,
+            query_sequences,
+            log_decay,
+            normalize,
+            scale,
+            state,
+            chunk_size,
+            eps,
+        ),
+        *(feature_map, feature_scale, map_weights, shard, return_state, reuse_state, slots),
     )
-    return _attend("linear_attention", x, impl, return_state)
+    return _attend("linear_attention", x, impl)
 
 
 def recurrent_linear_attention(
@@ -158,7 +176,7 @@ def recurrent_linear_attention(
     k: Tensor,
     v: Tensor,
     *,
-    mask: AttentionMask | None = None,
+    sequences: Sequences | None = None,
     log_decay: Tensor | None = None,
     normalize: bool = False,
     scale: float | None = None,
@@ -171,10 +189,11 @@ def recurrent_linear_attention(
     map_weights: MapWeights | None = None,
     shard: SequenceShard | None = None,
     reuse_state: bool = False,
+    slots: Tensor | None = None,
 ) -> AttentionOutput:
     """Compute :func:`linear_attention` token by token: one step of decoding after another.
 
-    The mask is causal. Arguments and results are those of :func:`linear_attention`; ``"cpp"`` and
+    It is causal. Arguments and results are those of :func:`linear_attention`; ``"cpp"`` and
     ``"triton"`` run the kernel of one token, and ``"cpp"`` has no backward pass.
 
     Raises:
@@ -188,23 +207,20 @@ def recurrent_linear_attention(
         >>> torch.allclose(steps, chunks, atol=1e-5)
         True
     """
-    if mask is not None and not mask.causal:
-        raise UnsupportedError(
-            "recurrent_linear_attention is causal, got a mask that is not; use linear_attention, "
-            "or pass AttentionMask(causal=True)."
-        )
     x = _inputs(
-        *(q, k, v, mask, log_decay, normalize, scale, state, None, eps),
-        *(feature_map, feature_scale, map_weights, shard, reuse_state),
+        *(q, k, v, True, sequences, None, log_decay, normalize, scale, state, None, eps),
+        *(feature_map, feature_scale, map_weights, shard, return_state, reuse_state, slots),
     )
-    return _attend("recurrent_linear_attention", x, impl, return_state)
+    return _attend("recurrent_linear_attention", x, impl)
 
 
 def _inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: AttentionMask | None,
+    causal: bool,
+    sequences: Sequences | None,
+    query_sequences: Sequences | None,
     log_decay: Tensor | None,
     normalize: bool,
     scale: float | None,
@@ -215,106 +231,94 @@ def _inputs(
     feature_scale: float,
     map_weights: MapWeights | None,
     shard: SequenceShard | None,
+    return_state: bool,
     reuse_state: bool,
+    slots: Tensor | None,
 ) -> LinearInputs:
     """Return the checked inputs of a call, with the state of earlier ranks if there are any.
 
     Raises:
         UnsupportedError: They do not fit each other.
     """
-    mask = PLAIN[True] if mask is None else mask
-    causal, segment_ids, padding = mask.causal, mask.segment_ids, mask.padding
     if chunk_size is not None:
         check_size("chunk_size", chunk_size)
-    check_qkv(q, k, v, mask)
-    if mask is not PLAIN[True]:
-        check_mask_fields("linear_attention", mask, "segment_ids")
-        padding = None if padding is None else padding_if_any(padding)
+    check_qkv(q, k, v)
     check_feature_map(feature_map, map_weights, q, k)
-    keys = k if map_weights is None else like_features(k, feature_map, map_weights)
-    _check_tensors(q, k, keys, v, log_decay, state, mask)
+    features = k if map_weights is None else like_features(k, feature_map, map_weights)
+    if causal and q.shape[2] != k.shape[2]:
+        raise UnsupportedError(
+            "causal attention needs queries and keys of the same tokens, got "
+            f"{q.shape[2]} queries and {k.shape[2]} keys; pass earlier tokens as state=, or "
+            "causal=False."
+        )
+    if log_decay is not None:
+        check_log_decay(log_decay, features.shape, q.device, causal)
+        log_decay = widen_shared(log_decay)
+    batch = check_sequences(sequences, slots, q, k)
+    query_count = check_sequences(query_sequences, None, k, q)
+    if query_sequences is not None and (causal or query_count != batch):
+        raise UnsupportedError(
+            "query_sequences are as many as sequences, and need causal=False, got "
+            f"{query_sequences.count} and {batch}."
+        )
+    if state is not None:
+        check_state(LinearState, state, features, v, batch if slots is None else state[0].shape[0])
+        if state.kv.dtype != (dtype := state_dtype(q, k, v)) or state.k.dtype != dtype:
+            state = LinearState(state.kv.to(dtype), state.k.to(dtype))
+            reuse_state = False
     if shard is not None:
         check_shard(shard, state)
-    if log_decay is not None:
-        log_decay = decay_of_real_tokens(log_decay, k, None)
-    if state is None:
-        state = empty_state(q, keys, v)
-    elif state.kv.dtype != (dtype := state_dtype(q, k, v)) or state.k.dtype != dtype:
-        state = LinearState(state.kv.to(dtype), state.k.to(dtype))
     x = LinearInputs(
-        *(q, k, v, log_decay, state, padding, segment_ids, causal, normalize),
-        *(1.0 if scale is None else float(scale), eps, chunk_size, feature_map, feature_scale),
-        map_weights=map_weights,
+        *(q, k, v, log_decay, state, causal, normalize, 1.0 if scale is None else float(scale)),
+        *(eps, chunk_size, feature_map, feature_scale, map_weights, sequences),
+        query_sequences=query_sequences,
+        return_state=return_state,
         reuse_state=reuse_state and not torch.is_grad_enabled(),
+        slots=slots,
     )
     if shard is None:
         return x
     with autocast_disabled(q.device):
         x = map_inputs(x)
-        return x._replace(state=state_from_earlier_ranks(x.k, v, log_decay, shard, causal=causal))
+        state = state_from_earlier_ranks(x.k, v, log_decay, shard, sequences, causal=causal)
+        return x._replace(state=state)
 
 
-def _attend(op: str, x: LinearInputs, impl: str, return_state: bool) -> AttentionOutput:
+def _attend(op: str, x: LinearInputs, impl: str) -> AttentionOutput:
     """Run the step if the call is one token that a step supports, else the op."""
     found = None
-    if x.q.shape[2] == 1 and x.causal:
-        found = select_if_supported("linear_step", x, impl)
+    if x.q.shape[2] == 1 and x.causal and x.sequences is None:
+        step = x if x.state is not None else x._replace(state=x.first_state())
+        found = select_if_supported("linear_step", step, impl)
+        x = step if found or x.slots is not None else x
+    if x.slots is not None and not found:
+        return _attend_from_slots(op, x, impl)
     chosen, choice = found or select(op, x, impl)
     if x.q.shape[0] == 0 or (x.causal and x.q.shape[2] == 0):
-        out, last = empty_output(x), x.state
+        out, last = empty_output(x), x.first_state()
     else:
         out, last = chosen.run(x)
-    return AttentionOutput(out, last if return_state else None, None, choice)
+    return AttentionOutput(out, last if x.return_state else None, None, choice)
 
 
-def _check_tensors(
-    q: Tensor,
-    k: Tensor,
-    features: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    state: LinearState | None,
-    mask: AttentionMask,
-) -> None:
-    """Raise ``UnsupportedError`` for tensors that do not fit each other."""
-    causal, segment_ids = mask.causal, mask.segment_ids
-    if causal and q.shape[2] != k.shape[2]:
-        raise UnsupportedError(
-            "causal attention needs queries and keys of the same tokens, got "
-            f"{q.shape[2]} queries and {k.shape[2]} keys; pass earlier tokens as state=, or a mask "
-            "that is not causal."
-        )
-    if log_decay is not None:
-        check_log_decay(log_decay, features.shape, q.device, causal)
-    if state is not None:
-        check_state(LinearState, state, features, v)
-    if segment_ids is not None:
-        check_packed_tokens(q, k)
+def _attend_from_slots(op: str, x: LinearInputs, impl: str) -> AttentionOutput:
+    """Run an op on the states at ``slots``, and return the pool with the next ones."""
+    assert x.state is not None
+    assert x.slots is not None
+    state = LinearState(*(y[x.slots.clamp(min=0)] for y in x.state))
+    found = _attend(op, x._replace(state=state, slots=None, return_state=True), impl)
+    assert found.state is not None
+    pool = put_slots(x.state, x.slots, found.state, in_place=x.reuse_state)
+    out = torch.where(x.slots[:, None, None, None] < 0, 0, found.out)
+    return found._replace(out=out, state=LinearState._make(pool) if x.return_state else None)
 
 
 # -- implementations -------------------------------------------------------------------------------
 
 
 def _run_torch(x: LinearInputs) -> Result:
-    """Compute a call in chunks, or products without a causal mask."""
-    with autocast_disabled(x.q.device):
-        x = map_inputs(x)
-        return run_chunks(x) if x.causal else run_bidirectional(x)
-
-
-def _run_step_torch(x: LinearInputs) -> Result:
-    with autocast_disabled(x.q.device):
-        return step(map_inputs(x))
-
-
-def _run_reference(x: LinearInputs) -> Result:
-    with autocast_disabled(x.q.device):
-        return run_reference(map_inputs(x))
-
-
-def _run_recurrent_reference(x: LinearInputs) -> Result:
-    with autocast_disabled(x.q.device):
-        return run_recurrent_reference(map_inputs(x))
+    """Compute a call in chunks, or products if it is not causal."""
+    return run_chunks(x) if x.causal else run_bidirectional(x)
 
 
 def _features(x: LinearInputs) -> Tensor:
@@ -372,16 +376,18 @@ register_implementation(
     Implementation(
         op="linear_attention",
         name="torch",
-        run=_run_torch,
+        run=on_rows(_run_torch),
         form="chunk form",
         automatic="runs on every device",
     ),
-    Implementation(op="linear_attention", name="reference", run=_run_reference, form="chunk form"),
+    Implementation(
+        op="linear_attention", name="reference", run=on_rows(run_reference), form="chunk form"
+    ),
     Implementation(
         op="recurrent_linear_attention",
         name="reference",
         form="token by token",
-        run=_run_recurrent_reference,
+        run=on_rows(run_recurrent_reference),
     ),
 )
 
@@ -409,7 +415,7 @@ STEPS = (
     Implementation(
         op="linear_step",
         name="torch",
-        run=_run_step_torch,
+        run=step,
         form="one token",
         automatic="runs on every device",
     ),
@@ -418,7 +424,7 @@ for _step in STEPS:
     _tokens = replace(
         _step,
         op="recurrent_linear_attention",
-        run=partial(run_steps, step=_step.run),
+        run=on_rows(partial(run_steps, step=_step.run)),
         form="token by token",
     )
     register_implementation(_step, _tokens)

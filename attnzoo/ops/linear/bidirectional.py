@@ -14,18 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.linear.chunk import linear_chunk
 from attnzoo.ops.linear.chunk_common import (
+    ChunkInputs,
     ChunkIterator,
-    Sequences,
     Sums,
     clone_contiguous,
     grouped,
 )
-from attnzoo.ops.linear.common import CHUNK_SIZE, LinearInputs, Result
+from attnzoo.ops.linear.common import LinearInputs, Result
 from attnzoo.runtime.autocast import autocast_disabled
 from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
 from attnzoo.runtime.memory import empty_huge_pages
@@ -34,13 +32,12 @@ TOKENS = 128  # per chunk
 
 
 def run_bidirectional(x: LinearInputs) -> Result:
-    """Compute a call in which tokens see all keys, or all keys of their segment."""
-    check_reverse_mode("linear_attention", x.q, x.k, x.v, *x.state)
-    if x.segment_ids is not None:
-        return _run_packed(x)
+    """Compute a call in which tokens see all keys."""
+    state = x.first_state()
+    check_reverse_mode("linear_attention", x.q, x.k, x.v, *state)
     if takes_products(x.q.device):
-        return _run_products(x)
-    out, kv, z = bidirectional_linear(x.q, x.k, x.v, *x.state, x.scale, x.normalize, x.eps)
+        return _run_products(x, state)
+    out, kv, z = bidirectional_linear(x.q, x.k, x.v, *state, x.scale, x.normalize, x.eps)
     return out, LinearState(kv, z)
 
 
@@ -49,13 +46,13 @@ def takes_products(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _run_products(x: LinearInputs) -> Result:
-    """Compute a call without segments in two products, and two sums for the denominator.
+def _run_products(x: LinearInputs, state: LinearState) -> Result:
+    """Compute a call in two products, and two sums for the denominator.
 
     Factors have the dtype of the state: gradients of a normalised output nearly cancel, and the
     products of 16-bit factors would round the sums.
     """
-    dtype, (kv, z) = x.state.kv.dtype, x.state
+    dtype, (kv, z) = state.kv.dtype, state
     k, v = x.k.to(dtype), x.v.to(dtype)
     kv, z = kv + k.mT @ v, z + k.sum(2)
     q = x.q.to(dtype).unflatten(1, (k.shape[1], -1)).flatten(2, 3) * x.scale  # [B, Hkv, G T, D]
@@ -78,7 +75,7 @@ def bidirectional_linear(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output ``[B, H, T, E]`` and the two sums, which include the given ones."""
-    inputs = Sequences(grouped(q, k), k, v, None, None, scale, TOKENS, kv.dtype)
+    inputs = ChunkInputs(grouped(q, k), k, v, None, scale, TOKENS, kv.dtype)
     out = empty_huge_pages(v, (*inputs.q.shape[:-1], v.shape[-1]))
     kv, z = clone_contiguous(kv), clone_contiguous(z).unsqueeze(2)
     with autocast_disabled(q.device):
@@ -109,7 +106,7 @@ def bidirectional_linear_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and the given sums; ``kv`` and ``z`` are the outputs."""
-    inputs = Sequences(grouped(q, k), k, v, None, None, scale, TOKENS, kv.dtype)
+    inputs = ChunkInputs(grouped(q, k), k, v, None, scale, TOKENS, kv.dtype)
     d_out, z = grouped(d_out, k), z.unsqueeze(2)
     d_kv, d_z = clone_contiguous(d_kv), clone_contiguous(d_z).unsqueeze(2)
     dq, dk, dv = (empty_huge_pages(x, x.shape) for x in inputs[:3])
@@ -175,26 +172,3 @@ def _backward(ctx: Any, d_out: Tensor, d_kv: Tensor, d_z: Tensor) -> tuple[Tenso
 
 bidirectional_linear.register_autograd(_backward, setup_context=_setup_context)
 refuse_derivative(bidirectional_linear_backward, "linear_attention")
-
-
-def _run_packed(x: LinearInputs) -> Result:
-    """Compute packed rows: sums over keys up to the token, plus from it on, minus its own key.
-
-    The number of segments is known only on the device, so there are no sums per segment. One more
-    value, of ones, gives the denominator.
-    """
-    assert x.segment_ids is not None
-    dtype = x.state.kv.dtype
-    q, k = x.q.to(dtype), x.k.to(dtype)
-    v = pad(x.v.to(dtype), (0, 1), value=1.0)
-    kv = torch.cat([x.state.kv, x.state.k.unsqueeze(-1)], -1)
-    options = (x.scale, False, x.eps, x.chunk_size or CHUNK_SIZE)
-    forward, kv, _ = linear_chunk(q, k, v, None, kv, x.state.k, x.segment_ids, *options)
-    flipped = [t.flip(-2) for t in (q, k, v)]
-    zeros = kv.new_zeros(kv.shape), x.state.k.new_zeros(x.state.k.shape)
-    backward, _, _ = linear_chunk(*flipped, None, *zeros, x.segment_ids.flip(-1), *options)
-    by_group = q.unflatten(1, (k.shape[1], -1)) * x.scale
-    diagonal = (by_group * k.unsqueeze(2)).sum(-1, keepdim=True) * v.unsqueeze(2)
-    out = forward + backward.flip(-2) - diagonal.flatten(1, 2)
-    out = out[..., :-1] / (out[..., -1:] + x.eps) if x.normalize else out[..., :-1]
-    return out.to(x.v.dtype), LinearState(kv[..., :-1], kv[..., -1])

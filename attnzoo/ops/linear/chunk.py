@@ -21,8 +21,8 @@ from torch import Tensor
 from attnzoo.contract.states import LinearState
 from attnzoo.ops.linear.chunk_common import (
     Chunk,
+    ChunkInputs,
     ChunkIterator,
-    Sequences,
     Sums,
     clone_contiguous,
     grouped,
@@ -37,9 +37,10 @@ from attnzoo.runtime.memory import empty_huge_pages
 
 def run_chunks(x: LinearInputs) -> Result:
     """Compute a causal call chunk by chunk."""
-    check_reverse_mode("linear_attention", x.q, x.k, x.v, x.log_decay, *x.state)
+    kv, z = x.first_state()
+    check_reverse_mode("linear_attention", x.q, x.k, x.v, x.log_decay, kv, z)
     out, kv, z = linear_chunk(
-        *(x.q, x.k, x.v, x.log_decay, x.state.kv, x.state.k, x.segment_ids),
+        *(x.q, x.k, x.v, x.log_decay, kv, z),
         *(x.scale, x.normalize, x.eps, x.chunk_size or CHUNK_SIZE),
     )
     return out, LinearState(kv, z)
@@ -53,14 +54,13 @@ def linear_chunk(
     log_decay: Tensor | None,
     kv: Tensor,
     z: Tensor,
-    segment_ids: Tensor | None,
     scale: float,
     normalize: bool,
     eps: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output ``[B, H, T, E]`` and the two sums of the state after the last token."""
-    inputs = Sequences(grouped(q, k), k, v, log_decay, segment_ids, scale, chunk_size, kv.dtype)
+    inputs = ChunkInputs(grouped(q, k), k, v, log_decay, scale, chunk_size, kv.dtype)
     out = empty_huge_pages(v, (*inputs.q.shape[:-1], v.shape[-1]))
     last_kv, last_z = clone_contiguous(kv), clone_contiguous(z).unsqueeze(2)
     with autocast_disabled(q.device):
@@ -87,7 +87,6 @@ def linear_chunk_backward(
     log_decay: Tensor | None,
     kv: Tensor,
     z: Tensor,
-    segment_ids: Tensor | None,
     scale: float,
     normalize: bool,
     eps: float,
@@ -95,7 +94,7 @@ def linear_chunk_backward(
     want_decay: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, log_decay (empty without ``want_decay``), kv and z."""
-    inputs = Sequences(grouped(q, k), k, v, log_decay, segment_ids, scale, chunk_size, kv.dtype)
+    inputs = ChunkInputs(grouped(q, k), k, v, log_decay, scale, chunk_size, kv.dtype)
     d_out = grouped(d_out, k)
     d_kv, d_z = clone_contiguous(d_kv), clone_contiguous(d_z).unsqueeze(2)
     z = z.unsqueeze(2)
@@ -212,8 +211,8 @@ def _linear_chunk_backward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:7])
-    ctx.options = inputs[7:]
+    ctx.save_for_backward(*inputs[:6])
+    ctx.options = inputs[6:]
 
 
 def _backward(ctx: Any, d_out: Tensor, d_kv: Tensor, d_z: Tensor) -> tuple[Tensor | None, ...]:
@@ -221,7 +220,7 @@ def _backward(ctx: Any, d_out: Tensor, d_kv: Tensor, d_z: Tensor) -> tuple[Tenso
     want_decay = ctx.needs_input_grad[3]
     grads = linear_chunk_backward(d_out, d_kv, d_z, *saved, *ctx.options, want_decay)
     wanted = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
-    return *wanted, None, *(None for _ in ctx.options)
+    return *wanted, *(None for _ in ctx.options)
 
 
 def chunk_autograd(op: Any) -> None:

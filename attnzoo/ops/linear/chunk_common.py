@@ -24,21 +24,20 @@ CACHE_BYTES = 2**21  # per core, of the L2 and L3 caches; measured from 1/4 to 4
 State = TypeVar("State")
 
 
-class Sequences(NamedTuple):
+class ChunkInputs(NamedTuple):
     """Inputs of the chunk form, of the whole batch or of some rows and key heads."""
 
     q: Tensor  # [B, Hkv, G, T, D]
     k: Tensor  # [B, Hkv, T, D]
     v: Tensor  # [B, Hkv, T, E]
     log_decay: Tensor | None  # [Hkv], [B, Hkv, T] or [B, Hkv, T, D]
-    segment_ids: Tensor | None  # [B, T]
     scale: float
     chunk_size: int
     dtype: torch.dtype  # of the sums
 
-    def part(self, b: slice, h: slice) -> Sequences:
+    def part(self, b: slice, h: slice) -> ChunkInputs:
         """Return the inputs of some rows and key heads."""
-        log_decay, ids = self.log_decay, self.segment_ids
+        log_decay = self.log_decay
         if log_decay is not None:
             log_decay = log_decay[h] if log_decay.dim() == 1 else log_decay[b, h]
         return self._replace(
@@ -46,7 +45,6 @@ class Sequences(NamedTuple):
             k=self.k[b, h],
             v=self.v[b, h],
             log_decay=log_decay,
-            segment_ids=None if ids is None else ids[b],
         )
 
     def parts(self) -> Iterator[tuple[slice, slice]]:
@@ -76,7 +74,7 @@ class Sums(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Factors from decay and segments; ``None`` stands for ones."""
+    """Factors from decay; ``None`` stands for ones."""
 
     pairs: Tensor | None = None  # from key to query, [N or 1, C, 1, C]
     q: Tensor | None = None  # from the incoming state to each query, [N, C, 1, 1]
@@ -102,17 +100,16 @@ class Chunk(NamedTuple):
 class ChunkIterator:
     """The chunks of some key heads of some batch rows, by index."""
 
-    def __init__(self, inputs: Sequences) -> None:
+    def __init__(self, inputs: ChunkInputs) -> None:
         self.batch, self.heads, self.groups, self.tokens, _ = inputs.q.shape
         self.n = self.batch * self.heads
         self.scale, self.chunk_size, self.dtype = inputs.scale, inputs.chunk_size, inputs.dtype
         self.count = -(-self.tokens // self.chunk_size)
         self.q, self.k, self.v = (self.split(x) for x in (inputs.q, inputs.k, inputs.v))
-        self.segment_ids = inputs.segment_ids
         self.log_decay: tuple[Tensor, ...] | None = None
         log_decay = inputs.log_decay
         self.per_channel = log_decay is not None and log_decay.dim() == 4
-        self.constant = (log_decay is None or log_decay.dim() == 1) and self.segment_ids is None
+        self.constant = log_decay is None or log_decay.dim() == 1
         self.cache: dict[int, Factors] = {}  # by chunk length, if the decay is constant
         if log_decay is not None:
             if log_decay.dim() == 1:
@@ -183,33 +180,9 @@ class ChunkIterator:
             if pairs or self.constant:
                 weights = decay.scalar_pairs(decays, self.dtype).unsqueeze(2)
             factors = Factors(weights, decays.q.unsqueeze(2), decays.k, decays.state)
-        if self.segment_ids is not None:
-            factors = self.mask_segments(i, factors)
         if self.constant:
             self.cache[tokens] = factors
         return factors
-
-    def mask_segments(self, i: int, factors: Factors) -> Factors:
-        """Set factors between segments to 0; the incoming state belongs to the first segment."""
-        assert self.segment_ids is not None
-        start = i * self.chunk_size
-        ids = self.segment_ids[:, start : start + self.chunk_size]
-        previous, last = self.segment_ids[:, max(start - 1, 0), None], ids[:, -1:]
-        missing = self.size(i) - ids.shape[1]
-
-        def per_head(same: Tensor) -> Tensor:
-            return same.to(self.dtype).repeat_interleave(self.heads, 0)
-
-        pairs = per_head(pad(ids[:, :, None] == ids[:, None], (0, missing, 0, missing)))
-        q = per_head(pad(ids == previous, (0, missing)))
-        k = per_head(pad(ids == last, (0, missing)))
-        state = per_head(last == previous)
-        return Factors(
-            times(pairs.unsqueeze(2), factors.pairs),
-            times(q[:, :, None, None], factors.q),
-            times(k.unsqueeze(-1), factors.k),
-            times(state.unsqueeze(-1), factors.state),
-        )
 
     def chunk(self, i: int, for_backward: bool = False) -> Chunk:
         """Load chunk i and compute its scores; ``for_backward`` keeps the joins."""

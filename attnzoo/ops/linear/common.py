@@ -6,20 +6,23 @@ N rows of a matrix, F decays per token (1 or D) or features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnzoo.contract.padding import fill_padding
+from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
 from attnzoo.contract.validation import check_shape
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.ops.features.functional import FIXED, LEARNED, widen
+from attnzoo.runtime.autocast import autocast_disabled
 
 CHUNK_SIZE = 64  # tokens per chunk, unless the call sets it
 
-Result = tuple[Tensor, LinearState]  # the output, and the state after the last token
+# The output, and the state after the last token of each sequence, None if it is not requested
+Result = tuple[Tensor, LinearState | None]
 
 
 class MapWeights(NamedTuple):
@@ -32,15 +35,16 @@ class MapWeights(NamedTuple):
 
 
 class LinearInputs(NamedTuple):
-    """Inputs of :func:`attnzoo.ops.linear.api.linear_attention`, checked and complete."""
+    """Inputs of :func:`attnzoo.ops.linear.api.linear_attention`, checked and complete.
+
+    With ``sequences``, B is 1 for tokens and S, the number of sequences, for states.
+    """
 
     q: Tensor  # [B, H, T, D]
     k: Tensor  # [B, Hkv, S, D]
     v: Tensor  # [B, Hkv, S, E]
     log_decay: Tensor | None  # [Hkv], [B, Hkv, S] or [B, Hkv, S, D]
-    state: LinearState  # before the first token; its dtype is that of all sums
-    padding_mask: Tensor | None  # [B, S] bool, true at real keys
-    segment_ids: Tensor | None  # [B, S]
+    state: LinearState | None  # before the first token; None: zeros
     causal: bool
     normalize: bool
     scale: float
@@ -49,16 +53,64 @@ class LinearInputs(NamedTuple):
     feature_map: str  # still to be applied to q and k
     feature_scale: float
     map_weights: MapWeights | None = None  # of a learned map
+    sequences: Sequences | None = None  # of the one row; None: each row is a sequence
+    return_state: bool = True  # if not, the returned state may be None
     reuse_state: bool = False  # whether the tensors of the state may be overwritten
+    slots: Tensor | None = None  # of one token: [B], row of each in the state, -1 for no token
+    query_sequences: Sequences | None = None  # if queries are other tokens than keys
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of all sums."""
+        return state_dtype(self.q, self.k, self.v)
+
+    def first_state(self) -> LinearState:
+        """Return the state before the first token."""
+        if self.state is not None:
+            return self.state
+        batch = self.k.shape[0] if self.sequences is None else self.sequences.count
+        features = num_features(self.k, self.feature_map, self.map_weights)
+        shape = batch, self.k.shape[1], features, self.v.shape[3]
+        kv = torch.zeros(shape, dtype=self.state_dtype, device=self.v.device)
+        return LinearState(kv, kv.new_zeros(shape[:3]))
+
+    def rows(self) -> LinearInputs:
+        """Return features in one row a sequence, with zeros after its end, which change no sum."""
+        sequences, log_decay = self.sequences, self.log_decay
+        if sequences is None:
+            return map_inputs(self)
+        if log_decay is not None and log_decay.dim() == 1:
+            log_decay = log_decay[None, :, None].expand(self.k.shape[:3])
+        k, v = sequences.to_rows(self.k), sequences.to_rows(self.v)
+        q = (self.query_sequences or sequences).to_rows(self.q)
+        decays = None if log_decay is None else sequences.to_rows(log_decay)
+        x = self._replace(q=q, k=k, v=v, log_decay=decays, sequences=None)
+        if x.feature_map == "identity":
+            return x
+        x = map_inputs(x)  # the features of a zero key are not zero
+        return x._replace(k=torch.where(sequences.inside_rows()[:, None, :, None], x.k, 0))
 
     def tokens(self, start: int, stop: int) -> LinearInputs:
-        """Return the inputs of tokens ``start`` to ``stop`` of a causal call."""
-        log_decay, ids = self.log_decay, self.segment_ids
+        """Return the inputs of tokens ``start`` to ``stop`` of rows."""
+        assert self.sequences is None
+        log_decay = self.log_decay
         if log_decay is not None and log_decay.dim() > 1:
             log_decay = log_decay[:, :, start:stop]
         q, k, v = (x[:, :, start:stop] for x in (self.q, self.k, self.v))
-        ids = None if ids is None else ids[:, start:stop]
-        return self._replace(q=q, k=k, v=v, log_decay=log_decay, segment_ids=ids)
+        return self._replace(q=q, k=k, v=v, log_decay=log_decay)
+
+
+def on_rows(run: Callable[[LinearInputs], Result]) -> Callable[[LinearInputs], Result]:
+    """Return an implementation for rows as one for sequences too; it gets features."""
+
+    def run_rows(x: LinearInputs) -> Result:
+        with autocast_disabled(x.q.device):
+            out, state = run(x.rows())
+            if sequences := x.query_sequences or x.sequences:
+                out = sequences.to_row(out, x.q.shape[2])
+        return out, state
+
+    return run_rows
 
 
 class StepGate(NamedTuple):
@@ -76,23 +128,9 @@ def log_decay_per_token(log_decay: Tensor, k: Tensor) -> Tensor:
     return log_decay if log_decay.dim() == 4 else log_decay.unsqueeze(3)
 
 
-def decay_of_real_tokens(log_decay: Tensor, k: Tensor, padding: Tensor | None) -> Tensor:
-    """Return log decays of any accepted shape with zeros at padding, which decays nothing.
-
-    Those per head are at least float32, because their gradient is a sum over all tokens.
-    """
-    if log_decay.dim() == 1:
-        log_decay = widen(log_decay)
-        if padding is not None:
-            log_decay = log_decay[None, :, None].expand(k.shape[:3])
-    return fill_padding(log_decay, padding)
-
-
-def empty_state(q: Tensor, k: Tensor, v: Tensor) -> LinearState:
-    """Return the state before the first token: zeros."""
-    dtype = state_dtype(q, k, v)
-    kv = torch.zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=dtype, device=v.device)
-    return LinearState(kv, kv.new_zeros(kv.shape[:3]))
+def widen_shared(log_decay: Tensor) -> Tensor:
+    """Return log decays, those per head at least float32: their gradient sums all tokens."""
+    return widen(log_decay) if log_decay.dim() == 1 else log_decay
 
 
 def state_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
@@ -175,13 +213,18 @@ def map_features(
 
 
 def map_inputs(x: LinearInputs) -> LinearInputs:
-    """Apply the feature map, and set the features and values of padding keys to 0."""
+    """Apply the feature map."""
+    if x.feature_map == "identity":
+        return x
     options = (x.feature_map, x.feature_scale, x.map_weights)
-    q = map_features(x.q, *options, of_keys=False)
-    k, v = (fill_padding(each, x.padding_mask) for each in (x.k, x.v))
-    if x.feature_map != "identity":  # the features of a zero key are not zero
-        k = fill_padding(map_features(k, *options, of_keys=True), x.padding_mask)
-    return x._replace(q=q, k=k, v=v, feature_map="identity", map_weights=None, padding_mask=None)
+    q, k = x.q, x.k
+    if x.sequences is not None:  # NaN between sequences would give NaN gradients
+        outside = (x.sequences.index(k.shape[2]) == x.sequences.count)[:, None]
+        q = q.masked_fill(outside, 0) if q.shape[2] == k.shape[2] else q
+        k = k.masked_fill(outside, 0)
+    q = map_features(q, *options, of_keys=False)
+    k = map_features(k, *options, of_keys=True)
+    return x._replace(q=q, k=k, feature_map="identity", map_weights=None)
 
 
 def matrices(name: str, weights: MapWeights, dtype: torch.dtype) -> tuple[Tensor | None, ...]:

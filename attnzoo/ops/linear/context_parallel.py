@@ -17,21 +17,29 @@ from attnzoo.contract.context_parallel import (
     gather_from_earlier_ranks,
     log_decay_across_shard,
 )
+from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
 from attnzoo.ops.linear.common import log_decay_per_token
 from attnzoo.ops.linear.state_summary import decayed_sums
 
 
 def state_from_earlier_ranks(
-    k: Tensor, v: Tensor, log_decay: Tensor | None, shard: SequenceShard, *, causal: bool = True
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    shard: SequenceShard,
+    sequences: Sequences | None = None,
+    *,
+    causal: bool = True,
 ) -> LinearState:
     """Return the state over the tokens of all earlier ranks.
 
     Args:
-        k: This rank's keys after the feature map, ``[B, Hkv, T, D]``, zero at padding.
+        k: This rank's keys after the feature map, ``[B, Hkv, T, D]``.
         v: Values, ``[B, Hkv, T, E]``.
-        log_decay: As in :func:`attnzoo.ops.linear.api.linear_attention`; 0 at padding.
+        log_decay: As in :func:`attnzoo.ops.linear.api.linear_attention`.
         shard: This rank's part of the sequences.
+        sequences: Those of the tokens, if they are one row; the rows are in ``shard.layout``.
         causal: Whether the sums run over earlier ranks only. If not, they run over all other ranks,
             and rows must not be packed.
 
@@ -39,12 +47,15 @@ def state_from_earlier_ranks(
         The sums in float32 or wider; gradients flow back to the ranks that the tokens are on.
     """
     assert causal or (log_decay is None and shard.segment_ids is None)
-    k, v = (x.to(accumulation_dtype(k, v)) for x in (k, v))
+    if log_decay is not None:
+        log_decay = log_decay_per_token(log_decay, k)
+        log_decay = shard.rows(log_decay)
+    k, v = (shard.rows(x).to(accumulation_dtype(k, v)) for x in (k, v))
     k = clear_finished_sequences(k, shard, 0)
     if log_decay is None:
         kv, z, state_decay = k.mT @ v, k.sum(2), k.new_zeros(*k.shape[:2], 1)
     else:
-        kv, z, state_decay = decayed_sums(k, v, log_decay_per_token(log_decay, k))
+        kv, z, state_decay = decayed_sums(k, v, log_decay)
     sums = torch.cat([kv, z.unsqueeze(3)], 3)
     if log_decay is None and shard.segment_ids is None:
         total = torch.zeros_like(sums)
@@ -54,4 +65,4 @@ def state_from_earlier_ranks(
         total = fold_earlier_states(
             sums, log_decay_across_shard(state_decay, shard).exp().unsqueeze(3), shard
         )
-    return LinearState(total[..., :-1], total[..., -1])
+    return shard.states(LinearState(total[..., :-1], total[..., -1]), sequences)

@@ -23,16 +23,17 @@ LOWEST_LOG_DECAY = -1e4  # its exponential is 0; sums of -inf would give NaN
 
 def run_reference(x: LinearInputs) -> Result:
     """Compute the parallel form: of all keys, or of one causal chunk after another."""
+    x = x._replace(state=x.first_state())
     return _in_pieces(x, x.chunk_size or 64, _dense) if x.causal else _dense(x)
 
 
 def run_recurrent_reference(x: LinearInputs) -> Result:
     """Compute one token after another."""
-    return _in_pieces(x, 1, _one_token)
+    return _in_pieces(x._replace(state=x.first_state()), 1, _one_token)
 
 
 class _Weights(NamedTuple):
-    """Factors from decay and segments."""
+    """Factors from decay."""
 
     pairs: Tensor  # from key to query, [B, Hkv, T, S, F]
     reads: Tensor  # from the incoming state to each query, [B, Hkv, T, F]
@@ -46,6 +47,7 @@ def _dense(x: LinearInputs) -> Result:
     The weight w is the decay from token j to token i, and 0 where i does not see j. A causal call
     has at least one token.
     """
+    assert x.state is not None
     dtype = x.state.kv.dtype
     q = rearrange(x.q.to(dtype), "b (h g) t d -> b h g t d", h=x.k.shape[1]) * x.scale
     k, v = x.k.to(dtype), x.v.to(dtype)
@@ -66,66 +68,38 @@ def _dense(x: LinearInputs) -> Result:
 
 
 def _causal_weights(x: LinearInputs) -> _Weights:
-    """Return the decay between tokens of one segment; future tokens get weight 0."""
+    """Return the decay between tokens; future tokens get weight 0."""
     log_decay = _log_decay(x).double().clamp(min=LOWEST_LOG_DECAY)
-    tokens, ids = log_decay.shape[2], x.segment_ids
-    if ids is None:
-        ids = torch.zeros(1, tokens, dtype=torch.long, device=log_decay.device)
-    seen = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril()[:, None, :, :, None]
-    first = (ids == ids[:, :1])[:, None, :, None]
+    tokens = log_decay.shape[2]
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=log_decay.device).tril()
     # Sums of the tokens after key j up to query i; differences of longer sums would cancel
-    after = torch.ones(tokens, tokens, dtype=torch.bool, device=log_decay.device).tril(-1)
-    between = torch.where(after[..., None], log_decay.unsqueeze(3), 0.0).cumsum(2)
-    pairs = between.exp() * seen
-    reads = log_decay.cumsum(2).exp() * first
+    after = seen.tril(-1)[..., None]
+    between = torch.where(after, log_decay.unsqueeze(3), 0.0).cumsum(2)
+    pairs = between.exp() * seen[..., None]
+    reads = log_decay.cumsum(2).exp()
     return _Weights(pairs, reads, pairs[:, :, -1], reads[:, :, -1])
 
 
 def _bidirectional_weights(x: LinearInputs) -> _Weights:
-    """Return weight 1 between all tokens of a segment."""
+    """Return weight 1 between all tokens."""
     batch, heads, keys, _ = x.k.shape
     pairs = x.k.new_ones(batch, heads, x.q.shape[2], keys, 1)
-    writes, state_decay = x.k.new_ones(batch, heads, keys, 1), x.k.new_ones(batch, heads, 1)
-    ids = x.segment_ids
-    if ids is None or keys == 0:
-        return _Weights(pairs, pairs.new_ones(*pairs.shape[:3], 1), writes, state_decay)
-    pairs = pairs * (ids.unsqueeze(2) == ids.unsqueeze(1))[:, None, :, :, None]
-    last = ids[:, -1:]
-    return _Weights(
-        pairs,
-        writes * (ids == ids[:, :1])[:, None, :, None],
-        writes * (ids == last)[:, None, :, None],
-        state_decay * (ids[:, :1] == last).unsqueeze(1),
-    )
+    reads, writes = pairs.new_ones(*pairs.shape[:3], 1), pairs.new_ones(batch, heads, keys, 1)
+    return _Weights(pairs, reads, writes, pairs.new_ones(batch, heads, 1))
 
 
 def _in_pieces(x: LinearInputs, size: int, run: Callable[[LinearInputs], Result]) -> Result:
     """Run pieces of ``size`` tokens in order, each from the state that the one before leaves."""
-    outs, state, ids = [], x.state, x.segment_ids
+    outs, state = [x.v.new_empty(*x.q.shape[:2], 0, x.v.shape[3])], x.state
     for start in range(0, x.k.shape[2], size):
-        piece = slice(start, start + size)
-        if ids is not None and start > 0:
-            kept = (ids[:, start - 1] == ids[:, start])[:, None, None].to(state.k.dtype)
-            state = LinearState(state.kv * kept.unsqueeze(-1), state.k * kept)
-        log_decay = x.log_decay
-        if log_decay is not None and log_decay.dim() > 1:
-            log_decay = log_decay[:, :, piece]
-        out, state = run(
-            x._replace(
-                q=x.q[:, :, piece],
-                k=x.k[:, :, piece],
-                v=x.v[:, :, piece],
-                log_decay=log_decay,
-                segment_ids=None if ids is None else ids[:, piece],
-                state=state,
-            )
-        )
+        out, state = run(x.tokens(start, start + size)._replace(state=state))
         outs.append(out)
     return torch.cat(outs, 2), state
 
 
 def _one_token(x: LinearInputs) -> Result:
     """Compute :math:`S = e^g S + k v^T`, :math:`z = e^g z + k`, :math:`o = q S / (q z + eps)`."""
+    assert x.state is not None
     dtype = x.state.kv.dtype
     q = rearrange(x.q.to(dtype), "b (h g) 1 d -> b h g d", h=x.k.shape[1]) * x.scale
     k, v = x.k.to(dtype), x.v.to(dtype)  # [B, Hkv, 1, D], [B, Hkv, 1, E]

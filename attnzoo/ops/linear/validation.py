@@ -58,27 +58,23 @@ def check_is_log_decay(log_decay: Tensor, length: int) -> None:
 AnyState = LinearState | StabilizedState | MatrixState
 
 
-def check_state(kind: type[AnyState], state: AnyState, k: Tensor, v: Tensor) -> None:
-    """Raise ``UnsupportedError`` if a state is not of a kind, or does not fit keys and values."""
+def check_state(
+    kind: type[AnyState], state: AnyState, k: Tensor, v: Tensor, batch: int | None = None
+) -> None:
+    """Raise ``UnsupportedError`` if a state is not of a kind, or does not fit keys and values.
+
+    ``batch`` is the number of states, if it is not that of rows.
+    """
     if len(state) != len(kind._fields):
         raise UnsupportedError(
             f"state must be a {kind.__name__} of {', '.join(kind._fields)}, got "
             f"{type(state).__name__} of length {len(state)}; pass the state that the same op "
             "returned."
         )
-    batch, heads, _, size = k.shape
+    rows, heads, _, size = k.shape
+    batch = rows if batch is None else batch
     shape = (batch, heads, size, v.shape[3])
     check_state_field("state.kv", state[0], shape, k.device)
     check_state_field("state.k", state[1], shape if kind is MatrixState else shape[:3], k.device)
     if len(state) == 3:
         check_state_field("state.m", state[2], shape[:2], k.device)
-
-
-def check_packed_tokens(q: Tensor, k: Tensor) -> None:
-    """Raise ``UnsupportedError`` if packed queries and keys are not the same tokens."""
-    if q.shape[2] != k.shape[2]:
-        raise UnsupportedError(
-            "segment_ids give the segments of queries and keys, which must be the same tokens, got "
-            f"{q.shape[2]} queries and {k.shape[2]} keys; leave them out, or pack both the same "
-            "way."
-        )

@@ -1,15 +1,16 @@
 """Causal softmax over a window of the latest keys, with the log-sum-exp and a state.
 
 For mechanisms that combine it with a state over all earlier tokens. Time O(T W D), memory O(T D) on
-a CPU; the state has a fixed size. Windows count real tokens: padding is moved to the end of the
-rows, so that windows are contiguous, and back.
+a CPU; the state has a fixed size. In one row of sequences, queries see the keys of their own
+sequence. With a state or first tokens, each sequence becomes a row, padded at its end, where no
+query sees the padding.
 Letters: B batch, H query heads, Hkv key heads, T queries, D key size, E value size, W window,
-G first tokens of a row, S keys.
+G first tokens of a sequence, S keys, N tokens of one row of sequences, R rows or sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -21,9 +22,10 @@ from torch import Tensor
 from attnzoo.contract.context_parallel import SequenceShard, latest_before
 from attnzoo.contract.implementation import Implementation, register_implementation, select
 from attnzoo.contract.masks import AttentionMask
-from attnzoo.contract.padding import gather_tokens
-from attnzoo.contract.states import ImplChoice
-from attnzoo.contract.validation import check_size, is_empty_call
+from attnzoo.contract.padding import fill_padding, gather_tokens
+from attnzoo.contract.sequences import Sequences, take
+from attnzoo.contract.states import ImplChoice, put_slots
+from attnzoo.contract.validation import check_sequences, check_size, is_empty_call
 from attnzoo.ops.window.band import band_softmax
 from attnzoo.ops.window.blockwise_cpu import LocalOptions, blockwise_local_attention
 from attnzoo.ops.window.cpu.band import OutsideSums, band_attention_cpp, band_cpp_reasons
@@ -36,7 +38,7 @@ class WindowState(NamedTuple):
 
     k: Tensor  # [B, Hkv, G + W, D]: first keys, then the latest, the newest last; zeros if fewer
     v: Tensor  # [B, Hkv, G + W, E]
-    seen: Tensor  # [B], int64: number of real tokens so far
+    seen: Tensor  # [B], int64: number of tokens so far
 
 
 # Attention within a band and to the first keys, for queries from an offset among the keys on, plus
@@ -46,34 +48,17 @@ AttendBand = Callable[
 ]
 
 
-class Window(NamedTuple):
-    """Options of a call whose padding is at the end of the rows."""
-
-    size: int  # W, in tokens, with the query's own
-    scale: float  # multiplies query-key products
-    padding_mask: Tensor | None  # [B, T] bool, true at real tokens
-    segment_ids: Tensor | None  # [B, T]
-    attend: AttendBand
-    num_sinks: int = 0  # G, first tokens of each row that are seen outside the window too
-
-
-class WindowCall(NamedTuple):
-    """Inputs of a call whose padding is at the end of the rows."""
+class WindowInputs(NamedTuple):
+    """Inputs of a call: rows, or one row of sequences without a state and first tokens."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    window: int
-    scale: float
-    padding_mask: Tensor | None
-    segment_ids: Tensor | None
-    state: WindowState | None
-    num_sinks: int
-
-    def options(self, attend: AttendBand) -> Window:
-        """Return the options of the call."""
-        masks = self.padding_mask, self.segment_ids
-        return Window(self.window, self.scale, *masks, attend, self.num_sinks)
+    size: int  # W, in tokens, with the query's own
+    scale: float  # multiplies query-key products
+    ids: Tensor | None  # of one row: [1, N], the sequence of each token
+    state: WindowState | None = None
+    num_sinks: int = 0  # G, first tokens of each row that are seen outside the window too
 
 
 def causal_window_attention(
@@ -83,14 +68,15 @@ def causal_window_attention(
     *,
     window: int,
     scale: float,
-    mask: AttentionMask,
+    sequences: Sequences | None = None,
     state: WindowState | None = None,
     return_state: bool = False,
     shard: SequenceShard | None = None,
     impl: str = "auto",
     num_sinks: int = 0,
+    slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, WindowState | None, ImplChoice]:
-    """Compute softmax attention to the W latest real keys of the same segment.
+    """Compute softmax attention to the W latest keys.
 
     Args:
         q: Queries, ``[B, H, T, D]``.
@@ -98,163 +84,208 @@ def causal_window_attention(
         v: Values, ``[B, Hkv, T, E]``.
         window: W, with the query's own key.
         scale: Multiplies query-key products.
-        mask: Padding and segments of a causal call.
-        state: The window of an earlier call; not together with segments.
-        return_state: Whether to return the window after the last real token.
+        sequences: The sequences of one row, B = 1, which do not see each other; there is a state
+            for each. ``None``: each row is a sequence.
+        state: The window of an earlier call.
+        return_state: Whether to return the window after the last token.
         shard: This rank's part of sequences that several ranks hold, in place of ``state``.
         impl: ``"cpp"`` (CPUs), ``"torch"``, ``"reference"``, which computes with a dense mask, or
             ``"auto"``. One token after a state is computed in torch.
-        num_sinks: G, first real tokens of each row that are seen outside the window too; not
-            together with segments or ``shard``.
+        num_sinks: G, first tokens of each sequence that are seen outside the window too; not
+            together with ``shard``.
+        slots: For one token of each of B sequences: the row of each in ``state``, which is a pool
+            of states, ``[B]`` integers; -1 for a sequence without a token, whose output is 0. The
+            returned state is the pool.
 
     Returns:
         The output ``[B, H, T, E]`` and the log-sum-exp of the scores, ``[B, H, T, 1]``, both
-        float32 or wider and 0 at padding, the state, and the implementation.
+        float32 or wider and 0 outside of sequences, the state, and the implementation.
     """
     check_size("window", window)
-    assert not num_sinks or (mask.segment_ids is None and shard is None)
-    padding_mask, ids, order = mask.padding, mask.segment_ids, None
+    check_sequences(sequences, slots, q, k)
+    assert not num_sinks or shard is None
+    pool = state
+    if slots is not None:
+        assert state is not None
+        state = WindowState._make(y[slots.clamp(min=0)] for y in state)
     if shard is not None:
-        latest_k, latest_v = latest_before((k, v), shard, window)
-        state = WindowState(latest_k, latest_v, shard.tokens_before(k.shape[0], k.device))
-    if padding_mask is not None:
-        order, padding_mask, ids = padding_last(padding_mask, ids)
-        q, k, v = (gather_tokens(x, order) for x in (q, k, v))
-    call = WindowCall(q, k, v, window, scale, padding_mask, ids, state, num_sinks)
-    chosen, choice = select("causal_window_attention", call, impl)
-    out, lse = chosen.run(call)
-    last = None
-    if return_state:
-        options = call.options(attend_torch)
-        latest_k, latest_v, seen = next_window((k, v), state, options)
-        last = WindowState(latest_k, latest_v, seen)
-    if order is not None and padding_mask is not None:
-        is_padding, back = ~padding_mask[:, None, :, None], order.argsort(1)
-        out, lse = (gather_tokens(x.masked_fill(is_padding, 0), back) for x in (out, lse))
-    return out, lse, last, choice
+        state = shard.states(_state_before_shard(k, v, window, shard), sequences)
+    given = WindowInputs(q, k, v, window, scale, None, state, num_sinks)
+    x, in_rows = given, sequences is not None and (state is not None or num_sinks > 0)
+    if sequences is not None and in_rows:
+        rows = [sequences.to_rows(y) for y in (q, k, v)]
+        x = given._replace(q=rows[0], k=rows[1], v=rows[2])
+    elif sequences is not None:
+        ids = sequences.index(q.shape[2])[None]
+        inside = ids < sequences.count
+        q, k, v = (fill_padding(y, inside) for y in (q, k, v))
+        x = given._replace(q=q, k=k, v=v, ids=ids)
+    chosen, choice = select("causal_window_attention", x, impl)
+    out, lse = chosen.run(x)
+    if sequences is not None and in_rows:
+        out, lse = (sequences.to_row(y, q.shape[2]) for y in (out, lse))
+    elif sequences is not None:
+        lse = fill_padding(lse, inside)
+    after = next_window(given, sequences) if return_state else None
+    if slots is not None:
+        is_none = slots[:, None, None, None] < 0
+        out, lse = out.masked_fill(is_none, 0), lse.masked_fill(is_none, 0)
+        if pool is not None and after is not None:
+            after = WindowState._make(put_slots(pool, slots, after, in_place=False))
+    return out, lse, after, choice
 
 
-def padding_last(
-    padding_mask: Tensor, segment_ids: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the order that moves padding to the end of rows, and the masks in that order."""
-    order = padding_mask.int().argsort(dim=1, descending=True, stable=True)
-    padding_mask = padding_mask.gather(1, order)
-    if segment_ids is not None:
-        ids = segment_ids.gather(1, order)
-        segment_ids = torch.where(padding_mask, ids, (ids * padding_mask).amax(1, keepdim=True))
-    return order, padding_mask, segment_ids
+def _state_before_shard(k: Tensor, v: Tensor, window: int, shard: SequenceShard) -> WindowState:
+    """Return the window before the tokens of a rank's rows."""
+    k, v = shard.rows(k), shard.rows(v)
+    latest_k, latest_v = latest_before((k, v), shard, window)
+    return WindowState(latest_k, latest_v, shard.tokens_before(k.shape[0], k.device))
 
 
 def causal_window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: WindowState | None,
-    x: Window,
-    outside: OutsideSums | None = None,
+    x: WindowInputs, attend: AttendBand, outside: OutsideSums | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return softmax attention to the W latest keys, and its log-sum-exp.
 
-    ``outside`` are sums over earlier keys, if ``x.attend`` adds these.
+    ``outside`` are sums over earlier keys, if ``attend`` adds these.
     """
-    padding_mask, ids, reach = x.padding_mask, x.segment_ids, (x.size - 1, 0)
+    q, k, v, state = x.q, x.k, x.v, x.state
+    if q.shape[2] == 0:
+        x = x._replace(state=None, num_sinks=0)
+        return local_softmax(x, (x.size - 1, 0), attend, outside)
     if x.num_sinks:
-        return _window_and_sinks(q, k, v, state, x, outside)
+        return _window_and_sinks(x, attend, outside)
     if state is None:
-        return local_softmax(q, k, v, reach, x, outside)
+        return local_softmax(x, (x.size - 1, 0), attend, outside)
+    assert x.ids is None
     one_token = q.shape[2] == 1
     first = int(one_token)  # one token does not see the oldest key of the state
     k = torch.cat([state.k[:, :, first:].to(k.dtype), k], 2)
     v = torch.cat([state.v[:, :, first:].to(v.dtype), v], 2)
-    if padding_mask is None:
-        padding_mask = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
-    padding_mask = torch.cat([is_filled(state.seen, x.size)[:, first:], padding_mask], 1)
+    stored = is_filled(state.seen, x.size)[:, first:]
+    seen = F.pad(stored, (0, q.shape[2]), value=True)
     if one_token:
-        return dense_softmax(q, k, v, padding_mask[:, None, None], x.scale)
-    if ids is not None:  # the state belongs to the first segment
-        ids = torch.cat([ids[:, :1].expand(-1, x.size), ids], 1)
-    x = x._replace(padding_mask=padding_mask, segment_ids=ids)
-    attend = attend_dense if is_empty_call(q, k) else x.attend
-    return attend(q, k, v, _options(reach, x), x.size, outside)
+        return dense_softmax(q, k, v, seen[:, None, None], x.scale)
+    options = LocalOptions(Band(x.size - 1, 0, 1), True, x.scale, seen, return_lse=True)
+    return (attend_dense if is_empty_call(q, k) else attend)(q, k, v, options, x.size, outside)
 
 
-def next_window(
-    new: Sequence[Tensor], state: WindowState | None, x: Window, old: Sequence[Tensor] = ()
-) -> tuple[Tensor, ...]:
-    """Return the W latest real tokens of some tensors, and the number of tokens seen, ``[B]``.
+def next_window(x: WindowInputs, sequences: Sequences | None) -> WindowState:
+    """Return the window after a call; ``x`` is in the layout of the call, before rows."""
+
+    def latest(new: Tensor, old: Tensor | None) -> Tensor:
+        of_window = None if old is None else old[:, :, x.num_sinks :]
+        found = latest_tokens(new, x.size, of_window, sequences)
+        if not x.num_sinks:
+            return found
+        before = None if old is None or x.state is None else (old, x.state.seen)
+        return torch.cat([first_tokens(new, x.num_sinks, before, sequences), found], 2)
+
+    old_k, old_v = (None, None) if x.state is None else x.state[:2]
+    seen = tokens_after(x.state, x.k, sequences)
+    return WindowState(latest(x.k, old_k), latest(x.v, old_v), seen)
+
+
+def tokens_after(state: WindowState | None, new: Tensor, sequences: Sequences | None) -> Tensor:
+    """Return the number of tokens of each sequence after a call, ``[R]`` int64."""
+    if sequences is None:
+        count = torch.full((new.shape[0],), new.shape[2], device=new.device)
+    else:
+        count = sequences.lengths.clone()  # a step may overwrite it
+    return count if state is None else state.seen + count
+
+
+def latest_tokens(
+    new: Tensor, count: int, old: Tensor | None, sequences: Sequences | None
+) -> Tensor:
+    """Return the latest tokens of each sequence, the newest last; zeros if there are fewer.
 
     Args:
-        new: Keys, values and others of this call, ``[B, Hkv, T, X]`` each.
-        state: The window before this call.
-        x: Options of the call.
-        old: The others before this call, ``[B, Hkv, W, X]`` each.
+        new: ``[B, Hkv, T, X]``.
+        count: Tokens to return.
+        old: Those before the call, ``[R, Hkv, count, X]``; ``None``: zeros.
+        sequences: Those of ``new``, if it is one row.
+
+    Returns:
+        ``[R, Hkv, count, X]``.
     """
-    length = new[0].shape[2]
-    if state is None:
-        tokens = [F.pad(y, (0, 0, x.size, 0)) for y in new]
-        seen = torch.zeros(len(new[0]), dtype=torch.long, device=new[0].device)
-    else:
-        latest_of_state = (y[:, :, x.num_sinks :] for y in (state.k, state.v))
-        before = (*latest_of_state, *old)
-        tokens = [torch.cat([a.to(b.dtype), b], 2) for a, b in zip(before, new, strict=True)]
-        seen = state.seen
-    if x.padding_mask is None:
-        latest = [y[:, :, length:].clone() for y in tokens]
-        count = torch.full_like(seen, length)
-    else:
-        count = x.padding_mask.sum(1)
-        index = count[:, None] + torch.arange(x.size, device=seen.device)
-        latest = [gather_tokens(y, index) for y in tokens]
-    if x.segment_ids is not None:  # the next token belongs to the last segment
-        in_last = x.segment_ids == x.segment_ids[:, -1:]
-        count = (in_last if x.padding_mask is None else in_last & x.padding_mask).sum(1)
-    if x.num_sinks:
-        for i, sinks in enumerate(next_sinks(new[:2], state, seen, count, x.num_sinks)):
-            latest[i] = torch.cat([sinks, latest[i]], 2)
-    return *latest, seen + count
+    if sequences is None:
+        length = new.shape[2]
+        if old is None and torch.compiler.is_compiling():
+            return F.pad(new, (0, 0, count, 0))[:, :, length:]
+        if old is None:
+            return F.pad(new[:, :, max(length - count, 0) :], (0, 0, max(count - length, 0), 0))
+        if torch.compiler.is_compiling():  # a minimum of lengths would limit an exported program
+            return torch.cat([old.to(new.dtype), new], 2)[:, :, length:]
+        kept = old[:, :, min(length, count) :].to(new.dtype)
+        return torch.cat([kept, new[:, :, max(length - count, 0) :]], 2)
+    place = sequences.lengths[:, None] - count + torch.arange(count, device=new.device)
+    latest = _tokens_at(new, sequences.starts[:, None] + place, place >= 0)
+    if old is None:
+        return latest
+    index = (place + count).clamp(0, count - 1)
+    kept = gather_tokens(old.to(new.dtype), index)
+    return torch.where((place >= 0)[:, None, :, None], latest, kept)
 
 
-def next_sinks(
-    new: Sequence[Tensor], state: WindowState | None, seen: Tensor, count: Tensor, num_sinks: int
-) -> list[Tensor]:
-    """Return keys and values of the first tokens after a call, ``[B, Hkv, G, X]`` each."""
-    place = torch.arange(num_sinks, device=seen.device)
-    index = place - seen[:, None]  # of the first tokens among the new ones
-    is_new = ((index >= 0) & (index < count[:, None]))[:, None, :, None]
-    length = new[0].shape[2]
-    made = []
-    for i, y in enumerate(new):
-        old = y.new_zeros(*y.shape[:2], num_sinks, y.shape[3])
-        if state is not None:
-            old = state[i][:, :, :num_sinks].to(y.dtype)
-        fresh = gather_tokens(y, index.clamp(0, length - 1)) if length else old
-        made.append(torch.where(is_new, fresh, old))
-    return made
+def first_tokens(
+    new: Tensor,
+    count: int,
+    before: tuple[Tensor, Tensor] | None,
+    sequences: Sequences | None,
+) -> Tensor:
+    """Return the first tokens of each sequence after a call; zeros if there are fewer.
+
+    Args:
+        new: ``[B, Hkv, T, X]``.
+        count: G.
+        before: Tokens before the call, of which the first G are those, and how many tokens there
+            were, ``[R]``.
+        sequences: Those of ``new``, if it is one row.
+
+    Returns:
+        ``[R, Hkv, G, X]``.
+    """
+    place = torch.arange(count, device=new.device)
+    if before is None and sequences is None:
+        return F.pad(new[:, :, :count], (0, 0, 0, max(count - new.shape[2], 0)))
+    if sequences is None:
+        steps = torch.arange(new.shape[0], device=new.device) * new.shape[2]
+        lengths = torch.full_like(steps, new.shape[2])
+        new = new.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2)
+    else:
+        steps, lengths = sequences.starts, sequences.lengths
+    index = place if before is None else place - before[1][:, None]
+    is_new = (index >= 0) & (index < lengths[:, None])
+    first = _tokens_at(new, steps[:, None] + index, is_new)
+    if before is None:
+        return first
+    return torch.where(is_new[:, None, :, None], first, before[0][:, :, :count].to(new.dtype))
+
+
+def _tokens_at(row: Tensor, index: Tensor, where: Tensor) -> Tensor:
+    """Return tokens ``[R, C]`` of one row ``[1, Hkv, N, X]`` as rows; zeros where not true."""
+    tokens = row.squeeze(0).transpose(0, 1)
+    found = take(tokens, index.flatten(), where.expand_as(index).flatten())
+    return found.view(*index.shape, *tokens.shape[1:]).transpose(1, 2)
 
 
 def _window_and_sinks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: WindowState | None,
-    x: Window,
-    outside: OutsideSums | None,
+    x: WindowInputs, attend: AttendBand, outside: OutsideSums | None
 ) -> tuple[Tensor, Tensor]:
     """Return softmax attention to the first tokens and the W latest keys.
 
     The band leaves the first tokens out, so that none is counted twice.
     """
-    length, size, offset = q.shape[2], x.num_sinks, 0
-    real = x.padding_mask
+    q, k, v, state, size = x.q, x.k, x.v, x.state, x.num_sinks
+    assert x.ids is None
+    offset, real = 0, None
     if state is not None:
         k, v = (torch.cat([a.to(b.dtype), b], 2) for a, b in ((state.k, k), (state.v, v)))
-        if real is None:
-            real = torch.ones(q.shape[0], length, dtype=torch.bool, device=q.device)
         place = torch.arange(size + x.size, device=q.device)
         rank = torch.where(place < size, place, state.seen[:, None] + place - (size + x.size))
         stored = torch.where(place < size, rank < state.seen[:, None], rank >= size)
-        real, offset = torch.cat([stored, real], 1), size + x.size
+        real, offset = F.pad(stored, (0, q.shape[2]), value=True), size + x.size
     sinks = split_sinks(AttentionMask(padding=real, num_sinks=size), k.shape[2], q.device)
     reach = min(x.size, k.shape[2]) - 1
     options = LocalOptions(
@@ -265,8 +296,8 @@ def _window_and_sinks(
         GlobalIndices(*(y.expand(q.shape[0], -1) for y in sinks.indices)),
         return_lse=True,
     )
-    dense = is_empty_call(q, k) or (state is not None and length == 1)
-    return (attend_dense if dense else x.attend)(q, k, v, options, offset, outside)
+    dense = is_empty_call(q, k) or (state is not None and q.shape[2] == 1)
+    return (attend_dense if dense else attend)(q, k, v, options, offset, outside)
 
 
 def _dense_mask(sinks: SinkKeys, reach: int, queries: int, offset: int) -> Tensor:
@@ -286,29 +317,20 @@ def is_filled(seen: Tensor, size: int) -> Tensor:
 
 
 def local_softmax(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    x: WindowInputs,
     reach: tuple[int, int],
-    x: Window,
+    attend: AttendBand,
     outside: OutsideSums | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return softmax attention to ``reach`` keys on either side, and its log-sum-exp."""
-    length = q.shape[2]
+    assert x.state is None
+    length = x.q.shape[2]
     reach = (min(reach[0], length - 1), min(reach[1], length - 1))
-    attend = attend_dense if is_empty_call(q, k) else x.attend
-    return attend(q, k, v, _options(reach, x), 0, outside)
-
-
-def _options(reach: tuple[int, int], x: Window) -> LocalOptions:
-    return LocalOptions(
-        Band(*reach, 1),
-        reach[1] == 0,
-        x.scale,
-        x.padding_mask,
-        segment_ids=x.segment_ids,
-        return_lse=True,
+    options = LocalOptions(
+        Band(*reach, 1), reach[1] == 0, x.scale, segment_ids=x.ids, return_lse=True
     )
+    attend = attend_dense if is_empty_call(x.q, x.k) else attend
+    return attend(x.q, x.k, x.v, options, 0, outside)
 
 
 def dense_softmax(
@@ -385,28 +407,24 @@ def attend_dense(
     return dense_softmax(q, k, v, seen, options.scale)
 
 
-def _run(x: WindowCall, attend: AttendBand) -> tuple[Tensor, Tensor]:
-    return causal_window(x.q, x.k, x.v, x.state, x.options(attend))
-
-
 register_implementation(
     Implementation(
         op="causal_window_attention",
         name="cpp",
         devices=("cpu",),
-        run=partial(_run, attend=band_attention_cpp),
+        run=partial(causal_window, attend=band_attention_cpp),
         reasons=lambda call: band_cpp_reasons(),
         automatic="compiled for this CPU",
     ),
     Implementation(
         op="causal_window_attention",
         name="torch",
-        run=partial(_run, attend=attend_torch),
+        run=partial(causal_window, attend=attend_torch),
         automatic="runs on every device",
     ),
     Implementation(
         op="causal_window_attention",
         name="reference",
-        run=partial(_run, attend=attend_dense),
+        run=partial(causal_window, attend=attend_dense),
     ),
 )

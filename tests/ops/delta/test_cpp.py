@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import DeltaState
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.delta.api import delta_attention, recurrent_delta_attention
 from attnzoo.ops.delta.cpu.delta import DELTA, SPAN, delta_cpp, delta_cpp_backward
 from attnzoo.runtime import cpp
 from tests.helpers import nan_surrounded
+from tests.ops.delta.ragged import each_alone, make_sequences, nan_outside, row_length
 
 REASON = cpp.unavailable_reason(DELTA)
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -32,27 +32,18 @@ def make(shape, decay="none", dtype=torch.float64, strength=1.0):
     return q, k, v, beta, log_decay.get(decay, gate), kv
 
 
-def make_ids(batch, tokens):
-    """Return ids of segments that end inside and at the end of chunks and spans."""
-    ids = torch.zeros(batch, tokens, dtype=torch.long)
-    for border in (1, 2, 15, 16, 33, 64, 69, 127, 128, 140):
-        ids[:, border:] += 1
-    return ids
-
-
-def run(q, k, v, beta, log_decay, kv, ids=None, **options):
+def run(q, k, v, beta, log_decay, kv, **options):
     """Return the output and the state."""
-    mask = AttentionMask(causal=True, segment_ids=ids)
-    options = {"impl": "cpp", "scale": 0.7, "mask": mask, "return_state": True} | options
+    options = {"impl": "cpp", "scale": 0.7, "return_state": True} | options
     state = None if kv is None else DeltaState(kv)
     out, state, *_ = delta_attention(q, k, v, beta, log_decay=log_decay, state=state, **options)
     return out, *state
 
 
-def gradients(inputs, d_results, ids=None, **options):
+def gradients(inputs, d_results, **options):
     """Return the results, and the gradients of all inputs."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
-    results = run(*leaves, ids, **options)
+    results = run(*leaves, **options)
     given = [x for x in leaves if x is not None]
     d_results = [d.to(x.dtype) for d, x in zip(d_results, results, strict=True)]
     return results, torch.autograd.grad(results, given, d_results)
@@ -71,12 +62,66 @@ SHAPES = [  # batch, heads, key heads, tokens, D, E: chunks are of 16, spans of 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_the_recurrence(shape, decay):
     inputs = make(shape, decay)
-    for ids in (None, make_ids(shape[0], shape[3])):
-        d_results = [torch.randn_like(x) for x in run(*inputs, ids)]
-        exact = gradients(inputs, d_results, ids, impl="reference")
-        ours = gradients(inputs, d_results, ids)
-        assert_close(ours[0], exact[0], atol=1e-11, rtol=1e-11)
-        assert_close(ours[1], exact[1], atol=1e-10, rtol=1e-10)
+    d_results = [torch.randn_like(x) for x in run(*inputs)]
+    exact = gradients(inputs, d_results, impl="reference")
+    ours = gradients(inputs, d_results)
+    assert_close(ours[0], exact[0], atol=1e-11, rtol=1e-11)
+    assert_close(ours[1], exact[1], atol=1e-10, rtol=1e-10)
+
+
+LENGTHS = [0, 1, 15, 16, 17, 0, 2, 127, 128, 129, 0, 0, 300, 5]  # around chunks and spans
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("sizes", [(20, 40), (16, 144)], ids=str)  # 144: panels of two widths
+def test_sequences_equal_each_alone(sizes, decay):
+    """The oracle is the recurrence in float64. The kernel has equal bits for each alone."""
+    sequences = make_sequences(LENGTHS)
+    *inputs, _ = make((1, 2, 1, row_length(sequences), *sizes), decay)
+    inputs = [nan_outside(x, sequences) for x in inputs]
+    states = torch.randn(len(LENGTHS), 1, *sizes, dtype=torch.float64)
+    for kv in (states, None):
+        leaves = [None if x is None else x.detach().requires_grad_() for x in (*inputs, kv)]
+        given, results = [x for x in leaves if x is not None], []
+        for impl in ("cpp", "reference"):
+            results.append(
+                each_alone(
+                    lambda *x, impl=impl: run(*x, impl=impl), leaves[:5], leaves[5], sequences
+                )
+            )
+        results.append(run(*leaves, sequences=sequences))
+        alone, exact, ours = results
+        assert_close(ours, exact, atol=1e-10, rtol=1e-10)
+        assert all(map(torch.equal, ours, alone))
+        d_results = [torch.randn_like(x) for x in ours]
+        grads = [torch.autograd.grad(found, given, d_results) for found in (ours, exact)]
+        assert_close(*grads, atol=1e-9, rtol=1e-9)
+
+
+def test_a_nan_stays_in_its_sequence():
+    """Short sequences share buffers."""
+    sequences = make_sequences([20, 3, 17, 5])
+    *inputs, _ = make((1, 2, 1, row_length(sequences), 16, 16), "token", torch.float32)
+    inputs[2][:, :, : int(sequences.ends[0])] = torch.nan
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, kv = run(*leaves, None, sequences=sequences)
+    rest = int(sequences.starts[1])
+    grads = torch.autograd.grad(out[:, :, rest:].sum() + kv[1:].sum(), leaves)
+    assert out[:, :, rest:].isfinite().all()
+    assert kv[1:].isfinite().all()
+    assert all(x[:, :, rest:].isfinite().all() for x in grads)
+
+
+def test_the_state_is_returned_only_on_request():
+    inputs = make((2, 2, 1, 150, 16, 16), "token")
+    exact = gradients(inputs, [torch.ones(2, 2, 150, 16), torch.zeros(2, 1, 16, 16)])[1]
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    found = delta_attention(
+        *leaves[:4], log_decay=leaves[4], state=DeltaState(leaves[5]), impl="cpp", scale=0.7
+    )
+    assert found.state is None
+    ours = torch.autograd.grad(found.out.sum(), leaves)
+    assert all(map(torch.equal, ours, exact))
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 16])
@@ -88,13 +133,14 @@ def test_any_chunk_size(chunk_size):
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_gradcheck(decay):
-    inputs = [x for x in make((1, 4, 2, 19, 5, 3), decay) if x is not None]
-    ids = make_ids(1, 19)
+    sequences = make_sequences([1, 0, 17, 2])
+    *inputs, _ = make((1, 4, 2, row_length(sequences), 5, 3), decay)
+    inputs = [x for x in (*inputs, torch.randn(4, 2, 5, 3, dtype=torch.float64)) if x is not None]
 
     def call(*given):
         *inputs, kv = given
         inputs = [*inputs, None] if decay == "none" else inputs
-        return run(*inputs, kv, ids)
+        return run(*inputs, kv, sequences=sequences)
 
     assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in inputs], fast_mode=True)
 
@@ -181,18 +227,6 @@ def test_results_do_not_depend_on_the_number_of_threads(decay, value_size, heads
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-def test_packed_segments_do_not_see_each_other():
-    inputs = make((1, 2, 1, 40, 16, 16), "token", torch.float32)
-    ids = torch.zeros(1, 40, dtype=torch.long)
-    ids[:, 20:] = 1
-    inputs[2][:, :, :20] = torch.nan
-    out, state = run(*inputs, ids)
-    assert out[:, :, 20:].isfinite().all()
-    assert state.isfinite().all()
-    second = [x[:, :, 20:] for x in inputs[:5]]
-    assert_close((out[:, :, 20:], state), run(*second, None))
-
-
 def test_decoding_equals_one_pass():
     inputs = make((2, 4, 2, 20, 16, 24), "channel")
     one_pass = run(*inputs)
@@ -216,15 +250,18 @@ def test_results_do_not_depend_on_strides():
 
 
 def test_operators_pass_opcheck():
-    q, k, v, beta, log_decay, kv = make((1, 2, 1, 20, 16, 16), "channel")
+    tokens = 140
+    q, k, v, beta, log_decay, kv = make((1, 2, 1, tokens, 16, 16), "channel")
     inputs = [x.requires_grad_() for x in (q, k, v, beta, log_decay, kv)]
     for keep in (False, True):  # if False, there is no backward pass
         given = inputs if keep else [x.detach() for x in inputs]
-        torch.library.opcheck(delta_cpp, (*given, None, 0.7, 16, keep))
-    kept = delta_cpp(*inputs, None, 0.7, 16, True)[2].detach()
-    assert kept.shape == (1, 1, -(-20 // SPAN), 16, 16)
+        torch.library.opcheck(delta_cpp, (*given, None, None, 0.7, 16, True, keep))
+    bounds = torch.tensor([0, 5]), torch.tensor([5, tokens - 5])
+    torch.library.opcheck(delta_cpp, (*inputs[:5], None, *bounds, 0.7, 16, False, True))
+    kept = delta_cpp(*inputs, None, None, 0.7, 16, True, True)[2].detach()
+    assert kept.shape == (1, (tokens - 1) // SPAN, 1, 16, 16)
     given = [x.detach() for x in inputs]
-    arguments = (torch.randn(1, 2, 20, 16).double(), None, *given, None, kept, 0.7, 16)
+    arguments = (torch.randn(1, 2, tokens, 16).double(), None, *given, None, None, kept, 0.7, 16)
     torch.library.opcheck(delta_cpp_backward, arguments)
 
 

@@ -8,12 +8,12 @@ from itertools import product
 import pytest
 import torch
 
-from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import DeltaState
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.delta.api import delta_attention, recurrent_delta_attention
 from attnzoo.ops.delta.chunk import delta_chunk, delta_chunk_backward
 from tests.helpers import assert_within, gradients, in_form, nan_padded
+from tests.ops.delta.ragged import each_alone, make_sequences, nan_outside, outside, row_length
 
 DECAYS = ("none", "head", "token", "channel")
 FORMS = ("parallel", "recurrent", "chunk")
@@ -21,7 +21,7 @@ FORMS_AND_IMPLS = [*product(FORMS, ("torch",)), ("chunk", "reference")]
 B, HKV, D, E = 2, 2, 5, 3  # odd sizes, and keys and values of different size
 
 
-def formula(q, k, v, beta, log_decay=None, state=None, segment_ids=None, padding=None):
+def formula(q, k, v, beta, log_decay=None, state=None):
     """Compute S_t = (I - b k k^T) Diag(a) S_{t-1} + b k v^T and o_t = q S_t in float64."""
     q, k, v, beta = (x.double() for x in (q, k, v, beta))
     batch, heads, length, size = k.shape
@@ -32,40 +32,35 @@ def formula(q, k, v, beta, log_decay=None, state=None, segment_ids=None, padding
     q = q.unflatten(1, (heads, -1))
     outs = []
     for t in range(length):
-        if segment_ids is not None and t > 0:
-            s = s * (segment_ids[:, t] == segment_ids[:, t - 1])[:, None, None, None]
         key, b = k[:, :, t, :, None], beta[:, :, t, None, None]
-        new_s = gate[:, :, t].exp().unsqueeze(-1) * s
-        new_s = new_s + b * key * (v[:, :, t, None] - (key * new_s).sum(2, keepdim=True))
-        out = (q[:, :, :, t].unsqueeze(-1) * new_s.unsqueeze(2)).sum(3)
-        if padding is not None:
-            not_padding = padding[:, t, None, None, None]
-            new_s, out = torch.where(not_padding, new_s, s), torch.where(not_padding, out, 0)
-        s = new_s
-        outs.append(out.flatten(1, 2))
-    out = torch.stack(outs, 2) if outs else q.new_zeros(batch, q.shape[1] * q.shape[2], 0, 1)
+        s = gate[:, :, t].exp().unsqueeze(-1) * s
+        s = s + b * key * (v[:, :, t, None] - (key * s).sum(2, keepdim=True))
+        outs.append((q[:, :, :, t].unsqueeze(-1) * s.unsqueeze(2)).sum(3).flatten(1, 2))
+    empty = q.new_zeros(batch, q.shape[1] * q.shape[2], 0, v.shape[3])
+    out = torch.stack(outs, 2) if outs else empty
     return out, s
 
 
-def make(length, decay="none", groups=1, dtype=torch.float64, strength=1.0, grad=False, d=D, e=E):
+def make(
+    length, decay="none", groups=1, dtype=torch.float64, strength=1.0, grad=False, d=D, e=E, b=B
+):
     """Return q, k (of norm 1), v, beta in (0, 2) and a log decay of the given kind."""
-    q, k = torch.randn(B, HKV * groups, length, d), torch.randn(B, HKV, length, d)
+    q, k = torch.randn(b, HKV * groups, length, d), torch.randn(b, HKV, length, d)
     k = torch.nn.functional.normalize(k.double(), dim=-1)
-    v, beta = torch.randn(B, HKV, length, e), 2 * torch.rand(B, HKV, length)
-    shape = {"head": (HKV,), "token": (B, HKV, length), "channel": (B, HKV, length, d)}.get(decay)
+    v, beta = torch.randn(b, HKV, length, e), 2 * torch.rand(b, HKV, length)
+    shape = {"head": (HKV,), "token": (b, HKV, length), "channel": (b, HKV, length, d)}.get(decay)
     inputs = (q, k, v, beta, None if shape is None else -strength * torch.rand(shape))
     return [x if x is None else x.to(dtype).requires_grad_(grad) for x in inputs]
 
 
-def make_state(dtype=torch.float64, grad=False):
-    return DeltaState(torch.randn(B, HKV, D, E, dtype=dtype).requires_grad_(grad))
+def make_state(dtype=torch.float64, grad=False, b=B):
+    return DeltaState(torch.randn(b, HKV, D, E, dtype=dtype).requires_grad_(grad))
 
 
-def run(q, k, v, beta, log_decay, segment_ids=None, padding=None, form="chunk", **options):
+def run(q, k, v, beta, log_decay, form="chunk", **options):
     """Return output and state as one flat tuple."""
     attend = in_form(form, delta_attention, recurrent_delta_attention)
-    mask = AttentionMask(causal=True, segment_ids=segment_ids, padding=padding)
-    options = {"mask": mask, "log_decay": log_decay, "return_state": True} | options
+    options = {"log_decay": log_decay, "return_state": True} | options
     out, state, *_ = attend(q, k, v, beta, **options)
     return out, *state
 
@@ -87,12 +82,11 @@ def test_equals_formula(form, impl, decay, length):
 @pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_gradients_equal_those_of_the_formula(form, impl, decay):
-    for groups, packed in ((1, False), (3, True)):
+    for groups in (1, 3):
         inputs, state = make(21, decay, groups, grad=True), make_state(grad=True)
-        ids = torch.tensor([[0] * 9 + [1] * 7 + [4] * 5, [2] * 20 + [3]]) if packed else None
         leaves = [*inputs, *state]
-        ours = run(*inputs, state=state, form=form, impl=impl, chunk_size=8, segment_ids=ids)
-        exact = formula(*inputs, state, segment_ids=ids)
+        ours = run(*inputs, state=state, form=form, impl=impl, chunk_size=8)
+        exact = formula(*inputs, state)
         torch.testing.assert_close(ours, exact, rtol=1e-11, atol=1e-11)
         ours, exact = gradients(ours, leaves), gradients(exact, leaves)
         torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
@@ -110,14 +104,15 @@ def test_any_chunk_size(decay, chunk_size):
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_gradcheck(decay):
-    inputs, state = make(5, decay, groups=2, grad=True), make_state(grad=True)
-    ids = torch.tensor([[0, 0, 1, 1, 1], [0] * 5])
+    sequences = make_sequences([2, 0, 3])
+    inputs = make(row_length(sequences), decay, groups=2, grad=True, b=1)
+    state = make_state(grad=True, b=3)
     given = [*(x for x in inputs if x is not None), *state]
 
     def call(*given):
         *inputs, kv = given
         inputs = [*inputs, None] if decay == "none" else inputs
-        options = {"segment_ids": ids, "chunk_size": 2, "scale": 0.7, "normalize_qk": True}
+        options = {"sequences": sequences, "chunk_size": 2, "scale": 0.7, "normalize_qk": True}
         return run(*inputs, state=DeltaState(kv), **options)
 
     assert torch.autograd.gradcheck(call, given, fast_mode=True)
@@ -155,19 +150,97 @@ def test_equals_flash_linear_attention(naive):
     torch.testing.assert_close(ours, (out.transpose(1, 2), kv), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
+# -- sequences -------------------------------------------------------------------------------------
+
+
+LENGTHS = [0, 1, 7, 8, 0, 9, 21, 0]  # around one chunk of 8
+
+
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
+@pytest.mark.parametrize(("form", "impl"), [*FORMS_AND_IMPLS, ("chunk", "cpp")])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_padding_does_not_change_the_state_and_gives_zeros(form, impl, decay):
-    padding = torch.ones(B, 12, dtype=torch.bool)
-    padding[0, :3] = padding[1, 4:6] = padding[1, 11:] = False
-    inputs, state = make(12, decay, groups=2), make_state()
-    exact = formula(*inputs, state, padding=padding)
-    for x in inputs[:5]:
-        if x is not None and x.dim() > 1:
-            x.transpose(1, 2)[~padding] = torch.nan
-    options = {"normalize_qk": False, "form": form, "impl": impl, "chunk_size": 8}
-    ours = run(*inputs, state=state, padding=padding, **options)
+def test_sequences_equal_each_alone(form, impl, decay, normalize):
+    """Outputs, states and gradients; other tokens are NaN, and their results zeros."""
+    sequences = make_sequences(LENGTHS)
+    tokens, count = row_length(sequences), len(LENGTHS)
+    inputs = [nan_outside(x, sequences) for x in make(tokens, decay, groups=2, b=1)]
+    inputs = [x if x is None else x.requires_grad_() for x in inputs]
+    options = {"form": form, "impl": impl, "chunk_size": 8, "normalize_qk": normalize}
+    for state in (make_state(b=count, grad=True), None):
+        leaves = [*inputs, *(state or ())]
+        ours = run(*inputs, state=state, sequences=sequences, **options)
+
+        def alone(*given):
+            *given, kv = given
+            if normalize:
+                given[:2] = (x * (x.square().sum(-1, True) + 1e-6).rsqrt() for x in given[:2])
+            return formula(*given, None if kv is None else DeltaState(kv))
+
+        exact = each_alone(alone, inputs, None if state is None else state.kv, sequences)
+        torch.testing.assert_close(ours, exact, rtol=1e-11, atol=1e-11)
+        grads = gradients(ours, leaves)
+        torch.testing.assert_close(grads, gradients(exact, leaves), rtol=1e-10, atol=1e-10)
+        nowhere = outside(sequences, tokens)
+        assert not ours[0][:, :, nowhere].any()
+        assert not any(x[:, :, nowhere].any() for x in grads if x.dim() > 2 and len(x) == 1)
+
+
+def test_sequences_without_a_token_keep_their_states():
+    sequences = make_sequences([0, 0])
+    inputs, state = make(5, groups=2, b=1), make_state(b=2)
+    for form, impl in (*FORMS_AND_IMPLS, ("chunk", "cpp")):
+        out, kv = run(*inputs, state=state, sequences=sequences, form=form, impl=impl)
+        assert torch.equal(kv, state.kv)
+        assert out.shape == (1, 2 * HKV, 5, E)
+        assert not out.any()
+
+
+SLOTS = torch.tensor([4, -1, 0, 2])
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("impl", ["torch", "cpp", "reference"])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_slots_read_and_write_rows_of_a_pool(impl, decay, reuse):
+    inputs, pool = make(1, decay, groups=2, b=4), make_state(b=6)
+    for x in inputs:
+        if x is not None and x.dim() > 2:
+            x[1] = torch.nan
+    before = pool.kv.clone()
+    exact = formula(*inputs, DeltaState(pool.kv[SLOTS]))
+    options = {"impl": impl, "normalize_qk": False, "reuse_state": reuse}
+    with torch.no_grad():
+        out, kv = run(*inputs, state=pool, slots=SLOTS, **options)
+    rows = SLOTS >= 0
+    torch.testing.assert_close(out[rows], exact[0][rows], rtol=1e-11, atol=1e-11)
+    assert not out[1].any()
+    expected = before.index_copy(0, SLOTS[rows], exact[1][rows])
+    torch.testing.assert_close(kv, expected, rtol=1e-11, atol=1e-11)
+    assert torch.equal(kv[[1, 3, 5]], before[[1, 3, 5]])
+    assert torch.equal(pool.kv, kv if reuse else before)
+
+
+def test_slots_have_gradients():
+    inputs, pool = make(1, "token", b=4, grad=True), make_state(b=6, grad=True)
+    results = []
+    for impl in ("torch", "cpp"):
+        found = run(*inputs, state=pool, slots=SLOTS, impl=impl)
+        results.append(gradients(found, [*inputs, *pool]))
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("impl", ["torch", "cpp"])
+def test_a_step_overwrites_the_state_only_if_it_may(impl):
+    inputs, state = make(1, "token"), make_state()
+    before = state.kv.clone()
+    exact = formula(*inputs, state)
+    with torch.no_grad():
+        ours = run(*inputs, state=state, impl=impl)
+        assert torch.equal(state.kv, before)
+        reused = run(*inputs, state=state, impl=impl, reuse_state=True)
     torch.testing.assert_close(ours, exact, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(reused, exact, rtol=1e-11, atol=1e-11)
+    assert reused[1].data_ptr() == state.kv.data_ptr()
 
 
 # -- precision -------------------------------------------------------------------------------------
@@ -381,10 +454,10 @@ def test_operators_pass_opcheck():
         q, k, v, beta, g = make(9, decay, groups=2, grad=True)
         kv = make_state(grad=True).kv
         options = {"test_utils": ("test_schema", "test_faketensor", "test_aot_dispatch_static")}
-        torch.library.opcheck(delta_chunk, (q, k, v, beta, g, kv, None, 0.5, 4, True), **options)
+        torch.library.opcheck(delta_chunk, (q, k, v, beta, g, kv, 0.5, 4, True), **options)
         with torch.no_grad():
-            out, last, errors = delta_chunk(q, k, v, beta, g, kv, None, 0.5, 4, True)
-        arguments = (out, last, q, k, beta, g, kv, None, errors, 0.5, 4, g is not None)
+            out, last, errors = delta_chunk(q, k, v, beta, g, kv, 0.5, 4, True)
+        arguments = (out, last, q, k, beta, g, kv, errors, 0.5, 4, g is not None)
         arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
         options = {"test_utils": ("test_schema", "test_faketensor")}
         torch.library.opcheck(delta_chunk_backward, tuple(arguments), **options)
@@ -401,7 +474,9 @@ def test_operators_pass_opcheck():
         ({"log_decay": -torch.rand(B, 7)}, "log_decay must be"),
         ({"state": DeltaState(torch.zeros(B, HKV, D, D))}, "state.kv must be"),
         ({"state": DeltaState(torch.zeros(B, HKV, D, E).half())}, "do not convert a state"),
-        ({"mask": AttentionMask()}, "delta_attention is causal"),
+        ({"slots": torch.zeros(3)}, "slots must be"),
+        ({"slots": torch.zeros(B, dtype=torch.long)}, "one token of each row, got 7 tokens"),
+        ({"sequences": make_sequences([3, 4])}, "sequences are of one row, got 2 rows"),
         ({"impl": "trition"}, "has no impl 'trition'"),
         ({"chunk_size": 0}, "chunk_size must be an integer"),
         ({"q": torch.rand(B, HKV, 3, D)}, "3 queries and 7 keys"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attnzoo.contract.config import Geometry
+from attnzoo.contract.states import DeltaState
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.delta.api import delta_attention
 from attnzoo.ops.delta.triton import check as check_triton
@@ -16,10 +17,11 @@ from attnzoo.ops.delta.triton import launch
 from attnzoo.ops.delta.triton import run as module
 from attnzoo.ops.delta.triton.check import DeltaCase, Inputs, results, wrong_results
 from attnzoo.ops.delta.triton.custom_op import delta_triton
-from attnzoo.ops.delta.triton.step import delta_triton_step
+from attnzoo.ops.delta.triton.step import delta_triton_step, delta_triton_step_
 from attnzoo.registry import build_backend
 from tests.helpers import change_implementation
 from tests.kernel_device import kernel_device
+from tests.ops.delta.ragged import each_alone, make_sequences, nan_outside, outside, row_length
 
 DEVICE = kernel_device()
 DECAYS = ("none", "scalar", "vector")
@@ -27,17 +29,63 @@ SMALL = DeltaCase(decay="none", d=12, e=24, B=1, Hkv=1, T=37, dtype=torch.float3
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_packed_and_padded_calls_match_reference_in_float64(decay):
+def test_sequences_match_reference_in_float64(decay):
     """Outputs, states and all gradients; some log decays are minus infinity."""
-    case = replace(SMALL, decay=decay, groups=2, masked=True, strong_gates=True)
+    case = replace(SMALL, decay=decay, groups=2, ragged=True, strong_gates=True)
     assert list(wrong_results(case, DEVICE)) == []
+    assert list(wrong_results(replace(case, T=180), DEVICE)) == []
+
+
+@pytest.mark.parametrize("decay", ["none", "scalar"])
+def test_sequences_equal_each_alone(decay):
+    """Without states before and after; other tokens are NaN, and their results zeros."""
+    sequences = make_sequences([0, 1, 31, 32, 0, 33, 70, 0], DEVICE)  # around chunks
+    x = Inputs(replace(SMALL, decay=decay, T=row_length(sequences), groups=2), DEVICE)
+    inputs = [x.tensors[i] for i in (0, 1, 2, 3, 5)]
+    inputs = [nan_outside(y, sequences) for y in inputs]
+    leaves = [None if y is None else y.requires_grad_() for y in inputs]
+    given = [y for y in leaves if y is not None]
+
+    def run(*args, sequences=None):
+        *args, log_decay, _ = args
+        options = {"log_decay": log_decay, "impl": "triton", "sequences": sequences}
+        return delta_attention(*args, **options).out, x.tensors[0].new_zeros(1)
+
+    weights, found = x.weights[0], []
+    alone, _ = each_alone(run, leaves, None, sequences)
+    ours, _ = run(*leaves, None, sequences=sequences)
+    for out in (ours, alone):
+        found.append((out, *torch.autograd.grad((out * weights).sum(), given)))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    nowhere = outside(sequences, ours.shape[2])
+    assert not any(y[:, :, nowhere].any() for y in found[0])
 
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_one_token_matches_reference_in_float64(decay):
     for dtype in (torch.float32, torch.bfloat16):
-        case = replace(SMALL, decay=decay, T=1, groups=2, Hkv=2, dtype=dtype)
-        assert list(wrong_results(case, DEVICE)) == []
+        case = replace(SMALL, decay=decay, T=1, groups=2, B=3, Hkv=2, dtype=dtype)
+        for ragged in (False, True):
+            assert list(wrong_results(replace(case, ragged=ragged), DEVICE)) == []
+
+
+@pytest.mark.parametrize("slots", [None, [2, -1, 0]], ids=["rows", "slots"])
+def test_a_step_may_overwrite_the_state(slots):
+    x = Inputs(replace(SMALL, T=1, B=3, decay="scalar"), DEVICE)
+    q, k, v, beta, kv, log_decay = x.tensors
+    slots = None if slots is None else torch.tensor(slots, device=DEVICE)
+    options = {"log_decay": log_decay, "impl": "triton", "return_state": True, "slots": slots}
+    pool, before = DeltaState(kv.contiguous()), kv.clone()
+    with torch.no_grad():
+        exact = delta_attention(q, k, v, beta, state=pool, **options)
+        assert torch.equal(pool.kv, before)
+        found = delta_attention(q, k, v, beta, state=pool, reuse_state=True, **options)
+    assert torch.equal(found.out, exact.out)
+    assert torch.equal(pool.kv, exact.state.kv)
+    assert found.state.kv.data_ptr() == pool.kv.data_ptr()
+    if slots is not None:
+        assert torch.equal(pool.kv[1], before[1])
+        assert not torch.equal(pool.kv[0], before[0])
 
 
 def test_a_small_scale_does_not_overflow_float16():
@@ -103,9 +151,13 @@ def test_operators_pass_opcheck():
     rows = [torch.randn(1, heads, 2, 16).to(DEVICE).requires_grad_() for heads in (2, 1, 1)]
     beta, gates = torch.rand(1, 1, 2).to(DEVICE), -torch.rand(1, 1, 2).to(DEVICE)
     state = torch.randn(1, 1, 16, 16).to(DEVICE)
-    torch.library.opcheck(delta_triton, (*rows, beta, gates, state, None, 0.5))
+    torch.library.opcheck(delta_triton, (*rows, beta, gates, state, None, None, 0.5, True))
+    bounds = torch.tensor([0, 1], device=DEVICE), torch.tensor([1, 1], device=DEVICE)
+    torch.library.opcheck(delta_triton, (*rows, beta, gates, None, *bounds, 0.5, False))
     first = [x[:, :, :1].detach() for x in (*rows, beta, gates)]
-    torch.library.opcheck(delta_triton_step, (*first, state, 0.5))
+    torch.library.opcheck(delta_triton_step, (*first, state, None, 0.5))
+    slots = torch.zeros(1, dtype=torch.long, device=DEVICE)
+    torch.library.opcheck(delta_triton_step_, (*first, state.clone(), slots, 0.5))
 
 
 def test_auto_selects_the_kernels_only_if_they_passed_a_check(monkeypatch):

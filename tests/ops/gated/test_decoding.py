@@ -7,11 +7,11 @@ import torch
 from torch.testing import assert_close
 
 import attnzoo
-from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import LinearState, StabilizedState
-from attnzoo.ops.gated.api import mlstm_attention, rwkv6_attention
 from attnzoo.ops.linear import gated_step
 from attnzoo.ops.linear.cpu.linear_step import LINEAR_STEP
+from attnzoo.ops.mlstm.api import mlstm_attention
+from attnzoo.ops.rwkv6.api import rwkv6_attention
 from attnzoo.runtime import cpp
 from tests.helpers import change_implementation
 from tests.kernel_device import kernel_device
@@ -82,15 +82,25 @@ def test_equals_the_reference(impl, attend, in_place):
 @torch.no_grad()
 @pytest.mark.parametrize("attend", [mlstm, rwkv6_normalized])
 @pytest.mark.parametrize("impl", [CPP, "triton"])
-def test_padding_does_not_change_the_state(impl, attend):
+def test_slots_without_a_token_keep_their_state(impl, attend):
     device = torch.device("cpu") if impl == "cpp" else DEVICE
     x, state = make(torch.float32, device=device), state_of(attend, torch.float32, device)
-    padding = torch.tensor([[True], [False]], device=device)
-    x["k"][1] = 0  # backends set the features of padding to 0
-    options = {"mask": AttentionMask(causal=True, padding=padding), "return_state": True}
-    found = attend(x, impl=impl, state=state, **options).state
-    assert_close(tuple(y[1] for y in found), tuple(y[1] for y in state), rtol=0, atol=1e-6)
-    assert not torch.equal(found.kv[0], state.kv[0])
+    expected = attend(x, impl=impl, state=state, return_state=True)
+    pool = type(state)(*(torch.cat([torch.full_like(y, 7.0), y]) for y in state))
+    slots = torch.tensor([3, -1], device=device)
+    moved = type(state)(*(y.clone() for y in pool))  # the token of row 0 continues from state 0
+    for y, own in zip(moved, state, strict=True):
+        y[3] = own[0]
+    for in_place in (False, True):
+        given = type(state)(*(y.clone() for y in moved))
+        options = {"state": given, "slots": slots, "return_state": True}
+        found = attend(x, impl=impl, reuse_state=in_place, **options)
+        assert_close(found.out[0], expected.out[0])
+        assert not found.out[1].any()
+        assert all(map(operator.is_, found.state, given)) == in_place
+        for ours, before, right in zip(found.state, moved, expected.state, strict=True):
+            assert_close(ours[3], right[0])
+            assert torch.equal(ours[:3], before[:3])
 
 
 @pytest.mark.parametrize("attend", [mlstm, rwkv6])

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from attnzoo.contract.masks import AttentionMask
-from attnzoo.ops.gated.api import matrix_gated_attention
 from attnzoo.ops.linear.api import linear_attention
+from attnzoo.ops.matrix_gate.api import matrix_gated_attention
+from tests.helpers import by_sequence
 
 B, HKV, G, D, E = 2, 2, 2, 5, 3
 
@@ -20,10 +21,9 @@ def packed(ids):
     return AttentionMask(causal=True, segment_ids=ids)
 
 
+@by_sequence
 def run(q, k, v, decay, **options):
-    return matrix_gated_attention(
-        q, k, v, log_decay=lambda start, stop: decay[:, :, start:stop], **options
-    )
+    return matrix_gated_attention(q, k, v, log_decay=lambda take: take(decay, 2), **options)
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])

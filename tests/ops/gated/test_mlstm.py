@@ -6,9 +6,9 @@ import torch
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import StabilizedState
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.gated.api import mlstm_attention, recurrent_mlstm_attention
-from attnzoo.ops.gated.mlstm import stabilizer
-from tests.helpers import in_form
+from attnzoo.ops.mlstm.api import mlstm_attention, recurrent_mlstm_attention
+from attnzoo.ops.mlstm.torch import stabilizer
+from tests.helpers import by_sequence, in_form
 
 B, HKV, G, D, E = 2, 2, 2, 5, 3
 FORMS_AND_IMPLS = [
@@ -44,7 +44,7 @@ def packed(ids):
 
 def run(q, k, v, log_forget, log_input, form="chunk", **options):
     attend = in_form(form, mlstm_attention, recurrent_mlstm_attention)
-    return attend(q, k, v, log_forget=log_forget, log_input=log_input, **options)
+    return by_sequence(attend)(q, k, v, log_forget=log_forget, log_input=log_input, **options)
 
 
 @pytest.mark.parametrize(("form", "impl"), FORMS_AND_IMPLS)
@@ -126,7 +126,7 @@ def test_stabilizer_equals_its_recurrence():
     for t in range(37):
         m = torch.maximum(log_forget[:, :, t] + m, log_input[:, :, t])
         expected.append(m)
-    ours = stabilizer(log_forget, log_input, torch.zeros(B, HKV).double(), None)
+    ours = stabilizer(log_forget, log_input, torch.arange(37) == 0, None)
     torch.testing.assert_close(ours, torch.stack(expected, 2))
 
 
@@ -167,7 +167,7 @@ def test_the_output_names_its_implementation():
             {"impl": "flex"},
             "mlstm_attention has no impl 'flex'.*auto, triton, cpp, torch",
         ),
-        ({"mask": AttentionMask()}, "mlstm_attention is causal, got a mask that is not"),
+        ({"chunk_size": 0}, "chunk_size must be an integer from 1 to"),
     ],
 )
 def test_unsupported_options_are_refused(options, message):

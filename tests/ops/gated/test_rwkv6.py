@@ -5,8 +5,8 @@ import torch
 
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.gated.api import recurrent_rwkv6_attention, rwkv6_attention
-from tests.helpers import in_form
+from attnzoo.ops.rwkv6.api import recurrent_rwkv6_attention, rwkv6_attention
+from tests.helpers import by_sequence, in_form
 
 B, HKV, G, D, E = 2, 2, 2, 5, 3
 FORMS_AND_IMPLS = [
@@ -49,7 +49,9 @@ def packed(ids):
 
 def run(q, k, v, decay, bonus, form="chunk", **options):
     attend = in_form(form, rwkv6_attention, recurrent_rwkv6_attention)
-    output = attend(q, k, v, log_decay=decay, bonus=bonus, return_state=True, **options)
+    output = by_sequence(attend)(
+        q, k, v, log_decay=decay, bonus=bonus, return_state=True, **options
+    )
     return output.out, *output.state
 
 

@@ -8,8 +8,10 @@ import torch
 
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import LinearState, StabilizedState
-from attnzoo.ops.gated.api import mlstm_attention, rwkv6_attention
 from attnzoo.ops.linear.triton import launch
+from attnzoo.ops.mlstm.api import mlstm_attention
+from attnzoo.ops.rwkv6.api import rwkv6_attention
+from tests.helpers import by_sequence
 from tests.kernel_device import float32_slack, kernel_device, nan_in_uninitialized_memory
 
 DEVICE = kernel_device()
@@ -60,8 +62,13 @@ def test_kernels_match_reference_in_float64(attend, options, masked):
     found = []
     for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
         leaves = [x.to(dtype).requires_grad_() for x in tensors]
-        out, state, *_ = attend(
-            *leaves[:5], leaves[5:], mask=mask, impl=impl, return_state=True, **options
+        out, state, *_ = by_sequence(attend)(
+            *leaves[:5],
+            state=LinearState(*leaves[5:]),
+            mask=mask,
+            impl=impl,
+            return_state=True,
+            **options,
         )
         total = (out * weights).sum() + 0.1 * (state.kv.sum() + state.k.sum())
         grads = torch.autograd.grad(total, leaves, allow_unused=True)

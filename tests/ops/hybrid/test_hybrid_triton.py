@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.sequences import Sequences
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.hybrid.api import hybrid_attention
-from attnzoo.ops.hybrid.state import LinearBranch
+from attnzoo.ops.hybrid.state import HybridState, LinearBranch
 from attnzoo.ops.hybrid.triton.custom_op import hybrid_triton, hybrid_triton_backward
 from attnzoo.ops.hybrid.triton.step import hybrid_triton_step_
 from attnzoo.ops.linear.triton import launch
@@ -39,8 +39,7 @@ class HybridCase:
     length: int = 30
     window: int = 8
     cut: int = 0
-    packed: bool = False
-    padded: bool = False
+    packed: bool = False  # one row of sequences, with NaN between them
     relative: bool = True
     mean: bool = True
     linear_only: bool = False
@@ -51,7 +50,7 @@ class HybridCase:
 
 
 def make(case, size=16, batch=1):
-    """Return the tensors of a call, and the mask of padding and of segments."""
+    """Return the tensors of a call, and its sequences."""
     (heads, key_heads), t = case.heads, case.length
     q = torch.randn(batch, heads, t, size)
     k, v = (torch.randn(batch, key_heads, t, size) for _ in range(2))
@@ -59,19 +58,23 @@ def make(case, size=16, batch=1):
     shape = {"head": (key_heads,), "token": (batch, key_heads, t)}
     shape |= {"channel": (batch, key_heads, t, size), "none": None}
     log_decay = None if shape[case.decay] is None else -torch.rand(shape[case.decay])
-    padding = torch.rand(batch, t) > 0.3 if case.padded else None
-    if padding is not None:
-        features[1][~padding[:, None].expand(features[1].shape[:3])] = 0
-        if log_decay is not None and log_decay.dim() > 1:
-            log_decay[~padding[:, None].expand(log_decay.shape[:3])] = 0
-    ids = (torch.arange(t) >= t // 2).long().expand(batch, t) if case.packed else None
     tensors = [x.to(case.dtype) for x in (q, k, v + case.value_mean, *features)]
-    tensors += [torch.randn(1, heads, 1, 1), log_decay]
-    tensors = [x if x is None else x.to(DEVICE) for x in tensors]
-    return tensors, *(x if x is None else x.to(DEVICE) for x in (padding, ids))
+    sequences = None
+    log_weight = torch.randn(1, heads, 1, 1)
+    if case.packed:
+        starts, lengths = [1, t // 2, t // 2, t // 2 + 4], [t // 2 - 1, 0, 1, t - t // 2 - 5]
+        starts, lengths = (torch.tensor(x).to(DEVICE) for x in (starts, lengths))
+        sequences = Sequences(starts, lengths, max(lengths.tolist()))
+        outside = (sequences.index(t) == sequences.count).cpu()
+        log_weight = torch.randn(1, heads, t, 1)
+        for x in (*tensors, log_weight, log_decay):
+            if x is not None and x.dim() > 1:
+                x[:, :, outside] = torch.nan
+    tensors += [log_weight, log_decay]
+    return [x if x is None else x.to(DEVICE) for x in tensors], sequences
 
 
-def attend(case, tensors, padding, ids, impl, tokens, state, **options):
+def attend(case, tensors, impl, tokens, state, **options):
     """Compute the output and the state of a range of tokens."""
     q, k, v, *features, log_weight, log_decay = tensors
     q, k, v, *features = (x[:, :, tokens] for x in (q, k, v, *features))
@@ -79,23 +82,20 @@ def attend(case, tensors, padding, ids, impl, tokens, state, **options):
         log_decay = log_decay[:, :, tokens]
     linear_only = torch.arange(case.heads[0], device=DEVICE) == 0 if case.linear_only else None
     branch = LinearBranch(*features, log_weight, log_decay, case.relative, case.mean, linear_only)
-    padding, ids = (None if x is None else x[:, tokens] for x in (padding, ids))
-    mask = AttentionMask(causal=case.causal, padding=padding, segment_ids=ids)
-    options |= {"window": case.window, "scale": 0.25, "mask": mask, "impl": impl}
-    options["num_sinks"] = case.num_sinks
-    options["return_state"] = case.causal and not case.packed
+    options |= {"window": case.window, "scale": 0.25, "causal": case.causal, "impl": impl}
+    options = {"num_sinks": case.num_sinks, "return_state": case.causal} | options
     return hybrid_attention(q, k, v, branch, state=state, **options)
 
 
 def results(case, impl, dtype=None):
     """Return results and gradients by name."""
     torch.manual_seed(1)
-    tensors, padding, ids = make(case)
+    tensors, sequences = make(case)
     leaves = [x if x is None else x.to(dtype or x.dtype).requires_grad_() for x in tensors]
     state, outs = None, []
     for tokens in (slice(0, case.cut), slice(case.cut, case.length)):
         if tokens.stop > tokens.start:
-            result = attend(case, leaves, padding, ids, impl, tokens, state)
+            result = attend(case, leaves, impl, tokens, state, sequences=sequences)
             state = result.state
             outs.append(result.out)
     values = {"out": torch.cat(outs, 2)}
@@ -123,21 +123,20 @@ def errors(case, impl="triton"):
     [
         HybridCase(relative=False, linear_only=True, heads=(4, 2)),
         HybridCase(decay="channel", packed=True),
-        HybridCase(decay="token", padded=True, cut=11),
+        HybridCase(decay="head", packed=True, num_sinks=3),
+        HybridCase(packed=True, relative=False, mean=False),
+        HybridCase(decay="token", cut=11),
         HybridCase(length=6),  # shorter than the window
         HybridCase(causal=False, heads=(4, 2), relative=False, linear_only=True),
-        HybridCase(causal=False, packed=True, padded=True, window=4),
-        pytest.param(
-            HybridCase(causal=False, padded=True, mean=False), marks=pytest.mark.exhaustive
-        ),
-        HybridCase(num_sinks=3, padded=True, heads=(4, 2), relative=False),
+        HybridCase(causal=False, packed=True, window=4, heads=(2, 2)),
+        HybridCase(num_sinks=3, heads=(4, 2), relative=False),
         HybridCase(num_sinks=12, decay="token", cut=9),
         pytest.param(
-            HybridCase(num_sinks=2, decay="channel", padded=True, cut=11),
+            HybridCase(num_sinks=2, decay="channel", cut=11),
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(HybridCase(decay="head", mean=False, cut=5), marks=pytest.mark.exhaustive),
-        pytest.param(HybridCase(packed=True, padded=True), marks=pytest.mark.exhaustive),
+        pytest.param(HybridCase(packed=True, length=140), marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -164,48 +163,60 @@ def test_bfloat16_gradients_with_sinks_are_as_accurate_as_in_torch():
         assert error <= 2 * plain[name] + 1e-6, f"{name}: {error:.1e}, {plain[name]:.1e} in torch"
 
 
-def decode(case, impl, dtype, in_place):
-    """Return outputs of all tokens after the prompt, and the state after them, by name."""
+def decode(case, impl, dtype, in_place, slots):
+    """Return outputs of all tokens after the prompt, and the state after them, by name.
+
+    With slots, the two rows are sequences that read and write rows 2 and 0 of a pool of four, and
+    every third token is of the first one only.
+    """
     torch.manual_seed(1)
-    tensors, padding, _ = make(case, batch=2)
+    tensors, _ = make(case, batch=2)
     tensors = [x if x is None else x.to(dtype) for x in tensors]
     prefill_impl = "reference" if dtype == torch.float64 else "torch"
-    outs, state = [], None
+    options, outs = {"reuse_state": in_place}, []
     with torch.no_grad():
-        for start in (0, *range(case.cut, case.length)):
-            tokens = slice(start, start + 1 if start else case.cut)
-            name = impl if start else prefill_impl
-            step = attend(case, tensors, padding, None, name, tokens, state, reuse_state=in_place)
-            assert step.impl.impl == name
-            if start and in_place:
+        state = attend(case, tensors, prefill_impl, slice(case.cut), None).state
+        if slots:
+            pool = [x.new_full((4, *x.shape[1:]), 7) for x in state]
+            for x, rows in zip(pool, state, strict=True):
+                x[[2, 0]] = rows
+            state = HybridState._make(pool)
+        for start in range(case.cut, case.length):
+            if slots:
+                second = -1 if start % 3 == 0 else 0
+                options["slots"] = torch.tensor([2, second], device=DEVICE)
+            step = attend(case, tensors, impl, slice(start, start + 1), state, **options)
+            assert step.impl.impl == impl
+            if in_place and impl != "reference":
                 assert all(map(operator.is_, step.state, state))
             outs.append(step.out)
             state = step.state
-    return {"out": torch.cat(outs[1:], 2), **state._asdict()}
+    return {"out": torch.cat(outs, 2), **state._asdict()}
 
 
 @pytest.mark.parametrize(
-    ("case", "in_place"),
+    ("case", "in_place", "slots"),
     [
-        (HybridCase(cut=3, length=14, num_sinks=2, decay="channel", padded=True), True),
-        (HybridCase(cut=2, length=12, heads=(4, 2), decay="token", mean=False), False),
-        (HybridCase(cut=5, length=12, relative=False, linear_only=True), True),
+        (HybridCase(cut=3, length=14, num_sinks=2, decay="channel"), True, False),
+        (HybridCase(cut=3, length=14, num_sinks=2, decay="channel"), True, True),
+        (HybridCase(cut=2, length=12, heads=(4, 2), decay="token", mean=False), False, True),
+        (HybridCase(cut=5, length=12, relative=False, linear_only=True), True, False),
         pytest.param(
             HybridCase(cut=1, length=20, decay="head", num_sinks=12),
-            True,
+            *(True, False),
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             HybridCase(cut=20, length=90, window=70, num_sinks=3),  # more than one tile
-            True,
+            *(True, False),
             marks=pytest.mark.exhaustive,
         ),
     ],
     ids=str,
 )
-def test_decoding_matches_reference_in_float64(case, in_place):
-    exact = decode(case, "reference", torch.float64, False)
-    for name, x in decode(case, "triton", torch.float32, in_place).items():
+def test_decoding_matches_reference_in_float64(case, in_place, slots):
+    exact = decode(case, "reference", torch.float64, False, slots)
+    for name, x in decode(case, "triton", torch.float32, in_place, slots).items():
         error = (x.double() - exact[name]).norm() / (exact[name].double().norm() + 1e-12)
         assert error < 5e-6 * float32_slack(), f"{name}: {error:.1e}"
 
@@ -259,9 +270,9 @@ INTERPRETED_ONLY = pytest.mark.skipif(
 def test_decoding_a_token_launches_two_kernels(monkeypatch):
     case = HybridCase(length=10, heads=(2, 1), decay="channel", num_sinks=2)
     tensors, *_ = make(case)
-    state = attend(case, tensors, None, None, "torch", slice(0, 9), None).state
+    state = attend(case, tensors, "torch", slice(0, 9), None).state
     with torch.no_grad(), counted_launches(monkeypatch) as count:
-        attend(case, tensors, None, None, "triton", slice(9, 10), state, reuse_state=True)
+        attend(case, tensors, "triton", slice(9, 10), state, reuse_state=True)
     assert count.names == ["hybrid_step_kernel", "hybrid_store_kernel"]
 
 
@@ -290,8 +301,13 @@ def test_hybrid_operator_passes_opcheck():
     sinks = (torch.randn(1, 1, 2, 16).to(DEVICE).requires_grad_() for _ in range(2))
     visible_sinks = torch.rand(1, 18, 2).to(DEVICE) > 0.5
     for sink_options in ((None, None, None), (*sinks, visible_sinks)):
-        options = (None, None, None, None, *sink_options, 8, 0.25, True, True, 1e-30)
-        torch.library.opcheck(hybrid_triton, (*tensors, None, *state, *options))
+        options = (*[None] * 5, *sink_options, 8, 0.25, True, True, 1e-30)
+        torch.library.opcheck(hybrid_triton, (*tensors, None, *state, *options, True))
+    places = torch.tensor([0, 4, 10]), torch.tensor([4, 0, 0])
+    ids = torch.tensor([[0] * 12 + [-1, -1] + [2] * 4], dtype=torch.int32)
+    given = (None, None, None, *(x.to(DEVICE) for x in (ids, *places)), *[None] * 5)
+    options = (8, 0.25, True, True, 1e-30, False)
+    torch.library.opcheck(hybrid_triton, (*tensors, *given, *options))
 
 
 def test_decoding_operator_passes_opcheck():
@@ -309,4 +325,4 @@ def test_unsupported_calls_raise():
     branch = LinearBranch(*features, log_weight)
     options = {"window": 8, "scale": 1.0, "impl": "triton"}
     with pytest.raises(UnsupportedError, match="float64"):
-        hybrid_attention(q.double(), k, v, branch, mask=AttentionMask(), **options)
+        hybrid_attention(q.double(), k, v, branch, **options)

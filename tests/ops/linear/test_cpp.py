@@ -7,12 +7,12 @@ import torch
 from torch.testing import assert_close
 
 from attnzoo.contract.config import Geometry
-from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.cpu.call import LINEAR
-from attnzoo.ops.linear.cpu.linear import linear_cpp, linear_cpp_backward
+from attnzoo.ops.linear.cpu.linear import linear_cpp, linear_cpp_backward, weighted_sums
 from attnzoo.registry import build_backend
 from attnzoo.runtime import cpp
 from tests.helpers import nan_surrounded
@@ -23,13 +23,55 @@ pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 DENSE = {"impl": "reference", "chunk_size": 10**4}  # all keys in one chunk
 
 
-def make(batch, heads, key_heads, tokens, size, value_size, dtype=torch.float64):
+# First tokens and ends of sequences; (75, ...) has several spans if there are enough tokens
+PARTS = ((0, 1), (1, 2), (2, 2), (2, 15), (17, 20), (20, 32), (32, 33), (33, 69), (69, 74))
+PARTS += ((75, 10**6), (10**6, 10**6))
+
+
+def make_sequences(tokens, parts=PARTS):
+    """Return sequences with gaps of tokens of none, of which the last token is one."""
+    starts, ends = torch.tensor(parts).clamp(max=tokens - 1).unbind(1)
+    return Sequences(starts.contiguous(), ends - starts, int((ends - starts).max()))
+
+
+def fill_gaps(sequences, *tensors):
+    """Set tokens of none, ``[1, H, N, ...]``, to NaN."""
+    for x in tensors:
+        outside = sequences.index(x.shape[2]) == sequences.count
+        x.detach()[:, :, outside] = torch.nan
+
+
+def run_alone(q, k, v, *, sequences, state=None, log_decay=None, **options):
+    """Run the reference on each sequence; return the output, and the sums of all states."""
+    pieces, states, before = [], [], 0
+    options |= DENSE | {"return_state": True}
+
+    def zeros(tokens):
+        return v.new_zeros(1, q.shape[1], tokens, v.shape[3])
+
+    for i, (start, length) in enumerate(
+        zip(sequences.starts.tolist(), sequences.lengths.tolist(), strict=True)
+    ):
+        at = slice(start, start + length)
+        own = None if state is None else LinearState(*(x[i : i + 1] for x in state))
+        decay = log_decay if log_decay is None or log_decay.dim() == 1 else log_decay[:, :, at]
+        x = (y[:, :, at] for y in (q, k, v))
+        found = linear_attention(*x, state=own, log_decay=decay, **options)
+        pieces += [zeros(start - before), found.out]
+        states.append(found.state)
+        before = start + length
+    out = torch.cat([*pieces, zeros(q.shape[2] - before)], 2)
+    return out, *(torch.cat(x) for x in zip(*states, strict=True))
+
+
+def make(batch, heads, key_heads, tokens, size, value_size, dtype=torch.float64, states=None):
     q, k = (
         nan_surrounded(torch.rand(batch, n, tokens, size, dtype=dtype)) for n in (heads, key_heads)
     )
     v = nan_surrounded(torch.rand(batch, key_heads, tokens, value_size, dtype=dtype) - 0.3)
-    kv = torch.rand(batch, key_heads, size, value_size, dtype=dtype)
-    return q, k, v, LinearState(kv, torch.rand(batch, key_heads, size, dtype=dtype))
+    count = batch if states is None else states.count
+    kv = torch.rand(count, key_heads, size, value_size, dtype=dtype)
+    return q, k, v, LinearState(kv, torch.rand(count, key_heads, size, dtype=dtype))
 
 
 SHAPES = [  # batch, heads, key heads, tokens, D, E: chunks are of 32, vectors of 4 to 16 numbers
@@ -50,7 +92,8 @@ def test_equals_the_dense_form(shape, normalize, threads, decay, packed):
     num_threads = torch.get_num_threads()
     torch.set_num_threads(threads)  # three threads divide the six heads of one key head
     try:
-        q, k, v, state = make(*shape)
+        sequences = make_sequences(shape[3]) if packed else None
+        q, k, v, state = make(*((1, *shape[1:]) if packed else shape), states=sequences)
         options = {"normalize": normalize, "scale": 0.7, "eps": 0.1, "return_state": True}
         if decay != "none":
             gate = (
@@ -59,18 +102,22 @@ def test_equals_the_dense_form(shape, normalize, threads, decay, packed):
                 else -torch.rand(k.shape[:3]).double()
             )
             options["log_decay"] = gate[0, :, 0] if decay == "head" else gate
-        if packed:  # segments that end inside and at the end of chunks, and one of one token
-            ids = torch.zeros(k.shape[0], k.shape[2], dtype=torch.long)
-            for border in (1, 2, 20, 32, 33, 64, 69):
-                ids[:, border:] += 1
-            options["mask"] = AttentionMask(causal=True, segment_ids=ids)
-        exact = linear_attention(q, k, v, state=state, **options | DENSE)
-        found = linear_attention(q, k, v, state=state, impl="cpp", **options)
-        assert_close(found.out, exact.out, atol=1e-12, rtol=1e-12)
-        assert_close(tuple(found.state), tuple(exact.state), atol=1e-11, rtol=1e-12)
-        fresh = linear_attention(q, k, v, impl="cpp", **options)
-        exact = linear_attention(q, k, v, **options | DENSE)
-        assert_close(fresh.out, exact.out, atol=1e-12, rtol=1e-12)
+        if packed:
+            decays = (options["log_decay"],) if decay in ("token", "channel") else ()
+            fill_gaps(sequences, q, k, v, *decays)
+            options["sequences"] = sequences
+        for before in (state, None):
+            found = linear_attention(q, k, v, state=before, impl="cpp", **options)
+            if packed:
+                out, *last = run_alone(q, k, v, state=before, **options)
+            else:
+                out, last, *_ = linear_attention(q, k, v, state=before, **options | DENSE)
+            assert_close(found.out, out, atol=1e-12, rtol=1e-12)
+            assert_close(tuple(found.state), tuple(last), atol=1e-11, rtol=1e-12)
+            alone = linear_attention(
+                q, k, v, state=before, impl="cpp", **options | {"return_state": False}
+            )
+            assert torch.equal(alone.out, found.out)
     finally:
         torch.set_num_threads(num_threads)
 
@@ -96,27 +143,38 @@ def test_rounding_errors_are_at_most_twice_those_of_torch(normalize):
 
 def make_call(shape, decay, packed, dtype=torch.float64, **options):
     """Return a function that computes all results of a call, and its inputs."""
+    sequences = make_sequences(shape[3]) if packed else None
+    shape = (1, *shape[1:]) if packed else shape
     batch, _, key_heads, tokens, size, _ = shape
-    q, k, v, state = make(*shape, dtype=dtype)
+    q, k, v, state = make(*shape, dtype=dtype, states=sequences)
     gate = {
         "none": None,
         "head": -torch.rand(key_heads, dtype=dtype),
         "token": -torch.rand(batch, tokens, key_heads, dtype=dtype).transpose(1, 2),
         "channel": nan_surrounded(-torch.rand(batch, key_heads, tokens, size, dtype=dtype)),
     }[decay]
-    ids = torch.zeros(batch, tokens, dtype=torch.long)
-    for border in (1, 2, 15, 20, 32, 33, 69, 512, 530) if packed else ():
-        ids[:, border:] += 1
-    mask = AttentionMask(causal=True, segment_ids=ids if packed else None)
+    if packed:
+        fill_gaps(sequences, q, k, v, *((gate,) if decay in ("token", "channel") else ()))
     leaves = [x.detach().requires_grad_() for x in (q, k, v, *state, gate) if x is not None]
 
     def run(q, k, v, kv, z, gate=None, **more):
         state = LinearState(kv, z)
-        given = {"state": state, "mask": mask, "log_decay": gate, "return_state": True, "eps": 0.1}
-        output = linear_attention(q, k, v, **given, scale=0.7, **(options | more))
+        given = {"state": state, "log_decay": gate, "return_state": True, "eps": 0.1, "scale": 0.7}
+        given |= {"sequences": sequences} | options | more
+        if packed and given.get("impl") == "reference":
+            return run_alone(q, k, v, **given)
+        output = linear_attention(q, k, v, **given)
         return output.out, *output.state
 
     return run, leaves
+
+
+def make_gradients(results, packed):
+    """Return random gradients of results; those of outputs of no sequence are NaN."""
+    d_results = [torch.randn_like(x) for x in results]
+    if packed:
+        fill_gaps(make_sequences(results[0].shape[2]), d_results[0])
+    return d_results
 
 
 @pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
@@ -124,7 +182,7 @@ def make_call(shape, decay, packed, dtype=torch.float64, **options):
 def test_gradients_do_not_depend_on_frozen_inputs(normalize, decay):
     """The kernel skips gradients that no input needs; the others are bitwise equal."""
     run, leaves = make_call((1, 4, 2, 600, 8, 5), decay, True, normalize=normalize)
-    d_results = [torch.randn_like(x) for x in run(*leaves, impl="cpp")]
+    d_results = make_gradients(run(*leaves, impl="cpp"), True)
     num_threads = torch.get_num_threads()
 
     def gradients(needed):
@@ -154,7 +212,7 @@ def test_gradients_do_not_depend_on_frozen_inputs(normalize, decay):
 def test_gradients_equal_those_of_the_dense_form(shape, normalize, decay, packed):
     run, leaves = make_call(shape, decay, packed, normalize=normalize)
     results = run(*leaves, **DENSE)
-    d_results = [torch.randn_like(x) for x in results]
+    d_results = make_gradients(results, packed)
     exact = torch.autograd.grad(results, leaves, d_results)
     found = torch.autograd.grad(run(*leaves, impl="cpp"), leaves, d_results)
     assert_close(found, exact, atol=1e-10, rtol=1e-10)
@@ -174,7 +232,7 @@ def test_results_do_not_depend_on_the_number_of_threads(shape, normalize, decay)
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
             results = run(*leaves, impl="cpp")
-            d_results = d_results or [torch.randn_like(x) for x in results]
+            d_results = d_results or make_gradients(results, True)
             found.append((*results, *torch.autograd.grad(results, leaves, d_results)))
     finally:
         torch.set_num_threads(num_threads)
@@ -182,10 +240,117 @@ def test_results_do_not_depend_on_the_number_of_threads(shape, normalize, decay)
         assert all(map(torch.equal, other, found[0]))
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
-def test_gradcheck(decay):
-    run, leaves = make_call((1, 4, 2, 19, 5, 3), decay, True, normalize=True, impl="cpp")
+def test_gradcheck(decay, packed):
+    run, leaves = make_call((1, 4, 2, 19, 5, 3), decay, packed, normalize=True, impl="cpp")
+    if packed:  # differences of NaN are no numbers
+        leaves = [x.detach().nan_to_num(nan=-1).requires_grad_() for x in leaves]
     assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("decay", ["none", "token", "channel"])
+def test_sequences_do_not_depend_on_others_in_the_row(decay):
+    """Results equal those of each sequence as a call of its own, if another has NaN."""
+    run, leaves = make_call((1, 4, 2, 700, 20, 24), decay, True, torch.float32, normalize=True)
+    for x in (leaves[1], *leaves[5:]):  # a key and its decay
+        x.detach()[:, :, 34] = torch.nan
+    results = run(*leaves, impl="cpp")
+    d_results = make_gradients(results, True)
+    grads = torch.autograd.grad(results, leaves, d_results)
+    sequences = make_sequences(700)
+    table = zip(sequences.starts.tolist(), sequences.lengths.tolist(), strict=True)
+    for i, (start, length) in enumerate(table):
+        at = slice(start, start + length)
+
+        def own(xs, i=i, at=at):
+            states = [1, 2] if len(xs) == 3 else [3, 4]
+            return [x[i : i + 1] if j in states else x[:, :, at] for j, x in enumerate(xs)]
+
+        q, k, v, kv, z, *gate = mine = [x.detach().requires_grad_() for x in own(leaves)]
+        options = {"log_decay": gate[0] if gate else None, "eps": 0.1, "scale": 0.7}
+        options |= {"normalize": True, "return_state": True, "impl": "cpp"}
+        options |= {"sequences": Sequences(torch.zeros(1).long(), torch.tensor([length]), length)}
+        output = linear_attention(q, k, v, state=LinearState(kv, z), **options)
+        found = output.out, *output.state
+        assert_close(found, tuple(own(results)), rtol=0, atol=0, equal_nan=True)
+        d_found = torch.autograd.grad(found, mine, own(d_results))
+        assert_close(d_found, tuple(own(grads)), rtol=0, atol=0, equal_nan=True)
+        assert results[0][:, :, at].isfinite().all() or start == 33
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_most_sequences_may_be_empty(threads):
+    """As in compiled graphs, where there are as many as tokens."""
+    q, k, v, _ = make(1, 4, 2, 600, 16, 16)
+    sequences, leaves = make_sequences(600), [x.requires_grad_() for x in (q, k, v)]
+    more = torch.zeros(600 - sequences.count, dtype=torch.int64)
+    starts = torch.cat([sequences.starts, more + 600])
+    bound = Sequences(starts, torch.cat([sequences.lengths, more]), 600, rows=1)
+    num_threads, found = torch.get_num_threads(), []
+    torch.set_num_threads(threads)
+    try:
+        for x in (sequences, bound):
+            out = linear_attention(q, k, v, sequences=x, normalize=True, impl="cpp").out
+            found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    finally:
+        torch.set_num_threads(num_threads)
+    assert all(map(torch.equal, *found))
+
+
+def test_no_sequences_and_empty_ones():
+    q, k, v, _ = make(1, 4, 2, 10, 16, 16)
+    none = torch.zeros(0, dtype=torch.int64)
+    for count in (0, 3):
+        sequences = Sequences(none.new_zeros(count), none.new_zeros(count), 0)
+        state = make(1, 4, 2, 10, 16, 16, states=sequences)[3]
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, *state)]
+        found = linear_attention(
+            *leaves[:3],
+            sequences=sequences,
+            state=LinearState(*leaves[3:]),
+            return_state=True,
+            impl="cpp",
+        )
+        assert not found.out.any()
+        assert_close(tuple(found.state), tuple(state), rtol=0, atol=0)
+        results = (found.out, *found.state)
+        grads = torch.autograd.grad(results, leaves, list(map(torch.ones_like, results)))
+        assert not any(x.any() for x in grads[:3])
+        assert all((x == 1).all() for x in grads[3:])
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_weighted_sums_of_sequences(with_state):
+    """Totals are the outputs of values of 1; both are 0 for tokens of no sequence."""
+    leaves = make_call((1, 4, 2, 600, 16, 20), "token", True)[1]
+    sequences, (q, k, v, kv, z, gate) = make_sequences(600), leaves
+    options = {"sequences": sequences, "return_state": with_state, "chunk_size": None}
+    state = LinearState(kv, z) if with_state else None
+    sums, totals, last = weighted_sums(q, k, v, log_decay=gate, state=state, **options)
+    ones = torch.cat([v, torch.ones_like(v[..., :1])], 3)
+    if with_state:
+        state = LinearState(torch.cat([kv, z.unsqueeze(3)], 3), z)
+    exact, *exact_last = run_alone(q, k, ones, sequences=sequences, state=state, log_decay=gate)
+    assert_close(sums, exact[..., :-1], atol=1e-11, rtol=1e-11)
+    assert_close(totals, exact[..., -1], atol=1e-11, rtol=1e-11)
+    assert (last is not None) == with_state
+    results, right = [sums, totals], [exact[..., :-1], exact[..., -1]]
+    if with_state:
+        assert_close(last.kv, exact_last[0][..., :-1], atol=1e-11, rtol=1e-11)
+        results, right = [*results, last.k], [*right, exact_last[1]]
+    given = leaves if with_state else [q, k, v, gate]
+    d_results = [torch.randn_like(x) for x in results]
+    grads = (torch.autograd.grad(x, given, d_results) for x in (results, right))
+    assert_close(*grads, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 3), (5, 6), (3, -1)])
+def test_sequences_outside_of_the_row_are_refused(start, length):
+    q, k, v, _ = make(1, 4, 2, 10, 16, 16)
+    sequences = Sequences(torch.tensor([start]), torch.tensor([length]), 10)
+    with pytest.raises(UnsupportedError, match="within the 10 tokens of the row"):
+        linear_attention(q, k, v, sequences=sequences, impl="cpp")
 
 
 def test_gradients_of_one_result_for_some_inputs():
@@ -220,7 +385,8 @@ def test_16_bit_results_equal_those_in_float32_rounded_once(decay, dtype):
     ]
     wide = [x.detach().float().requires_grad_() for x in leaves]
     results = run(*wide, impl="cpp")
-    d_results = [torch.randn_like(results[0]).to(dtype), *map(torch.randn_like, results[1:])]
+    d_results = make_gradients(results, True)
+    d_results[0] = d_results[0].to(dtype)
     exact = torch.autograd.grad(results, wide, [x.float() for x in d_results])
     ours = run(*leaves, impl="cpp")
     found = (*ours, *torch.autograd.grad(ours, leaves, d_results))
@@ -236,10 +402,10 @@ def test_all_16_bit_values_are_read_and_written_exactly(dtype):
     v = bits.view(torch.float16 if dtype == torch.float64 else dtype).to(dtype).view(1, 1, -1, 32)
     if dtype == torch.bfloat16:  # the kernel treats subnormal float32 numbers as 0
         v = v.masked_fill(v.abs().float() < torch.finfo(torch.float32).tiny, 0)
-    q, ids = torch.ones(1, 1, v.shape[2], 16), torch.arange(v.shape[2])[None]
-    mask = AttentionMask(causal=True, segment_ids=ids)
+    q, starts = torch.ones(1, 1, v.shape[2], 16), torch.arange(v.shape[2])
+    sequences = Sequences(starts, torch.ones_like(starts), 1)
     for scale in (1.0, 1 / 3):
-        out = linear_attention(q / 16, q, v, mask=mask, scale=scale, impl="cpp").out
+        out = linear_attention(q / 16, q, v, sequences=sequences, scale=scale, impl="cpp").out
         wide = v.float() if dtype != torch.float64 else v
         expected = (wide * torch.tensor(scale, dtype=wide.dtype)).to(dtype)
         assert out.dtype == dtype
@@ -274,37 +440,43 @@ def test_empty_and_single_token_calls():
     assert_close(tuple(now.state), tuple(whole.state))
 
 
-def test_compiles_without_a_graph_break():
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiles_without_a_graph_break(packed):
     torch._dynamo.reset()
     x = [t.clone().requires_grad_() for t in make(1, 2, 1, 40, 16, 16)[:3]]
+    sequences = make_sequences(40) if packed else None
     run = torch.compile(linear_attention, backend="aot_eager", fullgraph=True)
     for impl in ("auto", "cpp"):
-        expected = linear_attention(*x, normalize=True, impl=impl).out
-        found = run(*x, normalize=True, impl=impl).out
+        options = {"normalize": True, "impl": impl, "sequences": sequences}
+        expected, found = linear_attention(*x, **options).out, run(*x, **options).out
         assert_close(found, expected)
         assert_close(*(torch.autograd.grad(out.sum(), x) for out in (found, expected)))
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_operators_pass_opcheck(dtype):
-    q, k, v, state = make(1, 2, 1, 40, 16, 32, dtype)
+def test_operators_pass_opcheck(dtype, packed):
+    sequences = make_sequences(40) if packed else None
+    table = (None, None) if sequences is None else (sequences.starts, sequences.lengths)
+    q, k, v, state = make(1, 2, 1, 40, 16, 32, dtype, states=sequences)
     leaves = [x.clone().requires_grad_() for x in (q, k, v, *state)]
     options, maps = (0.5, True, 1e-6, 64, "identity", 1.0), (None,) * 4
     for keep in (False, True):  # if False, there is no backward pass
         given = leaves if keep else [x.detach() for x in leaves]
         for normalize in (True, False):  # if False, totals are returned
-            more = (0.5, normalize, *options[2:], not normalize, keep)
-            args = (*given[:3], None, *given[3:], *maps, None, None, *more)
-            torch.library.opcheck(linear_cpp, args)
-    args = (*leaves[:3], None, *leaves[3:], *maps, None, None, *options)
-    out, *_, inverse, kept = (x.detach() for x in linear_cpp(*args, False, True))
+            for before in (given[3:], (None, None)):
+                more = (0.5, normalize, *options[2:], not normalize, keep, keep)
+                args = (*given[:3], None, *before, *maps, *table, *more)
+                torch.library.opcheck(linear_cpp, args)
+    args = (*leaves[:3], None, *leaves[3:], *maps, *table, *options)
+    out, *_, inverse, kept = (x.detach() for x in linear_cpp(*args, False, True, True))
     assert inverse.shape == (1, 2, 40)
-    assert kept.shape == (1, 1, 1, 16 * 33)
+    assert kept.shape == (1, 1, 0, 16 * 33)  # of spans after the first
     given = [x.detach() for x in leaves]
     gate = -torch.rand(1, 1, 40, dtype=dtype)
     d_out, d_totals = torch.randn(1, 2, 40, 32).to(dtype), torch.randn(1, 2, 40).to(dtype)
-    args = (d_out, None, None, d_totals, *given[:3], gate, *maps, None, None)
+    args = (d_out, None, None, d_totals, *given[:3], gate, *given[3:], *maps, *table)
     saved = (kept, out, inverse)
     for needed in (range(6), [3], [1, 5], []):
         wanted = [i in needed for i in range(10)]
@@ -342,7 +514,7 @@ def test_auto_selects_cpp_for_supported_calls():
         "torch",
         "chunk form; runs on every device; cpp cannot: chunk_size is 33 (at most 32)",
     )
-    assert choice(mask=AttentionMask()).impl == "torch"
+    assert choice(causal=False).impl == "torch"
     found = linear_attention(*x, normalize=True)
     assert torch.equal(found.out, linear_attention(*x, normalize=True, impl="cpp").out)
 
@@ -350,9 +522,9 @@ def test_auto_selects_cpp_for_supported_calls():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mask": AttentionMask()}, "attention is bidirectional"),
+        ({"causal": False}, "attention is bidirectional"),
         ({"chunk_size": 64}, "chunk_size is 64"),
-        ({"mask": AttentionMask(), "chunk_size": 64}, "attention is bidirectional.*chunk_size"),
+        ({"causal": False, "chunk_size": 64}, "attention is bidirectional.*chunk_size"),
         ({"device": "meta"}, "the tensors are on meta"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

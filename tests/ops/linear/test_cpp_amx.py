@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import LinearState
 from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.common import MapWeights
@@ -15,6 +14,7 @@ from attnzoo.ops.linear.cpu.call import LINEAR
 from attnzoo.runtime import cpp
 from tests import processes
 from tests.helpers import nan_surrounded
+from tests.ops.linear.test_cpp import PARTS, fill_gaps, make_sequences
 
 EMULATED = "-DEMULATE_AMX" in os.environ.get("CXX", "")
 REASON = cpp.unavailable_reason(LINEAR)
@@ -61,8 +61,8 @@ CASES = {
     "decay per token, hedgehog": {"decay": "token", "feature_map": "hedgehog"},
     "packed": {"packed": True},
     "packed, decay per token": {"packed": True, "decay": "token", "tokens": 700, "state": True},
-    "padding": {"padding": True},
-    "padding, decay per token": {"padding": True, "decay": "token", "normalize": False},
+    "packed, not normalised": {"packed": True, "decay": "token", "normalize": False},
+    "packed, hedgehog": {"packed": True, "feature_map": "hedgehog", "tokens": 700, "state": True},
     "state": {"state": True},
     "state, decay per head": {"state": True, "decay": "head", "normalize": False},
     "long, values of mean 1": {"tokens": 8192, "sizes": (16, 16), "heads": (2, 1), "mean": 1},
@@ -74,17 +74,27 @@ CASES = {
         "decay": "token",
     },
 }
-EMULATED_CASES = ("odd sizes", "decay per token, identity", "packed", "padding", "hedgehog")
+EMULATED_CASES = ("odd sizes", "decay per token, identity", "packed", "hedgehog")
+EMULATED_CASES += ("packed, decay per token", "packed, hedgehog")
+
+
+# Sequences that are long enough for AMX on average; (145, ...) may have several spans
+LONG_PARTS = (*PARTS[:2], (2, 2), (2, 67), (70, 140), (140, 145), (145, 10**6), (10**6, 10**6))
 
 
 def make(tokens=150, heads=(H, HKV), sizes=(D, E), mean=0, decay=None, state=False, **options):
-    """Return the tensors of a call by name: q, k, v, log_decay, kv, z, and weights of the map."""
+    """Return the tensors of a call by name: q, k, v, log_decay, kv, z, and weights of the map.
+
+    A call with ``packed`` is one row of sequences that end inside and at the end of chunks.
+    """
     options = {"feature_map": "elu+1", "normalize": True} | options
-    packed, padding = (options.pop(name, False) for name in ("packed", "padding"))
+    packed = options.pop("packed", False)
+    sequences = make_sequences(tokens, LONG_PARTS) if packed else None
+    batch, states = (1, sequences.count) if packed else (2, 2)
     (size, value_size), (queries, keys) = sizes, heads
     shapes = {"q": (queries, size), "k": (keys, size), "v": (keys, value_size)}
     leaves = {
-        name: nan_surrounded(torch.randn(2, n, tokens, width).to(BFLOAT16))
+        name: nan_surrounded(torch.randn(batch, n, tokens, width).to(BFLOAT16))
         for name, (n, width) in shapes.items()
     }
     leaves["v"].add_(mean)
@@ -99,24 +109,17 @@ def make(tokens=150, heads=(H, HKV), sizes=(D, E), mean=0, decay=None, state=Fal
     if decay == "head":
         leaves["log_decay"] = -torch.rand(keys) / 20
     if decay == "token":
-        leaves["log_decay"] = -torch.rand(2, tokens, keys).transpose(1, 2) / 10
+        leaves["log_decay"] = -torch.rand(batch, tokens, keys).transpose(1, 2) / 10
         leaves["log_decay"][:, :, tokens // 3] = -50
     if state:
         leaves["kv"], leaves["z"] = (
-            torch.randn(2, keys, features, value_size),
-            10 * torch.rand(2, keys, features),
+            torch.randn(states, keys, features, value_size),
+            10 * torch.rand(states, keys, features),
         )
-    ids = mask = None
-    if packed:  # segments that end inside and at the end of chunks, and one of one token
-        ids = torch.zeros(2, tokens, dtype=torch.long)
-        for border in (1, 2, 20, 33, 64, 69, 133, 512, 530):
-            ids[:, border:] += 1
-    if padding:
-        mask = torch.ones(2, tokens, dtype=torch.bool)
-        mask[0, :70] = mask[1, :5] = False
-        for name in "kv":
-            leaves[name].masked_fill_(~mask[:, None, :, None], torch.nan)
-    options["mask"] = AttentionMask(causal=True, padding=mask, segment_ids=ids)
+    if packed:
+        gate = (leaves["log_decay"],) if decay == "token" else ()
+        fill_gaps(sequences, leaves["q"], leaves["k"], leaves["v"], *gate)
+        options["sequences"] = sequences
     return leaves, options
 
 
@@ -138,19 +141,13 @@ def results(leaves, options, impl, d_results, **more):
     if d_results is None:
         d_results = [torch.randn_like(out) for out in outs]
         d_results[1:] = [0.1 * d for d in d_results[1:]]
+        if "sequences" in options:
+            fill_gaps(options["sequences"], d_results[0])
     grads = torch.autograd.grad(
         outs, list(x.values()), [d.to(out.dtype) for d, out in zip(d_results, outs, strict=True)]
     )
     named = dict(zip(("out", "last_kv", "last_z"), outs, strict=True))
     return named | {f"d_{name}": g for name, g in zip(x, grads, strict=True)}, d_results
-
-
-def without_padding(leaves, mask):
-    """Return the tensors with zeros at padding, which no result depends on."""
-    if mask.padding is None:
-        return leaves
-    padding = ~mask.padding[:, None, :, None]
-    return {n: x.masked_fill(padding, 0) if n in ("k", "v") else x for n, x in leaves.items()}
 
 
 @needs_amx
@@ -159,8 +156,9 @@ def test_errors_are_at_most_twice_those_of_torch(name):
     """In addition to rounding: the kernel rounds features, scores and their gradients."""
     leaves, options = make(**CASES[name])
     found, d_results = results(leaves, options, "cpp", None)
-    plain, _ = results(without_padding(leaves, options["mask"]), options, "torch", d_results)
-    wide = {n: x.double() for n, x in without_padding(leaves, options["mask"]).items()}
+    clean = {n: x.nan_to_num() for n, x in leaves.items()}  # torch maps tokens of gaps too
+    plain, _ = results(clean, options, "torch", d_results)
+    wide = {n: x.double() for n, x in clean.items()}
     if leaves["q"].shape[2] <= 1000:
         exact, _ = results(wide, options, "reference", d_results, chunk_size=1000)
     else:  # the dense form would need gigabytes; test_cpp.py compares this one with it
@@ -236,8 +234,9 @@ def test_gradients_of_outputs_in_float_are_not_rounded(decay):
         return torch.autograd.grad((attend(*x, gate) * weight).sum(), x)
 
     def divided_sums(q, k, v, gate):
-        given = {"mask": options["mask"], "state": None, "chunk_size": None}
-        values, totals, _ = weighted_sums(q, k, v, log_decay=gate, feature_map="elu+1", **given)
+        given = {"sequences": None, "state": None, "return_state": False, "chunk_size": None}
+        values, totals, last = weighted_sums(q, k, v, log_decay=gate, feature_map="elu+1", **given)
+        assert last is None
         return values / totals[..., None]
 
     def dense(q, k, v, gate):
@@ -247,6 +246,28 @@ def test_gradients_of_outputs_in_float_are_not_rounded(decay):
     found, exact = gradients(BFLOAT16, divided_sums), gradients(torch.double, dense)
     for ours, right in zip(found, exact, strict=True):
         assert (ours - right).norm() <= 6e-3 * right.norm()
+
+
+@needs_amx
+@pytest.mark.parametrize("decay", [None, "token"])
+@pytest.mark.parametrize("sizes", [(48, 20), (64, 64)], ids=str)
+def test_sequences_do_not_depend_on_others_in_the_row(sizes, decay):
+    """Results equal those without NaN in the other sequences."""
+    shape = {"tokens": 700, "sizes": sizes, "decay": decay, "state": True, "packed": True}
+    leaves, options = make(**shape, feature_map="identity", normalize=False)
+    found, d_results = results(leaves, options, "cpp", None)
+    at = slice(*LONG_PARTS[4])
+    for name in ("q", "k", "v", *(("log_decay",) if decay else ())):
+        leaves[name][:, :, at] = torch.nan
+    changed, _ = results(leaves, options, "cpp", d_results)
+    for name in ("out", "d_q", "d_k", "d_v", *(("d_log_decay",) if decay else ())):
+        x, y = (r[name].clone() for r in (found, changed))
+        assert y[:, :, at].isnan().any()
+        x[:, :, at], y[:, :, at] = 0, 0
+        assert torch.equal(x, y), name
+    for name in ("last_kv", "last_z", "d_kv", "d_z"):
+        x, y = (torch.cat([r[name][:4], r[name][5:]]) for r in (found, changed))
+        assert torch.equal(x, y), name
 
 
 @needs_amx
@@ -267,11 +288,12 @@ def test_emulated_kernel(tmp_path):
     tmp_path.chmod(0o700)
     compiler = os.environ.get("CXX", "c++")
     variables = {"CXX": f"{compiler} -DEMULATE_AMX", "ATTNZOO_CACHE": str(tmp_path)}
-    options = ["-q", "-p", "no:cacheprovider", "-k", "errors_are or small_chunks", __file__]
+    chosen = "errors_are or small_chunks or others_in"
+    options = ["-q", "-p", "no:cacheprovider", "-k", chosen, __file__]
     found = processes.run(
         [sys.executable, "-m", "pytest", *options],
         env=os.environ | variables,
         cwd=Path(__file__).parents[3],
     )
     assert found.returncode == 0, found.stdout
-    assert f"{len(EMULATED_CASES) + 1} passed" in found.stdout
+    assert f"{len(EMULATED_CASES) + 5} passed" in found.stdout

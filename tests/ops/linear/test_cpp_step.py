@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import LinearState
+from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linear.api import linear_attention
-from attnzoo.ops.linear.common import MapWeights
-from attnzoo.ops.linear.cpu.linear_step import LINEAR_STEP
+from attnzoo.ops.linear.common import LinearInputs, MapWeights, StepGate
+from attnzoo.ops.linear.cpu.linear_step import LINEAR_STEP, run_step_cpp
 from attnzoo.runtime import cpp
 from tests.helpers import nan_surrounded
 from tests.ops.linear.test_cpp import make
@@ -93,17 +93,94 @@ def test_rounding_errors_are_at_most_twice_those_of_torch(dtype):
 
 
 @torch.no_grad()
-def test_learned_maps_and_padding_equal_the_reference():
+def test_learned_maps_equal_the_reference():
     q, k, v = make(2, 4, 2, 1, 16, 8)[:3]
     weights = MapWeights(torch.randn(4, 16, 16).double(), torch.randn(2, 16, 16).double())
-    mask = AttentionMask(causal=True, padding=torch.tensor([[True], [False]]))
-    options = {"feature_map": "hedgehog", "map_weights": weights, "mask": mask}
+    options = {"feature_map": "hedgehog", "map_weights": weights}
     options |= {"normalize": True, "return_state": True, "eps": 1e-3}
     found, exact = (linear_attention(q, k, v, impl=x, **options) for x in ("auto", "reference"))
     assert found.impl == STEP_IN_CPP
     assert_close(found.out, exact.out, atol=1e-12, rtol=1e-12)
     assert_close(tuple(found.state), tuple(exact.state), atol=1e-12, rtol=1e-12)
-    assert not found.state.kv[1].any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("reuse_state", [False, True])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_states_of_a_pool(decay, reuse_state):
+    """Each row equals a call of its own from the state at its slot; -1 has no state."""
+    slots = torch.tensor([3, -1, 0, 5])
+    q, k, v, _ = make(4, 4, 2, 1, 16, 20)
+    pool = make(6, 4, 2, 1, 16, 20)[3]
+    for x in (q, k, v):
+        x[1] = torch.nan
+    log = log_decay(decay, k.nan_to_num(1.0))
+    before = [x.clone() for x in pool]
+    options = {"normalize": True, "eps": 0.1, "scale": 0.7, "return_state": True}
+    options |= {"feature_map": "elu+1"}
+    more = {"slots": slots, "reuse_state": reuse_state, "log_decay": log}
+    found = linear_attention(q, k, v, state=pool, **more, **options)
+    assert found.impl == STEP_IN_CPP
+    assert (found.state.kv is pool.kv) == reuse_state
+    assert not found.out[1].any()
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        one = slice(row, row + 1)
+        own = log if log is None or log.dim() == 1 else log[one]
+        exact = linear_attention(
+            *(x[one] for x in (q, k, v)),
+            state=LinearState(*(x[slot : slot + 1] for x in before)),
+            log_decay=own,
+            impl="reference",
+            **options,
+        )
+        assert_close(found.out[one], exact.out, atol=1e-12, rtol=1e-12)
+        for x, y in zip(found.state, exact.state, strict=True):
+            assert_close(x[slot], y[0], atol=1e-12, rtol=1e-12)
+    for slot in (1, 2, 4):
+        assert all(torch.equal(x[slot], y[slot]) for x, y in zip(found.state, before, strict=True))
+    if not reuse_state:
+        assert all(map(torch.equal, pool, before))
+
+
+@torch.no_grad()
+def test_states_of_a_pool_with_a_stabilizer():
+    """The gates of mLSTM are those of the row, and m is that of the slot."""
+    slots, (q, k, v, _) = torch.tensor([2, -1, 0]), make(3, 4, 2, 1, 16, 20)
+    pool = make(4, 4, 2, 1, 16, 20)[3]
+    log, log_input, m = -torch.rand(3, 2, 1).double(), torch.randn(3, 2).double(), torch.randn(4, 2)
+    m = m.double()
+
+    def run(rows, state, m, slots=None):
+        x = LinearInputs(
+            *(q[rows], k[rows], v[rows], log[rows], LinearState(*(y.clone() for y in state))),
+            *(True, False, 1.0, 0.0, None, "identity", 1.0),
+            slots=slots,
+        )
+        gate = StepGate(None, log_input[rows].contiguous(), m.clone())
+        return *run_step_cpp(x, gate), gate.m
+
+    out, last, last_m = run(slice(None), pool, m, slots)
+    assert not out[1].any()
+    for slot in (1, 3):
+        assert torch.equal(last.kv[slot], pool.kv[slot])
+        assert torch.equal(last_m[slot], m[slot])
+    for row, slot in ((0, 2), (2, 0)):
+        at = slice(slot, slot + 1)
+        own = LinearState(*(x[at] for x in pool))
+        found, state, own_m = run(slice(row, row + 1), own, m[at])
+        assert torch.equal(out[row], found[0])
+        assert torch.equal(last_m[slot], own_m[0])
+        assert not torch.equal(own_m[0], m[slot])
+        assert all(torch.equal(x[slot], y[0]) for x, y in zip(last, state, strict=True))
+
+
+@torch.no_grad()
+def test_slots_outside_of_the_pool_are_refused():
+    q, k, v, pool = make(2, 4, 2, 1, 16, 20)
+    with pytest.raises(UnsupportedError, match="slots must be below 2"):
+        linear_attention(q, k, v, state=pool, slots=torch.tensor([0, 2]))
 
 
 def test_gradients_and_bidirectional_calls_do_not_use_the_step():
@@ -114,8 +191,8 @@ def test_gradients_and_bidirectional_calls_do_not_use_the_step():
     assert "cpp cannot: the kernel of one token has no derivative" in out.impl.reason
     out.out.sum().backward()
     assert q.grad.abs().sum() > 0
-    assert linear_attention(q, k, v, mask=AttentionMask()).impl.impl == "torch"
-    assert linear_attention(q.detach(), k, v, mask=AttentionMask()).impl.impl == "torch"
+    assert linear_attention(q, k, v, causal=False).impl.impl == "torch"
+    assert linear_attention(q.detach(), k, v, causal=False).impl.impl == "torch"
 
 
 @torch.no_grad()

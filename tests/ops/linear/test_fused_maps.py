@@ -6,7 +6,6 @@ from torch.testing import assert_close
 
 from attnzoo.backends.feature_maps.base import get_feature_map
 from attnzoo.contract.config import Geometry
-from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.features.functional import LEARNED
 from attnzoo.ops.hybrid.api import LinearBranch, hybrid_attention
@@ -15,6 +14,7 @@ from attnzoo.ops.linear.common import NAMES, MapWeights
 from attnzoo.ops.linear.cpu.call import LINEAR
 from attnzoo.registry import build_backend
 from attnzoo.runtime import cpp
+from tests.ops.linear.test_cpp import fill_gaps, make_sequences, run_alone
 
 REASON = cpp.unavailable_reason(LINEAR)
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -54,11 +54,11 @@ def features(x, name, scale, weight=None, bias=None, *, of_keys=False):
     return y.clamp(max=30).exp() if name == "hedgehog_exp" else y
 
 
-def dense(q, k, v, name, scale, weights, padding, log_decay=None):
-    """Compute every weight of a row."""
+def dense(q, k, v, name, scale, weights, log_decay=None):
+    """Compute every weight of rows."""
     q_weight, k_weight, q_bias, k_bias = weights or (None,) * 4
     fq = features(q, name, scale, q_weight, q_bias)
-    fk = features(k, name, scale, k_weight, k_bias, of_keys=True) * padding[:, None, :, None]
+    fk = features(k, name, scale, k_weight, k_bias, of_keys=True)
     fk, v = (x.repeat_interleave(H // HKV, 1) for x in (fk, v))
     products = fq.unsqueeze(3) * fk.unsqueeze(2)
     if log_decay is not None:
@@ -73,23 +73,29 @@ def dense(q, k, v, name, scale, weights, padding, log_decay=None):
 @pytest.mark.parametrize("decay", [False, True], ids=["no decay", "channel"])
 @pytest.mark.parametrize("name", NAMES)
 def test_results_and_gradients_equal_the_formula(name, decay):
+    """Of each sequence, if the tokens of none are NaN."""
     torch.manual_seed(0)
-    tokens, weights = 37, make_weights(name)
+    tokens, weights = 74, make_weights(name)
     q, k, v = (
-        torch.randn(B, n, tokens, m, dtype=torch.float64) for n, m in ((H, D), (HKV, D), (HKV, E))
+        torch.randn(1, n, tokens, m, dtype=torch.float64) for n, m in ((H, D), (HKV, D), (HKV, E))
     )
-    padding = torch.rand(B, tokens) > 0.2
-    padding[:, 0] = True
+    parts = ((2, 30), (30, 31), (37, 73))
+    sequences = make_sequences(tokens, (*parts, (73, 73)))
     size = D if weights is None else weights.k.shape[1] * LEARNED[name].features
-    gates = -torch.rand(B, HKV, tokens, size, dtype=torch.float64) if decay else None
+    gates = -torch.rand(1, HKV, tokens, size, dtype=torch.float64) if decay else None
+    fill_gaps(sequences, *(x for x in (q, k, v, gates) if x is not None))
     leaves = [x for x in (q, k, v, *(weights or ()), gates) if x is not None]
     leaves = [x.requires_grad_() for x in leaves]
-    exact = dense(q, k, v, name, 0.3, weights, padding, gates)
     options = {"feature_map": name, "feature_scale": 0.3, "map_weights": weights}
     options |= {"normalize": name not in ("identity", "learned_linear"), "log_decay": gates}
-    mask = AttentionMask(causal=True, padding=padding)
-    ours = linear_attention(q, k, v, mask=mask, impl="cpp", **options)
+    ours = linear_attention(q, k, v, sequences=sequences, impl="cpp", **options)
     assert ("fused" in ours.impl.reason) == (name != "identity")
+    exact = torch.zeros_like(ours.out)
+    for part in parts:
+        at = slice(*part)
+        own = (None if x is None else x[:, :, at] for x in (q, k, v, gates))
+        *x, log_decay = own
+        exact[:, :, at] = dense(*x, name, 0.3, weights, log_decay)
     assert_close(ours.out, exact, rtol=1e-11, atol=1e-11)
     d_out = torch.randn_like(exact)
     grads = [torch.autograd.grad((x * d_out).sum(), leaves) for x in (ours.out, exact)]
@@ -139,14 +145,34 @@ def test_gradients_of_weights_do_not_depend_on_frozen_inputs(name, window):
             assert torch.equal(found, expected) if need else found is None
 
 
+@pytest.mark.parametrize("name", ["hedgehog", "t2r"])
+def test_gradients_of_weights_are_sums_over_sequences(name):
+    """Of short ones that begin close to each other, and of several spans of a long one."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 1400, m).double() for n, m in ((H, D), (HKV, D), (HKV, E)))
+    weights = MapWeights(*(None if x is None else x.requires_grad_() for x in make_weights(name)))
+    leaves = [x for x in weights if x is not None]
+    sequences = make_sequences(1400, ((0, 70), (70, 100), (130, 1300), (1300, 1301), (1310, 1399)))
+    options = {"sequences": sequences, "feature_map": name, "map_weights": weights}
+    options |= {"normalize": True}
+    found = linear_attention(q, k, v, impl="cpp", **options).out
+    exact, *_ = run_alone(q, k, v, **options)
+    assert_close(found, exact, rtol=1e-11, atol=1e-11)
+    grads = (torch.autograd.grad(x.square().sum(), leaves) for x in (found, exact))
+    assert_close(*grads, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["elu+1", "hedgehog"])
-def test_results_do_not_depend_on_the_number_of_threads(name):
+def test_results_do_not_depend_on_the_number_of_threads(name, packed):
     """Threads divide the five spans of 2100 tokens, and the 32 key channels of elu+1."""
     q, k, v = (torch.randn(1, n, 2100, 32) for n in (2, 1, 1))
+    sequences = make_sequences(2100) if packed else None
     weights = MapWeights(torch.randn(2, 32, 32), torch.randn(1, 32, 32))
     learned = name == "hedgehog"
     leaves = [x.requires_grad_() for x in (q, k, v, *(weights[:2] if learned else ()))]
     options = {"feature_map": name, "map_weights": weights if learned else None}
+    options["sequences"] = sequences
     num_threads, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
@@ -178,21 +204,22 @@ def test_16_bit_results_equal_those_in_float32_rounded_once(name, dtype):
         assert torch.equal(ours, wide.to(dtype))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
-@pytest.mark.parametrize("padded", [False, True], ids=["unpadded", "padded"])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("name", ["exp", "hedgehog", "hedgehog_exp"])
-def test_a_window_hybrid_with_a_map_equals_that_of_computed_features(name, padded, packed):
+def test_a_window_hybrid_with_a_map_equals_that_of_computed_features(name, packed):
     """In one call with gradients of inputs and weights, and in three parts with a state."""
     torch.manual_seed(0)
     tokens, weights = 60, make_weights(name)
-    padding = torch.rand(B, tokens) > 0.3 if padded else torch.ones(B, tokens, dtype=torch.bool)
-    ids = torch.tensor([[0] * 9 + [3] * 21 + [4] * 30, [1] * 3 + [2] * 57]) if packed else None
+    batch, sequences = B, None
+    if packed:
+        batch, sequences = 1, make_sequences(tokens, ((0, 9), (9, 9), (10, 30), (30, 59)))
     q, k, v = (
-        torch.randn(B, n, tokens, m, dtype=torch.float64) for n, m in ((H, D), (HKV, D), (HKV, E))
+        torch.randn(batch, n, tokens, m, dtype=torch.float64)
+        for n, m in ((H, D), (HKV, D), (HKV, E))
     )
     leaves = [x.requires_grad_() for x in (q, k, v, *(weights or ())) if x is not None]
     log_weight = torch.randn(1, H, 1, 1, dtype=torch.float64)
-    decay = -torch.rand(B, HKV, tokens, dtype=torch.float64) * padding[:, None]
+    decay = -torch.rand(batch, HKV, tokens, dtype=torch.float64)
 
     def run(impl, start, stop, state):
         at = slice(start, stop)
@@ -202,20 +229,15 @@ def test_a_window_hybrid_with_a_map_equals_that_of_computed_features(name, padde
         )
         if impl == "torch":
             q_weight, k_weight, q_bias, k_bias = weights or (None,) * 4
-            fk = features(k, name, 0.3, k_weight, k_bias, of_keys=True)
             branch = LinearBranch(
                 features(q, name, 0.3, q_weight, q_bias)[:, :, at],
-                (fk * padding[:, None, :, None])[:, :, at],
+                features(k, name, 0.3, k_weight, k_bias, of_keys=True)[:, :, at],
                 *(log_weight, decay[:, :, at]),
                 mean=True,
             )
-        part = None if ids is None else ids[:, at]
-        mask = AttentionMask(
-            causal=True, padding=padding[:, at] if padded else None, segment_ids=part
-        )
         inputs = q[:, :, at], k[:, :, at], v[:, :, at]
         options = {"window": 7, "scale": 0.3, "state": state, "return_state": True, "impl": impl}
-        return hybrid_attention(*inputs, branch, mask=mask, **options)
+        return hybrid_attention(*inputs, branch, sequences=sequences, **options)
 
     exact, ours = (run(impl, 0, tokens, None) for impl in ("torch", "cpp"))
     assert ours.impl.impl == "cpp"

@@ -21,17 +21,15 @@ def _nan_in_uninitialized_memory():
         yield
 
 
-def dense(q, k, v, padding_mask, segment_ids, before, after, scale):
-    """Compute the window with a dense mask; a row without keys gives zeros and NO_KEYS."""
+def dense(q, k, v, ids, before, after, scale):
+    """Compute the window with a dense mask; a query without keys gives zeros and NO_KEYS."""
     length, groups = q.shape[2], q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     position = torch.arange(length, device=q.device)
     distance = position[:, None] - position
     seen = ((distance <= before) & (distance >= -after))[None, None]
-    if padding_mask is not None:
-        seen = seen & padding_mask[:, None, None]
-    if segment_ids is not None:
-        seen = seen & (segment_ids[:, None, :, None] == segment_ids[:, None, None])
+    if ids is not None:
+        seen = seen & (ids[:, None, :, None] == ids[:, None, None]) & (ids >= 0)[:, None, None]
     scores = (q @ k.mT * scale).masked_fill(~seen, -torch.inf)
     any_key = seen.any(-1).expand(scores.shape[:3])
     lse = torch.where(any_key, scores.logsumexp(-1), NO_KEYS)
@@ -40,31 +38,36 @@ def dense(q, k, v, padding_mask, segment_ids, before, after, scale):
 
 
 @pytest.mark.parametrize(
-    ("length", "heads", "sizes", "reach", "packed", "padded"),
+    ("length", "heads", "sizes", "reach", "packed"),
     [
-        (70, (2, 1), (12, 20), (9, 0), False, False),
-        (75, (1, 1), (16, 16), (40, 0), True, True),
-        (50, (4, 2), (16, 16), (20, 13), True, False),
-        (33, (1, 1), (16, 16), (100, 100), False, True),
+        (70, (2, 1), (12, 20), (9, 0), False),
+        (75, (1, 1), (16, 16), (40, 0), True),
+        (50, (4, 2), (16, 16), (20, 13), True),
+        (33, (1, 1), (16, 16), (100, 100), False),
     ],
 )
-def test_window_kernels_match_a_dense_mask(length, heads, sizes, reach, packed, padded):
+def test_window_kernels_match_a_dense_mask(length, heads, sizes, reach, packed):
     shapes = [(1, heads[0], length, sizes[0])]
     shapes += [(1, heads[1], length, size) for size in sizes]
     tensors = [nan_padded(torch.randn(shape).to(DEVICE)) for shape in shapes]
-    ids = (torch.arange(length, device=DEVICE) >= length // 3).long()[None] if packed else None
-    padding = None
-    if padded:  # some queries see no key
-        padding = (torch.rand(1, length) > 0.7).to(DEVICE)
+    ids = None
+    if packed:  # what tokens of no sequence hold has no effect
+        ids = (torch.arange(length, device=DEVICE) >= length // 3).int()[None]
+        ids[:, length // 2 : length // 2 + 5] = -1
+        for x in tensors:
+            x[:, :, ids[0] < 0] = torch.nan
     weights = [torch.randn(1, heads[0], length, sizes[1]), torch.randn(1, heads[0], length)]
     weights = [x.to(DEVICE) for x in weights]
     found = []
     for dtype in (torch.float32, torch.float64):
         leaves = [x.to(dtype).requires_grad_() for x in tensors]
         if dtype == torch.float64:
-            out, lse = dense(*leaves, padding, ids, *reach, 0.3)
+            known = leaves
+            if ids is not None:
+                known = [x.masked_fill((ids < 0)[:, None, :, None], 0) for x in leaves]
+            out, lse = dense(*known, ids, *reach, 0.3)
         else:
-            out, lse = window_triton(*leaves, padding, ids, *reach, 0.3, True)
+            out, lse = window_triton(*leaves, ids, *reach, 0.3, True)
         lse = torch.where(lse > NO_KEYS / 2, lse, 0.0)
         total = (out * weights[0]).sum() + (lse * weights[1]).sum()
         found.append([out, lse, *torch.autograd.grad(total, leaves)])
@@ -75,11 +78,11 @@ def test_window_kernels_match_a_dense_mask(length, heads, sizes, reach, packed, 
 
 def test_bfloat16_is_as_accurate_as_its_rounding():
     q, k, v = (torch.randn(1, 2, 70, 16).to(DEVICE, torch.bfloat16) for _ in range(3))
-    out, _ = window_triton(q, k, v, None, None, 15, 0, 0.25, True)
-    exact, _ = dense(q.double(), k.double(), v.double(), None, None, 15, 0, 0.25)
+    out, _ = window_triton(q, k, v, None, 15, 0, 0.25, True)
+    exact, _ = dense(q.double(), k.double(), v.double(), None, 15, 0, 0.25)
     assert (out - exact).norm() / exact.norm() < 4e-3
 
 
 def test_operators_pass_opcheck():
     q, k, v = (torch.randn(1, 1, 18, 16, device=DEVICE, requires_grad=True) for _ in range(3))
-    torch.library.opcheck(window_triton, (q, k, v, None, None, 4, 0, 0.25, True))
+    torch.library.opcheck(window_triton, (q, k, v, None, 4, 0, 0.25, True))

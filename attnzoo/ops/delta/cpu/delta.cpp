@@ -2,8 +2,7 @@
 //
 //     S_t = (I - b_t k_t k_t^T) Diag(a_t) S_{t-1} + b_t k_t v_t^T,     o_t = scale q_t S_t
 //
-// A chunk has at most CHUNK tokens and ends where a packed segment ends. Token i writes k_i x_i^T
-// to the state. With the state S before the chunk, forward substitution gives
+// A chunk has at most CHUNK tokens of one sequence. Token i writes k_i x_i^T to the state. With the state S before the chunk, forward substitution gives
 //     x_i = b_i (v_i - (k_i decayed) S - sum over j < i of KK_ij x_j),
 // with KK_ij = sum over d of k_id L_ijd k_jd, where L_ij is the product of the decays of tokens
 // j + 1 to i. Every decay is such a product of numbers in [0, 1], never an inverse or a difference,
@@ -11,12 +10,14 @@
 //
 // work     some columns of the values of one key head; its queries, keys and state stay in caches
 // reads    q, k, v, beta and log decay in place, with stride 1 in the last dimension
-// writes   out, the state after the last token, and for the backward pass one state per SPAN tokens
+// writes   out, the state after the last token of each sequence, and for the backward pass one state
+//          per SPAN tokens; nothing between sequences
 // limits   D and E multiples of 16; chunk at most CHUNK
 // oracle   delta_attention(impl="reference"), float64 included
 //
-// Letters: B batch, H key heads, G query heads per key head, T tokens, D key size, E value size,
-// F decays per token (0, 1 or D), P columns of values of one piece of work.
+// Letters: B rows of tokens, S sequences: the rows, or parts of the one row, H key
+// heads, G query heads per key head, T tokens of a row, D key size, E value size, F decays per token
+// (0, 1 or D), P columns of values of one piece of work.
 
 #include <algorithm>
 #include <cmath>
@@ -31,36 +32,50 @@
 
 constexpr int CHUNK = 16;   // tokens
 constexpr int SPAN = 128;   // tokens between the states that the forward pass stores
+constexpr int PIECE = 64;   // tokens: shorter sequences share a piece of work, and its buffers
 
 template <class Real>
 struct Task {
     int64_t threads, batch, heads, groups, tokens, key_size, value_size;
+    int64_t sequences;                       // S
     int64_t panel;                           // columns of values in one piece of work
     int64_t chunk;                           // tokens, at most CHUNK
     int64_t decays;                          // per token: 0, 1 or D
     int64_t q_steps[3], k_steps[3], v_steps[3], beta_steps[3];  // strides of batch, head, token
     int64_t decay_steps[3], out_steps[3];
     double scale;                            // factor of queries
-    const Real *q, *k, *v, *beta, *log_decay, *state;  // state: before the first token
-    Real *out, *last_state;
-    Real* kept;                              // [B, H, T / SPAN, D, E]: states, or null
-    const int64_t* ids;                      // segment ids, [B, T], or null
+    const Real *q, *k, *v, *beta, *log_decay;
+    const Real* state;                       // [S, H, D, E] before the first tokens; null: zeros
+    Real *out, *last_state;                  // last_state: [S, H, D, E], or null
+    Real* kept;                              // [B, (T - 1) / SPAN, H, D, E]: states, or null
+    const int64_t *starts, *lengths;         // of the sequences in the one row, [S]; null: rows
 
-    FIELDS(threads, batch, heads, groups, tokens, key_size, value_size, panel, chunk, decays,
-           q_steps, k_steps, v_steps, beta_steps, decay_steps, out_steps, scale, q, k, v, beta,
-           log_decay, state, out, last_state, kept, ids)
+    FIELDS(threads, batch, heads, groups, tokens, key_size, value_size, sequences, panel, chunk,
+           decays, q_steps, k_steps, v_steps, beta_steps, decay_steps, out_steps, scale, q, k, v,
+           beta, log_decay, state, out, last_state, kept, starts, lengths)
 
     int64_t panels() const { return (value_size + panel - 1) / panel; }
-    int64_t spans() const { return (tokens + SPAN - 1) / SPAN; }
+    int64_t length(int64_t sequence) const { return lengths ? lengths[sequence] : tokens; }
+
+    // Return the first sequence of each piece of work, and S.
+    std::vector<int64_t> pieces() const {
+        std::vector<int64_t> firsts;
+        int64_t count = PIECE;
+        for (int64_t i = 0; i < sequences; ++i) {
+            if (count >= PIECE && (firsts.empty() || length(i))) firsts.push_back(i), count = 0;
+            count += length(i);
+        }
+        firsts.push_back(sequences);
+        return firsts;
+    }
 };
 
 // The tensors of a chunk. Rows after its last token are zero.
 template <class Real>
 struct Chunk {
     Buffer<Real> buffer;
-    int64_t start = 0;
+    int64_t start = 0;     // in its row
     int count = 0;         // tokens
-    bool first = false;    // whether the chunk begins a packed segment
     Real *k, *q;           // [CHUNK, D], [G, CHUNK, D]: keys, scaled queries
     Real *k_read, *q_read, *k_written;  // k and q decayed from the chunk's start; k to its end
     Real *kk, *qk;         // [CHUNK, CHUNK], [G, CHUNK, CHUNK]: decayed products with keys
@@ -94,6 +109,12 @@ struct Chunk {
         error = buffer.take(CHUNK * width);
         state = buffer.take(t.key_size * width);
     }
+
+    // Forget the values of an earlier sequence: rows after the last token must be zero.
+    void clear(int64_t width) {
+        std::fill_n(x, CHUNK * width, Real(0));
+        std::fill_n(error, CHUNK * width, Real(0));
+    }
 };
 
 template <class Real>
@@ -108,38 +129,36 @@ class DeltaRule : protected Tiles<Real> {
     static constexpr int WIDE = CHUNK / LANES;  // vectors per row of CHUNK tokens
 
     const Task<Real>& t;
-    const int64_t row_, head_, column_, size_, width_;
+    const int64_t head_, column_, size_, width_;
+    int64_t sequence_ = 0, row_ = 0, first_ = 0, length_ = 0;  // first_: token in its row
     Buffer<Real> buffer_;
     Real *zeros_, *transposed_;  // [P]; [D, CHUNK]
 
     // Work on columns `column` to `column + width - 1` of the values of key head `head`.
-    DeltaRule(const Task<Real>& task, int64_t row, int64_t head, int64_t panel)
-        : t(task), row_(row), head_(head), column_(panel * t.panel), size_(t.key_size),
+    DeltaRule(const Task<Real>& task, int64_t head, int64_t panel)
+        : t(task), head_(head), column_(panel * t.panel), size_(t.key_size),
           width_(std::min(t.panel, t.value_size - column_)), buffer_(width_ + size_ * CHUNK),
           zeros_(buffer_.take(width_)), transposed_(buffer_.take(size_ * CHUNK)) {}
 
-    // -- a chunk ----------------------------------------------------------------------------------
-
-    // Return the number of tokens of the chunk that begins at `start`.
-    int count_tokens(int64_t start) const {
-        const int64_t end = std::min(t.tokens, (start / SPAN + 1) * SPAN);
-        int count = (int)std::min(t.chunk, end - start);
-        const int64_t* ids = t.ids ? t.ids + row_ * t.tokens + start : nullptr;
-        for (int c = 1; ids && c < count; ++c)
-            if (ids[c] != ids[0]) count = c;
-        return count;
+    void begin(int64_t sequence) {
+        sequence_ = sequence;
+        row_ = t.starts ? 0 : sequence;
+        first_ = t.starts ? t.starts[sequence] : 0;
+        length_ = t.length(sequence);
     }
 
-    // Load the tokens of a chunk and compute everything that does not depend on the state.
+    // -- a chunk ----------------------------------------------------------------------------------
+
+    // Load the tokens of the chunk that begins at token `start` of the sequence, and compute
+    // everything that does not depend on the state.
     void prepare(Chunk<Real>& c, int64_t start) {
-        const int64_t* ids = t.ids ? t.ids + row_ * t.tokens + start : nullptr;
         const int previous = c.count;
-        c.start = start;
-        c.count = count_tokens(start);
-        c.first = ids && start && ids[0] != ids[-1];
+        const int64_t end = std::min(length_, (start / SPAN + 1) * SPAN);
+        c.start = first_ + start;
+        c.count = (int)std::min(t.chunk, end - start);
         const Real* beta = t.beta + row_ * t.beta_steps[0] + head_ * t.beta_steps[1];
         for (int i = 0; i < CHUNK; ++i)
-            c.beta[i] = i < c.count ? beta[(start + i) * t.beta_steps[2]] : Real(0);
+            c.beta[i] = i < c.count ? beta[(c.start + i) * t.beta_steps[2]] : Real(0);
         copy_rows(t.k, t.k_steps, head_, c, previous, Real(1), c.k);
         for (int64_t g = 0; g < t.groups; ++g)
             copy_rows(t.q, t.q_steps, head_ * t.groups + g, c, previous, Real(t.scale),
@@ -265,7 +284,6 @@ class DeltaRule : protected Tiles<Real> {
 
     // Compute x and the errors of a chunk from the state before it.
     void solve(Chunk<Real>& c) const {
-        if (c.first) std::fill_n(c.state, size_ * width_, Real(0));
         const Real* v = t.v + row_ * t.v_steps[0] + head_ * t.v_steps[1] +
                         c.start * t.v_steps[2] + column_;
         for_columns(width_, [&](auto vectors, int64_t column) {
@@ -307,18 +325,34 @@ class DeltaRule : protected Tiles<Real> {
         });
     }
 
-    // Copy this panel's columns of a [D, E] matrix to [D, P], or back.
-    void load_panel(const Real* matrix, Real* panel) const {
+    // Copy this panel's columns of matrix `index` of [.., D, E] to [D, P]; null: zeros.
+    void load_panel(const Real* matrices, int64_t index, Real* panel) const {
+        if (!matrices) {
+            std::fill_n(panel, size_ * width_, Real(0));
+            return;
+        }
+        const Real* matrix = matrices + index * size_ * t.value_size;
         for (int64_t d = 0; d < size_; ++d)
             std::copy_n(matrix + d * t.value_size + column_, width_, panel + d * width_);
     }
 
-    void store_panel(const Real* panel, Real* matrix) const {
+    // Copy [D, P] back, if there are matrices.
+    void store_panel(const Real* panel, Real* matrices, int64_t index) const {
+        if (!matrices) return;
+        Real* matrix = matrices + index * size_ * t.value_size;
         for (int64_t d = 0; d < size_; ++d)
             std::copy_n(panel + d * width_, width_, matrix + d * t.value_size + column_);
     }
 
-    int64_t index() const { return row_ * t.heads + head_; }
+    int64_t tokens_index() const { return row_ * t.heads + head_; }
+    int64_t state_index() const { return sequence_ * t.heads + head_; }
+
+    // Return the place of the state before token `start` of the sequence, a multiple of SPAN that
+    // is not 0. Places of different sequences differ, wherever in the row they begin.
+    int64_t kept_index(int64_t start) const {
+        const int64_t place = (first_ + start) / SPAN - 1;
+        return (row_ * ((t.tokens - 1) / SPAN) + place) * t.heads + head_;
+    }
 };
 
 // -- the forward pass -----------------------------------------------------------------------------
@@ -329,26 +363,28 @@ class DeltaForward : DeltaRule<Real> {
     using typename Base::Reals;
     using Base::LANES, Base::load, Base::store, Base::multiply, Base::for_columns;
     using Base::t, Base::row_, Base::head_, Base::column_, Base::size_, Base::width_;
+    using Base::length_;
 
     Chunk<Real> chunk_;
 
   public:
-    DeltaForward(const Task<Real>& task, int64_t row, int64_t head, int64_t panel)
-        : Base(task, row, head, panel), chunk_(task, width_) {}
+    DeltaForward(const Task<Real>& task, int64_t head, int64_t panel)
+        : Base(task, head, panel), chunk_(task, width_) {}
 
-    void run() {
-        const int64_t matrix = size_ * t.value_size;
-        this->load_panel(t.state + this->index() * matrix, chunk_.state);
-        for (int64_t start = 0; start < t.tokens; start += chunk_.count) {
-            if (t.kept && start % SPAN == 0)
-                this->store_panel(chunk_.state,
-                                  t.kept + (this->index() * t.spans() + start / SPAN) * matrix);
+    void run(int64_t sequence) {
+        this->begin(sequence);
+        if (!length_ && !t.last_state) return;
+        chunk_.clear(width_);
+        this->load_panel(t.state, this->state_index(), chunk_.state);
+        for (int64_t start = 0; start < length_; start += chunk_.count) {
+            if (t.kept && start && start % SPAN == 0)
+                this->store_panel(chunk_.state, t.kept, this->kept_index(start));
             this->prepare(chunk_, start);
             this->solve(chunk_);
             for (int64_t g = 0; g < t.groups; ++g) compute_outputs(g);
             this->advance(chunk_, chunk_.state);
         }
-        this->store_panel(chunk_.state, t.last_state + this->index() * matrix);
+        this->store_panel(chunk_.state, t.last_state, this->state_index());
     }
 
   private:
@@ -380,7 +416,7 @@ struct Gradients {
     const Real *d_out, *d_last_state;
     // Panels share queries, keys, betas and decays, so each writes its own term of their gradients:
     // [panels, B, H G, T, D], [panels, B, H, T, D], [panels, B, H, T] and [panels, B, H, T, F]. dv
-    // is [B, H, T, E] and d_state [B, H, D, E].
+    // is [B, H, T, E]. d_last_state and d_state are [S, H, D, E], or null.
     Real *dq, *dk, *d_beta, *d_log_decay, *dv, *d_state;
 
     FIELDS(d_out_steps, d_out, d_last_state, dq, dk, d_beta, d_log_decay, dv, d_state)
@@ -397,7 +433,7 @@ class DeltaBackward : DeltaRule<Real> {
     using Base::LANES, Base::WIDE, Base::load, Base::store, Base::broadcast, Base::multiply;
     using Base::for_columns, Base::product, Base::transpose, Base::add_lanes, Base::dot;
     using Base::lane_numbers, Base::t, Base::row_, Base::head_, Base::column_, Base::size_;
-    using Base::width_;
+    using Base::width_, Base::length_;
 
     const Gradients<Real>& out_;
     const int64_t panel_, rows_, keys_;  // rows of Z and of output gradients; elements of keys
@@ -411,9 +447,8 @@ class DeltaBackward : DeltaRule<Real> {
     Real* both_;                 // [CHUNK, CHUNK]: decayed dKK plus its transpose
 
   public:
-    DeltaBackward(const Task<Real>& task, const Gradients<Real>& out, int64_t row, int64_t head,
-                  int64_t panel)
-        : Base(task, row, head, panel), out_(out), panel_(panel), rows_((1 + t.groups) * CHUNK),
+    DeltaBackward(const Task<Real>& task, const Gradients<Real>& out, int64_t head, int64_t panel)
+        : Base(task, head, panel), out_(out), panel_(panel), rows_((1 + t.groups) * CHUNK),
           keys_(CHUNK * size_),
           buffer_(size_ * (width_ + 1) + 2 * rows_ * (width_ + size_) + CHUNK * width_ + 4 * keys_ +
                   t.groups * keys_ + (rows_ + 2 * CHUNK) * CHUNK),
@@ -426,27 +461,30 @@ class DeltaBackward : DeltaRule<Real> {
           d_total_(buffer_.take(size_)), d_beta_(buffer_.take(CHUNK * CHUNK)),
           both_(buffer_.take(CHUNK * CHUNK)) {}
 
-    void run() {
-        const int64_t matrix = size_ * t.value_size;
-        this->load_panel(out_.d_last_state + this->index() * matrix, d_state_);
-        for (int64_t span = t.spans() - 1; span >= 0; --span) {
+    void run(int64_t sequence) {
+        this->begin(sequence);
+        if (!length_ && !out_.d_state) return;
+        this->load_panel(out_.d_last_state, this->state_index(), d_state_);
+        for (Chunk<Real>& chunk : chunks_) chunk.clear(width_);
+        for (int64_t span = (length_ + SPAN - 1) / SPAN - 1; span >= 0; --span) {
             size_t count = 0;
-            const int64_t end = std::min(t.tokens, (span + 1) * SPAN);
+            const int64_t end = std::min(length_, (span + 1) * SPAN);
             for (int64_t start = span * SPAN; start < end; ++count) {
                 if (count == chunks_.size()) chunks_.emplace_back(t, width_);
                 Chunk<Real>& chunk = chunks_[count];
                 if (count)
                     this->advance(chunks_[count - 1], chunk.state);
+                else if (span)
+                    this->load_panel(t.kept, this->kept_index(start), chunk.state);
                 else
-                    this->load_panel(t.kept + (this->index() * t.spans() + span) * matrix,
-                                     chunk.state);
+                    this->load_panel(t.state, this->state_index(), chunk.state);
                 this->prepare(chunk, start);
                 this->solve(chunk);
                 start += chunk.count;
             }
             while (count--) differentiate(chunks_[count]);
         }
-        this->store_panel(d_state_, out_.d_state + this->index() * matrix);
+        this->store_panel(d_state_, out_.d_state, this->state_index());
     }
 
   private:
@@ -488,7 +526,7 @@ class DeltaBackward : DeltaRule<Real> {
     // Compute -Z, the gradients of v, and those of beta, from the last token to the first.
     void solve_transposed(const Chunk<Real>& c) {
         std::fill_n(d_beta_, CHUNK * LANES, Real(0));
-        Real* dv = out_.dv + (this->index() * t.tokens + c.start) * t.value_size + column_;
+        Real* dv = out_.dv + (this->tokens_index() * t.tokens + c.start) * t.value_size + column_;
         for_columns(width_, [&](auto vectors, int64_t column) {
             constexpr int V = decltype(vectors)::value, R = std::min(TILE / V, CHUNK);
             for (int first = (c.count - 1) / R * R; first >= 0; first -= R) {
@@ -520,10 +558,6 @@ class DeltaBackward : DeltaRule<Real> {
 
     // Compute the gradient of the state before the chunk from that of the state after it.
     void differentiate_state(const Chunk<Real>& c) {
-        if (c.first) {  // a segment begins with a state of zeros
-            std::fill_n(d_state_, size_ * width_, Real(0));
-            return;
-        }
         for_columns(width_, [&](auto vectors, int64_t column) {
             constexpr int V = decltype(vectors)::value, R = TILE / V;
             for (int64_t d = 0; d < size_; d += R) {
@@ -691,7 +725,7 @@ class DeltaBackward : DeltaRule<Real> {
     }
 
     void store_gradients(const Chunk<Real>& c) const {
-        const int64_t index = panel_ * t.batch * t.heads + this->index();
+        const int64_t index = panel_ * t.batch * t.heads + this->tokens_index();
         const int64_t token = index * t.tokens + c.start;
         for (int i = 0; i < c.count; ++i)
             out_.d_beta[token + i] = add_lanes(load(d_beta_ + i * LANES));
@@ -715,11 +749,12 @@ struct Step {
     int64_t beta_row, beta_head, decay_row, decay_head;
     double scale, eps;  // eps is added to squared norms of q and k; below 0: not normalised
     const Real *q, *k, *v, *beta, *log_decay, *state;
-    Real *out, *last_state;  // contiguous
+    Real *out, *last_state;  // contiguous; last_state may be state
+    const int64_t* slots;    // row of each batch row in the state, [B]; -1: none; null: its own
 
     FIELDS(threads, batch, heads, groups, key_size, value_size, decays, q_row, q_head, k_row,
            k_head, v_row, v_head, beta_row, beta_head, decay_row, decay_head, scale, eps, q, k, v,
-           beta, log_decay, state, out, last_state)
+           beta, log_decay, state, out, last_state, slots)
 };
 
 template <class Real>
@@ -735,7 +770,12 @@ class DeltaStep : Math<Real> {
         : t(task), k_(t.key_size), q_(t.groups * t.key_size), decay_(t.key_size, Real(1)) {}
 
     void run(int64_t row, int64_t head) {
-        const int64_t index = row * t.heads + head;
+        const int64_t slot = t.slots ? t.slots[row] : row;
+        Real* out = t.out + (row * t.heads + head) * t.groups * t.value_size;
+        if (slot < 0) {
+            std::fill_n(out, t.groups * t.value_size, Real(0));
+            return;
+        }
         load_row(t.k + row * t.k_row + head * t.k_head, 1, k_.data());
         for (int64_t g = 0; g < t.groups; ++g)
             load_row(t.q + row * t.q_row + (head * t.groups + g) * t.q_head, t.scale,
@@ -745,8 +785,7 @@ class DeltaStep : Math<Real> {
         if (t.decays == 1) std::fill(decay_.begin(), decay_.end(), decay_[0]);
         const Real beta = t.beta[row * t.beta_row + head * t.beta_head];
         const Real* v = t.v + row * t.v_row + head * t.v_head;
-        const int64_t at = index * t.key_size * t.value_size;
-        Real* out = t.out + index * t.groups * t.value_size;
+        const int64_t at = (slot * t.heads + head) * t.key_size * t.value_size;
         int64_t column = 0;
         for (; column + 4 * LANES <= t.value_size; column += 4 * LANES)
             update<4>(t.state + at, t.last_state + at, v, beta, out, column);
@@ -825,23 +864,30 @@ static void step(const Step<Real>& t) {
 
 // -- entry points ---------------------------------------------------------------------------------
 
+// Run what make(head, panel) returns on all sequences.
+template <class Real, class Make>
+static void run_sequences(const Task<Real>& t, Make make) {
+    const std::vector<int64_t> firsts = t.pieces();
+    const int64_t panels = t.panels(), columns = t.heads * panels;
+    in_threads((int64_t)(firsts.size() - 1) * columns, t.threads, [&](int64_t i) {
+        const FlushDenormals flush;
+        const int64_t piece = i / columns, column = i % columns;
+        auto work = make(column / panels, column % panels);
+        for (int64_t s = firsts[piece]; s < firsts[piece + 1]; ++s) work.run(s);
+    });
+}
+
 template <class Real>
 static void forward(const Task<Real>& t) {
-    const int64_t panels = t.panels();
-    in_threads(t.batch * t.heads * panels, t.threads, [&](int64_t i) {
-        const FlushDenormals flush;
-        const int64_t head = i / panels;
-        DeltaForward<Real>(t, head / t.heads, head % t.heads, i % panels).run();
+    run_sequences(t, [&](int64_t head, int64_t panel) {
+        return DeltaForward<Real>(t, head, panel);
     });
 }
 
 template <class Real>
 static void backward(const Task<Real>& t, const Gradients<Real>& out) {
-    const int64_t panels = t.panels();
-    in_threads(t.batch * t.heads * panels, t.threads, [&](int64_t i) {
-        const FlushDenormals flush;
-        const int64_t head = i / panels;
-        DeltaBackward<Real>(t, out, head / t.heads, head % t.heads, i % panels).run();
+    run_sequences(t, [&](int64_t head, int64_t panel) {
+        return DeltaBackward<Real>(t, out, head, panel);
     });
 }
 

@@ -1,7 +1,8 @@
 """The delta rule in C++, for CPUs: both passes; ``cpp_step`` has the step.
 
 Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T tokens, D key size, E value size, F decays
-per token (0, 1 or D), P panels: groups of columns of the values, which are pieces of work.
+per token (0, 1 or D), S sequences (B if rows are sequences), P panels: groups of columns of the
+values, which are pieces of work.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.states import DeltaState
-from attnzoo.ops.delta.common import DeltaInputs, Result, normalized
+from attnzoo.ops.delta.common import DeltaInputs, Result, normalized, run_on_slots
 from attnzoo.ops.delta.cpu.delta_step import Step, is_step, run_step
-from attnzoo.ops.linear.common import log_decay_per_token
+from attnzoo.ops.linear.common import log_decay_per_token, state_dtype
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
@@ -43,11 +44,13 @@ class _Task(ctypes.Structure):
     _fields_ = [
         *cpp.fields(
             ctypes.c_int64,
-            "threads batch heads groups tokens key_size value_size panel chunk decays",
+            "threads batch heads groups tokens key_size value_size sequences panel chunk decays",
         ),
         *cpp.fields(ctypes.c_int64 * 3, "q_steps k_steps v_steps beta_steps decay_steps out_steps"),
         ("scale", ctypes.c_double),
-        *cpp.fields(ctypes.c_void_p, "q k v beta log_decay state out last_state kept ids"),
+        *cpp.fields(
+            ctypes.c_void_p, "q k v beta log_decay state out last_state kept starts lengths"
+        ),
     ]
 
 
@@ -87,8 +90,8 @@ def cpp_reasons(x: DeltaInputs) -> list[str]:
 def run_step_cpp(x: DeltaInputs) -> Result:
     """Run the kernel of one token; with gradients, that of a sequence."""
     if is_step(x):
-        return run_step(x, DELTA, TYPE_NAMES[x.state.kv.dtype])
-    return run_cpp(x)
+        return run_step(x, DELTA, TYPE_NAMES[x.state_dtype])
+    return run_on_slots(x, run_cpp)
 
 
 def run_recurrent_cpp(x: DeltaInputs) -> Result:
@@ -99,20 +102,26 @@ def run_recurrent_cpp(x: DeltaInputs) -> Result:
 def run_cpp(x: DeltaInputs) -> Result:
     """Run the kernel.
 
-    For the backward pass, the state before every 128th token is kept: as many bytes per token and
-    key head as ``D E / 128`` numbers of the state take.
+    For the backward pass, the state before every 128th token of a sequence but its first is kept:
+    as many bytes per token and key head as ``D E / 128`` numbers of the state take.
     """
     x = normalized(x)
-    tensors = (x.q, x.k, x.v, x.beta, x.log_decay, x.state.kv)
+    kv = None if x.state is None else x.state.kv
+    tensors = (x.q, x.k, x.v, x.beta, x.log_decay, kv)
     check_reverse_mode("delta_attention", *tensors)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    arguments = (*tensors, x.segment_ids, x.scale, x.chunk_size or CPP_CHUNK, needs_grad)
-    out, state, _ = delta_cpp(*arguments)
-    return out, DeltaState(state)
+    bounds = (None, None) if x.sequences is None else (x.sequences.starts, x.sequences.lengths)
+    options = (x.scale, x.chunk_size or CPP_CHUNK, x.return_state, needs_grad)
+    out, state, _ = delta_cpp(*tensors, *bounds, *options)
+    return out, DeltaState(state) if x.return_state else None
 
 
 class _Arguments:
-    """The tensors of a call as the kernels read them, and the struct that refers to them."""
+    """The tensors of a call as the kernels read them, and the struct that refers to them.
+
+    Attributes:
+        is_full: Whether each token is in a sequence; results of others are zeros.
+    """
 
     def __init__(
         self,
@@ -121,35 +130,51 @@ class _Arguments:
         v: Tensor,
         beta: Tensor,
         log_decay: Tensor | None,
-        state: Tensor,
-        segment_ids: Tensor | None,
+        state: Tensor | None,
+        starts: Tensor | None,
+        lengths: Tensor | None,
         scale: float,
         chunk_size: int,
         panel: int,
     ) -> None:
-        dtype, self.sizes = state.dtype, (k.shape[3], v.shape[3])
-        self.q, self.k, self.v, state = (pad_to_simd(x.to(dtype)) for x in (q, k, v, state))
-        if (missing := self.k.shape[3] - state.shape[2]) > 0:
-            state = F.pad(state, (0, 0, 0, missing))
-        self.state, self.beta = state.contiguous(), beta.to(dtype)
+        dtype, self.sizes = state_dtype(q, k, v), (k.shape[3], v.shape[3])
+        self.q, self.k, self.v = (pad_to_simd(x.to(dtype)) for x in (q, k, v))
+        self.beta = beta.to(dtype)
         self.log_decay = self.k.new_empty(*self.k.shape[:3], 0)
         if log_decay is not None:
             log_decay = log_decay_per_token(log_decay, self.k).to(dtype)
             self.log_decay = pad_to_simd(log_decay) if log_decay.shape[3] > 1 else log_decay
-        ids = None if segment_ids is None else segment_ids.to(torch.int64).contiguous()
-        self.segment_ids = ids
         read = (self.q, self.k, self.v, self.beta, self.log_decay)
         batch, heads, tokens, size = self.k.shape
+        self.starts, self.lengths, sequences, self.is_full = starts, lengths, batch, True
+        if starts is not None and lengths is not None:
+            self.starts, self.lengths = starts.contiguous(), lengths.contiguous()
+            sequences, self.is_full = len(starts), int(lengths.sum()) == tokens
+        self.state_shape = sequences, heads, size, self.v.shape[3]
+        self.state = self.pad_state(state)
         self.task = _Task(
             *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, tokens, size),
-            *(self.v.shape[3], panel, chunk_size, self.log_decay.shape[3]),
+            *(self.v.shape[3], sequences, panel, chunk_size, self.log_decay.shape[3]),
             *(_steps(x) for x in read),
             _steps(self.q),  # replaced by those of out
             scale,
-            *(x.data_ptr() for x in (*read, self.state)),
-            ids=None if ids is None else ids.data_ptr(),
+            *(_pointer(x) for x in (*read, self.state)),
+            starts=_pointer(self.starts),
+            lengths=_pointer(self.lengths),
         )
         self.functions = cpp.load(DELTA), TYPE_NAMES[dtype]
+
+    def pad_state(self, state: Tensor | None) -> Tensor | None:
+        """Return a state ``[S, Hkv, D, E]`` with D and E padded, in the dtype of all sums."""
+        if state is None:
+            return None
+        state = pad_to_simd(state.to(self.q.dtype))
+        return F.pad(state, (0, 0, 0, self.k.shape[3] - state.shape[2])).contiguous()
+
+    def empty(self, *shape: int) -> Tensor:
+        """Return a tensor for results by token: empty, or zeros if some are in no sequence."""
+        x = empty_huge_pages(self.q, shape)
+        return x if self.is_full else x.zero_()
 
     def run(self, direction: str, *structs: ctypes.Structure) -> None:
         """Call the kernel of one direction."""
@@ -164,10 +189,12 @@ def delta_cpp(
     v: Tensor,
     beta: Tensor,
     log_decay: Tensor | None,
-    state: Tensor,
-    segment_ids: Tensor | None,
+    state: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
     scale: float,
     chunk_size: int,
+    return_state: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the state after the last token, and the states kept for the backward pass.
@@ -178,23 +205,28 @@ def delta_cpp(
         v: Values, ``[B, Hkv, T, E]``.
         beta: Write strengths, ``[B, Hkv, T]``.
         log_decay: ``[Hkv]``, ``[B, Hkv, T]`` or ``[B, Hkv, T, D]``.
-        state: The state before the first token, ``[B, Hkv, D, E]``.
-        segment_ids: ``[B, T]``, of sequences packed into one row.
+        state: The state before the first token, ``[S, Hkv, D, E]``; ``None`` means zeros.
+        starts: First token of each sequence of one row, ``[S]``; ``None``: rows are sequences.
+        lengths: Tokens of each, ``[S]``.
         scale: Multiplies q.
         chunk_size: C, in tokens; at most :data:`CPP_CHUNK`.
-        keep: Whether to keep the states before every :data:`SPAN` th token,
-            ``[B, Hkv, T / SPAN, D, E]`` with D and E padded; otherwise without elements.
+        return_state: Whether to return the state; otherwise it has no elements.
+        keep: Whether to keep the states before every :data:`SPAN` th token of a sequence but its
+            first, ``[B, (T - 1) / SPAN, Hkv, D, E]`` with D and E padded; otherwise without
+            elements.
     """
-    panel = _panel(k, v, torch.get_num_threads())
-    x = _Arguments(q, k, v, beta, log_decay, state, segment_ids, scale, chunk_size, panel)
-    out = empty_huge_pages(x.v, (*x.q.shape[:3], x.v.shape[3]))
-    last = torch.empty_like(x.state)
-    spans = -(-k.shape[2] // SPAN) if keep else 0
-    kept = empty_huge_pages(last, (*last.shape[:2], spans, *last.shape[2:]))
-    x.task.out, x.task.last_state, x.task.out_steps = out.data_ptr(), last.data_ptr(), _steps(out)
-    x.task.kept = kept.data_ptr() if keep else None
+    panel = _panel(k, v, torch.get_num_threads(), lengths)
+    x = _Arguments(q, k, v, beta, log_decay, state, starts, lengths, scale, chunk_size, panel)
+    out = x.empty(*q.shape[:3], x.v.shape[3])
+    last = x.q.new_empty(x.state_shape if return_state else 0)
+    spans = (k.shape[2] - 1) // SPAN if keep else 0
+    kept = empty_huge_pages(x.q, (k.shape[0], spans, *x.state_shape[1:]))
+    x.task.out, x.task.out_steps = out.data_ptr(), _steps(out)
+    x.task.last_state = last.data_ptr() if return_state else None
+    x.task.kept = kept.data_ptr() if spans else None
     x.run("forward")
-    return unpad(out, x.sizes[1]).to(v.dtype), _unpad_state(last, x.sizes), kept
+    last = _unpad_state(last, x.sizes) if return_state else last
+    return unpad(out, x.sizes[1]).to(v.dtype), last, kept
 
 
 @torch.library.custom_op("attnzoo::delta_cpp_backward", mutates_args=())
@@ -206,30 +238,27 @@ def delta_cpp_backward(
     v: Tensor,
     beta: Tensor,
     log_decay: Tensor | None,
-    state: Tensor,
-    segment_ids: Tensor | None,
+    state: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
     kept: Tensor,
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, beta, log_decay (or no elements) and state."""
-    panel = _panel(k, v, BACKWARD_PIECES)
-    x = _Arguments(q, k, v, beta, log_decay, state, segment_ids, scale, chunk_size, panel)
+    """Return the gradients of q, k, v, beta, and log_decay and state (or no elements)."""
+    panel = _panel(k, v, BACKWARD_PIECES, lengths)
+    x = _Arguments(q, k, v, beta, log_decay, state, starts, lengths, scale, chunk_size, panel)
     x.task.kept = kept.data_ptr()
     panels = -(-x.v.shape[3] // panel)
     if d_out is None:
         d_out = x.v.new_zeros(1).expand(*q.shape[:3], v.shape[3])
     d_out = pad_to_simd(d_out.to(x.v.dtype))
-    if d_last_state is None:
-        d_last = torch.zeros_like(x.state)
-    else:
-        d_last = pad_to_simd(d_last_state)
-        d_last = F.pad(d_last, (0, 0, 0, x.state.shape[2] - d_last.shape[2])).contiguous()
+    d_last = x.pad_state(d_last_state)
     shared = [(*x.q.shape,), (*x.k.shape,), (*k.shape[:3], 1), (*x.log_decay.shape,)]
-    dq, dk, d_beta, d_log = (empty_huge_pages(x.q, (panels, *shape)) for shape in shared)
-    dv, d_state = empty_huge_pages(x.v, (*x.v.shape,)), torch.empty_like(x.state)
+    dq, dk, d_beta, d_log = (x.empty(panels, *shape) for shape in shared)
+    dv, d_state = x.empty(*x.v.shape), None if x.state is None else torch.empty_like(x.state)
     pointers = (d_out, d_last, dq, dk, d_beta, d_log, dv, d_state)
-    x.run("backward", _Gradients(_steps(d_out), *(t.data_ptr() for t in pointers)))
+    x.run("backward", _Gradients(_steps(d_out), *(_pointer(t) for t in pointers)))
     dq, dk, d_beta, d_log = (t[0] if panels == 1 else t.sum(0) for t in (dq, dk, d_beta, d_log))
     keys, values = x.sizes
     return (
@@ -238,16 +267,19 @@ def delta_cpp_backward(
         unpad(dv, values).to(v.dtype),
         d_beta.squeeze(3).to(beta.dtype),
         _log_decay_gradient(d_log, log_decay, keys),
-        _unpad_state(d_state, x.sizes),
+        x.q.new_empty(0) if d_state is None else _unpad_state(d_state, x.sizes),
     )
 
 
-def _panel(k: Tensor, v: Tensor, pieces: int) -> int:
+def _panel(k: Tensor, v: Tensor, pieces: int, lengths: Tensor | None = None) -> int:
     """Return how many columns of the values a piece of work has, for at least ``pieces`` of them.
 
     The outputs do not depend on it. Gradients of queries and keys are sums over the panels.
     """
-    heads, columns = k.shape[0] * k.shape[1], -(-v.shape[3] // LANES) * LANES
+    rows, columns = k.shape[0], -(-v.shape[3] // LANES) * LANES
+    if lengths is not None:  # of the longest sequence: as many keep as many threads busy
+        rows = int(lengths.sum()) // max(int(lengths.max()), 1)
+    heads = rows * k.shape[1]
     fitting = (x for x in PANELS if heads * -(-columns // x) >= pieces)
     return next(fitting, PANELS[-1])
 
@@ -255,6 +287,10 @@ def _panel(k: Tensor, v: Tensor, pieces: int) -> int:
 def _steps(x: Tensor) -> Any:
     """Return the strides of batch, heads and tokens."""
     return (ctypes.c_int64 * 3)(*x.stride()[:3])
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
 def _unpad_state(state: Tensor, sizes: tuple[int, int]) -> Tensor:
@@ -278,20 +314,26 @@ def _delta_cpp_fake(
     v: Tensor,
     beta: Tensor,
     log_decay: Tensor | None,
-    state: Tensor,
+    state: Tensor | None,
+    starts: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keep = rest[-1]
-    padded = [-(-size // LANES) * LANES for size in state.shape[2:]]
-    spans = (k.shape[2] + SPAN - 1) // SPAN if keep else 0
-    kept = state.new_empty(*state.shape[:2], spans, *padded)
-    return v.new_empty(*q.shape[:-1], v.shape[-1]), state.new_empty(state.shape), kept
+    return_state, keep = rest[-2:]
+    sums = v.new_empty(0, dtype=state_dtype(q, k, v))
+    sizes = k.shape[3], v.shape[3]
+    padded = [-(-size // LANES) * LANES for size in sizes]
+    spans = (k.shape[2] - 1) // SPAN if keep else 0
+    kept = sums.new_empty(k.shape[0], spans, k.shape[1], *padded)
+    sequences = k.shape[0] if starts is None else starts.shape[0]
+    last = sums.new_empty(sequences, k.shape[1], *sizes) if return_state else sums
+    return v.new_empty(*q.shape[:-1], v.shape[-1]), last, kept
 
 
 @delta_cpp_backward.register_fake
 def _delta_cpp_backward_fake(d_out: Any, d_last: Any, *inputs: Any) -> tuple[Tensor, ...]:
-    state = inputs[5]
-    like = (x if x is not None else state.new_empty(0) for x in inputs[:6])
+    dtype = state_dtype(*inputs[:3])
+    none = inputs[0].new_empty(0, dtype=dtype)
+    like = (x if x is not None else none for x in inputs[:6])
     return tuple(x.new_empty(x.shape) for x in like)
 
 
@@ -302,10 +344,10 @@ def _delta_cpp_buffers(
     v: Tensor,
     beta: Tensor,
     log_decay: Tensor | None,
-    state: Tensor,
+    state: Tensor | None,
     *_: Any,
 ) -> int:
-    dtype, out = state.dtype, v.new_empty(*q.shape[:3], v.shape[3])
+    dtype, out = state_dtype(q, k, v), v.new_empty(*q.shape[:3], v.shape[3])
     read = simd_copy_bytes(dtype, q, k, v, state, _per_channel(log_decay))
     written = simd_copy_bytes(dtype, out)
     if v.dtype != dtype and v.shape[3] % LANES:  # without padding, before the conversion
@@ -322,10 +364,10 @@ def _delta_cpp_backward_buffers(
     v: Tensor,
     beta: Tensor,
     log_decay: Tensor | None,
-    state: Tensor,
+    state: Tensor | None,
     *_: Any,
 ) -> int:
-    dtype, decay = state.dtype, _per_channel(log_decay)
+    dtype, decay = state_dtype(q, k, v), _per_channel(log_decay)
     read = simd_copy_bytes(dtype, d_out, q, k, v, state, decay)
     columns = v.shape[3] + -v.shape[3] % LANES
     panels = -(-columns // _panel(k, v, BACKWARD_PIECES))
@@ -341,15 +383,17 @@ def _per_channel(log_decay: Tensor | None) -> Tensor | None:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:7], output[2])
-    ctx.options = inputs[7:9]
+    ctx.save_for_backward(*inputs[:8], output[2])
+    ctx.options = inputs[8:10]
+    ctx.returns_state = inputs[10]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, d_out: Any, d_last: Any, d_kept: Any) -> tuple[Tensor | None, ...]:
+    d_last = d_last if ctx.returns_state else None
     grads = delta_cpp_backward(d_out, d_last, *ctx.saved_tensors, *ctx.options)
     needed = ctx.needs_input_grad
-    return *(g if need else None for g, need in zip(grads, needed, strict=False)), *(None,) * 4
+    return *(g if need else None for g, need in zip(grads, needed, strict=False)), *(None,) * 6
 
 
 delta_cpp.register_autograd(_backward, setup_context=_setup_context)

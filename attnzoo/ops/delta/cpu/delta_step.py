@@ -26,7 +26,7 @@ class Step(ctypes.Structure):
             "q_row q_head k_row k_head v_row v_head beta_row beta_head decay_row decay_head",
         ),
         *cpp.fields(ctypes.c_double, "scale eps"),
-        *cpp.fields(ctypes.c_void_p, "q k v beta log_decay state out last_state"),
+        *cpp.fields(ctypes.c_void_p, "q k v beta log_decay state out last_state slots"),
     ]
 
 
@@ -34,16 +34,23 @@ def is_step(x: DeltaInputs) -> bool:
     """Return whether :func:`run_step` computes a call: one token, and no gradients."""
     if x.k.shape[2] != 1 or type(x.v) is not Tensor:
         return False
-    return is_plain_call(x.q, x.k, x.v, x.beta, x.log_decay, x.state.kv)
+    return is_plain_call(x.q, x.k, x.v, x.beta, x.log_decay, *(x.state or ()))
 
 
 def run_step(x: DeltaInputs, source: cpp.Source, type_name: str) -> Result:
-    """Run the kernel on one token; normalises queries and keys if ``x.normalize``."""
-    kv = x.state.kv.contiguous()
-    dtype = kv.dtype
+    """Run the kernel on one token, in the place of the state if ``x.reuse_state``.
+
+    It normalises queries and keys if ``x.normalize``.
+    """
+    kv, slots = x.first_state().kv.contiguous(), x.slots
+    if slots is not None:  # the kernel writes the next states of some sequences only
+        kv = kv if x.reuse_state else kv.clone()
+        slots = slots.to(torch.int64).contiguous()
+    last = kv if x.reuse_state or slots is not None else torch.empty_like(kv)
+    dtype, batch = kv.dtype, x.q.shape[0]
     q, k, v = (_rows(t, dtype) for t in (x.q, x.k, x.v))
     beta, log_decay = _cast(x.beta, dtype), x.log_decay
-    batch, heads, size, columns = kv.shape
+    _, heads, size, columns = kv.shape
     decay_steps, decays = (0, 0), 0
     if log_decay is not None:
         log_decay = _rows(log_decay, dtype) if log_decay.dim() == 4 else _cast(log_decay, dtype)
@@ -51,7 +58,6 @@ def run_step(x: DeltaInputs, source: cpp.Source, type_name: str) -> Result:
         steps = log_decay.stride()
         decay_steps = (0, steps[0]) if len(steps) == 1 else (steps[0], steps[1])
     out = v.new_empty(batch, q.shape[1], 1, columns)
-    last = torch.empty_like(kv)
     task = Step(
         *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, size, columns, decays),
         *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *beta.stride()[:2], *decay_steps),
@@ -59,6 +65,7 @@ def run_step(x: DeltaInputs, source: cpp.Source, type_name: str) -> Result:
         *(q.data_ptr(), k.data_ptr(), v.data_ptr(), beta.data_ptr()),
         None if log_decay is None else log_decay.data_ptr(),
         *(kv.data_ptr(), out.data_ptr(), last.data_ptr()),
+        None if slots is None else slots.data_ptr(),
     )
     getattr(cpp.load(source), f"delta_step_{type_name}")(task)
     return _cast(out, x.v.dtype), DeltaState(last)

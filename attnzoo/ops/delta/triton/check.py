@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import DeltaState
 from attnzoo.ops.delta.api import delta_attention
 from attnzoo.ops.linear.triton.check import nan_padded, wrong_results_by_name
@@ -37,7 +37,7 @@ class DeltaCase:
     e: int
     dtype: torch.dtype = torch.bfloat16
     groups: int = 1
-    masked: bool = False  # packed and padded
+    ragged: bool = False  # sequences in one row, with gaps; one token: in slots of a pool
     largest_beta: float = 1.0
     scale: float = 0.7
     mean: float = 0.0  # of values
@@ -59,7 +59,7 @@ def cases(decay: str, size: int, kind: str, small: bool) -> Iterator[DeltaCase]:
     """
     case = DeltaCase(decay=decay, d=size, e=size)
     if kind == "any":
-        case = replace(case, d=size - 4, e=size - 24, groups=2, masked=True)
+        case = replace(case, d=size - 4, e=size - 24, groups=2, ragged=True)
     if kind == "wide":
         case = replace(case, dtype=torch.float32, largest_beta=2.0)
     if small:
@@ -78,7 +78,7 @@ def cases(decay: str, size: int, kind: str, small: bool) -> Iterator[DeltaCase]:
 
 
 class Inputs:
-    """Tensors of a case: inputs, masks, and the weights of the sum whose gradients are compared."""
+    """Tensors of a case: inputs, sequences, and weights of the sum whose gradients are compared."""
 
     def __init__(self, case: DeltaCase, device: torch.device) -> None:
         self.case = case
@@ -87,7 +87,19 @@ class Inputs:
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator)
 
-        b, h, t = case.B, case.Hkv, case.T
+        b, h, t, count = case.B, case.Hkv, case.T, case.B
+        self.sequences: Sequences | None = None
+        self.slots: Tensor | None = None
+        if case.ragged and t > 1:
+            b, t = 1, b * t
+            lengths = torch.tensor([t // 3, 0, 1, t // 5, 0, t - t // 3 - t // 5 - 6])
+            starts = lengths.cumsum(0) - lengths + torch.tensor([0, 1, 1, 2, 2, 2])
+            count, longest = len(lengths), int(lengths.max())
+            self.sequences = Sequences(starts.to(device), lengths.to(device), longest)
+        elif case.ragged:
+            count = b + 2
+            self.slots = torch.arange(b, 0, -1, device=device)
+            self.slots[1:2] = -1
         q, k = (F.normalize(draw(b, n, t, case.d), dim=3) for n in (h * case.groups, h))
         beta = case.largest_beta * torch.rand(b, h, t, generator=generator)
         shape = {"none": None, "scalar": (b, h, t), "vector": (b, h, t, case.d)}[case.decay]
@@ -96,17 +108,14 @@ class Inputs:
             log_decay[:, :, 10:13] = -40.0
             log_decay[:, :, t // 2 :: 31] = -torch.inf
         narrow = [x.to(case.dtype) for x in (q, k, case.mean + draw(b, h, t, case.e))]
-        tensors = [*narrow, beta, draw(b, h, case.d, case.e), log_decay]
+        tensors = [*narrow, beta, draw(count, h, case.d, case.e), log_decay]
+        if self.sequences is not None:
+            outside = self.sequences.index(t).cpu() == count
+            for x in (*narrow, beta, log_decay):
+                if x is not None:
+                    x[:, :, outside] = torch.nan
         self.tensors = [None if x is None else nan_padded(x.to(device)) for x in tensors]
-        self.mask = AttentionMask(causal=True)
-        if case.masked:
-            padding = (torch.rand(b, t, generator=generator) > 0.3).to(device)
-            starts = torch.tensor([t // 3, t // 2 + 1])
-            ids = (torch.arange(t) >= starts[:, None]).sum(0).expand(b, t).contiguous().to(device)
-            self.mask = AttentionMask(
-                causal=True, padding=padding, segment_ids=ids if t > 1 else None
-            )
-        self.weights = [draw(b, h * case.groups, t, case.e), draw(b, h, case.d, case.e)]
+        self.weights = [draw(b, h * case.groups, t, case.e), draw(count, h, case.d, case.e)]
         # With a small scale, gradients of the keys come from the state
         self.weights = [
             x.to(device) * y for x, y in zip(self.weights, (1, 0.1 / case.scale), strict=True)
@@ -129,7 +138,8 @@ def results(x: Inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str,
     with torch.set_grad_enabled(train):
         out, state, *_ = delta_attention(
             *(q, k, v, beta),
-            mask=x.mask,
+            sequences=x.sequences,
+            slots=x.slots,
             log_decay=log_decay,
             scale=x.case.scale,
             impl=impl,

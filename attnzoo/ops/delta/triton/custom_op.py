@@ -25,9 +25,11 @@ def delta_triton(
     v: Tensor,
     beta: Tensor,
     log_decay: Tensor | None,
-    state: Tensor,
-    segment_ids: Tensor | None,
+    state: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
     scale: float,
+    return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the output ``[B, H, T, E]``, the last state, the errors e (float32) and u = beta e.
 
@@ -37,13 +39,16 @@ def delta_triton(
         v: Values, ``[B, Hkv, T, E]``.
         beta: Write strengths, ``[B, Hkv, T]``.
         log_decay: ``[Hkv]``, ``[B, Hkv, T]`` or ``[B, Hkv, T, D]``, or ``None``.
-        state: The state before the first token, ``[B, Hkv, D, E]``, float32.
-        segment_ids: ``[B, T]``, of sequences packed into one row, or ``None``.
+        state: The state before the first token, ``[S, Hkv, D, E]``, float32; ``None`` means zeros.
+        starts: First token of each sequence of one row, ``[S]``; ``None``: rows are sequences.
+        lengths: Tokens of each, ``[S]``.
         scale: Multiplies q; not 0.
+        return_state: Whether to return the state; otherwise it has no elements.
     """
-    launcher = DeltaLauncher(k, v, beta, log_decay, state, segment_ids)
+    launcher = DeltaLauncher(k, v, beta, log_decay, state, starts, lengths)
     errors, u = launcher.errors()
-    out, last, _ = launcher.linear(q, u, scale, decay_grad=False).forward()
+    linear = launcher.linear(q, u, scale, return_state=return_state, decay_grad=False)
+    out, last, _ = linear.forward()
     return out, last, errors, u
 
 
@@ -55,48 +60,63 @@ def delta_triton_backward(
     k: Tensor,
     beta: Tensor,
     log_decay: Tensor | None,
-    state: Tensor,
-    segment_ids: Tensor | None,
+    state: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
     last: Tensor,
     errors: Tensor,
     u: Tensor,
     scale: float,
+    return_state: bool,
     needs_decay_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, beta, log_decay (empty if not needed) and state."""
-    launcher = DeltaLauncher(k, u, beta, log_decay, state, segment_ids)
-    return launcher.backward(d_out, d_last, q, errors, u, last, scale, needs_decay_grad)
+    """Return the gradients of q, k, v, beta, log_decay and state, the last two or empty ones."""
+    launcher = DeltaLauncher(k, u, beta, log_decay, state, starts, lengths)
+    options = (scale, return_state, needs_decay_grad)
+    return launcher.backward(d_out, d_last, q, errors, u, last, *options)
 
 
 @delta_triton.register_fake
 def _delta_triton_fake(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor, *_: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    return_state: bool,
 ) -> tuple[Tensor, ...]:
     out = empty_rows(v, q.shape[1], v.shape[3]).transpose(1, 2)
     u = empty_rows(v, v.shape[1], v.shape[3]).transpose(1, 2)
     errors = empty_rows(v, v.shape[1], v.shape[3], torch.float32).transpose(1, 2)
-    return out, state.new_empty(state.shape), errors, u
+    count = k.shape[0] if starts is None else starts.shape[0]
+    shape = (count, k.shape[1], k.shape[3], v.shape[3]) if return_state else (0,)
+    return out, v.new_empty(shape, dtype=torch.float32), errors, u
 
 
 @delta_triton_backward.register_fake
 def _delta_triton_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    q, k, beta, log_decay, state, _, _, _, u = args[2:11]
+    q, k, beta, log_decay, state, *_, u = args[2:12]
     d_log = q.new_empty(0) if not args[-1] else log_decay.new_empty(log_decay.shape)
     dv = empty_rows(u, u.shape[1], u.shape[3]).transpose(1, 2)
-    dq, dk, d_beta, d_state = (x.new_empty(x.shape) for x in (q, k, beta, state))
+    dq, dk, d_beta = (x.new_empty(x.shape) for x in (q, k, beta))
+    d_state = q.new_empty(0 if state is None else state.shape, dtype=torch.float32)
     return dq, dk, dv, d_beta, d_log, d_state
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, _, beta, log_decay, state, segment_ids, scale = inputs
-    ctx.save_for_backward(q, k, beta, log_decay, state, segment_ids, *output[1:])
-    ctx.scale = scale
+    q, k, _, beta, log_decay, state, starts, lengths, *ctx.options = inputs
+    ctx.save_for_backward(q, k, beta, log_decay, state, starts, lengths, *output[1:])
 
 
 def _backward(ctx: Any, d_out: Tensor, d_last: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     needed = ctx.needs_input_grad
-    grads = delta_triton_backward(d_out, d_last, *ctx.saved_tensors, ctx.scale, needed[4])
-    return *(g if need else None for g, need in zip(grads, needed, strict=False)), None, None
+    grads = delta_triton_backward(d_out, d_last, *ctx.saved_tensors, *ctx.options, needed[4])
+    wanted = [g if need else None for g, need in zip(grads, needed, strict=False)]
+    return *wanted, None, None, None, None
 
 
 delta_triton.register_autograd(_backward, setup_context=_setup_context)

@@ -14,7 +14,11 @@ Decays per channel multiply k token by token inside a chunk, so no factor exceed
 the decay is. As in :mod:`attnzoo.ops.linear.triton.out`, no product of two tiles is
 transposed to be an operand of a third one.
 
-Letters: B batch, Hkv key heads, T tokens, D key size, E value size, C tokens of a chunk, N chunks.
+A sequence is a row, or, with VARLEN, a part of the one row. The chunks of a row of sequences are
+found as its splits are in :mod:`attnzoo.ops.linear.triton.splits`, with splits of C tokens.
+
+Letters: B batch, S sequences (B without VARLEN), Hkv key heads, T tokens of a row, D key size, E
+value size, C tokens of a chunk, N programs of a head: at least one per chunk.
 """
 
 from __future__ import annotations
@@ -24,7 +28,6 @@ import triton.language as tl
 
 from attnzoo.ops.linear.triton.decay import (
     load_vector_gates,
-    number_segments,
     pair_decay,
     scalar_decay,
 )
@@ -34,6 +37,7 @@ from attnzoo.ops.linear.triton.parts import (
     materialize,
     store_rows,
 )
+from attnzoo.ops.linear.triton.splits import locate_split
 from attnzoo.runtime.triton_products import dot_add
 
 
@@ -57,29 +61,40 @@ def decayed_products(
     return products
 
 
+@triton.jit
+def inverse_rows(tokens, C: tl.constexpr, VARLEN: tl.constexpr):
+    """Return R, the rows of m of a head; in full rows, the last chunk has rows for C tokens."""
+    return tokens if VARLEN else (tokens + C - 1) // C * C
+
+
 # Inverse: m of every chunk; (I + L beta)^-1 is I + m beta.              (arXiv:2406.06484)
 #
-# grid     (B * Hkv * N): one program per chunk of a key head
+# grid     (B * Hkv * N): one program per chunk of a key head; some have none
 # reads    k [B, Hkv, T, D], beta [B, Hkv, T], log decays; any strides and float dtypes
-# writes   m [B, Hkv, N, C, C], float32
+# writes   m [B, Hkv, R, C], float32: the rows of a chunk's square are at its tokens
 # limits   D <= 256; C a power of two, at least 16
 # oracle   delta_attention(impl="reference"), on a GPU and with TRITON_INTERPRET=1
-@triton.jit(do_not_specialize=["tokens", "num_chunks"])
+@triton.jit(do_not_specialize=["tokens", "num_chunks", "num_sequences"])
 def inverse_kernel(
-    k, beta, log_decay, segment_ids, m,
-    k_batch, k_head, beta_batch, beta_head, gate_batch, gate_head, tokens, num_chunks,
+    k, beta, log_decay, starts, lengths, boundary_sequences, m,
+    k_batch, k_head, beta_batch, beta_head, gate_batch, gate_head,
+    tokens, num_chunks, num_sequences,
     k_token: tl.constexpr, beta_token: tl.constexpr, gate_token: tl.constexpr,
     key_heads: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY: tl.constexpr, VARLEN: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Invert the system of one chunk by forward substitution; see above."""
     index = tl.program_id(0).to(tl.int64)
     n, bh = index % num_chunks, index // num_chunks
     b, h = bh // key_heads, bh % key_heads
-    base = n * C
-    start = base.to(tl.int32)
+    _, start, end, _, _ = locate_split(
+        n, b, starts, lengths, boundary_sequences, tokens, C, num_chunks, num_sequences, VARLEN
+    )
+    if VARLEN:  # noqa: SIM102 (a constant)
+        if start >= end:
+            return
+    base, count = start.to(tl.int64), end - start
     token, column = tl.arange(0, C), tl.arange(0, BD)
-    count = tl.minimum(tokens - start, C)
     in_bounds = token < count
     keys = load_rows(k + b * k_batch + h * k_head + base * k_token, token, k_token, column,
                      in_bounds, D)  # fmt: skip
@@ -87,9 +102,6 @@ def inverse_kernel(
     strength = tl.load(beta_row + token * beta_token, mask=in_bounds, other=0.0).to(tl.float32)
     gates = log_decay + b * gate_batch + h * gate_head + base * gate_token
     mask = (token[:, None] < token[None, :]) & in_bounds[None, :]
-    if PACKED:
-        segment, _ = number_segments(segment_ids + b * tokens, start, token, in_bounds)
-        mask = mask & (segment[:, None] == segment[None, :])
     if DECAY == "vector":
         products = decayed_products(
             keys.to(tl.float32), gates, gate_token, token, column, count, D, C
@@ -109,14 +121,18 @@ def inverse_kernel(
         weight = tl.sum(tl.where((token == i)[None, :], weights, 0.0), 1)
         update = tl.sum(weight[:, None] * rows, 0)
         rows = tl.where((token == i)[:, None], rows - update[None, :], rows)
-    tl.store(m + index * C * C + token[:, None] * C + token[None, :], rows)
+    m += (bh * inverse_rows(tokens, C, VARLEN) + base) * C
+    offsets = token[:, None] * C + token[None, :]
+    if VARLEN:
+        tl.store(m + offsets, rows, mask=in_bounds[:, None])
+    else:
+        tl.store(m + offsets, rows)
 
 
 @triton.jit
 def chunk_keys(
-    k, log_decay, segment_ids, start, end, k_token, gate_token, column,
-    D: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
-    OPERAND: tl.constexpr,
+    k, log_decay, start, end, k_token, gate_token, column,
+    D: tl.constexpr, C: tl.constexpr, DECAY: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Return the keys of a chunk, decayed from its start and to its end, and the state's decay.
 
@@ -136,17 +152,10 @@ def chunk_keys(
         k_from_start = (keys * tl.exp2(tl.cumsum(own, 0))).to(OPERAND)
         k_to_end = (keys * tl.exp2(tl.cumsum(following, 0, reverse=True))).to(OPERAND)
         state_decay = tl.exp2(tl.sum(own, 0))
-    from_start, to_end = tl.full((C,), 1.0, tl.float32), tl.full((C,), 1.0, tl.float32)
     if DECAY == "scalar":
         _, _, from_start, to_end, state_decay = scalar_decay(
             log_decay + base * gate_token, gate_token, token, end - start
         )
-    if PACKED:
-        segment, last = number_segments(segment_ids, start, token, in_bounds)
-        from_start *= (segment == 0).to(tl.float32)
-        to_end *= (segment == last).to(tl.float32)
-        state_decay *= (last == 0).to(tl.float32)
-    if DECAY == "scalar" or PACKED:
         k_from_start = (k_from_start * from_start[:, None]).to(OPERAND)
         k_to_end = (k_to_end * to_end[:, None]).to(OPERAND)
     return materialize(k_from_start.to(OPERAND)), materialize(k_to_end.to(OPERAND)), state_decay
@@ -158,50 +167,56 @@ def chunk_keys(
 #     x = v - K_A S,      e = x + m (beta x),     S = decay S + K_to_end^T (beta e)
 #     z = d_u - K_to_end R,   w = z + m^T (beta z),   R = decay R + K_A^T (beta w)
 #
-# grid     (B * Hkv * tiles): one program scans one tile of the values of one key head
+# grid     (S * Hkv * tiles): one program scans one tile of the values of a sequence's key head
 # reads    k [B, Hkv, T, D], x: v or d_u [B, Hkv, T, E], beta, log decays, any strides and float
-#          dtypes; m [B, Hkv, N, C, C], the state before the first token [B, Hkv, D, E], float32
-# writes   errors: e or w, and written: beta times it, [B, T, Hkv, E]
+#          dtypes; m [B, Hkv, R, C], the state before the first token [S, Hkv, D, E] (zeros without
+#          HAS_STATE), float32
+# writes   errors: e or w, and written: beta times it, [B, T, Hkv, E]; not outside of sequences
 # memory   reads and writes each tensor once
 # limits   D, E <= 256; C a power of two, at least 16
 # oracle   delta_attention(impl="reference") and autograd, on a GPU and with TRITON_INTERPRET=1
-@triton.jit(do_not_specialize=["tokens", "num_chunks"])
+@triton.jit(do_not_specialize=["tokens"])
 def errors_kernel(
-    k, x, beta, log_decay, segment_ids, m, first_state, errors, written,
-    k_batch, k_head, x_batch, x_head, beta_batch, beta_head, gate_batch, gate_head,
-    tokens, num_chunks,
+    k, x, beta, log_decay, starts, lengths, m, first_state, errors, written,
+    k_batch, k_head, x_batch, x_head, beta_batch, beta_head, gate_batch, gate_head, tokens,
     k_token: tl.constexpr, x_token: tl.constexpr, beta_token: tl.constexpr,
     gate_token: tl.constexpr, key_heads: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, TILES: tl.constexpr,
-    C: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, DECAY: tl.constexpr, VARLEN: tl.constexpr, REVERSE: tl.constexpr,
+    HAS_STATE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scan the chunks of one key head; see above."""
-    tile, bh = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
-    b, h = bh // key_heads, bh % key_heads
+    tile, index = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
+    b, h = index // key_heads, index % key_heads
+    first, stop = 0, tokens
+    if VARLEN:
+        first = tl.load(starts + b).to(tl.int32)
+        stop = first + tl.load(lengths + b).to(tl.int32)
+        if first >= stop:
+            return
+        b *= 0
     token, d_column = tl.arange(0, C), tl.arange(0, BD)
     column = tile * BE + tl.arange(0, BE)
     k += b * k_batch + h * k_head
     x += b * x_batch + h * x_head
     beta += b * beta_batch + h * beta_head
     log_decay += b * gate_batch + h * gate_head
-    segment_ids += b * tokens
-    m += bh * num_chunks * C * C
+    m += (b * key_heads + h) * inverse_rows(tokens, C, VARLEN) * C
     row = b * tokens * key_heads + h
     state = tl.zeros((BD, BE), tl.float32)
-    if not REVERSE:
+    if HAS_STATE and not REVERSE:
         offsets = d_column[:, None] * E + column[None, :]
-        state += load_tile(first_state + bh * D * E, offsets, d_column, column, D, E)
+        state += load_tile(first_state + index * D * E, offsets, d_column, column, D, E)
+    num_chunks = (stop - first + C - 1) // C
     for step in range(num_chunks):
         n = num_chunks - 1 - step if REVERSE else step
-        start = n * C
+        start = first + n * C
         base = start.to(tl.int64)
-        end = tl.minimum(start + C, tokens)
+        end = tl.minimum(start + C, stop)
         in_bounds = token < end - start
         k_from_start, k_to_end, decay = chunk_keys(
-            k, log_decay, segment_ids, start, end, k_token, gate_token, d_column, D, C, DECAY,
-            PACKED, OPERAND,
-        )  # fmt: skip
+            k, log_decay, start, end, k_token, gate_token, d_column, D, C, DECAY, OPERAND
+        )
         rows = load_rows(x + base * x_token, token, x_token, column, in_bounds, E)
         strength = tl.load(beta + (base + token) * beta_token, mask=in_bounds, other=0.0)
         strength = strength.to(tl.float32)[:, None]
@@ -211,14 +226,18 @@ def errors_kernel(
         residual = rows.to(tl.float32) - predicted
         square = m + base * C
         if REVERSE:
-            inverse = tl.load(square + token[None, :] * C + token[:, None])
+            place, is_row = token[None, :] * C + token[:, None], in_bounds[None, :]
         else:
-            inverse = tl.load(square + token[:, None] * C + token[None, :])
+            place, is_row = token[:, None] * C + token[None, :], in_bounds[:, None]
+        if VARLEN:
+            inverse = tl.load(square + place, mask=is_row, other=0.0)
+        else:
+            inverse = tl.load(square + place)
         solved = dot_add(inverse, residual * strength, residual, OPERAND, PRECISION, "both")
         update = (solved * strength).to(written.dtype.element_ty)
-        place = (base * key_heads + row) * E
-        store_rows(errors + place, solved, token, key_heads * E, column, in_bounds, E)
-        store_rows(written + place, update, token, key_heads * E, column, in_bounds, E)
+        result = (base * key_heads + row) * E
+        store_rows(errors + result, solved, token, key_heads * E, column, in_bounds, E)
+        store_rows(written + result, update, token, key_heads * E, column, in_bounds, E)
         if DECAY == "vector":
             state *= decay[:, None]
         else:

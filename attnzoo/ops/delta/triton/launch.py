@@ -1,6 +1,7 @@
 """Launch the Triton kernels of the delta rule: errors, and linear attention with them as values.
 
-Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T tokens, D key size, E value size.
+Letters: B batch, S sequences (B if rows are sequences), H heads, Hkv key heads, G = H / Hkv, T
+tokens, D key size, E value size.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo.contract.sequences import Sequences
 from attnzoo.ops.delta.triton.errors import errors_kernel, inverse_kernel
 from attnzoo.ops.linear.triton.launch import (
     KernelLauncher,
+    LinearOptions,
     LinearTensors,
     empty_rows,
     gate_and_strides,
@@ -38,8 +41,9 @@ class DeltaLauncher:
         v: Values, ``[B, Hkv, T, E]``.
         beta: Write strengths, ``[B, Hkv, T]``.
         log_decay: ``[Hkv]``, ``[B, Hkv, T]`` or ``[B, Hkv, T, D]``, or ``None``.
-        state: The state before the first token, ``[B, Hkv, D, E]``, float32.
-        segment_ids: ``[B, T]``, or ``None``.
+        state: The state before the first token, ``[S, Hkv, D, E]``, float32; ``None`` means zeros.
+        starts: First token of each sequence of one row, ``[S]`` int64; ``None``: rows are these.
+        lengths: Tokens of each, ``[S]`` int64.
     """
 
     def __init__(
@@ -48,26 +52,37 @@ class DeltaLauncher:
         v: Tensor,
         beta: Tensor,
         log_decay: Tensor | None,
-        state: Tensor,
-        segment_ids: Tensor | None,
+        state: Tensor | None,
+        starts: Tensor | None,
+        lengths: Tensor | None,
     ) -> None:
         self.k, self.v, self.beta = contiguous_rows(k), v, beta
-        self.log_decay, self.state, self.segment_ids = log_decay, state.contiguous(), segment_ids
+        self.log_decay, self.state = log_decay, None if state is None else state.contiguous()
+        self.starts, self.lengths = starts, lengths
         self.batch, self.key_heads, self.tokens, self.d = k.shape
         self.e = v.shape[3]
         self.gate, decay, strides = gate_and_strides(log_decay, self.k)
         self.chunk = CHUNK[decay]
-        self.num_chunks = -(-self.tokens // self.chunk)
+        self.count = self.batch if starts is None else starts.shape[0]
+        num_sequences = 1 if starts is None else starts.shape[0]  # in a row
+        self.num_chunks = num_sequences + (self.tokens - 1) // self.chunk
+        self.unused = k.new_empty(1, dtype=torch.float32)
         wide, precision = operand_precision(self.k, v)
-        self.ids = k.new_empty(1, dtype=torch.int8) if segment_ids is None else segment_ids
-        self.ids = self.ids.contiguous()
         self.scalars = {
             **dict(zip(("k_batch", "k_head"), self.k.stride(), strict=False)),
             **dict(zip(("beta_batch", "beta_head"), beta.stride(), strict=False)),
             **dict(zip(("gate_batch", "gate_head"), strides, strict=False)),
             "tokens": self.tokens,
-            "num_chunks": self.num_chunks,
         }
+        self.chunk_scalars = {"num_chunks": self.num_chunks, "num_sequences": num_sequences}
+        self.bounds, self.boundary_sequences = (self.unused, self.unused), self.unused
+        if starts is not None and lengths is not None:
+            self.bounds = starts.contiguous(), lengths.contiguous()
+            end = max(self.tokens, self.chunk)
+            earliest = torch.arange(self.chunk, end, self.chunk, device=k.device)
+            self.boundary_sequences = torch.searchsorted(
+                self.bounds[0][1:], earliest, right=True, out_int32=True
+            )
         self.constants: dict[str, Any] = {
             "k_token": self.k.stride(2),
             "beta_token": beta.stride(2),
@@ -77,7 +92,7 @@ class DeltaLauncher:
             "BD": block_size(self.d),
             "C": self.chunk,
             "DECAY": decay,
-            "PACKED": segment_ids is not None,
+            "VARLEN": starts is not None,
             "OPERAND": tl.float32 if wide else tl.bfloat16,
             "PRECISION": precision,
         }
@@ -99,33 +114,43 @@ class DeltaLauncher:
 
     def _scan(self, x: Tensor, *, reverse: bool) -> tuple[Tensor, Tensor]:
         x = contiguous_rows(x)
-        heads = self.batch * self.key_heads
-        size = self.num_chunks, self.chunk, self.chunk
-        inverse = self.state.new_empty(self.batch, self.key_heads, *size)
+        rows = self.tokens if self.starts is not None else self.num_chunks * self.chunk
+        inverse = self.unused.new_empty(self.batch, self.key_heads, rows, self.chunk)
         written = empty_rows(self.v, self.key_heads, self.e)
         errors = empty_rows(self.v, self.key_heads, self.e, torch.float32)
+        if self.starts is not None:  # there may be tokens outside of sequences
+            written.zero_(), errors.zero_()
+        state = self.unused if self.state is None else self.state
         block = block_size(self.e)
         block = min(block, max(16, STATE_ELEMENTS // self.constants["BD"]))
         tiles = -(-self.e // block)
         with device_context(x.device):
-            inverse_kernel[(heads * self.num_chunks,)](
-                self.k, self.beta, self.gate, self.ids, inverse,
-                **self.scalars, **self.constants, **LAUNCH,
+            inverse_kernel[(self.batch * self.key_heads * self.num_chunks,)](
+                self.k, self.beta, self.gate, *self.bounds, self.boundary_sequences, inverse,
+                **self.scalars, **self.chunk_scalars, **self.constants, **LAUNCH,
             )  # fmt: skip
-            errors_kernel[(heads * tiles,)](
-                self.k, x, self.beta, self.gate, self.ids, inverse, self.state, errors, written,
+            errors_kernel[(self.count * self.key_heads * tiles,)](
+                self.k, x, self.beta, self.gate, *self.bounds, inverse, state, errors, written,
                 x_batch=x.stride(0), x_head=x.stride(1), x_token=x.stride(2), E=self.e, BE=block,
-                TILES=tiles, REVERSE=reverse, **self.scalars, **self.constants, **LAUNCH,
+                TILES=tiles, REVERSE=reverse, HAS_STATE=self.state is not None, **self.scalars,
+                **self.constants, **LAUNCH,
             )  # fmt: skip
         return errors.transpose(1, 2), written.transpose(1, 2)
 
-    def linear(self, q: Tensor, u: Tensor, scale: float, *, decay_grad: bool) -> KernelLauncher:
+    def linear(
+        self, q: Tensor, u: Tensor, scale: float, *, return_state: bool, decay_grad: bool
+    ) -> KernelLauncher:
         """Return the launcher of linear attention with the values u."""
-        z = self.state.new_zeros(self.state.shape[:3])
-        tensors = (q, self.k, u, self.log_decay, self.state, z, self.segment_ids, None)
+        state = (None, None) if self.state is None else (self.state, self.zeros())
         return KernelLauncher(
-            LinearTensors(*tensors), "identity", 1.0, scale, False, 0.0, 0, 0, decay_grad
+            LinearTensors(q, self.k, u, self.log_decay, *state, self.starts, self.lengths),
+            LinearOptions(scale=scale, return_state=return_state),
+            decay_grad,
         )
+
+    def zeros(self) -> Tensor:
+        """Return zeros like the sum of keys of linear attention, ``[S, Hkv, D]``."""
+        return self.unused.new_zeros(self.count, self.key_heads, self.d)
 
     def backward(
         self,
@@ -136,27 +161,37 @@ class DeltaLauncher:
         u: Tensor,
         last: Tensor,
         scale: float,
+        return_state: bool,
         needs_decay_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients of q, k, v, beta, log_decay (empty if not needed) and the state.
+
+        Without ``return_state``, the last state and its gradient are not read.
 
         The prediction of a token is linear attention with its key as the query, without the token
         itself. So the keys are one more query head per key head, whose output has the gradient
         ``-d_v``.
         """
-        z = self.state.new_zeros(self.state.shape[:3])
-        d_u = self.linear(q, u, scale, decay_grad=False).value_gradient(d_out, d_state, z)
+        z = self.zeros()
+        linear = self.linear(q, u, scale, return_state=return_state, decay_grad=False)
+        d_u = linear.value_gradient(d_out, d_state, z)
         w, d_v = self.transposed_errors(d_u)
         d_beta = (errors * w).sum(3).to(self.beta.dtype)
         groups = q.shape[1] // self.key_heads
         # Division by a small scale can overflow float16; its products have float32 operands anyway
         wide = d_out.float() if d_out.dtype == torch.float16 else d_out
         rows = _with_keys(q, self.k, groups), _with_keys(wide, d_v.float() / -scale, groups)
-        linear = self.linear(rows[0], u, scale, decay_grad=needs_decay_grad)
+        linear = self.linear(
+            rows[0], u, scale, return_state=return_state, decay_grad=needs_decay_grad
+        )
         grads = linear.backward(rows[1], d_state, z, (last, z))
         dq, dk, _, d_log, d_first, _ = grads
         dq = dq.unflatten(1, (self.key_heads, groups + 1))
-        own = 2 * (d_v.float() * u.float()).sum(3, keepdim=True) * self.k.float()
+        k = self.k.float()
+        if self.starts is not None and self.lengths is not None:
+            place = Sequences(self.starts, self.lengths, self.tokens).index(self.tokens)
+            k = torch.where((place < self.count)[:, None], k, 0)
+        own = 2 * (d_v.float() * u.float()).sum(3, keepdim=True) * k
         dk = (dk.float() + dq[:, :, -1].float() + own).to(self.k.dtype)
         return dq[:, :, :-1].flatten(1, 2), dk, d_v, d_beta, d_log, d_first
 

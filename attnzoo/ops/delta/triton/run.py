@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnzoo.contract.states import DeltaState
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.delta.common import DeltaInputs, Result, normalized
+from attnzoo.ops.delta.common import DeltaInputs, Result, normalized, run_on_slots
 from attnzoo.ops.linear.triton.run import round_features
 from attnzoo.ops.linear.triton.run import triton_reasons as linear_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
@@ -39,26 +39,30 @@ def run_triton(x: DeltaInputs) -> Result:
             "the backward pass of impl='triton' needs a scale other than 0, got 0; impl='torch' "
             "supports any."
         )
-    out, last, _, _ = delta_triton(*tensors, x.segment_ids, x.scale)
-    return out, DeltaState(last)
+    bounds = (None, None) if x.sequences is None else (x.sequences.starts, x.sequences.lengths)
+    out, last, _, _ = delta_triton(*tensors, *bounds, x.scale, x.return_state)
+    return out, DeltaState(last) if x.return_state else None
 
 
 def run_step_triton(x: DeltaInputs) -> Result:
     """Run the kernel of one token; with gradients, those of a sequence."""
-    from attnzoo.ops.delta.triton.step import delta_triton_step
+    from attnzoo.ops.delta.triton.step import delta_triton_step, delta_triton_step_
 
     x = normalized(x)
-    tensors = _tensors(x)
+    state = x.first_state()
+    tensors = _tensors(x._replace(state=state))
     if _needs_grad(tensors):
-        return run_triton(x)
+        return run_on_slots(x, run_triton)
     check_reverse_mode("delta_attention", *tensors)
-    out, last = delta_triton_step(*tensors, x.scale)
+    if x.reuse_state and state.kv.is_contiguous():
+        return delta_triton_step_(*tensors, x.slots, x.scale), state
+    out, last = delta_triton_step(*tensors, x.slots, x.scale)
     return out, DeltaState(last)
 
 
 def _tensors(x: DeltaInputs) -> tuple[Tensor | None, ...]:
     q, k = round_features(x.q, x.v), round_features(x.k, x.v)
-    return q, k, x.v, x.beta, x.log_decay, x.state.kv
+    return q, k, x.v, x.beta, x.log_decay, None if x.state is None else x.state.kv
 
 
 def _needs_grad(tensors: tuple[Tensor | None, ...]) -> bool:

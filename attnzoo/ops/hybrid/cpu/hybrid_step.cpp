@@ -7,7 +7,8 @@
 // earlier keys. The factors ww and lw are divided by the larger of the two sums of weights, so that
 // nothing overflows. The state stores the first N tokens of a row before the window; every softmax
 // contains them, and no sum does. The window is a ring buffer: token n is in row n mod W. The next
-// state may overwrite the given one.
+// state may overwrite the given one. With slots, both are pools of states, of which each token reads
+// and writes one row.
 //
 // work     one key head and its queries; sizes are arbitrary
 // reads    tokens with stride 1 in the last dimension; a contiguous state
@@ -27,7 +28,7 @@
 #include "threads.h"
 #include "tiles.h"
 
-constexpr double MIN_WEIGHT = 1e-30;  // a smaller total counts as 0; MIN_WEIGHT of window_merge.py
+constexpr double MIN_WEIGHT = 1e-30;  // a smaller total counts as 0; as in attnzoo/ops/hybrid/parts.py
 
 struct Bfloat16 {
     uint16_t bits;
@@ -55,7 +56,8 @@ struct Step {
     const Real *v, *fq, *fk, *log_decay, *log_weight;
     const Key* keys;                           // per head: [N + W, D]
     const Real *values, *far, *kv, *z;         // per head: [N + W, E], [W, F], [F, E + 1], [F]
-    const int64_t* seen;                       // [B]: tokens before this one
+    const int64_t* seen;                       // per state: tokens before this one
+    const int64_t* slots;                      // [B]: rows of the pool, negative: no token; or null
     Real* out;
     Key* next_keys;
     Real *next_values, *next_far, *next_kv, *next_z;
@@ -63,7 +65,7 @@ struct Step {
     FIELDS(threads, batch, heads, groups, sinks, window, key_size, value_size, features, decays,
            counted, relative, q_row, q_head, k_row, k_head, v_row, v_head, fq_row, fq_head, fk_row,
            fk_head, decay_row, decay_head, weight_row, weight_head, scale, q, k, v, fq, fk,
-           log_decay, log_weight, keys, values, far, kv, z, seen, out, next_keys, next_values,
+           log_decay, log_weight, keys, values, far, kv, z, seen, slots, out, next_keys, next_values,
            next_far, next_kv, next_z)
 };
 
@@ -81,8 +83,14 @@ class HybridStep : Math<Real> {
           key_(t.key_size) {}
 
     void run(int64_t row, int64_t head) {
-        const int64_t i = row * t.heads + head, seen = t.seen[row];
-        update_sums(i, row, head);
+        const int64_t state = t.slots ? t.slots[row] : row;
+        Real* out = t.out + (row * t.heads + head) * t.groups * t.value_size;
+        if (state < 0) {
+            std::fill_n(out, t.groups * t.value_size, Real(0));
+            return;
+        }
+        const int64_t i = state * t.heads + head, seen = t.seen[state];
+        update_sums(i, seen, row, head);
         const Key* k = t.k + row * t.k_row + head * t.k_head;
         const Real* v = t.v + row * t.v_row + head * t.v_head;
         const Real* fk = t.fk + row * t.fk_row + head * t.fk_head;
@@ -97,17 +105,17 @@ class HybridStep : Math<Real> {
             const Real lse = attend(t.q + row * t.q_row + query * t.q_head, i, outside, stop);
             read_sums(t.fq + row * t.fq_row + query * t.fq_head, i);
             combine(lse, t.log_weight[row * t.weight_row + query * t.weight_head],
-                    before - t.sinks, t.out + (i * t.groups + g) * t.value_size);
+                    before - t.sinks, out + g * t.value_size);
         }
     }
 
   private:
     // Add the oldest key of the window to the sums over earlier keys, unless it is one of the first
     // N tokens.
-    void update_sums(int64_t i, int64_t row, int64_t head) {
+    void update_sums(int64_t i, int64_t seen, int64_t row, int64_t head) {
         const int64_t columns = t.value_size + 1, size = t.features * columns;
-        const int64_t oldest = t.seen[row] % t.window;
-        const bool is_first = t.seen[row] - t.window < t.sinks;  // or the window is not full
+        const int64_t oldest = seen % t.window;
+        const bool is_first = seen - t.window < t.sinks;  // or the window is not full
         const Real* far = t.far + (i * t.window + oldest) * t.features;
         const Real* value = t.values + (i * (t.sinks + t.window) + t.sinks + oldest) * t.value_size;
         const Real* log_decay = t.log_decay + row * t.decay_row + head * t.decay_head;

@@ -44,7 +44,7 @@ class _Step(ctypes.Structure):
         ("scale", ctypes.c_double),
         *cpp.fields(
             ctypes.c_void_p,
-            "q k v fq fk log_decay log_weight keys values far kv z seen "
+            "q k v fq fk log_decay log_weight keys values far kv z seen slots "
             "out next_keys next_values next_far next_kv next_z",
         ),
     ]
@@ -58,7 +58,7 @@ HYBRID_STEP = cpp.Source(
 
 def step_cpp_reasons(x: StepInputs) -> list[str]:
     """Return why :func:`hybrid_step_cpp` does not compute a call; an empty list if it does."""
-    k, branch, state, padding = x.k, x.branch, x.state, x.mask.padding
+    k, branch, state = x.k, x.branch, x.state
     wide = WIDE.get(k.dtype)
     tensors = [branch.q, branch.k, branch.log_weight, *state[1:5]]
     if branch.log_decay is not None:
@@ -69,9 +69,7 @@ def step_cpp_reasons(x: StepInputs) -> list[str]:
         return ["the kernel of one token has no derivative, and is not traced"]
     if reason := cpp.unavailable_reason(HYBRID_STEP):
         return [reason]
-    if branch.linear_only_heads is not None or x.mask.segment_ids is not None:
-        return ["heads ignore the window, or rows are packed"]
-    return ["a row has padding"] if padding is not None and not bool(padding.all()) else []
+    return ["heads ignore the window"] if branch.linear_only_heads is not None else []
 
 
 def hybrid_step_cpp(x: StepInputs) -> StepResult:
@@ -79,14 +77,18 @@ def hybrid_step_cpp(x: StepInputs) -> StepResult:
 
     Keys may be bfloat16; the arithmetic is in float32, or in float64 for float64 tensors.
     """
-    q, k, v, branch, _, state, scale, in_place = x
+    q, k, v, branch, state, scale, in_place, slots = x
     dtype, wide = v.dtype, WIDE[k.dtype]
     q, v = q.to(wide), v.to(wide)
     old = [*map(Tensor.contiguous, state)]
     in_place = in_place and all(map(Tensor.is_contiguous, state))
+    if slots is not None and not in_place:  # the kernel writes some rows of the pool
+        old = [y.clone() for y in old]
+        state, in_place = HybridState._make(old), True
     new = old[:5] if in_place else [*map(torch.empty_like, old[:5])]
     read = [*map(with_contiguous_rows, (q, k, v, branch.q, branch.k))]
-    batch, heads, stored, size = old[0].shape
+    batch, (heads, stored, size) = len(q), old[0].shape[1:]
+    slots = None if slots is None else slots.to(torch.int64).contiguous()
     columns, (window, features) = old[1].shape[3], old[2].shape[2:]
     weight = branch.log_weight.expand(batch, q.shape[1], 1, 1)
     decay, decays = branch.log_decay, 0
@@ -106,10 +108,14 @@ def hybrid_step_cpp(x: StepInputs) -> StepResult:
         scale,
         *map(Tensor.data_ptr, read),
         None if decay is None else decay.data_ptr(),
-        *map(Tensor.data_ptr, (weight, *old, out, *new)),
+        *map(Tensor.data_ptr, (weight, *old)),
+        None if slots is None else slots.data_ptr(),
+        *map(Tensor.data_ptr, (out, *new)),
     )
     function = f"hybrid_step_{str(k.dtype).removeprefix('torch.')}"
     getattr(cpp.load(HYBRID_STEP), function)(task)
-    if in_place:
+    if slots is not None:
+        state.seen.scatter_add_(0, slots.clamp(min=0), (slots >= 0).to(torch.int64))
+    elif in_place:
         state.seen.add_(1)
     return out.to(dtype), after

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.sequences import Sequences
 from attnzoo.ops.hybrid.api import hybrid_attention
 from attnzoo.ops.hybrid.state import HybridState, LinearBranch
 from attnzoo.ops.linear.triton.check import (
@@ -46,7 +46,7 @@ class HybridCase:
     relative: bool = True
     mean: bool = True
     linear_only: bool = False  # the first head ignores its window
-    masked: bool = False  # packed and padded
+    packed: bool = False  # one row of sequences, with tokens of none between them
     cut: int = 0  # the call continues from the state after that many tokens
     num_sinks: int = 0
     causal: bool = True
@@ -60,7 +60,9 @@ class HybridCase:
         gates = " strong gates" if self.strong_gates else ""
         sinks = f", {self.num_sinks} first tokens" if self.num_sinks else ""
         sinks += "" if self.causal else ", bidirectional"
-        return f"{self.T} tokens of {self.d}, {self.e} and {self.features} features{sinks}{gates}"
+        packed = " in sequences" if self.packed else ""
+        sizes = f"of {self.d}, {self.e} and {self.features} features"
+        return f"{self.T} tokens {sizes}{packed}{sinks}{gates}"
 
 
 def base_case(decay: str, size: int, kind: str) -> HybridCase:
@@ -75,7 +77,7 @@ def base_case(decay: str, size: int, kind: str) -> HybridCase:
         return replace(case, cut=60)
     if kind == "any":
         case = replace(case, d=size - 4, e=size - 24, features=size - 8)
-        return replace(case, groups=2, masked=True)
+        return replace(case, groups=2, packed=True, B=1)
     assert kind == "wide"
     return replace(case, dtype=torch.float32)
 
@@ -102,7 +104,7 @@ def cases(decay: str, size: int, kind: str, small: bool) -> Iterator[HybridCase]
 
 
 class Inputs:
-    """Tensors of a case: inputs, masks, and the weights of the sum whose gradients are compared."""
+    """Tensors of a case, its sequences, and the weights of the sum whose gradients are compared."""
 
     def __init__(self, case: HybridCase, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -123,15 +125,11 @@ class Inputs:
         if case.strong_gates and log_decay is not None:
             log_decay[:, :, 40:43] = -40.0
             log_decay[:, :, t // 2 :: 31] = -torch.inf
-        self.padding = self.segments = None
-        if case.masked:
-            self.padding = (torch.rand(b, t, generator=generator) > 0.3).to(device)
-            ids = (torch.arange(t) >= t // 2).long()
-            self.segments = ids.expand(b, t).contiguous().to(device)
-            is_padding = ~self.padding[:, None]
-            features[1].masked_fill_(is_padding.unsqueeze(-1), 0)
-            if log_decay is not None:
-                log_decay.masked_fill_(is_padding.view(b, 1, t, *[1] * (log_decay.dim() - 3)), 0)
+        self.sequences = None
+        if case.packed:
+            starts = torch.tensor([2, t // 2, t // 2, t // 2 + 4], device=device)
+            lengths = torch.tensor([t // 2 - 2, 0, 1, max(t // 2 - 7, 0)], device=device)
+            self.sequences = Sequences(starts, lengths, t // 2)
         log_weight = draw(b, heads, t, 1)  # the gradient of one for all tokens would cancel
         self.tensors = [q, k, v, *features, log_weight, log_decay]
         self.weights = draw(b, heads, t - case.cut, case.e)
@@ -140,44 +138,48 @@ class Inputs:
 def attend(
     x: Inputs,
     tensors: list[Tensor | None],
-    tokens: slice,
     state: HybridState | None,
     impl: str,
     *,
-    packed: bool = True,
+    sequences: Sequences | None = None,
+    return_state: bool = True,
+    slots: Tensor | None = None,
     reuse_state: bool = False,
 ) -> tuple[Tensor, HybridState | None]:
-    """Return the output of some tokens, and the state after them unless rows are packed."""
-    q, k, v, *features, log_weight, log_decay = tensors
+    """Return the output of a call, and the state after it if it is requested."""
+    q, k, v, q_features, k_features, log_weight, log_decay = tensors
     assert q is not None
     assert k is not None
     assert v is not None
+    assert q_features is not None
+    assert k_features is not None
     assert log_weight is not None
-    case, masks = x.case, (x.padding, x.segments if packed else None)
-    if log_decay is not None:
-        log_decay = log_decay[:, :, tokens]
-    q_features, k_features = (y[:, :, tokens] for y in features if y is not None)
-    only = None
+    case, only = x.case, None
     if case.linear_only:
         only = torch.arange(q.shape[1], device=x.device) == 0
     branch = LinearBranch(
-        *(q_features, k_features, log_weight[:, :, tokens], log_decay),
-        *(case.relative, case.mean, only),
+        q_features, k_features, log_weight, log_decay, case.relative, case.mean, only
     )
-    padding, ids = (None if mask is None else mask[:, tokens] for mask in masks)
     out, after, *_ = hybrid_attention(
-        *(q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], branch),
+        *(q, k, v, branch),
         window=case.W,
         scale=case.d**-0.5,
-        mask=AttentionMask(causal=case.causal, padding=padding, segment_ids=ids),
+        causal=case.causal,
+        sequences=sequences,
         state=state,
-        return_state=case.causal and ids is None,
+        return_state=case.causal and return_state,
         impl=impl,
         num_sinks=case.num_sinks,
         reuse_state=reuse_state,
+        slots=slots,
     )
     assert after is None or isinstance(after, HybridState)
     return out, after
+
+
+def tokens_of(tensors: list[Tensor | None], tokens: slice) -> list[Tensor | None]:
+    """Return some tokens of all tensors."""
+    return [None if y is None else y[:, :, tokens] for y in tensors]
 
 
 def results(x: Inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -188,8 +190,10 @@ def results(x: Inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str,
     case, state = x.case, None
     if case.cut:  # in torch, so that only the call after it is compared
         before = "reference" if dtype == torch.float64 else "torch"
-        _, state = attend(x, leaves, slice(0, case.cut), None, before)
-    out, state = attend(x, leaves, slice(case.cut, case.T), state, impl)
+        _, state = attend(x, tokens_of(leaves, slice(case.cut)), None, before)
+    rest = tokens_of(leaves, slice(case.cut, case.T))
+    # packed rows are trained on, without a state
+    out, state = attend(x, rest, state, impl, sequences=x.sequences, return_state=not case.packed)
     found = {"out": out}
     if state is not None:
         found |= {"kv": state.kv, "z": state.z}
@@ -209,11 +213,17 @@ def decoded(x: Inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str,
         return {}
     tensors = [None if t is None else t.to(dtype or t.dtype) for t in x.tensors]
     start, before = x.case.T // 2, "reference" if dtype == torch.float64 else "torch"
-    _, state = attend(x, tensors, slice(0, start), None, before, packed=False)
-    outs = []
+    outs, slots, sequences = [], None, x.sequences
+    given = tensors if sequences is not None else tokens_of(tensors, slice(start))
+    _, state = attend(x, given, None, before, sequences=sequences)
+    if sequences is not None:  # a token of each sequence, and of none
+        slots = torch.arange(-1, sequences.count - 1, device=x.device)
     for t in range(start, start + DECODED):
-        tokens = slice(t, t + 1)
-        out, state = attend(x, tensors, tokens, state, impl, packed=False, reuse_state=True)
+        one = tokens_of(tensors, slice(t, t + 1))
+        if sequences is not None:
+            some = tokens_of(tensors, slice(t, t + sequences.count))
+            one = [None if y is None else y.transpose(0, 2) for y in some]
+        out, state = attend(x, one, state, impl, slots=slots, reuse_state=True)
         outs.append(out)
     assert state is not None
     found = {"out": torch.cat(outs, 2), **state._asdict()}

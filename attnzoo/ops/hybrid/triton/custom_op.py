@@ -4,7 +4,7 @@ Five launches compute it, with three more if few heads divide the sequence into 
 the linear sums, and their merge; the gradients take ten to sixteen.
 
 Letters: B batch, H heads, Hkv key heads, T tokens, N = T - W, D key size, E value size, F features,
-W window.
+W window, S sequences of one row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from attnzoo.ops.hybrid.triton.merge import MergeOptions, merge, merge_backward
-from attnzoo.ops.linear.triton.launch import KernelLauncher, LinearTensors, empty_rows
+from attnzoo.ops.linear.triton.launch import (
+    KernelLauncher,
+    LinearOptions,
+    LinearTensors,
+    empty_rows,
+    empty_states,
+)
 from attnzoo.ops.window.extra_keys import extra_key_gradients, merge_extra_keys
 from attnzoo.ops.window.triton.custom_op import (
     launch_window,
@@ -33,10 +39,11 @@ def hybrid_triton(
     k_features: Tensor,
     logit: Tensor,
     log_decay: Tensor | None,
-    kv: Tensor,
-    z: Tensor,
-    padding_mask: Tensor | None,
-    segment_ids: Tensor | None,
+    kv: Tensor | None,
+    z: Tensor | None,
+    ids: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
     counts: Tensor | None,
     linear_only_heads: Tensor | None,
     first_k: Tensor | None,
@@ -47,6 +54,7 @@ def hybrid_triton(
     relative: bool,
     mean: bool,
     min_weight: float,
+    return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the window hybrid, the state after the last token, and tensors for the backward pass.
 
@@ -61,10 +69,13 @@ def hybrid_triton(
         logit: Logit of the linear branch, expanded to ``[B, H, T]``, float32.
         log_decay: ``[Hkv]``, or that of the tokens from W on, ``[B, Hkv, N]`` or
             ``[B, Hkv, N, F]``; or ``None``.
-        kv: The linear state before token W, ``[B, Hkv, F, E]``, float32.
+        kv: The linear state before token W, ``[B, Hkv, F, E]``, float32; ``None``: zeros.
         z: Its sum of keys, ``[B, Hkv, F]``.
-        padding_mask: ``[B, T]`` bool, true at keys that the window sees, or ``None``.
-        segment_ids: ``[B, T]`` integers, or ``None``.
+        ids: The sequence of each token, ``[B, T]`` int32, negative for tokens of none; ``None``:
+            each row is one sequence.
+        starts: First query with linear sums of each sequence of one row, counted from token W,
+            ``[S]``; no state then.
+        lengths: Their queries with linear sums, ``[S]``.
         counts: Number of keys in the linear sums of each token, ``[B, T]``; see ``merge``.
         linear_only_heads: See ``merge``.
         first_k: Keys of the first tokens, which queries see outside the window too,
@@ -77,25 +88,26 @@ def hybrid_triton(
         relative: See ``MergeOptions``.
         mean: See ``MergeOptions``.
         min_weight: See ``MergeOptions``.
+        return_state: Whether to return the state, which otherwise has no elements.
 
     Returns:
         The output ``[B, H, T, E]``; the state; the window's output and log-sum-exp, the linear sums
         of values, and the factors of ``merge``.
     """
     options = _merge_options(q, window, relative, mean, min_weight)
-    masks = padding_mask, segment_ids
-    near, lse = launch_window(q, k, v, masks, (window - 1, 0), scale, torch.float32)
+    near, lse = launch_window(q, k, v, ids, (window - 1, 0), scale, torch.float32)
     if first_k is not None and first_v is not None and first_seen is not None:
         rows, lse = merge_extra_keys(
             near.transpose(1, 2), lse, q, first_k, first_v, first_seen, scale
         )
         near = rows.transpose(1, 2).contiguous()
-    linear = LinearTensors(q_features, k_features, v, log_decay, kv, z, segment_ids, None)
+    linear = LinearTensors(q_features, k_features, v, log_decay, kv, z, starts, lengths)
     if options.first < q.shape[2]:
-        values, total, *last = _launcher(linear, options.first, False).forward_sums()
+        sums_options = LinearOptions(return_state=return_state)
+        values, total, *last = _launcher(linear, options.first, sums_options).forward_sums()
     else:
         values = near.new_empty(q.shape[0], 0, *near.shape[2:])
-        total, last = lse.new_empty(*lse.shape[:2], 0), [kv.clone(), z.clone()]
+        total, last = lse.new_empty(*lse.shape[:2], 0), _same_state(linear, return_state)
     out, p, r = merge(near, lse, values, total, logit, counts, linear_only_heads, options, v.dtype)
     return out.transpose(1, 2), last[0], last[1], near, lse, values, p, r
 
@@ -118,10 +130,11 @@ def hybrid_triton_backward(
     q_features: Tensor,
     k_features: Tensor,
     log_decay: Tensor | None,
-    kv: Tensor,
-    z: Tensor,
-    padding_mask: Tensor | None,
-    segment_ids: Tensor | None,
+    kv: Tensor | None,
+    z: Tensor | None,
+    ids: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
     first_k: Tensor | None,
     first_v: Tensor | None,
     first_seen: Tensor | None,
@@ -130,6 +143,7 @@ def hybrid_triton_backward(
     relative: bool,
     mean: bool,
     min_weight: float,
+    return_state: bool,
     needs_decay_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, features, logit, log_decay, kv, z, first_k and first_v.
@@ -140,9 +154,8 @@ def hybrid_triton_backward(
     d_near, d_lse, d_values, delta, d_logit = merge_backward(
         d_out, near, values, near_weight, linear_weight, options, v.dtype
     )
-    masks = padding_mask, segment_ids
     dq, dk, dv = launch_window_backward(
-        d_near.transpose(1, 2), d_lse, q, k, v, near, lse, masks, (window - 1, 0), scale
+        d_near.transpose(1, 2), d_lse, q, k, v, near, lse, ids, (window - 1, 0), scale
     )
     d_first = q.new_empty(0), q.new_empty(0)
     if first_k is not None and first_v is not None and first_seen is not None:
@@ -156,20 +169,38 @@ def hybrid_triton_backward(
     dk_features = empty_rows(k_features, k_features.shape[1], k_features.shape[3])
     rows = tuple(x.transpose(1, 2) for x in (dq, dk, dv, dq_features, dk_features))
     first, length = options.first, q.shape[2]
+    if starts is not None:  # tokens outside of sequences are not written
+        dq_features.zero_(), dk_features.zero_()
     dq_features[:, :first].zero_()
     dk_features[:, length - first :].zero_()
+    linear = LinearTensors(q_features, k_features, v, log_decay, kv, z, starts, lengths)
     if first == length:
         no_decay = q.new_empty(0) if log_decay is None else torch.zeros_like(log_decay)
-        return *rows, d_logit, no_decay, d_kv.clone(), d_z.clone(), *d_first
-    linear = LinearTensors(q_features, k_features, v, log_decay, kv, z, segment_ids, None)
-    launcher = _launcher(linear, first, True, needs_decay_grad)
-    dv_linear = empty_rows(launcher.v, v.shape[1], v.shape[3])
+        d_state = [d_kv.clone(), d_z.clone()]
+        if kv is None:
+            d_state = [x.new_empty(0) for x in d_state]
+        elif not return_state:
+            d_state = _same_state(linear._replace(kv=None), True)
+        return *rows, d_logit, no_decay, *d_state, *d_first
+    sums_options = LinearOptions(normalize=True, return_state=return_state)
+    launcher = _launcher(linear, first, sums_options, needs_decay_grad)
+    dv_linear = launcher.new_rows(launcher.v, v.shape[1], v.shape[3])
     d_rows = dq_features[:, first:], dk_features[:, : length - first], dv_linear
     d_log, d_kv, d_z = launcher.backward_sums(
         d_rows, d_values.transpose(1, 2), delta, (d_kv, d_z), (kv_last, z_last)
     )
     dv[:, : length - first] += dv_linear
     return *rows, d_logit, d_log, d_kv, d_z, *d_first
+
+
+def _same_state(x: LinearTensors, return_state: bool) -> list[Tensor]:
+    """Return the state of a call in which no key leaves the window."""
+    if not return_state:
+        return [x.v.new_empty(0, dtype=torch.float32) for _ in range(2)]
+    if x.kv is not None and x.z is not None:
+        return [x.kv.clone(), x.z.clone()]
+    count = x.q.shape[0] if x.starts is None else x.starts.shape[0]
+    return [y.zero_() for y in empty_states(x.q, x.k, x.v, count)]
 
 
 def _merge_options(
@@ -179,17 +210,12 @@ def _merge_options(
 
 
 def _launcher(
-    x: LinearTensors, first: int, normalize: bool, needs_decay_grad: bool = False
+    x: LinearTensors, first: int, options: LinearOptions, needs_decay_grad: bool = False
 ) -> KernelLauncher:
     """Return the launcher of the linear branch: queries from token ``first`` on, keys up to it."""
     count = x.q.shape[2] - first
-    tensors = x._replace(
-        q=x.q[:, :, first:],
-        k=x.k[:, :, :count],
-        v=x.v[:, :, :count],
-        segment_ids=None if x.segment_ids is None else x.segment_ids[:, first:],
-    )
-    return KernelLauncher(tensors, "identity", 1.0, 1.0, normalize, 0.0, 0, 0, needs_decay_grad)
+    tensors = x._replace(q=x.q[:, :, first:], k=x.k[:, :, :count], v=x.v[:, :, :count])
+    return KernelLauncher(tensors, options, needs_decay_grad)
 
 
 @hybrid_triton.register_fake
@@ -201,17 +227,22 @@ def _hybrid_triton_fake(
     k_features: Tensor,
     logit: Tensor,
     log_decay: Tensor | None,
-    kv: Tensor,
-    z: Tensor,
+    kv: Tensor | None,
+    z: Tensor | None,
+    ids: Tensor | None,
+    starts: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    first = min(options[7], q.shape[2])
+    first = min(options[6], q.shape[2])
     shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
     out = v.new_empty(shape).transpose(1, 2)
     near = v.new_empty(shape, dtype=torch.float32)
     values = near.new_empty(shape[0], shape[1] - first, *shape[2:])
     rows = tuple(near.new_empty(q.shape[:3]) for _ in range(3))
-    last = kv.new_empty(kv.shape), z.new_empty(z.shape)
+    last = near.new_empty(0), near.new_empty(0)
+    if options[-1]:
+        count = q.shape[0] if starts is None else starts.shape[0]
+        last = empty_states(q_features, k_features, v, count)
     return out, *last, near, rows[0], values, rows[1], rows[2]
 
 
@@ -222,18 +253,18 @@ def _hybrid_triton_backward_fake(*args: Any) -> tuple[Tensor, ...]:
         empty_rows(x, x.shape[1], x.shape[3]).transpose(1, 2)
         for x in (q, k, v, q_features, k_features)
     )
-    has_decay = log_decay is not None and (args[-1] or args[23] >= q.shape[2])
+    has_decay = log_decay is not None and (args[-1] or args[24] >= q.shape[2])
     d_log = log_decay.new_empty(log_decay.shape) if has_decay else q.new_empty(0)
-    d_state = kv.new_empty(kv.shape), z.new_empty(z.shape)
-    d_first = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in args[20:22])
+    d_state = (lse.new_empty(0 if x is None else x.shape) for x in (kv, z))
+    d_first = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in args[21:23])
     return *rows, lse.new_empty(lse.shape), d_log, *d_state, *d_first
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, q_features, k_features, _, log_decay, kv, z, padding_mask, segment_ids = inputs[:11]
-    tensors = q, k, v, q_features, k_features, log_decay, kv, z, padding_mask, segment_ids
-    ctx.save_for_backward(*output[1:], *tensors, *inputs[13:16])
-    ctx.options = inputs[16:]
+    q, k, v, q_features, k_features, _, log_decay, *state_and_sequences = inputs[:12]
+    tensors = q, k, v, q_features, k_features, log_decay, *state_and_sequences
+    ctx.save_for_backward(*output[1:], *tensors, *inputs[14:17])
+    ctx.options = inputs[17:]
     ctx.set_materialize_grads(False)  # zeros for what only the gradients read would be large
 
 
@@ -251,9 +282,9 @@ def _backward(
     grads = hybrid_triton_backward(
         d_out, d_kv, d_z, *ctx.saved_tensors, *ctx.options, needs_decay_grad
     )
-    needs = *ctx.needs_input_grad[:9], *ctx.needs_input_grad[13:15]
+    needs = *ctx.needs_input_grad[:9], *ctx.needs_input_grad[14:16]
     needed = [g if need else None for g, need in zip(grads, needs, strict=True)]
-    return *needed[:9], *[None] * 4, *needed[9:], *[None] * 6
+    return *needed[:9], *[None] * 5, *needed[9:], *[None] * 7
 
 
 hybrid_triton.register_autograd(_backward, setup_context=_setup_context)

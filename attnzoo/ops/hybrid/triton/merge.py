@@ -7,7 +7,8 @@ logit f:
 
     p = e^a / denominator,    r = e^f / denominator,    out = p near + r values
 
-The first W tokens have no key outside their window, so the linear sums start at token W.
+The first W tokens have no key outside their window, so the linear sums start at token W. They are
+zeros for tokens of no sequence, whose output is then near, and whatever their logit is.
 
 Letters: B batch, H heads, T tokens, N = T - W tokens with linear sums, E value size, W window.
 """

@@ -3,6 +3,8 @@
 The first kernel computes the output and the sums of values, several programs per head. All of them
 read the rest of the state, which the second kernel therefore writes.
 
+With slots, the state is a pool, of which each token reads and writes one row; -1: none of them.
+
 Letters: B batch, H heads, Hkv key heads, G = H / Hkv, D key size, E value size, F features of a
 key, W window, N first tokens.
 """
@@ -31,6 +33,14 @@ def load_token(x, token, column, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def load_slot(slots, b, SLOTS: tl.constexpr):
+    """Return the row of a token in the pool of states, or a negative number for no token."""
+    if SLOTS:
+        return tl.load(slots + b).to(tl.int64)
+    return b
+
+
+@triton.jit
 def load_channel_decay(log_decay, token, f, F: tl.constexpr, DECAY: tl.constexpr):
     """Return the decay of each feature, or one decay for all features."""
     if DECAY == "vector":
@@ -47,7 +57,7 @@ def load_channel_decay(log_decay, token, f, F: tl.constexpr, DECAY: tl.constexpr
 # where m is the larger of lse and f + log(q_f z), and near is lse - m. RELATIVE: lse is 0 in both.
 #
 # grid     (B * Hkv * tiles): one program updates one tile [F, BE] of one head's sums
-# reads    tokens: q, k, v and features, with stride 1 in the last dimension;
+# reads    tokens: q, k, v and features, with stride 1 in the last dimension; with SLOTS: slots [B];
 #          the state, contiguous: keys [N + W, D], values [N + W, E], features [W, F],
 #          kv [F, E + 1], whose last column equals z [F], and seen, of each head or row
 # writes   out [B, H, E]; the columns of values in kv; seen_before [B], which the next kernel reads
@@ -55,35 +65,36 @@ def load_channel_decay(log_decay, token, f, F: tl.constexpr, DECAY: tl.constexpr
 # oracle   hybrid_attention(impl="reference"), on a GPU and with TRITON_INTERPRET=1
 @triton.jit
 def hybrid_step_kernel(
-    q, k, v, q_features, k_features, log_decay, log_weight, padding_mask, linear_only,
+    q, k, v, q_features, k_features, log_decay, log_weight, slots, linear_only,
     keys, values, features, kv, z, seen, out, seen_before,
     q_batch, q_head, k_batch, k_head, v_batch, v_head, fq_batch, fq_head, gate_batch, gate_head,
     weight_batch, weight_head, key_heads, scale, min_weight,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
     G: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, BW: tl.constexpr,
-    TILES: tl.constexpr, DECAY: tl.constexpr, PADDED: tl.constexpr, RELATIVE: tl.constexpr,
+    TILES: tl.constexpr, DECAY: tl.constexpr, SLOTS: tl.constexpr, RELATIVE: tl.constexpr,
     MEAN: tl.constexpr, LINEAR_ONLY: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs of one head, and update a tile of its sums; see above."""
     tile, bh = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
     b, h = bh // key_heads, bh % key_heads
     d, f, e = tl.arange(0, BD), tl.arange(0, BF), tile * BE + tl.arange(0, BE)
-    count = tl.load(seen + b)
-    valid = tl.load(padding_mask + b) != 0 if PADDED else count >= 0
+    slot = load_slot(slots, b, SLOTS)
+    valid, slot = slot >= 0, tl.maximum(slot, 0)
+    sh, count = slot * key_heads + h, tl.load(seen + slot)
     oldest = count % W
-    first_row, mask = bh * (N + W), (f < F)[:, None] & (e < E)[None, :]
-    leaving = load_token(features, (bh * W + oldest) * F, f, F)
-    leaving = tl.where(valid & (count >= N + W), leaving, 0.0)
-    state = tl.load(kv + bh * F * (E + 1) + f[:, None] * (E + 1) + e[None, :], mask=mask, other=0.0)
-    z_sums = load_token(z, bh * F, f, F)
+    first_row, mask = sh * (N + W), (f < F)[:, None] & (e < E)[None, :]
+    leaving = load_token(features, (sh * W + oldest) * F, f, F)
+    leaving = tl.where(count >= N + W, leaving, 0.0)
+    sums = kv + sh * F * (E + 1) + f[:, None] * (E + 1) + e[None, :]
+    state = tl.load(sums, mask=mask, other=0.0)
+    z_sums = load_token(z, sh * F, f, F)
     if DECAY != "none":
         decay = load_channel_decay(log_decay, b * gate_batch + h * gate_head, f, F, DECAY)
-        decay = tl.where(valid, decay, 1.0)
         z_sums *= decay
         state *= decay[:, None] if DECAY == "vector" else decay
     state += leaving[:, None] * load_token(values, (first_row + N + oldest) * E, e, E)[None, :]
     z_sums += leaving
-    tl.store(kv + bh * F * (E + 1) + f[:, None] * (E + 1) + e[None, :], state, mask=mask)
+    tl.store(sums, state, mask=mask_if(mask, valid))
     if (h == 0) & (tile == 0):
         tl.store(seen_before + b, count)
     new_key = load_token(k, b * k_batch + h * k_head, d, D)
@@ -136,22 +147,23 @@ def hybrid_step_kernel(
 # writes   the rows of the new token in keys, values and features; z, the last column of kv; seen
 @triton.jit
 def hybrid_store_kernel(
-    k, v, k_features, log_decay, padding_mask, keys, values, features, kv, z, seen, seen_before,
+    k, v, k_features, log_decay, slots, keys, values, features, kv, z, seen, seen_before,
     k_batch, k_head, v_batch, v_head, fk_batch, fk_head, gate_batch, gate_head, key_heads,
     D: tl.constexpr, E: tl.constexpr, F: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BF: tl.constexpr, DECAY: tl.constexpr,
-    PADDED: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Write the tensors that several programs of :func:`hybrid_step_kernel` read; see above."""
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // key_heads, bh % key_heads
     d, e, f = tl.arange(0, BD), tl.arange(0, BE), tl.arange(0, BF)
-    count = tl.load(seen_before + b)
-    valid = tl.load(padding_mask + b) != 0 if PADDED else count >= 0
+    slot = load_slot(slots, b, SLOTS)
+    valid, slot = slot >= 0, tl.maximum(slot, 0)
+    sh, count = slot * key_heads + h, tl.load(seen_before + b)
     oldest = count % W
-    of_features = features + (bh * W + oldest) * F + f
+    of_features = features + (sh * W + oldest) * F + f
     leaving = tl.load(of_features, mask=f < F, other=0.0).to(tl.float32)
-    z_sums = load_token(z, bh * F, f, F)
+    z_sums = load_token(z, sh * F, f, F)
     if DECAY != "none":
         z_sums *= load_channel_decay(log_decay, b * gate_batch + h * gate_head, f, F, DECAY)
     z_sums += tl.where(count >= N + W, leaving, 0.0)
@@ -161,22 +173,22 @@ def hybrid_store_kernel(
     tl.debug_barrier()  # other threads have read the features that this one overwrites
     of_token = mask_if(f < F, valid)
     tl.store(of_features, feature, mask=of_token)
-    tl.store(z + bh * F + f, z_sums, mask=of_token)
-    tl.store(kv + (bh * F + f) * (E + 1) + E, z_sums, mask=of_token)
-    row = bh * (N + W) + N + oldest
+    tl.store(z + sh * F + f, z_sums, mask=of_token)
+    tl.store(kv + (sh * F + f) * (E + 1) + E, z_sums, mask=of_token)
+    row = sh * (N + W) + N + oldest
     tl.store(keys + row * D + d, key, mask=mask_if(d < D, valid))
     tl.store(values + row * E + e, value, mask=mask_if(e < E, valid))
     if N > 0:
-        is_first, row = valid & (count < N), bh * (N + W) + count
+        is_first, row = valid & (count < N), sh * (N + W) + count
         tl.store(keys + row * D + d, key, mask=mask_if(d < D, is_first))
         tl.store(values + row * E + e, value, mask=mask_if(e < E, is_first))
     if h == 0:
-        tl.store(seen + b, count + valid.to(tl.int64))
+        tl.store(seen + slot, count + 1, mask=valid)
 
 
 def launch_hybrid_step(
     q: Tensor, k: Tensor, v: Tensor, q_features: Tensor, k_features: Tensor,
-    log_decay: Tensor | None, log_weight: Tensor, padding_mask: Tensor | None,
+    log_decay: Tensor | None, log_weight: Tensor, slots: Tensor | None,
     linear_only: Tensor | None, keys: Tensor, values: Tensor, features: Tensor, kv: Tensor,
     z: Tensor, seen: Tensor, scale: float, relative: bool, mean: bool, min_weight: float,
 ) -> Tensor:  # fmt: skip
@@ -184,21 +196,21 @@ def launch_hybrid_step(
     q, k, v, q_features, k_features = map(contiguous_rows, (q, k, v, q_features, k_features))
     (batch, heads, _, d), key_heads, e = q.shape, k.shape[1], v.shape[3]
     window, size = features.shape[2:]
-    out, seen_before = v.new_empty(batch, heads, 1, e), torch.empty_like(seen)
+    out, seen_before = v.new_empty(batch, heads, 1, e), seen.new_empty(batch)
     gate, decay, (gate_batch, gate_head, _) = gate_and_strides(log_decay, k_features)
     bd, bf = block_size(d), block_size(size)
     be = min(block_size(e), max(16, TILE // bf))
     bw = min(64, max(16, WINDOW_TILE // bd), block_size(keys.shape[2]))
     tiles = -(-e // be)
-    padding = z if padding_mask is None else padding_mask.reshape(-1).to(torch.int8)
+    rows = z if slots is None else slots.contiguous()
     only = z if linear_only is None else linear_only.to(torch.int8)
     shared = {
         "D": d, "E": e, "F": size, "W": window, "N": keys.shape[2] - window, "BD": bd, "BF": bf,
-        "DECAY": decay, "PADDED": padding_mask is not None,
+        "DECAY": decay, "SLOTS": slots is not None,
     }  # fmt: skip
     with device_context(q.device):
         hybrid_step_kernel[(batch * key_heads * tiles,)](
-            q, k, v, q_features, k_features, gate, log_weight, padding, only, keys, values,
+            q, k, v, q_features, k_features, gate, log_weight, rows, only, keys, values,
             features, kv, z, seen, out, seen_before, *q.stride()[:2], *k.stride()[:2],
             *v.stride()[:2], *q_features.stride()[:2], gate_batch, gate_head,
             *log_weight.stride()[:2], key_heads, scale, min_weight, G=heads // key_heads, BE=be,
@@ -206,7 +218,7 @@ def launch_hybrid_step(
             num_warps=WARPS, **shared,
         )  # fmt: skip
         hybrid_store_kernel[(batch * key_heads,)](
-            k, v, k_features, gate, padding, keys, values, features, kv, z, seen, seen_before,
+            k, v, k_features, gate, rows, keys, values, features, kv, z, seen, seen_before,
             *k.stride()[:2], *v.stride()[:2], *k_features.stride()[:2], gate_batch, gate_head,
             key_heads, BE=block_size(e), num_warps=1, **shared,
         )  # fmt: skip
@@ -219,7 +231,7 @@ def launch_hybrid_step(
 )
 def hybrid_triton_step_(
     q: Tensor, k: Tensor, v: Tensor, q_features: Tensor, k_features: Tensor,
-    log_decay: Tensor | None, log_weight: Tensor, padding_mask: Tensor | None,
+    log_decay: Tensor | None, log_weight: Tensor, slots: Tensor | None,
     linear_only: Tensor | None, keys: Tensor, values: Tensor, features: Tensor, kv: Tensor,
     z: Tensor, seen: Tensor, scale: float, relative: bool, mean: bool, min_weight: float,
 ) -> Tensor:  # fmt: skip
@@ -235,7 +247,8 @@ def hybrid_triton_step_(
         k_features: ``[B, Hkv, 1, F]``.
         log_decay: As in ``linear_attention``.
         log_weight: Logit of the linear branch, ``[B, H, 1, 1]``, float32.
-        padding_mask: ``[B, 1]``, false at padding, which leaves the state as it is.
+        slots: ``[B]``, the row of each token in the state, which is a pool; -1 for no token, which
+            leaves the state as it is and gives zeros. ``None``: token b is in row b.
         linear_only: ``[H]``, true for heads that ignore the window.
         keys: This tensor and the five after it are those of a ``HybridState``, contiguous.
         values: See ``keys``.
@@ -249,7 +262,7 @@ def hybrid_triton_step_(
         min_weight: A smaller sum of linear weights counts as 0.
     """
     return launch_hybrid_step(
-        q, k, v, q_features, k_features, log_decay, log_weight, padding_mask, linear_only, keys,
+        q, k, v, q_features, k_features, log_decay, log_weight, slots, linear_only, keys,
         values, features, kv, z, seen, scale, relative, mean, min_weight,
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The C++ kernel of linear attention: its source, its arguments, and the call.
 
-Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size, N rows of the matrix
-of a feature map, F decays per token (0, 1 or the number of features).
+Letters: B rows or sequences, H heads, Hkv key heads, T tokens, D key size, E value size, N rows of
+the matrix of a feature map, F decays per token (0, 1 or the number of features).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.errors import UnsupportedError
 from attnzoo.ops.features.functional import FIXED, LEARNED
 from attnzoo.ops.linear.common import log_decay_per_token
 from attnzoo.runtime import cpp
@@ -21,7 +22,8 @@ from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.memory import TYPE_NAMES, Rows, rows_of, with_contiguous_rows
 
 KERNEL_CHUNK = 16  # the largest chunk, except on AMX tiles; CHUNK of linear.cpp
-SPAN = 512  # tokens between the states that the forward pass keeps; SPAN of linear.cpp
+SPAN = 512  # tokens between the states that the forward pass keeps; SPAN of linear_chunk.h
+BUNDLE = 128  # sequences that begin in as many tokens are computed together; BUNDLE there
 
 
 @cache
@@ -55,7 +57,7 @@ class Task(ctypes.Structure):
         ),
         *cpp.fields(ctypes.c_double, "scale eps"),
         *cpp.fields(Rows, "q k v log_decay out"),
-        *cpp.fields(ctypes.c_void_p, "kv z last_kv last_z kept sums ids key_mask"),
+        *cpp.fields(ctypes.c_void_p, "starts lengths kv z last_kv last_z kept sums"),
         *cpp.fields(_Map, "q_map k_map"),
     ]
 
@@ -83,7 +85,13 @@ LINEAR = cpp.Source(
 
 
 class CallArguments:
-    """The tensors of a call as the kernels read them, and the struct that refers to them."""
+    """The tensors of a call as the kernels read them, and the struct that refers to them.
+
+    Attributes:
+        task: The struct.
+        has_sequences: Whether tokens are one row of sequences.
+        covers_all: Whether each token belongs to a sequence, so that kernels write all outputs.
+    """
 
     def __init__(
         self,
@@ -91,27 +99,34 @@ class CallArguments:
         k: Tensor,
         v: Tensor,
         log_decay: Tensor | None,
+        state: tuple[Tensor | None, Tensor | None],
         weights: tuple[Tensor | None, ...],
-        masks: tuple[Tensor | None, Tensor | None],
-        features: int,
+        sequences: tuple[Tensor | None, Tensor | None],
         options: tuple[Any, ...],
     ) -> None:
         scale, normalize, eps, chunk_size, feature_map, feature_scale = options
-        segment_ids, key_mask = masks
         decays = k.new_empty(*k.shape[:3], 0)
         if log_decay is not None:
             decays = log_decay_per_token(log_decay, k)
         read = tuple(with_contiguous_rows(x) for x in (q, k, v, decays))
-        ids = None if segment_ids is None else segment_ids.to(torch.int64).contiguous()
-        key_mask = None if key_mask is None else key_mask.contiguous()
-        self.read = (*read, ids, key_mask)  # kept alive, because the struct refers to them
+        kv, z = (None if x is None else x.contiguous() for x in state)
+        starts, lengths = (None if x is None else x.to(torch.int64).contiguous() for x in sequences)
+        # kept alive, because the struct refers to them
+        self.read = (*read, kv, z, starts, lengths, weights)
         batch, heads, tokens, size = k.shape
+        self.has_sequences, self.covers_all = starts is not None, True
+        if starts is not None and lengths is not None:
+            batch = len(starts)
+            self.covers_all = _check_sequences(starts, lengths, tokens) == tokens
         self.task = Task(
-            *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, tokens, features),
-            *(v.shape[3], size, normalize, min(chunk_size, KERNEL_CHUNK), decays.shape[3]),
+            *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, tokens),
+            *(count_features(k, feature_map, weights[1]), v.shape[3], size, normalize),
+            *(min(chunk_size, KERNEL_CHUNK), decays.shape[3]),
             *(scale, eps, *map(rows_of, read)),
-            ids=None if ids is None else ids.data_ptr(),
-            key_mask=None if key_mask is None else key_mask.data_ptr(),
+            starts=pointer_to(starts),
+            lengths=pointer_to(lengths),
+            kv=pointer_to(kv),
+            z=pointer_to(z),
         )
         q_kind, k_kind = map_numbers(LINEAR, feature_map)
         for kind, weight, bias, field in (
@@ -120,10 +135,36 @@ class CallArguments:
         ):
             field.kind, field.scale = kind, feature_scale
             field.size = size if weight is None else weight.shape[1]
-            field.weight = None if weight is None else weight.data_ptr()
-            field.bias = None if bias is None else bias.data_ptr()
+            field.weight, field.bias = pointer_to(weight), pointer_to(bias)
 
     def run(self, direction: str, dtype: torch.dtype, *structs: ctypes.Structure) -> None:
         """Call the kernel of one direction, whose sums have this dtype."""
         function = getattr(cpp.load(LINEAR), f"linear_{direction}_{TYPE_NAMES[dtype]}")
         function(self.task, *structs)
+
+
+def count_features(k: Tensor, feature_map: str, weight: Tensor | None) -> int:
+    """Return the number of features of a key; ``weight`` is the matrix of a learned map."""
+    return k.shape[3] if weight is None else weight.shape[1] * LEARNED[feature_map].features
+
+
+def pointer_to(x: Tensor | None) -> int | None:
+    """Return the address of the elements of a tensor; ``None``, for null, if it has none."""
+    return None if x is None or not x.numel() else x.data_ptr()
+
+
+def _check_sequences(starts: Tensor, lengths: Tensor, tokens: int) -> int:
+    """Return the number of tokens in sequences.
+
+    Raises:
+        UnsupportedError: Tokens of a sequence are outside the row, where the kernels would read.
+    """
+    if not len(starts):
+        return 0
+    lowest, last = min(starts.min().item(), lengths.min().item()), (starts + lengths).max().item()
+    if lowest < 0 or last > tokens:
+        raise UnsupportedError(
+            f"sequences must be within the {tokens} tokens of the row, and lengths at least 0; got "
+            f"starts {starts.tolist()} and lengths {lengths.tolist()}."
+        )
+    return int(lengths.sum())

@@ -5,16 +5,18 @@
 //
 // Without normalisation, the totals scale q_t z_t can be returned too.
 //
-// A chunk has at most CHUNK tokens and ends where a packed segment ends. Its queries read the state
+// A chunk has at most CHUNK tokens and ends where its sequence ends. Its queries read the state
 // before the chunk and, through scores, the chunk's own keys: A_ij = sum over d of q_id L_ijd k_jd,
 // where L_ij is the product of the decays of tokens j + 1 to i. Every decay is the exponential of a
 // sum of log decays or a product of numbers in [0, 1], never a quotient, so no decay overflows or
 // cancels. Both passes compute the feature maps of queries and keys chunk by chunk.
 //
-// work     one key head and some of its query heads or columns of values (forward), or some of its
-//          spans (backward); the data of a chunk fits in the L1 and L2 caches
+// work     one key head of a sequence, or of short ones that begin in the same BUNDLE tokens; or some
+//          of its spans, and in the forward pass some of its query heads or columns of values; the
+//          data of a chunk fits in the L1 and L2 caches
 // reads    tensors of any floating type in place, with stride 1 in the last dimension
-// writes   out, the state after the last token, and for the backward pass one state per SPAN tokens
+// writes   out, the state after the last token, and for the backward pass one state per SPAN tokens;
+//          nothing for tokens outside of sequences
 // limits   chunk at most CHUNK; linear_amx.h has larger chunks for bfloat16 on CPUs with AMX
 // oracle   linear_attention(impl="reference"), float64 included
 //
@@ -46,9 +48,8 @@ class LinearAttention : protected TokenChunk<Real, CHUNK> {
     using Tiles<Real>::multiply, Tiles<Real>::for_columns, Tiles<Real>::product;
     using Tiles<Real>::transpose, Tiles<Real>::lane_numbers, Tiles<Real>::exp;
     using Tiles<Real>::scale_row, Tiles<Real>::add_lanes, Tiles<Real>::add_lanes_of_rows;
-    using Base::t, Base::row_, Base::head_, Base::group_, Base::groups_, Base::column_;
-    using Base::columns_, Base::is_token_, Base::is_key_, Base::start_, Base::count_;
-    using Base::load_rows;
+    using Base::t, Base::s_, Base::head_, Base::group_, Base::groups_, Base::column_;
+    using Base::columns_, Base::is_token_, Base::start_, Base::count_, Base::load_rows;
     static constexpr int WIDE = CHUNK / LANES;  // vectors per row of CHUNK tokens
 
     const int64_t size_, width_;      // D and P, rounded up
@@ -69,9 +70,9 @@ class LinearAttention : protected TokenChunk<Real, CHUNK> {
     Real *pairs_;                     // [CHUNK, CHUNK]: products of decays between tokens, F = 1
     Real *total_;                     // [D]: decay of the state over the chunk
 
-    LinearAttention(const Task<Real>& task, int64_t row, int64_t head, int64_t group,
-                    int64_t groups, int64_t column, int64_t columns)
-        : Base(task, row, head, group, groups, column, columns, task.chunk),
+    LinearAttention(const Task<Real>& task, int64_t head, int64_t group, int64_t groups,
+                    int64_t column, int64_t columns)
+        : Base(task, head, group, groups, column, columns, task.chunk),
           size_(pad(t.key_size)), width_(pad(columns)), rows_(groups * CHUNK),
           keys_(CHUNK * size_), k_map_(task.k_map, head, task.given_size),
           given_(k_map_.is_identity() ? 0 : CHUNK * pad(task.given_size)),
@@ -95,16 +96,11 @@ class LinearAttention : protected TokenChunk<Real, CHUNK> {
         this->begin(start);
         if (given_) {
             load_rows(t.k, head_, 0, t.given_size, given_ / CHUNK, Real(1), given_k_);
-            k_map_.features(given_k_, is_key_, y_k_, k_);
+            k_map_.features(given_k_, is_token_, y_k_, k_);
         } else {
             load_rows(t.k, head_, 0, t.key_size, size_, Real(1), k_);
         }
         load_rows(t.v, head_, column_, columns_, width_, Real(1), v_);
-        for (int i = 0; i < count_; ++i)
-            if (!is_key_[i]) {
-                std::fill_n(k_ + i * size_, size_, Real(0));
-                std::fill_n(v_ + i * width_, width_, Real(0));
-            }
         load_decays();
     }
 
@@ -241,18 +237,18 @@ class LinearForward : public ForwardLoops<LinearForward<Real>, LinearAttention<R
     using Base = LinearAttention<Real>;
     using typename Base::Reals;
     using Base::LANES, Base::load, Base::store, Base::multiply, Base::for_columns;
-    using Base::t, Base::row_, Base::head_, Base::group_, Base::groups_, Base::column_;
+    using Base::t, Base::s_, Base::head_, Base::group_, Base::groups_, Base::column_;
     using Base::columns_, Base::size_, Base::width_, Base::rows_, Base::keys_, Base::start_;
     using Base::count_, Base::k_written_, Base::q_read_, Base::v_, Base::scores_, Base::inverse_;
-    using Base::total_, Base::index;
+    using Base::total_;
 
     Buffer<Real> buffer_;
     Real *kv_, *z_, *out_;  // [D, P], [D]: the state before the chunk; [G CHUNK, P]
 
   public:
-    LinearForward(typename Base::Memory&, const Task<Real>& task, int64_t row, int64_t head,
-                  int64_t group, int64_t groups, int64_t column, int64_t columns)
-        : Loops(task, row, head, group, groups, column, columns),
+    LinearForward(typename Base::Memory&, const Task<Real>& task, int64_t head, int64_t group,
+                  int64_t groups, int64_t column, int64_t columns)
+        : Loops(task, head, group, groups, column, columns),
           buffer_(size_ * (width_ + 1) + rows_ * width_), kv_(buffer_.take(size_ * width_)),
           z_(buffer_.take(size_)), out_(buffer_.take(rows_ * width_)) {}
 
@@ -260,18 +256,15 @@ class LinearForward : public ForwardLoops<LinearForward<Real>, LinearAttention<R
     friend ForwardLoops<LinearForward<Real>, LinearAttention<Real>, Real>;
 
     void load_state(const Real* kv, const Real* z) {
+        std::fill_n(kv_, size_ * width_, Real(0));
+        std::fill_n(z_, size_, Real(0));
+        if (!kv) return;
         for (int64_t d = 0; d < t.key_size; ++d)
             std::copy_n(kv + d * t.value_size + column_, columns_, kv_ + d * width_);
         std::copy_n(z, t.key_size, z_);
     }
 
-    // Load the keys and values of the chunk that begins at `start`.
-    void load_chunk(int64_t start) {
-        this->load_keys(start);
-        if (!this->first_) return;
-        std::fill_n(kv_, size_ * width_, Real(0));
-        std::fill_n(z_, size_, Real(0));
-    }
+    void load_chunk(int64_t start) { this->load_keys(start); }
 
     // Compute the sums of weights, or their reciprocals.
     void compute_sums() {
@@ -280,7 +273,7 @@ class LinearForward : public ForwardLoops<LinearForward<Real>, LinearAttention<R
             store(inverse_ + r, Real(1) / (load(inverse_ + r) + Real(t.eps)));
         for (int64_t g = 0; t.sums && column_ == 0 && g < groups_; ++g)
             std::copy_n(inverse_ + g * CHUNK, count_,
-                        t.sums + t.query(row_, head_ * t.groups + group_ + g, start_));
+                        t.sums + t.query(s_.row, head_ * t.groups + group_ + g, start_));
     }
 
     void store_state(Real* kv, Real* z) const {
@@ -349,18 +342,20 @@ class LinearForward : public ForwardLoops<LinearForward<Real>, LinearAttention<R
 // the scores of later queries with earlier keys. The gradient of the log decay is the sum of these
 // values times their gradients; no term is subtracted.
 template <class Real>
-class LinearBackward : public LinearAttention<Real> {
+class LinearBackward : public BackwardLoops<LinearBackward<Real>, LinearAttention<Real>, Real> {
+    using Loops = BackwardLoops<LinearBackward<Real>, LinearAttention<Real>, Real>;
     using Base = LinearAttention<Real>;
     using typename Base::Reals;
     using typename Base::Ints;
     using Base::LANES, Base::load, Base::store, Base::broadcast, Base::multiply, Base::product;
     using Base::for_columns, Base::transpose, Base::add_lanes, Base::add_lanes_of_rows;
-    using Base::lane_numbers, Base::t, Base::row_, Base::head_, Base::size_, Base::width_;
+    using Base::lane_numbers, Base::t, Base::s_, Base::head_, Base::size_, Base::width_;
     using Base::rows_, Base::keys_, Base::groups_, Base::start_, Base::count_, Base::k_, Base::v_;
     using Base::q_, Base::k_written_, Base::q_read_, Base::k_columns_, Base::scores_;
     using Base::inverse_, Base::decay_, Base::before_, Base::after_, Base::pairs_, Base::total_;
-    using Base::WIDE, Base::next_, Base::index, Base::given_, Base::given_k_, Base::given_q_;
-    using Base::y_k_, Base::y_q_, Base::k_map_, Base::q_maps_, Base::is_token_, Base::is_key_;
+    using Base::WIDE, Base::next_, Base::given_, Base::given_k_, Base::given_q_, Base::y_k_;
+    using Base::y_q_, Base::k_map_, Base::q_maps_, Base::is_token_;
+    using Loops::out_, Loops::needed_, Loops::reads_, Loops::sums, Loops::needs_state;
 
     struct State {
         Buffer<Real> buffer;
@@ -371,9 +366,6 @@ class LinearBackward : public LinearAttention<Real> {
             : buffer(size * (width + 1)), kv(buffer.take(size * width)), z(buffer.take(size)) {}
     };
 
-    const Gradients<Real>& out_;
-    const Needed needed_;
-    const bool reads_;  // whether gradients of the decayed queries are needed
     std::deque<State> states_;  // before the chunks of a span
     State d_state_;
     Buffer<Real> buffer_;
@@ -387,10 +379,8 @@ class LinearBackward : public LinearAttention<Real> {
 
   public:
     LinearBackward(typename Base::Memory&, const Task<Real>& task, const Gradients<Real>& out,
-                   int64_t row, int64_t head)
-        : Base(task, row, head, 0, task.groups, 0, task.value_size), out_(out),
-          needed_(task, out), reads_(needed_.q || needed_.decay),
-          d_state_(size_, width_),
+                   int64_t head)
+        : Loops(out, task, head, 0, task.groups, 0, task.value_size), d_state_(size_, width_),
           buffer_(rows_ * (width_ + CHUNK + 2 * size_ + 1) + 4 * CHUNK * width_ + 3 * keys_ +
                   size_ + CHUNK + given_),
           d_out_(buffer_.take(rows_ * width_)), d_scores_(buffer_.take(rows_ * CHUNK)),
@@ -401,68 +391,23 @@ class LinearBackward : public LinearAttention<Real> {
           d_sums_(buffer_.take(rows_)), written_sums_(buffer_.take(CHUNK)),
           outputs_(buffer_.take(CHUNK * width_)), d_given_(buffer_.take(given_)) {}
 
-    // Compute the gradients of the tokens of spans `first` to `end` - 1, after propagating the
-    // gradient of the state back through all later spans.
-    void run(int64_t first, int64_t end) {
-        const int64_t matrix = t.key_size * t.value_size;
-        load_state(out_.d_last_kv + index() * matrix, out_.d_last_z + index() * t.key_size,
-                   d_state_);
-        for (int64_t span = (needed_.state ? t.spans() : end) - 1; span >= first; --span) {
-            const bool own = span < end;
-            for (size_t count = find_chunks(span, own && reads_); count--;)
-                own ? differentiate(states_[count]) : skip(states_[count].start);
-            if (own && given_) {
-                k_map_.store_weight_gradients(index() * t.spans() + span);
-                for (int64_t g = 0; g < groups_; ++g)
-                    q_maps_[g].store_weight_gradients((index() * groups_ + g) * t.spans() + span);
-            }
-        }
-        if (first > 0 || !out_.d_kv) return;
-        std::copy_n(d_state_.z, t.key_size, out_.d_z + index() * t.key_size);
-        for (int64_t d = 0; d < t.key_size; ++d)
-            for (int64_t e = 0; e < t.value_size; ++e)
-                out_.d_kv[index() * matrix + d * t.value_size + e] = d_state_.kv[e * size_ + d];
-    }
-
   private:
-    // Return whether the sums of weights have gradients.
-    bool sums() const { return t.normalize || out_.d_totals; }
+    friend Loops;
+
+    void add_state() { states_.emplace_back(size_, width_); }
 
     void load_state(const Real* kv, const Real* z, State& state) const {
-        for (int64_t d = 0; d < t.key_size; ++d)
+        std::fill_n(state.kv, size_ * width_, Real(0));
+        std::fill_n(state.z, size_, Real(0));
+        for (int64_t d = 0; kv && d < t.key_size; ++d)
             for (int64_t e = 0; e < t.value_size; ++e)
                 state.kv[e * size_ + d] = kv[d * t.value_size + e];
-        std::copy_n(z, t.key_size, state.z);
+        if (z) std::copy_n(z, t.key_size, state.z);
     }
 
-    // Find the chunks of a span, and compute the states before them if they are needed.
-    size_t find_chunks(int64_t span, bool with_states) {
-        size_t count = 0;
-        const int64_t end = std::min(t.tokens, (span + 1) * SPAN);
-        next_ = CHUNK;
-        for (int64_t start = span * SPAN; start < end; ++count) {
-            if (count == states_.size()) states_.emplace_back(size_, width_);
-            State& state = states_[count];
-            state.start = start;
-            if (!with_states) {
-                start += this->count_tokens(start);
-                continue;
-            }
-            if (count) {
-                advance(states_[count - 1], state);
-            } else {
-                const Real* kept = t.kept_state(row_, head_, span);
-                load_state(kept, kept + t.key_size * t.value_size, state);
-            }
-            this->load_keys(start);
-            if (this->first_) {
-                std::fill_n(state.kv, size_ * width_, Real(0));
-                std::fill_n(state.z, size_, Real(0));
-            }
-            start += count_;
-        }
-        return count;
-    }
+    int64_t state_pitch() const { return size_; }
+
+    void load_written(int64_t start) { this->load_keys(start); }
 
     // Compute the state after the chunk.
     void advance(const State& before, State& after) const {
@@ -507,7 +452,7 @@ class LinearBackward : public LinearAttention<Real> {
         if (needed_.decay) differentiate_state_decay(state);
         if (scores) t.decays > 1 ? differentiate_channels() : differentiate_tokens();
         store_gradients();
-        if (needed_.state) differentiate_state();
+        if (needs_state(start_)) differentiate_state();
     }
 
     // Compute only the gradient of the state before a chunk, which does not depend on the chunk's
@@ -525,7 +470,7 @@ class LinearBackward : public LinearAttention<Real> {
     void load_output_gradients() {
         for (int64_t g = 0; g < groups_; ++g) {
             Real* d_out = d_out_ + g * CHUNK * width_;
-            const int64_t head = head_ * groups_ + g, query = t.query(row_, head, start_);
+            const int64_t head = head_ * groups_ + g, query = t.query(s_.row, head, start_);
             this->load_rows(out_.d_out, head, 0, t.value_size, width_, Real(1), d_out);
             if (out_.d_totals) load_sums(out_.d_totals + query, d_sums_ + g * CHUNK);
             if (!t.normalize) continue;
@@ -622,11 +567,6 @@ class LinearBackward : public LinearAttention<Real> {
 
     // Compute the gradient of the state before the chunk from that of the state after it.
     void differentiate_state() {
-        if (this->first_) {  // a segment begins with a state of zeros
-            std::fill_n(d_state_.kv, size_ * width_, Real(0));
-            std::fill_n(d_state_.z, size_, Real(0));
-            return;
-        }
         add_products(d_state_.kv, d_state_.kv, d_out_, q_read_, rows_);
         for (int64_t d = 0; d < size_; d += LANES) {
             Reals sum = load(d_state_.z + d);
@@ -785,10 +725,8 @@ class LinearBackward : public LinearAttention<Real> {
     }
 
     void store_key_gradients() {
-        for (int i = 0; i < count_; ++i)
-            if (!is_key_[i]) std::fill_n(dk_ + i * size_, size_, Real(0));
         Real* d_given = out_.dk.data ? d_given_ : nullptr;
-        if (given_) k_map_.gradients(given_k_, is_key_, y_k_, k_, dk_, d_given);
+        if (given_) k_map_.gradients(given_k_, is_token_, y_k_, k_, dk_, d_given);
         if (out_.dk.data) store_given(given_ ? d_given : dk_, out_.dk, head_);
     }
 };
@@ -810,97 +748,207 @@ static Task<Real> select_channels(const Task<Real>& t, int64_t first, int64_t co
     return part;
 }
 
-// Compute the states before the tokens `cuts`, except the first and the last of these tokens, in
-// parallel over key channels, or over columns of the values if channels depend on each other.
+// Sequences `first` to `last`, which a piece of work computes for a key head.
+struct Bundle {
+    int64_t first, last;
+};
+
+// Return the bundles of a call. Sequences of one row that begin in the same BUNDLE tokens are in one,
+// because the buffers of a piece of work take as long as some tokens; except those of which `alone`
+// is true. Sequences without tokens are left out if there are no states that they pass on.
+template <class Real, class Alone>
+static std::vector<Bundle> find_bundles(const Task<Real>& t, bool has_states, Alone alone) {
+    constexpr int64_t ANY = -1, CLOSED = -2;
+    std::vector<Bundle> bundles;
+    int64_t open = CLOSED;  // which BUNDLE tokens the last bundle is of
+    for (int64_t i = 0; i < t.batch; ++i) {
+        const Sequence s = t.sequence(i);
+        if (s.length() == 0 && !has_states) continue;
+        const int64_t own = s.length() == 0            ? ANY
+                            : !t.starts || alone(s) ? CLOSED
+                                                    : s.first / BUNDLE;
+        const bool fits = open != CLOSED && (own == ANY || own == open || (open == ANY && own >= 0));
+        if (fits) bundles.back().last = i;
+        else bundles.push_back({i, i});
+        if (!fits || open == ANY) open = own;
+    }
+    return bundles;
+}
+
+// Return into how many pieces a key head of a sequence is divided if all threads have equal work.
+template <class Real>
+static int64_t count_pieces(const Task<Real>& t, const Sequence& s, int64_t total) {
+    if (total == 0) return 1;
+    return (s.length() * t.threads + total * t.heads - 1) / (total * t.heads);
+}
+
+// A sequence whose tokens are divided into parts.
+struct DividedSequence {
+    Sequence sequence;
+    std::vector<int64_t> cuts;  // first tokens of the parts, and the end
+    int64_t states;             // index of the states before parts 1 and later, [H, parts - 1]
+};
+
+// Compute the states before the parts of sequences, in parallel over key channels, or over columns
+// of the values if channels depend on each other.
 template <class Forward, class Real>
-static void compute_states(const Task<Real>& t, const std::vector<int64_t>& cuts, Real* states) {
-    const int64_t heads = t.batch * t.heads, matrix = t.key_size * t.value_size;
-    const int64_t step = matrix + t.key_size, cut_states = (int64_t)cuts.size() - 2;
+static void compute_states(const Task<Real>& t, const std::vector<DividedSequence>& divided,
+                           int64_t most_pieces, Real* states) {
+    const int64_t matrix = t.key_size * t.value_size, step = matrix + t.key_size;
     const bool by_channels = t.k_map.acts_on_channels();
     const int64_t size = by_channels ? t.key_size : t.value_size;
-    const int64_t panels = std::min(pad(size) / 16, (t.threads + heads - 1) / heads);
+    const int64_t panels = std::min(pad(size) / 16, most_pieces);
     const int64_t panel = pad((size + panels - 1) / panels);
     typename Forward::Memory memory;
-    in_threads(heads * panels, t.threads, [&](int64_t i) {
+    in_threads((int64_t)divided.size() * t.heads * panels, t.threads, [&](int64_t i) {
         const FlushDenormals flush;
-        const int64_t head = i / panels, first = i % panels * panel;
+        const DividedSequence& d = divided[i / panels / t.heads];
+        const int64_t head = i / panels % t.heads, first = i % panels * panel;
         if (first >= size) return;
         const int64_t count = std::min(panel, size - first);
         const int64_t channel = by_channels ? first : 0, column = by_channels ? 0 : first;
+        const int64_t index = d.sequence.number * t.heads + head;
         const Task<Real> part = by_channels ? select_channels(t, first, count) : t;
-        Real* kv = states + head * cut_states * step;
-        Forward(memory, part, head / t.heads, head % t.heads, 0, 1, column,
-                by_channels ? t.value_size : count)
-            .compute_states(cuts, t.kv + head * matrix + channel * t.value_size,
-                            t.z + head * t.key_size + channel, kv + channel * t.value_size,
-                            kv + matrix + channel, step);
+        Real* kv = states + (d.states + head * ((int64_t)d.cuts.size() - 2)) * step;
+        Forward(memory, part, head, 0, 1, column, by_channels ? t.value_size : count)
+            .compute_states(d.sequence, d.cuts,
+                            t.kv ? t.kv + index * matrix + channel * t.value_size : nullptr,
+                            t.z ? t.z + index * t.key_size + channel : nullptr,
+                            kv + channel * t.value_size, kv + matrix + channel, step);
     });
 }
 
-// With more threads than key heads, the tokens are divided into parts, after the states before the
-// parts are computed. Few tokens are not divided; the pieces of work are then query heads and
-// columns of the values. Results do not depend on the number of threads.
-template <class Forward, class Real>
-static void forward(const Task<Real>& t) {
-    const int64_t heads = t.batch * t.heads;
-    if (heads == 0) return;
-    const int64_t wanted = (t.threads + heads - 1) / heads;
-    const int64_t parts = t.spans() < 2 * wanted ? 1 : wanted;
+// A piece of work of each key head: a bundle, or tokens `begin` to `end` - 1 of one sequence.
+struct ForwardPiece {
+    Bundle bundle;
+    int64_t begin, end;              // of a bundle of several sequences, those of the last one
+    int64_t states, step;            // index of the state before `begin` of head 0, and from head to
+                                     // head; -1 for the state before the sequence
+    int64_t group, groups, column, columns;
+};
+
+// Divide a key head of a sequence into `wanted` pieces: its tokens, after the states before the parts
+// are computed. Few tokens are not divided; the pieces of work are then query heads and columns of
+// the values. `states` is the number of states that earlier sequences need.
+template <class Real>
+static void divide(const Task<Real>& t, const Sequence& s, int64_t wanted, int64_t& states,
+                   std::vector<DividedSequence>& divided, std::vector<ForwardPiece>& pieces) {
+    const int64_t parts = s.spans() < 2 * wanted ? 1 : wanted;
     const int64_t groups = std::min(t.groups, (wanted + parts - 1) / parts);
     const int64_t blocks = pad(t.value_size) / 16;  // of columns
     const int64_t panels = std::min(blocks, (wanted + parts * groups - 1) / (parts * groups));
     const int64_t panel = pad((t.value_size + panels - 1) / panels);
+    std::vector<int64_t> cuts;
+    for (int64_t p = 0; p <= parts; ++p) cuts.push_back(s.span_start(p * s.spans() / parts));
+    for (int64_t p = 0; p < parts; ++p)
+        for (int64_t g = 0; g < groups; ++g)
+            for (int64_t column = 0; column < t.value_size; column += panel) {
+                const int64_t group = g * t.groups / groups;
+                pieces.push_back({{s.number, s.number}, cuts[p], cuts[p + 1],
+                                  p ? states + p - 1 : -1, parts - 1, group,
+                                  (g + 1) * t.groups / groups - group, column,
+                                  std::min(panel, t.value_size - column)});
+            }
+    if (parts == 1) return;
+    divided.push_back({s, cuts, states});
+    states += t.heads * (parts - 1);
+}
+
+// Sequences with more tokens than a thread's share are divided. Results do not depend on the number
+// of threads.
+template <class Forward, class Real>
+static void forward(const Task<Real>& t) {
+    if (t.heads == 0) return;
+    const int64_t total = t.count_tokens();
+    int64_t most_pieces = 1, states = 0;
+    std::vector<DividedSequence> divided;
+    std::vector<ForwardPiece> pieces;
+    const auto is_divided = [&](const Sequence& s) { return count_pieces(t, s, total) > 1; };
+    for (const Bundle& bundle : find_bundles(t, t.last_kv, is_divided)) {
+        const Sequence s = t.sequence(bundle.last);
+        const int64_t wanted = count_pieces(t, s, total);
+        most_pieces = std::max(most_pieces, wanted);
+        if (wanted > 1) divide(t, s, wanted, states, divided, pieces);
+        else pieces.push_back({bundle, s.first, s.end, -1, 0, 0, t.groups, 0, t.value_size});
+    }
     const int64_t state_size = t.key_size * (t.value_size + 1);
-    std::vector<int64_t> cuts;  // first tokens of the parts, and the end
-    for (int64_t p = 0; p <= parts; ++p)
-        cuts.push_back(std::min(t.tokens, p * t.spans() / parts * SPAN));
-    std::vector<Real> states(heads * (parts - 1) * state_size);  // before parts 1 to parts - 1
-    if (parts > 1) compute_states<Forward>(t, cuts, states.data());
+    std::vector<Real> before(states * state_size);  // before parts of divided sequences
+    if (states) compute_states<Forward>(t, divided, most_pieces, before.data());
     typename Forward::Memory memory;
-    in_threads(heads * parts * groups * panels, t.threads, [&](int64_t i) {
+    in_threads((int64_t)pieces.size() * t.heads, t.threads, [&](int64_t i) {
         const FlushDenormals flush;
-        const int64_t head = i / panels / groups / parts, part = i / panels / groups % parts;
-        const int64_t column = i % panels * panel, group = i / panels % groups;
-        const int64_t first = group * t.groups / groups;
-        if (column >= t.value_size) return;
+        const ForwardPiece& p = pieces[i / t.heads];
+        const int64_t head = i % t.heads;
+        Forward pass(memory, t, head, p.group, p.groups, p.column, p.columns);
+        for (int64_t number = p.bundle.first; number < p.bundle.last; ++number) {
+            const Sequence s = t.sequence(number);
+            if (s.length() || t.last_kv) pass.run(s, s.first, s.end, nullptr);
+        }
         const Real* state =
-            part ? states.data() + (head * (parts - 1) + part - 1) * state_size : nullptr;
-        Forward(memory, t, head / t.heads, head % t.heads, first,
-                (group + 1) * t.groups / groups - first, column,
-                std::min(panel, t.value_size - column))
-            .run(cuts[part], cuts[part + 1], state);
+            p.states < 0 ? nullptr : before.data() + (p.states + head * p.step) * state_size;
+        pass.run(t.sequence(p.bundle.last), p.begin, p.end, state);
     });
 }
 
-// With more threads than key heads, the tokens are divided into parts, one per piece of work. Each
-// piece first propagates the gradient of the state back through all later tokens, with the same
-// operations as the pieces that contain them, so results do not depend on the number of threads.
-// Earlier parts have more later tokens, so they are shorter.
-template <class Backward, class Real>
-static void backward(const Task<Real>& t, const Gradients<Real>& out) {
-    const int64_t heads = t.batch * t.heads;
-    if (heads == 0) return;
-    // Cost of a later token, relative to a token of the part
-    const double cost = !Needed(t, out).state ? 0 : t.decays > 1 ? 0.3 : t.decays ? 0.2 : 0.15;
-    const int64_t parts = std::min((t.threads + heads - 1) / heads, t.spans());
+// A piece of work of each key head: a bundle, but only spans `begin` to `end` - 1 of the last
+// sequence.
+struct BackwardPiece {
+    Bundle bundle;
+    int64_t begin, end;
+};
+
+// Divide the spans of a sequence into parts, and return their first spans, and the end. Earlier parts
+// have more later tokens, so they are shorter; `cost` is that of a later token, relative to one of the
+// part. The first part has a span, because it stores gradients of weights for its bundle.
+static std::vector<int64_t> divide_spans(int64_t spans, int64_t parts, double cost) {
     std::vector<int64_t> ends(parts + 1, 0);
     std::vector<double> sizes(parts, 1);
-    double total = 0;
+    double total = 0, sum = 0;
     for (int64_t p = parts - 1; p >= 0; --p) {
         sizes[p] = std::max(0.0, 1 - cost * total);
         total += sizes[p];
     }
-    double sum = 0;
     for (int64_t p = 0; p < parts; ++p) {
         sum += sizes[p];
-        ends[p + 1] = std::llround(t.spans() * sum / total);
+        ends[p + 1] = std::max(std::llround(spans * sum / total), std::min<long long>(spans, 1));
+    }
+    return ends;
+}
+
+// The tokens of sequences with more than a thread's share are divided into parts, one per piece of
+// work. Each piece first propagates the gradient of the state back through all later tokens, with the
+// same operations as the pieces that contain them, so results do not depend on the number of threads.
+template <class Backward, class Real>
+static void backward(const Task<Real>& t, const Gradients<Real>& out) {
+    if (t.heads == 0) return;
+    const double cost = !Needed(t, out).state ? 0 : t.decays > 1 ? 0.3 : t.decays ? 0.2 : 0.15;
+    const int64_t total = t.count_tokens();
+    std::vector<BackwardPiece> pieces;
+    // A sequence of several spans is the last one of its bundle
+    for (const Bundle& bundle : find_bundles(t, out.d_kv, [](const Sequence&) { return false; })) {
+        const Sequence s = t.sequence(bundle.last);
+        const int64_t parts =
+            std::max<int64_t>(1, std::min(count_pieces(t, s, total), s.spans()));
+        const std::vector<int64_t> ends = divide_spans(s.spans(), parts, cost);
+        pieces.push_back({bundle, 0, ends[1]});
+        for (int64_t p = 1; p < parts; ++p)
+            if (ends[p] < ends[p + 1])
+                pieces.push_back({{s.number, s.number}, ends[p], ends[p + 1]});
     }
     typename Backward::Memory memory;
-    in_threads(heads * parts, t.threads, [&](int64_t i) {
+    in_threads((int64_t)pieces.size() * t.heads, t.threads, [&](int64_t i) {
         const FlushDenormals flush;
-        const int64_t head = i / parts, part = i % parts;
-        if (part && ends[part] == ends[part + 1]) return;
-        Backward(memory, t, out, head / t.heads, head % t.heads).run(ends[part], ends[part + 1]);
+        const BackwardPiece& p = pieces[i / t.heads];
+        Backward pass(memory, t, out, i % t.heads);
+        Sequence with_tokens;
+        for (int64_t number = p.bundle.last; number >= p.bundle.first; --number) {
+            const Sequence s = t.sequence(number);
+            const bool is_last = number == p.bundle.last;
+            if (s.length()) with_tokens = s;
+            if (s.length() || out.d_kv)
+                pass.run(s, is_last ? p.begin : 0, is_last ? p.end : s.spans());
+        }
+        if (p.begin == 0 && with_tokens.length()) pass.store_weight_gradients(with_tokens, 0);
     });
 }
 

@@ -5,8 +5,8 @@ states in between again. Tensors are read and written in their own dtypes; sums 
 the state. On CPUs with AMX, products of bfloat16 tensors take features and scores rounded to
 bfloat16, unless decays differ between key channels.
 
-Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size, N rows of a map's
-matrix, F features.
+Letters: B rows, H heads, Hkv key heads, T tokens, D key size, E value size, N rows of a map's
+matrix, F features, S sequences (or rows, if each row is one).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard
-from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
 from attnzoo.ops.linear.common import (
     SCALED,
@@ -25,19 +25,20 @@ from attnzoo.ops.linear.common import (
     MapWeights,
     Result,
     empty_output,
-    empty_state,
-    like_features,
     map_inputs,
     matrices,
+    state_dtype,
 )
 from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
 from attnzoo.ops.linear.cpu.call import (
+    BUNDLE,
     KERNEL_CHUNK,
     LINEAR,
     SPAN,
     CallArguments,
     Gradients,
-    Task,
+    count_features,
+    pointer_to,
 )
 from attnzoo.runtime import cpp
 from attnzoo.runtime.autocast import autocast_disabled
@@ -69,7 +70,7 @@ def cpp_reasons(*, causal: bool = True, chunk_size: int | None = None) -> list[s
 
 
 def fuses_map(x: LinearInputs) -> bool:
-    """Return whether the kernel computes the features of a call, and sets those of padding to 0."""
+    """Return whether the kernel computes the features of a call."""
     if x.k.shape[2] == 1:
         return False
     if x.feature_map == "identity":
@@ -90,50 +91,56 @@ def weighted_sums(
     k: Tensor,
     v: Tensor,
     *,
-    mask: AttentionMask,
+    sequences: Sequences | None,
     log_decay: Tensor | None,
     state: LinearState | None,
+    return_state: bool,
     chunk_size: int | None,
     feature_map: str = "identity",
     feature_scale: float = 1.0,
     map_weights: MapWeights | None = None,
     shard: SequenceShard | None = None,
-) -> tuple[Tensor, Tensor, LinearState]:
+) -> tuple[Tensor, Tensor, LinearState | None]:
     """Return the sums of values and of weights that a normalised output divides.
 
-    Arguments are those of ``linear_attention``, with a causal mask. The sums have the dtype of the
-    state: of values ``[B, H, T, E]``, of weights ``[B, H, T]``, and the last state.
+    Arguments are those of a causal ``linear_attention``. The sums have the dtype of the state: of
+    values ``[B, H, T, E]``, of weights ``[B, H, T]``, and the last state if it is requested.
     """
-    if state is None:
-        state = empty_state(q, like_features(k, feature_map, map_weights), v)
     x = LinearInputs(
-        *(q, k, v, log_decay, state, mask.padding, mask.segment_ids, True, False),
-        *(1.0, 0.0, chunk_size, feature_map, feature_scale, map_weights),
+        *(q, k, v, log_decay, state, True, False, 1.0, 0.0, chunk_size, feature_map),
+        *(feature_scale, map_weights, sequences, return_state),
     )
     with autocast_disabled(q.device):
         if not fuses_map(x) or shard is not None:
             x = map_inputs(x)
         if shard is not None:
-            x = x._replace(state=state_from_earlier_ranks(x.k, v, log_decay, shard))
+            before = state_from_earlier_ranks(x.k, v, log_decay, shard, sequences)
+            x = x._replace(state=before)
         if q.shape[0] == 0 or q.shape[2] == 0:
-            out = empty_output(x).to(state.kv.dtype)
-            return out, out.sum(3), x.state
+            out = empty_output(x).to(x.state_dtype)
+            return out, out.sum(3), x.first_state() if return_state else None
         return _run(x, totals=True)
 
 
-def _run(x: LinearInputs, *, totals: bool) -> tuple[Tensor, Tensor, LinearState]:
+def _run(x: LinearInputs, *, totals: bool) -> tuple[Tensor, Tensor, LinearState | None]:
     weights: tuple[Tensor | None, ...] = (None,) * 4
     if x.map_weights is not None:
-        weights = matrices(x.feature_map, x.map_weights, x.state.kv.dtype)
-    tensors = (x.q, x.k, x.v, x.log_decay, *x.state, *weights)
+        weights = matrices(x.feature_map, x.map_weights, x.state_dtype)
+    state = (None, None) if x.state is None else x.state
+    tensors = (x.q, x.k, x.v, x.log_decay, *state, *weights)
     check_reverse_mode("linear_attention", *tensors)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     chunk_size = KERNEL_CHUNK if x.chunk_size is None else x.chunk_size
     feature_scale = x.feature_scale**0.5 if x.feature_map in SCALED else 1.0
     options = (x.scale, x.normalize, x.eps, chunk_size, x.feature_map, feature_scale)
-    masks = (x.segment_ids, x.padding_mask)
-    out, kv, z, sums, _ = linear_cpp(*tensors, *masks, *options, totals, needs_grad)
-    return (out if totals else out.to(x.v.dtype)), sums, LinearState(kv, z)
+    starts, lengths = (
+        (None, None) if x.sequences is None else (x.sequences.starts, x.sequences.lengths)
+    )
+    out, kv, z, sums, _ = linear_cpp(
+        *(*tensors, starts, lengths, *options, totals, needs_grad, x.return_state)
+    )
+    last = LinearState(kv, z) if x.return_state else None
+    return (out if totals else out.to(x.v.dtype)), sums, last
 
 
 @torch.library.custom_op("attnzoo::linear_cpp", mutates_args=())
@@ -142,14 +149,14 @@ def linear_cpp(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
-    kv: Tensor,
-    z: Tensor,
+    kv: Tensor | None,
+    z: Tensor | None,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     q_bias: Tensor | None,
     k_bias: Tensor | None,
-    segment_ids: Tensor | None,
-    key_mask: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
     scale: float,
     normalize: bool,
     eps: float,
@@ -158,6 +165,7 @@ def linear_cpp(
     feature_scale: float,
     totals: bool,
     keep: bool,
+    return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the output, both sums of the last state, the sums of weights, and the states kept.
 
@@ -171,14 +179,15 @@ def linear_cpp(
         k: Keys, ``[B, Hkv, T, D]``.
         v: Values, ``[B, Hkv, T, E]``.
         log_decay: ``[Hkv]``, ``[B, Hkv, T]`` or ``[B, Hkv, T, F]``.
-        kv: The state before the first token, ``[B, Hkv, F, E]``.
-        z: Its sum of keys, ``[B, Hkv, F]``.
+        kv: The state before the first token, ``[S, Hkv, F, E]``; ``None``: zeros.
+        z: Its sum of keys, ``[S, Hkv, F]``.
         q_weight: The matrix of a learned feature map of queries, ``[H, N, D]``.
         k_weight: The same of keys, ``[Hkv, N, D]``.
         q_bias: ``[H, N]``.
         k_bias: ``[Hkv, N]``.
-        segment_ids: ``[B, T]``, of sequences packed into one row.
-        key_mask: ``[B, T]`` bool; the features of other keys are 0.
+        starts: The first token of each sequence of the one row, ``[S]``; ``None``: each row is a
+            sequence.
+        lengths: The tokens of each, ``[S]``; outputs of tokens outside of sequences are 0.
         scale: Multiplies q.
         normalize: Whether to divide by the sum of weights.
         eps: Added to that sum.
@@ -186,21 +195,24 @@ def linear_cpp(
         feature_map: A map of ``FIXED`` or ``LEARNED``.
         feature_scale: Factor of exponents.
         totals: Whether to return the sums of weights.
-        keep: Whether to keep the states before every :data:`SPAN` th token for the backward pass,
-            ``[B, Hkv, T / SPAN, F (E + 1)]``; otherwise without elements.
+        keep: Whether to keep the states before every :data:`SPAN` th token of a sequence, but the
+            first, for the backward pass, ``[B, Hkv, (T - 1) / SPAN, F (E + 1)]``; otherwise without
+            elements.
+        return_state: Whether to return the last state, which otherwise has no elements.
     """
-    weights, masks = (q_weight, k_weight, q_bias, k_bias), (segment_ids, key_mask)
+    weights, sequences = (q_weight, k_weight, q_bias, k_bias), (starts, lengths)
     options = (scale, normalize, eps, chunk_size, feature_map, feature_scale)
-    x = CallArguments(q, k, v, log_decay, weights, masks, kv.shape[2], options)
-    kv, z = kv.contiguous(), z.contiguous()
-    out, sums = _new_outputs(q, v, kv.dtype, totals or (normalize and keep))
-    last_kv, last_z = torch.empty_like(kv), torch.empty_like(z)
-    kept = empty_huge_pages(kv, _kept_shape(kv, k.shape[2], keep))
-    x.task.out, x.task.kept = rows_of(out), kept.data_ptr() if keep else None
-    x.task.sums = sums.data_ptr() or None
-    x.task.kv, x.task.z = kv.data_ptr(), z.data_ptr()
-    x.task.last_kv, x.task.last_z = last_kv.data_ptr(), last_z.data_ptr()
-    x.run("forward", kv.dtype)
+    x = CallArguments(q, k, v, log_decay, (kv, z), weights, sequences, options)
+    dtype = state_dtype(q, k, v)
+    out, sums = _new_outputs(q, v, dtype, totals or (normalize and keep))
+    if not x.covers_all:
+        out.zero_(), sums.zero_()
+    features = x.task.key_size if return_state else None
+    last_kv, last_z = _new_state(k, v, x.task.batch, features, dtype)
+    kept = empty_huge_pages(v, _kept_shape(k, v, x.task.key_size, keep), dtype)
+    x.task.out, x.task.kept, x.task.sums = rows_of(out), pointer_to(kept), pointer_to(sums)
+    x.task.last_kv, x.task.last_z = pointer_to(last_kv), pointer_to(last_z)
+    x.run("forward", dtype)
     return out, last_kv, last_z, sums, kept
 
 
@@ -214,12 +226,14 @@ def linear_cpp_backward(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
+    kv: Tensor | None,
+    z: Tensor | None,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     q_bias: Tensor | None,
     k_bias: Tensor | None,
-    segment_ids: Tensor | None,
-    key_mask: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
     kept: Tensor,
     out: Tensor,
     inverse: Tensor,
@@ -236,53 +250,62 @@ def linear_cpp_backward(
     What is not ``needed`` is not computed and has no elements; kv and z have gradients if one of
     them is needed. ``out`` and ``inverse``, with ``normalize``, are those of the forward pass.
     """
-    weights, masks = (q_weight, k_weight, q_bias, k_bias), (segment_ids, key_mask)
+    weights, sequences = (q_weight, k_weight, q_bias, k_bias), (starts, lengths)
     options = (scale, normalize, eps, chunk_size, feature_map, feature_scale)
-    d_kv, d_z = _new_state(k, v, kept)
-    x = CallArguments(q, k, v, log_decay, weights, masks, d_kv.shape[2], options)
-    x.task.kept = kept.data_ptr()
+    x = CallArguments(q, k, v, log_decay, (kv, z), weights, sequences, options)
+    x.task.kept = pointer_to(kept)
     if normalize:
-        x.task.out, x.task.sums = rows_of(out), inverse.data_ptr()
+        x.task.out, x.task.sums = rows_of(out), pointer_to(inverse)
     trained = tuple(w if need else None for w, need in zip(weights, needed[6:], strict=True))
-    d_weights = _new_weight_gradients(x.task, q.shape[0], kept, trained)
+    d_weights = _new_weight_gradients(x, kept, trained)
     if d_out is None:
         d_out = v.new_zeros(v.shape[3]).expand(*q.shape[:3], v.shape[3])
     d_out = with_contiguous_rows(d_out)
-    d_last_kv = torch.zeros_like(d_kv) if d_last_kv is None else d_last_kv.contiguous()
-    d_last_z = torch.zeros_like(d_z) if d_last_z is None else d_last_z.contiguous()
-    d_totals = None if d_totals is None else d_totals.contiguous()
+    d_last_kv, d_last_z, d_totals = (
+        None if d is None else d.contiguous() for d in (d_last_kv, d_last_z, d_totals)
+    )
     dq, dk, dv = (
         empty_huge_pages(t, t.shape) if need else t.new_empty(0)
         for t, need in zip((q, k, v), needed, strict=False)
     )
-    gradients = Gradients(rows_of(d_out), *map(_rows, (dq, dk, dv)))
-    gradients.d_last_kv, gradients.d_last_z = d_last_kv.data_ptr(), d_last_z.data_ptr()
-    gradients.d_totals = None if d_totals is None else d_totals.data_ptr()
-    if not (needed[4] or needed[5]):
-        d_kv, d_z = kept.new_empty(0), kept.new_empty(0)
-    gradients.d_kv, gradients.d_z = d_kv.data_ptr() or None, d_z.data_ptr() or None
     d_log = _new_decay_gradient(k, log_decay if needed[3] else None, kept.dtype)
-    gradients.d_log_decay = _rows(d_log)
+    if not x.covers_all:
+        for d in (dq, dk, dv, d_log):
+            d.zero_()
+    gradients = Gradients(rows_of(d_out), *map(_rows, (dq, dk, dv, d_log)))
+    gradients.d_totals = pointer_to(d_totals)
+    gradients.d_last_kv, gradients.d_last_z = pointer_to(d_last_kv), pointer_to(d_last_z)
+    features = x.task.key_size if needed[4] or needed[5] else None
+    d_kv, d_z = _new_state(k, v, x.task.batch, features, kept.dtype)
+    gradients.d_kv, gradients.d_z = pointer_to(d_kv), pointer_to(d_z)
     x.run("backward", kept.dtype, gradients)
     if needed[3] and log_decay is not None:
         d_log = _sum_decay_gradient(d_log, log_decay)
-    # one row per batch row and span, so that results do not depend on the number of threads
+    # of pieces of work, so that results do not depend on the number of threads
     sums = (d if w is None else d.sum((0, 2)) for d, w in zip(d_weights, trained, strict=True))
     return [dq, dk, dv, d_log, d_kv, d_z, *sums]
 
 
 def _new_weight_gradients(
-    task: Task, batch: int, kept: Tensor, weights: tuple[Tensor | None, ...]
+    x: CallArguments, kept: Tensor, weights: tuple[Tensor | None, ...]
 ) -> list[Tensor]:
-    """Return tensors for the weights' gradients, ``[B, H, spans, ...]``, and refer to them."""
+    """Return tensors for the weights' gradients, ``[B, H, pieces, ...]``, and refer to them.
+
+    The pieces are the first spans of the sequences that begin in the same :data:`BUNDLE` tokens,
+    and the other spans; see ``weight_gradient`` of ``linear_chunk.h``. Some may be unused.
+    """
+    task = x.task
+    firsts = -(-task.tokens // BUNDLE) if x.has_sequences else 1
+    allocate = kept.new_zeros if x.has_sequences else kept.new_empty
     new = [
         kept.new_empty(0)
         if w is None
-        else kept.new_empty(batch, len(w), kept.shape[2], *w.shape[1:])
+        else allocate((kept.shape[0], len(w), firsts + kept.shape[2], *w.shape[1:]))
         for w in weights
     ]
-    pointers = [None if w is None else d.data_ptr() for d, w in zip(new, weights, strict=True)]
-    task.q_map.d_weight, task.k_map.d_weight, task.q_map.d_bias, task.k_map.d_bias = pointers
+    task.q_map.d_weight, task.k_map.d_weight, task.q_map.d_bias, task.k_map.d_bias = map(
+        pointer_to, new
+    )
     return new
 
 
@@ -306,9 +329,13 @@ def _sum_decay_gradient(d_log: Tensor, log_decay: Tensor) -> Tensor:
     return d_log.view(log_decay.shape).to(log_decay.dtype)
 
 
-def _new_state(k: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return empty tensors for the two sums of a state."""
-    kv = kept.new_empty(*k.shape[:2], kept.shape[3] // (v.shape[3] + 1), v.shape[3])
+def _new_state(
+    k: Tensor, v: Tensor, count: int, features: int | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return empty tensors for both sums of states; without elements if ``features`` is None."""
+    if features is None:
+        return v.new_empty(0, dtype=dtype), v.new_empty(0, dtype=dtype)
+    kv = v.new_empty(count, k.shape[1], features, v.shape[3], dtype=dtype)
     return kv, kv.new_empty(kv.shape[:3])
 
 
@@ -325,42 +352,44 @@ def _new_outputs(
     return out, out.new_empty(q.shape[:3] if with_sums else 0, dtype=state_dtype)
 
 
-def _kept_shape(kv: Tensor, tokens: int, keep: bool) -> tuple[int, ...]:
+def _kept_shape(k: Tensor, v: Tensor, features: int, keep: bool) -> tuple[int, ...]:
     """Return the shape of the states that the forward pass keeps."""
-    spans = (tokens + SPAN - 1) // SPAN if keep else 0
-    return (*kv.shape[:2], spans, kv.shape[2] * (kv.shape[3] + 1))
+    spans = (k.shape[2] - 1) // SPAN if keep else 0
+    return (*k.shape[:2], spans, features * (v.shape[3] + 1))
 
 
 @linear_cpp.register_fake
 def _linear_cpp_fake(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, kv: Tensor, z: Tensor, *rest: Any
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, kv: Any, z: Any, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _, normalize, *_, totals, keep = rest[6:]
-    out, sums = _new_outputs(q, v, kv.dtype, totals or (normalize and keep))
-    kept = kv.new_empty(_kept_shape(kv, k.shape[2], keep))
-    return out, kv.new_empty(kv.shape), z.new_empty(z.shape), sums, kept
+    _, k_weight, _, _, starts, _ = rest[:6]
+    _, normalize, _, _, feature_map, _, totals, keep, return_state = rest[6:]
+    dtype, features = state_dtype(q, k, v), count_features(k, feature_map, k_weight)
+    out, sums = _new_outputs(q, v, dtype, totals or (normalize and keep))
+    count = k.shape[0] if starts is None else starts.shape[0]
+    state = _new_state(k, v, count, features if return_state else None, dtype)
+    return out, *state, sums, v.new_empty(_kept_shape(k, v, features, keep), dtype=dtype)
 
 
 @linear_cpp_backward.register_fake
 def _linear_cpp_backward_fake(
     d_out: Any, d_last_kv: Any, d_last_z: Any, d_totals: Any, *inputs: Any
 ) -> list[Tensor]:
-    q, k, v, log_decay, *weights, _, _, kept = inputs[:11]  # then out and inverse
-    needed = list(inputs[-1])
+    tensors, kept, needed = inputs[:10], inputs[12], list(inputs[-1])
     needed[4:6] = [needed[4] or needed[5]] * 2
-    like = (q, k, v, log_decay, *_new_state(k, v, kept), *weights)
-    found = (kept.new_empty(0) if x is None else x for x in like)
-    return [x.new_empty(x.shape if need else 0) for x, need in zip(found, needed, strict=True)]
+    return [
+        kept.new_empty(0) if x is None or not need else x.new_empty(x.shape)
+        for x, need in zip(tensors, needed, strict=True)
+    ]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, log_decay, _, _, *others = inputs
-    weights_and_masks, options = others[:6], others[6:]
+    tensors, options = inputs[:12], inputs[12:]
     out, _, _, inverse, kept = output
     if not options[1]:  # normalize
         out, inverse = kept.new_empty(0), kept.new_empty(0)
-    ctx.save_for_backward(q, k, v, log_decay, *weights_and_masks, kept, out, inverse)
-    ctx.options = options[:-2]  # without totals and keep
+    ctx.save_for_backward(*tensors, kept, out, inverse)
+    ctx.options = options[:-3]  # without totals, keep and return_state
     ctx.set_materialize_grads(False)
 
 
@@ -370,7 +399,7 @@ def _backward(
     needed = ctx.needs_input_grad
     options = (*ctx.options, list(needed[:10]))
     grads = linear_cpp_backward(d_out, d_kv, d_z, d_totals, *ctx.saved_tensors, *options)
-    return *(g if need else None for g, need in zip(grads, needed, strict=False)), *(None,) * 10
+    return *(g if need else None for g, need in zip(grads, needed, strict=False)), *(None,) * 11
 
 
 linear_cpp.register_autograd(_backward, setup_context=_setup_context)

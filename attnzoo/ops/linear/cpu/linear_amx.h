@@ -28,11 +28,14 @@
 
 constexpr int AMX_CHUNK = 64;
 
-// Whether AMX computes a task. With half a chunk of tokens or less, it takes longer.
+// Whether AMX computes a task. For sequences of half a chunk or less, it takes longer.
 static bool uses_amx(const Task<float>& t) {
     const bool narrow = t.q.type == BFLOAT16 && t.k.type == BFLOAT16 && t.v.type == BFLOAT16;
-    const bool supported = t.decays <= 1 && t.chunk >= CHUNK && t.tokens > AMX_CHUNK / 2;
-    return narrow && supported && Amx::is_available();
+    const bool supported = t.decays <= 1 && t.chunk >= CHUNK;
+    if (!narrow || !supported || !Amx::is_available()) return false;
+    int64_t sequences;
+    const int64_t tokens = t.count_tokens(&sequences);
+    return tokens > sequences * AMX_CHUNK / 2;
 }
 
 // Blocks of memory that one thread at a time takes, filled with zeros.
@@ -99,9 +102,9 @@ class AmxAttention : protected TokenChunk<float, AMX_CHUNK> {
     float *before_, *after_, *pairs_;  // products of decays: [N] twice; between tokens, [N, N]
     float total_ = 1;                  // decay of the state over the chunk
 
-    AmxAttention(Memory& memory, const Task<float>& task, int64_t row, int64_t head, int64_t group,
+    AmxAttention(const Task<float>& task, Memory& memory, int64_t head, int64_t group,
                  int64_t groups, int64_t column, int64_t columns)
-        : Base(task, row, head, group, groups, column, columns, N), size_(pad(t.key_size)),
+        : Base(task, head, group, groups, column, columns, N), size_(pad(t.key_size)),
           depth_(pad_words(t.key_size)), k_map_(task.k_map, head, task.given_size),
           is_elu_(t.k_map.kind == ELU_PLUS_ONE && !t.k_map.weight),
           given_(k_map_.is_identity() || is_elu_ ? 0 : pad(task.given_size)),
@@ -204,7 +207,7 @@ class AmxAttention : protected TokenChunk<float, AMX_CHUNK> {
                 std::fill_n(words, padded / 2, 0.f);
                 continue;
             }
-            const char* from = x.at(row_, head, start_ + i, column);
+            const char* from = x.at(s_.row, head, start_ + i, column);
             for (int64_t w = 0; w < whole; w += LANES)
                 store(words + w, load((const float*)from + w));
             for (int64_t w = whole; w < padded / 2; w += LANES) store(words + w, load(rest + w));
@@ -241,7 +244,7 @@ class AmxAttention : protected TokenChunk<float, AMX_CHUNK> {
             for (int j = 0; j < 2; ++j) {
                 rows[j] = ends[j] = zeros_;
                 if (!valid[i + j]) continue;
-                rows[j] = (const float*)x.at(row_, head, start_ + i + j, column);
+                rows[j] = (const float*)x.at(s_.row, head, start_ + i + j, column);
                 ends[j] = rest + whole / 2;
                 if (whole == size) continue;
                 std::copy_n(ends[j], 16, copies[j]);
@@ -256,7 +259,7 @@ class AmxAttention : protected TokenChunk<float, AMX_CHUNK> {
     // Store a row of token i of the chunk.
     void store_fast(const float* row, int64_t size, const Tensor& x, int64_t head, int64_t i,
                     int64_t column) const {
-        char* to = x.at(row_, head, start_ + i, column);
+        char* to = x.at(s_.row, head, start_ + i, column);
         if (x.type == BFLOAT16 && size % 32 == 0) Amx::round_row(row, size, (float*)to);
         else this->store_row(row, size, to, x.type);
     }
@@ -311,9 +314,9 @@ class AmxForward : public ForwardLoops<AmxForward, AmxAttention, float> {
     float sums_[QUERIES] = {};     // of weights, or 1 / denominators
 
   public:
-    AmxForward(Memory& memory, const Task<float>& task, int64_t row, int64_t head, int64_t group,
+    AmxForward(Memory& memory, const Task<float>& task, int64_t head, int64_t group,
                int64_t groups, int64_t column, int64_t columns)
-        : ForwardLoops(memory, task, row, head, group, groups, column, columns),
+        : ForwardLoops(task, memory, head, group, groups, column, columns),
           width_(pad(columns + 1)), pitch_(pad_words(columns + 1)),
           kv_(new_floats(depth_ * pitch_)), scores_(new_floats(QUERIES * N)),
           out_(new_floats(QUERIES * pitch_)), score_words_(new_floats(QUERIES * N / 2)),
@@ -334,7 +337,8 @@ class AmxForward : public ForwardLoops<AmxForward, AmxAttention, float> {
     friend ForwardLoops<AmxForward, AmxAttention, float>;
 
     void load_state(const float* kv, const float* z) {
-        for (int64_t d = 0; d < t.key_size; ++d) {
+        std::fill_n(kv_, depth_ * pitch_, 0.f);
+        for (int64_t d = 0; kv && d < t.key_size; ++d) {
             std::copy_n(kv + d * t.value_size + column_, columns_, kv_ + d * pitch_);
             kv_[d * pitch_ + columns_] = z[d];
         }
@@ -352,20 +356,17 @@ class AmxForward : public ForwardLoops<AmxForward, AmxAttention, float> {
     void load_chunk(int64_t start) {
         begin_chunk(start);
         if (given_ || is_elu_ || t.decays) {
-            load_features(t.k, head_, k_map_, is_key_, 1, after_, 0, (int)tokens_, k_);
+            load_features(t.k, head_, k_map_, is_token_, 1, after_, 0, (int)tokens_, k_);
             pair_rows(k_.decayed ? k_.decayed : k_.words, depth_ / 2, tokens_, depth_, k_pairs_,
                       depth_);
         } else {
-            pair_tensor_rows(t.k, head_, 0, t.key_size, is_key_, zeros_, depth_, k_pairs_, depth_);
+            pair_tensor_rows(t.k, head_, 0, t.key_size, is_token_, zeros_, depth_, k_pairs_, depth_);
         }
         Tile::transpose(k_pairs_, depth_, tokens_ / 2, depth_, k_rows_, N / 2);
-        pair_tensor_rows(t.v, head_, column_, columns_, is_key_, after_values_, pitch_, values_,
+        pair_tensor_rows(t.v, head_, column_, columns_, is_token_, after_values_, pitch_, values_,
                          pitch_);
         this->prefetch_next(t.k, head_, 0, t.given_size, 0, N);
         this->prefetch_next(t.v, head_, column_, columns_, 0, N);
-        if (!first_) return;
-        std::fill_n(kv_, depth_ * pitch_, 0.f);
-        split_state(0, depth_);
     }
 
     // Split rows of the state for the product of outputs.
@@ -412,7 +413,7 @@ class AmxForward : public ForwardLoops<AmxForward, AmxAttention, float> {
         const bool whole = first + QUERIES <= count_ && t.key_size == depth_ && step % 2 == 0;
         if (!given_ && !is_elu_ && t.scale == 1 && !t.decays && whole) {
             this->prefetch_next(t.q, head, 0, t.given_size, first, first + QUERIES);
-            return {(const float*)t.q.at(row_, head, start_ + first), step / 2, nullptr, 0, 0};
+            return {(const float*)t.q.at(s_.row, head, start_ + first), step / 2, nullptr, 0, 0};
         }
         load_features(t.q, head, q_maps_[g], is_token_, float(t.scale), before_, first,
                       first + QUERIES, q_);
@@ -439,7 +440,7 @@ class AmxForward : public ForwardLoops<AmxForward, AmxAttention, float> {
             sums_[r] = t.normalize ? 1 / (sum + float(t.eps)) : sum;
         }
         if (t.sums && column_ == 0)
-            std::copy_n(sums_, count, t.sums + t.query(row_, head, start_ + first));
+            std::copy_n(sums_, count, t.sums + t.query(s_.row, head, start_ + first));
     }
 
     void store_outputs(int64_t head, int first, int count) {
@@ -470,15 +471,15 @@ class AmxForward : public ForwardLoops<AmxForward, AmxAttention, float> {
 //     dA_ij = (do_i v_j + w_i) / denominator_i,     w_i = -o_i do_i
 // where do is exact in bfloat16, or the sum of two such numbers. So terms that cancel are sums of
 // floats, whose factors are not rounded apart. Only sums of both are rounded.
-class AmxBackward : public AmxAttention {
+class AmxBackward : public BackwardLoops<AmxBackward, AmxAttention, float> {
+    using Loops = BackwardLoops<AmxBackward, AmxAttention, float>;
+
     struct State {
         float *kv, *z;  // [E, D], [D]
         int64_t start;
     };
 
-    const Gradients<float>& out_;
-    const Needed needed_;
-    const bool scores_needed_, reads_;    // whether gradients of scores and of reads are needed
+    const bool scores_needed_;            // whether gradients of scores are needed
     const int64_t values_, width_;        // E, rounded up to multiples of 16 and of 32
     std::deque<State> states_;            // before the chunks of a span
     State d_state_;
@@ -502,11 +503,9 @@ class AmxBackward : public AmxAttention {
     float* d_given_;                              // of queries or keys before the feature map
 
   public:
-    AmxBackward(Memory& memory, const Task<float>& task, const Gradients<float>& out, int64_t row,
-                int64_t head)
-        : AmxAttention(memory, task, row, head, 0, task.groups, 0, task.value_size), out_(out),
-          needed_(task, out), scores_needed_(needed_.q || needed_.k || needed_.decay),
-          reads_(needed_.q || needed_.decay), values_(pad(task.value_size)),
+    AmxBackward(Memory& memory, const Task<float>& task, const Gradients<float>& out, int64_t head)
+        : Loops(out, task, memory, head, 0, task.groups, 0, task.value_size),
+          scores_needed_(needed_.q || needed_.k || needed_.decay), values_(pad(task.value_size)),
           width_(pad_words(task.value_size)), d_state_(new_state()),
           k_(new_features(given_ ? N : BLOCK_ROWS)),
           q_(new_features(given_ ? N : BLOCK_ROWS)) {
@@ -535,84 +534,44 @@ class AmxBackward : public AmxAttention {
         odd_ = new_floats(depth_ / 2);
     }
 
-    // Compute the gradients of the tokens of spans `first` to `end` - 1, see LinearBackward.
-    void run(int64_t first, int64_t end) {
-        const int64_t matrix = t.key_size * t.value_size;
-        load_state(out_.d_last_kv + index() * matrix, out_.d_last_z + index() * t.key_size,
-                   d_state_);
-        for (int64_t span = (needed_.state ? t.spans() : end) - 1; span >= first; --span) {
-            const bool own = span < end;
-            for (size_t count = find_chunks(span, own && reads_); count--;)
-                own ? differentiate(states_[count]) : skip(states_[count].start);
-            if (own && given_) {
-                k_map_.store_weight_gradients(index() * t.spans() + span);
-                for (int64_t g = 0; g < groups_; ++g)
-                    q_maps_[g].store_weight_gradients((index() * groups_ + g) * t.spans() + span);
-            }
-        }
-        if (first > 0 || !out_.d_kv) return;
-        std::copy_n(d_state_.z, t.key_size, out_.d_z + index() * t.key_size);
-        for (int64_t d = 0; d < t.key_size; ++d)
-            for (int64_t e = 0; e < t.value_size; ++e)
-                out_.d_kv[index() * matrix + d * t.value_size + e] = d_state_.kv[e * depth_ + d];
-    }
-
   private:
+    friend Loops;
+
     State new_state() { return {new_floats(width_ * depth_), new_floats(depth_), 0}; }
 
-    // Whether the sums of weights have gradients.
-    bool sums() const { return t.normalize || out_.d_totals; }
+    void add_state() { states_.push_back(new_state()); }
 
     // Whether queries that read the state differ from those of scores.
     bool has_factors() const { return t.decays || t.normalize; }
 
     void load_state(const float* kv, const float* z, State& state) const {
         const bool whole = t.key_size == size_ && t.value_size == values_;
-        if (whole) Tile::transpose(kv, values_, size_, values_, state.kv, depth_);
-        for (int64_t d = 0; !whole && d < t.key_size; ++d)
+        if (!kv || !z || !whole || size_ != depth_) clear(state);
+        if (kv && whole) Tile::transpose(kv, values_, size_, values_, state.kv, depth_);
+        for (int64_t d = 0; kv && !whole && d < t.key_size; ++d)
             for (int64_t e = 0; e < t.value_size; ++e)
                 state.kv[e * depth_ + d] = kv[d * t.value_size + e];
-        std::copy_n(z, t.key_size, state.z);
+        if (z) std::copy_n(z, t.key_size, state.z);
     }
+
+    int64_t state_pitch() const { return depth_; }
 
     void clear(State& state) const {
         std::fill_n(state.kv, width_ * depth_, 0.f);
         std::fill_n(state.z, depth_, 0.f);
     }
 
-    // Find the chunks of a span, and compute the states before them if they are needed.
-    size_t find_chunks(int64_t span, bool with_states) {
-        size_t count = 0;
-        const int64_t end = std::min(t.tokens, (span + 1) * SPAN);
-        next_ = N;
-        for (int64_t start = span * SPAN; start < end; ++count) {
-            if (count == states_.size()) states_.push_back(new_state());
-            State& state = states_[count];
-            state.start = start;
-            if (!with_states) {
-                start += this->count_tokens(start);
-                continue;
-            }
-            if (count) {
-                advance(states_[count - 1], state);
-            } else {
-                const float* kept = t.kept_state(row_, head_, span);
-                load_state(kept, kept + t.key_size * t.value_size, state);
-            }
-            load_keys(start);
-            pair_tensor_rows(t.v, head_, 0, t.value_size, is_key_, zeros_, width_, v_pairs_,
-                             width_);
-            this->prefetch_next(t.v, head_, 0, t.value_size, 0, N);
-            if (first_) clear(state);
-            start += count_;
-        }
-        return count;
+    // Load the keys and values of a chunk for advance().
+    void load_written(int64_t start) {
+        load_keys(start);
+        pair_tensor_rows(t.v, head_, 0, t.value_size, is_token_, zeros_, width_, v_pairs_, width_);
+        this->prefetch_next(t.v, head_, 0, t.value_size, 0, N);
     }
 
     // Begin a chunk, and load its keys.
     void load_keys(int64_t start) {
         begin_chunk(start);
-        load_features(t.k, head_, k_map_, is_key_, 1, after_, 0, (int)tokens_, k_);
+        load_features(t.k, head_, k_map_, is_token_, 1, after_, 0, (int)tokens_, k_);
         this->prefetch_next(t.k, head_, 0, t.given_size, 0, N);
     }
 
@@ -649,7 +608,7 @@ class AmxBackward : public AmxAttention {
     void differentiate(const State& state) {
         next_ = -N;
         load_keys(state.start);
-        copy_rows(t.v, head_, 0, t.value_size, is_key_, 0, (int)tokens_, zeros_, width_, v_words_,
+        copy_rows(t.v, head_, 0, t.value_size, is_token_, 0, (int)tokens_, zeros_, width_, v_words_,
                   width_ / 2);
         this->prefetch_next(t.v, head_, 0, t.value_size, 0, N);
         Tile::transpose(k_.words, depth_ / 2, tokens_, depth_ / 2, k_columns_, N);
@@ -658,7 +617,8 @@ class AmxBackward : public AmxAttention {
         if (needed_.v) differentiate_written_values();
         if (needed_.k || needed_.decay) differentiate_written_keys();
         if (needed_.decay) begin_decays(state);
-        if (needed_.state) begin_state();
+        const bool needs_before = needs_state(state.start);
+        if (needs_before) begin_state();
         if (reads_) split_rows(state.kv, width_, size_, depth_, high_, low_);
         for (int64_t g = 0; g < groups_; ++g) {
             load_queries(g);
@@ -668,7 +628,7 @@ class AmxBackward : public AmxAttention {
             if (needed_.k) differentiate_keys();
             if (reads_) differentiate_reads(state);
             if (needed_.q) differentiate_queries(g);
-            if (needed_.state) add_to_state();
+            if (needs_before) add_to_state();
         }
         if (needed_.k) store_key_gradients();
         for (int i = 0; needed_.v && i < count_; ++i)
@@ -689,20 +649,15 @@ class AmxBackward : public AmxAttention {
 
     // -- the state --------------------------------------------------------------------------------
 
-    // Begin the gradient of the state before the chunk: decay that of the state after it, or set it
-    // to 0 at the start of a segment.
+    // Begin the gradient of the state before the chunk: decay that of the state after it.
     void begin_state() {
-        if (first_) {
-            clear(d_state_);
-        } else if (t.decays) {
-            Tile::scale_row(d_state_.kv, total_, values_ * depth_, d_state_.kv);
-            Tile::scale_row(d_state_.z, total_, size_, d_state_.z);
-        }
+        if (!t.decays) return;
+        Tile::scale_row(d_state_.kv, total_, values_ * depth_, d_state_.kv);
+        Tile::scale_row(d_state_.z, total_, size_, d_state_.z);
     }
 
     // Add the gradients of the reads of a query head to that of the state.
     void add_to_state() {
-        if (first_) return;
         pair_rows(read_, depth_ / 2, tokens_, depth_, q_pairs_, depth_);
         for (int part = 0; part < (exact_ ? 1 : 2); ++part) {
             Tile::transpose(d_out_pairs_[part], width_, tokens_ / 2, width_, d_out_rows_, N / 2);
@@ -763,8 +718,8 @@ class AmxBackward : public AmxAttention {
 
     void store_key_gradients() {
         for (int i = 0; i < count_; ++i)
-            if (!is_key_[i]) std::fill_n(dk_ + i * size_, size_, 0.f);
-        store_given(k_map_, k_, is_key_, dk_, out_.dk, head_);
+            if (!is_token_[i]) std::fill_n(dk_ + i * size_, size_, 0.f);
+        store_given(k_map_, k_, is_token_, dk_, out_.dk, head_);
     }
 
     // Store the gradients of queries or keys before the feature map, and add to those of its
@@ -789,7 +744,7 @@ class AmxBackward : public AmxAttention {
 
     // Load queries and the gradients of their outputs.
     void load_queries(int64_t g) {
-        const int64_t head = head_ * groups_ + g, query = t.query(row_, head, start_);
+        const int64_t head = head_ * groups_ + g, query = t.query(s_.row, head, start_);
         std::fill_n(inverse_, N, 1.f);
         std::fill_n(w_, N, 0.f);
         if (t.normalize) std::copy_n(t.sums + query, count_, inverse_);
@@ -835,14 +790,14 @@ class AmxBackward : public AmxAttention {
     // vector whose lanes sum up to w.
     Reals load_output_gradient(int64_t head, int i, Words& rests) {
         float* d_out = d_out_ + i * width_;
-        load_row(out_.d_out.at(row_, head, start_ + i), out_.d_out.type, t.value_size, width_, 1,
+        load_row(out_.d_out.at(s_.row, head, start_ + i), out_.d_out.type, t.value_size, width_, 1,
                  d_out);
         Amx::round_row(d_out, width_, d_out_words_[0] + i * width_ / 2);
         for (int64_t e = 0; out_.d_out.type != BFLOAT16 && e < width_; e += LANES)
             rests |= (Words)load(d_out + e) << 16;  // other bits than those of bfloat16
         Reals sum{};
         if (!t.normalize) return sum;
-        const char* from = t.out.at(row_, head, start_ + i);
+        const char* from = t.out.at(s_.row, head, start_ + i);
         const bool whole = t.out.type == FLOAT && t.value_size == width_;
         if (!whole) load_row(from, t.out.type, t.value_size, width_, 1, out_row_);
         const float* out = whole ? (const float*)from : out_row_;

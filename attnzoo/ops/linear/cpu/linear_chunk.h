@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "feature_maps.h"
@@ -15,42 +16,85 @@
 
 constexpr int CHUNK = 16;   // tokens
 constexpr int SPAN = 512;   // tokens between the states that the forward pass stores
+constexpr int BUNDLE = 128;  // sequences that begin in the same BUNDLE tokens are one piece of work
 constexpr double LOWEST_LOG_DECAY = -1e4;  // its exponential is 0; sums of -infinity would be NaN
 
 static int64_t pad(int64_t size) { return (size + 15) / 16 * 16; }
 
+// A sequence: tokens `first` to `end` - 1 of a row of the tensors, and the index of its states.
+struct Sequence {
+    int64_t number = 0, row = 0, first = 0, end = 0;
+
+    int64_t length() const { return end - first; }
+    int64_t spans() const { return (length() + SPAN - 1) / SPAN; }
+
+    // Return the first token of a span, or the end of the sequence.
+    int64_t span_start(int64_t span) const { return std::min(first + span * SPAN, end); }
+};
+
 template <class Real>
 struct Task {
-    int64_t threads, batch, heads, groups, tokens, key_size, value_size;
+    int64_t threads, batch, heads, groups;  // batch is the number of sequences
+    int64_t tokens;                         // of a row
+    int64_t key_size, value_size;
     int64_t given_size;             // size of queries and keys before the feature map
     int64_t normalize;              // whether outputs are divided by the totals
     int64_t chunk;                  // tokens, at most CHUNK
     int64_t decays;                 // per token: 0, 1 or D
     double scale, eps;              // factor of queries; added to sums of weights
     Tensor q, k, v, log_decay, out;
-    const Real *kv, *z;             // [B, H, D, E], [B, H, D]: the state before the first token
-    Real *last_kv, *last_z;         // the state after the last token
-    Real* kept;                     // [B, H, T / SPAN, D, E + 1]: states (kv, then z), or null
-    Real* sums;                     // [B, H G, T]: sums of weights, or 1 / denominators if
+    const int64_t *starts, *lengths;  // of the sequences of one row, [B]; null: each row is one
+    const Real *kv, *z;             // [B, H, D, E], [B, H, D]: the state before the first token of
+                                    // each sequence; null: zeros
+    Real *last_kv, *last_z;         // the state after the last token, or null
+    Real* kept;                     // [rows, H, (T - 1) / SPAN, D, E + 1]: states before spans, but
+                                    // for the first of a sequence (kv, then z); or null
+    Real* sums;                     // [rows, H G, T]: sums of weights, or 1 / denominators if
                                     // normalised; or null
-    const int64_t* ids;             // segment ids, [B, T], or null
-    const uint8_t* key_mask;        // [B, T]: false where key features are set to 0; or null
     MapTask<Real> q_map, k_map;
 
     FIELDS(threads, batch, heads, groups, tokens, key_size, value_size, given_size, normalize,
-           chunk, decays, scale, eps, q, k, v, log_decay, out, kv, z, last_kv, last_z, kept, sums,
-           ids, key_mask, q_map, k_map)
+           chunk, decays, scale, eps, q, k, v, log_decay, out, starts, lengths, kv, z, last_kv,
+           last_z, kept, sums, q_map, k_map)
 
-    int64_t spans() const { return (tokens + SPAN - 1) / SPAN; }
+    Sequence sequence(int64_t number) const {
+        if (!starts) return {number, number, 0, tokens};
+        return {number, 0, starts[number], starts[number] + lengths[number]};
+    }
 
-    // Return the index of a query in a contiguous [B, H G, T].
+    // Return the number of tokens of all sequences, and add up those that are not empty.
+    int64_t count_tokens(int64_t* not_empty = nullptr) const {
+        int64_t total = starts ? 0 : batch * tokens, count = starts ? 0 : batch;
+        for (int64_t i = 0; starts && i < batch; ++i) {
+            total += lengths[i];
+            count += lengths[i] > 0;
+        }
+        if (not_empty) *not_empty = count;
+        return total;
+    }
+
+    // Return the index of a query in a contiguous [rows, H G, T].
     int64_t query(int64_t row, int64_t head, int64_t token) const {
         return (row * heads * groups + head) * tokens + token;
     }
 
-    // Return the stored state before a span.
-    Real* kept_state(int64_t row, int64_t head, int64_t span) const {
-        return kept + ((row * heads + head) * spans() + span) * key_size * (value_size + 1);
+    int64_t kept_spans() const { return std::max<int64_t>(tokens - 1, 0) / SPAN; }
+
+    // Return the stored state before a span that begins at `token` and is not a sequence's first.
+    // No two of them begin in the same SPAN tokens, because each is SPAN tokens after another.
+    Real* kept_state(int64_t row, int64_t head, int64_t token) const {
+        const int64_t number = (row * heads + head) * kept_spans() + token / SPAN - 1;
+        return kept + number * key_size * (value_size + 1);
+    }
+
+    // Return where the gradients of the weights of a head's map are stored, which `maps` heads have:
+    // those of the first spans of all sequences that begin in the same BUNDLE tokens, or those of
+    // another span.
+    int64_t weight_gradient(const Sequence& s, int64_t maps, int64_t head, int64_t span) const {
+        const int64_t firsts = starts ? (tokens + BUNDLE - 1) / BUNDLE : 1;
+        const int64_t number =
+            span ? firsts + s.span_start(span) / SPAN - 1 : starts ? s.first / BUNDLE : 0;
+        return (s.row * maps + head) * (firsts + kept_spans()) + number;
     }
 };
 
@@ -58,8 +102,8 @@ struct Task {
 template <class Real>
 struct Gradients {
     Tensor d_out, dq, dk, dv, d_log_decay;
-    const Real* d_totals;             // [B, H G, T], or null
-    const Real *d_last_kv, *d_last_z; // of the state after the last token
+    const Real* d_totals;             // [rows, H G, T], or null
+    const Real *d_last_kv, *d_last_z; // of the state after the last token, or null
     Real *d_kv, *d_z;                 // of the state before the first token; both or neither
 
     FIELDS(d_out, dq, dk, dv, d_log_decay, d_totals, d_last_kv, d_last_z, d_kv, d_z)
@@ -77,7 +121,7 @@ struct Needed {
           decay(t.decays && out.d_log_decay.data), state(k || v || decay || out.d_kv) {}
 };
 
-// At most SIZE consecutive tokens of a key head, which end where a packed segment ends.
+// At most SIZE consecutive tokens of a key head, which end where their sequence ends.
 template <class Real, int SIZE>
 class TokenChunk : protected Tiles<Real>, protected Rows<Real> {
   protected:
@@ -87,45 +131,47 @@ class TokenChunk : protected Tiles<Real>, protected Rows<Real> {
     using Rows<Real>::load_row, Rows<Real>::store_row;
 
     const Task<Real>& t;
-    const int64_t row_, head_;
+    Sequence s_;  // that is computed
+    const int64_t head_;
     const int64_t group_, groups_;    // the first query head, and how many
     const int64_t column_, columns_;  // the first column of values, and how many
     const int64_t limit_;             // tokens, at most SIZE
 
+    static constexpr int LONGEST = SIZE;
+
     // Rows of buffers after the chunk's last token are zero
-    bool is_token_[SIZE], is_key_[SIZE];
+    bool is_token_[SIZE];
     int64_t start_ = 0;
     int next_ = SIZE;     // distance to the chunk that is computed next, in tokens
     int count_ = 0;       // tokens
-    bool first_ = false;  // whether the chunk begins a packed segment
 
-    TokenChunk(const Task<Real>& task, int64_t row, int64_t head, int64_t group, int64_t groups,
-               int64_t column, int64_t columns, int64_t limit)
-        : t(task), row_(row), head_(head), group_(group), groups_(groups), column_(column),
+    TokenChunk(const Task<Real>& task, int64_t head, int64_t group, int64_t groups, int64_t column,
+               int64_t columns, int64_t limit)
+        : t(task), head_(head), group_(group), groups_(groups), column_(column),
           columns_(columns), limit_(limit) {}
 
-    int64_t index() const { return row_ * t.heads + head_; }
+    // Return the index of the states of the sequence and head.
+    int64_t index() const { return s_.number * t.heads + head_; }
+
+    int64_t matrix() const { return t.key_size * t.value_size; }
+
+    // Return the parts of a state of the sequence and head in tensors of them, which may be null.
+    template <class T>
+    T* own_kv(T* kv) const { return kv ? kv + index() * matrix() : nullptr; }
+    template <class T>
+    T* own_z(T* z) const { return z ? z + index() * t.key_size : nullptr; }
 
     // Return the number of tokens of the chunk that begins at `start`.
     int count_tokens(int64_t start) const {
-        const int64_t end = std::min(t.tokens, (start / SPAN + 1) * SPAN);
-        int count = (int)std::min(limit_, end - start);
-        const int64_t* ids = t.ids ? t.ids + row_ * t.tokens + start : nullptr;
-        for (int c = 1; ids && c < count; ++c)
-            if (ids[c] != ids[0]) count = c;
-        return count;
+        const int64_t end = s_.span_start((start - s_.first) / SPAN + 1);
+        return (int)std::min(limit_, end - start);
     }
 
     // Begin the chunk that begins at `start`.
     void begin(int64_t start) {
         start_ = start;
         count_ = count_tokens(start);
-        const int64_t* ids = t.ids ? t.ids + row_ * t.tokens + start : nullptr;
-        first_ = ids && start && ids[0] != ids[-1];
-        for (int i = 0; i < SIZE; ++i) {
-            is_token_[i] = i < count_;
-            is_key_[i] = i < count_ && (!t.key_mask || t.key_mask[row_ * t.tokens + start + i]);
-        }
+        for (int i = 0; i < SIZE; ++i) is_token_[i] = i < count_;
     }
 
     // Load the chunk's rows of a tensor, and prefetch those of the chunk that is computed next.
@@ -140,7 +186,7 @@ class TokenChunk : protected Tiles<Real>, protected Rows<Real> {
                     int64_t padded, Real factor, int first, int end, Real* out) const {
         int i = first;
         for (; i < end && i < count_; ++i, out += padded)
-            load_row(tensor.at(row_, head, start_ + i, column), tensor.type, size, padded, factor,
+            load_row(tensor.at(s_.row, head, start_ + i, column), tensor.type, size, padded, factor,
                      out);
         if (i < end) std::fill_n(out, (end - i) * padded, Real(0));
     }
@@ -151,16 +197,16 @@ class TokenChunk : protected Tiles<Real>, protected Rows<Real> {
                                                              int64_t column, int64_t size,
                                                              int first, int end) const {
         const int64_t next = start_ + next_;
-        const int64_t last = std::min(t.tokens, next + std::min(end, count_));
-        for (int64_t i = std::max<int64_t>(0, next + first); i < last; ++i)
-            tensor.prefetch(row_, head, i, column, size);
+        const int64_t last = std::min(s_.end, next + std::min(end, count_));
+        for (int64_t i = std::max(s_.first, next + first); i < last; ++i)
+            tensor.prefetch(s_.row, head, i, column, size);
     }
 
     // Prefetch rows that the chunk writes later. Always inlined like prefetch_next().
     inline __attribute__((always_inline)) void prefetch_outputs(
         const Tensor& tensor, int64_t head, int64_t column, int64_t size) const {
         for (int i = 0; tensor.data && i < count_; ++i) {
-            const char* row = tensor.at(row_, head, start_ + i, column);
+            const char* row = tensor.at(s_.row, head, start_ + i, column);
             for (int64_t b = 0; b < size * tensor.bytes(); b += 64)
                 __builtin_prefetch(row + b, 1, 2);
         }
@@ -169,7 +215,7 @@ class TokenChunk : protected Tiles<Real>, protected Rows<Real> {
     void store_rows(const Real* rows, int64_t size, int64_t padded, const Tensor& tensor,
                     int64_t head, int64_t column) const {
         for (int i = 0; i < count_; ++i)
-            store_row(rows + i * padded, size, tensor.at(row_, head, start_ + i, column),
+            store_row(rows + i * padded, size, tensor.at(s_.row, head, start_ + i, column),
                       tensor.type);
     }
 
@@ -237,43 +283,48 @@ class TokenChunk : protected Tiles<Real>, protected Rows<Real> {
 };
 
 // The loops of a forward pass over chunks of tokens. `Pass` derives from it, and `Chunk`, its other
-// base, derives from TokenChunk. A pass has load_state(), load_chunk(), compute_outputs(),
-// advance() and store_state().
+// base, derives from TokenChunk. A pass has load_state(), which takes null for zeros, load_chunk(),
+// compute_outputs(), advance() and store_state().
 template <class Pass, class Chunk, class Real>
 class ForwardLoops : public Chunk {
     Pass& pass() { return static_cast<Pass&>(*this); }
 
-    int64_t matrix() const { return this->t.key_size * this->t.value_size; }
-
-    // Store kv, then z.
-    void keep_state(Real* state) { pass().store_state(state, state + matrix()); }
+    // Load a state, kv then z, or that before the first token of the sequence if it is null.
+    void begin_sequence(const Sequence& sequence, const Real* state) {
+        this->s_ = sequence;
+        if (state) pass().load_state(state, state + this->matrix());
+        else pass().load_state(this->own_kv(this->t.kv), this->own_z(this->t.z));
+    }
 
   protected:
     using Chunk::Chunk;
 
   public:
-    // Compute the outputs of tokens `first` to `end` - 1 from the state before them; null means
-    // the state before the first token of the call.
-    void run(int64_t first, int64_t end, const Real* state) {
+    // Compute the outputs of tokens `first` to `end` - 1 of a sequence from the state before them;
+    // null means the state before the first token of the sequence.
+    void run(const Sequence& sequence, int64_t first, int64_t end, const Real* state) {
         const auto& t = this->t;
-        const int64_t head = this->index();
-        if (state) pass().load_state(state, state + matrix());
-        else pass().load_state(t.kv + head * matrix(), t.z + head * t.key_size);
+        begin_sequence(sequence, state);
+        const bool is_last = end == sequence.end && t.last_kv && this->group_ == 0;
         for (int64_t start = first; start < end; start += this->count_) {
-            if (t.kept && start % SPAN == 0 && this->group_ == 0)
-                keep_state(t.kept_state(this->row_, this->head_, start / SPAN));
+            const bool is_span = start > sequence.first && (start - sequence.first) % SPAN == 0;
+            if (t.kept && is_span && this->group_ == 0) {
+                Real* kept = t.kept_state(sequence.row, this->head_, start);
+                pass().store_state(kept, kept + this->matrix());
+            }
             pass().load_chunk(start);
             pass().compute_outputs();
-            pass().advance();
+            if (is_last || start + this->count_ < end) pass().advance();
         }
-        if (this->group_ == 0 && end == t.tokens)
-            pass().store_state(t.last_kv + head * matrix(), t.last_z + head * t.key_size);
+        if (is_last) pass().store_state(this->own_kv(t.last_kv), this->own_z(t.last_z));
     }
 
-    // Compute the states before the tokens `cuts`, except the first and the last of these tokens,
-    // from the state kv and z. The states begin at `states_kv` and `states_z`, `step` elements apart.
-    void compute_states(const std::vector<int64_t>& cuts, const Real* kv, const Real* z,
-                        Real* states_kv, Real* states_z, int64_t step) {
+    // Compute the states before the tokens `cuts` of a sequence, except the first and the last of
+    // these tokens, from the state kv and z, or zeros if they are null. The states begin at
+    // `states_kv` and `states_z`, `step` elements apart.
+    void compute_states(const Sequence& sequence, const std::vector<int64_t>& cuts, const Real* kv,
+                        const Real* z, Real* states_kv, Real* states_z, int64_t step) {
+        this->s_ = sequence;
         pass().load_state(kv, z);
         for (size_t i = 1; i + 1 < cuts.size(); ++i, states_kv += step, states_z += step) {
             for (int64_t start = cuts[i - 1]; start < cuts[i]; start += this->count_) {
@@ -282,5 +333,97 @@ class ForwardLoops : public Chunk {
             }
             pass().store_state(states_kv, states_z);
         }
+    }
+};
+
+// The loops of a backward pass over spans of tokens. `Pass` derives from it, and `Chunk`, its other
+// base, derives from TokenChunk. A pass has states_ for the chunks of a span, add_state(), and
+// d_state_; states are [E, D], with rows of state_pitch() numbers. It has load_state(), which takes
+// null for zeros, load_written(), which loads the keys and values of a chunk for advance(),
+// differentiate() and skip().
+template <class Pass, class Chunk, class Real>
+class BackwardLoops : public Chunk {
+    Pass& pass() { return static_cast<Pass&>(*this); }
+
+  protected:
+    const Gradients<Real>& out_;
+    const Needed needed_;
+    const bool reads_;  // whether gradients of the decayed queries are needed
+
+    template <class... Arguments>
+    BackwardLoops(const Gradients<Real>& out, const Task<Real>& task, Arguments&&... arguments)
+        : Chunk(task, std::forward<Arguments>(arguments)...), out_(out), needed_(task, out),
+          reads_(needed_.q || needed_.decay) {}
+
+    // Whether the sums of weights have gradients.
+    bool sums() const { return this->t.normalize || out_.d_totals; }
+
+    // Whether the gradient of the state before the chunk that begins at `start` is needed.
+    bool needs_state(int64_t start) const {
+        return needed_.state && (start > this->s_.first || out_.d_kv);
+    }
+
+  public:
+    // Compute the gradients of the tokens of spans `first` to `end` - 1 of a sequence, after
+    // propagating the gradient of the state back through all later spans. Those of the weights of
+    // span 0 are not stored yet.
+    void run(const Sequence& sequence, int64_t first, int64_t end) {
+        this->s_ = sequence;
+        const Real *d_kv = this->own_kv(out_.d_last_kv), *d_z = this->own_z(out_.d_last_z);
+        pass().load_state(d_kv, d_z, pass().d_state_);
+        for (int64_t span = (needed_.state ? sequence.spans() : end) - 1; span >= first; --span) {
+            const bool own = span < end;
+            for (size_t count = find_chunks(span, own && reads_); count--;)
+                own ? pass().differentiate(pass().states_[count])
+                    : pass().skip(pass().states_[count].start);
+            if (own && span) store_weight_gradients(sequence, span);
+        }
+        if (first == 0 && out_.d_kv) store_state_gradient();
+    }
+
+    // Store the gradients of weights since the last call, which are those of a span.
+    void store_weight_gradients(const Sequence& s, int64_t span) {
+        const auto& t = this->t;
+        if (!this->given_) return;
+        this->k_map_.store_weight_gradients(t.weight_gradient(s, t.heads, this->head_, span));
+        for (int64_t g = 0; g < t.groups; ++g)
+            this->q_maps_[g].store_weight_gradients(t.weight_gradient(
+                s, t.heads * t.groups, this->head_ * t.groups + g, span));
+    }
+
+  private:
+    void store_state_gradient() {
+        const auto& t = this->t;
+        const auto& state = pass().d_state_;
+        Real* d_kv = this->own_kv(out_.d_kv);
+        std::copy_n(state.z, t.key_size, this->own_z(out_.d_z));
+        for (int64_t d = 0; d < t.key_size; ++d)
+            for (int64_t e = 0; e < t.value_size; ++e)
+                d_kv[d * t.value_size + e] = state.kv[e * pass().state_pitch() + d];
+    }
+
+    // Find the chunks of a span, and compute the states before them if they are needed.
+    size_t find_chunks(int64_t span, bool with_states) {
+        const auto& t = this->t;
+        auto& states = pass().states_;
+        const int64_t first = this->s_.span_start(span), end = this->s_.span_start(span + 1);
+        size_t count = 0;
+        this->next_ = Chunk::LONGEST;
+        for (int64_t start = first; start < end; ++count) {
+            if (count == states.size()) pass().add_state();
+            states[count].start = start;
+            if (with_states && count) {
+                pass().advance(states[count - 1], states[count]);
+            } else if (with_states && span) {
+                const Real* kept = t.kept_state(this->s_.row, this->head_, start);
+                pass().load_state(kept, kept + this->matrix(), states[0]);
+            } else if (with_states) {
+                pass().load_state(this->own_kv(t.kv), this->own_z(t.z), states[0]);
+            }
+            const int64_t next = start + this->count_tokens(start);
+            if (with_states && next < end) pass().load_written(start);
+            start = next;
+        }
+        return count;
     }
 };

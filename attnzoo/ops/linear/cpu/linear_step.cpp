@@ -8,7 +8,8 @@
 //
 // work     one key head and its queries; sizes are arbitrary
 // reads    tokens of any floating type, with stride 1 in the last dimension; a contiguous state
-// writes   the next state, which may overwrite the previous one
+// writes   the next state, which may overwrite the previous one; with slots, that of a row of the batch
+//          is at its slot of a pool, and the output of a row without a slot is 0
 // oracle   linear_attention(impl="reference"), float64 included
 //
 // Letters: B batch, H key heads, G query heads per key head, D key size, E value size.
@@ -16,6 +17,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "feature_maps.h"
 #include "lanes.h"
@@ -37,16 +39,17 @@ struct Step {
     const void *kv, *z;  // the state, per head: [D, E], [D]
     void *out, *next_kv, *next_z;
     const void *bonus;          // [heads, D], or null
-    const void *log_input, *m;  // [batch, heads] each, or null
+    const void *log_input, *m;  // [batch, heads], and with the rows of the state; or null
     void* next_m;
+    const int64_t* slots;       // row of the state of each row of the batch, -1 for none; or null
 
     FIELDS(threads, batch, heads, groups, key_size, value_size, decays, normalize, q_map, k_map,
            q_type, k_type, v_type, decay_type, q_row, q_head, k_row, k_head, v_row, v_head,
            decay_row, decay_head, map_scale, scale, eps, q, k, v, log_decay, kv, z, out, next_kv,
-           next_z, bonus, log_input, m, next_m)
+           next_z, bonus, log_input, m, next_m, slots)
 };
 
-constexpr double LOWEST_STABILIZER = -87;  // as in ops/gated/mlstm.py: exp(87) is finite in float32
+constexpr double LOWEST_STABILIZER = -87;  // as in ops/mlstm/torch.py: exp(87) is finite in float32
 
 template <class Real>
 class LinearStep : Tiles<Real>, Rows<Real> {
@@ -69,18 +72,24 @@ class LinearStep : Tiles<Real>, Rows<Real> {
           v_(buffer_.take(values_)), decay_(buffer_.take(keys_)), sums_(buffer_.take(values_)) {}
 
     void run(int64_t row, int64_t head) {
-        const int64_t i = row * t.heads + head;
+        const int64_t slot = t.slots ? t.slots[row] : row, i = slot * t.heads + head;
+        if (slot < 0) return clear_outputs(row, head);
         read(t.k, t.k_type, row * t.k_row + head * t.k_head, t.key_size, keys_, k_);
         read(t.v, t.v_type, row * t.v_row + head * t.v_head, t.value_size, values_, v_);
         map(t.k_map, k_);
         read_decay(row, head);
-        if (t.log_input) stabilize(i);
+        if (t.log_input) stabilize(i, row * t.heads + head);
         if (t.bonus) read_queries(i, row, head, t.kv, t.z);
         update_state(i);
         if (!t.bonus) read_queries(i, row, head, t.next_kv, t.next_z);
     }
 
   private:
+    void clear_outputs(int64_t row, int64_t head) const {
+        const int64_t size = bytes(t.v_type) * t.groups * t.value_size;
+        std::memset(static_cast<char*>(t.out) + (row * t.heads + head) * size, 0, size);
+    }
+
     static int64_t bytes(int64_t type) { return type == DOUBLE ? 8 : type == FLOAT ? 4 : 2; }
 
     void read(const char* x, int64_t type, int64_t begin, int64_t size, int64_t padded,
@@ -108,10 +117,10 @@ class LinearStep : Tiles<Real>, Rows<Real> {
         for (int64_t d = 0; d < t.decays; ++d) decay_[d] = std::exp(decay_[d]);
     }
 
-    // Update the stabilizer m of mLSTM, and scale the decay and the key by it.
-    void stabilize(int64_t i) {
+    // Update the stabilizer m of mLSTM at i, and scale the decay and the key by it.
+    void stabilize(int64_t i, int64_t token) {
         const Real kept = decay_[0] + static_cast<const Real*>(t.m)[i];
-        const Real input = static_cast<const Real*>(t.log_input)[i], m = std::max(kept, input);
+        const Real input = static_cast<const Real*>(t.log_input)[token], m = std::max(kept, input);
         static_cast<Real*>(t.next_m)[i] = m;
         decay_[0] = std::exp(kept - m);
         const Real weight = std::exp(input - m);
@@ -131,7 +140,8 @@ class LinearStep : Tiles<Real>, Rows<Real> {
         }
     }
 
-    // Write the outputs of the queries of key head `head`; kv and z are the state of all heads.
+    // Write the outputs of the queries of key head `head` from its state at i; kv and z are the state
+    // of all heads.
     void read_queries(int64_t i, int64_t row, int64_t head, const void* kv, const void* z) {
         const Real* sums = static_cast<const Real*>(kv) + i * t.key_size * t.value_size;
         const Real* weights = static_cast<const Real*>(z) + i * t.key_size;
@@ -139,7 +149,7 @@ class LinearStep : Tiles<Real>, Rows<Real> {
             const int64_t begin = row * t.q_row + (head * t.groups + g) * t.q_head;
             read(t.q, t.q_type, begin, t.key_size, keys_, q_);
             map(t.q_map, q_);
-            read_state(head, i * t.groups + g, sums, weights);
+            read_state(head, (row * t.heads + head) * t.groups + g, sums, weights);
         }
     }
 

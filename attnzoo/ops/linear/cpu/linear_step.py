@@ -1,6 +1,6 @@
 """One token of linear attention in C++, without gradients: decoding.
 
-Letters: B batch, H heads, Hkv key heads, D key size, E value size.
+Letters: B batch, H heads, Hkv key heads, D key size, E value size, P states of a pool.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.states import LinearState
+from attnzoo.errors import UnsupportedError
 from attnzoo.ops.features.functional import FIXED
 from attnzoo.ops.linear.common import SCALED, LinearInputs, Result, StepGate, map_inputs
 from attnzoo.ops.linear.cpu.call import MAP_NAMES, map_numbers
@@ -39,7 +40,8 @@ class _Step(ctypes.Structure):
         ),
         *cpp.fields(ctypes.c_double, "map_scale scale eps"),
         *cpp.fields(
-            ctypes.c_void_p, "q k v log_decay kv z out next_kv next_z bonus log_input m next_m"
+            ctypes.c_void_p,
+            "q k v log_decay kv z out next_kv next_z bonus log_input m next_m slots",
         ),
     ]
 
@@ -52,8 +54,9 @@ LINEAR_STEP = cpp.Source(
 
 def step_reasons(x: LinearInputs) -> list[str]:
     """Return why :func:`run_step_cpp` does not compute a call; an empty list if it does."""
-    v, weights = x.v, x.map_weights or ()
-    if type(v) is not Tensor or not is_plain_call(x.q, x.k, v, x.log_decay, *x.state, *weights):
+    v, weights, state = x.v, x.map_weights or (), x.state or ()
+    tensors = (x.q, x.k, v, x.log_decay, *state, *weights)
+    if type(v) is not Tensor or not is_plain_call(*tensors):
         return [NOT_PLAIN]
     reason = cpp.unavailable_reason(LINEAR_STEP) if v.shape[3] else NO_CHANNELS
     return [reason] if reason else []
@@ -70,9 +73,10 @@ def kernel_reasons(v: Tensor, *others: Tensor | None) -> list[str]:
 def run_step_cpp(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
     """Compute one token from the state, in the place of the state if ``x.reuse_state``.
 
-    The kernel computes the features, unless the map is learned. It overwrites ``gate.m``.
+    The kernel computes the features, unless the map is learned. It overwrites ``gate.m``. With
+    ``x.slots``, the state and ``gate.m`` are pools, ``[P, ...]``.
     """
-    if x.feature_map not in FIXED or x.padding_mask is not None:
+    if x.feature_map not in FIXED:
         with autocast_disabled(x.q.device):
             x = map_inputs(x)
     q, k, v, log_decay = (
@@ -81,19 +85,26 @@ def run_step_cpp(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
         with_contiguous_rows(x.v),
         x.log_decay,
     )
-    kv, z = x.state[0].contiguous(), x.state[1].contiguous()
-    batch, heads, size, columns = kv.shape
+    assert x.state is not None
+    kv, z = x.state.kv.contiguous(), x.state.k.contiguous()
+    slots = None if x.slots is None else x.slots.to(torch.int64).contiguous()
+    in_place = x.reuse_state
+    if slots is not None:
+        _check_slots(slots, len(kv))
+        if not in_place:  # the kernel writes only the rows at slots
+            kv, z, in_place = kv.clone(), z.clone(), True
+    heads, size, columns = kv.shape[1:]
     decays, decay_type, decay_steps = 0, 0, (0, 0)
     if log_decay is not None:
         decays = size if log_decay.dim() == 4 else 1
         log_decay = with_contiguous_rows(log_decay) if decays > 1 else log_decay
         decay_type, steps = DTYPE_NUMBERS[log_decay.dtype], log_decay.stride()
         decay_steps = (0, steps[0]) if len(steps) == 1 else (steps[0], steps[1])
-    out = v.new_empty(batch, q.shape[1], 1, columns)
-    last = (kv, z) if x.reuse_state else (torch.empty_like(kv), torch.empty_like(z))
+    out = v.new_empty(len(v), q.shape[1], 1, columns)
+    last = (kv, z) if in_place else (torch.empty_like(kv), torch.empty_like(z))
     q_steps, k_steps, v_steps = q.stride(), k.stride(), v.stride()
     task = _Step(
-        *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, size, columns, decays),
+        *(torch.get_num_threads(), len(v), heads, q.shape[1] // heads, size, columns, decays),
         *(x.normalize, *map_numbers(LINEAR_STEP, x.feature_map)),
         *(DTYPE_NUMBERS[q.dtype], DTYPE_NUMBERS[k.dtype], DTYPE_NUMBERS[v.dtype], decay_type),
         *(q_steps[0], q_steps[1], k_steps[0], k_steps[1], v_steps[0], v_steps[1], *decay_steps),
@@ -101,7 +112,15 @@ def run_step_cpp(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
         *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
         None if log_decay is None else log_decay.data_ptr(),
         *(kv.data_ptr(), z.data_ptr(), out.data_ptr(), last[0].data_ptr(), last[1].data_ptr()),
-        *(None if y is None else y.data_ptr() for y in (*gate, gate.m)),
+        *(None if y is None else y.data_ptr() for y in (*gate, gate.m, slots)),
     )
     getattr(cpp.load(LINEAR_STEP), STEPS[kv.dtype])(task)
     return out, LinearState(*last)
+
+
+def _check_slots(slots: Tensor, states: int) -> None:
+    """Raise ``UnsupportedError`` if a slot is no row of the pool, where the kernel would write."""
+    if slots.numel() and slots.max().item() >= states:
+        raise UnsupportedError(
+            f"slots must be below {states}, the states of the pool, or -1; got {slots.tolist()}."
+        )

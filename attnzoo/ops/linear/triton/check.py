@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
 from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.common import StepGate
@@ -31,7 +31,7 @@ from attnzoo.runtime.verdicts import run_check
 SCALE, EPS, FEATURE_SCALE = 0.7, 1e-6, 0.25
 SPLIT = 64  # tokens per split, so that short inputs have several
 Results = TypeVar("Results")
-NAMES = ("out", "kv", "z", "dq", "dk", "dv", "dkv", "dz", "d_log_decay")
+GRADIENTS = ("dq", "dk", "dv", "dkv", "dz", "d_log_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,8 @@ class CheckCase:
     groups: int = 1
     normalize: bool = True
     feature_map: str = "elu+1"
-    masked: bool = False  # packed and padded
+    varlen: bool = False  # sequences in one row, or one token of each in slots
+    has_state: bool = True  # whether states are given and returned
     B: int = 2
     Hkv: int = 3
     T: int = 150
@@ -65,7 +66,7 @@ def base_case(decay: str, size: int, kind: str) -> CheckCase:
         return replace(case, normalize=False, feature_map="identity")
     if kind == "any":
         case = replace(case, d=size - 4, e=size - 24)
-        return replace(case, groups=2, feature_map="exp", masked=True)
+        return replace(case, groups=2, feature_map="exp", varlen=True)
     assert kind == "wide"
     return replace(case, dtype=torch.float32)
 
@@ -74,7 +75,7 @@ KINDS = ("bare", "mapped", "any", "wide")
 
 
 def cases(decay: str, size: int, kind: str, small: bool) -> Iterator[CheckCase]:
-    """Yield the cases of a kind: several splits, strong gates, less than a chunk, one token.
+    """Yield the cases of a kind: several splits, strong gates, without states, one token.
 
     ``small`` cases are for the interpreter.
     """
@@ -85,8 +86,8 @@ def cases(decay: str, size: int, kind: str, small: bool) -> Iterator[CheckCase]:
     if decay != "none":
         yield replace(case, strong_gates=True)
     if not small:
-        yield replace(case, T=17)
-        yield replace(case, T=513)
+        yield replace(case, T=17, has_state=False)
+        yield replace(case, T=513, has_state=False)
     yield replace(case, T=1)
 
 
@@ -97,8 +98,20 @@ def nan_padded(x: Tensor) -> Tensor:
     return storage[: x.numel()].view(x.shape)
 
 
+def mixed_sequences(tokens: int, device: torch.device) -> Sequences:
+    """Return sequences of mixed lengths in one row, with tokens of none between them."""
+    lengths = [tokens // 2, 0, 1, tokens // 3]
+    lengths.append(max(tokens - sum(lengths) - 6, 0))
+    starts = [i + sum(lengths[:i]) for i in range(len(lengths))]
+    tables = (torch.tensor(x, device=device) for x in (starts, lengths))
+    return Sequences(*tables, max(lengths))
+
+
 class Inputs:
-    """Tensors of a case: inputs, masks, and the weights of the sum whose gradients are compared."""
+    """Tensors of a case: inputs, and the weights of the sum whose gradients are compared.
+
+    Tokens outside of sequences are NaN, and so are the weights of their outputs.
+    """
 
     def __init__(self, case: CheckCase, device: torch.device) -> None:
         self.case = case
@@ -109,6 +122,16 @@ class Inputs:
             return nan_padded(x)
 
         b, h, t = case.B, case.Hkv, case.T
+        self.sequences = self.slots = None
+        count = b
+        if case.varlen and t > 1:
+            b, self.sequences = 1, mixed_sequences(t, device)
+            count = self.sequences.count
+        elif case.varlen:
+            count += 1
+            self.slots = torch.arange(b, 0, -1, device=device)
+            if b > 1:
+                self.slots[0] = -1
         q, k = (draw(b, n, t, case.d, dtype=case.dtype) for n in (h * case.groups, h))
         v = draw(b, h, t, case.e, dtype=case.dtype)
         shape = {"none": None, "scalar": (b, h, t), "vector": (b, h, t, case.d)}[case.decay]
@@ -116,78 +139,76 @@ class Inputs:
         if case.strong_gates and log_decay is not None:
             log_decay[:, :, 10:13] = -40.0
             log_decay[:, :, t // 2 :: 31] = -torch.inf
-        kv, z = draw(b, h, case.d, case.e), nan_padded(draw(b, h, case.d).abs())
-        self.tensors = [q, k, v, kv, z, log_decay]
-        self.padding = self.segments = None
-        if case.masked:
-            self.padding = (torch.rand(b, t, generator=generator) > 0.3).to(device)
-            starts = torch.tensor([t // 3, t // 2 + 1])
-            ids = (torch.arange(t) >= starts[:, None]).sum(0)
-            self.segments = ids.expand(b, t).contiguous().to(device) if t > 1 else None
+        kv, z = draw(count, h, case.d, case.e), nan_padded(draw(count, h, case.d).abs())
         self.weights = [draw(b, h * case.groups, t, case.e), draw(*kv.shape), draw(*z.shape)]
-        if self.padding is not None:
-            self.weights[0] *= self.padding[:, None, :, None]
+        if self.sequences is not None:
+            outside = self.sequences.index(t) == self.sequences.count
+            for x in (q, k, v, log_decay, self.weights[0]):
+                if x is not None:
+                    x[:, :, outside] = torch.nan
+        state = (kv, z) if case.has_state else (None, None)
+        self.tensors = [q, k, v, *state, log_decay]
 
 
-Compute = Callable[[Inputs, list[Tensor | None]], tuple[Tensor, Tensor, Tensor]]
+Compute = Callable[[Inputs, list[Tensor | None]], tuple[Tensor, ...]]
 
 
 def run_op(impl: str) -> Compute:
     """Return a function that computes a case with an implementation of the op."""
 
-    def compute(x: Inputs, tensors: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+    def compute(x: Inputs, tensors: list[Tensor | None]) -> tuple[Tensor, ...]:
         q, k, v, kv, z, log_decay = tensors
         assert q is not None
         assert k is not None
         assert v is not None
-        assert kv is not None
-        assert z is not None
         out, state, *_ = linear_attention(
             *(q, k, v),
-            mask=AttentionMask(causal=True, padding=x.padding, segment_ids=x.segments),
+            sequences=x.sequences,
+            slots=x.slots,
             log_decay=log_decay,
             normalize=x.case.normalize,
             scale=SCALE,
             eps=EPS,
             impl=impl,
-            state=LinearState(kv, z),
-            return_state=True,
+            state=None if kv is None or z is None else LinearState(kv, z),
+            return_state=x.case.has_state,
             feature_map=x.case.feature_map,
             feature_scale=FEATURE_SCALE,
         )
-        assert state is not None
-        return out, state.kv, state.k
+        return (out,) if state is None else (out, state.kv, state.k)
 
     return compute
 
 
-def run_kernels(x: Inputs, tensors: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+def run_kernels(x: Inputs, tensors: list[Tensor | None]) -> tuple[Tensor, ...]:
     """Compute a case with the kernels of a sequence, in several splits."""
     from attnzoo.ops.linear.triton.custom_op import linear_triton
 
     q, k, v, kv, z, log_decay = tensors
     case = x.case
+    table = (None, None) if x.sequences is None else (x.sequences.starts, x.sequences.lengths)
     options = (case.feature_map, FEATURE_SCALE**0.5, SCALE, case.normalize, EPS, 0, SPLIT)
-    result = linear_triton(q, k, v, log_decay, kv, z, x.segments, x.padding, *options)
-    return result  # type: ignore[no-any-return]
+    found = linear_triton(q, k, v, log_decay, kv, z, *table, *options, case.has_state)
+    return found if case.has_state else found[:1]  # type: ignore[no-any-return]
 
 
-def results(x: Inputs, compute: Compute, dtype: torch.dtype | None, train: bool) -> list[Tensor]:
-    """Return results and, for training, gradients, in the order of :data:`NAMES`."""
+def results(
+    x: Inputs, compute: Compute, dtype: torch.dtype | None, train: bool
+) -> dict[str, Tensor]:
+    """Return results and, for training, gradients, by name."""
     leaves = [
         None if t is None else t.detach().to(dtype or t.dtype).requires_grad_(train)
         for t in x.tensors
     ]
     with torch.set_grad_enabled(train):
-        computed = list(compute(x, leaves))
-    if x.padding is not None:  # results at padding are undefined
-        computed[0] = computed[0].masked_fill(~x.padding[:, None, :, None], 0)
+        computed = compute(x, leaves)
+    named = dict(zip(("out", "kv", "z"), computed, strict=False))
     if not train:
-        return computed
-    total = sum((y * w.to(y.dtype)).sum() for y, w in zip(computed, x.weights, strict=True))
-    assert isinstance(total, Tensor)
-    grads = torch.autograd.grad(total, [leaf for leaf in leaves if leaf is not None])
-    return [*(y.detach() for y in computed), *grads]
+        return named
+    given = {n: y for n, y in zip(GRADIENTS, leaves, strict=True) if y is not None}
+    weights = [w.to(y.dtype) for y, w in zip(computed, x.weights, strict=False)]
+    grads = torch.autograd.grad(computed, list(given.values()), weights)
+    return {n: y.detach() for n, y in named.items()} | dict(zip(given, grads, strict=True))
 
 
 def budget(plain: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
@@ -207,7 +228,8 @@ def wrong_results(case: CheckCase, device: torch.device) -> Iterator[str]:
     plain = results(x, run_op("torch"), None, train)
     compute = run_kernels if train else run_op("triton")
     first, second = compute_twice(lambda: results(x, compute, None, train))
-    for name, *found in zip(NAMES, first, second, plain, exact, strict=False):
+    for name, ours in first.items():
+        found = ours, second[name], plain[name], exact[name]
         yield from wrong_result(name, str(case), case.dtype, *found)
     if case.T == 1 and case.decay != "none":
         yield from wrong_gated_step(x)
@@ -234,7 +256,7 @@ def gated_inputs(x: Inputs, dtype: torch.dtype | None = None) -> GatedInputs:
     assert kv is not None
     assert z is not None
     assert log_decay is not None
-    others = x.weights[2].to(kv.dtype)
+    kv, z, others = (y[: len(q)] for y in (kv, z, x.weights[2].to(kv.dtype)))
     if x.case.decay == "vector":
         gate = StepGate(others[0].abs())
         return GatedInputs(q.abs(), k.abs(), v, log_decay, LinearState(kv, z), gate, True, EPS)

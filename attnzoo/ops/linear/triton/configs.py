@@ -23,9 +23,8 @@ from attnzoo.ops.linear.triton.compilers import miscompiles_tile
 # key_gradient_kernel, twice
 KERNELS = ("sums", "out", "shared", "dq", "dv", "dk")
 DECAYS = ("none", "scalar", "vector")
-# bare: bfloat16 without feature map, normalisation and masks; mapped: with a feature map or
-# normalised; any: with padding or segments, or with sizes that are not powers of two; wide: float32
-# operands (float32 and float16 inputs)
+# bare: bfloat16 without feature map and normalisation; mapped: with a feature map or normalised;
+# any: with sizes that are not powers of two; wide: float32 operands (float32 and float16 inputs)
 KINDS = ("bare", "mapped", "any", "wide")
 SIZES = (64, 128, 256)  # in the table; smaller sizes use the row of 64
 TABLE = "ATTNZOO_KERNEL_TABLE"  # environment variable: path of a table that tune has written

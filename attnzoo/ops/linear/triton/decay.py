@@ -1,7 +1,7 @@
 """Device functions for the decay of linear attention inside a chunk.
 
 Query i sees key j with weight exp(P_i - P_j), where P_i is the sum of the log decays of the chunk's
-tokens up to i, token i included. Segment boundaries are masks, not decays. Exponents are in base 2.
+tokens up to i, token i included. Exponents are in base 2.
 
 "scalar" (one decay per token): scores are multiplied by the weights. No weight exceeds 1, so any
 decay is exact.
@@ -32,19 +32,6 @@ from attnzoo.runtime.triton_products import dot_add
 LOG_ZERO: tl.constexpr = tl.constexpr(-110.0)  # natural logarithm; exp of it is 0 in float32
 MAX_EXPONENT: tl.constexpr = tl.constexpr(80.0)  # 2^80 times a feature stays finite
 SKIP: tl.constexpr = tl.constexpr(1e30)  # exp2 of its negative, plus any P, is 0
-
-
-@triton.jit
-def number_segments(segment_ids, chunk_start, token, in_bounds):
-    """Return the segment of each token relative to the chunk's start, ``[C]``, and the last one.
-
-    Segment 0 continues from before the chunk. The first token of a row starts no new segment.
-    """
-    position = chunk_start + token
-    current = tl.load(segment_ids + position, mask=in_bounds, other=0)
-    previous = tl.load(segment_ids + tl.maximum(position - 1, 0), mask=in_bounds, other=0)
-    starts = (in_bounds & (current != previous)).to(tl.int32)
-    return tl.cumsum(starts, 0), tl.sum(starts, 0)
 
 
 # -- one decay per token ---------------------------------------------------------------------------

@@ -17,7 +17,6 @@ import triton.language as tl
 
 from attnzoo.ops.linear.triton.decay import (
     matmul_cumsum,
-    number_segments,
     pair_decay,
     scalar_decay,
     vector_decay,
@@ -27,7 +26,6 @@ from attnzoo.ops.linear.triton.out import CHUNKS_PER_RUN, WINDOW
 from attnzoo.ops.linear.triton.parts import (
     feature_map_backward,
     load_rows,
-    load_tile,
     mask_if,
     materialize,
     store_rows,
@@ -39,8 +37,8 @@ from attnzoo.ops.linear.triton.rows import (
     load_d_out,
     load_key_features,
     load_query_features,
-    valid_tokens,
 )
+from attnzoo.ops.linear.triton.splits import load_state, locate_program
 from attnzoo.runtime.triton_products import dot_add
 
 
@@ -52,7 +50,7 @@ def key_gradient_chunk(
     gate_token: tl.constexpr, key_heads: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, C: tl.constexpr, OF: tl.constexpr,
     MAP: tl.constexpr, DECAY: tl.constexpr, NORMALIZE: tl.constexpr,
-    DIVIDE: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, DECAY_GRAD: tl.constexpr,
+    DIVIDE: tl.constexpr, DECAY_GRAD: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Process tokens ``start`` to ``end``, at most C.
@@ -63,7 +61,7 @@ def key_gradient_chunk(
         The gradient of the state before the tokens, and of its z; the suffix sum of the gradient of
         the log decay; and ``run``.
     """
-    q, k, v, d_out, log_decay, segment_ids, padding_mask = inputs
+    q, k, v, d_out, log_decay = inputs
     inv_denom, delta, row_maxima, q_dq = statistics
     result, d_log_decay = outputs
     q_head, o_head = strides
@@ -83,12 +81,8 @@ def key_gradient_chunk(
     base = start.to(tl.int64)
     token = tl.arange(0, C)
     in_bounds = token < end - start
-    valid = valid_tokens(padding_mask, base, token, in_bounds, PADDED)
     store_mask = in_bounds
     mask = token[:, None] <= token[None, :]
-    q_weights = tl.full((C,), 1.0, tl.float32)  # of each row in the state
-    k_weights = tl.full((C,), 1.0, tl.float32)  # of the state in each row
-    state_weight = 1.0
     if VECTOR:
         q_decay, k_decay, to_anchor, from_anchor, run = vector_decay(
             log_decay + base * gate_token, gate_token, token, qk_column, end - start,
@@ -102,26 +96,19 @@ def key_gradient_chunk(
         high, low, q_weights, k_weights, state_weight = scalar_decay(
             log_decay + base * gate_token, gate_token, token, end - start
         )
-    if PACKED:
-        segment, last_segment = number_segments(segment_ids, start, token, store_mask)
-        mask = mask & (segment[:, None] == segment[None, :])
-        q_weights *= (segment == 0).to(tl.float32)
-        k_weights *= (segment == last_segment).to(tl.float32)
-        state_weight *= (last_segment == 0).to(tl.float32)
-
     if VALUES:
         k_raw, x = load_key_features(
-            k + base * k_token, token, k_token, x_column, valid, map_scale, MAP, PADDED, D, OPERAND
+            k + base * k_token, token, k_token, x_column, in_bounds, map_scale, MAP, D, OPERAND
         )
         if VECTOR:
             x = materialize((x * k_decay).to(OPERAND))
     else:
-        x = load_rows(v + base * v_token, token, v_token, x_column, valid, E).to(OPERAND)
+        x = load_rows(v + base * v_token, token, v_token, x_column, in_bounds, E).to(OPERAND)
     acc = tl.zeros((C, u_column.shape[0]), tl.float32)
     acc = dot_add(x, state, acc, OPERAND, PRECISION, EXACT_STATE)
     if not VALUES:
         acc += z[None, :]
-    if DECAY == "scalar" or PACKED:
+    if DECAY == "scalar":
         acc *= k_weights[:, None]
         state *= state_weight
         z *= state_weight
@@ -155,7 +142,7 @@ def key_gradient_chunk(
         else:
             scores = tl.where(mask, scores, 0.0)
         acc = dot_add(scores, u, acc, OPERAND, PRECISION, EXACT_SCORES)
-        if DECAY == "scalar" or PACKED:
+        if DECAY == "scalar":
             u = u.to(tl.float32) * q_weights[:, None]
         state = dot_add(tl.trans(y), u, state, OPERAND, PRECISION, EXACT_UPDATE)
         if SUBTRACT_DELTA:
@@ -173,7 +160,7 @@ def key_gradient_chunk(
         store_rows(rows, acc, token, key_heads * E, u_column, store_mask, E)
     else:
         k_raw, k_phi = load_key_features(
-            k + base * k_token, token, k_token, u_column, valid, map_scale, MAP, PADDED, D, OPERAND
+            k + base * k_token, token, k_token, u_column, in_bounds, map_scale, MAP, D, OPERAND
         )
         if DECAY_GRAD:
             contribution = k_phi.to(tl.float32) * acc
@@ -201,7 +188,6 @@ def key_gradient_chunk(
                 suffix_sum += tl.sum(difference, 0)
         zeros = tl.zeros((C,), tl.float32)
         acc = feature_map_backward(acc, k_raw.to(tl.float32), zeros, zeros, map_scale, MAP, "keys")
-        acc = tl.where(valid[:, None], acc, 0.0)
         rows = result + base * key_heads * D
         store_rows(rows, acc, token, key_heads * D, u_column, store_mask, D)
     return state, z, suffix_sum, run
@@ -211,38 +197,45 @@ def key_gradient_chunk(
 #
 # grid     (B * Hkv * N * tiles): one program processes one split of one key head, one tile of u
 # reads    q [B, H, T, D], do [B, H, T, E], k [B, Hkv, T, D], v [B, Hkv, T, E], any strides and
-#          float dtypes; the gradient of the state at the end of each split, [B, Hkv, N, D, E] and
-#          [B, Hkv, N, D], float32; what out_kernel writes with STATISTICS
-# writes   OF "values"  result [B, T, Hkv, E]; state_first: the gradient of the first state
+#          float dtypes; the gradient of the state after each sequence (RETURN_STATE; else zeros),
+#          [S, Hkv, D, E] and [S, Hkv, D], and at the boundaries, [B, Hkv, J, D, E] and
+#          [B, Hkv, J, D], float32; what out_kernel writes with STATISTICS
+# writes   OF "values"  result [B, T, Hkv, E]; state_first (HAS_STATE): the gradient of the state
+#                       before each sequence
 #          OF "keys"    result [B, T, Hkv, D]; state_first: the gradient of its z; if DECAY_GRAD,
 #                       d_log_decay, shaped like q_dq, from dg_t = dg_(t+1) + q_t dq_t - k_t dk_t,
-#                       which starts from <S, dS> at the end of the split (S is kv_ends, z_ends)
+#                       which starts from <S, dS> at the end of the split (S is kv_last and z_last,
+#                       or at a boundary kv_ends and z_ends)
 # scale    multiplies results unless NORMALIZE; gradients of states do not include it
 # memory   reads and writes each tensor once
 # limits   D, E <= 256; C a power of two; split_size a multiple of C
 # oracle   linear_attention(impl="reference") and autograd, on a GPU and with TRITON_INTERPRET=1
-@triton.jit(do_not_specialize=["tokens", "num_splits"])
+@triton.jit(do_not_specialize=["tokens", "num_splits", "num_sequences"])
 def key_gradient_kernel(
-    q, k, v, d_out, result, log_decay, segment_ids, padding_mask,
-    kv_states, z_states, state_first, kv_ends, z_ends,
+    q, k, v, d_out, result, log_decay, starts, lengths, boundary_sequences,
+    kv_given, z_given, kv_boundaries, z_boundaries, state_first, kv_last, z_last, kv_ends, z_ends,
     inv_denom, delta, row_maxima, q_dq, d_log_decay,
     q_batch, q_head, k_batch, k_head, v_batch, v_head, o_batch, o_head, gate_batch, gate_head,
-    result_batch, tokens, split_size, num_splits, scale, map_scale,
+    result_batch, tokens, split_size, num_splits, num_sequences, scale, map_scale,
     q_token: tl.constexpr, k_token: tl.constexpr, v_token: tl.constexpr, o_token: tl.constexpr,
     gate_token: tl.constexpr, key_heads: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
     BX: tl.constexpr, BU: tl.constexpr, TILES: tl.constexpr, OF: tl.constexpr,
     MAP: tl.constexpr, DECAY: tl.constexpr, NORMALIZE: tl.constexpr,
-    DIVIDE: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, DECAY_GRAD: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    DIVIDE: tl.constexpr, DECAY_GRAD: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_STATE: tl.constexpr, RETURN_STATE: tl.constexpr,
 ):  # fmt: skip
     """Process one split; see above."""
     VALUES: tl.constexpr = OF == "values"
     X_SIZE: tl.constexpr = D if VALUES else E
     U_SIZE: tl.constexpr = E if VALUES else D
-    tile = tl.program_id(0) % TILES
-    split_index = (tl.program_id(0) // TILES).to(tl.int64)
-    n, bh = split_index % num_splits, split_index // num_splits
+    tile, bh, sequence, split_start, split_end, is_first, is_last = locate_program(
+        starts, lengths, boundary_sequences, tokens, split_size, num_splits, num_sequences,
+        key_heads, TILES, VARLEN,
+    )  # fmt: skip
+    if VARLEN and (split_start >= split_end) & (not is_first):
+        return
     num_key_heads = tl.num_programs(0).to(tl.int64) // (TILES * num_splits)  # B * Hkv
     b, h = bh // key_heads, bh % key_heads
     heads = key_heads * G
@@ -251,8 +244,7 @@ def key_gradient_kernel(
     inputs = (
         q + b * q_batch + h * G * q_head, k + b * k_batch + h * k_head,
         v + b * v_batch + h * v_head, d_out + b * o_batch + h * G * o_head,
-        log_decay + b * gate_batch + h * gate_head, segment_ids + b * tokens,
-        padding_mask + b * tokens,
+        log_decay + b * gate_batch + h * gate_head,
     )  # fmt: skip
     statistics = (inv_denom + first_row, delta + first_row, row_maxima + first_row, q_dq)
     outputs = (result + b * result_batch + h * U_SIZE, d_log_decay)
@@ -264,20 +256,22 @@ def key_gradient_kernel(
         offsets = x_column[:, None] * E + u_column[None, :]
     else:
         offsets = u_column[None, :] * E + x_column[:, None]
-    state = load_tile(kv_states + split_index * D * E, offsets, x_column, u_column, X_SIZE, U_SIZE)
-    z = tl.load(z_states + split_index * D + qk_column, mask=qk_column < D, other=0.0)
+    of_sequence = sequence * key_heads + h
+    of_boundary = bh * (num_splits - num_sequences) + split_end // split_size - 1
+    state, z = load_state(
+        kv_given, z_given, kv_boundaries, z_boundaries, of_sequence, of_boundary, is_last, offsets,
+        x_column, u_column, qk_column, D, E, X_SIZE, U_SIZE, RETURN_STATE,
+    )  # fmt: skip
     suffix_sum = 0.0
     if DECAY_GRAD and not VALUES:
-        end_state = load_tile(
-            kv_ends + split_index * D * E, offsets, x_column, u_column, X_SIZE, U_SIZE
-        )
-        z_end = tl.load(z_ends + split_index * D + qk_column, mask=qk_column < D, other=0.0)
+        end_state, z_end = load_state(
+            kv_last, z_last, kv_ends, z_ends, of_sequence, of_boundary, is_last, offsets,
+            x_column, u_column, qk_column, D, E, X_SIZE, U_SIZE, RETURN_STATE,
+        )  # fmt: skip
         suffix_sum = tl.sum(end_state * state, 0) + z_end * z  # <S, dS> at the end of the split
         if DECAY == "scalar":
             suffix_sum = tl.sum(suffix_sum, 0)
         suffix_sum *= scale
-    split_start = (n * split_size).to(tl.int32)
-    split_end = tl.minimum(split_start + split_size, tokens)
     if DECAY == "vector":
         position = split_end  # tokens from here on are finished
         while position > split_start:
@@ -289,7 +283,7 @@ def key_gradient_kernel(
                     state, z, suffix_sum, run, split_start + (chunks - 1 - i) * C, position, inputs,
                     statistics, outputs, strides, place, columns, numbers, q_token, k_token,
                     v_token, o_token, gate_token, key_heads, D, E, G, C, OF, MAP, DECAY, NORMALIZE,
-                    DIVIDE, PACKED, PADDED, DECAY_GRAD, OPERAND, PRECISION, True,
+                    DIVIDE, DECAY_GRAD, OPERAND, PRECISION, True,
                 )  # fmt: skip
                 whole += run
             position = tl.minimum(split_start + (chunks - whole) * C, position)
@@ -305,7 +299,7 @@ def key_gradient_kernel(
                     state, z, suffix_sum, run, start, position, inputs, statistics, outputs,
                     strides, place, columns, numbers, q_token, k_token, v_token, o_token,
                     gate_token, key_heads, D, E, G, WINDOW, OF, MAP, DECAY, NORMALIZE, DIVIDE,
-                    PACKED, PADDED, DECAY_GRAD, OPERAND, PRECISION, False,
+                    DECAY_GRAD, OPERAND, PRECISION, False,
                 )  # fmt: skip
                 position = start
     else:
@@ -315,10 +309,11 @@ def key_gradient_kernel(
                 state, z, suffix_sum, 0, split_start + (chunks - 1 - i) * C, split_end, inputs,
                 statistics, outputs, strides, place, columns, numbers, q_token, k_token, v_token,
                 o_token, gate_token, key_heads, D, E, G, C, OF, MAP, DECAY, NORMALIZE, DIVIDE,
-                PACKED, PADDED, DECAY_GRAD, OPERAND, PRECISION, False,
+                DECAY_GRAD, OPERAND, PRECISION, False,
             )  # fmt: skip
-    if n == 0:
+    if HAS_STATE and is_first:
         if VALUES:
-            store_tile(state_first + bh * D * E, state, offsets, x_column, u_column, X_SIZE, U_SIZE)
+            first = state_first + of_sequence * D * E
+            store_tile(first, state, offsets, x_column, u_column, X_SIZE, U_SIZE)
         else:
-            tl.store(state_first + bh * D + qk_column, z, mask=qk_column < D)
+            tl.store(state_first + of_sequence * D + qk_column, z, mask=qk_column < D)

@@ -1,7 +1,7 @@
 """Launch the Triton kernels of linear attention: block configs, splits, forward and backward pass.
 
-Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size, F decays per token
-(1 or D).
+Letters: B batch, H heads, Hkv key heads, T tokens, S sequences, D key size, E value size, F decays
+per token (1 or D).
 """
 
 from __future__ import annotations
@@ -35,112 +35,133 @@ SPLIT_SCAN_BLOCK = 1024  # elements of a state per program of split_scan_kernel
 
 
 class LinearTensors(NamedTuple):
-    """The tensor arguments of :func:`attnzoo.ops.linear.triton.custom_op.linear_triton`."""
+    """The tensors of a call; without sequences, each row is one, and S is B."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None
-    kv: Tensor
-    z: Tensor
-    segment_ids: Tensor | None
-    padding_mask: Tensor | None
+    q: Tensor  # before the feature map, [B, H, T, D]
+    k: Tensor  # before the feature map, [B, Hkv, T, D]
+    v: Tensor  # [B, Hkv, T, E]
+    log_decay: Tensor | None = None  # [Hkv], [B, Hkv, T] or [B, Hkv, T, D]
+    kv: Tensor | None = None  # the state before each sequence, [S, Hkv, D, E], float32; None: zeros
+    z: Tensor | None = None  # its sum of keys, [S, Hkv, D], float32; given if kv is
+    starts: Tensor | None = None  # first token of each sequence of one row, B = 1: [S] int64
+    lengths: Tensor | None = None  # their tokens, [S] int64
+
+
+class LinearOptions(NamedTuple):
+    """The options of a call."""
+
+    feature_map: str = "identity"  # of FIXED in attnzoo.ops.features.functional
+    map_scale: float = 1.0  # multiplies the exponents of "exp"
+    scale: float = 1.0  # multiplies the features of the queries
+    normalize: bool = False  # whether to divide by the sum of weights
+    eps: float = 0.0  # added to the sum of weights
+    chunk_size: int = 0  # C, in tokens; 0 takes it from the config table
+    split_size: int = 0  # tokens per split; 0 derives it from the number of heads and processors
+    return_state: bool = True  # if not, states after the sequences are tensors without elements
 
 
 class KernelLauncher:
     """Launches the kernels of one call of linear attention."""
 
     def __init__(
-        self,
-        tensors: LinearTensors,
-        feature_map: str,
-        map_scale: float,
-        scale: float,
-        normalize: bool,
-        eps: float,
-        chunk_size: int,
-        split_size: int,
-        needs_decay_grad: bool = False,
+        self, tensors: LinearTensors, options: LinearOptions, needs_decay_grad: bool = False
     ) -> None:
         self.q, self.k, self.v = (contiguous_rows(x) for x in tensors[:3])
-        self.kv, self.z = tensors.kv.contiguous(), tensors.z.contiguous()
         self.batch, self.heads, self.tokens, self.d = self.q.shape
         self.key_heads, self.e = self.k.shape[1], self.v.shape[3]
-        self.chunk_size, self.normalize = chunk_size, normalize
+        self.unused = self.q.new_empty(1, dtype=torch.float32)
+        kv, z, starts, lengths = tensors[4:]
+        self.has_state, self.return_state = kv is not None, options.return_state
+        self.state = self.unused, self.unused
+        if kv is not None and z is not None:
+            self.state = kv.contiguous(), z.contiguous()
+        self.is_varlen, self.num_sequences = starts is not None, 1
+        self.starts = self.lengths = self.unused
+        if starts is not None and lengths is not None:
+            self.starts, self.lengths = starts.contiguous(), lengths.contiguous()
+            self.num_sequences = len(starts)
+        self.chunk_size, self.normalize = options.chunk_size, options.normalize
         self.needs_decay_grad = needs_decay_grad
         # scale n / (scale d + eps) is n / (d + eps / scale); else it multiplies the results
-        self.scale, self.eps = (1.0, eps / scale) if normalize else (scale, eps)
+        scale, eps = options.scale, options.eps
+        self.scale, self.eps = (1.0, eps / scale) if self.normalize else (scale, eps)
         self.gate, self.decay, gate_strides = gate_and_strides(tensors.log_decay, self.k)
         self.gate_shape = None if tensors.log_decay is None else tensors.log_decay.shape
-        segment_ids, padding_mask = tensors.segment_ids, tensors.padding_mask
-        unused = self.q.new_empty(1, dtype=torch.int8)
-        self.segment_ids = unused if segment_ids is None else segment_ids.contiguous()
-        self.padding_mask = (
-            unused if padding_mask is None else padding_mask.to(torch.int8).contiguous()
-        )
         self.capability, processors = device_properties(self.q.device)
         self.float32_operands, precision = operand_precision(self.q, self.k, self.v)
         self.constants = {
             "D": self.d,
             "E": self.e,
             "G": self.heads // self.key_heads,
-            "MAP": feature_map,
+            "MAP": options.feature_map,
             "DECAY": self.decay,
-            "NORMALIZE": normalize,
-            "PACKED": segment_ids is not None,
-            "PADDED": padding_mask is not None,
+            "NORMALIZE": self.normalize,
             "OPERAND": tl.float32 if self.float32_operands else tl.bfloat16,
             "PRECISION": precision,
+            "VARLEN": self.is_varlen,
             "gate_token": gate_strides[2],
             "key_heads": self.key_heads,
         }
         launch, blocks = self._config("out")
         programs = self.batch * self.key_heads * blocks["TILES"]
         slots = processors * max(1, WARPS_PER_PROCESSOR // launch["num_warps"])
-        self.split_size = split_size or choose_split_size(programs, self.tokens, slots)
-        self.num_splits = max(1, -(-self.tokens // self.split_size))
+        self.split_size = options.split_size or choose_split_size(programs, self.tokens, slots)
+        self.num_boundaries = max(self.tokens - 1, 0) // self.split_size
+        if self.num_sequences == 0:
+            self.num_boundaries = 0
         self.scalars = {
             "gate_batch": gate_strides[0],
             "gate_head": gate_strides[1],
             "tokens": self.tokens,
             "split_size": self.split_size,
-            "num_splits": self.num_splits,
+            "num_splits": self.num_sequences + self.num_boundaries,
+            "num_sequences": self.num_sequences,
             "scale": self.scale,
-            "map_scale": map_scale,
+            "map_scale": options.map_scale,
         }
+        self.boundary_sequences = self.unused
+        if starts is not None and self.num_boundaries > 0:
+            earliest = torch.arange(
+                self.split_size, self.tokens, self.split_size, device=self.q.device
+            )
+            self.boundary_sequences = torch.searchsorted(
+                self.starts[1:], earliest, right=True, out_int32=True
+            )
 
     # -- passes ------------------------------------------------------------------------------------
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output, and the state after the last token."""
-        out = empty_rows(self.v, self.heads, self.e)
-        last = self._forward(out, self.z)
+        """Return the output ``[B, H, T, E]``, and the state after each sequence."""
+        out = self.new_rows(self.v, self.heads, self.e)
+        last = self._forward(out, self.unused)
         return out.transpose(1, 2), *last
 
     def forward_sums(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return numerator and denominator of the output, and the state after the last token.
+        """Return numerator and denominator of the output, and the state after each sequence.
 
         The weighted sums of values ``[B, T, H, E]`` and the sums of weights ``[B, H, T]``, float32.
         """
         assert not self.normalize
-        out = empty_rows(self.v, self.heads, self.e, torch.float32)
-        weights = out.new_empty(self.batch, self.heads, self.tokens)
+        out = self.new_rows(self.v, self.heads, self.e, torch.float32)
+        shape = self.batch, self.heads, self.tokens
+        weights = out.new_zeros(shape) if self.is_varlen else out.new_empty(shape)
         return out, weights, *self._forward(out, weights)
 
     def _forward(self, out: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        last = torch.empty_like(self.kv), torch.empty_like(self.z)
+        last = empty_states(self.q, self.k, self.v, self.count) if self.return_state else None
         with device_context(self.q.device):
-            starts = self._split_states((self.kv, self.z), self.k, self.v)
-            tensors = (out, *starts, *last, weights, self.z)
-            self._launch(out_kernel, "out", tensors, self.v, WEIGHTS=weights is not self.z)
-        return last
+            boundaries = self._boundary_states(self.state, self.k, self.v)
+            written = last or (self.unused, self.unused)
+            tensors = (out, *self.state, *boundaries, *written, weights, self.unused)
+            self._launch(out_kernel, "out", tensors, self.v, WEIGHTS=weights is not self.unused)
+        return last or (self.unused.new_empty(0), self.unused.new_empty(0))
 
     def backward(
         self, d_out: Tensor, d_kv: Tensor, d_z: Tensor, last: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients; ``last`` is the state that the forward pass returned."""
-        dq, dk = empty_rows(self.q, self.heads, self.d), empty_rows(self.k, self.key_heads, self.d)
-        dv = empty_rows(self.v, self.key_heads, self.e)
+        dq, dk = (self.new_rows(x, x.shape[1], self.d) for x in (self.q, self.k))
+        dv = self.new_rows(self.v, self.key_heads, self.e)
         rest = self._backward((dq, dk, dv), d_out, (d_kv, d_z), last, None)
         dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
         return dq, dk, dv, *rest
@@ -148,12 +169,13 @@ class KernelLauncher:
     def value_gradient(self, d_out: Tensor, d_kv: Tensor, d_z: Tensor) -> Tensor:
         """Return the gradient of v alone, ``[B, Hkv, T, E]``, of a call that does not divide."""
         assert not self.normalize
-        d_out, z = contiguous_rows(d_out), self.z
-        dv = empty_rows(self.v, self.key_heads, self.e)
-        scaled = tuple(_scale(x, 1 / self.scale).contiguous() for x in (d_kv, d_z))
+        d_out, unused = contiguous_rows(d_out), self.unused
+        dv = self.new_rows(self.v, self.key_heads, self.e)
+        d_last = self._scaled_gradient(d_kv, d_z)
         with device_context(self.q.device):
-            ends = self._split_states((scaled[0], scaled[1]), self.q, d_out, (z, z, z))
-            tensors = (dv, *ends, torch.empty_like(self.kv), self.kv, *(z,) * 6)
+            ends = self._boundary_states(d_last, self.q, d_out, (unused, unused, unused))
+            d_first = torch.empty_like(self.state[0])
+            tensors = (dv, *d_last, *ends, d_first, *(unused,) * 9)
             self._launch(key_gradient_kernel, "dv", tensors, d_out, OF="values", DIVIDE=False)
         return dv.transpose(1, 2)
 
@@ -169,17 +191,17 @@ class KernelLauncher:
 
         Args:
             rows: Receives the gradients of q, k and v, ``[B, T, heads, size]``; heads and sizes are
-                contiguous.
+                contiguous. Tokens outside of sequences are not written.
             d_out: Gradient of the sums of values, ``[B, H, T, E]``: that of the output over the
                 denominator.
             delta: Negative gradient of the sums of weights, ``[B, H, T]``.
-            d_last: Gradient of the state after the last token.
+            d_last: Gradient of the state after each sequence.
             last: That state.
 
         Returns:
-            The gradients of ``log_decay`` and of the state before the first token.
+            The gradients of ``log_decay`` and of the state before each sequence.
         """
-        return self._backward(rows, d_out, d_last, last, (self.z, delta, self.z))
+        return self._backward(rows, d_out, d_last, last, (self.unused, delta, self.unused))
 
     def _backward(
         self,
@@ -197,43 +219,43 @@ class KernelLauncher:
         if self.decay == "scalar":
             check_equal_tiles(self._tiles("dq"), self._tiles("dk"))
         dq, dk, dv = rows
-        first = torch.empty_like(self.kv), torch.empty_like(self.z)
+        first = tuple(torch.empty_like(x) for x in self.state)
         layout = (self._tiles("dq")["TILES"], 1) if self.decay != "vector" else (1, self.d)
         shape = (layout[0], self.batch, self.key_heads, self.tokens, layout[1])
-        q_dq = self.z.new_empty(shape if self.needs_decay_grad else 1)
+        q_dq = self.unused.new_empty(shape if self.needs_decay_grad else 1)
+        d_log = torch.zeros_like(q_dq) if self.is_varlen else torch.empty_like(q_dq)
+        d_last = self._scaled_gradient(*d_last)
         with device_context(self.q.device):
-            starts = self._split_states((self.kv, self.z), self.k, self.v)
-            statistics = statistics or self._row_statistics(d_out, starts)
-            tensors: tuple[Tensor, ...] = (dq, *starts, *statistics, q_dq)
+            boundaries = self._boundary_states(self.state, self.k, self.v)
+            statistics = statistics or self._row_statistics(d_out, boundaries)
+            tensors: tuple[Tensor, ...] = (dq, *self.state, *boundaries, *statistics, q_dq)
             self._launch(query_gradient_kernel, "dq", tensors, d_out, DIVIDE=divide)
-            scaled = tuple(_scale(x, 1 / self.scale).contiguous() for x in d_last)
-            ends = self._split_states((scaled[0], scaled[1]), self.q, d_out, statistics, divide)
-            end_states = last
-            if self.needs_decay_grad and self.num_splits > 1:
-                end_states = tuple(
-                    torch.cat([start[:, :, 1:], end.unsqueeze(2)], 2)
-                    for start, end in zip(starts, last, strict=True)
-                )
-            d_log = torch.empty_like(q_dq)
-            rest = *end_states, *statistics, q_dq, d_log
+            ends = self._boundary_states(d_last, self.q, d_out, statistics, divide)
+            rest = *last, *boundaries, *statistics, q_dq, d_log
             for of, d_rows, d_state in (("keys", dk, first[1]), ("values", dv, first[0])):
-                tensors = (d_rows, *ends, d_state, *rest)
+                tensors = (d_rows, *d_last, *ends, d_state, *rest)
                 name = "d" + of[0]
                 self._launch(key_gradient_kernel, name, tensors, d_out, OF=of, DIVIDE=divide)
-        d_kv, d_z = (_scale(x, self.scale) for x in first)
+        d_kv, d_z = (_scale(x, self.scale) if self.has_state else x.new_empty(0) for x in first)
         return self._reduce_log_decay_grad(d_log), d_kv, d_z
 
+    def _scaled_gradient(self, d_kv: Tensor, d_z: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient of the state after each sequence, divided by the scale."""
+        if not self.return_state:
+            return self.unused, self.unused
+        return _scale(d_kv, 1 / self.scale).contiguous(), _scale(d_z, 1 / self.scale).contiguous()
+
     def _row_statistics(
-        self, d_out: Tensor, starts: tuple[Tensor, Tensor]
+        self, d_out: Tensor, boundaries: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``inv_denom``, ``delta`` and ``row_maxima``; placeholders if they are not read."""
-        exp = self.constants["MAP"] == "exp"
+        exp, unused = self.constants["MAP"] == "exp", self.unused
         if not (self.normalize or exp):
-            return self.z, self.z, self.z
-        inv_denom = self.z.new_empty(self.batch, self.heads, self.tokens)
-        row_maxima = self.z.new_empty((2, *inv_denom.shape) if exp else 1)
-        parts = self.z.new_empty(self._tiles("shared")["TILES"], *inv_denom.shape)
-        tensors = (parts, *starts, self.kv, self.z, inv_denom, row_maxima)
+            return unused, unused, unused
+        inv_denom = unused.new_empty(self.batch, self.heads, self.tokens)
+        row_maxima = unused.new_empty((2, *inv_denom.shape) if exp else 1)
+        parts = unused.new_empty(self._tiles("shared")["TILES"], *inv_denom.shape)
+        tensors = (parts, *self.state, *boundaries, unused, unused, inv_denom, row_maxima)
         self._launch(out_kernel, "shared", tensors, d_out, WEIGHTS=False)
         return inv_denom, parts.sum(0), row_maxima
 
@@ -246,6 +268,18 @@ class KernelLauncher:
         if len(self.gate_shape) == 1:
             d_log = d_log.sum((0, 2, 3))
         return d_log.reshape(self.gate_shape).to(self.gate.dtype)
+
+    @property
+    def count(self) -> int:
+        """The number of states, one per sequence."""
+        return self.num_sequences if self.is_varlen else self.batch
+
+    def new_rows(
+        self, like: Tensor, heads: int, size: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return :func:`empty_rows`, with zeros if there may be tokens outside of sequences."""
+        rows = empty_rows(like, heads, size, dtype)
+        return rows.zero_() if self.is_varlen else rows
 
     # -- launches ----------------------------------------------------------------------------------
 
@@ -262,64 +296,77 @@ class KernelLauncher:
             constants: Constants that the launcher does not have.
         """
         launch, blocks = self._config(name)
+        constants["HAS_STATE"] = self.has_state
         if kernel is out_kernel:
             constants["STATISTICS"] = name == "shared"
+            constants["RETURN_STATE"] = self.return_state and name == "out"
         else:
             constants["DECAY_GRAD"] = self.needs_decay_grad
             constants["result_batch"] = tensors[0].stride(0)
-        if kernel is not key_gradient_kernel:
+        if kernel is key_gradient_kernel:
+            constants["RETURN_STATE"] = self.return_state
+        else:
             constants["eps"] = self.eps
         rows = {"q": self.q, "k": self.k, "v": self.v, "o": d_out}
         strides = [s for x in rows.values() for s in x.stride()[:2]]
         constants |= {f"{key}_token": x.stride(2) for key, x in rows.items()}
         kernel[self._grid(blocks)](
-            self.q, self.k, self.v, d_out, tensors[0], self.gate, self.segment_ids,
-            self.padding_mask, *tensors[1:], *strides,
+            self.q, self.k, self.v, d_out, tensors[0], self.gate, self.starts, self.lengths,
+            self.boundary_sequences, *tensors[1:], *strides,
             **self.scalars, **self.constants, **blocks, **launch, **constants,
         )  # fmt: skip
 
-    def _split_states(
+    def _boundary_states(
         self,
-        initial: tuple[Tensor, Tensor],
+        given: tuple[Tensor, Tensor],
         x: Tensor,
         y: Tensor,
         statistics: tuple[Tensor, Tensor, Tensor] | None = None,
         divide: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return the state at the start of each split, or its gradient at the end.
+        """Return the state between the splits of sequences, or its gradient.
 
         Args:
-            initial: The state before the first token, or its gradient after the last one.
+            given: The state before each sequence, or its gradient after it.
             x: Keys, or queries.
             y: Values, or gradients of the output.
             statistics: As :meth:`_row_statistics` returns them, to compute gradients.
             divide: Whether gradients of the output must still be divided by the denominator.
         """
-        if self.num_splits == 1:
-            return initial
-        kv, z = (g.new_empty(*g.shape[:2], self.num_splits, *g.shape[2:]) for g in initial)
+        if self.num_boundaries == 0:
+            return self.unused, self.unused
+        shape = self.batch, self.key_heads, self.num_boundaries, self.d
+        kv, z = self.unused.new_empty(*shape, self.e), self.unused.new_empty(shape)
         width = self.d if self.decay == "vector" else 1
-        split_decays = z.new_empty(*z.shape[:3], width)
+        split_decays = z.new_empty(*shape[:3], width)
         reverse = statistics is not None
         inv_denom, delta = z, z
         if statistics is not None:
             inv_denom, delta, _ = statistics
         launch, blocks = self._config("sums")
-        split_sums_kernel[self._grid(blocks)](
-            x, y, self.gate, self.segment_ids, self.padding_mask, inv_denom, delta, kv, z,
-            split_decays, *x.stride()[:2], *y.stride()[:2], **self.scalars, **self.constants,
-            **blocks, **launch, x_token=x.stride(2), y_token=y.stride(2), REVERSE=reverse,
+        table = self.starts, self.lengths, self.boundary_sequences
+        heads = self.batch * self.key_heads
+        split_sums_kernel[(heads * self.num_boundaries * blocks["TILES"],)](
+            x, y, self.gate, *table, inv_denom, delta, kv, z, split_decays, *x.stride()[:2],
+            *y.stride()[:2], **self.scalars, **self.constants, **blocks, **launch,
+            x_token=x.stride(2), y_token=y.stride(2), REVERSE=reverse,
             DECAY_GRAD=self.needs_decay_grad, DIVIDE=divide,
         )  # fmt: skip
         blocks_of = [-(-self.d * e // SPLIT_SCAN_BLOCK) for e in (self.e, 1)]
-        split_scan_kernel[(self.batch * self.key_heads, sum(blocks_of))](
-            kv, initial[0], z, initial[1], split_decays, self.num_splits,
-            D=self.d, E=self.e, F=width, BLOCK=SPLIT_SCAN_BLOCK, REVERSE=reverse, num_warps=4,
+        scans = heads * self.num_boundaries if self.is_varlen else heads
+        names = ("tokens", "split_size", "num_splits", "num_sequences")
+        split_scan_kernel[(scans, sum(blocks_of))](
+            kv, given[0], z, given[1], split_decays, *table,
+            **{name: self.scalars[name] for name in names}, key_heads=self.key_heads,
+            D=self.d, E=self.e, F=width, BLOCK=SPLIT_SCAN_BLOCK, REVERSE=reverse,
+            VARLEN=self.is_varlen, IS_GIVEN=self.return_state if reverse else self.has_state,
+            num_warps=4,
         )  # fmt: skip
         return kv, z
 
     def _grid(self, blocks: dict[str, Any]) -> tuple[int]:
-        return (self.batch * self.key_heads * self.num_splits * blocks["TILES"],)
+        num_splits = self.num_sequences + self.num_boundaries
+        return (self.batch * self.key_heads * num_splits * blocks["TILES"],)
 
     def config_shape(self, kernel: str) -> Shape:
         """Return the key of a kernel's config."""
@@ -331,8 +378,7 @@ class KernelLauncher:
         if self.float32_operands:
             return "wide"
         filled = (self.d, self.e) == (block_size(self.d), block_size(self.e))
-        masked = self.constants["PACKED"] or self.constants["PADDED"]
-        if masked or not filled:
+        if not filled:
             return "any"
         return "mapped" if self.normalize or self.constants["MAP"] != "identity" else "bare"
 
@@ -358,6 +404,12 @@ def _scale(x: Tensor, factor: float) -> Tensor:
 def empty_rows(like: Tensor, heads: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return an empty tensor ``[B, T, heads, size]``, the layout of the output projection."""
     return like.new_empty(like.shape[0], like.shape[2], heads, size, dtype=dtype)
+
+
+def empty_states(q: Tensor, k: Tensor, v: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return empty sums of ``count`` states, ``[count, Hkv, D, E]`` and ``[count, Hkv, D]``."""
+    z = q.new_empty(count, k.shape[1], q.shape[3], dtype=torch.float32)
+    return z.new_empty(*z.shape, v.shape[3]), z
 
 
 def check_equal_tiles(dq: dict[str, int], dk: dict[str, int]) -> None:

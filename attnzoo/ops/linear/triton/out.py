@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 from attnzoo.ops.linear.triton.decay import (
-    number_segments,
     pair_decay,
     scalar_decay,
     vector_decay,
@@ -27,7 +26,6 @@ from attnzoo.ops.linear.triton.decay import (
 )
 from attnzoo.ops.linear.triton.parts import (
     load_rows,
-    load_tile,
     mask_if,
     materialize,
     matrix_vector,
@@ -39,8 +37,8 @@ from attnzoo.ops.linear.triton.rows import (
     as_int64,
     load_key_features,
     load_query_features,
-    valid_tokens,
 )
+from attnzoo.ops.linear.triton.splits import load_state, locate_program
 from attnzoo.runtime.triton_products import dot_add
 
 WINDOW: tl.constexpr = tl.constexpr(16)  # tokens of a window, for strong decays per channel
@@ -53,7 +51,7 @@ def out_chunk(
     q_token: tl.constexpr, k_token: tl.constexpr, v_token: tl.constexpr, o_token: tl.constexpr,
     gate_token: tl.constexpr, D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
     STATISTICS: tl.constexpr, WEIGHTS: tl.constexpr, MAP: tl.constexpr, DECAY: tl.constexpr,
-    NORMALIZE: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Process tokens ``start`` to ``end``, at most C, and return the state after them, and run.
@@ -61,7 +59,7 @@ def out_chunk(
     CHECK: nothing is written and the state does not change if ``run`` is 0, or if the decay is too
     strong for one chunk; then 0 is returned as ``run``.
     """
-    q, k, v, d_out, log_decay, segment_ids, padding_mask = inputs
+    q, k, v, d_out, log_decay = inputs
     result, inv_denom, row_maxima = outputs
     q_head, o_head = strides
     tokens, heads, num_rows, tile = place
@@ -73,12 +71,9 @@ def out_chunk(
     base = start.to(tl.int64)
     token = tl.arange(0, C)
     in_bounds = token < end - start
-    valid = valid_tokens(padding_mask, base, token, in_bounds, PADDED)
     store_mask = in_bounds  # rows to write
     mask = token[:, None] >= token[None, :]
-    q_weights = tl.full((C,), 1.0, tl.float32)  # of the state in each row
     k_weights = tl.full((C,), 1.0, tl.float32)  # of each row in the state
-    state_weight = 1.0
     if DECAY == "vector":
         q_decay, k_decay, to_anchor, from_anchor, run = vector_decay(
             log_decay + base * gate_token, gate_token, token, x_column, end - start,
@@ -92,17 +87,10 @@ def out_chunk(
         high, low, q_weights, k_weights, state_weight = scalar_decay(
             log_decay + base * gate_token, gate_token, token, end - start
         )
-    if PACKED:
-        segment, last_segment = number_segments(segment_ids, start, token, store_mask)
-        mask = mask & (segment[:, None] == segment[None, :])
-        q_weights *= (segment == 0).to(tl.float32)
-        k_weights *= (segment == last_segment).to(tl.float32)
-        state_weight *= (last_segment == 0).to(tl.float32)
-
     k_raw, keys = load_key_features(
-        k + base * k_token, token, k_token, x_column, valid, map_scale, MAP, PADDED, D, OPERAND
+        k + base * k_token, token, k_token, x_column, in_bounds, map_scale, MAP, D, OPERAND
     )
-    values = load_rows(v + base * v_token, token, v_token, u_column, valid, E).to(OPERAND)
+    values = load_rows(v + base * v_token, token, v_token, u_column, in_bounds, E).to(OPERAND)
     if DECAY == "vector":
         keys = materialize((keys * k_decay).to(OPERAND))
     if DECAY == "scalar":
@@ -117,7 +105,7 @@ def out_chunk(
             queries = materialize((queries * q_decay).to(OPERAND))
         acc = tl.zeros((C, values.shape[1]), tl.float32)
         acc = dot_add(queries, state, acc, OPERAND, PRECISION, EXACT_STATE)
-        if DECAY == "scalar" or PACKED:
+        if DECAY == "scalar":
             acc *= q_weights[:, None]
         scores = tl.zeros((C, C), tl.float32)
         scores = dot_add(queries, tl.trans(keys), scores, OPERAND, PRECISION, "")
@@ -128,14 +116,14 @@ def out_chunk(
         acc = dot_add(scores, values, acc, OPERAND, PRECISION, EXACT_SCORES)
         if NORMALIZE:
             from_state = matrix_vector(queries, z, OPERAND, PRECISION)
-            if DECAY == "scalar" or PACKED:
+            if DECAY == "scalar":
                 from_state *= q_weights
             reciprocal = 1 / (tl.sum(scores, 1) + from_state + eps)
             acc *= reciprocal[:, None]
         else:
             if WEIGHTS and tile == 0:
                 from_state = matrix_vector(queries, z, OPERAND, PRECISION)
-                if DECAY == "scalar" or PACKED:
+                if DECAY == "scalar":
                     from_state *= q_weights
                 sums = (tl.sum(scores, 1) + from_state) * scale
                 tl.store(inv_denom + offset + token, sums, mask=store_mask)
@@ -158,13 +146,13 @@ def out_chunk(
             rows = result + g * E + base * heads * E
             store_rows(rows, acc, token, heads * E, u_column, store_mask, E)
 
-    if DECAY == "scalar" or PACKED:
+    if DECAY == "scalar":
         state *= state_weight
         z *= state_weight
         values = values.to(tl.float32) * k_weights[:, None]
     state = dot_add(tl.trans(keys), values, state, OPERAND, PRECISION, "")
     if NORMALIZE or tile == 0:
-        weights = tl.where(valid, k_weights, 0.0)
+        weights = tl.where(in_bounds, k_weights, 0.0)
         z += weighted_column_sums(keys, weights, OPERAND, PRECISION, EXACT_KEY_SUM)
     if DECAY == "vector":
         state *= from_anchor[:, None]
@@ -175,11 +163,13 @@ def out_chunk(
 # Output: see above.                                    (arXiv:2006.16236, 2307.08621, 2312.06635)
 #
 # grid     (B * Hkv * N * tiles): one program processes one split of one key head and one tile of
-#          values; the tiles of a split have consecutive indices, so that the cache serves q and k
+#          values, see splits.py; the tiles of a split have consecutive indices, so that the cache
+#          serves q and k
 # reads    q [B, H, T, D], k [B, Hkv, T, D], v [B, Hkv, T, E], any strides and float dtypes; the
-#          state at the start of each split, [B, Hkv, N, D, E] and [B, Hkv, N, D], float32
-# writes   result [B, T, H, E]; kv_last, z_last: the state after the last token; with WEIGHTS, which
-#          excludes NORMALIZE, also the sums of weights, [B, H, T], in inv_denom.
+#          state before each sequence (HAS_STATE; else zeros), [S, Hkv, D, E] and [S, Hkv, D], and
+#          at the boundaries, [B, Hkv, J, D, E] and [B, Hkv, J, D], float32
+# writes   result [B, T, H, E]; RETURN_STATE: kv_last, z_last, the state after each sequence;
+#          WEIGHTS, which excludes NORMALIZE: the sums of weights, [B, H, T], in inv_denom.
 #          STATISTICS, for the backward pass, instead: result, delta per tile, [tiles, B, H, T],
 #          where delta_i = sum(do_i * out_i) / denominator_i as in FlashAttention (denominator 1
 #          unless NORMALIZE); inv_denom [B, H, T]; for MAP "exp" row_maxima [2, B, H, T]: largest
@@ -188,24 +178,27 @@ def out_chunk(
 # memory   reads and writes each tensor once
 # limits   D, E <= 256; C a power of two; split_size a multiple of C
 # oracle   linear_attention(impl="reference") and autograd, on a GPU and with TRITON_INTERPRET=1
-@triton.jit(do_not_specialize=["tokens", "num_splits"])
+@triton.jit(do_not_specialize=["tokens", "num_splits", "num_sequences"])
 def out_kernel(
-    q, k, v, d_out, result, log_decay, segment_ids, padding_mask,
-    kv_states, z_states, kv_last, z_last, inv_denom, row_maxima,
+    q, k, v, d_out, result, log_decay, starts, lengths, boundary_sequences,
+    kv_given, z_given, kv_boundaries, z_boundaries, kv_last, z_last, inv_denom, row_maxima,
     q_batch, q_head, k_batch, k_head, v_batch, v_head, o_batch, o_head, gate_batch, gate_head,
-    tokens, split_size, num_splits, scale, map_scale, eps,
+    tokens, split_size, num_splits, num_sequences, scale, map_scale, eps,
     q_token: tl.constexpr, k_token: tl.constexpr, v_token: tl.constexpr, o_token: tl.constexpr,
     gate_token: tl.constexpr, key_heads: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
     BX: tl.constexpr, BU: tl.constexpr, TILES: tl.constexpr, STATISTICS: tl.constexpr,
     WEIGHTS: tl.constexpr, MAP: tl.constexpr, DECAY: tl.constexpr, NORMALIZE: tl.constexpr,
-    PACKED: tl.constexpr, PADDED: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_STATE: tl.constexpr, RETURN_STATE: tl.constexpr,
 ):  # fmt: skip
     """Process one split; see above."""
-    tile = tl.program_id(0) % TILES
-    split_index = (tl.program_id(0) // TILES).to(tl.int64)
-    n, bh = split_index % num_splits, split_index // num_splits
+    tile, bh, sequence, split_start, split_end, is_first, is_last = locate_program(
+        starts, lengths, boundary_sequences, tokens, split_size, num_splits, num_sequences,
+        key_heads, TILES, VARLEN,
+    )  # fmt: skip
+    if VARLEN and (split_start >= split_end) & (not is_first):
+        return
     num_key_heads = tl.num_programs(0).to(tl.int64) // (TILES * num_splits)  # B * Hkv
     b, h = bh // key_heads, bh % key_heads
     heads = key_heads * G
@@ -215,18 +208,19 @@ def out_kernel(
     inputs = (
         q + b * q_batch + h * G * q_head, k + b * k_batch + h * k_head,
         v + b * v_batch + h * v_head, d_out + b * o_batch + h * G * o_head,
-        log_decay + b * gate_batch + h * gate_head, segment_ids + b * tokens,
-        padding_mask + b * tokens,
+        log_decay + b * gate_batch + h * gate_head,
     )  # fmt: skip
     outputs = (result, inv_denom + first_row, row_maxima + first_row)
     strides, place = (as_int64(q_head), as_int64(o_head)), (tokens, heads, num_rows, tile)
     x_column, u_column = tl.arange(0, BX), tile * BU + tl.arange(0, BU)
     columns, numbers = (x_column, u_column), (scale, map_scale, eps)
     offsets = x_column[:, None] * E + u_column[None, :]
-    state = load_tile(kv_states + split_index * D * E, offsets, x_column, u_column, D, E)
-    z = tl.load(z_states + split_index * D + x_column, mask=x_column < D, other=0.0)
-    split_start = (n * split_size).to(tl.int32)
-    split_end = tl.minimum(split_start + split_size, tokens)
+    of_sequence = sequence * key_heads + h
+    of_boundary = bh * (num_splits - num_sequences) + split_start // split_size - 1
+    state, z = load_state(
+        kv_given, z_given, kv_boundaries, z_boundaries, of_sequence, of_boundary, is_first, offsets,
+        x_column, u_column, x_column, D, E, D, E, HAS_STATE,
+    )  # fmt: skip
     if DECAY == "vector":
         position = split_start
         while position < split_end:
@@ -236,7 +230,7 @@ def out_kernel(
                 state, z, run = out_chunk(
                     state, z, run, position + i * C, split_end, inputs, outputs, strides, place,
                     columns, numbers, q_token, k_token, v_token, o_token, gate_token, D, E, G, C,
-                    STATISTICS, WEIGHTS, MAP, DECAY, NORMALIZE, PACKED, PADDED, OPERAND, PRECISION,
+                    STATISTICS, WEIGHTS, MAP, DECAY, NORMALIZE, OPERAND, PRECISION,
                     True,
                 )  # fmt: skip
                 whole += run
@@ -252,7 +246,7 @@ def out_kernel(
                 state, z, run = out_chunk(
                     state, z, run, position, end, inputs, outputs, strides, place, columns,
                     numbers, q_token, k_token, v_token, o_token, gate_token, D, E, G, WINDOW,
-                    STATISTICS, WEIGHTS, MAP, DECAY, NORMALIZE, PACKED, PADDED, OPERAND, PRECISION,
+                    STATISTICS, WEIGHTS, MAP, DECAY, NORMALIZE, OPERAND, PRECISION,
                     False,
                 )  # fmt: skip
                 position = end
@@ -261,10 +255,10 @@ def out_kernel(
             state, z, _ = out_chunk(
                 state, z, 0, split_start + i * C, split_end, inputs, outputs, strides, place,
                 columns, numbers, q_token, k_token, v_token, o_token, gate_token, D, E, G, C,
-                STATISTICS, WEIGHTS, MAP, DECAY, NORMALIZE, PACKED, PADDED, OPERAND, PRECISION,
+                STATISTICS, WEIGHTS, MAP, DECAY, NORMALIZE, OPERAND, PRECISION,
                     False,
             )  # fmt: skip
-    if not STATISTICS and n == num_splits - 1:
-        store_tile(kv_last + bh * D * E, state, offsets, x_column, u_column, D, E)
+    if RETURN_STATE and is_last:
+        store_tile(kv_last + of_sequence * D * E, state, offsets, x_column, u_column, D, E)
         if tile == 0:
-            tl.store(z_last + bh * D + x_column, z, mask=x_column < D)
+            tl.store(z_last + of_sequence * D + x_column, z, mask=x_column < D)

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from attnzoo.ops.linear.triton.decay import (
-    number_segments,
     pair_decay,
     scalar_decay,
     vector_decay,
@@ -25,7 +24,6 @@ from attnzoo.ops.linear.triton.out import CHUNKS_PER_RUN, WINDOW
 from attnzoo.ops.linear.triton.parts import (
     feature_map_backward,
     load_rows,
-    load_tile,
     mask_if,
     store_rows,
     weighted_column_sums,
@@ -35,8 +33,8 @@ from attnzoo.ops.linear.triton.rows import (
     load_d_out,
     load_key_features,
     load_query_features,
-    valid_tokens,
 )
+from attnzoo.ops.linear.triton.splits import load_state, locate_program
 from attnzoo.runtime.triton_products import dot_add
 
 
@@ -46,14 +44,14 @@ def query_gradient_chunk(
     q_token: tl.constexpr, k_token: tl.constexpr, v_token: tl.constexpr, o_token: tl.constexpr,
     gate_token: tl.constexpr, D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
     MAP: tl.constexpr, DECAY: tl.constexpr, NORMALIZE: tl.constexpr,
-    DIVIDE: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, DECAY_GRAD: tl.constexpr,
+    DIVIDE: tl.constexpr, DECAY_GRAD: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, CHECK: tl.constexpr,
 ):  # fmt: skip
     """Process tokens ``start`` to ``end``, at most C, and return the state after them, and run.
 
     CHECK and ``run`` as in ``out_chunk``.
     """
-    q, k, v, d_out, log_decay, segment_ids, padding_mask = inputs
+    q, k, v, d_out, log_decay = inputs
     inv_denom, delta, row_maxima = statistics
     result, q_dq = outputs
     q_head, o_head = strides
@@ -68,12 +66,8 @@ def query_gradient_chunk(
     base = start.to(tl.int64)
     token = tl.arange(0, C)
     in_bounds = token < end - start
-    valid = valid_tokens(padding_mask, base, token, in_bounds, PADDED)
     store_mask = in_bounds
     mask = token[:, None] >= token[None, :]
-    q_weights = tl.full((C,), 1.0, tl.float32)  # of the state in each row
-    k_weights = tl.full((C,), 1.0, tl.float32)  # of each row in the state
-    state_weight = 1.0
     if DECAY == "vector":
         q_decay, k_decay, to_anchor, from_anchor, run = vector_decay(
             log_decay + base * gate_token, gate_token, token, u_column, end - start,
@@ -87,17 +81,10 @@ def query_gradient_chunk(
         high, low, q_weights, k_weights, state_weight = scalar_decay(
             log_decay + base * gate_token, gate_token, token, end - start
         )
-    if PACKED:
-        segment, last_segment = number_segments(segment_ids, start, token, store_mask)
-        mask = mask & (segment[:, None] == segment[None, :])
-        q_weights *= (segment == 0).to(tl.float32)
-        k_weights *= (segment == last_segment).to(tl.float32)
-        state_weight *= (last_segment == 0).to(tl.float32)
-
     k_raw, keys = load_key_features(
-        k + base * k_token, token, k_token, u_column, valid, map_scale, MAP, PADDED, D, OPERAND
+        k + base * k_token, token, k_token, u_column, in_bounds, map_scale, MAP, D, OPERAND
     )
-    values = load_rows(v + base * v_token, token, v_token, x_column, valid, E).to(OPERAND)
+    values = load_rows(v + base * v_token, token, v_token, x_column, in_bounds, E).to(OPERAND)
     if DECAY == "vector":
         keys = keys.to(tl.float32) * k_decay
     if DECAY == "scalar":
@@ -118,7 +105,7 @@ def query_gradient_chunk(
             delta_rows = tl.load(delta + offset + token, mask=in_bounds, other=0.0)
             acc -= delta_rows[:, None] * z[None, :]
             scores -= delta_rows[:, None]
-        if DECAY == "scalar" or PACKED:
+        if DECAY == "scalar":
             acc *= q_weights[:, None]
         if DECAY == "scalar":
             scores *= decay
@@ -147,13 +134,13 @@ def query_gradient_chunk(
         rows = result + g * D + base * heads * D
         store_rows(rows, acc, token, heads * D, u_column, store_mask, D)
 
-    if DECAY == "scalar" or PACKED:
+    if DECAY == "scalar":
         state *= state_weight
         z *= state_weight
         keys = keys.to(tl.float32) * k_weights[:, None]
     state = dot_add(tl.trans(values), keys, state, OPERAND, PRECISION, EXACT_UPDATE)
     if NORMALIZE:
-        weights = tl.where(valid, 1.0, 0.0)
+        weights = tl.where(in_bounds, 1.0, 0.0)
         z += weighted_column_sums(keys, weights, OPERAND, PRECISION, "left")
     if DECAY == "vector":
         state *= from_anchor[None, :]
@@ -172,32 +159,35 @@ def query_gradient_chunk(
 #
 # grid     (B * Hkv * N * tiles): one program processes one split of one key head, one tile of keys
 # reads    q [B, H, T, D], do [B, H, T, E], k [B, Hkv, T, D], v [B, Hkv, T, E], any strides and
-#          float dtypes; the state at the start of each split, [B, Hkv, N, D, E] and
-#          [B, Hkv, N, D], float32; what out_kernel writes with STATISTICS
+#          float dtypes; the states that out_kernel reads; what it writes with STATISTICS
 # writes   result [B, T, H, D]; if DECAY_GRAD, q_dq: q * dq summed over the queries of a key head,
 #          [tiles, B, Hkv, T], or [B, Hkv, T, D] for a vector decay
 # scale    multiplies results unless NORMALIZE
 # memory   reads and writes each tensor once
 # limits   D, E <= 256; C a power of two; split_size a multiple of C
 # oracle   linear_attention(impl="reference") and autograd, on a GPU and with TRITON_INTERPRET=1
-@triton.jit(do_not_specialize=["tokens", "num_splits"])
+@triton.jit(do_not_specialize=["tokens", "num_splits", "num_sequences"])
 def query_gradient_kernel(
-    q, k, v, d_out, result, log_decay, segment_ids, padding_mask,
-    kv_states, z_states, inv_denom, delta, row_maxima, q_dq,
+    q, k, v, d_out, result, log_decay, starts, lengths, boundary_sequences,
+    kv_given, z_given, kv_boundaries, z_boundaries, inv_denom, delta, row_maxima, q_dq,
     q_batch, q_head, k_batch, k_head, v_batch, v_head, o_batch, o_head, gate_batch, gate_head,
-    result_batch, tokens, split_size, num_splits, scale, map_scale, eps,
+    result_batch, tokens, split_size, num_splits, num_sequences, scale, map_scale, eps,
     q_token: tl.constexpr, k_token: tl.constexpr, v_token: tl.constexpr, o_token: tl.constexpr,
     gate_token: tl.constexpr, key_heads: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
     BX: tl.constexpr, BU: tl.constexpr, TILES: tl.constexpr,
     MAP: tl.constexpr, DECAY: tl.constexpr, NORMALIZE: tl.constexpr,
-    DIVIDE: tl.constexpr, PACKED: tl.constexpr, PADDED: tl.constexpr, DECAY_GRAD: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    DIVIDE: tl.constexpr, DECAY_GRAD: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, VARLEN: tl.constexpr,
+    HAS_STATE: tl.constexpr,
 ):  # fmt: skip
     """Process one split; see above."""
-    tile = tl.program_id(0) % TILES
-    split_index = (tl.program_id(0) // TILES).to(tl.int64)
-    n, bh = split_index % num_splits, split_index // num_splits
+    tile, bh, sequence, split_start, split_end, is_first, is_last = locate_program(
+        starts, lengths, boundary_sequences, tokens, split_size, num_splits, num_sequences,
+        key_heads, TILES, VARLEN,
+    )  # fmt: skip
+    if VARLEN and (split_start >= split_end) & (not is_first):
+        return
     num_key_heads = tl.num_programs(0).to(tl.int64) // (TILES * num_splits)  # B * Hkv
     b, h = bh // key_heads, bh % key_heads
     heads = key_heads * G
@@ -206,8 +196,7 @@ def query_gradient_kernel(
     inputs = (
         q + b * q_batch + h * G * q_head, k + b * k_batch + h * k_head,
         v + b * v_batch + h * v_head, d_out + b * o_batch + h * G * o_head,
-        log_decay + b * gate_batch + h * gate_head, segment_ids + b * tokens,
-        padding_mask + b * tokens,
+        log_decay + b * gate_batch + h * gate_head,
     )  # fmt: skip
     statistics = (inv_denom + first_row, delta + first_row, row_maxima + first_row)
     outputs = (result + b * result_batch + h * G * D, q_dq)
@@ -215,10 +204,12 @@ def query_gradient_kernel(
     x_column, u_column = tl.arange(0, BX), tile * BU + tl.arange(0, BU)
     columns, numbers = (x_column, u_column), (scale, map_scale, eps)
     offsets = u_column[None, :] * E + x_column[:, None]
-    state = load_tile(kv_states + split_index * D * E, offsets, x_column, u_column, E, D)
-    z = tl.load(z_states + split_index * D + u_column, mask=u_column < D, other=0.0)
-    split_start = (n * split_size).to(tl.int32)
-    split_end = tl.minimum(split_start + split_size, tokens)
+    of_sequence = sequence * key_heads + h
+    of_boundary = bh * (num_splits - num_sequences) + split_start // split_size - 1
+    state, z = load_state(
+        kv_given, z_given, kv_boundaries, z_boundaries, of_sequence, of_boundary, is_first, offsets,
+        x_column, u_column, u_column, D, E, E, D, HAS_STATE,
+    )  # fmt: skip
     if DECAY == "vector":
         position = split_start
         while position < split_end:
@@ -228,7 +219,7 @@ def query_gradient_kernel(
                 state, z, run = query_gradient_chunk(
                     state, z, run, position + i * C, split_end, inputs, statistics, outputs,
                     strides, place, columns, numbers, q_token, k_token, v_token, o_token,
-                    gate_token, D, E, G, C, MAP, DECAY, NORMALIZE, DIVIDE, PACKED, PADDED,
+                    gate_token, D, E, G, C, MAP, DECAY, NORMALIZE, DIVIDE,
                     DECAY_GRAD, OPERAND, PRECISION, True,
                 )  # fmt: skip
                 whole += run
@@ -244,7 +235,7 @@ def query_gradient_kernel(
                 state, z, run = query_gradient_chunk(
                     state, z, run, position, end, inputs, statistics, outputs, strides, place,
                     columns, numbers, q_token, k_token, v_token, o_token, gate_token, D, E, G,
-                    WINDOW, MAP, DECAY, NORMALIZE, DIVIDE, PACKED, PADDED, DECAY_GRAD, OPERAND,
+                    WINDOW, MAP, DECAY, NORMALIZE, DIVIDE, DECAY_GRAD, OPERAND,
                     PRECISION, False,
                 )  # fmt: skip
                 position = end
@@ -253,6 +244,6 @@ def query_gradient_kernel(
             state, z, _ = query_gradient_chunk(
                 state, z, 0, split_start + i * C, split_end, inputs, statistics, outputs, strides,
                 place, columns, numbers, q_token, k_token, v_token, o_token, gate_token, D, E, G,
-                C, MAP, DECAY, NORMALIZE, DIVIDE, PACKED, PADDED, DECAY_GRAD, OPERAND, PRECISION,
+                C, MAP, DECAY, NORMALIZE, DIVIDE, DECAY_GRAD, OPERAND, PRECISION,
                 False,
             )  # fmt: skip

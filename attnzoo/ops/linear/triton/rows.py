@@ -1,4 +1,4 @@
-"""Device functions that load the rows of a chunk, and masks of its tokens.
+"""Device functions that load the rows of a chunk.
 
 Letters: C tokens of the chunk; W columns.
 """
@@ -42,16 +42,14 @@ def load_query_features(
 @triton.jit
 def load_key_features(
     k, token, token_stride, column, in_bounds, map_scale,
-    MAP: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, OPERAND: tl.constexpr,
+    MAP: tl.constexpr, D: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Return keys and their features; the features of padding tokens are 0 if PADDED."""
+    """Return keys and their features; those of rows not ``in_bounds`` may be any finite numbers."""
     raw = load_rows(k, token, token_stride, column, in_bounds, D)
     phi = raw
     if MAP != "identity":
         zeros = tl.zeros(token.shape, tl.float32)
         phi = apply_feature_map(raw.to(tl.float32), zeros, column, map_scale, MAP, "keys", D)
-        if PADDED:
-            phi = tl.where(in_bounds[:, None], phi, 0.0)
         phi = materialize(phi.to(OPERAND))
     return raw, phi.to(OPERAND)
 
@@ -66,14 +64,6 @@ def load_d_out(
     if NORMALIZE:
         rows = rows.to(tl.float32) * tl.load(inv_denom + token, mask=in_bounds, other=0.0)[:, None]
     return rows.to(OPERAND)
-
-
-@triton.jit
-def valid_tokens(padding_mask, base, token, in_bounds, PADDED: tl.constexpr):
-    """Return which rows of a chunk are tokens that are not padding, ``[C]``."""
-    if PADDED:
-        return in_bounds & (tl.load(padding_mask + base + token, mask=in_bounds, other=0) != 0)
-    return in_bounds
 
 
 @triton.jit

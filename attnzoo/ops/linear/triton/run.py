@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.contract.padding import fill_padding
-from attnzoo.contract.states import LinearState
+from attnzoo.contract.sequences import Sequences
+from attnzoo.contract.states import LinearState, put_slots
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linear.common import LinearInputs, Result, map_inputs
 from attnzoo.ops.linear.triton.compilers import compiler_reasons, ptxas_path
@@ -135,26 +135,47 @@ def run_triton(x: LinearInputs) -> Result:
             raise UnsupportedError(
                 "impl='triton' needs a scale other than 0, got 0; impl='torch' supports any."
             )
-        chunk_size, ids = check_chunk_size(x.chunk_size), x.segment_ids
-        out, kv, z = linear_triton(*tensors, ids, x.padding_mask, *options, chunk_size, 0)
-    return out, LinearState(kv, z)
+        chunk_size = check_chunk_size(x.chunk_size)
+        table = _table(x.sequences)
+        out, kv, z = linear_triton(*tensors, *table, *options, chunk_size, 0, x.return_state)
+    return out, LinearState(kv, z) if x.return_state else None
 
 
 def run_step_triton(x: LinearInputs) -> Result:
     """Run the kernel of one token; with gradients, those of a sequence."""
     from attnzoo.ops.linear.triton.step import linear_triton_step, linear_triton_step_
 
+    assert x.state is not None
     with autocast_disabled(x.q.device):
         x = _with_features(x)
         tensors, options = _arguments(x)
         if x.reuse_state and x.state.kv.is_contiguous() and x.state.k.is_contiguous():
             check_reverse_mode("linear_attention", *tensors)
-            return linear_triton_step_(*tensors, x.padding_mask, *options), x.state
+            return linear_triton_step_(*tensors, x.slots, *options), x.state
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            return run_triton(x)
+            return _run_token(x)
         check_reverse_mode("linear_attention", *tensors)
-        out, kv, z = linear_triton_step(*tensors, x.padding_mask, *options)
+        out, kv, z = linear_triton_step(*tensors, x.slots, *options)
     return out, LinearState(kv, z)
+
+
+def _run_token(x: LinearInputs) -> Result:
+    """Run the kernels of a sequence, which have a backward pass, on one token of each."""
+    if x.slots is None:
+        return run_triton(x)
+    assert x.state is not None
+    is_token = x.slots >= 0
+
+    def clear(y: Tensor) -> Tensor:
+        return torch.where(is_token.view(-1, *(1,) * (y.dim() - 1)), y, 0)
+
+    decays = x.log_decay
+    decays = decays if decays is None or decays.dim() == 1 else clear(decays)
+    state = LinearState(*(y[x.slots.clamp(min=0)] for y in x.state))
+    tokens = x._replace(q=clear(x.q), k=clear(x.k), v=clear(x.v), log_decay=decays, slots=None)
+    out, last = run_triton(tokens._replace(state=state, return_state=True))
+    assert last is not None
+    return clear(out), LinearState._make(put_slots(x.state, x.slots, last, in_place=False))
 
 
 def _with_features(x: LinearInputs) -> LinearInputs:
@@ -168,8 +189,13 @@ def _with_features(x: LinearInputs) -> LinearInputs:
 
 def _arguments(x: LinearInputs) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
     """Return the tensors and the options that all kernels take."""
-    tensors = (x.q, x.k, fill_padding(x.v, x.padding_mask), x.log_decay, *x.state)
+    tensors = (x.q, x.k, x.v, x.log_decay, *(x.state or (None, None)))
     return tensors, (x.feature_map, x.feature_scale**0.5, x.scale, x.normalize, x.eps)
+
+
+def _table(sequences: Sequences | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return starts and lengths of sequences as the kernels take them."""
+    return (None, None) if sequences is None else (sequences.starts, sequences.lengths)
 
 
 def linear_sums(
@@ -177,23 +203,25 @@ def linear_sums(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
-    state: LinearState,
-    segment_ids: Tensor | None,
+    state: LinearState | None,
+    sequences: Sequences | None,
     chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor, LinearState]:
+    return_state: bool = True,
+) -> tuple[Tensor, Tensor, LinearState | None]:
     """Return sums of values ``[B, H, T, E]``, of weights ``[B, H, T]``, and the state after them.
 
     The arguments are those of ``linear_attention``, causal and with features; float32 results.
     """
     from attnzoo.ops.linear.triton.custom_op import linear_sums_triton
+    from attnzoo.ops.linear.triton.launch import LinearOptions
 
-    kv, z = state
+    kv, z = state or (None, None)
     check_reverse_mode("linear_attention", q, k, v, log_decay, kv, z)
-    chunk_size = check_chunk_size(chunk_size)
-    out, weights, kv, z = linear_sums_triton(
-        q, k, v, log_decay, kv.contiguous(), z, segment_ids, chunk_size, 0
+    options = LinearOptions(chunk_size=check_chunk_size(chunk_size), return_state=return_state)
+    out, weights, *last = linear_sums_triton(
+        q, k, v, log_decay, kv, z, *_table(sequences), *options
     )
-    return out, weights, LinearState(kv, z)
+    return out, weights, LinearState(*last) if return_state else None
 
 
 def divide_sums(values: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:

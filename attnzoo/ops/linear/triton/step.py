@@ -30,19 +30,21 @@ LOWEST_STABILIZER: tl.constexpr = tl.constexpr(-87.0)  # of mLSTM: exp(87) is fi
 # grid     (B * Hkv * tiles): one program updates one tile [D, BE] of one key head's state
 # reads    q [B, H, 1, D], k [B, Hkv, 1, D], v [B, Hkv, 1, E], log decay [B, Hkv, 1, F];
 #          any strides; kv [B, Hkv, D, E], z [B, Hkv, D], float32, contiguous
-#          bonus [Hkv, D]; log_input [B, Hkv] and m [B, Hkv], float32, contiguous
-# writes   out [B, H, 1, E]; kv_next and z_next, shaped like kv and z; m_next
+#          bonus [Hkv, D]; log_input [B, Hkv] and m [B, Hkv], float32, contiguous;
+#          with SLOTS, kv, z and m are pools, [P, ...], and sequence b has row slots[b] of them
+# writes   out [B, H, 1, E]; kv_next and z_next, shaped like kv and z; m_next. Of a sequence in slot
+#          -1, nothing but out is written, and nothing is read
 # memory   2 * 4 * (D * E + D) bytes per key head for the state, and each other tensor once
 # limits   D, E <= 256
 # oracle   linear_attention(impl="reference"), on a GPU and with TRITON_INTERPRET=1
 @triton.jit
 def step_kernel(
-    q, k, v, out, log_decay, padding_mask, kv, z, kv_next, z_next, bonus, log_input, m, m_next,
+    q, k, v, out, log_decay, slots, kv, z, kv_next, z_next, bonus, log_input, m, m_next,
     q_batch, q_head, k_batch, k_head, v_batch, v_head, gate_batch, gate_head,
     key_heads, scale, map_scale, eps,
     D: tl.constexpr, E: tl.constexpr, G: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     TILES: tl.constexpr, MAP: tl.constexpr, DECAY: tl.constexpr, NORMALIZE: tl.constexpr,
-    PADDED: tl.constexpr, GATE: tl.constexpr,
+    SLOTS: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """Update one tile of the state with one token; see above."""
     tile, bh = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
@@ -50,17 +52,22 @@ def step_kernel(
     d, e = tl.arange(0, BD), tile * BE + tl.arange(0, BE)
     offsets = d[:, None] * E + e[None, :]
     mask = (d < D)[:, None] & (e < E)[None, :]
-    state = tl.load(kv + bh * D * E + offsets, mask=mask, other=0.0)
-    z_sums = tl.load(z + bh * D + d, mask=d < D, other=0.0)
+    index = bh  # of the state
+    if SLOTS:
+        slot = tl.load(slots + b).to(tl.int64)
+        if slot < 0:
+            for g in range(G):
+                none = tl.zeros((BE,), out.dtype.element_ty)
+                tl.store(out + (bh * G + g) * E + e, none, mask=e < E)
+            return
+        index = slot * key_heads + h
+    state = tl.load(kv + index * D * E + offsets, mask=mask, other=0.0)
+    z_sums = tl.load(z + index * D + d, mask=d < D, other=0.0)
     zeros = tl.zeros((1,), tl.float32)
     keys = tl.load(k + b * k_batch + h * k_head + d, mask=d < D, other=0.0).to(tl.float32)
     values = tl.load(v + b * v_batch + h * v_head + e, mask=e < E, other=0.0).to(tl.float32)
     keys = apply_feature_map(keys[None, :], zeros, d, map_scale, MAP, "keys", D)
     keys = tl.reshape(keys, (BD,))
-    if PADDED:
-        valid = tl.load(padding_mask + b) != 0
-        keys = tl.where(valid, keys, 0.0)
-        values = tl.where(valid, values, 0.0)
     state_before, z_before = state, z_sums
     if DECAY == "vector":
         gates = tl.load(log_decay + b * gate_batch + h * gate_head + d, mask=d < D, other=0.0)
@@ -70,21 +77,21 @@ def step_kernel(
     if DECAY == "scalar":
         gate = tl.load(log_decay + b * gate_batch + h * gate_head).to(tl.float32)
         if GATE == "mlstm":
-            kept, weight = gate + tl.load(m + bh), tl.load(log_input + bh)
+            kept, weight = gate + tl.load(m + index), tl.load(log_input + bh)
             largest = tl.maximum(kept, weight)
             gate = kept - largest
             keys *= tl.exp(weight - largest)
             lowest = tl.exp(-tl.maximum(largest, LOWEST_STABILIZER))
             if tile == 0:
-                tl.store(m_next + bh, largest)
+                tl.store(m_next + index, largest)
         token_decay = tl.exp(tl.maximum(gate, LOG_ZERO))
         state *= token_decay
         z_sums *= token_decay
     state += keys[:, None] * values[None, :]
     z_sums += keys
-    tl.store(kv_next + bh * D * E + offsets, state, mask=mask)
+    tl.store(kv_next + index * D * E + offsets, state, mask=mask)
     if tile == 0:
-        tl.store(z_next + bh * D + d, z_sums, mask=d < D)
+        tl.store(z_next + index * D + d, z_sums, mask=d < D)
     for g in range(G):
         raw = tl.load(q + b * q_batch + (h * G + g) * q_head + d, mask=d < D, other=0.0)
         raw = raw.to(tl.float32)[None, :]
@@ -115,7 +122,7 @@ def launch_step(
     log_decay: Tensor | None,
     kv: Tensor,
     z: Tensor,
-    padding_mask: Tensor | None,
+    slots: Tensor | None,
     feature_map: str,
     map_scale: float,
     scale: float,
@@ -129,7 +136,7 @@ def launch_step(
     """Launch :func:`step_kernel`; see :func:`linear_triton_step`.
 
     ``in_place``: each program of a head overwrites the tile of kv that it reads. All programs of
-    the head read z and m, so these are overwritten after the launch.
+    the head read z and m, so they read copies.
     """
     q, k, v, kv, z = (
         contiguous_rows(q),
@@ -140,32 +147,26 @@ def launch_step(
     )
     (batch, heads, _, d), key_heads, e = q.shape, k.shape[1], v.shape[3]
     out = v.new_empty(batch, heads, 1, e)
-    kv_next, z_next = kv if in_place else torch.empty_like(kv), torch.empty_like(z)
-    m_next = None if m is None else torch.empty_like(m)
+    kv_next, z_next, m_next = kv, z, m
+    if in_place:
+        z, m = z.clone(), None if m is None else m.clone()
+    else:  # with slots, the other rows of the pool stay
+        copied = torch.empty_like if slots is None else torch.clone
+        kv_next, z_next = copied(kv), copied(z)
+        m_next = None if m is None else copied(m)
     kind = "mlstm" if m is not None else "rwkv6" if bonus is not None else ""
     gate, decay, (gate_batch, gate_head, _) = gate_and_strides(log_decay, k)
     bd = block_size(d)
     be = min(block_size(e), max(16, TILE // bd))
     tiles = -(-e // be)
-    padding = (
-        z
-        if padding_mask is None
-        else padding_mask.reshape(-1).to(torch.int8).expand(batch).contiguous()
-    )
     with device_context(q.device):
         step_kernel[(batch * key_heads * tiles,)](
-            q, k, v, out, gate, padding, kv, z, kv_next, z_next,
+            q, k, v, out, gate, z if slots is None else slots.contiguous(), kv, z, kv_next, z_next,
             *(z if x is None else x for x in (bonus, log_input, m, m_next)), *q.stride()[:2],
             *k.stride()[:2], *v.stride()[:2], gate_batch, gate_head, key_heads, scale, map_scale,
             eps, D=d, E=e, G=heads // key_heads, BD=bd, BE=be, TILES=tiles, MAP=feature_map,
-            DECAY=decay, NORMALIZE=normalize, PADDED=padding_mask is not None, GATE=kind,
-            num_warps=WARPS,
+            DECAY=decay, NORMALIZE=normalize, SLOTS=slots is not None, GATE=kind, num_warps=WARPS,
         )  # fmt: skip
-    if in_place:
-        z.copy_(z_next)
-        if m is not None and m_next is not None:
-            m.copy_(m_next)
-        return out, kv, z
     return out, kv_next, z_next
 
 
@@ -177,7 +178,7 @@ def linear_triton_step(
     log_decay: Tensor | None,
     kv: Tensor,
     z: Tensor,
-    padding_mask: Tensor | None,
+    slots: Tensor | None,
     feature_map: str,
     map_scale: float,
     scale: float,
@@ -186,11 +187,12 @@ def linear_triton_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output ``[B, H, 1, E]`` and the state after one token; has no gradients.
 
-    The arguments are those of ``linear_triton``, for one token. The launch does not synchronise and
-    shapes are fixed, so CUDA graphs can capture it.
+    The arguments are those of ``linear_triton``, for one token. With ``slots``, ``[B]`` integers,
+    kv and z are pools, and row ``slots[b]`` is the state of sequence b; -1 for none, whose output
+    is 0. The launch does not synchronise and shapes are fixed, so CUDA graphs can capture it.
     """
     return launch_step(
-        q, k, v, log_decay, kv, z, padding_mask, feature_map, map_scale, scale, normalize, eps
+        q, k, v, log_decay, kv, z, slots, feature_map, map_scale, scale, normalize, eps
     )
 
 
@@ -210,7 +212,7 @@ def linear_triton_step_(
     log_decay: Tensor | None,
     kv: Tensor,
     z: Tensor,
-    padding_mask: Tensor | None,
+    slots: Tensor | None,
     feature_map: str,
     map_scale: float,
     scale: float,
@@ -226,7 +228,7 @@ def linear_triton_step_(
     mLSTM, which overwrites ``m`` too.
     """
     options = (feature_map, map_scale, scale, normalize, eps, bonus, log_input, m)
-    return launch_step(q, k, v, log_decay, kv, z, padding_mask, *options, in_place=True)[0]
+    return launch_step(q, k, v, log_decay, kv, z, slots, *options, in_place=True)[0]
 
 
 @linear_triton_step_.register_fake

@@ -34,7 +34,7 @@
 
 constexpr double MASKED_SCORE = -1e30;  // below every score
 constexpr double EMPTY_LSE = -1e30;     // log-sum-exp of a query without keys
-constexpr double MIN_WEIGHT = 1e-30;    // as in attnzoo/ops/hybrid/merge.py
+constexpr double MIN_WEIGHT = 1e-30;    // as in attnzoo/ops/hybrid/parts.py
 
 template <class Real>
 struct Task {

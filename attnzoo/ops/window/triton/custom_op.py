@@ -27,28 +27,28 @@ from attnzoo.runtime.triton_products import (
 )
 
 LARGEST = 256  # key and value size
-Masks = tuple[Tensor | None, Tensor | None]  # padding mask and segment ids, [B, T]
 
 
 def launch_window(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    masks: Masks,
+    ids: Tensor | None,
     window: Window,
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return the output ``[B, T, H, E]`` in ``dtype``, and the log-sum-exp.
 
-    ``window`` is the number of keys that a query sees before and after its own.
+    ``window`` is the number of keys that a query sees before and after its own, and ``ids`` the
+    sequence of each token, ``[B, T]`` int32, negative for tokens of none.
     """
     out, lse = _outputs(q, v, dtype)
     q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
-    blocks, given, constants = _launch_options(q, k, v, masks, window, scale)
+    blocks, given, constants = _launch_options(q, k, v, ids, window, scale)
     with device_context(q.device):
         window_kernel[(blocks, q.shape[0] * q.shape[1])](
-            q, k, v, out, lse, *given, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            q, k, v, out, lse, given, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             **constants,
         )  # fmt: skip
     return out, lse
@@ -62,7 +62,7 @@ def launch_window_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    masks: Masks,
+    ids: Tensor | None,
     window: Window,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,14 +73,14 @@ def launch_window_backward(
     dq, dk, dv = (_empty_rows(x, x.shape[3]) for x in (q, k, v))
     delta = torch.empty_like(lse)
     q, k, v, d_out = (contiguous_rows(x) for x in (q, k, v, d_out))
-    blocks, given, constants = _launch_options(q, k, v, masks, window, scale)
+    blocks, given, constants = _launch_options(q, k, v, ids, window, scale)
     strides = [s for x in (q, k, v, d_out) for s in x.stride()[:3]]
     with device_context(q.device):
         window_query_gradient_kernel[(blocks, q.shape[0] * q.shape[1])](
-            q, k, v, d_out, d_lse, out, lse, dq, delta, *given, *strides, **constants
+            q, k, v, d_out, d_lse, out, lse, dq, delta, given, *strides, **constants
         )
         window_key_gradient_kernel[(blocks, k.shape[0] * k.shape[1])](
-            q, k, v, d_out, lse, delta, dk, dv, *given, *strides, **constants
+            q, k, v, d_out, lse, delta, dk, dv, given, *strides, **constants
         )
     return dq, dk, dv
 
@@ -90,8 +90,7 @@ def window_triton(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    padding_mask: Tensor | None,
-    segment_ids: Tensor | None,
+    ids: Tensor | None,
     before: int,
     after: int,
     scale: float,
@@ -103,8 +102,8 @@ def window_triton(
         q: Queries, ``[B, H, T, D]``.
         k: Keys, ``[B, Hkv, T, D]``.
         v: Values, ``[B, Hkv, T, E]``.
-        padding_mask: ``[B, T]`` bool, true at keys that are seen, or ``None``.
-        segment_ids: ``[B, T]`` integers; keys of other segments are not seen. Or ``None``.
+        ids: The sequence of each token, ``[B, T]`` int32: queries see keys of their own. Outputs of
+            tokens with negative ids are zeros. ``None``: each row is one sequence.
         before: Keys before a query's own that it sees.
         after: Keys after it.
         scale: Multiplies query-key products.
@@ -114,8 +113,8 @@ def window_triton(
         ``[B, H, T, E]`` and ``[B, H, T]`` float32. For a query that sees no key they are 0 and
         -1e30.
     """
-    masks, dtype = (padding_mask, segment_ids), torch.float32 if wide else v.dtype
-    out, lse = launch_window(q, k, v, masks, (before, after), scale, dtype)
+    dtype = torch.float32 if wide else v.dtype
+    out, lse = launch_window(q, k, v, ids, (before, after), scale, dtype)
     return out.transpose(1, 2), lse
 
 
@@ -128,16 +127,15 @@ def window_triton_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    padding_mask: Tensor | None,
-    segment_ids: Tensor | None,
+    ids: Tensor | None,
     before: int,
     after: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; ``out`` and ``lse`` are the forward results."""
-    rows, masks = out.transpose(1, 2).contiguous(), (padding_mask, segment_ids)
+    rows = out.transpose(1, 2).contiguous()
     grads = launch_window_backward(
-        d_out, d_lse.contiguous(), q, k, v, rows, lse, masks, (before, after), scale
+        d_out, d_lse.contiguous(), q, k, v, rows, lse, ids, (before, after), scale
     )
     dq, dk, dv = (x.transpose(1, 2) for x in grads)
     return dq, dk, dv
@@ -153,14 +151,12 @@ def _outputs(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _launch_options(
-    q: Tensor, k: Tensor, v: Tensor, masks: Masks, window: Window, scale: float
-) -> tuple[int, list[Tensor], dict[str, Any]]:
-    """Return the number of blocks, the masks, and the arguments that all kernels take."""
-    padding_mask, segment_ids = masks
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, window: Window, scale: float
+) -> tuple[int, Tensor, dict[str, Any]]:
+    """Return the number of blocks, the ids, and the arguments that all kernels take."""
     float32_operands, precision = operand_precision(q, k, v)
     d, e, tokens = q.shape[3], v.shape[3], q.shape[2]
     block = 32 if max(d, e) > 128 or float32_operands else 64
-    unused = q.new_empty(1, dtype=torch.int8)
     constants = {
         "tokens": tokens,
         "before": min(window[0], tokens),
@@ -173,17 +169,13 @@ def _launch_options(
         "BD": block_size(d),
         "BE": block_size(e),
         "BLOCK": block,
-        "PADDED": padding_mask is not None,
-        "PACKED": segment_ids is not None,
+        "IDS": ids is not None,
         "OPERAND": tl.float32 if float32_operands else tl.bfloat16,
         "PRECISION": precision,
         "num_warps": 4,
         "num_stages": 2,
     }
-    given = [
-        unused if padding_mask is None else padding_mask.to(torch.int8).contiguous(),
-        unused if segment_ids is None else segment_ids.contiguous(),
-    ]
+    given = q.new_empty(1, dtype=torch.int32) if ids is None else ids.contiguous()
     return triton.cdiv(tokens, block), given, constants
 
 
@@ -200,14 +192,14 @@ def _window_triton_backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
-    ctx.options = inputs[5:8]
+    ctx.save_for_backward(*inputs[:3], *output, inputs[3])
+    ctx.options = inputs[4:7]
 
 
 def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
     grads = window_triton_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.options)
     needed = [g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False)]
-    return *needed, *[None] * 6
+    return *needed, *[None] * 5
 
 
 window_triton.register_autograd(_backward, setup_context=_setup_context)

@@ -12,34 +12,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import MatrixState
 
 BLOCK = 16  # tokens whose gates are computed at once
 
+TakeTokens = Callable[..., Tensor]  # take(x, dim=1): some tokens of a tensor, batch first
 MatrixGateResult = tuple[Tensor, MatrixState]  # the output, and the state after the last token
 
 
 class MatrixGateInputs(NamedTuple):
-    """Inputs of :func:`attnzoo.ops.gated.api.matrix_gated_attention`, checked."""
+    """Inputs of :func:`attnzoo.ops.matrix_gate.api.matrix_gated_attention`, checked."""
 
     q: Tensor  # [B, H, T, D]
-    k: Tensor  # [B, Hkv, T, D], zero at padding
+    k: Tensor  # [B, Hkv, T, D]
     v: Tensor  # [B, Hkv, T, E]
-    log_decay: Callable[[int, int], Tensor]  # of tokens start to stop: [B, Hkv, n, D, E]
+    log_decay: Callable[[TakeTokens], Tensor]  # of n tokens: [B, Hkv, n, D, E]
     state: MatrixState  # its dtype is that of all sums
-    padding_mask: Tensor | None  # [B, T] bool, true at real tokens
-    segment_ids: Tensor | None  # [B, T]
     normalize: bool
     eps: float
     value_weights: Tensor | None = None  # [B, Hkv, T, E], factors of the values and of their ones
 
-    def masked_log_decay(self, start: int, stop: int) -> Tensor:
-        """Return the log decays of tokens ``start`` to ``stop``, zero at padding."""
-        log_decay = self.log_decay(start, stop).to(self.state.kv.dtype)
-        if self.padding_mask is not None:
-            is_padding = ~self.padding_mask[:, None, start:stop, None, None]
-            log_decay = log_decay.masked_fill(is_padding, 0)
-        return log_decay
+    sequences: Sequences | None = None  # whose tokens ``log_decay`` has, if it has one row
+
+    def rows(self, sequences: Sequences | None) -> MatrixGateInputs:
+        """Return the inputs with one row a sequence; ``log_decay`` keeps the one row."""
+        if sequences is None:
+            return self
+        q, k, v = (sequences.to_rows(x) for x in (self.q, self.k, self.v))
+        weights = self.value_weights
+        weights = None if weights is None else sequences.to_rows(weights)
+        return self._replace(q=q, k=k, v=v, value_weights=weights, sequences=sequences)
+
+    def decays(self, start: int, stop: int) -> Tensor:
+        """Return the log decays of tokens ``start`` to ``stop``, zero after a sequence."""
+        dtype, sequences = self.state.kv.dtype, self.sequences
+        if sequences is None:
+            return self.log_decay(lambda x, dim=1: x.narrow(dim, start, stop - start)).to(dtype)
+        place = torch.arange(start, stop, device=self.k.device)
+        inside = place < sequences.lengths[:, None]
+        index = torch.where(inside, sequences.starts[:, None] + place, 0)
+
+        def take(x: Tensor, dim: int = 1) -> Tensor:
+            found = x[0].index_select(dim - 1, index.flatten())
+            taken: Tensor = found.unflatten(dim - 1, index.shape).movedim(dim - 1, 0)
+            return taken
+
+        return self.log_decay(take).to(dtype).masked_fill(~inside[:, None, :, None, None], 0)
 
 
 def run_torch(x: MatrixGateInputs) -> MatrixGateResult:
@@ -56,12 +75,7 @@ def run_torch(x: MatrixGateInputs) -> MatrixGateResult:
     outs = []
     for start in range(0, tokens, BLOCK):
         stop = min(start + BLOCK, tokens)
-        decay = x.masked_log_decay(start, stop).exp()
-        if x.segment_ids is not None and stop > 1:
-            ids = x.segment_ids[:, max(start, 1) : stop]
-            same = ids == x.segment_ids[:, max(start, 1) - 1 : stop - 1]
-            same = F.pad(same, (1, 0), value=True) if start == 0 else same
-            decay = decay * same[:, None, :, None, None]
+        decay = x.decays(start, stop).exp()
         for t, gate in enumerate(torch.cat([decay, decay], -1).unbind(2), start):
             sums = torch.addcmul(keys[t] * values[t], gate, sums)
             outs.append(queries[t] @ sums)
@@ -79,5 +93,5 @@ def state_of_tokens(x: MatrixGateInputs) -> MatrixState:
 def total_log_decay(x: MatrixGateInputs) -> Tensor:
     """Return the sum of the log decays of all tokens, ``[B, Hkv, D, E]``."""
     starts = range(0, x.k.shape[2], BLOCK)
-    blocks = [x.masked_log_decay(t, min(t + BLOCK, x.k.shape[2])).sum(2) for t in starts]
+    blocks = [x.decays(t, min(t + BLOCK, x.k.shape[2])).sum(2) for t in starts]
     return torch.stack(blocks).sum(0)

@@ -11,43 +11,48 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.gated.mlstm import segment_starts
-from attnzoo.ops.gated.sums import ComputeSums, SumsCall, wide_values
 from attnzoo.ops.linear.common import state_dtype
-from attnzoo.ops.linear.gated_step import GatedInputs, GatedResult
+from attnzoo.ops.linear.gated_step import GatedInputs, GatedResult, Places
+from attnzoo.ops.linear.sums import ComputeSums, SumsCall, wide_values
 
 
-def run_rwkv6(x: GatedInputs, *, sums: ComputeSums) -> GatedResult:
+def run(x: GatedInputs, *, sums: ComputeSums) -> GatedResult:
     """Compute all tokens by linear attention to the tokens before each, and add its own."""
-    k, log_decay, values = x.k, x.log_decay, wide_values(x)
-    kv, z = x.state
+    tokens = x.places()
+    if tokens.inside is not None:
+        inside = tokens.inside[..., None]
+        q, k, v, log_decay = (torch.where(inside, y, 0) for y in (x.q, x.k, x.v, x.log_decay))
+        x = x._replace(q=q, k=k, v=v, log_decay=log_decay)
+    k, log_decay, values, state = x.k, x.log_decay, wide_values(x), x.state
     if x.normalize:  # the output of one more value channel, of ones, is the sum of weights
         values = F.pad(values, (0, 1), value=1.0)
-        kv = torch.cat([kv, z.unsqueeze(-1)], -1)
-    k_before, v_before, decay_before = (shift_right(y) for y in (k, values, log_decay))
-    if x.segment_ids is not None:
-        starts = segment_starts(x.segment_ids)[:, None, :, None]
-        k_before, decay_before = (y.masked_fill(starts, 0) for y in (k_before, decay_before))
+        if state is not None:
+            state = LinearState(torch.cat([state.kv, state.k.unsqueeze(-1)], -1), state.k)
+    first = tokens.first[..., None]
+    k_before, v_before, decay_before = (
+        torch.where(first, 0, shift_right(y)) for y in (k, values, log_decay)
+    )
     call = SumsCall(
         x.q,
         k_before,
         v_before,
         decay_before,
-        LinearState(kv, z),
-        *(x.segment_ids, x.chunk_size, x.normalize, x.v.dtype),
+        *(state, x.sequences, x.return_state, x.chunk_size, x.normalize, x.v.dtype),
     )
     from_state, last, divide = sums(call)
     weight = _own_weight(x, values.dtype)
     out = from_state + (weight * values.unsqueeze(2)).flatten(1, 2)
     if x.normalize:
         out = divide(out[..., :-1], out[..., -1:] + x.eps)
-    last = add_last_token(last, k, values, log_decay, normalized=x.normalize)
+    if last is not None:
+        last = add_last_token(last, k, values, log_decay, tokens, normalized=x.normalize)
     return out.to(x.v.dtype), last, None
 
 
-def run_rwkv6_step(x: GatedInputs) -> GatedResult:
+def run_step(x: GatedInputs) -> GatedResult:
     """Compute one token, which reads the state and then enters it."""
     dtype = state_dtype(x.q, x.k, x.v)
+    assert x.state is not None
     kv, z = (y.to(dtype) for y in x.state)
     k, v = x.k.to(dtype), x.v.to(dtype)
     queries = x.q.to(dtype).unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, 1, D]
@@ -82,7 +87,13 @@ def shift_right(x: Tensor) -> Tensor:
 
 
 def add_last_token(
-    state: LinearState, k: Tensor, v: Tensor, log_decay: Tensor, *, normalized: bool
+    state: LinearState,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    tokens: Places,
+    *,
+    normalized: bool,
 ) -> LinearState:
     """Return the state with the last token, which the shift leaves out.
 
@@ -91,11 +102,12 @@ def add_last_token(
         k: ``[B, Hkv, T, D]``.
         v: ``[B, Hkv, T, E]``; ``[B, Hkv, T, E + 1]`` if normalised, with ones in the last channel.
         log_decay: ``[B, Hkv, T, D]``.
+        tokens: The places of sequences among the tokens.
         normalized: Whether values and ``state.kv`` have the channel of ones, which is dropped.
     """
     kv, z = state
     if k.shape[2]:
-        decay, key = log_decay[:, :, -1].exp(), k[:, :, -1]
-        kv = kv * decay.unsqueeze(-1) + key.unsqueeze(-1) * v[:, :, -1:]
+        decay, key, value = tokens.last(log_decay).exp(), tokens.last(k), tokens.last(v)
+        kv = kv * decay.unsqueeze(-1) + key.unsqueeze(-1) * value.unsqueeze(2)
         z = z * decay + key
     return LinearState(kv[..., :-1] if normalized else kv, z)

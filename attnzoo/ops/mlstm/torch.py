@@ -11,44 +11,50 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.states import LinearState
-from attnzoo.ops.gated.sums import ComputeSums, SumsCall, wide_values
 from attnzoo.ops.linear.common import LinearInputs, state_dtype
 from attnzoo.ops.linear.gated_step import GatedInputs, GatedResult
 from attnzoo.ops.linear.step import step
+from attnzoo.ops.linear.sums import ComputeSums, SumsCall, wide_values
 
 LOWEST_STABILIZER = -87.0  # exp(87) is finite in float32
 
 
-def run_mlstm(x: GatedInputs, *, sums: ComputeSums) -> GatedResult:
+def run(x: GatedInputs, *, sums: ComputeSums) -> GatedResult:
     """Compute all tokens by linear attention, relative to the stabiliser."""
     _, log_input, initial = x.gate
     assert log_input is not None
-    assert initial is not None
-    starts = None if x.segment_ids is None else segment_starts(x.segment_ids)[:, None]
-    m = stabilizer(x.log_decay, log_input, initial, starts)
-    m_before = torch.cat([initial.to(m.dtype).unsqueeze(2), m[:, :, :-1]], 2)[:, :, : m.shape[2]]
-    log_decay = x.log_decay + (m_before - m)
-    # Above 0 only by rounding and at the first token of a segment
-    log_decay = log_decay - log_decay.detach().clamp(min=0)
-    kv, z = x.state
+    log_forget, tokens = x.log_decay, x.places()
+    if tokens.inside is not None:
+        log_forget = torch.where(tokens.inside, log_forget, 0)
+        log_input = torch.where(tokens.inside, log_input, 0)
+    before = None if initial is None else tokens.at_first(initial.to(log_forget.dtype))
+    m = stabilizer(log_forget, log_input, tokens.first, before)
+    start = torch.zeros_like(m) if before is None else before
+    m_before = torch.where(tokens.first, start, F.pad(m[:, :, :-1], (1, 0)))
+    log_decay = log_forget + (m_before - m)
+    log_decay = log_decay - log_decay.detach().clamp(min=0)  # above 0 only by rounding
+    state = None
+    if x.state is not None:
+        kv, z = x.state
+        state = LinearState(torch.cat([kv, z.unsqueeze(-1)], -1), z)
     call = SumsCall(
         x.q,
         x.k * (log_input - m).exp().unsqueeze(-1),
         F.pad(wide_values(x), (0, 1), value=1.0),
         log_decay,
-        LinearState(torch.cat([kv, z.unsqueeze(-1)], -1), z),
-        *(x.segment_ids, x.chunk_size, True, x.v.dtype),
+        *(state, x.sequences, x.return_state, x.chunk_size, True, x.v.dtype),
     )
     out, last, divide = sums(call)
     lower_bound = (-m.clamp(min=LOWEST_STABILIZER)).exp()
     lower_bound = lower_bound.repeat_interleave(x.q.shape[1] // x.k.shape[1], 1)
     denominator = torch.maximum(out[..., -1:].abs(), lower_bound.unsqueeze(-1))
     out = divide(out[..., :-1], denominator).to(x.v.dtype)
-    m_last = m[:, :, -1] if m.shape[2] else initial
-    return out, LinearState(last.kv[..., :-1], last.k), m_last
+    if last is None:
+        return out, None, None
+    return out, LinearState(last.kv[..., :-1], last.k), tokens.last(m, initial)
 
 
-def run_mlstm_step(x: GatedInputs) -> GatedResult:
+def run_step(x: GatedInputs) -> GatedResult:
     """Compute one token: the step of linear attention, and a quotient."""
     _, log_input, initial = x.gate
     assert log_input is not None
@@ -61,10 +67,12 @@ def run_mlstm_step(x: GatedInputs) -> GatedResult:
     log_decay = forget + (before - m)
     log_decay = log_decay - log_decay.detach().clamp(min=0)  # above 0 only by rounding
     key = x.k * (write - m).exp().unsqueeze(-1)
+    assert x.state is not None
     state = LinearState(*(y.to(dtype) for y in x.state))
-    inputs = (x.q, key, wide_values(x), log_decay, state, None, None, True, False, 1.0, 0.0, None)
+    inputs = (x.q, key, wide_values(x), log_decay, state, True, False, 1.0, 0.0, None)
     reuse = x.reuse_state and not torch.is_grad_enabled()
     out, last = step(LinearInputs(*inputs, "identity", 1.0, reuse_state=reuse))
+    assert last is not None
     queries = x.q.to(dtype).unflatten(1, (x.k.shape[1], -1))  # [B, Hkv, G, 1, D]
     weight = (queries @ last.k[:, :, None, :, None]).flatten(1, 2)  # [B, H, 1, 1]
     lower_bound = (-m.clamp(min=LOWEST_STABILIZER)).exp()
@@ -75,7 +83,7 @@ def run_mlstm_step(x: GatedInputs) -> GatedResult:
 
 @torch.no_grad()
 def stabilizer(
-    log_forget: Tensor, log_input: Tensor, initial: Tensor, starts: Tensor | None
+    log_forget: Tensor, log_input: Tensor, first: Tensor, before: Tensor | None
 ) -> Tensor:
     r"""Return :math:`m_t = \max(\log f_t + m_{t-1}, i_t)`, ``[B, Hkv, T]``, as an associative scan.
 
@@ -86,25 +94,20 @@ def stabilizer(
     Args:
         log_forget: log f, ``[B, Hkv, T]``.
         log_input: i, ``[B, Hkv, T]``.
-        initial: m before the first token, ``[B, Hkv]``.
-        starts: Where a packed segment starts, with m = 0 before it, ``[B, 1, T]`` bool.
+        first: The first tokens of sequences, ``[T]`` bool.
+        before: m before those tokens, ``[B, Hkv, T]``; ``None`` means 0.
 
     Returns:
         m in the dtype of ``log_forget``.
     """
     a, b = log_forget.double(), log_input.double()
-    if starts is not None:
-        b = torch.where(starts, torch.maximum(a, b), b)
-        a = a.masked_fill(starts, -torch.inf)
+    m = a if before is None else a + before
+    b = torch.where(first, torch.maximum(m, b), b)
+    a = a.masked_fill(first, -torch.inf)
     offset = 1
     while offset < a.shape[2]:
         earlier_a = F.pad(a[:, :, :-offset], (offset, 0))
         earlier_b = F.pad(b[:, :, :-offset], (offset, 0), value=-torch.inf)
         a, b = earlier_a + a, torch.maximum(earlier_b + a, b)
         offset *= 2
-    return torch.maximum(initial.double().unsqueeze(2) + a, b).to(log_forget.dtype)
-
-
-def segment_starts(segment_ids: Tensor) -> Tensor:
-    """Return the tokens at which another segment starts, ``[B, T]`` bool; false at the first."""
-    return F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
+    return b.to(log_forget.dtype)

@@ -10,7 +10,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from attnzoo.contract.states import MatrixState
-from attnzoo.ops.gated.matrix_gate import MatrixGateInputs
+from attnzoo.ops.matrix_gate.torch import MatrixGateInputs
 
 
 def run_reference(x: MatrixGateInputs) -> tuple[Tensor, MatrixState]:
@@ -24,13 +24,7 @@ def run_reference(x: MatrixGateInputs) -> tuple[Tensor, MatrixState]:
     q = rearrange(q, "b (h g) t d -> t b h g d", h=k.shape[1])
     outs = [q.new_zeros(0, *q.shape[1:4], v.shape[3])]
     for t in range(k.shape[2]):
-        decay = x.log_decay(t, t + 1)[:, :, 0].to(kv.dtype)
-        if x.padding_mask is not None:
-            decay = torch.where(rearrange(x.padding_mask[:, t], "b -> b 1 1 1"), decay, 0)
-        decay = decay.exp()
-        if x.segment_ids is not None and t > 0:
-            same = x.segment_ids[:, t] == x.segment_ids[:, t - 1]
-            decay = decay * rearrange(same, "b -> b 1 1 1")
+        decay = x.decays(t, t + 1)[:, :, 0].exp()
         weight = 1.0 if x.value_weights is None else x.value_weights[:, :, t].to(kv.dtype)
         kv = decay * kv + einsum(k[:, :, t], weight * v[:, :, t], "b h d, b h e -> b h d e")
         ones = weight * torch.ones_like(v[:, :, t])

@@ -1,1 +1,0 @@
-"""Gated recurrences that are more than a decay."""

@@ -1,0 +1,1 @@
+"""mLSTM: exponential input gates, stabilised (arXiv:2405.04517)."""
