@@ -36,7 +36,7 @@ from attnzoo.ops.block_sparse.options import (
 from attnzoo.ops.block_sparse.selection import count_key_blocks
 from attnzoo.ops.block_sparse.triton.run import attend_step, selection_launcher
 from attnzoo.ops.block_sparse.triton.run import launcher as sparse_launcher
-from attnzoo.ops.delta.triton.launch import DeltaLauncher
+from attnzoo.ops.delta.triton.custom_op import DeltaLauncher
 from attnzoo.ops.delta.triton.step import delta_triton_step
 from attnzoo.ops.hybrid.triton.custom_op import hybrid_triton, hybrid_triton_backward
 from attnzoo.ops.hybrid.triton.step import launch_hybrid_step

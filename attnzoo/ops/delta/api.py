@@ -27,8 +27,14 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from attnzoo.contract.context_parallel import SequenceShard
+from attnzoo.contract.context_parallel import (
+    SequenceShard,
+    clear_finished_sequences,
+    gather_from_earlier_ranks,
+    reset_new_sequences,
+)
 from attnzoo.contract.implementation import (
     Implementation,
     register_implementation,
@@ -37,21 +43,29 @@ from attnzoo.contract.implementation import (
 )
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, DeltaState
-from attnzoo.contract.validation import check_shard, check_size, empty_output, is_empty_call
-from attnzoo.ops.delta.chunk import run_chunks
+from attnzoo.contract.validation import (
+    check_qkv,
+    check_sequences,
+    check_shape,
+    check_shard,
+    check_size,
+    check_state_field,
+    empty_output,
+    is_empty_call,
+)
+from attnzoo.errors import UnsupportedError
 from attnzoo.ops.delta.common import DeltaInputs, normalized, on_rows, run_on_slots
-from attnzoo.ops.delta.context_parallel import state_from_earlier_ranks
 from attnzoo.ops.delta.cpu.delta import cpp_reasons, run_cpp, run_recurrent_cpp, run_step_cpp
 from attnzoo.ops.delta.reference import run_reference
-from attnzoo.ops.delta.step import run_steps, step
+from attnzoo.ops.delta.torch import run_chunks, run_steps, step
 from attnzoo.ops.delta.triton.run import (
     run_step_triton,
     run_triton,
     triton_reasons,
     triton_verdict,
 )
-from attnzoo.ops.delta.validation import check_inputs
 from attnzoo.ops.linear.common import state_dtype, widen_shared
+from attnzoo.ops.linear.validation import check_log_decay
 from attnzoo.runtime.autocast import autocast_disabled
 
 
@@ -189,7 +203,7 @@ def _inputs(
     """
     if chunk_size is not None:
         check_size("chunk_size", chunk_size)
-    check_inputs(q, k, v, beta, log_decay, state, sequences, slots)
+    _check_inputs(q, k, v, beta, log_decay, state, sequences, slots)
     check_shard(shard, state)
     if log_decay is not None:
         log_decay = widen_shared(log_decay)
@@ -205,7 +219,66 @@ def _inputs(
         return x
     with autocast_disabled(q.device):
         x = normalized(x)
-        return x._replace(state=state_from_earlier_ranks(x, shard))
+        return x._replace(state=_state_from_earlier_ranks(x, shard))
+
+
+def _check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    state: DeltaState | None,
+    sequences: Sequences | None,
+    slots: Tensor | None,
+) -> None:
+    """Raise ``UnsupportedError`` for tensors that do not fit each other."""
+    check_qkv(q, k, v)
+    if q.shape[2] != k.shape[2]:
+        raise UnsupportedError(
+            f"delta_attention needs queries and keys of the same tokens, got {q.shape[2]} queries "
+            f"and {k.shape[2]} keys; pass earlier tokens as state=."
+        )
+    check_shape("beta", beta, tuple(k.shape[:3]), "B, Hkv, T", q.device)
+    if log_decay is not None:
+        check_log_decay(log_decay, k.shape, k.device, causal=True)
+    batch = check_sequences(sequences, slots, q, k)
+    if state is not None:
+        batch = batch if slots is None else len(state.kv)
+        shape = (batch, k.shape[1], k.shape[3], v.shape[3])
+        check_state_field("state.kv", state.kv, shape, q.device)
+
+
+def _state_from_earlier_ranks(x: DeltaInputs, shard: SequenceShard) -> DeltaState:
+    r"""Return the state over the tokens of all earlier ranks, from this rank's inputs.
+
+    Over a shard, the recurrence is the affine map :math:`S \mapsto P S + Q`: P is the product of
+    the tokens' transition matrices, and Q the state from zero. A rank computes both in one pass, as
+    the state of D + E value channels, of which D start at the identity and are written nothing. It
+    sends D (D + E) numbers per key head, whatever T is. Gradients flow back to the ranks that the
+    tokens are on.
+    """
+    k, v, beta, log_decay = x.k, x.v, x.beta, x.log_decay
+    if shard.layout is not None and log_decay is not None and log_decay.dim() == 1:
+        log_decay = log_decay[None, :, None].expand(k.shape[:3])  # none at padding
+    log_decay = log_decay if log_decay is None or log_decay.dim() == 1 else shard.rows(log_decay)
+    k, v, beta = (shard.rows(y) for y in (k, v, beta))
+    k = clear_finished_sequences(k, shard, 0)
+    size, width = k.shape[3], v.shape[3]
+    eye = torch.eye(size, dtype=x.state_dtype, device=k.device).expand(*k.shape[:2], -1, -1)
+    first = DeltaState(pad(eye, (width, 0)))
+    _, after = run_chunks(
+        DeltaInputs(k, k, pad(v, (0, size)), beta, log_decay, first, x.scale, x.chunk_size)
+    )
+    assert after is not None
+    last, transition = after.kv.split([width, size], 3)
+    if (starts := shard.segment_starts()) is not None:
+        ended = starts[0][:, shard.rank] | starts[1][:, shard.rank]
+        transition = transition.masked_fill(ended[:, None, None, None], 0)
+    total = torch.zeros_like(last)
+    for other, other_transition in gather_from_earlier_ranks([last, transition], shard):
+        total = other_transition @ total + other
+    return shard.states(DeltaState(reset_new_sequences(total, shard)), x.sequences)
 
 
 def _attend(op: str, x: DeltaInputs, impl: str) -> AttentionOutput:

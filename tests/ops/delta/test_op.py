@@ -11,7 +11,7 @@ import torch
 from attnzoo.contract.states import DeltaState
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.delta.api import delta_attention, recurrent_delta_attention
-from attnzoo.ops.delta.chunk import delta_chunk, delta_chunk_backward
+from attnzoo.ops.delta.torch import delta_chunk, delta_chunk_backward
 from tests.helpers import assert_within, gradients, in_form, nan_padded
 from tests.ops.delta.ragged import each_alone, make_sequences, nan_outside, outside, row_length
 

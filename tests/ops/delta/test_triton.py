@@ -13,7 +13,7 @@ from attnzoo.contract.states import DeltaState
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.delta.api import delta_attention
 from attnzoo.ops.delta.triton import check as check_triton
-from attnzoo.ops.delta.triton import launch
+from attnzoo.ops.delta.triton import custom_op
 from attnzoo.ops.delta.triton import run as module
 from attnzoo.ops.delta.triton.check import DeltaCase, Inputs, results, wrong_results
 from attnzoo.ops.delta.triton.custom_op import delta_triton
@@ -134,14 +134,14 @@ def test_the_kernels_pass_their_check(decay, kind):
     ],
 )
 def test_a_broken_kernel_fails_the_check(function, result, broken, monkeypatch):
-    run = getattr(launch.DeltaLauncher, function)
+    run = getattr(custom_op.DeltaLauncher, function)
 
     def scaled(self, *args):
         results = list(run(self, *args))
         results[result] = results[result] * 1.1
         return tuple(results)
 
-    monkeypatch.setattr(launch.DeltaLauncher, function, scaled)
+    monkeypatch.setattr(custom_op.DeltaLauncher, function, scaled)
     wrong = {text.split()[0] for text in wrong_results(replace(SMALL, T=33), DEVICE)}
     assert broken <= wrong
     assert function == "errors" or "out" not in wrong

@@ -1,4 +1,4 @@
-"""The delta rule in C++, for CPUs: both passes; ``cpp_step`` has the step.
+"""The delta rule in C++, for CPUs: both passes, and the step of one token.
 
 Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T tokens, D key size, E value size, F decays
 per token (0, 1 or D), S sequences (B if rows are sequences), P panels: groups of columns of the
@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.states import DeltaState
-from attnzoo.ops.delta.common import DeltaInputs, Result, normalized, run_on_slots
-from attnzoo.ops.delta.cpu.delta_step import Step, is_step, run_step
+from attnzoo.ops.delta.common import NORM_EPS, DeltaInputs, Result, normalized, run_on_slots
 from attnzoo.ops.linear.common import log_decay_per_token, state_dtype
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
-from attnzoo.runtime.derivatives import check_reverse_mode, refuse_derivative
+from attnzoo.runtime.derivatives import check_reverse_mode, is_plain_call, refuse_derivative
 from attnzoo.runtime.memory import (
     LANES,
     TYPE_NAMES,
@@ -39,7 +38,7 @@ BACKWARD_PIECES = 4  # not the number of threads, so that gradients do not depen
 
 
 class _Task(ctypes.Structure):
-    """The arguments of both C++ functions; ``Task`` of ``delta.cpp``."""
+    """The arguments of both passes; ``Task`` of ``delta.cpp``."""
 
     _fields_ = [
         *cpp.fields(
@@ -63,7 +62,21 @@ class _Gradients(ctypes.Structure):
     ]
 
 
-ARGUMENTS = {"forward": (_Task,), "backward": (_Task, _Gradients), "step": (Step,)}
+class _Step(ctypes.Structure):
+    """The arguments of the step; ``Step`` of ``delta.cpp``."""
+
+    _fields_ = [
+        *cpp.fields(
+            ctypes.c_int64,
+            "threads batch heads groups key_size value_size decays "
+            "q_row q_head k_row k_head v_row v_head beta_row beta_head decay_row decay_head",
+        ),
+        *cpp.fields(ctypes.c_double, "scale eps"),
+        *cpp.fields(ctypes.c_void_p, "q k v beta log_decay state out last_state slots"),
+    ]
+
+
+ARGUMENTS = {"forward": (_Task,), "backward": (_Task, _Gradients), "step": (_Step,)}
 DELTA = cpp.Source(
     Path(__file__).with_name("delta.cpp"),
     {
@@ -89,8 +102,8 @@ def cpp_reasons(x: DeltaInputs) -> list[str]:
 
 def run_step_cpp(x: DeltaInputs) -> Result:
     """Run the kernel of one token; with gradients, that of a sequence."""
-    if is_step(x):
-        return run_step(x, DELTA, TYPE_NAMES[x.state_dtype])
+    if _is_step(x):
+        return _run_step(x)
     return run_on_slots(x, run_cpp)
 
 
@@ -114,6 +127,58 @@ def run_cpp(x: DeltaInputs) -> Result:
     options = (x.scale, x.chunk_size or CPP_CHUNK, x.return_state, needs_grad)
     out, state, _ = delta_cpp(*tensors, *bounds, *options)
     return out, DeltaState(state) if x.return_state else None
+
+
+def _is_step(x: DeltaInputs) -> bool:
+    """Return whether :func:`_run_step` computes a call: one token, and no gradients."""
+    if x.k.shape[2] != 1 or type(x.v) is not Tensor:
+        return False
+    return is_plain_call(x.q, x.k, x.v, x.beta, x.log_decay, *(x.state or ()))
+
+
+def _run_step(x: DeltaInputs) -> Result:
+    """Run the kernel on one token, in the place of the state if ``x.reuse_state``.
+
+    It normalises queries and keys if ``x.normalize``.
+    """
+    kv, slots = x.first_state().kv.contiguous(), x.slots
+    if slots is not None:  # the kernel writes the next states of some sequences only
+        kv = kv if x.reuse_state else kv.clone()
+        slots = slots.to(torch.int64).contiguous()
+    last = kv if x.reuse_state or slots is not None else torch.empty_like(kv)
+    dtype, batch = kv.dtype, x.q.shape[0]
+    q, k, v = (_rows(t, dtype) for t in (x.q, x.k, x.v))
+    beta, log_decay = _cast(x.beta, dtype), x.log_decay
+    _, heads, size, columns = kv.shape
+    decay_steps, decays = (0, 0), 0
+    if log_decay is not None:
+        log_decay = _rows(log_decay, dtype) if log_decay.dim() == 4 else _cast(log_decay, dtype)
+        decays = size if log_decay.dim() == 4 else 1
+        steps = log_decay.stride()
+        decay_steps = (0, steps[0]) if len(steps) == 1 else (steps[0], steps[1])
+    out = v.new_empty(batch, q.shape[1], 1, columns)
+    task = _Step(
+        *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, size, columns, decays),
+        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *beta.stride()[:2], *decay_steps),
+        *(x.scale, NORM_EPS if x.normalize else -1.0),
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), beta.data_ptr()),
+        None if log_decay is None else log_decay.data_ptr(),
+        *(kv.data_ptr(), out.data_ptr(), last.data_ptr()),
+        None if slots is None else slots.data_ptr(),
+    )
+    getattr(cpp.load(DELTA), f"delta_step_{TYPE_NAMES[x.state_dtype]}")(task)
+    return _cast(out, x.v.dtype), DeltaState(last)
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x`` in a dtype, with contiguous rows."""
+    x = _cast(x, dtype)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x`` in a dtype; a call of ``to`` that changes nothing is 3% of a step."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 class _Arguments:

@@ -1,6 +1,7 @@
-r"""The delta rule in chunks: one triangular system inside a chunk, one state between chunks.
+r"""The delta rule in torch: in chunks, and token by token.
 
-With the state decayed from the chunk's start, :math:`A_t = e^{b_t}`, the recurrence unrolls to
+The chunk form has one triangular system inside a chunk, and one state between chunks. With the
+state decayed from the chunk's start, :math:`A_t = e^{b_t}`, the recurrence unrolls to
 
 .. math:: S_t = A_t S_0 + \sum_{j \le t} e^{b_t - b_j} k_j u_j^T, \qquad u_t = \beta_t e_t, \qquad
           e_t = v_t - A_t k_t S_0 - \sum_{j < t} (k_t^T e^{b_t - b_j} k_j)\, u_j
@@ -10,9 +11,9 @@ the strictly lower triangle of the decayed products of keys. The system is solve
 substitution. With u for values, the rest is linear attention: the decays and their gradients come
 from :mod:`attnzoo.ops.linear.chunk_common`, where the keys are one more group of queries.
 
-The forward pass computes the chunks of a few heads in order, so that the working set stays in the
-cache. For the backward pass it saves the inputs and e, which has the size of the values. The
-gradient of e solves the transposed system. Both passes are custom operators, opaque to
+The forward pass of the chunk form computes the chunks of a few heads in order, so that the working
+set stays in the cache. For the backward pass it saves the inputs and e, which has the size of the
+values. The gradient of e solves the transposed system. Both passes are custom operators, opaque to
 ``torch.compile``. Sources: Yang et al., 2024, arXiv:2406.06484 (the WY form), arXiv:2412.06464
 (decay per token); Kimi Team, 2025, arXiv:2510.26692 (decay per channel).
 Letters as in :mod:`attnzoo.ops.linear.chunk_common`.
@@ -20,13 +21,14 @@ Letters as in :mod:`attnzoo.ops.linear.chunk_common`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnzoo.contract.states import DeltaState
-from attnzoo.ops.delta.common import CHUNK_SIZE, DeltaInputs, Result, normalized
+from attnzoo.ops.delta.common import CHUNK_SIZE, DeltaInputs, Result, normalized, run_on_slots
 from attnzoo.ops.linear.chunk_common import (
     Chunk,
     ChunkInputs,
@@ -242,3 +244,43 @@ def _backward(ctx: Any, d_out: Tensor, d_kv: Tensor, _: Tensor) -> tuple[Tensor 
 
 delta_chunk.register_autograd(_backward, setup_context=_setup_context)
 refuse_derivative(delta_chunk_backward, "delta_attention")
+
+
+def step(x: DeltaInputs) -> Result:
+    """Compute one token: a few operations of fixed shapes, which a CUDA graph can capture."""
+    return run_on_slots(x, _step_on_rows)
+
+
+def _step_on_rows(x: DeltaInputs) -> Result:
+    x = normalized(x)
+    (kv,) = x.first_state()
+    batch, heads, _, size = x.q.shape
+    key_heads = x.k.shape[1]
+    q = x.q.to(kv.dtype).reshape(batch, key_heads, heads // key_heads, size)
+    if x.scale != 1.0:
+        q = q * x.scale
+    k, v, beta = x.k.to(kv.dtype), x.v.to(kv.dtype), x.beta.to(kv.dtype).unsqueeze(-1)
+    if x.log_decay is not None:
+        decay = _column(x).to(kv.dtype).exp()
+        kv = kv.mul_(decay) if x.reuse_state else kv * decay
+    update = beta * (v - k @ kv)
+    kv = kv.addcmul_(k.mT, update) if x.reuse_state else torch.addcmul(kv, k.mT, update)
+    return (q @ kv).view(batch, heads, 1, v.shape[3]).to(x.v.dtype), DeltaState(kv)
+
+
+def run_steps(x: DeltaInputs, step: Callable[[DeltaInputs], Result]) -> Result:
+    """Compute all tokens of rows, one step after another, with the implementation of one token."""
+    x = normalized(x)
+    outs, state = [x.v.new_empty(*x.q.shape[:2], 0, x.v.shape[3])], x.state
+    for t in range(x.k.shape[2]):
+        out, state = step(x.tokens(t, t + 1)._replace(state=state))
+        outs.append(out)
+    return torch.cat(outs, 2), state
+
+
+def _column(x: DeltaInputs) -> torch.Tensor:
+    """Return the log decays of one token as ``[B or 1, Hkv, D or 1, 1]``."""
+    assert x.log_decay is not None
+    if x.log_decay.dim() == 4:
+        return x.log_decay.mT
+    return x.log_decay.view(-1, x.k.shape[1], 1, 1)
