@@ -19,9 +19,13 @@ from attnzoo.contract.states import AttentionOutput, MatrixState, put_slots
 from attnzoo.contract.validation import check_shape, empty_output, is_empty_call
 from attnzoo.ops.linear.common import state_dtype
 from attnzoo.ops.linear.gated_step import check_gated
-from attnzoo.ops.matrix_gate.context_parallel import state_from_earlier_ranks
 from attnzoo.ops.matrix_gate.reference import run_reference
-from attnzoo.ops.matrix_gate.torch import MatrixGateInputs, TakeTokens, run_torch
+from attnzoo.ops.matrix_gate.torch import (
+    MatrixGateInputs,
+    TakeTokens,
+    run_torch,
+    state_from_earlier_ranks,
+)
 
 
 def matrix_gated_attention(

@@ -1,4 +1,4 @@
-"""Linear attention with a full-matrix gate, token by token in torch.
+"""Linear attention with a full-matrix gate, token by token, and the state of earlier ranks.
 
 Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T tokens, D key size, E value size.
 """
@@ -12,6 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.contract.context_parallel import (
+    SequenceShard,
+    fold_earlier_states,
+    log_decay_across_shard,
+)
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import MatrixState
 
@@ -85,13 +90,35 @@ def run_torch(x: MatrixGateInputs) -> MatrixGateResult:
     return out.flatten(1, 2).to(x.v.dtype), MatrixState(*sums.chunk(2, -1))
 
 
-def state_of_tokens(x: MatrixGateInputs) -> MatrixState:
+def _state_of_tokens(x: MatrixGateInputs) -> MatrixState:
     """Return the state after this rank's tokens, from an empty state."""
     return run_torch(x._replace(q=torch.zeros_like(x.k)))[1]
 
 
-def total_log_decay(x: MatrixGateInputs) -> Tensor:
+def _total_log_decay(x: MatrixGateInputs) -> Tensor:
     """Return the sum of the log decays of all tokens, ``[B, Hkv, D, E]``."""
     starts = range(0, x.k.shape[2], BLOCK)
     blocks = [x.decays(t, min(t + BLOCK, x.k.shape[2])).sum(2) for t in starts]
     return torch.stack(blocks).sum(0)
+
+
+def state_from_earlier_ranks(
+    x: MatrixGateInputs, shard: SequenceShard, sequences: Sequences | None
+) -> MatrixState:
+    """Return the states before this rank's tokens, one for each of its sequences.
+
+    Args:
+        x: This rank's tokens, one row a sequence, from empty states.
+        shard: This rank's part of the sequences.
+        sequences: Those of the tokens, if they are one row; the rows are in ``shard.layout``.
+    """
+    last, log_decay = _state_of_tokens(x), _total_log_decay(x)
+    if shard.layout is not None and sequences is not None:
+        last, log_decay = (
+            MatrixState(*shard.layout.state_to_rows(last, sequences.count)),
+            shard.layout.state_to_rows(MatrixState(log_decay, log_decay), sequences.count).kv,
+        )
+    decay = log_decay_across_shard(log_decay, shard).exp()
+    total = fold_earlier_states(torch.cat(list(last), 3), torch.cat([decay, decay], 3), shard)
+    states = shard.states(MatrixState(*total.chunk(2, 3)), sequences)
+    return MatrixState(*(y.to(x.state.kv.dtype) for y in states))

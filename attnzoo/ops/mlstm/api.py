@@ -7,18 +7,30 @@ Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.contract.context_parallel import SequenceShard
+from attnzoo.contract.context_parallel import (
+    LOG_ZERO,
+    SequenceShard,
+    accumulation_dtype,
+    clear_finished_sequences,
+    gather_from_earlier_ranks,
+    log_decay_across_shard,
+    reset_new_sequences,
+)
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, LinearState, StabilizedState
 from attnzoo.contract.validation import check_shape, check_size
 from attnzoo.ops.features.functional import widen
-from attnzoo.ops.linear.common import StepGate
-from attnzoo.ops.linear.gated_step import GatedInputs, check_gated, run_gated
-from attnzoo.ops.linear.sums import register_reduction
-from attnzoo.ops.mlstm.context_parallel import state_from_earlier_ranks
-from attnzoo.ops.mlstm.torch import run, run_step
+from attnzoo.ops.linear.common import LinearInputs, StepGate, state_dtype
+from attnzoo.ops.linear.decay import LOWEST_LOG_DECAY
+from attnzoo.ops.linear.gated_step import GatedInputs, GatedResult, check_gated, run_gated
+from attnzoo.ops.linear.step import step
+from attnzoo.ops.linear.sums import ComputeSums, SumsCall, register_reduction, wide_values
+
+LOWEST_STABILIZER = -87.0  # exp(87) is finite in float32
 
 
 def mlstm_attention(
@@ -141,7 +153,7 @@ def _inputs(
     # The error of 16-bit sums over gates would grow with the number of tokens
     log_forget, log_input = widen(log_forget), widen(log_input)
     if shard is not None:
-        state = state_from_earlier_ranks(k, v, log_forget, log_input, shard, sequences)
+        state = _state_from_earlier_ranks(k, v, log_forget, log_input, shard, sequences)
     return GatedInputs(
         *(q, k, v, log_forget, None if state is None else LinearState(state.kv, state.k)),
         StepGate(None, log_input, None if state is None else state.m),
@@ -151,6 +163,55 @@ def _inputs(
         reuse_state=reuse_state,
         slots=slots,
     )
+
+
+def _state_from_earlier_ranks(
+    k: Tensor,
+    v: Tensor,
+    log_forget: Tensor,
+    log_input: Tensor,
+    shard: SequenceShard,
+    sequences: Sequences | None,
+) -> StabilizedState:
+    """Return the state over the tokens of all earlier ranks.
+
+    Args:
+        k: This rank's keys after the feature map, ``[B, Hkv, T, D]``.
+        v: Values, ``[B, Hkv, T, E]``.
+        log_forget: ``[B, Hkv, T]``, at most 0.
+        log_input: ``[B, Hkv, T]``, of any size.
+        shard: This rank's part of the sequences.
+        sequences: Those of the tokens, if they are one row; the rows are in ``shard.layout``.
+
+    Returns:
+        The sums in float32 or wider, divided by ``exp(m)``.
+    """
+    log_weight = log_input.unsqueeze(3)
+    if shard.layout is not None:  # padding has weight 0 and decays nothing
+        is_real = shard.rows(torch.ones_like(log_weight)) > 0
+        log_weight = shard.rows(log_weight).masked_fill(~is_real, LOG_ZERO)
+        k, v, log_forget = (shard.rows(x) for x in (k, v, log_forget.unsqueeze(3)))
+        log_forget = log_forget.squeeze(3)
+    k, v = (x.to(accumulation_dtype(k, v)) for x in (k, v))
+    # Summed from the end, so that the largest weights come from short sums
+    log_decay = log_forget.to(k.dtype).clamp(min=LOWEST_LOG_DECAY)
+    reverse_sums = log_decay.flip(2).cumsum(2).flip(2).unsqueeze(3)
+    later = F.pad(reverse_sums[:, :, 1:], (0, 0, 0, 1))
+    log_state_decay = log_decay_across_shard(reverse_sums[:, :, 0], shard)
+    log_weight = (later + log_weight.to(k.dtype)).clamp(min=LOG_ZERO)
+    log_weight = clear_finished_sequences(log_weight, shard, LOG_ZERO)
+    maximum = log_weight.detach().amax(2)  # [B, Hkv, 1]
+    k = k * (log_weight - maximum.unsqueeze(2)).exp()
+    sums = torch.cat([k.mT @ v, k.sum(2).unsqueeze(3)], 3)
+    total, m = torch.zeros_like(sums), torch.zeros_like(maximum)
+    for other, other_decay, other_m in gather_from_earlier_ranks(
+        [sums, log_state_decay, maximum], shard
+    ):
+        new_m = torch.maximum(other_decay.detach() + m, other_m)
+        decay, weight = (other_decay + m - new_m).exp(), (other_m - new_m).exp()
+        total, m = total * decay.unsqueeze(3) + other * weight.unsqueeze(3), new_m
+    total, m = (reset_new_sequences(x, shard) for x in (total, m.squeeze(2).detach()))
+    return shard.states(StabilizedState(total[..., :-1], total[..., -1], m), sequences)
 
 
 def _attend(op: str, x: GatedInputs, impl: str) -> AttentionOutput:
@@ -163,4 +224,101 @@ def _attend(op: str, x: GatedInputs, impl: str) -> AttentionOutput:
     return AttentionOutput(out, state, None, choice)
 
 
-register_reduction("mlstm", run, run_step)
+# -- implementations -------------------------------------------------------------------------------
+
+
+def _run(x: GatedInputs, *, sums: ComputeSums) -> GatedResult:
+    """Compute all tokens by linear attention, relative to the stabiliser."""
+    _, log_input, initial = x.gate
+    assert log_input is not None
+    log_forget, tokens = x.log_decay, x.places()
+    if tokens.inside is not None:
+        log_forget = torch.where(tokens.inside, log_forget, 0)
+        log_input = torch.where(tokens.inside, log_input, 0)
+    before = None if initial is None else tokens.at_first(initial.to(log_forget.dtype))
+    m = stabilizer(log_forget, log_input, tokens.first, before)
+    start = torch.zeros_like(m) if before is None else before
+    m_before = torch.where(tokens.first, start, F.pad(m[:, :, :-1], (1, 0)))
+    log_decay = log_forget + (m_before - m)
+    log_decay = log_decay - log_decay.detach().clamp(min=0)  # above 0 only by rounding
+    state = None
+    if x.state is not None:
+        kv, z = x.state
+        state = LinearState(torch.cat([kv, z.unsqueeze(-1)], -1), z)
+    call = SumsCall(
+        x.q,
+        x.k * (log_input - m).exp().unsqueeze(-1),
+        F.pad(wide_values(x), (0, 1), value=1.0),
+        log_decay,
+        *(state, x.sequences, x.return_state, x.chunk_size, True, x.v.dtype),
+    )
+    out, last, divide = sums(call)
+    lower_bound = (-m.clamp(min=LOWEST_STABILIZER)).exp()
+    lower_bound = lower_bound.repeat_interleave(x.q.shape[1] // x.k.shape[1], 1)
+    denominator = torch.maximum(out[..., -1:].abs(), lower_bound.unsqueeze(-1))
+    out = divide(out[..., :-1], denominator).to(x.v.dtype)
+    if last is None:
+        return out, None, None
+    return out, LinearState(last.kv[..., :-1], last.k), tokens.last(m, initial)
+
+
+def _run_step(x: GatedInputs) -> GatedResult:
+    """Compute one token: the step of linear attention, and a quotient."""
+    _, log_input, initial = x.gate
+    assert log_input is not None
+    assert initial is not None
+    dtype = state_dtype(x.q, x.k, x.v)
+    forget, write = x.log_decay, log_input  # [B, Hkv, 1]
+    before = initial.to(forget.dtype).unsqueeze(2)
+    with torch.no_grad():
+        m = torch.maximum(forget.double() + before, write.double()).to(forget.dtype)
+    log_decay = forget + (before - m)
+    log_decay = log_decay - log_decay.detach().clamp(min=0)  # above 0 only by rounding
+    key = x.k * (write - m).exp().unsqueeze(-1)
+    assert x.state is not None
+    state = LinearState(*(y.to(dtype) for y in x.state))
+    inputs = (x.q, key, wide_values(x), log_decay, state, True, False, 1.0, 0.0, None)
+    reuse = x.reuse_state and not torch.is_grad_enabled()
+    out, last = step(LinearInputs(*inputs, "identity", 1.0, reuse_state=reuse))
+    assert last is not None
+    queries = x.q.to(dtype).unflatten(1, (x.k.shape[1], -1))  # [B, Hkv, G, 1, D]
+    weight = (queries @ last.k[:, :, None, :, None]).flatten(1, 2)  # [B, H, 1, 1]
+    lower_bound = (-m.clamp(min=LOWEST_STABILIZER)).exp()
+    lower_bound = lower_bound.repeat_interleave(x.q.shape[1] // x.k.shape[1], 1)
+    out = out / torch.maximum(weight.abs(), lower_bound.unsqueeze(-1))
+    return out.to(x.v.dtype), last, m.squeeze(2)
+
+
+@torch.no_grad()
+def stabilizer(
+    log_forget: Tensor, log_input: Tensor, first: Tensor, before: Tensor | None
+) -> Tensor:
+    r"""Return :math:`m_t = \max(\log f_t + m_{t-1}, i_t)`, ``[B, Hkv, T]``, as an associative scan.
+
+    The output of mLSTM does not depend on m, so it has no gradient. Each step is a function
+    :math:`m \mapsto \max(a + m, b)`. Two such functions compose to one of the same kind, so log2(T)
+    rounds compute all tokens, without a difference of two long sums.
+
+    Args:
+        log_forget: log f, ``[B, Hkv, T]``.
+        log_input: i, ``[B, Hkv, T]``.
+        first: The first tokens of sequences, ``[T]`` bool.
+        before: m before those tokens, ``[B, Hkv, T]``; ``None`` means 0.
+
+    Returns:
+        m in the dtype of ``log_forget``.
+    """
+    a, b = log_forget.double(), log_input.double()
+    m = a if before is None else a + before
+    b = torch.where(first, torch.maximum(m, b), b)
+    a = a.masked_fill(first, -torch.inf)
+    offset = 1
+    while offset < a.shape[2]:
+        earlier_a = F.pad(a[:, :, :-offset], (offset, 0))
+        earlier_b = F.pad(b[:, :, :-offset], (offset, 0), value=-torch.inf)
+        a, b = earlier_a + a, torch.maximum(earlier_b + a, b)
+        offset *= 2
+    return b.to(log_forget.dtype)
+
+
+register_reduction("mlstm", _run, _run_step)

@@ -6,8 +6,7 @@ import torch
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import StabilizedState
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.mlstm.api import mlstm_attention, recurrent_mlstm_attention
-from attnzoo.ops.mlstm.torch import stabilizer
+from attnzoo.ops.mlstm.api import mlstm_attention, recurrent_mlstm_attention, stabilizer
 from tests.helpers import by_sequence, in_form
 
 B, HKV, G, D, E = 2, 2, 2, 5, 3
