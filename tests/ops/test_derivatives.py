@@ -18,8 +18,8 @@ from attnzoo.ops.features.random_features import (
     positive_queries,
 )
 from attnzoo.ops.hybrid.api import LinearBranch
+from attnzoo.ops.linear.context_parallel import decayed_sums
 from attnzoo.ops.linear.cpu.call import LINEAR
-from attnzoo.ops.linear.state_summary import decayed_sums
 from attnzoo.runtime import cpp
 
 LENGTH, SIZE = 20, 4

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnzoo.ops.linear.api import linear_attention
-from attnzoo.ops.linear.state_summary import decayed_sums
+from attnzoo.ops.linear.context_parallel import decayed_sums
 
 
 def inputs(tokens, features, dtype=torch.float64, strength=0.3):
