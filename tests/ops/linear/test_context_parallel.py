@@ -1,4 +1,4 @@
-"""The state summary: forward and backward against the plain formula, for any gate."""
+"""The decayed sums of a rank: forward and backward against the plain formula, for any gate."""
 
 import pytest
 import torch
