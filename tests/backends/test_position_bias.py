@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from attnzoo.backends.gates.fixed import alibi_log_decay
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.longformer import by_band, dense
+from attnzoo.ops.longformer import by_band
 from attnzoo.ops.longformer.api import longformer_attention
 from attnzoo.ops.lsh.api import lsh_attention, shared_qk_attention
 from attnzoo.ops.lsh.options import LSHOptions
@@ -157,7 +157,7 @@ def test_alibi_of_a_long_sequence_is_not_expanded():
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("count", [1, 30, 99])
 def test_the_last_queries_of_longformer_equal_one_pass(monkeypatch, count, padded, impl):
-    monkeypatch.setattr(dense, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(by_band, "QUERY_BLOCK", 16)
     (q, k, v), bias = qkv(), torch.randn(1, HEADS, LENGTH, LENGTH, dtype=torch.float64)
     padding = torch.ones(ROWS, LENGTH, dtype=torch.bool)
     padding[0, :9] = False

@@ -16,18 +16,24 @@ w window, d dilation, G global tokens.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from attnzoo.contract.implementation import Implementation, register_implementation, select
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
-from attnzoo.contract.validation import check_qkv, empty_output, is_empty_call
+from attnzoo.contract.validation import (
+    check_broadcastable,
+    check_qkv,
+    check_shape,
+    empty_output,
+    is_empty_call,
+)
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.longformer import varlen
 from attnzoo.ops.longformer.by_band import cpp_reasons, run_cpp, run_torch, skip_cpp
 from attnzoo.ops.longformer.call import GlobalTokens, LongformerCall
 from attnzoo.ops.longformer.reference import run_reference
-from attnzoo.ops.longformer.validation import check_global_tokens, check_mask
 from attnzoo.ops.window.pattern import Pattern, PerHead, expand_bias
 
 register_implementation(
@@ -145,11 +151,11 @@ def pattern_attention(
 
     The pattern holds the window, the dilation and the causality; the rest is as there.
     """
-    check_mask(mask)
+    _check_mask(mask)
     if isinstance(global_tokens, Tensor):
         global_tokens = GlobalTokens(global_tokens)
     if global_tokens is not None:
-        check_global_tokens(global_tokens, q, k, v, mask)
+        _check_global_tokens(global_tokens, q, k, v, mask)
     if global_tokens is not None and mask.padding is not None:
         global_tokens = global_tokens._replace(is_global=global_tokens.is_global & mask.padding)
     fewer = q.shape[2] != k.shape[2]
@@ -175,3 +181,42 @@ def pattern_attention(
     if is_empty_call(q, k):
         return AttentionOutput(empty_output(q, k, v), impl=choice)
     return AttentionOutput(implementation.run(call), impl=choice)
+
+
+def _check_mask(mask: AttentionMask) -> None:
+    """Raise ``UnsupportedError`` for a mask that no implementation supports."""
+    if mask.function is not None:
+        raise UnsupportedError(
+            f"the mask is {mask.function_name or 'a function'}, and longformer_attention supports "
+            "causality, padding, segments and a window; use softmax_attention or flash_attention."
+        )
+    if mask.num_sinks:
+        raise UnsupportedError(
+            f"the mask has num_sinks={mask.num_sinks}, which longformer_attention does not "
+            "support; give the first tokens as global_tokens."
+        )
+
+
+def _check_global_tokens(
+    tokens: GlobalTokens, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+) -> None:
+    """Raise ``UnsupportedError`` if global tokens do not fit the call."""
+    found = tokens.is_global
+    check_broadcastable("global_tokens", found, (k.shape[0], k.shape[2]), "B, S", q.device)
+    if found.dim() != 2 or found.dtype != torch.bool:
+        raise UnsupportedError(
+            f"global_tokens must have two dims and be bool, got {found.dim()} and {found.dtype}."
+        )
+    shape = (*q.shape[:2], k.shape[2], q.shape[3])
+    for name, x, wanted, letters in (
+        ("q", tokens.q, shape, "B, H, S, D"),
+        ("k", tokens.k, tuple(k.shape), "B, Hkv, S, D"),
+        ("v", tokens.v, tuple(v.shape), "B, Hkv, S, E"),
+    ):
+        if x is not None:
+            check_shape(f"global_tokens.{name}", x, wanted, letters, q.device)
+    if mask.segment_ids is not None:
+        raise UnsupportedError(
+            "global tokens are given together with segment_ids, which longformer_attention does "
+            "not support; run the sequences as rows of a batch."
+        )

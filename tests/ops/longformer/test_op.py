@@ -29,7 +29,7 @@ PATHS = ["reference", "blockwise", "batched", "cpp"]
 def attend(request, monkeypatch):
     """Return the op by one of its paths, with blocks so short that there are several."""
     monkeypatch.setattr(blockwise_cpu, "BLOCK", 8)
-    monkeypatch.setattr("attnzoo.ops.longformer.batched_blocks.MIN_BLOCK", 8)
+    monkeypatch.setattr("attnzoo.ops.longformer.by_band.MIN_BLOCK", 8)
     if request.param == "batched":
 
         def batched(q, k, v, options, bias):
