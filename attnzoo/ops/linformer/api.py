@@ -40,8 +40,8 @@ from attnzoo.ops.linformer.common import (
     LinformerCall,
     empty_state,
 )
-from attnzoo.ops.linformer.full_sequence import run_torch
 from attnzoo.ops.linformer.reference import run_block_reference, run_reference
+from attnzoo.ops.linformer.rows import run_torch
 
 register_implementation(
     Implementation(

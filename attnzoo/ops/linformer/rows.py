@@ -1,4 +1,7 @@
-"""Pooling of tokens to rows, and softmax attention to rows, for both forms of Linformer.
+"""The rows of Linformer: pooling and projection of tokens to rows, and softmax attention to rows.
+
+The bidirectional form is one projection of the full sequence, and attention to its rows; the causal
+form (:mod:`attnzoo.ops.linformer.causal_blocks`) shares the pooling and the attention.
 
 Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
 L longest sequence, R rows.
@@ -9,6 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from attnzoo.contract.padding import gather_tokens
+from attnzoo.ops.linformer.common import LinformerCall
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -96,3 +102,53 @@ def attend_to_rows(
             bias = bias.repeat(1, 1, groups, 1)
     out = scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
     return out.reshape(batch, heads, length, -1)
+
+
+def run_torch(x: LinformerCall) -> Tensor:
+    """Return the bidirectional form, ``[B, H, T, E]``, in the dtype of :func:`compute_dtype`."""
+    keys, device, padding_mask = x.k.shape[2], x.k.device, x.padding_mask
+    counts = row_counts(padding_mask, keys, x.key_rows.shape[2], device) if x.pooling else None
+    bias = None if counts is None else row_bias(counts)
+    wide = torch.promote_types(x.q.dtype, torch.float32)
+    means = None if counts is None else pool_matrix(counts, keys, wide)
+    dtype = compute_dtype(x.q)
+    row_k = _project(x.k, x.key_rows, padding_mask, means).to(dtype)
+    row_v = _project(x.v, x.value_rows, padding_mask, means).to(dtype)
+    if padding_mask is None and counts is not None and keys % counts.shape[1] == 0:
+        bias = None  # all rows pool the same number of tokens
+    return attend_to_rows(x.q, row_k, row_v, bias, scale=x.scale, dropout=x.dropout)
+
+
+def _project(x: Tensor, rows: Tensor, padding_mask: Tensor | None, means: Tensor | None) -> Tensor:
+    """Project keys or values ``[B, Hkv, S, D]`` along the sequence to ``[B, Hkv, R', D]``.
+
+    Args:
+        x: Keys or values.
+        rows: ``[1 or Hkv, L, R]``.
+        padding_mask: ``[B, S]``, false at padding, which is moved to the end.
+        means: From :func:`pool_matrix`, with pooling.
+    """
+    x = x.to(compute_dtype(x))
+    if padding_mask is not None:
+        is_padding, order = (~padding_mask).to(torch.uint8).sort(dim=1, stable=True)
+        x = gather_tokens(x, order)
+        x = x.masked_fill(is_padding.bool()[:, None, :, None], 0)
+    weights = rows[:, : x.shape[2]].to(x.dtype)
+    if means is None:
+        return _sum_tokens(weights, x)
+    means = means.to(x.dtype)
+    weights = weights[:, :, : means.shape[3]]
+    if padding_mask is None:
+        return _sum_tokens(weights + means[0], x)
+    return _sum_tokens(weights, x) + means.mT @ x  # means differ between sequences of the batch
+
+
+def _sum_tokens(weights: Tensor, x: Tensor) -> Tensor:
+    """Multiply ``[1 or Hkv, S, R]`` transposed with ``[B, Hkv, S, D]``."""
+    batch, heads, tokens, size = x.shape
+    if weights.shape[0] == 1:
+        # One product for all heads, which models lay out next to each other in memory. For other
+        # layouts, a copy costs less than a gradient of the weights for every head
+        flat = weights[0].mT @ x.transpose(1, 2).reshape(batch, tokens, heads * size)
+        return flat.view(batch, -1, heads, size).transpose(1, 2)
+    return weights.mT @ x
