@@ -6,7 +6,7 @@ and time O(T (w + C + G) D). A band needs a mask only at the two corners of each
 band is a plain one over every d-th token.
 Source: Beltagy et al., 2020, arXiv:2004.05150.
 Letters: B batch, H query heads, Hkv key heads, N = B Hkv rows, n rows of a chunk, g query heads of
-a row, T tokens, C queries of a block, W keys of a block's band, G global keys, D key size, E value
+a row, T tokens, S keys, C queries of a block, W keys of a band, G global keys, D key size, E value
 size, d dilation.
 """
 
@@ -21,13 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.padding import gather_tokens
-from attnzoo.ops.window.blockwise_bias import (
-    add_bias,
-    add_bias_gradients,
-    finite_bias,
-    mask_value,
-    query_rows,
-)
 from attnzoo.ops.window.pattern import Band, GlobalIndices, gather_bias
 from attnzoo.runtime.derivatives import check_reverse_mode, first_derivative_only
 from attnzoo.runtime.memory import empty_huge_pages
@@ -76,7 +69,7 @@ def blockwise_local_attention(
     if bias is not None:
         bias = bias.to(wide)
         if bool(bias.isneginf().any()):
-            bias, options = finite_bias(bias), replace(options, bias_hides_keys=True)
+            bias, options = _finite_bias(bias), replace(options, bias_hides_keys=True)
     if options.global_indices is not None:
         index = options.global_indices.positions
         k_global, v_global = (
@@ -155,7 +148,7 @@ class _Phase:
         step = options.band.dilation
         self.tokens = slice(first, None, step)
         self.length = -(-(length - first) // step)
-        self.mask_value = mask_value(like.dtype)
+        self.mask_value = _mask_value(like.dtype)
         square = torch.full((BLOCK, BLOCK), self.mask_value, dtype=like.dtype, device=like.device)
         self.left_corner, self.right_corner = square.tril(-1), square.triu(1)
         self.key_bias: Tensor | None = None
@@ -191,9 +184,9 @@ class _Phase:
         assert k is not None
         assert v is not None
         if bias is not None:
-            bias = query_rows(bias, self.tokens)[..., self.tokens]
+            bias = _query_rows(bias, self.tokens)[..., self.tokens]
         if global_bias is not None:
-            global_bias = query_rows(global_bias, self.tokens)
+            global_bias = _query_rows(global_bias, self.tokens)
         qkv = q[:, :, self.tokens], k[:, self.tokens], v[:, self.tokens]
         return (*qkv, k_global, v_global, bias, global_bias)
 
@@ -306,7 +299,7 @@ def _block_scores(queries: Tensor, inputs: tuple[Any, ...], block: _Block, rows:
     scores = scaled_products(k[rows, band])
     if k_global is not None:
         scores = torch.cat([scaled_products(k_global[rows]), scores], -1)
-    add_bias(scores, inputs, positions, band, rows)
+    _add_bias(scores, inputs, positions, band, rows)
     block.mask(scores, rows)
     return scores
 
@@ -369,7 +362,7 @@ def _block_backward(
     grad_scores.addcmul_(weights, total, value=-1)
     by_head = grad_scores.unflatten(1, (q.shape[1], -1))
     positions = slice(block.start, block.stop)
-    add_bias_gradients(by_head, grads, positions, keys, rows, q.shape[0])
+    _add_bias_gradients(by_head, grads, positions, keys, rows, q.shape[0])
     scale = block.phase.options.scale
     grad_queries = torch.bmm(grad_scores[..., first:], k[rows, keys])
     grad_k[rows, keys].add_(torch.bmm(grad_scores[..., first:].mT, queries), alpha=scale)
@@ -378,3 +371,62 @@ def _block_backward(
         grad_k_global[rows].add_(torch.bmm(grad_scores[..., :first].mT, queries), alpha=scale)
     into = grad_q[rows, :, block.start : block.stop]
     into.copy_(grad_queries.mul_(scale).view_as(into))
+
+
+def _mask_value(dtype: torch.dtype) -> float:
+    """Return the score of a masked key: its weight is 0, and the sum of four is finite."""
+    return torch.finfo(dtype).min / 8
+
+
+def _finite_bias(bias: Tensor) -> Tensor:
+    """Return a bias that masks keys where it is -inf; other numbers stay well above the mask's."""
+    masked = _mask_value(bias.dtype)
+    return bias.clamp_min(masked / 4).masked_fill(bias.isneginf(), masked)
+
+
+def _query_rows(bias: Tensor, queries: slice) -> Tensor:
+    """Return the rows of some queries of ``[..., 1 or T, S]``, where one row may serve them all."""
+    return bias if bias.shape[-2] == 1 else bias[..., queries, :]
+
+
+def _bias_index(bias: Tensor, count: int, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return the index of each row in the bias ``[1 or B, Hkv, ...]``: batch and key head."""
+    row = torch.arange(count, device=bias.device)[rows]
+    return row // bias.shape[1] * (len(bias) > 1), row % bias.shape[1]
+
+
+def _add_bias(
+    scores: Tensor, inputs: tuple[Any, ...], queries: slice, band: slice, rows: slice
+) -> None:
+    """Add the biases to the scores ``[n, g C, G + W]`` of a block of queries and its band."""
+    q, *_, bias, global_bias = inputs
+    first = scores.shape[2] - (band.stop - band.start)  # G
+    by_head = scores.view(len(scores), q.shape[1], -1, scores.shape[2])
+    if bias is not None:
+        in_band = _query_rows(bias, queries)[..., band]
+        by_head[..., first:].add_(in_band[_bias_index(bias, q.shape[0], rows)])
+    if global_bias is not None:
+        by_head[..., :first].add_(_query_rows(global_bias[rows], queries))
+
+
+def _add_bias_gradients(
+    grad_scores: Tensor,
+    grads: tuple[Any, ...],
+    queries: slice,
+    band: slice,
+    rows: slice,
+    count: int,
+) -> None:
+    """Add the gradients of the scores ``[n, g, C, G + W]`` to those of the biases."""
+    *_, grad_bias, grad_global_bias = grads
+    first = grad_scores.shape[3] - (band.stop - band.start)  # G
+    if grad_bias is not None:
+        into = _query_rows(grad_bias, queries)[..., band]
+        part = grad_scores[..., first:]
+        part = part.sum(2, keepdim=True) if into.shape[-2] == 1 else part
+        into.index_put_(_bias_index(grad_bias, count, rows), part, accumulate=True)
+    if grad_global_bias is not None:
+        into = _query_rows(grad_global_bias, queries)
+        part = grad_scores[..., :first]
+        part = part.sum(2, keepdim=True) if into.shape[-2] == 1 else part
+        into[rows].add_(part)
