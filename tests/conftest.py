@@ -23,7 +23,7 @@ os.environ["OMP_NUM_THREADS"] = str(min(_share, int(os.environ.get("OMP_NUM_THRE
 INTERPRETED = (
     "attnzoo.ops.block_sparse.triton.launch",
     "attnzoo.ops.block_sparse.triton.selection_launch",
-    "attnzoo.ops.block_sparse.triton.step_launch",
+    "attnzoo.ops.block_sparse.triton.step",
     "attnzoo.ops.delta.triton.custom_op",
     "attnzoo.ops.delta.triton.step",
     "attnzoo.ops.linear.triton.custom_op",

@@ -14,8 +14,8 @@ from attnzoo.ops.block_sparse.options import SelectionOptions, SparseCall, Spars
 from attnzoo.ops.block_sparse.selection import MEAN, select_blocks, summarize
 from attnzoo.ops.block_sparse.triton import check as check_triton
 from attnzoo.ops.block_sparse.triton import run as module
-from attnzoo.ops.block_sparse.triton import step_launch
-from attnzoo.ops.block_sparse.triton.check_selection import wrong_selection, wrong_step, wrong_ties
+from attnzoo.ops.block_sparse.triton import step
+from attnzoo.ops.block_sparse.triton.check import wrong_selection, wrong_step, wrong_ties
 from attnzoo.ops.block_sparse.triton.selection_launch import SelectionLauncher
 from tests.helpers import change_implementation
 from tests.kernel_device import float32_slack, kernel_device
@@ -186,8 +186,8 @@ STEPS = {
 def test_decoded_tokens_are_those_of_the_definition(name, monkeypatch):
     """In several parts, with padding, sinks and recent keys apart."""
     for constant in ("SPLIT_BLOCKS", "PART_SLOTS", "TILE_BLOCKS"):
-        monkeypatch.setattr(step_launch, constant, 16)
-    monkeypatch.setattr(step_launch, "SPLIT_BLOCKS", 2)
+        monkeypatch.setattr(step, constant, 16)
+    monkeypatch.setattr(step, "SPLIT_BLOCKS", 2)
     options = {"window": 3, "num_sinks": 2, "top_k": 2, **STEPS[name]}
     indexed = name == "indexer"
     exact = tokens_with_state("reference", torch.float64, options, indexed)
@@ -202,8 +202,8 @@ def test_a_broken_step_fails_the_check(monkeypatch):
     case = check_triton.replace(case, options=OPTIONS._replace(top_k=1))
     call = check_triton.Inputs(case, DEVICE).call
     assert list(wrong_step(call, "a call")) == []
-    run = step_launch.launch_step
-    monkeypatch.setattr(step_launch, "launch_step", lambda *x, **y: 1.1 * run(*x, **y))
+    run = step.launch_step
+    monkeypatch.setattr(step, "launch_step", lambda *x, **y: 1.1 * run(*x, **y))
     assert any("the token differs" in text for text in wrong_step(call, "a call"))
 
 

@@ -112,7 +112,7 @@ def attend_step(
     scale: float,
 ) -> Tensor:
     """Return the output of one token from the tensors of ``StepTensors``; imports Triton."""
-    from attnzoo.ops.block_sparse.triton.step_launch import StepTensors, launch_step
+    from attnzoo.ops.block_sparse.triton.step import StepTensors, launch_step
 
     x = StepTensors(*tensors)
     return launch_step(
