@@ -6,7 +6,7 @@ They run on a GPU if there is one, else interpreted on the CPU.
 import pytest
 import torch
 
-from attnzoo.ops.window.triton.custom_op import window_triton
+from attnzoo.ops.window.triton.window import window_triton
 from tests.helpers import nan_padded
 from tests.kernel_device import float32_slack, kernel_device, nan_in_uninitialized_memory
 

@@ -23,7 +23,7 @@ from attnzoo.ops.linear.triton.launch import (
     empty_states,
 )
 from attnzoo.ops.window.extra_keys import extra_key_gradients, merge_extra_keys
-from attnzoo.ops.window.triton.custom_op import (
+from attnzoo.ops.window.triton.window import (
     launch_window,
     launch_window_backward,
 )

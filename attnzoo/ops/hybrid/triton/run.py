@@ -102,7 +102,7 @@ def run_triton(x: HybridInputs) -> PartsResult:
 
 def _run_bidirectional(x: HybridInputs) -> Tensor:
     """Run the kernels of the window and of linear sums in both directions, and merge in torch."""
-    from attnzoo.ops.window.triton.custom_op import window_triton
+    from attnzoo.ops.window.triton.window import window_triton
 
     check_reverse_mode("hybrid_attention", x.q, x.k, x.v, instead="impl='torch'")
     near, lse = window_triton(x.q, x.k, x.v, _ids(x), x.window, x.window, x.scale, True)
