@@ -14,7 +14,6 @@ from attnzoo.backends.feature_maps.base import get_feature_map
 from attnzoo.backends.feature_maps.config import FeatureMapConfig
 from attnzoo.backends.gates.base import GATES, Decay, Gate, GateModule, get_gate
 from attnzoo.backends.parts.convolution import ShortConvolution
-from attnzoo.backends.parts.output_gate import OutputGate
 from attnzoo.backends.parts.recurrent import RecurrentBackend, RecurrentConfig
 from attnzoo.contract.backend import register
 from attnzoo.contract.capabilities import Capabilities
@@ -105,6 +104,34 @@ def _refusal(gate: type[GateModule]) -> str:
     if gate.scales_keys:
         return "multiplies keys, whose length the delta rule sets to 1"
     return ""
+
+
+class OutputGate(nn.Module):
+    r"""The gate of the state's output, :math:`2\,\sigma(x W_1 W_2 + b)` with rank E.
+
+    KDA (arXiv:2510.26692) multiplies by :math:`\sigma(x W_1 W_2 + b)` after a normalisation of the
+    output. A pretrained layer's output has a length, so there is no normalisation here.
+    """
+
+    def __init__(self, heads: int, value_dim: int, hidden_size: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.empty(value_dim, hidden_size))
+        self.up = nn.Parameter(torch.empty(heads * value_dim, value_dim))
+        self.bias = nn.Parameter(torch.empty(heads, value_dim))
+
+    def reset_parameters(self) -> None:
+        """Initialise to 1 for every token; ``down`` gives ``up`` a gradient."""
+        nn.init.eye_(self.down)
+        nn.init.zeros_(self.up)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return factors, ``[B, H, T, E]``, from ``[B, T, M]`` in float32 or wider."""
+        x, heads = hidden_states, len(self.bias)
+        low = F.linear(x, self.down.to(x.dtype))
+        logits = F.linear(low, self.up.to(x.dtype), self.bias.to(x.dtype).flatten())
+        factors: Tensor = 2 * logits.sigmoid().unflatten(-1, (heads, -1)).transpose(1, 2)
+        return factors
 
 
 @register("delta")
