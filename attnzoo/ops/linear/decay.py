@@ -105,16 +105,9 @@ class Join(NamedTuple):
     second: Tensor  # decay over the second block, [M, 1, D]
 
 
-class Joined(NamedTuple):
-    """The chunk as one block."""
-
-    scores: Tensor  # [N, C * G, C], 0 for future keys
-    q_decayed: Tensor  # from the chunk's start, [N, C * G, D]
-    k_decayed: Tensor  # to the chunk's end, [N, C, D]
-    state_decay: Tensor  # over the chunk, [N, 1, D]
-
-
-def channel_scores(q: Tensor, k: Tensor, gates: Tensor, joins: list[Join] | None = None) -> Joined:
+def channel_scores(
+    q: Tensor, k: Tensor, gates: Tensor, joins: list[Join] | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     r"""Compute :math:`\sum_d q_{id} k_{jd} \exp(b_{id} - b_{jd})`.
 
     Args:
@@ -122,6 +115,10 @@ def channel_scores(q: Tensor, k: Tensor, gates: Tensor, joins: list[Join] | None
         k: ``[N, C, D]``.
         gates: Exponentials of the log decays, ``[N, C, D]``.
         joins: A list to append the tensors to that the backward pass needs, or ``None``.
+
+    Returns:
+        The scores ``[N, C * G, C]``, 0 for future keys; q decayed from the chunk's start; k decayed
+        to its end; and the decay of the state over the chunk, ``[N, 1, D]``.
     """
     n, length, d = k.shape
     groups = q.shape[1] // length
@@ -142,11 +139,11 @@ def channel_scores(q: Tensor, k: Tensor, gates: Tensor, joins: list[Join] | None
         queries.mul_(first)
         keys.mul_(second)
         total, size = first * second, 2 * size
-    return Joined(scores, q_decayed, k_decayed, total.view(n, 1, d))
+    return scores, q_decayed, k_decayed, total.view(n, 1, d)
 
 
 def channel_keys(k: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """Return only ``k_decayed`` and ``state_decay`` of :func:`channel_scores`."""
+    """Return only the last two of :func:`channel_scores`: decayed keys and the state's decay."""
     n, length, d = k.shape
     k_decayed, total, size = k.clone(memory_format=torch.contiguous_format), gates, 1
     while size < length:
@@ -176,7 +173,7 @@ def channel_backward(
         d_scores: ``[N, C * G, C]``; future keys are ignored.
         d_q_decayed: ``[N, C * G, D]``, overwritten.
         d_k_decayed: ``[N, C, D]``, overwritten.
-        d_log_state: ``state_decay`` times its gradient, ``[N, 1, D]``; ``None`` skips log decays.
+        d_log_state: Decay of the state times its gradient, ``[N, 1, D]``; ``None``: no log decays.
     """
     n, length, d = k.shape
     groups = q.shape[1] // length

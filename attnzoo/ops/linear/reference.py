@@ -9,7 +9,6 @@ E value size, F decays per token (1 or D).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from einops import rearrange, repeat
@@ -32,13 +31,9 @@ def run_recurrent_reference(x: LinearInputs) -> Result:
     return _in_pieces(x._replace(state=x.first_state()), 1, _one_token)
 
 
-class _Weights(NamedTuple):
-    """Factors from decay."""
-
-    pairs: Tensor  # from key to query, [B, Hkv, T, S, F]
-    reads: Tensor  # from the incoming state to each query, [B, Hkv, T, F]
-    writes: Tensor  # from each key to the outgoing state, [B, Hkv, S, F]
-    state_decay: Tensor  # from the incoming to the outgoing state, [B, Hkv, F]
+# Factors from decay: from key to query, [B, Hkv, T, S, F]; from the incoming state to each query,
+# [B, Hkv, T, F]; from each key to the outgoing state, [B, Hkv, S, F]; from state to state
+_Weights = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _dense(x: LinearInputs) -> Result:
@@ -52,18 +47,18 @@ def _dense(x: LinearInputs) -> Result:
     q = rearrange(x.q.to(dtype), "b (h g) t d -> b h g t d", h=x.k.shape[1]) * x.scale
     k, v = x.k.to(dtype), x.v.to(dtype)
     weights = _causal_weights(x) if x.causal else _bidirectional_weights(x)
-    w = _Weights(*(weight.to(dtype) for weight in weights))
-    if w.pairs.shape[-1] == 1:
-        scores = (q @ k.mT.unsqueeze(2)) * w.pairs.squeeze(-1).unsqueeze(2)
+    pairs, reads, writes, state_decay = (weight.to(dtype) for weight in weights)
+    if pairs.shape[-1] == 1:
+        scores = (q @ k.mT.unsqueeze(2)) * pairs.squeeze(-1).unsqueeze(2)
     else:
-        scores = torch.einsum("bhgid,bhjd,bhijd->bhgij", q, k, w.pairs)
-    q_decayed, k_decayed = q * w.reads.unsqueeze(2), k * w.writes
+        scores = torch.einsum("bhgid,bhjd,bhijd->bhgij", q, k, pairs)
+    q_decayed, k_decayed = q * reads.unsqueeze(2), k * writes
     out = scores @ v.unsqueeze(2) + q_decayed @ x.state.kv.unsqueeze(2)
     if x.normalize:
         from_state = (q_decayed * x.state.k[:, :, None, None]).sum(-1, keepdim=True)
         out = out / (scores.sum(-1, keepdim=True) + from_state + x.eps)
-    kv = x.state.kv * w.state_decay.unsqueeze(-1) + k_decayed.mT @ v
-    last = LinearState(kv, x.state.k * w.state_decay + k_decayed.sum(2))
+    kv = x.state.kv * state_decay.unsqueeze(-1) + k_decayed.mT @ v
+    last = LinearState(kv, x.state.k * state_decay + k_decayed.sum(2))
     return rearrange(out, "b h g t e -> b (h g) t e").to(x.v.dtype), last
 
 
@@ -77,7 +72,7 @@ def _causal_weights(x: LinearInputs) -> _Weights:
     between = torch.where(after, log_decay.unsqueeze(3), 0.0).cumsum(2)
     pairs = between.exp() * seen[..., None]
     reads = log_decay.cumsum(2).exp()
-    return _Weights(pairs, reads, pairs[:, :, -1], reads[:, :, -1])
+    return pairs, reads, pairs[:, :, -1], reads[:, :, -1]
 
 
 def _bidirectional_weights(x: LinearInputs) -> _Weights:
@@ -85,7 +80,7 @@ def _bidirectional_weights(x: LinearInputs) -> _Weights:
     batch, heads, keys, _ = x.k.shape
     pairs = x.k.new_ones(batch, heads, x.q.shape[2], keys, 1)
     reads, writes = pairs.new_ones(*pairs.shape[:3], 1), pairs.new_ones(batch, heads, keys, 1)
-    return _Weights(pairs, reads, writes, pairs.new_ones(batch, heads, 1))
+    return pairs, reads, writes, pairs.new_ones(batch, heads, 1)
 
 
 def _in_pieces(x: LinearInputs, size: int, run: Callable[[LinearInputs], Result]) -> Result:

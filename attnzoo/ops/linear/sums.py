@@ -50,14 +50,8 @@ class SumsCall(NamedTuple):
     v_dtype: torch.dtype  # of the values before they were made float32
 
 
-class Sums(NamedTuple):
-    """The sums that each query reads, the state, and how to divide two of these sums."""
-
-    out: Tensor  # [B, H, T, E]
-    state: LinearState | None
-    divide: Divide
-
-
+# The sums that each query reads, [B, H, T, E], the state, and how to divide two of these sums
+Sums = tuple[Tensor, LinearState | None, Divide]
 ComputeSums = Callable[[SumsCall], Sums]
 
 
@@ -72,7 +66,7 @@ def op_sums(x: SumsCall, *, impl: str, op: Callable[..., AttentionOutput], **opt
         return_state=x.return_state,
         **options,
     )
-    return Sums(found.out, found.state, torch.div)
+    return found.out, found.state, torch.div
 
 
 def chunk_sums(x: SumsCall, *, impl: str) -> Sums:
@@ -89,15 +83,15 @@ def triton_sums(x: SumsCall) -> Sums:
         divide = partial(divide_sums, dtype=x.v_dtype)
     q, k = round_features(x.q, values), round_features(x.k, values)
     if not x.has_ones:
-        found = chunk_sums(x._replace(q=q, k=k, v=values), impl="triton")
-        return found._replace(divide=divide)
+        out, last, _ = chunk_sums(x._replace(q=q, k=k, v=values), impl="triton")
+        return out, last, divide
     state = None if x.state is None else LinearState(x.state.kv[..., :-1], x.state.k)
     out, weights, last = linear_sums(
         *(q, k, values, x.log_decay, state, x.sequences, x.chunk_size, x.return_state)
     )
     if last is not None:
         last = LinearState(torch.cat([last.kv, last.k.unsqueeze(-1)], -1), last.k)
-    return Sums(torch.cat([out, weights.unsqueeze(-1)], -1), last, divide)
+    return torch.cat([out, weights.unsqueeze(-1)], -1), last, divide
 
 
 def sums_triton_reasons(x: GatedInputs) -> list[str]:
