@@ -27,7 +27,7 @@ from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.calibrate import new_calibration, set_gates
 from attnzoo.training.loading import load_causal, load_rows
-from attnzoo.training.schedule import make_schedule
+from attnzoo.training.optimizer import make_schedule
 from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import Transfer, relative_error, swapped_layers
 from benchmarks.recover import data

@@ -118,7 +118,7 @@ def evaluate(
         print(json.dumps(results, indent=2, default=str))
         return
     if "tasks" in results:
-        from attnzoo.training.pages import tasks_table
+        from attnzoo.training.report import tasks_table
 
         tasks_table(results).print(console)
     if "lines" in results:

@@ -135,7 +135,7 @@ def _candidate_specs(candidates: list[str] | None) -> dict[str, Any]:
 
 def _write_plan(made_plan: Any, out: Path, path: Path, rows: int) -> None:
     """Write a plan and its charts, and print the next command."""
-    from attnzoo.training.pages import write_plan_page
+    from attnzoo.training.report import write_plan_page
 
     made_plan.write(out)
     console.print(f"Plan:   {out}", soft_wrap=True)
@@ -213,7 +213,7 @@ def recover(
 
 def _with_recipe(name: str, given: dict[str, Any], context: typer.Context) -> Any:
     """Return the config of a recipe, changed by the options of the command line."""
-    from attnzoo.training.recipes import recipe_config
+    from attnzoo.training.recover import recipe_config
 
     changes = {}
     for field, value in {**given, **vars(given["loop"])}.items():
@@ -278,7 +278,7 @@ def _run(start: Any, config: Any, stages: dict[str, int], options: TrainOptions)
 
 def print_results(results: dict[str, Any]) -> None:
     """Print the quality of every model and the verdict."""
-    from attnzoo.training.pages import generation_table, results_table
+    from attnzoo.training.report import generation_table, results_table
 
     results_table(results).print(console)
     if (generation := generation_table(results)) is not None:

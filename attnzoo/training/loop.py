@@ -27,9 +27,13 @@ from attnzoo.training.checkpoints import Checkpoints, explain_write_errors
 from attnzoo.training.data import Rows
 from attnzoo.training.head_entropy import HEADS, EntropyLog
 from attnzoo.training.json_lines import append_line, read_lines, truncate_lines
-from attnzoo.training.optimizer import check_optimizer, make_optimizer
+from attnzoo.training.optimizer import (
+    check_optimizer,
+    check_schedule,
+    make_optimizer,
+    make_schedule,
+)
 from attnzoo.training.safe_load import load_state
-from attnzoo.training.schedule import check_schedule, make_schedule
 from attnzoo.training.sharding import (
     SHARDED,
     gather_weights,

@@ -1,4 +1,7 @@
-"""Optimisers by transformers' names: AdamW, or Muon for matrices with AdamW for the rest."""
+"""Optimisers and learning-rate schedules by transformers' names.
+
+The optimisers are AdamW, or Muon for matrices with AdamW for the rest.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import SchedulerType
+from transformers.optimization import get_scheduler
 
 from attnzoo.errors import ConfigError, did_you_mean
 from attnzoo.hf.swap.extras import decayed_parameters
 from attnzoo.training.transfer import extras
 
-NAMES = ("adamw_torch", "muon")
+OPTIMIZERS = ("adamw_torch", "muon")
 BETAS = (0.9, 0.95)
+ADAPTIVE = ("reduce_lr_on_plateau", "greedy")  # need the held-out loss during training
+SCHEDULES = tuple(kind.value for kind in SchedulerType if kind.value not in ADAPTIVE)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -72,9 +79,10 @@ def check_optimizer(name: str) -> None:
     Raises:
         ConfigError: The optimiser is unknown.
     """
-    if name not in NAMES:
+    if name not in OPTIMIZERS:
         raise ConfigError(
-            f"optim must be one of {', '.join(NAMES)}, got {name!r}.{did_you_mean(name, NAMES)}"
+            f"optim must be one of {', '.join(OPTIMIZERS)}, got {name!r}."
+            f"{did_you_mean(name, OPTIMIZERS)}"
         )
 
 
@@ -123,3 +131,50 @@ def _split_by_weight_decay(
             if chosen:
                 split.append({**group, "params": chosen, "weight_decay": value})
     return split
+
+
+def make_schedule(
+    name: str,
+    options: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    *,
+    warmup: int,
+    steps: int,
+) -> Any:
+    """Return a schedule of the learning rates of an optimizer.
+
+    Args:
+        name: ``lr_scheduler_type`` of transformers' ``TrainingArguments``, such as ``"cosine"``.
+        options: Its ``lr_scheduler_kwargs``.
+        optimizer: The optimizer.
+        warmup: Steps of linear warmup; ``"constant"`` has none.
+        steps: Steps in all.
+    """
+    return get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=warmup,
+        num_training_steps=steps,
+        scheduler_specific_kwargs=dict(options),
+    )
+
+
+def check_schedule(name: str, options: Mapping[str, Any]) -> None:
+    """Raise an error for a schedule that does not exist or cannot be made.
+
+    Raises:
+        ConfigError: The name is unknown, or the options are not those of this schedule.
+    """
+    if name not in SCHEDULES:
+        raise ConfigError(
+            f"lr_scheduler_type must be one of {', '.join(SCHEDULES)}, got {name!r}."
+            f"{did_you_mean(name, SCHEDULES)}"
+        )
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    try:
+        make_schedule(name, options, optimizer, warmup=1, steps=10)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"The schedule {name!r} cannot be made with lr_scheduler_kwargs={dict(options)}: "
+            f"{error}"
+        ) from error

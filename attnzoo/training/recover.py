@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnzoo.errors import ConfigError
+from attnzoo.errors import ConfigError, SpecError, did_you_mean
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.calibrate import calibrate, calibrated_layers
 from attnzoo.training.distil import (
@@ -25,12 +25,20 @@ from attnzoo.training.distil import (
     softmax_teacher,
 )
 from attnzoo.training.encoder import EncoderRun, is_encoder
-from attnzoo.training.loop import Loss, OnStep, Stage
+from attnzoo.training.loading import load_model
+from attnzoo.training.loop import LoopConfig, Loss, OnStep, Stage
+from attnzoo.training.plan import weights_fingerprint
 from attnzoo.training.results import complete
-from attnzoo.training.reuse import reuse_transfer
 from attnzoo.training.runs import Log, Run
 from attnzoo.training.train_config import TrainConfig
-from attnzoo.training.transfer import Target, Transfer, extras, output_extras, trainable_layers
+from attnzoo.training.transfer import (
+    Target,
+    Transfer,
+    extras,
+    output_extras,
+    swapped_layers,
+    trainable_layers,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +97,88 @@ class RecoverConfig(TrainConfig):
                 "label_smoothing_factor smooths the targets of cross-entropy, but cross_entropy is "
                 "0, and the teacher's predictions are no labels; set both, or neither"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Settings of recovery.
+
+    Attributes:
+        about: For which models, and the source, in one line.
+        options: Arguments of ``RecoverConfig``.
+        loop: Arguments of ``LoopConfig``.
+    """
+
+    about: str
+    options: Mapping[str, Any]
+    loop: Mapping[str, Any]
+
+
+RECIPES = {
+    "quick": Recipe(
+        about="minutes on two CPU cores, for models of a few million parameters",
+        options={
+            "transfer_steps": 60,
+            "distil_steps": 100,
+            "train": "full",
+            "weights_lr": 1e-3,
+            "repeat_share": 0.5,
+            "row_length": 512,
+        },
+        loop={"batch_size": 8, "precision": "bf16"},
+    ),
+    # 100M tokens of transfer in rows of 512, 600M of distillation in rows of 4,096
+    "radlads": Recipe(
+        about="700M tokens on GPUs, in stages as RADLADS (arXiv:2505.03005), two learning rates",
+        options={
+            "transfer_steps": 6104,
+            "transfer_lr": 1e-3,
+            "row_length": 512,
+            "distil_steps": 4578,
+            "distil_length": 4096,
+            "train": "full",
+            "weights_lr": 7e-6,
+            "attention_lr": 1e-4,
+            "extras_lr": 1e-4,
+            "repeat_share": 0.0,
+            "gradient_checkpointing": True,
+        },
+        loop={"batch_size": 32, "precision": "bf16"},
+    ),
+}
+
+
+def find_recipe(name: str) -> Recipe:
+    """Return the recipe called ``name``.
+
+    Raises:
+        ConfigError: No recipe has that name.
+    """
+    if name not in RECIPES:
+        raise ConfigError(
+            f"No recipe is called {name!r}.{did_you_mean(name, RECIPES)} Available: "
+            f"{', '.join(RECIPES)}."
+        )
+    return RECIPES[name]
+
+
+def recipe_config(name: str, **changes: Any) -> RecoverConfig:
+    """Return the settings of a recipe.
+
+    Args:
+        name: Name of the recipe.
+        changes: Settings that differ, of ``RecoverConfig`` or of ``LoopConfig``.
+
+    Raises:
+        ConfigError: No recipe has that name, or a value is invalid.
+    """
+    recipe = find_recipe(name)
+    fields = LoopConfig.__dataclass_fields__
+    loop = {key: changes.pop(key) for key in [*changes] if key in fields}
+    return RecoverConfig(
+        **{**recipe.options, "recipe": name, **changes},
+        loop=LoopConfig(**{**recipe.loop, **loop}),
+    )
 
 
 def recover(
@@ -223,6 +313,44 @@ def _transfer(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTra
             )
             model = run.loop.run(model, stage, run.load_model)
     return model
+
+
+def reuse_transfer(model: PreTrainedModel, folder: Path) -> list[str]:
+    """Copy the extras of a saved model into the layers that have the same backend and options.
+
+    Transfer trains every layer on softmax's inputs, so what a layer learned does not depend on
+    which other layers are swapped: one run over all layers serves every plan.
+
+    Args:
+        model: A swapped model.
+        folder: A saved swap of the same model whose own weights were not trained.
+
+    Returns:
+        The names of the layers.
+
+    Raises:
+        SpecError: The saved model has other weights, or no layer in common.
+    """
+    saved: Any = load_model(folder, None, type(model))
+    if weights_fingerprint(saved) != weights_fingerprint(model):
+        raise SpecError(
+            f"{str(folder)!r} has other weights than the model, whose layers it was trained to "
+            "match; give a run of this model with transfer only (--distil-steps 0, or --train "
+            "extras)"
+        )
+    known = swapped_layers(saved)
+    names = []
+    for name in trainable_layers(model):
+        backend, other = swapped_layers(model)[name], known.get(name)
+        if other is not None and (other.name, other.config) == (backend.name, backend.config):
+            backend.load_state_dict(other.state_dict())
+            names.append(name)
+    if not names:
+        raise SpecError(
+            f"No layer of {str(folder)!r} with parameters to train has the backend and the options "
+            "of this swap; leave transfer_from out"
+        )
+    return names
 
 
 def _blocks(layers: list[str], size: int) -> Iterator[tuple[str, list[str]]]:

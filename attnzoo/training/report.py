@@ -1,18 +1,321 @@
-"""Terminal output of the training commands: progress bars and the table of a plan."""
+"""How runs and plans are presented: in the terminal, as ``report.html``, and as the model card."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
+from attnzoo.report import charts, page
+from attnzoo.report.atomic_write import atomic_write
+from attnzoo.report.format import format_bytes, number
+from attnzoo.report.table import Table
+from attnzoo.spec import AttentionSpec
+from attnzoo.training.head_entropy import HEADS, entropy_plots
+from attnzoo.training.json_lines import read_lines
 from attnzoo.training.plan import Plan
+
+GENERATION_TEXT = (
+    "Greedy generation on held-out text. Equal tokens: the fraction of generated tokens that equal "
+    "the original model's at the same position. Before a difference: the mean number of tokens "
+    "before the first that differs. Copies: the fraction of right tokens in generated copies of a "
+    "segment. Needles: the fraction of numbers, given earlier in the text, that are generated "
+    "without an error."
+)
+COLUMNS = ("", "loss", "recovered", "recall", "recovered")
+GENERATION_COLUMNS = ("", "equal tokens", "before a difference", "copies", "needles")
+ENCODER_COLUMNS = ("", "mean cosine", "least")
+DECODING_COLUMNS = (
+    "context tokens",
+    "softmax, ms per token",
+    "swap, ms per token",
+    "softmax cache",
+    "swap cache",
+)
+
+
+def write_pages(
+    out: Path, results: Mapping[str, Any], losses: Iterable[Mapping[str, Any]], command: str
+) -> None:
+    """Write the model card, and the report if matplotlib is installed.
+
+    Args:
+        out: The model's folder, which may have ``heads.jsonl``.
+        results: Content of ``recovery.json`` or ``finetuning.json``.
+        losses: Rows of ``losses.jsonl``.
+        command: ``recover`` or ``finetune``.
+    """
+    atomic_write(out / "README.md", card(results, command))
+    if not charts.can_draw():
+        return
+    decoding, generation = decoding_table(results), generation_table(results)
+    calibration = calibration_table(results)
+    summary = (
+        f"{_summary(results, command)} The swap: {AttentionSpec.from_dict(results['spec'])!r}."
+    )
+    body = [
+        page.heading(results["verdict"], 1),
+        page.paragraph(summary, muted=True),
+        results_table(results).html(),
+        page.heading("Generation") if generation else "",
+        page.paragraph(GENERATION_TEXT, muted=True) if generation else "",
+        generation.html() if generation else "",
+        page.heading("Decoding") if decoding else "",
+        decoding.html() if decoding else "",
+        calibration.html() if calibration else "",
+        page.plots_html([_loss_curves(losses), *entropy_plots(read_lines(out / HEADS))]),
+    ]
+    page.write_page(out / "report.html", title=f"attnzoo {command}", body=body)
+
+
+def is_encoder(results: Mapping[str, Any]) -> bool:
+    """Return whether results are those of an encoder."""
+    return "cosine" in results["lines"]["result"]
+
+
+def is_masked(results: Mapping[str, Any]) -> bool:
+    """Return whether results are those of masked language modelling."""
+    return "accuracy" in results["lines"]["result"]
+
+
+def _masked_table(results: Mapping[str, Any]) -> Table:
+    return Table(
+        columns=("", "loss", "accuracy"),
+        rows=[
+            [_label(name, results), number(line["loss"]), f"{line['accuracy']:.1%}"]
+            for name, line in results["lines"].items()
+        ],
+        title="masked tokens of held-out text, loss in nats",
+    )
+
+
+def results_table(results: Mapping[str, Any]) -> Table:
+    """Return a table with a row per model: loss and recall with their recovered fractions.
+
+    A row of an encoder has the mean and the least cosine similarity instead.
+    """
+    if is_masked(results):
+        return _masked_table(results)
+    encoder = is_encoder(results)
+    rows = []
+    for name, line in results["lines"].items():
+        cells = [_label(name, results)]
+        if encoder:
+            cells += [number(line["cosine"]), number(line["least"])]
+        for metric in () if encoder else ("loss", "recall"):
+            recovered = line[f"{metric}_share"]
+            cells += [number(line[metric]), "" if recovered is None else f"{recovered:.0%}"]
+        rows.append(cells)
+    cosines = "cosine similarity of embeddings of held-out text to softmax's"
+    return Table(
+        columns=ENCODER_COLUMNS if encoder else COLUMNS,
+        rows=rows,
+        title=cosines if encoder else "bits per byte on held-out text",
+    )
+
+
+def _label(name: str, results: Mapping[str, Any]) -> str:
+    return f"window alone ({results['window']})" if name == "window alone" else name
+
+
+def generation_table(results: Mapping[str, Any]) -> Table | None:
+    """Return a table of the quality of greedy generation, a row per model, if it was measured."""
+    if results["lines"]["result"].get("agreement") is None:
+        return None
+    rows = []
+    for name, line in results["lines"].items():
+        shares = [line[key] for key in ("agreement", "copies", "needles")]
+        agreement, copies, needles = ("-" if x is None else f"{x:.0%}" for x in shares)
+        length = number(line["equal_tokens"], 1)
+        rows.append([_label(name, results), agreement, length, copies, needles])
+    return Table(columns=GENERATION_COLUMNS, rows=rows, title="greedy generation")
+
+
+def tasks_table(results: Mapping[str, Any]) -> Table:
+    """Return a table of the metrics of lm-evaluation-harness, a column per model."""
+    models = results["tasks"]
+    first = next(iter(models.values()))
+    rows = []
+    for task, metrics in first.items():
+        for name, value in metrics.items():
+            metric, _, kept_by = name.partition(",")
+            if metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            label = metric if kept_by in ("", "none") else f"{metric} ({kept_by})"
+            error = metrics.get(f"{metric}_stderr,{kept_by}")
+            cells = [number(scores[task].get(name)) for scores in models.values()]
+            rows.append([task, label, *cells, number(error if isinstance(error, float) else None)])
+    return Table(
+        columns=("task", "metric", *(_label(name, results) for name in models), "standard error"),
+        rows=rows,
+        title="tasks of lm-evaluation-harness",
+        caption=f"the standard error is that of {next(iter(models))}",
+    )
+
+
+def decoding_table(results: Mapping[str, Any]) -> Table | None:
+    """Return a table of milliseconds per token and cache size by context length, if measured."""
+    costs = results.get("decoding")
+    if not costs:
+        return None
+    softmax, swap = costs["softmax"], costs["result"]
+    rows = [
+        [
+            str(length),
+            *(number(cost["milliseconds"][length], 1) for cost in (softmax, swap)),
+            *(format_bytes(cost["cache_bytes"][length]) for cost in (softmax, swap)),
+        ]
+        for length in swap["milliseconds"]
+    ]
+    return Table(columns=DECODING_COLUMNS, rows=rows)
+
+
+def calibration_table(results: Mapping[str, Any]) -> Table | None:
+    """Return a table of the attention from which gates started, by layer, if they did."""
+    if not results.get("calibration"):
+        return None
+    rows = [
+        [x["layer"], f"{x['beyond']:.0%}", number(x["age"], 0), number(x["decay"], 4)]
+        for x in results["calibration"]
+    ]
+    return Table(
+        columns=("layer", "beyond the window", "tokens away", "initial decay"),
+        rows=rows,
+        title="softmax's attention, from which the gates started",
+    )
+
+
+def _summary(results: Mapping[str, Any], command: str) -> str:
+    metrics = (
+        "Bits per byte on held-out text (loss) and on the second copy of a repeated segment "
+        "(recall); recovered is the closed fraction of the gap between the window alone and "
+        "softmax."
+    )
+    if is_encoder(results):
+        metrics = (
+            "Cosine similarity between the embeddings of held-out texts and those of the original "
+            "model; an embedding is the mean of the last hidden states."
+        )
+    if is_masked(results):
+        metrics = (
+            "Cross-entropy of masked tokens of held-out texts in nats, and how many are right."
+        )
+    return f"attnzoo {command}. {metrics}"
+
+
+def _loss_curves(losses: Iterable[Mapping[str, Any]]) -> charts.Plot:
+    """Plot the loss by step, with a curve per stage."""
+    stages: dict[str, list[Mapping[str, Any]]] = {}
+    for row in losses:
+        stages.setdefault(row["stage"], []).append(row)
+    series = [
+        charts.Series(
+            name=name,
+            x=[row["step"] for row in rows],
+            y=[row["loss"] for row in rows],
+            style=index,
+            kind="plain",
+        )
+        for index, (name, rows) in enumerate(stages.items())
+    ]
+    figure = charts.line_chart(
+        series, x=charts.Axis(label="step of the stage"), y=charts.Axis(label="loss", log=True)
+    )
+    text = (
+        "Transfer: relative squared error of the outputs, or divergence of the attention weights "
+        "in nats. Distillation: KL in nats, or relative squared error of an encoder's hidden "
+        "states. Other stages: cross-entropy in nats."
+    )
+    return charts.Plot(name="losses", title="Training", text=text, figure=figure)
+
+
+def card(results: Mapping[str, Any], command: str) -> str:
+    """Return the model card in Markdown: the verdict first, then the results."""
+    kind = "feature-extraction" if is_encoder(results) else "text-generation"
+    kind = "fill-mask" if is_masked(results) else kind
+    decoding, generation = decoding_table(results), generation_table(results)
+    calibration = calibration_table(results)
+    parts = [
+        f"---\nlibrary_name: transformers\npipeline_tag: {kind}\ntags: [attnzoo]\n---\n",
+        "# A model with swapped attention\n",
+        f"**{results['verdict']}**\n",
+        "Load it with `from_pretrained` after `import attnzoo`.\n",
+        _summary(results, command) + "\n",
+        results_table(results).markdown(),
+        f"{GENERATION_TEXT}\n\n{generation.markdown()}" if generation else "",
+        decoding.markdown() if decoding else "",
+        calibration.markdown() if calibration else "",
+        f"The swap:\n\n```json\n{json.dumps(results['spec'], indent=2)}\n```\n",
+        f"All settings of the run:\n\n```json\n{json.dumps(results['config'], indent=2)}\n```\n"
+        if "config" in results
+        else "",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def write_plan_page(path: Path, plan: Plan) -> list[Path]:
+    """Write charts of a plan's measurements, layers by candidates, as HTML and PNG.
+
+    Args:
+        path: HTML file; the PNG files have the same folder and begin with its name.
+        plan: The plan.
+
+    Returns:
+        The files that were written; none without matplotlib.
+    """
+    if not charts.can_draw():
+        return []
+    figures = [
+        _divergence_chart(plan, "alone", "One layer swapped", "exact"),
+        _divergence_chart(plan, "restored", "One layer exact", "swapped"),
+    ]
+    rows = [
+        [
+            str(layer.layer),
+            f"{layer.beyond:.0%}",
+            f"{layer.entropy:.2f}",
+            json.dumps(plan.spec.for_layer(layer.layer).to_dict()),
+        ]
+        for layer in plan.layers
+    ]
+    columns = ("layer", f"attention beyond {plan.window}", "entropy, nats", "choice")
+    body = [
+        page.heading("Attention by layer", 1),
+        page.paragraph(
+            f"Under the plan, without training, predictions change by {plan.divergence:.4f} nats."
+        ),
+        Table(columns=columns, rows=rows, numeric=False).html(),
+        page.plots_html(figures),
+    ]
+    written = [page.write_page(path, title="attnzoo plan", body=body)]
+    written += [
+        charts.write_picture(path.with_name(f"{path.stem}-{x.name}.png"), x) for x in figures
+    ]
+    return written
+
+
+def _divergence_chart(plan: Plan, measure: str, title: str, others: str) -> charts.Plot:
+    """Return a matrix of KL by layer and candidate; ``others`` is the state of other layers."""
+    names = list(plan.layers[0].alone)
+    values = [[getattr(layer, measure)[name] for name in names] for layer in plan.layers]
+    labels = [name.replace(":", "\n").replace(",", "\n") for name in names]  # an option per line
+    figure = charts.matrix_chart(
+        values,
+        x=charts.Axis(label="candidate", ticks=dict(enumerate(labels))),
+        y=charts.Axis(label="layer", ticks=dict(enumerate(str(x.layer) for x in plan.layers))),
+        colormap="Reds",
+        cell_text=[[f"{value:.4f}" for value in row] for row in values],
+    )
+    text = f"KL of the predictions, in nats, all other layers {others}."
+    return charts.Plot(name=measure, title=title, text=text, figure=figure)
 
 
 class ProgressBar:
@@ -65,9 +368,9 @@ class ProgressBar:
         )
 
 
-def plan_table(plan: Plan) -> Table:
+def plan_table(plan: Plan) -> RichTable:
     """Return a table of a plan: KL by layer and candidate, and each layer's choice."""
-    table = Table(
+    table = RichTable(
         title="KL of the predictions in nats when only one layer is swapped",
         caption=f"under the plan, without training: {plan.divergence:.4f} nats",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnzoo.backends.parts.recurrent import RecurrentBackend
-from attnzoo.errors import SpecError
+from attnzoo.contract.config import Geometry
+from attnzoo.errors import SpecError, UntrainedWarning
 from attnzoo.evaluation.data import EvalBatch, load_tokenizer, string_tokenizer
 from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.quality import NonFiniteError
@@ -27,8 +29,8 @@ from attnzoo.hf.saving.companions import copy_companions, move_files
 from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.baselines import Baselines
 from attnzoo.training.checkpoints import (
+    FOLDER,
     CheckpointError,
     Checkpoints,
     check_run_folder,
@@ -45,7 +47,6 @@ from attnzoo.training.loop import (
     Stage,
     read_losses,
 )
-from attnzoo.training.pages import write_pages
 from attnzoo.training.plan import weights_fingerprint
 from attnzoo.training.quality import (
     Quality,
@@ -57,15 +58,57 @@ from attnzoo.training.quality import (
     widest_window,
     with_original_continuations,
 )
+from attnzoo.training.report import write_pages
 from attnzoo.training.sharding import context_mesh, make_accelerator
 from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import extras, output_extras, swapped_layers
-from attnzoo.training.window_dropout import draw_heads
 
+LINES = "lines.json"  # results of the baselines, in the folder of the checkpoints
 RESULTS = {"recover": "recovery.json", "finetune": "finetuning.json"}
 # settings of LoopConfig that a resumed run may change
 NO_IDENTITY = ("checkpoint_every", "keep", "entropy_every")
 Log = Callable[[str], None]
+
+
+class Baselines:
+    """Results of the models that a run is compared with; a resumed run reuses the saved ones.
+
+    Args:
+        accelerator: The run's accelerator.
+        checkpoints: The run's checkpoints, whose folder has the JSON file of the results.
+        kind: Dataclass of one result.
+
+    Attributes:
+        results: The results so far, by name.
+    """
+
+    def __init__(self, accelerator: Accelerator, checkpoints: Checkpoints, kind: Any) -> None:
+        self.accelerator, self.checkpoints = accelerator, checkpoints
+        self.path: Path = checkpoints.out / FOLDER / LINES
+        read = accelerator.is_main_process and self.path.is_file()
+        (saved,) = broadcast_object_list([json.loads(self.path.read_text("utf-8")) if read else {}])
+        self.results: dict[str, Any] = {name: kind(**values) for name, values in saved.items()}
+
+    def evaluate(self, name: str, evaluate: Callable[[], Any]) -> None:
+        """Evaluate a baseline and save its result, unless it is saved; called by all processes.
+
+        Raises:
+            NonFiniteError: The model's outputs are not finite.
+            CheckpointError: The result cannot be written.
+        """
+        if name in self.results:
+            return
+        try:
+            with warnings.catch_warnings():  # a raw swap is untrained by definition
+                warnings.simplefilter("ignore", UntrainedWarning)
+                self.results[name] = evaluate()
+        except NonFiniteError as error:
+            raise NonFiniteError(f"The baseline {name!r} cannot be measured: {error}") from error
+        if self.accelerator.is_main_process:
+            data = {name: asdict(result) for name, result in self.results.items()}
+            with explain_write_errors(self.checkpoints):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                atomic_write(self.path, json.dumps(data, allow_nan=False))
 
 
 class Run:
@@ -409,3 +452,21 @@ class Run:
         if self.config.report_to:
             self.accelerator.end_training()
         self.accelerator.wait_for_everyone()
+
+
+def draw_heads(share: float, seed: int, geometry: Geometry) -> Tensor | None:
+    """Return which heads of a layer attend without their window, ``[H]`` bool, or ``None``.
+
+    A hybrid otherwise learns to rely on its window only (arXiv:2510.05901). All rows and ranks draw
+    the same heads, and so does a forward pass that gradient checkpointing repeats.
+
+    Args:
+        share: The expected share of the heads.
+        seed: A different one for every step.
+        geometry: Shape of the layer.
+    """
+    if not share:
+        return None
+    generator = torch.Generator("cpu").manual_seed(1000 * seed + geometry.layer)
+    drawn = torch.rand(geometry.num_heads, generator=generator, dtype=torch.float32, device="cpu")
+    return drawn < share

@@ -8,8 +8,13 @@ from attnzoo.contract.inputs import AttentionInputs
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.ops.softmax.api import softmax_attention
 from attnzoo.registry import build_backend
-from attnzoo.training.calibrate import new_calibration, set_gates
-from attnzoo.training.gate_calibration import MIN_RATE, GateCalibration, LeastSquares
+from attnzoo.training.calibrate import (
+    MIN_RATE,
+    GateCalibration,
+    LeastSquares,
+    new_calibration,
+    set_gates,
+)
 
 B, H, HKV, D, M, T, W = 2, 4, 2, 8, 6, 40, 5
 

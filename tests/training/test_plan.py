@@ -10,7 +10,6 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.data import make_eval_batch
 from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.training.calibrate import calibrate
-from attnzoo.training.pages import write_plan_page
 from attnzoo.training.plan import (
     Plan,
     Planner,
@@ -20,6 +19,7 @@ from attnzoo.training.plan import (
     weights_fingerprint,
 )
 from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.training.report import write_plan_page
 
 ROWS = torch.randint(3, 300, (6, 40), generator=torch.Generator().manual_seed(2))
 CANDIDATES = {

@@ -9,8 +9,7 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.training import recover as recovery
 from attnzoo.training.encoder import EncoderRun
 from attnzoo.training.loop import LoopConfig, read_losses
-from attnzoo.training.recipes import RECIPES, recipe_config
-from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.training.recover import RECIPES, RecoverConfig, recipe_config, recover
 
 SWAP = "gated_linear:feature_map=hedgehog,window=4"
 SHORT = ["--transfer-steps", 2, "--distil-steps", 2, "--length", 32, "--batch", 2]

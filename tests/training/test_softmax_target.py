@@ -4,8 +4,8 @@ import torch
 from attnzoo.contract.config import Geometry
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.registry import build_backend
-from attnzoo.training import softmax_target as module
-from attnzoo.training.softmax_target import key_indicators, softmax_target
+from attnzoo.training import transfer as module
+from attnzoo.training.transfer import key_indicators, softmax_target
 
 
 def inputs(heads, length):

@@ -17,9 +17,9 @@ from attnzoo.training.distil import distil_loss
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loading import load_rows
 from attnzoo.training.loop import DivergenceError, LoopConfig, read_losses
+from attnzoo.training.optimizer import make_schedule
 from attnzoo.training.quality import quality, rows_to_eval_batch
 from attnzoo.training.recover import RecoverConfig
-from attnzoo.training.schedule import make_schedule
 from attnzoo.training.sharding import make_accelerator
 
 LOOP = {"batch_size": 4, "checkpoint_every": 3, "warmup": 0.25}

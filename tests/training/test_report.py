@@ -1,6 +1,6 @@
 """The model card and the report of a run, which is opened in a browser."""
 
-from attnzoo.training.pages import card, generation_table, results_table, write_pages
+from attnzoo.training.report import card, generation_table, results_table, write_pages
 
 VERDICT = "The result is worse than its window alone: recall is <1.6>"
 
