@@ -1,4 +1,4 @@
-"""Recovery of encoders, evaluated by the similarity of their embeddings to the original model's."""
+"""Runs of encoders, and their recovery: embeddings are to stay those of the original model."""
 
 from __future__ import annotations
 
@@ -90,19 +90,54 @@ def verdict(lines: Mapping[str, EmbeddingSimilarity]) -> str:
     )
 
 
-def as_dicts(lines: Mapping[str, EmbeddingSimilarity]) -> dict[str, Any]:
+def as_dicts(lines: Mapping[str, Any]) -> dict[str, Any]:
     """Return evaluation results as plain data."""
     return {name: asdict(line) for name, line in lines.items()}
 
 
 class EncoderRun(Run):
-    """One run of an encoder."""
+    """One run of an encoder, in which each row is one text; subclasses set the quality."""
 
-    quality_class = EmbeddingSimilarity
     is_encoder = True
     task = "FEATURE_EXTRACTION"
-    verdict: Any = staticmethod(verdict)
     as_dicts: Any = staticmethod(as_dicts)
+
+    def load_rows(self, data: list[Path], column: str) -> tuple[Texts, Texts]:
+        """Return training texts and held-out texts.
+
+        Raises:
+            SpecError: An option splits rows, or does not suit the subclass.
+        """
+        if self.config.loop.cp_size > 1:
+            raise SpecError(
+                "cp_size splits long rows over processes, but each row of an encoder is one text "
+                "of its own length; leave it out"
+            )
+        return split_rows(self.path, data, column, self.config, tokenize_texts)
+
+    def rows_of_length(self, length: int | None) -> None:
+        """Refuse rows of another length; each row is one text.
+
+        Raises:
+            SpecError: A length is given.
+        """
+        if length is not None:
+            raise SpecError(
+                "distil_length is the length of packed rows, but each row of an encoder is one "
+                "text; leave it out"
+            )
+
+    def set_eval_data(self, held_out: Texts) -> None:
+        """Set the held-out texts."""
+        n = self.config.judged_rows
+        self.texts = Texts(tokens=held_out.tokens[:n], attention_mask=held_out.attention_mask[:n])
+
+
+class EmbeddingRun(EncoderRun):
+    """One run of an encoder whose embeddings are to stay those of the original model."""
+
+    quality_class = EmbeddingSimilarity
+    verdict: Any = staticmethod(verdict)
 
     def load_rows(self, data: list[Path], column: str) -> tuple[Texts, Texts]:
         """Return training texts and held-out texts."""
@@ -117,24 +152,7 @@ class EncoderRun(Run):
                 "gradient_checkpointing needs training mode, but encoders are recovered without "
                 "dropout, in evaluation mode; use accumulate to save memory"
             )
-        if config.loop.cp_size > 1:
-            raise SpecError(
-                "cp_size splits long rows over processes, but each row of an encoder is one text "
-                "of its own length; leave it out"
-            )
-        return split_rows(self.path, data, column, config, tokenize_texts)
-
-    def rows_of_length(self, length: int | None) -> None:
-        """Refuse rows of another length; each row is one text.
-
-        Raises:
-            SpecError: A length is given.
-        """
-        if length is not None:
-            raise SpecError(
-                "distil_length is the length of packed rows, but each row of an encoder is one "
-                "text; leave it out"
-            )
+        return super().load_rows(data, column)
 
     def load_model(self) -> PreTrainedModel:
         """Return the swapped model with its saved weights, in the class it was saved in."""
@@ -142,8 +160,7 @@ class EncoderRun(Run):
 
     def set_eval_data(self, held_out: Texts) -> None:
         """Set the held-out texts and compute the original model's embeddings of them."""
-        n = self.config.judged_rows
-        self.texts = Texts(tokens=held_out.tokens[:n], attention_mask=held_out.attention_mask[:n])
+        super().set_eval_data(held_out)
         with original_attention(self.model):
             self.originals = embeddings(self.model, self.texts)
 

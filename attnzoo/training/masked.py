@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,9 @@ from attnzoo.evaluation.embeddings import Texts
 from attnzoo.evaluation.quality import require_finite
 from attnzoo.hf.saving.files import read_config
 from attnzoo.training.data import IGNORE_INDEX
-from attnzoo.training.encoder import tokenize_texts
-from attnzoo.training.loading import load_model, split_rows
+from attnzoo.training.encoder import EncoderRun
+from attnzoo.training.loading import load_model
 from attnzoo.training.loop import Loss
-from attnzoo.training.runs import Run
 
 ROWS_PER_STEP = 16
 
@@ -155,12 +154,7 @@ def verdict(lines: Mapping[str, MaskedQuality]) -> str:
     )
 
 
-def as_dicts(lines: Mapping[str, MaskedQuality]) -> dict[str, Any]:
-    """Return evaluation results as plain data."""
-    return {name: asdict(line) for name, line in lines.items()}
-
-
-class MaskedRun(Run):
+class MaskedRun(EncoderRun):
     """One run of masked language modelling.
 
     Attributes:
@@ -169,10 +163,7 @@ class MaskedRun(Run):
     """
 
     quality_class = MaskedQuality
-    is_encoder = True
-    task = "FEATURE_EXTRACTION"
     verdict: Any = staticmethod(verdict)
-    as_dicts: Any = staticmethod(as_dicts)
     step = 0
 
     def load_rows(self, data: list[Path], column: str) -> tuple[Texts, Texts]:
@@ -192,17 +183,12 @@ class MaskedRun(Run):
             raise SpecError(
                 "train_on='completions' needs a decoder; an encoder predicts masked tokens"
             )
-        if config.loop.cp_size > 1:
-            raise SpecError(
-                "cp_size splits long rows over processes, but each row of an encoder is one text "
-                "of its own length; leave it out"
-            )
         tokenizer = load_tokenizer(self.path)
         if tokenizer.mask_token_id is None:
             raise SpecError(
                 f"The tokenizer in {str(self.path)!r} has no mask token; set one and save it"
             )
-        train, held_out = split_rows(self.path, data, column, config, tokenize_texts)
+        train, held_out = super().load_rows(data, column)
         self.masking = Masking(
             mask_token=tokenizer.mask_token_id,
             kept=tuple(tokenizer.all_special_ids),
@@ -215,11 +201,6 @@ class MaskedRun(Run):
     def load_model(self) -> PreTrainedModel:
         """Return the swapped model with its saved weights and its head for masked tokens."""
         return load_model(self.path, self.spec, AutoModelForMaskedLM)
-
-    def set_eval_data(self, held_out: Texts) -> None:
-        """Set the held-out texts."""
-        n = self.config.judged_rows
-        self.texts = Texts(tokens=held_out.tokens[:n], attention_mask=held_out.attention_mask[:n])
 
     def quality(self, model: PreTrainedModel, *, is_original: bool = False) -> MaskedQuality:
         """Return how well a model predicts masked tokens of the held-out texts."""

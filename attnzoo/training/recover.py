@@ -24,7 +24,7 @@ from attnzoo.training.distil import (
     predictions,
     softmax_teacher,
 )
-from attnzoo.training.encoder import EncoderRun, is_encoder
+from attnzoo.training.encoder import EmbeddingRun, is_encoder
 from attnzoo.training.loading import load_model
 from attnzoo.training.loop import LoopConfig, Loss, OnStep, Stage
 from attnzoo.training.plan import weights_fingerprint
@@ -221,7 +221,7 @@ def recover(
     encoder = is_encoder(path)
     if encoder:
         _require_hidden_state_loss(config)
-    run = (EncoderRun if encoder else Run)(
+    run = (EmbeddingRun if encoder else Run)(
         "recover",
         path,
         spec,
