@@ -1,23 +1,27 @@
-"""A comparison in the terminal, as a self-contained page, and as pictures."""
+"""A comparison in the terminal, as a self-contained page, and as plots."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from attnzoo.compare.advice import paragraph
+from attnzoo.compare.advice import paragraph, speedups
 from attnzoo.compare.cases import LEVELS
-from attnzoo.compare.figures import Group, cost_plots, quality_plots
-from attnzoo.compare.fit import Curve, make_curves
+from attnzoo.compare.fit import HORIZON, Curve, best_exact, crossover, interpolate, make_curves
 from attnzoo.compare.memory import computed_memory_table
 from attnzoo.compare.run import group_costs
-from attnzoo.compare.tables import cost_table, group_title, not_measured, quality_table
+from attnzoo.compare.tables import MODE_NAMES, cost_table, group_title, not_measured, quality_table
+from attnzoo.compare.workers import OK
 from attnzoo.evaluation.results import Row
 from attnzoo.report import charts, page
+from attnzoo.report.charts import Axis, Plot, Series, length_axis, line_chart
+from attnzoo.report.format import byte_unit, format_length
 
 PAGE = "report.html"
+Group = tuple[str, str, str]  # device, level, mode
 
 
 def group_curves(rows: Sequence[Row]) -> dict[Group, list[Curve]]:
@@ -113,3 +117,200 @@ def _footer(rows: Sequence[Row]) -> str:
     facts = ", ".join(f"{name} {value}" for name, value in about["machine"].items())
     built = f", {about['commit']}" if about["commit"] else ""
     return f"attnzoo {about['attnzoo']}{built}; {facts}."
+
+
+def cost_plots(group: Group, curves: Sequence[Curve]) -> list[Plot]:
+    """Return time, speed-up and memory over length of one device, level and mode."""
+    name, title = "-".join(group), group_title(*group)
+    decode = group[2] == "decode"
+    return [
+        Plot(
+            name=f"time-{name}",
+            title=title,
+            text="Milliseconds per row, fastest round. A star marks the length from which on an "
+            "attention is faster than the best exact one; open markers and thin lines are "
+            "predictions.",
+            figure=_time(curves),
+        ),
+        Plot(
+            name=f"speedup-{name}",
+            title=f"{title}: speed-up",
+            text="Time of the best exact attention divided by the time of each attention.",
+            figure=_speedup(curves),
+        ),
+        Plot(
+            name=f"memory-{name}",
+            title=f"{title}: {'cache' if decode else 'memory'}",
+            text="Memory kept between tokens." if decode else "Peak memory per row.",
+            figure=_memory(curves, decode=decode),
+        ),
+    ]
+
+
+def _lengths(curves: Sequence[Curve]) -> list[int]:
+    return sorted({n for curve in curves for n in (*curve.ms, *curve.missing)})
+
+
+def _over_length(
+    curves: Sequence[Curve], values: Callable[[Curve], Mapping[int, float]], unit: float = 1.0
+) -> list[Series]:
+    """Return one line per attention that has values; colours are the same in all plots."""
+    lines = []
+    for index, curve in enumerate(curves):
+        points = values(curve)
+        if points:
+            heights = [value / unit for value in points.values()]
+            lines.append(Series(name=curve.attention, x=list(points), y=heights, style=index))
+    return lines
+
+
+def _time(curves: Sequence[Curve]) -> Any:
+    """Draw time over length with crossovers and predictions."""
+    lengths, exact = _lengths(curves), best_exact(curves)
+    horizon = HORIZON * lengths[-1]
+    series = _over_length(curves, lambda curve: curve.ms)
+    for index, curve in enumerate(curves):
+        predicted = curve.predicted_ms(horizon)
+        if predicted is not None:
+            last = max(curve.ms)
+            series.append(
+                Series(
+                    name="",
+                    x=[last, horizon],
+                    y=[curve.ms[last], predicted],
+                    style=index,
+                    kind="prediction",
+                )
+            )
+        start = crossover(curve.ms, exact) if curve.ms and not curve.exact else None
+        if start is not None and not start.at_most:
+            series.append(
+                Series(
+                    name="",
+                    x=[start.length],
+                    y=[interpolate(curve.ms, start.length)],
+                    style=index,
+                    kind="predicted crossing" if start.predicted else "crossing",
+                )
+            )
+    axis = length_axis([*lengths, horizon], "tokens")
+    return line_chart(series, x=axis, y=Axis(label="milliseconds per row", log=True))
+
+
+def _speedup(curves: Sequence[Curve]) -> Any:
+    """Draw the speed-up over the best exact attention."""
+    lengths = _lengths(curves)
+    fast = {n: speedups(curves, n) for n in lengths}
+
+    def of(curve: Curve) -> dict[int, float]:
+        return {n: fast[n][curve.attention] for n in lengths if curve.attention in fast[n]}
+
+    return line_chart(
+        _over_length(curves, of),
+        x=length_axis(lengths, "tokens"),
+        y=Axis(label="times faster than exact attention", log=True),
+        reference=1.0,
+    )
+
+
+def _memory(curves: Sequence[Curve], *, decode: bool) -> Any:
+    """Draw peak memory, or cache size in decoding, in the unit that suits the largest value."""
+
+    def of(curve: Curve) -> dict[int, float]:
+        return curve.cache_bytes if decode else curve.peak_bytes
+
+    size, unit = byte_unit(max((x for curve in curves for x in of(curve).values()), default=0))
+    return line_chart(
+        _over_length(curves, of, size),
+        x=length_axis(_lengths(curves), "tokens"),
+        y=Axis(label=f"{'cache' if decode else 'memory'} per row, {unit}", log=True),
+    )
+
+
+def quality_plots(rows: Sequence[Row], group: Group, curves: Sequence[Curve]) -> list[Plot]:
+    """Return quality against cost, loss by position and recall by distance."""
+    measured = [row for row in rows if row["kind"] == "quality" and row["status"] == OK]
+    if not measured:
+        return []
+    if "cosine" in measured[0]:
+        return [
+            Plot(
+                name="cosine-by-length",
+                title="Similarity of embeddings by length",
+                text="Cosine similarity between the embeddings and those of the original model.",
+                figure=_by_length(
+                    measured, "cosine_by_length", "tokens", Axis(label="cosine similarity")
+                ),
+            )
+        ]
+    correct = Axis(label="tokens predicted correctly", percent=True)
+    distance = "distance, tokens"
+    plots = [
+        Plot(
+            name="loss-by-position",
+            title="Loss by position",
+            text="Bits per byte of text by position in the row; the model was trained on "
+            f"{format_length(measured[0]['trained'])} positions.",
+            figure=_by_length(
+                measured, "loss_by_position", "position, up to", Axis(label="bits per byte")
+            ),
+        ),
+        Plot(
+            name="copy-by-distance",
+            title="Recall by distance: a second copy",
+            text="Fraction of the tokens of a second copy that are predicted correctly.",
+            figure=_by_length(measured, "copy_by_distance", distance, correct),
+        ),
+        Plot(
+            name="needle-by-distance",
+            title="Recall by distance: a needle",
+            text="Fraction of the digits of a number, given once, that are predicted correctly.",
+            figure=_by_length(measured, "needle_by_distance", distance, correct),
+        ),
+    ]
+    longest = max(best_exact(curves), default=None)
+    if longest is not None:
+        text = (
+            f"Milliseconds per row at {format_length(longest)} tokens ({group_title(*group)}) and "
+            "bits per byte, without training. No attention is better and faster than those on "
+            "the line."
+        )
+        figure = _pareto(rows, curves, longest, MODE_NAMES[group[2]])
+        plots.insert(0, Plot(name="pareto", title="Quality against cost", text=text, figure=figure))
+    return plots
+
+
+def _by_length(measured: Sequence[Row], name: str, label: str, y: Axis) -> Any:
+    """Draw one field of quality rows, which is a mapping by length, for each attention."""
+    series = [
+        Series(
+            name=row["attention"],
+            x=[int(n) for n in row[name]],
+            y=list(row[name].values()),
+            style=index,
+        )
+        for index, row in enumerate(measured)
+    ]
+    lengths = sorted({int(n) for row in measured for n in row[name]})
+    return line_chart(series, x=length_axis(lengths, label), y=y)
+
+
+def _pareto(rows: Sequence[Row], curves: Sequence[Curve], length: int, mode: str) -> Any:
+    """Draw quality against time at one length, with the Pareto front."""
+    quality = {r["attention"]: r for r in rows if r["kind"] == "quality" and r["status"] == OK}
+    points = [
+        (curve.ms[length], row["bits_per_byte"], curve.attention)
+        for curve in curves
+        if length in curve.ms and (row := quality.get(curve.attention))
+    ]
+    front = [p for p in sorted(points) if all(q[1] > p[1] for q in points if q < p)]
+    series = [Series(name="", x=[p[0] for p in front], y=[p[1] for p in front], kind="step")]
+    series += [
+        Series(name=name, x=[ms], y=[bits], style=index, kind="points")
+        for index, (ms, bits, name) in enumerate(points)
+    ]
+    return line_chart(
+        series,
+        x=Axis(label=f"milliseconds per row at {format_length(length)} tokens, {mode}", log=True),
+        y=Axis(label="bits per byte, lower is better", log=True),
+    )

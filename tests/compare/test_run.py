@@ -17,10 +17,10 @@ from transformers import (
 import attnzoo
 from attnzoo.backends.feature_maps import base as feature_maps
 from attnzoo.backends.feature_maps import config as feature_map_config
+from attnzoo.commands.compare import parse_lengths
 from attnzoo.compare import run as run_module
 from attnzoo.compare.advice import qualities, unable
 from attnzoo.compare.cases import make_cases
-from attnzoo.compare.lengths import parse_lengths
 from attnzoo.compare.memory import computed_memory_table
 from attnzoo.compare.report import advice, group_curves, write_report
 from attnzoo.compare.run import (

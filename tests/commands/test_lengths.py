@@ -1,6 +1,6 @@
 import pytest
 
-from attnzoo.compare.lengths import parse_lengths
+from attnzoo.commands.compare import parse_lengths
 from attnzoo.errors import SpecError
 from attnzoo.report.format import format_length
 
