@@ -12,12 +12,10 @@ from safetensors import SafetensorError
 from attnzoo import __version__
 from attnzoo.commands import (
     compare,
-    doctor,
     environment,
     evaluate_command,
     families,
     heads,
-    launch,
     memory,
     models,
     recovery,
@@ -51,7 +49,7 @@ def _options(
 
 app.command("run", context_settings={"allow_interspersed_args": False})(environment.run)
 app.command("autoload")(environment.autoload)
-app.command("doctor")(doctor.doctor)
+app.command("doctor")(environment.doctor)
 app.command("list")(models.list_backends)
 app.command("describe")(models.describe)
 app.command("swap")(models.swap)
@@ -62,7 +60,7 @@ app.command("plan")(recovery.plan)
 app.command("recover")(recovery.recover)
 app.command("finetune")(recovery.finetune)
 app.command("evaluate")(evaluate_command.evaluate)
-app.command("launch-config")(launch.launch_config)
+app.command("launch-config")(environment.launch_config)
 app.command("compare")(compare.compare)
 app.command("memory")(memory.memory)
 app.command("heads")(heads.heads)

@@ -1,20 +1,24 @@
-"""Commands that make ``import attnzoo`` unnecessary in other programs: run, autoload."""
+"""Commands on the environment of programs: run, autoload, launch-config, doctor."""
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
 import sysconfig
 import traceback
+from collections import Counter
+from dataclasses import asdict
 from enum import StrEnum
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from attnzoo.commands.terminal import console, restore_output
-from attnzoo.errors import AttnzooError
+from attnzoo.commands.terminal import console, problems, restore_output
+from attnzoo.errors import AttnzooError, SpecError, did_you_mean
 
 # A line of a .pth file that begins with "import" is run whenever Python starts. The finder imports
 # attnzoo when transformers is about to be imported, and finds no module itself. It needs nothing of
@@ -87,3 +91,54 @@ def autoload(
             ) from error
     state = f"on ({file})" if file.is_file() else f"off (no {file})"
     console.print(f"autoload is {state}", markup=False, highlight=False, soft_wrap=True)
+
+
+def launch_config(
+    name: Annotated[str, typer.Argument(help="ddp, fsdp2, deepspeed_zero2 or deepspeed_zero3")],
+) -> None:
+    """Print a config of `accelerate launch` for several GPUs: launch-config fsdp2 > fsdp2.yaml."""
+    folder = files("attnzoo.commands") / "launch_configs"
+    known = sorted(
+        file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")
+    )
+    if name not in known:
+        raise SpecError(
+            f"No launch config is called {name!r}.{did_you_mean(name, known)} "
+            f"Available: {', '.join(known)}."
+        )
+    print((folder / f"{name}.yaml").read_text("utf-8"), end="")
+
+
+def doctor(
+    full: Annotated[
+        bool,
+        typer.Option("--all", help="also narrower instruction sets, and head sizes up to 256"),
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="check GPU kernels again that have a verdict")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
+) -> None:
+    """Check versions, kernels, fused attention and transformers; prints a table for an issue.
+
+    The verdicts about GPU kernels are kept: impl="auto" selects kernels only where they passed.
+
+    The exit code is 1 if a check fails, and 0 if something is merely not available.
+    """
+    from attnzoo.evaluation.installation import WRONG, check_installation
+    from attnzoo.report.table import Table
+
+    rows = []
+    with problems.status("checking") as progress:
+        for row in check_installation(full, fresh):
+            rows.append(row)
+            progress.update(f"checked {row.check}")
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        cells = [[row.check, row.status, f"{row.seconds:.1f} s", row.detail] for row in rows]
+        columns = ["check", "result", "time", "detail"]
+        console.print(Table(columns=columns, rows=cells).markdown(), soft_wrap=True, end="")
+        counts = Counter(row.status for row in rows)
+        console.print(", ".join(f"{n} {status}" for status, n in counts.items()))
+    raise typer.Exit(any(row.status == WRONG for row in rows))
