@@ -16,11 +16,15 @@ from attnzoo.tasks.run import (
     SeedStatistics,
     TaskConfig,
     hashing_specs,
+    losses,
+    make_model,
+    make_optimizers,
     run_tasks,
+    sizes_at,
     tabulate,
     tabulate_hash_rounds,
+    train,
 )
-from attnzoo.tasks.train import losses, make_model, make_optimizers, sizes_at, train
 
 NAMES = ["mqar", "mqar64", "duplication", "induction", "listops", "bytes"]
 
@@ -126,8 +130,8 @@ def test_documents_are_held_out_whole():
 @pytest.fixture
 def few(monkeypatch):
     """Evaluate on a few rows, because these tests do not measure quality."""
-    monkeypatch.setattr("attnzoo.tasks.train.TEST_ROWS", 4)
-    monkeypatch.setattr("attnzoo.tasks.train.TEST_BATCH", 4)
+    monkeypatch.setattr("attnzoo.tasks.run.TEST_ROWS", 4)
+    monkeypatch.setattr("attnzoo.tasks.run.TEST_BATCH", 4)
 
 
 def test_the_same_seed_is_the_same_model_and_the_same_rows_for_all(few):
