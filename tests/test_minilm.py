@@ -103,7 +103,7 @@ def test_a_swap_keeps_the_embeddings(encoder, originals, backend, options, floor
 def test_a_fifth_of_the_heads_is_pruned(tmp_path):
     """Chosen and refitted on other files: .980, without refitting .9755; at random .9105."""
     from attnzoo.evaluation.heads import HeadStudyModel, head_rows_of_text
-    from attnzoo.evaluation.refit_heads import refit_outputs
+    from attnzoo.hf.heads.pruning import refit_outputs
     from attnzoo.hf.layers import attention_layers
 
     text = tmp_path / "text.txt"

@@ -177,8 +177,7 @@ def _save(
     on_step: Any,
 ) -> str:
     """Write a model without some heads, given by position; return its folder."""
-    from attnzoo.evaluation.refit_heads import refit_outputs
-    from attnzoo.hf.heads.pruning import original_heads, prune_heads
+    from attnzoo.hf.heads.pruning import original_heads, prune_heads, refit_outputs
     from attnzoo.hf.layers import attention_layers
     from attnzoo.hf.saving.files import model_class, read_config, save_copy
 

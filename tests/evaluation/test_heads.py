@@ -18,7 +18,7 @@ import attnzoo
 from attnzoo.cli import main
 from attnzoo.commands import terminal
 from attnzoo.evaluation.heads import HeadStudyModel, entropy, study_heads
-from attnzoo.evaluation.refit_heads import refit_outputs
+from attnzoo.hf.heads.pruning import refit_outputs
 from attnzoo.report import charts
 from tests.helpers import add_noise
 
