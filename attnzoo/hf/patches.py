@@ -124,7 +124,7 @@ def patch_models(modeling_utils: Any) -> None:
 
     @wraps(post_init)
     def post_init_with_backends(self: PreTrainedModel) -> None:
-        from attnzoo.hf.swap.construction import attach_when_built
+        from attnzoo.hf.swap.backends import attach_when_built
 
         if getattr(self.config, PRUNED, None) is not None:
             from attnzoo.hf.heads.pruning import prune_when_built

@@ -1,8 +1,10 @@
-"""Build the backends of a spec, and attach them to the layers of a model."""
+"""Build the backends of a spec, and attach them to the layers of a model, or of one being built."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,9 +16,10 @@ from attnzoo.contract.backend import AttentionBackend
 from attnzoo.contract.validation import DTYPES
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
-from attnzoo.hf.attention.call import add_hook
-from attnzoo.hf.layers import AttentionLayer, has_image_mask
-from attnzoo.hf.names import NAME
+from attnzoo.hf.attention.call import add_hook, layer_backend
+from attnzoo.hf.layers import AttentionLayer, attention_layers, has_image_mask
+from attnzoo.hf.names import IN_SWAPPED, NAME, REQUESTED
+from attnzoo.hf.release_check import require_working_release
 from attnzoo.hf.swap.extras import layer_names, warn
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
@@ -218,3 +221,78 @@ def write_config(config: Any, spec: AttentionSpec) -> None:
     """
     setattr(config, NAME, spec.to_dict(defaults=True))
     config.attn_implementation = NAME
+
+
+def attach_when_built(model: PreTrainedModel) -> None:
+    """Build and attach the backends of a config's spec; runs in the model's ``post_init``."""
+    data = getattr(model.config, NAME, None)
+    implementation = model.config._attn_implementation
+    if data is None and implementation != NAME:
+        return
+    require_working_release()
+    enclosing = _enclosing_model(model)
+    if enclosing is not None:
+        if data in (None, config_spec(enclosing)):
+            return  # the post_init of the enclosing model attaches the backends
+        vars(model)[IN_SWAPPED] = True
+    if data is None:
+        raise SpecError(
+            "attn_implementation='attnzoo' requires a spec: set config.attnzoo = "
+            'attnzoo.AttentionSpec("linear") before the model is built, or load the '
+            'model unchanged and call attnzoo.swap(model, "linear"). For one submodel of a '
+            'composite model pass attn_implementation={"text_config": "attnzoo"} and set '
+            "config.text_config.attnzoo"
+        )
+    if implementation != NAME:
+        _check_disabled(model, data, implementation)
+    spec = read_spec(data)
+    layers = attention_layers(model)
+    rest = [layer for layer in layers if layer_backend(layer.module) is None]
+    if rest or not layers:  # submodels with their own specs already have backends
+        backends = build_backends(model, rest, spec)
+        warn_of_image_masks(model, rest, backends)
+        attach(rest, backends)
+        _ignore_when_missing(model, backends)
+    if implementation == NAME:
+        write_config(model.config, spec)
+
+
+def _ignore_when_missing(model: Any, backends: Iterable[AttentionBackend]) -> None:
+    """Keep buffers that a checkpoint may lack out of the report that transformers prints."""
+    keys = {key for backend in backends for key in backend.optional_buffers}
+    patterns = {rf"\.{NAME}\.{re.escape(key)}$" for key in keys}
+    known = model._keys_to_ignore_on_load_missing or ()
+    model._keys_to_ignore_on_load_missing = {*known, *patterns}
+
+
+def _check_disabled(model: PreTrainedModel, spec: Any, implementation: str) -> None:
+    """Warn that a model is built with its swap disabled, or raise if that was not requested."""
+    backend = spec.get("backend") if isinstance(spec, Mapping) else spec
+    if not vars(model).get(REQUESTED):
+        raise SpecError(
+            f"config.attnzoo names backend {backend!r}, but no attn_implementation is given, and "
+            f"the default is {implementation!r}; pass attn_implementation='attnzoo', or delete "
+            "config.attnzoo"
+        )
+    warn(
+        f"{type(model).__name__} runs attn_implementation={implementation!r}, as requested; the "
+        f"swap to {backend!r} in its config is disabled. "
+        "model.set_attn_implementation('attnzoo') enables it"
+    )
+
+
+def _enclosing_model(model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return the swapped model whose ``__init__`` builds ``model``, found on the call stack.
+
+    Submodels are built first, but only the enclosing model has all layers.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__":
+            other = frame.f_locals.get("self")
+            if isinstance(other, PreTrainedModel) and other is not model:
+                config = getattr(other, "config", None)
+                if getattr(config, NAME, None) is not None:
+                    return other
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

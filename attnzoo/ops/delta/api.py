@@ -244,7 +244,7 @@ def _check_inputs(
         check_log_decay(log_decay, k.shape, k.device, causal=True)
     batch = check_sequences(sequences, slots, q, k)
     if state is not None:
-        batch = batch if slots is None else len(state.kv)
+        batch = batch if slots is None else state.kv.shape[0]
         shape = (batch, k.shape[1], k.shape[3], v.shape[3])
         check_state_field("state.kv", state.kv, shape, q.device)
 

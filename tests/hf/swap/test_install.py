@@ -101,12 +101,12 @@ def test_extras_are_attached_when_a_model_is_built(llama_config):
 
 
 def test_every_backend_is_attached_once(llama_config, monkeypatch):
-    from attnzoo.hf.swap import construction
+    from attnzoo.hf.swap import backends
 
     attached = []
-    original = construction.attach
+    original = backends.attach
     monkeypatch.setattr(
-        construction,
+        backends,
         "attach",
         lambda layers, _: (attached.append(len(layers)), original(layers, _)),
     )

@@ -69,8 +69,8 @@ class DeltaLauncher:
         self.e = v.shape[3]
         self.gate, decay, strides = gate_and_strides(log_decay, self.k)
         self.chunk = CHUNK[decay]
-        self.count = self.batch if starts is None else len(starts)
-        num_sequences = 1 if starts is None else len(starts)  # in a row
+        self.count = self.batch if starts is None else starts.shape[0]
+        num_sequences = 1 if starts is None else starts.shape[0]  # in a row
         self.num_chunks = num_sequences + (self.tokens - 1) // self.chunk
         self.unused = k.new_empty(1, dtype=torch.float32)
         wide, precision = operand_precision(self.k, v)
