@@ -1,7 +1,6 @@
 """The block_sparse backend: softmax over a window, the first tokens and the best key blocks.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-N key blocks, I indexer heads, P size of index queries and keys.
+Other letters: N key blocks, I indexer heads, P size of index queries and keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The linformer backend: keys and values are projected along the sequence to a few rows.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, L longest sequence, R rows,
-C tokens per block.
+Other letters: L longest sequence, R rows, C tokens per block.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Performer: softmax attention estimated by positive random features (FAVOR+).
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D head size, M features.
+Other letters: M features.
 """
 
 from __future__ import annotations

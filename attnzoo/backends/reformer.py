@@ -1,7 +1,4 @@
-"""Reformer: attention to keys that locality-sensitive hashing puts in the query's bucket.
-
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size.
-"""
+"""Reformer: attention to keys that locality-sensitive hashing puts in the query's bucket."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Build the call that a case measures: an operator, an attention layer or a whole model.
-
-Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size, M hidden size.
-"""
+"""Build the call that a case measures: an operator, an attention layer or a whole model."""
 
 from __future__ import annotations
 

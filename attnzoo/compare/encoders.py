@@ -1,8 +1,7 @@
 """Heads and layers of an encoder, with softmax attention and with a swap.
 
 Both models read the same text with its special tokens: their predictions if the model classifies,
-their attention maps, and their hidden states in two dimensions.
-Letters: L layers, H heads, T tokens, M hidden size.
+their attention maps, and their hidden states in two dimensions. Other letters: L layers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which key blocks each query of a head selected, and how much of softmax's weight they have.
 
-Letters: T queries, S keys, N key blocks.
+Other letters: N key blocks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The base class of all backends, and the decorator that registers a backend.
-
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-M hidden size.
-"""
+"""The base class of all backends, and the decorator that registers a backend."""
 
 from __future__ import annotations
 

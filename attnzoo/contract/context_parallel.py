@@ -11,11 +11,9 @@ window).
 - *Windows*: every rank sends the w tokens at an end of its shard to as many neighbours as a window
   of w tokens covers.
 
-Both use one ``all_to_all``, and one more in the backward pass.
-Sources: Sun et al., 2024, arXiv:2404.02882 (states between ranks); 2025, arXiv:2502.07563 (all
-states in one collective).
-Letters: B batch, H heads, Hkv key heads, T = L tokens of a shard, D key size, E value size, X any
-size, P ranks.
+Both use one ``all_to_all``, and one more in the backward pass. Sources: Sun et al., 2024,
+arXiv:2404.02882 (states between ranks); 2025, arXiv:2502.07563 (all states in one collective).
+Other letters: T = L tokens of a shard, X any size, P ranks.
 """
 
 from __future__ import annotations

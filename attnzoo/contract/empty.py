@@ -3,8 +3,6 @@
 A missing batch entry or token is replaced by one of zeros, which is removed from the output. Every
 backend thus returns an empty output and a valid state, no kernel gets an empty tensor, and all
 parameters get zero gradients, which data-parallel training expects on every rank.
-
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size.
 """
 
 from __future__ import annotations

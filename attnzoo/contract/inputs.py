@@ -1,8 +1,4 @@
-"""Inputs of one call of a backend: context parallel checks, zeroed padding, dropped keys.
-
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-M hidden size.
-"""
+"""Inputs of one call of a backend: context parallel checks, zeroed padding, dropped keys."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Attention masks: causality, padding, packing, a sliding window, or any function.
 
 :meth:`AttentionMask.dense` builds the mask as a tensor; before that, it takes no quadratic memory.
-Letters: B batch, H heads, T queries, S keys.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reorder tokens, and fill padding, so that its contents, NaN included, have no effect.
 
-Letters: B batch, H heads, S tokens, D size, N gathered tokens.
+Other letters: N gathered tokens.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ the mask, which are not known in a compiled graph, under a transform of ``torch.
 CUDA graph is captured. Sizes are then those of the full rows: real tokens come first, and those
 after the last sequence belong to none.
 
-Letters: B batch, T tokens of a row, H heads, N tokens of all sequences, X any size, S sequences,
-L tokens of the longest sequence.
+Other letters: T tokens of a row, N tokens of all sequences, X any size, S sequences, L tokens of
+the longest sequence.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The output of a call, and the states that layers keep between decoding steps.
 
 All are named tuples of plain tensors.
-
-Letters: B batch, H heads, Hkv key heads, T queries, S keys, D key size, E value size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Validation of queries, keys, values and masks, for ops and for backends.
-
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size.
-"""
+"""Validation of queries, keys, values and masks, for ops and for backends."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@
 
 checks the kernels as they are compiled for a CPU without these instructions.
 :mod:`attnzoo.runtime.verdicts` reads the output.
-
-Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Quality of models without a causal language-modeling head: similarity of their embeddings.
 
 The embedding of a text is the mean of its tokens' last hidden states. A swap is evaluated by the
-cosine similarity between its embeddings and those of the original model.
-Letters: N texts, T tokens of the longest text, M hidden size.
+cosine similarity between its embeddings and those of the original model. Other letters: N texts, T
+tokens of the longest text.
 """
 
 from __future__ import annotations

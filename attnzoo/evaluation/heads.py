@@ -7,8 +7,7 @@ dv/dm, where v is the embedding of a text, divided by its norm. Importance by ab
 without the head minus the loss with it; for embeddings, 1 minus their cosine similarity.
 
 Where the output projection has a bias, a head is not set to zero but to its mean output over the
-texts: the bias takes it over, at no cost.
-Letters: B texts, H heads, T tokens, S keys, M hidden size.
+texts: the bias takes it over, at no cost. Other letters: B texts.
 """
 
 from __future__ import annotations

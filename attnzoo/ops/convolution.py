@@ -1,6 +1,6 @@
 """Causal depthwise convolution over tokens, with earlier tokens, of rows or of sequences.
 
-Letters: B batch, T tokens, X channels, W width, S sequences.
+Other letters: X channels, W width, S sequences.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Check that a swapped model generates what one pass without a cache computes.
 
-Letters: B batch, T prompt tokens, N new tokens, V vocabulary size.
+Other letters: T prompt tokens, N new tokens, V vocabulary size.
 """
 
 from __future__ import annotations

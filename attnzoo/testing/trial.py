@@ -1,7 +1,4 @@
-"""A trial: one backend with one geometry and dtype, its inputs, and comparison of outputs.
-
-Letters: B batch, H query heads, Hkv key heads, T tokens, D key size, E value size, M hidden size.
-"""
+"""A trial: one backend with one geometry and dtype, its inputs, and comparison of outputs."""
 
 from __future__ import annotations
 

@@ -20,9 +20,8 @@ gives its weights:
   the mean age :math:`\bar a` beyond the window of what is read, and the mean :math:`\bar a_0` that
   equal weights would give: attention that ignores the age needs no decay.
 
-The ridge penalty is M over the number of tokens, relative to the variance of x. Time
-O(T^2 D + T M^2) per row and O(M^3) per layer; memory O(G T^2) with G query heads per key head.
-Letters: B batch, H query heads, Hkv key heads, T tokens, D key size, M hidden size.
+The ridge penalty is M over the number of tokens, relative to the variance of x. Time O(T^2 D + T
+M^2) per row and O(M^3) per layer; memory O(G T^2) with G query heads per key head.
 """
 
 from __future__ import annotations

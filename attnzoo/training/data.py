@@ -1,6 +1,6 @@
 """Text files as packed rows of tokens, with held-out documents for evaluation.
 
-Letters: N rows, T tokens per row.
+Other letters: N rows, T tokens per row.
 """
 
 from __future__ import annotations

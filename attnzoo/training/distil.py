@@ -10,8 +10,7 @@ which gives every layer a training signal beyond the predictions:
 
 An encoder, which predicts no tokens, is distilled to the last hidden states of the teacher.
 Sources: Hinton et al., 2015, arXiv:1503.02531 (predictions); Romero et al., 2015, arXiv:1412.6550,
-and Jiao et al., 2020, arXiv:1909.10351 (hidden states).
-Letters: B batch, T tokens, V vocabulary, M hidden size, L layers.
+and Jiao et al., 2020, arXiv:1909.10351 (hidden states). Other letters: V vocabulary, L layers.
 
 If the model's own weights are frozen, the teacher is the same model with softmax attention and
 without adapters, so memory holds no second copy.

@@ -1,6 +1,6 @@
 """Entropy of attention heads during training, measured on a few held-out texts.
 
-Letters: B texts, H heads, T queries, S keys.
+Other letters: B texts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Fine-tuning of encoders by masked language modelling.
 
 A fraction of a text's tokens is selected; of those 80% become the mask token, 10% a random token
-and 10% stay, and the model predicts them all.
-Source: Devlin et al., 2019, arXiv:1810.04805 (BERT), section 3.1.
-Letters: B texts, T tokens.
+and 10% stay, and the model predicts them all. Source: Devlin et al., 2019, arXiv:1810.04805 (BERT),
+section 3.1. Other letters: B texts.
 """
 
 from __future__ import annotations

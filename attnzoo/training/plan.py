@@ -4,7 +4,6 @@ Layers differ: some attend locally and lose nothing with a window; others attend
 and training recovers little of the loss without softmax. A plan measures how the model's
 predictions change when one layer is swapped, for each layer and candidate. It then restores softmax
 greedily, in the layer where that reduces the change most, as often as the limit allows.
-Letters: B batch, H heads, T tokens.
 """
 
 from __future__ import annotations

@@ -22,9 +22,8 @@ weights.
 
 The output is not differentiable with respect to parameters that select keys, those of the indexer
 of ``block_sparse``. They have a loss of their own, which replaces either one: the divergence of the
-indexer's weights from softmax's, :mod:`attnzoo.ops.block_sparse.selection_loss`.
-Letters: B batch, H heads, Hkv key heads, T queries, S keys, D key size, E value size, n keys whose
-weights are compared.
+indexer's weights from softmax's, :mod:`attnzoo.ops.block_sparse.selection_loss`. Other letters: n
+keys whose weights are compared.
 """
 
 from __future__ import annotations

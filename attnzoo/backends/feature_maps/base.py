@@ -10,8 +10,6 @@ the map has weights::
 A function at the top level of a module can be passed as it is, ``feature_map=square``; a config
 stores it as ``"your_module:square"``. Loading that config does not import the module: register the
 map under the name in the config first.
-
-Letters: B batch, H heads, T tokens, D head size, F features.
 """
 
 from __future__ import annotations

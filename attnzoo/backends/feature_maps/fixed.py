@@ -1,7 +1,4 @@
-"""Feature maps without weights.
-
-Letters: B batch, H heads, T tokens, D head size, F features.
-"""
+"""Feature maps without weights."""
 
 from __future__ import annotations
 

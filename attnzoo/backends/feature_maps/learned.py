@@ -1,7 +1,4 @@
-"""Feature maps with weights: each head learns its own map.
-
-Letters: B batch, H heads, Hkv key heads, T tokens, D head size, F features.
-"""
+"""Feature maps with weights: each head learns its own map."""
 
 from __future__ import annotations
 

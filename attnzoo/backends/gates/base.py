@@ -8,8 +8,6 @@ A gate of your own derives from :class:`Gate` and returns log decays::
             return k.new_full((k.shape[1],), math.log(0.5))
 
 A gate of this repository is the same class in a module of this folder.
-
-Letters: B batch, H heads, Hkv key heads, S tokens, F features of a key, M hidden size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Gates without weights: one fixed decay per key head.
-
-Letters: Hkv key heads, S tokens.
-"""
+"""Gates without weights: one fixed decay per key head."""
 
 from __future__ import annotations
 

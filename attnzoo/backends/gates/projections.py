@@ -1,6 +1,6 @@
 """Projections of hidden states to gates, and their initial values.
 
-Letters: B batch, Hkv key heads, S tokens, D features of a key, M hidden size, R rank.
+Other letters: D features of a key, R rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Recurrences that are more than a decay: RWKV-6, mLSTM, the full-matrix gate and Mamba.
 
-Each has an op and a state of its own. Letters: B batch, H heads, Hkv key heads, S tokens, F
-features of a key, E value size, M hidden size, R rank.
+Each has an op and a state of its own. Other letters: R rank.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 r"""The short convolution of queries, keys and values, as in Gated DeltaNet and KDA.
 
-Each channel of the queries, keys and values is convolved with the tokens just before, so that a
-key may depend on the token that precedes its value, as an induction head's does. There is no
+Each channel of the queries, keys and values is convolved with the tokens just before, so that a key
+may depend on the token that precedes its value, as an induction head's does. There is no
 activation, and training starts at the identity: a pretrained layer starts with its own queries,
-keys and values.
-Letters: B batch, S sequences (B if rows are sequences), H query heads, Hkv key heads, T tokens, D
-key size, E value size, W width, X = H D + Hkv (D + E) channels.
+keys and values. Other letters: S sequences (B if rows are sequences), W width, X = H D + Hkv (D +
+E) channels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Base of the backends that compute softmax attention exactly: masks, windows and the KV state.
-
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size.
-"""
+"""Base of the backends that compute softmax attention exactly: masks, windows and the KV state."""
 
 from __future__ import annotations
 

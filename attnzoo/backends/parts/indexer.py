@@ -1,7 +1,7 @@
 r"""A trained indexer: it projects hidden states to the index tensors that select key blocks.
 
-Source: the lightning indexer of DeepSeek-AI, 2025, arXiv:2512.02556.
-Letters: B batch, T tokens, M hidden size, I indexer heads, P size of index queries and keys.
+Source: the lightning indexer of DeepSeek-AI, 2025, arXiv:2512.02556. Other letters: I indexer
+heads, P size of index queries and keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Token positions within a sequence, for feature maps that depend on them.
-
-Letters: B batch, T tokens.
-"""
+"""Token positions within a sequence, for feature maps that depend on them."""
 
 from __future__ import annotations
 

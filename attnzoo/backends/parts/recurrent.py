@@ -1,7 +1,4 @@
-"""The base of backends whose memory is a state of fixed size: features, forms and the window.
-
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, F features.
-"""
+"""The base of backends whose memory is a state of fixed size: features, forms and the window."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 A mask knows the positions of its queries, and a state counts its tokens: a call whose keys, mask
 and state do not fit is refused.
-
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 transformers passes queries, keys, values and a mask. A backend may also need the hidden states and
 the layer's entry in the cache: a forward pre-hook on the attention module takes them from the
 arguments of that module.
-
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-M hidden size.
 """
 
 from __future__ import annotations

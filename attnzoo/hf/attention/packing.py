@@ -4,7 +4,7 @@ Padding-free collators (``DataCollatorWithFlattening``, TRL's with ``packing=Tru
 ``position_ids`` that restart, from which transformers makes a mask, and repeat the boundaries as
 ``seq_idx`` and ``cu_seq_lens_*``.
 
-Letters: B batch, T queries, S keys, N sequences in a row.
+Other letters: N sequences in a row.
 """
 
 from __future__ import annotations

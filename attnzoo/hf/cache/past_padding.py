@@ -3,7 +3,7 @@
 A state of fixed size cannot add or remove earlier tokens, so a mask that differs from an earlier
 call for one of them is refused.
 
-Letters: B batch, T new tokens, N earlier tokens that a mask covers.
+Other letters: T new tokens, N earlier tokens that a mask covers.
 """
 
 from __future__ import annotations

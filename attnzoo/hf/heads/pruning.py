@@ -10,9 +10,8 @@ of the whole layer on some texts, the weights W and the bias b of the output pro
 .. math:: \sum_t |W x_t + b - y_t|^2 + \lambda |(W, b) - (W_0, b_0)|^2,
 
 where W_0 and b_0 are those before the fit. Layers are fitted one after another, each on the states
-that the fitted layers before it return. This is a closed form: nothing is trained.
-Letters: B texts, T tokens, N all tokens, H query heads, Hkv key heads, D key size, E value size,
-F features of the kept heads, M hidden size.
+that the fitted layers before it return. This is a closed form: nothing is trained. Other letters: B
+texts, N all tokens, F features of the kept heads.
 """
 
 from __future__ import annotations

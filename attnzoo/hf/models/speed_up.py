@@ -4,8 +4,7 @@ Gated DeltaNet and KDA layers of transformers call functions of their module by 
 (as chunks, and token by token) and a causal convolution. A layer that is sped up has a ``forward``
 of its own: the code of its class, in which these names refer to attnzoo's functions. Neither the
 class nor the module changes. Lightning attention (MiniMax) has its sums inside ``forward``, which
-is written again here.
-Letters: B batch, T tokens, X channels, H heads, Hkv key heads, D key size, E value size.
+is written again here. Other letters: X channels.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Keys are divided into blocks. Each query, or block of queries, scores a summary 
 outside its window and attends to the keys of the best ones
 (see :mod:`attnzoo.ops.block_sparse.selection`).
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-N key blocks.
+Other letters: N key blocks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Custom operators of block-sparse attention, so that ``torch.compile`` sees one call per pass.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-M query blocks, K selected blocks, A heads with a selection of their own.
+Other letters: M query blocks, K selected blocks, A heads with a selection of their own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Block-sparse attention in PyTorch: gather the keys of some queries at a time.
 
-Memory is bounded; the backward pass computes the weights again.
-Letters: B batch, H query heads, Hkv key heads, G query heads per key head, T queries, S keys,
-D key size, E value size, M query blocks, K selected blocks, A heads with a selection of their own
-(H or Hkv), F = A / Hkv, Y = H / A, X keys that a query may attend to.
+Memory is bounded; the backward pass computes the weights again. Other letters: M query blocks, K
+selected blocks, A heads with a selection of their own (H or Hkv), F = A / Hkv, Y = H / A, X keys
+that a query may attend to.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@ The score of a block for a query t is that of DeepSeek-V3.2's lightning indexer,
 .. math:: I_{tj} = \sum_{i} w_{ti} \max(q_{ti} \cdot k_j, 0),
 
 with index queries :math:`q_{ti}` and weights :math:`w_{ti}` of a few heads i, and the mean
-:math:`k_j` of the index keys of block j. All heads of the layer share the selection.
-Source: DeepSeek-AI, 2025, arXiv:2512.02556.
-Letters: B batch, T queries, S keys, N key blocks, C keys of a block, I indexer heads, P size of
-index queries and keys.
+:math:`k_j` of the index keys of block j. All heads of the layer share the selection. Source:
+DeepSeek-AI, 2025, arXiv:2512.02556. Other letters: N key blocks, C keys of a block, I indexer
+heads, P size of index queries and keys.
 """
 
 from __future__ import annotations

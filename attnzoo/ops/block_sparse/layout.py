@@ -1,7 +1,6 @@
 """Move the real tokens of each row to its end, and add tokens to a state.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-N key blocks, Z numbers per summary.
+Other letters: N key blocks, Z numbers per summary.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Options, inputs and state of block-sparse attention.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-N key blocks, C keys of a block, Z numbers per summary, R recent keys, I indexer heads, P size of
-index queries and keys.
+Other letters: N key blocks, C keys of a block, Z numbers per summary, R recent keys, I indexer
+heads, P size of index queries and keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The oracle of block-sparse attention: every score, and a dense mask.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-N key blocks.
+Other letters: N key blocks.
 """
 
 from __future__ import annotations

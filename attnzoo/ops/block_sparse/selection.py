@@ -16,9 +16,8 @@ Each block of keys has a summary, from which a score is computed for one query:
 A query block is represented by one query: in a causal layer its first, so that later tokens change
 no selection; otherwise the mean of its queries. Candidates are the blocks outside the window.
 Source: Tang et al., 2024, arXiv:2406.10774 (bounds); Xu et al., 2025, arXiv:2503.16428 (coverage).
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, C keys of a block,
-M query blocks, N key blocks, K selected blocks, A heads with a selection of their own (H or Hkv),
-Z numbers per summary.
+Other letters: C keys of a block, M query blocks, N key blocks, K selected blocks, A heads with a
+selection of their own (H or Hkv), Z numbers per summary.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ With :math:`p_{tj}` the weight of softmax attention on block j, averaged over th
 
 over the blocks that the query may select. That is the part of the divergence of all weights that
 the selection determines: blocks of the window and the first tokens are attended to in any case.
-Source: the warm-up of DeepSeek-AI, 2025, arXiv:2512.02556, which takes all keys.
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, N key blocks,
-C keys of a block, I indexer heads, P size of index queries and keys.
+Source: the warm-up of DeepSeek-AI, 2025, arXiv:2512.02556, which takes all keys. Other letters: N
+key blocks, C keys of a block, I indexer heads, P size of index queries and keys.
 """
 
 from __future__ import annotations

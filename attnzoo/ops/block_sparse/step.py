@@ -1,7 +1,6 @@
 """One new token: score the summaries of all blocks, and read the selected blocks only.
 
-Letters: B batch, H query heads, Hkv key heads, S keys, D key size, E value size, N key blocks,
-R recent keys.
+Other letters: N key blocks, R recent keys.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks of the masks, lengths and options that block-sparse attention supports.
 
-Letters: B batch, T queries, S keys, I indexer heads, P size of index queries and keys.
+Other letters: I indexer heads, P size of index queries and keys.
 """
 
 from __future__ import annotations

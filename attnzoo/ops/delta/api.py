@@ -17,7 +17,6 @@ implementations, ``delta_step``.
 Sources: Schlag et al., 2021, arXiv:2102.11174 (the rule in attention); Yang et al., 2024,
 arXiv:2406.06484 (the chunk form), arXiv:2412.06464 (decay per token); Kimi Team, 2025,
 arXiv:2510.26692 (decay per channel).
-Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size, C chunk.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Inputs that all implementations of the delta rule share.
 
-Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size, S sequences.
+Other letters: S sequences.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 r"""The oracle of the delta rule: its recurrence, token by token, differentiated by autograd.
 
 It shares no code with the implementations that tests compare with it. T steps of O(D E).
-Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T tokens, D key size, E value size.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 r"""FAVOR+ attention without a causal mask, in which features are never written to memory.
 
-Computes :math:`o_t = \phi(q_t) S / (\phi(q_t) z + \epsilon)` with
-:math:`S = \sum_j \phi(k_j) v_j^T` and :math:`z = \sum_j \phi(k_j)`. Features are computed in blocks
-that stay in the cache, and recomputed in the backward pass. Each feature of the keys is stabilised
-by its largest exponent so far; the sums are rescaled when it grows, as in online softmax.
-Time O((T + S) M (D + E)), memory beyond the results O(M E) on a CPU; other devices use one block.
-Source: Choromanski et al., 2021, arXiv:2009.14794.
-Letters: B batch, H query heads, Hkv key heads, G = H / Hkv, T queries, S keys, D head size,
-E value size, M features.
+Computes :math:`o_t = \phi(q_t) S / (\phi(q_t) z + \epsilon)` with :math:`S = \sum_j \phi(k_j)
+v_j^T` and :math:`z = \sum_j \phi(k_j)`. Features are computed in blocks that stay in the cache, and
+recomputed in the backward pass. Each feature of the keys is stabilised by its largest exponent so
+far; the sums are rescaled when it grows, as in online softmax. Time O((T + S) M (D + E)), memory
+beyond the results O(M E) on a CPU; other devices use one block. Source: Choromanski et al., 2021,
+arXiv:2009.14794. Other letters: M features.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 r"""Feature maps as functions: the kernels that replace softmax's in linear attention.
 
-A feature map :math:`\phi` replaces the kernel :math:`\exp(s\, q \cdot k)` by
-:math:`\phi(q) \cdot \phi(k)`. If these products are not negative, a normalised output is a weighted
-mean of the values. All maps here have such products, except :func:`identity` and
-:func:`random_fourier`. They compute in float32, or float64 for float64 inputs, because the sums
-that follow run over thousands of keys.
-Letters: B batch, H heads, T tokens, D head size, F features, M random frequencies.
+A feature map :math:`\phi` replaces the kernel :math:`\exp(s\, q \cdot k)` by :math:`\phi(q) \cdot
+\phi(k)`. If these products are not negative, a normalised output is a weighted mean of the values.
+All maps here have such products, except :func:`identity` and :func:`random_fourier`. They compute
+in float32, or float64 for float64 inputs, because the sums that follow run over thousands of keys.
+Other letters: M random frequencies.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ With :math:`x' = \sqrt{s}\, x` and rows :math:`w_m` drawn from a standard normal
 
 so the mean over M features estimates the kernel, with an error that falls as 1 / M. In a normalised
 output, a factor per query cancels, and so does a factor per feature that queries and keys apply
-inversely. These factors are chosen here so that nothing overflows.
-Source: Choromanski et al., 2021, arXiv:2009.14794.
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D head size, M features.
+inversely. These factors are chosen here so that nothing overflows. Source: Choromanski et al.,
+2021, arXiv:2009.14794. Other letters: M features.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@ Computes the same as :func:`attnzoo.ops.softmax.api.softmax_attention`, by torch
 ``scaled_dot_product_attention`` (flash, cuDNN or memory-efficient kernels), by its ``varlen_attn``
 for sequences of different lengths (windows, padding, packing and continuing prompts on CUDA), by
 xformers, or, on CPUs, in C++: sliding windows, and other calls where it was measured to be faster.
-Time O(T S), memory O(T + S); with a sliding window of w, time and memory O(T w).
-Source: Dao et al., 2022, arXiv:2205.14135; Rabe and Staats, 2021, arXiv:2112.05682.
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-w window.
+Time O(T S), memory O(T + S); with a sliding window of w, time and memory O(T w). Source: Dao et
+al., 2022, arXiv:2205.14135; Rabe and Staats, 2021, arXiv:2112.05682. Other letters: w window.
 """
 
 from __future__ import annotations

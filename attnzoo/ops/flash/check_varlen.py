@@ -5,8 +5,6 @@
 Output and gradients of each case differ from float64 by at most twice as much as those of a dense
 mask in the same dtype, plus one rounding. The kernel adds gradients in no fixed order, so two equal
 calls need not agree bit for bit. :mod:`attnzoo.runtime.verdicts` reads the output.
-
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D head size.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Fused softmax attention by torch's ``scaled_dot_product_attention``.
 
 A call keeps the fastest kernel where it can: causality is a flag instead of a mask, and a sliding
-window becomes blocks along the band.
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-N blocks, C queries of a block, w window.
+window becomes blocks along the band. Other letters: N blocks, C queries of a block, w window.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A mask rules out torch's fastest kernels and takes O(T S) memory. ``torch.nn.attention.varlen``
 takes the real tokens of all sequences one after another instead, with a sliding window, and aligns
-queries that continue a sequence with its last keys. It computes nothing for padding.
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size, N real
-tokens.
+queries that continue a sequence with its last keys. It computes nothing for padding. Other letters:
+N real tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Torch's varlen kernel, and a few keys outside the window of its queries, on CUDA.
 
 The kernel returns its log-sum-exp, by which :mod:`attnzoo.ops.window.extra_keys` adds the keys.
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D head size, X extra keys.
+Other letters: X extra keys.
 """
 
 from __future__ import annotations

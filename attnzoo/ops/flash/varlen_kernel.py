@@ -1,7 +1,6 @@
 """Torch's varlen kernel: its sequences, and its calls.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size, N real
-tokens.
+Other letters: N real tokens.
 """
 
 from __future__ import annotations

@@ -12,11 +12,9 @@ subtracted, so nothing overflows.
 
 Time O(T (W D + C F + F E)), memory O(T D) on a CPU; the state has a fixed size. A key enters the
 linear state when it leaves the window, so query t is paired with key t - W, and no key is copied.
-In C++ one kernel computes the linear sums, and one the window and the output from both.
-Source: Zhang et al., 2024, arXiv:2410.10254 (LoLCATs), where :math:`e^{f_i}` is a factor of the
-window's largest term.
-Letters: B batch, H query heads, Hkv key heads, T queries, D key size, E value size, F features of a
-key, W window.
+In C++ one kernel computes the linear sums, and one the window and the output from both. Source:
+Zhang et al., 2024, arXiv:2410.10254 (LoLCATs), where :math:`e^{f_i}` is a factor of the window's
+largest term. Other letters: W window.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 A key enters the linear sums when it leaves the window: token t of the linear attention has the
 query of token t and the key of token t - W.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, R queries with such keys, E value size,
-F features of a key, W window, G first tokens (sinks).
+Other letters: R queries with such keys, W window, G first tokens (sinks).
 """
 
 from __future__ import annotations

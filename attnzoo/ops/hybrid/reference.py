@@ -3,8 +3,7 @@ r"""The oracle of the window hybrid: the formula of ``api.py`` over all pairs, i
 It shares no code with the implementations that tests compare with it, and autograd differentiates
 it. Quadratic in T, with a decay per feature O(T^2 F) in memory too.
 
-Letters: R rows, H query heads, Hkv key heads, g = H / Hkv, T queries, S stored and new keys, D key
-size, E value size, F features of a key, W window, G first tokens.
+Other letters: R rows, g = H / Hkv, S stored and new keys, W window, G first tokens.
 """
 
 from __future__ import annotations

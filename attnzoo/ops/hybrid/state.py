@@ -1,7 +1,6 @@
 """The inputs of the window hybrid, and the state that it keeps between calls.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, D key size, E value size, F features of a
-key, W window, G first tokens of a sequence, R rows or sequences.
+Other letters: W window, G first tokens of a sequence, R rows or sequences.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 A few operations of fixed shapes, which a CUDA graph can capture. The state is read once; the new
 key overwrites the oldest of the window, which enters the linear sums.
 
-Letters: B batch, H query heads, Hkv key heads, D key size, E value size, F features of a key,
-W window, G first tokens of a sequence.
+Other letters: W window, G first tokens of a sequence.
 """
 
 from __future__ import annotations

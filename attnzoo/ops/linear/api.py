@@ -16,7 +16,6 @@ registry of implementations, ``linear_step``.
 
 Sources: Katharopoulos et al., 2020, arXiv:2006.16236 (the sums); Sun et al., 2023, arXiv:2307.08621
 (decay per head, the chunk form); Yang et al., 2024, arXiv:2312.06635 (decay per key channel).
-Letters: B batch, H heads, Hkv key heads, T queries, S keys, D key size, E value size, C chunk.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Iterate over the chunks of causal linear attention: code that both passes share.
 
-Letters: B batch, Hkv key heads, G query heads per key head, T tokens, C tokens per chunk, D key
-size, E value size, N = batch rows times key heads in one iterator, F decays per token (1 or D).
-Queries of a chunk are folded to ``[N, C * G, D]``, token by token. Chunks have the dtype of the
-sums.
+Other letters: N = batch rows times key heads in one iterator, F decays per token (1 or D). Queries
+of a chunk are folded to ``[N, C * G, D]``, token by token. Chunks have the dtype of the sums.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Inputs and feature maps that all implementations of linear attention share.
 
-Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T queries, S keys, D key size, E value size,
-N rows of a matrix, F decays per token (1 or D) or features.
+Other letters: N rows of a matrix, F decays per token (1 or D) or features.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Context parallelism of linear attention: the state before a rank's tokens.
 
-Letters: B batch, Hkv key heads, N = B Hkv, T tokens of a rank, C tokens of a block, D key size, E
-value size, F decays per token (1 or D).
+Other letters: N = B Hkv, T tokens of a rank, C tokens of a block, F decays per token (1 or D).
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ Query i sees key j with weight ``exp(b_i - b_j)``, where b is the cumulative sum
   form are computed. The backward pass runs the same joins in reverse and needs no difference and
   no quotient, not even for the gradients of the log decays.
 
-Letters: N batch times key heads, C tokens in the chunk, G query heads per key head, D key size,
-M pairs of blocks of s tokens. Queries are folded to ``[N, C * G, D]``, token by token.
+Other letters: N batch times key heads, M pairs of blocks of s tokens. Queries are folded to ``[N, C
+* G, D]``, token by token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One token of mLSTM or RWKV-6 without gradients, in C++ or Triton: decoding.
-
-Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
-"""
+"""One token of mLSTM or RWKV-6 without gradients, in C++ or Triton: decoding."""
 
 from __future__ import annotations
 

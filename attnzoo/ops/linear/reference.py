@@ -1,9 +1,8 @@
 r"""The oracle of linear attention: plain tensor operations, differentiated by autograd.
 
 It shares no code with the implementations that tests compare with it. The dense form is quadratic
-in T (with a decay per key channel, O(T^2 D) in memory too); the recurrent form takes T steps of
-O(D E). Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T queries, S keys, D key size,
-E value size, F decays per token (1 or D).
+in T (with a decay per key channel, O(T^2 D) in memory too); the recurrent form takes T steps of O(D
+E). Other letters: F decays per token (1 or D).
 """
 
 from __future__ import annotations

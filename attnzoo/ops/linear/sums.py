@@ -1,7 +1,4 @@
-"""The causal linear attention to which mLSTM and RWKV-6 reduce, and who computes it.
-
-Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
-"""
+"""The causal linear attention to which mLSTM and RWKV-6 reduce, and who computes it."""
 
 from __future__ import annotations
 

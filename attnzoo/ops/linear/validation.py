@@ -1,7 +1,4 @@
-"""Checks of what only linear attention takes; kernels read it by address.
-
-Letters: B batch, H heads, Hkv key heads, T queries, S keys, D key size, E value size.
-"""
+"""Checks of what only linear attention takes; kernels read it by address."""
 
 from __future__ import annotations
 

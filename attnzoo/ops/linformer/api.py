@@ -13,8 +13,7 @@ over the longest length would leave most rows empty. Of n tokens, token i goes t
 if n <= R, every token has its own row, which is softmax attention. The logarithm of the number of
 tokens that a row pools is added to its scores.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-L longest sequence, R rows, C tokens per block, N blocks.
+Other letters: L longest sequence, R rows, C tokens per block, N blocks.
 """
 
 from __future__ import annotations

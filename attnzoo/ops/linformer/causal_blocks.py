@@ -1,8 +1,8 @@
 """Causal Linformer, block by block: the rows of finished blocks, and the tokens of the current one.
 
-Letters: B batch, H query heads, Hkv key heads, T new tokens, D key size, E value size,
-C tokens per block, R rows per block, N blocks of the state, M blocks that the call projects,
-P positions: tokens counted from the start of the block that is unfinished when the call begins.
+Other letters: T new tokens, C tokens per block, R rows per block, N blocks of the state, M blocks
+that the call projects, P positions: tokens counted from the start of the block that is unfinished
+when the call begins.
 """
 
 from __future__ import annotations

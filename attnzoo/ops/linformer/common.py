@@ -1,7 +1,6 @@
 """Inputs of both ops of Linformer, and the state of the block form.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-L longest sequence, R rows, C tokens per block, N finished blocks.
+Other letters: L longest sequence, R rows, C tokens per block, N finished blocks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Reference implementations of Linformer: dense, in float32 or wider.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-L longest sequence, R rows, C tokens per block, M blocks that the call finishes.
+Other letters: L longest sequence, R rows, C tokens per block, M blocks that the call finishes.
 """
 
 from __future__ import annotations

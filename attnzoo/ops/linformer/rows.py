@@ -3,8 +3,7 @@
 The bidirectional form is one projection of the full sequence, and attention to its rows; the causal
 form (:mod:`attnzoo.ops.linformer.causal_blocks`) shares the pooling and the attention.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-L longest sequence, R rows.
+Other letters: L longest sequence, R rows.
 """
 
 from __future__ import annotations

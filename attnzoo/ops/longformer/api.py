@@ -1,17 +1,13 @@
 r"""Longformer attention: a sliding window for every token, and a few global tokens.
 
 A query sees the keys of its head's window, at steps of the head's dilation, and all global keys; a
-global token sees everything. With :math:`A_i` the set of keys that token i sees,
-:math:`o_i = \sum_{j \in A_i} a_{ij} v_j`, where :math:`a_{ij}` is the softmax of
-:math:`s\, q_i \cdot k_j` over :math:`A_i`.
-Global tokens may have their own queries, and keys and values that only they attend to.
-Causal attention hides later tokens from every token, global or not.
-Padding is not counted: windows and distances are measured in real tokens.
-A position bias is added to the scores of the keys that a query sees.
-Time O(T (w + G) D), memory O(T D).
-Source: Beltagy et al., 2020, arXiv:2004.05150.
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-w window, d dilation, G global tokens.
+global token sees everything. With :math:`A_i` the set of keys that token i sees, :math:`o_i =
+\sum_{j \in A_i} a_{ij} v_j`, where :math:`a_{ij}` is the softmax of :math:`s\, q_i \cdot k_j` over
+:math:`A_i`. Global tokens may have their own queries, and keys and values that only they attend to.
+Causal attention hides later tokens from every token, global or not. Padding is not counted: windows
+and distances are measured in real tokens. A position bias is added to the scores of the keys that a
+query sees. Time O(T (w + G) D), memory O(T D). Source: Beltagy et al., 2020, arXiv:2004.05150.
+Other letters: w window, d dilation, G global tokens.
 """
 
 from __future__ import annotations

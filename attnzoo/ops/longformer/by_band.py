@@ -2,9 +2,8 @@
 
 In C++ on CPUs. In PyTorch operations, blocks are computed one after another on a CPU, and
 recomputed in the backward pass; on a GPU, under ``torch.compile`` and with dropout, in one batch.
-Fewer queries than keys, as in decoding with a KV cache, are computed densely.
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, N blocks, C queries of a block,
-W keys of a block's band, G global keys, w window, d dilation, D key size, E value size.
+Fewer queries than keys, as in decoding with a KV cache, are computed densely. Other letters: N
+blocks, C queries of a block, W keys of a block's band, G global keys, w window, d dilation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The inputs of one call of Longformer attention.
-
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size.
-"""
+"""The inputs of one call of Longformer attention."""
 
 from __future__ import annotations
 

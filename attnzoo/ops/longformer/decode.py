@@ -2,8 +2,7 @@
 
 The state has a fixed size from the first token on: the R latest keys, R being the largest distance
 to a key over all heads, and the first P keys of the sequence, the last of which is the last global
-position. A step costs O(P + R), independent of the sequence length.
-Letters: B batch, H query heads, Hkv key heads, T new tokens, S keys, D key size, E value size.
+position. A step costs O(P + R), independent of the sequence length. Other letters: T new tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The steps around windowed attention: padding to the end, and dense rows of global tokens.
 
-Letters: B batch, H query heads, Hkv key heads, T tokens, G global tokens, D key size, E value size.
+Other letters: G global tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Longformer attention with the whole score matrix, as the formula says: time and memory O(T S).
-
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size.
-"""
+"""Longformer attention with the whole score matrix, as the formula says: time and memory O(T S)."""
 
 from __future__ import annotations
 

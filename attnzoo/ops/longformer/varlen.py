@@ -3,7 +3,7 @@
 The heads of one band are one call of a sliding window. The tokens of a dilated band are reordered:
 token i of a row joins sequence i mod d, in which the window has no gaps. Global keys outside the
 window of a query are extra keys, which enter the softmax through the log-sum-exp of the window.
-Letters: B batch, H query heads, Hkv key heads, T queries, D head size, d dilation.
+Other letters: d dilation.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ denominator in which no key counts twice
 :mod:`attnzoo.ops.lsh.shared_qk_plan`).
 
 Source: Kitaev et al., 2020, arXiv:2001.04451; Daras et al., 2020, arXiv:2010.05315.
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ partial results are merged as in flash decoding: :math:`o = \sum_r 2^{l_r - l} o
 :math:`l = \log_2 \sum_r 2^{l_r}` and :math:`l_r` the log-sum-exp of split r. The backward pass
 recomputes the scores from the inputs and :math:`l`, so nothing else is saved.
 
-Time 4 C W D flops per block; memory beyond the results is that of one batch of blocks.
-Source: arXiv:2001.04451 (hash rounds), arXiv:2205.14135 (backward pass by recomputation).
-Letters: M queries of all heads of a work item, S keys of all heads of a work item, n blocks,
-C queries of a block, W keys of a block, D key size, E value size.
+Time 4 C W D flops per block; memory beyond the results is that of one batch of blocks. Source:
+arXiv:2001.04451 (hash rounds), arXiv:2205.14135 (backward pass by recomputation). Other letters: M
+queries of all heads of a work item, S keys of all heads of a work item, n blocks, C queries of a
+block, W keys of a block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """LSH attention of one work item in PyTorch, block by block: ``impl="torch"``.
 
-Letters: U key heads of the work item, G query heads per key head, T queries, S keys, D key size,
-E value size.
+Other letters: U key heads of the work item.
 """
 
 from __future__ import annotations

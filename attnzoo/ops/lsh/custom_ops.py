@@ -1,7 +1,4 @@
-"""Custom operators of LSH attention, so that ``torch.compile`` sees one call per pass.
-
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size.
-"""
+"""Custom operators of LSH attention, so that ``torch.compile`` sees one call per pass."""
 
 from __future__ import annotations
 

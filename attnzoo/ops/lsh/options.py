@@ -1,7 +1,6 @@
 """Options and inputs of LSH attention, and its seeded random generator.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-R hash rounds.
+Other letters: R hash rounds.
 """
 
 from __future__ import annotations

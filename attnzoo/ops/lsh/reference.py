@@ -1,10 +1,9 @@
 r"""LSH attention with a dense matrix of attended keys: the oracle of the block-wise forms.
 
 Computes, for every pair of a query and a key, in how many hash rounds the query attends to the key,
-and then softmax attention over these counts. Time and memory O(R T S).
-Source: Kitaev et al., 2020, arXiv:2001.04451; Daras et al., 2020, arXiv:2010.05315.
-Letters: B batch, H query heads, Hkv key heads, G query heads per key head, T queries, S keys,
-D key size, R hash rounds, P pivots of a round.
+and then softmax attention over these counts. Time and memory O(R T S). Source: Kitaev et al., 2020,
+arXiv:2001.04451; Daras et al., 2020, arXiv:2010.05315. Other letters: R hash rounds, P pivots of a
+round.
 """
 
 from __future__ import annotations

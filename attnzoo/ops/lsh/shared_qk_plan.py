@@ -7,10 +7,9 @@ chunk of a round attends to the last chunk of the previous round, as in the pape
 query's own key, future keys (if causal) and padding are masked. A key that is attended to in
 several rounds counts in each of them.
 
-Time O(T rounds (chunk D + D sqrt(buckets))). Source: Kitaev et al., 2020, arXiv:2001.04451, and
-its code in trax; hashing from Andoni et al., 2015, arXiv:1509.02897.
-Letters: U key heads of a work item, G query heads per key head, T tokens, R hash rounds, N chunks,
-C tokens of a chunk, F sum of the bucket factors, n blocks, W keys of a block.
+Time O(T rounds (chunk D + D sqrt(buckets))). Source: Kitaev et al., 2020, arXiv:2001.04451, and its
+code in trax; hashing from Andoni et al., 2015, arXiv:1509.02897. Other letters: U key heads of a
+work item, R hash rounds, N chunks, F sum of the bucket factors, n blocks, W keys of a block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Checks of the masks and lengths that LSH attention supports.
-
-Letters: B batch, T queries, S keys.
-"""
+"""Checks of the masks and lengths that LSH attention supports."""
 
 from __future__ import annotations
 

@@ -17,9 +17,8 @@ interval of the original order. Whether an earlier round contains a key is then 
 numbers, and no key counts twice.
 
 Time O(R T (chunk_size D + pivots D + log T)). Source: arXiv:2001.04451 (LSH attention),
-arXiv:2010.05315 (asymmetric transforms, balanced clusters).
-Letters: U key heads of a work item, G query heads per key head, T queries, S keys, N = G T,
-R hash rounds, P pivots of all rounds.
+arXiv:2010.05315 (asymmetric transforms, balanced clusters). Other letters: U key heads of a work
+item, N = G T, R hash rounds, P pivots of all rounds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Linear attention with a full-matrix gate: one decay per pair of key and value channels; causal.
 
-A decay per head, token or key channel needs it not:
-:func:`attnzoo.ops.linear.api.linear_attention` takes it as ``log_decay``.
-Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
+A decay per head, token or key channel needs it not: :func:`attnzoo.ops.linear.api.linear_attention`
+takes it as ``log_decay``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Reference of the full-matrix gate: its recurrence, written out.
-
-Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T tokens, D key size, E value size.
-"""
+"""Reference of the full-matrix gate: its recurrence, written out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Linear attention with a full-matrix gate, token by token, and the state of earlier ranks.
-
-Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T tokens, D key size, E value size.
-"""
+"""Linear attention with a full-matrix gate, token by token, and the state of earlier ranks."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@ r"""mLSTM: linear attention with exponential input gates, causal, in chunks or t
 
 One token is computed by the step that decoding takes, an op of its own in the registry of
 implementations: ``mlstm_step``.
-Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@ r"""RWKV-6: each query reads the state before its own token enters it; causal.
 
 One token is computed by the step that decoding takes, an op of its own in the registry of
 implementations: ``rwkv6_step``.
-Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T tokens, D key size, E value size.
 """
 
 from __future__ import annotations

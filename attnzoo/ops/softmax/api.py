@@ -2,7 +2,6 @@ r"""Dense softmax attention, the oracle of every exact implementation.
 
 Computes :math:`o_i = \sum_j a_{ij} v_j`, :math:`a_{ij} = \mathrm{softmax}_j(s\, q_i \cdot k_j)`.
 Time and memory O(T S). Source: Vaswani et al., 2017, arXiv:1706.03762.
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size.
 """
 
 from __future__ import annotations

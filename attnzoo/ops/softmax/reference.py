@@ -1,7 +1,4 @@
-"""Softmax attention with the whole score matrix, in float32 or wider.
-
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size.
-"""
+"""Softmax attention with the whole score matrix, in float32 or wider."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """``scaled_dot_product_attention`` with grouped key heads, boolean masks, biases and sinks.
 
 A query that sees no key gives zeros. On a GPU torch tries its kernels from the fastest on.
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Sliding-window attention in blocks: each query block attends to the keys of its band.
 
 Local attention with a window of w over T tokens becomes T / C dense problems, so that time and
-memory are O(T w).
-Letters: B batch, H heads, Hkv key heads, T tokens, N blocks, C queries of a block, W keys that a
-block sees, D key size, E value size.
+memory are O(T w). Other letters: N blocks, C queries of a block, W keys that a block sees.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@ r"""Sliding-window attention block by block, with its own backward pass; for CPU
 Each block of C queries attends to the keys of its band and to the global keys: a small dense
 softmax whose scores stay in cache. The backward pass computes them again, so that memory is O(T D)
 and time O(T (w + C + G) D). A band needs a mask only at the two corners of each block. A dilated
-band is a plain one over every d-th token.
-Source: Beltagy et al., 2020, arXiv:2004.05150.
-Letters: B batch, H query heads, Hkv key heads, N = B Hkv rows, n rows of a chunk, g query heads of
-a row, T tokens, S keys, C queries of a block, W keys of a band, G global keys, D key size, E value
-size, d dilation.
+band is a plain one over every d-th token. Source: Beltagy et al., 2020, arXiv:2004.05150. Other
+letters: N = B Hkv rows, n rows of a chunk, g query heads of a row, C queries of a block, W keys of
+a band, G global keys, d dilation.
 """
 
 from __future__ import annotations

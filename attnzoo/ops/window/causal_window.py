@@ -3,9 +3,8 @@
 For mechanisms that combine it with a state over all earlier tokens. Time O(T W D), memory O(T D) on
 a CPU; the state has a fixed size. In one row of sequences, queries see the keys of their own
 sequence. With a state or first tokens, each sequence becomes a row, padded at its end, where no
-query sees the padding.
-Letters: B batch, H query heads, Hkv key heads, T queries, D key size, E value size, W window,
-G first tokens of a sequence, S keys, N tokens of one row of sequences, R rows or sequences.
+query sees the padding. Other letters: W window, G first tokens of a sequence, N tokens of one row
+of sequences, R rows or sequences.
 """
 
 from __future__ import annotations

@@ -5,12 +5,10 @@ With the window's output :math:`o_w` and log-sum-exp :math:`l_w`, and those of t
 
 .. math:: l = \log(e^{l_w} + e^{l_e}), \qquad o = e^{l_w - l} o_w + e^{l_e - l} o_e.
 
-The backward pass of the window needs no gradient of :math:`l_w`: it computes weights as
-:math:`e^{s - l}`, and gradients of scores from them and from o. Given l and o of both parts, it
-returns the gradients of this softmax by the tensors of the window.
-Time and memory O(T X).
-Letters: B batch, H query heads, Hkv key heads, g = H / Hkv, T queries, D key size, E value size,
-X extra keys.
+The backward pass of the window needs no gradient of :math:`l_w`: it computes weights as :math:`e^{s
+- l}`, and gradients of scores from them and from o. Given l and o of both parts, it returns the
+gradients of this softmax by the tensors of the window. Time and memory O(T X). Other letters: g = H
+/ Hkv, X extra keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The keys that the heads of sliding-window attention see: windows, dilations and global tokens.
 
-Source: Beltagy et al., 2020, arXiv:2004.05150.
-Letters: B batch, H query heads, T queries, S keys, w window, d dilation, G global tokens.
+Source: Beltagy et al., 2020, arXiv:2004.05150. Other letters: w window, d dilation, G global
+tokens.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Causal models give them much weight, which a window alone would spread over other keys; see Xiao et
 al., 2023, arXiv:2309.17453 (StreamingLLM). Keys keep the positions that the model gave them: they
-are not rotated again.
-Letters: B batch, T queries, S keys, G first tokens.
+are not rotated again. Other letters: G first tokens.
 """
 
 from __future__ import annotations

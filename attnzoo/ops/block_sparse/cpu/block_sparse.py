@@ -1,11 +1,9 @@
 """Block-sparse attention in C++, for CPUs: ``impl="cpp"``.
 
-See ``block_sparse.cpp`` and ``attnzoo/runtime/cpp``. On CPUs with AMX the kernel
-reads and writes bfloat16 tensors, and rounds weights to bfloat16. Otherwise it reads copies in
-float32 or float64.
-Letters: B batch, H query heads, Hkv key heads, U = B Hkv units, G = H / Hkv, T queries, S keys,
-N = G T, D key size, E value size, M query blocks, K selected blocks, A heads with a selection of
-their own.
+See ``block_sparse.cpp`` and ``attnzoo/runtime/cpp``. On CPUs with AMX the kernel reads and writes
+bfloat16 tensors, and rounds weights to bfloat16. Otherwise it reads copies in float32 or float64.
+Other letters: U = B Hkv units, N = G T, M query blocks, K selected blocks, A heads with a selection
+of their own.
 """
 
 from __future__ import annotations

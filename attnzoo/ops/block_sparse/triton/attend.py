@@ -5,9 +5,8 @@ that select together. It reads its keys in tiles of slots. A slot is an index in
 of the sinks, the window and the selected blocks, so a tile may contain the end of one part and the
 start of the next, and a block may be smaller than a tile.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-M query blocks, K selected blocks, A heads with a selection of their own, Y = H / A, Q queries of a
-query block, R = Q Y rows that share a selection.
+Other letters: M query blocks, K selected blocks, A heads with a selection of their own, Y = H / A,
+Q queries of a query block, R = Q Y rows that share a selection.
 """
 
 from __future__ import annotations

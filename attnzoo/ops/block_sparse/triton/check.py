@@ -9,9 +9,8 @@ The kernels that select key blocks or decode a token are checked too. Where all 
 many are equal, the selection must be that of torch. Otherwise the j-th best of the selected blocks
 may have a lower score than the j-th best block by twice what scores may err.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size,
-Q queries of a query block, I heads of an indexer, P size of index queries and keys, M query blocks,
-N key blocks, K selected blocks, A heads with a selection of their own.
+Other letters: Q queries of a query block, I heads of an indexer, P size of index queries and keys,
+M query blocks, N key blocks, K selected blocks, A heads with a selection of their own.
 """
 
 from __future__ import annotations

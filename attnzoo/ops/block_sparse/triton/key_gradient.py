@@ -6,9 +6,8 @@ of the first two kernels sums a part of the queries and writes a partial sum; th
 the partial sums in a fixed order. There are no atomic operations, so equal inputs give bitwise
 equal results.
 
-Letters: B batch, H query heads, Hkv key heads, G = H / Hkv, T queries, S keys, D key size, E value
-size, N key blocks, M query blocks, A heads with a selection of their own, Y = H / A, Q queries of a
-query block, R = Q Y rows that share a selection.
+Other letters: N key blocks, M query blocks, A heads with a selection of their own, Y = H / A, Q
+queries of a query block, R = Q Y rows that share a selection.
 """
 
 from __future__ import annotations

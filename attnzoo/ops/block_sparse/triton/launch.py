@@ -1,8 +1,7 @@
 """Launch the Triton kernels of block-sparse attention.
 
-Letters: B batch, H query heads, Hkv key heads, G = H / Hkv, T queries, S keys, D key size, E value
-size, N key blocks, M query blocks, K selected blocks, A heads with a selection of their own,
-Y = H / A, Q queries of a query block, R = Q Y rows that share a selection.
+Other letters: N key blocks, M query blocks, K selected blocks, A heads with a selection of their
+own, Y = H / A, Q queries of a query block, R = Q Y rows that share a selection.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 No score is written to memory. A program streams over the summaries of a key head and keeps the best
 blocks of its rows, sorted, in registers.
 
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, C keys of a block,
-M query blocks, N key blocks, K selected blocks, A heads with a selection of their own, F = A / Hkv,
-Y = H / A, Q queries of a query block, Z numbers per summary (D, or 2 D in two halves).
+Other letters: C keys of a block, M query blocks, N key blocks, K selected blocks, A heads with a
+selection of their own, F = A / Hkv, Y = H / A, Q queries of a query block, Z numbers per summary
+(D, or 2 D in two halves).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Launch the Triton kernels that select key blocks.
 
-Letters: B batch, Hkv key heads, M query blocks, N key blocks, K selected blocks, A heads with a
-selection of their own, Z numbers per summary.
+Other letters: M query blocks, N key blocks, K selected blocks, A heads with a selection of their
+own, Z numbers per summary.
 """
 
 from __future__ import annotations

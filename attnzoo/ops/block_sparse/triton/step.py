@@ -1,9 +1,7 @@
 """One decoded token in Triton: score the summaries, attend in parts, add the parts.
 
-At most three launches.
-Letters: B batch, H query heads, Hkv key heads, N key blocks, K selected blocks, A heads with a
-selection of their own, F = A / Hkv, Y = H / A, O old keys, R recent keys, D key size, E value size,
-C keys of a block.
+At most three launches. Other letters: N key blocks, K selected blocks, A heads with a selection of
+their own, F = A / Hkv, Y = H / A, O old keys, R recent keys, C keys of a block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The delta rule in C++, for CPUs: both passes, and the step of one token.
 
-Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T tokens, D key size, E value size, F decays
-per token (0, 1 or D), S sequences (B if rows are sequences), P panels: groups of columns of the
-values, which are pieces of work.
+Other letters: F decays per token (0, 1 or D), S sequences (B if rows are sequences), P panels:
+groups of columns of the values, which are pieces of work.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
     python -m attnzoo.ops.delta.triton.check scalar 128 plain cuda:0
 
 As :mod:`attnzoo.ops.linear.triton.check`, whose kernels these run too.
-
-Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ They launch the kernels of the errors, and linear attention with the errors as v
 ``torch.compile`` traces the operators without graph breaks. Launches do not synchronise with the
 device, so CUDA graphs can capture them.
 
-Letters: B batch, S sequences (B if rows are sequences), H heads, Hkv key heads, G = H / Hkv, T
-tokens, D key size, E value size.
+Other letters: S sequences (B if rows are sequences).
 """
 
 from __future__ import annotations

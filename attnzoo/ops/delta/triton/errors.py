@@ -17,8 +17,8 @@ transposed to be an operand of a third one.
 A sequence is a row, or, with VARLEN, a part of the one row. The chunks of a row of sequences are
 found as its splits are in :mod:`attnzoo.ops.linear.triton.splits`, with splits of C tokens.
 
-Letters: B batch, S sequences (B without VARLEN), Hkv key heads, T tokens of a row, D key size, E
-value size, C tokens of a chunk, N programs of a head: at least one per chunk.
+Other letters: S sequences (B without VARLEN), T tokens of a row, N programs of a head: at least one
+per chunk.
 """
 
 from __future__ import annotations

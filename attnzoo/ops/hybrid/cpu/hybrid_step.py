@@ -1,7 +1,6 @@
 """One token of the window hybrid in C++, without gradients: decoding.
 
-Letters: B batch, H query heads, Hkv key heads, D key size, E value size, F features of a key,
-W window.
+Other letters: W window.
 """
 
 from __future__ import annotations

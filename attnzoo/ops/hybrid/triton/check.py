@@ -5,8 +5,7 @@
 As :mod:`attnzoo.ops.linear.triton.check`, whose verdicts do not cover the kernels of the
 window, of the merge, and of sums without a division. mLSTM and RWKV-6 run on the latter.
 
-Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size, F features of a key,
-W window.
+Other letters: W window.
 """
 
 from __future__ import annotations

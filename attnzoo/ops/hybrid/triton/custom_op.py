@@ -3,8 +3,7 @@
 Five launches compute it, with three more if few heads divide the sequence into splits: the window,
 the linear sums, and their merge; the gradients take ten to sixteen.
 
-Letters: B batch, H heads, Hkv key heads, T tokens, N = T - W, D key size, E value size, F features,
-W window, S sequences of one row.
+Other letters: N = T - W, W window, S sequences of one row.
 """
 
 from __future__ import annotations

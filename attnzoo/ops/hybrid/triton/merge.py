@@ -10,7 +10,7 @@ logit f:
 The first W tokens have no key outside their window, so the linear sums start at token W. They are
 zeros for tokens of no sequence, whose output is then near, and whatever their logit is.
 
-Letters: B batch, H heads, T tokens, N = T - W tokens with linear sums, E value size, W window.
+Other letters: N = T - W tokens with linear sums, W window.
 """
 
 from __future__ import annotations

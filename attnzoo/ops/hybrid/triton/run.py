@@ -1,6 +1,6 @@
 """The window hybrid on the Triton kernels: which calls they support, and the call itself.
 
-Letters: B batch, H heads, Hkv key heads, T tokens, E value size, F features, W window.
+Other letters: W window.
 """
 
 from __future__ import annotations

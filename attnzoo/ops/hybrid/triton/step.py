@@ -5,8 +5,7 @@ read the rest of the state, which the second kernel therefore writes.
 
 With slots, the state is a pool, of which each token reads and writes one row; -1: none of them.
 
-Letters: B batch, H heads, Hkv key heads, G = H / Hkv, D key size, E value size, F features of a
-key, W window, N first tokens.
+Other letters: W window, N first tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The C++ kernel of linear attention: its source, its arguments, and the call.
 
-Letters: B rows or sequences, H heads, Hkv key heads, T tokens, D key size, E value size, N rows of
-the matrix of a feature map, F decays per token (0, 1 or the number of features).
+Other letters: B rows or sequences, N rows of the matrix of a feature map, F decays per token (0, 1
+or the number of features).
 """
 
 from __future__ import annotations

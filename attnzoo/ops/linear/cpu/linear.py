@@ -5,8 +5,7 @@ states in between again. Tensors are read and written in their own dtypes; sums 
 the state. On CPUs with AMX, products of bfloat16 tensors take features and scores rounded to
 bfloat16, unless decays differ between key channels.
 
-Letters: B rows, H heads, Hkv key heads, T tokens, D key size, E value size, N rows of a map's
-matrix, F features, S sequences (or rows, if each row is one).
+Other letters: B rows, N rows of a map's matrix, S sequences (or rows, if each row is one).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One token of linear attention in C++, without gradients: decoding.
 
-Letters: B batch, H heads, Hkv key heads, D key size, E value size, P states of a pool.
+Other letters: P states of a pool.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@
 Results must be equal bit for bit, and differ from float64 by at most twice as much as the torch
 form in the same dtype. Inputs lie in storage that continues with NaN, and memory that kernels
 should write is filled with NaN. :mod:`attnzoo.runtime.verdicts` reads the output.
-
-Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
 """
 
 from __future__ import annotations

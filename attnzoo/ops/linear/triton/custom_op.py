@@ -6,8 +6,6 @@ device, so CUDA graphs can capture them.
 The arguments of the operators are the fields of
 :class:`attnzoo.ops.linear.triton.launch.LinearTensors` and
 :class:`attnzoo.ops.linear.triton.launch.LinearOptions`, one after another.
-
-Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Launch the Triton kernels of linear attention: block configs, splits, forward and backward pass.
 
-Letters: B batch, H heads, Hkv key heads, T tokens, S sequences, D key size, E value size, F decays
-per token (1 or D).
+Other letters: S sequences, F decays per token (1 or D).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Device functions shared by the Triton kernels: products, loads, stores and feature maps.
-
-Letters: C tokens of a chunk.
-"""
+"""Device functions shared by the Triton kernels: products, loads, stores and feature maps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Linear attention in Triton: which calls the kernels support, and the call itself.
-
-Letters: B batch, H heads, Hkv key heads, T tokens, D key size, E value size.
-"""
+"""Linear attention in Triton: which calls the kernels support, and the call itself."""
 
 from __future__ import annotations
 

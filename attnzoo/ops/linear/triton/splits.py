@@ -12,8 +12,7 @@ head process the first split of each sequence, and then the split after each bou
 sequences, ``boundary_sequences`` has the sequence that boundary j is in, if any; if it is in none,
 the program returns at once.
 
-Letters: B batch, H heads, Hkv key heads, T tokens, S sequences, D key size, E value size, J
-boundaries, C tokens of a chunk, F decays per token (1 or D).
+Other letters: S sequences, J boundaries, F decays per token (1 or D).
 """
 
 from __future__ import annotations

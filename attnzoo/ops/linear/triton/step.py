@@ -1,7 +1,4 @@
-"""Triton kernel of one decoding step of linear attention; reads and writes the state once.
-
-Letters: B batch, H heads, Hkv key heads, G = H / Hkv, D key size, E value size.
-"""
+"""Triton kernel of one decoding step of linear attention; reads and writes the state once."""
 
 from __future__ import annotations
 

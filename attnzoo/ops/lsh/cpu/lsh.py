@@ -1,9 +1,8 @@
 """The asymmetric form of LSH attention in C++, for CPUs: ``impl="cpp"``.
 
 The sort of the hash rounds runs in PyTorch. The kernels need no gathered blocks and write no
-scores, so their time is that of the products. See ``attnzoo/runtime/cpp``.
-Letters: U key heads of a work item, G query heads per key head, T queries, S keys, N = G T,
-D key size, E value size.
+scores, so their time is that of the products. See ``attnzoo/runtime/cpp``. Other letters: U key
+heads of a work item, N = G T.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 The sums of another mechanism over the keys outside the band may share the denominator.
 
-See ``band.cpp`` and ``attnzoo/runtime/cpp``.
-Letters: B batch, H query heads, Hkv key heads, T queries, S keys, D key size, E value size, G
-global keys, P pieces.
+See ``band.cpp`` and ``attnzoo/runtime/cpp``. Other letters: G global keys, P pieces.
 """
 
 from __future__ import annotations

@@ -7,9 +7,7 @@ P_ij = exp(s q_i k_j - lse_i) for keys j of the window, and the gradients do, dl
     dS_ij = P_ij (do_i v_j - delta_i)       dq_i = s sum of dS_ij k_j,  dk_j = s sum of dS_ij q_i
 
 In one row of sequences, ids are the sequence of each token, negative for tokens of none, which are
-not read and get zeros.
-Source: Dao et al., 2022, arXiv:2205.14135.
-Letters: B batch, H heads, Hkv key heads, G = H / Hkv, T tokens, D key size, E value size.
+not read and get zeros. Source: Dao et al., 2022, arXiv:2205.14135.
 """
 
 from __future__ import annotations
