@@ -1,7 +1,5 @@
 """``check_generation`` passes for a correct backend and fails for an incorrect one."""
 
-from dataclasses import replace
-
 import pytest
 import transformers as hf
 
@@ -20,8 +18,9 @@ def without_state(inputs):
     return inputs._replace(state=None)
 
 
-def without_padding(inputs):
-    return inputs._replace(mask=replace(inputs.mask, padding=None), q=inputs.q + 1, k=inputs.k + 1)
+def with_other_keys_in_a_batch(inputs):
+    is_batch = inputs.sequences is not None or len(inputs.q) > 1
+    return inputs._replace(k=inputs.k * (1.5 if is_batch else 1))
 
 
 def test_a_copy_of_the_model_is_checked(model):
@@ -31,7 +30,10 @@ def test_a_copy_of_the_model_is_checked(model):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(without_state, "greedy generation with left padding"), (without_padding, "in a batch with")],
+    [
+        (without_state, "greedy generation with left padding"),
+        (with_other_keys_in_a_batch, "in a batch with"),
+    ],
 )
 def test_errors_are_found(model, change, message, monkeypatch):
     attend = LinearBackend.attend

@@ -5,11 +5,11 @@ An implementation is one file and one registration::
     register_implementation(
         Implementation(
             op="linear_attention",
-            name="cpp",
-            devices=("cpu",),
-            run=run_cpp,
-            reasons=cpp_reasons,
-            automatic="compiled for this CPU",
+            name="metal",
+            devices=("mps",),
+            run=run_metal,
+            reasons=metal_reasons,
+            automatic="compiled for this GPU",
         )
     )
 
@@ -104,6 +104,16 @@ class Implementation(Generic[Call, Result]):
         """Return whether it computes a call."""
         return self.runs_on(call.q.device.type) and not (self.reasons and self.reasons(call))
 
+
+# What implementations of these names have in common, where nothing else is to be said of them
+CPP: dict[str, Any] = {"name": "cpp", "devices": ("cpu",), "automatic": "compiled for this CPU"}
+TRITON: dict[str, Any] = {
+    "name": "triton",
+    "devices": ("cuda",),
+    "interpreted_on": ("cpu",),
+    "automatic": "compiled for this GPU",
+}
+TORCH: dict[str, Any] = {"name": "torch", "automatic": "runs on every device"}
 
 _NAMED: dict[str, dict[str, Implementation[Any, Any]]] = {}  # of each op, in order of registration
 # What impl="auto" selects from, by op and device type; "" stands for all other types

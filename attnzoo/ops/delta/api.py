@@ -35,6 +35,9 @@ from attnzoo.contract.context_parallel import (
     reset_new_sequences,
 )
 from attnzoo.contract.implementation import (
+    CPP,
+    TORCH,
+    TRITON,
     Implementation,
     register_implementation,
     select,
@@ -311,30 +314,24 @@ def _has_no_token(x: DeltaInputs) -> bool:
 register_implementation(
     Implementation(
         op="delta_attention",
-        name="cpp",
-        devices=("cpu",),
+        **CPP,
         run=run_cpp,
         reasons=cpp_reasons,
         form="chunk form",
-        automatic="compiled for this CPU",
     ),
     Implementation(
         op="delta_attention",
-        name="triton",
-        devices=("cuda",),
-        interpreted_on=("cpu",),
+        **TRITON,
         run=run_triton,
         reasons=triton_reasons,
         form="chunk form",
-        automatic="compiled for this GPU",
         verdict=triton_verdict,
     ),
     Implementation(
         op="delta_attention",
-        name="torch",
+        **TORCH,
         run=on_rows(run_chunks),
         form="chunk form",
-        automatic="runs on every device",
     ),
     Implementation(op="delta_attention", name="reference", run=on_rows(run_reference)),
     Implementation(op="recurrent_delta_attention", name="reference", run=on_rows(run_reference)),
@@ -343,30 +340,24 @@ register_implementation(
 STEPS = (
     Implementation(
         op="delta_step",
-        name="cpp",
-        devices=("cpu",),
+        **CPP,
         run=run_step_cpp,
         reasons=cpp_reasons,
         form="one token",
-        automatic="compiled for this CPU",
     ),
     Implementation(
         op="delta_step",
-        name="triton",
-        devices=("cuda",),
-        interpreted_on=("cpu",),
+        **TRITON,
         run=run_step_triton,
         reasons=triton_reasons,
         form="one token",
-        automatic="compiled for this GPU",
         verdict=triton_verdict,
     ),
     Implementation(
         op="delta_step",
-        name="torch",
+        **TORCH,
         run=step,
         form="one token",
-        automatic="runs on every device",
     ),
 )
 for _step in STEPS:

@@ -20,12 +20,16 @@ largest term. Other letters: W window.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.contract.implementation import (
+    CPP,
+    TORCH,
+    TRITON,
     Implementation,
     register_implementation,
     select,
@@ -143,23 +147,11 @@ def hybrid_attention(
             out, after = found[0].run(step)
             return AttentionOutput(out, after if return_state else None, None, found[1])
         if slots is not None:
-            one = hybrid_attention(
-                q,
-                k,
-                v,
-                branch,
-                window=window,
-                scale=scale,
-                state=HybridState._make(x[slots.clamp(min=0)] for x in state),
-                return_state=True,
-                impl=impl,
-                chunk_size=chunk_size,
-                num_sinks=num_sinks,
-            )
-            assert one.state is not None
-            after = HybridState._make(put_slots(state, slots, one.state, in_place=in_place))
-            out = one.out.masked_fill(slots[:, None, None, None] < 0, 0)
-            return one._replace(out=out, state=after if return_state else None)
+            own = HybridState._make(x[slots.clamp(min=0)] for x in state)
+            options: dict[str, Any] = {"window": window, "scale": scale, "num_sinks": num_sinks}
+            options |= {"state": own, "return_state": True, "impl": impl}
+            one = hybrid_attention(q, k, v, branch, **options)
+            return _with_pool(one, state, slots, in_place, return_state)
     x = HybridInputs(
         *(q, k, v, branch, window, scale, causal, sequences, None),
         *(None if state is None else oldest_first(state), return_state, chunk_size, num_sinks),
@@ -176,6 +168,16 @@ def hybrid_attention(
         out = sequences.to_row(out, q.shape[2])
     last = next_state(x, sequences, after) if return_state else None
     return AttentionOutput(out.to(v.dtype), last, None, choice)
+
+
+def _with_pool(
+    one: AttentionOutput, pool: HybridState, slots: Tensor, in_place: bool, return_state: bool
+) -> AttentionOutput:
+    """Return the output of one token at ``slots``, with the pool of states after it."""
+    assert one.state is not None
+    after = HybridState._make(put_slots(pool, slots, one.state, in_place=in_place))
+    out = one.out.masked_fill(slots[:, None, None, None] < 0, 0)
+    return one._replace(out=out, state=after if return_state else None)
 
 
 def _check_call(
@@ -300,31 +302,25 @@ def _skip_cpp(x: HybridInputs) -> list[str]:
 register_implementation(
     Implementation(
         op="hybrid_attention",
-        name="triton",
-        devices=("cuda",),
-        interpreted_on=("cpu",),
+        **TRITON,
         run=run_triton,
         reasons=hybrid_triton_reasons,
         form="softmax window + linear form",
-        automatic="compiled for this GPU",
         verdict=hybrid_verdict,
     ),
     Implementation(
         op="hybrid_attention",
-        name="cpp",
-        devices=("cpu",),
+        **CPP,
         run=run_cpp,
         reasons=_cpp_reasons,
         auto_reasons=_skip_cpp,
         form="softmax window + linear form",
-        automatic="compiled for this CPU",
     ),
     Implementation(
         op="hybrid_attention",
-        name="torch",
+        **TORCH,
         run=partial(run_torch, attend=attend_torch, sums=sums_torch),
         form="softmax window + linear form",
-        automatic="runs on every device",
     ),
     Implementation(
         op="hybrid_attention",
@@ -334,30 +330,24 @@ register_implementation(
     ),
     Implementation(
         op="hybrid_step",
-        name="triton",
-        devices=("cuda",),
-        interpreted_on=("cpu",),
+        **TRITON,
         run=run_step_triton,
         reasons=step_triton_reasons,
         form="softmax window + linear form; one token",
-        automatic="compiled for this GPU",
         verdict=hybrid_verdict,
     ),
     Implementation(
         op="hybrid_step",
-        name="cpp",
-        devices=("cpu",),
+        **CPP,
         run=hybrid_step_cpp,
         reasons=step_cpp_reasons,
         form="softmax window + linear form; one token",
-        automatic="compiled for this CPU",
     ),
     Implementation(
         op="hybrid_step",
-        name="torch",
+        **TORCH,
         run=hybrid_step,
         reasons=step_reasons,
         form="softmax window + linear form; one token",
-        automatic="runs on every device",
     ),
 )

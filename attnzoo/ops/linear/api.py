@@ -28,6 +28,9 @@ from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.contract.implementation import (
+    CPP,
+    TORCH,
+    TRITON,
     Implementation,
     register_implementation,
     select,
@@ -244,22 +247,10 @@ def _inputs(
     check_qkv(q, k, v)
     check_feature_map(feature_map, map_weights, q, k)
     features = k if map_weights is None else like_features(k, feature_map, map_weights)
-    if causal and q.shape[2] != k.shape[2]:
-        raise UnsupportedError(
-            "causal attention needs queries and keys of the same tokens, got "
-            f"{q.shape[2]} queries and {k.shape[2]} keys; pass earlier tokens as state=, or "
-            "causal=False."
-        )
+    batch = _check_tokens(q, k, causal, sequences, query_sequences, slots)
     if log_decay is not None:
         check_log_decay(log_decay, features.shape, q.device, causal)
         log_decay = widen_shared(log_decay)
-    batch = check_sequences(sequences, slots, q, k)
-    query_count = check_sequences(query_sequences, None, k, q)
-    if query_sequences is not None and (causal or query_count != batch):
-        raise UnsupportedError(
-            "query_sequences are as many as sequences, and need causal=False, got "
-            f"{query_sequences.count} and {batch}."
-        )
     if state is not None:
         check_state(LinearState, state, features, v, batch if slots is None else state[0].shape[0])
         if state.kv.dtype != (dtype := state_dtype(q, k, v)) or state.k.dtype != dtype:
@@ -281,6 +272,36 @@ def _inputs(
         x = map_inputs(x)
         state = state_from_earlier_ranks(x.k, v, log_decay, shard, sequences, causal=causal)
         return x._replace(state=state)
+
+
+def _check_tokens(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    sequences: Sequences | None,
+    query_sequences: Sequences | None,
+    slots: Tensor | None,
+) -> int:
+    """Return the number of states of a call.
+
+    Raises:
+        UnsupportedError: Queries and keys are not of the tokens that the call needs.
+    """
+    if causal and q.shape[2] != k.shape[2]:
+        raise UnsupportedError(
+            "causal attention needs queries and keys of the same tokens, got "
+            f"{q.shape[2]} queries and {k.shape[2]} keys; pass earlier tokens as state=, or "
+            "causal=False."
+        )
+    batch = check_sequences(sequences, slots, q, k)
+    if query_sequences is not None:
+        query_count = check_sequences(query_sequences, None, k, q)
+        if causal or query_count != batch:
+            raise UnsupportedError(
+                "query_sequences are as many as sequences, and need causal=False, got "
+                f"{query_count} and {batch}."
+            )
+    return batch
 
 
 def _attend(op: str, x: LinearInputs, impl: str) -> AttentionOutput:
@@ -352,32 +373,26 @@ def _map_in_triton(x: LinearInputs) -> str:
 register_implementation(
     Implementation(
         op="linear_attention",
-        name="triton",
-        devices=("cuda",),
-        interpreted_on=("cpu",),
+        **TRITON,
         run=run_triton,
         reasons=_triton_reasons,
         form="chunk form",
-        automatic="compiled for this GPU",
         verdict=_triton_verdict,
         note=_map_in_triton,
     ),
     Implementation(
         op="linear_attention",
-        name="cpp",
-        devices=("cpu",),
+        **CPP,
         run=run_cpp,
         reasons=_cpp_reasons,
         form="chunk form",
-        automatic="compiled for this CPU",
         note=_map_in_cpp,
     ),
     Implementation(
         op="linear_attention",
-        name="torch",
+        **TORCH,
         run=on_rows(_run_torch),
         form="chunk form",
-        automatic="runs on every device",
     ),
     Implementation(
         op="linear_attention", name="reference", run=on_rows(run_reference), form="chunk form"
@@ -393,30 +408,24 @@ register_implementation(
 STEPS = (
     Implementation(
         op="linear_step",
-        name="triton",
-        devices=("cuda",),
-        interpreted_on=("cpu",),
+        **TRITON,
         run=run_step_triton,
         reasons=_triton_reasons,
         form="one token",
-        automatic="compiled for this GPU",
         verdict=_triton_verdict,
     ),
     Implementation(
         op="linear_step",
-        name="cpp",
-        devices=("cpu",),
+        **CPP,
         run=run_step_cpp,
         reasons=step_reasons,
         form="one token",
-        automatic="compiled for this CPU",
     ),
     Implementation(
         op="linear_step",
-        name="torch",
+        **TORCH,
         run=step,
         form="one token",
-        automatic="runs on every device",
     ),
 )
 for _step in STEPS:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnzoo.contract.implementation import Implementation, register_implementation, select
+from attnzoo.contract.implementation import TORCH, Implementation, register_implementation, select
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.contract.validation import (
@@ -44,15 +44,16 @@ from attnzoo.ops.linformer.rows import run_torch
 
 register_implementation(
     Implementation(
-        op="linformer_attention", name="torch", run=run_torch, automatic="runs on every device"
+        op="linformer_attention",
+        **TORCH,
+        run=run_torch,
     ),
     Implementation(op="linformer_attention", name="reference", run=run_reference),
     Implementation(
         op="linformer_block_attention",
-        name="torch",
+        **TORCH,
         run=run_block_torch,
         form="block form",
-        automatic="runs on every device",
     ),
     Implementation(op="linformer_block_attention", name="reference", run=run_block_reference),
 )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.contract.implementation import Implementation, register_implementation, select
+from attnzoo.contract.implementation import CPP, Implementation, register_implementation, select
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.contract.validation import (
@@ -35,12 +35,10 @@ from attnzoo.ops.window.pattern import Pattern, PerHead, expand_bias
 register_implementation(
     Implementation(
         op="longformer_attention",
-        name="cpp",
-        devices=("cpu",),
+        **CPP,
         run=run_cpp,
         reasons=cpp_reasons,
         auto_reasons=skip_cpp,
-        automatic="compiled for this CPU",
     ),
     Implementation(
         op="longformer_attention",

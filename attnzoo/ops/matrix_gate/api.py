@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard
-from attnzoo.contract.implementation import Implementation, register_implementation, select
+from attnzoo.contract.implementation import TORCH, Implementation, register_implementation, select
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, MatrixState, put_slots
 from attnzoo.contract.validation import check_shape, empty_output, is_empty_call
+from attnzoo.ops.gated.common import check_gated
 from attnzoo.ops.linear.common import state_dtype
-from attnzoo.ops.linear.gated_step import check_gated
 from attnzoo.ops.matrix_gate.reference import run_reference
 from attnzoo.ops.matrix_gate.torch import (
     MatrixGateInputs,
@@ -115,10 +115,9 @@ def matrix_gated_attention(
 register_implementation(
     Implementation(
         op="matrix_gated_attention",
-        name="torch",
+        **TORCH,
         run=run_torch,
         form="token by token",
-        automatic="runs on every device",
     ),
     Implementation(
         op="matrix_gated_attention", name="reference", form="token by token", run=run_reference

@@ -23,11 +23,11 @@ from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, LinearState, StabilizedState
 from attnzoo.contract.validation import check_shape, check_size
 from attnzoo.ops.features.functional import widen
+from attnzoo.ops.gated.common import GatedInputs, GatedResult, check_gated, run_gated
+from attnzoo.ops.gated.sums import ComputeSums, SumsCall, register_reduction, wide_values
 from attnzoo.ops.linear.common import LinearInputs, StepGate, state_dtype
 from attnzoo.ops.linear.decay import LOWEST_LOG_DECAY
-from attnzoo.ops.linear.gated_step import GatedInputs, GatedResult, check_gated, run_gated
 from attnzoo.ops.linear.step import step
-from attnzoo.ops.linear.sums import ComputeSums, SumsCall, register_reduction, wide_values
 
 LOWEST_STABILIZER = -87.0  # exp(87) is finite in float32
 

@@ -15,10 +15,10 @@ from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, LinearState
 from attnzoo.contract.validation import check_shape, check_size
 from attnzoo.ops.features.functional import widen
+from attnzoo.ops.gated.common import GatedInputs, GatedResult, Places, check_gated, run_gated
+from attnzoo.ops.gated.sums import ComputeSums, SumsCall, register_reduction, wide_values
 from attnzoo.ops.linear.common import StepGate, state_dtype
 from attnzoo.ops.linear.context_parallel import state_from_earlier_ranks
-from attnzoo.ops.linear.gated_step import GatedInputs, GatedResult, Places, check_gated, run_gated
-from attnzoo.ops.linear.sums import ComputeSums, SumsCall, register_reduction, wide_values
 from attnzoo.ops.linear.validation import check_is_log_decay
 
 

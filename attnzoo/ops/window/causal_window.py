@@ -19,7 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.contract.context_parallel import SequenceShard, latest_before
-from attnzoo.contract.implementation import Implementation, register_implementation, select
+from attnzoo.contract.implementation import (
+    CPP,
+    TORCH,
+    Implementation,
+    register_implementation,
+    select,
+)
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.padding import fill_padding, gather_tokens
 from attnzoo.contract.sequences import Sequences, take
@@ -409,17 +415,14 @@ def attend_dense(
 register_implementation(
     Implementation(
         op="causal_window_attention",
-        name="cpp",
-        devices=("cpu",),
+        **CPP,
         run=partial(causal_window, attend=band_attention_cpp),
         reasons=lambda call: band_cpp_reasons(),
-        automatic="compiled for this CPU",
     ),
     Implementation(
         op="causal_window_attention",
-        name="torch",
+        **TORCH,
         run=partial(causal_window, attend=attend_torch),
-        automatic="runs on every device",
     ),
     Implementation(
         op="causal_window_attention",

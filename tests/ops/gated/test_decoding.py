@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 import attnzoo
 from attnzoo.contract.states import LinearState, StabilizedState
-from attnzoo.ops.linear import gated_step
+from attnzoo.ops.gated import common as gated_step
 from attnzoo.ops.linear.cpu.linear_step import LINEAR_STEP
 from attnzoo.ops.mlstm.api import mlstm_attention
 from attnzoo.ops.rwkv6.api import rwkv6_attention

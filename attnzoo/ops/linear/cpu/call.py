@@ -108,26 +108,28 @@ class CallArguments:
         decays = k.new_empty(*k.shape[:3], 0)
         if log_decay is not None:
             decays = log_decay_per_token(log_decay, k)
-        read = tuple(with_contiguous_rows(x) for x in (q, k, v, decays))
-        kv, z = (None if x is None else x.contiguous() for x in state)
-        starts, lengths = (None if x is None else x.to(torch.int64).contiguous() for x in sequences)
-        # kept alive, because the struct refers to them
-        self.read = (*read, kv, z, starts, lengths, weights)
+        q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
+        decays = with_contiguous_rows(decays)
         batch, heads, tokens, size = k.shape
+        (kv, z), (starts, lengths) = state, sequences
         self.has_sequences, self.covers_all = starts is not None, True
         if starts is not None and lengths is not None:
-            batch = len(starts)
+            batch = starts.shape[0]
             self.covers_all = _check_sequences(starts, lengths, tokens) == tokens
         self.task = Task(
             *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, tokens),
             *(count_features(k, feature_map, weights[1]), v.shape[3], size, normalize),
             *(min(chunk_size, KERNEL_CHUNK), decays.shape[3]),
-            *(scale, eps, *map(rows_of, read)),
-            starts=pointer_to(starts),
-            lengths=pointer_to(lengths),
-            kv=pointer_to(kv),
-            z=pointer_to(z),
+            *(scale, eps, rows_of(q), rows_of(k), rows_of(v), rows_of(decays)),
         )
+        if starts is not None and lengths is not None:
+            starts, lengths = starts.long().contiguous(), lengths.long().contiguous()
+            self.task.starts, self.task.lengths = pointer_to(starts), pointer_to(lengths)
+        if kv is not None and z is not None:
+            kv, z = kv.contiguous(), z.contiguous()
+            self.task.kv, self.task.z = pointer_to(kv), pointer_to(z)
+        # kept alive, because the struct refers to them
+        self.read = (q, k, v, decays, kv, z, starts, lengths, weights)
         q_kind, k_kind = map_numbers(LINEAR, feature_map)
         for kind, weight, bias, field in (
             (q_kind, weights[0], weights[2], self.task.q_map),
@@ -135,7 +137,8 @@ class CallArguments:
         ):
             field.kind, field.scale = kind, feature_scale
             field.size = size if weight is None else weight.shape[1]
-            field.weight, field.bias = pointer_to(weight), pointer_to(bias)
+            if weight is not None:
+                field.weight, field.bias = pointer_to(weight), pointer_to(bias)
 
     def run(self, direction: str, dtype: torch.dtype, *structs: ctypes.Structure) -> None:
         """Call the kernel of one direction, whose sums have this dtype."""

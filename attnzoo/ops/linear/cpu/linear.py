@@ -204,8 +204,7 @@ def linear_cpp(
     x = CallArguments(q, k, v, log_decay, (kv, z), weights, sequences, options)
     dtype = state_dtype(q, k, v)
     out, sums = _new_outputs(q, v, dtype, totals or (normalize and keep))
-    if not x.covers_all:
-        out.zero_(), sums.zero_()
+    _clear_outside(x, out, sums)
     features = x.task.key_size if return_state else None
     last_kv, last_z = _new_state(k, v, x.task.batch, features, dtype)
     kept = empty_huge_pages(v, _kept_shape(k, v, x.task.key_size, keep), dtype)
@@ -257,9 +256,8 @@ def linear_cpp_backward(
         x.task.out, x.task.sums = rows_of(out), pointer_to(inverse)
     trained = tuple(w if need else None for w, need in zip(weights, needed[6:], strict=True))
     d_weights = _new_weight_gradients(x, kept, trained)
-    if d_out is None:
-        d_out = v.new_zeros(v.shape[3]).expand(*q.shape[:3], v.shape[3])
-    d_out = with_contiguous_rows(d_out)
+    zeros = v.new_zeros(v.shape[3]).expand(*q.shape[:3], v.shape[3])
+    d_out = with_contiguous_rows(zeros if d_out is None else d_out)
     d_last_kv, d_last_z, d_totals = (
         None if d is None else d.contiguous() for d in (d_last_kv, d_last_z, d_totals)
     )
@@ -268,9 +266,7 @@ def linear_cpp_backward(
         for t, need in zip((q, k, v), needed, strict=False)
     )
     d_log = _new_decay_gradient(k, log_decay if needed[3] else None, kept.dtype)
-    if not x.covers_all:
-        for d in (dq, dk, dv, d_log):
-            d.zero_()
+    _clear_outside(x, dq, dk, dv, d_log)
     gradients = Gradients(rows_of(d_out), *map(_rows, (dq, dk, dv, d_log)))
     gradients.d_totals = pointer_to(d_totals)
     gradients.d_last_kv, gradients.d_last_z = pointer_to(d_last_kv), pointer_to(d_last_z)
@@ -283,6 +279,12 @@ def linear_cpp_backward(
     # of pieces of work, so that results do not depend on the number of threads
     sums = (d if w is None else d.sum((0, 2)) for d, w in zip(d_weights, trained, strict=True))
     return [dq, dk, dv, d_log, d_kv, d_z, *sums]
+
+
+def _clear_outside(x: CallArguments, *results: Tensor) -> None:
+    """Set new results to 0 if there are tokens outside of sequences, which kernels do not write."""
+    for each in () if x.covers_all else results:
+        each.zero_()
 
 
 def _new_weight_gradients(

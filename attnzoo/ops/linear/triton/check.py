@@ -21,9 +21,9 @@ from torch import Tensor
 
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
+from attnzoo.ops.gated.common import GatedInputs, run_gated_step_triton
 from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.common import StepGate
-from attnzoo.ops.linear.gated_step import GatedInputs, run_gated_step_triton
 from attnzoo.runtime.verdicts import run_check
 
 SCALE, EPS, FEATURE_SCALE = 0.7, 1e-6, 0.25

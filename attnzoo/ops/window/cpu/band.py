@@ -147,8 +147,9 @@ class _Arguments:
     ) -> None:
         dtype = torch.promote_types(q.dtype, torch.float32)
         self.dtype, self.sizes = dtype, (q.shape[3], v.shape[3])
-        self.widths = tuple(size + -size % LANES for size in self.sizes)
-        self.q, self.k, self.v = (with_contiguous_rows(x) for x in (q, k, v))
+        self.widths = q.shape[3] + -q.shape[3] % LANES, v.shape[3] + -v.shape[3] % LANES
+        self.q, self.k = with_contiguous_rows(q), with_contiguous_rows(k)
+        self.v = with_contiguous_rows(v)
         key_mask, ids, global_keys, valid = masks
         if ids is not None:
             ids = ids.to(torch.int64)
@@ -185,11 +186,14 @@ class _Arguments:
             q=rows_of(self.q),
             k=rows_of(self.k),
             v=rows_of(self.v),
-            **_pointers(far=sums, far_totals=totals),
-            **_pointers(logit=logit, far_only=only_heads),
-            **_pointers(ids=ids, key_mask=key_mask),
-            **_pointers(global_keys=global_keys, global_is_valid=valid),
         )
+        for name, x in (
+            *(("far", sums), ("far_totals", totals), ("logit", logit), ("far_only", only_heads)),
+            *(("ids", ids), ("key_mask", key_mask)),
+            *(("global_keys", global_keys), ("global_is_valid", valid)),
+        ):
+            if x is not None:
+                setattr(self.task, name, x.data_ptr())
         if sums is not None:
             self.task.far_steps = _steps(sums)
 

@@ -10,12 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo.contract.implementation import Implementation, register_implementation
+from attnzoo.contract.implementation import (
+    CPP,
+    TORCH,
+    TRITON,
+    Implementation,
+    register_implementation,
+)
 from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import AttentionOutput, LinearState
-from attnzoo.ops.linear.api import linear_attention, recurrent_linear_attention
-from attnzoo.ops.linear.cpu.linear import cpp_reasons
-from attnzoo.ops.linear.gated_step import (
+from attnzoo.ops.gated.common import (
     GatedInputs,
     GatedResult,
     gated_cpp_reasons,
@@ -26,6 +30,8 @@ from attnzoo.ops.linear.gated_step import (
     run_gated_step_triton,
     run_gated_steps,
 )
+from attnzoo.ops.linear.api import linear_attention, recurrent_linear_attention
+from attnzoo.ops.linear.cpu.linear import cpp_reasons
 from attnzoo.ops.linear.triton.run import divide_sums, linear_sums, round_features, triton_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 
@@ -131,30 +137,24 @@ def register_reduction(
     register_implementation(
         Implementation(
             op=op,
-            name="triton",
-            devices=("cuda",),
-            interpreted_on=("cpu",),
+            **TRITON,
             run=partial(run, sums=triton_sums),
             reasons=sums_triton_reasons,
             form="chunk form",
-            automatic="compiled for this GPU",
             verdict=_triton_verdict,
         ),
         Implementation(
             op=op,
-            name="cpp",
-            devices=("cpu",),
+            **CPP,
             run=partial(run, sums=partial(chunk_sums, impl="cpp")),
             reasons=_cpp_reasons,
             form="chunk form",
-            automatic="compiled for this CPU",
         ),
         Implementation(
             op=op,
-            name="torch",
+            **TORCH,
             run=partial(run, sums=partial(chunk_sums, impl="torch")),
             form="chunk form",
-            automatic="runs on every device",
         ),
         Implementation(
             op=op,
@@ -170,38 +170,37 @@ def register_reduction(
             ),
         ),
     )
+    _register_steps(name, run_step)
+
+
+def _register_steps(name: str, run_step: Callable[[GatedInputs], GatedResult]) -> None:
+    """Register the implementations of one token, and token by token."""
     for step in (
         Implementation(
             op=f"{name}_step",
-            name="triton",
-            devices=("cuda",),
-            interpreted_on=("cpu",),
+            **TRITON,
             run=run_gated_step_triton,
             reasons=gated_triton_reasons,
             form="one token",
-            automatic="compiled for this GPU",
             verdict=gated_triton_verdict,
         ),
         Implementation(
             op=f"{name}_step",
-            name="cpp",
-            devices=("cpu",),
+            **CPP,
             run=run_gated_step_cpp,
             reasons=gated_cpp_reasons,
             form="one token",
-            automatic="compiled for this CPU",
         ),
         Implementation(
             op=f"{name}_step",
-            name="torch",
+            **TORCH,
             run=on_slots(run_step),
             form="one token",
-            automatic="runs on every device",
         ),
     ):
         steps = replace(
             step,
-            op=recurrent,
+            op=f"recurrent_{name}_attention",
             run=partial(run_gated_steps, step=step.run),
             form="token by token",
         )
