@@ -227,7 +227,8 @@ def by_sequence(op):
         last = output.state
         if last is not None:
             last = layout.state_to_rows(last, sequences.count)
-        is_row = output.out.shape[2] == len(layout.index) and len(output.out) == 1
+        tokens = row(k).shape[2]
+        is_row = output.out.shape[2] == tokens and len(output.out) == 1
         out = layout.to_rows(output.out) if is_row else output.out
         return output._replace(out=out, state=last)
 

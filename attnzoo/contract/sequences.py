@@ -220,14 +220,14 @@ class RowLayout:
 
     Attributes:
         shape: B and T.
-        index: The place of each token in the flattened rows, ``[N]``.
+        index: The place of each token in the flattened rows, ``[N]``; ``None``: the same place.
         real: Which tokens are real, ``[N]`` bool; ``None``: all.
         first: The first sequence of each row, ``[B]``; S for a row without tokens.
         last: The last sequence of each row, ``[B]``.
     """
 
     shape: tuple[int, int]
-    index: Tensor
+    index: Tensor | None
     real: Tensor | None
     first: Tensor
     last: Tensor
@@ -235,15 +235,17 @@ class RowLayout:
     def to_row(self, x: Tensor, token_dim: int = 2) -> Tensor:
         """Return the tokens of ``[B, H, T, X]`` as one row, ``[1, H, N, X]``."""
         tokens = x.movedim(token_dim, 1)
-        found = take(tokens.reshape(-1, *tokens.shape[2:]), self.index, self.real)
+        flat = tokens.reshape(-1, *tokens.shape[2:])
+        found = flat if self.index is None else take(flat, self.index, self.real)
         return found.unsqueeze(0).movedim(1, token_dim)
 
     def to_rows(self, x: Tensor, token_dim: int = 2) -> Tensor:
         """Return ``[1, H, N, X]`` in its rows, ``[B, H, T, X]``, with zeros at padding."""
         batch, length = self.shape
         tokens = x.movedim(token_dim, 1).squeeze(0)
-        found = put(tokens, self.index, batch * length, self.real)
-        return found.view(batch, length, *tokens.shape[1:]).movedim(1, token_dim)
+        if self.index is not None:
+            tokens = put(tokens, self.index, batch * length, self.real)
+        return tokens.view(batch, length, *tokens.shape[1:]).movedim(1, token_dim)
 
     def state_to_sequences(self, state: Any, count: int) -> Any:
         """Return the state of each sequence: that of its row if it is the row's first, else zeros.
@@ -271,9 +273,8 @@ def sequences_of_rows(shape: tuple[int, int], device: torch.device) -> tuple[Seq
     """Return one sequence a full row, and their places in these rows; arguments as below."""
     batch, length = shape
     rows = torch.arange(batch, device=device)
-    index = torch.arange(batch * length, device=device)
     sequences = Sequences(rows * length, torch.full_like(rows, length), length)
-    return sequences, RowLayout(shape, index, None, rows, rows)
+    return sequences, RowLayout(shape, None, None, rows, rows)
 
 
 def sequences_of_mask(
@@ -346,7 +347,7 @@ def _sequences_of_mask(
     )
     last = torch.where(last < 0, none, last)
     sequences = Sequences(starts, lengths, longest, rows_unknown)
-    return sequences, RowLayout(shape, index, real, first, last)
+    return sequences, RowLayout(shape, None if padding is None else index, real, first, last)
 
 
 def without_needless_padding(mask: AttentionMask) -> AttentionMask:

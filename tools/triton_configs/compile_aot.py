@@ -292,7 +292,9 @@ def launch_case(case: CompileCase) -> None:
         (launch_delta if case.delta else launch_hybrid)(case, tensors)
         return
     options = linear_launch.LinearOptions(case.feature_map, 1.0, 1.0, case.normalize, 1e-6)
-    state = tensors.kv, tensors.z
+    kv_pool, z_pool = tensors.kv, tensors.z
+    assert kv_pool is not None
+    assert z_pool is not None
     if not case.has_state:
         tensors = tensors._replace(kv=None, z=None)
         options = options._replace(return_state=False)
@@ -302,7 +304,10 @@ def launch_case(case: CompileCase) -> None:
     first_q, first_k, first_v = (x[:, :, :1] for x in tensors[:3])
     gates = None if tensors.log_decay is None else tensors.log_decay[:, :, :1]
     slots = torch.zeros(1, dtype=torch.long) if case.varlen else None
-    launch_step(first_q, first_k, first_v, gates, *state, slots, *options[:5])
+    launch_step(
+        *(first_q, first_k, first_v, gates, kv_pool, z_pool, slots),
+        *(case.feature_map, 1.0, 1.0, case.normalize, 1e-6),
+    )
 
 
 def launch_delta(case: CompileCase, x: linear_launch.LinearTensors) -> None:
@@ -351,12 +356,16 @@ def launch_sparse(
 def launch_hybrid(case: CompileCase, x: linear_launch.LinearTensors) -> None:
     """Launch the window hybrid, forward, backward and one decoded token; features are q and k."""
     logit, log_decay = torch.empty(x.q.shape[:3]), x.log_decay
+    pool_kv, pool_z = x.kv, x.z
+    assert pool_kv is not None
+    assert pool_z is not None
     if log_decay is not None:
         log_decay = log_decay[:, :, case.window :]
     no_first, options = (None, None, None), (case.window, 1.0, True, True, 1e-30)
-    before, last = (x.kv, x.z), (torch.empty_like(x.kv), torch.empty_like(x.z))
+    before: tuple[torch.Tensor | None, ...] = pool_kv, pool_z
+    last = torch.empty_like(pool_kv), torch.empty_like(pool_z)
     places: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if x.starts is not None:  # sequences have no state
+    if x.starts is not None and x.lengths is not None:  # sequences have no state
         ids = torch.zeros(x.q.shape[0], x.q.shape[2], dtype=torch.int32)
         before, places = (None, None), (ids, x.starts, x.lengths - case.window)
     out, _, _, *saved = hybrid_triton._init_fn(
@@ -368,13 +377,16 @@ def launch_hybrid(case: CompileCase, x: linear_launch.LinearTensors) -> None:
     )  # fmt: skip
     q, k, v = (y[:, :, :1] for y in x[:3])
     gates = None if x.log_decay is None else x.log_decay[:, :, :1]
-    rows = (case.window, x.z.shape[2]), (case.window, case.e), (case.window, x.z.shape[2])
-    window_k, window_v, window_features = (x.z.new_empty(*x.z.shape[:2], *sizes) for sizes in rows)
-    kv = x.kv.new_empty(*x.z.shape, case.e + 1)
+    size = pool_z.shape[2]
+    rows = (case.window, size), (case.window, case.e), (case.window, size)
+    window_k, window_v, window_features = (
+        pool_z.new_empty(*pool_z.shape[:2], *sizes) for sizes in rows
+    )
+    kv = pool_kv.new_empty(*pool_z.shape, case.e + 1)
     slots = None if x.starts is None else torch.zeros(1, dtype=torch.long)
     launch_hybrid_step(
         q, k, v, q, k, gates, logit[:, :, :1, None], slots, None,
-        window_k.to(case.dtype), window_v, window_features, kv, x.z,
+        window_k.to(case.dtype), window_v, window_features, kv, pool_z,
         torch.zeros(1, dtype=torch.long), 1.0, True, True, 1e-30,
     )  # fmt: skip
 

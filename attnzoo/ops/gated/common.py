@@ -115,8 +115,10 @@ class GatedInputs(NamedTuple):
             return Places(torch.arange(tokens, device=self.k.device)[None] == 0, None, None, None)
         index = sequences.index(tokens)
         ends = torch.where(sequences.lengths > 0, sequences.ends - 1, -1)
-        first = sequences.is_first(tokens)[None]
-        return Places(first, (index < sequences.count)[None], index, ends)
+        first, inside = sequences.is_first(tokens)[None], None
+        if not sequences.covers(tokens):
+            inside = (index < sequences.count)[None]
+        return Places(first, inside, index, ends)
 
     def rows(self) -> GatedInputs:
         """Return one row a sequence, with zeros after its end, where no weight is added."""

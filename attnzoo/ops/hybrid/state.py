@@ -121,7 +121,7 @@ class HybridInputs(NamedTuple):
 
     def without_gaps(self) -> HybridInputs:
         """Return the inputs with zeros at tokens that belong to no sequence."""
-        if self.sequences is None:
+        if self.sequences is None or self.sequences.covers(self.q.shape[2]):
             return self
         inside = (self.sequences.index(self.q.shape[2]) < self.sequences.count)[None]
         branch, weight = self.branch, self.branch.log_weight

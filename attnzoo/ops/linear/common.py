@@ -217,7 +217,8 @@ def map_inputs(x: LinearInputs) -> LinearInputs:
         return x
     options = (x.feature_map, x.feature_scale, x.map_weights)
     q, k = x.q, x.k
-    if x.sequences is not None:  # NaN between sequences would give NaN gradients
+    if x.sequences is not None and not x.sequences.covers(k.shape[2]):
+        # NaN between sequences would give NaN gradients
         outside = (x.sequences.index(k.shape[2]) == x.sequences.count)[:, None]
         q = q.masked_fill(outside, 0) if q.shape[2] == k.shape[2] else q
         k = k.masked_fill(outside, 0)

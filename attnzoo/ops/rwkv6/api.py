@@ -180,10 +180,10 @@ def _run(x: GatedInputs, *, sums: ComputeSums) -> GatedResult:
         values = F.pad(values, (0, 1), value=1.0)
         if state is not None:
             state = LinearState(torch.cat([state.kv, state.k.unsqueeze(-1)], -1), state.k)
-    first = tokens.first[..., None]
-    k_before, v_before, decay_before = (
-        torch.where(first, 0, _shift_right(y)) for y in (k, values, log_decay)
-    )
+    k_before, v_before, decay_before = (_shift_right(y) for y in (k, values, log_decay))
+    if x.sequences is not None:  # a row begins with zeros already
+        first = tokens.first[..., None]
+        k_before, decay_before = (torch.where(first, 0, y) for y in (k_before, decay_before))
     call = SumsCall(
         x.q,
         k_before,
