@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, Llama
 from attnzoo import AttentionSpec
 from attnzoo.cli import app, main
 from attnzoo.commands import terminal
-from attnzoo.errors import SwapWarning
-from attnzoo.registry import available_backends
+from attnzoo.commands.option_docs import choices
+from attnzoo.errors import ConfigError, SwapWarning
+from attnzoo.registry import available_backends, get_backend
 from tests.processes import run as run_process
 
 
@@ -52,6 +53,20 @@ def test_list(monkeypatch, capsys):
     assert all(row["summary"] for row in rows)
     assert {row["name"] for row in rows if row["recurrent"]} >= {"linear", "longformer"}
     assert not next(row["recurrent"] for row in rows if row["name"] == "reformer")
+
+
+def test_only_values_that_a_backend_accepts_are_listed():
+    listed = choices(get_backend("delta").config_class)
+    for option, values in listed.items():
+        for value in values:
+            AttentionSpec("delta", **{option: value})
+    for option, value in (("gate", "mlstm"), ("feature_map", "cosine")):
+        assert value not in listed[option]
+        with pytest.raises(ConfigError):
+            AttentionSpec("delta", **{option: value})
+    listed = choices(get_backend("gated_linear").config_class)
+    assert {"mlstm", "gla"} <= listed["gate"].keys()
+    assert "cosine" in listed["feature_map"]  # with normalize=False
 
 
 def test_describe(monkeypatch, capsys, saved):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import fields
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from attnzoo.contract.config import BackendConfig, format_type
+from attnzoo.errors import ConfigError
 
 _ROLE = re.compile(r":(?:\w+:)+`~?([^`]*)`")  # :math:`...`, :func:`~module.name`
 _ARXIV = re.compile(r"arXiv:\d{4}\.\d{4,5}")
@@ -51,7 +52,7 @@ def option_types(config: type[BackendConfig]) -> dict[str, str]:
 
 
 def choices(config: type[BackendConfig]) -> dict[str, dict[str, str]]:
-    """Return the registered values of ``feature_map`` and ``gate`` with their summaries."""
+    """Return the values of ``feature_map`` and ``gate`` that a config accepts, and summaries."""
     names = {field.name for field in fields(config)}
     found = {}
     if "feature_map" in names:
@@ -62,4 +63,24 @@ def choices(config: type[BackendConfig]) -> dict[str, dict[str, str]]:
         from attnzoo.backends.gates.base import GATES
 
         found["gate"] = {name: summary(cls) for name, cls in GATES.items()}
-    return found
+    return {
+        option: {name: text for name, text in values.items() if _is_accepted(config, option, name)}
+        for option, values in found.items()
+    }
+
+
+def _is_accepted(config: type[BackendConfig], option: str, value: str) -> bool:
+    """Return whether a config accepts a value of an option, the others at their defaults.
+
+    A feature map whose weights may be negative needs ``normalize=False``.
+    """
+    calls: list[dict[str, Any]] = [{option: value}]
+    if "normalize" in {field.name for field in fields(config)}:
+        calls.append({option: value, "normalize": False})
+    for options in calls:
+        try:
+            config(**options)
+        except ConfigError:
+            continue
+        return True
+    return False

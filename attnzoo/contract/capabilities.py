@@ -16,7 +16,8 @@ class Capabilities:
         causal: Supports causal layers.
         bidirectional: Supports layers that are not causal.
         cross_attention: Supports keys from another sequence than queries.
-        sequences: Takes padded and packed rows as one row of sequences, never a padding mask.
+        sequences: Takes padded and packed rows as one row of sequences (``inputs.sequences``), and
+            one token of some rows as ``inputs.slots``, but never padding or segments of a mask.
         packing: Supports segment ids; otherwise packed rows are unpacked for it.
         windowed: Supports the mask's sliding window.
         arbitrary_mask: Supports a mask function.

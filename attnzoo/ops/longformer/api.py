@@ -20,6 +20,7 @@ from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.states import AttentionOutput
 from attnzoo.contract.validation import (
     check_broadcastable,
+    check_lengths,
     check_qkv,
     check_shape,
     empty_output,
@@ -113,6 +114,7 @@ def longformer_attention(
     """
     check_qkv(q, k, v, mask, bias=bias, dropout=dropout)
     mask = AttentionMask() if mask is None else mask
+    check_lengths(q, k, mask)
     pattern = Pattern.of(window, dilation, heads=q.shape[1], causal=mask.causal, limit=mask.window)
     return pattern_attention(
         q,

@@ -437,3 +437,10 @@ def test_varlen_refuses_what_it_does_not_compute(monkeypatch):
         ):
             with pytest.raises(UnsupportedError, match=f"impl='varlen' cannot run .*{reason}"):
                 longformer_attention(x, x, x, window=3, impl="varlen", **options)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_more_queries_than_keys_are_refused(causal):
+    q, k, v = torch.randn(1, 2, 5, 4), *torch.randn(2, 1, 2, 3, 4)
+    with pytest.raises(UnsupportedError, match="5 queries and 3 keys are given"):
+        longformer_attention(q, k, v, window=2, mask=AttentionMask(causal=causal))
