@@ -44,7 +44,7 @@ def rwkv6(q, k, v, g, bonus, form="chunk", **options):
 
 
 def matrix_gated(q, k, v, g, **options):
-    options = {"log_decay": lambda start, stop: g[:, :, start:stop], **options}
+    options = {"log_decay": lambda take: take(g, 2), **options}
     return ops.matrix_gated_attention(q, k, v, return_state=True, **options)
 
 

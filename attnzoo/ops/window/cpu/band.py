@@ -148,8 +148,7 @@ class _Arguments:
         dtype = torch.promote_types(q.dtype, torch.float32)
         self.dtype, self.sizes = dtype, (q.shape[3], v.shape[3])
         self.widths = q.shape[3] + -q.shape[3] % LANES, v.shape[3] + -v.shape[3] % LANES
-        self.q, self.k = with_contiguous_rows(q), with_contiguous_rows(k)
-        self.v = with_contiguous_rows(v)
+        self.q, self.k, self.v = map(with_contiguous_rows, (q, k, v))
         key_mask, ids, global_keys, valid = masks
         if ids is not None:
             ids = ids.to(torch.int64)
@@ -187,13 +186,9 @@ class _Arguments:
             k=rows_of(self.k),
             v=rows_of(self.v),
         )
-        for name, x in (
-            *(("far", sums), ("far_totals", totals), ("logit", logit), ("far_only", only_heads)),
-            *(("ids", ids), ("key_mask", key_mask)),
-            *(("global_keys", global_keys), ("global_is_valid", valid)),
-        ):
-            if x is not None:
-                setattr(self.task, name, x.data_ptr())
+        given = {"far": sums, "far_totals": totals, "logit": logit, "far_only": only_heads}
+        given |= {"ids": ids, "key_mask": key_mask}
+        _set_pointers(self.task, **given, global_keys=global_keys, global_is_valid=valid)
         if sums is not None:
             self.task.far_steps = _steps(sums)
 
@@ -302,8 +297,7 @@ def band_softmax_cpp_backward(
         d_totals = lse.new_empty(sums.shape[:3])
     given = {"out": out, "lse": lse, "d_out": d_out, "d_lse": d_lse, "dq": dq, "dk": dk, "dv": dv}
     given |= {"d_far": d_sums, "d_far_totals": d_totals, "d_logit": d_logit}
-    for name, pointer in _pointers(**given).items():
-        setattr(x.task, name, pointer)
+    _set_pointers(x.task, **given)
     x.run("backward")
     dk, dv = (y if y is None else y[0] if pieces == 1 else y.sum(0) for y in (dk, dv))
     keys, values = x.sizes
@@ -335,8 +329,11 @@ def _steps(x: Tensor) -> Any:
     return (ctypes.c_int64 * 3)(*x.stride()[:3])
 
 
-def _pointers(**tensors: Tensor | None) -> dict[str, int | None]:
-    return {name: None if x is None else x.data_ptr() for name, x in tensors.items()}
+def _set_pointers(task: _Task, **tensors: Tensor | None) -> None:
+    """Set the addresses of tensors by the names of fields; those of ``None`` stay null."""
+    for name, x in tensors.items():
+        if x is not None:
+            setattr(task, name, x.data_ptr())
 
 
 @band_softmax_cpp.register_fake
