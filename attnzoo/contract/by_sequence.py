@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.inputs import AttentionInputs
+from attnzoo.contract.padding import values_are_known
 from attnzoo.contract.sequences import (
     PACKED_IN_GRAPH,
     sequences_of_mask,
     sequences_of_rows,
-    values_are_known,
     without_needless_padding,
 )
 from attnzoo.contract.states import AttentionOutput

@@ -16,7 +16,7 @@ def padding_if_any(padding: Tensor | None) -> Tensor | None:
 
     The mask of a decoded token is of that kind. Values are known on CPUs in eager calls.
     """
-    if padding is None or (_values_are_known(padding) and bool(padding.all())):
+    if padding is None or (_values_are_on_cpu(padding) and bool(padding.all())):
         return None
     return padding
 
@@ -34,7 +34,7 @@ def fill_padding(
     """
     if padding is None:
         return x
-    if _values_are_known(x, padding):  # a copy and a few rows: a fifth of the time of masked_fill
+    if _values_are_on_cpu(x, padding):  # a copy and a few rows: a fifth of the time of masked_fill
         rows, tokens = (~padding).expand(len(x), -1).nonzero(as_tuple=True)
         if not len(rows):
             return x
@@ -51,8 +51,19 @@ def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
     return torch.take_along_dim(x, index[:, None, :, None], 2)
 
 
-def _values_are_known(*tensors: Tensor) -> bool:
-    """Return whether values can be read without waiting for a device, and outside of transforms."""
+def values_are_known(*tensors: Tensor) -> bool:
+    """Return whether values may be read, which waits for a device.
+
+    They are unknown in a compiled graph, under a transform of ``torch.func``, while a CUDA graph is
+    captured, and on the meta device.
+    """
     if torch.compiler.is_compiling() or is_transformed():
         return False
-    return all(type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" for x in tensors)
+    if any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing():
+        return False
+    return all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta for x in tensors)
+
+
+def _values_are_on_cpu(*tensors: Tensor) -> bool:
+    """Return whether values can be read without waiting for a device."""
+    return values_are_known(*tensors) and all(x.device.type == "cpu" for x in tensors)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.padding import values_are_known
 from attnzoo.errors import UnsupportedError
 from attnzoo.runtime.derivatives import is_transformed
 
@@ -97,6 +98,10 @@ class Sequences:
         found = sequence.clamp(min=0)
         is_inside = (sequence >= 0) & (token < self.ends[found])
         return torch.where(is_inside, found, self.count)
+
+    def inside(self, tokens: int) -> Tensor | None:
+        """Return which of N tokens are of a sequence, ``[N]`` bool; ``None``: known to be all."""
+        return None if self.covers(tokens) else self.index(tokens) < self.count
 
     def positions(self, tokens: int) -> Tensor:
         """Return the position of each of N tokens in its sequence, ``[N]``; from 0."""
@@ -222,15 +227,16 @@ class RowLayout:
         shape: B and T.
         index: The place of each token in the flattened rows, ``[N]``; ``None``: the same place.
         real: Which tokens are real, ``[N]`` bool; ``None``: all.
-        first: The first sequence of each row, ``[B]``; S for a row without tokens.
-        last: The last sequence of each row, ``[B]``.
+        first: The first sequence of each row, ``[B]``; S for a row without tokens. ``None``: each
+            row is one sequence, which may be empty.
+        last: The last sequence of each row, ``[B]``; like ``first``.
     """
 
     shape: tuple[int, int]
     index: Tensor | None
     real: Tensor | None
-    first: Tensor
-    last: Tensor
+    first: Tensor | None = None
+    last: Tensor | None = None
 
     def to_row(self, x: Tensor, token_dim: int = 2) -> Tensor:
         """Return the tokens of ``[B, H, T, X]`` as one row, ``[1, H, N, X]``."""
@@ -254,19 +260,17 @@ class RowLayout:
             state: A named tuple of tensors, ``[B, ...]`` each.
             count: S.
         """
-        if self.is_one_each(count):
+        first = self.first
+        if first is None:
             return state
-        return type(state)(*(put(x, self.first, count, self.first < count) for x in state))
+        return type(state)(*(put(x, first, count, first < count) for x in state))
 
     def state_to_rows(self, state: Any, count: int) -> Any:
         """Return the state after each row: that of the row's last sequence."""
-        if self.is_one_each(count):
+        last = self.last
+        if last is None:
             return state
-        return type(state)(*(take(x, self.last, self.last < count) for x in state))
-
-    def is_one_each(self, count: int) -> bool:
-        """Return whether each row is one sequence, which may be empty."""
-        return self.first is self.last and count == self.shape[0]
+        return type(state)(*(take(x, last, last < count) for x in state))
 
 
 def sequences_of_rows(shape: tuple[int, int], device: torch.device) -> tuple[Sequences, RowLayout]:
@@ -274,7 +278,7 @@ def sequences_of_rows(shape: tuple[int, int], device: torch.device) -> tuple[Seq
     batch, length = shape
     rows = torch.arange(batch, device=device)
     sequences = Sequences(rows * length, torch.full_like(rows, length), length)
-    return sequences, RowLayout(shape, None, None, rows, rows)
+    return sequences, RowLayout(shape, None, None)
 
 
 def sequences_of_mask(
@@ -300,11 +304,10 @@ def _sequences_of_mask(
 ) -> tuple[Sequences, RowLayout]:
     batch, length = shape
     padding, ids = mask.padding, mask.segment_ids
-    total = batch * length
-    token = torch.arange(total, device=device)
-    index, real = token, None
+    index, real = torch.arange(batch * length, device=device), None
     if padding is not None:
-        flat = padding.expand(batch, -1).flatten()
+        padding = padding.expand(batch, -1)
+        flat = padding.flatten()
         if values_are_known(padding) and bool(flat.any()):
             index = flat.nonzero()[:, 0]
         else:
@@ -312,12 +315,11 @@ def _sequences_of_mask(
             real = flat[index]
     if ids is None:
         assert padding is not None
-        lengths = padding.expand(batch, -1).sum(1)
+        lengths = padding.sum(1)
         starts = lengths.cumsum(0) - lengths
         known = values_are_known(padding) and batch > 0
         longest = max(int(lengths.max()), 1) if known else length
-        rows = torch.arange(batch, device=device)
-        return Sequences(starts, lengths, longest), RowLayout(shape, index, real, rows, rows)
+        return Sequences(starts, lengths, longest), RowLayout(shape, index, real)
     flat_ids = ids.expand(batch, -1).flatten()[index]
     row = index // max(length, 1)
     begins = torch.ones_like(index, dtype=torch.bool)
@@ -337,13 +339,13 @@ def _sequences_of_mask(
     longest = int(lengths.max()) if known and lengths.shape[0] else length
     place = torch.arange(starts.shape[0], device=device)
     row_of = row[starts.clamp(max=max(index.shape[0] - 1, 0))]
-    is_one = lengths > 0
+    has_tokens = lengths > 0
     none = starts.shape[0]
     first = torch.full((batch,), none, device=device).scatter_reduce(
-        0, row_of, torch.where(is_one, place, none), "amin"
+        0, row_of, torch.where(has_tokens, place, none), "amin"
     )
     last = torch.full((batch,), -1, device=device).scatter_reduce(
-        0, row_of, torch.where(is_one, place, -1), "amax"
+        0, row_of, torch.where(has_tokens, place, -1), "amax"
     )
     last = torch.where(last < 0, none, last)
     sequences = Sequences(starts, lengths, longest, rows_unknown)
@@ -361,12 +363,3 @@ def without_needless_padding(mask: AttentionMask) -> AttentionMask:
     if "all_real" not in kept:
         kept["all_real"] = bool(mask.padding.all())
     return replace(mask, padding=None) if kept["all_real"] else mask
-
-
-def values_are_known(*tensors: Tensor) -> bool:
-    """Return whether values may be read, which waits for a device: once for each mask."""
-    if torch.compiler.is_compiling() or is_transformed():
-        return False
-    if any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing():
-        return False
-    return all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)

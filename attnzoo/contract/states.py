@@ -5,7 +5,7 @@ All are named tuples of plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +111,29 @@ def put_slots(
         again = torch.where(row[first], new[first], old[slots[first].clamp(min=0)])
         after.append(old.index_copy_(0, index, torch.where(row, new, again)))
     return after
+
+
+def run_at_slots(
+    run: Callable[[list[Tensor]], tuple[Tensor, Sequence[Tensor]]],
+    pool: Sequence[Tensor],
+    slots: Tensor,
+    *,
+    in_place: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """Run one token of each sequence from its row of a pool of states.
+
+    Args:
+        run: Returns the output, ``[B, H, 1, E]``, and the next states from those at ``slots``.
+        pool: As in :func:`put_slots`, like ``slots`` and ``in_place``.
+        slots: See pool.
+        in_place: See pool.
+
+    Returns:
+        The output, 0 for sequences without a token, and the pool with the next states.
+    """
+    out, rows = run([x[slots.clamp(min=0)] for x in pool])
+    after = put_slots(pool, slots, rows, in_place=in_place)
+    return out.masked_fill(slots[:, None, None, None] < 0, 0), after
 
 
 class ImplChoice(NamedTuple):

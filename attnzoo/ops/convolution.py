@@ -37,10 +37,11 @@ def causal_convolution(
     tokens, reach = x.shape[1], weight.shape[1] - 1
     weight, place = weight.to(x.dtype), None
     if sequences is not None:
-        is_inside = sequences.index(tokens) < sequences.count
-        place = torch.where(is_inside, sequences.positions(tokens), 0)[:, None]
-        if not sequences.covers(tokens):
-            x = torch.where(is_inside[:, None], x, 0)
+        place = sequences.positions(tokens)[:, None]
+        inside = sequences.inside(tokens)
+        if inside is not None:
+            place = torch.where(inside[:, None], place, 0)
+            x = torch.where(inside[:, None], x, 0)
     if before is None or sequences is not None:
         padded = F.pad(x, (0, 0, reach, 0))
     else:

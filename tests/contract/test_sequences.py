@@ -178,3 +178,11 @@ def test_slots_of_a_pool(slots, in_place):
     assert torch.equal(found, expected)
     assert (found is pool) == in_place
     assert in_place or torch.equal(pool, before)
+
+
+def test_values_on_the_meta_device_are_unknown():
+    mask = AttentionMask(causal=True, padding=PADDING.to("meta"))
+    sequences, layout = sequences_of_mask(mask, (B, T), torch.device("meta"))
+    x = torch.empty(B, H, T, 3, device="meta")
+    assert layout.to_rows(layout.to_row(x)).shape == x.shape
+    assert sequences.longest == T

@@ -23,11 +23,11 @@ from transformers.activations import ACT2FN
 
 from attnzoo.contract.by_sequence import assert_one_segment
 from attnzoo.contract.masks import AttentionMask
+from attnzoo.contract.padding import values_are_known
 from attnzoo.contract.sequences import (
     RowLayout,
     Sequences,
     sequences_of_mask,
-    values_are_known,
 )
 from attnzoo.contract.states import DeltaState, ImplChoice, LinearState
 from attnzoo.errors import SpecError, UnsupportedError

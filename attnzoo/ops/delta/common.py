@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.sequences import Sequences
-from attnzoo.contract.states import DeltaState, put_slots
+from attnzoo.contract.states import DeltaState, run_at_slots
 from attnzoo.ops.linear.common import state_dtype
 
 CHUNK_SIZE = 64  # tokens per chunk, unless the call sets it
@@ -95,12 +95,15 @@ def run_on_slots(x: DeltaInputs, run: Callable[[DeltaInputs], Result]) -> Result
     if x.slots is None:
         return run(x)
     assert x.state is not None
-    state = DeltaState(x.state.kv[x.slots.clamp(min=0)])
-    here = x._replace(state=state, slots=None, return_state=True, reuse_state=False)
-    out, last = run(here)
-    assert last is not None
-    pool = put_slots(x.state, x.slots, last, in_place=x.reuse_state)
-    return torch.where(x.slots[:, None, None, None] < 0, 0, out), DeltaState._make(pool)
+
+    def run_rows(state: list[Tensor]) -> tuple[Tensor, DeltaState]:
+        here = x._replace(state=DeltaState(*state), slots=None)
+        out, last = run(here._replace(return_state=True, reuse_state=False))
+        assert last is not None
+        return out, last
+
+    out, pool = run_at_slots(run_rows, x.state, x.slots, in_place=x.reuse_state)
+    return out, DeltaState._make(pool)
 
 
 def normalized(x: DeltaInputs) -> DeltaInputs:
@@ -108,10 +111,9 @@ def normalized(x: DeltaInputs) -> DeltaInputs:
     if not x.normalize:
         return x
     q, k, dtype = x.q, x.k, x.state_dtype
-    if x.sequences is not None and not x.sequences.covers(k.shape[2]):
-        # The gradient of the norm of a NaN outside of sequences is NaN
-        is_inside = x.sequences.index(k.shape[2]) < x.sequences.count
-        q, k = (torch.where(is_inside[:, None], y, 0) for y in (q, k))
+    inside = None if x.sequences is None else x.sequences.inside(k.shape[2])
+    if inside is not None:  # the gradient of the norm of a NaN outside of sequences is NaN
+        q, k = (torch.where(inside[:, None], y, 0) for y in (q, k))
     return x._replace(q=_l2_normalize(q.to(dtype)), k=_l2_normalize(k.to(dtype)), normalize=False)
 
 

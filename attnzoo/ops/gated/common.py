@@ -1,4 +1,4 @@
-"""One token of mLSTM or RWKV-6 without gradients, in C++ or Triton: decoding."""
+"""What mLSTM and RWKV-6 share: their inputs, and the step of one token in C++ and Triton."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnzoo.contract.states import (
     LinearState,
     MatrixState,
     StabilizedState,
-    put_slots,
+    run_at_slots,
 )
 from attnzoo.contract.validation import (
     check_qkv,
@@ -115,10 +115,9 @@ class GatedInputs(NamedTuple):
             return Places(torch.arange(tokens, device=self.k.device)[None] == 0, None, None, None)
         index = sequences.index(tokens)
         ends = torch.where(sequences.lengths > 0, sequences.ends - 1, -1)
-        first, inside = sequences.is_first(tokens)[None], None
-        if not sequences.covers(tokens):
-            inside = (index < sequences.count)[None]
-        return Places(first, inside, index, ends)
+        inside = sequences.inside(tokens)
+        inside = None if inside is None else inside[None]
+        return Places(sequences.is_first(tokens)[None], inside, index, ends)
 
     def rows(self) -> GatedInputs:
         """Return one row a sequence, with zeros after its end, where no weight is added."""
@@ -168,14 +167,13 @@ def run_gated(
     op: str, step: str, x: GatedInputs, impl: str
 ) -> tuple[Tensor, LinearState | None, Tensor | None, ImplChoice]:
     """Run the step if the call is one token that a step supports, else the op."""
-    found = None
     if x.q.shape[2] == 1 and x.q.shape[0] and x.sequences is None:
-        found = select_if_supported(step, x.with_state(), impl)
-    if found:
-        return *found[0].run(x.with_state()), found[1]
+        token = x.with_state()
+        if found := select_if_supported(step, token, impl):
+            return *found[0].run(token), found[1]
+        x = token if x.slots is not None else x
     chosen, choice = select(op, x, impl)
-    run = chosen.run if x.slots is None else on_slots(chosen.run)
-    return *run(x if x.slots is None else x.with_state()), choice
+    return *on_slots(chosen.run)(x), choice
 
 
 def gated_cpp_reasons(x: GatedInputs) -> list[str]:
@@ -275,14 +273,15 @@ def on_slots(step: Callable[[GatedInputs], GatedResult]) -> Callable[[GatedInput
             return step(x)
         assert x.state is not None
         pools = [y for y in (*x.state, x.gate.m) if y is not None]
-        kv, z, *m = (y[x.slots.clamp(min=0)] for y in pools)
-        gate = x.gate._replace(m=m[0] if m else None)
-        call = x._replace(state=LinearState(kv, z), gate=gate, slots=None)
-        out, last, last_m = step(call)
-        rows = [y for y in (*(last or ()), last_m) if y is not None]
+
+        def run_rows(state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            kv, z, *m = state
+            gate = x.gate._replace(m=m[0] if m else None)
+            out, last, last_m = step(x._replace(state=LinearState(kv, z), gate=gate, slots=None))
+            return out, [y for y in (*(last or ()), last_m) if y is not None]
+
         in_place = x.reuse_state and not torch.is_grad_enabled()
-        kv, z, *m = put_slots(pools, x.slots, rows, in_place=in_place)
-        out = torch.where(x.slots[:, None, None, None] < 0, 0, out)
+        out, (kv, z, *m) = run_at_slots(run_rows, pools, x.slots, in_place=in_place)
         return out, LinearState(kv, z), m[0] if m else None
 
     return run

@@ -19,6 +19,7 @@ largest term. Other letters: W window.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,7 @@ from attnzoo.contract.implementation import (
     select_if_supported,
 )
 from attnzoo.contract.sequences import Sequences
-from attnzoo.contract.states import AttentionOutput, put_slots
+from attnzoo.contract.states import AttentionOutput, run_at_slots
 from attnzoo.contract.validation import (
     DTYPES,
     check_broadcastable,
@@ -147,11 +148,10 @@ def hybrid_attention(
             out, after = found[0].run(step)
             return AttentionOutput(out, after if return_state else None, None, found[1])
         if slots is not None:
-            own = HybridState._make(x[slots.clamp(min=0)] for x in state)
             options: dict[str, Any] = {"window": window, "scale": scale, "num_sinks": num_sinks}
-            options |= {"state": own, "return_state": True, "impl": impl}
-            one = hybrid_attention(q, k, v, branch, **options)
-            return _with_pool(one, state, slots, in_place, return_state)
+            options |= {"return_state": True, "impl": impl}
+            one = partial(hybrid_attention, q, k, v, branch, **options)
+            return _at_slots(one, step, return_state)
     x = HybridInputs(
         *(q, k, v, branch, window, scale, causal, sequences, None),
         *(None if state is None else oldest_first(state), return_state, chunk_size, num_sinks),
@@ -170,14 +170,22 @@ def hybrid_attention(
     return AttentionOutput(out.to(v.dtype), last, None, choice)
 
 
-def _with_pool(
-    one: AttentionOutput, pool: HybridState, slots: Tensor, in_place: bool, return_state: bool
+def _at_slots(
+    attend: Callable[..., AttentionOutput], step: StepInputs, return_state: bool
 ) -> AttentionOutput:
-    """Return the output of one token at ``slots``, with the pool of states after it."""
-    assert one.state is not None
-    after = HybridState._make(put_slots(pool, slots, one.state, in_place=in_place))
-    out = one.out.masked_fill(slots[:, None, None, None] < 0, 0)
-    return one._replace(out=out, state=after if return_state else None)
+    """Run one token by ``attend``, which takes ``state``, from the states at ``step.slots``."""
+    assert step.slots is not None
+    choices = []
+
+    def run(rows: list[Tensor]) -> tuple[Tensor, HybridState]:
+        found = attend(state=HybridState._make(rows))
+        assert found.state is not None
+        choices.append(found.impl)
+        return found.out, found.state
+
+    out, pool = run_at_slots(run, step.state, step.slots, in_place=step.in_place)
+    state = HybridState._make(pool) if return_state else None
+    return AttentionOutput(out, state, None, choices[0])
 
 
 def _check_call(

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.contract.sequences import Sequences, values_are_known
+from attnzoo.contract.padding import values_are_known
+from attnzoo.contract.sequences import Sequences
 from attnzoo.contract.states import LinearState
 from attnzoo.contract.validation import is_empty_call
 from attnzoo.ops.hybrid.state import HybridInputs, LinearBranch

@@ -121,9 +121,10 @@ class HybridInputs(NamedTuple):
 
     def without_gaps(self) -> HybridInputs:
         """Return the inputs with zeros at tokens that belong to no sequence."""
-        if self.sequences is None or self.sequences.covers(self.q.shape[2]):
+        inside = None if self.sequences is None else self.sequences.inside(self.q.shape[2])
+        if inside is None:
             return self
-        inside = (self.sequences.index(self.q.shape[2]) < self.sequences.count)[None]
+        inside = inside[None]
         branch, weight = self.branch, self.branch.log_weight
         if weight.dim() > 1 and weight.shape[-2] > 1:
             weight = fill_padding(weight[(None,) * (4 - weight.dim())], inside)

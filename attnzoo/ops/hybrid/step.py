@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.contract.states import put_slots
+from attnzoo.contract.states import run_at_slots
 from attnzoo.ops.hybrid.parts import combine
 from attnzoo.ops.hybrid.state import HybridState, LinearBranch, StepInputs, StepResult
 from attnzoo.ops.linear.common import log_decay_per_token
@@ -36,10 +36,10 @@ def hybrid_step(x: StepInputs) -> StepResult:
     """Compute one token; the next state overwrites the given one, or a copy."""
     if x.slots is None:
         return _step(x, x.state if x.in_place else HybridState._make([y.clone() for y in x.state]))
-    rows = HybridState._make([y[x.slots.clamp(min=0)] for y in x.state])
-    out, rows = _step(x, rows)
-    after = HybridState._make(put_slots(x.state, x.slots, rows, in_place=x.in_place))
-    return out.masked_fill(x.slots[:, None, None, None] < 0, 0), after
+    out, pool = run_at_slots(
+        lambda rows: _step(x, HybridState._make(rows)), x.state, x.slots, in_place=x.in_place
+    )
+    return out, HybridState._make(pool)
 
 
 def _step(x: StepInputs, state: HybridState) -> StepResult:

@@ -37,7 +37,7 @@ from attnzoo.contract.implementation import (
     select_if_supported,
 )
 from attnzoo.contract.sequences import Sequences
-from attnzoo.contract.states import AttentionOutput, LinearState, put_slots
+from attnzoo.contract.states import AttentionOutput, LinearState
 from attnzoo.contract.validation import check_qkv, check_sequences, check_shard, check_size
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linear.bidirectional import run_bidirectional
@@ -51,6 +51,7 @@ from attnzoo.ops.linear.common import (
     like_features,
     map_inputs,
     on_rows,
+    run_on_slots,
     state_dtype,
     widen_shared,
 )
@@ -311,26 +312,13 @@ def _attend(op: str, x: LinearInputs, impl: str) -> AttentionOutput:
         step = x if x.state is not None else x._replace(state=x.first_state())
         found = select_if_supported("linear_step", step, impl)
         x = step if found or x.slots is not None else x
-    if x.slots is not None and not found:
-        return _attend_from_slots(op, x, impl)
     chosen, choice = found or select(op, x, impl)
     if x.q.shape[0] == 0 or (x.causal and x.q.shape[2] == 0):
-        out, last = empty_output(x), x.first_state()
+        out = empty_output(x)
+        last: LinearState | None = x.first_state()
     else:
-        out, last = chosen.run(x)
+        out, last = chosen.run(x) if found else run_on_slots(x, chosen.run)
     return AttentionOutput(out, last if x.return_state else None, None, choice)
-
-
-def _attend_from_slots(op: str, x: LinearInputs, impl: str) -> AttentionOutput:
-    """Run an op on the states at ``slots``, and return the pool with the next ones."""
-    assert x.state is not None
-    assert x.slots is not None
-    state = LinearState(*(y[x.slots.clamp(min=0)] for y in x.state))
-    found = _attend(op, x._replace(state=state, slots=None, return_state=True), impl)
-    assert found.state is not None
-    pool = put_slots(x.state, x.slots, found.state, in_place=x.reuse_state)
-    out = torch.where(x.slots[:, None, None, None] < 0, 0, found.out)
-    return found._replace(out=out, state=LinearState._make(pool) if x.return_state else None)
 
 
 # -- implementations -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.sequences import Sequences
-from attnzoo.contract.states import LinearState
+from attnzoo.contract.states import LinearState, run_at_slots
 from attnzoo.contract.validation import check_shape
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.ops.features.functional import FIXED, LEARNED, widen
@@ -110,6 +110,22 @@ def on_rows(run: Callable[[LinearInputs], Result]) -> Callable[[LinearInputs], R
         return out, state
 
     return run_rows
+
+
+def run_on_slots(x: LinearInputs, run: Callable[[LinearInputs], Result]) -> Result:
+    """Run one token on the states at ``slots``, if there are any, and return the next pool."""
+    if x.slots is None:
+        return run(x)
+    assert x.state is not None
+
+    def run_rows(state: list[Tensor]) -> tuple[Tensor, LinearState]:
+        here = x._replace(state=LinearState(*state), slots=None)
+        out, last = run(here._replace(return_state=True, reuse_state=False))
+        assert last is not None
+        return out, last
+
+    out, pool = run_at_slots(run_rows, x.state, x.slots, in_place=x.reuse_state)
+    return out, LinearState._make(pool)
 
 
 class StepGate(NamedTuple):
@@ -217,11 +233,10 @@ def map_inputs(x: LinearInputs) -> LinearInputs:
         return x
     options = (x.feature_map, x.feature_scale, x.map_weights)
     q, k = x.q, x.k
-    if x.sequences is not None and not x.sequences.covers(k.shape[2]):
-        # NaN between sequences would give NaN gradients
-        outside = (x.sequences.index(k.shape[2]) == x.sequences.count)[:, None]
-        q = q.masked_fill(outside, 0) if q.shape[2] == k.shape[2] else q
-        k = k.masked_fill(outside, 0)
+    inside = None if x.sequences is None else x.sequences.inside(k.shape[2])
+    if inside is not None:  # NaN between sequences would give NaN gradients
+        q = torch.where(inside[:, None], q, 0) if q.shape[2] == k.shape[2] else q
+        k = torch.where(inside[:, None], k, 0)
     q = map_features(q, *options, of_keys=False)
     k = map_features(k, *options, of_keys=True)
     return x._replace(q=q, k=k, feature_map="identity", map_weights=None)

@@ -9,42 +9,45 @@ from collections.abc import Callable
 
 import torch
 
-from attnzoo.contract.states import LinearState, put_slots
-from attnzoo.ops.linear.common import LinearInputs, Result, log_decay_per_token, map_inputs
+from attnzoo.contract.states import LinearState
+from attnzoo.ops.linear.common import (
+    LinearInputs,
+    Result,
+    log_decay_per_token,
+    map_inputs,
+    run_on_slots,
+)
 
 
 def step(x: LinearInputs) -> Result:
     """Compute one token: a few operations of fixed shapes, which a CUDA graph can capture."""
+    return run_on_slots(x, _step_on_rows)
+
+
+def _step_on_rows(x: LinearInputs) -> Result:
     x = map_inputs(x)
-    pool, slots = x.first_state(), x.slots
-    state = pool if slots is None else LinearState(*(y[slots.clamp(min=0)] for y in pool))
-    dtype = state.kv.dtype
+    kv, z = x.first_state()
+    dtype = kv.dtype
     batch, heads, _, size = x.q.shape
     key_heads = x.k.shape[1]
     q = x.q.to(dtype).reshape(batch, key_heads, heads // key_heads, size)
     if x.scale != 1.0:
         q = q * x.scale
     k, v = x.k.to(dtype), x.v.to(dtype)
-    kv, z = state
-    in_place = x.reuse_state and slots is None
     if x.log_decay is not None:
         decay = log_decay_per_token(x.log_decay, x.k).to(dtype).exp()  # [B, Hkv, 1, F]
-        if in_place:
+        if x.reuse_state:
             kv.mul_(decay.mT), z.mul_(decay.squeeze(2))
         else:
             kv, z = kv * decay.mT, z * decay.squeeze(2)
-    if in_place:
+    if x.reuse_state:
         kv.addcmul_(k.mT, v), z.add_(k.squeeze(2))
     else:
         kv, z = torch.addcmul(kv, k.mT, v), z + k.squeeze(2)
     out = q @ kv
     if x.normalize:
         out = out / (q @ z.unsqueeze(-1) + x.eps)
-    out = out.view(batch, heads, 1, v.shape[3]).to(x.v.dtype)
-    if slots is None:
-        return out, LinearState(kv, z)
-    after = LinearState._make(put_slots(pool, slots, (kv, z), in_place=x.reuse_state))
-    return torch.where(slots[:, None, None, None] < 0, 0, out), after
+    return out.view(batch, heads, 1, v.shape[3]).to(x.v.dtype), LinearState(kv, z)
 
 
 def run_steps(x: LinearInputs, step: Callable[[LinearInputs], Result]) -> Result:

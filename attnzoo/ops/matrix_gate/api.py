@@ -14,7 +14,7 @@ from torch import Tensor
 from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.contract.implementation import TORCH, Implementation, register_implementation, select
 from attnzoo.contract.sequences import Sequences
-from attnzoo.contract.states import AttentionOutput, MatrixState, put_slots
+from attnzoo.contract.states import AttentionOutput, MatrixState, run_at_slots
 from attnzoo.contract.validation import check_shape, empty_output, is_empty_call
 from attnzoo.ops.gated.common import check_gated
 from attnzoo.ops.linear.common import state_dtype
@@ -88,12 +88,11 @@ def matrix_gated_attention(
     check_gated("matrix_gated_attention", MatrixState, q, k, v, sequences, slots, state, shard)
     if value_weights is not None:
         check_shape("value_weights", value_weights, tuple(v.shape), "B, Hkv, T, E", q.device)
-    pool, dtype = state, state_dtype(q, k, v)
-    if pool is None:
+    dtype = state_dtype(q, k, v)
+    if state is None:
         rows = k.shape[0] if sequences is None else sequences.count
         empty = torch.zeros(rows, k.shape[1], k.shape[3], v.shape[3], dtype=dtype, device=v.device)
-        pool = MatrixState(empty, empty)
-    state = pool if slots is None else MatrixState(*(x[slots.clamp(min=0)] for x in pool))
+        state = MatrixState(empty, empty)
     state = MatrixState(*(x.to(dtype) for x in state))
     call = MatrixGateInputs(q, k, v, log_decay, state, normalize, eps, value_weights).rows(
         sequences
@@ -103,12 +102,16 @@ def matrix_gated_attention(
     chosen, choice = select("matrix_gated_attention", call, impl)
     if is_empty_call(q, k):
         out, last = empty_output(q, k, v), call.state
+    elif slots is not None:
+        out, pool = run_at_slots(
+            lambda rows: chosen.run(call._replace(state=MatrixState(*rows))),
+            *(state, slots),
+            in_place=False,
+        )
+        last = MatrixState._make(pool)
     else:
         out, last = chosen.run(call)
         out = out if sequences is None else sequences.to_row(out, q.shape[2])
-    if slots is not None:
-        out = torch.where(slots[:, None, None, None] < 0, 0, out)
-        last = MatrixState._make(put_slots(pool, slots, last, in_place=False))
     return AttentionOutput(out, last if return_state else None, None, choice)
 
 

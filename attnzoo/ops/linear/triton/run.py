@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.sequences import Sequences
-from attnzoo.contract.states import LinearState, put_slots
+from attnzoo.contract.states import LinearState
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.linear.common import LinearInputs, Result, map_inputs
+from attnzoo.ops.linear.common import LinearInputs, Result, map_inputs, run_on_slots
 from attnzoo.ops.linear.triton.compilers import compiler_reasons, ptxas_path
 from attnzoo.runtime.autocast import autocast_disabled
 from attnzoo.runtime.derivatives import check_reverse_mode, first_derivative_only
@@ -160,7 +160,6 @@ def _run_token(x: LinearInputs) -> Result:
     """Run the kernels of a sequence, which have a backward pass, on one token of each."""
     if x.slots is None:
         return run_triton(x)
-    assert x.state is not None
     is_token = x.slots >= 0
 
     def clear(y: Tensor) -> Tensor:
@@ -168,11 +167,8 @@ def _run_token(x: LinearInputs) -> Result:
 
     decays = x.log_decay
     decays = decays if decays is None or decays.dim() == 1 else clear(decays)
-    state = LinearState(*(y[x.slots.clamp(min=0)] for y in x.state))
-    tokens = x._replace(q=clear(x.q), k=clear(x.k), v=clear(x.v), log_decay=decays, slots=None)
-    out, last = run_triton(tokens._replace(state=state, return_state=True))
-    assert last is not None
-    return clear(out), LinearState._make(put_slots(x.state, x.slots, last, in_place=False))
+    tokens = x._replace(q=clear(x.q), k=clear(x.k), v=clear(x.v), log_decay=decays)
+    return run_on_slots(tokens, run_triton)
 
 
 def _with_features(x: LinearInputs) -> LinearInputs:
