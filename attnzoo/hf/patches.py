@@ -9,11 +9,12 @@ patch, which fails when a new version of the package changes what the patch reli
 
 from __future__ import annotations
 
+from copy import copy
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from attnzoo.autoload import guarded, mark_patched
-from attnzoo.hf.names import NAME, PRUNED, RECORDING, REQUESTED
+from attnzoo.hf.names import ARCHITECTURE_PREFIX, NAME, PRUNED, RECORDING, REQUESTED
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,6 +55,45 @@ def patch_config(configuration_utils: Any) -> None:
     cls.to_dict = to_dict_with_implementation
     cls.output_attentions = output_attentions.setter(set_output_attentions)
     cls.validate_output_attentions = validate_output_attentions
+
+
+def patch_lazy_module(import_utils: Any) -> None:
+    """Find the stock class for the name that a saved swap has in its config.
+
+    Pipelines, ``transformers serve``, TRL and sentence-transformers look up the classes under
+    ``architectures`` in the package ``transformers``.
+    """
+    cls = import_utils._LazyModule
+    if not mark_patched(cls):
+        return
+    find = cls.__getattr__
+
+    @wraps(find)
+    def find_stock_class(self: Any, name: str) -> Any:
+        if self.__name__ == "transformers":
+            name = name.removeprefix(ARCHITECTURE_PREFIX)
+        return find(self, name)
+
+    cls.__getattr__ = find_stock_class
+
+
+def patch_auto_classes(auto_factory: Any) -> None:
+    """Choose the class that a saved swap names, in families with several for one auto class."""
+    if not mark_patched(auto_factory):
+        return
+    choose = auto_factory._get_model_class
+
+    @wraps(choose)
+    def choose_by_stock_name(config: Any, model_mapping: Any) -> Any:
+        from attnzoo.hf.saving.checkpoints import stock_class_name
+
+        names = getattr(config, "architectures", None)
+        if names:
+            config = copy(config)
+            config.architectures = list(map(stock_class_name, names))
+        return choose(config, model_mapping)
+
+    auto_factory._get_model_class = choose_by_stock_name
 
 
 def patch_cache(cache_utils: Any) -> None:
@@ -263,10 +303,12 @@ def _patch_export(cls: Any, cache: str) -> None:
 
 
 _PATCHES = {
+    "transformers.utils.import_utils": patch_lazy_module,
     "transformers.configuration_utils": patch_config,
     "transformers.cache_utils": patch_cache,
     "transformers.masking_utils": patch_masks,
     "transformers.modeling_utils": patch_models,
+    "transformers.models.auto.auto_factory": patch_auto_classes,
     "transformers.trainer": patch_trainer,
     "transformers.integrations.executorch": patch_export,
     "transformers.generation.continuous_batching.continuous_api": patch_continuous_batching,

@@ -26,6 +26,7 @@ from transformers.masking_utils import (
     create_causal_mask,
     sdpa_mask,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector as active_collector
 
 from attnzoo.contract.masks import AttentionMask
@@ -50,6 +51,7 @@ __all__ = [
     "can_set_implementation",
     "causal_mask_function",
     "family_uses_interface",
+    "is_of_another_package",
     "is_recording",
     "mask_of_pages",
     "mask_parts",
@@ -334,6 +336,16 @@ def submodels(model: nn.Module, config: Any) -> list[PreTrainedModel]:
         if same and not any(inner in set(outer.modules()) for outer in outermost):
             outermost.append(inner)
     return outermost
+
+
+def is_of_another_package(implementation: str) -> bool:
+    """Return whether another package has registered an attention implementation, as engines do.
+
+    The kernels of the hub, ``"owner/name"``, are of transformers.
+    """
+    function = ALL_ATTENTION_FUNCTIONS.get(implementation)
+    module = getattr(function, "__module__", None) or "transformers"
+    return "/" not in implementation and module.partition(".")[0] not in ("transformers", NAME)
 
 
 def set_implementation(model: PreTrainedModel, name: str, layers: Iterable[nn.Module]) -> None:

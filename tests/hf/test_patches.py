@@ -48,6 +48,18 @@ def test_config_saves_the_implementation(config):
     assert "attn_implementation" not in transformers.LlamaConfig(**TINY).to_dict()
 
 
+def test_the_package_looks_up_its_classes_lazily():
+    """``_LazyModule.__getattr__`` finds ``transformers.X``, and ``_get_model_class`` a class."""
+    from transformers.models.auto import auto_factory
+    from transformers.utils.import_utils import _LazyModule
+
+    assert isinstance(transformers, _LazyModule)
+    assert transformers.AttnzooLlamaModel is transformers.LlamaModel
+    choose = inspect.unwrap(auto_factory._get_model_class)
+    assert list(inspect.signature(choose).parameters) == ["config", "model_mapping"]
+    assert "_get_model_class" in auto_factory._BaseAutoModelClass.from_config.__code__.co_names
+
+
 def test_cache_records_before_its_layers_exist():
     """Layers are created lazily, after generation has activated recording."""
     cache = DynamicCache()

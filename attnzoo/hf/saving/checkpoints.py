@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from attnzoo.errors import CheckpointMismatchError, SpecError, SwapWarning
-from attnzoo.hf.names import NAME
+from attnzoo.hf.names import ARCHITECTURE_PREFIX, NAME
 
 
 def saved_implementation(config: Any) -> str | dict[str, Any] | None:
@@ -49,7 +49,15 @@ def saved_config(config: Any, data: dict[str, Any]) -> dict[str, Any]:
     implementation = saved_implementation(config)
     if implementation is not None:
         data["attn_implementation"] = implementation
+    if data.get("architectures"):
+        prefix = "" if implementation is None else ARCHITECTURE_PREFIX
+        data["architectures"] = [prefix + stock_class_name(x) for x in data["architectures"]]
     return data
+
+
+def stock_class_name(architecture: Any) -> str:
+    """Return the name of transformers' class for an entry of ``architectures`` in a config."""
+    return str(architecture).removeprefix(ARCHITECTURE_PREFIX)
 
 
 @contextmanager

@@ -274,6 +274,13 @@ def _check_disabled(model: PreTrainedModel, spec: Any, implementation: str) -> N
             f"the default is {implementation!r}; pass attn_implementation='attnzoo', or delete "
             "config.attnzoo"
         )
+    if seam.is_of_another_package(implementation):
+        raise SpecError(
+            f"config.attnzoo names backend {backend!r}, but attn_implementation="
+            f"{implementation!r}, which another package has registered, would ignore it and run "
+            "softmax. vLLM serves a swapped model with the plug-in attnzoo-vllm "
+            "(docs/serving.md). To run the model without its swap, delete config.attnzoo"
+        )
     warn(
         f"{type(model).__name__} runs attn_implementation={implementation!r}, as requested; the "
         f"swap to {backend!r} in its config is disabled. "
