@@ -18,8 +18,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+INIT = "init_lora_weights"
+SAVED_INIT = f"{NAME}_{INIT}"  # the value of PEFT's field, in a file that has another there
+
+
 def patch_adapter_configs(config: Any) -> None:
-    """Save and load the swap in an adapter's adapter_config.json, as the field ``attnzoo``."""
+    """Save and load the swap in an adapter's adapter_config.json, as the field ``attnzoo``.
+
+    vLLM, and PEFT where attnzoo is not imported, ignore that field and would run the adapter on
+    softmax. They refuse an unknown ``init_lora_weights``, so that is ``"attnzoo"`` in the file.
+    """
     cls = config.PeftConfigMixin
     if not mark_patched(cls):
         return
@@ -29,12 +37,19 @@ def patch_adapter_configs(config: Any) -> None:
 
     @wraps(to_dict)
     def to_dict_with_swap(self: Any) -> dict[str, Any]:
-        data, spec = to_dict(self), vars(self).get(NAME)
-        return data if spec is None else {**data, NAME: spec}
+        data: dict[str, Any] = to_dict(self)
+        spec = vars(self).get(NAME)
+        if spec is None:
+            return data
+        if INIT in data:
+            data = {**data, SAVED_INIT: data[INIT], INIT: NAME}
+        return {**data, NAME: spec}
 
     @wraps(from_peft_type)
     def from_peft_type_with_swap(cls: Any, *args: Any, **kwargs: Any) -> Any:
         spec = kwargs.pop(NAME, None)
+        if SAVED_INIT in kwargs:  # else of an earlier version
+            kwargs[INIT] = kwargs.pop(SAVED_INIT)
         made = from_peft_type(cls, *args, **kwargs)
         if spec is not None:
             vars(made)[NAME] = spec

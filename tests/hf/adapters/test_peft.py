@@ -125,6 +125,31 @@ def test_adapter_is_refused_under_another_attention(base, llama, ids, tmp_path):
     assert config.attnzoo == json.loads((tmp_path / "adapter_config.json").read_text())["attnzoo"]
 
 
+WITHOUT_ATTNZOO = """
+import sys, peft, transformers as hf
+base, adapter = sys.argv[1:]
+model = hf.AutoModelForCausalLM.from_pretrained(base)
+for load in (hf.PreTrainedModel.load_adapter, peft.PeftModel.from_pretrained):
+    try:
+        load(model, adapter)
+        print("loaded")
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("init", [True, "gaussian"])
+def test_an_adapter_of_a_swap_is_refused_without_attnzoo(init, llama, tmp_path, fresh_python):
+    """Nor by vLLM, which knows the same values: it would run the adapter on softmax."""
+    llama().save_pretrained(tmp_path / "base")
+    model = adapted(swapped(llama, "linear"), init_lora_weights=init)
+    model.save_pretrained(tmp_path / "adapter")
+    done = fresh_python(WITHOUT_ATTNZOO, tmp_path / "base", tmp_path / "adapter")
+    assert done.stdout.splitlines() == ["Unknown initialization init_lora_weights='attnzoo'"] * 2
+    assert peft.PeftConfig.from_pretrained(tmp_path / "adapter").init_lora_weights == init
+    assert model.peft_config["default"].init_lora_weights == init
+
+
 def test_adapter_of_a_model_without_a_swap_loads_onto_a_swap(base, llama, ids, tmp_path):
     model = adapted(llama())
     model.save_pretrained(tmp_path)
