@@ -35,6 +35,10 @@ class UntrainedWarning(SwapWarning):
     """A backend runs before its parameters are trained; its output is meaningless until then."""
 
 
+class SlowKernelWarning(UserWarning):
+    """The C++ kernels cannot be compiled or loaded, and slower forms compute in their place."""
+
+
 class UnsupportedError(AttnzooError):
     """A backend, or an implementation of an op, does not support the inputs or the layer."""
 

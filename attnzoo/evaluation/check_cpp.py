@@ -33,7 +33,7 @@ from attnzoo.ops.linear.cpu.call import LINEAR
 from attnzoo.ops.linear.cpu.linear_step import LINEAR_STEP
 from attnzoo.ops.lsh.cpu.lsh import LSH, PIVOTS
 from attnzoo.ops.window.cpu.band import BAND
-from attnzoo.runtime.cpp import Source, unavailable_reason
+from attnzoo.runtime.cpp import Source, build_error
 from attnzoo.runtime.verdicts import run_cases
 
 B, H, HKV, T, D, E = 1, 4, 2, 150, 24, 20
@@ -134,7 +134,7 @@ KERNELS = (
 
 def unavailable(kernel: CppKernel) -> str:
     """Return why a kernel is not available, or ""."""
-    return next(filter(None, map(unavailable_reason, kernel.sources)), "")
+    return next(filter(None, map(build_error, kernel.sources)), "")
 
 
 def _results(

@@ -11,6 +11,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -39,6 +40,7 @@ from attnzoo.ops import flash_attention
 from attnzoo.ops.flash.varlen import device_reasons as varlen_device_reasons
 from attnzoo.ops.linear.triton.run import device_reasons
 from attnzoo.ops.softmax.api import softmax_attention
+from attnzoo.runtime import cpp
 from attnzoo.runtime.kernel_groups import KernelGroup, driver_version
 from attnzoo.runtime.verdicts import FAILED, PASSED, Verdict, python_command, run_checks
 
@@ -93,6 +95,24 @@ def check_installation(full: bool = False, fresh: bool = False) -> Iterator[Chec
         yield CheckResult(
             check=name, status=status, detail=detail, seconds=round(time.monotonic() - start, 1)
         )
+
+
+def build_kernels() -> list[CheckResult]:
+    """Compile all C++ kernels that the cache lacks, in parallel; a result for each source."""
+    sources = dict.fromkeys(x for kernel in check_cpp.KERNELS for x in kernel.sources)
+
+    def build(source: cpp.Source) -> CheckResult:
+        start = time.monotonic()
+        reason = cpp.build_error(source)
+        return CheckResult(
+            check=source.path.name,
+            status=UNAVAILABLE if reason else OK,
+            detail=reason or "compiled for this CPU",
+            seconds=round(time.monotonic() - start, 1),
+        )
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(build, sources))
 
 
 def _first_line(error: Exception) -> str:

@@ -60,6 +60,25 @@ def test_this_installation_passes(monkeypatch):
     assert "modeling_utils" in rows["patches of transformers"].detail
 
 
+def test_kernels_are_compiled_ahead(monkeypatch, capsys):
+    def build_error(source):
+        return "there is no compiler" if source.path.name == "band.cpp" else ""
+
+    monkeypatch.setattr(installation.cpp, "build_error", build_error)
+    code, output = run(monkeypatch, capsys, "--build", "--json")
+    rows = {row["check"]: row for row in json.loads(output)}
+    folder = Path(attnzoo.__file__).parent
+    assert set(rows) == {path.name for path in folder.rglob("*.cpp")}
+    assert (rows["band.cpp"]["status"], rows["band.cpp"]["detail"]) == (
+        UNAVAILABLE,
+        "there is no compiler",
+    )
+    assert rows["linear.cpp"]["status"] == OK
+    assert not code
+    code, _ = run(monkeypatch, capsys, "--build", "--all")
+    assert code
+
+
 def only(monkeypatch, name, check):
     """Return the row of one check."""
     monkeypatch.setattr(installation, "_checks", lambda full, fresh: [(name, check)])

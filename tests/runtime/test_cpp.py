@@ -7,13 +7,14 @@ import shlex
 import shutil
 import stat
 import tempfile
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from attnzoo.errors import UnsupportedError
+from attnzoo.errors import SlowKernelWarning, UnsupportedError
 from attnzoo.ops.lsh.api import lsh_attention
 from attnzoo.ops.lsh.cpu.lsh import LSH, PIVOTS
 from attnzoo.runtime import cpp
@@ -26,11 +27,13 @@ REAL = os.environ.get("CXX") or "c++"
 def cold(monkeypatch, tmp_path):
     """Use an empty cache of compiled libraries."""
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
-    cpp.load.cache_clear()
-    cpp.unavailable_reason.cache_clear()
+    monkeypatch.setattr(cpp, "_warned", [])
+    cached = (cpp.load, cpp.build_error, cpp.unavailable_reason)
+    for function in cached:
+        function.cache_clear()
     yield tmp_path / "cache"
-    cpp.load.cache_clear()
-    cpp.unavailable_reason.cache_clear()
+    for function in cached:
+        function.cache_clear()
 
 
 def compiler(folder, script):
@@ -38,6 +41,29 @@ def compiler(folder, script):
     path.write_text("#!/bin/sh\n" + script)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)
+
+
+def test_a_line_says_what_was_compiled(cold, capfd):
+    if cpp.unavailable_reason(PIVOTS):
+        pytest.skip(cpp.unavailable_reason(PIVOTS))
+    line = r"attnzoo compiled pivots\.cpp for this CPU in \d+\.\d s, kept in " + re.escape(
+        str(cold)
+    )
+    assert re.fullmatch(line + "\n", capfd.readouterr().err)
+    cpp.load.cache_clear()
+    cpp.load(PIVOTS)
+    assert capfd.readouterr().err == ""
+
+
+def test_the_first_kernel_that_is_missing_warns(cold, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    x = [torch.randn(1, 2, 60, 8) for _ in range(3)]
+    with pytest.warns(SlowKernelWarning, match="three times.*no C.. compiler 'no-such-compiler'"):
+        lsh_attention(*x, num_hashes=2, chunk_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lsh_attention(*x, num_hashes=2, chunk_size=4)
+        assert cpp.unavailable_reason(PIVOTS).startswith("pivots.cpp cannot be compiled: there is")
 
 
 def test_a_kernel_is_compiled_once(cold, monkeypatch, tmp_path):
@@ -68,7 +94,7 @@ def test_concurrent_compilations_leave_one_library(cold):
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (None, "lsh.cpp cannot be compiled: .*No such file"),
+        (None, "lsh.cpp cannot be compiled: there is no C.. compiler .*; install"),
         ("echo wrong >&2; echo more >&2; exit 3\n", "cannot be compiled: .*: wrong$"),
         ("exit 3\n", "cannot be compiled: .*: exit 3$"),
         ('case "$*" in *-dM*) ;; *) exit 4;; esac\n', "cannot be compiled: .*: exit 4$"),

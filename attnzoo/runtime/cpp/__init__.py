@@ -7,6 +7,9 @@ with all rights of the process, so it is loaded only if no other user can write 
 and compiled again if it does not match its checksum. Compilation takes seconds, because kernels
 include only headers of the standard library and of this folder.
 
+One line on standard error says what was compiled; ``attnzoo doctor --build`` compiles all of them
+ahead, in parallel. If a kernel cannot be had, the first call warns, once per process.
+
 A library that this environment cannot load is not compiled again for a day: a file beside the
 libraries keeps the reason.
 
@@ -25,11 +28,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from attnzoo.errors import SlowKernelWarning
 from attnzoo.runtime.cache_folder import (
     cache_folder,
     check_private,
@@ -89,7 +94,7 @@ def _load(source: Source) -> ctypes.CDLL:
     _refuse_failed(failure)
     _remove_unfinished(folder)
     with _temporary_folder(folder) as temporary:
-        compiled = Path(temporary, f"{name}.so")
+        compiled, start = Path(temporary, f"{name}.so"), time.monotonic()
         _run(*compiler, *FLAGS, f"-I{headers}", str(source.path), "-o", str(compiled))
         compiled.chmod(0o700)
         try:
@@ -98,6 +103,9 @@ def _load(source: Source) -> ctypes.CDLL:
             replace_file(failure, str(error))
             raise
         compiled.replace(folder / _file_name(name, compiled))  # atomic; others may compile it too
+    seconds = time.monotonic() - start
+    line = f"attnzoo compiled {source.path.name} for this CPU in {seconds:.1f} s, kept in {folder}"
+    print(line, file=sys.stderr)
     return opened
 
 
@@ -175,6 +183,11 @@ def _remove_unfinished(folder: Path) -> None:
 
 def _run(*command: str) -> str:
     """Return the standard output of a command; raise ``OSError`` if it fails or takes too long."""
+    if shutil.which(command[0]) is None:
+        raise OSError(
+            f"there is no C++ compiler {command[0]!r}; install g++ or clang++, or set the "
+            "environment variable CXX to one"
+        )
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -207,13 +220,36 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 @cache
-def unavailable_reason(source: Source) -> str:
+def build_error(source: Source) -> str:
     """Return why the kernel in ``source`` is unavailable, or ""."""
     try:
         load(source)
     except BuildError as error:
         return str(error)
     return ""
+
+
+@cache
+def unavailable_reason(source: Source) -> str:
+    """Return why a call cannot run the kernel in ``source``, or ""; warns once per process."""
+    reason = build_error(source)
+    if reason:
+        _warn(reason)
+    return reason
+
+
+_warned: list[str] = []  # the reason that this process has given
+
+
+def _warn(reason: str) -> None:
+    if not _warned:
+        _warned.append(reason)
+        warnings.warn(
+            f"attnzoo computes in torch, which takes up to three times as long as its C++ kernels: "
+            f"{reason}. `attnzoo doctor` shows all kernels",
+            SlowKernelWarning,
+            stacklevel=3,
+        )
 
 
 def fields(kind: type, names: str) -> list[tuple[str, type]]:
