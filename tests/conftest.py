@@ -1,16 +1,22 @@
 """Settings of every test: no network, a share of the CPU cores, a fixed seed."""
 
+import atexit
 import importlib
 import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # tools/ is not in the wheel
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+if "ATTNZOO_TEST_DATASETS" not in os.environ:  # processes that a test starts share the folder
+    _datasets = tempfile.mkdtemp(prefix="datasets-")
+    atexit.register(shutil.rmtree, _datasets, ignore_errors=True)
+    os.environ.update(HF_DATASETS_CACHE=_datasets, ATTNZOO_TEST_DATASETS="1")
 # An environment variable, set before torch is imported: processes that a test starts inherit it.
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _share = max(1, (os.cpu_count() or 1) // _workers)

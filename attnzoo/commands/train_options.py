@@ -20,10 +20,15 @@ from attnzoo.commands.spec_options import (
     spec_of,
 )
 
-_DATA = typer.Option(help="text, .jsonl or .parquet file, or a folder of them (repeatable)")
+_DATA = typer.Option(
+    help="text, .jsonl or .parquet file, folder of them or of a saved data set, or the id of a "
+    "data set of the Hub, owner/name or owner/name:config (repeatable)"
+)
 Data = Annotated[list[Path], _DATA]
 DataIfGiven = Annotated[list[Path] | None, _DATA]
-Column = Annotated[str, typer.Option(help="field of JSON and parquet files with the text")]
+Column = Annotated[
+    str, typer.Option(help="field of JSON and parquet files and data sets with the text")
+]
 Length = Annotated[int, typer.Option(help="tokens per row")]
 Control = Annotated[
     int | None, typer.Option(help="window of the baseline, in tokens; default: the swap's window")

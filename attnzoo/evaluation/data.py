@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -94,7 +95,7 @@ def fingerprint(*tensors: Tensor) -> str:
     digest = hashlib.sha256()
     for x in tensors:
         digest.update(repr(tuple(x.shape)).encode())
-        digest.update(x.numpy().tobytes())
+        digest.update(np.ascontiguousarray(x.numpy()).data)
     return digest.hexdigest()[:16]
 
 

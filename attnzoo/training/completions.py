@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from attnzoo.training.data import IGNORE_INDEX, DataError, Rows, check_vocabulary
+from attnzoo.training.data import IGNORE_INDEX, Rows, check_vocabulary
+from attnzoo.training.documents import DataError
 
 SCHEMA = (
     "the fields 'prompt' and 'completion', strings or lists of messages, or 'messages', a list of "
@@ -29,8 +29,8 @@ class Tokens(NamedTuple):
     labels: list[int]
 
 
-def example_of(row: dict[str, Any], path: Path) -> str:
-    """Return the example in a row of a file, as JSON.
+def example_of(row: dict[str, Any], source: str) -> str:
+    """Return the example in a row of a file or data set, as JSON.
 
     Raises:
         DataError: The row is no example.
@@ -40,7 +40,7 @@ def example_of(row: dict[str, Any], path: Path) -> str:
     if kinds not in ({str}, {list}) or (names == ("messages",) and kinds == {str}):
         fields = ", ".join(row) or "none"
         raise DataError(
-            f"{str(path)!r} has no completions: with train_on='completions' a row needs {SCHEMA} "
+            f"{source!r} has no completions: with train_on='completions' a row needs {SCHEMA} "
             f"(its fields: {fields})"
         )
     return json.dumps({name: row[name] for name in names}, sort_keys=True, ensure_ascii=False)

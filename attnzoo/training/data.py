@@ -1,38 +1,44 @@
-"""Text files as packed rows of tokens, with held-out documents for evaluation.
+"""Documents as packed rows of tokens.
 
-Other letters: N rows, T tokens per row.
+Rows are files that are mapped into memory, in the cache of ``datasets``: all processes and later
+runs share them, and a process holds the rows only that it reads. Other letters: N rows, T tokens
+per row.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from glob import escape
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
-from datasets.exceptions import DatasetGenerationError
+from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from attnzoo.errors import AttnzooError
 from attnzoo.evaluation.corpus import add_repeats
 from attnzoo.evaluation.data import fingerprint
+from attnzoo.training.documents import DataError, progress_bars
 
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # others are plain text
-HELD_OUT = 20  # one document in 20 is held out
 MIN_REPEAT_LENGTH = 256  # tokens a row needs for two distant copies of a segment
 IGNORE_INDEX = -100  # the label of tokens without a loss, as in transformers
-Extract = Callable[[dict[str, Any], Path], str]
-
-
-class DataError(AttnzooError):
-    """The text cannot be read or used for training."""
+FORMAT = 1  # of the files of rows
+DOCUMENTS_AT_ONCE = 1000
+ROWS_AT_ONCE = 4096
+# Documents from which on a tokenizer in Python runs in several processes (fast ones have threads),
+# and shows its progress
+MANY_DOCUMENTS = 4000
+FEATURES = datasets.Features(
+    input_ids=datasets.List(datasets.Value("int32")), bytes=datasets.Value("int64")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +46,8 @@ class Rows(Dataset[dict[str, Tensor]]):
     """Dataset of packed rows; an item has the arguments of a causal model's ``forward``.
 
     Attributes:
-        tokens: ``[N, T]``.
-        positions: ``[N, T]``, from 0 in each document.
+        tokens: ``[N, T]``, int32 or int64.
+        positions: ``[N, T]`` likewise, from 0 in each document.
         bytes_per_token: Converts bits per token to bits per byte.
         labels: ``[N, T]``, the tokens to predict, else ``IGNORE_INDEX``; all when ``None``.
         ends: ``[N]``, tokens before the padding of each row; ``None`` without padding.
@@ -65,7 +71,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         The first token of a document has no label, because the token before it belongs to another
         document.
         """
-        tokens, positions = self.tokens[index], self.positions[index]
+        tokens, positions = self.tokens[index].long(), self.positions[index].long()
         labels = tokens if self.labels is None else self.labels[index]
         labels = labels.masked_fill(positions == 0, IGNORE_INDEX)
         return {"input_ids": tokens, "position_ids": positions, "labels": labels}
@@ -80,135 +86,9 @@ class Rows(Dataset[dict[str, Tensor]]):
     def stream(self) -> Tensor:
         """The tokens of all rows without padding, ``[L]``."""
         if self.ends is None:
-            return self.tokens.flatten()
-        return torch.cat([row[:end] for row, end in zip(self.tokens, self.ends, strict=True)])
-
-
-def read_documents(
-    paths: Sequence[Path], column: str = "text", extract: Extract | None = None
-) -> list[str]:
-    """Return the documents in text, JSON lines and parquet files, and folders of them.
-
-    Args:
-        paths: Files and folders. A document is a text file, a line of JSON or a row of parquet.
-        column: Field of JSON and parquet files that holds the text.
-        extract: Returns the document of a row, given the file too; the column when ``None``.
-
-    Raises:
-        DataError: A path is missing or cannot be read, or there is no text.
-    """
-    documents: list[str] = []
-    for path in list_files(paths):
-        reader = READERS.get(path.suffix.lower(), "text")
-        options = {"sample_by": "document"} if reader == "text" else {}
-        if "::" in str(path):  # a chain of URLs to datasets
-            raise DataError(f"{str(path)!r} has '::' in its name; rename it")
-        try:
-            with _no_download_counts():
-                files = [escape(str(path))]  # names are patterns to datasets
-                rows = datasets.load_dataset(
-                    reader, data_files=files, split="train", streaming=True, **options
-                )
-            documents.extend(
-                _text_of(row, column, path) if extract is None else extract(row, path)
-                for row in rows
-            )
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{str(path)!r} is not UTF-8 text (byte {error.start}: {error.reason}); convert "
-                "the file, or leave it out"
-            ) from None
-        except (DatasetGenerationError, OSError, ValueError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{str(path)!r} cannot be read as {reader}: {error}") from error
-    documents = [text for text in documents if text.strip()]
-    if not documents:
-        raise DataError(
-            f"There is no text in {', '.join(map(str, paths))}; give files or folders of .txt, "
-            ".jsonl or .parquet"
-        )
-    return documents
-
-
-@contextmanager
-def _no_download_counts() -> Iterator[None]:
-    """Context in which ``load_dataset`` sends no request to the hub for each local file.
-
-    A request takes up to 3 seconds where the hub cannot be reached.
-    """
-    old = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    try:
-        yield
-    finally:
-        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = old
-
-
-def list_files(paths: Iterable[Path]) -> list[Path]:
-    """Return files, and recursively those in folders, without hidden files and caches.
-
-    Raises:
-        DataError: A path does not exist, or a folder contains no file.
-    """
-    files: list[Path] = []
-    for path in paths:
-        if not path.exists():
-            raise DataError(
-                f"There is no file or folder {str(path)!r}; give --data an existing one"
-            )
-        if path.is_file():
-            files.append(path)
-            continue
-        inside = sorted(p for p in _files_below(path) if _is_data(p, path))
-        if not inside:
-            raise DataError(f"The folder {str(path)!r} contains no file; give --data another")
-        files.extend(inside)
-    return files
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and its subfolders, links to folders included, each once."""
-    seen = set()
-    for root, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(root)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders.sort()
-        yield from (Path(root) / name for name in names)
-
-
-def _is_data(path: Path, folder: Path) -> bool:
-    parts = path.relative_to(folder).parts
-    return path.is_file() and not any(p.startswith(".") or p == "__pycache__" for p in parts)
-
-
-def _text_of(row: dict[str, Any], column: str, path: Path) -> str:
-    if not isinstance(row.get(column), str):
-        fields = ", ".join(name for name, value in row.items() if isinstance(value, str)) or "none"
-        raise DataError(
-            f"{str(path)!r} has no text field {column!r} (its text fields: {fields}); name the "
-            "field with --column"
-        )
-    return str(row[column])
-
-
-def split_documents(documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return training and held-out documents: one in 20 by hash, or a single one's last tenth.
-
-    Equal documents are on the same side.
-    """
-    if len(set(documents)) == 1:
-        cut = len(documents[0]) * 9 // 10
-        return [documents[0][:cut]], [documents[0][cut:]]
-    ranked = sorted(documents, key=lambda text: hashlib.sha256(text.encode()).digest())
-    held_out = set(ranked[: max(1, len(ranked) // HELD_OUT)])
-    return (
-        [text for text in documents if text not in held_out],
-        [text for text in documents if text in held_out],
-    )
+            return self.tokens.flatten().long()
+        rows = zip(self.tokens, self.ends, strict=True)
+        return torch.cat([row[:end] for row, end in rows]).long()
 
 
 def check_vocabulary(token: int, vocab_size: int) -> None:
@@ -224,8 +104,41 @@ def check_vocabulary(token: int, vocab_size: int) -> None:
         )
 
 
-def pack(documents: Sequence[str], tokenizer: Any, *, row_length: int, vocab_size: int) -> Rows:
-    """Tokenize documents and concatenate them into rows of one length.
+def tokenize(documents: datasets.Dataset, tokenizer: Any) -> datasets.Dataset:
+    """Return the tokens of each document, ``input_ids``, and its ``bytes`` of text."""
+    fast = getattr(tokenizer, "is_fast", False)
+    own = tokenizer.backend_tokenizer.to_str() if fast else sorted(tokenizer.get_vocab().items())
+    key = repr((documents._fingerprint, type(tokenizer).__qualname__, own, FORMAT))
+
+    def tokens(texts: list[str]) -> dict[str, Any]:
+        return {
+            "input_ids": tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"],
+            "bytes": [len(text.encode()) for text in texts],
+        }
+
+    many = len(documents) >= MANY_DOCUMENTS
+    with progress_bars(many):
+        return documents.map(
+            tokens,
+            input_columns="text",
+            batched=True,
+            batch_size=DOCUMENTS_AT_ONCE,
+            remove_columns=documents.column_names,
+            features=FEATURES,
+            num_proc=os.cpu_count() if many and not fast else None,
+            new_fingerprint=hashlib.sha256(key.encode()).hexdigest()[:16],
+            desc="tokenizing",
+        )
+
+
+def pack(
+    documents: datasets.Dataset | Sequence[str],
+    tokenizer: Any,
+    *,
+    row_length: int,
+    vocab_size: int,
+) -> Rows:
+    """Tokenize documents and concatenate them into rows of one length, in the cache.
 
     Each document ends with the tokenizer's end token, if it has one. An incomplete last row is
     dropped.
@@ -233,32 +146,91 @@ def pack(documents: Sequence[str], tokenizer: Any, *, row_length: int, vocab_siz
     Raises:
         DataError: The text is shorter than a row, or the tokenizer does not match the model.
     """
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    tokens: list[int] = []
-    positions: list[Tensor] = []
-    for text in documents:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + end
-        tokens.extend(ids)
-        positions.append(torch.arange(len(ids)))
-    count = len(tokens) // row_length
-    if not count:
+    if not isinstance(documents, datasets.Dataset):
+        documents = datasets.Dataset.from_dict({"text": list(documents)})
+    tokenized = tokenize(documents, tokenizer)
+    write = partial(_write_rows, tokenized, tokenizer.eos_token_id, row_length)
+    key = (tokenized._fingerprint, tokenizer.eos_token_id, row_length)
+    rows, found = _stored(key, write)
+    check_vocabulary(found["largest"], vocab_size)
+    return rows
+
+
+def _stored(key: tuple[Any, ...], write: Callable[[Path], dict[str, Any]]) -> tuple[Rows, Any]:
+    """Return rows of the cache and what is known of them; ``write`` makes them once.
+
+    Args:
+        key: Names the rows.
+        write: Writes ``tokens.npy`` and ``positions.npy`` to a folder, and returns
+            ``bytes_per_token`` and what else is known.
+    """
+    name = hashlib.sha256(repr((FORMAT, *key)).encode()).hexdigest()[:32]
+    cache = Path(datasets.config.HF_DATASETS_CACHE) / "attnzoo"
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = cache / name
+    with FileLock(cache / f"{name}.lock"):
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as temporary:
+                found = write(Path(temporary))
+                Path(temporary, "rows.json").write_text(json.dumps(found), "utf-8")
+                os.rename(temporary, folder)
+    found = json.loads((folder / "rows.json").read_text("utf-8"))
+    tokens, positions = (
+        torch.from_numpy(np.load(folder / f"{x}.npy", mmap_mode="c"))
+        for x in ("tokens", "positions")
+    )
+    rows = Rows(tokens=tokens, positions=positions, bytes_per_token=found["bytes_per_token"])
+    return rows, found
+
+
+def _write_rows(
+    documents: datasets.Dataset, end: int | None, row_length: int, folder: Path
+) -> dict[str, Any]:
+    """Write the rows of tokenized documents to a folder."""
+    ends = 0 if end is None else 1
+    blocks = documents.with_format("arrow")
+    sizes = [len(x["input_ids"].combine_chunks().values) for x in _batches(blocks)]
+    count = sum(sizes) + ends * len(documents)
+    shape = (count // row_length, row_length)
+    if not shape[0]:
         raise DataError(
-            f"The text has {len(tokens)} tokens, but a row needs {row_length}; give more text or "
-            "shorter rows"
+            f"The text has {count} tokens, but a row needs {row_length}; give more text or shorter "
+            "rows"
         )
-    check_vocabulary(max(tokens), vocab_size)
-    in_document = torch.cat(positions)[: count * row_length].view(count, row_length)
-    # positions of a document that continues in the next row restart at 0 there
-    in_row = torch.arange(row_length)
-    starts = torch.where(in_document == 0, in_row, 0).cummax(1).values
-    bytes_per_token = sum(len(text.encode()) for text in documents) / (
-        len(tokens) - len(end) * len(documents)
+    tokens, positions = (
+        np.lib.format.open_memmap(folder / f"{x}.npy", "w+", np.int32, shape)
+        for x in ("tokens", "positions")
     )
-    return Rows(
-        tokens=torch.tensor(tokens[: count * row_length]).view(count, row_length),
-        positions=in_row - starts,
-        bytes_per_token=bytes_per_token,
-    )
+    at = text_bytes = largest = 0
+    for block in _batches(blocks):
+        ids, in_document = _concatenate(block["input_ids"].combine_chunks(), end)
+        stop = min(at + len(ids), tokens.size)
+        tokens.reshape(-1)[at:stop] = ids[: stop - at]
+        positions.reshape(-1)[at:stop] = in_document[: stop - at]
+        at, largest = stop, max(largest, int(ids.max(initial=0)))
+        text_bytes += int(block["bytes"].to_numpy().sum())
+    in_row = np.arange(row_length, dtype=np.int32)
+    for first in range(0, len(positions), ROWS_AT_ONCE):
+        rows = positions[first : first + ROWS_AT_ONCE]
+        # positions of a document that continues in the next row restart at 0 there
+        rows[:] = in_row - np.maximum.accumulate(np.where(rows == 0, in_row, 0), 1)
+    return {"bytes_per_token": text_bytes / sum(sizes), "largest": largest}
+
+
+def _batches(documents: datasets.Dataset) -> Any:
+    return documents.iter(DOCUMENTS_AT_ONCE)
+
+
+def _concatenate(documents: Any, end: int | None) -> tuple[Any, Any]:
+    """Return the tokens of documents in one row, and their positions in their document."""
+    offsets = documents.offsets.to_numpy()
+    ids = documents.values.to_numpy()[offsets[0] : offsets[-1]]
+    lengths = np.diff(offsets)
+    if end is not None:
+        ids = np.insert(ids, offsets[1:] - offsets[0], end)
+        lengths = lengths + 1
+    starts = np.cumsum(lengths) - lengths
+    return ids, np.arange(len(ids)) - np.repeat(starts, lengths)
 
 
 def with_repeats(rows: Rows, share: float, seed: int = 0, *, per_row: int = 1) -> Rows:
@@ -275,13 +247,27 @@ def with_repeats(rows: Rows, share: float, seed: int = 0, *, per_row: int = 1) -
     """
     if share <= 0 or rows.tokens.shape[1] < MIN_REPEAT_LENGTH:
         return rows
-    tokens, positions = rows.tokens.clone(), rows.positions.clone()
+
+    def write(folder: Path) -> dict[str, Any]:
+        tokens, positions = (
+            torch.from_numpy(
+                np.lib.format.open_memmap(folder / f"{name}.npy", "w+", x.dtype, x.shape)
+            )
+            for name, x in (("tokens", rows.tokens.numpy()), ("positions", rows.positions.numpy()))
+        )
+        tokens.copy_(rows.tokens)
+        positions.copy_(rows.positions)
+        _add_repeats(tokens, positions, share, seed, per_row)
+        return {"bytes_per_token": rows.bytes_per_token}
+
+    return _stored((rows.fingerprint, share, seed, per_row), write)[0]
+
+
+def _add_repeats(tokens: Tensor, positions: Tensor, share: float, seed: int, per_row: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     repeats = add_repeats(tokens, generator, share=share)
-    changed = torch.tensor([repeat is not None for repeat in repeats])
+    changed = [i for i, repeat in enumerate(repeats) if repeat is not None]
     positions[changed] = torch.arange(tokens.shape[1], dtype=positions.dtype)
     for _ in range(per_row - 1):
-        copies = tokens[changed]
-        add_repeats(copies, generator)
-        tokens[changed] = copies
-    return Rows(tokens=tokens, positions=positions, bytes_per_token=rows.bytes_per_token)
+        for i in changed:
+            add_repeats(tokens[i : i + 1], generator)

@@ -17,15 +17,8 @@ from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.files import read_config
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.completions import example_of, pack_completions
-from attnzoo.training.data import (
-    DataError,
-    Extract,
-    Rows,
-    pack,
-    read_documents,
-    split_documents,
-    with_repeats,
-)
+from attnzoo.training.data import Rows, pack, with_repeats
+from attnzoo.training.documents import DataError, Extract, read_documents, split_documents
 from attnzoo.training.train_config import TrainConfig
 
 R = TypeVar("R")
@@ -47,7 +40,12 @@ def split_rows(
     if extract is not None and len(documents) < 2:
         raise DataError("One example cannot be both trained on and held out; give more")
     train, held_out = (
-        make(texts, tokenizer, row_length=config.row_length, vocab_size=vocab_size)
+        make(
+            texts if make is pack else texts["text"],
+            tokenizer,
+            row_length=config.row_length,
+            vocab_size=vocab_size,
+        )
         for texts in split_documents(documents)
     )
     return train, held_out

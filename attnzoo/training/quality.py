@@ -72,7 +72,7 @@ def rows_to_eval_batch(rows: Rows, count: int, encode: Encode | None = None) -> 
         count: Number of rows.
         encode: Returns the tokens of a string; needed to measure generation.
     """
-    plain = rows.tokens[:count]
+    plain = rows.tokens[:count].long()
     repeated, repeats = plain.clone(), []
     if plain.shape[1] >= MIN_REPEAT_LENGTH and rows.labels is None:
         repeats = add_repeats(repeated, torch.Generator().manual_seed(0))

@@ -273,7 +273,7 @@ def _calibrate(run: Run, config: RecoverConfig) -> list[dict[str, Any]]:
     if not config.calibration_rows or not calibrated_layers(run.model):
         return []
     rows, count = run.loop.rows, config.calibration_rows
-    layers = calibrate(run.model, rows.tokens[:count], rows.positions[:count])
+    layers = calibrate(run.model, rows.tokens[:count].long(), rows.positions[:count].long())
     if not layers:
         run.log("gates are not calibrated: no row is longer than the window")
     for x in layers:

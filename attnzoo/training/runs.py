@@ -169,7 +169,8 @@ class Run:
         main = self.accelerator.is_main_process
         if main:
             check_run_folder(out, resume=resume)
-        train, held_out = self.load_rows(data, column)
+        with self.accelerator.local_main_process_first():  # the others find its rows in the cache
+            train, held_out = self.load_rows(data, column)
         self.model: Any = self.load_model()
         self.mesh = context_mesh(self.accelerator, config.loop.cp_size)
         if self.mesh is not None:

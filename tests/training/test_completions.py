@@ -19,7 +19,7 @@ from attnzoo.training.completions import (
     pack_completions,
     tokenize_example,
 )
-from attnzoo.training.data import DataError
+from attnzoo.training.documents import DataError
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loading import load_causal, load_rows
 from attnzoo.training.loop import LoopConfig, read_losses

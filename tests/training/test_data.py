@@ -1,81 +1,19 @@
 import json
+import random
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from attnzoo.evaluation.models import embedded_model_path
-from attnzoo.training.data import (
-    IGNORE_INDEX,
-    DataError,
-    pack,
-    read_documents,
-    split_documents,
-    with_repeats,
-)
+from attnzoo.training import data
+from attnzoo.training.data import IGNORE_INDEX, pack, with_repeats
+from attnzoo.training.documents import DataError, read_documents, split_documents
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(embedded_model_path())
-
-
-def test_read_documents_of_every_format(tmp_path):
-    import datasets
-
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "a.txt").write_text("one\ntwo\n")
-    (tmp_path / "b.jsonl").write_text('{"text": "x", "n": 1}\n{"text": "y", "n": 2}\n')
-    datasets.Dataset.from_dict({"text": ["p", "q"]}).to_parquet(tmp_path / "c.parquet")
-    (tmp_path / ".hidden").write_text("no")
-    (tmp_path / "__pycache__").mkdir()
-    (tmp_path / "__pycache__" / "x.pyc").write_bytes(b"\xff\xfe")
-    assert read_documents([tmp_path]) == ["x", "y", "p", "q", "one\ntwo\n"]
-    (tmp_path / "d.jsonl").write_text('{"body": "z"}\n')
-    assert read_documents([tmp_path / "d.jsonl"], "body") == ["z"]
-
-
-def test_local_files_are_read_without_requests_to_the_hub(tmp_path, monkeypatch):
-    import datasets.load
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
-    requests = []
-    monkeypatch.setattr(datasets.load, "get_session", lambda: requests.append("session"))
-    (tmp_path / "a.txt").write_text("x")
-    (tmp_path / "b.jsonl").write_text('{"text": "y"}\n')
-    assert read_documents([tmp_path]) == ["x", "y"]
-    assert not requests
-    assert datasets.config.HF_UPDATE_DOWNLOAD_COUNTS  # the user's setting is kept
-
-
-def test_invalid_files_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"no file or folder '.*absent'"):
-        read_documents([tmp_path / "absent"])
-    with pytest.raises(DataError, match="contains no file"):
-        read_documents([tmp_path])
-    (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(DataError, match="There is no text in"):
-        read_documents([tmp_path / "empty.txt"])
-    (tmp_path / "b.txt").write_bytes(b"abc\xff\xfe")
-    with pytest.raises(DataError, match=r"b\.txt' is not UTF-8 text \(byte 3"):
-        read_documents([tmp_path / "b.txt"])
-    (tmp_path / "c.jsonl").write_text('{"body": "z", "n": 1}\n')
-    with pytest.raises(DataError, match=r"no text field 'text' \(its text fields: body\)"):
-        read_documents([tmp_path / "c.jsonl"])
-    (tmp_path / "d.jsonl").write_text("{not json")
-    with pytest.raises(DataError, match=r"d\.jsonl' cannot be read as json"):
-        read_documents([tmp_path / "d.jsonl"])
-
-
-def test_held_out_documents_do_not_depend_on_their_order():
-    documents = [f"text number {n}" for n in range(60)]
-    train, held_out = split_documents(documents)
-    assert len(held_out) == 3
-    assert sorted(train + held_out) == sorted(documents)
-    assert set(split_documents(documents[::-1])[1]) == set(held_out)
-    assert split_documents(["0123456789"]) == (["012345678"], ["9"])
-    assert split_documents(["0123456789"] * 2) == (["012345678"], ["9"])
 
 
 def test_positions_of_packed_rows_restart_in_each_document(tokenizer):
@@ -121,27 +59,62 @@ def test_several_repeats_in_a_row(tokenizer):
     assert thrice.sum() > 1.5 * once.sum()
 
 
-def test_names_of_files_are_not_patterns(tmp_path):
-    texts = {"a[1].txt": "one", "a1.txt": "two", "s*.txt": "three", "st.txt": "four"}
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    folder = tmp_path / "x[y]"
-    folder.mkdir()
-    (folder / "c[2].jsonl").write_text('{"text": "five"}')
-    assert sorted(read_documents([tmp_path])) == sorted([*texts.values(), "five"])
-    assert read_documents([tmp_path / "s*.txt"]) == ["three"]
-    (tmp_path / "a::b.txt").write_text("six")
-    with pytest.raises(DataError, match="has '::' in its name; rename it"):
-        read_documents([tmp_path])
+def plain_rows(documents, tokenizer, row_length):
+    """Tokens and positions of rows, token by token."""
+    pairs = []
+    for text in documents:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        pairs += [(token, place == 0) for place, token in enumerate(ids)]
+    rows = []
+    for first in range(0, len(pairs) - row_length + 1, row_length):
+        position, row = 0, []
+        for token, starts in pairs[first : first + row_length]:
+            position = 0 if starts else position
+            row.append((token, position))
+            position += 1
+        rows.append(row)
+    return torch.tensor(rows)
 
 
-def test_linked_folders_are_read_once(tmp_path):
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("one")
-    data = tmp_path / "data"
-    data.mkdir()
-    (data / "b.txt").write_text("two")
-    (data / "link").symlink_to(tmp_path / "texts")
-    (data / "loop").symlink_to(data)
-    (data / "same").symlink_to(tmp_path / "texts")
-    assert sorted(read_documents([data])) == ["one", "two"]
+def test_rows_of_many_documents(tokenizer, monkeypatch):
+    """Documents and rows are written in blocks; a block of either may end anywhere."""
+    monkeypatch.setattr(data, "DOCUMENTS_AT_ONCE", 7)
+    monkeypatch.setattr(data, "ROWS_AT_ONCE", 3)
+    generator = random.Random(0)
+    documents = ["x" * generator.randrange(1, 60) for _ in range(50)] + ["", "y" * 200]
+    rows = pack(documents, tokenizer, row_length=16, vocab_size=384)
+    expected = plain_rows(documents, tokenizer, 16)
+    assert torch.equal(torch.stack([rows.tokens, rows.positions], 2).long(), expected)
+
+
+def never(*args, **kwargs):
+    raise AssertionError
+
+
+def test_rows_are_made_once_and_mapped_into_memory(tokenizer, monkeypatch, tmp_path):
+    lines = [json.dumps({"text": f"{i} made once " * 9}) for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    documents, _ = split_documents(read_documents([tmp_path]))
+    first = pack(documents, tokenizer, row_length=64, vocab_size=384)
+    some = with_repeats(first, 1.0)
+    monkeypatch.setattr(data, "_write_rows", never)
+    monkeypatch.setattr(type(tokenizer), "__call__", never)
+    again = pack(documents, tokenizer, row_length=64, vocab_size=384)
+    assert torch.equal(again.tokens, first.tokens)
+    assert again[1]["input_ids"].dtype == again[1]["labels"].dtype == torch.long
+    assert some is first  # too short
+    again.tokens[0] = 0  # a copy of this process
+    assert not torch.equal(again.tokens, first.tokens)
+
+
+def test_a_write_that_fails_leaves_no_rows(tokenizer, monkeypatch):
+    def fail(documents, end, row_length, folder):
+        (folder / "tokens.npy").write_bytes(b"half")
+        raise OSError("no space left")
+
+    text = ["never written at first " * 9]
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "_write_rows", fail)
+        with pytest.raises(OSError, match="no space"):
+            pack(text, tokenizer, row_length=32, vocab_size=384)
+    assert len(pack(text, tokenizer, row_length=32, vocab_size=384)) == 6

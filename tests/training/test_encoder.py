@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.models import embedded_model_path
-from attnzoo.training.data import DataError
+from attnzoo.training.documents import DataError
 from attnzoo.training.encoder import (
     EmbeddingSimilarity,
     Texts,

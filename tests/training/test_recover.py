@@ -15,7 +15,7 @@ import attnzoo
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.training import runs
 from attnzoo.training.checkpoints import CheckpointError
-from attnzoo.training.data import DataError
+from attnzoo.training.documents import DataError
 from attnzoo.training.evaluate_command import evaluate
 from attnzoo.training.loading import load_rows
 from attnzoo.training.loop import LoopConfig, read_losses

@@ -1,0 +1,278 @@
+"""Documents of files, folders and data sets, on disk and mapped into memory.
+
+A data set of documents has the columns ``text`` and ``digest``, the SHA-256 of the text.
+``datasets`` keeps it in its cache, where all processes and later runs find it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets import Dataset, Features, Value, concatenate_datasets
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+
+from attnzoo.errors import AttnzooError
+
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # others are plain text
+HELD_OUT = 20  # one document in 20 is held out
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")  # owner/name, or owner/name:config
+FEATURES = Features({"text": Value("large_string"), "digest": Value("binary")})
+MANY_BYTES = 2**26  # text from this size on is read with a progress bar
+Extract = Callable[[dict[str, Any], str], str]
+
+
+class DataError(AttnzooError):
+    """The text cannot be read or used for training."""
+
+
+def read_documents(
+    paths: Sequence[Path | str], column: str = "text", extract: Extract | None = None
+) -> Dataset:
+    """Return the documents of files, folders of them and data sets.
+
+    Args:
+        paths: Text, JSON lines and parquet files, folders of them, folders of
+            ``Dataset.save_to_disk``, and data sets of the Hub, ``"owner/name"`` or
+            ``"owner/name:config"``, of which the split ``train`` is read. A document is a text
+            file, a line of JSON or a row of a data set.
+        column: Field of JSON files, parquet files and data sets that holds the text.
+        extract: Returns the document of a row, given the name of its source too; the column when
+            ``None``.
+
+    Returns:
+        A data set with the columns ``text`` and ``digest``.
+
+    Raises:
+        DataError: A path is missing or cannot be read, or there is no text.
+    """
+    files: list[Path] = []
+    parts: list[Dataset] = []
+    for path in map(Path, paths):
+        source = _data_set(path)
+        if source is None:
+            files += list_files([path])
+        else:
+            parts.append(_documents_of(source, column, extract, str(path)))
+    if files:
+        parts.insert(0, _documents_in(files, column, extract))
+    documents = concatenate_datasets(parts) if parts else None
+    if not documents:
+        raise _no_text(paths)
+    return documents
+
+
+def _data_set(path: Path) -> Dataset | None:
+    """Return a data set of the Hub or of a folder of ``save_to_disk``; ``None`` for other paths."""
+    if (path / "state.json").is_file():
+        return datasets.load_from_disk(str(path))
+    if (path / "dataset_dict.json").is_file():
+        return datasets.load_from_disk(str(path / "train"))
+    if (
+        path.exists()
+        or path.suffix.lower() in (*READERS, ".txt")
+        or not HUB_ID.fullmatch(str(path))
+    ):
+        return None
+    name, _, config = str(path).partition(":")
+    try:
+        return datasets.load_dataset(name, config or None, split="train")
+    except (DatasetNotFoundError, OSError, ValueError) as error:
+        raise DataError(
+            f"There is no file or folder {str(path)!r}, and no data set of the Hub by this name "
+            f"could be loaded ({str(error).strip()}); give --data an existing one"
+        ) from error
+
+
+def _document(row: dict[str, Any], column: str, extract: Extract | None, source: str) -> str:
+    if extract is not None:
+        return extract(row, source)
+    if not isinstance(row.get(column), str):
+        fields = ", ".join(name for name, value in row.items() if isinstance(value, str)) or "none"
+        raise DataError(
+            f"{source!r} has no text field {column!r} (its text fields: {fields}); name the field "
+            "with --column"
+        )
+    return str(row[column])
+
+
+def _entry(text: str) -> dict[str, Any]:
+    return {"text": text, "digest": hashlib.sha256(text.encode()).digest()}
+
+
+def _documents_of(source: Dataset, column: str, extract: Extract | None, name: str) -> Dataset:
+    """Return the documents of a data set."""
+
+    def entries(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        count = len(next(iter(rows.values())))
+        single = ({key: values[i] for key, values in rows.items()} for i in range(count))
+        texts = [_document(row, column, extract, name) for row in single]
+        kept = [_entry(text) for text in texts if text.strip()]
+        return {key: [entry[key] for entry in kept] for key in FEATURES}
+
+    columns = source.column_names
+    with progress_bars((source.size_in_bytes or 0) >= MANY_BYTES):
+        return source.map(
+            entries, batched=True, remove_columns=columns, features=FEATURES, desc="reading"
+        )
+
+
+def _documents_in(files: Sequence[Path], column: str, extract: Extract | None) -> Dataset:
+    """Return the documents of files; read again if a file has another size or time."""
+    found = [path.stat() for path in files]
+    versions = [(str(x), s.st_size, s.st_mtime_ns) for x, s in zip(files, found, strict=True)]
+    key = hashlib.sha256(repr((versions, column, _name(extract))).encode()).hexdigest()
+    try:
+        with progress_bars(sum(x.st_size for x in found) >= MANY_BYTES):
+            return Dataset.from_generator(
+                _read_files,
+                features=FEATURES,
+                gen_kwargs={"files": list(files), "column": column, "extract": extract},
+                fingerprint=key[:16],
+            )
+    except DatasetGenerationError as error:
+        cause = error.__cause__
+        raise (cause if isinstance(cause, DataError) else DataError(str(error))) from cause
+
+
+def _name(extract: Extract | None) -> str:
+    return "" if extract is None else f"{extract.__module__}.{extract.__qualname__}"
+
+
+def _read_files(
+    files: Sequence[Path], column: str, extract: Extract | None
+) -> Iterator[dict[str, Any]]:
+    """Yield the documents of files."""
+    found = False
+    for path in files:
+        for row in _rows_in(path):
+            text = _document(row, column, extract, str(path))
+            if text.strip():
+                found = True
+                yield _entry(text)
+    if not found:
+        raise _no_text(files)
+
+
+def _no_text(paths: Sequence[Path | str]) -> DataError:
+    return DataError(
+        f"There is no text in {', '.join(map(str, paths))}; give files or folders of .txt, .jsonl "
+        "or .parquet, or a data set of the Hub"
+    )
+
+
+def _rows_in(path: Path) -> Iterator[dict[str, Any]]:
+    reader = READERS.get(path.suffix.lower(), "text")
+    options = {"sample_by": "document"} if reader == "text" else {}
+    if "::" in str(path):  # a chain of URLs to datasets
+        raise DataError(f"{str(path)!r} has '::' in its name; rename it")
+    try:
+        with _no_download_counts():
+            files = [escape(str(path))]  # names are patterns to datasets
+            yield from datasets.load_dataset(
+                reader, data_files=files, split="train", streaming=True, **options
+            )
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{str(path)!r} is not UTF-8 text (byte {error.start}: {error.reason}); convert the "
+            "file, or leave it out"
+        ) from None
+    except (DatasetGenerationError, OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{str(path)!r} cannot be read as {reader}: {error}") from error
+
+
+@contextmanager
+def _no_download_counts() -> Iterator[None]:
+    """Context in which ``load_dataset`` sends no request to the hub for each local file.
+
+    A request takes up to 3 seconds where the hub cannot be reached.
+    """
+    old = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    try:
+        yield
+    finally:
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = old
+
+
+@contextmanager
+def progress_bars(enabled: bool) -> Iterator[None]:
+    """Context in which ``datasets`` shows progress bars, or none."""
+    if enabled or datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
+
+
+def list_files(paths: Iterable[Path]) -> list[Path]:
+    """Return files, and recursively those in folders, without hidden files and caches.
+
+    Raises:
+        DataError: A path does not exist, or a folder contains no file.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise DataError(
+                f"There is no file or folder {str(path)!r}; give --data an existing one"
+            )
+        if path.is_file():
+            files.append(path)
+            continue
+        inside = sorted(p for p in _files_below(path) if _is_data(p, path))
+        if not inside:
+            raise DataError(f"The folder {str(path)!r} contains no file; give --data another")
+        files.extend(inside)
+    return files
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder and its subfolders, links to folders included, each once."""
+    seen = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(root)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
+        yield from (Path(root) / name for name in names)
+
+
+def _is_data(path: Path, folder: Path) -> bool:
+    parts = path.relative_to(folder).parts
+    return path.is_file() and not any(p.startswith(".") or p == "__pycache__" for p in parts)
+
+
+def split_documents(documents: Dataset) -> tuple[Dataset, Dataset]:
+    """Return training and held-out documents: one in 20 by hash, or a single one's last tenth.
+
+    Equal documents are on the same side.
+    """
+    digests = np.frombuffer(b"".join(documents["digest"]), dtype=">u8").reshape(-1, 4)
+    if (digests == digests[0]).all():
+        text = documents[0]["text"]
+        cut = len(text) * 9 // 10
+        halves = [{"text": [half]} for half in (text[:cut], text[cut:])]
+        return Dataset.from_dict(halves[0]), Dataset.from_dict(halves[1])
+    ranked = digests[np.lexsort(digests.T[::-1])]
+    last = ranked[max(1, len(ranked) // HELD_OUT) - 1]
+    differs = digests != last
+    first = differs.argmax(1)  # the first word in which a digest differs from the last one's
+    rows = np.arange(len(digests))
+    held_out = (digests[rows, first] < last[first]) | ~differs.any(1)
+    return documents.select(np.flatnonzero(~held_out)), documents.select(np.flatnonzero(held_out))
