@@ -6,9 +6,11 @@ nothing.
 
 # The name of the attention implementation, of the config's field and of each layer's submodule
 NAME = "attnzoo"
-# What precedes the class names under "architectures" in the config of a saved swap. An engine
-# without attnzoo finds no such class and refuses the model, instead of running softmax.
+# What precedes the class names under "architectures", and "model_type", in the config.json of a
+# saved swap. A loader without attnzoo goes by either, finds no such class or type, and refuses the
+# model, instead of running softmax.
 ARCHITECTURE_PREFIX = "Attnzoo"
+TYPE_PREFIX = "attnzoo_"
 RECORDING = "_attnzoo_recording"  # attribute of a cache
 REQUESTED = "_attnzoo_requested"  # attribute of a model whose attn_implementation was given
 IN_SWAPPED = "_attnzoo_in_swapped"  # of a submodel with its own spec in a model swapped as a whole

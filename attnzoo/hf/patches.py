@@ -14,7 +14,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from attnzoo.autoload import guarded, mark_patched
-from attnzoo.hf.names import ARCHITECTURE_PREFIX, NAME, PRUNED, RECORDING, REQUESTED
+from attnzoo.hf.names import ARCHITECTURE_PREFIX, NAME, PRUNED, RECORDING, REQUESTED, TYPE_PREFIX
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,21 +25,39 @@ if TYPE_CHECKING:
 def patch_config(configuration_utils: Any) -> None:
     """Save the swap that a model runs in its config.json, and allow ``output_attentions``.
 
-    Stock configs do not save ``attn_implementation``, so a saved swap would load as plain softmax
-    where attnzoo is not imported. The spec of a swap that ``set_attn_implementation("sdpa")``
-    disabled is not saved.
+    Stock configs do not save ``attn_implementation``, and loaders of other packages ignore it, so
+    the file has a type of model, too, that is known only where attnzoo is imported. The spec of a
+    swap that ``set_attn_implementation("sdpa")`` disabled is not saved.
     """
     cls = configuration_utils.PreTrainedConfig
     if not mark_patched(cls):
         return
     to_dict, validate = cls.to_dict, cls.validate_output_attentions
-    output_attentions = cls.output_attentions
+    output_attentions, to_json_file = cls.output_attentions, cls.to_json_file
+    read_json: Any = vars(cls)["_dict_from_json_file"].__func__
 
     @wraps(to_dict)
     def to_dict_with_implementation(self: PreTrainedConfig) -> dict[str, Any]:
         from attnzoo.hf.saving.checkpoints import saved_config
 
         return saved_config(self, to_dict(self))
+
+    @wraps(to_json_file)
+    def to_json_file_with_type(
+        self: PreTrainedConfig, json_file_path: Any, use_diff: bool = True
+    ) -> None:
+        from attnzoo.hf.saving.checkpoints import saved_json
+
+        text = saved_json(self, self.to_json_string(use_diff=use_diff))
+        with open(json_file_path, "w", encoding="utf-8") as file:
+            file.write(text)
+
+    @wraps(read_json)
+    def read_json_with_stock_type(cls: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        data: dict[str, Any] = read_json(cls, *args, **kwargs)
+        if isinstance(data.get("model_type"), str):
+            data["model_type"] = data["model_type"].removeprefix(TYPE_PREFIX)
+        return data
 
     def set_output_attentions(self: Any, value: bool) -> None:
         if self._attn_implementation == NAME:
@@ -52,7 +70,8 @@ def patch_config(configuration_utils: Any) -> None:
         if self._attn_implementation != NAME:
             validate(self)
 
-    cls.to_dict = to_dict_with_implementation
+    cls.to_dict, cls.to_json_file = to_dict_with_implementation, to_json_file_with_type
+    cls._dict_from_json_file = classmethod(read_json_with_stock_type)
     cls.output_attentions = output_attentions.setter(set_output_attentions)
     cls.validate_output_attentions = validate_output_attentions
 

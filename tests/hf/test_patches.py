@@ -48,6 +48,22 @@ def test_config_saves_the_implementation(config):
     assert "attn_implementation" not in transformers.LlamaConfig(**TINY).to_dict()
 
 
+def test_configs_are_read_and_written_through_two_methods(config, tmp_path):
+    """``_dict_from_json_file`` reads every config.json, ``to_json_file`` writes it."""
+    cls = transformers.PreTrainedConfig
+    assert list(inspect.signature(inspect.unwrap(cls.to_json_file)).parameters) == [
+        *("self", "json_file_path", "use_diff")
+    ]
+    assert "to_json_file" in inspect.unwrap(cls.save_pretrained).__code__.co_names
+    for reads in (cls._get_config_dict, cls.from_json_file):
+        assert "_dict_from_json_file" in reads.__func__.__code__.co_names
+    config.save_pretrained(tmp_path)
+    assert '"model_type": "attnzoo_llama"' in (tmp_path / "config.json").read_text("utf-8")
+    plain = transformers.LlamaConfig(**TINY)
+    plain.save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").read_text("utf-8") == plain.to_json_string()
+
+
 def test_the_package_looks_up_its_classes_lazily():
     """``_LazyModule.__getattr__`` finds ``transformers.X``, and ``_get_model_class`` a class."""
     from transformers.models.auto import auto_factory

@@ -5,13 +5,14 @@ Imports nothing of transformers: its patches call this module, possibly while it
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from attnzoo.errors import CheckpointMismatchError, SpecError, SwapWarning
-from attnzoo.hf.names import ARCHITECTURE_PREFIX, NAME
+from attnzoo.hf.names import ARCHITECTURE_PREFIX, NAME, TYPE_PREFIX
 
 
 def saved_implementation(config: Any) -> str | dict[str, Any] | None:
@@ -53,6 +54,22 @@ def saved_config(config: Any, data: dict[str, Any]) -> dict[str, Any]:
         prefix = "" if implementation is None else ARCHITECTURE_PREFIX
         data["architectures"] = [prefix + stock_class_name(x) for x in data["architectures"]]
     return data
+
+
+def saved_json(config: Any, text: str) -> str:
+    """Return the text of a config.json, with the type of model that a saved swap has.
+
+    The type is in the file only: transformers reads ``model_type`` of configs in many places.
+
+    Args:
+        config: The config.
+        text: What its stock ``to_json_string`` returns.
+    """
+    if saved_implementation(config) is None:
+        return text
+    data = json.loads(text)
+    data["model_type"] = TYPE_PREFIX + config.model_type
+    return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
 
 def stock_class_name(architecture: Any) -> str:

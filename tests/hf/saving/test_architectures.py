@@ -14,7 +14,10 @@ SAVED = ["AttnzooLlamaForCausalLM"]
 
 
 def saved_names(folder):
-    return json.loads((folder / "config.json").read_text())["architectures"]
+    data = json.loads((folder / "config.json").read_text())
+    is_own = data["architectures"][0].startswith("Attnzoo")
+    assert data["model_type"].startswith("attnzoo_") == is_own  # other loaders go by the type
+    return data["architectures"]
 
 
 @pytest.fixture
@@ -26,6 +29,9 @@ def folder(llama, tmp_path):
 def test_a_saved_swap_names_no_class_of_transformers(folder):
     assert saved_names(folder) == SAVED
     assert read_config(folder).architectures == SAVED  # engines read it in this process too
+    assert read_config(folder).model_type == "llama"
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "attnzoo_llama"
+    assert hf.LlamaConfig.from_json_file(folder / "config.json").model_type == "llama"  # Trainer
     assert type(empty_model(folder)) is hf.LlamaForCausalLM
 
 
@@ -55,6 +61,7 @@ def test_a_swap_that_is_undone_or_disabled_has_its_stock_name(folder, tmp_path):
 def test_a_folder_of_an_earlier_version_loads(folder, ids, tmp_path):
     expected = hf.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
     config = json.loads((folder / "config.json").read_text())
+    config["model_type"] = "llama"
     (folder / "config.json").write_text(json.dumps(config | {"architectures": []}))
     assert torch.equal(hf.AutoModelForCausalLM.from_pretrained(folder)(ids).logits, expected)
     stock = config | {"architectures": ["LlamaForCausalLM"]}

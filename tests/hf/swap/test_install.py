@@ -335,17 +335,24 @@ def python(code: str, *arguments: object) -> Any:
     return run(command, cwd=Path(attnzoo.__file__).parents[1])
 
 
-def test_without_attnzoo_loading_raises(saved, fresh_python):
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        ("AutoModelForCausalLM", "model type `attnzoo_llama`"),
+        ("LlamaForCausalLM", 'attn_implementation="attnzoo"'),
+    ],
+)
+def test_without_attnzoo_loading_raises(cls, message, saved, fresh_python):
     done = fresh_python(
         "import sys\n"
-        "from transformers import AutoModelForCausalLM\n"
+        f"from transformers import {cls}\n"
         "assert 'attnzoo' not in sys.modules\n"
-        "AutoModelForCausalLM.from_pretrained(sys.argv[1])\n",
+        f"{cls}.from_pretrained(sys.argv[1])\n",
         saved,
     )
     assert done.returncode != 0
     assert "ValueError" in done.stderr
-    assert 'attn_implementation="attnzoo"' in done.stderr
+    assert message in done.stderr
 
 
 @pytest.mark.parametrize(
