@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,12 +25,12 @@ from attnzoo.evaluation.generation import GenerationBatch
 from attnzoo.evaluation.recall_rows import Encode
 
 
-class Completions(NamedTuple):
-    """Positions and labels of packed rows.
+class Packing(NamedTuple):
+    """Positions and labels of rows with several documents or examples.
 
     Attributes:
-        positions: ``[N, T]``, from 0 in each example.
-        labels: ``[N, T]``: the tokens of completions, else -100.
+        positions: ``[N, T]``, from 0 in each document.
+        labels: ``[N, T]``: the tokens that are evaluated, else -100.
     """
 
     positions: Tensor
@@ -47,7 +48,8 @@ class EvalBatch:
         bytes_per_token: Converts bits per token to bits per byte.
         stream: ``[L]``, text that fills a cache.
         generation: Rows that models continue; ``None`` if generation is not measured.
-        completions: The tokens of ``tokens`` that are evaluated; all when ``None``.
+        packing: Where documents begin in ``tokens``, and the tokens that are evaluated; a row is
+            one document, and all its tokens are evaluated, when ``None``.
     """
 
     tokens: Tensor
@@ -56,16 +58,29 @@ class EvalBatch:
     bytes_per_token: float
     stream: Tensor
     generation: GenerationBatch | None = None
-    completions: Completions | None = None
+    packing: Packing | None = None
 
     def to(self, device: torch.device) -> EvalBatch:
         """Return the batch with its tensors on a device."""
         names = ("tokens", "repeat_tokens", "stream", "generation")
         given = {name: x for name in names if (x := getattr(self, name)) is not None}
         moved: dict[str, Any] = {name: x.to(device) for name, x in given.items()}
-        if self.completions is not None:
-            moved["completions"] = Completions(*(x.to(device) for x in self.completions))
+        if self.packing is not None:
+            moved["packing"] = Packing(*(x.to(device) for x in self.packing))
         return replace(self, **moved)
+
+
+def unigram_bits_per_byte(batch: EvalBatch) -> float:
+    """Return the loss of a model that knows only how frequent each evaluated token is.
+
+    A model that is not below it on these rows predicts nothing: it is not trained, or the text is
+    in another language.
+    """
+    tokens = batch.tokens
+    if batch.packing is not None:
+        tokens = tokens[batch.packing.labels >= 0]
+    frequencies = tokens.flatten().bincount().double() / tokens.numel()
+    return float(torch.special.entr(frequencies).sum()) / (math.log(2) * batch.bytes_per_token)
 
 
 def read_text(text: Path | None) -> str:

@@ -8,6 +8,7 @@ tokens of the longest text.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,17 @@ class Texts(Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingSimilarity:
-    """Cosine similarity between a model's embeddings of held-out texts and the original model's."""
+    """Cosine similarity between a model's embeddings of held-out texts and the original model's.
 
-    cosine: float  # mean over the texts
-    least: float  # minimum over the texts
+    Attributes:
+        cosine: Mean over the texts.
+        least: Minimum over the texts.
+        rows: The similarity of each text.
+    """
+
+    cosine: float
+    least: float
+    rows: Sequence[float] = ()
 
 
 @torch.no_grad()
@@ -89,7 +97,7 @@ def similarity(found: Tensor, original: Tensor) -> EmbeddingSimilarity:
     """
     cosines = torch.cosine_similarity(found, original)
     cosine = require_finite(float(cosines.mean()), "cosine similarity of the embeddings")
-    return EmbeddingSimilarity(cosine=cosine, least=float(cosines.min()))
+    return EmbeddingSimilarity(cosine=cosine, least=float(cosines.min()), rows=cosines.tolist())
 
 
 @dataclass(frozen=True, kw_only=True)

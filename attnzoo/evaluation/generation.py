@@ -67,25 +67,34 @@ class GenerationQuality:
         equal_tokens: Mean number of tokens before the first that differs from the original's.
         copies: Fraction of the generated tokens of copies that equal the segment's.
         needles: Fraction of rows whose number is generated without an error.
+        agreement_rows: ``agreement`` of each continuation.
     """
 
     agreement: float
     equal_tokens: float
     copies: float | None
     needles: float | None
+    agreement_rows: list[float]
 
 
-def make_generation_batch(tokens: Tensor, encode: Encode, length: int) -> GenerationBatch:
+def make_generation_batch(
+    tokens: Tensor, encode: Encode, length: int, rows: Tensor | None = None
+) -> GenerationBatch:
     """Cut prompts from a text, and write copies and needles at the longest distance that fits.
 
     Args:
         tokens: The text, ``[L]``, with at least ``length`` tokens.
         encode: Returns the tokens of a string.
         length: Tokens of a prompt and its continuation.
+        rows: ``[N, length]``, rows whose beginnings are the prompts; drawn from the text when
+            ``None``.
     """
     generator = torch.Generator().manual_seed(0)
     new_tokens = min(NEW_TOKENS, length // 2)
-    prompts = cut_rows(tokens, ROWS, length - new_tokens, generator)
+    if rows is None:
+        prompts = cut_rows(tokens, ROWS, length - new_tokens, generator)
+    else:
+        prompts = rows[:ROWS, : length - new_tokens]
     distances = recall_distances(length)
     needles = Needles(encode, ROWS)
     fits = bool(distances)
@@ -145,6 +154,7 @@ def measure_generation(
     needles = correct_tokens(model, batch.needles, batch.needle_answer)
     return GenerationQuality(
         agreement=float(equal.float().mean()),
+        agreement_rows=equal.float().mean(1).tolist(),
         equal_tokens=float(equal.int().cumprod(1).sum(1).float().mean()),
         copies=None if copied is None else float(copied.float().mean()),
         needles=None if needles is None else float(needles.all(1).float().mean()),

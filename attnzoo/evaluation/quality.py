@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnzoo.errors import AttnzooError
-from attnzoo.evaluation.data import Completions, EvalBatch
+from attnzoo.evaluation.data import EvalBatch, Packing
 
 OnStep = Callable[[], None]
 ROWS_PER_STEP = 8
@@ -45,10 +45,14 @@ class TextQuality:
     Attributes:
         bits_per_byte: On plain rows.
         recall_bits_per_byte: On the second copy of a repeated segment; ``None`` without repeats.
+        loss_rows: The contribution of each row to ``bits_per_byte``, which is their mean.
+        recall_rows: The same of ``recall_bits_per_byte``.
     """
 
     bits_per_byte: float
     recall_bits_per_byte: float | None
+    loss_rows: list[float]
+    recall_rows: list[float]
 
 
 @torch.no_grad()
@@ -59,12 +63,12 @@ def token_losses(model: PreTrainedModel, rows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def completion_losses(model: PreTrainedModel, rows: Tensor, completions: Completions) -> Tensor:
-    """Return the cross-entropy in nats of each token of completions in packed rows, ``[L]``."""
-    logits = model(rows, position_ids=completions.positions, use_cache=False).logits[:, :-1]
-    labels = completions.labels[:, 1:]
+def packed_losses(model: PreTrainedModel, rows: Tensor, packing: Packing) -> list[Tensor]:
+    """Return the cross-entropy in nats of the evaluated tokens of each packed row."""
+    logits = model(rows, position_ids=packing.positions, use_cache=False).logits[:, :-1]
+    labels = packing.labels[:, 1:]
     losses = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
-    return losses[labels != IGNORE_INDEX]
+    return [x[own != IGNORE_INDEX] for x, own in zip(losses, labels, strict=True)]
 
 
 def measure_quality(
@@ -81,18 +85,19 @@ def measure_quality(
         NonFiniteError: The loss is NaN or infinite.
     """
     to_bits = 1 / (math.log(2) * batch.bytes_per_token)
-    plain, recall = [], []
+    plain: list[Tensor] = []
+    recall: list[Tensor] = []
     for first in range(0, len(batch.tokens), ROWS_PER_STEP):
         rows = slice(first, first + ROWS_PER_STEP)
-        if batch.completions is not None:
-            part = Completions(*(x[rows] for x in batch.completions))
-            plain.append(completion_losses(model, batch.tokens[rows], part))
-            on_step()
-            continue
-        plain.append(token_losses(model, batch.tokens[rows]).flatten())
-        losses = token_losses(model, batch.repeat_tokens[rows])
-        for loss, repeat in zip(losses, batch.repeats[rows], strict=False):
-            recall.append(loss[repeat.second - 1 : repeat.second - 1 + repeat.length])
+        if batch.packing is None:
+            plain.extend(token_losses(model, batch.tokens[rows]))
+        else:
+            part = Packing(*(x[rows] for x in batch.packing))
+            plain.extend(packed_losses(model, batch.tokens[rows], part))
+        if batch.repeats:
+            losses = token_losses(model, batch.repeat_tokens[rows])
+            for loss, repeat in zip(losses, batch.repeats[rows], strict=False):
+                recall.append(loss[repeat.second - 1 : repeat.second - 1 + repeat.length])
         on_step()
     loss = require_finite(float(torch.cat(plain).mean()), "loss on plain text")
     repeated = torch.cat(recall).mean() if recall else None
@@ -101,4 +106,20 @@ def measure_quality(
         recall_bits_per_byte=None
         if repeated is None
         else require_finite(float(repeated), "loss on repeated text") * to_bits,
+        loss_rows=contributions(plain, to_bits),
+        recall_rows=contributions(recall, to_bits),
     )
+
+
+def contributions(rows: Sequence[Tensor], scale: float = 1.0) -> list[float]:
+    """Return one number per row, whose mean is the mean over all numbers of all rows.
+
+    A row with more numbers contributes more, so that differences between two models on the same
+    rows have the mean of the differences of their numbers.
+
+    Args:
+        rows: The numbers of each row.
+        scale: Factor of all numbers.
+    """
+    total = sum(len(x) for x in rows)
+    return [scale * float(x.float().sum()) * len(rows) / max(total, 1) for x in rows]

@@ -30,7 +30,7 @@ from attnzoo.training.documents import DataError, progress_bars
 
 MIN_REPEAT_LENGTH = 256  # tokens a row needs for two distant copies of a segment
 IGNORE_INDEX = -100  # the label of tokens without a loss, as in transformers
-FORMAT = 1  # of the files of rows
+FORMAT = 2  # of the files of rows
 DOCUMENTS_AT_ONCE = 1000
 ROWS_AT_ONCE = 4096
 # Documents from which on a tokenizer in Python runs in several processes (fast ones have threads),
@@ -52,6 +52,8 @@ class Rows(Dataset[dict[str, Tensor]]):
         labels: ``[N, T]``, the tokens to predict, else ``IGNORE_INDEX``; all when ``None``.
         ends: ``[N]``, tokens before the padding of each row; ``None`` without padding.
         shortened: Number of examples that were longer than a row.
+        starts: ``[D]``, where documents begin in ``stream``; ``None`` if it is not known, or if
+            rows begin with documents.
     """
 
     tokens: Tensor
@@ -60,6 +62,7 @@ class Rows(Dataset[dict[str, Tensor]]):
     labels: Tensor | None = None
     ends: Tensor | None = None
     shortened: int = 0
+    starts: Tensor | None = None
 
     def __len__(self) -> int:
         """N."""
@@ -161,8 +164,8 @@ def _stored(key: tuple[Any, ...], write: Callable[[Path], dict[str, Any]]) -> tu
 
     Args:
         key: Names the rows.
-        write: Writes ``tokens.npy`` and ``positions.npy`` to a folder, and returns
-            ``bytes_per_token`` and what else is known.
+        write: Writes ``tokens.npy``, ``positions.npy`` and, if rows do not begin with documents,
+            ``starts.npy`` to a folder, and returns ``bytes_per_token`` and what else is known.
     """
     name = hashlib.sha256(repr((FORMAT, *key)).encode()).hexdigest()[:32]
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "attnzoo"
@@ -179,7 +182,13 @@ def _stored(key: tuple[Any, ...], write: Callable[[Path], dict[str, Any]]) -> tu
         torch.from_numpy(np.load(folder / f"{x}.npy", mmap_mode="c"))
         for x in ("tokens", "positions")
     )
-    rows = Rows(tokens=tokens, positions=positions, bytes_per_token=found["bytes_per_token"])
+    starts = folder / "starts.npy"
+    rows = Rows(
+        tokens=tokens,
+        positions=positions,
+        bytes_per_token=found["bytes_per_token"],
+        starts=torch.from_numpy(np.load(starts)) if starts.exists() else None,
+    )
     return rows, found
 
 
@@ -202,13 +211,16 @@ def _write_rows(
         for x in ("tokens", "positions")
     )
     at = text_bytes = largest = 0
+    starts = []
     for block in _batches(blocks):
         ids, in_document = _concatenate(block["input_ids"].combine_chunks(), end)
         stop = min(at + len(ids), tokens.size)
+        starts.append(at + np.flatnonzero(in_document[: stop - at] == 0))
         tokens.reshape(-1)[at:stop] = ids[: stop - at]
         positions.reshape(-1)[at:stop] = in_document[: stop - at]
         at, largest = stop, max(largest, int(ids.max(initial=0)))
         text_bytes += int(block["bytes"].to_numpy().sum())
+    np.save(folder / "starts.npy", np.concatenate(starts))
     in_row = np.arange(row_length, dtype=np.int32)
     for first in range(0, len(positions), ROWS_AT_ONCE):
         rows = positions[first : first + ROWS_AT_ONCE]

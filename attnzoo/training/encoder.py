@@ -12,6 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.embeddings import EmbeddingSimilarity, Texts, embeddings, similarity
+from attnzoo.evaluation.margins import mean_of, paired
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.swap.convert import original_attention
@@ -20,6 +21,8 @@ from attnzoo.training.documents import DataError
 from attnzoo.training.loading import load_model, split_rows
 from attnzoo.training.runs import Run
 from attnzoo.training.transfer import swapped_layers
+
+LEAST_COSINE = 0.001  # smaller differences do not matter
 
 
 def is_encoder(path: Path) -> bool:
@@ -78,16 +81,19 @@ def verdict(lines: Mapping[str, EmbeddingSimilarity]) -> str:
     Args:
         lines: Evaluation results of ``window alone``, ``raw swap`` and ``result``.
     """
-    result, window, raw = (lines[name].cosine for name in ("result", "window alone", "raw swap"))
-    if result < window:
+    result, window, raw = (lines[name] for name in ("result", "window alone", "raw swap"))
+    better = paired(result.rows, window.rows, least=LEAST_COSINE)
+    if better.is_negative:
         return (
             "The result is worse than its window alone: the cosine similarity of its embeddings to "
-            f"softmax's is {result:.3f}, the window's {window:.3f}. Do not use it; train longer, "
-            "keep layers exact, or use the window."
+            f"softmax's is {result.cosine:.3f}, the window's {window.cosine:.3f} (difference "
+            f"{better}). Do not use it; train longer, keep layers exact, or use the window."
         )
+    same = f"No difference from the window alone is measured: {better}."
     return (
-        f"Embeddings of held-out text have a mean cosine of {result:.3f} to softmax's; the raw "
-        f"swap {raw:.3f}, the window alone {window:.3f}."
+        f"Embeddings of held-out text have a mean cosine of {mean_of(result.rows)} to softmax's; "
+        f"the raw swap {mean_of(raw.rows)}, the window alone {mean_of(window.rows)}."
+        + (f" {same}" if not better.is_clear else "")
     )
 
 

@@ -17,19 +17,19 @@ from attnzoo.evaluation.models import max_positions, require_causal
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.files import read_config
 from attnzoo.hf.swap.convert import original_attention, restore, swap
+from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.loading import load_rows
 from attnzoo.training.quality import (
     as_dicts,
     branch_qualities,
     quality,
-    rows_to_eval_batch,
     softmax_quality,
-    verdict,
     widest_window,
     with_original_continuations,
 )
 from attnzoo.training.runs import Log
 from attnzoo.training.train_config import TrainConfig
+from attnzoo.training.verdict import verdict
 
 
 def evaluate(

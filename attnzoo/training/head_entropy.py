@@ -229,7 +229,7 @@ def _held_out_texts(run: Any) -> dict[str, Tensor]:
         columns = slice(min(TOKENS, longest)) if run.texts.attention_mask[:, 0].all() else columns
     else:
         found = {"input_ids": run.eval_batch.tokens}
-        if run.eval_batch.completions is not None:
-            found["position_ids"] = run.eval_batch.completions.positions
+        if run.eval_batch.packing is not None:
+            found["position_ids"] = run.eval_batch.packing.positions
     device = run.accelerator.device
     return {name: x[rows, columns].to(device) for name, x in found.items()}

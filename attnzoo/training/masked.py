@@ -21,7 +21,8 @@ from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM, PreT
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.embeddings import Texts
-from attnzoo.evaluation.quality import require_finite
+from attnzoo.evaluation.margins import mean_of, paired
+from attnzoo.evaluation.quality import contributions, require_finite
 from attnzoo.hf.saving.files import read_config
 from attnzoo.training.data import IGNORE_INDEX
 from attnzoo.training.encoder import EncoderRun
@@ -29,6 +30,7 @@ from attnzoo.training.loading import load_model
 from attnzoo.training.loop import Loss
 
 ROWS_PER_STEP = 16
+LEAST_LOSS = 0.001  # nats; smaller differences do not matter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +40,12 @@ class MaskedQuality:
     Attributes:
         loss: Cross-entropy in nats per masked token.
         accuracy: Fraction of masked tokens that are predicted correctly.
+        loss_rows: The contribution of each text to ``loss``, which is their mean.
     """
 
     loss: float
     accuracy: float
+    loss_rows: Sequence[float] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +122,8 @@ def measure_masked(model: PreTrainedModel, texts: Texts, masking: Masking) -> Ma
     Raises:
         NonFiniteError: The loss is NaN or infinite.
     """
-    training, losses, correct = model.training, [], []
+    training, correct = model.training, []
+    losses: list[Tensor] = []
     device = next(model.parameters()).device
     model.eval()
     for first in range(0, len(texts), ROWS_PER_STEP):
@@ -126,30 +131,34 @@ def measure_masked(model: PreTrainedModel, texts: Texts, masking: Masking) -> Ma
         tokens, labels = masking(texts.tokens[rows].to(device), 0)
         logits = model(tokens, attention_mask=texts.attention_mask[rows].to(device)).logits
         kept = labels != IGNORE_INDEX
-        losses.append(F.cross_entropy(logits[kept].float(), labels[kept], reduction="none"))
+        found = F.cross_entropy(logits[kept].float(), labels[kept], reduction="none")
+        losses.extend(found.split(kept.sum(1).tolist()))
         correct.append(logits[kept].argmax(-1) == labels[kept])
     model.train(training)
     return MaskedQuality(
         loss=require_finite(float(torch.cat(losses).mean()), "loss on masked tokens"),
         accuracy=float(torch.cat(correct).float().mean()),
+        loss_rows=contributions(losses),
     )
 
 
 def verdict(lines: Mapping[str, MaskedQuality]) -> str:
     """Return the conclusion in one sentence, beginning with a result worse than the window's."""
     result, window, softmax = (lines[x] for x in ("result", "window alone", "softmax"))
-    if result.loss > window.loss:
+    more = paired(result.loss_rows, window.loss_rows, least=LEAST_LOSS)
+    if more.is_positive:
         return (
             f"The result is worse than its window alone: the loss of masked tokens is "
-            f"{result.loss:.3f} nats, the window's {window.loss:.3f}. Do not use it; train longer, "
-            "keep layers exact, or use the window."
+            f"{result.loss:.3f} nats, the window's {window.loss:.3f} (difference {more}). Do not "
+            "use it; train longer, keep layers exact, or use the window."
         )
     tuned = lines.get("softmax tuned")
-    also = "" if tuned is None else f", equally trained {tuned.loss:.3f}"
+    also = "" if tuned is None else f", equally trained {mean_of(tuned.loss_rows)}"
+    same = "" if more.is_clear else f" No difference from the window alone is measured: {more}."
     return (
-        f"The loss of masked tokens of held-out text is {result.loss:.3f} nats, and "
+        f"The loss of masked tokens of held-out text is {mean_of(result.loss_rows)} nats, and "
         f"{result.accuracy:.0%} are right; the loss of softmax before training is "
-        f"{softmax.loss:.3f}{also}."
+        f"{mean_of(softmax.loss_rows)}{also}.{same}"
     )
 
 

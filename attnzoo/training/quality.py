@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -11,21 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnzoo.evaluation.corpus import add_repeats
-from attnzoo.evaluation.data import Completions, EvalBatch
-from attnzoo.evaluation.generation import (
-    make_generation_batch,
-    measure_generation,
-    with_reference,
-)
+from attnzoo.evaluation.data import EvalBatch, unigram_bits_per_byte
+from attnzoo.evaluation.generation import measure_generation, with_reference
+from attnzoo.evaluation.margins import Difference, closed_gap, mean_of
 from attnzoo.evaluation.quality import NonFiniteError, measure_quality
-from attnzoo.evaluation.recall_rows import Encode
 from attnzoo.hf.swap.convert import original_attention
-from attnzoo.training.data import IGNORE_INDEX, MIN_REPEAT_LENGTH, Rows
 from attnzoo.training.transfer import swapped_layers
 
 NEAR, FAR = -1e4, 1e4  # values of far_log_weight that disable the linear branch, or the window
 CONTROL = 32  # window of the baseline, in tokens, if the swap has none
+LEAST_GAP = 0.01  # bits per byte between window and softmax of which fractions are stated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +34,9 @@ class Quality:
     Attributes:
         loss: Cross-entropy on plain text, in bits per byte.
         recall: On the second copy of a repeated segment; ``None`` if rows are too short.
+        unigram: Loss of a model that knows only how frequent each token of the rows is.
+        loss_rows: The contribution of each row to ``loss``, which is their mean.
+        recall_rows: The same of ``recall``.
     """
 
     loss: float
@@ -46,52 +45,23 @@ class Quality:
     equal_tokens: float | None = None
     copies: float | None = None
     needles: float | None = None
+    unigram: float = math.inf
+    loss_rows: Sequence[float] = ()
+    recall_rows: Sequence[float] = ()
+    agreement_rows: Sequence[float] = ()
 
-    def recovered(self, softmax: Quality, window: Quality) -> tuple[float | None, float | None]:
+    def recovered(
+        self, softmax: Quality, window: Quality
+    ) -> tuple[Difference | None, Difference | None]:
         """Return the fraction of the gap between window and softmax that is closed: loss, recall.
 
-        ``None`` if the gap is below 0.01 bits per byte.
+        ``None`` if the gap is not clearly above 0.01 bits per byte, as
+        :mod:`attnzoo.evaluation.margins` defines it.
         """
-
-        def fraction(own: float | None, best: float | None, worst: float | None) -> float | None:
-            if own is None or best is None or worst is None or worst - best < 0.01:
-                return None
-            return (worst - own) / (worst - best)
-
         return (
-            fraction(self.loss, softmax.loss, window.loss),
-            fraction(self.recall, softmax.recall, window.recall),
+            closed_gap(self.loss_rows, softmax.loss_rows, window.loss_rows, least=LEAST_GAP),
+            closed_gap(self.recall_rows, softmax.recall_rows, window.recall_rows, least=LEAST_GAP),
         )
-
-
-def rows_to_eval_batch(rows: Rows, count: int, encode: Encode | None = None) -> EvalBatch:
-    """Return the first held-out rows, plain and with a repeated segment.
-
-    Args:
-        rows: Held-out rows.
-        count: Number of rows.
-        encode: Returns the tokens of a string; needed to measure generation.
-    """
-    plain = rows.tokens[:count].long()
-    repeated, repeats = plain.clone(), []
-    if plain.shape[1] >= MIN_REPEAT_LENGTH and rows.labels is None:
-        repeats = add_repeats(repeated, torch.Generator().manual_seed(0))
-    return EvalBatch(
-        tokens=plain,
-        repeat_tokens=repeated,
-        repeats=[repeat for repeat in repeats if repeat is not None],
-        bytes_per_token=rows.bytes_per_token,
-        stream=plain.flatten(),
-        generation=None
-        if encode is None
-        else make_generation_batch(rows.stream, encode, rows.tokens.shape[1]),
-        completions=None
-        if rows.labels is None
-        else Completions(
-            positions=rows.positions[:count],
-            labels=rows.labels[:count].masked_fill(rows.positions[:count] == 0, IGNORE_INDEX),
-        ),
-    )
 
 
 def quality(model: PreTrainedModel, batch: EvalBatch, *, is_original: bool = False) -> Quality:
@@ -112,7 +82,14 @@ def quality(model: PreTrainedModel, batch: EvalBatch, *, is_original: bool = Fal
         else asdict(measure_generation(model, batch.generation, is_original=is_original))
     )
     model.train(training)
-    return Quality(loss=result.bits_per_byte, recall=result.recall_bits_per_byte, **generated)
+    return Quality(
+        loss=result.bits_per_byte,
+        recall=result.recall_bits_per_byte,
+        unigram=unigram_bits_per_byte(batch),
+        loss_rows=result.loss_rows,
+        recall_rows=result.recall_rows,
+        **generated,
+    )
 
 
 def with_original_continuations(model: PreTrainedModel, batch: EvalBatch) -> EvalBatch:
@@ -181,50 +158,21 @@ def _fill(tensors: list[Any], value: float) -> Iterator[None]:
                 x.copy_(old)
 
 
-def verdict(lines: dict[str, Quality]) -> str:
-    """Return the conclusion in one sentence, beginning with a result worse than the window's.
+def as_dicts(lines: Mapping[str, Quality]) -> dict[str, Any]:
+    """Return evaluation results as plain data, with the fractions of the gap they close.
 
-    Args:
-        lines: Evaluation results of ``softmax``, ``window alone`` and ``result``.
+    ``loss_share_error`` and ``recall_share_error`` are the standard errors of the fractions,
+    ``agreement_error`` that of the fraction of equal tokens.
     """
-    result, softmax, window = lines["result"], lines["softmax"], lines["window alone"]
-    worse = [
-        f"{name} is {mine:.3f} bits per byte, the window's {theirs:.3f}"
-        for name, mine, theirs in (
-            ("loss", result.loss, window.loss),
-            ("recall", result.recall, window.recall),
-        )
-        if mine is not None and theirs is not None and mine > theirs
-    ]
-    if worse:
-        return (
-            "The result is worse than its window alone: "
-            + " and ".join(worse)
-            + ". Do not use it; keep more layers exact, train longer, or use the window."
-        )
-    fractions = zip(result.recovered(softmax, window), ("loss", "recall"), strict=True)
-    generated = ""
-    if result.agreement is not None:
-        generated = (
-            f" Of the tokens it generates, {result.agreement:.0%} equal the original model's."
-        )
-    parts = [f"{fraction:.0%} in {name}" for fraction, name in fractions if fraction is not None]
-    if not parts:
-        return (
-            "On this text the window alone is as good as softmax, so recovery cannot be measured; "
-            f"evaluate on longer rows, or on text with long-range dependencies.{generated}"
-        )
-    return (
-        "The result closes the gap between the window alone and softmax by "
-        f"{' and '.join(parts)}.{generated}"
-    )
-
-
-def as_dicts(lines: dict[str, Quality]) -> dict[str, Any]:
-    """Return evaluation results as plain data, with the fractions of the gap they close."""
     softmax, window = lines["softmax"], lines["window alone"]
     data = {}
     for name, line in lines.items():
-        loss, recall = line.recovered(softmax, window)
-        data[name] = {**asdict(line), "loss_share": loss, "recall_share": recall}
+        shares = {}
+        for metric, share in zip(("loss", "recall"), line.recovered(softmax, window), strict=True):
+            known = share is not None and math.isfinite(share.error)
+            shares[f"{metric}_share"] = None if share is None else share.mean
+            shares[f"{metric}_share_error"] = share.error if known and share is not None else None
+        error = mean_of(line.agreement_rows).error
+        shares["agreement_error"] = error if math.isfinite(error) else None
+        data[name] = {**asdict(line), **shares}
     return data

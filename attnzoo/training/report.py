@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from attnzoo.evaluation.margins import plus_minus
 from attnzoo.report import charts, page
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.report.format import format_bytes, number
@@ -111,8 +112,9 @@ def results_table(results: Mapping[str, Any]) -> Table:
         if encoder:
             cells += [number(line["cosine"]), number(line["least"])]
         for metric in () if encoder else ("loss", "recall"):
-            recovered = line[f"{metric}_share"]
-            cells += [number(line[metric]), "" if recovered is None else f"{recovered:.0%}"]
+            share, error = line[f"{metric}_share"], line.get(f"{metric}_share_error")
+            recovered = "" if share is None else plus_minus(share, error, percent=True)
+            cells += [number(line[metric]), recovered]
         rows.append(cells)
     cosines = "cosine similarity of embeddings of held-out text to softmax's"
     return Table(
@@ -134,6 +136,8 @@ def generation_table(results: Mapping[str, Any]) -> Table | None:
     for name, line in results["lines"].items():
         shares = [line[key] for key in ("agreement", "copies", "needles")]
         agreement, copies, needles = ("-" if x is None else f"{x:.0%}" for x in shares)
+        if line["agreement"] is not None:
+            agreement = plus_minus(line["agreement"], line.get("agreement_error"), percent=True)
         length = number(line["equal_tokens"], 1)
         rows.append([_label(name, results), agreement, length, copies, needles])
     return Table(columns=GENERATION_COLUMNS, rows=rows, title="greedy generation")
@@ -197,7 +201,7 @@ def _summary(results: Mapping[str, Any], command: str) -> str:
     metrics = (
         "Bits per byte on held-out text (loss) and on the second copy of a repeated segment "
         "(recall); recovered is the closed fraction of the gap between the window alone and "
-        "softmax."
+        "softmax, with its standard error over the rows."
     )
     if is_encoder(results):
         metrics = (

@@ -37,6 +37,7 @@ from attnzoo.training.checkpoints import (
     explain_write_errors,
 )
 from attnzoo.training.data import MIN_REPEAT_LENGTH
+from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.loading import load_causal, load_rows, with_adapters
 from attnzoo.training.loop import (
     DIVERGENCE_ADVICE,
@@ -53,8 +54,6 @@ from attnzoo.training.quality import (
     as_dicts,
     branch_qualities,
     quality,
-    rows_to_eval_batch,
-    verdict,
     widest_window,
     with_original_continuations,
 )
@@ -62,6 +61,7 @@ from attnzoo.training.report import write_pages
 from attnzoo.training.sharding import context_mesh, make_accelerator
 from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import extras, output_extras, swapped_layers
+from attnzoo.training.verdict import verdict
 
 LINES = "lines.json"  # results of the baselines, in the folder of the checkpoints
 RESULTS = {"recover": "recovery.json", "finetune": "finetuning.json"}

@@ -154,12 +154,16 @@ def test_embeddings_are_means_without_padding(encoder):
 
 def test_verdict_begins_with_a_result_worse_than_its_window():
     lines = {
-        name: EmbeddingSimilarity(cosine=cosine, least=0.0)
+        name: EmbeddingSimilarity(cosine=cosine, least=0.0, rows=[cosine] * 4)
         for name, cosine in (("window alone", 0.8), ("raw swap", 0.5), ("result", 0.7))
     }
     assert verdict(lines).startswith("The result is worse than its window alone")
-    lines["result"] = EmbeddingSimilarity(cosine=0.9, least=0.1)
-    assert "0.900 to softmax's; the raw swap 0.500, the window alone 0.800" in verdict(lines)
+    lines["result"] = EmbeddingSimilarity(cosine=0.9, least=0.1, rows=[0.9] * 4)
+    text = verdict(lines)
+    assert "0.900 ± 0.000 to softmax's; the raw swap 0.500 ± 0.000, the window alone 0.800" in text
+    noisy = [0.6, 0.9, 0.8, 0.85]
+    lines["result"] = EmbeddingSimilarity(cosine=0.7875, least=0.6, rows=noisy)
+    assert "No difference from the window alone is measured: -0.013 ± " in verdict(lines)
 
 
 def test_invalid_arguments_are_refused(encoder, lines, saved, tmp_path):

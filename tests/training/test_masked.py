@@ -147,12 +147,17 @@ def test_resumed_run_equals_uninterrupted_run(encoder, texts, tmp_path, interrup
 
 def test_verdict_begins_with_a_result_worse_than_its_window():
     lines = {
-        name: MaskedQuality(loss=loss, accuracy=0.5)
+        name: MaskedQuality(loss=loss, accuracy=0.5, loss_rows=[loss] * 4)
         for name, loss in (("softmax", 1.0), ("window alone", 1.5), ("result", 1.25))
     }
-    assert verdict(lines).startswith("The loss of masked tokens of held-out text is 1.250 nats")
-    lines["result"] = MaskedQuality(loss=1.75, accuracy=0.5)
+    assert verdict(lines).startswith(
+        "The loss of masked tokens of held-out text is 1.250 ± 0.000 nats"
+    )
+    lines["result"] = MaskedQuality(loss=1.75, accuracy=0.5, loss_rows=[1.75] * 4)
     assert verdict(lines).startswith("The result is worse than its window alone")
+    noisy = [1.0, 2.0, 1.5, 1.6]
+    lines["result"] = MaskedQuality(loss=1.525, accuracy=0.5, loss_rows=noisy)
+    assert "No difference from the window alone is measured: 0.025 ± " in verdict(lines)
 
 
 def test_what_cannot_be_masked_is_refused(encoder, texts, saved, spec, tmp_path):

@@ -1,18 +1,15 @@
-from dataclasses import replace
-
 import pytest
 import torch
 
 import attnzoo
 from attnzoo.training.data import Rows
+from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.quality import (
     Quality,
     as_dicts,
     branch_qualities,
     quality,
-    rows_to_eval_batch,
     softmax_quality,
-    verdict,
     widest_window,
     with_original_continuations,
 )
@@ -21,7 +18,10 @@ from attnzoo.training.quality import (
 def lines(softmax, window, result, raw=(3.0, 3.0)):
     names = ("softmax", "window alone", "raw swap", "result")
     pairs = zip(names, (softmax, window, raw, result), strict=True)
-    return {name: Quality(loss=loss, recall=recall) for name, (loss, recall) in pairs}
+    return {
+        name: Quality(loss=loss, recall=recall, loss_rows=[loss] * 4, recall_rows=[recall] * 4)
+        for name, (loss, recall) in pairs
+    }
 
 
 def rows(length=300, count=3):
@@ -37,29 +37,6 @@ def test_recovered_fraction_of_the_gap_between_window_and_softmax():
     assert found["softmax"]["loss_share"] == 1.0
     assert found["window alone"]["loss_share"] == 0.0
     assert found["raw swap"]["loss_share"] == pytest.approx(-3.0)
-
-
-def test_verdict_begins_with_a_result_worse_than_its_window():
-    text = verdict(lines((1.0, 0.5), (1.5, 1.5), (1.4, 1.6)))
-    assert text.startswith("The result is worse than its window alone: recall is 1.600")
-    assert "loss is" not in text
-    text = verdict(lines((1.0, 0.5), (1.5, 1.5), (1.7, 1.6)))
-    assert "loss is 1.700 bits per byte, the window's 1.500 and recall" in text
-    text = verdict(lines((1.0, 0.5), (1.5, 1.5), (1.25, 0.75)))
-    assert text == (
-        "The result closes the gap between the window alone and softmax by 50% in loss and 75% in "
-        "recall."
-    )
-    text = verdict(lines((1.0, None), (1.001, None), (1.0005, None)))
-    assert text.startswith("On this text the window alone is as good as softmax")
-
-
-def test_verdict_counts_generated_tokens_that_are_equal():
-    found = lines((1.0, 0.5), (1.5, 1.5), (1.25, 0.75))
-    found["result"] = replace(found["result"], agreement=0.634)
-    assert verdict(found).endswith(
-        "recall. Of the tokens it generates, 63% equal the original model's."
-    )
 
 
 def test_generation_is_compared_with_the_original_model(model):

@@ -1,0 +1,86 @@
+"""Rows for evaluation: where they begin."""
+
+import itertools
+
+import torch
+
+from attnzoo.evaluation.data import Packing
+from attnzoo.evaluation.quality import measure_quality
+from attnzoo.training.data import Rows, pack
+from attnzoo.training.eval_rows import rows_to_eval_batch, select_rows
+
+
+class Words:
+    """A tokenizer of one token per word, a number."""
+
+    eos_token_id = 1
+
+    def __call__(self, text, **_):
+        return {"input_ids": [int(x) for x in text.split()]}
+
+
+def documents(*lengths):
+    """Documents whose tokens are 1000 times the document's number plus the position."""
+    texts = [" ".join(str(1000 * (n + 1) + i) for i in range(x)) for n, x in enumerate(lengths)]
+    return pack(texts, Words(), row_length=32, vocab_size=100_000)
+
+
+def test_rows_begin_with_documents():
+    rows = documents(100, 75, 50, 90)
+    tokens, positions = select_rows(rows, 4)
+    assert tokens[:, 0].tolist() == [1000, 2000, 3000, 4000]
+    assert tokens[1].tolist() == list(range(2000, 2032))
+    assert torch.equal(positions, torch.arange(32).expand(4, -1))
+    batch = rows_to_eval_batch(rows, 4)
+    assert torch.equal(batch.tokens, tokens)
+    assert batch.packing is None
+
+
+def test_other_rows_are_spread_over_the_text_and_do_not_overlap():
+    rows = documents(200, 200, 200)
+    flat = rows.stream.tolist()
+    tokens, _ = select_rows(rows, 9)
+    firsts = [flat.index(x) for x in tokens[:, 0].tolist()]
+    assert {0, 201, 402} <= set(firsts)
+    assert all(b - a >= 32 for a, b in itertools.pairwise(firsts))
+    assert firsts[-1] > 450
+    assert len(select_rows(rows, 100)[0]) <= rows.tokens.numel() // 32
+
+
+def test_short_documents_restart_positions(model):
+    rows = documents(*[12] * 20)
+    tokens, positions = select_rows(rows, 3)
+    assert (tokens[:, 0] % 1000 == 0).all()
+    for row, place in zip(tokens, positions, strict=True):
+        starts = (row % 1000 == 0) & (row >= 1000)
+        assert torch.equal(place == 0, starts)
+    short = Rows(
+        tokens=rows.tokens % 300 + 3,
+        positions=rows.positions,
+        bytes_per_token=1.0,
+        starts=rows.starts,
+    )
+    batch = rows_to_eval_batch(short, 3)
+    assert batch.packing is not None
+    assert (batch.packing.labels[positions == 0] == -100).all()
+    found = measure_quality(model, batch)
+    losses = []  # each document alone
+    for row, place in zip(batch.tokens, positions, strict=True):
+        bounds = [*(place == 0).nonzero()[:, 0].tolist(), 32]
+        for first, last in itertools.pairwise(bounds):
+            one = row[None, first:last]
+            logits = model(one).logits.detach()[0, :-1].double().log_softmax(-1)
+            losses.append(-logits.gather(-1, one[0, 1:, None])[:, 0])
+    exact = float(torch.cat(losses).mean()) / torch.log(torch.tensor(2.0)).item()
+    assert abs(found.bits_per_byte - exact) < 1e-4
+    assert abs(sum(found.loss_rows) / 3 - found.bits_per_byte) < 1e-5
+
+
+def test_completions_keep_whole_rows():
+    rows = documents(40, 40)
+    labels = rows.tokens.clone()
+    given = Rows(tokens=rows.tokens, positions=rows.positions, bytes_per_token=1.0, labels=labels)
+    batch = rows_to_eval_batch(given, 2)
+    assert torch.equal(batch.tokens, rows.tokens[:2])
+    assert isinstance(batch.packing, Packing)
+    assert batch.repeats == []
