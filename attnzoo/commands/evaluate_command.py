@@ -12,7 +12,7 @@ from attnzoo.commands.model_argument import ModelArgument, model_folder
 from attnzoo.commands.recovery import print_results
 from attnzoo.commands.spec_options import parse_object, split
 from attnzoo.commands.terminal import console
-from attnzoo.commands.train_options import Column, Control, DataIfGiven, Length
+from attnzoo.commands.train_options import Column, Control, DataIfGiven, Length, TargetLength
 from attnzoo.errors import ConfigError
 
 
@@ -71,6 +71,7 @@ def evaluate(
     rows: Rows = 32,
     length: Length = 512,
     control: Control = None,
+    target_length: TargetLength = None,
     column: Column = "text",
     tasks: Tasks = None,
     limit: Limit = None,
@@ -110,6 +111,7 @@ def evaluate(
         row_length=length,
         rows=rows,
         control=control,
+        target_length=target_length,
         tasks=harness,
         original=original,
         log=(lambda text: None) if as_json else console.print,

@@ -278,11 +278,14 @@ def _run(start: Any, config: Any, stages: dict[str, int], options: TrainOptions)
 
 def print_results(results: dict[str, Any]) -> None:
     """Print the quality of every model and the verdict."""
-    from attnzoo.training.report import generation_table, results_table
+    from attnzoo.training.report import generation_table, longer_tables, results_table
 
     results_table(results).print(console)
     if (generation := generation_table(results)) is not None:
         generation.print(console)
+    for table, sentence in longer_tables(results):
+        table.print(console)
+        console.print(sentence, soft_wrap=True)
     console.print(results["verdict"], style="bold", soft_wrap=True)
 
 

@@ -33,6 +33,13 @@ Length = Annotated[int, typer.Option(help="tokens per row")]
 Control = Annotated[
     int | None, typer.Option(help="window of the baseline, in tokens; default: the swap's window")
 ]
+TargetLength = Annotated[
+    int | None,
+    typer.Option(
+        help="tokens for which the swap is meant: it is evaluated there too, and compared with the "
+        "window of equal memory; default: --length"
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +112,7 @@ class TrainOptions:
     ] = 1
     length: Length = 512
     control: Control = None
+    target_length: TargetLength = None
     window_dropout: Annotated[
         float,
         typer.Option(help="initial fraction of a hybrid's heads without their window"),
@@ -146,6 +154,7 @@ class TrainOptions:
                 "repeat_share",
                 "repeats_per_row",
                 "control",
+                "target_length",
                 "window_dropout",
             ),
             *("gradient_checkpointing", "report_to", "label_smoothing_factor", "train_on"),

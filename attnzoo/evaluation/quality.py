@@ -16,6 +16,7 @@ from attnzoo.evaluation.data import EvalBatch, Packing
 
 OnStep = Callable[[], None]
 ROWS_PER_STEP = 8
+TOKENS_PER_STEP = 8192  # at most, if rows are long: the logits of a step are in memory
 IGNORE_INDEX = -100  # the label of tokens that are not evaluated, as in transformers
 
 
@@ -79,7 +80,7 @@ def measure_quality(
     Args:
         model: A causal model in evaluation mode.
         batch: Rows on the model's device.
-        on_step: Called after every ``ROWS_PER_STEP`` rows.
+        on_step: Called after every ``ROWS_PER_STEP`` rows, or fewer if they are long.
 
     Raises:
         NonFiniteError: The loss is NaN or infinite.
@@ -87,8 +88,9 @@ def measure_quality(
     to_bits = 1 / (math.log(2) * batch.bytes_per_token)
     plain: list[Tensor] = []
     recall: list[Tensor] = []
-    for first in range(0, len(batch.tokens), ROWS_PER_STEP):
-        rows = slice(first, first + ROWS_PER_STEP)
+    count = max(1, min(ROWS_PER_STEP, TOKENS_PER_STEP // batch.tokens.shape[1]))
+    for first in range(0, len(batch.tokens), count):
+        rows = slice(first, first + count)
         if batch.packing is None:
             plain.extend(token_losses(model, batch.tokens[rows]))
         else:

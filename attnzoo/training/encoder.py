@@ -134,6 +134,9 @@ class EncoderRun(Run):
                 "text; leave it out"
             )
 
+    def find_equal_window(self) -> None:
+        """Return ``None``: an encoder keeps no cache."""
+
     def set_eval_data(self, held_out: Texts) -> None:
         """Set the held-out texts."""
         n = self.config.judged_rows

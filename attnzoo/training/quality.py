@@ -174,5 +174,6 @@ def as_dicts(lines: Mapping[str, Quality]) -> dict[str, Any]:
             shares[f"{metric}_share_error"] = share.error if known and share is not None else None
         error = mean_of(line.agreement_rows).error
         shares["agreement_error"] = error if math.isfinite(error) else None
-        data[name] = {**asdict(line), **shares}
+        values = {k: list(x) if isinstance(x, tuple) else x for k, x in asdict(line).items()}
+        data[name] = {**values, **shares}
     return data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -69,6 +70,11 @@ def write_pages(
         page.heading("Generation") if generation else "",
         page.paragraph(GENERATION_TEXT, muted=True) if generation else "",
         generation.html() if generation else "",
+        *(
+            part
+            for table, sentence in longer_tables(results)
+            for part in (page.heading(table.title), page.paragraph(sentence), table.html())
+        ),
         page.heading("Decoding") if decoding else "",
         decoding.html() if decoding else "",
         calibration.html() if calibration else "",
@@ -124,8 +130,26 @@ def results_table(results: Mapping[str, Any]) -> Table:
     )
 
 
+def longer_tables(results: Mapping[str, Any]) -> list[tuple[Table, str]]:
+    """Return a table of each longer length, and the sentence who wins there at equal memory."""
+    return [
+        (
+            replace(
+                results_table({**results, "lines": found["lines"]}),
+                title=f"bits per byte on held-out text, rows of {int(length):,} tokens",
+            ),
+            found["verdict"],
+        )
+        for length, found in results.get("longer", {}).items()
+    ]
+
+
 def _label(name: str, results: Mapping[str, Any]) -> str:
-    return f"window alone ({results['window']})" if name == "window alone" else name
+    if name == "window alone":
+        return f"window alone ({results['window']})"
+    if name == "equal window":
+        return f"window of equal memory ({results['equal_window']['label']})"
+    return name
 
 
 def generation_table(results: Mapping[str, Any]) -> Table | None:
@@ -255,6 +279,10 @@ def card(results: Mapping[str, Any], command: str) -> str:
         _summary(results, command) + "\n",
         results_table(results).markdown(),
         f"{GENERATION_TEXT}\n\n{generation.markdown()}" if generation else "",
+        *(
+            f"{table.title}:\n\n{table.markdown()}\n\n{sentence}"
+            for table, sentence in longer_tables(results)
+        ),
         decoding.markdown() if decoding else "",
         calibration.markdown() if calibration else "",
         f"The swap:\n\n```json\n{json.dumps(results['spec'], indent=2)}\n```\n",

@@ -53,9 +53,7 @@ def _collect(run: Run, model: PreTrainedModel, lines: dict[str, Any]) -> dict[st
     """
     decodes = not run.is_encoder and run.accelerator.is_main_process
     return {
-        "verdict": run.verdict(lines),
-        "window": run.window,
-        "lines": run.as_dicts(lines),
+        **run.conclude(lines),
         "decoding": decoding_cost(model, run) if decodes else {},
         **run.provenance,
     }

@@ -7,7 +7,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from attnzoo.backends.parts.recurrent import RecurrentBackend
 from attnzoo.contract.config import Geometry
 from attnzoo.errors import SpecError, UntrainedWarning
 from attnzoo.evaluation.data import EvalBatch, load_tokenizer, string_tokenizer
+from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.quality import NonFiniteError
 from attnzoo.hf.context_parallel import check_model
@@ -38,6 +41,13 @@ from attnzoo.training.checkpoints import (
 )
 from attnzoo.training.data import MIN_REPEAT_LENGTH
 from attnzoo.training.eval_rows import rows_to_eval_batch
+from attnzoo.training.lengths import (
+    equal_sentence,
+    find_equal_window,
+    is_hidden,
+    long_results,
+    make_long_batches,
+)
 from attnzoo.training.loading import load_causal, load_rows, with_adapters
 from attnzoo.training.loop import (
     DIVERGENCE_ADVICE,
@@ -64,6 +74,8 @@ from attnzoo.training.transfer import extras, output_extras, swapped_layers
 from attnzoo.training.verdict import verdict
 
 LINES = "lines.json"  # results of the baselines, in the folder of the checkpoints
+BASELINES_DONE = "window alone"  # the last one that is evaluated
+AT = " @ "  # in names of results on longer rows, before their length
 RESULTS = {"recover": "recovery.json", "finetune": "finetuning.json"}
 # settings of LoopConfig that a resumed run may change
 NO_IDENTITY = ("checkpoint_every", "keep", "entropy_every")
@@ -144,6 +156,7 @@ class Run:
     task = "CAUSAL_LM"  # PEFT's task type
     verdict: Any = staticmethod(verdict)
     as_dicts: Any = staticmethod(as_dicts)
+    long_batches: Mapping[int, EvalBatch] = MappingProxyType({})  # by length
 
     def __init__(
         self,
@@ -162,6 +175,7 @@ class Run:
     ) -> None:
         self.command, self.path, self.spec, self.out = command, path, spec, out
         self.config, self.log, self.data, self.column = config, log, data, column
+        self.long_lines: dict[int, dict[str, Any]] = {}  # results on longer rows
         loop, logs = config.loop, out / "logs"
         self.accelerator: Accelerator = make_accelerator(
             loop.seed, tracker=config.report_to, logs=logs, precision=loop.precision
@@ -195,6 +209,7 @@ class Run:
                 log(f"{shortened} examples are longer than a row and keep their beginning only")
             self.baselines = Baselines(self.accelerator, self.checkpoints, self.quality_class)
             self.window = config.control or widest_window(self.model)
+            self.equal = self.find_equal_window()
             self.model.to(self.accelerator.device)
             self.set_eval_data(held_out)
             if config.report_to:
@@ -284,6 +299,23 @@ class Run:
             string_tokenizer(self.path) if self.command == "recover" else None,
         )
         self.eval_batch: EvalBatch = with_original_continuations(self.model, batch)
+        if self.config.train_on == "all":
+            self.long_batches = make_long_batches(
+                self.path,
+                lambda length: load_rows(
+                    self.path, self.data, self.column, replace(self.config, row_length=length)
+                )[1],
+                row_length=self.config.row_length,
+                target_length=self.config.target_length,
+                count=self.config.judged_rows,
+                log=self.log,
+            )
+
+    def find_equal_window(self) -> EqualWindow | None:
+        """Return the window that needs as much memory as the swap; ``None`` if it is unknown."""
+        length = self.config.target_length or self.config.row_length
+        spec = AttentionSpec.from_dict(getattr(self.model.config, NAME))
+        return find_equal_window(self.path, spec, length, self.log)
 
     def quality(self, model: PreTrainedModel, *, is_original: bool = False) -> Any:
         """Evaluate a model on held-out rows; ``is_original`` if untrained and with softmax."""
@@ -295,8 +327,15 @@ class Run:
         Raises:
             DivergenceError: The trained model's outputs are not finite; nothing is saved.
         """
+        baselines = {k: x for k, x in self.baselines.results.items() if AT not in k}
         try:
-            lines = {**self.baselines.results, "result": self.quality(model)}
+            lines = {**baselines, "result": self.quality(model)}
+            for length, batch in self.long_batches.items():
+                self.long_lines[length] = {
+                    name.partition(AT)[0]: found
+                    for name, found in self.baselines.results.items()
+                    if name.endswith(f"{AT}{length}")
+                } | {"result": quality(model, batch)}
         except NonFiniteError as error:
             raise DivergenceError(
                 f"Training diverged: {error} after the last step. The model is not saved. "
@@ -306,20 +345,47 @@ class Run:
 
     def evaluate_baselines(self) -> None:
         """Evaluate the untrained model with softmax, with its swap, and with the window alone."""
-        model, baselines = self.model, self.baselines
+        model = self.model
         spec = getattr(model.config, NAME)
-        if "window alone" in baselines.results:
+        if BASELINES_DONE in self.baselines.results:
             return
         with original_attention(model):
-            baselines.evaluate("softmax", lambda: self.quality(model, is_original=True))
-        baselines.evaluate("raw swap", lambda: self.quality(model))
+            self._evaluate_baseline("softmax", is_original=True)
+        self._evaluate_baseline("raw swap")
         saved = {n: x.clone() for n, x in model.state_dict().items() if ".attnzoo." in n}
         restore(model)  # swapping would warn that trained extras are lost
+        if self.equal is not None and self.equal.saves_memory:
+            swap(model, self.equal.spec)
+            self._evaluate_baseline("equal window", self.equal)
+            restore(model)
         swap(model, "flash", window=self.window)
-        baselines.evaluate("window alone", lambda: self.quality(model))
+        self._evaluate_baseline(BASELINES_DONE)
         swap(model, spec)
         model.load_state_dict(saved, strict=False)
         model.to(self.accelerator.device)
+
+    def _evaluate_baseline(
+        self, name: str, equal: EqualWindow | None = None, *, is_original: bool = False
+    ) -> None:
+        """Evaluate the model as a baseline, on longer rows too; called by all processes."""
+        model, evaluate = self.model, self.baselines.evaluate
+        for length, batch in self.long_batches.items():
+            if name != "raw swap" and not is_hidden(equal, length):
+                evaluate(f"{name}{AT}{length}", partial(quality, model, batch))
+        if not is_hidden(equal, self.config.row_length):
+            evaluate(name, lambda: self.quality(model, is_original=is_original))
+
+    def conclude(self, lines: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the verdict, the evaluations, and who wins at equal memory, as plain data."""
+        equal, length = self.equal, self.config.row_length
+        sentence = equal_sentence(lines, equal, length) if not self.is_encoder else ""
+        return {
+            "verdict": " ".join(filter(None, [self.verdict(lines), sentence])),
+            "window": self.window,
+            "equal_window": None if equal is None else equal.to_dict(),
+            "lines": self.as_dicts(lines),
+            "longer": long_results(self.long_lines, equal),
+        }
 
     def tune_softmax(
         self,

@@ -31,6 +31,9 @@ class TrainConfig:
     repeats_per_row: int = 1  # repeated segments in such a row
     judged_rows: int = 32  # held-out rows for evaluation
     control: int | None = None  # window of "window alone"; None: the swap's widest window
+    # tokens for which the swap is meant: it is evaluated there too, and at twice as many, and the
+    # window of equal memory is that of this length; None: row_length
+    target_length: int | None = None
     label_smoothing_factor: float = 0.0  # of cross-entropy, as in TrainingArguments
     window_dropout: float = 0.0  # initial fraction of a hybrid's heads without their window
     gradient_checkpointing: bool = False
@@ -67,6 +70,8 @@ class TrainConfig:
                 raise ConfigError(f"{name} must be above 0 and finite, got {rate}")
         if self.control is not None and self.control < 1:
             raise ConfigError(f"control must be at least 1 token, got {self.control}")
+        if self.target_length is not None and self.target_length < 8:
+            raise ConfigError(f"target_length must be at least 8 tokens, got {self.target_length}")
         if self.row_length < 8:
             raise ConfigError(f"row_length must be at least 8 tokens, got {self.row_length}")
         if self.row_length % self.loop.cp_size:

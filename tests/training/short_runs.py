@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from attnzoo.evaluation import generation
+from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.report import page
-from attnzoo.training import head_entropy, results, runs
+from attnzoo.training import head_entropy, lengths, results, runs
 
 
 def shorten_runs(patch: Callable[[object, str, Any], None]) -> None:
@@ -23,6 +24,8 @@ def shorten_runs(patch: Callable[[object, str, Any], None]) -> None:
             context.setattr(page, "to_svg", lambda plot: "<svg></svg>")
             write_pages(*args)
 
+    windows = EqualWindow(length=16, windows={0: 2, 1: 2}, swap_bytes=1, exact_bytes=8)
+    patch(lengths, "equal_window", lambda path, spec, length: windows)
     patch(results, "LENGTHS", (16,))
     patch(generation, "NEW_TOKENS", 8)
     patch(head_entropy, "MEASUREMENTS", 2)

@@ -20,10 +20,11 @@ from attnzoo.training.completions import (
     tokenize_example,
 )
 from attnzoo.training.documents import DataError
+from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loading import load_causal, load_rows
 from attnzoo.training.loop import LoopConfig, read_losses
-from attnzoo.training.quality import quality, rows_to_eval_batch
+from attnzoo.training.quality import quality
 from attnzoo.training.recover import RecoverConfig, recover
 
 TEMPLATE = (

@@ -8,10 +8,11 @@ import transformers as hf
 
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
+from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loading import load_rows
 from attnzoo.training.loop import LoopConfig, read_losses
-from attnzoo.training.quality import quality, rows_to_eval_batch
+from attnzoo.training.quality import quality
 
 
 def config(**changes):

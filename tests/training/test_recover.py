@@ -16,10 +16,11 @@ from attnzoo.errors import ConfigError, SpecError
 from attnzoo.training import runs
 from attnzoo.training.checkpoints import CheckpointError
 from attnzoo.training.documents import DataError
+from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.evaluate_command import evaluate
 from attnzoo.training.loading import load_rows
 from attnzoo.training.loop import LoopConfig, read_losses
-from attnzoo.training.quality import quality, rows_to_eval_batch
+from attnzoo.training.quality import quality
 from attnzoo.training.recover import (
     RecoverConfig,
     _one_prediction,

@@ -14,11 +14,12 @@ from attnzoo.errors import ConfigError
 from attnzoo.training import loop as training_loop
 from attnzoo.training import runs
 from attnzoo.training.distil import distil_loss
+from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loading import load_rows
 from attnzoo.training.loop import DivergenceError, LoopConfig, read_losses
 from attnzoo.training.optimizer import make_schedule
-from attnzoo.training.quality import quality, rows_to_eval_batch
+from attnzoo.training.quality import quality
 from attnzoo.training.recover import RecoverConfig
 from attnzoo.training.sharding import make_accelerator
 

@@ -1,0 +1,87 @@
+"""Evaluation at the length that a user means, and who wins at equal memory."""
+
+import json
+
+import pytest
+import torch
+
+from attnzoo.evaluation.equal_memory import EqualWindow
+from attnzoo.training.data import Rows
+from attnzoo.training.evaluate_command import evaluate
+from attnzoo.training.lengths import equal_sentence, make_long_batches
+from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.training.report import card, longer_tables
+from tests.training.test_verdict import made
+
+WINDOW = EqualWindow(length=64, windows={0: 24, 1: 24}, swap_bytes=1, exact_bytes=8)
+
+
+def rows(length, count):
+    tokens = torch.arange(count * length).view(count, length)
+    positions = torch.arange(length).expand(count, -1)
+    return Rows(tokens=tokens, positions=positions, bytes_per_token=1.0)
+
+
+def test_lengths_that_cannot_be_evaluated_are_named(saved):
+    said = []
+    load = lambda length: rows(length, 256 // length)  # noqa: E731
+    options = {"row_length": 16, "count": 8, "log": said.append}
+    found = make_long_batches(saved, load, target_length=64, **options)
+    assert list(found) == [64]
+    assert said == [
+        "128 tokens are not evaluated: the held-out text has 2 rows of that length, and 4 are the "
+        "least; give more text"
+    ]
+    assert make_long_batches(saved, load, target_length=None, **options) == {}
+
+
+def test_who_wins_at_equal_memory():
+    lines = {"result": made(1.0, 0.5), "equal window": made(1.2, 0.3)}
+    text = equal_sentence(lines, WINDOW, 64)
+    assert text.startswith("Against the window of equal memory (24 tokens) on rows of 64 tokens: ")
+    assert "the swap is better in loss" in text
+    assert "the window is better in recall" in text
+    assert "sees every key of rows of 16 tokens" in equal_sentence(lines, WINDOW, 16)
+    whole = EqualWindow(length=64, windows={0: None}, swap_bytes=8, exact_bytes=8)
+    assert "softmax is its baseline" in equal_sentence(lines, whole, 64)
+    assert equal_sentence(lines, None, 64) == ""
+
+
+@pytest.fixture(scope="module")
+def recovered(saved, text, spec, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "out"
+    config = RecoverConfig(
+        transfer_steps=1, distil_steps=0, row_length=16, judged_rows=8, target_length=32
+    )
+    return out, recover(saved, spec, [text], out, config)
+
+
+def test_recovery_has_the_window_of_equal_memory_and_longer_rows(recovered):
+    out, results = recovered
+    assert "equal window" in results["lines"]
+    assert set(results["longer"]) == {"32", "64"}
+    names = {"softmax", "window alone", "equal window", "result"}
+    assert all(set(x["lines"]) == names for x in results["longer"].values())
+    assert results["equal_window"]["windows"] == {"0": 2, "1": 2}  # tests/training/short_runs.py
+    written = json.loads((out / "recovery.json").read_text())
+    assert all(results[key] == written[key] for key in ("longer", "lines", "equal_window"))
+    assert (
+        "Against the window of equal memory (2 tokens) on rows of 16 tokens" in results["verdict"]
+    )
+    text = card(results, "recover")
+    assert "| window of equal memory (2) |" in text
+    assert "rows of 64 tokens" in text
+    assert [table.title for table, _ in longer_tables(results)] == [
+        f"bits per byte on held-out text, rows of {n} tokens" for n in (32, 64)
+    ]
+
+
+def test_evaluation_has_the_same_lines(recovered, text):
+    out, results = recovered
+    found = evaluate(out, [text], row_length=16, rows=8, target_length=32)
+    for name in ("softmax", "result", "window alone", "equal window"):
+        assert found["lines"][name]["loss"] == pytest.approx(results["lines"][name]["loss"])
+        for length in ("32", "64"):
+            mine, theirs = (x["longer"][length]["lines"][name] for x in (found, results))
+            assert mine["loss"] == pytest.approx(theirs["loss"])
+    assert found["verdict"] == results["verdict"]
