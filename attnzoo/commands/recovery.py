@@ -18,7 +18,6 @@ from attnzoo.commands.terminal import console, problems
 from attnzoo.commands.train_options import (
     Column,
     Data,
-    Length,
     TrainOptions,
     with_train_options,
 )
@@ -81,7 +80,17 @@ def plan(
         typer.Option(help="BACKEND (by its presets) or BACKEND:NAME=VALUE,... (repeatable)"),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="rows to measure on")] = 8,
-    length: Length = 512,
+    length: Annotated[
+        int | None, typer.Option(help="tokens per row; default: --target-length, or 512")
+    ] = None,
+    target_length: Annotated[
+        int | None,
+        typer.Option(
+            min=8,
+            help="tokens for which the swap is meant: candidates that save neither memory nor time "
+            "there are left out; default: 4096, or the model's positions",
+        ),
+    ] = None,
     window: Annotated[int, typer.Option(min=1, help="report attention beyond so many tokens")] = 32,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
@@ -92,7 +101,7 @@ def plan(
     from attnzoo.training.budget import CacheBudget, parse_size
     from attnzoo.training.loading import load_rows
     from attnzoo.training.plan import make_plan
-    from attnzoo.training.report import plan_table
+    from attnzoo.training.plan_report import candidates_table, plan_table
     from attnzoo.training.train_config import TrainConfig
 
     if keep_softmax is not None and cache_bytes is not None:
@@ -104,7 +113,8 @@ def plan(
         tokens = parse_size(cache_length, "--cache-length")
         budget = CacheBudget(bytes=parse_size(cache_bytes, "--cache-bytes"), length=tokens)
     specs = _candidate_specs(candidate)
-    train, _ = load_rows(path, data, column, TrainConfig(row_length=length, repeat_share=1.0))
+    row_length = length or target_length or 512
+    train, _ = load_rows(path, data, column, TrainConfig(row_length=row_length, repeat_share=1.0))
     with console.status("") as status:
         made_plan = make_plan(
             path,
@@ -113,8 +123,12 @@ def plan(
             keep_softmax=0.25 if keep_softmax is None else keep_softmax,
             budget=budget,
             window=window,
+            target_length=target_length,
             on_step=lambda text: status.update(Text(text)),
         )
+    for name, reason in made_plan.left_out.items():
+        console.print(f"{name} is left out: {reason}", soft_wrap=True, highlight=False)
+    candidates_table(made_plan).print(console, wide=True)
     console.print(plan_table(made_plan))
     if out is None or dry_run:
         console.print("Nothing was written; give --out FILE to save the plan.")
@@ -135,7 +149,7 @@ def _candidate_specs(candidates: list[str] | None) -> dict[str, Any]:
 
 def _write_plan(made_plan: Any, out: Path, path: Path, rows: int) -> None:
     """Write a plan and its charts, and print the next command."""
-    from attnzoo.training.report import write_plan_page
+    from attnzoo.training.plan_report import write_plan_page
 
     made_plan.write(out)
     console.print(f"Plan:   {out}", soft_wrap=True)
@@ -168,6 +182,13 @@ def recover(
     distil_batch: Annotated[
         int | None, typer.Option(help="rows per step of distillation; default: --batch")
     ] = None,
+    rate_factor: Annotated[
+        float | None,
+        typer.Option(
+            help="factor of the rates of distillation; default: from how far the student is from "
+            "softmax, and 1 if a rate is given"
+        ),
+    ] = None,
     cross_entropy: CrossEntropy = 0.0,
     hidden_states: HiddenStates = 0.0,
     train: Train = "lora",
@@ -196,6 +217,7 @@ def recover(
         "distil_steps": distil_steps,
         "distil_length": distil_length,
         "distil_batch": distil_batch,
+        "rate_factor": rate_factor,
         "top_k": top_k,
         "cross_entropy": cross_entropy,
         "hidden_states": hidden_states,

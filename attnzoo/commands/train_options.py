@@ -100,6 +100,13 @@ class TrainOptions:
         ),
     ] = 0.0
     checkpoint_every: Annotated[int, typer.Option(help="steps between checkpoints")] = 50
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(
+            help="steps between evaluations on held-out rows, by which a stage keeps its best "
+            "state; 0: the last state is kept; default: a quarter of each stage"
+        ),
+    ] = None
     entropy_every: Annotated[
         int | None,
         typer.Option(
@@ -155,6 +162,7 @@ class TrainOptions:
                 "repeats_per_row",
                 "control",
                 "target_length",
+                "evaluate_every",
                 "window_dropout",
             ),
             *("gradient_checkpointing", "report_to", "label_smoothing_factor", "train_on"),

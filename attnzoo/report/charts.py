@@ -73,6 +73,8 @@ class Series:
         name: In the legend; empty for no entry.
         x: Positions.
         y: Values.
+        low: Lower ends of the bars that show the spread or the error; no bars when ``None``.
+        high: Upper ends of the bars.
         style: Index that selects colour, dashes and marker; series of the same index look alike.
         kind: ``"line"``; ``"points"``, markers only; ``"prediction"``, thin with open markers;
             ``"crossing"`` and ``"predicted crossing"``, a filled and an open star; ``"step"``, a
@@ -82,6 +84,8 @@ class Series:
     name: str
     x: Sequence[float]
     y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
     style: int = 0
     kind: Literal[
         "line", "points", "prediction", "crossing", "predicted crossing", "step", "plain"
@@ -152,6 +156,9 @@ def line_chart(
         figure, axes = _new_figure(legend=[s.name for s in series if s.name])
         for one in series:
             axes.plot(list(one.x), list(one.y), label=one.name or None, **_line_style(one))
+            if one.low is not None and one.high is not None:
+                color = COLORS[one.style % len(COLORS)]
+                axes.vlines(list(one.x), list(one.low), list(one.high), color=color, linewidth=1)
         if reference is not None:
             axes.axhline(reference, color="gray", linestyle="--", linewidth=1)
         _set_axis(axes, "x", x)

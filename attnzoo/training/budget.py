@@ -5,17 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
-from transformers import DynamicCache
+from typing import Any
 
 from attnzoo.errors import ConfigError
-from attnzoo.evaluation.decoding import layer_bytes
-from attnzoo.hf.seam import cache_argument
-from attnzoo.hf.swap.convert import restore, swap
+from attnzoo.training.candidates import cache_sizes
 from attnzoo.training.plan import EXACT, LayerMeasure, Planner
 
-MEASURED_LENGTHS = (1024, 2048)  # tokens; beyond them the cache grows linearly or is constant
 UNITS = {
     **{"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "k": 2**10, "m": 2**20},
     **{"kb": 10**3, "mb": 10**6, "gb": 10**9},
@@ -102,29 +97,15 @@ class CacheBudget:
         return sum(sizes[chosen.get(number, EXACT)][number] for number in numbers)
 
 
-@torch.no_grad()
 def layer_sizes(planner: Planner, name: str, length: int) -> dict[int, int]:
     """Return the cache bytes of each layer at a context length, all layers with one candidate.
 
     Lengths above 2,048 tokens are extrapolated linearly from two measured ones.
     """
     planner.on_step(f"the cache of {name}")
-    exact = name == EXACT
-    spec = EXACT if exact else planner.make_spec(dict.fromkeys(planner.numbers, name))
-    swap(planner.model, spec)
-    try:
-        if length <= MEASURED_LENGTHS[-1]:
-            return _measure(planner, length)
-        short, long = (_measure(planner, n) for n in MEASURED_LENGTHS)
-    finally:
-        restore(planner.model)
-    steps = (length - MEASURED_LENGTHS[1]) / (MEASURED_LENGTHS[1] - MEASURED_LENGTHS[0])
-    return {n: long[n] + round((long[n] - short[n]) * steps) for n in planner.numbers}
-
-
-def _measure(planner: Planner, length: int) -> dict[int, int]:
-    tokens = planner.rows.flatten()
-    tokens = tokens.repeat(-(-length // len(tokens)))[:length][None]
-    cache = DynamicCache(config=planner.model.config)
-    planner.model(tokens, **cache_argument(cache), use_cache=True, logits_to_keep=1)
-    return dict(zip(planner.numbers, map(layer_bytes, cache.layers), strict=True))
+    spec: Any = EXACT
+    if name != EXACT:
+        spec = planner.make_spec(dict.fromkeys(planner.numbers, name))
+    return cache_sizes(
+        planner.model, spec, planner.rows, length, planner.numbers, planner.positions
+    )

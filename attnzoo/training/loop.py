@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from attnzoo.errors import AttnzooError, ConfigError
 from attnzoo.hf.context_parallel import context_parallel
+from attnzoo.training.best_state import BestState
 from attnzoo.training.checkpoints import Checkpoints, explain_write_errors
 from attnzoo.training.data import Rows
 from attnzoo.training.head_entropy import HEADS, EntropyLog
@@ -146,6 +147,8 @@ class Loop:
 
     Attributes:
         entropy_log: Measures the heads of the models, on the main process; ``None`` if not.
+        keep_best: Returns what keeps the best state of a stage, given the model and the stage, or
+            ``None`` to keep the last one.
     """
 
     def __init__(
@@ -162,6 +165,7 @@ class Loop:
         self.checkpoints, self.progress, self.on_step = checkpoints, progress, on_step
         self.mesh = mesh
         self.entropy_log: EntropyLog | None = None
+        self.keep_best: Callable[[nn.Module, Stage], BestState | None] = lambda model, stage: None
         self.total = 0  # steps of the stages so far
         if accelerator.is_main_process:
             for name in (LOSSES, HEADS):
@@ -208,9 +212,17 @@ class Loop:
         wrapped, optimizer, schedule, loader = self.accelerator.prepare(
             model, optimizer, schedule, self._loader(stage)
         )
+        sharded = self.accelerator.distributed_type in SHARDED
+        best = self.keep_best(wrapped if sharded else model, stage)
         if done > first:
             assert self.progress is not None
             load_state(self.accelerator, self.progress["path"])
+        if best is not None:
+            if done > first:
+                assert self.progress is not None
+                best.load(Path(self.progress["path"]))
+            else:
+                best.after_step(0)
         model.train()
         batches = self._batches(loader, max(done, first))
         for step in range(max(done - first, 0), stage.steps):
@@ -232,9 +244,13 @@ class Loop:
             self.on_step(stage.name, step, loss)
             if step + 1 == stage.steps:
                 self._log_entropies(model, stage, step + 1, now)
+            if best is not None:
+                best.after_step(step + 1)
             if now % self.config.checkpoint_every == 0 or step + 1 == stage.steps:
                 self._require_finite_weights(wrapped, stage, step)
-                self._save({"total": now, "stage": stage.name})
+                self._save({"total": now, "stage": stage.name}, best)
+        if best is not None:
+            best.restore()
         if self.accelerator.distributed_type in SHARDED:
             model = gather_weights(self.accelerator, wrapped, rebuild())
         else:  # removes Accelerate's autocast from forward: models are evaluated in float32
@@ -368,8 +384,8 @@ class Loop:
                     batches = []
             epoch, skipped = epoch + 1, 0
 
-    def _save(self, progress: dict[str, Any]) -> None:
-        """Write a checkpoint; called by all processes."""
+    def _save(self, progress: dict[str, Any], best: BestState | None = None) -> None:
+        """Write a checkpoint, with the best state of the stage; called by all processes."""
 
         def save(path: Path) -> None:
             if self.accelerator.is_main_process:
@@ -377,6 +393,8 @@ class Loop:
                 path.mkdir(parents=True)
             self.accelerator.wait_for_everyone()
             self.accelerator.save_state(str(path), safe_serialization=False)
+            if best is not None:
+                best.save(path)
             self.accelerator.wait_for_everyone()
 
         self.checkpoints.write(progress, save, main=self.accelerator.is_main_process)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnzoo.errors import ConfigError, SpecError
-from attnzoo.evaluation.models import require_causal
+from attnzoo.evaluation.margins import mean_of, paired
+from attnzoo.evaluation.models import max_positions, require_causal
 from attnzoo.evaluation.presets import preset_options
 from attnzoo.evaluation.quality import require_finite
 from attnzoo.hf.layers import attention_layers
@@ -28,9 +30,16 @@ from attnzoo.hf.swap.convert import restore, swap
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.calibrate import calibrate, calibrated_layers, can_calibrate
-from attnzoo.training.distil import divergence
+from attnzoo.training.candidates import (
+    Candidate,
+    cache_sizes,
+    forward_speedup,
+    token_divergence,
+    why_not_judged,
+)
 
 EXACT = "flash"
+TARGET_LENGTH = 4096  # tokens for which a swap is meant, if the user does not say
 CANDIDATE_BACKENDS = ("longformer", "gated_linear", "delta", "reformer")
 OnStep = Callable[[str], None]
 
@@ -63,9 +72,10 @@ class LayerMeasure:
     Attributes:
         layer: Index of the layer.
         beyond: Fraction of its attention on keys beyond the window.
-        entropy: Entropy of its attention weights in nats, mean over heads and tokens.
+        entropy: Entropy of its attention weights in bits, mean over heads and tokens.
         alone: KL of the model's predictions in nats when only this layer is swapped, by candidate.
         restored: KL when all layers except this one are swapped, by candidate.
+        alone_rows: ``alone`` of each row, whose mean it is.
     """
 
     layer: int
@@ -73,6 +83,7 @@ class LayerMeasure:
     entropy: float
     alone: dict[str, float]
     restored: dict[str, float]
+    alone_rows: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +96,9 @@ class Plan:
         window: Distance in tokens of ``LayerMeasure.beyond``.
         layers: Measurements of each layer.
         weights: Fingerprint of the model's weights.
+        candidates: What each candidate saves, and the window of equal memory beside it.
+        left_out: Candidates that could not be judged, or save nothing, with the reason.
+        divergence_error: Standard error of ``divergence`` over the rows; ``None`` with one row.
     """
 
     spec: AttentionSpec
@@ -92,6 +106,9 @@ class Plan:
     window: int
     layers: list[LayerMeasure]
     weights: str
+    candidates: list[Candidate] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    divergence_error: float | None = None
 
     @property
     def calibrated(self) -> bool:
@@ -103,9 +120,12 @@ class Plan:
         return {
             "spec": self.spec.to_dict(),
             "divergence": self.divergence,
+            "divergence_error": self.divergence_error,
             "window": self.window,
             "weights": self.weights,
             "layers": [vars(layer) for layer in self.layers],
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
+            "left_out": self.left_out,
         }
 
     def write(self, path: Path) -> None:
@@ -171,6 +191,7 @@ class Planner:
         rows: Tokens to measure on, ``[B, T]``.
         candidates: Specs of one backend each, by name.
         window: Distance in tokens of ``LayerMeasure.beyond``.
+        positions: Number of positions of the model; ``None`` without a limit.
         on_step: Called with a description of each measurement.
 
     Raises:
@@ -184,6 +205,7 @@ class Planner:
         candidates: Mapping[str, AttentionSpec],
         *,
         window: int = 32,
+        positions: int | None = None,
         on_step: OnStep = lambda text: None,
     ) -> None:
         if not candidates:
@@ -193,6 +215,10 @@ class Planner:
         self.numbers = sorted({x.geometry.layer for x in attention_layers(model)})
         if not self.numbers:
             raise SpecError(f"{type(model).__name__} has no attention layers to plan for")
+        self.positions = positions
+        self.cache_bytes: dict[str, int] = {}
+        self.left_out: dict[str, str] = {}
+        self.summaries: list[Candidate] = []
         self.exact = self._logits()
         self.calibrated = {
             name: self._calibrate(name)
@@ -211,36 +237,64 @@ class Planner:
         Raises:
             NonFiniteError: The predictions are not finite.
         """
-        swap(self.model, self.make_spec(chosen))
+        return float(self.row_divergences(chosen).mean())
+
+    def row_divergences(self, chosen: Mapping[int, str]) -> Tensor:
+        """Return the KL of the predictions on each row with these layers' candidates, ``[B]``.
+
+        Raises:
+            NonFiniteError: The predictions are not finite.
+        """
+        names = ", ".join(f"{name} in layer {number}" for number, name in sorted(chosen.items()))
+        rows = self.token_divergences(self.make_spec(chosen), chosen).mean(1)
+        require_finite(
+            float(rows.mean()), f"KL of the predictions with {names or 'exact attention'}"
+        )
+        return rows
+
+    @torch.no_grad()
+    def token_divergences(self, spec: AttentionSpec, chosen: Mapping[int, str]) -> Tensor:
+        """Return the KL of each prediction under a spec, ``[B, T]``, on the CPU.
+
+        Args:
+            spec: The swap.
+            chosen: Candidates by layer, whose gates are calibrated; empty for other swaps.
+        """
+        swap(self.model, spec)
         try:
             for name, backend in calibrated_layers(self.model).items():
                 weights = self.calibrated[chosen[backend.geometry.layer]]
                 backend.load_state_dict(weights[name])
-            total = torch.zeros(())
-            for logits, exact in zip(self._logits(), self.exact, strict=True):
-                mask = torch.ones(logits.shape[:2], device=logits.device)
-                total = total + divergence(logits, exact, mask).cpu() * len(logits)
-            kl = float(total / len(self.rows))
+            return torch.cat(
+                [
+                    token_divergence(logits, exact).cpu()
+                    for logits, exact in zip(self._logits(), self.exact, strict=True)
+                ]
+            )
         finally:
             restore(self.model)
-        names = ", ".join(f"{name} in layer {number}" for number, name in sorted(chosen.items()))
-        return require_finite(kl, f"KL of the predictions with {names or 'exact attention'}")
 
     def measure(self) -> list[LayerMeasure]:
         """Measure each layer with each candidate, in 2 forward passes per pair."""
         statistics = self.attention_statistics()
         measures = []
         for number in self.numbers:
-            alone, restored = {}, {}
+            alone, restored, rows = {}, {}, {}
             for name in self.candidates:
                 self.on_step(f"layer {number}, {name}")
-                alone[name] = self.divergence({number: name})
+                rows[name] = self.row_divergences({number: name}).tolist()
+                alone[name] = sum(rows[name]) / len(rows[name])
                 others = {other: name for other in self.numbers if other != number}
                 restored[name] = self.divergence(others)
             beyond, entropy = statistics[number]
             measures.append(
                 LayerMeasure(
-                    layer=number, beyond=beyond, entropy=entropy, alone=alone, restored=restored
+                    layer=number,
+                    beyond=beyond,
+                    entropy=entropy,
+                    alone=alone,
+                    restored=restored,
+                    alone_rows=rows,
                 )
             )
         return measures
@@ -248,10 +302,10 @@ class Planner:
     def choose(self, measures: Sequence[LayerMeasure], exact: int) -> dict[int, str]:
         """Return the candidates of all layers except ``exact`` ones, chosen greedily.
 
-        Each layer starts with its best candidate. Softmax is then restored in the layer where that
-        reduces the KL of the whole model most, ``exact`` times.
+        Each layer starts with its best candidate (:meth:`best`). Softmax is then restored in the
+        layer where that reduces the KL of the whole model most, ``exact`` times.
         """
-        chosen = {x.layer: min(x.alone, key=lambda name: x.alone[name]) for x in measures}
+        chosen = {x.layer: self.best(x) for x in measures}
         for _ in range(exact):
             divergences = {}
             for number in chosen:
@@ -260,6 +314,87 @@ class Planner:
                 divergences[number] = self.divergence(rest)
             del chosen[min(divergences, key=lambda number: divergences[number])]
         return chosen
+
+    def best(self, measure: LayerMeasure) -> str:
+        """Return a layer's best candidate: of those as good as any, the one that saves most.
+
+        As good is what changes predictions by no more than 2 standard errors above the least
+        change, over the same rows.
+        """
+        least = min(measure.alone, key=lambda name: measure.alone[name])
+        same = [least]
+        for name, rows in measure.alone_rows.items():
+            more = paired(rows, measure.alone_rows[least])
+            if name != least and more.count > 1 and more.mean <= 2 * more.error:
+                same.append(name)
+        return min(same, key=lambda name: (self.cache_bytes.get(name, 0), measure.alone[name]))
+
+    def judge(self, length: int) -> None:
+        """Keep the candidates that save something at a length and that the rows can judge.
+
+        The others go to ``left_out`` with the reason; ``summaries`` has what the rest save, and
+        the window of equal memory beside each.
+
+        Args:
+            length: The length that the user means, in tokens.
+
+        Raises:
+            SpecError: No candidate is left.
+        """
+        limit = self.positions
+        exact = cache_sizes(self.model, EXACT, self.rows, length, self.numbers, limit)
+        whole = sum(exact.values())
+        for name in list(self.candidates):
+            self.on_step(f"what {name} saves")
+            spec, chosen = self._everywhere(name)
+            kl = self.token_divergences(spec, chosen)
+            sizes = cache_sizes(self.model, spec, self.rows, length, self.numbers, limit)
+            size = sum(sizes.values())
+            reason = why_not_judged(kl) or self._why_useless(name, size, whole, length)
+            if reason:
+                self.left_out[name] = reason
+                del self.candidates[name]
+                continue
+            self.cache_bytes[name] = size
+            window = None if size >= whole else max(1, size * length // whole)
+            rows: list[float] = []
+            if window is not None and window < self.rows.shape[1]:
+                layers = {str(n): {"backend": EXACT, "options": {"window": window}} for n in sizes}
+                equal = AttentionSpec(EXACT, layers=layers)
+                rows = self.token_divergences(equal, {}).mean(1).tolist()
+            self.summaries.append(
+                Candidate(
+                    name=name,
+                    length=length,
+                    cache_bytes=size,
+                    exact_bytes=whole,
+                    kl_rows=kl.mean(1).tolist(),
+                    window=window,
+                    window_rows=rows,
+                )
+            )
+        if not self.candidates:
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.left_out.items())
+            raise SpecError(f"No candidate is left to plan with. {reasons}")
+
+    def _everywhere(self, name: str) -> tuple[AttentionSpec, dict[int, str]]:
+        chosen = dict.fromkeys(self.numbers, name)
+        return self.make_spec(chosen), chosen
+
+    def _why_useless(self, name: str, size: int, whole: int, length: int) -> str:
+        """Return why a candidate saves neither memory nor time at a length, or ``""``."""
+        if size < whole:
+            return ""
+        timed = length if self.positions is None else min(length, self.positions)
+        spec, _ = self._everywhere(name)
+        faster = forward_speedup(self.model, spec, EXACT, self.rows, timed)
+        if faster.is_positive:
+            return ""
+        return (
+            f"at {length:,} tokens its cache is not smaller than softmax's, and a forward pass is "
+            f"not measured to be faster ({100 * math.expm1(faster.mean):+.0f}% ± "
+            f"{100 * faster.error:.0f}%); give the length for which it is meant (--target-length)"
+        )
 
     @torch.no_grad()
     def attention_statistics(self) -> dict[int, tuple[float, float]]:
@@ -282,7 +417,7 @@ class Planner:
             far = index[:, None] - index >= self.window
             late = weight[..., self.window :, :]  # queries with keys beyond the window
             beyond = (late * far[self.window :]).sum(-1).mean() if late.numel() else torch.zeros(())
-            entropy = torch.special.entr(weight.float()).sum(-1).mean()
+            entropy = torch.special.entr(weight.float()).sum(-1).mean() / math.log(2)
             statistics.append((float(beyond), float(entropy)))
         return statistics
 
@@ -322,6 +457,7 @@ def make_plan(
     keep_softmax: float = 0.25,
     budget: Budget | None = None,
     window: int = 32,
+    target_length: int | None = None,
     on_step: OnStep = lambda text: None,
 ) -> Plan:
     """Measure a saved model and choose an attention for each of its layers.
@@ -333,20 +469,32 @@ def make_plan(
         keep_softmax: Fraction or number of layers that keep softmax; not used with a budget.
         budget: A limit such as :class:`attnzoo.training.budget.CacheBudget`.
         window: Distance in tokens of ``LayerMeasure.beyond``.
+        target_length: Tokens for which the swap is meant; candidates that save neither memory nor
+            time there are left out. When ``None``, the length of the rows, or
+            :data:`TARGET_LENGTH` tokens if that is more and the model has as many positions.
         on_step: Called with a description of each measurement.
 
     Raises:
         AttnzooError: An argument is invalid.
+        SpecError: The rows can judge no candidate.
     """
     require_causal(path, "a plan measures text prediction")
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    planner = Planner(model, rows, candidates, window=window, on_step=on_step)
+    limit = max_positions(path)
+    planner = Planner(model, rows, candidates, window=window, positions=limit, on_step=on_step)
     exact = count_exact_layers(keep_softmax, len(planner.numbers))
+    if target_length is None:
+        target_length = max(rows.shape[1], min(TARGET_LENGTH, limit or TARGET_LENGTH))
+    planner.judge(target_length)
     measures = planner.measure()
     chosen = budget.choose(planner, measures) if budget else planner.choose(measures, exact)
+    change = mean_of(planner.row_divergences(chosen).tolist())
     return Plan(
         spec=planner.make_spec(chosen),
-        divergence=planner.divergence(chosen),
+        divergence=change.mean,
+        divergence_error=change.error if math.isfinite(change.error) else None,
+        candidates=planner.summaries,
+        left_out=planner.left_out,
         window=window,
         layers=measures,
         weights=weights_fingerprint(model),

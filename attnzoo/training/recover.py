@@ -28,6 +28,7 @@ from attnzoo.training.encoder import EmbeddingRun, is_encoder
 from attnzoo.training.loading import load_model
 from attnzoo.training.loop import LoopConfig, Loss, OnStep, Stage
 from attnzoo.training.plan import weights_fingerprint
+from attnzoo.training.rates import distillation_factor
 from attnzoo.training.results import complete
 from attnzoo.training.runs import Log, Run
 from attnzoo.training.train_config import TrainConfig
@@ -39,6 +40,8 @@ from attnzoo.training.transfer import (
     swapped_layers,
     trainable_layers,
 )
+
+RATES = ("weights_lr", "attention_lr", "extras_lr")  # of distillation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,9 @@ class RecoverConfig(TrainConfig):
     top_k: int | None = None  # the teacher's most probable tokens in the KL; None: all
     distil_length: int | None = None  # tokens per row of distillation; None: row_length
     distil_batch: int | None = None  # rows per step of distillation; None: loop.batch_size
+    # factor of the rates of distillation; None: from how far the student is from its teacher,
+    # and 1 if weights_lr, attention_lr, extras_lr or cross_entropy is set, and for encoders
+    rate_factor: float | None = None
     recipe: str | None = None  # the name of these settings, for the model card
 
     def __post_init__(self) -> None:
@@ -88,6 +94,10 @@ class RecoverConfig(TrainConfig):
             raise ConfigError(
                 f"transfer_target must be 'output' or 'attention', got {self.transfer_target!r}"
             )
+        if self.rate_factor is None and self.recipe is None and self._sets_rates():
+            object.__setattr__(self, "rate_factor", 1.0)
+        if self.rate_factor is not None and not 0 < self.rate_factor < math.inf:
+            raise ConfigError(f"rate_factor must be above 0 and finite, got {self.rate_factor}")
         if not 0 <= self.cross_entropy <= 1:
             raise ConfigError(f"cross_entropy must be from 0 to 1, got {self.cross_entropy}")
         if self.hidden_states < 0:
@@ -97,6 +107,11 @@ class RecoverConfig(TrainConfig):
                 "label_smoothing_factor smooths the targets of cross-entropy, but cross_entropy is "
                 "0, and the teacher's predictions are no labels; set both, or neither"
             )
+
+    def _sets_rates(self) -> bool:
+        """Return whether a rate of distillation is not the default."""
+        fields = self.__dataclass_fields__
+        return any(getattr(self, name) != fields[name].default for name in RATES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +155,7 @@ RECIPES = {
             "weights_lr": 7e-6,
             "attention_lr": 1e-4,
             "extras_lr": 1e-4,
+            "rate_factor": 1.0,
             "repeat_share": 0.0,
             "gradient_checkpointing": True,
         },
@@ -175,6 +191,8 @@ def recipe_config(name: str, **changes: Any) -> RecoverConfig:
     recipe = find_recipe(name)
     fields = LoopConfig.__dataclass_fields__
     loop = {key: changes.pop(key) for key in [*changes] if key in fields}
+    if any(changes.get(rate) is not None for rate in RATES):
+        changes.setdefault("rate_factor", 1.0)
     return RecoverConfig(
         **{**recipe.options, "recipe": name, **changes},
         loop=LoopConfig(**{**recipe.loop, **loop}),
@@ -420,6 +438,10 @@ def _distil(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrain
         )
         run.log(f"distillation is skipped: {reason}")
         return model
+    factor = config.rate_factor
+    if factor is None:
+        only_teacher = not (run.is_encoder or config.cross_entropy)
+        factor = distillation_factor(run, model) if only_teacher else 1.0
     return run.train(
         model,
         "distil",
@@ -429,4 +451,5 @@ def _distil(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrain
         run.step_callback(model, config.distil_steps),
         rows=run.rows_of_length(config.distil_length),
         batch_size=config.distil_batch,
+        rate_factor=factor,
     )

@@ -1,4 +1,4 @@
-"""How runs and plans are presented: in the terminal, as ``report.html``, and as the model card."""
+"""How runs are presented: in the terminal, as ``report.html``, and as the model card."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table as RichTable
-from rich.text import Text
 
+from attnzoo.evaluation.cost_laws import BUSY
 from attnzoo.evaluation.margins import plus_minus
 from attnzoo.report import charts, page
 from attnzoo.report.atomic_write import atomic_write
@@ -23,7 +22,6 @@ from attnzoo.report.table import Table
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.head_entropy import HEADS, entropy_plots
 from attnzoo.training.json_lines import read_lines
-from attnzoo.training.plan import Plan
 
 GENERATION_TEXT = (
     "Greedy generation on held-out text. Equal tokens: the fraction of generated tokens that equal "
@@ -77,6 +75,7 @@ def write_pages(
         ),
         page.heading("Decoding") if decoding else "",
         decoding.html() if decoding else "",
+        page.paragraph(decoding.caption, muted=True) if decoding and decoding.caption else "",
         calibration.html() if calibration else "",
         page.plots_html([_loss_curves(losses), *entropy_plots(read_lines(out / HEADS))]),
     ]
@@ -198,12 +197,21 @@ def decoding_table(results: Mapping[str, Any]) -> Table | None:
     rows = [
         [
             str(length),
-            *(number(cost["milliseconds"][length], 1) for cost in (softmax, swap)),
+            *(_milliseconds(cost, length) for cost in (softmax, swap)),
             *(format_bytes(cost["cache_bytes"][length]) for cost in (softmax, swap)),
         ]
         for length in swap["milliseconds"]
     ]
-    return Table(columns=DECODING_COLUMNS, rows=rows)
+    busy = any(cost.get("busy") for cost in (softmax, swap))
+    caption = f"{BUSY}: marked times contradict those of longer contexts" if busy else ""
+    return Table(columns=DECODING_COLUMNS, rows=rows, caption=caption)
+
+
+def _milliseconds(cost: Mapping[str, Any], length: Any) -> str:
+    """Return the time of a token with its standard error; one that cannot be right is marked."""
+    error = cost.get("milliseconds_error", {}).get(length)
+    text = plus_minus(cost["milliseconds"][length], error, 1)
+    return f"{text} (busy)" if int(length) in cost.get("busy", ()) else text
 
 
 def calibration_table(results: Mapping[str, Any]) -> Table | None:
@@ -293,63 +301,6 @@ def card(results: Mapping[str, Any], command: str) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def write_plan_page(path: Path, plan: Plan) -> list[Path]:
-    """Write charts of a plan's measurements, layers by candidates, as HTML and PNG.
-
-    Args:
-        path: HTML file; the PNG files have the same folder and begin with its name.
-        plan: The plan.
-
-    Returns:
-        The files that were written; none without matplotlib.
-    """
-    if not charts.can_draw():
-        return []
-    figures = [
-        _divergence_chart(plan, "alone", "One layer swapped", "exact"),
-        _divergence_chart(plan, "restored", "One layer exact", "swapped"),
-    ]
-    rows = [
-        [
-            str(layer.layer),
-            f"{layer.beyond:.0%}",
-            f"{layer.entropy:.2f}",
-            json.dumps(plan.spec.for_layer(layer.layer).to_dict()),
-        ]
-        for layer in plan.layers
-    ]
-    columns = ("layer", f"attention beyond {plan.window}", "entropy, nats", "choice")
-    body = [
-        page.heading("Attention by layer", 1),
-        page.paragraph(
-            f"Under the plan, without training, predictions change by {plan.divergence:.4f} nats."
-        ),
-        Table(columns=columns, rows=rows, numeric=False).html(),
-        page.plots_html(figures),
-    ]
-    written = [page.write_page(path, title="attnzoo plan", body=body)]
-    written += [
-        charts.write_picture(path.with_name(f"{path.stem}-{x.name}.png"), x) for x in figures
-    ]
-    return written
-
-
-def _divergence_chart(plan: Plan, measure: str, title: str, others: str) -> charts.Plot:
-    """Return a matrix of KL by layer and candidate; ``others`` is the state of other layers."""
-    names = list(plan.layers[0].alone)
-    values = [[getattr(layer, measure)[name] for name in names] for layer in plan.layers]
-    labels = [name.replace(":", "\n").replace(",", "\n") for name in names]  # an option per line
-    figure = charts.matrix_chart(
-        values,
-        x=charts.Axis(label="candidate", ticks=dict(enumerate(labels))),
-        y=charts.Axis(label="layer", ticks=dict(enumerate(str(x.layer) for x in plan.layers))),
-        colormap="Reds",
-        cell_text=[[f"{value:.4f}" for value in row] for row in values],
-    )
-    text = f"KL of the predictions, in nats, all other layers {others}."
-    return charts.Plot(name=measure, title=title, text=text, figure=figure)
-
-
 class ProgressBar:
     """A progress bar per stage with its loss, shown by the main process only.
 
@@ -398,36 +349,3 @@ class ProgressBar:
         self.progress.update(
             self.tasks[stage], completed=step + 1, description=f"{stage}, loss {loss:.4f}"
         )
-
-
-def plan_table(plan: Plan) -> RichTable:
-    """Return a table of a plan: KL by layer and candidate, and each layer's choice."""
-    table = RichTable(
-        title="KL of the predictions in nats when only one layer is swapped",
-        caption=f"under the plan, without training: {plan.divergence:.4f} nats",
-    )
-    names = list(plan.layers[0].alone)
-    for column in ("layer", f"beyond {plan.window}", "entropy", *names, "choice"):
-        justify: Any = "left" if column == "choice" else "right"
-        table.add_column(Text(column), justify=justify, overflow="fold")
-    worst = max(max(layer.alone.values()) for layer in plan.layers)
-    for layer in plan.layers:
-        entry = plan.spec.for_layer(layer.layer)
-        options = ", ".join(f"{k}={v}" for k, v in entry.options.items())
-        cells = [
-            Text(f"{value:.4f}", _color(value / worst if worst else 0))
-            for value in layer.alone.values()
-        ]
-        table.add_row(
-            str(layer.layer),
-            f"{layer.beyond:.0%}",
-            f"{layer.entropy:.2f}",
-            *cells,
-            Text.assemble((entry.backend, "bold"), f" {options}"),
-        )
-    return table
-
-
-def _color(fraction: float) -> str:
-    """Return green for a small fraction of the largest KL, yellow, or red."""
-    return "red" if fraction > 0.5 else "yellow" if fraction > 0.1 else "green"

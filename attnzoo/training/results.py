@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from attnzoo.evaluation.decoding import measure_decoding
+from attnzoo.evaluation.decoding import measure_together
+from attnzoo.evaluation.margins import mean_of
 from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.swap.convert import original_attention
 from attnzoo.training.head_entropy import make_entropy_log
@@ -36,6 +37,7 @@ def complete(
             return run.finished
         run.evaluate_baselines()
         run.loop.entropy_log = make_entropy_log(run)
+        run.loop.keep_best = run.keep_best
         model, further = train(run)
         results = {**_collect(run, model, run.evaluate_result(model)), **further}
         run.save(model, results)
@@ -67,9 +69,17 @@ def decoding_cost(model: PreTrainedModel, run: Run) -> dict[str, Any]:
     lengths = [n for n in LENGTHS if limit is None or n + MARGIN <= limit]
     text = run.eval_batch.stream
     stream = text.repeat(-(-LENGTHS[-1] // len(text))).to(model.device)
-    costs = {}
-    for name in ("softmax", "result"):
-        with original_attention(model) if name == "softmax" else nullcontext():
-            cost = measure_decoding(model, stream, lengths)
-        costs[name] = {"milliseconds": cost.decode_ms, "cache_bytes": cost.cache_bytes}
-    return costs
+    contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
+        "softmax": lambda: original_attention(model),
+        "result": nullcontext,
+    }
+    costs = measure_together(model, contexts, stream, lengths)
+    return {
+        name: {
+            "milliseconds": cost.decode_ms,
+            "milliseconds_error": {n: mean_of(ms).error for n, ms in cost.rounds_ms.items()},
+            "busy": cost.busy,
+            "cache_bytes": cost.cache_bytes,
+        }
+        for name, cost in costs.items()
+    }

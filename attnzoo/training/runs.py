@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DistributedType, broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -32,6 +32,8 @@ from attnzoo.hf.saving.companions import copy_companions, move_files
 from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
+from attnzoo.training import best_state
+from attnzoo.training.best_state import BestState
 from attnzoo.training.checkpoints import (
     FOLDER,
     CheckpointError,
@@ -211,6 +213,7 @@ class Run:
             self.window = config.control or widest_window(self.model)
             self.equal = self.find_equal_window()
             self.model.to(self.accelerator.device)
+            self.held_out = held_out
             self.set_eval_data(held_out)
             if config.report_to:
                 self.accelerator.init_trackers("attnzoo")
@@ -409,6 +412,41 @@ class Run:
         tuned = self.train(load(), "softmax", steps, make_loss, load, before_step, **options)
         self.baselines.evaluate("softmax tuned", lambda: self.quality(tuned))
 
+    def keep_best(self, model: nn.Module, stage: Stage) -> BestState | None:
+        """Return what keeps the best state of a stage; ``None`` if the last one is kept.
+
+        The best state is neither kept under DeepSpeed, whose optimizer has the weights, nor under
+        context parallelism, where a process has a part of each row.
+        """
+        every = self.config.evaluate_every
+        if every == 0:
+            return None
+        if self.mesh is not None or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            self.log(f"{stage.name}: the last state is kept, not the best (DeepSpeed or cp_size)")
+            return None
+        rows = self.held_out
+        count = min(best_state.ROWS, len(rows))
+        chosen = [rows[i * len(rows) // count] for i in range(count)]
+        device = self.accelerator.device
+        generation = None if self.is_encoder else self.eval_batch.generation
+        return BestState(
+            stage,
+            model,
+            rows=[{k: x[None].to(device) for k, x in row.items()} for row in chosen],
+            generation=None
+            if generation is None or stage.name != "distil"  # transfer has no output of its own
+            else generation.to(device),
+            every=every,
+            autocast=self._autocast,
+            log=self.log if self.accelerator.is_main_process else lambda text: None,
+            rank=self.accelerator.process_index,
+        )
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        with self.accelerator.autocast(), self.loop.autocast():
+            yield
+
     def train(
         self,
         model: PreTrainedModel,
@@ -417,6 +455,8 @@ class Run:
         make_loss: Callable[[Any], Loss],
         load_model: Callable[[], PreTrainedModel],
         before_step: Callable[[int], None] = lambda step: None,
+        *,
+        rate_factor: float = 1.0,
         **options: Any,
     ) -> PreTrainedModel:
         """Train a model for one stage and return it with adapters merged.
@@ -428,9 +468,11 @@ class Run:
             make_loss: Returns the loss, given the model with adapters.
             load_model: Returns a model of the same architecture, which takes sharded weights.
             before_step: Called before each step.
+            rate_factor: Factor of the learning rates.
             options: Further arguments of :class:`Stage`.
         """
         prepared, groups = self.prepare(model)
+        groups = [{**group, "lr": group["lr"] * rate_factor} for group in groups]
         loss = make_loss(prepared)
         stage = Stage(
             name=name, steps=steps, groups=groups, loss=loss, before_step=before_step, **options

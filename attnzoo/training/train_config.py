@@ -30,6 +30,9 @@ class TrainConfig:
     repeat_share: float | None = None
     repeats_per_row: int = 1  # repeated segments in such a row
     judged_rows: int = 32  # held-out rows for evaluation
+    # steps between evaluations on held-out rows, by which a stage keeps its best state; None: a
+    # quarter of each stage; 0: never, and the last state is kept
+    evaluate_every: int | None = None
     control: int | None = None  # window of "window alone"; None: the swap's widest window
     # tokens for which the swap is meant: it is evaluated there too, and at twice as many, and the
     # window of equal memory is that of this length; None: row_length
@@ -70,6 +73,10 @@ class TrainConfig:
                 raise ConfigError(f"{name} must be above 0 and finite, got {rate}")
         if self.control is not None and self.control < 1:
             raise ConfigError(f"control must be at least 1 token, got {self.control}")
+        if self.evaluate_every is not None and self.evaluate_every < 0:
+            raise ConfigError(
+                f"evaluate_every must be at least 0 steps (0: never), got {self.evaluate_every}"
+            )
         if self.target_length is not None and self.target_length < 8:
             raise ConfigError(f"target_length must be at least 8 tokens, got {self.target_length}")
         if self.row_length < 8:

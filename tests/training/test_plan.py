@@ -8,9 +8,14 @@ import transformers as hf
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.data import make_eval_batch
+from attnzoo.evaluation.margins import speedup
 from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.training import plan as plan_module
+from attnzoo.training.budget import layer_sizes
 from attnzoo.training.calibrate import calibrate
+from attnzoo.training.candidates import forward_speedup
 from attnzoo.training.plan import (
+    LayerMeasure,
     Plan,
     Planner,
     count_exact_layers,
@@ -18,8 +23,8 @@ from attnzoo.training.plan import (
     read_plan,
     weights_fingerprint,
 )
+from attnzoo.training.plan_report import choice_text, write_plan_page
 from attnzoo.training.recover import RecoverConfig, recover
-from attnzoo.training.report import write_plan_page
 
 ROWS = torch.randint(3, 300, (6, 40), generator=torch.Generator().manual_seed(2))
 CANDIDATES = {
@@ -52,7 +57,7 @@ def test_attention_beyond_the_window_and_entropy(model):
     statistics = Planner(model, ROWS, CANDIDATES, window=5).attention_statistics()
     for number, weight in enumerate(weights):
         beyond = [weight[:, :, t, : t - 4].sum(-1) for t in range(5, 40)]
-        entropy = -(weight * weight.clamp(min=1e-30).log()).sum(-1).mean()
+        entropy = -(weight * weight.clamp(min=1e-30).log2()).sum(-1).mean()
         assert statistics[number][0] == pytest.approx(float(torch.stack(beyond).mean()), abs=1e-5)
         assert statistics[number][1] == pytest.approx(float(entropy), abs=1e-4)
 
@@ -162,7 +167,84 @@ def test_charts_of_a_plan(model, tmp_path):
     assert page.count("<svg") == 2
     assert all(f"{layer.alone['linear']:.4f}" in page for layer in layers)
     assert all(f"{layer.restored['near']:.4f}" in page for layer in layers)
-    assert "longformer" in page
+    assert choice_text(made, 0) == "longformer, window 16"
+    assert choice_text(made, 1) == "softmax (flash)"
+    assert "longformer, window 16" in page
+    assert '"backend"' not in page
+
+
+def long_rows(length, count=4):
+    return torch.randint(3, 300, (count, length), generator=torch.Generator().manual_seed(5))
+
+
+def test_candidates_that_rows_cannot_judge_are_left_out(model):
+    """A window of 32 reads every key of 32 tokens, and half of the tokens of 48 lose nothing."""
+    wide = attnzoo.AttentionSpec("longformer", window=32)
+    for length, reason in (
+        (32, "reads every key of rows of 32 tokens, and its loss there is 0"),
+        (48, "only the last 16 of the 48 tokens of a row have keys that it does not read"),
+    ):
+        planner = Planner(model, long_rows(length), {"wide": wide, "near": CANDIDATES["linear"]})
+        planner.judge(4096)
+        assert list(planner.candidates) == ["near"]
+        assert reason in planner.left_out["wide"]
+        assert "measure it on rows of" in planner.left_out["wide"]
+    planner = Planner(model, long_rows(64), {"wide": wide})
+    planner.judge(4096)
+    assert not planner.left_out
+    with pytest.raises(
+        SpecError, match=r"No candidate is left to plan with\. wide: it reads every"
+    ):
+        Planner(model, long_rows(32), {"wide": wide}).judge(4096)
+
+
+def test_a_vacuous_plan_is_refused(saved):
+    """Rows of 40 tokens cannot tell a window of 64 from softmax, whose KL there is 0."""
+    candidates = {"longformer:window=64": attnzoo.AttentionSpec("longformer", window=64)}
+    with pytest.raises(SpecError, match="rows of more than 80 tokens"):
+        make_plan(saved, ROWS, candidates)
+
+
+def test_candidates_that_save_nothing_are_left_out(model, monkeypatch):
+    spec = attnzoo.AttentionSpec("reformer", chunk_size=4, num_hashes=1)
+    candidates = {"lsh": spec, "near": CANDIDATES["linear"]}
+    rounds = {"slow": [1.0, 1.1] * 3, "fast": [0.1, 0.11] * 3}
+    for name, left in (("slow", {"lsh"}), ("fast", set())):
+        same = speedup([1.0, 1.1] * 3, rounds[name])
+        monkeypatch.setattr(plan_module, "forward_speedup", lambda *x, found=same: found)
+        planner = Planner(model, long_rows(128), candidates)
+        planner.judge(256)
+        assert set(planner.left_out) == left
+    assert forward_speedup(model, "flash", "flash", long_rows(64), 32).count == 6
+
+
+def test_the_window_of_equal_memory_stands_beside_a_candidate(model):
+    planner = Planner(model, long_rows(64), {"linear": CANDIDATES["linear"]})
+    planner.judge(1000)
+    (found,) = planner.summaries
+    sizes = layer_sizes(planner, "linear", 1000), layer_sizes(planner, "flash", 1000)
+    assert (found.cache_bytes, found.exact_bytes) == tuple(sum(x.values()) for x in sizes)
+    assert found.window == found.cache_bytes * 1000 // found.exact_bytes < 64
+    equal = Planner(
+        model, long_rows(64), {"w": attnzoo.AttentionSpec("flash", window=found.window)}
+    )
+    assert sum(found.window_rows) / 4 == pytest.approx(equal.divergence({0: "w", 1: "w"}), rel=1e-4)
+    assert found.winner() in ("the window", "the candidate", "no difference measured")
+
+
+def test_of_equally_good_candidates_the_cheapest_is_chosen(model):
+    planner = Planner(model, ROWS, CANDIDATES)
+    planner.cache_bytes = {"near": 10, "linear": 5}
+
+    def measure(near, linear):
+        rows = {"near": near, "linear": linear}
+        alone = {name: sum(x) / len(x) for name, x in rows.items()}
+        return LayerMeasure(
+            layer=0, beyond=0.0, entropy=0.0, alone=alone, restored=alone, alone_rows=rows
+        )
+
+    assert planner.best(measure([0.1, 0.2, 0.3], [0.11, 0.19, 0.31])) == "linear"
+    assert planner.best(measure([0.1, 0.2, 0.3], [0.21, 0.3, 0.41])) == "near"
 
 
 def test_invalid_plans_are_refused(model, tmp_path):

@@ -245,7 +245,7 @@ def test_incomplete_checkpoint_is_ignored(saved, text, spec, tmp_path, interrupt
 def test_resumed_run_reuses_baselines(saved, text, spec, tmp_path, monkeypatch, interrupt):
     interrupt(4, recover, saved, spec, [text], tmp_path / "out", config())
     kept = json.loads((tmp_path / "out" / "checkpoints" / "lines.json").read_text())
-    assert set(kept) == {"softmax", "raw swap", "window alone"}
+    assert set(kept) == {"softmax", "raw swap", "equal window", "window alone"}
     calls = []
     monkeypatch.setattr(runs, "quality", lambda *x, **y: calls.append(1) or quality(*x, **y))
     outcome = recover(saved, spec, [text], tmp_path / "out", config(), resume=True)

@@ -1,0 +1,189 @@
+"""What a candidate of a plan saves, at which length, and whether rows can judge it.
+
+A window of 128 tokens changes nothing in rows of 128 tokens: its loss there is 0, and says nothing
+about the length for which it is meant. A candidate is therefore judged only if
+
+- at least half of the tokens of the rows have keys that it does not read, found as the first
+  position at which its predictions differ from softmax's, and
+- at the length that the user means, its cache is smaller than softmax's, or its forward pass is
+  clearly faster (:mod:`attnzoo.evaluation.margins`).
+
+Beside each candidate stands the window of equal memory, which needs no training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from attnzoo.evaluation.decoding import layer_bytes
+from attnzoo.evaluation.margins import Difference, mean_of, paired, speedup
+from attnzoo.hf.seam import cache_argument
+from attnzoo.hf.swap.convert import restore, swap
+
+MEASURED_LENGTHS = (1024, 2048)  # tokens; beyond them the cache grows linearly or is constant
+SAME = 1e-6  # nats; below it, predictions are equal up to rounding
+ROUNDS = 6  # of timed forward passes
+Spec = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A candidate in all layers, untrained, beside the window of equal memory.
+
+    Attributes:
+        name: Its name on the command line.
+        length: The length that the user means, in tokens.
+        cache_bytes: Its cache at that length, all layers.
+        exact_bytes: Softmax's.
+        kl_rows: KL of the predictions in nats on each row.
+        window: Tokens of the window with as large a cache; ``None`` if the cache is not smaller
+            than softmax's.
+        window_rows: KL of that window on each row; empty if the rows are no longer than it.
+    """
+
+    name: str
+    length: int
+    cache_bytes: int
+    exact_bytes: int
+    kl_rows: list[float]
+    window: int | None
+    window_rows: list[float]
+
+    @property
+    def kl(self) -> Difference:
+        """Mean KL over the rows."""
+        return mean_of(self.kl_rows)
+
+    def winner(self) -> str:
+        """Return which of candidate and window changes predictions less, in words."""
+        if self.window is None:
+            return "its cache is as large as softmax's"
+        if not self.window_rows:
+            return f"the rows are not longer than the window ({self.window})"
+        more = paired(self.kl_rows, self.window_rows)
+        if not more.is_clear:
+            return "no difference measured"
+        return "the window" if more.mean > 0 else "the candidate"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes and the winner as JSON data."""
+        return {**vars(self), "winner": self.winner()}
+
+
+def token_divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return KL(teacher || student) of each prediction in nats, ``[B, T]``, of logits."""
+    student, teacher = (x.float().log_softmax(-1) for x in (student, teacher))
+    return F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+
+
+def first_difference(kl: Tensor) -> int | None:
+    """Return the first position whose predictions differ from softmax's; ``None`` if none does.
+
+    Args:
+        kl: KL of each prediction, ``[B, T]``.
+    """
+    different = (kl > SAME).any(0).nonzero()
+    return int(different[0, 0]) if len(different) else None
+
+
+def why_not_judged(kl: Tensor) -> str:
+    """Return why rows cannot judge a candidate, and which rows can, or ``""``.
+
+    Args:
+        kl: KL of each prediction with the candidate in all layers, ``[B, T]``.
+    """
+    length, first = kl.shape[1], first_difference(kl)
+    if first is None:
+        return (
+            f"it reads every key of rows of {length:,} tokens, and its loss there is 0 whatever "
+            f"the model; measure it on rows of more than {2 * length:,} tokens (--length)"
+        )
+    if length < 2 * first:
+        return (
+            f"only the last {length - first:,} of the {length:,} tokens of a row have keys that it "
+            f"does not read; measure it on rows of at least {2 * first:,} tokens (--length)"
+        )
+    return ""
+
+
+@torch.no_grad()
+def cache_sizes(
+    model: PreTrainedModel,
+    spec: Spec,
+    tokens: Tensor,
+    length: int,
+    numbers: Sequence[int],
+    limit: int | None = None,
+) -> dict[int, int]:
+    """Return the cache bytes of each layer at a length under a spec; the model is restored.
+
+    Lengths above 2,048 tokens, or the model's positions, are extrapolated from two shorter ones.
+
+    Args:
+        model: A model that is not swapped.
+        spec: The swap.
+        tokens: Tokens that fill the cache, repeated as needed.
+        length: Tokens of one sequence.
+        numbers: Layer indices.
+        limit: Positions of the model; ``None`` without a limit.
+    """
+    last = MEASURED_LENGTHS[-1] if limit is None else min(MEASURED_LENGTHS[-1], limit)
+    swap(model, spec)
+    try:
+        if length <= last:
+            return _filled_cache(model, tokens, length, numbers)
+        first = last // 2
+        short, long = (_filled_cache(model, tokens, n, numbers) for n in (first, last))
+    finally:
+        restore(model)
+    steps = (length - last) / (last - first)
+    return {n: long[n] + round((long[n] - short[n]) * steps) for n in numbers}
+
+
+def _row(tokens: Tensor, length: int) -> Tensor:
+    tokens = tokens.flatten()
+    return tokens.repeat(-(-length // len(tokens)))[:length][None]
+
+
+def _filled_cache(
+    model: PreTrainedModel, tokens: Tensor, length: int, numbers: Sequence[int]
+) -> dict[int, int]:
+    cache = DynamicCache(config=model.config)
+    model(_row(tokens, length), **cache_argument(cache), use_cache=True, logits_to_keep=1)
+    return {n: layer_bytes(cache.layers[n]) for n in numbers}
+
+
+@torch.no_grad()
+def forward_speedup(
+    model: PreTrainedModel, spec: Spec, exact: Spec, tokens: Tensor, length: int
+) -> Difference:
+    """Return the logarithm of softmax's time divided by a candidate's, over interleaved rounds.
+
+    Args:
+        model: A model that is not swapped; it is restored.
+        spec: The candidate in all layers.
+        exact: Softmax in all layers.
+        tokens: Tokens of the input, repeated as needed.
+        length: Tokens of one sequence.
+    """
+    row = _row(tokens, length)
+    seconds: Mapping[str, list[float]] = {"exact": [], "candidate": []}
+    for _ in range(ROUNDS):
+        for name, one in (("exact", exact), ("candidate", spec)):
+            swap(model, one)
+            try:
+                model(row, use_cache=False, logits_to_keep=1)  # allocates buffers
+                start = time.perf_counter()
+                model(row, use_cache=False, logits_to_keep=1)
+                seconds[name].append(time.perf_counter() - start)
+            finally:
+                restore(model)
+    return speedup(seconds["exact"], seconds["candidate"])

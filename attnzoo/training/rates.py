@@ -1,0 +1,78 @@
+r"""Learning rates of distillation, from how far the student is from its teacher.
+
+Rates that suit a student far from its teacher undo what transfer has learned in one that is close:
+the steps of Adam have the size of the rate, however small the gradient is, and their noise moves
+the student from its optimum by a KL that grows with the square of the rate. Rates are therefore
+multiplied by
+
+.. math:: \min(1, \sqrt{\mathrm{KL} / \mathrm{KL}_0})
+
+with the KL of the student's predictions on held-out rows before the stage, and
+:math:`\mathrm{KL}_0` = :data:`FAR` nats, that of students for which the rates were found.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+
+from attnzoo.hf.swap.convert import original_attention
+from attnzoo.report.atomic_write import atomic_write
+from attnzoo.training.candidates import token_divergence
+from attnzoo.training.checkpoints import FOLDER, explain_write_errors
+from attnzoo.training.transfer import evaluation_mode
+
+FAR = 0.3  # nats
+LEAST = 0.03  # smallest factor
+FILE = "rates.json"  # in the folder of the checkpoints, for a resumed run
+
+
+def rate_factor(kl: float) -> float:
+    """Return the factor of the rates for a student with a KL in nats."""
+    return min(1.0, max(LEAST, math.sqrt(kl / FAR)))
+
+
+@torch.no_grad()
+def held_out_divergence(model: Any, tokens: torch.Tensor) -> float:
+    """Return the mean KL of a swapped model's predictions from those with softmax, in nats.
+
+    Args:
+        model: A swapped causal model.
+        tokens: Held-out rows, ``[B, T]``.
+    """
+    total, device = 0.0, next(model.parameters()).device
+    with evaluation_mode(model):
+        for row in tokens.split(1):
+            row = row.to(device)
+            with original_attention(model):
+                teacher = model(row, use_cache=False).logits
+            total += float(token_divergence(model(row, use_cache=False).logits, teacher).mean())
+    return total / len(tokens)
+
+
+def distillation_factor(run: Any, model: Any) -> float:
+    """Return the factor of a run's distillation rates; a resumed run has the same one.
+
+    Args:
+        run: A :class:`attnzoo.training.runs.Run` of a causal model.
+        model: The student before distillation.
+    """
+    path = run.checkpoints.out / FOLDER / FILE
+    main = run.accelerator.is_main_process
+    known = json.loads(path.read_text("utf-8")) if main and path.is_file() else None
+    (known,) = broadcast_object_list([known])
+    if known is None:
+        kl = held_out_divergence(model, run.eval_batch.tokens[:16])
+        known = {"kl": kl, "factor": rate_factor(kl)}
+        if main:
+            with explain_write_errors(run.checkpoints):
+                atomic_write(path, json.dumps(known, allow_nan=False))
+    run.log(
+        f"distillation starts {known['kl']:.4f} nats from softmax; its rates are multiplied by "
+        f"{known['factor']:.2g}"
+    )
+    return float(known["factor"])

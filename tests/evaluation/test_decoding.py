@@ -1,0 +1,58 @@
+"""Decoding times: in alternation, and measured again where they cannot be right."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import transformers as hf
+
+from attnzoo.evaluation import decoding
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1},
+    )
+    return hf.LlamaForCausalLM(config).eval()
+
+
+class Clock:
+    """A clock that each timed token advances by the next of some durations."""
+
+    def __init__(self, durations):
+        self.now, self.durations, self.calls = 0.0, durations, 0
+
+    def __call__(self):
+        if self.calls % 2:
+            self.now += self.durations[self.calls // 2 % len(self.durations)]
+        self.calls += 1
+        return self.now
+
+
+STREAM = torch.arange(64)
+TOKENS = decoding.TIMED_TOKENS
+
+
+def test_contexts_are_timed_in_alternation(model, monkeypatch):
+    monkeypatch.setattr(decoding.time, "perf_counter", Clock([1.0, 3.0]))
+    contexts = {"a": nullcontext, "b": nullcontext}
+    costs = decoding.measure_together(model, contexts, STREAM, [8, 40])
+    assert costs["a"].decode_ms == {8: 1000, 40: 1000}
+    assert costs["b"].decode_ms == {8: 3000, 40: 3000}
+    assert len(costs["a"].rounds_ms[8]) == TOKENS
+    assert costs["a"].cache_bytes == {8: 8 * 2 * 16 * 4, 40: 40 * 2 * 16 * 4}
+    assert costs["a"].busy == []
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_times_that_cannot_be_right_are_measured_again(model, monkeypatch, again):
+    first = [0.44] * TOKENS + [0.03] * TOKENS
+    second = [0.03] * (2 * TOKENS) if again else first
+    monkeypatch.setattr(decoding.time, "perf_counter", Clock(first + second))
+    cost = decoding.measure_decoding(model, STREAM, [8, 40])
+    assert cost.decode_ms[40] == pytest.approx(30)
+    assert cost.decode_ms[8] == pytest.approx(30 if again else 440)
+    assert cost.busy == ([] if again else [8])
