@@ -55,6 +55,27 @@ CalibrationRows = Annotated[
     int,
     typer.Option(help="training rows whose attention the gates of delta start from; 0: none"),
 ]
+DistilLength = Annotated[
+    int | None, typer.Option(help="tokens per row of distillation; default: --length")
+]
+RateFactor = Annotated[
+    float | None,
+    typer.Option(
+        help="factor of the rates of distillation; default: from how far the student is from "
+        "softmax, and 1 if a rate is given"
+    ),
+]
+PlanLength = Annotated[
+    int | None, typer.Option(help="tokens per row; default: --target-length, or 512")
+]
+PlanTarget = Annotated[
+    int | None,
+    typer.Option(
+        min=8,
+        help="tokens for which the swap is meant: candidates that save neither memory nor time "
+        "there are left out; default: 4096, or the model's positions",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="measure and print, but write nothing")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an existing --out")]
 OPTION_OF = {"row_length": "length", "batch_size": "batch"}  # where a field has another name
@@ -80,17 +101,8 @@ def plan(
         typer.Option(help="BACKEND (by its presets) or BACKEND:NAME=VALUE,... (repeatable)"),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="rows to measure on")] = 8,
-    length: Annotated[
-        int | None, typer.Option(help="tokens per row; default: --target-length, or 512")
-    ] = None,
-    target_length: Annotated[
-        int | None,
-        typer.Option(
-            min=8,
-            help="tokens for which the swap is meant: candidates that save neither memory nor time "
-            "there are left out; default: 4096, or the model's positions",
-        ),
-    ] = None,
+    length: PlanLength = None,
+    target_length: PlanTarget = None,
     window: Annotated[int, typer.Option(min=1, help="report attention beyond so many tokens")] = 32,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
@@ -101,7 +113,6 @@ def plan(
     from attnzoo.training.budget import CacheBudget, parse_size
     from attnzoo.training.loading import load_rows
     from attnzoo.training.plan import make_plan
-    from attnzoo.training.plan_report import candidates_table, plan_table
     from attnzoo.training.train_config import TrainConfig
 
     if keep_softmax is not None and cache_bytes is not None:
@@ -126,10 +137,7 @@ def plan(
             target_length=target_length,
             on_step=lambda text: status.update(Text(text)),
         )
-    for name, reason in made_plan.left_out.items():
-        console.print(f"{name} is left out: {reason}", soft_wrap=True, highlight=False)
-    candidates_table(made_plan).print(console, wide=True)
-    console.print(plan_table(made_plan))
+    _print_plan(made_plan)
     if out is None or dry_run:
         console.print("Nothing was written; give --out FILE to save the plan.")
         return
@@ -145,6 +153,16 @@ def _candidate_specs(candidates: list[str] | None) -> dict[str, Any]:
         for text in [given] if ":" in given else preset_candidates([given]):
             specs[text] = spec_of(text)
     return specs
+
+
+def _print_plan(made_plan: Any) -> None:
+    """Print the candidates, those that are left out with the reason, and the choice."""
+    from attnzoo.training.plan_report import candidates_table, plan_table
+
+    for name, reason in made_plan.left_out.items():
+        console.print(f"{name} is left out: {reason}", soft_wrap=True, highlight=False)
+    candidates_table(made_plan).print(console, wide=True)
+    console.print(plan_table(made_plan))
 
 
 def _write_plan(made_plan: Any, out: Path, path: Path, rows: int) -> None:
@@ -176,19 +194,11 @@ def recover(
     calibration_rows: CalibrationRows = 0,
     distil_steps: Annotated[int, typer.Option(help="steps of distillation from softmax")] = 100,
     top_k: TopK = None,
-    distil_length: Annotated[
-        int | None, typer.Option(help="tokens per row of distillation; default: --length")
-    ] = None,
+    distil_length: DistilLength = None,
     distil_batch: Annotated[
         int | None, typer.Option(help="rows per step of distillation; default: --batch")
     ] = None,
-    rate_factor: Annotated[
-        float | None,
-        typer.Option(
-            help="factor of the rates of distillation; default: from how far the student is from "
-            "softmax, and 1 if a rate is given"
-        ),
-    ] = None,
+    rate_factor: RateFactor = None,
     cross_entropy: CrossEntropy = 0.0,
     hidden_states: HiddenStates = 0.0,
     train: Train = "lora",

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnzoo.compare.fit import Curve, best_exact, crossover
+from attnzoo.compare.cases import BASELINE
+from attnzoo.compare.fit import Curve, best_exact, clear_gain, clearly_faster, crossover
+from attnzoo.compare.memory import equal_windows
 from attnzoo.compare.workers import OK
+from attnzoo.evaluation.cost_laws import BUSY
+from attnzoo.evaluation.margins import mean_of, paired
 from attnzoo.evaluation.results import Row
 from attnzoo.report.format import format_bytes, format_length, significant
 
@@ -27,11 +31,18 @@ class QualitySummary:
         embeddings: Whether the quality is that of embeddings.
         copy: Fraction of a second copy predicted correctly, mean over distances; ``None`` if exact
             attention does not predict it.
+        rows: ``cost`` of each row; empty if it is not known.
     """
 
     cost: float
     embeddings: bool = False
     copy: float | None = None
+    rows: Sequence[float] = ()
+
+    @property
+    def error(self) -> float | None:
+        """Standard error of the cost over the rows; ``None`` if it is not known."""
+        return mean_of(self.rows).error if len(self.rows) > 1 else None
 
     @property
     def acceptable(self) -> bool:
@@ -41,8 +52,11 @@ class QualitySummary:
     def describe(self, digits: int = 2) -> str:
         """Return the cost as text, after the name of the attention."""
         if self.embeddings:
-            return f"has a mean cosine of {1 - self.cost:.{digits + 1}f} to the original embeddings"
-        return f"costs {self.cost:+.{digits}f} bits per byte"
+            error = "" if self.error is None else f" ± {self.error:.{digits + 1}f}"
+            cosine = f"{1 - self.cost:.{digits + 1}f}{error}"
+            return f"has a mean cosine of {cosine} to the original embeddings"
+        error = "" if self.error is None else f" ± {self.error:.{digits}f}"
+        return f"costs {self.cost:+.{digits}f}{error} bits per byte"
 
 
 def losses(measured: Sequence[Row]) -> dict[str, float]:
@@ -85,19 +99,32 @@ def qualities(rows: Sequence[Row]) -> dict[str, QualitySummary]:
         return {}
     if measured and "cosine" in measured[0]:
         return {
-            row["attention"]: QualitySummary(cost=1 - row["cosine"], embeddings=True)
+            row["attention"]: QualitySummary(
+                cost=1 - row["cosine"],
+                embeddings=True,
+                rows=[1 - x for x in row.get("cosine_rows", ())],
+            )
             for row in measured
         }
     able = max((_mean(row["copy_by_distance"]) or 0 for row in measured if row["exact"]), default=0)
     costs = losses(measured)
+    exact = [row for row in measured if row["exact"]]
+    best = min(exact, key=lambda row: float(row["bits_per_byte"]), default={})
     return {
         row["attention"]: QualitySummary(
             cost=costs[row["attention"]],
+            rows=_row_costs(row.get("rows", ()), best.get("rows", ())),
             copy=_mean(row["copy_by_distance"]) if able >= ABLE else None,
         )
         for row in measured
         if costs
     }
+
+
+def _row_costs(rows: Sequence[float], exact: Sequence[float]) -> list[float]:
+    if len(rows) != len(exact):  # of an earlier run, or none
+        return []
+    return [x - y for x, y in zip(rows, exact, strict=True)]
 
 
 def _mean(fractions: dict[str, float]) -> float | None:
@@ -116,6 +143,21 @@ def speedups(curves: Sequence[Curve], length: int) -> dict[str, float]:
     }
 
 
+def clear_speedups(curves: Sequence[Curve], length: int) -> dict[str, float]:
+    """Return the speed-ups at a length that are at least ``MIN_SPEEDUP`` and clear over rounds."""
+    clear = {c.attention for c in curves if not c.exact and length in clearly_faster(c, curves)}
+    fast = speedups(curves, length)
+    return {name: x for name, x in fast.items() if x >= MIN_SPEEDUP and name in clear}
+
+
+def _times(name: str, factor: float, curves: Sequence[Curve], length: int) -> str:
+    """Return a speed-up with its standard error over rounds, such as ``"2.6 ± 0.1 times"``."""
+    (curve,) = (c for c in curves if c.attention == name)
+    gain = clear_gain(curve, curves, length)
+    error = 0.0 if gain is None else factor * gain.error
+    return f"{significant(factor, 2)} ± {significant(error, 1)} times"
+
+
 def headline(curves: Sequence[Curve], rows: Sequence[Row], missing: str = "") -> str:
     """Return the main finding: the best attention, from which length on, and its quality.
 
@@ -129,22 +171,23 @@ def headline(curves: Sequence[Curve], rows: Sequence[Row], missing: str = "") ->
     if not exact:
         return "No exact attention could be measured, so there is no baseline to compare with."
     longest = max(exact)
-    faster = {k: x for k, x in speedups(curves, longest).items() if x >= MIN_SPEEDUP}
+    faster = clear_speedups(curves, longest)
     if not faster:
         return (
-            f"Up to {format_length(longest)} tokens, nothing that was measured is faster than "
-            "exact attention: keep flash."
+            f"At {format_length(longest)} tokens, nothing that was measured is clearly faster than "
+            f"exact attention: keep flash.{_busy(curves)}"
         )
     good = {k: x for k, x in faster.items() if k in quality and quality[k].acceptable}
     pool = good or faster
     best = max(pool, key=lambda name: pool[name])
     costs = {curve.attention: curve.ms for curve in curves}
-    start = crossover(costs[best], exact)
-    assert start is not None  # it is faster at the longest length
+    (curve,) = (curve for curve in curves if curve.attention == best)
+    start = crossover(costs[best], exact, clearly_faster(curve, curves))
+    assert start is not None  # it is clearly faster at the longest length
     since = f"From {'at most ' if start.at_most else ''}{format_length(start.length)} tokens on"
     finding = (
-        f"{since}, {best} is faster than exact attention, {significant(pool[best], 2)} times at "
-        f"{format_length(longest)}"
+        f"{since}, {best} is faster than exact attention, "
+        f"{_times(best, pool[best], curves, longest)} at {format_length(longest)}"
     )
     if best not in quality:
         return f"{finding}; {_unknown(best, rows, missing)}."
@@ -159,6 +202,17 @@ def headline(curves: Sequence[Curve], rows: Sequence[Row], missing: str = "") ->
     return (
         f"{finding}, but {found.describe()} without training, and every faster attention {limit}: "
         "train it, or keep flash."
+    )
+
+
+def _busy(curves: Sequence[Curve]) -> str:
+    """Return a sentence about times that cannot be right, or ``""``."""
+    names = [curve.attention for curve in curves if curve.busy]
+    if not names:
+        return ""
+    return (
+        f" The times of {', '.join(names)} contradict each other, also when measured again: "
+        f"{BUSY}. Measure on an idle machine (--fresh)."
     )
 
 
@@ -190,25 +244,58 @@ def paragraph(
     parts = [headline(curves, rows, missing)]
     if exact:
         longest = max(exact)
-        fast = speedups(curves, longest)
-        if max(fast.values(), default=0.0) >= MIN_SPEEDUP:
+        fast = clear_speedups(curves, longest)
+        if fast:
             best = max(fast, key=lambda name: fast[name])
             parts.append(
-                f"The fastest at {format_length(longest)} is {best}, {significant(fast[best], 2)} "
-                f"times{_quality_clause(best, quality)}."
+                f"The fastest at {format_length(longest)} is {best}, "
+                f"{_times(best, fast[best], curves, longest)}{_quality_clause(best, quality)}."
+                f"{_busy(curves)}"
             )
         parts.append(_memory(curves, longest, mode))
     control = quality.get(CONTROL)
     if control:
-        worse = [name for name, found in quality.items() if found.cost > control.cost]
+        worse = [name for name, found in quality.items() if _costs_more(found, control)]
         if worse:
             parts.append(
                 f"The control, a window of 32 tokens, {control.describe()}; {len(worse)} of "
                 f"{len(quality)} attentions are worse without training, and need training to be "
                 "useful."
             )
+    parts.append(_at_equal_memory(rows, quality))
     parts.append(_next_command(curves, rows, quality, exact, model))
     return " ".join(part for part in parts if part)
+
+
+def _at_equal_memory(rows: Sequence[Row], quality: dict[str, QualitySummary]) -> str:
+    """Return which attentions are better than the window with as large a cache, or ``""``."""
+    found: dict[str, list[str]] = {"better": [], "worse": [], "not": []}
+    for name, window in equal_windows(rows).items():
+        other = quality.get(f"{BASELINE} window {window}")
+        own = quality.get(name)
+        if window is None or other is None or own is None or own is other:
+            continue
+        if len(own.rows) != len(other.rows):
+            continue
+        more = paired(own.rows, other.rows)
+        key = "worse" if more.is_positive else "better" if more.is_negative else "not"
+        found[key].append(f"{name} ({window}: {more} bits per byte)")
+    parts = []
+    for key, words in (
+        ("better", "costs less than"),
+        ("worse", "costs more than"),
+        ("not", "is not measured to differ from"),
+    ):
+        if found[key]:
+            parts.append(f"{', '.join(found[key])} {words} its window of equal memory")
+    return f"Without training, {'; '.join(parts)}." if parts else ""
+
+
+def _costs_more(found: QualitySummary, control: QualitySummary) -> bool:
+    """Return whether an attention clearly costs more than the control, over the same rows."""
+    if len(found.rows) != len(control.rows):
+        return False
+    return paired(found.rows, control.rows).is_positive
 
 
 def _quality_clause(name: str, quality: dict[str, QualitySummary]) -> str:
@@ -247,8 +334,8 @@ def _next_command(
     model: str,
 ) -> str:
     """Return the command for an attention that is faster and has a measured quality."""
-    fast = speedups(curves, max(exact)) if exact else {}
-    known = {k: x for k, x in fast.items() if x >= MIN_SPEEDUP and k in quality}
+    fast = clear_speedups(curves, max(exact)) if exact else {}
+    known = {k: x for k, x in fast.items() if k in quality}
     if not known:
         return ""
     good = {k: x for k, x in known.items() if quality[k].acceptable}

@@ -7,10 +7,11 @@ tables, plots and fits are those of the fastest round, which has the least noise
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from attnzoo.compare.workers import OK
+from attnzoo.evaluation.margins import Difference, combined, speedup
 from attnzoo.evaluation.results import Row
 
 FITTED = 4  # longest lengths that enter a fit; short ones are dominated by overhead
@@ -28,7 +29,10 @@ class Curve:
         peak_bytes: Peak memory per row.
         cache_bytes: Memory kept between decoding steps, per row.
         spread: Longest minus shortest round, divided by the median.
+        slowest_ms: Milliseconds per row of the slowest round.
         missing: Why a length has no cost.
+        gain: Logarithm of the baseline's time divided by this one's, over alternating rounds.
+        busy: Lengths whose times contradict those of others: the machine was busy.
     """
 
     attention: str
@@ -37,7 +41,10 @@ class Curve:
     peak_bytes: dict[int, float] = field(default_factory=dict)
     cache_bytes: dict[int, float] = field(default_factory=dict)
     spread: dict[int, float] = field(default_factory=dict)
+    slowest_ms: dict[int, float] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)
+    gain: dict[int, Difference] = field(default_factory=dict)
+    busy: list[int] = field(default_factory=list)
 
     @property
     def exponent(self) -> float | None:
@@ -63,6 +70,11 @@ def make_curves(rows: Iterable[Row]) -> list[Curve]:
         curve.ms[length] = row["min_ms"] / count
         curve.peak_bytes[length] = row["peak_bytes"] / count
         curve.spread[length] = row["spread"]
+        curve.slowest_ms[length] = (row["min_ms"] + row["spread"] * row["median_ms"]) / count
+        if row.get("baseline_ms"):
+            curve.gain[length] = speedup(row["baseline_ms"], row["rounds_ms"])
+        if row.get("busy"):
+            curve.busy.append(length)
         if row.get("kept_bytes") is not None:
             curve.cache_bytes[length] = row["kept_bytes"] / count
     return list(curves.values())
@@ -110,6 +122,34 @@ def best_exact(curves: Iterable[Curve]) -> dict[int, float]:
     return best
 
 
+def clearly_faster(curve: Curve, curves: Sequence[Curve]) -> list[int]:
+    """Return the lengths at which a curve is clearly below the best exact one."""
+    gains = {n: clear_gain(curve, curves, n) for n in curve.ms}
+    return [n for n, gain in gains.items() if gain is not None and gain.is_positive]
+
+
+def clear_gain(curve: Curve, curves: Iterable[Curve], length: int) -> Difference | None:
+    """Return the logarithm of the best exact attention's time divided by a curve's.
+
+    ``None`` if the two were not timed in the same rounds, or the machine was busy.
+
+    Args:
+        curve: The curve of an approximation.
+        curves: All curves of its group.
+        length: In tokens.
+    """
+    exact = [x for x in curves if x.exact and length in x.ms]
+    if length in curve.busy or length not in curve.gain or not exact:
+        return None
+    best = min(exact, key=lambda x: x.ms[length])
+    if length not in best.gain:  # the baseline itself
+        return None if length in best.busy else curve.gain[length]
+    other = best.gain[length]
+    if other.mean <= 0:
+        return curve.gain[length]
+    return combined(curve.gain[length], replace(other, mean=-other.mean))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Crossover:
     """Length from which on an attention is faster than the best exact one.
@@ -125,22 +165,35 @@ class Crossover:
     at_most: bool = False
 
 
-def crossover(costs: Mapping[int, float], exact: Mapping[int, float]) -> Crossover | None:
-    """Return the length from which on ``costs`` stay below ``exact``; ``None`` without one."""
+def crossover(
+    costs: Mapping[int, float],
+    exact: Mapping[int, float],
+    clear: Collection[int] | None = None,
+) -> Crossover | None:
+    """Return the length from which on ``costs`` stay below ``exact``; ``None`` without one.
+
+    Args:
+        costs: Milliseconds by length.
+        exact: Those of the best exact attention.
+        clear: The lengths at which ``costs`` are clearly below ``exact``; others do not count as
+            faster. All when ``None``.
+    """
     lengths = sorted(set(costs) & set(exact))
     if not lengths:
         return None
     gap = {n: math.log(costs[n] / exact[n]) for n in lengths}  # negative where it is faster
-    slower = [n for n in lengths if gap[n] >= 0]
+    slower = [n for n in lengths if gap[n] >= 0 or (clear is not None and n not in clear)]
     if not slower:
         return Crossover(length=lengths[0], at_most=True)
     last = slower[-1]
     if last != lengths[-1]:
         after = lengths[lengths.index(last) + 1]
+        if gap[last] < 0:  # faster, but not clearly
+            return Crossover(length=after)
         share = gap[last] / (gap[last] - gap[after])
         return Crossover(length=last * (after / last) ** share)
     own, other = exponent(costs), exponent(exact)
-    if own is None or other is None or own >= other:
+    if own is None or other is None or own >= other or gap[last] < 0:
         return None
     distance = gap[last] / (other - own)  # a logarithm, as nearly equal slopes meet very far away
     if distance > math.log(HORIZON):

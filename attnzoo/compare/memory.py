@@ -10,14 +10,17 @@ from typing import Any
 from attnzoo.compare.cases import CostCase, ModelInfo, is_exact
 from attnzoo.compare.workers import OK, REFUSED
 from attnzoo.errors import AttnzooError
+from attnzoo.evaluation.equal_memory import equal_window
 from attnzoo.evaluation.memory import MemoryCase
 from attnzoo.evaluation.memory_fit import estimate
 from attnzoo.evaluation.memory_tables import memory_table
 from attnzoo.evaluation.results import Row, append
 from attnzoo.report.format import format_length
 from attnzoo.report.table import Table
+from attnzoo.spec import AttentionSpec
 
 KIND = "memory"
+EQUAL = "equal window"
 
 
 def add_memory(
@@ -58,6 +61,46 @@ def _compute(case: CostCase, info: ModelInfo) -> dict[str, Any]:
         return {"status": OK, "computed": estimate(wanted).to_dict()}
     except AttnzooError as error:
         return {"status": REFUSED, "reason": str(error)}
+
+
+def add_equal_windows(
+    cases: Sequence[CostCase],
+    info: ModelInfo,
+    out: Path,
+    about: Row,
+    rows: list[Row],
+) -> list[Row]:
+    """Compute and append the window of equal memory of every approximation; return all rows.
+
+    Args:
+        cases: One case of each attention, at the longest length.
+        info: The model, which generates.
+        out: Folder of results.
+        about: Fields that all rows of the run share.
+        rows: All rows.
+    """
+    known = {row["key"] for row in rows}
+    for case in cases:
+        key = f"{EQUAL} {case.key()}"
+        if is_exact(case.spec) or key in known:
+            continue
+        try:
+            found = equal_window(Path(info.path), AttentionSpec.from_dict(case.spec), case.T)
+            result: Row = {"status": OK, "window": found.widest or None, **found.to_dict()}
+        except AttnzooError as error:
+            result = {"status": REFUSED, "reason": str(error)}
+        row = {**about, "kind": EQUAL, "key": key, **asdict(case), **result, "exact": False}
+        rows = [*rows, append(out, row)]
+    return rows
+
+
+def equal_windows(rows: Sequence[Row]) -> dict[str, int | None]:
+    """Return the window of equal memory of each attention; ``None`` if it keeps all keys."""
+    return {
+        row["attention"]: row["window"]
+        for row in rows
+        if row["kind"] == EQUAL and row["status"] == OK
+    }
 
 
 def memory_cases(cases: Sequence[CostCase]) -> list[CostCase]:

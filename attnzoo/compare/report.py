@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,16 @@ from rich.console import Console
 
 from attnzoo.compare.advice import paragraph, speedups
 from attnzoo.compare.cases import LEVELS
-from attnzoo.compare.fit import HORIZON, Curve, best_exact, crossover, interpolate, make_curves
+from attnzoo.compare.fit import (
+    HORIZON,
+    Curve,
+    best_exact,
+    clear_gain,
+    clearly_faster,
+    crossover,
+    interpolate,
+    make_curves,
+)
 from attnzoo.compare.memory import computed_memory_table
 from attnzoo.compare.run import group_costs
 from attnzoo.compare.tables import MODE_NAMES, cost_table, group_title, not_measured, quality_table
@@ -22,6 +32,8 @@ from attnzoo.report.format import byte_unit, format_length
 
 PAGE = "report.html"
 Group = tuple[str, str, str]  # device, level, mode
+# lower and upper ends of the bars of a curve's points
+Spread = Callable[[Curve, Mapping[int, float]], tuple[list[float], list[float]]]
 
 
 def group_curves(rows: Sequence[Row]) -> dict[Group, list[Curve]]:
@@ -127,15 +139,16 @@ def cost_plots(group: Group, curves: Sequence[Curve]) -> list[Plot]:
         Plot(
             name=f"time-{name}",
             title=title,
-            text="Milliseconds per row, fastest round. A star marks the length from which on an "
-            "attention is faster than the best exact one; open markers and thin lines are "
-            "predictions.",
+            text="Milliseconds per row: points are the fastest round, bars reach to the slowest. A "
+            "star marks the length from which on an attention is clearly faster than the best "
+            "exact one; open markers and thin lines are predictions.",
             figure=_time(curves),
         ),
         Plot(
             name=f"speedup-{name}",
             title=f"{title}: speed-up",
-            text="Time of the best exact attention divided by the time of each attention.",
+            text="Time of the best exact attention divided by the time of each attention; bars are "
+            "standard errors over rounds of both in alternation.",
             figure=_speedup(curves),
         ),
         Plot(
@@ -152,15 +165,26 @@ def _lengths(curves: Sequence[Curve]) -> list[int]:
 
 
 def _over_length(
-    curves: Sequence[Curve], values: Callable[[Curve], Mapping[int, float]], unit: float = 1.0
+    curves: Sequence[Curve],
+    values: Callable[[Curve], Mapping[int, float]],
+    unit: float = 1.0,
+    spread: Spread | None = None,
 ) -> list[Series]:
-    """Return one line per attention that has values; colours are the same in all plots."""
+    """Return one line per attention that has values; colours are the same in all plots.
+
+    ``spread`` returns the ends of the bars at the given points.
+    """
     lines = []
     for index, curve in enumerate(curves):
         points = values(curve)
         if points:
             heights = [value / unit for value in points.values()]
-            lines.append(Series(name=curve.attention, x=list(points), y=heights, style=index))
+            low, high = (None, None) if spread is None else spread(curve, points)
+            lines.append(
+                Series(
+                    name=curve.attention, x=list(points), y=heights, low=low, high=high, style=index
+                )
+            )
     return lines
 
 
@@ -168,7 +192,7 @@ def _time(curves: Sequence[Curve]) -> Any:
     """Draw time over length with crossovers and predictions."""
     lengths, exact = _lengths(curves), best_exact(curves)
     horizon = HORIZON * lengths[-1]
-    series = _over_length(curves, lambda curve: curve.ms)
+    series = _over_length(curves, lambda curve: curve.ms, spread=_rounds)
     for index, curve in enumerate(curves):
         predicted = curve.predicted_ms(horizon)
         if predicted is not None:
@@ -182,7 +206,9 @@ def _time(curves: Sequence[Curve]) -> Any:
                     kind="prediction",
                 )
             )
-        start = crossover(curve.ms, exact) if curve.ms and not curve.exact else None
+        start = None
+        if curve.ms and not curve.exact and not curve.busy:
+            start = crossover(curve.ms, exact, clearly_faster(curve, curves))
         if start is not None and not start.at_most:
             series.append(
                 Series(
@@ -197,16 +223,27 @@ def _time(curves: Sequence[Curve]) -> Any:
     return line_chart(series, x=axis, y=Axis(label="milliseconds per row", log=True))
 
 
+def _rounds(curve: Curve, points: Mapping[int, float]) -> tuple[list[float], list[float]]:
+    """Return the fastest and the slowest round."""
+    return list(points.values()), [curve.slowest_ms[n] for n in points]
+
+
 def _speedup(curves: Sequence[Curve]) -> Any:
-    """Draw the speed-up over the best exact attention."""
+    """Draw the speed-up over the best exact attention, with standard errors over the rounds."""
     lengths = _lengths(curves)
     fast = {n: speedups(curves, n) for n in lengths}
 
     def of(curve: Curve) -> dict[int, float]:
         return {n: fast[n][curve.attention] for n in lengths if curve.attention in fast[n]}
 
+    def errors(curve: Curve, points: Mapping[int, float]) -> tuple[list[float], list[float]]:
+        gains = {n: clear_gain(curve, curves, n) for n in points}
+        error = {n: 0.0 if gain is None else gain.error for n, gain in gains.items()}
+        low = [x * math.exp(-error[n]) for n, x in points.items()]
+        return low, [x * math.exp(error[n]) for n, x in points.items()]
+
     return line_chart(
-        _over_length(curves, of),
+        _over_length(curves, of, spread=errors),
         x=length_axis(lengths, "tokens"),
         y=Axis(label="times faster than exact attention", log=True),
         reference=1.0,

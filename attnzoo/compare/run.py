@@ -6,8 +6,8 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,12 @@ from attnzoo.compare.cases import (
     is_exact,
     make_cases,
 )
-from attnzoo.compare.memory import add_memory, memory_cases
+from attnzoo.compare.memory import (
+    add_equal_windows,
+    add_memory,
+    equal_windows,
+    memory_cases,
+)
 from attnzoo.compare.workers import (
     NOT_RUN,
     OK,
@@ -38,8 +43,9 @@ from attnzoo.compare.workers import (
     measure_quality,
 )
 from attnzoo.errors import SpecError, did_you_mean
+from attnzoo.evaluation.cost_laws import contradicted
 from attnzoo.evaluation.embeddings import EmbeddingEvalBatch, make_embedding_batch
-from attnzoo.evaluation.models import is_embedded, max_positions, model_path
+from attnzoo.evaluation.models import is_embedded, max_positions, model_path, spec_label
 from attnzoo.evaluation.recall import RecallEvalBatch, make_recall_batch
 from attnzoo.evaluation.results import FORMAT, Row, append, commit, open_results
 from attnzoo.evaluation.timing import machine
@@ -241,6 +247,13 @@ def compare(
     )
     if batch:
         done += len(sizes)
+        if sizes and info.generates:
+            rows = add_equal_windows(sizes, info, config.out, about, rows)
+            known = {spec_label(spec) for spec in specs}
+            windows = {w for w in equal_windows(rows).values() if w and w < batch.shape[1]}
+            for window in sorted(windows):  # measured beside the attentions, without cost
+                spec = AttentionSpec(BASELINE, window=window)
+                specs = [*specs, spec] if spec_label(spec) not in known else specs
         rows = _measure_quality(
             specs, info, workers, config.out, about, rows, batch,
             lambda n, name: on_progress(done + n, total, name),
@@ -320,32 +333,78 @@ def _measure_costs(
     """Measure and append every case that has no row; return all rows."""
     known = {row["key"]: row for row in rows if row["kind"] == "cost"}
     failed: dict[tuple[str, ...], CostCase] = {}
-    seconds: dict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
-    found = []
+    curves: dict[tuple[str, ...], dict[int, Row]] = defaultdict(dict)
+    found: dict[str, Row] = {}
+    baselines = {_place(case): case for case in cases if is_baseline(case)}
+
+    def run(case: CostCase, **marks: Any) -> Row:
+        other = baselines.get(_place(case))
+        row = None if other is None or other == case else found.get(other.key())
+        pair = () if row is None else (other, workers.timeout / 2)
+        arguments = (case, info, config.min_run_time, *pair)
+        result = workers.run(measure_cost, *arguments, device=case.device)
+        return save(case, {**result, **marks})
+
+    def save(case: CostCase, result: Row) -> Row:
+        row: Row = {**about, "kind": "cost", "key": case.key(), **asdict(case), **result}
+        return append(config.out, row | {"exact": is_exact(case.spec)})
+
     for number, case in enumerate(cases):
         on_progress(number, f"{case.level}, {case.T} tokens, {case.attention}")
         curve = (case.device, case.level, case.mode, json.dumps(case.spec))
         row = known.get(case.key())
         if row is None:
+            times = {n: x["median_ms"] / 1000 for n, x in curves[curve].items()}
             reason = (
                 f"it already failed at {failed[curve].T} tokens"
                 if curve in failed
-                else predicted_timeout(seconds[curve], case, workers.timeout)
+                else predicted_timeout(times, case, workers.timeout)
             )
-            result = (
-                {"status": NOT_RUN, "reason": reason}
-                if reason
-                else workers.run(measure_cost, case, info, config.min_run_time, device=case.device)
-            )
-            row = {**about, "kind": "cost", "key": case.key(), **asdict(case), **result}
-            row = append(config.out, row | {"exact": is_exact(case.spec)})
+            row = save(case, {"status": NOT_RUN, "reason": reason}) if reason else run(case)
+        found[case.key()] = row
         if row["status"] in STOPS:
             failed.setdefault(curve, case)
         elif row["status"] == OK:
-            seconds[curve][case.T] = row["median_ms"] / 1000
-        found.append(row)
-    keys = {row["key"] for row in found}
-    return [row for row in rows if row["key"] not in keys] + found
+            curves[curve][case.T] = row
+            for again in measure_again(curves[curve], case):
+                on_progress(number, f"again: {case.level}, {again.T} tokens, {case.attention}")
+                new = run(again, again=True)
+                if new["status"] == OK:
+                    found[again.key()] = curves[curve][again.T] = new
+            for length in busy_lengths(curves[curve], case):
+                marked = curves[curve][length]
+                if not marked.get("busy"):
+                    marked = append(config.out, {**marked, "busy": True})
+                    found[marked["key"]] = curves[curve][length] = marked
+    return [row for row in rows if row["key"] not in found] + list(found.values())
+
+
+def is_baseline(case: CostCase) -> bool:
+    """Return whether a case is that of the exact attention beside which others are timed."""
+    return bool(case.spec["backend"] == BASELINE and is_exact(case.spec))
+
+
+def _place(case: CostCase) -> tuple[Any, ...]:
+    """Return what cases that are compared have in common."""
+    return case.device, case.level, case.mode, case.T, case.B, case.dtype
+
+
+def busy_lengths(rows: Mapping[int, Row], case: CostCase) -> list[int]:
+    """Return the lengths whose times those of longer inputs contradict.
+
+    Args:
+        rows: Measured rows of one attention by length.
+        case: A case of the same attention, level, mode and device.
+    """
+    fastest = {n: row["min_ms"] / row["B"] for n, row in rows.items()}
+    return contradicted(fastest, all_tokens=case.device == "cpu" and case.mode != "decode")
+
+
+def measure_again(rows: Mapping[int, Row], case: CostCase) -> list[CostCase]:
+    """Return the cases to measure again: contradicted ones, and the last one, once each."""
+    wrong = busy_lengths(rows, case)
+    lengths = [n for n in (*wrong, case.T) if not rows[n].get("again")] if wrong else []
+    return [replace(case, T=n, B=rows[n]["B"]) for n in lengths]
 
 
 def predicted_timeout(seconds: dict[int, float], case: CostCase, limit: float) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attnzoo.compare.advice import losses, speedups
-from attnzoo.compare.fit import HORIZON, Curve, best_exact, crossover
+from attnzoo.compare.fit import HORIZON, Curve, best_exact, clearly_faster, crossover
+from attnzoo.compare.memory import equal_windows
 from attnzoo.compare.workers import NOT_RUN, OK
 from attnzoo.evaluation.results import Row
 from attnzoo.report.format import format_bytes, format_length, number, significant
@@ -56,8 +57,8 @@ def cost_table(curves: Sequence[Curve], group: tuple[str, str, str]) -> Table:
                 _predicted(curve, horizon),
                 _percent(max(curve.spread.values(), default=None)),
                 "" if curve.exact else number(fast.get(curve.attention), 1),
-                "-" if power is None else f"T^{power:.2f}",
-                _crossover(curve, exact),
+                "busy" if curve.busy else "-" if power is None else f"T^{power:.2f}",
+                _crossover(curve, curves, exact),
                 format_bytes(sizes.get(longest)),
             ]
         )
@@ -66,13 +67,14 @@ def cost_table(curves: Sequence[Curve], group: tuple[str, str, str]) -> Table:
         rows=rows,
         title=group_title(*group),
         caption="Milliseconds per row, fastest round. Spread: slowest minus fastest round, in % of "
-        "the median; the largest of all lengths.",
+        "the median; the largest of all lengths. Faster from: where the difference is clear over "
+        "rounds that alternate with exact attention's. Busy: times that contradict each other.",
     )
 
 
 def _cost(curve: Curve, length: int) -> str:
     if length in curve.ms:
-        return significant(curve.ms[length])
+        return significant(curve.ms[length]) + (" (busy)" if length in curve.busy else "")
     reason = curve.missing.get(length, NOT_RUN).split(":")[0]
     predicted = curve.predicted_ms(length)
     return f"{_predicted(curve, length)} ({reason})" if predicted is not None else reason
@@ -83,11 +85,13 @@ def _predicted(curve: Curve, length: int) -> str:
     return "-" if value is None else f"~{significant(value, 2)}"
 
 
-def _crossover(curve: Curve, exact: dict[int, float]) -> str:
-    """Return the length from which on an attention is faster; ~ marks a prediction."""
+def _crossover(curve: Curve, curves: Sequence[Curve], exact: dict[int, float]) -> str:
+    """Return the length from which on an attention is clearly faster; ~ marks a prediction."""
     if curve.exact:
         return ""
-    found = crossover(curve.ms, exact)
+    if curve.busy:
+        return "busy"
+    found = crossover(curve.ms, exact, clearly_faster(curve, curves))
     if found is None:
         return "not seen"
     sign = "~" if found.predicted else "<= " if found.at_most else ""
@@ -106,7 +110,7 @@ def quality_table(rows: Sequence[Row]) -> Table | None:
         return None
     if "cosine" in measured[0]:
         return _embedding_table(measured)
-    costs = losses(measured)
+    costs, equal = losses(measured), equal_windows(rows)
     distances = list(measured[0]["copy_by_distance"])
     few = sorted({0, len(distances) // 2, len(distances) - 1}) if distances else []
     shown = [distances[i] for i in few]
@@ -114,6 +118,7 @@ def quality_table(rows: Sequence[Row]) -> Table | None:
         "attention",
         f"bits/byte to {format_length(measured[0]['trained'])}",
         "costs",
+        "window of equal memory",
         "beyond",
         "equal tokens",
         "before a difference",
@@ -128,6 +133,7 @@ def quality_table(rows: Sequence[Row]) -> Table | None:
                 name,
                 number(row["bits_per_byte"]),
                 f"{costs[name]:+.3f}" if name in costs else "-",
+                "all keys" if name in equal and equal[name] is None else str(equal.get(name, "-")),
                 number(row["bits_per_byte_beyond"]),
                 _percent(generated.get("agreement")),
                 number(generated.get("equal_tokens"), 1),

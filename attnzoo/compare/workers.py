@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from attnzoo.evaluation.kernel_checks import check_kernels
 from attnzoo.evaluation.process import WorkerDied, WorkerProcess, WorkerTimeout
 from attnzoo.evaluation.quality import NonFiniteError
 from attnzoo.evaluation.recall import RecallEvalBatch, measure_recall
-from attnzoo.evaluation.timing import measure
+from attnzoo.evaluation.timing import measure, measure_beside
 from attnzoo.hf.swap.convert import original_attention
 
 OK, OUT_OF_MEMORY, TIMED_OUT = "ok", "out of memory", "timed out"
@@ -29,21 +30,41 @@ REFUSED, FAILED, NOT_RUN = "refused", "failed", "not run"
 Measured = dict[str, Any]
 
 
-def measure_cost(case: CostCase, info: ModelInfo, min_run_time: float) -> Measured:
+def measure_cost(
+    case: CostCase,
+    info: ModelInfo,
+    min_run_time: float,
+    baseline: CostCase | None = None,
+    limit: float = math.inf,
+) -> Measured:
     """Return time and peak memory of a case, and the size of the cache in decoding.
+
+    With a baseline, ``rounds_ms`` and ``baseline_ms`` are the times of both in alternating rounds.
 
     Args:
         case: What is measured.
         info: The model.
         min_run_time: Duration of all timed calls together in seconds.
+        baseline: The same with exact attention; ``None`` if there is none, or it takes too long.
+        limit: Seconds for all rounds of case and baseline.
     """
     prepared = prepare(case, info)
     timing, peak = measure(prepared.run, case.device, min_run_time=min_run_time)
+    pairs = None
+    if baseline is not None:
+        with suppress(AttnzooError, RuntimeError, MemoryError):  # then there are no pairs
+            other = prepare(baseline, info).run
+            pairs = measure_beside(
+                prepared.run, other, case.device, min_run_time=min_run_time, limit=limit
+            )
+    timing = timing if pairs is None else pairs[0]
     return {
         "median_ms": round(timing.median_ms, 4),
         "min_ms": round(timing.min_ms, 4),
         "spread": round(timing.spread, 4),
         "rounds": len(timing.rounds_ms),
+        "rounds_ms": [round(ms, 4) for ms in timing.rounds_ms],
+        "baseline_ms": [] if pairs is None else [round(ms, 4) for ms in pairs[1].rounds_ms],
         "peak_bytes": peak,
         "kept_bytes": prepared.cache_bytes,
     }

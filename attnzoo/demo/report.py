@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 from attnzoo.demo.run import WINDOW, SwapResult
+from attnzoo.evaluation.margins import paired, speedup
 from attnzoo.evaluation.models import EMBEDDED
 from attnzoo.report import charts, page
 from attnzoo.report.format import byte_unit, format_bytes, format_length, number
@@ -71,16 +74,16 @@ def summary(results: list[SwapResult]) -> str:
     if exact and control and exact.bits_per_byte and control.bits_per_byte:
         assert exact.recall_bits_per_byte
         assert control.recall_bits_per_byte
-        loss = control.bits_per_byte - exact.bits_per_byte
+        loss = paired(control.loss_rows, exact.loss_rows)
         recall = control.recall_bits_per_byte - exact.recall_bits_per_byte
         parts.append(
-            f"The control, a window of {WINDOW} tokens, costs {loss:+.2f} bits per byte and "
+            f"The control, a window of {WINDOW} tokens, costs {loss} bits per byte and "
             f"{recall:+.2f} on recall."
         )
-        below = [r for r in approximate if (r.bits_per_byte or 0) >= control.bits_per_byte]
+        below = [r for r in approximate if paired(r.loss_rows, control.loss_rows).is_positive]
         if below:
             parts.append(
-                f"{len(below)} of {len(approximate)} untrained swaps are worse than the control; "
+                f"{len(below)} of {len(approximate)} untrained swaps are clearly worse than it; "
                 "a swap needs training to recover its quality."
             )
     flat = [r for r in approximate if len(set(r.cache_bytes.values())) == 1]
@@ -88,10 +91,18 @@ def summary(results: list[SwapResult]) -> str:
     if flat and exact and lengths:
         last = lengths[-1]
         best = min(flat, key=lambda r: r.decode_ms[last])
+        smaller = exact.cache_bytes[last] / best.cache_bytes[last]
+        gain = speedup(best.original_ms.get(last, []), best.rounds_ms.get(last, []))
+        decodes = "decodes as fast as the model's own attention (no difference measured)"
+        if gain.is_clear:
+            factor = math.exp(gain.mean)
+            decodes = (
+                f"decodes {factor:.1f} ± {factor * gain.error:.1f} times as fast as the model's "
+                "own attention"
+            )
         parts.append(
-            f"At {format_length(last)} tokens {best.label} decodes "
-            f"{exact.decode_ms[last] / best.decode_ms[last]:.1f}x as fast as softmax and its cache "
-            f"is {exact.cache_bytes[last] / best.cache_bytes[last]:.0f}x smaller."
+            f"At {format_length(last)} tokens {best.label} {decodes}, and its cache is "
+            f"{smaller:.0f}x smaller than softmax's."
         )
     return " ".join(parts)
 
@@ -152,7 +163,8 @@ def _plots(shown: list[SwapResult]) -> list[charts.Plot]:
         charts.Plot(
             name="decoding",
             title="Decoding one token",
-            text="Median time per token at each context length.",
+            text="Time per token at each context length: median, and the middle half of the "
+            "tokens as bars.",
             figure=_over_context(shown, "decode_ms", 1, "milliseconds per token"),
         ),
         charts.Plot(
@@ -164,6 +176,14 @@ def _plots(shown: list[SwapResult]) -> list[charts.Plot]:
     ]
 
 
+def _quartiles(result: SwapResult) -> dict[str, Any]:
+    """Return the ends of the middle half of the timed tokens, as arguments of a series."""
+    if any(len(result.rounds_ms.get(n, ())) < 2 for n in result.decode_ms):
+        return {}
+    ends = [quantiles(result.rounds_ms[n], n=4) for n in result.decode_ms]
+    return {"low": [x[0] for x in ends], "high": [x[2] for x in ends]}
+
+
 def _over_context(shown: list[SwapResult], name: str, unit: float, label: str) -> Any:
     """Draw a measurement of each attention over the context length."""
     series = [
@@ -171,6 +191,7 @@ def _over_context(shown: list[SwapResult], name: str, unit: float, label: str) -
             name=result.label,
             x=list(getattr(result, name)),
             y=[value / unit for value in getattr(result, name).values()],
+            **(_quartiles(result) if name == "decode_ms" else {}),
             style=index,
         )
         for index, result in enumerate(shown)

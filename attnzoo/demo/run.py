@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 import attnzoo
 from attnzoo.errors import AttnzooError, SpecError
 from attnzoo.evaluation.data import EvalBatch, make_eval_batch
-from attnzoo.evaluation.decoding import PREFILL_TOKENS, measure_decoding
+from attnzoo.evaluation.decoding import PREFILL_TOKENS, measure_together
 from attnzoo.evaluation.models import (
     EMBEDDED,
     embedded_model_path,
@@ -29,6 +30,7 @@ from attnzoo.evaluation.models import (
 from attnzoo.evaluation.presets import preset_specs
 from attnzoo.evaluation.quality import ROWS_PER_STEP, measure_quality
 from attnzoo.evaluation.timing import machine
+from attnzoo.hf.swap.convert import original_attention
 from attnzoo.registry import available_backends
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
@@ -50,6 +52,9 @@ class SwapResult:
         decode_ms: Milliseconds per token, by context length.
         cache_bytes: Bytes of the cache, by context length.
         refused: Why the backend does not support the model; empty if it does.
+        loss_rows: The contribution of each row to ``bits_per_byte``, which is their mean.
+        rounds_ms: Milliseconds of each timed token, by context length.
+        original_ms: Those of the original attention, timed in alternation.
     """
 
     label: str
@@ -60,6 +65,9 @@ class SwapResult:
     decode_ms: dict[int, float] = field(default_factory=dict)
     cache_bytes: dict[int, int] = field(default_factory=dict)
     refused: str = ""
+    loss_rows: list[float] = field(default_factory=list)
+    rounds_ms: dict[int, list[float]] = field(default_factory=dict)
+    original_ms: dict[int, list[float]] = field(default_factory=dict)
 
 
 def default_specs(names: Sequence[str] | None) -> list[AttentionSpec]:
@@ -136,7 +144,7 @@ def _measure(
     """Measure one attention; an unsupported one has its reason as result."""
     result = SwapResult(label=spec_label(spec), spec=spec.to_dict())
     steps = -(-len(batch.tokens) // ROWS_PER_STEP) + len(lengths)
-    steps += sum(-(-n // PREFILL_TOKENS) for n in lengths)
+    steps += 2 * sum(-(-n // PREFILL_TOKENS) for n in lengths)
     task = progress.add_task(result.label, total=steps)
     try:
         model = load_swapped(path, spec)
@@ -144,8 +152,17 @@ def _measure(
         quality = measure_quality(model, batch, lambda: progress.advance(task))
         result.bits_per_byte = quality.bits_per_byte
         result.recall_bits_per_byte = quality.recall_bits_per_byte
-        cost = measure_decoding(model, batch.stream, lengths, lambda: progress.advance(task))
+        result.loss_rows = quality.loss_rows
+        contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+            "swap": nullcontext,
+            "original": lambda: original_attention(model),
+        }
+        costs = measure_together(
+            model, contexts, batch.stream, lengths, lambda: progress.advance(task)
+        )
+        cost = costs["swap"]
         result.decode_ms, result.cache_bytes = cost.decode_ms, cost.cache_bytes
+        result.rounds_ms, result.original_ms = cost.rounds_ms, costs["original"].rounds_ms
     except AttnzooError as error:
         result.refused = str(error)
     progress.update(task, visible=False)

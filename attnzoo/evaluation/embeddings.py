@@ -175,5 +175,6 @@ def measure_embeddings(model: PreTrainedModel, batch: EmbeddingEvalBatch) -> dic
     return {
         "cosine": round(longest.cosine, 4),
         "least": round(longest.least, 4),
+        "cosine_rows": [round(x, 6) for x in longest.rows],
         "cosine_by_length": {length: round(x.cosine, 4) for length, x in found.items()},
     }

@@ -113,7 +113,8 @@ def measure_recall(
     """Return loss by position and recall by distance of a model, as plain data.
 
     Losses are bits per byte; recall is the fraction of tokens that are predicted correctly.
-    ``bits_per_byte`` covers the trained positions, ``bits_per_byte_beyond`` the later ones.
+    ``bits_per_byte`` covers the trained positions, ``bits_per_byte_beyond`` the later ones;
+    ``rows`` is ``bits_per_byte`` of each row.
 
     Args:
         model: A causal model in evaluation mode.
@@ -146,6 +147,7 @@ def measure_recall(
     beyond = losses[:, trained:]
     return {
         "bits_per_byte": round(float(losses[:, :trained].mean()), 4),
+        "rows": [round(float(x), 5) for x in losses[:, :trained].mean(1)],
         "bits_per_byte_beyond": round(float(beyond.mean()), 4) if beyond.numel() else None,
         "unigram_bits_per_byte": round(batch.unigram_bits_per_byte, 4),
         "trained": trained,

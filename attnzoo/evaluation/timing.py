@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +16,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 Run = Callable[[], Any]
+PAIRED_ROUNDS = 7  # least number of rounds of a call beside its baseline, if time allows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,47 @@ def measure(
     repeats = max(1, int(min_run_time / (max_rounds * max(once, 1e-9))))
     taken += [_seconds(run, repeats, device) for _ in range(rounds)]
     return Timing(rounds_ms=tuple(1e3 * each for each in taken)), peaks[-1]
+
+
+def measure_beside(
+    run: Run,
+    baseline: Run,
+    device: str = "cpu",
+    *,
+    min_run_time: float = 0.5,
+    max_rounds: int = 9,
+    limit: float = math.inf,
+) -> tuple[Timing, Timing] | None:
+    """Return the times of a call and of a baseline in alternating rounds, so that they are pairs.
+
+    Other load on the machine affects both calls of a round.
+
+    Args:
+        run: Function to measure, called before; CUDA work is synchronized.
+        baseline: The function that it is compared with.
+        device: Device on which both run.
+        min_run_time: Duration of all rounds of ``run`` in seconds; slow calls exceed it.
+        max_rounds: Maximum number of rounds.
+        limit: Seconds for all rounds; there are fewer rounds than :data:`PAIRED_ROUNDS` if calls
+            are slow.
+
+    Returns:
+        The times of both; ``None`` if the limit leaves time for fewer than 3 rounds.
+    """
+    _seconds(baseline, 1, device)
+    both = _seconds(run, 1, device), _seconds(baseline, 1, device)
+    rounds = max(PAIRED_ROUNDS, min(max_rounds, int(min_run_time / max(*both, 1e-9))))
+    rounds = min(rounds, int(min(limit / max(sum(both), 1e-9), rounds)))
+    if rounds < 3:
+        return None
+    repeats = [max(1, int(min_run_time / (max_rounds * max(once, 1e-9)))) for once in both]
+    taken: tuple[list[float], list[float]] = ([], [])
+    for number in range(rounds):
+        order = (0, 1) if number % 2 else (1, 0)
+        for index in order:
+            seconds = _seconds((run, baseline)[index], repeats[index], device)
+            taken[index].append(1e3 * seconds)
+    return Timing(rounds_ms=tuple(taken[0])), Timing(rounds_ms=tuple(taken[1]))
 
 
 def _seconds(run: Run, repeats: int, device: str) -> float:

@@ -64,7 +64,23 @@ class Score:
         return text
 
 
-class BestState:
+class LastState:
+    """Keeps the last state of a stage: what :class:`BestState` does, without an evaluation."""
+
+    def after_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def restore(self) -> None:
+        """Do nothing."""
+
+    def save(self, folder: Path) -> None:
+        """Write nothing."""
+
+    def load(self, folder: Path) -> None:
+        """Read nothing."""
+
+
+class BestState(LastState):
     """Keeps the trained parameters of a stage at their best.
 
     Every process evaluates the same rows and keeps its own parts of the parameters.

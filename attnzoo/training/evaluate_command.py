@@ -86,6 +86,53 @@ def evaluate(
     Raises:
         AttnzooError: An argument is invalid.
     """
+    _check_arguments(path, data, tasks, original)
+    config = TrainConfig(
+        row_length=row_length,
+        judged_rows=rows,
+        repeat_share=0.0,
+        control=control,
+        target_length=target_length,
+    )
+    judge = Judge(path, data, column, config, log) if data else None
+    harness = None if tasks is None else Harness(tasks, path)
+    scores: dict[str, Any] = {}
+
+    def run_tasks(name: str, model: Any) -> None:
+        if harness is not None:
+            log(f"tasks on {name}")
+            scores[name] = harness.run(model.eval())
+
+    if original is not None:
+        run_tasks("original", _load(original))
+    model = _load(path)
+    _check_kernels(model, path, row_length, log)
+    with original_attention(model):
+        run_tasks("softmax", model)
+    run_tasks("result", model)
+    window = control or widest_window(model)
+    if judge is not None:
+        judge.evaluate_swapped(model)
+    restore(model)  # swapping would warn that trained extras are lost
+    if judge is not None:
+        judge.evaluate_equal_window(model)
+    swap(model, "flash", window=window)
+    run_tasks("window alone", model)
+    results: dict[str, Any] = {"window": window}
+    if judge is not None:
+        judge.evaluate("window alone", model)
+        results |= judge.results()
+    return results | ({"tasks": scores} if scores else {})
+
+
+def _check_arguments(
+    path: Path, data: list[Path], tasks: HarnessTasks | None, original: Path | None
+) -> None:
+    """Raise an error for a model or arguments that :func:`evaluate` does not take.
+
+    Raises:
+        AttnzooError: An argument is invalid.
+    """
     if getattr(read_config(path), NAME, None) is None:
         raise SpecError(
             f"{str(path)!r} is not swapped, so there is nothing to compare; `attnzoo recover` and "
@@ -96,81 +143,83 @@ def evaluate(
     if original is not None and tasks is None:
         raise ConfigError("original is a line of tasks; give --tasks, or leave it out")
     require_causal(path, "evaluation measures text prediction")
-    config = TrainConfig(
-        row_length=row_length,
-        judged_rows=rows,
-        repeat_share=0.0,
-        control=control,
-        target_length=target_length,
-    )
-    batch: EvalBatch | None = None
-    long_batches: dict[int, EvalBatch] = {}
-    if data:
-        _, held_out = load_rows(path, data, column, config)
-        batch = rows_to_eval_batch(held_out, rows, string_tokenizer(path))
-        log(f"{len(batch.tokens)} held-out rows")
-        long_batches = make_long_batches(
-            path,
-            lambda length: load_rows(path, data, column, replace(config, row_length=length))[1],
-            row_length=row_length,
-            target_length=target_length,
-            count=rows,
-            log=log,
-        )
-    harness = None if tasks is None else Harness(tasks, path)
-    scores: dict[str, Any] = {}
-
-    def run_tasks(name: str, model: Any) -> None:
-        if harness is not None:
-            log(f"tasks on {name}")
-            scores[name] = harness.run(model.eval())
-
     if original is not None:
         require_causal(original, "tasks compare it with the swap")
-        run_tasks("original", _load(original))
-    model = _load(path)
-    _check_kernels(model, path, row_length, log)
-    spec = AttentionSpec.from_dict(getattr(model.config, NAME))
-    with original_attention(model):
-        run_tasks("softmax", model)
-    run_tasks("result", model)
-    lines: dict[str, Any] = {}
-    long_lines: dict[int, dict[str, Any]] = {length: {} for length in long_batches}
 
-    def judge(name: str, evaluate: Callable[[Any, EvalBatch], Any] = quality) -> None:
-        assert batch is not None
-        if name != "equal window" or not is_hidden(equal, row_length):
-            lines[name] = evaluate(model, batch)
-        for length, long in long_batches.items():
-            if name != "equal window" or not is_hidden(equal, length):
-                long_lines[length][name] = evaluate(model, long)
 
-    equal: EqualWindow | None = None
-    if batch is not None:
-        equal = find_equal_window(path, spec, target_length or row_length, log)
-        batch = with_original_continuations(model, batch)
-        judge("softmax", softmax_quality)
-        judge("result")
-        lines |= branch_qualities(model, _quality_of(batch))
-    window = control or widest_window(model)
-    restore(model)  # swapping would warn that trained extras are lost
-    if equal is not None and equal.saves_memory:
-        swap(model, equal.spec)
-        judge("equal window")
-        restore(model)
-    swap(model, "flash", window=window)
-    run_tasks("window alone", model)
-    results: dict[str, Any] = {"window": window}
-    if batch is not None:
-        judge("window alone")
-        sentence = equal_sentence(lines, equal, row_length)
-        results |= {
-            "verdict": " ".join(filter(None, [verdict(lines), sentence])),
-            "equal_window": None if equal is None else equal.to_dict(),
-            "lines": as_dicts(lines),
-            "longer": long_results(long_lines, equal),
+class Judge:
+    """Evaluates models with the same weights on held-out text, at all lengths.
+
+    Args:
+        path: Folder of the saved, swapped model.
+        data: Text files, or folders of them.
+        column: Field of JSON and parquet files that holds the text.
+        config: Lengths and number of the rows.
+        log: Called with progress messages.
+
+    Attributes:
+        lines: Results by name, on rows of ``row_length`` tokens.
+        long_lines: Results by length and name, on longer rows.
+    """
+
+    def __init__(
+        self, path: Path, data: list[Path], column: str, config: TrainConfig, log: Log
+    ) -> None:
+        self.config = config
+        self.lines: dict[str, Any] = {}
+        _, held_out = load_rows(path, data, column, config)
+        self.batch = rows_to_eval_batch(held_out, config.judged_rows, string_tokenizer(path))
+        log(f"{len(self.batch.tokens)} held-out rows")
+        self.long_batches = make_long_batches(
+            path,
+            lambda length: load_rows(path, data, column, replace(config, row_length=length))[1],
+            row_length=config.row_length,
+            target_length=config.target_length,
+            count=config.judged_rows,
+            log=log,
+        )
+        self.long_lines: dict[int, dict[str, Any]] = {length: {} for length in self.long_batches}
+        spec = AttentionSpec.from_dict(getattr(read_config(path), NAME))
+        length = config.target_length or config.row_length
+        self.equal = find_equal_window(path, spec, length, log)
+
+    def evaluate(
+        self,
+        name: str,
+        model: Any,
+        measure: Callable[[Any, EvalBatch], Any] = quality,
+        equal: EqualWindow | None = None,
+    ) -> None:
+        """Evaluate a model at all lengths, except where ``equal`` sees every key."""
+        if not is_hidden(equal, self.config.row_length):
+            self.lines[name] = measure(model, self.batch)
+        for length, batch in self.long_batches.items():
+            if not is_hidden(equal, length):
+                self.long_lines[length][name] = measure(model, batch)
+
+    def evaluate_swapped(self, model: Any) -> None:
+        """Evaluate a swapped model with softmax, as it is, and each branch of its hybrids."""
+        self.batch = with_original_continuations(model, self.batch)
+        self.evaluate("softmax", model, softmax_quality)
+        self.evaluate("result", model)
+        self.lines |= branch_qualities(model, lambda model: quality(model, self.batch))
+
+    def evaluate_equal_window(self, model: Any) -> None:
+        """Evaluate the windows of equal memory in a model that is not swapped; restore it."""
+        if self.equal is not None and self.equal.saves_memory:
+            swap(model, self.equal.spec)
+            self.evaluate("equal window", model, equal=self.equal)
+            restore(model)
+
+    def results(self) -> dict[str, Any]:
+        """Return the verdict and the evaluations as plain data."""
+        sentence = equal_sentence(self.lines, self.equal, self.config.row_length)
+        return {
+            "verdict": " ".join(filter(None, [verdict(self.lines), sentence])),
+            "equal_window": None if self.equal is None else self.equal.to_dict(),
+            "lines": as_dicts(self.lines),
+            "longer": long_results(self.long_lines, self.equal),
         }
-    return results | ({"tasks": scores} if scores else {})
 
 
 def _load(path: Path) -> Any:
@@ -185,7 +234,3 @@ def _check_kernels(model: Any, path: Path, row_length: int, log: Log) -> None:
     length = min(row_length, max_positions(path) or row_length)
     inputs = {"input_ids": torch.ones(1, length, dtype=torch.int64)}
     check_model_kernels(model, inputs, log, generate=True)
-
-
-def _quality_of(batch: EvalBatch) -> Callable[[Any], Any]:
-    return lambda model: quality(model, batch)

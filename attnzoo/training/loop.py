@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from attnzoo.errors import AttnzooError, ConfigError
 from attnzoo.hf.context_parallel import context_parallel
-from attnzoo.training.best_state import BestState
+from attnzoo.training.best_state import LastState
 from attnzoo.training.checkpoints import Checkpoints, explain_write_errors
 from attnzoo.training.data import Rows
 from attnzoo.training.head_entropy import HEADS, EntropyLog
@@ -165,7 +165,7 @@ class Loop:
         self.checkpoints, self.progress, self.on_step = checkpoints, progress, on_step
         self.mesh = mesh
         self.entropy_log: EntropyLog | None = None
-        self.keep_best: Callable[[nn.Module, Stage], BestState | None] = lambda model, stage: None
+        self.keep_best: Callable[[nn.Module, Stage], LastState | None] = lambda model, stage: None
         self.total = 0  # steps of the stages so far
         if accelerator.is_main_process:
             for name in (LOSSES, HEADS):
@@ -212,17 +212,8 @@ class Loop:
         wrapped, optimizer, schedule, loader = self.accelerator.prepare(
             model, optimizer, schedule, self._loader(stage)
         )
-        sharded = self.accelerator.distributed_type in SHARDED
-        best = self.keep_best(wrapped if sharded else model, stage)
-        if done > first:
-            assert self.progress is not None
-            load_state(self.accelerator, self.progress["path"])
-        if best is not None:
-            if done > first:
-                assert self.progress is not None
-                best.load(Path(self.progress["path"]))
-            else:
-                best.after_step(0)
+        best = self.keep_best(self._callable(model, wrapped), stage) or LastState()
+        self._start(best, resume=done > first)
         model.train()
         batches = self._batches(loader, max(done, first))
         for step in range(max(done - first, 0), stage.steps):
@@ -237,26 +228,35 @@ class Loop:
                 with explain_write_errors(self.checkpoints):
                     append_line(self.checkpoints.out / LOSSES, line)
             if self.accelerator.trackers:
-                rate = schedule.get_last_lr()[0]
-                self.accelerator.log(
-                    {f"{stage.name}/loss": loss, f"{stage.name}/learning_rate": rate}, step=now
-                )
+                rates = {f"{stage.name}/learning_rate": schedule.get_last_lr()[0]}
+                self.accelerator.log({f"{stage.name}/loss": loss, **rates}, step=now)
             self.on_step(stage.name, step, loss)
             if step + 1 == stage.steps:
                 self._log_entropies(model, stage, step + 1, now)
-            if best is not None:
-                best.after_step(step + 1)
+            best.after_step(step + 1)
             if now % self.config.checkpoint_every == 0 or step + 1 == stage.steps:
                 self._require_finite_weights(wrapped, stage, step)
                 self._save({"total": now, "stage": stage.name}, best)
-        if best is not None:
-            best.restore()
+        best.restore()
         if self.accelerator.distributed_type in SHARDED:
             model = gather_weights(self.accelerator, wrapped, rebuild())
         else:  # removes Accelerate's autocast from forward: models are evaluated in float32
             self.accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
         self.accelerator.free_memory()
         return model.requires_grad_(False)
+
+    def _callable(self, model: nn.Module, wrapped: nn.Module) -> nn.Module:
+        """Return the model to call for an evaluation: the wrapped one where weights are sharded."""
+        return wrapped if self.accelerator.distributed_type in SHARDED else model
+
+    def _start(self, best: LastState, *, resume: bool) -> None:
+        """Load the last checkpoint of a stage, or evaluate the state that it starts from."""
+        if resume:
+            assert self.progress is not None
+            load_state(self.accelerator, self.progress["path"])
+            best.load(Path(self.progress["path"]))
+        else:
+            best.after_step(0)
 
     def _log_entropies(self, model: nn.Module, stage: Stage, step: int, total: int) -> None:
         if self.entropy_log is not None:
@@ -384,7 +384,7 @@ class Loop:
                     batches = []
             epoch, skipped = epoch + 1, 0
 
-    def _save(self, progress: dict[str, Any], best: BestState | None = None) -> None:
+    def _save(self, progress: dict[str, Any], best: LastState) -> None:
         """Write a checkpoint, with the best state of the stage; called by all processes."""
 
         def save(path: Path) -> None:
@@ -393,8 +393,7 @@ class Loop:
                 path.mkdir(parents=True)
             self.accelerator.wait_for_everyone()
             self.accelerator.save_state(str(path), safe_serialization=False)
-            if best is not None:
-                best.save(path)
+            best.save(path)
             self.accelerator.wait_for_everyone()
 
         self.checkpoints.write(progress, save, main=self.accelerator.is_main_process)

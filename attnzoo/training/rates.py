@@ -2,19 +2,20 @@ r"""Learning rates of distillation, from how far the student is from its teacher
 
 Rates that suit a student far from its teacher undo what transfer has learned in one that is close:
 the steps of Adam have the size of the rate, however small the gradient is, and their noise moves
-the student from its optimum by a KL that grows with the square of the rate. Rates are therefore
-multiplied by
+the student away from its optimum. Rates are therefore multiplied by
 
-.. math:: \min(1, \sqrt{\mathrm{KL} / \mathrm{KL}_0})
+.. math:: \min(1, (\mathrm{KL} / \mathrm{KL}_0)^{3/4})
 
 with the KL of the student's predictions on held-out rows before the stage, and
-:math:`\mathrm{KL}_0` = :data:`FAR` nats, that of students for which the rates were found.
+:math:`\mathrm{KL}_0` = :data:`FAR` nats. The constants go through two students of the embedded
+model: ``delta`` in all layers, 0.1 nats after transfer, for which the rates were found; and in two
+of four layers, 0.005 nats, which full rates take to 0.007 nats and from 79% to 43% equal generated
+tokens in five steps, and a tenth of them to neither.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import torch
@@ -26,14 +27,14 @@ from attnzoo.training.candidates import token_divergence
 from attnzoo.training.checkpoints import FOLDER, explain_write_errors
 from attnzoo.training.transfer import evaluation_mode
 
-FAR = 0.3  # nats
+FAR = 0.1  # nats
 LEAST = 0.03  # smallest factor
 FILE = "rates.json"  # in the folder of the checkpoints, for a resumed run
 
 
 def rate_factor(kl: float) -> float:
     """Return the factor of the rates for a student with a KL in nats."""
-    return min(1.0, max(LEAST, math.sqrt(kl / FAR)))
+    return min(1.0, max(LEAST, float((kl / FAR) ** 0.75)))
 
 
 @torch.no_grad()

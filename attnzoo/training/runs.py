@@ -177,7 +177,6 @@ class Run:
     ) -> None:
         self.command, self.path, self.spec, self.out = command, path, spec, out
         self.config, self.log, self.data, self.column = config, log, data, column
-        self.long_lines: dict[int, dict[str, Any]] = {}  # results on longer rows
         loop, logs = config.loop, out / "logs"
         self.accelerator: Accelerator = make_accelerator(
             loop.seed, tracker=config.report_to, logs=logs, precision=loop.precision
@@ -186,7 +185,7 @@ class Run:
         if main:
             check_run_folder(out, resume=resume)
         with self.accelerator.local_main_process_first():  # the others find its rows in the cache
-            train, held_out = self.load_rows(data, column)
+            train, self.held_out = self.load_rows(data, column)
         self.model: Any = self.load_model()
         self.mesh = context_mesh(self.accelerator, config.loop.cp_size)
         if self.mesh is not None:
@@ -196,7 +195,7 @@ class Run:
             "spec": getattr(self.model.config, NAME),
             "config": asdict(config),
             "data": train.fingerprint,
-            "held_out": held_out.fingerprint,
+            "held_out": self.held_out.fingerprint,
         }
         self.checkpoints = Checkpoints(out, self._identity(), keep=config.loop.keep, log=log)
         with ExitStack() as stack:
@@ -206,15 +205,13 @@ class Run:
             if self.finished is not None:
                 log("The run is finished; these are its results.")
                 return
-            log(f"{len(train)} training rows, {len(held_out)} held-out rows")
+            log(f"{len(train)} training rows, {len(self.held_out)} held-out rows")
             if shortened := getattr(train, "shortened", 0):
                 log(f"{shortened} examples are longer than a row and keep their beginning only")
             self.baselines = Baselines(self.accelerator, self.checkpoints, self.quality_class)
-            self.window = config.control or widest_window(self.model)
-            self.equal = self.find_equal_window()
+            self._find_baselines()
             self.model.to(self.accelerator.device)
-            self.held_out = held_out
-            self.set_eval_data(held_out)
+            self.set_eval_data(self.held_out)
             if config.report_to:
                 self.accelerator.init_trackers("attnzoo")
             self.loop = Loop(
@@ -222,6 +219,12 @@ class Run:
             )
             self._check_kernels(train[0])
             stack.pop_all()
+
+    def _find_baselines(self) -> None:
+        """Set the windows that the swap is compared with, and no results on longer rows yet."""
+        self.window = self.config.control or widest_window(self.model)
+        self.equal = self.find_equal_window()
+        self.long_lines: dict[int, dict[str, Any]] = {}
 
     def _check_kernels(self, row: Mapping[str, Tensor]) -> None:
         """Check the GPU kernels that the model needs and that have no verdict yet."""

@@ -57,6 +57,14 @@ def test_faster_everywhere():
     assert found.length == 1024
 
 
+def test_crossover_counts_clear_lengths_only():
+    exact, costs = power(4.0, 2.0), power(20.0, 1.0)  # meet at 5k
+    assert crossover(costs, exact, [8192, 16384]).length == pytest.approx(5 * 1024)
+    assert crossover(costs, exact, [16384]).length == 16384
+    assert crossover(costs, exact, []) is None
+    assert crossover(power(0.5, 1.0), power(1.0, 2.0), LENGTHS[1:]).length == 2048
+
+
 def row(attention, T, ms, *, exact=False, B=1, status="ok"):
     return {
         "attention": attention,

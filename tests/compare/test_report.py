@@ -42,6 +42,11 @@ def cost(name, length, *, level="op", mode="forward", status="ok"):
         held = memory * length / 1024
         row |= {"median_ms": 3 * took, "min_ms": took, "spread": 0.02, "peak_bytes": held}
         row["kept_bytes"] = held if mode == "decode" else None
+        rounds = [1 + n / 50 for n in range(7)]
+        baseline = COSTS["flash"][0] * (length / 1024) ** COSTS["flash"][1]
+        row["rounds_ms"] = [took * x for x in rounds]
+        if name != "flash":
+            row["baseline_ms"] = [baseline * x * (1 + (n % 2) / 100) for n, x in enumerate(rounds)]
     else:
         row["reason"] = "it is <b>odd</b>"
     return row
@@ -153,10 +158,10 @@ def test_the_advice_takes_what_costs_little():
     """Linear is faster than reformer, but costs 3 bits per byte; reformer costs 0.05."""
     text = advice(ROWS, "forward", "DIR")
     assert (
-        "From 5.1k tokens on, reformer is faster than exact attention, 2.6 times at 16k, and costs "
-        "+0.050 bits per byte without training."
+        "From 5.1k tokens on, reformer is faster than exact attention, 2.6 ± 0.005 times at 16k, "
+        "and costs +0.050 bits per byte without training."
     ) in text
-    assert "The fastest at 16k is linear, 6.4 times, which costs +3.00 bits per byte" in text
+    assert "The fastest at 16k is linear, 6.4 ± 0.01 times, which costs +3.00 bits" in text
     assert "linear needs the least memory at 16k tokens, 7.6 MiB; flash needs 15 MiB" in text
     assert text.endswith("Next: attnzoo swap DIR --attention reformer --out NEW.")
 
@@ -164,7 +169,10 @@ def test_the_advice_takes_what_costs_little():
 def test_the_advice_names_a_command_with_the_options_measured():
     rows = [row for row in ROWS if row["attention"] in ("flash", "linear")]
     text = advice(rows, "forward", "DIR")
-    assert "From 2.5k tokens on, linear is faster than exact attention, 6.4 times at 16k" in text
+    assert (
+        "From 2.5k tokens on, linear is faster than exact attention, 6.4 ± 0.01 times at 16k"
+        in text
+    )
     assert "costs +3.00 bits per byte without training, and every faster" in text
     assert "attnzoo recover DIR --attention linear --set feature_map=relu" in text
 
@@ -207,8 +215,11 @@ def test_advice_on_embeddings():
         measured = {"kind": "quality", "cosine": cosine, "least": cosine}
         rows.append(cost(name, 512) | measured | {"cosine_by_length": {"512": cosine}})
     text = advice(rows, "forward", "DIR")
-    assert "2.6 times at 16k, and has a mean cosine of 0.9950 to the original embeddings" in text
-    assert "is linear, 6.4 times, which has a mean cosine of 0.900" in text
+    assert (
+        "2.6 ± 0.005 times at 16k, and has a mean cosine of 0.9950 to the original embeddings"
+        in text
+    )
+    assert "is linear, 6.4 ± 0.01 times, which has a mean cosine of 0.900" in text
     assert text.endswith("Next: attnzoo swap DIR --attention reformer --out NEW.")
     assert "bits per byte" not in text
 
@@ -216,8 +227,68 @@ def test_advice_on_embeddings():
 def test_nothing_faster():
     rows = [row for row in ROWS if row["attention"] in ("flash", "odd <one>")]
     text = advice(rows, "forward", "DIR")
-    assert "nothing that was measured is faster" in text
+    assert "nothing that was measured is clearly faster" in text
     assert "The fastest" not in text
+
+
+def noisy(rows, factor):
+    """Rows whose rounds scatter by a factor, in another order than the baseline's."""
+    changed = []
+    for row in rows:
+        if row.get("baseline_ms"):
+            own = [x * factor ** ((7 * n) % 5 - 2) for n, x in enumerate(row["rounds_ms"])]
+            row = row | {"rounds_ms": own}
+        changed.append(row)
+    return changed
+
+
+def test_a_speed_up_inside_the_spread_is_not_claimed():
+    """With a spread of 42% and more, neither "faster" nor a crossover is stated."""
+    rows = [row for row in ROWS if row["attention"] in ("flash", "reformer")]
+    text = advice(noisy(rows, 2.0), "forward", "DIR")
+    assert "nothing that was measured is clearly faster" in text
+    assert "Next:" not in text
+    assert "not seen" in printed(noisy(rows, 2.0))
+    assert "reformer is faster" in advice(noisy(rows, 1.05), "forward", "DIR")
+
+
+def test_without_rounds_beside_the_baseline_nothing_is_claimed():
+    rows = [{k: x for k, x in row.items() if k != "baseline_ms"} for row in ROWS]
+    text = advice(rows, "forward", "DIR")
+    assert "clearly faster" in text
+    assert "The fastest" not in text
+
+
+def test_times_that_contradict_each_other_are_marked():
+    rows = [
+        row | {"busy": True} if row["attention"] == "reformer" and row["T"] == 16384 else row
+        for row in ROWS
+        if row["attention"] in ("flash", "reformer")
+    ]
+    text = advice(rows, "forward", "DIR")
+    assert "The times of reformer contradict each other, also when measured again" in text
+    assert "the machine was busy" in text
+    assert "(busy)" in printed(rows)
+
+
+def test_the_window_of_equal_memory_stands_beside_an_attention():
+    def judged(name, bits, spread=0.01):
+        rows = [bits + spread * (n % 3 - 1) for n in range(9)]
+        return quality(name, bits) | {"rows": rows}
+
+    equal = [
+        cost(name, 16384) | {"kind": "equal window", "window": window, "attention": name}
+        for name, window in (("linear", 65), ("reformer", None))
+    ]
+    window = judged("flash", 1.5) | {"attention": "flash window 65", "exact": False}
+    rows = [row for row in ROWS if row["kind"] == "cost"]
+    rows += [judged("flash", 1.0), judged("reformer", 1.05), *equal]
+    text = advice([*rows, judged("linear", 4.0), window], "forward", "DIR")
+    assert "linear (65: 2.500 ± 0.000 bits per byte) costs more than its window of" in text
+    text = advice([*rows, judged("linear", 1.5, 0.5), window], "forward", "DIR")
+    assert "linear (65: 0.000 ± 0.1" in text
+    assert "is not measured to differ from its window of equal memory" in text
+    assert "all keys" in printed([*rows, judged("linear", 4.0), window])
 
 
 def test_nothing_measured():

@@ -14,9 +14,9 @@ from attnzoo.training.recover import RecoverConfig, recipe_config, recover
 TOKENS = torch.randint(3, 300, (3, 40), generator=torch.Generator().manual_seed(2))
 
 
-def test_factor_is_the_root_of_the_distance():
+def test_factor_falls_with_the_distance():
     assert rate_factor(2 * FAR) == rate_factor(FAR) == 1
-    assert rate_factor(FAR / 4) == pytest.approx(0.5)
+    assert rate_factor(FAR / 16) == pytest.approx(0.125)
     assert rate_factor(0.0) == LEAST
 
 
