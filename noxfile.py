@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import nox
@@ -64,6 +65,20 @@ def newest(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *(session.posargs or QUICK), env={"OMP_NUM_THREADS": "1"})
 
 
+@nox.session
+def deepspeed(session: nox.Session) -> None:
+    """Run the tests of training with DeepSpeed, which stays out of the environment of the others.
+
+    Where it is installed, Accelerate imports it, which takes time and prints to every output.
+    """
+    folder = Path(".nox", "deepspeed").resolve()
+    wanted = ["deepspeed==0.19.8", "hjson==3.1.0", "msgpack==1.2.4", "py-cpuinfo==9.0.0"]
+    _install_into(session, folder, wanted, env={"DS_BUILD_OPS": "0"})
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    given = session.posargs or ("-n", "0", "tests/training/test_launch.py", "-k", "deepspeed")
+    session.run(".venv/bin/python", "-m", "pytest", *given, env=env, external=True)
+
+
 def _floor(package: str) -> str:
     """Return the oldest release of a package that pyproject.toml allows."""
     project = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]
@@ -75,12 +90,19 @@ def _oldest_transformers(session: nox.Session) -> Path:
     """Return the folder with the oldest transformers, made if it is not there yet."""
     version = _floor("transformers")
     folder = Path(".nox", f"transformers-{version}").resolve()
-    wanted = [f"transformers=={version}", *OLDER_NEEDS]
-    done = folder / ".done"
-    if not done.is_file() or done.read_text("utf-8").split() != wanted:
-        shutil.rmtree(folder, ignore_errors=True)
-        pip = (".venv/bin/python", "-m", "pip", "install", "--quiet", "--no-deps")
-        env = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", **os.environ}
-        session.run(*pip, "--target", str(folder), *wanted, env=env, external=True)
-        done.write_text("\n".join(wanted), "utf-8")
+    _install_into(session, folder, [f"transformers=={version}", *OLDER_NEEDS])
     return folder
+
+
+def _install_into(
+    session: nox.Session, folder: Path, wanted: list[str], env: Mapping[str, str] = {}
+) -> None:
+    """Install packages without those that they need into a folder, unless it has them."""
+    done = folder / ".done"
+    if done.is_file() and done.read_text("utf-8").split() == wanted:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    pip = (".venv/bin/python", "-m", "pip", "install", "--quiet", "--no-deps")
+    env = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", **os.environ, **env}
+    session.run(*pip, "--target", str(folder), *wanted, env=env, external=True)
+    done.write_text("\n".join(wanted), "utf-8")

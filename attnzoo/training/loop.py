@@ -37,6 +37,7 @@ from attnzoo.training.optimizer import (
 from attnzoo.training.safe_load import load_state
 from attnzoo.training.sharding import (
     SHARDED,
+    accumulate_gradients,
     gather_weights,
     prepare_cp_loader,
     with_label_counts,
@@ -275,8 +276,7 @@ class Loop:
         total = torch.zeros((), device=self.accelerator.device)
         batches = with_label_counts(self.accelerator, batches)
         for number, batch in enumerate(batches, 1):
-            last = number == len(batches)
-            sync = nullcontext() if last else self.accelerator.no_sync(model)
+            sync = accumulate_gradients(self.accelerator, model, last=number == len(batches))
             with sync, self._shard_batch(model, batch) as shard:
                 with self.accelerator.autocast(), self.autocast():
                     loss = stage.loss(model, shard)
@@ -369,16 +369,19 @@ class Loop:
     def _batches(self, loader: Any, done: int) -> Iterator[list[Mapping[str, Tensor]]]:
         """Yield the micro-batches of each batch after the first ``done``, epoch by epoch.
 
-        The order of an epoch depends only on the seed and the epoch.
+        The order of an epoch depends only on the seed and the epoch. Rows that do not fill a batch
+        are left out, so that the rows of a step do not depend on the number of micro-batches.
         """
         parts = self.config.accumulate
-        epoch, skipped = divmod(done * parts, len(loader))
+        whole = len(loader) // parts * parts
+        epoch, skipped = divmod(done * parts, whole)
         batches: list[Mapping[str, Tensor]] = []
         while True:
             rest = skip_first_batches(loader, skipped)
             rest.set_epoch(epoch)
-            for batch in rest:
-                batches.append(batch)
+            for number, batch in enumerate(rest, skipped):
+                if number < whole:
+                    batches.append(batch)
                 if len(batches) == parts:
                     yield batches
                     batches = []

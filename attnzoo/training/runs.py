@@ -179,7 +179,11 @@ class Run:
         self.config, self.log, self.data, self.column = config, log, data, column
         loop, logs = config.loop, out / "logs"
         self.accelerator: Accelerator = make_accelerator(
-            loop.seed, tracker=config.report_to, logs=logs, precision=loop.precision
+            loop.seed,
+            tracker=config.report_to,
+            logs=logs,
+            precision=loop.precision,
+            clip=loop.clip,
         )
         main = self.accelerator.is_main_process
         if main:

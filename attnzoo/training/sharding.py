@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import DistributedType, broadcast, get_int_from_env
+from accelerate.utils import DistributedType, broadcast, get_int_from_env, parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from attnzoo.errors import ConfigError
 from attnzoo.training.data import IGNORE_INDEX
@@ -22,7 +24,12 @@ WORLD_SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_
 
 
 def make_accelerator(
-    seed: int, *, tracker: str | None, logs: Path, precision: str | None = None
+    seed: int,
+    *,
+    tracker: str | None,
+    logs: Path,
+    precision: str | None = None,
+    clip: float | None = None,
 ) -> Accelerator:
     """Return an Accelerator for all launched processes, with a seeded order of the rows.
 
@@ -34,9 +41,11 @@ def make_accelerator(
         tracker: Name of a tracker, if any.
         logs: Folder of the tracker's logs.
         precision: As in ``LoopConfig``. For ``"fp16"``, the Accelerator scales the loss.
+        clip: Largest gradient norm, which DeepSpeed applies itself.
 
     Raises:
-        ConfigError: Accelerate does not see all launched processes, or ``precision`` needs a GPU.
+        ConfigError: Accelerate does not see all launched processes, ``precision`` needs a GPU, or
+            the launch config accumulates or clips gradients in another way.
     """
     if precision == "fp16" and not torch.accelerator.is_available():
         raise ConfigError(
@@ -45,9 +54,12 @@ def make_accelerator(
         )
     torch.manual_seed(seed)
     launched = get_int_from_env(WORLD_SIZE, 1)
+    # Autocast is the loop's own, but FSDP and DeepSpeed cast weights too, and DeepSpeed disables
+    # autocast that is not its own
+    own_autocast = precision == "bf16" and not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     accelerator = Accelerator(
         cpu=launched > 1 and not torch.accelerator.is_available(),
-        mixed_precision="fp16" if precision == "fp16" else None,
+        mixed_precision=None if own_autocast else precision,
         log_with=tracker,
         project_dir=str(logs) if tracker else None,
         dataloader_config=DataLoaderConfiguration(
@@ -61,7 +73,58 @@ def make_accelerator(
             "so each would train a model of its own in the same folder. Start them with torchrun "
             "or accelerate launch, and create no Accelerator before"
         )
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:
+        set_up_deepspeed(plugin.deepspeed_config, clip)
+    if accelerator.gradient_accumulation_steps != 1:
+        raise _accumulation_error(accelerator.gradient_accumulation_steps)
     return accelerator
+
+
+def set_up_deepspeed(config: dict[str, Any], clip: float | None) -> None:
+    """Set DeepSpeed up for models that are built whole, and for the steps of the loop.
+
+    Args:
+        config: The config of the launch, to which ``clip`` is added.
+        clip: Largest gradient norm; ``None`` for that of the launch.
+
+    Raises:
+        ConfigError: The config contradicts the loop.
+    """
+    # Accelerate registers ZeRO-3 with transformers, whatever zero3_init_flag says. Models would be
+    # built in shards, but a swap reads the weights while a model is built.
+    unset_hf_deepspeed_config()
+    if (steps := config.get("gradient_accumulation_steps", 1)) not in (1, "auto"):
+        raise _accumulation_error(steps)
+    if clip is not None:
+        given = config.get("gradient_clipping", "auto")
+        if given not in ("auto", clip):
+            raise ConfigError(
+                f"gradient_clipping={given} of the DeepSpeed config is not the clip of this run, "
+                f"{clip}; remove it there"
+            )
+        config["gradient_clipping"] = clip
+
+
+def _accumulation_error(steps: int) -> ConfigError:
+    return ConfigError(
+        f"gradient_accumulation_steps={steps} of the launch config would divide each loss again; "
+        "set it to 1 there, and give --accumulate"
+    )
+
+
+def accumulate_gradients(
+    accelerator: Accelerator, model: nn.Module, *, last: bool
+) -> AbstractContextManager[Any]:
+    """Return the context of the forward and backward pass of one of a step's micro-batches.
+
+    Args:
+        accelerator: The Accelerator.
+        model: The prepared model.
+        last: Whether the step follows; gradients are synchronised over processes here only.
+    """
+    accelerator.sync_gradients = last  # DeepSpeed steps in the backward pass where this is set
+    return nullcontext() if last else accelerator.no_sync(model)
 
 
 def is_sharded(model: nn.Module) -> bool:

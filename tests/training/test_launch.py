@@ -1,5 +1,6 @@
 """Training in several processes: launch configs, FSDP2, context parallelism, DDP."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 import transformers as hf
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import GradientState
 from accelerate.utils import DistributedType
 
 import attnzoo
@@ -15,9 +17,15 @@ from attnzoo.errors import ConfigError
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.training.sharding import make_accelerator, set_up_deepspeed
+from tests.training.engines import LAUNCH
+from tests.training.two_processes import SPEC, ten_steps
 
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCH = ROOT / "attnzoo" / "commands" / "launch_configs"
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+needs_deepspeed = pytest.mark.skipif(
+    not HAS_DEEPSPEED, reason="needs deepspeed, which `nox --session deepspeed` installs"
+)
 TYPES = {
     "ddp": DistributedType.MULTI_GPU,
     "fsdp2": DistributedType.FSDP,
@@ -63,10 +71,84 @@ def run(fresh_python):
 
 @pytest.fixture(scope="module")
 def launched(run, saved, text, tmp_path_factory):
-    """The folder with the results of three checks, which share one start of two processes."""
+    """The folder with the results of several checks, which share one start of two processes."""
     out = tmp_path_factory.mktemp("launched")
-    run("draws,idle,sharded", saved, text, out)
+    run("draws,idle,engines,sharded", saved, text, out)
     return out
+
+
+@pytest.fixture(scope="module")
+def launched_deepspeed(run, saved, text, tmp_path_factory):
+    """The same with DeepSpeed."""
+    out = tmp_path_factory.mktemp("deepspeed")
+    run("deepspeed", saved, text, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def one_process(saved, text, tmp_path_factory):
+    """Losses of one process, by the number of micro-batches that two processes split."""
+    out = tmp_path_factory.mktemp("one")
+    found = {}
+    for parts in (1, 4):  # each process of two has a part of a micro-batch
+        recover(saved, SPEC, [text], out / str(parts), ten_steps(2 * parts))
+        found[parts] = [x["loss"] for x in read_losses(out / str(parts))]
+    return found
+
+
+def require_equal_steps(folder, name, one_process):
+    """Raise an error if the steps of a launch config are not those of one process."""
+    for parts, expected in one_process.items():
+        found = read_losses(folder / f"{name}-{parts}")
+        assert [x["stage"] for x in found] == ["softmax"] * 4 + ["transfer"] * 2 + ["distil"] * 4
+        assert [x["loss"] for x in found] == pytest.approx(expected, rel=1e-5)
+
+
+def test_micro_batches_take_the_steps_of_a_batch(one_process):
+    """Except in transfer, whose loss is a ratio of sums over the rows of a micro-batch."""
+    few, many = (one_process[parts] for parts in (1, 4))
+    assert few[:4] == pytest.approx(many[:4], rel=1e-5)
+    assert few[6:] == pytest.approx(many[6:], rel=1e-5)
+    assert few[0] - few[3] > 0.1  # it learns
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_two_processes_take_the_steps_of_one(launched, one_process, name):
+    """Each step asserts what the model is wrapped in, and that its weights are sharded."""
+    require_equal_steps(launched, name, one_process)
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepspeed_zero2", "deepspeed_zero3"])
+def test_deepspeed_takes_the_steps_of_one_process(launched_deepspeed, one_process, name):
+    """Its engine steps once for all micro-batches, and a resumed run has the same losses."""
+    require_equal_steps(launched_deepspeed, name, one_process)
+    whole, again = (
+        read_losses(launched_deepspeed / f"{name}-{kind}") for kind in ("whole", "again")
+    )
+    assert again == whole
+    model = hf.AutoModelForCausalLM.from_pretrained(launched_deepspeed / f"{name}-again")
+    assert model.config.attnzoo == SPEC.to_dict(defaults=True)
+
+
+def test_a_launch_config_that_accumulates_too_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    GradientState._reset_state()
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps=4 of the launch config"):
+        make_accelerator(0, tracker=None, logs=tmp_path)
+    GradientState._reset_state()
+
+
+def test_a_deepspeed_config_that_contradicts_the_loop_is_refused():
+    config = {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+    set_up_deepspeed(config, clip=0.5)
+    assert config["gradient_clipping"] == 0.5  # DeepSpeed clips, not the loop
+    with pytest.raises(ConfigError, match=r"gradient_clipping=0\.5 of the DeepSpeed config is not"):
+        set_up_deepspeed(config, clip=1.0)
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps=2 of the launch config"):
+        set_up_deepspeed({"gradient_accumulation_steps": 2}, clip=1.0)
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 """Script that tests start as two ranks; it runs the same checks in each process.
 
 torchrun --nproc-per-node 2 two_processes.py CHECK,CHECK,... MODEL TEXT OUT
-
-``sharded`` patches Accelerate's state, so it comes last.
 """
 
 import hashlib
@@ -14,37 +12,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers as hf
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
 
 import attnzoo
-from attnzoo.training import runs
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.recover import RecoverConfig, recover
+from tests.training.engines import engine, require_engine
 from tests.training.short_runs import shorten_runs
-
-
-def sharding(**options):
-    """Return an Accelerator with FSDP2 on CPUs, which it refuses: its state is patched."""
-    accelerator = Accelerator(**options)
-    parallel = ParallelismConfig(dp_shard_size=accelerator.num_processes)
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    AcceleratorState._shared_state.update(
-        distributed_type=DistributedType.FSDP,
-        parallelism_config=parallel,
-        device_mesh=parallel.get_device_mesh("cpu"),
-        fsdp_plugin=FullyShardedDataParallelPlugin(  # as in launch_configs/fsdp2.yaml
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            reshard_after_forward=True,
-            state_dict_type="SHARDED_STATE_DICT",
-            cpu_ram_efficient_loading=False,
-        ),
-    )
-    assert accelerator.is_fsdp2
-    return accelerator
 
 
 def config(**changes):
@@ -71,25 +45,73 @@ def stop_at(total):
     return on_step
 
 
+def train(name, *given, on_step=lambda *_: None, **options):
+    """Recover with a launch config, which each step must run on."""
+    with engine(name) as prepared:
+
+        def require(stage, step, loss):
+            require_engine(name, *prepared[-1], step + 1)
+            on_step(stage, step, loss)
+
+        # a resumed stage counts from its checkpoint
+        recover(*given, **options, on_step=on_step if options.get("resume") else require)
+
+
+def stopped(name, model, text, out, stops, **changes):
+    """Train with a launch config, stop after numbers of steps of each process, and resume."""
+    options = config(loop=LoopConfig(batch_size=4, checkpoint_every=2), **changes)
+    for number, steps in enumerate(stops):
+        with suppress(Stopped):
+            resume = {"resume": number > 0, "on_step": stop_at(steps)}
+            train(name, model, SPEC, [text], out, options, **resume)
+    train(name, model, SPEC, [text], out, options, resume=True)
+
+
+def losses(names, model, text, out):
+    """Train with launch configs, with one micro-batch a step and with four."""
+    for name in names:
+        for parts in (1, 4):
+            folder = out / f"{name}-{parts}"
+            train(name, model, SPEC, [text], folder, ten_steps(parts))
+
+
+def ten_steps(accumulate):
+    """Return ten steps: four of the softmax baseline, two of transfer, four of distillation."""
+    return config(
+        transfer_steps=2,
+        distil_steps=4,
+        cross_entropy=0.5,
+        weights_lr=3e-3,
+        loop=LoopConfig(batch_size=8, accumulate=accumulate),
+    )
+
+
+def engines(model, text, out):
+    losses(("ddp", "fsdp2"), model, text, out)
+
+
+def deepspeed(model, text, out):
+    losses(("deepspeed_zero2", "deepspeed_zero3"), model, text, out)
+    stops = {"deepspeed_zero2": (5,), "deepspeed_zero3": (3, 4)}
+    for name, steps in stops.items():
+        kind = "lora" if name == "deepspeed_zero2" else "full"
+        whole = config(loop=LoopConfig(batch_size=4, checkpoint_every=2), train=kind)
+        train(name, model, SPEC, [text], out / f"{name}-whole", whole)
+        stopped(name, model, text, out / f"{name}-again", steps, train=kind)
+
+
 def sharded(model, text, out):
     """Train with sharded weights; repeat each run with stops after a checkpoint.
 
     The full run is stopped in both stages. The LoRA run is stopped in the second one only, because
     the first one trains no adapters.
     """
-    runs.Accelerator = sharding
-    loop = LoopConfig(batch_size=4, checkpoint_every=2)
-    for train, stops in (("full", (3, 4)), ("lora", (6,))):  # steps of each process
-        given = model, SPEC, [text]
-        recover(*given, out / train, config(train=train, loop=loop))
-        again = out / f"{train}-again"
-        for number, steps in enumerate(stops):
-            with suppress(Stopped):
-                options = {"resume": number > 0, "on_step": stop_at(steps)}
-                recover(*given, again, config(train=train, loop=loop), **options)
-        recover(*given, again, config(train=train, loop=loop), resume=True)
+    for kind, stops in (("full", (3, 4)), ("lora", (6,))):  # steps of each process
+        loop = LoopConfig(batch_size=4, checkpoint_every=2)
+        train("fsdp2", model, SPEC, [text], out / kind, config(train=kind, loop=loop))
+        stopped("fsdp2", model, text, out / f"{kind}-again", stops, train=kind)
     both = LoopConfig(batch_size=4, cp_size=2)
-    recover(model, SPEC, [text], out / "shared", config(loop=both))
+    train("fsdp2", model, SPEC, [text], out / "shared", config(loop=both))
 
 
 def shared(model, text, out):
@@ -136,6 +158,7 @@ if __name__ == "__main__":
     names, *paths = sys.argv[1:]
     dist.init_process_group("gloo")
     shorten_runs(setattr)
-    checks = {"sharded": sharded, "shared": shared, "idle": idle, "draws": draws}
-    for name in names.split(","):
-        checks[name](*map(Path, paths))
+    checks = (sharded, shared, idle, draws, engines, deepspeed)
+    for check in checks:
+        if check.__name__ in names.split(","):
+            check(*map(Path, paths))
