@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from attnzoo.errors import AttnzooError
 from attnzoo.report.atomic_write import atomic_write
@@ -22,6 +26,11 @@ LOCK = "run.lock"
 DONE = "progress.json"  # written last: a checkpoint without it is incomplete
 PARTIAL = ".partial"  # suffix of a checkpoint that is being written
 UNSET = "not set"  # in messages, for a key that only the other run has
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# In messages of torch.save and safetensors, whose errors have no type of their own
+WRITE_FAILURE = re.compile(
+    r"inline_container|PytorchStreamWriter|Parent directory .* does not exist|I/O error"
+)
 
 
 class CheckpointError(AttnzooError):
@@ -249,15 +258,35 @@ def damaged_file(folder: Path, hashes: Mapping[str, str]) -> str:
 def explain_write_errors(checkpoints: Checkpoints) -> Iterator[None]:
     """Convert write errors, such as a full disk, to errors that name the last checkpoint.
 
+    Other errors pass, such as those of a GPU without memory or of a process group.
+
     Raises:
         CheckpointError: A write failed.
     """
     try:
         yield
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError
+    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        cause = _write_error(error)
+        if cause is None:
+            raise
         last = checkpoints.latest()
         state = f"the last checkpoint is {str(last['path'])!r}" if last else "no checkpoint exists"
+        full = not isinstance(cause, OSError) or cause.errno in FULL
+        remedy = "Free disk space" if full else "Make it writable"
         raise CheckpointError(
-            f"{str(checkpoints.out)!r} cannot be written ({str(error).splitlines()[0]}); {state}. "
-            "Free disk space, then continue with --resume"
+            f"{str(checkpoints.out)!r} cannot be written ({str(cause).splitlines()[0]}); {state}. "
+            f"{remedy}, then continue with --resume"
         ) from error
+
+
+def _write_error(error: BaseException) -> BaseException | None:
+    """Return the write error that an exception is or has as its cause, or ``None``."""
+    if isinstance(error, CheckpointException):  # of torch.distributed.checkpoint, one for each rank
+        causes = (_write_error(cause) for cause, _ in error.failures.values())
+        return next((cause for cause in causes if cause is not None), None)
+    if isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError)):
+        return error
+    if isinstance(error, (RuntimeError, SafetensorError)) and WRITE_FAILURE.search(str(error)):
+        # torch's writer fails once more when it closes the file
+        return error.__context__ if isinstance(error.__context__, OSError) else error
+    return None

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from attnzoo.evaluation.heads import entropy
 from attnzoo.registry import build_backend
 from attnzoo.report import charts
 from attnzoo.report.charts import Axis, Plot, Series
+from attnzoo.training.checkpoints import Checkpoints, explain_write_errors
 from attnzoo.training.json_lines import append_line
 from attnzoo.training.sharding import SHARDED
 from attnzoo.training.transfer import evaluation_mode, swapped_layers
@@ -101,13 +101,16 @@ class EntropyLog:
     """Writes the entropy of every head to ``heads.jsonl`` while a model is trained.
 
     Args:
-        out: The run's folder.
+        checkpoints: The run's checkpoints, in whose folder the file is.
         inputs: Arguments of the model: a few held-out texts, on its device.
         every: Steps between measurements; a tenth of each stage when ``None``.
     """
 
-    def __init__(self, out: Path, inputs: Mapping[str, Tensor], every: int | None) -> None:
-        self.path, self.inputs, self.every = out / HEADS, inputs, every
+    def __init__(
+        self, checkpoints: Checkpoints, inputs: Mapping[str, Tensor], every: int | None
+    ) -> None:
+        self.checkpoints, self.path = checkpoints, checkpoints.out / HEADS
+        self.inputs, self.every = inputs, every
 
     def record_original(self, model: nn.Module) -> None:
         """Write the entropies under softmax attention, unless a resumed run has them."""
@@ -135,7 +138,8 @@ class EntropyLog:
         # A model that diverges has none; the loss of its next step explains that
         found = {name: bits for name, bits in found.items() if all(map(math.isfinite, bits))}
         if found:
-            append_line(self.path, {**line, "entropy": found})
+            with explain_write_errors(self.checkpoints):
+                append_line(self.path, {**line, "entropy": found})
 
 
 def entropy_plots(lines: Sequence[Mapping[str, Any]]) -> list[Plot]:
@@ -215,7 +219,7 @@ def make_entropy_log(run: Any) -> EntropyLog | None:
     if run.accelerator.distributed_type in SHARDED or run.mesh is not None:
         run.log("the entropy of heads is not measured: weights or rows are split over processes")
         return None
-    log = EntropyLog(run.out, _held_out_texts(run), every)
+    log = EntropyLog(run.checkpoints, _held_out_texts(run), every)
     log.record_original(run.model)
     return log
 

@@ -261,7 +261,7 @@ class Loop:
 
     def _log_entropies(self, model: nn.Module, stage: Stage, step: int, total: int) -> None:
         if self.entropy_log is not None:
-            with explain_write_errors(self.checkpoints), self.autocast():
+            with self.autocast():
                 self.entropy_log.record(model, stage.name, step, stage.steps, total)
 
     def _step(

@@ -556,9 +556,10 @@ class Run:
         if self.accelerator.is_main_process:
             partial = self.out / "model.partial"
             model.requires_grad_(True)
+            tokenizer = load_tokenizer(self.path)
             with explain_write_errors(self.checkpoints):
                 model.save_pretrained(partial)
-                load_tokenizer(self.path).save_pretrained(partial)
+                tokenizer.save_pretrained(partial)
                 copy_companions(self.path, partial)
                 move_files(partial, self.out)
                 write_pages(self.out, results, read_losses(self.out), self.command)

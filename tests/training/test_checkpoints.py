@@ -6,11 +6,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from attnzoo.errors import AttnzooError
 from attnzoo.report import atomic_write
-from attnzoo.training import runs
-from attnzoo.training.checkpoints import FOLDER, LOCK, CheckpointError, Checkpoints
+from attnzoo.training import head_entropy, runs
+from attnzoo.training.checkpoints import (
+    FOLDER,
+    LOCK,
+    CheckpointError,
+    Checkpoints,
+    explain_write_errors,
+)
 from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.recover import RecoverConfig, recover
 from tests.processes import PIPE, running
@@ -161,6 +170,70 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_half_written(
     monkeypatch.undo()
     recover(saved, spec, [text], out, config(), resume=out.exists())
     assert (out / "recovery.json").is_file()
+
+
+def full_disk_of_torch():
+    torch.save({"a": torch.zeros(300_000)}, "/dev/full")
+
+
+def full_disk_of_safetensors():
+    raise SafetensorError(
+        "Error while serializing: I/O error: No space left on device (os error 28)"
+    )
+
+
+def full_disk_of_a_rank():
+    raise CheckpointException("write", {1: (OSError(28, "No space left on device"), None)})
+
+
+@pytest.mark.parametrize(
+    "write", [full_disk_of_torch, full_disk_of_safetensors, full_disk_of_a_rank]
+)
+def test_write_errors_of_libraries_name_the_remedy(tmp_path, write):
+    message = r"cannot be written \(.*no checkpoint exists. Free disk space, then continue"
+    with (
+        pytest.raises(CheckpointError, match=message),
+        explain_write_errors(Checkpoints(tmp_path, {})),
+    ):
+        write()
+
+
+def test_a_folder_that_becomes_read_only_is_no_full_disk(tmp_path):
+    error = PermissionError(13, "Permission denied")
+    checkpoints = Checkpoints(tmp_path, {})
+    message = "Make it writable, then continue"
+    with pytest.raises(CheckpointError, match=message), explain_write_errors(checkpoints):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("[Rank 1] Watchdog caught collective operation timeout"),
+        CheckpointException("write", {1: (RuntimeError("CUDA error"), None)}),
+        ConnectionResetError(104, "Connection reset by peer"),
+        SafetensorError("Error while deserializing header: HeaderTooLarge"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_other_errors_are_no_write_errors(tmp_path, error):
+    with pytest.raises(type(error)) as found, explain_write_errors(Checkpoints(tmp_path, {})):
+        raise error
+    assert found.value is error
+
+
+def test_out_of_memory_in_a_measurement_of_heads_is_not_a_full_disk(
+    saved, text, spec, tmp_path, monkeypatch
+):
+    def exhaust(*_, original=False, **__):
+        if original:
+            return {}
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(head_entropy, "head_entropies", exhaust)
+    with pytest.raises(torch.OutOfMemoryError):
+        recover(saved, spec, [text], tmp_path / "out", config())
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "below a file"])
