@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
@@ -432,3 +433,11 @@ def can_set_implementation(model: PreTrainedModel) -> bool:
 def is_recording(cache: Cache) -> bool:
     """Return whether a cache records past tokens to remove them later (assisted decoding)."""
     return bool(getattr(cache, RECORDING, False))
+
+
+def names_kept_in_float32(model: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Return parts of the names of weights that ``from_pretrained`` loads in float32."""
+    names = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
+    if dtype == torch.float16:
+        names += getattr(model, "_keep_in_fp32_modules", None) or ()
+    return names if dtype in (torch.float16, torch.bfloat16) else []

@@ -29,6 +29,7 @@ from attnzoo.hf.context_parallel import check_model
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.companions import copy_companions, move_files
+from attnzoo.hf.saving.dtype import cast_weights, round_weights, saved_dtype
 from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
@@ -179,19 +180,16 @@ class Run:
         self.config, self.log, self.data, self.column = config, log, data, column
         loop, logs = config.loop, out / "logs"
         self.accelerator: Accelerator = make_accelerator(
-            loop.seed,
-            tracker=config.report_to,
-            logs=logs,
-            precision=loop.precision,
-            clip=loop.clip,
+            loop.seed, tracker=config.report_to, logs=logs, precision=loop.precision, clip=loop.clip
         )
         main = self.accelerator.is_main_process
         if main:
             check_run_folder(out, resume=resume)
         with self.accelerator.local_main_process_first():  # the others find its rows in the cache
             train, self.held_out = self.load_rows(data, column)
+        self.dtype = saved_dtype(path)  # trained in float32, saved in this one
         self.model: Any = self.load_model()
-        self.mesh = context_mesh(self.accelerator, config.loop.cp_size)
+        self.mesh = context_mesh(self.accelerator, loop.cp_size)
         if self.mesh is not None:
             check_model(self.model)
         self.provenance = {
@@ -209,9 +207,7 @@ class Run:
             if self.finished is not None:
                 log("The run is finished; these are its results.")
                 return
-            log(f"{len(train)} training rows, {len(self.held_out)} held-out rows")
-            if shortened := getattr(train, "shortened", 0):
-                log(f"{shortened} examples are longer than a row and keep their beginning only")
+            self._log_rows(train, self.held_out)
             self.baselines = Baselines(self.accelerator, self.checkpoints, self.quality_class)
             self._find_baselines()
             self.model.to(self.accelerator.device)
@@ -229,6 +225,11 @@ class Run:
         self.window = self.config.control or widest_window(self.model)
         self.equal = self.find_equal_window()
         self.long_lines: dict[int, dict[str, Any]] = {}
+
+    def _log_rows(self, train: Any, held_out: Any) -> None:
+        self.log(f"{len(train)} training rows, {len(held_out)} held-out rows")
+        if shortened := getattr(train, "shortened", 0):
+            self.log(f"{shortened} examples are longer than a row and keep their beginning only")
 
     def _check_kernels(self, row: Mapping[str, Tensor]) -> None:
         """Check the GPU kernels that the model needs and that have no verdict yet."""
@@ -334,10 +335,16 @@ class Run:
     def evaluate_result(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the results of the baselines, the trained model, and each branch of a hybrid.
 
+        The trained weights are rounded to the data type that they are saved in before.
+
         Raises:
             DivergenceError: The trained model's outputs are not finite; nothing is saved.
         """
+<<<<<<< HEAD
         baselines = {k: x for k, x in self.baselines.results.items() if AT not in k}
+=======
+        round_weights(model, self.dtype)
+>>>>>>> a03681d (Window hybrids give every parameter a gradient on short rows; models are saved in their own data type)
         try:
             lines = {**baselines, "result": self.quality(model)}
             for length, batch in self.long_batches.items():
@@ -551,11 +558,13 @@ class Run:
     def save(self, model: PreTrainedModel, results: Mapping[str, Any]) -> None:
         """Write model, tokenizer and results to the run's folder; called by all processes.
 
-        The results are written last: they mark a finished run.
+        The weights have the data type of the model that came in. The results are written last: they
+        mark a finished run.
         """
         if self.accelerator.is_main_process:
             partial = self.out / "model.partial"
             model.requires_grad_(True)
+            cast_weights(model, self.dtype)
             tokenizer = load_tokenizer(self.path)
             with explain_write_errors(self.checkpoints):
                 model.save_pretrained(partial)

@@ -206,3 +206,29 @@ def test_window_dropout_removes_the_window_of_some_heads(name):
     assert torch.equal(backend(q, k, v, **given).out, found)
     backend.linear_only_heads = draw_heads(0.5, 4, backend.geometry)
     assert not torch.equal(backend(q, k, v, **given).out, found)
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("linear", {"feature_map": "hedgehog"}),
+        ("linear", {"feature_map": "hedgehog_exp"}),  # its weights are inputs of the C++ op
+        ("gated_linear", {"feature_map": "hedgehog_exp", "gate": "gla"}),
+        ("delta", {"feature_map": "hedgehog_exp"}),
+    ],
+    ids=str,
+)
+def test_rows_within_the_window_give_every_parameter_a_gradient(name, options, causal, impl):
+    """Of zeros in the linear branch: DistributedDataParallel waits for all of them."""
+    if name != "linear" and not causal:
+        pytest.skip(f"{name} serves decoders")
+    backend = build(name, causal=causal, window=16, impl=impl, **options).float().train()
+    q, k, v, extra = inputs(8, torch.float32)
+    out = backend(q, k, v, mask=AttentionMask(causal=causal), **extra).out
+    out.sum().backward()
+    for key, parameter in backend.named_parameters():
+        assert parameter.grad is not None, key
+        if name != "delta":  # which keeps the state's part of a query without earlier keys, too
+            assert not parameter.grad.any(), key  # no key is outside the window

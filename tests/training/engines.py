@@ -4,6 +4,7 @@ Without GPUs, Accelerate joins processes with ``cpu=True`` only, which rules out
 Here it is told that each process has a GPU, whose device is the CPU.
 """
 
+import importlib
 import os
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,9 +68,8 @@ def engine(name, **changes):
     }
     gpus = lambda *_: ("gloo", DistributedType.MULTI_GPU)  # noqa: E731
     if name.startswith("deepspeed"):
-        from deepspeed.comm import torch as deepspeed_comm
-
-        deepspeed_comm.build_shm_op = lambda: None  # a minute of compilation; gloo suffices
+        communication = importlib.import_module("deepspeed.comm.torch")
+        communication.build_shm_op = lambda: None  # a minute of compilation; gloo suffices
     with (
         mock.patch.dict(os.environ, environment),
         mock.patch.object(PartialState, "_prepare_backend", gpus),

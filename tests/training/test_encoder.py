@@ -185,3 +185,11 @@ def test_invalid_arguments_are_refused(encoder, lines, saved, tmp_path):
     hf.T5ForConditionalGeneration(both).save_pretrained(tmp_path / "both")
     with pytest.raises(SpecError, match="causal and bidirectional attention layers"):
         is_encoder(tmp_path / "both")
+
+
+def test_a_bfloat16_encoder_comes_back_in_bfloat16(encoder, lines, tmp_path):
+    hf.BertForMaskedLM.from_pretrained(encoder, dtype=torch.bfloat16).save_pretrained(encoder)
+    options = config(transfer_steps=2, distil_steps=2, train="full")
+    recover(encoder, SPEC, [lines], tmp_path / "out", options)
+    model = hf.BertForMaskedLM.from_pretrained(tmp_path / "out")
+    assert {x.dtype for x in model.parameters()} == {torch.bfloat16}

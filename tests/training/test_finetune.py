@@ -1,10 +1,12 @@
 """Fine-tuning of a swapped model, with an equally trained softmax model as baseline."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import transformers as hf
+from safetensors import safe_open
 
 import attnzoo
 from attnzoo.errors import ConfigError, SpecError
@@ -40,6 +42,24 @@ def test_swap_without_extras_is_finetuned(saved, text, tmp_path):
     )
     assert more["lines"]["raw swap"]["loss"] == pytest.approx(lines["result"]["loss"])
     assert "softmax tuned" not in more["lines"]
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_a_bfloat16_model_comes_back_in_bfloat16(saved, text, spec, tmp_path, train):
+    """It is trained in float32; the results are those of the rounded weights."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(saved, source)
+    hf.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.bfloat16).save_pretrained(source)
+    options = config(train=train, tune_softmax=False, steps=3)
+    outcome = finetune(source, spec, [text], out, options)
+    with safe_open(out / "model.safetensors", "pt") as weights:
+        found = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+    assert found == {"BF16"}
+    assert hf.AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+    model = hf.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    _, held_out = load_rows(saved, [text], "text", options)
+    loss = quality(model, rows_to_eval_batch(held_out, 2)).loss
+    assert outcome["lines"]["result"]["loss"] == pytest.approx(loss, rel=1e-6)
 
 
 def test_softmax_baseline_takes_the_same_steps(saved, text, spec, tmp_path):

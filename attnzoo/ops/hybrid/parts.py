@@ -122,8 +122,26 @@ def _has_full_window(x: HybridInputs) -> bool:
 
 
 def linear_sums(x: HybridInputs, compute: CausalSums) -> LinearSums:
-    """Return the linear sums of a call."""
-    return _causal_sums(x, compute) if x.causal else _bidirectional_sums(x, compute)
+    """Return the linear sums of a call.
+
+    Where no query has a key outside its window, the branch has gradients of zeros, and not none:
+    DistributedDataParallel waits for each.
+    """
+    if x.causal:
+        found, lag = _causal_sums(x, compute), x.window + x.num_sinks
+        is_empty = x.state is None and x.q.shape[2] <= lag
+    else:
+        found, is_empty = _bidirectional_sums(x, compute), x.q.shape[2] <= x.window + 1
+    return found._replace(sums=_with_zero_gradients(found.sums, x.branch)) if is_empty else found
+
+
+def _with_zero_gradients(sums: Tensor, branch: LinearBranch) -> Tensor:
+    """Return sums that have gradients of zeros for the inputs of a branch."""
+    inputs = [branch.q, branch.k, branch.log_decay, *(branch.map_weights or ())]
+    for x in inputs:
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            sums = sums + x[:0].sum().to(sums.dtype)
+    return sums
 
 
 def _causal_sums(x: HybridInputs, compute: CausalSums) -> LinearSums:
