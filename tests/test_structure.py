@@ -38,7 +38,7 @@ ROW = {unit: height for height, row in enumerate(ROWS) for unit in row}
 HF_ROWS = (
     {"__init__", "names"},
     {"seam"},
-    {"layers", "masks", "context_parallel"},
+    {"layers", "masks", "context_parallel", "logits"},
     {"cache"},
     {"attention"},
     {"release_check"},

@@ -441,3 +441,9 @@ def names_kept_in_float32(model: nn.Module, dtype: torch.dtype) -> list[str]:
     if dtype == torch.float16:
         names += getattr(model, "_keep_in_fp32_modules", None) or ()
     return names if dtype in (torch.float16, torch.bfloat16) else []
+
+
+def base_model_name(model: Any) -> str:
+    """Return the attribute of a model with a head that holds the model without it."""
+    name: str = model.base_model_prefix
+    return name

@@ -12,6 +12,9 @@ An encoder, which predicts no tokens, is distilled to the last hidden states of 
 Sources: Hinton et al., 2015, arXiv:1503.02531 (predictions); Romero et al., 2015, arXiv:1412.6550,
 and Jiao et al., 2020, arXiv:1909.10351 (hidden states). Other letters: V vocabulary, L layers.
 
+Logits of many tokens are computed in chunks, forward and again backward, so that memory holds those
+of one chunk.
+
 If the model's own weights are frozen, the teacher is the same model with softmax attention and
 without adapters, so memory holds no second copy.
 """
@@ -21,14 +24,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.hf.attention.call import layer_backend
+from attnzoo.hf.logits import (
+    HeadInputs,
+    chunk_reason,
+    head_inputs,
+    loss_in_forward,
+    tokens_per_chunk,
+)
 from attnzoo.hf.names import NAME
 from attnzoo.hf.swap.convert import original_attention, restore
 from attnzoo.registry import build_backend
@@ -55,13 +67,43 @@ def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def predictions(
-    model: Any, batch: Mapping[str, Tensor], *, with_layers: bool = False
-) -> Predictions:
-    """Return the logits of a decoder, and with ``with_layers`` the outputs of its layers."""
+    model: Any,
+    batch: Mapping[str, Tensor],
+    *,
+    with_layers: bool = False,
+    chunk: int | None = None,
+) -> Predictions | HeadInputs:
+    """Return the logits of a decoder, and with ``with_layers`` the outputs of its layers.
+
+    Of more than ``chunk`` tokens, it returns what the logits are computed from in their place.
+    """
+    if _in_chunks(batch, chunk):
+        return head_inputs(model, with_layers=with_layers, **model_inputs(batch))
     if not with_layers:
         return Predictions(model(**model_inputs(batch)).logits)
     output = model(**model_inputs(batch), output_hidden_states=True)
     return Predictions(output.logits, tuple(output.hidden_states[1:]))  # 0 is the embedding
+
+
+def _in_chunks(batch: Mapping[str, Tensor], chunk: int | None) -> bool:
+    return chunk is not None and batch["input_ids"].numel() > chunk
+
+
+def chunk_of(model: nn.Module, tokens: int, log: Callable[[str], None]) -> int | None:
+    """Return the tokens whose logits are computed at once; ``None`` for all of a micro-batch.
+
+    Args:
+        model: A decoder before Accelerate prepares it.
+        tokens: Most tokens of a micro-batch.
+        log: Called with a message if chunks would save memory, but the model does not allow them.
+    """
+    chunk = tokens_per_chunk(model)
+    if tokens <= chunk:
+        return None
+    if reason := chunk_reason(model):
+        log(f"the logits of all tokens are held in memory: {reason}")
+        return None
+    return chunk
 
 
 def hidden_states(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -187,6 +229,7 @@ def distil_loss(
     top_k: int | None = None,
     hidden_states: float = 0.0,
     label_smoothing: float = 0.0,
+    chunk: int | None = None,
 ) -> Loss:
     """Return the loss ``(1 - c) * KL + c * cross-entropy + w * error of hidden states``.
 
@@ -197,7 +240,12 @@ def distil_loss(
         hidden_states: w, the weight of :func:`hidden_states_error`; not without a teacher, which
             then returns the outputs of its layers.
         label_smoothing: Probability that the cross-entropy's targets spread over all tokens.
+        chunk: Tokens whose logits are computed at once, in the backward pass again; ``None`` for
+            all. The teacher has the same ``chunk``.
     """
+    token_loss = partial(
+        _token_loss, cross_entropy=cross_entropy, top_k=top_k, label_smoothing=label_smoothing
+    )
 
     def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         labels = batch.get("shift_labels")
@@ -206,28 +254,103 @@ def distil_loss(
         mask = labels != IGNORE_INDEX
         count = batch.get("num_items_in_batch", mask.sum().clamp(min=1))
         target = None if teacher is None else teacher(model, batch)
-        output = predictions(model, batch, with_layers=hidden_states > 0)
-        logits = output.logits
-        total = logits.new_zeros((), dtype=torch.float32)
-        if target is not None and cross_entropy < 1:
-            kl = divergence(logits, target.logits, mask, top_k, count=count)
-            total = (1 - cross_entropy) * kl
-        if hidden_states > 0:
+        with_layers = hidden_states > 0
+
+        def with_error(total: Tensor, layers: Sequence[Tensor]) -> Tensor:
+            total = total / count
+            if not with_layers:
+                return total
             assert target is not None
-            errors = hidden_states_error(output.layers, target.layers, mask, count=count)
-            total = total + hidden_states * errors
-        if cross_entropy > 0:
-            rows = logits.float().flatten(0, 1), labels.flatten()
-            losses = F.cross_entropy(
-                *rows,
-                ignore_index=IGNORE_INDEX,
-                reduction="sum",
-                label_smoothing=label_smoothing,
+            errors = hidden_states_error(layers, target.layers, mask, count=count)
+            return total + hidden_states * errors
+
+        if not _in_chunks(batch, chunk):
+            output: Any = predictions(model, batch, with_layers=with_layers)
+            logits = None if target is None else target.logits
+            return with_error(token_loss(output.logits, logits, labels), output.layers)
+        assert chunk is not None
+        exact: list[Tensor] = []
+
+        def compute(states: HeadInputs) -> Tensor:
+            total = with_error(
+                _sum_chunks(token_loss, states, target, labels, chunk), states.layers
             )
-            total = total + cross_entropy * losses / count
-        return total
+            exact.append(total.detach())
+            return total
+
+        with loss_in_forward(model, compute, with_layers=with_layers):
+            total: Tensor = model(**model_inputs(batch)).float()
+        return total + (exact[-1] - total).detach()  # FSDP rounds the output of a model
 
     return loss
+
+
+def _token_loss(
+    logits: Tensor,
+    target: Tensor | None,
+    labels: Tensor,
+    *,
+    cross_entropy: float,
+    top_k: int | None,
+    label_smoothing: float,
+) -> Tensor:
+    """Return the sum over tokens of the part of the loss that depends on logits, a scalar.
+
+    Args:
+        logits: Of the student, ``[..., V]``.
+        target: Of the teacher, the same shape.
+        labels: The next tokens, ``[...]``.
+        cross_entropy: As in :func:`distil_loss`.
+        top_k: The same.
+        label_smoothing: The same.
+    """
+    total = logits.new_zeros((), dtype=torch.float32)
+    if target is not None and cross_entropy < 1:
+        one = torch.ones((), device=logits.device)
+        kl = divergence(logits, target, labels != IGNORE_INDEX, top_k, count=one)
+        total = (1 - cross_entropy) * kl
+    if cross_entropy > 0:
+        losses = F.cross_entropy(
+            logits.float().flatten(0, -2),
+            labels.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            label_smoothing=label_smoothing,
+        )
+        total = total + cross_entropy * losses
+    return total
+
+
+def _sum_chunks(
+    token_loss: Callable[..., Tensor],
+    states: HeadInputs,
+    target: HeadInputs | None,
+    labels: Tensor,
+    chunk: int,
+) -> Tensor:
+    """Return the sum of a loss over chunks of tokens, whose logits are not kept.
+
+    Args:
+        token_loss: :func:`_token_loss` with its options.
+        states: Of the student.
+        target: Of the teacher.
+        labels: The next tokens, ``[B, T]``.
+        chunk: Tokens of a chunk.
+    """
+
+    def part_loss(hidden: Tensor, exact: Tensor | None, labels: Tensor) -> Tensor:
+        logits = None
+        if target is not None and exact is not None:
+            with torch.no_grad():
+                logits = target.head(exact)
+        return token_loss(states.head(hidden), logits, labels)
+
+    hidden = states.hidden.flatten(0, 1).split(chunk)
+    exact = [None] * len(hidden) if target is None else target.hidden.flatten(0, 1).split(chunk)
+    total = labels.new_zeros((), dtype=torch.float32)
+    for part in zip(hidden, exact, labels.flatten().split(chunk), strict=True):
+        total = total + checkpoint(part_loss, *part, use_reentrant=False, preserve_rng_state=False)
+    return total
 
 
 def hidden_loss(teacher: Teacher) -> Loss:

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from attnzoo.errors import ConfigError, SpecError
 from attnzoo.spec import AttentionSpec
-from attnzoo.training.distil import distil_loss
+from attnzoo.training.distil import chunk_of, distil_loss
 from attnzoo.training.encoder import is_encoder
-from attnzoo.training.loop import OnStep
+from attnzoo.training.loop import Loss, OnStep
 from attnzoo.training.masked import MaskedRun
 from attnzoo.training.results import complete
 from attnzoo.training.runs import Log, Run
@@ -103,13 +103,21 @@ def _finetune(run: Run, config: FinetuneConfig) -> tuple[PreTrainedModel, dict[s
             "recover` trains indexers)"
         )
     before_step = run.step_callback(run.model, config.steps)
-    if isinstance(run, MaskedRun):
-        loss = run.loss()
-    else:
-        loss = distil_loss(None, cross_entropy=1.0, label_smoothing=config.label_smoothing_factor)
+    make_loss = partial(_loss, run=run, config=config)
     if config.tune_softmax and config.train != "extras":
-        run.tune_softmax(config.steps, lambda prepared: loss, before_step)
-    model = run.train(
-        run.model, "finetune", config.steps, lambda prepared: loss, run.load_model, before_step
-    )
+        run.tune_softmax(config.steps, make_loss, before_step)
+    model = run.train(run.model, "finetune", config.steps, make_loss, run.load_model, before_step)
     return model, {}
+
+
+def _loss(model: Any, run: Run, config: FinetuneConfig) -> Loss:
+    """Return the loss of a model that :meth:`Run.prepare` returned."""
+    if isinstance(run, MaskedRun):
+        return run.loss()
+    tokens = config.row_length * config.loop.batch_size // config.loop.accumulate
+    return distil_loss(
+        None,
+        cross_entropy=1.0,
+        label_smoothing=config.label_smoothing_factor,
+        chunk=chunk_of(model, tokens, run.log),
+    )

@@ -17,6 +17,7 @@ from attnzoo.errors import ConfigError, SpecError, did_you_mean
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.calibrate import calibrate, calibrated_layers
 from attnzoo.training.distil import (
+    chunk_of,
     distil_loss,
     hidden_loss,
     hidden_states,
@@ -412,7 +413,12 @@ def _one_prediction(model: nn.Module) -> dict[str, int]:
 
 def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
     """Return the distillation loss of a model that :meth:`Run.prepare` returned."""
-    outputs = partial(predictions, with_layers=config.hidden_states > 0)
+    chunk = None
+    if not run.is_encoder:
+        rows = config.distil_batch or config.loop.batch_size
+        tokens = (config.distil_length or config.row_length) * rows // config.loop.accumulate
+        chunk = chunk_of(model, tokens, run.log)
+    outputs = partial(predictions, with_layers=config.hidden_states > 0, chunk=chunk)
     teacher = softmax_teacher(
         model,
         weights_change=config.train == "full",
@@ -427,6 +433,7 @@ def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
         top_k=config.top_k,
         hidden_states=config.hidden_states,
         label_smoothing=config.label_smoothing_factor,
+        chunk=chunk,
     )
 
 

@@ -1,11 +1,23 @@
 """The losses of distillation."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers as hf
 
 import attnzoo
-from attnzoo.training.distil import Predictions, distil_loss, divergence, softmax_teacher
+from attnzoo.hf import logits as logits_in_chunks
+from attnzoo.hf.logits import chunk_reason
+from attnzoo.training.distil import (
+    Predictions,
+    chunk_of,
+    distil_loss,
+    divergence,
+    predictions,
+    softmax_teacher,
+)
+from attnzoo.training.loading import with_adapters
 
 MASK = torch.ones(2, 5)
 
@@ -83,6 +95,109 @@ def test_teacher_of_a_swapped_model_is_the_model_before_the_swap(model, weights_
         found = teach(swapped, {**batch, "labels": tokens}).logits
         real = batch.get("attention_mask", torch.ones_like(tokens)).bool()
         torch.testing.assert_close(found[real], logits[real], rtol=1e-9, atol=1e-11)
+
+
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+UNCAPPED = {"layer_types": ["full_attention"] * 2, "attn_logit_softcapping": None}
+NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+MODELS = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)),
+    # the head divides or caps its logits, and has the weights of the embedding
+    "granite": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**SMALL, logits_scaling=0.2)),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(
+        hf.Gemma2Config(**SMALL, **UNCAPPED, final_logit_softcapping=5.0, tie_word_embeddings=True)
+    ),
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=40, **NO_DROPOUT)
+    ),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, num_local_experts=2)),
+}
+LOSSES = [
+    {},
+    {"cross_entropy": 0.3, "hidden_states": 0.5, "label_smoothing": 0.1},
+    {"top_k": 5},
+]
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+@pytest.mark.parametrize(
+    ("name", "options"), [("llama", x) for x in LOSSES] + [(n, LOSSES[1]) for n in [*MODELS][1:]]
+)
+def test_chunks_have_the_loss_and_the_gradients_of_all_logits(name, options, train):
+    torch.manual_seed(0)
+    model = attnzoo.swap(MODELS[name](), "linear", feature_map="hedgehog")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(12 if parameter.ndim > 1 else 1)
+    if train == "lora":
+        model = with_adapters(model, 2, "CAUSAL_LM")
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                torch.nn.init.normal_(parameter, std=0.2)
+    tokens = torch.randint(1, 40, (2, 12))
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    batch["labels"][1, 7:] = -100
+    found = {}
+    for chunk in (None, 7):  # the last chunk is shorter
+        assert chunk is None or chunk_reason(model) == ""
+        outputs = partial(predictions, with_layers="hidden_states" in options, chunk=chunk)
+        teacher = softmax_teacher(model, weights_change=train == "full", outputs=outputs)
+        model.zero_grad()
+        loss = distil_loss(teacher, **options, chunk=chunk)(model, batch)
+        loss.backward()
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found[chunk] = float(loss.detach()), gradients
+    (exact, expected), (ours, gradients) = found.values()
+    assert exact > 0.01
+    assert ours == pytest.approx(exact, rel=1e-6)
+    assert gradients.keys() == expected.keys()
+    scale = max(float(x.abs().max()) for x in expected.values())
+    for key, x in expected.items():
+        torch.testing.assert_close(gradients[key], x, rtol=1e-4, atol=1e-6 * scale, msg=key)
+
+
+def test_chunks_never_hold_the_logits_of_all_tokens(model):
+    """Nor does the teacher; a call with fewer tokens than a chunk computes them at once."""
+    attnzoo.swap(model, "linear")
+    sizes = []
+    model.lm_head.register_forward_hook(lambda m, args, out: sizes.append(out[..., 0].numel()))
+    teacher = softmax_teacher(model, weights_change=False, outputs=partial(predictions, chunk=8))
+    tokens = torch.arange(5, 29).view(2, 12)
+    distil_loss(teacher, chunk=8)(model, {"input_ids": tokens, "labels": tokens}).backward()
+    assert max(sizes) == 8
+    sizes.clear()
+    few = tokens[:1, :6]
+    distil_loss(teacher, chunk=8)(model, {"input_ids": few, "labels": few}).backward()
+    assert sizes == [6, 6]
+
+
+def test_a_head_that_needs_more_than_hidden_states_holds_all_logits(model, monkeypatch):
+    messages = []
+    monkeypatch.setattr(logits_in_chunks, "CHUNK_LOGITS", 0)
+    assert chunk_of(model, 65, messages.append) == 64
+    assert chunk_of(model, 64, messages.append) is None  # all fit in one chunk
+    assert not messages
+    forward = type(model).forward
+
+    def adds_the_embedding(self, input_ids=None, logits_to_keep=0, **kwargs):
+        output = forward(self, input_ids=input_ids, logits_to_keep=logits_to_keep, **kwargs)
+        if input_ids is not None:
+            output.logits = output.logits + 1
+        return output
+
+    monkeypatch.setattr(type(model), "forward", adds_the_embedding)
+    assert chunk_of(model, 65, messages.append) is None
+    (message,) = messages
+    assert message.endswith("the head of LlamaForCausalLM depends on more than the hidden states")
 
 
 def predict(model, batch):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import transformers as hf
 
 import attnzoo
+from attnzoo.hf import logits
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.recover import RecoverConfig, recover
@@ -68,7 +69,11 @@ def stopped(name, model, text, out, stops, **changes):
 
 
 def losses(names, model, text, out):
-    """Train with launch configs, with one micro-batch a step and with four."""
+    """Train with launch configs, with one micro-batch a step and with four.
+
+    Logits are computed in chunks of 64 tokens, of which each process has 128 or 32.
+    """
+    logits.CHUNK_LOGITS = 0
     for name in names:
         for parts in (1, 4):
             folder = out / f"{name}-{parts}"
