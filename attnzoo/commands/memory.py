@@ -22,6 +22,9 @@ def memory(
     dtype: Annotated[str, typer.Option(help="data type of the weights")] = "float32",
     optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
     train: Annotated[str, typer.Option(help="full or extras (of the backends)")] = "full",
+    loss: Annotated[
+        str, typer.Option(help="lm (cross-entropy), or distil (of recover, with its teacher)")
+    ] = "lm",
     measure: Annotated[
         bool, typer.Option("--measure", help="also run each attention, in a process of its own")
     ] = False,
@@ -43,6 +46,7 @@ def memory(
     from attnzoo.evaluation.memory_tables import fit_table, memory_table
     from attnzoo.evaluation.models import model_path
     from attnzoo.report.format import format_length
+    from attnzoo.training import distil_memory  # noqa: F401 - registers the loss "distil"
     from attnzoo.training.budget import parse_size
 
     tokens, limit = parse_size(length, "--length"), fit and parse_size(fit, "--fit")
@@ -56,6 +60,7 @@ def memory(
             dtype=dtype,
             optimizer=optimizer,
             train=train,
+            loss=loss,
         )
         for spec in _specs(path, attention)
     ]
@@ -103,8 +108,9 @@ def _row(
 
     from attnzoo.compare.workers import OK, Workers, free_memory
     from attnzoo.errors import AttnzooError
-    from attnzoo.evaluation.memory import TOTALS, measured
+    from attnzoo.evaluation.memory import TOTALS
     from attnzoo.evaluation.memory_fit import MemoryCurve
+    from attnzoo.training.distil_memory import measured
 
     row: dict[str, Any] = {"attention": case.attention, **asdict(case)}
     row |= dict.fromkeys(("computed", "measured", "fit"), None) | {"reason": ""}

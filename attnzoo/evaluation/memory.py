@@ -34,9 +34,34 @@ from attnzoo.hf.saving.files import model_class, read_config
 from attnzoo.hf.seam import cache_argument
 from attnzoo.spec import AttentionSpec
 
+
+class TrainingLoss(NamedTuple):
+    """A loss of training.
+
+    Attributes:
+        forward: Returns the loss.
+        teacher: A model beside the one that is trained, if any.
+    """
+
+    forward: Callable[[], Tensor]
+    teacher: torch.nn.Module | None
+
+
+MakeLoss = Callable[[PreTrainedModel, Tensor, str], TrainingLoss]  # of a model, tokens and "train"
 OPTIMIZERS = ("adamw", "sgd")
 TRAINED = ("full", "extras")
+LOSSES: dict[str, MakeLoss] = {}  # by name, beside "lm"
 AS_SAVED = "as saved"  # the label of a model with the attention of its config
+
+
+def register_loss(name: str, make: MakeLoss) -> None:
+    """Make a loss known to :class:`MemoryCase`.
+
+    Args:
+        name: Its name.
+        make: Returns the loss of a model in training mode, tokens ``[B, T]`` and what is trained.
+    """
+    LOSSES[name] = make
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +76,7 @@ class MemoryCase:
         dtype: Data type of the weights.
         optimizer: ``"adamw"``, two numbers per trained weight, or ``"sgd"`` without momentum.
         train: ``"full"``, all weights, or ``"extras"``, those that the backends add.
+        loss: ``"lm"``, that of the model's ``forward``, or one of :func:`register_loss`.
     """
 
     path: str
@@ -60,12 +86,14 @@ class MemoryCase:
     dtype: str = "float32"
     optimizer: str = "adamw"
     train: str = "full"
+    loss: str = "lm"
 
     def __post_init__(self) -> None:
         for name in ("length", "batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name, known in (("optimizer", OPTIMIZERS), ("train", TRAINED)):
+        choices = {"optimizer": OPTIMIZERS, "train": TRAINED, "loss": ("lm", *LOSSES)}
+        for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
                 raise ConfigError(
@@ -103,6 +131,7 @@ class MemoryUse:
             includes the cache.
         cache: Keys and values, or states, after the prompt; ``None`` if it does not decode.
         step: Used by decoding one token, beyond weights and cache.
+        teacher: Weights of a model that teaches beside the one that is trained.
     """
 
     parameters: int
@@ -116,6 +145,7 @@ class MemoryUse:
     prompt: int
     cache: int | None
     step: int | None
+    teacher: int = 0
 
     @property
     def training(self) -> int:
@@ -129,7 +159,8 @@ class MemoryUse:
         return None if peak is None else self._training(peak)
 
     def _training(self, backward: int) -> int:
-        return self.parameters + self.optimizer + max(backward, self.gradients + self.update)
+        weights = self.parameters + self.teacher
+        return weights + self.optimizer + max(backward, self.gradients + self.update)
 
     @property
     def inference(self) -> int:
@@ -255,7 +286,9 @@ def _memory_use(
             "train='extras'; use train='full'"
         )
     model.train()
-    forward = _forward(model, tokens)
+    make = LOSSES.get(case.loss)
+    loss = make(model, tokens, case.train) if make else TrainingLoss(_forward(model, tokens), None)
+    forward = loss.forward
     once = _backward(model, forward, meter)
     gradients = _bytes(x.grad for x in trained if x.grad is not None)
     state, update = optimizer()
@@ -277,6 +310,7 @@ def _memory_use(
         prompt=prompt,
         cache=cache,
         step=step,
+        teacher=0 if loss.teacher is None else _bytes(loss.teacher.parameters()),
     )
     return use, BackwardPeaks(once.peaks, again and again.peaks)
 

@@ -13,6 +13,7 @@ from attnzoo.evaluation.memory import BackwardPeaks, MemoryCase, MemoryUse, buil
 from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.logits import tokens_per_chunk
 from attnzoo.hf.swap.backends import read_spec
 from attnzoo.spec import AttentionSpec
 
@@ -34,6 +35,8 @@ class MemoryCurve:
         positions = max_positions(Path(case.path))
         self.longest = MAX_LENGTH if positions is None else positions
         start = max(SHORTEST, 4 * _longest_window(case))
+        if case.loss != "lm":  # whose logits are computed in chunks where there are more tokens
+            start = max(start, _tokens_of_a_chunk(case) // case.batch + 1)
         self.sampled = tuple(max(1, min(start, self.longest // 4)) * n for n in (1, 2, 4))
         self._computed: dict[int, tuple[MemoryUse, BackwardPeaks]] = {}
         self._extrapolate: Callable[[int], MemoryUse] | None = None
@@ -162,6 +165,12 @@ def estimate_memory(
             train=train,
         )
     )
+
+
+def _tokens_of_a_chunk(case: MemoryCase) -> int:
+    """Return the number of tokens whose logits are computed at once."""
+    with torch.device("meta"):
+        return tokens_per_chunk(build_model(replace(case, length=1)))
 
 
 def _longest_window(case: MemoryCase) -> int:

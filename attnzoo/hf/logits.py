@@ -22,7 +22,7 @@ from attnzoo.hf.layers import unwrap_model
 from attnzoo.hf.seam import base_model_name
 
 Head = Callable[[Tensor], Tensor]  # logits [N, V] of hidden states [N, M]
-CHUNK_LOGITS = 2**26  # logits of one chunk, 256 MiB in float32
+CHUNK_LOGITS = 2**25  # logits of one chunk, 128 MiB in float32
 
 
 class _BaseOutput(MoeModelOutputWithPast):
@@ -53,6 +53,12 @@ def tokens_per_chunk(model: nn.Module) -> int:
     return max(64, CHUNK_LOGITS // int(inner.config.get_text_config().vocab_size))
 
 
+def keeps_logits(model: nn.Module) -> bool:
+    """Return whether a model computes the logits of some tokens only where that is requested."""
+    inner: Any = unwrap_model(model)
+    return "logits_to_keep" in inspect.signature(type(inner).forward).parameters
+
+
 @torch.no_grad()
 def chunk_reason(model: nn.Module) -> str:
     """Return why a model's logits cannot be computed in chunks, or ``""``; runs two tokens.
@@ -62,7 +68,7 @@ def chunk_reason(model: nn.Module) -> str:
     """
     inner: Any = unwrap_model(model)
     name = type(inner).__name__
-    if "logits_to_keep" not in inspect.signature(type(inner).forward).parameters:
+    if not keeps_logits(inner):
         return f"{name} computes the logits of all tokens"
     modes = {module: module.training for module in inner.modules()}
     inner.eval()

@@ -162,12 +162,15 @@ def softmax_teacher(
         elif swapped and frozen is None:
             softmax = original_attention(model)
         if frozen is not None:
+            if frozen.device != batch["input_ids"].device:
+                frozen.to(batch["input_ids"].device)
             with softmax:
-                return outputs(frozen.to(batch["input_ids"].device), batch)
+                return outputs(frozen, batch)
         without_adapters: Any = getattr(model, "disable_adapter", nullcontext)
         with softmax, without_adapters(), evaluation_mode(model):  # without dropout
             return outputs(model, batch)
 
+    teach.frozen = frozen  # type: ignore[attr-defined]  # counted by distil_memory
     return teach
 
 
