@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -89,18 +91,23 @@ def _in_chunks(batch: Mapping[str, Tensor], chunk: int | None) -> bool:
     return chunk is not None and batch["input_ids"].numel() > chunk
 
 
-def chunk_of(model: nn.Module, tokens: int, log: Callable[[str], None]) -> int | None:
+def chunk_of(
+    model: nn.Module, tokens: int, accelerator: Accelerator, log: Callable[[str], None]
+) -> int | None:
     """Return the tokens whose logits are computed at once; ``None`` for all of a micro-batch.
 
     Args:
         model: A decoder before Accelerate prepares it.
         tokens: Most tokens of a micro-batch.
+        accelerator: Accelerate's, which will prepare it.
         log: Called with a message if chunks would save memory, but the model does not allow them.
     """
     chunk = tokens_per_chunk(model)
     if tokens <= chunk:
         return None
-    if reason := chunk_reason(model):
+    fsdp = accelerator.distributed_type == DistributedType.FSDP
+    # A backward pass that computes logits again ends in a segmentation fault under FSDP2
+    if reason := "FSDP shards the head" if fsdp else chunk_reason(model):
         log(f"the logits of all tokens are held in memory: {reason}")
         return None
     return chunk

@@ -119,5 +119,5 @@ def _loss(model: Any, run: Run, config: FinetuneConfig) -> Loss:
         None,
         cross_entropy=1.0,
         label_smoothing=config.label_smoothing_factor,
-        chunk=chunk_of(model, tokens, run.log),
+        chunk=chunk_of(model, tokens, run.accelerator, run.log),
     )

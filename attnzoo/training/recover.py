@@ -417,7 +417,7 @@ def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
     if not run.is_encoder:
         rows = config.distil_batch or config.loop.batch_size
         tokens = (config.distil_length or config.row_length) * rows // config.loop.accumulate
-        chunk = chunk_of(model, tokens, run.log)
+        chunk = chunk_of(model, tokens, run.accelerator, run.log)
     outputs = partial(predictions, with_layers=config.hidden_states > 0, chunk=chunk)
     teacher = softmax_teacher(
         model,

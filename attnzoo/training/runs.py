@@ -340,11 +340,8 @@ class Run:
         Raises:
             DivergenceError: The trained model's outputs are not finite; nothing is saved.
         """
-<<<<<<< HEAD
-        baselines = {k: x for k, x in self.baselines.results.items() if AT not in k}
-=======
         round_weights(model, self.dtype)
->>>>>>> a03681d (Window hybrids give every parameter a gradient on short rows; models are saved in their own data type)
+        baselines = {k: x for k, x in self.baselines.results.items() if AT not in k}
         try:
             lines = {**baselines, "result": self.quality(model)}
             for length, batch in self.long_batches.items():

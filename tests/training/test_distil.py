@@ -1,10 +1,12 @@
 """The losses of distillation."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers as hf
+from accelerate.utils import DistributedType
 
 import attnzoo
 from attnzoo.hf import logits as logits_in_chunks
@@ -183,8 +185,9 @@ def test_chunks_never_hold_the_logits_of_all_tokens(model):
 def test_a_head_that_needs_more_than_hidden_states_holds_all_logits(model, monkeypatch):
     messages = []
     monkeypatch.setattr(logits_in_chunks, "CHUNK_LOGITS", 0)
-    assert chunk_of(model, 65, messages.append) == 64
-    assert chunk_of(model, 64, messages.append) is None  # all fit in one chunk
+    one = SimpleNamespace(distributed_type=DistributedType.NO)
+    assert chunk_of(model, 65, one, messages.append) == 64
+    assert chunk_of(model, 64, one, messages.append) is None  # all fit in one chunk
     assert not messages
     forward = type(model).forward
 
@@ -195,9 +198,13 @@ def test_a_head_that_needs_more_than_hidden_states_holds_all_logits(model, monke
         return output
 
     monkeypatch.setattr(type(model), "forward", adds_the_embedding)
-    assert chunk_of(model, 65, messages.append) is None
-    (message,) = messages
-    assert message.endswith("the head of LlamaForCausalLM depends on more than the hidden states")
+    assert chunk_of(model, 65, one, messages.append) is None
+    sharded = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    assert chunk_of(model, 65, sharded, messages.append) is None
+    assert [message.partition(": ")[2] for message in messages] == [
+        "the head of LlamaForCausalLM depends on more than the hidden states",
+        "FSDP shards the head",
+    ]
 
 
 def predict(model, batch):
