@@ -91,6 +91,16 @@ class TrainOptions:
     lr_scheduler_kwargs: Annotated[
         str, typer.Option(help='JSON for the schedule, such as {"min_lr_rate": 0.1}')
     ] = "{}"
+    warmup: Annotated[
+        float, typer.Option(help="fraction of a stage's steps with linear warmup")
+    ] = 0.1
+    betas: Annotated[
+        tuple[float, float], typer.Option(help="of AdamW, two numbers: --betas 0.9 0.999")
+    ] = (0.9, 0.95)
+    weight_decay: Annotated[
+        float, typer.Option(help="of matrices; not of norms, biases and decays of backends")
+    ] = 0.0
+    clip: Annotated[float, typer.Option(help="largest gradient norm")] = 1.0
     label_smoothing_factor: Annotated[
         float,
         typer.Option(
@@ -100,6 +110,7 @@ class TrainOptions:
         ),
     ] = 0.0
     checkpoint_every: Annotated[int, typer.Option(help="steps between checkpoints")] = 50
+    keep: Annotated[int, typer.Option(help="latest checkpoints to keep")] = 2
     evaluate_every: Annotated[
         int | None,
         typer.Option(
@@ -176,6 +187,11 @@ class TrainOptions:
             seed=self.seed,
             precision=self.precision,
             optim=self.optim,
+            warmup=self.warmup,
+            betas=self.betas,
+            weight_decay=self.weight_decay,
+            clip=self.clip,
+            keep=self.keep,
             lr_scheduler_type=self.lr_scheduler_type,
             lr_scheduler_kwargs=parse_object(self.lr_scheduler_kwargs, "--lr-scheduler-kwargs"),
         )

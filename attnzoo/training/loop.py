@@ -29,6 +29,7 @@ from attnzoo.training.data import Rows
 from attnzoo.training.head_entropy import HEADS, EntropyLog
 from attnzoo.training.json_lines import append_line, read_lines, truncate_lines
 from attnzoo.training.optimizer import (
+    BETAS,
     check_optimizer,
     check_schedule,
     make_optimizer,
@@ -92,7 +93,8 @@ class LoopConfig:
     lr_scheduler_type: str = "cosine"
     lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
     clip: float = 1.0  # largest gradient norm
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # of matrices, not of norms, biases and decays of backends
+    betas: tuple[float, float] = BETAS  # of AdamW
     seed: int = 0
     checkpoint_every: int = 50  # steps
     keep: int = 2  # checkpoints
@@ -122,8 +124,18 @@ class LoopConfig:
             raise ConfigError(
                 f"warmup is a fraction of the steps, at least 0 and below 1, got {self.warmup}"
             )
-        if self.clip <= 0:
-            raise ConfigError(f"clip must be above 0, got {self.clip}; 1.0 is usual")
+        if not 0 < self.clip < math.inf:
+            raise ConfigError(f"clip must be above 0 and finite, got {self.clip}; 1.0 is usual")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(
+                f"weight_decay must be at least 0 and finite, got {self.weight_decay}; 0.01 to 0.1 "
+                "is usual"
+            )
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(
+                f"betas must be two numbers, at least 0 and below 1, got {self.betas}; 0.9 and "
+                "0.95 or 0.999 are usual"
+            )
         if self.precision not in (None, "no", "bf16", "fp16"):
             raise ConfigError(f"precision must be 'no', 'bf16' or 'fp16', got {self.precision!r}")
         if self.entropy_every is not None and self.entropy_every < 0:
@@ -201,7 +213,11 @@ class Loop:
                 "'adamw_torch', or train without sharding"
             )
         optimizer = make_optimizer(
-            self.config.optim, model, stage.groups, weight_decay=self.config.weight_decay
+            self.config.optim,
+            model,
+            stage.groups,
+            weight_decay=self.config.weight_decay,
+            betas=self.config.betas,
         )
         schedule = make_schedule(
             self.config.lr_scheduler_type,

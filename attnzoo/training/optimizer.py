@@ -33,9 +33,16 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Args:
         groups: Parameter groups with ``use_muon`` and ``lr``.
         weight_decay: Of all groups.
+        betas: Of AdamW.
     """
 
-    def __init__(self, groups: Iterable[Mapping[str, Any]], *, weight_decay: float) -> None:
+    def __init__(
+        self,
+        groups: Iterable[Mapping[str, Any]],
+        *,
+        weight_decay: float,
+        betas: tuple[float, float] = BETAS,
+    ) -> None:
         mine = [{k: x for k, x in group.items() if k != "use_muon"} for group in groups]
         uses = [group["use_muon"] for group in groups]
         matrices = [group for group, use in zip(mine, uses, strict=True) if use]
@@ -48,7 +55,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 )
             )
         if others:
-            self.parts.append(torch.optim.AdamW(others, betas=BETAS, weight_decay=weight_decay))
+            self.parts.append(torch.optim.AdamW(others, betas=betas, weight_decay=weight_decay))
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share_state()
 
@@ -87,7 +94,12 @@ def check_optimizer(name: str) -> None:
 
 
 def make_optimizer(
-    name: str, model: nn.Module, groups: list[dict[str, Any]], *, weight_decay: float
+    name: str,
+    model: nn.Module,
+    groups: list[dict[str, Any]],
+    *,
+    weight_decay: float,
+    betas: tuple[float, float] = BETAS,
 ) -> torch.optim.Optimizer:
     """Return the optimiser of a stage.
 
@@ -98,11 +110,12 @@ def make_optimizer(
         groups: Parameter groups with learning rates.
         weight_decay: Of the parameters that it applies to: neither norms nor biases, nor those that
             set a decay or a mixture of a backend.
+        betas: Of AdamW.
     """
     if weight_decay:
         groups = _split_by_weight_decay(model, groups, weight_decay)
     if name == "adamw_torch":
-        return torch.optim.AdamW(groups, betas=BETAS, weight_decay=weight_decay)
+        return torch.optim.AdamW(groups, betas=betas, weight_decay=weight_decay)
     excluded = {id(p) for p in extras(model).values()}
     for module in model.modules():
         if isinstance(module, nn.Embedding):  # an output layer has its weight, or one as large
@@ -115,7 +128,7 @@ def make_optimizer(
             chosen = [p for p in group["params"] if (p.ndim == 2 and id(p) not in excluded) == use]
             if chosen:
                 split.append({**group, "params": chosen, "use_muon": use})
-    return MuonWithAdamW(split, weight_decay=weight_decay)
+    return MuonWithAdamW(split, weight_decay=weight_decay, betas=betas)
 
 
 def _split_by_weight_decay(

@@ -18,7 +18,7 @@ from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loading import load_rows
 from attnzoo.training.loop import DivergenceError, LoopConfig, read_losses
-from attnzoo.training.optimizer import make_schedule
+from attnzoo.training.optimizer import make_optimizer, make_schedule
 from attnzoo.training.quality import quality
 from attnzoo.training.recover import RecoverConfig
 from attnzoo.training.sharding import make_accelerator
@@ -62,6 +62,9 @@ def test_schedule_by_name(saved, text, spec, tmp_path, monkeypatch):
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "must be one of linear, cosine"),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "One of min_lr or min_lr_rate"),
         ({"lr_scheduler_kwargs": {"x": 1}}, r"cannot be made with lr_scheduler_kwargs=\{'x': 1\}"),
+        ({"betas": (0.9, 1.0)}, r"betas must be two numbers, .* got \(0\.9, 1\.0\)"),
+        ({"weight_decay": -0.1}, "weight_decay must be at least 0 and finite, got -0.1"),
+        ({"clip": math.inf}, "clip must be above 0 and finite, got inf"),
         ({"precision": "fp8"}, "precision must be 'no', 'bf16' or 'fp16', got 'fp8'"),
     ],
 )
@@ -206,9 +209,32 @@ def test_options_of_the_command(saved, text, tmp_path, attnzoo_command):
         *("--lr-scheduler-type", "cosine_with_min_lr", "--label-smoothing", 0.2),
         *("--attention-lr", 2e-3),
         *("--lr-scheduler-kwargs", '{"min_lr_rate": 0.1}'),
+        *("--warmup", 0.5, "--betas", 0.8, 0.9, "--weight-decay", 0.1, "--clip", 0.7, "--keep", 1),
     )
     written = json.loads((out / "finetuning.json").read_text())["config"]
     assert written["label_smoothing_factor"] == 0.2
     assert written["attention_lr"] == 2e-3
     assert written["loop"]["lr_scheduler_type"] == "cosine_with_min_lr"
     assert written["loop"]["lr_scheduler_kwargs"] == {"min_lr_rate": 0.1}
+    given = {"warmup": 0.5, "betas": [0.8, 0.9], "weight_decay": 0.1, "clip": 0.7, "keep": 1}
+    assert written["loop"].items() >= given.items()
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "muon"])
+def test_betas_and_weight_decay_reach_the_optimizer(
+    saved, text, spec, tmp_path, monkeypatch, optim
+):
+    made = []
+
+    def record(*arguments, **options):
+        made.append(make_optimizer(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(training_loop, "make_optimizer", record)
+    chosen = config(optim=optim, betas=(0.8, 0.9), weight_decay=0.25, clip=0.7)
+    finetune(saved, spec, [text], tmp_path / "out", chosen)
+    (optimizer,) = made
+    groups = [group for group in optimizer.param_groups if "betas" in group]
+    assert groups
+    assert {group["betas"] for group in groups} == {(0.8, 0.9)}
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.25, 0.0}
