@@ -20,6 +20,7 @@ from attnzoo.hf.heads.grouping import convert_heads as convert_heads
 from attnzoo.hf.heads.pruning import prune_heads as prune_heads
 from attnzoo.hf.models.positions import extend_positions as extend_positions
 from attnzoo.hf.models.speed_up import speed_up as speed_up
+from attnzoo.hf.stock.convert import convert as convert
 from attnzoo.hf.swap.convert import restore as restore
 from attnzoo.hf.swap.convert import swap as swap
 from attnzoo.registry import available_backends as available_backends

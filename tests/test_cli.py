@@ -161,7 +161,7 @@ def test_help_is_quick():
 
 def test_commands_are_the_documented_ones():
     names = {c.name or c.callback.__name__ for c in app.registered_commands}
-    models = {"list", "describe", "swap", "convert-heads", "demo", "families"}
+    models = {"list", "describe", "swap", "convert", "convert-heads", "demo", "families"}
     training = {"plan", "recover", "finetune", "evaluate", "launch-config"}
     measuring = {"compare", "tasks", "inspect", "memory", "heads"}
     assert names == models | training | {"run", "autoload", "doctor"} | measuring

@@ -45,7 +45,7 @@ HF_ROWS = (
     {"models"},
     {"swap"},
     {"saving"},
-    {"heads"},
+    {"heads", "stock"},
     {"adapters", "describe", "export"},
     {"patches"},  # calls all of them, from transformers
 )

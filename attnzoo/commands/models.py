@@ -1,4 +1,4 @@
-"""Commands on one model: list, describe, swap, convert-heads, demo."""
+"""Commands on one model: list, describe, swap, convert, convert-heads, demo."""
 
 from __future__ import annotations
 
@@ -120,6 +120,36 @@ def swap(
     check_folder(out)
     console.print(describe_model(swap_files(path, spec, out)).table())
     console.print(f"Written to {out}; load it with from_pretrained after `import attnzoo`.")
+
+
+def convert(
+    path: ModelArgument,
+    to: Annotated[
+        str, typer.Option(metavar="CLASS", help="family of the class: the model's own, qwen2, ...")
+    ],
+    out: Annotated[Path, typer.Option(help="new folder for the converted model")],
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="plan or spec in JSON for a model that is not swapped"),
+    ] = None,
+) -> None:
+    """Write a model of exact layers as a stock class, which engines run without attnzoo.
+
+    Layers of softmax and of sliding windows are exact; other layers are refused.
+    """
+    from attnzoo.hf.stock.convert import convert_files
+    from attnzoo.report.output_path import check_folder
+    from attnzoo.training.plan import read_plan
+
+    check_folder(out)
+    spec = None if plan is None else read_plan(plan)[0]
+    layers = convert_files(path, to, out, spec)
+    console.print(f"Layers: {', '.join(layers)}.", soft_wrap=True, markup=False)
+    console.print(
+        f"Written to {out}; README.md there says which engines run it.",
+        soft_wrap=True,
+        markup=False,
+    )
 
 
 def convert_heads(

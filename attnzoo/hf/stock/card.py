@@ -1,0 +1,71 @@
+"""The model card of a converted model: its layers, and which engines run them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+
+from attnzoo.hf.stock.classes import ENGINES, stock_class
+
+KEPT = ("license", "license_name", "license_link", "language", "datasets")  # of the source's card
+FILE = "README.md"
+
+
+def write_card(
+    out: Path, config: Any, windows: Sequence[int | None], *, source: str, source_card: str = ""
+) -> None:
+    """Write the model card of a converted model; it replaces a copy of the source's card.
+
+    Args:
+        out: Folder of the converted model.
+        config: Its config.
+        windows: The window of each layer in tokens, ``None`` where it sees all keys.
+        source: Name of the model that it was converted from.
+        source_card: Text of that model's card, whose licence and language are kept.
+    """
+    (out / FILE).write_text(card(config, windows, source, source_card), "utf-8")
+
+
+def card(config: Any, windows: Sequence[int | None], source: str, source_card: str = "") -> str:
+    """Return the model card in Markdown."""
+    data = ModelCard(source_card).data.to_dict() if source_card else {}
+    head = ModelCard("---\nlibrary_name: transformers\n---\n").data
+    for name in KEPT:
+        if name in data:
+            head[name] = data[name]
+    name = (config.architectures or [config.model_type])[0]
+    parts = [
+        f"---\n{head.to_yaml()}\n---\n",
+        f"# {source}, converted to {name}\n",
+        f"Written by `attnzoo convert --to {config.model_type}`, which copied all weights and "
+        "trained nothing. The model runs without attnzoo.\n",
+        _layers(windows) + "\n",
+    ]
+    if any(x is not None for x in windows):
+        parts.append(_engines(config.model_type))
+    return "\n".join(parts)
+
+
+def _layers(windows: Sequence[int | None]) -> str:
+    """Return the attention of the layers, neighbours with the same one on one line."""
+    lines = ["| layers | attention |", "|---|---|"]
+    first = 0
+    for number, window in enumerate(windows):
+        if number + 1 == len(windows) or windows[number + 1] != window:
+            layers = str(first) if first == number else f"{first}-{number}"
+            kind = "all keys" if window is None else f"the latest {window} keys"
+            lines.append(f"| {layers} | {kind} |")
+            first = number + 1
+    return "\n".join(lines)
+
+
+def _engines(family: str) -> str:
+    """Return what engines do with the windows of a class."""
+    found = stock_class(family).engines
+    lines = ["| engine | what it does with the windows |", "|---|---|", "| transformers | right |"]
+    for key, label in ENGINES.items():
+        lines.append(f"| {label} | {found.get(key, 'not tested')} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,263 @@
+"""Convert a model whose attention layers are all exact to a stock class, and prove it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from attnzoo.errors import SpecError, UnsupportedError, did_you_mean
+from attnzoo.hf import seam
+from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.names import NAME, PRUNED
+from attnzoo.hf.saving.files import model_class, read_config, require_new_folder, save_copy
+from attnzoo.hf.stock.card import FILE, write_card
+from attnzoo.hf.stock.classes import StockClass, Windows, classes_for, stock_class
+from attnzoo.hf.stock.layer_windows import layer_windows
+from attnzoo.hf.stock.tokens import require_same_tokens
+from attnzoo.hf.stock.weights import other_config, other_weights
+from attnzoo.hf.swap.convert import original_attention, swap
+from attnzoo.spec import AttentionSpec
+
+CHECKED_TOKENS = 16
+# Rounding between implementations of the same sums, in units of the dtype's precision
+TOLERANCE = 32
+
+
+def convert(model: PreTrainedModel, to: str, plan: AttentionSpec | None = None) -> PreTrainedModel:
+    """Return a model of a stock class that computes what a model with exact layers does.
+
+    Weights are copied, and nothing is trained. The result needs no attnzoo. Before it is returned,
+    the windows of its layers are compared with those of the model, and its logits with those of the
+    model's original attention on tokens that fit into every window.
+
+    Args:
+        model: A causal model, swapped or not. It is not changed, unless ``plan`` is given.
+        to: The family of the class, ``config.model_type``: the model's own one, or one that can
+            hold its weights, such as ``"qwen2"`` for a Llama; docs/serving.md has the table.
+        plan: The attention of each layer; the model is swapped to it first.
+
+    Raises:
+        UnsupportedError: The class cannot hold the attention of a layer or the weights. The message
+            names a class that can, if there is one.
+        SpecError: ``to`` is no family, or the model is quantized or has pruned heads.
+
+    Example:
+        >>> attnzoo.swap(model, "flash", layers={"0-1": "flash:window=64"})
+        >>> attnzoo.convert(model, "qwen2").config.layer_types[:3]
+        ['sliding_attention', 'sliding_attention', 'full_attention']
+    """
+    if plan is not None:
+        swap(model, plan)
+    _check(model, to)
+    windows = layer_windows(model)
+    family = model.config.model_type
+    target = stock_class(to)
+    _require_class(model, target, windows)
+    same = to == family
+    config = _without_swap(model.config) if same else other_config(model.config, to)
+    _set_windows(config, target, windows)
+    state = {k: x for k, x in model.state_dict().items() if f".{NAME}." not in k}
+    if same:
+        converted: Any = type(model)._from_config(config, dtype=model.dtype)
+    else:
+        state = other_weights(state, to, config)
+        converted = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    try:
+        converted.load_state_dict(state)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"The weights of this {family} do not fit into {type(converted).__name__} ({error}); "
+            "convert a model without adapters and without other changes of its layers"
+        ) from error
+    if model.can_generate():
+        converted.generation_config = deepcopy(model.generation_config)
+    converted.to(model.device).train(model.training)
+    _prove(model, converted, windows)
+    return cast(PreTrainedModel, converted)
+
+
+def convert_files(path: Path, to: str, out: Path, plan: AttentionSpec | None = None) -> list[str]:
+    """Write a saved model as a stock class, with a model card; see :func:`convert`.
+
+    Args:
+        path: Folder of a swapped or stock model.
+        to: The family of the class.
+        out: New folder. Tokenizer and other files are copied.
+        plan: The attention of each layer of a stock model.
+
+    Returns:
+        The attention of each layer, ``"full"`` or ``"window 64"``.
+
+    Raises:
+        SpecError: ``out`` is not empty, the model cannot be read, or it is swapped and ``plan`` is
+            given too.
+        UnsupportedError: The class cannot hold the model, or transformers would load another
+            tokenizer for it.
+    """
+    require_new_folder(out)
+    config = read_config(path)
+    if plan is not None and getattr(config, NAME, None) is not None:
+        raise SpecError(
+            f"{str(path)!r} holds a swapped model, which has its own plan in config.json; leave "
+            "--plan out, or give the original model"
+        )
+    try:
+        model = model_class(config, path).from_pretrained(path, dtype="auto").eval()
+    except OSError as error:
+        raise SpecError(
+            f"The weights in {str(path)!r} cannot be read ({error}); nothing was written."
+        ) from error
+    converted = convert(model, to, plan)
+    require_same_tokens(path, converted.config)
+    save_copy(converted, path, out)
+    windows = layer_windows(converted)
+    card = path / FILE
+    text = card.read_text("utf-8", errors="replace") if card.is_file() else ""
+    write_card(out, converted.config, windows, source=path.name, source_card=text)
+    return ["full" if x is None else f"window {x}" for x in windows]
+
+
+def _check(model: PreTrainedModel, to: str) -> None:
+    """Raise if ``to`` is no family, or the model is not one that any class holds as it is."""
+    known = CONFIG_MAPPING.keys()
+    if to not in known:
+        names = [x.family for x in classes_for(model.config.model_type)]
+        raise SpecError(
+            f"No model class of transformers is called {to!r}.{did_you_mean(to, known)} Classes "
+            f"for this {model.config.model_type}: {', '.join(names)}"
+        )
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise SpecError("The model is quantized; convert it before it is quantized")
+    if getattr(model.config, PRUNED, None):
+        raise SpecError(
+            "The model has pruned heads, for which no stock class has a form; convert a model with "
+            "all heads"
+        )
+
+
+def _is_causal_lm(model: PreTrainedModel) -> bool:
+    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _require_class(model: PreTrainedModel, target: StockClass, windows: list[int | None]) -> None:
+    """Raise if a class cannot hold the weights of a model, or its windows."""
+    family = model.config.model_type
+    reason = ""
+    if family not in {target.family, *target.takes}:
+        reason = f"it does not hold the weights of {family}"
+    elif target.family != family and not _is_causal_lm(model):
+        reason = f"{type(model).__name__} is no causal language model"
+    else:
+        reason = _window_reason(target, model, windows)
+    if not reason:
+        return
+    others = [
+        x.family
+        for x in classes_for(family)
+        if x.family != target.family and not _window_reason(x, model, windows)
+    ]
+    if others and _is_causal_lm(model):
+        advice = f"Classes that can: {', '.join(others)}"
+    else:
+        advice = (
+            "No stock class of the table can; keep the swapped model, which transformers loads "
+            "after `import attnzoo`"
+        )
+    raise UnsupportedError(f"{target.family} cannot hold this model: {reason}. {advice}")
+
+
+def _window_reason(target: StockClass, model: PreTrainedModel, windows: list[int | None]) -> str:
+    """Return why a class cannot hold the windows of a model's layers, or ``""``."""
+    sizes = {x for x in windows if x is not None}
+    same = target.family == model.config.model_type
+    own = [layer.geometry.window for layer in attention_layers(model)]
+    if same and windows == own:  # whatever the class has: it does not change
+        return ""
+    if sizes and target.windows is Windows.NONE:
+        return "its layers have no windows"
+    if not sizes and not same and target.needs_windows:
+        return "it is for models with windows, and this one has none"
+    if len(sizes) > 1:
+        listed = ", ".join(map(str, sorted(sizes)))
+        return f"its layers share one window, but the model has windows of {listed} tokens"
+    if target.windows is Windows.ALL and sizes and None in windows:
+        return "all of its layers have the window, but some layers of the model have none"
+    changed = [a is None for a in windows] != [b is None for b in own]
+    if same and target.windows is Windows.SAME and changed:
+        return "its layers with a window have other positions than those without"
+    return ""
+
+
+def _without_swap(config: Any) -> Any:
+    """Return a copy of a config, and of its sub-configs, without their specs."""
+    data = config.to_dict()
+    for part in (data, *(data.get(key) for key in config.sub_configs)):
+        if isinstance(part, dict):
+            for name in (NAME, "attn_implementation"):
+                part.pop(name, None)
+    return type(config).from_dict(data)
+
+
+def _set_windows(config: Any, target: StockClass, windows: list[int | None]) -> None:
+    """Write the windows of the layers to the fields of a class."""
+    size = next((x for x in windows if x is not None), None)
+    if target.windows is Windows.NONE:
+        return
+    if target.windows is Windows.ALL:
+        config.sliding_window = size
+        return
+    if size is None and "sliding_attention" not in config.layer_types:
+        return
+    config.layer_types = ["full_attention" if x is None else "sliding_attention" for x in windows]
+    if size is not None:
+        config.sliding_window = size
+    if hasattr(config, "use_sliding_window"):
+        config.use_sliding_window = size is not None
+    if hasattr(config, "max_window_layers"):  # of older readers; vLLM refuses what it cannot run
+        config.max_window_layers = next(
+            (i for i, x in enumerate(windows) if x is not None), len(windows)
+        )
+
+
+def _prove(model: PreTrainedModel, converted: PreTrainedModel, windows: list[int | None]) -> None:
+    """Raise if a converted model has other windows, or other logits within the windows."""
+    name = type(converted).__name__
+    found = layer_windows(converted)
+    if found != windows:
+        raise UnsupportedError(
+            f"{name} would have the windows {found} instead of {windows}; report this model's "
+            "config.json"
+        )
+    if not _is_causal_lm(model):
+        return  # the same class and the same weights
+    length = min(CHECKED_TOKENS, *(x for x in windows if x is not None), CHECKED_TOKENS)
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens = torch.arange(1, 1 + length, device=model.device)[None] % vocabulary
+    is_swapped = any(config._attn_implementation == NAME for config in seam.all_configs(model))
+    with original_attention(model) if is_swapped else nullcontext():
+        expected = _logits(model, tokens)
+    error = (_logits(converted, tokens) - expected).abs().max().item()
+    limit = TOLERANCE * torch.finfo(model.dtype).eps * expected.abs().max().item()
+    if not error <= limit:  # NaN too
+        raise UnsupportedError(
+            f"{name} computes other logits for this {model.config.model_type}: they differ by "
+            f"{error:.2e}, and rounding allows {limit:.2e}. Its config may set positions or "
+            "multipliers that are unknown here; report its config.json"
+        )
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Return the logits of a model in evaluation mode, in float32."""
+    training = model.training
+    try:
+        return cast(Tensor, model.eval()(input_ids=tokens, use_cache=False).logits).float()
+    finally:
+        model.train(training)
