@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 
 from attnzoo.hf.stock.classes import ENGINES, stock_class
 
@@ -31,11 +31,9 @@ def write_card(
 
 def card(config: Any, windows: Sequence[int | None], source: str, source_card: str = "") -> str:
     """Return the model card in Markdown."""
-    data = ModelCard(source_card).data.to_dict() if source_card else {}
-    head = ModelCard("---\nlibrary_name: transformers\n---\n").data
-    for name in KEPT:
-        if name in data:
-            head[name] = data[name]
+    given = ModelCard(source_card).data
+    kept = {name: given.get(name) for name in KEPT if given.get(name) is not None}
+    head = ModelCardData(library_name="transformers", **kept)
     name = (config.architectures or [config.model_type])[0]
     parts = [
         f"---\n{head.to_yaml()}\n---\n",

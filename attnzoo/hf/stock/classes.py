@@ -12,8 +12,8 @@ from enum import Enum
 
 ENGINES = {"vllm": "vLLM 0.32", "llama.cpp": "llama.cpp b11549"}
 
-_AS_TRANSFORMERS = "right only with `--model-impl transformers`"
-_NOT_WINDOWS = "ignores the windows without a warning: do not use it"
+_REFUSES_SOME = "refuses windows of some layers; right with `--model-impl transformers`"
+_NOT_WINDOWS = "ignores windows without a warning"
 
 
 class Windows(Enum):
@@ -75,18 +75,12 @@ STOCK_CLASSES = {
             family="qwen2",
             windows=Windows.SOME,
             takes=_LLAMAS,
-            engines={
-                "vllm": f"refuses windows of some layers; {_AS_TRANSFORMERS}",
-                "llama.cpp": _NOT_WINDOWS,
-            },
+            engines={"vllm": _REFUSES_SOME, "llama.cpp": _NOT_WINDOWS},
         ),
         StockClass(
             family="qwen3",
             windows=Windows.SOME,
-            engines={
-                "vllm": f"ignores the windows without a warning; {_AS_TRANSFORMERS}",
-                "llama.cpp": _NOT_WINDOWS,
-            },
+            engines={"vllm": _REFUSES_SOME, "llama.cpp": _NOT_WINDOWS},
         ),
         StockClass(
             family="mellum",

@@ -46,7 +46,7 @@ def layer_windows(model: nn.Module) -> list[int | None]:
 
 def _running_backend(model: nn.Module, layer: AttentionLayer) -> AttentionBackend | None:
     """Return the backend that a layer runs, ``None`` if it runs stock attention."""
-    config = getattr(layer.module, "config", None) or model.config
+    config: Any = getattr(layer.module, "config", None) or model.config
     found = layer_backend(layer.module) if config._attn_implementation == NAME else None
     return found if isinstance(found, AttentionBackend) else None
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -240,6 +241,18 @@ def test_pruned_heads_are_refused():
 def test_every_class_says_what_engines_do_with_its_windows():
     for entry in classes_for("llama") + classes_for("qwen3"):
         assert entry.windows is Windows.NONE or entry.engines.keys() == {"vllm", "llama.cpp"}
+
+
+def test_the_page_has_every_class():
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text("utf-8")
+    table = page.partition("| `--to` |")[2].partition('"Right" means')[0]
+    missing = [name for name in STOCK_CLASSES if f"`{name}`" not in table]
+    assert not missing
+    for entry in STOCK_CLASSES.values():
+        if entry.engines and entry.family != "qwen3":  # as qwen2
+            (row,) = (x for x in table.splitlines() if x.startswith(f"| `{entry.family}` |"))
+            assert row.endswith("| " + " | ".join(entry.engines.values()) + " |")
+            assert all(f"`{name}`" in row for name in entry.takes)
 
 
 def save(model, folder):
