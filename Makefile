@@ -14,7 +14,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
 	then command -v $$name; break; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test exhaustive users newest check sanitize format bench clean
+.PHONY: help setup demo test exhaustive users engines newest check sanitize format bench clean
 
 help: ## Say what can be made
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -40,6 +40,9 @@ exhaustive: $(READY) ## Run the tests that repeat a rule on more cases
 
 users: $(READY) ## Run attnzoo with Accelerate, PEFT, TRL, sentence-transformers and lm_eval, in threads and fresh processes
 	$(PYTEST) tests/users $(ARGS)
+
+engines: $(READY) ## Load swapped and converted models with llama.cpp and CTranslate2, in a folder of packages of their own
+	$(BIN)/nox --session engines
 
 newest: $(READY) ## Run the tests of all that knows transformers with the newest releases of today, torch included
 	$(BIN)/nox --session newest

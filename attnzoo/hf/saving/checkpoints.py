@@ -72,6 +72,17 @@ def saved_json(config: Any, text: str) -> str:
     return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
 
+def is_saved_swap(config: Any) -> bool:
+    """Return whether a config was read from the folder of a swap, which ran when it was saved.
+
+    The config itself may have lost its ``attn_implementation``: ``transformers serve`` passes
+    ``attn_implementation=None`` to ``from_pretrained``, which replaces that of the file.
+    """
+    names = getattr(config, "architectures", None) or ()
+    has_prefix = any(str(name).startswith(ARCHITECTURE_PREFIX) for name in names)
+    return has_prefix and getattr(config, NAME, None) is not None
+
+
 def stock_class_name(architecture: Any) -> str:
     """Return the name of transformers' class for an entry of ``architectures`` in a config."""
     return str(architecture).removeprefix(ARCHITECTURE_PREFIX)

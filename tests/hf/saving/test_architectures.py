@@ -112,3 +112,12 @@ def test_the_attention_of_another_package_is_refused(build, folder, monkeypatch)
 def test_an_attention_of_transformers_disables_the_swap(name, folder):
     with pytest.warns(attnzoo.SwapWarning, match="is disabled"):
         hf.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name)
+
+
+def test_no_implementation_in_the_call_runs_the_swap_of_the_file(llama, ids, tmp_path):
+    """As `transformers serve` loads every model."""
+    model = attnzoo.swap(llama(), "linear")
+    model.save_pretrained(tmp_path)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=None)
+    assert loaded.config._attn_implementation == "attnzoo"
+    assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
