@@ -49,7 +49,7 @@ def convert(model: PreTrainedModel, to: str, plan: AttentionSpec | None = None) 
         SpecError: ``to`` is no family, or the model is quantized or has pruned heads.
 
     Example:
-        >>> attnzoo.swap(model, "flash", layers={"0-1": "flash:window=64"})
+        >>> model = attnzoo.swap(model, "flash", layers={"0-1": "flash:window=64"})
         >>> attnzoo.convert(model, "qwen2").config.layer_types[:3]
         ['sliding_attention', 'sliding_attention', 'full_attention']
     """
