@@ -22,9 +22,7 @@ def memory(
     dtype: Annotated[str, typer.Option(help="data type of the weights")] = "float32",
     optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
     train: Annotated[str, typer.Option(help="full or extras (of the backends)")] = "full",
-    loss: Annotated[
-        str, typer.Option(help="lm (cross-entropy), or distil (of recover, with its teacher)")
-    ] = "lm",
+    loss: Annotated[str, typer.Option(help="lm, or distil (of recover, with a teacher)")] = "lm",
     measure: Annotated[
         bool, typer.Option("--measure", help="also run each attention, in a process of its own")
     ] = False,

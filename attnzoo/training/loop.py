@@ -207,25 +207,7 @@ class Loop:
         trained = {id(p) for group in stage.groups for p in group["params"]}
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in trained)
-        if self.config.optim == "muon" and self.accelerator.distributed_type in SHARDED:
-            raise ConfigError(
-                "optim='muon' needs whole matrices, but FSDP or DeepSpeed shards them; use "
-                "'adamw_torch', or train without sharding"
-            )
-        optimizer = make_optimizer(
-            self.config.optim,
-            model,
-            stage.groups,
-            weight_decay=self.config.weight_decay,
-            betas=self.config.betas,
-        )
-        schedule = make_schedule(
-            self.config.lr_scheduler_type,
-            self.config.lr_scheduler_kwargs,
-            optimizer,
-            warmup=round(self.config.warmup * stage.steps),
-            steps=stage.steps,
-        )
+        optimizer, schedule = self._optimizer(model, stage)
         wrapped, optimizer, schedule, loader = self.accelerator.prepare(
             model, optimizer, schedule, self._loader(stage)
         )
@@ -274,6 +256,29 @@ class Loop:
             best.load(Path(self.progress["path"]))
         else:
             best.after_step(0)
+
+    def _optimizer(self, model: nn.Module, stage: Stage) -> tuple[torch.optim.Optimizer, Any]:
+        """Return the optimizer of a stage and the schedule of its learning rates."""
+        if self.config.optim == "muon" and self.accelerator.distributed_type in SHARDED:
+            raise ConfigError(
+                "optim='muon' needs whole matrices, but FSDP or DeepSpeed shards them; use "
+                "'adamw_torch', or train without sharding"
+            )
+        optimizer = make_optimizer(
+            self.config.optim,
+            model,
+            stage.groups,
+            weight_decay=self.config.weight_decay,
+            betas=self.config.betas,
+        )
+        schedule = make_schedule(
+            self.config.lr_scheduler_type,
+            self.config.lr_scheduler_kwargs,
+            optimizer,
+            warmup=round(self.config.warmup * stage.steps),
+            steps=stage.steps,
+        )
+        return optimizer, schedule
 
     def _log_entropies(self, model: nn.Module, stage: Stage, step: int, total: int) -> None:
         if self.entropy_log is not None:
