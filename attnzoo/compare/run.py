@@ -56,6 +56,7 @@ from attnzoo.spec import AttentionSpec
 
 STOPS = {OUT_OF_MEMORY, TIMED_OUT}  # after these, longer cases of the attention are not run
 CHECK_SECONDS = 3600.0  # time limit of the checks of all GPU kernels
+PAIRED = 5  # calls of a baseline beside a case: a warm-up, one to estimate, three rounds
 CALLS_PER_CASE = 3  # of a slow case: one warm-up and two timed calls
 QualityBatch = RecallEvalBatch | EmbeddingEvalBatch
 OnProgress = Callable[[int, int, str], None]  # cases done, cases in total, the next case
@@ -340,7 +341,9 @@ def _measure_costs(
     def run(case: CostCase, **marks: Any) -> Row:
         other = baselines.get(_place(case))
         row = None if other is None or other == case else found.get(other.key())
-        pair = () if row is None else (other, workers.timeout / 2)
+        limit = workers.timeout / 2
+        fits = row is not None and row["status"] == OK and PAIRED * row["median_ms"] < 1000 * limit
+        pair = (other, limit) if fits else ()
         arguments = (case, info, config.min_run_time, *pair)
         result = workers.run(measure_cost, *arguments, device=case.device)
         return save(case, {**result, **marks})
