@@ -111,6 +111,7 @@ IGNORED_ARGUMENTS = frozenset(
         "position_ids",
         "return_dict",
         "shift_labels",
+        "tokenizer",  # of `transformers serve`, for strings that stop generation
         "use_cache",
         *("labels", "length", "special_tokens_mask", "token_type_ids"),  # columns of a batch
     }

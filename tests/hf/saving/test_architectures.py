@@ -121,3 +121,7 @@ def test_no_implementation_in_the_call_runs_the_swap_of_the_file(llama, ids, tmp
     loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=None)
     assert loaded.config._attn_implementation == "attnzoo"
     assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+    expected = model.generate(ids, max_new_tokens=3)
+    assert torch.equal(loaded.generate(ids, max_new_tokens=3), expected)
+    with torch.no_grad():  # the server passes its tokenizer to generate, which reaches the layers
+        assert torch.equal(loaded(ids, tokenizer=object()).logits, loaded(ids).logits)
