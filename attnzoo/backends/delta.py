@@ -246,6 +246,7 @@ class DeltaBackend(RecurrentBackend):
                 impl=self.config.impl,
                 num_sinks=self.config.num_sinks,
                 slots=inputs.slots,
+                reuse_state=inputs.reuse_state,
             )
             weight = self.mixing_weight(inputs, lse)
             out = torch.lerp(near, far.out.to(near.dtype), weight).to(inputs.v.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,13 @@ from attnzoo.contract.inputs import (
     AttentionInputs,
     context_parallel_reasons,
     drop_keys,
+    sequence_reasons,
+    weights_reasons,
     zero_padding,
 )
 from attnzoo.contract.masks import PLAIN, AttentionMask
-from attnzoo.contract.states import AttentionOutput, ImplChoice
+from attnzoo.contract.sequences import Sequences
+from attnzoo.contract.states import AttentionOutput, ImplChoice, keep_pool
 from attnzoo.contract.validation import DTYPES, qkv_reasons, refuse_output
 from attnzoo.errors import UnsupportedError, check_registered_class, check_registered_name
 
@@ -219,6 +222,8 @@ class AttentionBackend(nn.Module):
         return_weights: bool = False,
         shard: SequenceShard | None = None,
         reuse_state: bool = False,
+        sequences: Sequences | None = None,
+        slots: Tensor | None = None,
     ) -> AttentionOutput:
         """Validate the inputs, set padding to zero, and compute the mechanism.
 
@@ -242,6 +247,13 @@ class AttentionBackend(nn.Module):
             shard: This rank's part of the sequences under context parallelism.
             reuse_state: Whether the tensors of ``state`` may be overwritten by the returned state;
                 without gradients.
+            sequences: The sequences of one row, B = 1, in place of padding and segments of a mask.
+                They do not see each other, and each has a state of its own: ``state`` is ``[S,
+                ...]`` before their first tokens, and the returned one after their last.
+            slots: For one token of each of B sequences: the row of each in ``state``, which is a
+                pool of states, ``[B]`` integers; -1 for no token, whose output is not used. The
+                returned state is the pool, which ``reuse_state`` overwrites. There may be gaps
+                between its states.
 
         Raises:
             UnsupportedError: These inputs are unsupported; the message gives every reason.
@@ -264,19 +276,14 @@ class AttentionBackend(nn.Module):
             return_state=return_state,
             shard=shard,
             reuse_state=reuse_state and not return_weights and not torch.is_grad_enabled(),
+            sequences=sequences,
+            slots=slots,
         )
         reasons = self.unsupported_reasons(inputs)
         reasons += self.dropout_reasons() if dropout > 0 else []
-        if shard is not None and return_weights:
-            reasons.append(
-                "attention weights are unavailable under context parallelism, where no rank has "
-                "all of them (compute them on one process, or set output_attentions=False)"
-            )
+        reasons += weights_reasons(inputs) if return_weights else []
         if reasons:
-            raise UnsupportedError(
-                f"{self.geometry.name}: backend {self.name!r} cannot run this call: "
-                f"{'; '.join(reasons)}."
-            )
+            self._refuse_call(reasons)
         if shard is not None:
             inputs = inputs._replace(mask=shard.mask(inputs.mask))
         if inputs.mask.padding is not None and not self.capabilities.sequences:
@@ -284,7 +291,15 @@ class AttentionBackend(nn.Module):
             inputs = zero_padding(inputs, crossed=crossed, exact=exact)
         inputs, factors = drop_keys(inputs, dropout) if form == "keys" else (inputs, None)
         output = self._attend(inputs)
+        if slots is not None and inputs.reuse_state:
+            output = keep_pool(state, slots, output)
         return self._with_weights(inputs, output, factors) if return_weights else output
+
+    def _refuse_call(self, reasons: list[str]) -> NoReturn:
+        raise UnsupportedError(
+            f"{self.geometry.name}: backend {self.name!r} cannot run this call: "
+            f"{'; '.join(reasons)}."
+        )
 
     def unsupported_reasons(self, inputs: AttentionInputs) -> list[str]:
         """Return every reason why these inputs are unsupported; empty if they are supported."""
@@ -292,6 +307,8 @@ class AttentionBackend(nn.Module):
         reasons = qkv_reasons(q, k, inputs.v, mask, self.dtypes)
         if not q.ndim == k.ndim == 4:
             return reasons
+        if inputs.sequences is not None or inputs.slots is not None:
+            reasons += sequence_reasons(inputs, can)
         length, keys = q.shape[2], k.shape[2]
         if length != keys and not (can.cross_attention or self.keeps_all_keys):
             reasons.append(

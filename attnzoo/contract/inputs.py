@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo.contract.capabilities import Capabilities
 from attnzoo.contract.context_parallel import SequenceShard
 from attnzoo.contract.masks import AttentionMask
 from attnzoo.contract.padding import fill_padding, padding_if_any
@@ -83,6 +84,41 @@ def context_parallel_reasons(inputs: AttentionInputs, shard: SequenceShard) -> l
     ):
         if given:
             reasons.append(f"{what}, which context parallelism does not support")
+    return reasons
+
+
+def sequence_reasons(inputs: AttentionInputs, can: Capabilities) -> list[str]:
+    """Return every reason why the sequences of one row, or slots of states, are unsupported."""
+    mask, slots, rows = inputs.mask, inputs.slots, inputs.k.shape[0]
+    reasons = []
+    if not can.sequences or not can.recurrent:
+        reasons.append("it takes rows of a batch, not sequences of one row or slots of states")
+    for given, what in (
+        (mask.padding is not None or mask.segment_ids is not None, "padding or segment_ids"),
+        (inputs.shard is not None, "a shard"),
+        (inputs.sequences is not None and slots is not None, "both"),
+    ):
+        if given:
+            reasons.append(f"sequences or slots are given together with {what} (leave one out)")
+    if inputs.sequences is not None and rows != 1:
+        reasons.append(f"sequences are those of one row, and there are {rows}")
+    if inputs.q.shape[0] == 0 or inputs.k.shape[2] == 0:
+        reasons.append("sequences or slots are given, and there are no tokens")
+    if slots is not None and (inputs.state is None or not inputs.return_state):
+        reasons.append("slots are rows of a pool of states (pass state= and return_state=True)")
+    return reasons
+
+
+def weights_reasons(inputs: AttentionInputs) -> list[str]:
+    """Return every reason why a call has no matrix of attention weights."""
+    reasons = []
+    if inputs.shard is not None:
+        reasons.append(
+            "attention weights are unavailable under context parallelism, where no rank has "
+            "all of them (compute them on one process, or set output_attentions=False)"
+        )
+    if inputs.sequences is not None or inputs.slots is not None:
+        reasons.append("attention weights are requested of sequences (run them as rows)")
     return reasons
 
 

@@ -136,6 +136,20 @@ def run_at_slots(
     return out.masked_fill(slots[:, None, None, None] < 0, 0), after
 
 
+def keep_pool(pool: Any, slots: Tensor, output: AttentionOutput) -> AttentionOutput:
+    """Return the output with ``pool`` as its state, to which the new rows are written.
+
+    Args:
+        pool: The state of the call, a named tuple of ``[P, ...]``.
+        slots: ``[B]``; -1 for none.
+        output: Its state is the next pool: the same tensors where the backend has overwritten them.
+    """
+    for old, new in zip(pool, output.state, strict=True):  # type: ignore[arg-type]
+        if new is not old:
+            put_slots([old], slots, [new[slots.clamp(min=0)]], in_place=True)
+    return output._replace(state=pool)
+
+
 class ImplChoice(NamedTuple):
     """The implementation that a call ran, and the reason."""
 

@@ -90,6 +90,15 @@ def with_contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
+def with_contiguous_states(x: Tensor) -> Tensor:
+    """Return ``x`` if each of its states ``x[i]`` is contiguous, otherwise a contiguous copy.
+
+    States of a pool may have gaps between them, as in the pages of a cache.
+    """
+    is_dense = x.is_contiguous() or (len(x) > 0 and x[0].is_contiguous())
+    return x if is_dense else x.contiguous()
+
+
 _buffer_bytes: dict[str, Callable[..., int]] = {}  # by the name of an operator
 
 

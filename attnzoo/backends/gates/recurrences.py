@@ -170,7 +170,6 @@ class TokenByToken(Recurrence):
     has_weights = False
     ops = ("matrix_gated_attention",)
     fixed_options: ClassVar = {"chunk_size": "runs token by token and has no chunks"}
-    other_options = ("reuse_state",)
 
     def gates(self, x: Tensor) -> tuple[LogDecay, Tensor | None]:
         """Return a function that gives the log decays of some tokens, and the weights of values.

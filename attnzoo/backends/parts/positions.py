@@ -44,8 +44,9 @@ def count_tokens(inputs: AttentionInputs) -> TokenCounts:
         before = inputs.shard.states(LinearState(before, before), sequences).kv
     if slots is not None:
         assert before is not None
-        (total,) = put_slots([before], slots, [before[slots.clamp(min=0)] + 1], in_place=False)
-        return TokenCounts(before[slots.clamp(min=0)][:, None], total)
+        here = before[slots.clamp(min=0)]
+        (total,) = put_slots([before], slots, [here + 1], in_place=inputs.reuse_state)
+        return TokenCounts(here[:, None], total)
     if sequences is None:
         positions = torch.arange(length, device=device).expand(batch, -1)
         total = torch.full((batch,), length, device=device)

@@ -32,6 +32,7 @@ from attnzoo.ops.linear.cpu.linear_step import kernel_reasons, run_step_cpp
 from attnzoo.ops.linear.triton.run import triton_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 from attnzoo.ops.linear.validation import check_state
+from attnzoo.runtime.memory import with_contiguous_states
 
 # The output, the next state, and the next m of mLSTM
 GatedResult = tuple[Tensor, LinearState | None, Tensor | None]
@@ -96,6 +97,11 @@ class GatedInputs(NamedTuple):
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the tensors of the call but for the values."""
         return (self.q, self.k, self.log_decay, *(self.state or ()), *self.gate)
+
+    def pools(self) -> list[Tensor]:
+        """Return the tensors of the state, with m if there is one."""
+        assert self.state is not None
+        return [x for x in (*self.state, self.gate.m) if x is not None]
 
     def with_state(self) -> GatedInputs:
         """Return the inputs with zeros if there is no state."""
@@ -216,6 +222,8 @@ def run_gated_step_triton(x: GatedInputs) -> GatedResult:
     """Run the Triton kernel."""
     from attnzoo.ops.linear.triton.step import linear_triton_step_
 
+    if x.slots is not None and not all(y.is_contiguous() for y in x.pools()):
+        return on_slots(run_gated_step_triton)(x)
     y, gate = _step_of(x)
     assert y.state is not None
     kv, z = y.state
@@ -231,7 +239,7 @@ def _step_of(x: GatedInputs) -> tuple[LinearInputs, StepGate]:
     assert x.state is not None
     dtype, (bonus, log_input, m) = x.state.kv.dtype, x.gate
     reuse = x.reuse_state and not torch.is_grad_enabled()
-    reuse = reuse and all(y is None or y.is_contiguous() for y in (*x.state, m))
+    reuse = reuse and all(y is None or with_contiguous_states(y) is y for y in (*x.state, m))
     if bonus is not None:
         bonus = bonus.to(dtype).contiguous()
     if log_input is not None:
@@ -271,8 +279,7 @@ def on_slots(step: Callable[[GatedInputs], GatedResult]) -> Callable[[GatedInput
     def run(x: GatedInputs) -> GatedResult:
         if x.slots is None:
             return step(x)
-        assert x.state is not None
-        pools = [y for y in (*x.state, x.gate.m) if y is not None]
+        pools = x.pools()
 
         def run_rows(state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
             kv, z, *m = state

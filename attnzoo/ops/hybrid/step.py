@@ -8,6 +8,8 @@ Other letters: W window, G first tokens of a sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -36,8 +38,16 @@ def hybrid_step(x: StepInputs) -> StepResult:
     """Compute one token; the next state overwrites the given one, or a copy."""
     if x.slots is None:
         return _step(x, x.state if x.in_place else HybridState._make([y.clone() for y in x.state]))
+    return at_slots(x, lambda rows: _step(rows, rows.state))
+
+
+def at_slots(x: StepInputs, step: Callable[[StepInputs], StepResult]) -> StepResult:
+    """Run a step of rows, whose states it may overwrite, from the states at ``x.slots``."""
+    assert x.slots is not None
     out, pool = run_at_slots(
-        lambda rows: _step(x, HybridState._make(rows)), x.state, x.slots, in_place=x.in_place
+        lambda rows: step(x._replace(state=HybridState._make(rows), slots=None, in_place=True)),
+        *(x.state, x.slots),
+        in_place=x.in_place,
     )
     return out, HybridState._make(pool)
 

@@ -41,6 +41,7 @@ def matrix_gated_attention(
     return_state: bool = False,
     eps: float = 1e-6,
     shard: SequenceShard | None = None,
+    reuse_state: bool = False,
     slots: Tensor | None = None,
 ) -> AttentionOutput:
     r"""Compute linear attention with one decay per pair of key and value channels.
@@ -70,6 +71,7 @@ def matrix_gated_attention(
         eps: Added to the sum of weights.
         shard: This rank's part of sequences that several ranks hold, in place of ``state``. Its
             tokens are computed twice: first for the state that they leave to later ranks.
+        reuse_state: Whether the tensors of a pool are overwritten; without gradients.
         slots: As in ``linear_attention``.
 
     Returns:
@@ -106,7 +108,7 @@ def matrix_gated_attention(
         out, pool = run_at_slots(
             lambda rows: chosen.run(call._replace(state=MatrixState(*rows))),
             *(state, slots),
-            in_place=False,
+            in_place=reuse_state and not torch.is_grad_enabled(),
         )
         last = MatrixState._make(pool)
     else:

@@ -80,6 +80,7 @@ def causal_window_attention(
     impl: str = "auto",
     num_sinks: int = 0,
     slots: Tensor | None = None,
+    reuse_state: bool = False,
 ) -> tuple[Tensor, Tensor, WindowState | None, ImplChoice]:
     """Compute softmax attention to the W latest keys.
 
@@ -101,6 +102,7 @@ def causal_window_attention(
         slots: For one token of each of B sequences: the row of each in ``state``, which is a pool
             of states, ``[B]`` integers; -1 for a sequence without a token, whose output is 0. The
             returned state is the pool.
+        reuse_state: Whether the tensors of a pool are overwritten; without gradients.
 
     Returns:
         The output ``[B, H, T, E]`` and the log-sum-exp of the scores, ``[B, H, T, 1]``, both
@@ -136,7 +138,8 @@ def causal_window_attention(
         is_none = slots[:, None, None, None] < 0
         out, lse = out.masked_fill(is_none, 0), lse.masked_fill(is_none, 0)
         if pool is not None and after is not None:
-            after = WindowState._make(put_slots(pool, slots, after, in_place=False))
+            in_place = reuse_state and not torch.is_grad_enabled()
+            after = WindowState._make(put_slots(pool, slots, after, in_place=in_place))
     return out, lse, after, choice
 
 

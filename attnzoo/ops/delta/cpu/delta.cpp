@@ -746,15 +746,15 @@ template <class Real>
 struct Step {
     int64_t threads, batch, heads, groups, key_size, value_size, decays;
     int64_t q_row, q_head, k_row, k_head, v_row, v_head;  // strides of batch rows and of heads
-    int64_t beta_row, beta_head, decay_row, decay_head;
+    int64_t beta_row, beta_head, decay_row, decay_head, state_row;
     double scale, eps;  // eps is added to squared norms of q and k; below 0: not normalised
     const Real *q, *k, *v, *beta, *log_decay, *state;
-    Real *out, *last_state;  // contiguous; last_state may be state
+    Real *out, *last_state;  // contiguous; last_state has the stride of state, and may be state
     const int64_t* slots;    // row of each batch row in the state, [B]; -1: none; null: its own
 
     FIELDS(threads, batch, heads, groups, key_size, value_size, decays, q_row, q_head, k_row,
-           k_head, v_row, v_head, beta_row, beta_head, decay_row, decay_head, scale, eps, q, k, v,
-           beta, log_decay, state, out, last_state, slots)
+           k_head, v_row, v_head, beta_row, beta_head, decay_row, decay_head, state_row, scale, eps,
+           q, k, v, beta, log_decay, state, out, last_state, slots)
 };
 
 template <class Real>
@@ -785,7 +785,7 @@ class DeltaStep : Math<Real> {
         if (t.decays == 1) std::fill(decay_.begin(), decay_.end(), decay_[0]);
         const Real beta = t.beta[row * t.beta_row + head * t.beta_head];
         const Real* v = t.v + row * t.v_row + head * t.v_head;
-        const int64_t at = (slot * t.heads + head) * t.key_size * t.value_size;
+        const int64_t at = slot * t.state_row + head * t.key_size * t.value_size;
         int64_t column = 0;
         for (; column + 4 * LANES <= t.value_size; column += 4 * LANES)
             update<4>(t.state + at, t.last_state + at, v, beta, out, column);

@@ -28,6 +28,7 @@ from attnzoo.runtime.memory import (
     register_buffer_bytes,
     simd_copy_bytes,
     unpad,
+    with_contiguous_states,
 )
 
 CPP_CHUNK = 16  # the largest chunk size, in tokens
@@ -68,7 +69,8 @@ class _Step(ctypes.Structure):
         *cpp.fields(
             ctypes.c_int64,
             "threads batch heads groups key_size value_size decays "
-            "q_row q_head k_row k_head v_row v_head beta_row beta_head decay_row decay_head",
+            "q_row q_head k_row k_head v_row v_head beta_row beta_head decay_row decay_head "
+            "state_row",
         ),
         *cpp.fields(ctypes.c_double, "scale eps"),
         *cpp.fields(ctypes.c_void_p, "q k v beta log_decay state out last_state slots"),
@@ -140,11 +142,15 @@ def _run_step(x: DeltaInputs) -> Result:
 
     It normalises queries and keys if ``x.normalize``.
     """
-    kv, slots = x.first_state().kv.contiguous(), x.slots
+    given, slots = x.first_state().kv, x.slots
+    kv = with_contiguous_states(given)
+    in_place = x.reuse_state and kv is given
+    if not in_place:  # the next state has the stride of the one before
+        kv = kv.contiguous()
     if slots is not None:  # the kernel writes the next states of some sequences only
-        kv = kv if x.reuse_state else kv.clone()
+        kv = kv if in_place else kv.clone()
         slots = slots.to(torch.int64).contiguous()
-    last = kv if x.reuse_state or slots is not None else torch.empty_like(kv)
+    last = kv if in_place or slots is not None else torch.empty_like(kv)
     dtype, batch = kv.dtype, x.q.shape[0]
     q, k, v = (_rows(t, dtype) for t in (x.q, x.k, x.v))
     beta, log_decay = _cast(x.beta, dtype), x.log_decay
@@ -159,6 +165,7 @@ def _run_step(x: DeltaInputs) -> Result:
     task = _Step(
         *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, size, columns, decays),
         *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *beta.stride()[:2], *decay_steps),
+        kv.stride(0),
         *(x.scale, NORM_EPS if x.normalize else -1.0),
         *(q.data_ptr(), k.data_ptr(), v.data_ptr(), beta.data_ptr()),
         None if log_decay is None else log_decay.data_ptr(),

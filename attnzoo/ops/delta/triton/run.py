@@ -50,6 +50,8 @@ def run_step_triton(x: DeltaInputs) -> Result:
 
     x = normalized(x)
     state = x.first_state()
+    if x.slots is not None and not state.kv.is_contiguous():
+        return run_on_slots(x, run_step_triton)
     tensors = _tensors(x._replace(state=state))
     if _needs_grad(tensors):
         return run_on_slots(x, run_triton)

@@ -50,6 +50,7 @@ struct Step {
     int64_t relative;                         // whether lw is relative to the window's sum
     int64_t q_row, q_head, k_row, k_head, v_row, v_head;  // strides of batch rows and of heads
     int64_t fq_row, fq_head, fk_row, fk_head, decay_row, decay_head, weight_row, weight_head;
+    int64_t keys_row, values_row, far_row, kv_row, z_row, seen_row;  // strides of states
     double scale;
     const Real* q;
     const Key* k;
@@ -64,7 +65,8 @@ struct Step {
 
     FIELDS(threads, batch, heads, groups, sinks, window, key_size, value_size, features, decays,
            counted, relative, q_row, q_head, k_row, k_head, v_row, v_head, fq_row, fq_head, fk_row,
-           fk_head, decay_row, decay_head, weight_row, weight_head, scale, q, k, v, fq, fk,
+           fk_head, decay_row, decay_head, weight_row, weight_head, keys_row, values_row, far_row,
+           kv_row, z_row, seen_row, scale, q, k, v, fq, fk,
            log_decay, log_weight, keys, values, far, kv, z, seen, slots, out, next_keys, next_values,
            next_far, next_kv, next_z)
 };
@@ -89,58 +91,66 @@ class HybridStep : Math<Real> {
             std::fill_n(out, t.groups * t.value_size, Real(0));
             return;
         }
-        const int64_t i = state * t.heads + head, seen = t.seen[state];
-        update_sums(i, seen, row, head);
+        const int64_t seen = t.seen[state * t.seen_row];
+        const int64_t stored = t.sinks + t.window;
+        const Place at{state * t.keys_row + head * stored * t.key_size,
+                       state * t.values_row + head * stored * t.value_size,
+                       state * t.far_row + head * t.window * t.features,
+                       state * t.kv_row + head * t.features * (t.value_size + 1),
+                       state * t.z_row + head * t.features};
+        update_sums(at, seen, row, head);
         const Key* k = t.k + row * t.k_row + head * t.k_head;
         const Real* v = t.v + row * t.v_row + head * t.v_head;
         const Real* fk = t.fk + row * t.fk_row + head * t.fk_head;
-        append(t.keys, k, t.key_size, t.sinks, seen, i, t.next_keys);
-        append(t.values, v, t.value_size, t.sinks, seen, i, t.next_values);
-        append(t.far, fk, t.features, 0, seen, i, t.next_far);
+        append(t.keys + at.keys, k, t.key_size, t.sinks, seen, t.next_keys + at.keys);
+        append(t.values + at.values, v, t.value_size, t.sinks, seen, t.next_values + at.values);
+        append(t.far + at.far, fk, t.features, 0, seen, t.next_far + at.far);
         const int64_t before = seen + 1 - t.window;  // tokens before the window
         const int64_t stop = t.sinks + std::min(seen + 1, t.window);
         const int64_t outside = std::clamp<int64_t>(before, 0, t.sinks);  // first tokens of these
         for (int64_t g = 0; g < t.groups; ++g) {
             const int64_t query = head * t.groups + g;
-            const Real lse = attend(t.q + row * t.q_row + query * t.q_head, i, outside, stop);
-            read_sums(t.fq + row * t.fq_row + query * t.fq_head, i);
+            const Real lse = attend(t.q + row * t.q_row + query * t.q_head, at, outside, stop);
+            read_sums(t.fq + row * t.fq_row + query * t.fq_head, t.next_kv + at.kv);
             combine(lse, t.log_weight[row * t.weight_row + query * t.weight_head],
                     before - t.sinks, out + g * t.value_size);
         }
     }
 
   private:
+    // The places of the state of a key head in its tensors.
+    struct Place {
+        int64_t keys, values, far, kv, z;
+    };
+
     // Add the oldest key of the window to the sums over earlier keys, unless it is one of the first
     // N tokens.
-    void update_sums(int64_t i, int64_t seen, int64_t row, int64_t head) {
-        const int64_t columns = t.value_size + 1, size = t.features * columns;
+    void update_sums(const Place& at, int64_t seen, int64_t row, int64_t head) {
+        const int64_t columns = t.value_size + 1;
         const int64_t oldest = seen % t.window;
         const bool is_first = seen - t.window < t.sinks;  // or the window is not full
-        const Real* far = t.far + (i * t.window + oldest) * t.features;
-        const Real* value = t.values + (i * (t.sinks + t.window) + t.sinks + oldest) * t.value_size;
+        const Real* far = t.far + at.far + oldest * t.features;
+        const Real* value = t.values + at.values + (t.sinks + oldest) * t.value_size;
         const Real* log_decay = t.log_decay + row * t.decay_row + head * t.decay_head;
         Real decay = t.decays ? std::exp(log_decay[0]) : Real(1);
         for (int64_t f = 0; f < t.features; ++f) {
             if (t.decays > 1) decay = std::exp(log_decay[f]);
             const Real weight = is_first ? 0 : far[f];
-            const Real* before = t.kv + i * size + f * columns;
-            Real* after = t.next_kv + i * size + f * columns;
+            const Real* before = t.kv + at.kv + f * columns;
+            Real* after = t.next_kv + at.kv + f * columns;
             for (int64_t e = 0; e < t.value_size; ++e)
                 after[e] = decay * before[e] + weight * value[e];
             after[t.value_size] = decay * before[t.value_size] + weight;
-            const int64_t at = i * t.features + f;
-            t.next_z[at] = decay * t.z[at] + weight;
+            t.next_z[at.z + f] = decay * t.z[at.z + f] + weight;
         }
     }
 
     // Overwrite the oldest row of the window with the new one; one of the first N tokens is stored
     // among them too.
     template <class X>
-    void append(const X* state, const X* row, int64_t size, int64_t sinks, int64_t seen, int64_t i,
+    void append(const X* state, const X* row, int64_t size, int64_t sinks, int64_t seen,
                 X* next) const {
-        const int64_t stored = (sinks + t.window) * size;
-        state += i * stored, next += i * stored;
-        if (next != state) std::copy_n(state, stored, next);
+        if (next != state) std::copy_n(state, (sinks + t.window) * size, next);
         if (seen < sinks) std::copy_n(row, size, next + seen * size);
         std::copy_n(row, size, next + (sinks + seen % t.window) * size);
     }
@@ -157,10 +167,9 @@ class HybridStep : Math<Real> {
 
     // Write the output of the softmax over the rows before `outside` and the rows of the window
     // before `stop` to near_, and return the log-sum-exp of its scores.
-    Real attend(const Real* q, int64_t i, int64_t outside, int64_t stop) {
-        const int64_t stored = t.sinks + t.window;
-        const Key* keys = t.next_keys + i * stored * t.key_size;
-        const Real* values = t.next_values + i * stored * t.value_size;
+    Real attend(const Real* q, const Place& at, int64_t outside, int64_t stop) {
+        const Key* keys = t.next_keys + at.keys;
+        const Real* values = t.next_values + at.values;
         Real maximum = -INFINITY, sum = 0;
         const auto next = [=](int64_t j) { return j + 1 == outside ? t.sinks : j + 1; };
         const int64_t begin = outside ? 0 : t.sinks;
@@ -180,9 +189,8 @@ class HybridStep : Math<Real> {
         return maximum + std::log(sum);
     }
 
-    void read_sums(const Real* fq, int64_t i) {
+    void read_sums(const Real* fq, const Real* kv) {
         const int64_t columns = t.value_size + 1;
-        const Real* kv = t.next_kv + i * t.features * columns;
         std::fill(sums_.begin(), sums_.end(), Real(0));
         for (int64_t f = 0; f < t.features; ++f)
             for (int64_t e = 0; e < columns; ++e) sums_[e] += fq[f] * kv[f * columns + e];

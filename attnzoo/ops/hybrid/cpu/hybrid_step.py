@@ -6,6 +6,7 @@ Other letters: W window.
 from __future__ import annotations
 
 import ctypes
+import operator
 from itertools import chain
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from attnzoo.ops.hybrid.state import HybridState, StepInputs, StepResult
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.derivatives import is_plain_call
-from attnzoo.runtime.memory import with_contiguous_rows
+from attnzoo.runtime.memory import with_contiguous_rows, with_contiguous_states
 
 WIDE = {  # of each dtype of keys, that of everything else
     torch.float32: torch.float32,
@@ -38,7 +39,8 @@ class _Step(ctypes.Structure):
         *cpp.fields(
             ctypes.c_int64,
             "q_row q_head k_row k_head v_row v_head fq_row fq_head fk_row fk_head "
-            "decay_row decay_head weight_row weight_head",
+            "decay_row decay_head weight_row weight_head "
+            "keys_row values_row far_row kv_row z_row seen_row",
         ),
         ("scale", ctypes.c_double),
         *cpp.fields(
@@ -79,8 +81,10 @@ def hybrid_step_cpp(x: StepInputs) -> StepResult:
     q, k, v, branch, state, scale, in_place, slots = x
     dtype, wide = v.dtype, WIDE[k.dtype]
     q, v = q.to(wide), v.to(wide)
-    old = [*map(Tensor.contiguous, state)]
-    in_place = in_place and all(map(Tensor.is_contiguous, state))
+    old = [*map(with_contiguous_states, state)]
+    in_place = in_place and all(map(operator.is_, old, state))
+    if not in_place:  # the next state has the strides of the one before
+        old = [*map(Tensor.contiguous, old)]
     if slots is not None and not in_place:  # the kernel writes some rows of the pool
         old = [y.clone() for y in old]
         state, in_place = HybridState._make(old), True
@@ -104,6 +108,7 @@ def hybrid_step_cpp(x: StepInputs) -> StepResult:
         *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, stored - window, window),
         *(size, columns, features, decays, branch.mean, branch.relative),
         *chain(*[t.stride()[:2] for t in read], decay_steps, weight.stride()[:2]),
+        *(t.stride(0) for t in old),
         scale,
         *map(Tensor.data_ptr, read),
         None if decay is None else decay.data_ptr(),

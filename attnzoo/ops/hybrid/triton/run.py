@@ -22,7 +22,7 @@ from attnzoo.ops.hybrid.parts import (
     sums_triton,
 )
 from attnzoo.ops.hybrid.state import HybridInputs, HybridState, StepInputs, StepResult
-from attnzoo.ops.hybrid.step import step_reasons
+from attnzoo.ops.hybrid.step import at_slots, step_reasons
 from attnzoo.ops.linear.triton.run import round_features, triton_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict
 from attnzoo.ops.window.causal_window import first_tokens, is_filled
@@ -122,6 +122,8 @@ def run_step_triton(x: StepInputs) -> StepResult:
     from attnzoo.ops.hybrid.triton.step import hybrid_triton_step_
 
     branch, state = x.branch, x.state
+    if x.slots is not None and not all(y.is_contiguous() for y in state):
+        return at_slots(x, run_step_triton)
     if not (x.in_place and all(y.is_contiguous() for y in state)):
         state = HybridState._make(y.clone(memory_format=torch.contiguous_format) for y in state)
     out = hybrid_triton_step_(

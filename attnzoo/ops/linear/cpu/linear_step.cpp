@@ -7,7 +7,8 @@
 // max(|f_q z|, e^-m').
 //
 // work     one key head and its queries; sizes are arbitrary
-// reads    tokens of any floating type, with stride 1 in the last dimension; a contiguous state
+// reads    tokens of any floating type, with stride 1 in the last dimension; states that are
+//          contiguous, with any stride between those of two sequences
 // writes   the next state, which may overwrite the previous one; with slots, that of a row of the batch
 //          is at its slot of a pool, and the output of a row without a slot is 0
 // oracle   linear_attention(impl="reference"), float64 included
@@ -34,6 +35,7 @@ struct Step {
     int64_t q_type, k_type, v_type, decay_type;  // values of Type; the output has that of v
     int64_t q_row, q_head, k_row, k_head, v_row, v_head;  // strides of batch rows and of heads
     int64_t decay_row, decay_head;
+    int64_t kv_row, z_row, m_row;  // strides of states
     double map_scale, scale, eps;
     const char *q, *k, *v, *log_decay;
     const void *kv, *z;  // the state, per head: [D, E], [D]
@@ -45,7 +47,7 @@ struct Step {
 
     FIELDS(threads, batch, heads, groups, key_size, value_size, decays, normalize, q_map, k_map,
            q_type, k_type, v_type, decay_type, q_row, q_head, k_row, k_head, v_row, v_head,
-           decay_row, decay_head, map_scale, scale, eps, q, k, v, log_decay, kv, z, out, next_kv,
+           decay_row, decay_head, kv_row, z_row, m_row, map_scale, scale, eps, q, k, v, log_decay, kv, z, out, next_kv,
            next_z, bonus, log_input, m, next_m, slots)
 };
 
@@ -66,22 +68,29 @@ class LinearStep : Tiles<Real>, Rows<Real> {
     static int64_t rounded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
   public:
+    // The places of the state of a key head in kv, z and m.
+    struct Place {
+        int64_t kv, z, m;
+    };
+
     explicit LinearStep(const Step& task)
         : t(task), keys_(rounded(t.key_size)), values_(rounded(t.value_size)),
           buffer_(3 * keys_ + 2 * values_), q_(buffer_.take(keys_)), k_(buffer_.take(keys_)),
           v_(buffer_.take(values_)), decay_(buffer_.take(keys_)), sums_(buffer_.take(values_)) {}
 
     void run(int64_t row, int64_t head) {
-        const int64_t slot = t.slots ? t.slots[row] : row, i = slot * t.heads + head;
+        const int64_t slot = t.slots ? t.slots[row] : row;
         if (slot < 0) return clear_outputs(row, head);
+        const Place at{slot * t.kv_row + head * t.key_size * t.value_size,
+                       slot * t.z_row + head * t.key_size, slot * t.m_row + head};
         read(t.k, t.k_type, row * t.k_row + head * t.k_head, t.key_size, keys_, k_);
         read(t.v, t.v_type, row * t.v_row + head * t.v_head, t.value_size, values_, v_);
         map(t.k_map, k_);
         read_decay(row, head);
-        if (t.log_input) stabilize(i, row * t.heads + head);
-        if (t.bonus) read_queries(i, row, head, t.kv, t.z);
-        update_state(i);
-        if (!t.bonus) read_queries(i, row, head, t.next_kv, t.next_z);
+        if (t.log_input) stabilize(at.m, row * t.heads + head);
+        if (t.bonus) read_queries(at, row, head, t.kv, t.z);
+        update_state(at);
+        if (!t.bonus) read_queries(at, row, head, t.next_kv, t.next_z);
     }
 
   private:
@@ -128,23 +137,23 @@ class LinearStep : Tiles<Real>, Rows<Real> {
         lowest_ = std::exp(-std::max(m, Real(LOWEST_STABILIZER)));
     }
 
-    void update_state(int64_t i) {
+    void update_state(const Place& at) {
         const int64_t size = t.value_size;
+        const Real *kv = static_cast<const Real*>(t.kv) + at.kv, *z = static_cast<const Real*>(t.z) + at.z;
+        Real *next_kv = static_cast<Real*>(t.next_kv) + at.kv, *next_z = static_cast<Real*>(t.next_z) + at.z;
         for (int64_t d = 0; d < t.key_size; ++d) {
             const Real decay = t.decays ? decay_[t.decays > 1 ? d : 0] : Real(1), key = k_[d];
-            const int64_t at = i * t.key_size + d;
-            const Real* before = static_cast<const Real*>(t.kv) + at * size;
-            Real* after = static_cast<Real*>(t.next_kv) + at * size;
+            const Real* before = kv + d * size;
+            Real* after = next_kv + d * size;
             for (int64_t e = 0; e < size; ++e) after[e] = decay * before[e] + key * v_[e];
-            static_cast<Real*>(t.next_z)[at] = decay * static_cast<const Real*>(t.z)[at] + key;
+            next_z[d] = decay * z[d] + key;
         }
     }
 
-    // Write the outputs of the queries of key head `head` from its state at i; kv and z are the state
-    // of all heads.
-    void read_queries(int64_t i, int64_t row, int64_t head, const void* kv, const void* z) {
-        const Real* sums = static_cast<const Real*>(kv) + i * t.key_size * t.value_size;
-        const Real* weights = static_cast<const Real*>(z) + i * t.key_size;
+    // Write the outputs of the queries of key head `head` from its place in kv and z.
+    void read_queries(const Place& at, int64_t row, int64_t head, const void* kv, const void* z) {
+        const Real* sums = static_cast<const Real*>(kv) + at.kv;
+        const Real* weights = static_cast<const Real*>(z) + at.z;
         for (int64_t g = 0; g < t.groups; ++g) {
             const int64_t begin = row * t.q_row + (head * t.groups + g) * t.q_head;
             read(t.q, t.q_type, begin, t.key_size, keys_, q_);

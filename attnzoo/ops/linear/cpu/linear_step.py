@@ -20,7 +20,7 @@ from attnzoo.runtime import cpp
 from attnzoo.runtime.autocast import autocast_disabled
 from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.derivatives import is_plain_call
-from attnzoo.runtime.memory import DTYPE_NUMBERS, with_contiguous_rows
+from attnzoo.runtime.memory import DTYPE_NUMBERS, with_contiguous_rows, with_contiguous_states
 
 STEPS = {torch.float32: "linear_step_float", torch.float64: "linear_step_double"}
 NO_GATE = StepGate()
@@ -36,7 +36,7 @@ class _Step(ctypes.Structure):
             ctypes.c_int64,
             "threads batch heads groups key_size value_size decays normalize q_map k_map "
             "q_type k_type v_type decay_type "
-            "q_row q_head k_row k_head v_row v_head decay_row decay_head",
+            "q_row q_head k_row k_head v_row v_head decay_row decay_head kv_row z_row m_row",
         ),
         *cpp.fields(ctypes.c_double, "map_scale scale eps"),
         *cpp.fields(
@@ -86,9 +86,11 @@ def run_step_cpp(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
         x.log_decay,
     )
     assert x.state is not None
-    kv, z = x.state.kv.contiguous(), x.state.k.contiguous()
+    kv, z = map(with_contiguous_states, x.state)
     slots = None if x.slots is None else x.slots.to(torch.int64).contiguous()
-    in_place = x.reuse_state
+    in_place = x.reuse_state and kv is x.state.kv and z is x.state.k
+    if not in_place:  # the next state has the strides of the one before
+        kv, z = kv.contiguous(), z.contiguous()
     if slots is not None:
         _check_slots(slots, len(kv))
         if not in_place:  # the kernel writes only the rows at slots
@@ -108,6 +110,7 @@ def run_step_cpp(x: LinearInputs, gate: StepGate = NO_GATE) -> Result:
         *(x.normalize, *map_numbers(LINEAR_STEP, x.feature_map)),
         *(DTYPE_NUMBERS[q.dtype], DTYPE_NUMBERS[k.dtype], DTYPE_NUMBERS[v.dtype], decay_type),
         *(q_steps[0], q_steps[1], k_steps[0], k_steps[1], v_steps[0], v_steps[1], *decay_steps),
+        *(kv.stride(0), z.stride(0), 0 if gate.m is None else gate.m.stride(0)),
         *(x.feature_scale**0.5 if x.feature_map in SCALED else 1.0, x.scale, x.eps),
         *(q.data_ptr(), k.data_ptr(), v.data_ptr()),
         None if log_decay is None else log_decay.data_ptr(),

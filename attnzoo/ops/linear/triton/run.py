@@ -143,6 +143,8 @@ def run_step_triton(x: LinearInputs) -> Result:
     from attnzoo.ops.linear.triton.step import linear_triton_step, linear_triton_step_
 
     assert x.state is not None
+    if x.slots is not None and not all(y.is_contiguous() for y in x.state):
+        return run_on_slots(x, run_step_triton)
     with autocast_disabled(x.q.device):
         x = _with_features(x)
         tensors, options = _arguments(x)
