@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from attnzoo.backends.feature_maps.base import get_feature_map
 from attnzoo.backends.feature_maps.config import FeatureMapConfig
 from attnzoo.backends.gates.base import GATES, Decay, Gate, GateModule, get_gate
+from attnzoo.backends.gates.projections import init_identity
 from attnzoo.backends.parts.convolution import ShortConvolution
 from attnzoo.backends.parts.recurrent import RecurrentBackend, RecurrentConfig
 from attnzoo.contract.backend import register
@@ -121,7 +122,7 @@ class OutputGate(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise to 1 for every token; ``down`` gives ``up`` a gradient."""
-        nn.init.eye_(self.down)
+        init_identity(self.down)
         nn.init.zeros_(self.up)
         nn.init.zeros_(self.bias)
 

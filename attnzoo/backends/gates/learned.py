@@ -18,6 +18,7 @@ from attnzoo.backends.gates.projections import (
     INITIAL_RATE,
     RANK,
     TEMPERATURE,
+    init_identity,
     low_rank_projection,
 )
 from attnzoo.contract.config import BackendConfig, Geometry
@@ -98,7 +99,7 @@ class LowRankGate(Gate):
         ``up`` is zero, so ``down`` has no effect on the first output. ``down`` must not be zero
         too, because then neither would have a gradient.
         """
-        nn.init.eye_(self.down)
+        init_identity(self.down)
         nn.init.zeros_(self.up)
         nn.init.constant_(self.bias, self.initial_bias)
 

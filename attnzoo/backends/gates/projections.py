@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnzoo.ops.features.functional import widen
 
@@ -28,6 +28,12 @@ GATE_BIAS = 2.0
 INITIAL_RATE = math.log1p(math.exp(-GATE_BIAS)) / TEMPERATURE
 
 RANK = 16  # of the projection from hidden states to channels (arXiv:2312.06635)
+
+
+def init_identity(x: Tensor) -> None:
+    """Initialise a matrix to the identity; a model that is built without memory has no values."""
+    if not x.is_meta:  # where torch.eye fails if the default device is another one
+        nn.init.eye_(x)
 
 
 def low_rank_projection(

@@ -19,6 +19,7 @@ from attnzoo.backends.gates.projections import (
     INITIAL_RATE,
     RANK,
     TEMPERATURE,
+    init_identity,
     low_rank_projection,
 )
 from attnzoo.contract.config import BackendConfig, Geometry
@@ -108,7 +109,7 @@ class RWKV6(Recurrence):
 
         ``down`` gives ``up`` a gradient.
         """
-        nn.init.eye_(self.down)
+        init_identity(self.down)
         nn.init.zeros_(self.up)
         nn.init.constant_(self.bias, math.log(INITIAL_RATE))
         nn.init.zeros_(self.log_bonus)
@@ -209,7 +210,7 @@ class Matrix(TokenByToken):
 
     def reset_parameters(self) -> None:
         """Initialise to the same long memory for every token, ``down`` gives ``up`` a gradient."""
-        nn.init.eye_(self.down)
+        init_identity(self.down)
         nn.init.zeros_(self.up)
         nn.init.constant_(self.bias, GATE_BIAS)
 
@@ -250,7 +251,7 @@ class Mamba(TokenByToken):
 
     def reset_parameters(self) -> None:
         """Initialise to the same small step for every token, ``down`` gives ``up`` a gradient."""
-        nn.init.eye_(self.down)
+        init_identity(self.down)
         nn.init.zeros_(self.up)
         nn.init.constant_(self.bias, math.log(math.expm1(INITIAL_RATE)))
         nn.init.zeros_(self.log_rate)
