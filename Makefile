@@ -14,7 +14,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
 	then command -v $$name; break; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test exhaustive users engines newest check sanitize format bench clean
+.PHONY: help setup demo test exhaustive users engines newest vllm check sanitize format bench clean
 
 help: ## Say what can be made
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -46,6 +46,9 @@ engines: $(READY) ## Load swapped and converted models with llama.cpp and CTrans
 
 newest: $(READY) ## Run the tests of all that knows transformers with the newest releases of today, torch included
 	$(BIN)/nox --session newest
+
+vllm: $(READY) ## Run the tests of integrations/vllm under the engine, in an environment of its own
+	$(BIN)/nox --session vllm
 
 check: $(READY) ## Lint, check the format and the types, compile the Triton kernels for sm_90
 	$(BIN)/ruff check .

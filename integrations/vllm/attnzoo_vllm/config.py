@@ -1,0 +1,163 @@
+"""What vLLM reads of a swapped model before it builds it: the class, and the kind of each layer.
+
+A saved swap has the class name of its base model with a prefix, ``AttnzooLlamaForCausalLM``;
+folders of earlier versions have the plain name, under which vLLM would run softmax. All of them are
+served by one class.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vllm import ModelRegistry
+from vllm.config import CompilationConfig, CompilationMode, model, set_current_vllm_config
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.transformers_utils import config as vllm_config
+
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo.hf.attention.call import layer_backend
+from attnzoo.hf.names import ARCHITECTURE_PREFIX, NAME, PRUNED
+from attnzoo.hf.saving.checkpoints import stock_class_name
+from attnzoo_vllm.versions import refuse_untested
+
+CLASS = "attnzoo_vllm.model:AttnzooForCausalLM"  # imported when a swapped model is served
+BASES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+INSTEAD = "transformers runs the folder where attnzoo is imported (attnzoo run, autoload on)"
+EXACT = ("softmax", "flash")  # backends that vLLM's own attention computes
+LAYER_TYPES = "attnzoo_layer_types"  # the layer types of the model itself, None if it has none
+
+
+def register_models() -> None:
+    """Register the class of swapped models under the name of every causal language model."""
+    known = ModelRegistry.get_supported_archs()
+    for name in (ARCHITECTURE_PREFIX + base for base in BASES):
+        if name not in known:
+            ModelRegistry.register_model(name, CLASS)
+            MODELS_CONFIG_MAP[name] = Settings
+    # The op runs between the compiled parts of a graph, as those of vLLM's own layers with a state
+    if "vllm::attnzoo_state" not in CompilationConfig._attention_ops:
+        CompilationConfig._attention_ops.append("vllm::attnzoo_state")
+
+
+def wrap_get_config() -> None:
+    """Have vLLM prepare the config of a swapped model wherever it reads one."""
+    read = model.get_config
+    if hasattr(read, "__wrapped__"):
+        return
+
+    @wraps(read)
+    def get_config(*args: Any, **kwargs: Any) -> Any:
+        found = read(*args, **kwargs)
+        if getattr(found, NAME, None) is not None:
+            prepare(found)
+        return found
+
+    vllm_config.get_config = model.get_config = get_config
+
+
+def prepare(config: Any) -> None:
+    """Set the class and the layer types of a swapped model's config, as vLLM reads them.
+
+    Raises:
+        ValueError: vLLM cannot serve the model; the message says why, and what to do instead.
+    """
+    if hasattr(config, LAYER_TYPES):
+        return
+    refuse_untested()
+    base = stock_class_name((getattr(config, "architectures", None) or [""])[0])
+    if base not in BASES or config.get_text_config() is not config:
+        raise ValueError(
+            f"{base or type(config).__name__} is not a causal language model of text alone: vLLM "
+            f"serves no other swapped models (encoders, encoder-decoders, images, audio). {INSTEAD}"
+        )
+    if getattr(config, PRUNED, None):
+        raise ValueError(
+            "layers of this model have lost heads (attnzoo heads), and vLLM has one number of "
+            f"heads for all. {INSTEAD}"
+        )
+    backends = find_backends(config)
+    refuse_backends(backends)
+    types = getattr(config, "layer_types", None)
+    setattr(config, LAYER_TYPES, types)
+    kinds = ["full_attention"] * len(backends)  # a model without states is not hybrid for vLLM
+    if any(map(has_state, backends)):
+        pairs = zip(types or kinds, backends, strict=True)
+        kinds = ["linear_attention" if has_state(x) else kind for kind, x in pairs]
+    config.layer_types = kinds
+    config.architectures = [ARCHITECTURE_PREFIX + base]
+
+
+def restore(config: Any) -> Any:
+    """Return a copy of a prepared config with the model's own layer types and class."""
+    config = copy.deepcopy(config)
+    config.architectures = [*map(stock_class_name, config.architectures)]
+    types = config.__dict__.pop(LAYER_TYPES)
+    if types is None:
+        del config.layer_types
+    else:
+        config.layer_types = types
+    return config
+
+
+class Settings(VerifyAndUpdateConfig):
+    """Called by vLLM when the settings of an engine for a swapped model are complete."""
+
+    @staticmethod
+    def verify_and_update_config(engine: Any) -> None:
+        """Raise ``ValueError`` for settings that swapped models are not tested with."""
+        parallel = engine.parallel_config
+        for given, what, instead in (
+            (parallel.tensor_parallel_size > 1, "tensor parallelism", "--tensor-parallel-size 1"),
+            (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "one stage"),
+            (engine.speculative_config, "speculative decoding", "no --speculative-config"),
+            (engine.lora_config, "LoRA", "merge the adapter, and no --enable-lora"),
+            (engine.kv_transfer_config, "transfer of caches", "no --kv-transfer-config"),
+            (engine.model_config.use_mla, "multi-head latent attention", "a model without it"),
+        ):
+            if given:
+                raise ValueError(
+                    f"attnzoo-vllm does not serve swapped models with {what}; use {instead}, and "
+                    "--data-parallel-size for several devices"
+                )
+
+
+def find_backends(config: Any) -> list[AttentionBackend]:
+    """Return the backends of all layers, from a model without memory."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = NAME
+    # An earlier engine in this process has changed the class, which then reads these
+    off = CompilationConfig(mode=CompilationMode.NONE)
+    engine = SimpleNamespace(compilation_config=off, model_config=SimpleNamespace(hf_config=config))
+    with torch.device("meta"), set_current_vllm_config(engine):
+        modules = AutoModelForCausalLM.from_config(config).modules()
+    return [x for x in map(layer_backend, modules) if x is not None]
+
+
+def has_state(backend: AttentionBackend) -> bool:
+    """Return whether a backend keeps a state of fixed size, and not keys and values."""
+    can = backend.capabilities
+    return can.recurrent and can.zero_state and can.sequences
+
+
+def refuse_backends(backends: list[AttentionBackend]) -> None:
+    """Raise ``ValueError`` if a layer has neither a state nor vLLM's attention."""
+    for backend in backends:
+        name, where = backend.name, backend.geometry.name
+        if backend.name not in EXACT and not has_state(backend):
+            raise ValueError(
+                f"{where}: vLLM does not serve backend {name!r}, which keeps keys or summaries of "
+                "all tokens in a form of its own. Give the layer 'flash' or a backend with a state "
+                f"(linear, gated_linear, performer, delta). {INSTEAD}"
+            )
+        if backend.name in EXACT and getattr(backend.config, "num_sinks", 0):
+            raise ValueError(
+                f"{where}: vLLM's attention has no first tokens outside of a window (num_sinks="
+                f"{backend.config.num_sinks} of {name!r}). Leave num_sinks out, or give the layer "
+                "a backend with a state and num_sinks"
+            )

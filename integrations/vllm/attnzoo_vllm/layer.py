@@ -1,0 +1,154 @@
+"""An attention layer with a state, whose memory is a page of vLLM's cache for each request.
+
+A page holds the tensors of the state one after another, the widest type first, and is one tensor
+for vLLM, which copies, shares and frees pages without knowing what they hold.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from attnzoo.contract.backend import AttentionBackend
+from attnzoo_vllm.metadata import Prefill, state_backend
+
+WORD = torch.int64  # pages are counted in elements of the widest type
+
+
+def build_again(backend: AttentionBackend, dtype: torch.dtype, device: Any) -> AttentionBackend:
+    """Return a backend with memory and initial values from one that may have been built without."""
+    with torch.device(device):
+        return type(backend)(backend.config, backend.geometry).to(dtype).eval()
+
+
+def example_state(backend: AttentionBackend, dtype: torch.dtype) -> Any:
+    """Return the state of one sequence, to read its shapes."""
+    geometry, layer = backend.geometry, build_again(backend, dtype, "cpu")
+    with torch.device("cpu"):
+        q = torch.zeros(1, geometry.num_heads, 2, geometry.head_dim, dtype=dtype)
+        k = torch.zeros(1, geometry.num_key_heads, 2, geometry.head_dim, dtype=dtype)
+        size = geometry.value_dim or geometry.head_dim
+        v = torch.zeros(1, geometry.num_key_heads, 2, size, dtype=dtype)
+        x = torch.zeros(1, 2, geometry.hidden_size or 1, dtype=dtype)
+        with torch.no_grad():
+            return layer(q, k, v, hidden_states=x, return_state=True).state
+
+
+class StateLayer(nn.Module, MambaBase):
+    """Runs a backend with a state on the requests of a step.
+
+    Args:
+        backend: The backend, a submodule of the model already.
+        prefix: vLLM's name of the layer.
+        dtype: Of queries, keys and values.
+    """
+
+    def __init__(self, backend: AttentionBackend, prefix: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        vars(self)["backend"] = backend  # not a submodule twice
+        self.prefix = prefix
+        self.value_dim = backend.geometry.value_dim or backend.geometry.head_dim
+        state = example_state(backend, dtype)
+        self.state_class = type(state)
+        self.fields = [(x.shape[1:], x.dtype) for x in state]
+        self.words = -(-sum(x.nbytes for x in state) // WORD.itemsize)  # rounded up
+        self.pool: Any = None
+        self.layers = get_current_vllm_config().compilation_config.static_forward_context
+        if prefix in self.layers:
+            raise ValueError(f"two layers are called {prefix!r}")
+        self.layers[prefix] = self
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shape of a page: that of the largest state, so that vLLM pools all layers."""
+        return page_shapes(self.layers)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        """Return the type in which a page is counted."""
+        return (WORD,)
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        """The backend of vLLM that builds the metadata."""
+        return state_backend()
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Take the pages, and view them as a pool of states."""
+        super().bind_kv_cache(kv_cache)
+        (words,) = self.kv_cache
+        views, begin = {}, 0  # in bytes
+        for i in sorted(range(len(self.fields)), key=lambda i: -self.fields[i][1].itemsize):
+            shape, dtype = self.fields[i]
+            first, count = begin // dtype.itemsize, prod(shape)
+            views[i] = words.view(dtype)[:, first : first + count].view(-1, *shape)
+            begin += count * dtype.itemsize
+        self.pool = self.state_class(*(views[i] for i in range(len(views))))
+
+    # -- computation -----------------------------------------------------------------------------
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor | None) -> Tensor:
+        """Return the output of the new tokens of all requests, ``[1, T, H, E]``.
+
+        The queries, keys and values are ``[1, H or Hkv, T, D or E]``; hidden states ``[1, T, M]``.
+        """
+        out = q.new_zeros(1, q.shape[2], q.shape[1], self.value_dim)
+        torch.ops.vllm.attnzoo_state(q, k, v, hidden_states, out, self.prefix)
+        return out
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, out: Tensor) -> None:
+        """Compute ``out`` and the states after the step; see :meth:`forward`."""
+        metadata = get_forward_context().attn_metadata
+        if metadata is None or self.prefix not in metadata:
+            return  # vLLM measures memory, without pages
+        step = metadata[self.prefix]
+        tokens = step.num_decode_tokens
+        if tokens:
+            rows = [y[0, :, :tokens].transpose(0, 1).unsqueeze(2) for y in (q, k, v)]
+            hidden = None if x is None else x[0, :tokens, None]
+            options = {"state": self.pool, "slots": step.slots, "reuse_state": True}
+            found = self.backend(*rows, hidden_states=hidden, return_state=True, **options)
+            out[0, :tokens] = found.out.squeeze(2)
+        if step.prefill is not None:
+            end = tokens + step.num_prefill_tokens
+            row = [y[:, :, tokens:end] for y in (q, k, v)]
+            hidden = None if x is None else x[:, tokens:end]
+            options = {"state": self.read(step.prefill), "sequences": step.prefill.sequences}
+            found = self.backend(*row, hidden_states=hidden, return_state=True, **options)
+            out[:, tokens:end] = found.out.transpose(1, 2)
+            for page, state in zip(self.pool, found.state, strict=True):
+                page.index_copy_(0, step.prefill.slots, state.to(page.dtype))
+
+    def read(self, prefill: Prefill) -> Any:
+        """Return the states before the tokens of a step, ``None`` if all requests begin."""
+        keep = prefill.continues
+        if keep is None:
+            return None
+        states = (x[prefill.slots] for x in self.pool)
+        return self.state_class(
+            *(torch.where(keep.view(-1, *(1,) * (x.dim() - 1)), x, 0) for x in states)
+        )
+
+
+def page_shapes(layers: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """Return the shape of the one tensor of a page from all layers with a cache, by name."""
+    return ((max(x.words for x in layers.values() if isinstance(x, StateLayer)),),)
+
+
+def attnzoo_state(
+    q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor | None, out: Tensor, layer_name: str
+) -> None:
+    """Run a :class:`StateLayer`; vLLM splits its graphs at this op."""
+    layer = get_forward_context().no_compile_layers[layer_name]
+    layer.run(q, k, v, hidden_states, out)
+
+
+direct_register_custom_op(op_name="attnzoo_state", op_func=attnzoo_state, mutates_args=["out"])

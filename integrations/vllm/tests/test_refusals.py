@@ -1,0 +1,132 @@
+"""What vLLM cannot serve is refused by name before an engine starts, and never run as softmax."""
+
+import json
+import os
+import subprocess
+import sys
+
+import models
+import pytest
+import torch
+from attnzoo_vllm import config as prepared
+from attnzoo_vllm import register, versions
+from transformers import AutoConfig, BertConfig, BertForMaskedLM
+from vllm.engine.arg_utils import EngineArgs
+
+import attnzoo
+
+register()
+
+
+def engine_config(folder, **options):
+    """Return what vLLM makes of a folder before it starts."""
+    return EngineArgs(model=str(folder), max_model_len=512, **options).create_engine_config()
+
+
+@pytest.fixture
+def spec_folder(tmp_path):
+    """Return a function that saves the embedded model's config with a spec, without weights."""
+
+    def save(**spec):
+        config = json.loads((models.EMBEDDED / "config.json").read_text())
+        config["attnzoo"] = {"version": 1, "backend": "flash"} | spec
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return models.finish(tmp_path)
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"backend": "reformer"}, "does not serve backend 'reformer'"),
+        ({"backend": "longformer"}, "does not serve backend 'longformer'"),
+        ({"backend": "block_sparse"}, "does not serve backend 'block_sparse'"),
+        ({"backend": "linformer", "options": {"block": 64}}, "does not serve backend 'linformer'"),
+        ({"layers": {"2": {"backend": "reformer"}}}, r"layers\.2.*Give the layer 'flash'"),
+        ({"options": {"window": 8, "num_sinks": 2}}, "no first tokens outside of a window"),
+    ],
+)
+def test_backends(spec, words, spec_folder):
+    with pytest.raises(ValueError, match=words):
+        engine_config(spec_folder(**spec))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel_size": 2}, "with tensor parallelism"),
+        ({"pipeline_parallel_size": 2}, "with pipeline parallelism"),
+        ({"enable_lora": True}, "with LoRA"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
+                                    "prompt_lookup_max": 3}},
+            "with speculative decoding",
+        ),
+    ],
+)  # fmt: skip
+def test_settings(options, words, spec_folder):
+    with pytest.raises(ValueError, match=words):
+        engine_config(spec_folder(backend="linear"), **options)
+
+
+def test_versions(monkeypatch, spec_folder):
+    monkeypatch.setattr("vllm.__version__", "0.9.1")
+    with pytest.raises(
+        ValueError, match=f"tested with vLLM {versions.OLDEST} to {versions.NEWEST}.*0.9.1"
+    ):
+        engine_config(spec_folder(backend="linear"))
+
+
+def test_encoders_and_pruned_heads(tmp_path, spec_folder):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    model = BertForMaskedLM(BertConfig(num_hidden_layers=1, vocab_size=384, **sizes))
+    attnzoo.swap(model, "linear")
+    model.save_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match="BertForMaskedLM is not a causal language model"):
+        engine_config(models.finish(tmp_path / "bert"))
+    config = AutoConfig.from_pretrained(spec_folder(backend="linear"))
+    config.attnzoo_pruned_heads = {"0": [1]}
+    with pytest.raises(ValueError, match="have lost heads"):
+        prepared.prepare(config)
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["own class name", "class name of softmax"])
+def test_folders_of_all_versions_get_one_class(is_old, spec_folder):
+    folder = models.finish(spec_folder(layers={"1": {"backend": "linear"}}), is_old=is_old)
+    found = engine_config(folder).model_config
+    assert found.architecture == "AttnzooLlamaForCausalLM"
+    assert found.is_hybrid
+    types = found.hf_config.layer_types
+    assert types == ["full_attention", "linear_attention", "full_attention", "full_attention"]
+    restored = prepared.restore(found.hf_config)
+    assert restored.architectures == ["LlamaForCausalLM"]
+    assert not hasattr(restored, "layer_types")
+
+
+def test_a_model_without_states_is_not_hybrid(spec_folder):
+    assert not engine_config(spec_folder(options={"window": 8})).model_config.is_hybrid
+
+
+WITHOUT_PLUGIN = """
+import sys
+from vllm.engine.arg_utils import EngineArgs
+for impl in ("auto", "vllm", "transformers"):
+    try:
+        EngineArgs(model=sys.argv[1], model_impl=impl).create_engine_config()
+    except ValueError as error:
+        assert "AttnzooLlamaForCausalLM" in str(error), error
+    else:
+        raise SystemExit(impl)
+"""
+
+
+def test_without_the_plugin_vllm_refuses_the_folder(spec_folder):
+    command = [sys.executable, "-c", WITHOUT_PLUGIN, str(spec_folder(backend="linear"))]
+    environment = os.environ | {"VLLM_PLUGINS": "none"}
+    subprocess.run(command, env=environment, check=True, timeout=300)
+
+
+def test_a_plain_model_is_left_alone():
+    found = engine_config(models.EMBEDDED, dtype=torch.float32).model_config
+    assert found.architecture == "LlamaForCausalLM"

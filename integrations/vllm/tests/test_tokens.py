@@ -1,0 +1,73 @@
+"""Every token of vLLM equals that of ``generate()`` for the request alone."""
+
+import models
+import pytest
+import torch
+from vllm import SamplingParams
+
+# Requests of bfloat16 that may differ, each at a near tie: of 24 with a model of random weights,
+# whose logits are close to each other
+NEAR_TIES = 4
+CASES = [  # model, dtype, prefix caching, without torch.compile
+    ("qwen", torch.float32, True, True),
+    ("qwen", torch.bfloat16, False, True),
+    ("embedded", torch.float32, True, False),
+    ("embedded", torch.bfloat16, False, False),
+]
+ALL = [
+    (name, dtype, caching, eager)
+    for name in models.MODELS
+    for dtype in (torch.float32, torch.bfloat16)
+    for caching in (True, False)
+    for eager in (True, False)
+]
+PARAMETERS = [
+    *CASES,
+    *(pytest.param(*x, marks=pytest.mark.exhaustive) for x in ALL if x not in CASES),
+]
+
+
+def run(engine, asked):
+    """Return the tokens of all requests at once, and how many prompt tokens were cached."""
+    given = [{"prompt_token_ids": x.prompt} for x in asked]
+    sampling = [SamplingParams(temperature=0, max_tokens=x.count, ignore_eos=True) for x in asked]
+    found = engine.generate(given, sampling, use_tqdm=False)
+    return [list(x.outputs[0].token_ids) for x in found], sum(x.num_cached_tokens for x in found)
+
+
+def refuse_differences(found, expected, dtype):
+    """Assert that tokens are equal, in bfloat16 but for near ties.
+
+    A near tie is a token whose logit in ``generate()`` is below the highest by at most twice the
+    largest error of the logits of that step, measured against float32.
+    """
+    differ = [(x, y) for x, y in zip(found, expected, strict=True) if x != y.tokens]
+    if dtype == torch.float32:
+        assert not differ, [len(y.prompt) for _, y in differ]
+    assert len(differ) <= NEAR_TIES, [len(y.prompt) for _, y in differ]
+    for ours, reference in differ:
+        pairs = zip(ours, reference.tokens, strict=True)
+        step = next(i for i, (x, y) in enumerate(pairs) if x != y)
+        logits, error = reference.logits[step], reference.errors[step]
+        margin = logits[reference.tokens[step]] - logits[ours[step]]
+        assert margin <= 2 * error, (len(reference.prompt), step, float(margin), float(error))
+    print(f"{len(differ)} of {len(expected)} requests differ, at near ties")
+
+
+@pytest.mark.parametrize(("name", "dtype", "caching", "eager"), PARAMETERS, ids=str)
+def test_every_token_equals_generate(name, dtype, caching, eager, folders, references, engine):
+    """Six of 24 requests run at once, in steps of at most 128 tokens; pages are used again."""
+    expected = references[name, dtype]
+    options = {"enable_prefix_caching": caching, "enforce_eager": eager}
+    started = engine(folders[name], dtype=str(dtype).removeprefix("torch."), **options)
+    for number in range(2):
+        found, cached = run(started, expected)
+        refuse_differences(found, expected, dtype)
+        assert (cached > 0) == caching
+        assert number == 0 or not caching or cached > 1000
+
+
+def test_the_tokens_are_those_of_no_other_model(references):
+    """What the random model says differs from what it says with softmax, for each request."""
+    for x, softmax in zip(references["qwen", torch.float32], references["softmax"], strict=True):
+        assert softmax != x.tokens, len(x.prompt)
