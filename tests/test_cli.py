@@ -2,6 +2,7 @@ import errno
 import json
 import shutil
 import sys
+from inspect import signature
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, Llama
 
 from attnzoo import AttentionSpec
 from attnzoo.cli import app, main
-from attnzoo.commands import terminal
+from attnzoo.commands import models, terminal
 from attnzoo.commands.option_docs import choices
 from attnzoo.errors import ConfigError, SwapWarning
 from attnzoo.registry import available_backends, get_backend
@@ -157,6 +158,52 @@ def test_help_is_quick():
         "sys.exit(sum(name in sys.modules for name in ('torch', 'transformers')))"
     )
     run_process([sys.executable, "-c", code], check=True)
+
+
+def test_tables_are_available_as_json(monkeypatch, capsys, saved, tmp_path):
+    swapped, maps = tmp_path / "swapped", tmp_path / "maps"
+    source = tmp_path / "text.txt"
+    source.write_text("one says to one " * 40)
+    code, out, _ = run(
+        monkeypatch, capsys, "swap", saved, "--attention", "linear", "--out", swapped, "--json"
+    )
+    assert (code, {layer["backend"] for layer in json.loads(out)}) == (0, {"linear"})
+    code, out, _ = run(monkeypatch, capsys, "describe", swapped, "--json")
+    layers = json.loads(out)
+    assert (code, [layer["layer"] for layer in layers]) == (0, [0, 1, 2])
+    assert layers[0]["name"] == "model.layers.0.self_attn"
+    inspected = ("inspect", saved, "--text", source, "--tokens", 24, "--out", maps, "--json")
+    code, out, _ = run(monkeypatch, capsys, *inspected)
+    assert (code, len(json.loads(out)["heads"])) == (0, 4)
+
+
+WITHOUT_TABLE = {"run", "autoload", "launch-config", "convert-heads"}
+WITH_FILE = {"plan", "recover", "finetune"}  # plan.json, results.json
+
+
+def test_every_command_with_a_table_takes_json():
+    commands = {c.name: c.callback for c in app.registered_commands}
+    taking = {name for name, call in commands.items() if "as_json" in signature(call).parameters}
+    assert taking == commands.keys() - WITHOUT_TABLE - WITH_FILE
+
+
+def test_names_are_whole_in_80_columns(monkeypatch, capsys):
+    from rich.console import Console
+
+    for arguments in (("list",), ("list", "delta"), ("describe", "embedded")):
+        monkeypatch.setattr(sys, "argv", ["attnzoo", *arguments])
+        screen = Console(width=80, force_terminal=True, color_system=None)
+        monkeypatch.setattr(models, "console", screen)
+        with pytest.raises(SystemExit):
+            main()
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= 80
+        names = {
+            ("list",): {"block_sparse", "gated_linear", "feature_map=elu+1,"},
+            ("list", "delta"): set(get_backend("delta").config_class.default_options()),
+            ("describe", "embedded"): {"model.layers.3.self_attn", "backend"},
+        }[arguments]
+        assert names <= set(out.split())
 
 
 def test_commands_are_the_documented_ones():

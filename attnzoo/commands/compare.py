@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from attnzoo.commands.model_argument import model_name
 from attnzoo.commands.spec_options import Attentions, spec_of, specs_of, split
-from attnzoo.commands.terminal import console
+from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.errors import SpecError
 from attnzoo.report.format import format_length
 
@@ -72,6 +73,7 @@ def compare(
     memory: Memory = None,
     threads: Threads = None,
     fresh: Fresh = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure time, memory and quality over length, and name the attention that is worth it.
 
@@ -105,13 +107,18 @@ def compare(
         threads=threads,
         fresh=fresh,
     )
-    with console.status("") as status:
-        on_progress, log = partial(_show_progress, status), partial(console.print, soft_wrap=True)
+    output = problems if as_json else console
+    with output.status("") as status:
+        on_progress, log = partial(_show_progress, status), partial(output.print, soft_wrap=True)
         rows = run.compare(config, on_progress, log)
     missing = run.missing_quality(config, run.read_model_info(config.model))
-    show(console, rows, mode, model, missing)
-    console.print(f"Numbers: {out / FILE}")
+    if not as_json:
+        show(console, rows, mode, model, missing)
+        console.print(f"Numbers: {out / FILE}")
     page = write_report(out, rows, mode, model, missing)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
     console.print(f"Report:  {page}" if page else WITHOUT_MATPLOTLIB, markup=False)
 
 
@@ -163,6 +170,7 @@ def tasks(
     out: Out = Path("attnzoo-tasks"),
     threads: Threads = None,
     fresh: Fresh = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train small models from scratch on a synthetic task, with the same budget for each attention.
 
@@ -184,12 +192,15 @@ def tasks(
     torch.set_num_threads(threads or torch.get_num_threads())
     specs = specs_of(attention, lambda names: default_specs(names, task)) if attention else None
     config = TaskConfig(task=task, specs=specs, seeds=seeds, steps=steps, out=out, fresh=fresh)
-    with console.status("") as status:
+    with (problems if as_json else console).status("") as status:
         rows = run_tasks(config, lambda name, done: status.update(Text(f"{done:.0%}  {name}")))
-    tabulate(found, rows).print(console, wide=True)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    tabulate(found, rows).print(console)
     rounds = tabulate_hash_rounds(rows)
     if rounds is not None:
-        rounds.print(console, wide=True)
+        rounds.print(console)
     console.print(f"Numbers: {out / FILE}")
 
 
@@ -211,6 +222,7 @@ def inspect(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace the maps in an existing --out")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show attention maps of a head, exact and approximate: difference, entropy, distance.
 
@@ -237,13 +249,17 @@ def inspect(
         spec = None if attention is None else spec_of(attention)
         encoder = read_encoder(path, spec, text=text, tokens=tokens)
         found = maps_of_readings(encoder, layer=layer, head=head)
-        for table in (prediction_table(encoder), changed_table(encoder)):
-            if table is not None:
-                table.print(console, wide=True)
+        tables = [prediction_table(encoder), changed_table(encoder)]
     else:
         spec = spec_of(attention or "linear")
         found = make_maps(model, spec, text=text, layer=layer, head=head, tokens=tokens)
-    heads_table(found).print(console, wide=True)
-    console.print(summary(found[0]), soft_wrap=True, highlight=False)
+        tables = []
+    if not as_json:
+        for table in [*filter(None, tables), heads_table(found)]:
+            table.print(console)
+        console.print(summary(found[0]), soft_wrap=True, highlight=False)
     page = write_maps(out, found, encoder)
+    if as_json:
+        print((out / DATA).read_text("utf-8"), end="")
+        return
     console.print(f"Report:  {page}" if page else WITHOUT_MATPLOTLIB, markup=False)

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from attnzoo.commands.terminal import console, problems, restore_output
+from attnzoo.commands.terminal import AsJson, console, problems, restore_output
 from attnzoo.errors import AttnzooError, SpecError, did_you_mean
 
 # A line of a .pth file that begins with "import" is run whenever Python starts. The finder imports
@@ -121,7 +121,7 @@ def doctor(
         bool,
         typer.Option("--build", help="compile all C++ kernels ahead, in parallel; checks nothing"),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check versions, kernels, fused attention and transformers; prints a table for an issue.
 

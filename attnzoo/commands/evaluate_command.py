@@ -11,7 +11,7 @@ import typer
 from attnzoo.commands.model_argument import ModelArgument, model_folder
 from attnzoo.commands.recovery import print_results
 from attnzoo.commands.spec_options import parse_object, split
-from attnzoo.commands.terminal import console
+from attnzoo.commands.terminal import AsJson, console
 from attnzoo.commands.train_options import Column, Control, DataIfGiven, Length, TargetLength
 from attnzoo.errors import ConfigError
 
@@ -53,7 +53,6 @@ Original = Annotated[
         metavar="MODEL", parser=model_folder, help="the model before the swap: its scores too"
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 TaskFolder = Annotated[
     bool,
     typer.Option(
@@ -82,7 +81,7 @@ def evaluate(
     metadata: Metadata = None,
     gen_kwargs: GenKwargs = None,
     original: Original = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
     task_folder: TaskFolder = False,
 ) -> None:
     """Compare a swapped model with softmax and with its window alone, on text or on tasks."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnzoo.commands.terminal import console
+from attnzoo.commands.terminal import AsJson, console
 from attnzoo.errors import SpecError, did_you_mean
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def families(
     version: Annotated[
         str, typer.Option("--transformers", help="version; default: the newest recorded one")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show which backends each model family of transformers supports, and why not the others."""
     import json

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from attnzoo.commands.compare import Model, Threads
-from attnzoo.commands.terminal import console
+from attnzoo.commands.terminal import AsJson, console
 from attnzoo.errors import SpecError
 
 CHOICES = ("ablation", "gradient")
@@ -41,7 +41,7 @@ def heads(
         bool, typer.Option("--overwrite", help="replace the results in an existing --out")
     ] = False,
     threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure every head: importance by gradient and ablation, entropy, distance; prune heads.
 
@@ -88,7 +88,7 @@ def _show(found: Any, page: Path | None, saved: str | None, count: int) -> None:
     from attnzoo.compare.heads import importance_table, pruning_table
     from attnzoo.report.charts import WITHOUT_MATPLOTLIB
 
-    importance_table(found).print(console, wide=True)
+    importance_table(found).print(console)
     pruning_table(found).print(console)
     console.print(f"Report:  {page}" if page else WITHOUT_MATPLOTLIB, markup=False)
     if saved:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from attnzoo.commands.compare import Model, Threads
 from attnzoo.commands.spec_options import Attentions, specs_of
-from attnzoo.commands.terminal import console
+from attnzoo.commands.terminal import AsJson, console
 
 
 def memory(
@@ -33,7 +33,7 @@ def memory(
         float, typer.Option(min=1, help="time limit of a measurement in seconds")
     ] = 600.0,
     threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the memory of training and decoding, computed without weights or a run.
 
@@ -71,7 +71,7 @@ def memory(
         print(json.dumps(rows, indent=2))
         return
     title = f"{format_length(tokens)} tokens, {batch} row{'s' if batch > 1 else ''}, {dtype}"
-    memory_table(rows, title).print(console, wide=True)
+    memory_table(rows, title).print(console)
     if fit:
         fit_table(rows, fit).print(console)
     for row in rows:

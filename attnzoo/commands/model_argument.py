@@ -60,11 +60,11 @@ def model_name(name: str) -> str:
 
 
 def argument_of(folder: Path) -> str:
-    """Return a model's folder as a command-line argument: its name if it ships with attnzoo."""
-    from attnzoo.evaluation.models import EMBEDDED_NAMES
+    """Return a model's folder as a command-line argument: the name of an embedded model."""
+    from attnzoo.evaluation.models import embedded_name
 
-    named = (name for name in EMBEDDED_NAMES if model_folder(name) == folder)
-    return next(named, str(folder))
+    name = embedded_name(folder)
+    return str(folder) if name is None or Path(name).exists() else name
 
 
 def _is_embedded(name: str) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +19,10 @@ from attnzoo.commands.spec_options import (
     spec_of,
     specs_of,
 )
-from attnzoo.commands.terminal import console
+from attnzoo.commands.terminal import AsJson, console, problems
+
+if TYPE_CHECKING:
+    from attnzoo.hf.describe import Description
 
 FLAGS = ("exact", "causal", "bidirectional", "cross_attention", "recurrent")
 
@@ -27,7 +31,7 @@ def list_backends(
     name: Annotated[
         str | None, typer.Argument(help="a backend, for the meaning of its options")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="machine-readable output")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the attention backends, or explain the options of one of them with its papers."""
     from attnzoo.registry import available_backends
@@ -95,12 +99,30 @@ def _print_backend(row: dict[str, Any]) -> None:
 
 def describe(
     path: ModelArgument,
+    as_json: AsJson = False,
 ) -> None:
     """Show the attention backend of each layer of a saved model; loads no weights."""
     from attnzoo.hf.describe import describe as describe_model
     from attnzoo.hf.saving.files import empty_model
 
-    console.print(describe_model(empty_model(path)).table())
+    _print_description(describe_model(empty_model(path)), as_json)
+
+
+def _print_description(description: Description, as_json: bool) -> None:
+    from attnzoo.hf.describe import COLUMNS
+    from attnzoo.report.table import Table
+
+    if as_json:
+        print(json.dumps([asdict(layer) for layer in description], indent=2))
+        return
+    table = Table(
+        columns=COLUMNS,
+        rows=description.rows(),
+        title=description.model,
+        caption="\n".join(description.dropout),
+        numeric=False,
+    )
+    table.print(console)
 
 
 def swap(
@@ -110,6 +132,7 @@ def swap(
     option: Set = None,
     layers: Layers = None,
     else_: Else = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a copy of a model with another attention, which from_pretrained loads."""
     from attnzoo.hf.describe import describe as describe_model
@@ -118,8 +141,9 @@ def swap(
 
     spec = spec_of(attention, option, layers, else_)
     check_folder(out)
-    console.print(describe_model(swap_files(path, spec, out)).table())
-    console.print(f"Written to {out}; load it with from_pretrained after `import attnzoo`.")
+    _print_description(describe_model(swap_files(path, spec, out)), as_json)
+    if not as_json:
+        console.print(f"Written to {out}; load it with from_pretrained after `import attnzoo`.")
 
 
 def convert(
@@ -184,22 +208,28 @@ def demo(
     attention: Attentions = None,
     out: Annotated[Path, typer.Option(help="folder for results and report")] = Path("attnzoo-demo"),
     quick: Annotated[bool, typer.Option(help="use fewer rows, and contexts up to 1k")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare quality, recall, decoding speed and cache size of every attention in one model."""
     from attnzoo.demo.report import summary, terminal_table, write_report
-    from attnzoo.demo.run import default_specs, run_demo
+    from attnzoo.demo.run import RESULTS, default_specs, run_demo
     from attnzoo.report.charts import WITHOUT_MATPLOTLIB
     from attnzoo.report.output_path import check_folder
 
     check_folder(out)
     specs = specs_of(attention or ["all"], default_specs)
-    results = run_demo(model=model, text=text, out=out, specs=specs, quick=quick, console=console)
+    log = problems if as_json else console
+    results = run_demo(model=model, text=text, out=out, specs=specs, quick=quick, console=log)
+    if as_json:
+        write_report(out, results)
+        print((out / RESULTS).read_text("utf-8"), end="")
+        return
     terminal_table(results).print(console)
     for result in results:
         if result.refused:
             message = f"{result.label} is not supported: {result.refused}"
             console.print(message, soft_wrap=True, markup=False)
     console.print(summary(results))
-    console.print(f"Numbers: {out / 'results.json'}")
+    console.print(f"Numbers: {out / RESULTS}")
     page = write_report(out, results)
     console.print(f"Report:  {page}" if page else WITHOUT_MATPLOTLIB, markup=False)

@@ -10,12 +10,16 @@ from __future__ import annotations
 import codecs
 import io
 import sys
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
 console = Console(markup=False, emoji=False)
 problems = Console(stderr=True, markup=False, emoji=False)
+
+AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 
 def print_error(message: str) -> None:

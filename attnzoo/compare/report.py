@@ -71,13 +71,13 @@ def show(console: Console, rows: Sequence[Row], mode: str, model: str, missing: 
     """Print the tables, the cases without a result, and the findings."""
     for group, curves in group_curves(rows).items():
         if group[2] == mode and any(curve.ms or curve.missing for curve in curves):
-            cost_table(curves, group).print(console, wide=True)
+            cost_table(curves, group).print(console)
     quality = quality_table(rows)
     if quality is not None:
-        quality.print(console, wide=True)
+        quality.print(console)
     memory = computed_memory_table(rows)
     if memory is not None:
-        memory.print(console, wide=True)
+        memory.print(console)
     for name, reason in not_measured(rows):
         console.print(f"{name}: {reason}", soft_wrap=True, highlight=False, markup=False)
     text = advice(rows, mode, model, missing)

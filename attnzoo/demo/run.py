@@ -36,6 +36,7 @@ from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
 
 WINDOW = 32  # of the control, flash attention to the latest tokens only
+RESULTS = "results.json"
 LENGTHS = (256, 1024, 4096, 16384)
 
 
@@ -192,4 +193,4 @@ def write_results(
         "machine": machine(),
         "results": [asdict(result) for result in results],
     }
-    atomic_write(out / "results.json", json.dumps(data, indent=2) + "\n")
+    atomic_write(out / RESULTS, json.dumps(data, indent=2) + "\n")

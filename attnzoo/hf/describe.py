@@ -32,6 +32,9 @@ class LayerDescription:
     reason: str
 
 
+COLUMNS = ("layer", "module", "backend", "options", "extras", "impl", "why")
+
+
 @dataclass(frozen=True)
 class Description:
     """The attention layers of a model; prints as a table."""
@@ -48,8 +51,24 @@ class Description:
         """Return the number of attention layers."""
         return len(self.layers)
 
-    def table(self) -> Any:
-        """Return the description as a rich table."""
+    def rows(self) -> list[list[str]]:
+        """Return a row of text for each layer, with the columns of :data:`COLUMNS`."""
+        return [
+            [
+                str(row.layer),
+                row.name,
+                row.backend,
+                ", ".join(f"{name}={value}" for name, value in row.options.items()),
+                f"{row.extras:,}",
+                row.impl or "not run yet",
+                row.reason,
+            ]
+            for row in self.layers
+        ]
+
+    def __str__(self) -> str:
+        """Return the table as plain text."""
+        from rich.console import Console
         from rich.table import Table
 
         table = Table(
@@ -58,22 +77,16 @@ class Description:
             caption="\n".join(self.dropout) or None,
             caption_justify="left",
         )
-        for head in ("layer", "module", "backend", "options", "extras", "impl", "why"):
-            table.add_column(head, justify="right" if head in ("layer", "extras") else "left")
-        for row in self.layers:
-            options = ", ".join(f"{name}={value}" for name, value in row.options.items())
-            impl = row.impl or "not run yet"
-            extras = f"{row.extras:,}"
-            table.add_row(str(row.layer), row.name, row.backend, options, extras, impl, row.reason)
-        return table
-
-    def __str__(self) -> str:
-        """Return the table as plain text."""
-        from rich.console import Console
-
+        rows = self.rows()
+        for column, cells in zip(COLUMNS, zip(*rows, strict=True), strict=True):
+            words = max(len(word) for cell in (column, *cells) for word in cell.split())
+            right = column in ("layer", "extras")
+            table.add_column(column, justify="right" if right else "left", min_width=words)
+        for row in rows:
+            table.add_row(*row)
         console = Console(width=160, color_system=None, force_terminal=False)
         with console.capture() as capture:
-            console.print(self.table())
+            console.print(table)
         return capture.get().rstrip()
 
 
