@@ -15,27 +15,44 @@ from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.files import read_config
 from attnzoo.spec import AttentionSpec
 
-EMBEDDED = "embedded"  # the command line's names of the models that ship with the package
-EMBEDDED_LONG = "embedded-long"
+EMBEDDED = "embedded"  # the command line's name of the model that ships with the package
+EMBEDDED_LONG = "embedded-long"  # of a model that is in the repository only: it has 5 MB
+_PACKAGE = Path(str(files("attnzoo")))
+_LONG = "benchmarks/tiny-llama-long"
 _EMBEDDED_FOLDERS = {
-    EMBEDDED: "assets/tiny-llama",
-    EMBEDDED_LONG: "assets/tiny-llama-long",
+    EMBEDDED: _PACKAGE / "assets" / "tiny-llama",
+    EMBEDDED_LONG: _PACKAGE.parent / _LONG,
 }
-EMBEDDED_NAMES = tuple(_EMBEDDED_FOLDERS)
 
 
 def embedded_model_path(name: str = EMBEDDED) -> Path:
-    """Return the folder of a pretrained model that ships with the package.
+    """Return the folder of a pretrained model that ships with the package or the repository.
 
     Args:
-        name: ``"embedded"``, of 512 positions, or ``"embedded-long"``, which recalls over 4,096.
+        name: ``"embedded"``, of 512 positions, or ``"embedded-long"``, which recalls over 4,096 and
+            is not in the wheel.
+
+    Raises:
+        SpecError: The model is not in this installation.
     """
-    return Path(str(files("attnzoo") / _EMBEDDED_FOLDERS[name]))
+    folder = _EMBEDDED_FOLDERS[name]
+    if not folder.is_dir():
+        raise SpecError(
+            f"{name!r} is not part of the installed package, which it would nearly double; its "
+            f"folder is {_LONG} in the repository: give the path of that folder, or run "
+            "attnzoo from a clone"
+        )
+    return folder
 
 
 def is_embedded(model: str) -> bool:
-    """Return whether this is the name or the folder of a model that ships with the package."""
-    return model in _EMBEDDED_FOLDERS or Path(model) in map(embedded_model_path, _EMBEDDED_FOLDERS)
+    """Return whether this is the name or the folder of an embedded model."""
+    return model in _EMBEDDED_FOLDERS or Path(model) in _EMBEDDED_FOLDERS.values()
+
+
+def embedded_name(folder: Path) -> str | None:
+    """Return the name of an embedded model by its folder."""
+    return next((name for name, path in _EMBEDDED_FOLDERS.items() if path == folder), None)
 
 
 def model_path(model: str) -> Path:

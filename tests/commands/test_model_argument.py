@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from attnzoo.commands.model_argument import argument_of, model_folder, model_name
+from attnzoo.errors import SpecError
+from attnzoo.evaluation import models
 from attnzoo.evaluation.models import embedded_model_path, is_embedded, model_path
 
 
@@ -21,6 +23,15 @@ def test_the_embedded_model_has_a_name(tmp_path, monkeypatch):
         assert argument_of(model_folder(name)) == name
     (tmp_path / "embedded").mkdir()
     assert argument_of(embedded_model_path()) == str(embedded_model_path())
+
+
+def test_a_model_that_is_not_installed_is_refused_with_its_place(tmp_path, monkeypatch):
+    folders = {**models._EMBEDDED_FOLDERS, "embedded-long": tmp_path / "site-packages" / "none"}
+    monkeypatch.setattr(models, "_EMBEDDED_FOLDERS", folders)
+    with pytest.raises(SpecError, match="benchmarks/tiny-llama-long in the repository"):
+        model_folder("embedded-long")
+    assert argument_of(embedded_model_path()) == "embedded"
+    assert argument_of(tmp_path) == str(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["embedded", "./embedded"])
