@@ -4,7 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-EXTRAS := xformers,train,report,eval,dev
+EXTRAS := xformers,train,report,eval,docs,dev
 JOBS := 2
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 15 --durations-min 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
@@ -14,7 +14,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
 	then command -v $$name; break; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test exhaustive users engines newest vllm check sanitize format bench clean
+.PHONY: help setup demo test exhaustive users engines newest vllm check sanitize format bench site release clean
 
 help: ## Say what can be made
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -67,8 +67,14 @@ format: $(READY) ## Format, and mend what the linter can mend
 bench: $(READY) ## Time the operations; JSON lines
 	$(BIN)/python benchmarks/ops.py $(ARGS)
 
+site: $(READY) ## Build the site: the pages of docs/, the reference, the notebooks; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+release: $(READY) ## Build sdist and wheel, check and try them in a bare environment; uploads nothing
+	$(BIN)/nox --session release
+
 clean: ## Remove what was built and cached, the virtual environment included
-	rm -rf $(VENV) .nox build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache attnzoo-demo
+	rm -rf $(VENV) .nox build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache attnzoo-demo
 	find attnzoo tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone, at its pinned version: what depends on it must not choose another.

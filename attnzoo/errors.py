@@ -6,6 +6,18 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from reprlib import Repr
 
+__all__ = [
+    "AttnzooError",
+    "CheckpointMismatchError",
+    "ConfigError",
+    "SlowKernelWarning",
+    "SpecError",
+    "SwapWarning",
+    "UnknownBackendError",
+    "UnsupportedError",
+    "UntrainedWarning",
+]
+
 
 class AttnzooError(ValueError):
     """Base class of the errors that attnzoo raises for invalid input."""
