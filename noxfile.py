@@ -1,11 +1,10 @@
-"""Other packages than the pinned ones: ``nox --session oldest``, ``newest`` and ``engines``.
+"""Other packages than the pinned ones, and ``release``, which builds the files of a release.
 
 The virtual environment of the Makefile has the versions in ``constraints.txt``. ``oldest`` puts the
 oldest transformers that ``pyproject.toml`` allows into a folder that stands before it on the path,
-with what it needs in other versions, ``engines`` packages that load models without attnzoo, and
-``deepspeed`` DeepSpeed.
-``newest`` makes an environment of its own with whatever the package index has today, torch
-included.
+with what it needs in other versions; ``engines`` does so with packages that load models without
+attnzoo, and ``deepspeed`` with DeepSpeed. ``newest`` makes an environment of its own with whatever
+the package index has today, torch included, and ``vllm`` one with vLLM.
 """
 
 import os
@@ -115,6 +114,53 @@ def vllm(session: nox.Session) -> None:
     given = session.posargs or (str(folder / "tests"),)
     command = ("python", "-m", "pytest", "-c", str(folder / "pytest.ini"), "--durations", "5")
     session.run(*command, *given, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(venv_backend="venv", reuse_venv=True)
+def release(session: nox.Session) -> None:
+    """Build sdist and wheel, check them, and try the wheel where nothing else is installed."""
+    version = _version()
+    if f"\n## {version} (" not in Path("CHANGELOG.md").read_text("utf-8"):
+        session.error(f"CHANGELOG.md has no section '## {version} (DATE)': docs/releases.md")
+    pinned = ("--constraint", "constraints.txt")
+    session.install(*pinned, "build", "twine", silent=True)
+    shutil.rmtree("dist", ignore_errors=True)
+    constraint = {"PIP_CONSTRAINT": str(Path("constraints.txt").resolve())}  # of setuptools
+    session.run("python", "-m", "build", "--outdir", "dist", env=constraint, silent=True)
+    files = sorted(map(str, Path("dist").iterdir()))
+    session.run("twine", "check", "--strict", *files)
+    bare = Path(".nox", "release-bare").resolve()
+    session.run("python", "-m", "venv", "--clear", str(bare), silent=True)
+    python, (wheel,) = str(bare / "bin" / "python"), Path("dist").glob("*.whl")
+    pip = (python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *pinned)
+    session.run(*pip, "torch", external=True)  # first and alone, as in the Makefile
+    session.run(*pip, str(wheel), external=True)
+    example = Path(session.create_tmp()).resolve() / "example.py"
+    example.write_text(_first_example(), "utf-8")
+    clean = {"PYTHONPATH": None}
+    with session.chdir(example.parent):  # not in the clone, whose attnzoo would be imported
+        session.run(python, str(example), env=clean, external=True)
+        session.run(str(bare / "bin" / "attnzoo"), "doctor", env=clean, external=True)
+    sizes = (f"{file} ({Path(file).stat().st_size / 1e6:.1f} MB)" for file in files)
+    session.log("Built and tried: " + ", ".join(sizes))
+    session.log(f'Next: git tag -a v{version} -m "attnzoo {version}"; upload the two files')
+
+
+def _version() -> str:
+    """Return attnzoo's version."""
+    text = Path("attnzoo/__init__.py").read_text("utf-8")
+    (version,) = re.findall(r'^__version__ = "(.+)"$', text, re.M)
+    return str(version)
+
+
+def _first_example() -> str:
+    """Return the first Python block of the README, for the model that ships with attnzoo."""
+    text = Path("README.md").read_text("utf-8")
+    code = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)[0]
+    model = "str(attnzoo.evaluation.models.embedded_model_path())"
+    placeholder = '"your-org/your-causal-model"'
+    assert placeholder in code
+    return "import attnzoo.evaluation.models\n" + code.replace(placeholder, model)
 
 
 def _floor(package: str) -> str:

@@ -9,7 +9,7 @@ from attnzoo.hf.adapters.patches import PEFT_PATCHES
 from attnzoo.hf.patches import PATCHES
 from attnzoo.lazy_names import lazy_names
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __getattr__, __dir__, __all__ = lazy_names(__name__)
 
 after_import({**PATCHES, **PEFT_PATCHES})

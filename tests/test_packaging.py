@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+import attnzoo
 from tests import processes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,6 +93,22 @@ def test_wheel_holds_everything_and_nothing_else(wheel):
     assert not any(name.endswith((".pyc", ".pyo")) for name in names)
     for name, target in PROJECT["project"]["scripts"].items():
         assert f"{name} = {target}" in scripts.splitlines()
+
+
+def test_wheel_is_small(wheel):
+    """Of it, 4.5 MB are the embedded model, 0.7 MB the text to evaluate it on."""
+    assert wheel.stat().st_size <= 6.5e6
+
+
+def test_versions_agree(wheel):
+    """The version stands in ``attnzoo/__init__.py``; CITATION.cff repeats it."""
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    (cited,) = re.findall(r"^version: (.+)$", citation, re.M)
+    assert wheel.name.startswith(f"attnzoo-{attnzoo.__version__}-")
+    assert attnzoo.__version__ == cited
+    (released,) = re.findall(r'^date-released: "(.+)"$', citation, re.M)
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert f"\n## {cited} ({released})\n" in changelog
 
 
 def test_wheel_imports(wheel, tmp_path):
