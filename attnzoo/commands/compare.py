@@ -84,7 +84,6 @@ def compare(
     from attnzoo.compare.cases import LEVELS, default_specs
     from attnzoo.compare.report import show, write_report
     from attnzoo.evaluation.results import FILE
-    from attnzoo.report.charts import WITHOUT_MATPLOTLIB
 
     config = run.CompareConfig(
         model=model,
@@ -107,18 +106,23 @@ def compare(
         threads=threads,
         fresh=fresh,
     )
-    output = problems if as_json else console
-    with output.status("") as status:
-        on_progress, log = partial(_show_progress, status), partial(output.print, soft_wrap=True)
-        rows = run.compare(config, on_progress, log)
+    with (problems if as_json else console).status("") as status:
+        log = partial(status.console.print, soft_wrap=True)
+        rows = run.compare(config, partial(_show_progress, status), log)
     missing = run.missing_quality(config, run.read_model_info(config.model))
     if not as_json:
         show(console, rows, mode, model, missing)
-        console.print(f"Numbers: {out / FILE}")
     page = write_report(out, rows, mode, model, missing)
     if as_json:
         print(json.dumps(rows, indent=2))
-        return
+    else:
+        _print_files(out / FILE, page)
+
+
+def _print_files(numbers: Path, page: Path | None) -> None:
+    from attnzoo.report.charts import WITHOUT_MATPLOTLIB
+
+    console.print(f"Numbers: {numbers}")
     console.print(f"Report:  {page}" if page else WITHOUT_MATPLOTLIB, markup=False)
 
 
@@ -240,7 +244,6 @@ def inspect(
         write_maps,
     )
     from attnzoo.evaluation.models import model_path
-    from attnzoo.report.charts import WITHOUT_MATPLOTLIB
     from attnzoo.report.output_path import check_file
 
     check_file(out / DATA, overwrite=overwrite)
@@ -261,5 +264,5 @@ def inspect(
     page = write_maps(out, found, encoder)
     if as_json:
         print((out / DATA).read_text("utf-8"), end="")
-        return
-    console.print(f"Report:  {page}" if page else WITHOUT_MATPLOTLIB, markup=False)
+    else:
+        _print_files(out / DATA, page)

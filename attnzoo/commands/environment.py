@@ -146,7 +146,11 @@ def doctor(
     else:
         cells = [[row.check, row.status, f"{row.seconds:.1f} s", row.detail] for row in rows]
         columns = ["check", "result", "time", "detail"]
-        console.print(Table(columns=columns, rows=cells).markdown(), soft_wrap=True, end="")
+        table = Table(columns=columns, rows=cells, numeric=False)
+        if console.is_terminal:
+            table.print(console)
+        else:  # Markdown, for an issue
+            console.print(table.markdown(), soft_wrap=True, end="")
         counts = Counter(row.status for row in rows)
         console.print(", ".join(f"{n} {status}" for status, n in counts.items()))
     raise typer.Exit(any(row.status == WRONG for row in rows))

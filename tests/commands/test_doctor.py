@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import attnzoo
 from attnzoo.cli import main
+from attnzoo.commands import environment
 from attnzoo.evaluation import check_cpp, installation, kernel_checks
 from attnzoo.evaluation.installation import OK, UNAVAILABLE, WRONG, CheckResult, check_installation
 from attnzoo.hf import release_check, seam
@@ -40,6 +42,17 @@ def test_the_exit_code_says_whether_something_failed(statuses, code, monkeypatch
     found, output = run(monkeypatch, capsys, "--json")
     assert int(found) == code
     assert [row["status"] for row in json.loads(output)] == list(statuses)
+
+
+def test_a_terminal_gets_lines_that_fit(monkeypatch, capsys):
+    row = CheckResult(check="linear, C++", status=OK, detail="kernels_of_linear_attention " * 9)
+    monkeypatch.setattr(installation, "check_installation", lambda full, fresh: iter([row]))
+    screen = Console(width=60, force_terminal=True, color_system=None)
+    monkeypatch.setattr(environment, "console", screen)
+    found, output = run(monkeypatch, capsys)
+    assert int(found) == 0
+    assert max(map(len, output.splitlines())) <= 60
+    assert output.split().count("kernels_of_linear_attention") == 9
 
 
 def test_this_installation_passes(monkeypatch):
