@@ -107,8 +107,7 @@ def compare(
         fresh=fresh,
     )
     with (problems if as_json else console).status("") as status:
-        log = partial(status.console.print, soft_wrap=True)
-        rows = run.compare(config, partial(_show_progress, status), log)
+        rows = run.compare(config, partial(_show_progress, status), partial(_log, status))
     missing = run.missing_quality(config, run.read_model_info(config.model))
     if not as_json:
         show(console, rows, mode, model, missing)
@@ -156,6 +155,10 @@ def _length(part: str, whole: str) -> int:
             f"from 1 to {format_length(MAX_LENGTH)}, such as 1k..64k (doubling) or 512,2k,3000"
         )
     return value
+
+
+def _log(status: Status, text: str) -> None:
+    status.console.print(text, soft_wrap=True)
 
 
 def _show_progress(status: Status, done: int, total: int, name: str) -> None:
