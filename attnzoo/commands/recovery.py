@@ -161,7 +161,7 @@ def _print_plan(made_plan: Any) -> None:
 
     for name, reason in made_plan.left_out.items():
         console.print(f"{name} is left out: {reason}", soft_wrap=True, highlight=False)
-    candidates_table(made_plan).print(console, wide=True)
+    candidates_table(made_plan).print(console)
     console.print(plan_table(made_plan))
 
 

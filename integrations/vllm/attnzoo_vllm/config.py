@@ -19,6 +19,7 @@ from vllm import ModelRegistry
 from vllm.config import CompilationConfig, CompilationMode, model, set_current_vllm_config
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.transformers_utils import config as vllm_config
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.hf.attention.call import layer_backend
@@ -27,6 +28,7 @@ from attnzoo.hf.saving.checkpoints import stock_class_name
 from attnzoo_vllm.versions import refuse_untested
 
 CLASS = "attnzoo_vllm.model:AttnzooForCausalLM"  # imported when a swapped model is served
+STATE_BACKEND = "ATTNZOO_STATE"  # in vLLM's list of backends for layers with a state
 BASES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 INSTEAD = "transformers runs the folder where attnzoo is imported (attnzoo run, autoload on)"
 EXACT = ("softmax", "flash")  # backends that vLLM's own attention computes
@@ -40,6 +42,9 @@ def register_models() -> None:
         if name not in known:
             ModelRegistry.register_model(name, CLASS)
             MODELS_CONFIG_MAP[name] = Settings
+    if STATE_BACKEND not in MambaAttentionBackendEnum.__members__:  # processes exchange the member
+        path = "attnzoo_vllm.metadata.StateBackend"
+        register_backend(STATE_BACKEND, path, is_mamba=True)
     # The op runs between the compiled parts of a graph, as those of vLLM's own layers with a state
     if "vllm::attnzoo_state" not in CompilationConfig._attention_ops:
         CompilationConfig._attention_ops.append("vllm::attnzoo_state")

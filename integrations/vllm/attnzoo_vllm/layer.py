@@ -18,7 +18,8 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from attnzoo.contract.backend import AttentionBackend
-from attnzoo_vllm.metadata import Prefill, state_backend
+from attnzoo_vllm.config import STATE_BACKEND
+from attnzoo_vllm.metadata import Prefill
 
 WORD = torch.int64  # pages are counted in elements of the widest type
 
@@ -79,7 +80,7 @@ class StateLayer(nn.Module, MambaBase):
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
         """The backend of vLLM that builds the metadata."""
-        return state_backend()
+        return MambaAttentionBackendEnum[STATE_BACKEND]
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Take the pages, and view them as a pool of states."""

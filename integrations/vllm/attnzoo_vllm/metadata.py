@@ -16,11 +16,9 @@ from vllm.v1.attention.backends.linear_attn import (
     LinearAttentionMetadata,
     LinearAttentionMetadataBuilder,
 )
-from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
 from attnzoo.contract.sequences import Sequences
-
-BACKEND = "ATTNZOO_STATE"
+from attnzoo_vllm.config import STATE_BACKEND
 
 
 @dataclass
@@ -93,16 +91,9 @@ class StateBackend(LinearAttentionBackend):
     @staticmethod
     def get_name() -> str:
         """Return the name."""
-        return BACKEND
+        return STATE_BACKEND
 
     @staticmethod
     def get_builder_cls() -> type[StateMetadataBuilder]:
         """Return the builder."""
         return StateMetadataBuilder
-
-
-def state_backend() -> MambaAttentionBackendEnum:
-    """Return vLLM's number of :class:`StateBackend`, registered at the first call."""
-    if BACKEND not in MambaAttentionBackendEnum.__members__:
-        register_backend(BACKEND, f"{__name__}.StateBackend", is_mamba=True)
-    return MambaAttentionBackendEnum[BACKEND]
