@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,25 @@ if importlib.util.find_spec("triton"):
         require_bool_masks()
     else:  # cuBLAS is deterministic with this setting only
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def pytest_addoption(parser):
+    help = "run the first case of each parametrised test, and one in N of the others"
+    parser.addoption("--one-in", type=int, default=1, metavar="N", help=help)
+
+
+def pytest_collection_modifyitems(config, items):
+    number, seen, left_out = config.getoption("one_in"), set(), []
+    if number == 1:
+        return
+    for item in tuple(items):
+        test = item.nodeid.partition("[")[0]
+        if test in seen and zlib.crc32(item.nodeid.encode()) % number:
+            left_out.append(item)
+        seen.add(test)
+    kept = set(items) - set(left_out)
+    items[:] = [item for item in items if item in kept]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish():
