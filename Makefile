@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EXTRAS := xformers,train,report,eval,docs,dev
 JOBS := 2
+RUN_NOTEBOOKS := 1
 PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal --durations 15 --durations-min 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
@@ -68,7 +69,7 @@ bench: $(READY) ## Time the operations; JSON lines
 	$(BIN)/python benchmarks/ops.py $(ARGS)
 
 site: $(READY) ## Build the site: the pages of docs/, the reference, the notebooks; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 RUN_NOTEBOOKS=$(RUN_NOTEBOOKS) $(BIN)/python -m mkdocs build --strict
 
 release: $(READY) ## Build sdist and wheel, check and try them in a bare environment; uploads nothing
 	$(BIN)/nox --session release
