@@ -177,7 +177,7 @@ def test_tables_are_available_as_json(monkeypatch, capsys, saved, tmp_path):
     assert (code, len(json.loads(out)["heads"])) == (0, 4)
 
 
-WITHOUT_TABLE = {"run", "autoload", "launch-config", "convert-heads"}
+WITHOUT_TABLE = {"run", "autoload", "launch-config", "convert", "convert-heads"}
 WITH_FILE = {"plan", "recover", "finetune"}  # plan.json, results.json
 
 
