@@ -135,7 +135,8 @@ def _documents_in(files: Sequence[Path], column: str, extract: Extract | None) -
             return Dataset.from_generator(
                 _read_files,
                 features=FEATURES,
-                gen_kwargs={"files": list(files), "column": column, "extract": extract},
+                # a tuple: datasets reads the items of a list apart, and one of them may be empty
+                gen_kwargs={"files": tuple(files), "column": column, "extract": extract},
                 fingerprint=key[:16],
             )
     except DatasetGenerationError as error:

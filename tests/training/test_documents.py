@@ -87,6 +87,12 @@ def test_linked_folders_are_read_once(tmp_path):
     assert sorted(texts([data])) == ["one", "two"]
 
 
+def test_empty_files_beside_others_are_left_out(tmp_path):
+    for name, text in (("__init__.py", ""), ("a.txt", "one"), ("z.txt", "\n")):
+        (tmp_path / name).write_text(text)
+    assert texts([tmp_path]) == ["one"]
+
+
 def test_data_sets_are_read(tmp_path, monkeypatch):
     made = datasets.Dataset.from_dict({"body": ["x", " ", "y"], "n": [1, 2, 3]})
     made.save_to_disk(tmp_path / "saved")
