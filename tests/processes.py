@@ -12,10 +12,10 @@ import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from subprocess import DEVNULL, PIPE
+from subprocess import DEVNULL, PIPE, CalledProcessError
 from typing import Any
 
-__all__ = ["DEVNULL", "PIPE", "SECONDS", "kill", "run", "running"]
+__all__ = ["DEVNULL", "PIPE", "SECONDS", "CalledProcessError", "kill", "run", "running"]
 
 SECONDS = 300.0  # time limit of a program
 

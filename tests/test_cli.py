@@ -257,8 +257,10 @@ def test_plan_of_backends_by_name(saved, text, tmp_path, monkeypatch, capsys):
     assert list(layers.values()) == [{"backend": "delta", "options": options}] * 2
     assert "--calibration-rows 2 ..." in printed
     given[-4] = "block_sparse:score=indexer"
+    given[given.index("--length") + 1] = 112  # rows of which it leaves keys out
     with pytest.warns(SwapWarning, match="the indexer is not trained"):
-        code, printed, _ = run(monkeypatch, capsys, *given)
+        code, printed, error = run(monkeypatch, capsys, *given)
+    assert not code, error
     assert '"score": "indexer"' in plan.read_text()
     assert "--calibration-rows" not in printed
 

@@ -9,15 +9,18 @@ the original model's, by more than a standard error over the same rows.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from attnzoo.errors import UntrainedWarning
 from attnzoo.evaluation.generation import GenerationBatch, continue_greedily
 from attnzoo.evaluation.margins import paired
 from attnzoo.training.transfer import evaluation_mode
@@ -156,13 +159,23 @@ class BestState(LastState):
         self.state = [x.to(p.device) for p, x in zip(own, data["state"], strict=True)]
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Return the trained parameters in the model's order; FSDP2 replaces those of the stage."""
+        """Return the trained parameters in the model's order; FSDP2 replaces those of the stage.
+
+        FSDP2 leaves whole tensors in the outermost module after an evaluation.
+        """
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return [p for p in self.model.parameters() if p.requires_grad]
 
     @torch.no_grad()
     def _score(self, step: int) -> Score:
         self.stage.before_step(self.stage.steps)  # as at the end: no window dropout, fixed draws
-        with _random_state_kept(), evaluation_mode(self.model), self.autocast():
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())  # a raw swap is untrained by definition
+            warnings.simplefilter("ignore", UntrainedWarning)
+            for context in (_random_state_kept(), evaluation_mode(self.model), self.autocast()):
+                stack.enter_context(context)
             losses = [float(self.stage.loss(self.model, row)) for row in self.rows]
             agreement: list[float] = []
             if self.generation is not None:

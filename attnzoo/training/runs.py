@@ -195,7 +195,7 @@ class Run:
         self.provenance = {
             "model": self._fingerprint(weights),
             "spec": getattr(self.model.config, NAME),
-            "config": asdict(config),
+            "config": json.loads(json.dumps(asdict(config))),  # as in the file of results
             "data": train.fingerprint,
             "held_out": self.held_out.fingerprint,
         }
@@ -250,7 +250,7 @@ class Run:
 
     def _identity(self) -> dict[str, Any]:
         """Return what defines the run: a folder is resumed by an equal run only."""
-        config = asdict(self.config)
+        config = dict(self.provenance["config"])
         config["loop"] = {k: v for k, v in config["loop"].items() if k not in NO_IDENTITY}
         return {**self.provenance, "config": config, "command": self.command}
 

@@ -1,7 +1,6 @@
 """The site: what ``make site`` builds, without the build, which fails on a broken link itself."""
 
 import re
-import subprocess
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from markdown_it import MarkdownIt
 from mkdocs.config import load_config
 
+from tests.processes import CalledProcessError
 from tools.site.hooks import on_page_markdown, pages
 from tools.site.notebooks import notebook_page, run_notebook
 from tools.site.reference import COMMANDS, MODULES, page_of, reference_nav, reference_pages
@@ -104,5 +104,5 @@ def test_notebook_becomes_a_page_with_its_outputs(tmp_path):
 def test_notebook_whose_cell_fails_is_an_error(tmp_path):
     file = tmp_path / "cells.py"
     file.write_text(CELLS + "\n# %%\nprint(1 / 0)\n", "utf-8")
-    with pytest.raises(subprocess.CalledProcessError):
+    with pytest.raises(CalledProcessError):
         run_notebook(file)

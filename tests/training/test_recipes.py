@@ -58,6 +58,7 @@ def test_options_override_a_recipe_and_the_card_shows_all(saved, text, tmp_path,
 def config(**changes):
     options = {"transfer_steps": 3, "distil_steps": 4, "distil_length": 48, "row_length": 32}
     options |= {"judged_rows": 2, "cross_entropy": 0.5, "train": "full", "distil_batch": 2}
+    options["evaluate_every"] = 0
     loop = LoopConfig(batch_size=4, checkpoint_every=2)
     return RecoverConfig(**{**options, **changes}, loop=loop)
 
