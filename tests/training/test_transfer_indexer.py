@@ -71,6 +71,7 @@ def test_padding_and_packed_rows_are_left_out(model):
 def test_recovery(saved, text, tmp_path):
     """Distillation trains the weights of the model, and no indexer."""
     logged, steps = [], {"transfer_steps": 5, "row_length": 32, "judged_rows": 2}
+    steps["evaluate_every"] = 0  # five steps need not be better than none
     spec, loop = attnzoo.AttentionSpec("block_sparse", **INDEXER), LoopConfig(weight_decay=0.1)
     models = {}
     for train in ("extras", "lora"):
