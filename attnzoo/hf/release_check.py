@@ -108,10 +108,14 @@ def check_release(speed_up: Change | None = None) -> Verdict:
     if speed_up is not None:
         checks = {name: partial(check, speed_up) for name, check in SPEED_UP_CHECKS.items()}
     _running.value = True
+    dtype = torch.get_default_dtype()
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        # while a model is built, its data type is the default, and the meta device may be
+        torch.set_default_dtype(torch.float32)
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
             reasons = {name: _why(check) for name, check in checks.items()}
     finally:
+        torch.set_default_dtype(dtype)
         _running.value = False
     failed = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
     return Verdict(FAILED, "; ".join(failed)) if failed else Verdict(PASSED)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 import transformers as hf
 from transformers import masking_utils
 
@@ -124,3 +125,14 @@ def test_a_change_in_a_folder_is_checked_again(monkeypatch, tmp_path):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "state_layer.py").write_text("size = 1\n")
     assert release_check._source_hash() != before
+
+
+def test_the_check_does_not_depend_on_the_model_that_is_built():
+    """The first swapped model of a process may be built on the meta device, in 16 bits."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert release_check.check_release().outcome == PASSED
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
