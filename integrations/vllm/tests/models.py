@@ -82,6 +82,8 @@ def finish(folder, *, is_old=False):
     config = json.loads((folder / "config.json").read_text())
     name = config["architectures"][0].removeprefix("Attnzoo")
     config["architectures"] = [name if is_old else f"Attnzoo{name}"]
+    if is_old:
+        config["model_type"] = config["model_type"].removeprefix("attnzoo_")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

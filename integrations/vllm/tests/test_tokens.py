@@ -5,9 +5,6 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-# Requests of bfloat16 that may differ, each at a near tie: of 24 with a model of random weights,
-# whose logits are close to each other
-NEAR_TIES = 4
 CASES = [  # model, dtype, prefix caching, without torch.compile
     ("qwen", torch.float32, True, True),
     ("qwen", torch.bfloat16, False, True),
@@ -35,23 +32,30 @@ def run(engine, asked):
     return [list(x.outputs[0].token_ids) for x in found], sum(x.num_cached_tokens for x in found)
 
 
-def refuse_differences(found, expected, dtype):
+def refuse_differences(found, expected, exact):
     """Assert that tokens are equal, in bfloat16 but for near ties.
 
     A near tie is a token whose logit in ``generate()`` is below the highest by at most twice the
-    largest error of the logits of that step, measured against float32.
+    largest error of the logits of that step, measured against float32. No more requests may differ
+    than those whose tokens ``generate()`` itself changes from float32 to bfloat16.
+
+    Args:
+        found: The tokens of each request.
+        expected: The references in the engine's data type.
+        exact: Those in float32.
     """
     differ = [(x, y) for x, y in zip(found, expected, strict=True) if x != y.tokens]
-    if dtype == torch.float32:
-        assert not differ, [len(y.prompt) for _, y in differ]
-    assert len(differ) <= NEAR_TIES, [len(y.prompt) for _, y in differ]
+    rounded = sum(
+        x.tokens != y.tokens for x, y in zip(expected, exact, strict=True)
+    )  # 0 in float32
+    assert len(differ) <= rounded, (rounded, [len(y.prompt) for _, y in differ])
     for ours, reference in differ:
         pairs = zip(ours, reference.tokens, strict=True)
         step = next(i for i, (x, y) in enumerate(pairs) if x != y)
         logits, error = reference.logits[step], reference.errors[step]
         margin = logits[reference.tokens[step]] - logits[ours[step]]
         assert margin <= 2 * error, (len(reference.prompt), step, float(margin), float(error))
-    print(f"{len(differ)} of {len(expected)} requests differ, at near ties")
+    print(f"{len(differ)} of {len(expected)} requests differ, at near ties; by rounding {rounded}")
 
 
 @pytest.mark.parametrize(("name", "dtype", "caching", "eager"), PARAMETERS, ids=str)
@@ -62,7 +66,7 @@ def test_every_token_equals_generate(name, dtype, caching, eager, folders, refer
     started = engine(folders[name], dtype=str(dtype).removeprefix("torch."), **options)
     for number in range(2):
         found, cached = run(started, expected)
-        refuse_differences(found, expected, dtype)
+        refuse_differences(found, expected, references[name, torch.float32])
         assert (cached > 0) == caching
         assert number == 0 or not caching or cached > 1000
 
