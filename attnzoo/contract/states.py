@@ -136,6 +136,26 @@ def run_at_slots(
     return out.masked_fill(slots[:, None, None, None] < 0, 0), after
 
 
+def run_on_slots(x: Any, run: Callable[[Any], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
+    """Run one token on the states at ``slots``, if there are any, and return the next pool.
+
+    Args:
+        x: The inputs of an op, a named tuple with ``state``, ``slots``, ``return_state`` and
+            ``reuse_state``.
+        run: Returns the output and the next state of inputs without slots.
+    """
+    if x.slots is None:
+        return run(x)
+    kind = type(x.state)
+
+    def run_rows(state: list[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+        here = x._replace(state=kind(*state), slots=None, return_state=True, reuse_state=False)
+        return run(here)
+
+    out, pool = run_at_slots(run_rows, x.state, x.slots, in_place=x.reuse_state)
+    return out, kind(*pool)
+
+
 def keep_pool(pool: Any, slots: Tensor, output: AttentionOutput) -> AttentionOutput:
     """Return the output with ``pool`` as its state, to which the new rows are written.
 

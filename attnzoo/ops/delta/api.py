@@ -44,7 +44,7 @@ from attnzoo.contract.implementation import (
     select_if_supported,
 )
 from attnzoo.contract.sequences import Sequences
-from attnzoo.contract.states import AttentionOutput, DeltaState
+from attnzoo.contract.states import AttentionOutput, DeltaState, run_on_slots
 from attnzoo.contract.validation import (
     check_qkv,
     check_sequences,
@@ -56,7 +56,7 @@ from attnzoo.contract.validation import (
     is_empty_call,
 )
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.delta.common import DeltaInputs, normalized, on_rows, run_on_slots
+from attnzoo.ops.delta.common import DeltaInputs, normalized, on_rows
 from attnzoo.ops.delta.cpu.delta import cpp_reasons, run_cpp, run_recurrent_cpp, run_step_cpp
 from attnzoo.ops.delta.reference import run_reference
 from attnzoo.ops.delta.torch import run_chunks, run_steps, step

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.sequences import Sequences
-from attnzoo.contract.states import DeltaState, run_at_slots
+from attnzoo.contract.states import DeltaState
 from attnzoo.ops.linear.common import state_dtype
 
 CHUNK_SIZE = 64  # tokens per chunk, unless the call sets it
@@ -88,22 +88,6 @@ def on_rows(run: Callable[[DeltaInputs], Result]) -> Callable[[DeltaInputs], Res
         return out, state
 
     return run_rows
-
-
-def run_on_slots(x: DeltaInputs, run: Callable[[DeltaInputs], Result]) -> Result:
-    """Run one token on the states at ``slots``, if there are any, and return the next pool."""
-    if x.slots is None:
-        return run(x)
-    assert x.state is not None
-
-    def run_rows(state: list[Tensor]) -> tuple[Tensor, DeltaState]:
-        here = x._replace(state=DeltaState(*state), slots=None)
-        out, last = run(here._replace(return_state=True, reuse_state=False))
-        assert last is not None
-        return out, last
-
-    out, pool = run_at_slots(run_rows, x.state, x.slots, in_place=x.reuse_state)
-    return out, DeltaState._make(pool)
 
 
 def normalized(x: DeltaInputs) -> DeltaInputs:

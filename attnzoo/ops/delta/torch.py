@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.contract.states import DeltaState
-from attnzoo.ops.delta.common import CHUNK_SIZE, DeltaInputs, Result, normalized, run_on_slots
+from attnzoo.contract.states import DeltaState, run_on_slots
+from attnzoo.ops.delta.common import CHUNK_SIZE, DeltaInputs, Result, normalized
 from attnzoo.ops.linear.chunk_common import (
     Chunk,
     ChunkInputs,

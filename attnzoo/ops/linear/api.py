@@ -37,7 +37,7 @@ from attnzoo.contract.implementation import (
     select_if_supported,
 )
 from attnzoo.contract.sequences import Sequences
-from attnzoo.contract.states import AttentionOutput, LinearState
+from attnzoo.contract.states import AttentionOutput, LinearState, run_on_slots
 from attnzoo.contract.validation import check_qkv, check_sequences, check_shard, check_size
 from attnzoo.errors import UnsupportedError
 from attnzoo.ops.linear.bidirectional import run_bidirectional
@@ -51,7 +51,6 @@ from attnzoo.ops.linear.common import (
     like_features,
     map_inputs,
     on_rows,
-    run_on_slots,
     state_dtype,
     widen_shared,
 )

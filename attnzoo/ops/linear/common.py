@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.sequences import Sequences
-from attnzoo.contract.states import LinearState, run_at_slots
+from attnzoo.contract.states import LinearState
 from attnzoo.contract.validation import check_shape
 from attnzoo.errors import UnsupportedError, did_you_mean
 from attnzoo.ops.features.functional import FIXED, LEARNED, widen
@@ -110,22 +110,6 @@ def on_rows(run: Callable[[LinearInputs], Result]) -> Callable[[LinearInputs], R
         return out, state
 
     return run_rows
-
-
-def run_on_slots(x: LinearInputs, run: Callable[[LinearInputs], Result]) -> Result:
-    """Run one token on the states at ``slots``, if there are any, and return the next pool."""
-    if x.slots is None:
-        return run(x)
-    assert x.state is not None
-
-    def run_rows(state: list[Tensor]) -> tuple[Tensor, LinearState]:
-        here = x._replace(state=LinearState(*state), slots=None)
-        out, last = run(here._replace(return_state=True, reuse_state=False))
-        assert last is not None
-        return out, last
-
-    out, pool = run_at_slots(run_rows, x.state, x.slots, in_place=x.reuse_state)
-    return out, LinearState._make(pool)
 
 
 class StepGate(NamedTuple):

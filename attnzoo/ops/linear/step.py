@@ -9,13 +9,12 @@ from collections.abc import Callable
 
 import torch
 
-from attnzoo.contract.states import LinearState
+from attnzoo.contract.states import LinearState, run_on_slots
 from attnzoo.ops.linear.common import (
     LinearInputs,
     Result,
     log_decay_per_token,
     map_inputs,
-    run_on_slots,
 )
 
 

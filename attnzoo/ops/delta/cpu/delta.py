@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.contract.states import DeltaState
-from attnzoo.ops.delta.common import NORM_EPS, DeltaInputs, Result, normalized, run_on_slots
+from attnzoo.contract.states import DeltaState, run_on_slots
+from attnzoo.ops.delta.common import NORM_EPS, DeltaInputs, Result, normalized
 from attnzoo.ops.linear.common import log_decay_per_token, state_dtype
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnzoo.contract.states import DeltaState
+from attnzoo.contract.states import DeltaState, run_on_slots
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.delta.common import DeltaInputs, Result, normalized, run_on_slots
+from attnzoo.ops.delta.common import DeltaInputs, Result, normalized
 from attnzoo.ops.linear.triton.run import round_features
 from attnzoo.ops.linear.triton.run import triton_reasons as linear_reasons
 from attnzoo.ops.linear.triton.verdicts import kernel_verdict

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attnzoo.contract.sequences import Sequences
-from attnzoo.contract.states import LinearState
+from attnzoo.contract.states import LinearState, run_on_slots
 from attnzoo.errors import UnsupportedError
-from attnzoo.ops.linear.common import LinearInputs, Result, map_inputs, run_on_slots
+from attnzoo.ops.linear.common import LinearInputs, Result, map_inputs
 from attnzoo.ops.linear.triton.compilers import compiler_reasons, ptxas_path
 from attnzoo.runtime.autocast import autocast_disabled
 from attnzoo.runtime.derivatives import check_reverse_mode, first_derivative_only
