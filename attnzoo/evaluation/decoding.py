@@ -19,6 +19,7 @@ from attnzoo.hf.seam import cache_argument
 
 PREFILL_TOKENS = 1024  # per forward call while the cache is filled
 TIMED_TOKENS = 12  # per context length
+FILLED_TOKENS = 2048  # at most; beyond them a cache grows linearly or is constant
 
 
 @dataclass(kw_only=True)
@@ -127,6 +128,28 @@ def _measure_once(
 def cache_bytes(cache: DynamicCache) -> int:
     """Return the bytes of all tensors in a cache."""
     return sum(layer_bytes(layer) for layer in cache.layers)
+
+
+def bytes_of_layers(
+    fill: Callable[[int], dict[int, int]], length: int, limit: int | None
+) -> dict[int, int]:
+    """Return the cache bytes of each layer at a length, by layer index.
+
+    Lengths above ``FILLED_TOKENS``, or the model's positions, are extrapolated linearly from two
+    shorter ones.
+
+    Args:
+        fill: Returns them at a length, of a cache that is filled.
+        length: Tokens of one sequence.
+        limit: Positions of the model; ``None`` without a limit.
+    """
+    last = FILLED_TOKENS if limit is None else min(FILLED_TOKENS, limit)
+    if length <= last:
+        return fill(length)
+    first = last // 2
+    short, long = fill(first), fill(last)
+    steps = (length - last) / (last - first)
+    return {n: long[n] + round((long[n] - short[n]) * steps) for n in long}
 
 
 def layer_bytes(layer: Any) -> int:

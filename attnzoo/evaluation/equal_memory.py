@@ -17,17 +17,16 @@ import torch
 from transformers import DynamicCache
 
 from attnzoo.evaluation.allocations import fake_model
-from attnzoo.evaluation.decoding import layer_bytes
+from attnzoo.evaluation.decoding import bytes_of_layers, layer_bytes
 from attnzoo.evaluation.memory import MemoryCase, build_model
 from attnzoo.evaluation.models import max_positions
 from attnzoo.hf.attention.call import layer_backend
 from attnzoo.hf.layers import attention_layers
-from attnzoo.hf.saving.files import read_config
+from attnzoo.hf.saving.dtype import saved_dtype
 from attnzoo.hf.seam import cache_argument
 from attnzoo.spec import AttentionSpec
 
 EXACT = "flash"
-MEASURED_LENGTHS = (1024, 2048)  # tokens; beyond them a cache grows linearly or is constant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,25 +137,19 @@ def layer_cache_bytes(
     Returns:
         Bytes by layer index.
     """
-    limit = max_positions(path)
-    longest = MEASURED_LENGTHS[-1] if limit is None else min(MEASURED_LENGTHS[-1], limit)
-    if length <= longest:
-        return _layer_bytes(path, spec, length, dtype)
-    first, last = longest // 2, longest
-    short, long = (_layer_bytes(path, spec, n, dtype) for n in (first, last))
-    steps = (length - last) / (last - first)
-    return {n: long[n] + round((long[n] - short[n]) * steps) for n in long}
+    kind = dtype or str(saved_dtype(path)).removeprefix("torch.")
+    return bytes_of_layers(
+        lambda tokens: _layer_bytes(path, spec, tokens, kind), length, max_positions(path)
+    )
 
 
 @torch.no_grad()
-def _layer_bytes(
-    path: Path, spec: AttentionSpec | None, length: int, dtype: str | None
-) -> dict[int, int]:
+def _layer_bytes(path: Path, spec: AttentionSpec | None, length: int, dtype: str) -> dict[int, int]:
     case = MemoryCase(
         path=str(path),
         spec=None if spec is None else spec.to_dict(),
         length=length,
-        dtype=dtype or _saved_dtype(path),
+        dtype=dtype,
     )
     model, mode = fake_model(lambda: build_model(case))
     with mode:
@@ -165,9 +158,3 @@ def _layer_bytes(
         model.eval()(input_ids=tokens, **cache_argument(cache), use_cache=True)
     numbers = {x.geometry.layer for x in attention_layers(model) if layer_backend(x.module)}
     return {number: layer_bytes(cache.layers[number]) for number in sorted(numbers)}
-
-
-def _saved_dtype(path: Path) -> str:
-    """Return the data type of a saved model's weights; float32 if its config has none."""
-    found = getattr(read_config(path), "dtype", None)
-    return "float32" if found is None else str(found).removeprefix("torch.")

@@ -23,12 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from attnzoo.evaluation.decoding import layer_bytes
+from attnzoo.evaluation.decoding import bytes_of_layers, layer_bytes
 from attnzoo.evaluation.margins import Difference, mean_of, paired, speedup
 from attnzoo.hf.seam import cache_argument
 from attnzoo.hf.swap.convert import restore, swap
 
-MEASURED_LENGTHS = (1024, 2048)  # tokens; beyond them the cache grows linearly or is constant
 SAME = 1e-6  # nats; below it, predictions are equal up to rounding
 ROUNDS = 6  # of timed forward passes
 Spec = Any
@@ -135,17 +134,11 @@ def cache_sizes(
         numbers: Layer indices.
         limit: Positions of the model; ``None`` without a limit.
     """
-    last = MEASURED_LENGTHS[-1] if limit is None else min(MEASURED_LENGTHS[-1], limit)
     swap(model, spec)
     try:
-        if length <= last:
-            return _filled_cache(model, tokens, length, numbers)
-        first = last // 2
-        short, long = (_filled_cache(model, tokens, n, numbers) for n in (first, last))
+        return bytes_of_layers(lambda n: _filled_cache(model, tokens, n, numbers), length, limit)
     finally:
         restore(model)
-    steps = (length - last) / (last - first)
-    return {n: long[n] + round((long[n] - short[n]) * steps) for n in numbers}
 
 
 def _row(tokens: Tensor, length: int) -> Tensor:

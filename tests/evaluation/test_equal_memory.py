@@ -41,7 +41,7 @@ def test_bytes_are_those_of_a_filled_cache(folder):
 
 
 def test_long_caches_are_extrapolated(folder, monkeypatch):
-    monkeypatch.setattr("attnzoo.evaluation.equal_memory.MEASURED_LENGTHS", (16, 32))
+    monkeypatch.setattr("attnzoo.evaluation.decoding.FILLED_TOKENS", 32)
     spec = AttentionSpec("flash", layers={"1": {"backend": "linear"}})
     found = layer_cache_bytes(folder, spec, 200)
     assert found == kept(folder, spec, 200)
