@@ -95,7 +95,7 @@ def with_contiguous_states(x: Tensor) -> Tensor:
 
     States of a pool may have gaps between them, as in the pages of a cache.
     """
-    is_dense = x.is_contiguous() or (len(x) > 0 and x[0].is_contiguous())
+    is_dense = x.is_contiguous() or (x.shape[0] > 0 and x[0].is_contiguous())
     return x if is_dense else x.contiguous()
 
 

@@ -264,16 +264,12 @@ def split_documents(documents: Dataset) -> tuple[Dataset, Dataset]:
 
     Equal documents are on the same side.
     """
-    digests = np.frombuffer(b"".join(documents["digest"]), dtype=">u8").reshape(-1, 4)
-    if (digests == digests[0]).all():
+    digests = list(documents["digest"])
+    if min(digests) == max(digests):
         text = documents[0]["text"]
         cut = len(text) * 9 // 10
         halves = [{"text": [half]} for half in (text[:cut], text[cut:])]
         return Dataset.from_dict(halves[0]), Dataset.from_dict(halves[1])
-    ranked = digests[np.lexsort(digests.T[::-1])]
-    last = ranked[max(1, len(ranked) // HELD_OUT) - 1]
-    differs = digests != last
-    first = differs.argmax(1)  # the first word in which a digest differs from the last one's
-    rows = np.arange(len(digests))
-    held_out = (digests[rows, first] < last[first]) | ~differs.any(1)
+    last = sorted(digests)[max(1, len(digests) // HELD_OUT) - 1]
+    held_out = np.array([digest <= last for digest in digests])
     return documents.select(np.flatnonzero(~held_out)), documents.select(np.flatnonzero(held_out))
