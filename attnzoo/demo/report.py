@@ -93,7 +93,10 @@ def summary(results: list[SwapResult]) -> str:
         best = min(flat, key=lambda r: r.decode_ms[last])
         smaller = exact.cache_bytes[last] / best.cache_bytes[last]
         gain = speedup(best.original_ms.get(last, []), best.rounds_ms.get(last, []))
-        decodes = "decodes as fast as the model's own attention (no difference measured)"
+        decodes = (
+            "decodes neither clearly faster nor clearly slower than the model's own attention "
+            "(no difference measured)"
+        )
         if gain.is_clear:
             factor = math.exp(gain.mean)
             decodes = (
