@@ -297,7 +297,7 @@ def _attend(op: str, x: DeltaInputs, impl: str) -> AttentionOutput:
         last: DeltaState | None = x.first_state() if x.return_state else None
     else:
         with autocast_disabled(x.q.device):
-            out, last = chosen.run(x) if found else run_on_slots(x, chosen.run)
+            out, last = chosen.run(x) if found or x.slots is None else run_on_slots(x, chosen.run)
     return AttentionOutput(out, last if x.return_state else None, None, choice)
 
 

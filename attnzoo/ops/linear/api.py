@@ -316,7 +316,7 @@ def _attend(op: str, x: LinearInputs, impl: str) -> AttentionOutput:
         out = empty_output(x)
         last: LinearState | None = x.first_state()
     else:
-        out, last = chosen.run(x) if found else run_on_slots(x, chosen.run)
+        out, last = chosen.run(x) if found or x.slots is None else run_on_slots(x, chosen.run)
     return AttentionOutput(out, last if x.return_state else None, None, choice)
 
 
