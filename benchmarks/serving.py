@@ -1,6 +1,7 @@
 """Serve a model and its swaps with vLLM: tokens per second and memory, in one run.
 
-    .nox/vllm/bin/python benchmarks/serving.py measure --figure serving.png
+    .nox/vllm/bin/python benchmarks/serving.py measure --out serving.jsonl
+    .venv/bin/python benchmarks/serving.py draw serving.jsonl serving.png
 
 Predictions for the Llama of 57M parameters (12 layers, 8 heads of size 64) in float32. A key and a
 value of all layers are 48 KiB, so 8 requests of 16,384 tokens keep 6.4 GB, which one step reads
@@ -9,9 +10,9 @@ nothing. A window hybrid keeps 64 keys and values and a state of 64 (64 + 1) num
 MiB at any context, and reads them once: about 1.2 times the weights alone. On a machine whose
 memory limits both, that is a ratio of 24 in decoding and of 160 in memory.
 
-Each model is in a process of its own; the processes take turns, so that load on the machine meets
-all of them. All requests have different prompts of one length; prefix caching is off. Decoding is
-timed by step, when all requests have their first token.
+Each model is in a process of its own. All requests have different prompts of one length; prefix
+caching is off. Decoding is timed by step, when all requests of all models have their first token;
+the models then take turns of some steps, so that load on the machine meets all of them.
 """
 
 from __future__ import annotations
@@ -100,33 +101,40 @@ class Vllm:
         self.engine = self.llm.llm_engine
         self.count = 0
 
-    def measure(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
-        """Return the seconds until all requests have a token, and those of each step after it."""
+    def start(self, prompts: list[list[int]], most: int) -> float:
+        """Return the seconds until all requests have a token; they go on for ``most`` more."""
         from vllm import SamplingParams
 
         params = SamplingParams(
             temperature=0,
-            max_tokens=new + 4 * len(prompts) + 512,
+            max_tokens=most + 4 * len(prompts) + 512,
             ignore_eos=True,
             detokenize=False,
         )
-        names = []
+        self.names = []
         for prompt in prompts:
             self.count += 1
-            names.append(str(self.count))
-            self.engine.add_request(names[-1], {"prompt_token_ids": prompt}, params)
-        waiting, start = set(names), time.perf_counter()
+            self.names.append(str(self.count))
+            self.engine.add_request(self.names[-1], {"prompt_token_ids": prompt}, params)
+        waiting, start = set(self.names), time.perf_counter()
         while waiting:
             waiting -= {x.request_id for x in self.engine.step() if x.outputs[0].token_ids}
-        prefill, steps = time.perf_counter() - start, []
+        return time.perf_counter() - start
+
+    def decode(self, new: int) -> list[float]:
+        """Return the seconds of each of some steps, which give a token to every request."""
+        steps = []
         for _ in range(new):
             start = time.perf_counter()
             self.engine.step()
             steps.append(time.perf_counter() - start)
-        self.engine.abort_request(names)
+        return steps
+
+    def stop(self) -> None:
+        """End all requests."""
+        self.engine.abort_request(self.names)
         while self.engine.has_unfinished_requests():
             self.engine.step()
-        return {"prefill": prefill, "steps": steps}
 
     def bytes(self, tokens: int) -> int:
         """Return the bytes of the cache that one request of ``tokens`` tokens takes."""
@@ -149,25 +157,36 @@ class Generate:
 
         self.model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
 
-    def measure(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
-        """Return the seconds of the prompt, and those of each new token."""
+    def start(self, prompts: list[list[int]], most: int) -> float:
+        """Return the seconds of the prompts and one token."""
         import torch
 
-        ids = torch.tensor(prompts)
-        seconds = []
-        for tokens in (1, 1 + new):
-            start = time.perf_counter()
-            self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                min_new_tokens=tokens,
-                max_new_tokens=tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-            seconds.append(time.perf_counter() - start)
-        prefill, total = seconds
-        return {"prefill": prefill, "steps": [(total - prefill) / new]}
+        self.ids = torch.tensor(prompts)
+        self.prefill = self.generate(1)
+        return self.prefill
+
+    def generate(self, tokens: int) -> float:
+        """Return the seconds of a call."""
+        import torch
+
+        start = time.perf_counter()
+        self.model.generate(
+            self.ids,
+            attention_mask=torch.ones_like(self.ids),
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return time.perf_counter() - start
+
+    def decode(self, new: int) -> list[float]:
+        """Return the mean seconds of a step, from a call that computes the prompts again."""
+        return [(self.generate(1 + new) - self.prefill) / new]
+
+    def stop(self) -> None:
+        """Forget the prompts."""
+        del self.ids
 
     def bytes(self, tokens: int) -> None:
         """Return nothing: the caches of both engines hold the same numbers."""
@@ -183,10 +202,8 @@ def work(kind: str, options: str) -> None:
     engine = ENGINES[kind](**json.loads(options))
     print("ready", file=out, flush=True)
     for line in sys.stdin:
-        given = json.loads(line)
-        result = engine.measure(prompts(**given["prompts"]), given["new"])
-        result["bytes"] = engine.bytes(given["prompts"]["tokens"])
-        print(json.dumps(result), file=out, flush=True)
+        name, given = json.loads(line)
+        print(json.dumps(getattr(engine, name)(**given)), file=out, flush=True)
 
 
 class Worker:
@@ -217,10 +234,10 @@ class Worker:
             raise SystemExit(f"an engine ended with exit code {self.process.wait()}")
         return line
 
-    def measure(self, **given: Any) -> dict[str, Any]:
-        """Let the process measure."""
+    def call(self, name: str, **given: Any) -> Any:
+        """Let the process call a method of its engine."""
         assert self.process.stdin is not None
-        print(json.dumps(given), file=self.process.stdin, flush=True)
+        print(json.dumps([name, given]), file=self.process.stdin, flush=True)
         return json.loads(self.read())
 
     def close(self) -> None:
@@ -236,46 +253,28 @@ def measure_all(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each case and model; models take turns in each round."""
     for tokens, requests in cases:
-        results: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
+        asked = prompts(requests, tokens, vocabulary)
+        prefill = {
+            name: worker.call("start", prompts=asked, most=rounds * new)
+            for name, worker in workers.items()
+        }
+        print(f"decoding {requests} requests of {tokens:,} tokens", file=sys.stderr, flush=True)
+        medians: dict[str, list[float]] = {name: [] for name in workers}
         for _ in range(rounds):
             for name, worker in workers.items():
-                asked = {"number": requests, "tokens": tokens, "vocabulary": vocabulary}
-                results[name].append(worker.measure(prompts=asked, new=new))
-        for name, rows in results.items():
-            medians = [statistics.median(row["steps"]) for row in rows]
-            step = statistics.median(medians)
+                medians[name].append(statistics.median(worker.call("decode", new=new)))
+        for name, worker in workers.items():
+            worker.call("stop")
+            step = statistics.median(medians[name])
             yield {
                 "variant": name,
                 "context": tokens,
                 "requests": requests,
-                "prefill_tokens_per_s": requests * tokens / min(row["prefill"] for row in rows),
+                "prefill_tokens_per_s": requests * tokens / prefill[name],
                 "decode_tokens_per_s": requests / step,
-                "decode_spread": (max(medians) - min(medians)) / step,
-                "cache_bytes_per_request": rows[0]["bytes"],
+                "decode_range": [requests / max(medians[name]), requests / min(medians[name])],
+                "cache_bytes_per_request": worker.call("bytes", tokens=tokens),
             }
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw tokens per second in decoding over the context, a panel for each number of requests."""
-    import matplotlib.pyplot as plt
-
-    counts = sorted({row["requests"] for row in rows})
-    figure, axes = plt.subplots(1, len(counts), figsize=(4 * len(counts), 3.6), squeeze=False)
-    for axis, count in zip(axes[0], counts, strict=True):
-        for name in dict.fromkeys(row["variant"] for row in rows):
-            own = [x for x in rows if x["variant"] == name and x["requests"] == count]
-            contexts = [x["context"] for x in own]
-            axis.plot(contexts, [x["decode_tokens_per_s"] for x in own], marker="o", label=name)
-        axis.set_xscale("log", base=2)
-        axis.set_ylim(bottom=0)
-        axis.set_xticks(contexts, [f"{x:,}" for x in contexts])
-        axis.set_xlabel("tokens of context")
-        axis.set_title(f"{count} request{'s' if count > 1 else ''} at once")
-    axes[0][0].set_ylabel("decoded tokens per second, all requests")
-    axes[0][0].legend()
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
 
 
 app = typer.Typer()
@@ -294,12 +293,11 @@ def measure(
     variant: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(VARIANTS)}")] = None,
     context: Annotated[list[int] | None, typer.Option(help="tokens of each prompt")] = None,
     requests: Annotated[list[int] | None, typer.Option(help="requests at once")] = None,
-    new: Annotated[int, typer.Option(help="decoded tokens that are timed")] = 32,
-    rounds: int = 2,
+    new: Annotated[int, typer.Option(help="steps of decoding in a round")] = 8,
+    rounds: Annotated[int, typer.Option(help="turns of each model")] = 5,
     dtype: str = "float32",
     eager: Annotated[bool, typer.Option(help="vLLM without torch.compile")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON lines are appended to it")] = None,
-    figure: Annotated[Path | None, typer.Option(help="PNG of this run")] = None,
 ) -> None:
     """Print the table of one model, its variants in turns."""
     from rich.console import Console
@@ -307,7 +305,7 @@ def measure(
 
     names = variant or ["stock", "window hybrid"]
     contexts, counts = context or [1024, 4096, 16384], requests or [1, 8]
-    longest = max(contexts) + new + 4 * max(counts) + 600
+    longest = max(contexts) + new * rounds + 4 * max(counts) + 600
     with tempfile.TemporaryDirectory() as folder:
         workers = {}
         for name in names:
@@ -320,7 +318,7 @@ def measure(
             workers[name] = Worker(engine, space, folder=str(place), **options)
         cases = [(tokens, count) for tokens in contexts for count in counts]
         table = Table("context", "requests", "model", "prefill, tokens/s", "decode, tokens/s")
-        table.add_column("spread")
+        table.add_column("of the rounds")
         table.add_column("cache per request")
         rows = []
         for row in measure_all(workers, cases, new, rounds, config["vocab_size"]):
@@ -335,15 +333,52 @@ def measure(
                 row["variant"],
                 f"{row['prefill_tokens_per_s']:,.0f}",
                 f"{row['decode_tokens_per_s']:,.1f}",
-                f"{row['decode_spread']:.0%}",
+                "{:,.1f} to {:,.1f}".format(*row["decode_range"]),
                 "" if size is None else f"{size / 2**20:,.1f} MiB",
             )
             Console(width=110, stderr=True).print(rows[-1])
         for one in workers.values():
             one.close()
     Console(width=110).print(table)
-    if figure is not None:
-        draw(rows, figure)
+
+
+@app.command()
+def draw(rows: Path, figure: Path) -> None:
+    """Draw decoding over the context, a panel for each number of requests; bars are the range."""
+    import matplotlib.pyplot as plt
+
+    found = [json.loads(line) for line in rows.read_text("utf-8").splitlines()]
+    counts = sorted({x["requests"] for x in found})
+    drawing, axes = plt.subplots(1, len(counts), figsize=(4 * len(counts), 3.6), squeeze=False)
+    for axis, count in zip(axes[0], counts, strict=True):
+        for name in dict.fromkeys((x["engine"], x["variant"]) for x in found):
+            own = [
+                x for x in found if (x["engine"], x["variant"]) == name and x["requests"] == count
+            ]
+            middle = [x["decode_tokens_per_s"] for x in own]
+            low, high = zip(*(x["decode_range"] for x in own), strict=True)
+            axis.errorbar(
+                [x["context"] for x in own],
+                middle,
+                yerr=[
+                    [m - x for m, x in zip(middle, low, strict=True)],
+                    [x - m for m, x in zip(middle, high, strict=True)],
+                ],
+                marker="o",
+                capsize=3,
+                label=f"{name[1]}, {'vLLM' if name[0] == 'vllm' else 'generate()'}",
+            )
+        contexts = sorted({x["context"] for x in found})
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.set_xticks(contexts, [f"{x:,}" for x in contexts])
+        axis.set_xlabel("tokens of context")
+        axis.set_title(f"{count} request{'s' if count > 1 else ''} at once")
+    axes[0][0].set_ylabel("decoded tokens per second, all requests")
+    axes[0][0].legend()
+    drawing.tight_layout()
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(figure, dpi=120)
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ class BlockSparseBackend(AttentionBackend):
             return reasons
         length, keys = inputs.q.shape[2], inputs.k.shape[2]
         causal = self.causal_mask(inputs).causal
-        if self.keeps_all_keys and (length > keys or (length < keys and not causal)):
+        if length > keys or (length < keys and not causal):
             reasons.append(
                 f"{length} queries and {keys} keys are given without a causal mask "
                 "(it needs equally many)"

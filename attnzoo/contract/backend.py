@@ -202,6 +202,12 @@ class AttentionBackend(nn.Module):
         """Whether decoding needs all earlier keys and values, as a KV cache holds them."""
         return not self.capabilities.recurrent
 
+    @property
+    def continues_from_keys(self) -> bool:
+        """Whether the latest queries of a sequence and all its keys suffice, without a state."""
+        can = self.capabilities
+        return self.keeps_all_keys or (can.state_keeps_keys and can.state_from_keys)
+
     # -- called by models ------------------------------------------------------------------------
 
     def forward(
@@ -310,7 +316,7 @@ class AttentionBackend(nn.Module):
         if inputs.sequences is not None or inputs.slots is not None:
             reasons += sequence_reasons(inputs, can)
         length, keys = q.shape[2], k.shape[2]
-        if length != keys and not (can.cross_attention or self.keeps_all_keys):
+        if length != keys and not (can.cross_attention or self.continues_from_keys):
             reasons.append(
                 f"{length} queries and {keys} keys are given, but it needs as many of each (pass "
                 "earlier tokens as a state)"

@@ -34,7 +34,7 @@ def refusals(trial: Trial) -> str | None:
         if not supported:
             _refused(trial, what, x, **options)
     short = x._replace(q=x.q[:, :, 4:])
-    if not (can.cross_attention or trial.backend.keeps_all_keys):
+    if not (can.cross_attention or trial.backend.continues_from_keys):
         _refused(trial, "fewer queries than keys", short, q_offset=4)
     if can.needs_hidden_states:
         _refused(trial, "a call without hidden states", x, hidden_states=None)

@@ -75,6 +75,26 @@ def test_exact_decoding_attends_to_all_keys():
     assert not build("block_sparse", **SMALL).keeps_all_keys
 
 
+@pytest.mark.parametrize("options", [{}, {"per_key_head": True, "coverage": 0.8}], ids=str)
+@pytest.mark.parametrize("first", [1, 25, 39])
+def test_the_latest_queries_continue_from_all_keys(options, first):
+    """Engines that keep keys and values in pages call it so, with no state."""
+    backend = build("block_sparse", **SMALL, **options)
+    q, k, v = (torch.randn(1, heads, 40, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    whole = backend(q, k, v, mask=AttentionMask(causal=True)).out
+    mask = AttentionMask(causal=True, q_offset=first)
+    assert_close(backend(q[:, :, first:], k, v, mask=mask).out, whole[:, :, first:])
+    with pytest.raises(UnsupportedError, match="15 queries and 40 keys are given without a causal"):
+        backend(q[:, :, 25:], k, v, mask=AttentionMask())
+
+
+def test_query_blocks_do_not_continue_from_keys():
+    backend = build("block_sparse", **SMALL, query_block=4)
+    q, k, v = (torch.randn(1, heads, 40, 8) for heads in (4, 2, 2))
+    with pytest.raises(UnsupportedError, match=r"25 queries and 40 keys.*as a state"):
+        backend(q[:, :, 15:], k, v, mask=AttentionMask(causal=True, q_offset=15))
+
+
 def test_a_bidirectional_layer_has_no_state():
     q, k, v = (torch.randn(2, heads, 9, 8).double() for heads in (4, 2, 2))
     with pytest.raises(UnsupportedError, match="only causal layers have one"):

@@ -31,7 +31,7 @@ CLASS = "attnzoo_vllm.model:AttnzooForCausalLM"  # imported when a swapped model
 STATE_BACKEND = "ATTNZOO_STATE"  # in vLLM's list of backends for layers with a state
 BASES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 INSTEAD = "transformers runs the folder where attnzoo is imported (attnzoo run, autoload on)"
-EXACT = ("softmax", "flash")  # backends that vLLM's own attention computes
+PAGED = ("softmax", "flash", "block_sparse")  # tested with keys and values in vLLM's pages
 LAYER_TYPES = "attnzoo_layer_types"  # the layer types of the model itself, None if it has none
 
 
@@ -46,8 +46,8 @@ def register_models() -> None:
         path = "attnzoo_vllm.metadata.StateBackend"
         register_backend(STATE_BACKEND, path, is_mamba=True)
     # The op runs between the compiled parts of a graph, as those of vLLM's own layers with a state
-    if "vllm::attnzoo_state" not in CompilationConfig._attention_ops:
-        CompilationConfig._attention_ops.append("vllm::attnzoo_state")
+    if "vllm::attnzoo_layer" not in CompilationConfig._attention_ops:
+        CompilationConfig._attention_ops.append("vllm::attnzoo_layer")
 
 
 def wrap_get_config() -> None:
@@ -150,19 +150,30 @@ def has_state(backend: AttentionBackend) -> bool:
     return can.recurrent and can.zero_state and can.sequences
 
 
+def has_keys(backend: AttentionBackend) -> bool:
+    """Return whether a backend computes new tokens from the keys and values of all tokens."""
+    return backend.name in PAGED and backend.continues_from_keys
+
+
 def refuse_backends(backends: list[AttentionBackend]) -> None:
-    """Raise ``ValueError`` if a layer has neither a state nor vLLM's attention."""
+    """Raise ``ValueError`` if vLLM has no place for what a layer keeps."""
     for backend in backends:
         name, where = backend.name, backend.geometry.name
-        if backend.name not in EXACT and not has_state(backend):
+        if getattr(backend.config, "num_sinks", 0) and backend.geometry.window is not None:
             raise ValueError(
-                f"{where}: vLLM does not serve backend {name!r}, which keeps keys or summaries of "
-                "all tokens in a form of its own. Give the layer 'flash' or a backend with a state "
-                f"(linear, gated_linear, performer, delta). {INSTEAD}"
+                f"{where}: the layer has a sliding window of the model, outside of which {name!r} "
+                "would see first tokens (num_sinks). Leave num_sinks out"
             )
-        if backend.name in EXACT and getattr(backend.config, "num_sinks", 0):
+        if has_state(backend) or has_keys(backend):
+            continue
+        if name in PAGED:
             raise ValueError(
-                f"{where}: vLLM's attention has no first tokens outside of a window (num_sinks="
-                f"{backend.config.num_sinks} of {name!r}). Leave num_sinks out, or give the layer "
-                "a backend with a state and num_sinks"
+                f"{where}: vLLM keeps keys and values, from which {name!r} continues without an "
+                "indexer and with query_block=1 only. Swap it with other options, or give the "
+                f"layer a backend with a state. {INSTEAD}"
             )
+        raise ValueError(
+            f"{where}: vLLM does not serve backend {name!r}, which keeps keys or summaries of "
+            "all tokens in a form of its own. Give the layer 'flash', 'block_sparse' or a backend "
+            f"with a state (linear, gated_linear, performer, delta). {INSTEAD}"
+        )

@@ -1,7 +1,9 @@
-"""An attention layer with a state, whose memory is a page of vLLM's cache for each request.
+"""Attention layers of attnzoo under vLLM: with a state, or with the keys of all tokens.
 
-A page holds the tensors of the state one after another, the widest type first, and is one tensor
-for vLLM, which copies, shares and frees pages without knowing what they hold.
+The memory of a state is one page of vLLM's cache for each request. A page holds the tensors of the
+state one after another, the widest type first, and is one tensor for vLLM, which copies, shares and
+frees pages without knowing what they hold. Keys and values are in pages of a number of tokens, as
+those of vLLM's own attention.
 """
 
 from __future__ import annotations
@@ -11,15 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from attnzoo.contract.backend import AttentionBackend
+from attnzoo.contract.masks import AttentionMask
 from attnzoo_vllm.config import STATE_BACKEND
-from attnzoo_vllm.metadata import Prefill
+from attnzoo_vllm.metadata import KeysBackend, Prefill
 
 WORD = torch.int64  # pages are counted in elements of the widest type
 
@@ -43,8 +48,8 @@ def example_state(backend: AttentionBackend, dtype: torch.dtype) -> Any:
             return layer(q, k, v, hidden_states=x, return_state=True).state
 
 
-class StateLayer(nn.Module, MambaBase):
-    """Runs a backend with a state on the requests of a step.
+class Layer(nn.Module):
+    """Runs a backend on the requests of a step.
 
     Args:
         backend: The backend, a submodule of the model already.
@@ -55,17 +60,37 @@ class StateLayer(nn.Module, MambaBase):
     def __init__(self, backend: AttentionBackend, prefix: str, dtype: torch.dtype) -> None:
         super().__init__()
         vars(self)["backend"] = backend  # not a submodule twice
-        self.prefix = prefix
+        self.prefix, self.dtype = prefix, dtype
         self.value_dim = backend.geometry.value_dim or backend.geometry.head_dim
+        self.layers = get_current_vllm_config().compilation_config.static_forward_context
+        if prefix in self.layers:
+            raise ValueError(f"two layers are called {prefix!r}")
+        self.layers[prefix] = self
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor | None) -> Tensor:
+        """Return the output of the new tokens of all requests, ``[1, T, H, E]``.
+
+        The queries, keys and values are ``[1, H or Hkv, T, D or E]``; hidden states ``[1, T, M]``.
+        """
+        out = q.new_zeros(1, q.shape[2], q.shape[1], self.value_dim)
+        torch.ops.vllm.attnzoo_layer(q, k, v, hidden_states, out, self.prefix)
+        return out
+
+    def step(self) -> Any:
+        """Return the metadata of a step, ``None`` where vLLM measures memory, without pages."""
+        return (get_forward_context().attn_metadata or {}).get(self.prefix)
+
+
+class StateLayer(Layer, MambaBase):
+    """Runs a backend with a state."""
+
+    def __init__(self, backend: AttentionBackend, prefix: str, dtype: torch.dtype) -> None:
+        super().__init__(backend, prefix, dtype)
         state = example_state(backend, dtype)
         self.state_class = type(state)
         self.fields = [(x.shape[1:], x.dtype) for x in state]
         self.words = -(-sum(x.nbytes for x in state) // WORD.itemsize)  # rounded up
         self.pool: Any = None
-        self.layers = get_current_vllm_config().compilation_config.static_forward_context
-        if prefix in self.layers:
-            raise ValueError(f"two layers are called {prefix!r}")
-        self.layers[prefix] = self
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -96,21 +121,10 @@ class StateLayer(nn.Module, MambaBase):
 
     # -- computation -----------------------------------------------------------------------------
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor | None) -> Tensor:
-        """Return the output of the new tokens of all requests, ``[1, T, H, E]``.
-
-        The queries, keys and values are ``[1, H or Hkv, T, D or E]``; hidden states ``[1, T, M]``.
-        """
-        out = q.new_zeros(1, q.shape[2], q.shape[1], self.value_dim)
-        torch.ops.vllm.attnzoo_state(q, k, v, hidden_states, out, self.prefix)
-        return out
-
     def run(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, out: Tensor) -> None:
         """Compute ``out`` and the states after the step; see :meth:`forward`."""
-        metadata = get_forward_context().attn_metadata
-        if metadata is None or self.prefix not in metadata:
-            return  # vLLM measures memory, without pages
-        step = metadata[self.prefix]
+        if (step := self.step()) is None:
+            return
         tokens = step.num_decode_tokens
         if tokens:
             rows = [y[0, :, :tokens].transpose(0, 1).unsqueeze(2) for y in (q, k, v)]
@@ -139,17 +153,57 @@ class StateLayer(nn.Module, MambaBase):
         )
 
 
+class KeysLayer(Layer, AttentionLayerBase):
+    """Runs a backend that reads the keys and values of all tokens of a request."""
+
+    def get_attn_backend(self) -> type[KeysBackend]:
+        """Return the backend of vLLM that builds the metadata."""
+        return KeysBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
+        """Return what vLLM keeps of a token: its keys and values."""
+        geometry, cache = self.backend.geometry, vllm_config.cache_config
+        if cache.cache_dtype not in ("auto", str(self.dtype).removeprefix("torch.")):
+            raise ValueError(
+                f"{self.prefix}: backend {self.backend.name!r} reads keys and values of "
+                f"{self.dtype}, not {cache.cache_dtype}; leave out --kv-cache-dtype"
+            )
+        return FullAttentionSpec(
+            block_size=cache.block_size,
+            num_kv_heads=geometry.num_key_heads,
+            head_size=geometry.head_dim,
+            head_size_v=self.value_dim,
+            dtype=self.dtype,
+        )
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, out: Tensor) -> None:
+        """Store the new keys and values, and compute ``out``; see :meth:`forward`."""
+        if (step := self.step()) is None:
+            return
+        pages, size = self.kv_cache, self.kv_cache.shape[2]  # [pages, Hkv, tokens, D + E]
+        slots = step.slots
+        new = torch.cat([k, v], -1)[0, :, : len(slots)].transpose(0, 1)
+        pages[slots // size, :, slots % size] = new
+        for tokens, length, table in step.requests:
+            rows = pages[table[: -(-length // size)]].transpose(0, 1).flatten(1, 2)
+            keys, values = rows[None, :, :length].split([k.shape[-1], v.shape[-1]], -1)
+            before = length - (tokens.stop - tokens.start)
+            mask = AttentionMask(causal=True, q_offset=before)
+            found = self.backend(q[:, :, tokens], keys, values, mask=mask)
+            out[:, tokens] = found.out.transpose(1, 2)
+
+
 def page_shapes(layers: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
     """Return the shape of the one tensor of a page from all layers with a cache, by name."""
     return ((max(x.words for x in layers.values() if isinstance(x, StateLayer)),),)
 
 
-def attnzoo_state(
+def attnzoo_layer(
     q: Tensor, k: Tensor, v: Tensor, hidden_states: Tensor | None, out: Tensor, layer_name: str
 ) -> None:
-    """Run a :class:`StateLayer`; vLLM splits its graphs at this op."""
+    """Run a layer of attnzoo; vLLM splits its graphs at this op."""
     layer = get_forward_context().no_compile_layers[layer_name]
     layer.run(q, k, v, hidden_states, out)
 
 
-direct_register_custom_op(op_name="attnzoo_state", op_func=attnzoo_state, mutates_args=["out"])
+direct_register_custom_op(op_name="attnzoo_layer", op_func=attnzoo_layer, mutates_args=["out"])

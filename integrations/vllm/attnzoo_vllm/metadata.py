@@ -1,4 +1,4 @@
-"""What all layers with a state read of one step of the engine, computed once for the step.
+"""What all layers of a kind read of one step of the engine, computed once for the step.
 
 Nothing here waits for a device: lengths come from vLLM's copies on the CPU.
 """
@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
 from vllm.v1.attention.backends.linear_attn import (
     LinearAttentionBackend,
     LinearAttentionMetadata,
@@ -19,6 +25,12 @@ from vllm.v1.attention.backends.linear_attn import (
 
 from attnzoo.contract.sequences import Sequences
 from attnzoo_vllm.config import STATE_BACKEND
+
+
+def lengths_of(common: CommonAttentionMetadata) -> Tensor:
+    """Return the number of tokens of each request after the step, on the CPU."""
+    bound = common.seq_lens_cpu_upper_bound  # exact without speculative decoding
+    return common.seq_lens.cpu() if bound is None else bound
 
 
 @dataclass
@@ -53,10 +65,7 @@ class StateMetadataBuilder(LinearAttentionMetadataBuilder):
         decodes, pages = step.num_decodes, step.state_indices_tensor.to(torch.int64)
         starts = common.query_start_loc_cpu
         counts = starts.diff()
-        lengths = common.seq_lens_cpu_upper_bound
-        if lengths is None:
-            lengths = common.seq_lens.cpu()
-        is_new = lengths[: len(counts)] <= counts  # exact without speculative decoding
+        is_new = lengths_of(common)[: len(counts)] <= counts
         if begin := is_new[:decodes].nonzero()[:, 0].tolist():
             self.clear(pages[begin])
         slots = torch.where(step.seq_lens[:decodes] > 0, pages[:decodes], -1)
@@ -97,3 +106,54 @@ class StateBackend(LinearAttentionBackend):
     def get_builder_cls() -> type[StateMetadataBuilder]:
         """Return the builder."""
         return StateMetadataBuilder
+
+
+@dataclass
+class KeysMetadata:
+    """Where the new tokens are stored, and what each request attends to."""
+
+    slots: Tensor  # [T] int64: page times tokens per page, plus the place in the page
+    requests: list[tuple[slice, int, Tensor]]  # new tokens, length after them, pages
+
+
+class KeysMetadataBuilder(AttentionMetadataBuilder[KeysMetadata]):
+    """Builds the metadata of layers that read all keys."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # abstract there
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> KeysMetadata:
+        """Return the metadata of one step."""
+        common = common_attn_metadata
+        starts, lengths = common.query_start_loc_cpu.tolist(), lengths_of(common).tolist()
+        requests = [
+            (slice(begin, end), length, table)
+            for begin, end, length, table in zip(
+                starts, starts[1:], lengths, common.block_table_tensor, strict=False
+            )
+            if end > begin
+        ]
+        return KeysMetadata(common.slot_mapping[: starts[-1]].to(torch.int64), requests)
+
+
+class KeysBackend(AttentionBackend):
+    """The name under which vLLM finds the builder."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name."""
+        return "ATTNZOO_KEYS"
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """Raise: the layer itself computes."""
+        raise NotImplementedError
+
+    @staticmethod
+    def get_builder_cls() -> type[KeysMetadataBuilder]:
+        """Return the builder."""
+        return KeysMetadataBuilder

@@ -26,11 +26,12 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker import cpu_model_runner
 
+from attnzoo.contract.backend import AttentionBackend
 from attnzoo.hf import seam
 from attnzoo.hf.attention.call import ForwardArguments, LayerHook, layer_backend
 from attnzoo.hf.names import NAME
-from attnzoo_vllm.config import EXACT, refuse_backends, restore
-from attnzoo_vllm.layer import WORD, StateLayer, build_again, page_shapes
+from attnzoo_vllm.config import has_keys, refuse_backends, restore
+from attnzoo_vllm.layer import WORD, KeysLayer, Layer, StateLayer, build_again, page_shapes
 
 IMPLEMENTATION = "attnzoo_vllm"  # the attention implementation of transformers
 HIDDEN_STATES = "attnzoo_hidden_states"  # argument of attention modules, for that implementation
@@ -42,7 +43,7 @@ def attention(
     """Run the layer that vLLM has attached to an attention module of transformers."""
     hidden_states = kwargs.pop(HIDDEN_STATES, None)
     layer = getattr(module, VLLM_ATTN_ATTR)
-    if isinstance(layer, StateLayer):
+    if isinstance(layer, Layer):
         return layer(query, key, value, hidden_states), None
     return vllm_attention_forward(module, query, key, value, mask, **kwargs)
 
@@ -102,10 +103,18 @@ class AttnzooForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, LayerHook):  # keeps the arguments for attnzoo's own attention
                 del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
-        if backend.name in EXACT:
+        if is_plain(backend):
             windows = (backend.geometry.window, getattr(backend.config, "window", None))
             kwargs["per_layer_sliding_window"] = min(filter(None, windows), default=None)
             return Attention(prefix=prefix, **kwargs)
+        given = [x for x in ("logits_soft_cap", "sinks") if kwargs.get(x) is not None]
+        if given:
+            raise ValueError(
+                f"{prefix}: the model has {' and '.join(given)}, which is served with 'softmax' or "
+                f"'flash' without num_sinks only, not with {backend.name!r}"
+            )
+        if has_keys(backend):
+            return KeysLayer(backend, prefix, self.model_config.dtype)
         if backend.capabilities.needs_hidden_states:
             keep_hidden_states(module)
         return StateLayer(backend, prefix, self.model_config.dtype)
@@ -126,6 +135,11 @@ class AttnzooForCausalLM(TransformersForCausalLM, HasInnerState, IsHybrid):
     def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
         """Return how prefix caching copies a page: as a whole."""
         return (get_temporal_copy_spec,)
+
+
+def is_plain(backend: AttentionBackend) -> bool:
+    """Return whether vLLM's own attention computes what a backend does."""
+    return backend.capabilities.exact and not getattr(backend.config, "num_sinks", 0)
 
 
 def keep_hidden_states(module: nn.Module) -> None:

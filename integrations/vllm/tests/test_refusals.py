@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import models
 import pytest
 import torch
 from attnzoo_vllm import config as prepared
 from attnzoo_vllm import register, versions
-from transformers import AutoConfig, BertConfig, BertForMaskedLM
+from attnzoo_vllm.layer import KeysLayer
+from transformers import AutoConfig, BertConfig, BertForMaskedLM, MistralConfig
+from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
 import attnzoo
@@ -41,15 +44,44 @@ def spec_folder(tmp_path):
     [
         ({"backend": "reformer"}, "does not serve backend 'reformer'"),
         ({"backend": "longformer"}, "does not serve backend 'longformer'"),
-        ({"backend": "block_sparse"}, "does not serve backend 'block_sparse'"),
+        (
+            {"backend": "block_sparse", "options": {"query_block": 4}},
+            "'block_sparse' continues without an indexer and with query_block=1 only",
+        ),
+        ({"backend": "block_sparse", "options": {"score": "indexer"}}, "without an indexer"),
         ({"backend": "linformer", "options": {"block": 64}}, "does not serve backend 'linformer'"),
         ({"layers": {"2": {"backend": "reformer"}}}, r"layers\.2.*Give the layer 'flash'"),
-        ({"options": {"window": 8, "num_sinks": 2}}, "no first tokens outside of a window"),
     ],
 )
 def test_backends(spec, words, spec_folder):
     with pytest.raises(ValueError, match=words):
         engine_config(spec_folder(**spec))
+
+
+def test_first_tokens_outside_of_a_window_of_the_model(tmp_path):
+    config = MistralConfig(sliding_window=8, num_hidden_layers=1).to_dict()
+    config["architectures"] = ["MistralForCausalLM"]
+    options = {"window": 4, "num_sinks": 2}
+    config["attnzoo"] = {"version": 1, "backend": "flash", "options": options}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"sliding window of the model.*Leave num_sinks out"):
+        engine_config(models.finish(tmp_path))
+
+
+def test_keys_in_another_dtype(spec_folder):
+    """A backend that reads vLLM's pages reads no quantised keys."""
+    config = AutoConfig.from_pretrained(spec_folder(options={"window": 8, "num_sinks": 2}))
+    backend = prepared.find_backends(config)[0]
+    engine = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    with set_current_vllm_config(engine):
+        layer = KeysLayer(backend, "layer", torch.bfloat16)
+    for dtype in ("auto", "bfloat16", "fp8"):
+        engine.cache_config = SimpleNamespace(cache_dtype=dtype, block_size=32)
+        if dtype == "fp8":
+            with pytest.raises(ValueError, match="leave out --kv-cache-dtype"):
+                layer.get_kv_cache_spec(engine)
+        else:
+            assert layer.get_kv_cache_spec(engine).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
