@@ -206,7 +206,8 @@ class AttentionBackend(nn.Module):
     def continues_from_keys(self) -> bool:
         """Whether the latest queries of a sequence and all its keys suffice, without a state."""
         can = self.capabilities
-        return self.keeps_all_keys or (can.state_keeps_keys and can.state_from_keys)
+        keeps_keys = can.state_keeps_keys or can.exact  # a window of keys is a state too
+        return self.keeps_all_keys or (keeps_keys and can.state_from_keys)
 
     # -- called by models ------------------------------------------------------------------------
 

@@ -143,7 +143,9 @@ def hybrid_attention(
     _check_inputs(q, k, v, branch, causal, sequences, state, window, num_sinks, slots)
     if state is not None and q.shape[2] == 1 and sequences is None:
         in_place = reuse_state and return_state and not torch.is_grad_enabled()
-        step = StepInputs(q, k, v, branch.mapped(), state, scale, in_place, slots)
+        if branch.map_weights is not None:
+            branch = branch.mapped()
+        step = StepInputs(q, k, v, branch, state, scale, in_place, slots)
         if found := select_if_supported("hybrid_step", step, impl):
             out, after = found[0].run(step)
             return AttentionOutput(out, after if return_state else None, None, found[1])

@@ -175,7 +175,7 @@ class HybridInputs(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Inputs of one token after a state; the branch has features."""
+    """Inputs of one token after a state; the branch has features, or a map without weights."""
 
     q: Tensor
     k: Tensor
@@ -185,6 +185,10 @@ class StepInputs(NamedTuple):
     scale: float
     in_place: bool  # whether the next state overwrites the tensors of the given one
     slots: Tensor | None  # [B], the row of each token in the pool; -1: no token
+
+    def with_features(self) -> StepInputs:
+        """Return the inputs with the feature map applied."""
+        return self._replace(branch=self.branch.mapped())
 
 
 StepResult = tuple[Tensor, HybridState]  # [B, H, 1, E], zeros for no token, and the next state

@@ -29,13 +29,15 @@ def step_reasons(x: StepInputs) -> list[str]:
         return ["the step of one token has no derivative"]
     wide = torch.promote_types(x.v.dtype, torch.float32)
     kept = state.k.dtype, state.v.dtype, state.features.dtype
-    if kept != (x.k.dtype, wide, branch.k.dtype):
+    mapped = branch.k.dtype if branch.feature_map == "identity" else wide
+    if kept != (x.k.dtype, wide, mapped):
         return [f"the state has keys, values and features of other types: {kept}"]
     return []
 
 
 def hybrid_step(x: StepInputs) -> StepResult:
     """Compute one token; the next state overwrites the given one, or a copy."""
+    x = x.with_features()
     if x.slots is None:
         return _step(x, x.state if x.in_place else HybridState._make([y.clone() for y in x.state]))
     return at_slots(x, lambda rows: _step(rows, rows.state))

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "layout.h"
@@ -95,6 +96,21 @@ bool with_entry_map(int64_t kind, Use use) {
 #undef CASE
         default: return false;
     }
+}
+
+// Replace a row by its features, of a map without weights. The row has room for whole vectors.
+template <class Real>
+void map_row(int64_t kind, Real scale, int64_t size, Real* x) {
+    using T = Tiles<Real>;
+    with_entry_map<Real>(kind, [&](auto map) {
+        for (int64_t d = 0; d < size; d += T::LANES)
+            T::store(x + d, map.value(T::load(x + d), scale));
+    });
+    if (kind != EXP_OF_QUERIES) return;
+    Real maximum = -INFINITY;
+    for (int64_t d = 0; d < size; ++d) maximum = std::max(maximum, scale * x[d]);
+    for (int64_t d = 0; d < size; d += T::LANES)
+        T::store(x + d, T::exp(T::load(x + d) * scale - maximum));
 }
 
 template <class Real>

@@ -8,6 +8,7 @@ from torch.autograd import gradcheck
 
 from attnzoo.contract.sequences import Sequences
 from attnzoo.errors import UnsupportedError
+from attnzoo.ops.features.functional import FIXED
 from attnzoo.ops.hybrid.api import LinearBranch, hybrid_attention
 from attnzoo.ops.hybrid.state import HybridState
 from attnzoo.ops.linear.common import MapWeights
@@ -465,6 +466,18 @@ def test_step_equals_the_reference(window, decay):
         assert_close(out, reference(x, window).out[:, :, prompt:])
 
 
+@pytest.mark.parametrize("name", [name for name in FIXED if name != "identity"])
+@pytest.mark.parametrize("impl", ["torch", "cpp"])
+def test_step_with_a_feature_map(name, impl):
+    """Its inputs, of a size that is no multiple of a vector, are those of the window."""
+    q, k, v, branch = make(24, mean=True)
+    branch = branch._replace(q=q, k=k, feature_map=name, feature_scale=0.7)
+    x = (q, k, v, branch)
+    out, impls = decode(x, 7, 4, impl)
+    assert impls == {impl}
+    assert_close(out, reference(x, 4).out[:, :, 7:])
+
+
 def test_step_of_wider_heads_and_strided_tokens():
     x = make(9, "channel")
     q, k, v, branch = (torch.cat([y] * 8, -1) if torch.is_tensor(y) else y for y in x)
@@ -483,6 +496,19 @@ def test_step_with_bfloat16_keys():
     plain, others = decode((q, k, v, branch), 6, 4, impl="torch")
     assert (impls, others) == ({"cpp"}, {"torch"})
     assert ours.dtype == torch.bfloat16
+    assert (ours - exact).abs().max() <= 2 * (plain - exact).abs().max()
+
+
+def test_step_with_a_feature_map_of_bfloat16_keys():
+    q, k, v = (x.bfloat16() for x in make(20, dtype=torch.float32)[:3])
+    weight = torch.randn(1, H, 1, 1)
+    x = q, k, v, LinearBranch(q, k, weight, mean=True, feature_map="elu+1")
+    wide = [y.double() for y in (q, k, v)]
+    branch = x[3]._replace(q=wide[0], k=wide[1], log_weight=weight.double())
+    exact = reference((*wide, branch), 4).out[:, :, 6:]
+    ours, impls = decode(x, 6, 4)
+    plain, others = decode(x, 6, 4, impl="torch")
+    assert (impls, others) == ({"cpp"}, {"torch"})
     assert (ours - exact).abs().max() <= 2 * (plain - exact).abs().max()
 
 

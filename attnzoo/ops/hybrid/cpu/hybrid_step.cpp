@@ -23,6 +23,7 @@
 #include <cstring>
 #include <vector>
 
+#include "feature_maps.h"
 #include "lanes.h"
 #include "layout.h"
 #include "threads.h"
@@ -48,10 +49,11 @@ struct Step {
     int64_t decays;                           // per token: 0, 1 or F
     int64_t counted;                          // whether lw is divided by the number of keys
     int64_t relative;                         // whether lw is relative to the window's sum
+    int64_t q_map, k_map;                     // values of Map, without weights: of fq and fk
     int64_t q_row, q_head, k_row, k_head, v_row, v_head;  // strides of batch rows and of heads
     int64_t fq_row, fq_head, fk_row, fk_head, decay_row, decay_head, weight_row, weight_head;
     int64_t keys_row, values_row, far_row, kv_row, z_row, seen_row;  // strides of states
-    double scale;
+    double scale, map_scale;
     const Real* q;
     const Key* k;
     const Real *v, *fq, *fk, *log_decay, *log_weight;
@@ -64,9 +66,9 @@ struct Step {
     Real *next_values, *next_far, *next_kv, *next_z;
 
     FIELDS(threads, batch, heads, groups, sinks, window, key_size, value_size, features, decays,
-           counted, relative, q_row, q_head, k_row, k_head, v_row, v_head, fq_row, fq_head, fk_row,
+           counted, relative, q_map, k_map, q_row, q_head, k_row, k_head, v_row, v_head, fq_row, fq_head, fk_row,
            fk_head, decay_row, decay_head, weight_row, weight_head, keys_row, values_row, far_row,
-           kv_row, z_row, seen_row, scale, q, k, v, fq, fk,
+           kv_row, z_row, seen_row, scale, map_scale, q, k, v, fq, fk,
            log_decay, log_weight, keys, values, far, kv, z, seen, slots, out, next_keys, next_values,
            next_far, next_kv, next_z)
 };
@@ -78,11 +80,12 @@ class HybridStep : Math<Real> {
 
     const Step<Real, Key>& t;
     std::vector<Real> weights_, sums_, near_, key_;  // [N + W], [E + 1], [E], [D]
+    std::vector<Real> fq_, fk_;                      // [F], rounded up to vectors
 
   public:
     explicit HybridStep(const Step<Real, Key>& task)
         : t(task), weights_(t.sinks + t.window), sums_(t.value_size + 1), near_(t.value_size),
-          key_(t.key_size) {}
+          key_(t.key_size), fq_(t.features + LANES), fk_(t.features + LANES) {}
 
     void run(int64_t row, int64_t head) {
         const int64_t state = t.slots ? t.slots[row] : row;
@@ -101,7 +104,7 @@ class HybridStep : Math<Real> {
         update_sums(at, seen, row, head);
         const Key* k = t.k + row * t.k_row + head * t.k_head;
         const Real* v = t.v + row * t.v_row + head * t.v_head;
-        const Real* fk = t.fk + row * t.fk_row + head * t.fk_head;
+        const Real* fk = features(t.fk + row * t.fk_row + head * t.fk_head, t.k_map, fk_);
         append(t.keys + at.keys, k, t.key_size, t.sinks, seen, t.next_keys + at.keys);
         append(t.values + at.values, v, t.value_size, t.sinks, seen, t.next_values + at.values);
         append(t.far + at.far, fk, t.features, 0, seen, t.next_far + at.far);
@@ -111,7 +114,8 @@ class HybridStep : Math<Real> {
         for (int64_t g = 0; g < t.groups; ++g) {
             const int64_t query = head * t.groups + g;
             const Real lse = attend(t.q + row * t.q_row + query * t.q_head, at, outside, stop);
-            read_sums(t.fq + row * t.fq_row + query * t.fq_head, t.next_kv + at.kv);
+            read_sums(features(t.fq + row * t.fq_row + query * t.fq_head, t.q_map, fq_),
+                      t.next_kv + at.kv);
             combine(lse, t.log_weight[row * t.weight_row + query * t.weight_head],
                     before - t.sinks, out + g * t.value_size);
         }
@@ -122,6 +126,14 @@ class HybridStep : Math<Real> {
     struct Place {
         int64_t keys, values, far, kv, z;
     };
+
+    // Return the features of a query or a key, which may be written to `row`.
+    const Real* features(const Real* x, int64_t kind, std::vector<Real>& row) const {
+        if (kind == IDENTITY) return x;
+        std::copy_n(x, t.features, row.begin());
+        map_row<Real>(kind, Real(t.map_scale), t.features, row.data());
+        return row.data();
+    }
 
     // Add the oldest key of the window to the sums over earlier keys, unless it is one of the first
     // N tokens.
@@ -229,4 +241,4 @@ extern "C" void hybrid_step_float32(const Step<float, float>* task) { step(*task
 extern "C" void hybrid_step_float64(const Step<double, double>* task) { step(*task); }
 extern "C" void hybrid_step_bfloat16(const Step<float, Bfloat16>* task) { step(*task); }
 
-CALLED_FROM_PYTHON(hybrid_step_float32, hybrid_step_float64, hybrid_step_bfloat16)
+CALLED_FROM_PYTHON(feature_map_names, hybrid_step_float32, hybrid_step_float64, hybrid_step_bfloat16)

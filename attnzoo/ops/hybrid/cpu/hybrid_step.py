@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from attnzoo.ops.hybrid.state import HybridState, StepInputs, StepResult
+from attnzoo.ops.linear.common import SCALED
+from attnzoo.ops.linear.cpu.call import MAP_NAMES, map_numbers
 from attnzoo.runtime import cpp
 from attnzoo.runtime.cpp.layout import Function
 from attnzoo.runtime.derivatives import is_plain_call
@@ -34,7 +36,7 @@ class _Step(ctypes.Structure):
         *cpp.fields(
             ctypes.c_int64,
             "threads batch heads groups sinks window key_size value_size features decays counted "
-            "relative",
+            "relative q_map k_map",
         ),
         *cpp.fields(
             ctypes.c_int64,
@@ -42,7 +44,7 @@ class _Step(ctypes.Structure):
             "decay_row decay_head weight_row weight_head "
             "keys_row values_row far_row kv_row z_row seen_row",
         ),
-        ("scale", ctypes.c_double),
+        *cpp.fields(ctypes.c_double, "scale map_scale"),
         *cpp.fields(
             ctypes.c_void_p,
             "q k v fq fk log_decay log_weight keys values far kv z seen slots "
@@ -53,7 +55,8 @@ class _Step(ctypes.Structure):
 
 HYBRID_STEP = cpp.Source(
     Path(__file__).with_name("hybrid_step.cpp"),
-    {f"hybrid_step_{str(dtype).removeprefix('torch.')}": Function((_Step,)) for dtype in WIDE},
+    {f"hybrid_step_{str(dtype).removeprefix('torch.')}": Function((_Step,)) for dtype in WIDE}
+    | MAP_NAMES,
 )
 
 
@@ -61,12 +64,15 @@ def step_cpp_reasons(x: StepInputs) -> list[str]:
     """Return why :func:`hybrid_step_cpp` does not compute a call; an empty list if it does."""
     k, branch, state = x.k, x.branch, x.state
     wide = WIDE.get(k.dtype)
-    tensors = [branch.q, branch.k, branch.log_weight, *state[1:5]]
+    tensors = [branch.log_weight, *state[1:5]]
+    if branch.feature_map == "identity":
+        tensors += [branch.q, branch.k]  # features
     if branch.log_decay is not None:
         tensors.append(branch.log_decay)
     if state.k.dtype != k.dtype or {t.dtype for t in tensors} != {wide}:
         return [f"keys are {k.dtype}, and the state or features do not have the types for it"]
-    if type(x.v) not in (Tensor, FakeTensor) or not is_plain_call(x.q, k, x.v, state.k, *tensors):
+    given = (x.q, k, x.v, branch.q, branch.k, state.k, *tensors)
+    if type(x.v) not in (Tensor, FakeTensor) or not is_plain_call(*given):
         return ["the kernel of one token has no derivative, and is not traced"]
     if reason := cpp.unavailable_reason(HYBRID_STEP):
         return [reason]
@@ -76,11 +82,13 @@ def step_cpp_reasons(x: StepInputs) -> list[str]:
 def hybrid_step_cpp(x: StepInputs) -> StepResult:
     """Compute one token; the next state overwrites the given one if it may, and is contiguous.
 
-    Keys may be bfloat16; the arithmetic is in float32, or in float64 for float64 tensors.
+    The kernel computes the features of maps without weights. Keys may be bfloat16; the arithmetic
+    is in float32, or in float64 for float64 tensors.
     """
     q, k, v, branch, state, scale, in_place, slots = x
     dtype, wide = v.dtype, WIDE[k.dtype]
-    q, v = q.to(wide), v.to(wide)
+    fq, fk = branch.q.to(wide), branch.k.to(wide)
+    q, v = fq if branch.q is q else q.to(wide), v.to(wide)
     old = [*map(with_contiguous_states, state)]
     in_place = in_place and all(map(operator.is_, old, state))
     if not in_place:  # the next state has the strides of the one before
@@ -89,7 +97,7 @@ def hybrid_step_cpp(x: StepInputs) -> StepResult:
         old = [y.clone() for y in old]
         state, in_place = HybridState._make(old), True
     new = old[:5] if in_place else [*map(torch.empty_like, old[:5])]
-    read = [*map(with_contiguous_rows, (q, k, v, branch.q, branch.k))]
+    read = [*map(with_contiguous_rows, (q, k, v, fq, fk))]
     batch, (heads, stored, size) = len(q), old[0].shape[1:]
     slots = None if slots is None else slots.to(torch.int64).contiguous()
     columns, (window, features) = old[1].shape[3], old[2].shape[2:]
@@ -107,9 +115,10 @@ def hybrid_step_cpp(x: StepInputs) -> StepResult:
     task = _Step(
         *(torch.get_num_threads(), batch, heads, q.shape[1] // heads, stored - window, window),
         *(size, columns, features, decays, branch.mean, branch.relative),
+        *map_numbers(HYBRID_STEP, branch.feature_map),
         *chain(*[t.stride()[:2] for t in read], decay_steps, weight.stride()[:2]),
         *(t.stride(0) for t in old),
-        scale,
+        *(scale, branch.feature_scale**0.5 if branch.feature_map in SCALED else 1.0),
         *map(Tensor.data_ptr, read),
         None if decay is None else decay.data_ptr(),
         *map(Tensor.data_ptr, (weight, *old)),

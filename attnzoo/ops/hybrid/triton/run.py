@@ -121,6 +121,7 @@ def run_step_triton(x: StepInputs) -> StepResult:
     """Compute one token."""
     from attnzoo.ops.hybrid.triton.step import hybrid_triton_step_
 
+    x = x.with_features()
     branch, state = x.branch, x.state
     if x.slots is not None and not all(y.is_contiguous() for y in state):
         return at_slots(x, run_step_triton)

@@ -57,7 +57,6 @@ template <class Real>
 class LinearStep : Tiles<Real>, Rows<Real> {
     using typename Tiles<Real>::Reals;
     using Tiles<Real>::LANES, Tiles<Real>::load, Tiles<Real>::store, Tiles<Real>::broadcast;
-    using Tiles<Real>::exp;
 
     const Step& t;
     const int64_t keys_, values_;  // D and E rounded up to vectors
@@ -85,7 +84,7 @@ class LinearStep : Tiles<Real>, Rows<Real> {
                        slot * t.z_row + head * t.key_size, slot * t.m_row + head};
         read(t.k, t.k_type, row * t.k_row + head * t.k_head, t.key_size, keys_, k_);
         read(t.v, t.v_type, row * t.v_row + head * t.v_head, t.value_size, values_, v_);
-        map(t.k_map, k_);
+        map_row<Real>(t.k_map, t.map_scale, t.key_size, k_);
         read_decay(row, head);
         if (t.log_input) stabilize(at.m, row * t.heads + head);
         if (t.bonus) read_queries(at, row, head, t.kv, t.z);
@@ -104,18 +103,6 @@ class LinearStep : Tiles<Real>, Rows<Real> {
     void read(const char* x, int64_t type, int64_t begin, int64_t size, int64_t padded,
               Real* out) const {
         Rows<Real>::load_row(x + bytes(type) * begin, type, size, padded, Real(1), out);
-    }
-
-    // Replace the elements of a token by its features.
-    void map(int64_t kind, Real* x) const {
-        const Real s = Real(t.map_scale);
-        with_entry_map<Real>(kind, [&](auto map) {
-            for (int64_t d = 0; d < t.key_size; d += LANES) store(x + d, map.value(load(x + d), s));
-        });
-        if (kind != EXP_OF_QUERIES) return;
-        Real maximum = -INFINITY;
-        for (int64_t d = 0; d < t.key_size; ++d) maximum = std::max(maximum, s * x[d]);
-        for (int64_t d = 0; d < t.key_size; d += LANES) store(x + d, exp(load(x + d) * s - maximum));
     }
 
     void read_decay(int64_t row, int64_t head) {
@@ -157,7 +144,7 @@ class LinearStep : Tiles<Real>, Rows<Real> {
         for (int64_t g = 0; g < t.groups; ++g) {
             const int64_t begin = row * t.q_row + (head * t.groups + g) * t.q_head;
             read(t.q, t.q_type, begin, t.key_size, keys_, q_);
-            map(t.q_map, q_);
+            map_row<Real>(t.q_map, t.map_scale, t.key_size, q_);
             read_state(head, (row * t.heads + head) * t.groups + g, sums, weights);
         }
     }
