@@ -272,7 +272,7 @@ def measure_all(
                 "requests": requests,
                 "prefill_tokens_per_s": requests * tokens / prefill[name],
                 "decode_tokens_per_s": requests / step,
-                "decode_range": [requests / max(medians[name]), requests / min(medians[name])],
+                "decode_spread": (max(medians[name]) - min(medians[name])) / step,
                 "cache_bytes_per_request": worker.call("bytes", tokens=tokens),
             }
 
@@ -318,14 +318,13 @@ def measure(
             workers[name] = Worker(engine, space, folder=str(place), **options)
         cases = [(tokens, count) for tokens in contexts for count in counts]
         table = Table("context", "requests", "model", "prefill, tokens/s", "decode, tokens/s")
-        table.add_column("of the rounds")
+        table.add_column("spread")
         table.add_column("cache per request")
-        rows = []
         for row in measure_all(workers, cases, new, rounds, config["vocab_size"]):
-            rows.append({"model": model, "engine": engine, "dtype": dtype, **row})
+            row = {"model": model, "engine": engine, "dtype": dtype, **row}
             if out is not None:
                 with out.open("a", encoding="utf-8") as lines:
-                    print(json.dumps(rows[-1]), file=lines)
+                    print(json.dumps(row), file=lines)
             size = row["cache_bytes_per_request"]
             table.add_row(
                 f"{row['context']:,}",
@@ -333,10 +332,10 @@ def measure(
                 row["variant"],
                 f"{row['prefill_tokens_per_s']:,.0f}",
                 f"{row['decode_tokens_per_s']:,.1f}",
-                "{:,.1f} to {:,.1f}".format(*row["decode_range"]),
+                f"{row['decode_spread']:.0%}",
                 "" if size is None else f"{size / 2**20:,.1f} MiB",
             )
-            Console(width=110, stderr=True).print(rows[-1])
+            Console(width=110, stderr=True).print(row)
         for one in workers.values():
             one.close()
     Console(width=110).print(table)
@@ -344,7 +343,7 @@ def measure(
 
 @app.command()
 def draw(rows: Path, figure: Path) -> None:
-    """Draw decoding over the context, a panel for each number of requests; bars are the range."""
+    """Draw decoding over the context, a panel for each number of requests; bars are the spread."""
     import matplotlib.pyplot as plt
 
     found = [json.loads(line) for line in rows.read_text("utf-8").splitlines()]
@@ -356,14 +355,10 @@ def draw(rows: Path, figure: Path) -> None:
                 x for x in found if (x["engine"], x["variant"]) == name and x["requests"] == count
             ]
             middle = [x["decode_tokens_per_s"] for x in own]
-            low, high = zip(*(x["decode_range"] for x in own), strict=True)
             axis.errorbar(
                 [x["context"] for x in own],
                 middle,
-                yerr=[
-                    [m - x for m, x in zip(middle, low, strict=True)],
-                    [x - m for m, x in zip(middle, high, strict=True)],
-                ],
+                yerr=[x["decode_spread"] / 2 * y for x, y in zip(own, middle, strict=True)],
                 marker="o",
                 capsize=3,
                 label=f"{name[1]}, {'vLLM' if name[0] == 'vllm' else 'generate()'}",
