@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -51,11 +51,27 @@ DIVERGENCE_ADVICE = (
 )
 MIN_LOSS_SCALE = 1.0  # fp16 halves the scale from 65,536 at each overflow
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]  # of a prepared model and a batch
-OnStep = Callable[[str, int, float], None]  # stage, step, loss
 
 
 class DivergenceError(AttnzooError):
     """A loss, a gradient or a weight is NaN or infinite; training stops."""
+
+
+class StepMetrics(NamedTuple):
+    """Measurements of one optimiser step.
+
+    Attributes:
+        loss: Mean loss over micro-batches and processes.
+        grad_norm: Norm of the gradient before clipping; ``None`` if the engine does not return it.
+        tokens: Tokens of the step over all processes, without padding.
+    """
+
+    loss: float
+    grad_norm: float | None
+    tokens: int
+
+
+OnStep = Callable[[str, int, StepMetrics], None]  # stage, step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +171,7 @@ class Loop:
         config: Configuration of the steps.
         checkpoints: The run's checkpoints.
         progress: Progress of the last checkpoint, as :meth:`Checkpoints.begin` returns it.
-        on_step: Called after each step with the stage, the step and the loss.
+        on_step: Called after each step with the stage, the step and its metrics.
         mesh: Process mesh of context parallelism, ``None`` without.
 
     Attributes:
@@ -171,7 +187,7 @@ class Loop:
         config: LoopConfig,
         checkpoints: Checkpoints,
         progress: Mapping[str, Any] | None = None,
-        on_step: OnStep = lambda stage, step, loss: None,
+        on_step: OnStep = lambda stage, step, metrics: None,
         mesh: DeviceMesh | None = None,
     ) -> None:
         self.accelerator, self.rows, self.config = accelerator, rows, config
@@ -218,18 +234,20 @@ class Loop:
         for step in range(max(done - first, 0), stage.steps):
             self._log_entropies(model, stage, step, first + step + 1)
             stage.before_step(step)
-            loss = self._step(wrapped, optimizer, next(batches), stage, step)
+            metrics = self._step(wrapped, optimizer, next(batches), stage, step)
             if not self.accelerator.optimizer_step_was_skipped:  # an overflow under fp16
                 schedule.step()
             now = first + step + 1
             if self.accelerator.is_main_process:
-                line = {"total": now, "stage": stage.name, "step": step, "loss": loss}
+                line = {"total": now, "stage": stage.name, "step": step, "loss": metrics.loss}
                 with explain_write_errors(self.checkpoints):
                     append_line(self.checkpoints.out / LOSSES, line)
             if self.accelerator.trackers:
-                rates = {f"{stage.name}/learning_rate": schedule.get_last_lr()[0]}
-                self.accelerator.log({f"{stage.name}/loss": loss, **rates}, step=now)
-            self.on_step(stage.name, step, loss)
+                logged = {"loss": metrics.loss, "learning_rate": schedule.get_last_lr()[0]}
+                if metrics.grad_norm is not None:
+                    logged["grad_norm"] = metrics.grad_norm
+                self.accelerator.log({f"{stage.name}/{k}": x for k, x in logged.items()}, step=now)
+            self.on_step(stage.name, step, metrics)
             if step + 1 == stage.steps:
                 self._log_entropies(model, stage, step + 1, now)
             best.after_step(step + 1)
@@ -292,8 +310,8 @@ class Loop:
         batches: list[Mapping[str, Tensor]],
         stage: Stage,
         step: int,
-    ) -> float:
-        """Take one step over the micro-batches of a batch; return the mean loss over processes."""
+    ) -> StepMetrics:
+        """Take one step over the micro-batches of a batch."""
         total = torch.zeros((), device=self.accelerator.device)
         batches = with_label_counts(self.accelerator, batches)
         for number, batch in enumerate(batches, 1):
@@ -313,11 +331,23 @@ class Loop:
         if not math.isfinite(loss_value):
             raise self._diverged(f"the loss is {loss_value}", stage, step)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of FSDP2
-        if norm is not None and not math.isfinite(float(norm)):  # DeepSpeed may return None
-            self._check_loss_scale(float(norm), stage, step)
+        grad_norm = None if norm is None else float(norm)  # DeepSpeed may return None
+        if grad_norm is not None and not math.isfinite(grad_norm):
+            self._check_loss_scale(grad_norm, stage, step)
         optimizer.step()  # with loss scaling, a step with infinite gradients is left out
         optimizer.zero_grad()
-        return loss_value
+        return StepMetrics(loss_value, grad_norm, self._count_tokens(batches))
+
+    def _count_tokens(self, batches: list[Mapping[str, Tensor]]) -> int:
+        """Return the tokens of a step, of which every process has as many, without padding."""
+        groups = self.accelerator.num_processes // self.config.cp_size
+        own = sum(
+            int(batch["attention_mask"].sum())
+            if "attention_mask" in batch
+            else batch["input_ids"].numel()
+            for batch in batches
+        )
+        return own * groups
 
     def _check_loss_scale(self, norm: float, stage: Stage, step: int) -> None:
         """Raise an error for a gradient norm that a smaller loss scale cannot make finite."""

@@ -130,12 +130,14 @@ def branch_qualities(
     Args:
         model: The model.
         evaluate: Returns the quality of the model.
-        log: Called with the reason when a branch alone cannot be measured.
+        log: Called before each evaluation, and with the reason when a branch alone cannot be
+            measured.
     """
     results = {}
     for name, weight in (("near branch alone", NEAR), ("far branch alone", FAR)):
         weights = [p for n, p in model.named_parameters() if n.endswith("attnzoo.far_log_weight")]
         if weights:
+            log(f"evaluation: {name}")
             with _fill(weights, weight):
                 try:
                     results[name] = evaluate(model)
