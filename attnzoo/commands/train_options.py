@@ -109,7 +109,17 @@ class TrainOptions:
             help="share of a label's probability that all tokens get, in cross-entropy",
         ),
     ] = 0.0
-    checkpoint_every: Annotated[int, typer.Option(help="steps between checkpoints")] = 50
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(
+            help="steps between checkpoints; 0: at the end of each stage, and by "
+            "--checkpoint-minutes"
+        ),
+    ] = 50
+    checkpoint_minutes: Annotated[
+        float | None,
+        typer.Option(help="minutes between checkpoints, beside those of --checkpoint-every"),
+    ] = None
     keep: Annotated[int, typer.Option(help="latest checkpoints to keep")] = 2
     evaluate_every: Annotated[
         int | None,
@@ -182,6 +192,7 @@ class TrainOptions:
             batch_size=self.batch,
             accumulate=self.accumulate,
             checkpoint_every=self.checkpoint_every,
+            checkpoint_minutes=self.checkpoint_minutes,
             entropy_every=self.entropy_every,
             cp_size=self.cp_size,
             seed=self.seed,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import skip_first_batches
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
@@ -43,6 +45,7 @@ from attnzoo.training.sharding import (
     prepare_cp_loader,
     with_label_counts,
 )
+from attnzoo.training.trained_state import without_frozen_weights
 
 LOSSES = "losses.jsonl"
 DIVERGENCE_ADVICE = (
@@ -112,7 +115,8 @@ class LoopConfig:
     weight_decay: float = 0.0  # of matrices, not of norms, biases and decays of backends
     betas: tuple[float, float] = BETAS  # of AdamW
     seed: int = 0
-    checkpoint_every: int = 50  # steps
+    checkpoint_every: int = 50  # steps; 0: at the end of each stage, and by checkpoint_minutes
+    checkpoint_minutes: float | None = None  # minutes between checkpoints, beside those by steps
     keep: int = 2  # checkpoints
     # steps between measurements of the heads' entropy; None: a tenth of each stage; 0: none
     entropy_every: int | None = None
@@ -125,12 +129,17 @@ class LoopConfig:
         for name, least in (
             ("batch_size", 1),
             ("accumulate", 1),
-            ("checkpoint_every", 1),
+            ("checkpoint_every", 0),
             ("keep", 1),
             ("cp_size", 1),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.checkpoint_minutes is not None and not 0 < self.checkpoint_minutes < math.inf:
+            raise ConfigError(
+                f"checkpoint_minutes must be above 0 and finite, got {self.checkpoint_minutes}; "
+                "leave it out for checkpoints by steps only"
+            )
         if self.batch_size % self.accumulate:
             raise ConfigError(
                 f"A batch of {self.batch_size} rows is not divisible into {self.accumulate} "
@@ -196,6 +205,7 @@ class Loop:
         self.entropy_log: EntropyLog | None = None
         self.keep_best: Callable[[nn.Module, Stage], LastState | None] = lambda model, stage: None
         self.total = 0  # steps of the stages so far
+        self.saved = time.monotonic()  # time of the last checkpoint
         if accelerator.is_main_process:
             for name in (LOSSES, HEADS):
                 truncate_lines(checkpoints.out / name, progress["total"] if progress else 0)
@@ -228,7 +238,7 @@ class Loop:
             model, optimizer, schedule, self._loader(stage)
         )
         best = self.keep_best(self._callable(model, wrapped), stage) or LastState()
-        self._start(best, resume=done > first)
+        self._start(wrapped, best, resume=done > first)
         model.train()
         batches = self._batches(loader, max(done, first))
         for step in range(max(done - first, 0), stage.steps):
@@ -251,9 +261,9 @@ class Loop:
             if step + 1 == stage.steps:
                 self._log_entropies(model, stage, step + 1, now)
             best.after_step(step + 1)
-            if now % self.config.checkpoint_every == 0 or step + 1 == stage.steps:
+            if self._is_checkpoint_due(now) or step + 1 == stage.steps:
                 self._require_finite_weights(wrapped, stage, step)
-                self._save({"total": now, "stage": stage.name}, best)
+                self._save(wrapped, {"total": now, "stage": stage.name}, best)
         best.restore()
         if self.accelerator.distributed_type in SHARDED:
             model = gather_weights(self.accelerator, wrapped, rebuild())
@@ -266,11 +276,12 @@ class Loop:
         """Return the model to call for an evaluation: the wrapped one where weights are sharded."""
         return wrapped if self.accelerator.distributed_type in SHARDED else model
 
-    def _start(self, best: LastState, *, resume: bool) -> None:
+    def _start(self, model: nn.Module, best: LastState, *, resume: bool) -> None:
         """Load the last checkpoint of a stage, or evaluate the state that it starts from."""
         if resume:
             assert self.progress is not None
-            load_state(self.accelerator, self.progress["path"])
+            with self._checkpointed(model):
+                load_state(self.accelerator, self.progress["path"])
             best.load(Path(self.progress["path"]))
         else:
             best.after_step(0)
@@ -373,6 +384,7 @@ class Loop:
 
     def _diverged(self, what: str, stage: Stage, step: int) -> DivergenceError:
         """Return the error of a run that diverges."""
+        self.checkpoints.wait()
         last = self.checkpoints.latest()
         kept = "no checkpoint exists"
         if last is not None:
@@ -438,20 +450,40 @@ class Loop:
                     batches = []
             epoch, skipped = epoch + 1, 0
 
-    def _save(self, progress: dict[str, Any], best: LastState) -> None:
+    def _is_checkpoint_due(self, total: int) -> bool:
+        """Return whether a checkpoint follows a step; called by all processes."""
+        every, minutes = self.config.checkpoint_every, self.config.checkpoint_minutes
+        due = every > 0 and total % every == 0
+        if minutes is None:
+            return due
+        late = time.monotonic() - self.saved > 60 * minutes and self.accelerator.is_main_process
+        flag = torch.tensor(float(late), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, "sum")) or due  # the main process's clock
+
+    def _checkpointed(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return the context in which the state of a prepared model is saved or loaded.
+
+        DeepSpeed writes all weights in a format of its own.
+        """
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return nullcontext()
+        return without_frozen_weights(model)
+
+    def _save(self, model: nn.Module, progress: dict[str, Any], best: LastState) -> None:
         """Write a checkpoint, with the best state of the stage; called by all processes."""
+        self.saved = time.monotonic()
 
         def save(path: Path) -> None:
             if self.accelerator.is_main_process:
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir(parents=True)
             self.accelerator.wait_for_everyone()
-            self.accelerator.save_state(str(path), safe_serialization=False)
+            with self._checkpointed(model):
+                self.accelerator.save_state(str(path), safe_serialization=False)
             best.save(path)
             self.accelerator.wait_for_everyone()
 
         self.checkpoints.write(progress, save, main=self.accelerator.is_main_process)
-        self.accelerator.wait_for_everyone()
 
 
 def zero_loss(stage: Stage) -> Tensor:

@@ -79,7 +79,7 @@ BASELINES_DONE = "window alone"  # the last one that is evaluated
 AT = " @ "  # in names of results on longer rows, before their length
 RESULTS = {"recover": "recovery.json", "finetune": "finetuning.json"}
 # settings of LoopConfig that a resumed run may change
-NO_IDENTITY = ("checkpoint_every", "keep", "entropy_every")
+NO_IDENTITY = ("checkpoint_every", "checkpoint_minutes", "keep", "entropy_every")
 Log = Callable[[str], None]
 
 
@@ -398,6 +398,7 @@ class Run:
         chosen = [rows[i * len(rows) // count] for i in range(count)]
         device = self.accelerator.device
         generation = None if self.is_encoder else self.eval_batch.generation
+        sharded = self.accelerator.distributed_type == DistributedType.FSDP
         return BestState(
             stage,
             model,
@@ -408,7 +409,8 @@ class Run:
             every=every,
             autocast=self._autocast,
             log=self.log if self.accelerator.is_main_process else lambda text: None,
-            rank=self.accelerator.process_index,
+            rank=self.accelerator.process_index if sharded else 0,
+            writes=sharded or self.accelerator.is_main_process,
         )
 
     @contextmanager
