@@ -32,7 +32,7 @@ from attnzoo.training.loading import load_rows
 from attnzoo.training.quality import (
     as_dicts,
     branch_qualities,
-    quality,
+    evaluate_rows,
     softmax_quality,
     widest_window,
     with_original_continuations,
@@ -187,7 +187,7 @@ class Judge:
         self,
         name: str,
         model: Any,
-        measure: Callable[[Any, EvalBatch], Any] = quality,
+        measure: Callable[[Any, EvalBatch], Any] = evaluate_rows,
         equal: EqualWindow | None = None,
     ) -> None:
         """Evaluate a model at all lengths, except where ``equal`` sees every key."""
@@ -204,7 +204,9 @@ class Judge:
         self.batch = with_original_continuations(model, self.batch)
         self.evaluate("softmax", model, softmax_quality)
         self.evaluate("result", model)
-        self.lines |= branch_qualities(model, lambda model: quality(model, self.batch), self.log)
+        self.lines |= branch_qualities(
+            model, lambda model: evaluate_rows(model, self.batch), self.log
+        )
 
     def evaluate_equal_window(self, model: Any) -> None:
         """Evaluate the windows of equal memory in a model that is not swapped; restore it."""

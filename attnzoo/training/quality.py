@@ -64,7 +64,9 @@ class Quality:
         )
 
 
-def quality(model: PreTrainedModel, batch: EvalBatch, *, is_original: bool = False) -> Quality:
+def evaluate_rows(
+    model: PreTrainedModel, batch: EvalBatch, *, is_original: bool = False
+) -> Quality:
     """Return the quality of a model in evaluation mode; its mode is restored.
 
     Args:
@@ -117,7 +119,7 @@ def widest_window(model: nn.Module) -> int:
 def softmax_quality(model: PreTrainedModel, batch: EvalBatch) -> Quality:
     """Return the quality of a swapped model with softmax attention."""
     with original_attention(model):
-        return quality(model, batch)
+        return evaluate_rows(model, batch)
 
 
 def branch_qualities(

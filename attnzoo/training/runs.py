@@ -65,7 +65,7 @@ from attnzoo.training.quality import (
     Quality,
     as_dicts,
     branch_qualities,
-    quality,
+    evaluate_rows,
     widest_window,
     with_original_continuations,
 )
@@ -287,7 +287,7 @@ class Run:
 
     def quality(self, model: PreTrainedModel, *, is_original: bool = False) -> Any:
         """Evaluate a model on held-out rows; ``is_original`` if untrained and with softmax."""
-        return quality(model, self.eval_batch, is_original=is_original)
+        return evaluate_rows(model, self.eval_batch, is_original=is_original)
 
     def evaluate_result(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the results of the baselines, the trained model, and each branch of a hybrid.
@@ -307,7 +307,7 @@ class Run:
                     name.partition(AT)[0]: found
                     for name, found in self.baselines.results.items()
                     if name.endswith(f"{AT}{length}")
-                } | {"result": quality(model, batch)}
+                } | {"result": evaluate_rows(model, batch)}
         except NonFiniteError as error:
             raise DivergenceError(
                 f"Training diverged: {error} after the last step. The model is not saved. "
@@ -343,7 +343,7 @@ class Run:
         model, evaluate = self.model, self.baselines.evaluate
         for length, batch in self.long_batches.items():
             if name != "raw swap" and not is_hidden(equal, length):
-                evaluate(f"{name}{AT}{length}", partial(quality, model, batch))
+                evaluate(f"{name}{AT}{length}", partial(evaluate_rows, model, batch))
         if not is_hidden(equal, self.config.row_length):
             evaluate(name, lambda: self.quality(model, is_original=is_original))
 
