@@ -20,7 +20,7 @@ from attnzoo.commands.train_options import (
     TrainOptions,
     with_train_options,
 )
-from attnzoo.errors import SpecError
+from attnzoo.errors import ConfigError, SpecError
 from attnzoo.report.live import show_status
 
 TransferTarget = Annotated[
@@ -293,6 +293,7 @@ def _run(start: Any, config: Any, stages: dict[str, int], options: TrainOptions)
 
     out = options.out
     progress = TrainingProgress(console, stages)
+    repo = _prepare_repo(options) if progress.main else None
     try:
         with progress:
             given = {"column": options.column, "resume": options.resume}
@@ -307,6 +308,31 @@ def _run(start: Any, config: Any, stages: dict[str, int], options: TrainOptions)
         console.print(
             f"Model:  {out} (load it with from_pretrained after `import attnzoo`)", soft_wrap=True
         )
+    if repo is not None:
+        from attnzoo.training.publish import publish
+
+        console.print(f"Hub:    {publish(out, repo)}", soft_wrap=True)
+
+
+def _prepare_repo(options: TrainOptions) -> str | None:
+    """Return the repository of ``--push-to-hub``, which is created before anything is trained.
+
+    Raises:
+        ConfigError: An option of the repository is given without ``--push-to-hub``.
+        AttnzooError: The repository cannot be created.
+    """
+    if not options.push_to_hub:
+        for name in ("hub_model_id", "hub_private_repo"):
+            if getattr(options, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} needs --push-to-hub; give both, or neither")
+        return None
+    from attnzoo.training.checkpoints import check_run_folder
+    from attnzoo.training.publish import prepare_repo
+
+    check_run_folder(options.out, resume=options.resume)
+    name = options.hub_model_id or options.out.resolve().name
+    return prepare_repo(name, private=options.hub_private_repo)
 
 
 def print_results(results: dict[str, Any]) -> None:

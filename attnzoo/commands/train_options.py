@@ -161,6 +161,16 @@ class TrainOptions:
     report_to: Annotated[
         str | None, typer.Option(help="tracker of Accelerate, such as tensorboard; logs to --out")
     ] = None
+    push_to_hub: Annotated[
+        bool, typer.Option("--push-to-hub", help="upload the model with its card to the Hub")
+    ] = False
+    hub_model_id: Annotated[
+        str | None,
+        typer.Option(help="ORG/MODEL or MODEL on the Hub; default: the name of --out"),
+    ] = None
+    hub_private_repo: Annotated[
+        bool | None, typer.Option(help="whether a new repository is private")
+    ] = None
     column: Column = "text"
     seed: int = 0
     resume: Annotated[bool, typer.Option(help="resume from the last checkpoint in --out")] = False

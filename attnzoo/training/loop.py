@@ -250,6 +250,7 @@ class Loop:
             now = first + step + 1
             if self.accelerator.is_main_process:
                 line = {"total": now, "stage": stage.name, "step": step, "loss": metrics.loss}
+                line["tokens"] = metrics.tokens
                 with explain_write_errors(self.checkpoints):
                     append_line(self.checkpoints.out / LOSSES, line)
             if self.accelerator.trackers:
@@ -351,7 +352,7 @@ class Loop:
 
     def _count_tokens(self, batches: list[Mapping[str, Tensor]]) -> int:
         """Return the tokens of a step, of which every process has as many, without padding."""
-        groups = self.accelerator.num_processes // self.config.cp_size
+        groups: int = self.accelerator.num_processes // self.config.cp_size
         own = sum(
             int(batch["attention_mask"].sum())
             if "attention_mask" in batch
@@ -500,5 +501,5 @@ def zero_loss(stage: Stage) -> Tensor:
 
 
 def read_losses(out: Path) -> list[dict[str, Any]]:
-    """Return the rows of ``losses.jsonl``: total, stage, step and loss of each step, in order."""
+    """Return the rows of ``losses.jsonl``: total, stage, step, loss and tokens of each step."""
     return read_lines(out / LOSSES)

@@ -17,6 +17,7 @@ from attnzoo.report.table import Table
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.head_entropy import HEADS, entropy_plots
 from attnzoo.training.json_lines import read_lines
+from attnzoo.training.model_card import loading_text, metadata_block, training_text
 
 GENERATION_TEXT = (
     "Greedy generation on held-out text. Equal tokens: the fraction of generated tokens that equal "
@@ -48,7 +49,8 @@ def write_pages(
         losses: Rows of ``losses.jsonl``.
         command: ``recover`` or ``finetune``.
     """
-    atomic_write(out / "README.md", card(results, command))
+    losses = list(losses)
+    atomic_write(out / "README.md", card(results, command, losses))
     if not charts.can_draw():
         return
     decoding, generation = decoding_table(results), generation_table(results)
@@ -268,17 +270,19 @@ def _loss_curves(losses: Iterable[Mapping[str, Any]]) -> charts.Plot:
     return charts.Plot(name="losses", title="Training", text=text, figure=figure)
 
 
-def card(results: Mapping[str, Any], command: str) -> str:
+def card(results: Mapping[str, Any], command: str, losses: Iterable[Mapping[str, Any]] = ()) -> str:
     """Return the model card in Markdown: the verdict first, then the results."""
     kind = "feature-extraction" if is_encoder(results) else "text-generation"
     kind = "fill-mask" if is_masked(results) else kind
     decoding, generation = decoding_table(results), generation_table(results)
-    calibration = calibration_table(results)
+    calibration, about = calibration_table(results), results.get("about", {})
     parts = [
-        f"---\nlibrary_name: transformers\npipeline_tag: {kind}\ntags: [attnzoo]\n---\n",
+        metadata_block(about, kind),
         "# A model with swapped attention\n",
         f"**{results['verdict']}**\n",
-        "Load it with `from_pretrained` after `import attnzoo`.\n",
+        loading_text(about, kind),
+        training_text(about, losses, command),
+        "## Results\n",
         _summary(results, command) + "\n",
         results_table(results).markdown(),
         f"{GENERATION_TEXT}\n\n{generation.markdown()}" if generation else "",

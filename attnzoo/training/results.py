@@ -58,6 +58,7 @@ def _collect(run: Run, model: PreTrainedModel, lines: dict[str, Any]) -> dict[st
         **run.conclude(lines),
         "decoding": decoding_cost(model, run) if decodes else {},
         **run.provenance,
+        "about": run.about,
     }
 
 

@@ -60,6 +60,7 @@ from attnzoo.training.loop import (
     Stage,
     read_losses,
 )
+from attnzoo.training.model_card import about_run
 from attnzoo.training.plan import weights_fingerprint
 from attnzoo.training.quality import (
     Quality,
@@ -156,6 +157,7 @@ class Run:
             "data": train.fingerprint,
             "held_out": self.held_out.fingerprint,
         }
+        self.about = self._about(len(train))
         self.checkpoints = Checkpoints(out, self._identity(), keep=config.loop.keep, log=log)
         with ExitStack() as stack:
             stack.callback(self.close)  # unlocks the folder if what follows fails
@@ -176,6 +178,17 @@ class Run:
             )
             self._check_kernels(train[0])
             stack.pop_all()
+
+    def _about(self, rows: int) -> dict[str, Any]:
+        """Return what the model card says about the origin of the model."""
+        return about_run(
+            self.path,
+            self.data,
+            self.out,
+            rows=rows,
+            row_length=self.config.row_length,
+            held_out=len(self.held_out),
+        )
 
     def _find_baselines(self) -> None:
         """Set the windows that the swap is compared with, and no results on longer rows yet."""
