@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.status import Status
-from rich.text import Text
 
 from attnzoo.commands.model_argument import model_name
 from attnzoo.commands.spec_options import Attentions, spec_of, specs_of, split
 from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.errors import SpecError
 from attnzoo.report.format import format_length
+from attnzoo.report.live import show_status
 
 Model = Annotated[
     str,
@@ -106,8 +106,8 @@ def compare(
         threads=threads,
         fresh=fresh,
     )
-    with (problems if as_json else console).status("") as status:
-        rows = run.compare(config, partial(_show_progress, status), partial(_log, status))
+    with show_status(problems if as_json else console) as on_status:
+        rows = run.compare(config, partial(_show_progress, on_status), partial(_log, as_json))
     missing = run.missing_quality(config, run.read_model_info(config.model))
     if not as_json:
         show(console, rows, mode, model, missing)
@@ -157,12 +157,12 @@ def _length(part: str, whole: str) -> int:
     return value
 
 
-def _log(status: Status, text: str) -> None:
-    status.console.print(text, soft_wrap=True)
+def _log(as_json: bool, text: str) -> None:
+    (problems if as_json else console).print(text, soft_wrap=True)
 
 
-def _show_progress(status: Status, done: int, total: int, name: str) -> None:
-    status.update(Text(f"{done}/{total}  {name}"))
+def _show_progress(show: Callable[[str], None], done: int, total: int, name: str) -> None:
+    show(f"{done}/{total}  {name}")
 
 
 def tasks(
@@ -199,8 +199,8 @@ def tasks(
     torch.set_num_threads(threads or torch.get_num_threads())
     specs = specs_of(attention, lambda names: default_specs(names, task)) if attention else None
     config = TaskConfig(task=task, specs=specs, seeds=seeds, steps=steps, out=out, fresh=fresh)
-    with (problems if as_json else console).status("") as status:
-        rows = run_tasks(config, lambda name, done: status.update(Text(f"{done:.0%}  {name}")))
+    with show_status(problems if as_json else console) as show:
+        rows = run_tasks(config, lambda name, done: show(f"{done:.0%}  {name}"))
     if as_json:
         print(json.dumps(rows, indent=2))
         return

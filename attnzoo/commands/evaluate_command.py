@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 from attnzoo.commands.model_argument import ModelArgument, model_folder
 from attnzoo.commands.recovery import print_results
 from attnzoo.commands.spec_options import parse_object, split
-from attnzoo.commands.terminal import AsJson, console
+from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.commands.train_options import Column, Control, DataIfGiven, Length, TargetLength
 from attnzoo.errors import ConfigError
 
@@ -113,7 +114,7 @@ def evaluate(
         target_length=target_length,
         tasks=harness,
         original=original,
-        log=(lambda text: None) if as_json else console.print,
+        log=partial((problems if as_json else console).print, soft_wrap=True, highlight=False),
     )
     if as_json:
         print(json.dumps(results, indent=2, default=str))

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from attnzoo.commands.compare import Model, Threads
-from attnzoo.commands.terminal import AsJson, console
+from attnzoo.commands.terminal import AsJson, console, problems
 from attnzoo.errors import SpecError
+from attnzoo.report.live import show_status
 
 CHOICES = ("ablation", "gradient")
 FRACTIONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
@@ -64,11 +64,7 @@ def heads(
     path = model_path(model)
     fractions = sorted({*FRACTIONS, *([prune] if prune else [])})
     saved = None
-    with console.status("") as status:
-
-        def on_step(step: str) -> None:
-            status.update(Text(step))
-
+    with show_status(problems if as_json else console) as on_step:
         study, found, chosen = _measure(
             path, text, (rows, length), window, fractions, (prune, by), on_step
         )

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from attnzoo.commands.compare import Model, Threads
 from attnzoo.commands.spec_options import Attentions, specs_of
-from attnzoo.commands.terminal import AsJson, console
+from attnzoo.commands.terminal import AsJson, console, problems
+from attnzoo.report.live import show_status
 
 
 def memory(
@@ -62,10 +62,10 @@ def memory(
         )
         for spec in _specs(path, attention)
     ]
-    with console.status("") as status:
+    with show_status(problems if as_json else console) as show:
         rows = []
         for case in cases:
-            status.update(Text(case.attention))
+            show(case.attention)
             rows.append(_row(case, limit or None, timeout if measure else None, threads))
     if as_json:
         print(json.dumps(rows, indent=2))

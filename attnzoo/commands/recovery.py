@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from attnzoo.commands.model_argument import ModelArgument, argument_of
 from attnzoo.commands.spec_options import spec_of
@@ -21,7 +20,8 @@ from attnzoo.commands.train_options import (
     TrainOptions,
     with_train_options,
 )
-from attnzoo.errors import SpecError
+from attnzoo.errors import ConfigError, SpecError
+from attnzoo.report.live import show_status
 
 TransferTarget = Annotated[
     str, typer.Option(help="what layers match of softmax: output or attention (weights)")
@@ -126,7 +126,7 @@ def plan(
     specs = _candidate_specs(candidate)
     row_length = length or target_length or 512
     train, _ = load_rows(path, data, column, TrainConfig(row_length=row_length, repeat_share=1.0))
-    with console.status("") as status:
+    with show_status(console) as show:
         made_plan = make_plan(
             path,
             train.tokens[:rows],
@@ -135,7 +135,7 @@ def plan(
             budget=budget,
             window=window,
             target_length=target_length,
-            on_step=lambda text: status.update(Text(text)),
+            on_step=show,
         )
     _print_plan(made_plan)
     if out is None or dry_run:
@@ -288,24 +288,51 @@ def finetune(
 
 
 def _run(start: Any, config: Any, stages: dict[str, int], options: TrainOptions) -> None:
-    """Run a training command with progress bars and print its results."""
-    from attnzoo.training.report import ProgressBar
+    """Run a training command, show its progress and print its results."""
+    from attnzoo.training.progress import TrainingProgress
 
     out = options.out
-    bar = ProgressBar(console, stages)
+    progress = TrainingProgress(console, stages)
+    repo = _prepare_repo(options) if progress.main else None
     try:
-        with bar:
+        with progress:
             given = {"column": options.column, "resume": options.resume}
-            results = start(options.data, out, config, **given, log=bar.log, on_step=bar.on_step)
+            shown = {"log": progress.log, "on_step": progress.on_step}
+            results = start(options.data, out, config, **given, **shown)
     except KeyboardInterrupt:
-        if bar.main:
+        if progress.main:
             problems.print(how_to_resume(out), soft_wrap=True, highlight=False)
         raise SystemExit(INTERRUPTED) from None
-    if bar.main:
+    if progress.main:
         print_results(results)
         console.print(
             f"Model:  {out} (load it with from_pretrained after `import attnzoo`)", soft_wrap=True
         )
+    if repo is not None:
+        from attnzoo.training.publish import publish
+
+        console.print(f"Hub:    {publish(out, repo)}", soft_wrap=True)
+
+
+def _prepare_repo(options: TrainOptions) -> str | None:
+    """Return the repository of ``--push-to-hub``, which is created before anything is trained.
+
+    Raises:
+        ConfigError: An option of the repository is given without ``--push-to-hub``.
+        AttnzooError: The repository cannot be created.
+    """
+    if not options.push_to_hub:
+        for name in ("hub_model_id", "hub_private_repo"):
+            if getattr(options, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} needs --push-to-hub; give both, or neither")
+        return None
+    from attnzoo.training.checkpoints import check_run_folder
+    from attnzoo.training.publish import prepare_repo
+
+    check_run_folder(options.out, resume=options.resume)
+    name = options.hub_model_id or options.out.resolve().name
+    return prepare_repo(name, private=options.hub_private_repo)
 
 
 def print_results(results: dict[str, Any]) -> None:

@@ -109,7 +109,17 @@ class TrainOptions:
             help="share of a label's probability that all tokens get, in cross-entropy",
         ),
     ] = 0.0
-    checkpoint_every: Annotated[int, typer.Option(help="steps between checkpoints")] = 50
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(
+            help="steps between checkpoints; 0: at the end of each stage, and by "
+            "--checkpoint-minutes"
+        ),
+    ] = 50
+    checkpoint_minutes: Annotated[
+        float | None,
+        typer.Option(help="minutes between checkpoints, beside those of --checkpoint-every"),
+    ] = None
     keep: Annotated[int, typer.Option(help="latest checkpoints to keep")] = 2
     evaluate_every: Annotated[
         int | None,
@@ -151,6 +161,16 @@ class TrainOptions:
     report_to: Annotated[
         str | None, typer.Option(help="tracker of Accelerate, such as tensorboard; logs to --out")
     ] = None
+    push_to_hub: Annotated[
+        bool, typer.Option("--push-to-hub", help="upload the model with its card to the Hub")
+    ] = False
+    hub_model_id: Annotated[
+        str | None,
+        typer.Option(help="ORG/MODEL or MODEL on the Hub; default: the name of --out"),
+    ] = None
+    hub_private_repo: Annotated[
+        bool | None, typer.Option(help="whether a new repository is private")
+    ] = None
     column: Column = "text"
     seed: int = 0
     resume: Annotated[bool, typer.Option(help="resume from the last checkpoint in --out")] = False
@@ -182,6 +202,7 @@ class TrainOptions:
             batch_size=self.batch,
             accumulate=self.accumulate,
             checkpoint_every=self.checkpoint_every,
+            checkpoint_minutes=self.checkpoint_minutes,
             entropy_every=self.entropy_every,
             cp_size=self.cp_size,
             seed=self.seed,

@@ -76,6 +76,25 @@ def patch_config(configuration_utils: Any) -> None:
     cls.validate_output_attentions = validate_output_attentions
 
 
+def patch_push_to_hub(hub: Any) -> None:
+    """Complete the card of a swapped model, or of an adapter, that ``push_to_hub`` uploads."""
+    cls = hub.PushToHubMixin
+    if not mark_patched(cls):
+        return
+    upload = cls._upload_modified_files
+
+    @wraps(upload)
+    def upload_with_loading(
+        self: Any, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        from attnzoo.hf.saving.card import complete_uploaded_card
+
+        complete_uploaded_card(self, working_dir, repo_id)
+        return upload(self, working_dir, repo_id, *args, **kwargs)
+
+    cls._upload_modified_files = upload_with_loading
+
+
 def patch_lazy_module(import_utils: Any) -> None:
     """Find the stock class for the name that a saved swap has in its config.
 
@@ -273,7 +292,7 @@ def patch_continuous_batching(continuous_api: Any) -> None:
 
 
 def patch_trainer(trainer: Any) -> None:
-    """Apply no weight decay to parameters of backends that set a decay or a mixture."""
+    """Leave the decays and mixtures of backends out of weight decay, and complete the card."""
     cls = trainer.Trainer
     if not mark_patched(cls):
         return
@@ -286,6 +305,28 @@ def patch_trainer(trainer: Any) -> None:
         return without_exempt(model, get_decay_parameter_names(self, model))
 
     cls.get_decay_parameter_names = get_decay_parameter_names_without_extras
+    _patch_card(cls)
+
+
+def patch_trl(base_trainer: Any) -> None:
+    """Complete the card of TRL's trainers, which write one of their own."""
+    cls = base_trainer._BaseTrainer
+    if "create_model_card" in vars(cls) and mark_patched(cls):
+        _patch_card(cls)
+
+
+def _patch_card(cls: Any) -> None:
+    """Add the tag and how to load the model to the card that a trainer writes."""
+    create_model_card = cls.create_model_card
+
+    @wraps(create_model_card)
+    def create_model_card_with_loading(self: Any, *args: Any, **kwargs: Any) -> None:
+        from attnzoo.hf.saving.card import complete_trainer_card
+
+        create_model_card(self, *args, **kwargs)
+        complete_trainer_card(self)
+
+    cls.create_model_card = create_model_card_with_loading
 
 
 def patch_export(executorch: Any) -> None:
@@ -327,12 +368,14 @@ def _patch_export(cls: Any, cache: str) -> None:
 
 _PATCHES = {
     "transformers.utils.import_utils": patch_lazy_module,
+    "transformers.utils.hub": patch_push_to_hub,
     "transformers.configuration_utils": patch_config,
     "transformers.cache_utils": patch_cache,
     "transformers.masking_utils": patch_masks,
     "transformers.modeling_utils": patch_models,
     "transformers.models.auto.auto_factory": patch_auto_classes,
     "transformers.trainer": patch_trainer,
+    "trl.trainer.base_trainer": patch_trl,
     "transformers.integrations.executorch": patch_export,
     "transformers.generation.continuous_batching.continuous_api": patch_continuous_batching,
 }

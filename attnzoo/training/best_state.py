@@ -97,7 +97,8 @@ class BestState(LastState):
         every: Steps between evaluations; a part of the stage when ``None``.
         autocast: Returns the context of the stage's forward passes.
         log: Called with messages.
-        rank: Number of this process.
+        rank: Number of the file that this process reads, and its own if it writes one.
+        writes: Whether this process writes a file; only one of those with equal parameters does.
     """
 
     def __init__(
@@ -111,16 +112,19 @@ class BestState(LastState):
         autocast: Callable[[], AbstractContextManager[Any]],
         log: Callable[[str], None],
         rank: int = 0,
+        writes: bool = True,
     ) -> None:
         self.stage, self.model, self.rows, self.generation = stage, model, rows, generation
         self.every = every or max(1, math.ceil(stage.steps / EVALUATIONS))
-        self.autocast, self.log, self.rank = autocast, log, rank
+        self.autocast, self.log, self.rank, self.writes = autocast, log, rank, writes
+        self.step = 0
         self.best: Score | None = None
         self.first: Score | None = None
         self.state: list[Tensor] = []
 
     def after_step(self, step: int) -> None:
         """Evaluate the state after so many steps of the stage, if it is time to."""
+        self.step = step
         if step % self.every and step != self.stage.steps:
             return
         score = self._score(step)
@@ -144,19 +148,27 @@ class BestState(LastState):
             )
 
     def save(self, folder: Path) -> None:
-        """Write the best state and its scores into a checkpoint's folder."""
+        """Write the best state and its scores into a checkpoint's folder.
+
+        The checkpoint has the parameters of the current step, so they are not written again.
+        """
+        if not self.writes:
+            return
+        current = self.best is not None and self.best.step == self.step
         scores = {k: x and asdict(x) for k, x in (("best", self.best), ("first", self.first))}
-        torch.save({**scores, "state": self.state}, folder / FILE.format(rank=self.rank))
+        state = None if current else self.state
+        torch.save({**scores, "state": state}, folder / FILE.format(rank=self.rank))
 
     def load(self, folder: Path) -> None:
-        """Read what :meth:`save` wrote, if this checkpoint has it."""
+        """Read what :meth:`save` wrote, if this checkpoint has it; the model is loaded before."""
         path = folder / FILE.format(rank=self.rank)
         if not path.is_file():
             return
         data = torch.load(path, weights_only=True, map_location="cpu")
         self.best, self.first = (Score(**data[k]) if data[k] else None for k in ("best", "first"))
         own = self._parameters()
-        self.state = [x.to(p.device) for p, x in zip(own, data["state"], strict=True)]
+        saved = own if data["state"] is None else data["state"]
+        self.state = [x.detach().to(p.device, copy=True) for p, x in zip(own, saved, strict=True)]
 
     def _parameters(self) -> list[nn.Parameter]:
         """Return the trained parameters in the model's order; FSDP2 replaces those of the stage.

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ class Checkpoints:
     ) -> None:
         self.out, self.run, self.keep, self.log = out, json.loads(json.dumps(run)), keep, log
         self._lock = FileLock(out / FOLDER / LOCK, timeout=0)
+        self._executor = ThreadPoolExecutor(max_workers=1)
+        self._finishing: Future[None] | None = None  # hashes the last checkpoint
 
     def begin(self, *, resume: bool) -> dict[str, Any] | None:
         """Create the folder of a new run, or find the last checkpoint; called by one process.
@@ -105,7 +108,9 @@ class Checkpoints:
         return None
 
     def release(self) -> None:
-        """Unlock the folder, if this process has locked it."""
+        """Unlock the folder, if this process has locked it, after the last checkpoint."""
+        if self._finishing is not None:
+            self._finishing.exception()  # of :meth:`wait`, unless another error ends the run
         if not self._lock.is_locked:
             return
         self._lock.release()
@@ -174,17 +179,38 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint to a temporary folder, then rename it; called by all processes.
 
+        A thread of the main process hashes and renames it, so that no process waits for that; the
+        next call waits for the thread.
+
         Args:
             progress: Progress of the run as JSON data; ``total`` counts its steps.
             save: Writes the state into a folder, on all processes.
             main: Whether this process renames the folder and removes old checkpoints.
+
+        Raises:
+            CheckpointError: This checkpoint, or the last one, cannot be written.
         """
+        self.wait()
         final = self.out / FOLDER / f"step-{progress['total']:06d}"
         partial = final.with_name(f"{final.name}{PARTIAL}")
         with explain_write_errors(self):
             save(partial)
-            if not main:
-                return
+        if main:
+            self._finishing = self._executor.submit(self._finish, progress, partial, final)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is complete.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        finishing, self._finishing = self._finishing, None
+        if finishing is not None:
+            finishing.result()
+
+    def _finish(self, progress: Mapping[str, Any], partial: Path, final: Path) -> None:
+        """Hash and rename a checkpoint whose files are written, and remove old ones."""
+        with explain_write_errors(self):
             data = {**progress, "files": file_hashes(partial)}
             atomic_write(partial / DONE, json.dumps(data, allow_nan=False))
             shutil.rmtree(final, ignore_errors=True)
@@ -196,6 +222,7 @@ class Checkpoints:
 
     def clear(self) -> None:
         """Remove all checkpoints of a finished run."""
+        self.wait()
         shutil.rmtree(self.out / FOLDER, ignore_errors=True)
 
 

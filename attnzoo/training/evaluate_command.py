@@ -32,7 +32,7 @@ from attnzoo.training.loading import load_rows
 from attnzoo.training.quality import (
     as_dicts,
     branch_qualities,
-    quality,
+    evaluate_rows,
     softmax_quality,
     widest_window,
     with_original_continuations,
@@ -165,7 +165,7 @@ class Judge:
     def __init__(
         self, path: Path, data: list[Path], column: str, config: TrainConfig, log: Log
     ) -> None:
-        self.config = config
+        self.config, self.log = config, log
         self.lines: dict[str, Any] = {}
         _, held_out = load_rows(path, data, column, config)
         self.batch = rows_to_eval_batch(held_out, config.judged_rows, string_tokenizer(path))
@@ -187,14 +187,16 @@ class Judge:
         self,
         name: str,
         model: Any,
-        measure: Callable[[Any, EvalBatch], Any] = quality,
+        measure: Callable[[Any, EvalBatch], Any] = evaluate_rows,
         equal: EqualWindow | None = None,
     ) -> None:
         """Evaluate a model at all lengths, except where ``equal`` sees every key."""
         if not is_hidden(equal, self.config.row_length):
+            self.log(f"evaluation: {name}")
             self.lines[name] = measure(model, self.batch)
         for length, batch in self.long_batches.items():
             if not is_hidden(equal, length):
+                self.log(f"evaluation: {name}, rows of {length:,} tokens")
                 self.long_lines[length][name] = measure(model, batch)
 
     def evaluate_swapped(self, model: Any) -> None:
@@ -202,7 +204,9 @@ class Judge:
         self.batch = with_original_continuations(model, self.batch)
         self.evaluate("softmax", model, softmax_quality)
         self.evaluate("result", model)
-        self.lines |= branch_qualities(model, lambda model: quality(model, self.batch))
+        self.lines |= branch_qualities(
+            model, lambda model: evaluate_rows(model, self.batch), self.log
+        )
 
     def evaluate_equal_window(self, model: Any) -> None:
         """Evaluate the windows of equal memory in a model that is not swapped; restore it."""

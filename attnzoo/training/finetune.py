@@ -49,7 +49,7 @@ def finetune(
     column: str = "text",
     resume: bool = False,
     log: Log = lambda text: None,
-    on_step: OnStep = lambda stage, step, loss: None,
+    on_step: OnStep = lambda stage, step, metrics: None,
 ) -> dict[str, Any]:
     """Fine-tune a swapped model on text, evaluate it, and save it to ``out``.
 
@@ -64,7 +64,7 @@ def finetune(
         column: Field of JSON and parquet files that holds the text.
         resume: Whether to resume from the last checkpoint in ``out``.
         log: Called with progress messages.
-        on_step: Called after each step with the stage, the step and the loss.
+        on_step: Called after each step with the stage, the step and its metrics.
 
     Returns:
         The content of ``finetuning.json``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from attnzoo.evaluation.data import load_tokenizer
 from attnzoo.evaluation.models import require_causal
 from attnzoo.hf.names import NAME
 from attnzoo.hf.saving.files import read_config
+from attnzoo.hf.swap.backends import extras_are_new
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.completions import example_of, pack_completions
 from attnzoo.training.data import Rows, pack, with_repeats
@@ -89,9 +91,10 @@ def load_model(path: Path, spec: AttentionSpec | None, cls: Any) -> PreTrainedMo
         raise SpecError(f"{str(path)!r} is not swapped; give an attention to swap it with")
     if spec is not None:
         config.attnzoo = spec.to_dict()
-    model: PreTrainedModel = cls.from_pretrained(
-        path, config=config, attn_implementation=NAME, dtype=torch.float32
-    )
+    with nullcontext() if swapped else extras_are_new():
+        model: PreTrainedModel = cls.from_pretrained(
+            path, config=config, attn_implementation=NAME, dtype=torch.float32
+        )
     return model
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import skip_first_batches
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
@@ -43,6 +45,7 @@ from attnzoo.training.sharding import (
     prepare_cp_loader,
     with_label_counts,
 )
+from attnzoo.training.trained_state import without_frozen_weights
 
 LOSSES = "losses.jsonl"
 DIVERGENCE_ADVICE = (
@@ -51,11 +54,27 @@ DIVERGENCE_ADVICE = (
 )
 MIN_LOSS_SCALE = 1.0  # fp16 halves the scale from 65,536 at each overflow
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]  # of a prepared model and a batch
-OnStep = Callable[[str, int, float], None]  # stage, step, loss
 
 
 class DivergenceError(AttnzooError):
     """A loss, a gradient or a weight is NaN or infinite; training stops."""
+
+
+class StepMetrics(NamedTuple):
+    """Measurements of one optimiser step.
+
+    Attributes:
+        loss: Mean loss over micro-batches and processes.
+        grad_norm: Norm of the gradient before clipping; ``None`` if the engine does not return it.
+        tokens: Tokens of the step over all processes, without padding.
+    """
+
+    loss: float
+    grad_norm: float | None
+    tokens: int
+
+
+OnStep = Callable[[str, int, StepMetrics], None]  # stage, step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +115,8 @@ class LoopConfig:
     weight_decay: float = 0.0  # of matrices, not of norms, biases and decays of backends
     betas: tuple[float, float] = BETAS  # of AdamW
     seed: int = 0
-    checkpoint_every: int = 50  # steps
+    checkpoint_every: int = 50  # steps; 0: at the end of each stage, and by checkpoint_minutes
+    checkpoint_minutes: float | None = None  # minutes between checkpoints, beside those by steps
     keep: int = 2  # checkpoints
     # steps between measurements of the heads' entropy; None: a tenth of each stage; 0: none
     entropy_every: int | None = None
@@ -109,12 +129,17 @@ class LoopConfig:
         for name, least in (
             ("batch_size", 1),
             ("accumulate", 1),
-            ("checkpoint_every", 1),
+            ("checkpoint_every", 0),
             ("keep", 1),
             ("cp_size", 1),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.checkpoint_minutes is not None and not 0 < self.checkpoint_minutes < math.inf:
+            raise ConfigError(
+                f"checkpoint_minutes must be above 0 and finite, got {self.checkpoint_minutes}; "
+                "leave it out for checkpoints by steps only"
+            )
         if self.batch_size % self.accumulate:
             raise ConfigError(
                 f"A batch of {self.batch_size} rows is not divisible into {self.accumulate} "
@@ -155,7 +180,7 @@ class Loop:
         config: Configuration of the steps.
         checkpoints: The run's checkpoints.
         progress: Progress of the last checkpoint, as :meth:`Checkpoints.begin` returns it.
-        on_step: Called after each step with the stage, the step and the loss.
+        on_step: Called after each step with the stage, the step and its metrics.
         mesh: Process mesh of context parallelism, ``None`` without.
 
     Attributes:
@@ -171,7 +196,7 @@ class Loop:
         config: LoopConfig,
         checkpoints: Checkpoints,
         progress: Mapping[str, Any] | None = None,
-        on_step: OnStep = lambda stage, step, loss: None,
+        on_step: OnStep = lambda stage, step, metrics: None,
         mesh: DeviceMesh | None = None,
     ) -> None:
         self.accelerator, self.rows, self.config = accelerator, rows, config
@@ -180,6 +205,7 @@ class Loop:
         self.entropy_log: EntropyLog | None = None
         self.keep_best: Callable[[nn.Module, Stage], LastState | None] = lambda model, stage: None
         self.total = 0  # steps of the stages so far
+        self.saved = time.monotonic()  # time of the last checkpoint
         if accelerator.is_main_process:
             for name in (LOSSES, HEADS):
                 truncate_lines(checkpoints.out / name, progress["total"] if progress else 0)
@@ -212,30 +238,33 @@ class Loop:
             model, optimizer, schedule, self._loader(stage)
         )
         best = self.keep_best(self._callable(model, wrapped), stage) or LastState()
-        self._start(best, resume=done > first)
+        self._start(wrapped, best, resume=done > first)
         model.train()
         batches = self._batches(loader, max(done, first))
         for step in range(max(done - first, 0), stage.steps):
             self._log_entropies(model, stage, step, first + step + 1)
             stage.before_step(step)
-            loss = self._step(wrapped, optimizer, next(batches), stage, step)
+            metrics = self._step(wrapped, optimizer, next(batches), stage, step)
             if not self.accelerator.optimizer_step_was_skipped:  # an overflow under fp16
                 schedule.step()
             now = first + step + 1
             if self.accelerator.is_main_process:
-                line = {"total": now, "stage": stage.name, "step": step, "loss": loss}
+                line = {"total": now, "stage": stage.name, "step": step, "loss": metrics.loss}
+                line["tokens"] = metrics.tokens
                 with explain_write_errors(self.checkpoints):
                     append_line(self.checkpoints.out / LOSSES, line)
             if self.accelerator.trackers:
-                rates = {f"{stage.name}/learning_rate": schedule.get_last_lr()[0]}
-                self.accelerator.log({f"{stage.name}/loss": loss, **rates}, step=now)
-            self.on_step(stage.name, step, loss)
+                logged = {"loss": metrics.loss, "learning_rate": schedule.get_last_lr()[0]}
+                if metrics.grad_norm is not None:
+                    logged["grad_norm"] = metrics.grad_norm
+                self.accelerator.log({f"{stage.name}/{k}": x for k, x in logged.items()}, step=now)
+            self.on_step(stage.name, step, metrics)
             if step + 1 == stage.steps:
                 self._log_entropies(model, stage, step + 1, now)
             best.after_step(step + 1)
-            if now % self.config.checkpoint_every == 0 or step + 1 == stage.steps:
+            if self._is_checkpoint_due(now) or step + 1 == stage.steps:
                 self._require_finite_weights(wrapped, stage, step)
-                self._save({"total": now, "stage": stage.name}, best)
+                self._save(wrapped, {"total": now, "stage": stage.name}, best)
         best.restore()
         if self.accelerator.distributed_type in SHARDED:
             model = gather_weights(self.accelerator, wrapped, rebuild())
@@ -248,11 +277,12 @@ class Loop:
         """Return the model to call for an evaluation: the wrapped one where weights are sharded."""
         return wrapped if self.accelerator.distributed_type in SHARDED else model
 
-    def _start(self, best: LastState, *, resume: bool) -> None:
+    def _start(self, model: nn.Module, best: LastState, *, resume: bool) -> None:
         """Load the last checkpoint of a stage, or evaluate the state that it starts from."""
         if resume:
             assert self.progress is not None
-            load_state(self.accelerator, self.progress["path"])
+            with self._checkpointed(model):
+                load_state(self.accelerator, self.progress["path"])
             best.load(Path(self.progress["path"]))
         else:
             best.after_step(0)
@@ -292,8 +322,8 @@ class Loop:
         batches: list[Mapping[str, Tensor]],
         stage: Stage,
         step: int,
-    ) -> float:
-        """Take one step over the micro-batches of a batch; return the mean loss over processes."""
+    ) -> StepMetrics:
+        """Take one step over the micro-batches of a batch."""
         total = torch.zeros((), device=self.accelerator.device)
         batches = with_label_counts(self.accelerator, batches)
         for number, batch in enumerate(batches, 1):
@@ -313,11 +343,23 @@ class Loop:
         if not math.isfinite(loss_value):
             raise self._diverged(f"the loss is {loss_value}", stage, step)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of FSDP2
-        if norm is not None and not math.isfinite(float(norm)):  # DeepSpeed may return None
-            self._check_loss_scale(float(norm), stage, step)
+        grad_norm = None if norm is None else float(norm)  # DeepSpeed may return None
+        if grad_norm is not None and not math.isfinite(grad_norm):
+            self._check_loss_scale(grad_norm, stage, step)
         optimizer.step()  # with loss scaling, a step with infinite gradients is left out
         optimizer.zero_grad()
-        return loss_value
+        return StepMetrics(loss_value, grad_norm, self._count_tokens(batches))
+
+    def _count_tokens(self, batches: list[Mapping[str, Tensor]]) -> int:
+        """Return the tokens of a step, of which every process has as many, without padding."""
+        groups: int = self.accelerator.num_processes // self.config.cp_size
+        own = sum(
+            int(batch["attention_mask"].sum())
+            if "attention_mask" in batch
+            else batch["input_ids"].numel()
+            for batch in batches
+        )
+        return own * groups
 
     def _check_loss_scale(self, norm: float, stage: Stage, step: int) -> None:
         """Raise an error for a gradient norm that a smaller loss scale cannot make finite."""
@@ -343,6 +385,7 @@ class Loop:
 
     def _diverged(self, what: str, stage: Stage, step: int) -> DivergenceError:
         """Return the error of a run that diverges."""
+        self.checkpoints.wait()
         last = self.checkpoints.latest()
         kept = "no checkpoint exists"
         if last is not None:
@@ -408,20 +451,40 @@ class Loop:
                     batches = []
             epoch, skipped = epoch + 1, 0
 
-    def _save(self, progress: dict[str, Any], best: LastState) -> None:
+    def _is_checkpoint_due(self, total: int) -> bool:
+        """Return whether a checkpoint follows a step; called by all processes."""
+        every, minutes = self.config.checkpoint_every, self.config.checkpoint_minutes
+        due = every > 0 and total % every == 0
+        if minutes is None:
+            return due
+        late = time.monotonic() - self.saved > 60 * minutes and self.accelerator.is_main_process
+        flag = torch.tensor(float(late), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, "sum")) or due  # the main process's clock
+
+    def _checkpointed(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return the context in which the state of a prepared model is saved or loaded.
+
+        DeepSpeed writes all weights in a format of its own.
+        """
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return nullcontext()
+        return without_frozen_weights(model)
+
+    def _save(self, model: nn.Module, progress: dict[str, Any], best: LastState) -> None:
         """Write a checkpoint, with the best state of the stage; called by all processes."""
+        self.saved = time.monotonic()
 
         def save(path: Path) -> None:
             if self.accelerator.is_main_process:
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir(parents=True)
             self.accelerator.wait_for_everyone()
-            self.accelerator.save_state(str(path), safe_serialization=False)
+            with self._checkpointed(model):
+                self.accelerator.save_state(str(path), safe_serialization=False)
             best.save(path)
             self.accelerator.wait_for_everyone()
 
         self.checkpoints.write(progress, save, main=self.accelerator.is_main_process)
-        self.accelerator.wait_for_everyone()
 
 
 def zero_loss(stage: Stage) -> Tensor:
@@ -438,5 +501,5 @@ def zero_loss(stage: Stage) -> Tensor:
 
 
 def read_losses(out: Path) -> list[dict[str, Any]]:
-    """Return the rows of ``losses.jsonl``: total, stage, step and loss of each step, in order."""
+    """Return the rows of ``losses.jsonl``: total, stage, step, loss and tokens of each step."""
     return read_lines(out / LOSSES)

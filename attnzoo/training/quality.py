@@ -64,7 +64,9 @@ class Quality:
         )
 
 
-def quality(model: PreTrainedModel, batch: EvalBatch, *, is_original: bool = False) -> Quality:
+def evaluate_rows(
+    model: PreTrainedModel, batch: EvalBatch, *, is_original: bool = False
+) -> Quality:
     """Return the quality of a model in evaluation mode; its mode is restored.
 
     Args:
@@ -117,7 +119,7 @@ def widest_window(model: nn.Module) -> int:
 def softmax_quality(model: PreTrainedModel, batch: EvalBatch) -> Quality:
     """Return the quality of a swapped model with softmax attention."""
     with original_attention(model):
-        return quality(model, batch)
+        return evaluate_rows(model, batch)
 
 
 def branch_qualities(
@@ -130,12 +132,14 @@ def branch_qualities(
     Args:
         model: The model.
         evaluate: Returns the quality of the model.
-        log: Called with the reason when a branch alone cannot be measured.
+        log: Called before each evaluation, and with the reason when a branch alone cannot be
+            measured.
     """
     results = {}
     for name, weight in (("near branch alone", NEAR), ("far branch alone", FAR)):
         weights = [p for n, p in model.named_parameters() if n.endswith("attnzoo.far_log_weight")]
         if weights:
+            log(f"evaluation: {name}")
             with _fill(weights, weight):
                 try:
                     results[name] = evaluate(model)

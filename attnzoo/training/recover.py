@@ -211,7 +211,7 @@ def recover(
     resume: bool = False,
     weights: str | None = None,
     log: Log = lambda text: None,
-    on_step: OnStep = lambda stage, step, loss: None,
+    on_step: OnStep = lambda stage, step, metrics: None,
 ) -> dict[str, Any]:
     """Swap a saved model, recover its quality, evaluate it, and save it to ``out``.
 
@@ -228,7 +228,7 @@ def recover(
         resume: Whether to resume from the last checkpoint in ``out``.
         weights: Fingerprint of the weights that the spec was planned for, if any.
         log: Called with progress messages.
-        on_step: Called after each step with the stage, the step and the loss.
+        on_step: Called after each step with the stage, the step and its metrics.
 
     Returns:
         The content of ``recovery.json``.

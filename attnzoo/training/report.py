@@ -1,17 +1,12 @@
-"""How runs are presented: in the terminal, as ``report.html``, and as the model card."""
+"""How results of runs are presented: in the terminal, as ``report.html``, as the model card."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typing import Any
 
 from attnzoo.evaluation.cost_laws import BUSY
 from attnzoo.evaluation.margins import plus_minus
@@ -22,6 +17,7 @@ from attnzoo.report.table import Table
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.head_entropy import HEADS, entropy_plots
 from attnzoo.training.json_lines import read_lines
+from attnzoo.training.model_card import loading_text, metadata_block, training_text
 
 GENERATION_TEXT = (
     "Greedy generation on held-out text. Equal tokens: the fraction of generated tokens that equal "
@@ -53,7 +49,8 @@ def write_pages(
         losses: Rows of ``losses.jsonl``.
         command: ``recover`` or ``finetune``.
     """
-    atomic_write(out / "README.md", card(results, command))
+    losses = list(losses)
+    atomic_write(out / "README.md", card(results, command, losses))
     if not charts.can_draw():
         return
     decoding, generation = decoding_table(results), generation_table(results)
@@ -273,17 +270,19 @@ def _loss_curves(losses: Iterable[Mapping[str, Any]]) -> charts.Plot:
     return charts.Plot(name="losses", title="Training", text=text, figure=figure)
 
 
-def card(results: Mapping[str, Any], command: str) -> str:
+def card(results: Mapping[str, Any], command: str, losses: Iterable[Mapping[str, Any]] = ()) -> str:
     """Return the model card in Markdown: the verdict first, then the results."""
     kind = "feature-extraction" if is_encoder(results) else "text-generation"
     kind = "fill-mask" if is_masked(results) else kind
     decoding, generation = decoding_table(results), generation_table(results)
-    calibration = calibration_table(results)
+    calibration, about = calibration_table(results), results.get("about", {})
     parts = [
-        f"---\nlibrary_name: transformers\npipeline_tag: {kind}\ntags: [attnzoo]\n---\n",
+        metadata_block(about, kind),
         "# A model with swapped attention\n",
         f"**{results['verdict']}**\n",
-        "Load it with `from_pretrained` after `import attnzoo`.\n",
+        loading_text(about, kind),
+        training_text(about, losses, command),
+        "## Results\n",
         _summary(results, command) + "\n",
         results_table(results).markdown(),
         f"{GENERATION_TEXT}\n\n{generation.markdown()}" if generation else "",
@@ -299,53 +298,3 @@ def card(results: Mapping[str, Any], command: str) -> str:
         else "",
     ]
     return "\n".join(part for part in parts if part)
-
-
-class ProgressBar:
-    """A progress bar per stage with its loss, shown by the main process only.
-
-    Args:
-        console: Where to print.
-        stages: Number of steps by stage.
-    """
-
-    def __init__(self, console: Console, stages: Mapping[str, int]) -> None:
-        self.console, self.stages = console, stages
-        self.main = os.environ.get("RANK", "0") == "0"
-        self.progress = Progress(
-            TextColumn("{task.description:<24}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not self.main,
-        )
-        self.tasks: dict[str, Any] = {}
-
-    def __enter__(self) -> Self:
-        """Start the display."""
-        self.progress.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop the display."""
-        self.progress.__exit__(kind, error, trace)
-
-    def log(self, text: str) -> None:
-        """Print a line above the bars."""
-        if self.main:
-            self.progress.console.print(text, markup=False, soft_wrap=True)
-
-    def on_step(self, stage: str, step: int, loss: float) -> None:
-        """Advance the bar of a stage."""
-        if stage not in self.tasks:
-            total = self.stages[stage.split()[0]]  # "transfer 4" is the block that starts at 4
-            self.tasks[stage] = self.progress.add_task(stage, total=total)
-        self.progress.update(
-            self.tasks[stage], completed=step + 1, description=f"{stage}, loss {loss:.4f}"
-        )

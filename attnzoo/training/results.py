@@ -58,6 +58,7 @@ def _collect(run: Run, model: PreTrainedModel, lines: dict[str, Any]) -> dict[st
         **run.conclude(lines),
         "decoding": decoding_cost(model, run) if decodes else {},
         **run.provenance,
+        "about": run.about,
     }
 
 
@@ -67,6 +68,7 @@ def decoding_cost(model: PreTrainedModel, run: Run) -> dict[str, Any]:
     model.eval()
     limit = max_positions(run.path)
     lengths = [n for n in LENGTHS if limit is None or n + MARGIN <= limit]
+    run.log("timing of decoding")
     text = run.eval_batch.stream
     stream = text.repeat(-(-LENGTHS[-1] // len(text))).to(model.device)
     contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 
 from attnzoo.backends.parts.recurrent import RecurrentBackend
 from attnzoo.contract.config import Geometry
-from attnzoo.errors import SpecError, UntrainedWarning
+from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import EvalBatch, load_tokenizer, string_tokenizer
 from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.kernel_checks import check_model_kernels
@@ -34,9 +33,9 @@ from attnzoo.hf.swap.convert import original_attention, restore, swap
 from attnzoo.report.atomic_write import atomic_write
 from attnzoo.spec import AttentionSpec
 from attnzoo.training import best_state
+from attnzoo.training.baselines import Baselines
 from attnzoo.training.best_state import BestState
 from attnzoo.training.checkpoints import (
-    FOLDER,
     CheckpointError,
     Checkpoints,
     check_run_folder,
@@ -61,12 +60,13 @@ from attnzoo.training.loop import (
     Stage,
     read_losses,
 )
+from attnzoo.training.model_card import about_run
 from attnzoo.training.plan import weights_fingerprint
 from attnzoo.training.quality import (
     Quality,
     as_dicts,
     branch_qualities,
-    quality,
+    evaluate_rows,
     widest_window,
     with_original_continuations,
 )
@@ -76,54 +76,12 @@ from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import extras, output_extras, swapped_layers
 from attnzoo.training.verdict import verdict
 
-LINES = "lines.json"  # results of the baselines, in the folder of the checkpoints
 BASELINES_DONE = "window alone"  # the last one that is evaluated
 AT = " @ "  # in names of results on longer rows, before their length
 RESULTS = {"recover": "recovery.json", "finetune": "finetuning.json"}
 # settings of LoopConfig that a resumed run may change
-NO_IDENTITY = ("checkpoint_every", "keep", "entropy_every")
+NO_IDENTITY = ("checkpoint_every", "checkpoint_minutes", "keep", "entropy_every")
 Log = Callable[[str], None]
-
-
-class Baselines:
-    """Results of the models that a run is compared with; a resumed run reuses the saved ones.
-
-    Args:
-        accelerator: The run's accelerator.
-        checkpoints: The run's checkpoints, whose folder has the JSON file of the results.
-        kind: Dataclass of one result.
-
-    Attributes:
-        results: The results so far, by name.
-    """
-
-    def __init__(self, accelerator: Accelerator, checkpoints: Checkpoints, kind: Any) -> None:
-        self.accelerator, self.checkpoints = accelerator, checkpoints
-        self.path: Path = checkpoints.out / FOLDER / LINES
-        read = accelerator.is_main_process and self.path.is_file()
-        (saved,) = broadcast_object_list([json.loads(self.path.read_text("utf-8")) if read else {}])
-        self.results: dict[str, Any] = {name: kind(**values) for name, values in saved.items()}
-
-    def evaluate(self, name: str, evaluate: Callable[[], Any]) -> None:
-        """Evaluate a baseline and save its result, unless it is saved; called by all processes.
-
-        Raises:
-            NonFiniteError: The model's outputs are not finite.
-            CheckpointError: The result cannot be written.
-        """
-        if name in self.results:
-            return
-        try:
-            with warnings.catch_warnings():  # a raw swap is untrained by definition
-                warnings.simplefilter("ignore", UntrainedWarning)
-                self.results[name] = evaluate()
-        except NonFiniteError as error:
-            raise NonFiniteError(f"The baseline {name!r} cannot be measured: {error}") from error
-        if self.accelerator.is_main_process:
-            data = {name: asdict(result) for name, result in self.results.items()}
-            with explain_write_errors(self.checkpoints):
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                atomic_write(self.path, json.dumps(data, allow_nan=False))
 
 
 class Run:
@@ -143,7 +101,7 @@ class Run:
         resume: Whether to resume from the last checkpoint in ``out``.
         weights: Fingerprint of the weights that the spec was planned for, if any.
         log: Called with progress messages.
-        on_step: Called after each step with the stage, the step and the loss.
+        on_step: Called after each step with the stage, the step and its metrics.
 
     Attributes:
         finished: The results of a resumed run that is finished, else ``None``; the other
@@ -199,6 +157,7 @@ class Run:
             "data": train.fingerprint,
             "held_out": self.held_out.fingerprint,
         }
+        self.about = self._about(len(train))
         self.checkpoints = Checkpoints(out, self._identity(), keep=config.loop.keep, log=log)
         with ExitStack() as stack:
             stack.callback(self.close)  # unlocks the folder if what follows fails
@@ -208,7 +167,7 @@ class Run:
                 log("The run is finished; these are its results.")
                 return
             self._log_rows(train, self.held_out)
-            self.baselines = Baselines(self.accelerator, self.checkpoints, self.quality_class)
+            self.baselines = Baselines(self.accelerator, self.checkpoints, self.quality_class, log)
             self._find_baselines()
             self.model.to(self.accelerator.device)
             self.set_eval_data(self.held_out)
@@ -219,6 +178,17 @@ class Run:
             )
             self._check_kernels(train[0])
             stack.pop_all()
+
+    def _about(self, rows: int) -> dict[str, Any]:
+        """Return what the model card says about the origin of the model."""
+        return about_run(
+            self.path,
+            self.data,
+            self.out,
+            rows=rows,
+            row_length=self.config.row_length,
+            held_out=len(self.held_out),
+        )
 
     def _find_baselines(self) -> None:
         """Set the windows that the swap is compared with, and no results on longer rows yet."""
@@ -330,7 +300,7 @@ class Run:
 
     def quality(self, model: PreTrainedModel, *, is_original: bool = False) -> Any:
         """Evaluate a model on held-out rows; ``is_original`` if untrained and with softmax."""
-        return quality(model, self.eval_batch, is_original=is_original)
+        return evaluate_rows(model, self.eval_batch, is_original=is_original)
 
     def evaluate_result(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the results of the baselines, the trained model, and each branch of a hybrid.
@@ -343,13 +313,14 @@ class Run:
         round_weights(model, self.dtype)
         baselines = {k: x for k, x in self.baselines.results.items() if AT not in k}
         try:
+            self.log("evaluation: result")
             lines = {**baselines, "result": self.quality(model)}
             for length, batch in self.long_batches.items():
                 self.long_lines[length] = {
                     name.partition(AT)[0]: found
                     for name, found in self.baselines.results.items()
                     if name.endswith(f"{AT}{length}")
-                } | {"result": quality(model, batch)}
+                } | {"result": evaluate_rows(model, batch)}
         except NonFiniteError as error:
             raise DivergenceError(
                 f"Training diverged: {error} after the last step. The model is not saved. "
@@ -385,7 +356,7 @@ class Run:
         model, evaluate = self.model, self.baselines.evaluate
         for length, batch in self.long_batches.items():
             if name != "raw swap" and not is_hidden(equal, length):
-                evaluate(f"{name}{AT}{length}", partial(quality, model, batch))
+                evaluate(f"{name}{AT}{length}", partial(evaluate_rows, model, batch))
         if not is_hidden(equal, self.config.row_length):
             evaluate(name, lambda: self.quality(model, is_original=is_original))
 
@@ -440,6 +411,7 @@ class Run:
         chosen = [rows[i * len(rows) // count] for i in range(count)]
         device = self.accelerator.device
         generation = None if self.is_encoder else self.eval_batch.generation
+        sharded = self.accelerator.distributed_type == DistributedType.FSDP
         return BestState(
             stage,
             model,
@@ -450,7 +422,8 @@ class Run:
             every=every,
             autocast=self._autocast,
             log=self.log if self.accelerator.is_main_process else lambda text: None,
-            rank=self.accelerator.process_index,
+            rank=self.accelerator.process_index if sharded else 0,
+            writes=sharded or self.accelerator.is_main_process,
         )
 
     @contextmanager

@@ -49,7 +49,7 @@ def test_an_interrupted_run_names_the_command_that_resumes_it(
         code, _, err = attnzoo(*command)
         assert (code, "nothing was written" in err) == (130, True)
     calls = iter(range(100))
-    on_step = "attnzoo.training.report.ProgressBar.on_step"
+    on_step = "attnzoo.training.progress.TrainingProgress.on_step"
     with monkeypatch.context() as patch:
         patch.setattr(on_step, lambda *_: interrupted() if next(calls) == 2 else None)
         code, _, err = attnzoo(*command)

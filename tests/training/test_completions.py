@@ -24,7 +24,7 @@ from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loading import load_causal, load_rows
 from attnzoo.training.loop import LoopConfig, read_losses
-from attnzoo.training.quality import quality
+from attnzoo.training.quality import evaluate_rows
 from attnzoo.training.recover import RecoverConfig, recover
 
 TEMPLATE = (
@@ -202,7 +202,7 @@ def test_loss_is_that_of_each_completion_alone(model, data, spec, tmp_path, byte
     expected = losses_alone(model, rest, byte_tokenizer).mean()
     assert read_losses(tmp_path / "out")[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
     losses = losses_alone(model, kept, byte_tokenizer)
-    found = quality(model, rows_to_eval_batch(held_out, 9))
+    found = evaluate_rows(model, rows_to_eval_batch(held_out, 9))
     size = sum(len(x["completion"]) for x in kept) / len(losses)
     expected = float(losses.mean()) / size / math.log(2)
     assert found.loss == pytest.approx(expected, rel=1e-5)

@@ -12,7 +12,7 @@ from attnzoo.training import runs
 from attnzoo.training.checkpoints import CheckpointError
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import DivergenceError, LoopConfig, read_losses
-from attnzoo.training.quality import quality
+from attnzoo.training.quality import evaluate_rows
 from attnzoo.training.recover import RecoverConfig, recover
 
 LOOP = LoopConfig(batch_size=4, checkpoint_every=1, warmup=0.0)
@@ -57,10 +57,10 @@ def test_a_model_that_is_not_finite_is_not_saved(saved, text, spec, tmp_path, mo
 
     def overflow(model, batch, **options):
         if next(calls) < 4:
-            return quality(model, batch, **options)
+            return evaluate_rows(model, batch, **options)
         raise NonFiniteError("the loss on plain text is nan")
 
-    monkeypatch.setattr(runs, "quality", overflow)
+    monkeypatch.setattr(runs, "evaluate_rows", overflow)
     config = FinetuneConfig(steps=1, tune_softmax=False, train="full", **SHORT)
     with pytest.raises(DivergenceError, match=r"^Training diverged: the loss on plain text is nan"):
         finetune(saved, spec, [text], out, config)

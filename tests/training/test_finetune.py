@@ -14,7 +14,7 @@ from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loading import load_rows
 from attnzoo.training.loop import LoopConfig, read_losses
-from attnzoo.training.quality import quality
+from attnzoo.training.quality import evaluate_rows
 
 
 def config(**changes):
@@ -58,7 +58,7 @@ def test_a_bfloat16_model_comes_back_in_bfloat16(saved, text, spec, tmp_path, tr
     assert hf.AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
     model = hf.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     _, held_out = load_rows(saved, [text], "text", options)
-    loss = quality(model, rows_to_eval_batch(held_out, 2)).loss
+    loss = evaluate_rows(model, rows_to_eval_batch(held_out, 2)).loss
     assert outcome["lines"]["result"]["loss"] == pytest.approx(loss, rel=1e-6)
 
 
@@ -71,7 +71,9 @@ def test_softmax_baseline_takes_the_same_steps(saved, text, spec, tmp_path):
     assert tuned == pytest.approx(same["lines"]["result"]["loss"], rel=1e-4)
     _, held_out = load_rows(saved, [text], "text", config())
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
-    assert quality(model, rows_to_eval_batch(held_out, 2)).loss == pytest.approx(tuned, rel=1e-4)
+    assert evaluate_rows(model, rows_to_eval_batch(held_out, 2)).loss == pytest.approx(
+        tuned, rel=1e-4
+    )
 
 
 @pytest.fixture(scope="module")

@@ -236,6 +236,12 @@ def test_invalid_cp_size_is_refused(saved, text, spec, tmp_path, changes, messag
 
 
 @pytest.mark.slow
+def test_a_resumed_run_on_two_processes_has_the_same_losses(launched):
+    """Under DDP, whose checkpoints have trained parameters only."""
+    assert read_losses(launched / "ddp-again") == read_losses(launched / "ddp")
+
+
+@pytest.mark.slow
 def test_ddp_with_extras_that_get_no_gradient(launched):
     assert len(read_losses(launched / "idle")) == 7
 

@@ -8,7 +8,7 @@ from attnzoo.training.quality import (
     Quality,
     as_dicts,
     branch_qualities,
-    quality,
+    evaluate_rows,
     softmax_quality,
     widest_window,
     with_original_continuations,
@@ -43,42 +43,42 @@ def test_generation_is_compared_with_the_original_model(model):
     encode = lambda text: torch.tensor([byte % 64 for byte in text.encode()])  # noqa: E731
     attnzoo.swap(model, "flash", window=4)
     batch = with_original_continuations(model, rows_to_eval_batch(rows(), 2, encode))
-    swapped, original = quality(model, batch), softmax_quality(model, batch)
+    swapped, original = evaluate_rows(model, batch), softmax_quality(model, batch)
     assert original.agreement == 1
     assert swapped.agreement < 0.9
     assert swapped.copies is not None
-    assert quality(model, rows_to_eval_batch(rows(), 2)).agreement is None
+    assert evaluate_rows(model, rows_to_eval_batch(rows(), 2)).agreement is None
 
 
 def test_short_rows_have_no_recall(model):
     batch = rows_to_eval_batch(rows(length=100), 2)
     assert batch.repeats == []
-    assert quality(model, batch).recall is None
-    assert quality(model, rows_to_eval_batch(rows(), 2)).recall is not None
+    assert evaluate_rows(model, batch).recall is None
+    assert evaluate_rows(model, rows_to_eval_batch(rows(), 2)).recall is not None
 
 
 def test_softmax_quality_of_a_swapped_model(model):
     batch = rows_to_eval_batch(rows(), 2)
-    exact = quality(model, batch)
+    exact = evaluate_rows(model, batch)
     attnzoo.swap(model, "linear", window=4)
-    swapped = quality(model, batch)
+    swapped = evaluate_rows(model, batch)
     assert softmax_quality(model, batch).loss == pytest.approx(exact.loss, rel=1e-5)
-    assert quality(model, batch) == swapped
+    assert evaluate_rows(model, batch) == swapped
     assert swapped.loss != pytest.approx(exact.loss, rel=1e-4)
 
 
 def test_quality_of_each_branch(model):
     batch = rows_to_eval_batch(rows(), 2)
     attnzoo.swap(model, "flash", window=4)
-    window = quality(model, batch).loss
+    window = evaluate_rows(model, batch).loss
     attnzoo.swap(model, "linear", window=4, far_weight=3.0)
     assert widest_window(model) == 4
-    whole = quality(model, batch).loss
-    found = branch_qualities(model, lambda model: quality(model, batch))
+    whole = evaluate_rows(model, batch).loss
+    found = branch_qualities(model, lambda model: evaluate_rows(model, batch))
     assert found["near branch alone"].loss == pytest.approx(window, rel=1e-5)
     far = found["far branch alone"].loss
     assert len({round(x, 4) for x in (whole, window, far)}) == 3
-    assert quality(model, batch).loss == whole  # the weights are restored
+    assert evaluate_rows(model, batch).loss == whole  # the weights are restored
     attnzoo.swap(model, "linear")
-    assert branch_qualities(model, lambda model: quality(model, batch)) == {}
+    assert branch_qualities(model, lambda model: evaluate_rows(model, batch)) == {}
     assert widest_window(model) == 32

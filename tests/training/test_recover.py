@@ -20,7 +20,7 @@ from attnzoo.training.eval_rows import rows_to_eval_batch
 from attnzoo.training.evaluate_command import evaluate
 from attnzoo.training.loading import load_rows
 from attnzoo.training.loop import LoopConfig, read_losses
-from attnzoo.training.quality import quality
+from attnzoo.training.quality import evaluate_rows
 from attnzoo.training.recover import (
     RecoverConfig,
     _one_prediction,
@@ -73,12 +73,12 @@ def test_results_are_those_of_the_saved_model(saved, text, spec, tmp_path):
     _, held_out = load_rows(saved, [text], "text", config())
     batch = rows_to_eval_batch(held_out, 2)
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert quality(model, batch).loss == pytest.approx(outcome["lines"]["result"]["loss"])
+    assert evaluate_rows(model, batch).loss == pytest.approx(outcome["lines"]["result"]["loss"])
     stock = hf.AutoModelForCausalLM.from_pretrained(saved)
-    assert quality(stock, batch).loss == pytest.approx(outcome["lines"]["softmax"]["loss"])
+    assert evaluate_rows(stock, batch).loss == pytest.approx(outcome["lines"]["softmax"]["loss"])
     attnzoo.swap(stock, "flash", window=4)
     window = outcome["lines"]["window alone"]["loss"]
-    assert quality(stock, batch).loss == pytest.approx(window)
+    assert evaluate_rows(stock, batch).loss == pytest.approx(window)
     assert {"near branch alone", "far branch alone"} <= set(outcome["lines"])
     assert outcome["window"] == 4
 
@@ -247,7 +247,9 @@ def test_resumed_run_reuses_baselines(saved, text, spec, tmp_path, monkeypatch, 
     kept = json.loads((tmp_path / "out" / "checkpoints" / "lines.json").read_text())
     assert set(kept) == {"softmax", "raw swap", "equal window", "window alone"}
     calls = []
-    monkeypatch.setattr(runs, "quality", lambda *x, **y: calls.append(1) or quality(*x, **y))
+    monkeypatch.setattr(
+        runs, "evaluate_rows", lambda *x, **y: calls.append(1) or evaluate_rows(*x, **y)
+    )
     outcome = recover(saved, spec, [text], tmp_path / "out", config(), resume=True)
     new = set(outcome["lines"]) - {*kept, "softmax tuned"}  # a copy of softmax's line here
     assert len(calls) == len(new) == 3
@@ -282,7 +284,7 @@ def test_full_disk_keeps_the_last_checkpoint(saved, text, spec, tmp_path, uninte
 
     def fill(stage, step, loss):
         if (stage, step) == ("transfer", 2):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, before[1]))
 
     try:
         with pytest.raises(

@@ -19,7 +19,7 @@ from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loading import load_rows
 from attnzoo.training.loop import DivergenceError, LoopConfig, read_losses
 from attnzoo.training.optimizer import make_optimizer, make_schedule
-from attnzoo.training.quality import quality
+from attnzoo.training.quality import evaluate_rows
 from attnzoo.training.recover import RecoverConfig
 from attnzoo.training.sharding import make_accelerator
 
@@ -138,7 +138,7 @@ def test_fp16_leaves_out_steps_that_overflow(saved, text, spec, tmp_path, fp16_o
 
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
     _, held_out = load_rows(saved, [text], "text", options)
-    in_float32 = quality(model, rows_to_eval_batch(held_out, 2)).loss
+    in_float32 = evaluate_rows(model, rows_to_eval_batch(held_out, 2)).loss
     assert outcome["lines"]["result"]["loss"] == pytest.approx(in_float32, rel=1e-6)
     interrupt(5, run, tmp_path / "parts", options)
     assert len(losses_of(tmp_path / "parts")) == 5

@@ -115,6 +115,9 @@ def sharded(model, text, out):
         loop = LoopConfig(batch_size=4, checkpoint_every=2)
         train("fsdp2", model, SPEC, [text], out / kind, config(train=kind, loop=loop))
         stopped("fsdp2", model, text, out / f"{kind}-again", stops, train=kind)
+    loop = LoopConfig(batch_size=4, checkpoint_every=2)
+    train("ddp", model, SPEC, [text], out / "ddp", config(train="lora", loop=loop))
+    stopped("ddp", model, text, out / "ddp-again", (6,), train="lora")
     both = LoopConfig(batch_size=4, cp_size=2)
     train("fsdp2", model, SPEC, [text], out / "shared", config(loop=both))
 

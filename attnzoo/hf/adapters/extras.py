@@ -18,8 +18,9 @@ from torch import nn
 
 from attnzoo.contract.backend import AttentionBackend
 from attnzoo.errors import UnsupportedError
-from attnzoo.hf.adapters.config import check_swap, download_options, record_swap
+from attnzoo.hf.adapters.config import check_swap, current_swap, download_options, record_swap
 from attnzoo.hf.names import LOADED, NAME
+from attnzoo.hf.swap.convert import swap
 from attnzoo.registry import build_backend
 
 
@@ -70,6 +71,21 @@ def prepare_adapter(model: nn.Module, config: Any) -> None:
         return
     record_swap(model, config)
     _train_extras(model, config)
+
+
+def apply_swap(model: nn.Module, config: Any) -> None:
+    """Swap a model that is not swapped as an adapter's config records it.
+
+    Args:
+        model: The base model.
+        config: The adapter's config; nothing is done if it records no swap.
+
+    Raises:
+        AttnzooError: The recorded swap is invalid, or does not fit the model.
+    """
+    spec = vars(config).get(NAME)
+    if spec is not None and current_swap(model) is None:
+        swap(model, spec)
 
 
 def load_extras(

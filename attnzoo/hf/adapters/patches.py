@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 
 INIT = "init_lora_weights"
+# whether a model gets the swap of the adapter that is added to it
+APPLY_SWAP = ContextVar("APPLY_SWAP", default=False)
 SAVED_INIT = f"{NAME}_{INIT}"  # the value of PEFT's field, in a file that has another there
 
 
@@ -166,6 +169,8 @@ def patch_adapter_models(peft_model: Any) -> None:
     ) -> None:
         from attnzoo.hf.adapters import extras
 
+        if APPLY_SWAP.get():
+            extras.apply_swap(model, peft_config)
         extras.prepare_adapter(model, peft_config)
         init(self, model, peft_config, *args, **kwargs)
 
@@ -198,9 +203,12 @@ def patch_adapter_models(peft_model: Any) -> None:
     @wraps(save_pretrained)
     def save_pretrained_with_swap(self: Any, *args: Any, **kwargs: Any) -> None:
         from attnzoo.hf.adapters import extras
+        from attnzoo.hf.saving.card import complete_adapter_card
 
         extras.prepare_save(self)
         save_pretrained(self, *args, **kwargs)
+        folder = args[0] if args else kwargs["save_directory"]
+        complete_adapter_card(self, folder)
 
     cls.load_adapter = load_adapter_of_the_swap
     cls.__init__, cls.add_adapter = init_with_extras, add_adapter_with_extras
@@ -224,6 +232,24 @@ def _patch_prompts(peft_model: Any) -> None:
         prepare = wrapper.prepare_inputs_for_generation
         wrapper.prepare_inputs_for_generation = _refusing_lost_prompts(prepare)
     cls.get_prompt = get_prompt_with_mark
+
+
+def patch_auto_models(auto: Any) -> None:
+    """Swap the base model that ``AutoPeftModel`` loads as the adapter's config records it."""
+    cls = auto._BaseAutoPeftModel
+    if not mark_patched(cls):
+        return
+    from_pretrained: Any = vars(cls)["from_pretrained"].__func__
+
+    @wraps(from_pretrained)
+    def from_pretrained_with_swap(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        token = APPLY_SWAP.set(True)
+        try:
+            return from_pretrained(cls, *args, **kwargs)
+        finally:
+            APPLY_SWAP.reset(token)
+
+    cls.from_pretrained = classmethod(from_pretrained_with_swap)
 
 
 def patch_hotswap(hotswap: Any) -> None:
@@ -282,6 +308,7 @@ _PATCHES = {
     "peft.tuners.tuners_utils": patch_tuners,
     "peft.tuners.lora.conversion": patch_lora_conversion,
     "peft.peft_model": patch_adapter_models,
+    "peft.auto": patch_auto_models,
     "peft.utils.hotswap": patch_hotswap,
 }
 PEFT_PATCHES = {name: guarded(patch) for name, patch in _PATCHES.items()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import chain
 from typing import Any
 
@@ -24,6 +26,7 @@ from attnzoo.hf.swap.extras import layer_names, warn
 from attnzoo.registry import build_backend
 from attnzoo.spec import AttentionSpec
 
+_EXTRAS_ARE_NEW = ContextVar("_EXTRAS_ARE_NEW", default=False)
 FAMILIES = "BERT, CLIP, Gemma, GPT-2, Llama, Mistral, Phi-3, Qwen, T5, ViT, Whisper"
 
 
@@ -257,9 +260,23 @@ def attach_when_built(model: PreTrainedModel) -> None:
         write_config(model.config, spec)
 
 
+@contextmanager
+def extras_are_new() -> Iterator[None]:
+    """Context in which models are built for weights that were saved without a swap.
+
+    transformers then does not report the parameters of backends as missing.
+    """
+    token = _EXTRAS_ARE_NEW.set(True)
+    try:
+        yield
+    finally:
+        _EXTRAS_ARE_NEW.reset(token)
+
+
 def _ignore_when_missing(model: Any, backends: Iterable[AttentionBackend]) -> None:
-    """Keep buffers that a checkpoint may lack out of the report that transformers prints."""
-    keys = {key for backend in backends for key in backend.optional_buffers}
+    """Keep tensors that a checkpoint may lack out of the report that transformers prints."""
+    new = _EXTRAS_ARE_NEW.get()
+    keys = {k for x in backends for k in (x.state_dict() if new else x.optional_buffers)}
     patterns = {rf"\.{NAME}\.{re.escape(key)}$" for key in keys}
     known = model._keys_to_ignore_on_load_missing or ()
     model._keys_to_ignore_on_load_missing = {*known, *patterns}

@@ -13,6 +13,7 @@ import attnzoo
 from attnzoo.errors import SpecError, UnsupportedError
 from attnzoo.hf import seam
 from attnzoo.hf.attention.call import layer_backend
+from attnzoo.hf.layers import attention_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing. is deprecated:FutureWarning")
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -413,3 +414,32 @@ def test_conversion_to_lora_keeps_the_extras(llama, ids, tmp_path):
     assert_close(logits(again, ids), expected, atol=1e-4, rtol=1e-4)
     with pytest.raises(SpecError, match="trained under another attention"):
         peft.PeftModel.from_pretrained(llama(), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gated_linear", "linear"])
+def test_auto_peft_model_applies_the_swap_of_the_adapter(llama, tmp_path, name):
+    """And loads the trained extras; a base that is saved with another swap is refused."""
+    options = {"gated_linear": {"window": 4}, "linear": {"feature_map": "hedgehog"}}[name]
+    llama().save_pretrained(tmp_path / "base")
+    base = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    attnzoo.swap(base, name, **options)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    layers = attention_layers(loaded.get_base_model())
+    assert {layer_backend(layer.module).name for layer in layers} == {name}
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
+    stock = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with pytest.raises(SpecError, match="The adapter was trained under another attention"):
+        peft.PeftModel.from_pretrained(stock, tmp_path / "adapter")
+    other = attnzoo.swap(hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "flash")
+    other.save_pretrained(tmp_path / "base")
+    with pytest.raises(SpecError, match="The adapter was trained under another attention"):
+        peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")

@@ -1,0 +1,46 @@
+"""State dicts without frozen weights, which a resumed run reads from the model's folder again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from attnzoo.training.transfer import extras
+
+
+@contextmanager
+def without_frozen_weights(model: nn.Module) -> Iterator[None]:
+    """Context in which a model's state dict lacks its frozen weights, and loads without them.
+
+    Parameters of backends are in it even if they are frozen, because an earlier stage of the run
+    may have trained them, and so are all buffers.
+
+    Args:
+        model: A model, possibly wrapped for several processes or sharded by FSDP2.
+    """
+    kept = {id(p) for p in extras(model).values()}
+    frozen = {
+        name
+        for name, p in model.named_parameters(remove_duplicate=False)  # tied weights have two
+        if not p.requires_grad and id(p) not in kept
+    }
+
+    def remove_frozen(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        for name in frozen:
+            state.pop(name, None)
+
+    def accept_missing(module: nn.Module, keys: Any) -> None:
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name not in frozen]
+
+    hooks = (
+        model.register_state_dict_post_hook(remove_frozen),
+        model.register_load_state_dict_post_hook(accept_missing),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

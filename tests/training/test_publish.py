@@ -1,0 +1,158 @@
+"""The model card of a run, and its upload to a Hub that is a folder."""
+
+import json
+import shutil
+import sys
+from fnmatch import fnmatch
+from types import SimpleNamespace
+
+import pytest
+import transformers as hf
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import LocalTokenNotFoundError
+
+import attnzoo
+from attnzoo.cli import main
+from attnzoo.hf.saving.card import hub_id
+from attnzoo.training import publish
+from attnzoo.training.model_card import about_run
+
+CARD = "---\nlicense: mit\nlanguage:\n- en\ntags: [other]\n---\n# Base\n"
+
+
+class FolderHub:
+    """The calls of ``HfApi`` on a folder in place of the Hub."""
+
+    def __init__(self, root):
+        self.root, self.calls = root, []
+
+    def create_repo(self, name, *, private, exist_ok):
+        assert exist_ok
+        self.calls.append(("create", name, private))
+        name = name if "/" in name else f"me/{name}"
+        (self.root / name).mkdir(parents=True, exist_ok=True)
+        return SimpleNamespace(repo_id=name)
+
+    def upload_folder(self, *, repo_id, folder_path, ignore_patterns, commit_message):
+        self.calls.append(("upload", repo_id))
+        for file in folder_path.rglob("*"):
+            name = file.relative_to(folder_path)
+            ignored = any(fnmatch(str(name), pattern) for pattern in ignore_patterns)
+            if file.is_file() and not ignored:
+                target = self.root / repo_id / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, target)
+        return SimpleNamespace(commit_url=f"hub/{repo_id}/commit")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    hub = FolderHub(tmp_path / "hub")
+    monkeypatch.setattr(publish, "HfApi", lambda: hub)
+    return hub
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """A function that runs a command; returns exit code, output and errors."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["attnzoo", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        return stop.value.code or 0, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def command(saved, text, tmp_path):
+    """The arguments of a short run from a snapshot in the cache of the Hub."""
+    base = tmp_path / "models--org--base" / "snapshots" / "0a1b"
+    shutil.copytree(saved, base)
+    (base / "README.md").write_text(CARD)
+    return [
+        *("recover", base, "--data", text, "--attention", "gated_linear", "--set", "window=4"),
+        *("--length", 32, "--batch", 4, "--transfer-steps", 2, "--distil-steps", 3),
+        *("--train", "extras", "--evaluate-every", 0, "--out", tmp_path / "swapped"),
+    ]
+
+
+def test_one_command_publishes_a_model_whose_card_loads_it(
+    run, hub, command, saved, text, tmp_path, monkeypatch
+):
+    code, out, err = run(*command, "--push-to-hub", "--hub-private-repo")
+    assert code == 0, err
+    assert "Hub:    hub/me/swapped/commit" in out
+    assert hub.calls == [("create", "swapped", True), ("upload", "me/swapped")]
+    folder = hub.root / "me" / "swapped"
+    uploaded = {str(x.relative_to(folder)) for x in folder.rglob("*") if x.is_file()}
+    assert {"config.json", "model.safetensors", "README.md", "recovery.json"} <= uploaded
+    assert not uploaded & {"run.json", "checkpoints/lines.json"}
+    card = ModelCard((folder / "README.md").read_text())
+    assert card.data.base_model == "org/base"
+    assert (card.data.license, card.data.language) == ("mit", ["en"])
+    assert (card.data.library_name, card.data.tags) == ("transformers", ["attnzoo"])
+    about = json.loads((folder / "recovery.json").read_text())["about"]
+    expected = f"{5 * 4 * 32:,} tokens (256 in transfer, 384 in distil): {about['rows']} rows of 32"
+    assert expected in card.text
+    assert f"of attnzoo {attnzoo.__version__}" in card.text
+    assert f"tokens from {text.name}. Another {about['held_out_rows']} rows are held" in card.text
+    assert "pip install attnzoo" in card.text
+    assert str(tmp_path) not in card.content + (folder / "recovery.json").read_text()
+    monkeypatch.chdir(hub.root)  # where the id is a folder
+    code = card.text.split("```python\n")[1].split("```")[0]
+    assert 'from_pretrained("me/swapped")' in code
+    names: dict = {}
+    exec(code, names)
+    assert names["model"].config.attnzoo["backend"] == "gated_linear"
+
+
+def test_a_finished_run_is_uploaded_by_resuming_it(run, hub, command):
+    assert run(*command)[0] == 0
+    code, out, _ = run(*command, "--resume", "--push-to-hub", "--hub-model-id", "org/name")
+    assert code == 0
+    assert "The run is finished" in out
+    assert hub.calls == [("create", "org/name", None), ("upload", "org/name")]
+    assert 'from_pretrained("org/name")' in (hub.root / "org/name/README.md").read_text()
+
+
+def test_a_missing_login_is_an_error_before_training(run, hub, command, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise LocalTokenNotFoundError("Token is required, but no token found.")
+
+    monkeypatch.setattr(hub, "create_repo", refuse)
+    code, _, err = run(*command, "--push-to-hub")
+    assert code == 2
+    assert "cannot be created on the Hub: Token is required, but no token found. Log in" in err
+    assert not (tmp_path / "swapped").exists()
+
+
+def test_a_failed_upload_names_the_complete_model(hub, tmp_path, monkeypatch):
+    def fail(**_):
+        raise OSError("Connection reset")
+
+    (tmp_path / "README.md").write_text("# Card")
+    monkeypatch.setattr(hub, "upload_folder", fail)
+    with pytest.raises(publish.PublishError, match=r"is complete: run the same command with"):
+        publish.publish(tmp_path, "org/name")
+
+
+def test_options_of_the_repository_need_the_upload(run, command):
+    code, _, err = run(*command, "--hub-model-id", "org/name")
+    assert code == 2
+    assert "--hub-model-id needs --push-to-hub" in err
+
+
+def test_what_a_card_says_of_local_files_and_data_sets(saved, text, tmp_path):
+    from pathlib import Path
+
+    data = [text, Path("org/corpus:english")]
+    about = about_run(saved, data, tmp_path / "x", rows=7, row_length=8, held_out=1)
+    assert about["data"] == [text.name, "org/corpus:english"]
+    assert about["datasets"] == ["org/corpus"]
+    assert about["base_model"] is None
+    assert about["base_name"] == saved.name
+    assert hub_id(Path("cache/models--a--b--c/snapshots/1")) == "a/b--c"
+    assert hf.__version__
