@@ -71,7 +71,12 @@ from attnzoo.training.quality import (
     with_original_continuations,
 )
 from attnzoo.training.report import write_pages
-from attnzoo.training.sharding import context_mesh, make_accelerator
+from attnzoo.training.sharding import (
+    check_world_size,
+    context_mesh,
+    make_accelerator,
+    require_shared_folder,
+)
 from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import extras, output_extras, swapped_layers
 from attnzoo.training.verdict import verdict
@@ -207,6 +212,9 @@ class Run:
             if self.finished is not None:
                 log("The run is finished; these are its results.")
                 return
+            require_shared_folder(self.accelerator, out / FOLDER)
+            if progress is not None:
+                check_world_size(self.accelerator, Path(progress["path"]))
             self._log_rows(train, self.held_out)
             self.baselines = Baselines(self.accelerator, self.checkpoints, self.quality_class)
             self._find_baselines()
