@@ -25,6 +25,7 @@ from attnzoo.evaluation.data import EvalBatch, load_tokenizer, string_tokenizer
 from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.quality import NonFiniteError
+from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.hf.context_parallel import check_model
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
@@ -51,7 +52,7 @@ from attnzoo.training.lengths import (
     long_results,
     make_long_batches,
 )
-from attnzoo.training.loading import load_causal, load_rows, with_adapters
+from attnzoo.training.loading import load_causal, load_rows
 from attnzoo.training.loop import (
     DIVERGENCE_ADVICE,
     DivergenceError,
@@ -507,21 +508,27 @@ class Run:
         prepared: Any = model
         if config.train == "lora":
             torch.manual_seed(config.loop.seed)  # the same adapters in a resumed run
-            prepared = with_adapters(model, config.lora_rank, self.task)
-        groups = [{"params": added, "lr": config.extras_lr}] if added else []
+            prepared = with_adapters(
+                model,
+                config.lora_rank,
+                self.task,
+                alpha=config.lora_alpha,
+                target_modules=config.lora_target_modules,
+            )
+        rates = config.rates
+        groups = [{"params": added, "lr": rates["extras"]}] if added else []
         if config.train != "extras":
             weights = [
                 p
                 for name, p in prepared.named_parameters()
                 if id(p) not in added_ids and (config.train == "full" or "lora_" in name)
             ]
-            rate = config.weights_lr or (1e-4 if config.train == "full" else 1e-3)
-            if config.attention_lr is not None:
+            if "attention" in rates:
                 inside = {id(p) for x in attention_layers(model) for p in x.module.parameters()}
                 attention = [p for p in weights if id(p) in inside]
                 weights = [p for p in weights if id(p) not in inside]
-                groups.append({"params": attention, "lr": config.attention_lr})
-            groups.append({"params": weights, "lr": rate})
+                groups.append({"params": attention, "lr": rates["attention"]})
+            groups.append({"params": weights, "lr": rates["weights"]})
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         return prepared, groups
