@@ -81,6 +81,14 @@ PlanTarget = Annotated[
         "there are left out; default: 4096, or the model's positions",
     ),
 ]
+KeepSoftmax = Annotated[
+    float | None,
+    typer.Option(help="fraction or number of layers that keep softmax; default: 0.25"),
+]
+CacheBytes = Annotated[
+    str | None, typer.Option(help="instead of --keep-softmax: largest cache, such as 1MiB")
+]
+TransferSteps = Annotated[int, typer.Option(help="steps of transfer, per block of layers")]
 PlanFrom = Annotated[
     Path | None,
     typer.Option(
@@ -104,13 +112,8 @@ INTERRUPTED = 130  # exit code after ^C, as in shells
 def plan(
     path: ModelArgument,
     data: Data,
-    keep_softmax: Annotated[
-        float | None,
-        typer.Option(help="fraction or number of layers that keep softmax; default: 0.25"),
-    ] = None,
-    cache_bytes: Annotated[
-        str | None, typer.Option(help="instead of --keep-softmax: largest cache, such as 1MiB")
-    ] = None,
+    keep_softmax: KeepSoftmax = None,
+    cache_bytes: CacheBytes = None,
     cache_length: Annotated[
         str, typer.Option(help="context length of --cache-bytes in tokens")
     ] = "16k",
@@ -220,9 +223,7 @@ def _write_plan(made_plan: Any, out: Path, path: Path, rows: int) -> None:
 def recover(
     path: ModelArgument,
     plan: Annotated[Path | None, typer.Option(help="plan from `attnzoo plan`")] = None,
-    transfer_steps: Annotated[
-        int, typer.Option(help="steps of transfer, per block of layers")
-    ] = 100,
+    transfer_steps: TransferSteps = 100,
     transfer_target: TransferTarget = "output",
     transfer_lr: TransferLR = None,
     transfer_from: TransferFrom = None,

@@ -121,6 +121,14 @@ class Transferred:
     weights: str
     states: Mapping[str, Mapping[str, Tensor]]
 
+    def check_weights(self, weights: str) -> None:
+        """Raise an error if the model that is planned for has other weights."""
+        if self.weights != weights:
+            raise SpecError(
+                f"{self.folder!r} has other weights than the model; give a run of this model with "
+                "transfer only (--distil-steps 0, or --train extras)"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -547,11 +555,8 @@ def make_plan(
     require_causal(path, "a plan measures text prediction")
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     weights, limit = weights_fingerprint(model), max_positions(path)
-    if transferred is not None and transferred.weights != weights:
-        raise SpecError(
-            f"{transferred.folder!r} has other weights than the model; give a run of this model "
-            "with transfer only (--distil-steps 0, or --train extras)"
-        )
+    if transferred is not None:
+        transferred.check_weights(weights)
     planner = Planner(
         model,
         rows,

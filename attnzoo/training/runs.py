@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnzoo.backends.parts.recurrent import RecurrentBackend
-from attnzoo.contract.config import Geometry
 from attnzoo.errors import SpecError, UntrainedWarning
 from attnzoo.evaluation.data import EvalBatch, load_tokenizer, string_tokenizer
 from attnzoo.evaluation.equal_memory import EqualWindow
@@ -72,15 +71,11 @@ from attnzoo.training.quality import (
     with_original_continuations,
 )
 from attnzoo.training.report import write_pages
-from attnzoo.training.sharding import (
-    check_world_size,
-    context_mesh,
-    make_accelerator,
-    require_shared_folder,
-)
+from attnzoo.training.sharding import check_folders, context_mesh, make_accelerator
 from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import extras, output_extras, swapped_layers
 from attnzoo.training.verdict import verdict
+from attnzoo.training.window_dropout import draw_heads
 
 LINES = "lines.json"  # results of the baselines, in the folder of the checkpoints
 BASELINES_DONE = "window alone"  # the last one that is evaluated
@@ -213,9 +208,7 @@ class Run:
             if self.finished is not None:
                 log("The run is finished; these are its results.")
                 return
-            require_shared_folder(self.accelerator, out / FOLDER)
-            if progress is not None:
-                check_world_size(self.accelerator, Path(progress["path"]))
+            check_folders(self.accelerator, out / FOLDER, progress and Path(progress["path"]))
             self._log_rows(train, self.held_out)
             self.baselines = Baselines(self.accelerator, self.checkpoints, self.quality_class)
             self._find_baselines()
@@ -590,21 +583,3 @@ class Run:
         if self.config.report_to:
             self.accelerator.end_training()
         self.accelerator.wait_for_everyone()
-
-
-def draw_heads(share: float, seed: int, geometry: Geometry) -> Tensor | None:
-    """Return which heads of a layer attend without their window, ``[H]`` bool, or ``None``.
-
-    A hybrid otherwise learns to rely on its window only (arXiv:2510.05901). All rows and ranks draw
-    the same heads, and so does a forward pass that gradient checkpointing repeats.
-
-    Args:
-        share: The expected share of the heads.
-        seed: A different one for every step.
-        geometry: Shape of the layer.
-    """
-    if not share:
-        return None
-    generator = torch.Generator("cpu").manual_seed(1000 * seed + geometry.layer)
-    drawn = torch.rand(geometry.num_heads, generator=generator, dtype=torch.float32, device="cpu")
-    return drawn < share

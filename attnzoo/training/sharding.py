@@ -93,6 +93,22 @@ def make_accelerator(
     return accelerator
 
 
+def check_folders(accelerator: Accelerator, folder: Path, checkpoint: Path | None) -> None:
+    """Check the folders of a run on all processes, before it starts.
+
+    Args:
+        accelerator: That of the run.
+        folder: Folder of the checkpoints.
+        checkpoint: The checkpoint to resume from; ``None`` for a new run.
+
+    Raises:
+        ConfigError: As :func:`require_shared_folder` and :func:`check_world_size`.
+    """
+    require_shared_folder(accelerator, folder)
+    if checkpoint is not None:
+        check_world_size(accelerator, checkpoint)
+
+
 def require_shared_folder(accelerator: Accelerator, folder: Path) -> None:
     """Raise an error if a process does not see a file that the first process writes.
 
