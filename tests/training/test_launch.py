@@ -317,7 +317,10 @@ def test_sharded_checkpoints_are_resumed_on_as_many_processes(tmp_path):
             sharding.check_world_size(accelerator, tmp_path)
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[needs_deepspeed] if x[0:9] == "deepspeed" else []) for x in TYPES],
+)
 def test_a_config_of_two_nodes_starts_as_many_processes(name, tmp_path, monkeypatch):
     """Accelerate's own launcher makes the arguments of torchrun from it."""
     monkeypatch.setattr("accelerate.utils.launch.is_port_in_use", lambda port: False)
