@@ -18,6 +18,7 @@ from attnzoo.commands import (
     heads,
     memory,
     models,
+    recipes,
     recovery,
     terminal,
 )
@@ -58,6 +59,7 @@ app.command("convert-heads")(models.convert_heads)
 app.command("demo")(models.demo)
 app.command("families")(families.families)
 app.command("plan")(recovery.plan)
+app.command("recipes")(recipes.recipes)
 app.command("recover")(recovery.recover)
 app.command("finetune")(recovery.finetune)
 app.command("evaluate")(evaluate_command.evaluate)

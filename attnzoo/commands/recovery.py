@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from attnzoo.commands.model_argument import ModelArgument, argument_of
-from attnzoo.commands.spec_options import spec_of
+from attnzoo.commands.spec_options import parse_object, spec_of
 from attnzoo.commands.terminal import console, problems
 from attnzoo.commands.train_options import (
     Column,
@@ -58,6 +59,10 @@ CalibrationRows = Annotated[
 DistilLength = Annotated[
     int | None, typer.Option(help="tokens per row of distillation; default: --length")
 ]
+DistilSchedule = Annotated[
+    str | None, typer.Option(help="schedule of distillation; default: --lr-scheduler-type")
+]
+DistilScheduleOptions = Annotated[str, typer.Option(help="JSON for the schedule of distillation")]
 RateFactor = Annotated[
     float | None,
     typer.Option(
@@ -76,22 +81,39 @@ PlanTarget = Annotated[
         "there are left out; default: 4096, or the model's positions",
     ),
 ]
+KeepSoftmax = Annotated[
+    float | None,
+    typer.Option(help="fraction or number of layers that keep softmax; default: 0.25"),
+]
+CacheBytes = Annotated[
+    str | None, typer.Option(help="instead of --keep-softmax: largest cache, such as 1MiB")
+]
+TransferSteps = Annotated[int, typer.Option(help="steps of transfer, per block of layers")]
+PlanFrom = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        help="run of `recover` with transfer only, in all layers: measure its trained layers",
+    ),
+]
+EqualWindow = Annotated[
+    int | None, typer.Option(min=1, help="window of every candidate that has one, in tokens")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="measure and print, but write nothing")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an existing --out")]
-OPTION_OF = {"row_length": "length", "batch_size": "batch"}  # where a field has another name
+OPTION_OF = {
+    "row_length": "length",
+    "batch_size": "batch",
+    "tune_softmax": "compare",
+}  # where a field has another name
 INTERRUPTED = 130  # exit code after ^C, as in shells
 
 
 def plan(
     path: ModelArgument,
     data: Data,
-    keep_softmax: Annotated[
-        float | None,
-        typer.Option(help="fraction or number of layers that keep softmax; default: 0.25"),
-    ] = None,
-    cache_bytes: Annotated[
-        str | None, typer.Option(help="instead of --keep-softmax: largest cache, such as 1MiB")
-    ] = None,
+    keep_softmax: KeepSoftmax = None,
+    cache_bytes: CacheBytes = None,
     cache_length: Annotated[
         str, typer.Option(help="context length of --cache-bytes in tokens")
     ] = "16k",
@@ -100,6 +122,8 @@ def plan(
         list[str] | None,
         typer.Option(help="BACKEND (by its presets) or BACKEND:NAME=VALUE,... (repeatable)"),
     ] = None,
+    from_: PlanFrom = None,
+    equal_window: EqualWindow = None,
     rows: Annotated[int, typer.Option(min=1, help="rows to measure on")] = 8,
     length: PlanLength = None,
     target_length: PlanTarget = None,
@@ -113,6 +137,7 @@ def plan(
     from attnzoo.training.budget import CacheBudget, parse_size
     from attnzoo.training.loading import load_rows
     from attnzoo.training.plan import make_plan
+    from attnzoo.training.reuse import read_transferred
     from attnzoo.training.train_config import TrainConfig
 
     if keep_softmax is not None and cache_bytes is not None:
@@ -123,7 +148,8 @@ def plan(
     if cache_bytes is not None:
         tokens = parse_size(cache_length, "--cache-length")
         budget = CacheBudget(bytes=parse_size(cache_bytes, "--cache-bytes"), length=tokens)
-    specs = _candidate_specs(candidate)
+    transferred = None if from_ is None else read_transferred(from_)
+    specs = {} if transferred and not candidate else _candidate_specs(candidate, equal_window)
     row_length = length or target_length or 512
     train, _ = load_rows(path, data, column, TrainConfig(row_length=row_length, repeat_share=1.0))
     with show_status(console) as show:
@@ -135,6 +161,7 @@ def plan(
             budget=budget,
             window=window,
             target_length=target_length,
+            transferred=transferred,
             on_step=show,
         )
     _print_plan(made_plan)
@@ -144,24 +171,34 @@ def plan(
     _write_plan(made_plan, out, path, rows)
 
 
-def _candidate_specs(candidates: list[str] | None) -> dict[str, Any]:
-    """Return the specs of ``--candidate`` by their texts; names have their presets' options."""
-    from attnzoo.training.plan import CANDIDATE_BACKENDS, preset_candidates
+def _candidate_specs(candidates: list[str] | None, window: int | None) -> dict[str, Any]:
+    """Return the specs of ``--candidate`` by their texts; names have their presets' options.
+
+    Args:
+        candidates: The texts; the default candidates when ``None``.
+        window: Window of every candidate that has one; ``None`` for their own.
+    """
+    from attnzoo.training.plan import CANDIDATE_BACKENDS, preset_candidates, with_window
 
     specs = {}
     for given in candidates or CANDIDATE_BACKENDS:
         for text in [given] if ":" in given else preset_candidates([given]):
-            specs[text] = spec_of(text)
+            name, spec = text, spec_of(text)
+            if window is not None:
+                name, spec = with_window(text, spec, window)
+            specs[name] = spec
     return specs
 
 
 def _print_plan(made_plan: Any) -> None:
     """Print the candidates, those that are left out with the reason, and the choice."""
-    from attnzoo.training.plan_report import candidates_table, plan_table
+    from attnzoo.training.plan_report import candidates_table, plan_table, windows_note
 
     for name, reason in made_plan.left_out.items():
         console.print(f"{name} is left out: {reason}", soft_wrap=True, highlight=False)
     candidates_table(made_plan).print(console)
+    if note := windows_note(made_plan):
+        console.print(note, soft_wrap=True, highlight=False)
     console.print(plan_table(made_plan))
 
 
@@ -175,6 +212,8 @@ def _write_plan(made_plan: Any, out: Path, path: Path, rows: int) -> None:
     if pages:
         console.print(f"Charts: {pages}", soft_wrap=True)
     command = shlex.join(["attnzoo", "recover", argument_of(path), "--plan", str(out)])
+    if made_plan.transfer_from is not None:
+        command += f" --transfer-from {shlex.quote(made_plan.transfer_from)}"
     if made_plan.calibrated:
         command += f" --calibration-rows {rows}"  # it was measured with calibrated gates
     console.print(f"Next:   {command} ...", soft_wrap=True)
@@ -184,9 +223,7 @@ def _write_plan(made_plan: Any, out: Path, path: Path, rows: int) -> None:
 def recover(
     path: ModelArgument,
     plan: Annotated[Path | None, typer.Option(help="plan from `attnzoo plan`")] = None,
-    transfer_steps: Annotated[
-        int, typer.Option(help="steps of transfer, per block of layers")
-    ] = 100,
+    transfer_steps: TransferSteps = 100,
     transfer_target: TransferTarget = "output",
     transfer_lr: TransferLR = None,
     transfer_from: TransferFrom = None,
@@ -198,14 +235,12 @@ def recover(
     distil_batch: Annotated[
         int | None, typer.Option(help="rows per step of distillation; default: --batch")
     ] = None,
+    distil_lr_scheduler_type: DistilSchedule = None,
+    distil_lr_scheduler_kwargs: DistilScheduleOptions = "{}",
     rate_factor: RateFactor = None,
     cross_entropy: CrossEntropy = 0.0,
     hidden_states: HiddenStates = 0.0,
     train: Train = "lora",
-    recipe: Annotated[
-        str | None,
-        typer.Option(help="settings by name, quick or radlads; options that are given override"),
-    ] = None,
     *,
     context: typer.Context,
     options: TrainOptions,
@@ -214,6 +249,8 @@ def recover(
     from attnzoo.training import recover as recovery
     from attnzoo.training.plan import read_plan
 
+    if plan is None:
+        options = _with_recipe_attention(options)
     if (options.attention is None) == (plan is None):
         raise SpecError("recover takes either --attention (with --set, --layers) or --plan FILE")
     spec, weights = read_plan(plan) if plan else (options.spec(), None)
@@ -227,6 +264,10 @@ def recover(
         "distil_steps": distil_steps,
         "distil_length": distil_length,
         "distil_batch": distil_batch,
+        "distil_lr_scheduler_type": distil_lr_scheduler_type,
+        "distil_lr_scheduler_kwargs": parse_object(
+            distil_lr_scheduler_kwargs, "--distil-lr-scheduler-kwargs"
+        ),
         "rate_factor": rate_factor,
         "top_k": top_k,
         "cross_entropy": cross_entropy,
@@ -234,25 +275,36 @@ def recover(
         "train": train,
         **options.config(),
     }
-    config = (
-        recovery.RecoverConfig(**given) if recipe is None else _with_recipe(recipe, given, context)
-    )
+    config = _config("recover", given, options, context)
     steps, distil_steps = config.transfer_steps, config.distil_steps
     stages = {"softmax": distil_steps, "transfer": steps, "distil": distil_steps}
     start = partial(recovery.recover, path, spec, weights=weights)
     _run(start, config, stages, options)
 
 
-def _with_recipe(name: str, given: dict[str, Any], context: typer.Context) -> Any:
-    """Return the config of a recipe, changed by the options of the command line."""
-    from attnzoo.training.recover import recipe_config
+def _with_recipe_attention(options: TrainOptions) -> TrainOptions:
+    """Return the options with the attention of the recipe, if it has one and none is given."""
+    from attnzoo.training.recipes import find_recipe
 
+    if options.recipe is None or options.attention is not None:
+        return options
+    return replace(options, attention=find_recipe(options.recipe).attention)
+
+
+def _config(
+    command: str, given: dict[str, Any], options: TrainOptions, context: typer.Context
+) -> Any:
+    """Return the config of a command; options of the command line change that of a recipe."""
+    from attnzoo.training.recipes import CONFIGS, recipe_config
+
+    if options.recipe is None:
+        return CONFIGS[command](**given)
     changes = {}
     for field, value in {**given, **vars(given["loop"])}.items():
         source = context.get_parameter_source(OPTION_OF.get(field, field))
         if source is not None and source.name == "COMMANDLINE":
             changes[field] = value
-    return recipe_config(name, **changes)
+    return recipe_config(options.recipe, command, **changes)
 
 
 @with_train_options
@@ -267,23 +319,28 @@ def finetune(
     ] = None,
     train: Train = "full",
     *,
+    context: typer.Context,
     options: TrainOptions,
 ) -> None:
     """Fine-tune a model on text, swapped by --attention or already swapped."""
-    from attnzoo.training.finetune import FinetuneConfig
+    from attnzoo.hf.names import NAME
+    from attnzoo.hf.saving.files import read_config
     from attnzoo.training.finetune import finetune as finetune_model
 
+    if getattr(read_config(path), NAME, None) is None:
+        options = _with_recipe_attention(options)
     if options.attention is None and (options.option or options.layers or options.else_):
         raise SpecError("--set, --layers and --else need --attention; give it, or leave them out")
     spec = None if options.attention is None else options.spec()
-    config = FinetuneConfig(
-        steps=steps,
-        tune_softmax=compare,
-        mlm_probability=mlm_probability,
-        train=train,  # type: ignore[arg-type]
+    given = {
+        "steps": steps,
+        "tune_softmax": compare,
+        "mlm_probability": mlm_probability,
+        "train": train,
         **options.config(),
-    )
-    stages = {"softmax": steps, "finetune": steps}
+    }
+    config = _config("finetune", given, options, context)
+    stages = {"softmax": config.steps, "finetune": config.steps}
     _run(partial(finetune_model, path, spec), config, stages, options)
 
 

@@ -22,7 +22,8 @@ from attnzoo.commands.spec_options import (
 
 _DATA = typer.Option(
     help="text, .jsonl or .parquet file, folder of them or of a saved data set, or the id of a "
-    "data set of the Hub, owner/name or owner/name:config (repeatable)"
+    "data set of the Hub, owner/name or owner/name:config (repeatable); with weights, such as "
+    "a.jsonl:0.7, a mixture"
 )
 Data = Annotated[list[Path], _DATA]
 DataIfGiven = Annotated[list[Path] | None, _DATA]
@@ -48,6 +49,10 @@ class TrainOptions:
 
     data: Data
     out: Annotated[Path, typer.Option(help="new folder for the model")]
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="settings by name (attnzoo recipes); options that are given override"),
+    ] = None
     attention: AttentionIfGiven = None
     option: Set = None
     layers: Layers = None
@@ -58,6 +63,16 @@ class TrainOptions:
     attention_lr: Annotated[
         float | None,
         typer.Option(help="learning rate of the weights in attention layers; default: the same"),
+    ] = None
+    lora_rank: Annotated[int, typer.Option(help="rank of LoRA adapters")] = 16
+    lora_alpha: Annotated[
+        int | None, typer.Option(help="scale of the adapters, times the rank; default: 2 x rank")
+    ] = None
+    lora_target_modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="linear layers with adapters by name, such as q_proj (repeatable); default: all"
+        ),
     ] = None
     extras_lr: Annotated[
         float, typer.Option(help="learning rate of the backends' own parameters")
@@ -92,7 +107,8 @@ class TrainOptions:
         str, typer.Option(help='JSON for the schedule, such as {"min_lr_rate": 0.1}')
     ] = "{}"
     warmup: Annotated[
-        float, typer.Option(help="fraction of a stage's steps with linear warmup")
+        float,
+        typer.Option(help="linear warmup: a fraction of a stage's steps, or from 1 on, steps"),
     ] = 0.1
     betas: Annotated[
         tuple[float, float], typer.Option(help="of AdamW, two numbers: --betas 0.9 0.999")
@@ -186,6 +202,8 @@ class TrainOptions:
 
         names = [
             *(
+                "lora_rank",
+                "lora_alpha",
                 "weights_lr",
                 "attention_lr",
                 "extras_lr",
@@ -216,7 +234,13 @@ class TrainOptions:
             lr_scheduler_type=self.lr_scheduler_type,
             lr_scheduler_kwargs=parse_object(self.lr_scheduler_kwargs, "--lr-scheduler-kwargs"),
         )
-        return {"row_length": self.length, "loop": loop, **{n: getattr(self, n) for n in names}}
+        targets = self.lora_target_modules
+        return {
+            "row_length": self.length,
+            "loop": loop,
+            "lora_target_modules": None if targets is None else tuple(targets),
+            **{n: getattr(self, n) for n in names},
+        }
 
 
 def with_train_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -46,6 +46,7 @@ class Candidate:
         window: Tokens of the window with as large a cache; ``None`` if the cache is not smaller
             than softmax's.
         window_rows: KL of that window on each row; empty if the rows are no longer than it.
+        own_window: Its own window in tokens; ``None`` without one.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Candidate:
     kl_rows: list[float]
     window: int | None
     window_rows: list[float]
+    own_window: int | None = None
 
     @property
     def kl(self) -> Difference:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape
 from pathlib import Path
@@ -17,13 +17,15 @@ from typing import Any
 
 import datasets
 import numpy as np
-from datasets import Dataset, Features, Value, concatenate_datasets
+from datasets import Dataset, Features, Value, concatenate_datasets, interleave_datasets
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 from attnzoo.errors import AttnzooError
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # others are plain text
 HELD_OUT = 20  # one document in 20 is held out
+WEIGHT = re.compile(r"(?P<path>.+):(?P<weight>\d+(\.\d+)?|\.\d+)")  # path:0.7
+MIXTURE_SEED = 0  # a mixture is the same in every run
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")  # owner/name, or owner/name:config
 FEATURES = Features({"text": Value("large_string"), "digest": Value("binary")})
 MANY_BYTES = 2**26  # text from this size on is read with a progress bar
@@ -43,7 +45,8 @@ def read_documents(
         paths: Text, JSON lines and parquet files, folders of them, folders of
             ``Dataset.save_to_disk``, and data sets of the Hub, ``"owner/name"`` or
             ``"owner/name:config"``, of which the split ``train`` is read. A document is a text
-            file, a line of JSON or a row of a data set.
+            file, a line of JSON or a row of a data set. With weights, such as ``"a.jsonl:0.7"``,
+            they are mixed (:func:`_mixture`).
         column: Field of JSON files, parquet files and data sets that holds the text.
         extract: Returns the document of a row, given the name of its source too; the column when
             ``None``.
@@ -54,6 +57,9 @@ def read_documents(
     Raises:
         DataError: A path is missing or cannot be read, or there is no text.
     """
+    weights = dict(map(_split_weight, paths))
+    if any(weight is not None for weight in weights.values()):
+        return _mixture(weights, column, extract)
     files: list[Path] = []
     parts: list[Dataset] = []
     for path in map(Path, paths):
@@ -68,6 +74,43 @@ def read_documents(
     if not documents:
         raise _no_text(paths)
     return documents
+
+
+def _split_weight(path: Path | str) -> tuple[str, float | None]:
+    """Return a path and its weight; an existing path that looks like one has no weight."""
+    text = str(path)
+    found = None if Path(text).exists() else WEIGHT.fullmatch(text)
+    return (text, None) if found is None else (found["path"], float(found["weight"]))
+
+
+def _mixture(weights: Mapping[str, float | None], column: str, extract: Extract | None) -> Dataset:
+    """Return documents of several sources in a fixed random order, mixed by their weights.
+
+    Each next document comes from a source with a probability proportional to the source's weight,
+    until a source has no more, as ``datasets.interleave_datasets`` does.
+
+    Args:
+        weights: By path.
+        column: As in :func:`read_documents`.
+        extract: The same.
+
+    Raises:
+        DataError: A path has no weight, or a weight is 0.
+    """
+    missing = [path for path, weight in weights.items() if not weight]
+    if missing or len(weights) < 2:
+        raise DataError(
+            "A mixture needs two sources or more, each with a weight above 0, got "
+            f"{', '.join(f'{path!r} with {weight}' for path, weight in weights.items())}; write "
+            "--data PATH:WEIGHT for each, such as a.jsonl:0.7"
+        )
+    values = [weight for weight in weights.values() if weight]
+    return interleave_datasets(
+        [read_documents([path], column, extract) for path in weights],
+        probabilities=[value / sum(values) for value in values],
+        seed=MIXTURE_SEED,
+        stopping_strategy="first_exhausted",
+    )
 
 
 def _data_set(path: Path) -> Dataset | None:

@@ -33,6 +33,7 @@ class FinetuneConfig(TrainConfig):
         super().__post_init__()
         if self.steps < 1:
             raise ConfigError(f"steps must be at least 1, got {self.steps}")
+        self.check_warmup({"finetune": self.steps})
         if self.mlm_probability is not None and not 0 < self.mlm_probability < 1:
             raise ConfigError(
                 f"mlm_probability must be above 0 and below 1, got {self.mlm_probability}"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attnzoo.errors import SpecError
@@ -96,29 +95,3 @@ def load_model(path: Path, spec: AttentionSpec | None, cls: Any) -> PreTrainedMo
             path, config=config, attn_implementation=NAME, dtype=torch.float32
         )
     return model
-
-
-def with_adapters(model: nn.Module, rank: int, task: str) -> Any:
-    """Return the model with LoRA adapters on every linear layer outside backends.
-
-    The backends' own parameters stay in the model instead of the adapter: runs train them with a
-    learning rate of their own and save the merged model.
-
-    Args:
-        model: A swapped model.
-        rank: Rank of the adapters.
-        task: PEFT's task type, such as ``CAUSAL_LM``.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(
-        model,
-        LoraConfig(
-            r=rank,
-            lora_alpha=2 * rank,
-            target_modules="all-linear",
-            exclude_modules=r".*\.attnzoo(\..*)?",
-            modules_to_save=[],
-            task_type=task,
-        ),
-    )

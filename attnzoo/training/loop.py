@@ -89,6 +89,8 @@ class Stage:
         before_step: Called with the step before each step.
         rows: Training rows; those of the loop when ``None``.
         batch_size: Rows per step over all processes; that of the loop when ``None``.
+        schedule: Schedule of the rates by transformers' name, and its arguments; that of the loop
+            when ``None``.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Stage:
     before_step: Callable[[int], None] = lambda step: None
     rows: Rows | None = None
     batch_size: int | None = None
+    schedule: tuple[str, Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +109,7 @@ class LoopConfig:
 
     batch_size: int = 8  # rows per step over all processes
     accumulate: int = 1  # gradient accumulation: micro-batches per batch
-    warmup: float = 0.1  # fraction of the steps with linear warmup
+    warmup: float = 0.1  # linear warmup: below 1 a fraction of a stage's steps, else steps
     # as of transformers' TrainingArguments; each stage has a schedule of its own
     optim: str = "adamw_torch"  # or "muon", for the matrices of the model's own layers
     lr_scheduler_type: str = "cosine"
@@ -145,9 +148,10 @@ class LoopConfig:
                 f"A batch of {self.batch_size} rows is not divisible into {self.accumulate} "
                 "micro-batches; make batch_size a multiple of accumulate"
             )
-        if not 0 <= self.warmup < 1:
+        if not (0 <= self.warmup < 1 or (self.warmup >= 1 and float(self.warmup).is_integer())):
             raise ConfigError(
-                f"warmup is a fraction of the steps, at least 0 and below 1, got {self.warmup}"
+                "warmup is a fraction of the steps, at least 0 and below 1, or a whole number of "
+                f"steps, got {self.warmup}"
             )
         if not 0 < self.clip < math.inf:
             raise ConfigError(f"clip must be above 0 and finite, got {self.clip}; 1.0 is usual")
@@ -169,6 +173,10 @@ class LoopConfig:
             )
         check_optimizer(self.optim)
         check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs)
+
+    def warmup_steps(self, steps: int) -> int:
+        """Return the steps of linear warmup of a stage with so many steps."""
+        return round(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
 
 
 class Loop:
@@ -301,11 +309,15 @@ class Loop:
             weight_decay=self.config.weight_decay,
             betas=self.config.betas,
         )
-        schedule = make_schedule(
+        kind, options = stage.schedule or (
             self.config.lr_scheduler_type,
             self.config.lr_scheduler_kwargs,
+        )
+        schedule = make_schedule(
+            kind,
+            options,
             optimizer,
-            warmup=round(self.config.warmup * stage.steps),
+            warmup=self.config.warmup_steps(stage.steps),
             steps=stage.steps,
         )
         return optimizer, schedule

@@ -37,6 +37,7 @@ from attnzoo.training.candidates import (
     token_divergence,
     why_not_judged,
 )
+from attnzoo.training.transfer import swapped_layers, trainable_layers
 
 EXACT = "flash"
 TARGET_LENGTH = 4096  # tokens for which a swap is meant, if the user does not say
@@ -53,16 +54,32 @@ def preset_candidates(names: Iterable[str] = CANDIDATE_BACKENDS) -> list[str]:
     return [
         f"{name}:{options}".rstrip(":")
         for name in names
-        for options in map(_options_text, preset_options(name, "recovery"))
+        for options in map(options_text, preset_options(name, "recovery"))
     ]
 
 
-def _options_text(options: Mapping[str, Any]) -> str:
+def options_text(options: Mapping[str, Any]) -> str:
     """Return options as the command line takes them; the inverse of ``spec_of``."""
     return ",".join(
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in options.items()
     )
+
+
+def with_window(name: str, spec: AttentionSpec, window: int) -> tuple[str, AttentionSpec]:
+    """Return the name and the spec of a candidate with another window, if it has one.
+
+    Args:
+        name: Its name.
+        spec: Its spec, of one backend.
+        window: Tokens.
+    """
+    entry = spec.default
+    if getattr(entry.config, "window", None) is None:
+        return name, spec
+    options = {**entry.options, "window": window}
+    changed = AttentionSpec.from_dict({"backend": entry.backend, "options": options})
+    return f"{entry.backend}:{options_text(options)}", changed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +104,33 @@ class LayerMeasure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Transferred:
+    """What transfer has trained: one attention in all layers.
+
+    Attributes:
+        folder: Folder of the run.
+        name: The attention, as ``--candidate`` takes it.
+        spec: The same as a spec.
+        weights: Fingerprint of the model's own weights.
+        states: The ``state_dict`` of the backend of each layer, by the layer's name.
+    """
+
+    folder: str
+    name: str
+    spec: AttentionSpec
+    weights: str
+    states: Mapping[str, Mapping[str, Tensor]]
+
+    def check_weights(self, weights: str) -> None:
+        """Raise an error if the model that is planned for has other weights."""
+        if self.weights != weights:
+            raise SpecError(
+                f"{self.folder!r} has other weights than the model; give a run of this model with "
+                "transfer only (--distil-steps 0, or --train extras)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A spec with the measurements it was chosen by.
 
@@ -99,6 +143,7 @@ class Plan:
         candidates: What each candidate saves, and the window of equal memory beside it.
         left_out: Candidates that could not be judged, or save nothing, with the reason.
         divergence_error: Standard error of ``divergence`` over the rows; ``None`` with one row.
+        transfer_from: Folder of the run whose transferred layers were measured, if any.
     """
 
     spec: AttentionSpec
@@ -109,10 +154,13 @@ class Plan:
     candidates: list[Candidate] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     divergence_error: float | None = None
+    transfer_from: str | None = None
 
     @property
     def calibrated(self) -> bool:
         """Whether it has layers that were measured with calibrated gates."""
+        if self.transfer_from is not None:
+            return False
         return any(can_calibrate(layer.backend) for layer in self.spec.layers.values())
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,6 +174,7 @@ class Plan:
             "layers": [vars(layer) for layer in self.layers],
             "candidates": [candidate.to_dict() for candidate in self.candidates],
             "left_out": self.left_out,
+            "transfer_from": self.transfer_from,
         }
 
     def write(self, path: Path) -> None:
@@ -184,7 +233,8 @@ def weights_fingerprint(model: nn.Module) -> str:
 class Planner:
     """Measures how swaps change a causal model's predictions, and chooses a plan.
 
-    Layers of ``delta`` have gates calibrated on the rows, as recovery starts from them.
+    Layers of ``delta`` have gates calibrated on the rows, as recovery starts from them, and those
+    of ``transferred`` are as transfer has trained them.
 
     Args:
         model: A model that is not swapped.
@@ -193,9 +243,11 @@ class Planner:
         window: Distance in tokens of ``LayerMeasure.beyond``.
         positions: Number of positions of the model; ``None`` without a limit.
         on_step: Called with a description of each measurement.
+        transferred: Trained layers, a further candidate; others may have no parameters then.
 
     Raises:
-        SpecError: There are no candidates, or the model has no attention layers.
+        SpecError: There are no candidates, the model has no attention layers, or ``transferred`` is
+            compared with untrained layers.
     """
 
     def __init__(
@@ -207,7 +259,10 @@ class Planner:
         window: int = 32,
         positions: int | None = None,
         on_step: OnStep = lambda text: None,
+        transferred: Transferred | None = None,
     ) -> None:
+        if transferred is not None:
+            candidates = {transferred.name: transferred.spec, **candidates}
         if not candidates:
             raise SpecError("A plan needs at least one candidate, such as longformer")
         self.model, self.rows, self.window, self.on_step = model.eval(), rows, window, on_step
@@ -220,11 +275,13 @@ class Planner:
         self.left_out: dict[str, str] = {}
         self.summaries: list[Candidate] = []
         self.exact = self._logits()
-        self.calibrated = {
-            name: self._calibrate(name)
-            for name, spec in candidates.items()
-            if can_calibrate(spec.default.backend)
-        }
+        self.states: dict[str, Mapping[str, Mapping[str, Tensor]]] = {}
+        if transferred is not None:
+            self.states[transferred.name] = transferred.states
+            self._refuse_untrained()
+        for name, spec in candidates.items():
+            if can_calibrate(spec.default.backend) and name not in self.states:
+                self.states[name] = self._calibrate(name)
 
     def make_spec(self, chosen: Mapping[int, str]) -> AttentionSpec:
         """Return the spec with these layers' candidates and exact attention elsewhere."""
@@ -258,13 +315,14 @@ class Planner:
 
         Args:
             spec: The swap.
-            chosen: Candidates by layer, whose gates are calibrated; empty for other swaps.
+            chosen: Candidates by layer, transferred or calibrated; empty for other swaps.
         """
         swap(self.model, spec)
         try:
-            for name, backend in calibrated_layers(self.model).items():
-                weights = self.calibrated[chosen[backend.geometry.layer]]
-                backend.load_state_dict(weights[name])
+            for name, backend in swapped_layers(self.model).items():
+                states = self.states.get(chosen.get(backend.geometry.layer, EXACT))
+                if states is not None:
+                    backend.load_state_dict(states[name])
             return torch.cat(
                 [
                     token_divergence(logits, exact).cpu()
@@ -366,6 +424,7 @@ class Planner:
                 Candidate(
                     name=name,
                     length=length,
+                    own_window=getattr(spec.layers[str(self.numbers[0])].config, "window", None),
                     cache_bytes=size,
                     exact_bytes=whole,
                     kl_rows=kl.mean(1).tolist(),
@@ -421,6 +480,18 @@ class Planner:
             statistics.append((float(beyond), float(entropy)))
         return statistics
 
+    def _refuse_untrained(self) -> None:
+        """Raise an error for a candidate that transfer would train, beside a trained one."""
+        for name in self.candidates.keys() - self.states.keys():
+            swap(self.model, self.make_spec(dict.fromkeys(self.numbers, name)))
+            untrained = trainable_layers(self.model)
+            restore(self.model)
+            if untrained:
+                raise SpecError(
+                    f"The candidate {name!r} has parameters that are not trained, so it cannot be "
+                    "compared with transferred layers; leave it out, or plan without --from"
+                )
+
     def _calibrate(self, candidate: str) -> dict[str, dict[str, Tensor]]:
         """Return the weights of a candidate's calibrated layers, by name.
 
@@ -458,6 +529,7 @@ def make_plan(
     budget: Budget | None = None,
     window: int = 32,
     target_length: int | None = None,
+    transferred: Transferred | None = None,
     on_step: OnStep = lambda text: None,
 ) -> Plan:
     """Measure a saved model and choose an attention for each of its layers.
@@ -472,16 +544,28 @@ def make_plan(
         target_length: Tokens for which the swap is meant; candidates that save neither memory nor
             time there are left out. When ``None``, the length of the rows, or
             :data:`TARGET_LENGTH` tokens if that is more and the model has as many positions.
+        transferred: Layers that transfer has trained, as a further candidate: layers are then
+            ranked by what transfer leaves, as in arXiv:2512.20569.
         on_step: Called with a description of each measurement.
 
     Raises:
         AttnzooError: An argument is invalid.
-        SpecError: The rows can judge no candidate.
+        SpecError: The rows can judge no candidate, or ``transferred`` is of another model.
     """
     require_causal(path, "a plan measures text prediction")
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    limit = max_positions(path)
-    planner = Planner(model, rows, candidates, window=window, positions=limit, on_step=on_step)
+    weights, limit = weights_fingerprint(model), max_positions(path)
+    if transferred is not None:
+        transferred.check_weights(weights)
+    planner = Planner(
+        model,
+        rows,
+        candidates,
+        window=window,
+        positions=limit,
+        on_step=on_step,
+        transferred=transferred,
+    )
     exact = count_exact_layers(keep_softmax, len(planner.numbers))
     if target_length is None:
         target_length = max(rows.shape[1], min(TARGET_LENGTH, limit or TARGET_LENGTH))
@@ -497,5 +581,6 @@ def make_plan(
         left_out=planner.left_out,
         window=window,
         layers=measures,
-        weights=weights_fingerprint(model),
+        weights=weights,
+        transfer_from=None if transferred is None else transferred.folder,
     )

@@ -91,6 +91,18 @@ def choices_table(plan: Plan) -> Table:
     return Table(columns=columns, rows=rows, numeric=False)
 
 
+def windows_note(plan: Plan) -> str:
+    """Return a warning that the candidates have different windows, or ``""``."""
+    windows = sorted({x.own_window for x in plan.candidates if x.own_window is not None})
+    if len(windows) < 2:
+        return ""
+    return (
+        f"The candidates have windows of {', '.join(map(str, windows))} "
+        "tokens, so a difference between them is partly that of the windows; --equal-window "
+        f"{windows[0]} compares them at one."
+    )
+
+
 def candidates_table(plan: Plan) -> Table:
     """Return a table of the candidates: what they save, and the window of equal memory."""
     rows = []

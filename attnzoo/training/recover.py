@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnzoo.errors import ConfigError, SpecError, did_you_mean
+from attnzoo.errors import ConfigError
 from attnzoo.spec import AttentionSpec
 from attnzoo.training.calibrate import calibrate, calibrated_layers
 from attnzoo.training.distil import (
@@ -26,11 +26,11 @@ from attnzoo.training.distil import (
     softmax_teacher,
 )
 from attnzoo.training.encoder import EmbeddingRun, is_encoder
-from attnzoo.training.loading import load_model
-from attnzoo.training.loop import LoopConfig, Loss, OnStep, Stage
-from attnzoo.training.plan import weights_fingerprint
+from attnzoo.training.loop import Loss, OnStep, Stage
+from attnzoo.training.optimizer import check_schedule
 from attnzoo.training.rates import distillation_factor
 from attnzoo.training.results import complete
+from attnzoo.training.reuse import reuse_transfer
 from attnzoo.training.runs import Log, Run
 from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import (
@@ -38,7 +38,6 @@ from attnzoo.training.transfer import (
     Transfer,
     extras,
     output_extras,
-    swapped_layers,
     trainable_layers,
 )
 
@@ -65,7 +64,9 @@ class RecoverConfig(TrainConfig):
     # factor of the rates of distillation; None: from how far the student is from its teacher,
     # and 1 if weights_lr, attention_lr, extras_lr or cross_entropy is set, and for encoders
     rate_factor: float | None = None
-    recipe: str | None = None  # the name of these settings, for the model card
+    # schedule of the rates of distillation, as lr_scheduler_type; None: that of the loop
+    distil_lr_scheduler_type: str | None = None
+    distil_lr_scheduler_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,6 +102,14 @@ class RecoverConfig(TrainConfig):
             raise ConfigError(f"rate_factor must be above 0 and finite, got {self.rate_factor}")
         if not 0 <= self.cross_entropy <= 1:
             raise ConfigError(f"cross_entropy must be from 0 to 1, got {self.cross_entropy}")
+        if self.distil_lr_scheduler_type is not None:
+            check_schedule(self.distil_lr_scheduler_type, self.distil_lr_scheduler_kwargs)
+        elif self.distil_lr_scheduler_kwargs:
+            raise ConfigError(
+                "distil_lr_scheduler_kwargs are those of distil_lr_scheduler_type, which is not "
+                "given; give both, or lr_scheduler_kwargs"
+            )
+        self.check_warmup({"transfer": self.transfer_steps, "distil": self.distil_steps})
         if self.hidden_states < 0:
             raise ConfigError(f"hidden_states must not be negative, got {self.hidden_states}")
         if self.label_smoothing_factor and not self.cross_entropy:
@@ -109,95 +118,22 @@ class RecoverConfig(TrainConfig):
                 "0, and the teacher's predictions are no labels; set both, or neither"
             )
 
+    @property
+    def transfer_rate(self) -> float:
+        """Learning rate of transfer."""
+        return self.transfer_lr or (2e-2 if self.transfer_target == "output" else 5e-2)
+
+    @property
+    def distil_schedule(self) -> tuple[str, Mapping[str, Any]] | None:
+        """Schedule of the rates of distillation; ``None`` for that of the loop."""
+        if self.distil_lr_scheduler_type is None:
+            return None
+        return self.distil_lr_scheduler_type, self.distil_lr_scheduler_kwargs
+
     def _sets_rates(self) -> bool:
         """Return whether a rate of distillation is not the default."""
         fields = self.__dataclass_fields__
         return any(getattr(self, name) != fields[name].default for name in RATES)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Settings of recovery.
-
-    Attributes:
-        about: For which models, and the source, in one line.
-        options: Arguments of ``RecoverConfig``.
-        loop: Arguments of ``LoopConfig``.
-    """
-
-    about: str
-    options: Mapping[str, Any]
-    loop: Mapping[str, Any]
-
-
-RECIPES = {
-    "quick": Recipe(
-        about="minutes on two CPU cores, for models of a few million parameters",
-        options={
-            "transfer_steps": 60,
-            "distil_steps": 100,
-            "train": "full",
-            "weights_lr": 1e-3,
-            "repeat_share": 0.5,
-            "row_length": 512,
-        },
-        loop={"batch_size": 8, "precision": "bf16"},
-    ),
-    # 100M tokens of transfer in rows of 512, 600M of distillation in rows of 4,096
-    "radlads": Recipe(
-        about="700M tokens on GPUs, in stages as RADLADS (arXiv:2505.03005), two learning rates",
-        options={
-            "transfer_steps": 6104,
-            "transfer_lr": 1e-3,
-            "row_length": 512,
-            "distil_steps": 4578,
-            "distil_length": 4096,
-            "train": "full",
-            "weights_lr": 7e-6,
-            "attention_lr": 1e-4,
-            "extras_lr": 1e-4,
-            "rate_factor": 1.0,
-            "repeat_share": 0.0,
-            "gradient_checkpointing": True,
-        },
-        loop={"batch_size": 32, "precision": "bf16"},
-    ),
-}
-
-
-def find_recipe(name: str) -> Recipe:
-    """Return the recipe called ``name``.
-
-    Raises:
-        ConfigError: No recipe has that name.
-    """
-    if name not in RECIPES:
-        raise ConfigError(
-            f"No recipe is called {name!r}.{did_you_mean(name, RECIPES)} Available: "
-            f"{', '.join(RECIPES)}."
-        )
-    return RECIPES[name]
-
-
-def recipe_config(name: str, **changes: Any) -> RecoverConfig:
-    """Return the settings of a recipe.
-
-    Args:
-        name: Name of the recipe.
-        changes: Settings that differ, of ``RecoverConfig`` or of ``LoopConfig``.
-
-    Raises:
-        ConfigError: No recipe has that name, or a value is invalid.
-    """
-    recipe = find_recipe(name)
-    fields = LoopConfig.__dataclass_fields__
-    loop = {key: changes.pop(key) for key in [*changes] if key in fields}
-    if any(changes.get(rate) is not None for rate in RATES):
-        changes.setdefault("rate_factor", 1.0)
-    return RecoverConfig(
-        **{**recipe.options, "recipe": name, **changes},
-        loop=LoopConfig(**{**recipe.loop, **loop}),
-    )
 
 
 def recover(
@@ -265,6 +201,7 @@ def _recover(run: Run, config: RecoverConfig) -> tuple[PreTrainedModel, dict[str
             lambda model: _distil_loss(model, run, config),
             rows=rows,
             batch_size=config.distil_batch,
+            schedule=config.distil_schedule,
         )
     calibration = _calibrate(run, config)
     model = _distil(_transfer(run.model, run, config), run, config)
@@ -314,7 +251,6 @@ def _transfer(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTra
         reason = "0 steps" if layers else reason
         run.log(f"transfer is skipped: {reason}")
         return model
-    rate = config.transfer_lr or (2e-2 if config.transfer_target == "output" else 5e-2)
     for name, block in _blocks(layers, config.layers_at_once or len(layers)):
         with Transfer(model, block, target=config.transfer_target) as transfer:
             prefixes = tuple(f"{layer}." for layer in block)
@@ -326,50 +262,12 @@ def _transfer(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTra
             stage = Stage(
                 name=name,
                 steps=config.transfer_steps,
-                groups=[{"params": parameters, "lr": rate}],
+                groups=[{"params": parameters, "lr": config.transfer_rate}],
                 loss=transfer_loss(transfer, **_one_prediction(model)),
                 before_step=with_step(transfer, run.step_callback(model, config.transfer_steps)),
             )
             model = run.loop.run(model, stage, run.load_model)
     return model
-
-
-def reuse_transfer(model: PreTrainedModel, folder: Path) -> list[str]:
-    """Copy the extras of a saved model into the layers that have the same backend and options.
-
-    Transfer trains every layer on softmax's inputs, so what a layer learned does not depend on
-    which other layers are swapped: one run over all layers serves every plan.
-
-    Args:
-        model: A swapped model.
-        folder: A saved swap of the same model whose own weights were not trained.
-
-    Returns:
-        The names of the layers.
-
-    Raises:
-        SpecError: The saved model has other weights, or no layer in common.
-    """
-    saved: Any = load_model(folder, None, type(model))
-    if weights_fingerprint(saved) != weights_fingerprint(model):
-        raise SpecError(
-            f"{str(folder)!r} has other weights than the model, whose layers it was trained to "
-            "match; give a run of this model with transfer only (--distil-steps 0, or --train "
-            "extras)"
-        )
-    known = swapped_layers(saved)
-    names = []
-    for name in trainable_layers(model):
-        backend, other = swapped_layers(model)[name], known.get(name)
-        if other is not None and (other.name, other.config) == (backend.name, backend.config):
-            backend.load_state_dict(other.state_dict())
-            names.append(name)
-    if not names:
-        raise SpecError(
-            f"No layer of {str(folder)!r} with parameters to train has the backend and the options "
-            "of this swap; leave transfer_from out"
-        )
-    return names
 
 
 def _blocks(layers: list[str], size: int) -> Iterator[tuple[str, list[str]]]:
@@ -458,5 +356,6 @@ def _distil(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrain
         run.step_callback(model, config.distil_steps),
         rows=run.rows_of_length(config.distil_length),
         batch_size=config.distil_batch,
+        schedule=config.distil_schedule,
         rate_factor=factor,
     )

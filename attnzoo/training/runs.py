@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnzoo.backends.parts.recurrent import RecurrentBackend
-from attnzoo.contract.config import Geometry
 from attnzoo.errors import SpecError
 from attnzoo.evaluation.data import EvalBatch, load_tokenizer, string_tokenizer
 from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.kernel_checks import check_model_kernels
 from attnzoo.evaluation.quality import NonFiniteError
+from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.hf.context_parallel import check_model
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME
@@ -36,6 +36,7 @@ from attnzoo.training import best_state
 from attnzoo.training.baselines import Baselines
 from attnzoo.training.best_state import BestState
 from attnzoo.training.checkpoints import (
+    FOLDER,
     CheckpointError,
     Checkpoints,
     check_run_folder,
@@ -50,7 +51,7 @@ from attnzoo.training.lengths import (
     long_results,
     make_long_batches,
 )
-from attnzoo.training.loading import load_causal, load_rows, with_adapters
+from attnzoo.training.loading import load_causal, load_rows
 from attnzoo.training.loop import (
     DIVERGENCE_ADVICE,
     DivergenceError,
@@ -71,10 +72,11 @@ from attnzoo.training.quality import (
     with_original_continuations,
 )
 from attnzoo.training.report import write_pages
-from attnzoo.training.sharding import context_mesh, make_accelerator
+from attnzoo.training.sharding import check_folders, context_mesh, make_accelerator
 from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import extras, output_extras, swapped_layers
 from attnzoo.training.verdict import verdict
+from attnzoo.training.window_dropout import draw_heads
 
 BASELINES_DONE = "window alone"  # the last one that is evaluated
 AT = " @ "  # in names of results on longer rows, before their length
@@ -166,6 +168,7 @@ class Run:
             if self.finished is not None:
                 log("The run is finished; these are its results.")
                 return
+            check_folders(self.accelerator, out / FOLDER, progress and Path(progress["path"]))
             self._log_rows(train, self.held_out)
             self.baselines = Baselines(self.accelerator, self.checkpoints, self.quality_class, log)
             self._find_baselines()
@@ -472,21 +475,27 @@ class Run:
         prepared: Any = model
         if config.train == "lora":
             torch.manual_seed(config.loop.seed)  # the same adapters in a resumed run
-            prepared = with_adapters(model, config.lora_rank, self.task)
-        groups = [{"params": added, "lr": config.extras_lr}] if added else []
+            prepared = with_adapters(
+                model,
+                config.lora_rank,
+                self.task,
+                alpha=config.lora_alpha,
+                target_modules=config.lora_target_modules,
+            )
+        rates = config.rates
+        groups = [{"params": added, "lr": rates["extras"]}] if added else []
         if config.train != "extras":
             weights = [
                 p
                 for name, p in prepared.named_parameters()
                 if id(p) not in added_ids and (config.train == "full" or "lora_" in name)
             ]
-            rate = config.weights_lr or (1e-4 if config.train == "full" else 1e-3)
-            if config.attention_lr is not None:
+            if "attention" in rates:
                 inside = {id(p) for x in attention_layers(model) for p in x.module.parameters()}
                 attention = [p for p in weights if id(p) in inside]
                 weights = [p for p in weights if id(p) not in inside]
-                groups.append({"params": attention, "lr": config.attention_lr})
-            groups.append({"params": weights, "lr": rate})
+                groups.append({"params": attention, "lr": rates["attention"]})
+            groups.append({"params": weights, "lr": rates["weights"]})
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable()
         return prepared, groups
@@ -548,21 +557,3 @@ class Run:
         if self.config.report_to:
             self.accelerator.end_training()
         self.accelerator.wait_for_everyone()
-
-
-def draw_heads(share: float, seed: int, geometry: Geometry) -> Tensor | None:
-    """Return which heads of a layer attend without their window, ``[H]`` bool, or ``None``.
-
-    A hybrid otherwise learns to rely on its window only (arXiv:2510.05901). All rows and ranks draw
-    the same heads, and so does a forward pass that gradient checkpointing repeats.
-
-    Args:
-        share: The expected share of the heads.
-        seed: A different one for every step.
-        geometry: Shape of the layer.
-    """
-    if not share:
-        return None
-    generator = torch.Generator("cpu").manual_seed(1000 * seed + geometry.layer)
-    drawn = torch.rand(geometry.num_heads, generator=generator, dtype=torch.float32, device="cpu")
-    return drawn < share

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
+import uuid
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import DistributedType, broadcast, get_int_from_env, parse_flag_from_env
+from accelerate.utils import (
+    DistributedType,
+    broadcast,
+    broadcast_object_list,
+    gather_object,
+    get_int_from_env,
+    parse_flag_from_env,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader
@@ -19,6 +30,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from attnzoo.errors import ConfigError
 from attnzoo.training.data import IGNORE_INDEX
 
+SECONDS_UNTIL_SEEN = 60.0  # NFS keeps that a file does not exist for up to acdirmax, 60 s
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 WORLD_SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -79,6 +91,89 @@ def make_accelerator(
     if accelerator.gradient_accumulation_steps != 1:
         raise _accumulation_error(accelerator.gradient_accumulation_steps)
     return accelerator
+
+
+def check_folders(accelerator: Accelerator, folder: Path, checkpoint: Path | None) -> None:
+    """Check the folders of a run on all processes, before it starts.
+
+    Args:
+        accelerator: That of the run.
+        folder: Folder of the checkpoints.
+        checkpoint: The checkpoint to resume from; ``None`` for a new run.
+
+    Raises:
+        ConfigError: As :func:`require_shared_folder` and :func:`check_world_size`.
+    """
+    require_shared_folder(accelerator, folder)
+    if checkpoint is not None:
+        check_world_size(accelerator, checkpoint)
+
+
+def require_shared_folder(accelerator: Accelerator, folder: Path) -> None:
+    """Raise an error if a process does not see a file that the first process writes.
+
+    Checkpoints have files of all processes. On nodes that share no file system, each would have a
+    part of them, and the run could not be resumed. Called by all processes, which all raise.
+
+    Args:
+        accelerator: That of the run.
+        folder: A folder of the run, which exists on the node of the first process.
+
+    Raises:
+        ConfigError: The folder is not shared.
+    """
+    if accelerator.num_processes == 1:
+        return
+    (name,) = broadcast_object_list([f"probe-{uuid.uuid4().hex}"])
+    probe = folder / name
+    if accelerator.is_main_process:
+        probe.touch()
+    accelerator.wait_for_everyone()
+    seen = _appears(probe)
+    found = gather_object([(accelerator.process_index, socket.gethostname(), seen)])
+    if accelerator.is_main_process:
+        probe.unlink()
+    blind = [f"{rank} on {host}" for rank, host, seen in found if not seen]
+    if blind:
+        raise ConfigError(
+            f"--out {str(folder.parent)!r} is not on a file system that all nodes share: process "
+            f"{', '.join(blind)} does not see what process 0 on {found[0][1]} writes there, so no "
+            "checkpoint would be complete. Give --out a folder of a shared file system, with the "
+            "same path on all nodes"
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Return whether a file exists within the time for which network file systems cache names."""
+    end = time.monotonic() + SECONDS_UNTIL_SEEN
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        with suppress(OSError):
+            os.listdir(path.parent)  # NFS looks again
+        time.sleep(0.1)
+    return True
+
+
+def check_world_size(accelerator: Accelerator, checkpoint: Path) -> None:
+    """Raise an error if sharded weights were saved by another number of processes.
+
+    Without sharding, a checkpoint can be resumed on any number.
+
+    Args:
+        accelerator: That of the run.
+        checkpoint: Folder of the checkpoint.
+
+    Raises:
+        ConfigError: The numbers differ under FSDP or DeepSpeed.
+    """
+    saved = len(list(checkpoint.glob("random_states_*.pkl")))  # Accelerate writes one a process
+    if accelerator.distributed_type in SHARDED and saved != accelerator.num_processes:
+        raise ConfigError(
+            f"The checkpoint {str(checkpoint)!r} has the shards of {saved} processes, but "
+            f"{accelerator.num_processes} run; resume on {saved}, or train with the launch config "
+            "ddp, which resumes on any number"
+        )
 
 
 def set_up_deepspeed(config: dict[str, Any], clip: float | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +21,9 @@ class TrainConfig:
     # "extras" are the parameters that backends add, such as feature maps and gates
     train: Literal["extras", "lora", "full"] = "lora"
     lora_rank: int = 16
+    lora_alpha: int | None = None  # the adapters' scale is lora_alpha / lora_rank; None: 2
+    # last parts of the names of the linear layers with adapters; None: all outside of backends
+    lora_target_modules: tuple[str, ...] | None = None
     extras_lr: float = 5e-3
     weights_lr: float | None = None  # None: 1e-3 for adapters, 1e-4 for all weights
     attention_lr: float | None = None  # of weights in attention layers; None: weights_lr
@@ -41,6 +45,7 @@ class TrainConfig:
     window_dropout: float = 0.0  # initial fraction of a hybrid's heads without their window
     gradient_checkpointing: bool = False
     report_to: str | None = None  # a tracker of Accelerate, such as "tensorboard"
+    recipe: str | None = None  # the name of these settings, for the model card
     loop: LoopConfig = field(default_factory=LoopConfig)
 
     def __post_init__(self) -> None:
@@ -59,8 +64,8 @@ class TrainConfig:
                 f"repeats_per_row={self.repeats_per_row} applies to the rows that repeat_share "
                 "selects, but repeat_share is 0; set both, or neither"
             )
-        for name in ("lora_rank", "judged_rows", "repeats_per_row"):
-            if getattr(self, name) < 1:
+        for name in ("lora_rank", "lora_alpha", "judged_rows", "repeats_per_row"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.attention_lr is not None and self.train == "extras":
             raise ConfigError(
@@ -98,6 +103,32 @@ class TrainConfig:
             raise ConfigError(f"train must be 'extras', 'lora' or 'full', got {self.train!r}")
         if self.report_to is not None:
             _check_tracker(self.report_to)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Learning rates of ``extras``, ``attention`` and ``weights``, as far as they train."""
+        found = {"extras": self.extras_lr}
+        if self.train != "extras":
+            if self.attention_lr is not None:
+                found["attention"] = self.attention_lr
+            found["weights"] = self.weights_lr or (1e-4 if self.train == "full" else 1e-3)
+        return found
+
+    def check_warmup(self, stages: Mapping[str, int]) -> None:
+        """Raise an error if a stage ends before its warmup.
+
+        Args:
+            stages: Steps by the name of the stage.
+
+        Raises:
+            ConfigError: A stage has no more steps than warmup.
+        """
+        for name, steps in stages.items():
+            if self.loop.warmup >= 1 and 0 < steps <= self.loop.warmup:
+                raise ConfigError(
+                    f"The stage {name!r} has {steps} steps, all of them warmup ({self.loop.warmup} "
+                    "steps); give fewer, or a fraction such as --warmup 0.1"
+                )
 
 
 def _check_tracker(name: str) -> None:

@@ -10,6 +10,7 @@ from accelerate.utils import DistributedType
 
 import attnzoo
 from attnzoo.hf import logits as logits_in_chunks
+from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.hf.logits import chunk_reason
 from attnzoo.training.distil import (
     Predictions,
@@ -19,7 +20,6 @@ from attnzoo.training.distil import (
     predictions,
     softmax_teacher,
 )
-from attnzoo.training.loading import with_adapters
 
 MASK = torch.ones(2, 5)
 

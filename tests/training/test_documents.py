@@ -146,3 +146,35 @@ def test_held_out_documents_do_not_depend_on_their_order():
     assert set(split(given[::-1])[1]) == set(held_out)
     assert split(["0123456789"]) == (["012345678"], ["9"])
     assert split(["0123456789"] * 2) == (["012345678"], ["9"])
+
+
+def test_sources_are_mixed_by_their_weights(tmp_path):
+    """In the same order every time, without a second copy of a document."""
+    for name, count in (("a", 400), ("b", 400)):
+        lines = (f'{{"text": "{name}{i}"}}\n' for i in range(count))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    sources = [f"{tmp_path}/a.jsonl:3", f"{tmp_path}/b.jsonl:1"]
+    found = texts(sources)
+    assert found == texts(sources)
+    assert len(set(found)) == len(found)
+    of_a = [x for x in found if x[0] == "a"]
+    assert of_a == [f"a{i}" for i in range(400)]  # until it has no more, in its own order
+    share = len(of_a) / len(found)
+    assert abs(share - 0.75) < 4 * (0.75 * 0.25 / len(found)) ** 0.5
+    train, held_out = split_documents(read_documents(sources))
+    assert len(train) + len(held_out) == len(found)
+
+
+def test_a_path_that_looks_weighted_is_a_path(tmp_path):
+    (tmp_path / "x:2").write_text("one")
+    assert texts([tmp_path / "x:2"]) == ["one"]
+
+
+@pytest.mark.parametrize("weights", [[":0.5", ""], [":0.5"], [":0", ":1"]])
+def test_invalid_mixtures_are_refused(tmp_path, weights):
+    paths = []
+    for number, weight in enumerate(weights):
+        (tmp_path / f"{number}.txt").write_text("x")
+        paths.append(f"{tmp_path}/{number}.txt{weight}")
+    with pytest.raises(DataError, match="each with a weight above 0, got"):
+        read_documents(paths)

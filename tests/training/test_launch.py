@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +13,12 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import GradientState
 from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 import attnzoo
+from attnzoo.commands.environment import _for_nodes
 from attnzoo.errors import ConfigError
+from attnzoo.training import sharding
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig, read_losses
 from attnzoo.training.recover import RecoverConfig, recover
@@ -21,6 +26,15 @@ from attnzoo.training.sharding import make_accelerator, set_up_deepspeed
 from tests.training.engines import LAUNCH
 from tests.training.two_processes import SPEC, ten_steps
 
+RESIZED = attnzoo.AttentionSpec("gated_linear", feature_map="hedgehog", window=4)
+SIZES = RecoverConfig(
+    transfer_steps=0,  # its loss depends on how many rows a process has
+    distil_steps=7,
+    row_length=32,
+    judged_rows=2,
+    train="full",
+    loop=LoopConfig(batch_size=4, checkpoint_every=2),
+)
 ROOT = Path(__file__).resolve().parents[2]
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(
@@ -233,6 +247,99 @@ def test_invalid_cp_size_is_refused(saved, text, spec, tmp_path, changes, messag
             RecoverConfig(row_length=32, loop=LoopConfig(**changes)),
         )
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def resized(run, saved, text, tmp_path_factory, interrupt):
+    """Runs that are stopped on one number of processes and resumed on another."""
+    out = tmp_path_factory.mktemp("resized")
+    interrupt(5, recover, saved, RESIZED, [text], out / "to-two", SIZES)
+    run("resize,unshared", saved, text, out)
+    recover(saved, RESIZED, [text], out / "whole", SIZES)
+    recover(saved, RESIZED, [text], out / "to-one", SIZES, resume=True)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["to-one", "to-two"])
+def test_a_run_is_resumed_on_another_number_of_processes(resized, name):
+    """It has the losses and the result of a run on one process."""
+    found, expected = (read_losses(resized / x) for x in (name, "whole"))
+    assert [x["stage"] for x in found] == ["distil"] * 7
+    assert [x["loss"] for x in found] == pytest.approx([x["loss"] for x in expected], rel=1e-4)
+    ours, whole = (json.loads((resized / x / "recovery.json").read_text()) for x in (name, "whole"))
+    found, expected = (x["lines"]["result"]["loss"] for x in (ours, whole))
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_nodes_without_a_shared_folder_are_refused(resized):
+    """All processes raise the error, and nothing is left."""
+    for rank in (0, 1):
+        message = (resized / f"unshared-{rank}.txt").read_text()
+        assert "is not on a file system that all nodes share: process 1 on" in message
+        assert not (resized / f"node-{rank}" / "out").exists()
+
+
+@pytest.mark.parametrize("visible", [True, False])
+def test_the_probe_of_a_shared_folder(tmp_path, monkeypatch, visible):
+    """The second of two processes sees it, or not."""
+    monkeypatch.setattr(sharding, "SECONDS_UNTIL_SEEN", 0.0)
+    monkeypatch.setattr(sharding, "broadcast_object_list", lambda x: x)
+    other = (1, "second", visible)
+    monkeypatch.setattr(sharding, "gather_object", lambda x: [*x, other])
+    accelerator = SimpleNamespace(
+        num_processes=2, process_index=0, is_main_process=True, wait_for_everyone=lambda: None
+    )
+    if visible:
+        sharding.require_shared_folder(accelerator, tmp_path)
+    else:
+        with pytest.raises(ConfigError, match="process 1 on second does not see what process 0"):
+            sharding.require_shared_folder(accelerator, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    accelerator.num_processes = 1
+    sharding.require_shared_folder(accelerator, tmp_path / "none")  # writes nothing
+
+
+def test_sharded_checkpoints_are_resumed_on_as_many_processes(tmp_path):
+    for rank in (0, 1):
+        (tmp_path / f"random_states_{rank}.pkl").touch()
+    for kind, count, refused in (
+        (DistributedType.FSDP, 4, True),
+        (DistributedType.DEEPSPEED, 1, True),
+        (DistributedType.FSDP, 2, False),
+        (DistributedType.MULTI_GPU, 4, False),
+    ):
+        accelerator = SimpleNamespace(distributed_type=kind, num_processes=count)
+        with (
+            pytest.raises(ConfigError, match="shards of 2 processes") if refused else nullcontext()
+        ):
+            sharding.check_world_size(accelerator, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[needs_deepspeed] if x[0:9] == "deepspeed" else []) for x in TYPES],
+)
+def test_a_config_of_two_nodes_starts_as_many_processes(name, tmp_path, monkeypatch):
+    """Accelerate's own launcher makes the arguments of torchrun from it."""
+    monkeypatch.setattr("accelerate.utils.launch.is_port_in_use", lambda port: False)
+    file = tmp_path / "config.yaml"
+    file.write_text(_for_nodes((LAUNCH / f"{name}.yaml").read_text(), 8, 2))
+    given = ["--config_file", str(file), "--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
+    arguments = launch_command_parser().parse_args([*given, "-m", "attnzoo", "recover"])
+    arguments, _, _ = _validate_launch_command(arguments)
+    if name.startswith("deepspeed"):
+        command, _ = prepare_deepspeed_cmd_env(arguments)
+        assert command is None  # not the `deepspeed` launcher, which needs ssh and a hostfile
+    else:
+        prepare_multi_gpu_env(arguments)
+    assert (arguments.nnodes, arguments.nproc_per_node, arguments.node_rank) == ("2", "8", 1)
+    assert arguments.rdzv_endpoint == "10.0.0.1:29500"
+    assert arguments.rdzv_backend == "static"
+    one = _for_nodes((LAUNCH / f"{name}.yaml").read_text(), 4, 1)
+    assert "num_processes: 4\n" in one
+    assert "num_machines: 1\n" in one
 
 
 @pytest.mark.slow

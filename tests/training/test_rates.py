@@ -9,7 +9,8 @@ import attnzoo
 from attnzoo.training import recover as recovery
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.rates import FAR, LEAST, held_out_divergence, rate_factor
-from attnzoo.training.recover import RecoverConfig, recipe_config, recover
+from attnzoo.training.recipes import recipe_config
+from attnzoo.training.recover import RecoverConfig, recover
 
 TOKENS = torch.randint(3, 300, (3, 40), generator=torch.Generator().manual_seed(2))
 

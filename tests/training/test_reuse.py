@@ -1,13 +1,18 @@
 """Reuse of transferred layers."""
 
+import json
+
 import pytest
 import torch
 import transformers as hf
 
 import attnzoo
 from attnzoo.errors import SpecError
+from attnzoo.registry import build_backend
 from attnzoo.training.loop import LoopConfig, read_losses
+from attnzoo.training.plan import Planner, with_window
 from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.training.reuse import read_transferred
 
 OPTIONS = {"feature_map": "hedgehog", "window": 4}
 
@@ -74,3 +79,73 @@ def test_what_cannot_be_reused_is_refused(saved, text, spec, transferred, tmp_pa
     options = config(transfer_from=str(tmp_path / "changed"))
     with pytest.raises(SpecError, match="has other weights than the model"):
         recover(saved, spec, [text], tmp_path / "b", options)
+
+
+@torch.no_grad()
+def test_a_plan_ranks_layers_after_transfer(saved, transferred, tmp_path):
+    """The KL of each layer is that of the trained layers in the run's folder, in float64."""
+    rows = torch.randint(3, 300, (4, 40), generator=torch.Generator().manual_seed(2))
+    far = hf.AutoModelForCausalLM.from_pretrained(transferred, dtype=torch.float32)
+    for name, parameter in far.named_parameters():
+        if ".attnzoo." in name:  # as a long transfer would leave them
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    far.save_pretrained(tmp_path)
+    found = read_transferred(tmp_path)
+    raw = hf.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    exact = raw(rows).logits.double().log_softmax(-1)
+    planner = Planner(raw, rows, {}, transferred=found)
+    for measure in planner.measure():
+        for swapped, kl in (
+            ([measure.layer], measure.alone[found.name]),
+            ([1 - measure.layer], measure.restored[found.name]),
+        ):
+            model = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+            for number, layer in enumerate(model.model.layers):
+                if number not in swapped:
+                    geometry = layer.self_attn.attnzoo.geometry
+                    layer.self_attn.attnzoo = build_backend("softmax", {}, geometry)
+            logits = model(rows, use_cache=False).logits.double().log_softmax(-1)
+            expected = float((exact.exp() * (exact - logits)).sum(-1).mean())
+            assert kl == pytest.approx(expected, rel=1e-3)
+    raw_kl = Planner(raw, rows, {found.name: found.spec}).divergence({0: found.name})
+    assert abs(raw_kl - planner.divergence({0: found.name})) > 0.05 * raw_kl
+
+
+def test_plan_from_a_run_by_the_command(
+    saved, text, transferred, tmp_path, attnzoo_command, capsys
+):
+    out = tmp_path / "plan.json"
+    attnzoo_command(
+        *("plan", saved, "--data", text, "--out", out, "--from", transferred, "--rows", 2),
+        *("--candidate", "longformer:window=16", "--length", 64, "--keep-softmax", 0),
+    )
+    plan = json.loads(out.read_text())
+    assert plan["candidates"][0]["name"].startswith("gated_linear:")
+    assert plan["transfer_from"] == str(transferred)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"--transfer-from {transferred}" in shown
+    assert "windows of 4, 16 tokens" in shown
+    assert "--calibration-rows" not in shown
+
+
+def test_untrained_layers_are_not_compared_with_trained_ones(saved, transferred, text, tmp_path):
+    rows = torch.randint(3, 300, (2, 40))
+    model = hf.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    untrained = {"delta": attnzoo.AttentionSpec("delta", window=4)}
+    with pytest.raises(SpecError, match="'delta' has parameters that are not trained"):
+        Planner(model, rows, untrained, transferred=read_transferred(transferred))
+    assert not hasattr(model.config, "attnzoo")
+    part = tmp_path / "part"
+    spec = attnzoo.AttentionSpec("gated_linear", layers={"1": "flash"}, **OPTIONS)
+    recover(saved, spec, [text], part, config(transfer_steps=0))
+    with pytest.raises(SpecError, match="does not have one attention with parameters in all"):
+        read_transferred(part)
+
+
+def test_candidates_get_one_window():
+    spec = attnzoo.AttentionSpec("gated_linear", **OPTIONS)
+    name, changed = with_window("gated_linear:window=4", spec, 8)
+    assert name == "gated_linear:feature_map=hedgehog,window=8"
+    assert changed.default.options == {"feature_map": "hedgehog", "window": 8}
+    without = attnzoo.AttentionSpec("linear")
+    assert with_window("linear", without, 8) == ("linear", without)

@@ -10,7 +10,9 @@ import transformers as hf
 from accelerate.state import AcceleratorState
 from transformers.trainer_pt_utils import LabelSmoother
 
+import attnzoo
 from attnzoo.errors import ConfigError
+from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.training import loop as training_loop
 from attnzoo.training import runs
 from attnzoo.training.distil import distil_loss
@@ -22,6 +24,7 @@ from attnzoo.training.optimizer import make_optimizer, make_schedule
 from attnzoo.training.quality import evaluate_rows
 from attnzoo.training.recover import RecoverConfig
 from attnzoo.training.sharding import make_accelerator
+from tests.training.conftest import tiny_llama
 
 LOOP = {"batch_size": 4, "checkpoint_every": 3, "warmup": 0.25}
 SHORT = {"steps": 8, "row_length": 32, "judged_rows": 2, "weights_lr": 3e-3, "train": "full"}
@@ -218,6 +221,17 @@ def test_options_of_the_command(saved, text, tmp_path, attnzoo_command):
     assert written["loop"]["lr_scheduler_kwargs"] == {"min_lr_rate": 0.1}
     given = {"warmup": 0.5, "betas": [0.8, 0.9], "weight_decay": 0.1, "clip": 0.7, "keep": 1}
     assert written["loop"].items() >= given.items()
+
+
+def test_adapters_of_named_layers(model):
+    attnzoo.swap(model, "linear")
+    adapted = with_adapters(model, 4, "CAUSAL_LM", alpha=12, target_modules=["q_proj"])
+    names = {n for n, p in adapted.named_parameters() if "lora_" in n}
+    assert {n.split(".")[-4] for n in names} == {"q_proj"}
+    layer = next(m for n, m in adapted.named_modules() if n.endswith("q_proj"))
+    assert (layer.r["default"], layer.scaling["default"]) == (4, 3)
+    with pytest.raises(ConfigError, match=r"names 'q_prj'.*Did you mean 'q_proj'\?.*down_proj"):
+        with_adapters(tiny_llama(), 4, "CAUSAL_LM", target_modules=["q_proj", "q_prj"])
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "muon"])

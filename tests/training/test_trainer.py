@@ -6,8 +6,8 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 
 import attnzoo
+from attnzoo.hf.adapters.lora import with_adapters
 from attnzoo.training.data import pack
-from attnzoo.training.loading import with_adapters
 from attnzoo.training.transfer import extras
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from attnzoo.contract.config import Geometry
-from attnzoo.training.runs import draw_heads
+from attnzoo.training.window_dropout import draw_heads
 
 LAYER = Geometry(num_heads=400, num_key_heads=1, head_dim=4, layer=3)
 

@@ -14,7 +14,9 @@ import torch.distributed as dist
 import transformers as hf
 
 import attnzoo
+from attnzoo.errors import ConfigError
 from attnzoo.hf import logits
+from attnzoo.training import sharding
 from attnzoo.training.finetune import FinetuneConfig, finetune
 from attnzoo.training.loop import LoopConfig
 from attnzoo.training.recover import RecoverConfig, recover
@@ -141,6 +143,26 @@ def idle(model, text, out):
     recover(model, spec, [text], out / "idle", config())
 
 
+def unshared(model, text, out):
+    """Each process has a folder of its own, as nodes without a shared file system."""
+    sharding.SECONDS_UNTIL_SEEN = 0.2
+    message = ""
+    try:
+        recover(model, SPEC, [text], out / f"node-{dist.get_rank()}" / "out", config())
+    except ConfigError as error:
+        message = str(error)
+    (out / f"unshared-{dist.get_rank()}.txt").write_text(message)
+
+
+def resize(model, text, out):
+    """Resume a run of one process, and stop a run that one process will resume."""
+    loop = LoopConfig(batch_size=4, checkpoint_every=2)
+    options = config(transfer_steps=0, distil_steps=7, loop=loop)
+    with suppress(Stopped):
+        recover(model, SPEC, [text], out / "to-one", options, on_step=stop_at(5))
+    recover(model, SPEC, [text], out / "to-two", options, resume=True)
+
+
 def draws(model, text, out):
     rank = dist.get_rank()
     torch.manual_seed(rank)
@@ -166,7 +188,7 @@ if __name__ == "__main__":
     names, *paths = sys.argv[1:]
     dist.init_process_group("gloo")
     shorten_runs(setattr)
-    checks = (sharded, shared, idle, draws, engines, deepspeed)
+    checks = (sharded, shared, idle, draws, engines, deepspeed, unshared, resize)
     for check in checks:
         if check.__name__ in names.split(","):
             check(*map(Path, paths))

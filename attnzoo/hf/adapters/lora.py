@@ -1,0 +1,69 @@
+"""LoRA adapters beside the parameters that backends add."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from attnzoo.errors import ConfigError, did_you_mean
+from attnzoo.hf.names import NAME
+
+
+def with_adapters(
+    model: nn.Module,
+    rank: int,
+    task: str,
+    *,
+    alpha: int | None = None,
+    target_modules: Sequence[str] | None = None,
+) -> Any:
+    """Return the model with LoRA adapters on linear layers outside backends.
+
+    The backends' own parameters stay in the model instead of the adapter: runs train them with a
+    learning rate of their own and save the merged model.
+
+    Args:
+        model: A swapped model.
+        rank: Rank of the adapters.
+        task: PEFT's task type, such as ``CAUSAL_LM``.
+        alpha: The adapters' scale is ``alpha / rank``; twice the rank when ``None``.
+        target_modules: Last parts of the names of the layers, such as ``q_proj``; all linear layers
+            when ``None``.
+
+    Raises:
+        ConfigError: A name of ``target_modules`` is that of no layer.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    if target_modules is not None:
+        _check_names(model, target_modules)
+    return get_peft_model(
+        model,
+        LoraConfig(
+            r=rank,
+            lora_alpha=2 * rank if alpha is None else alpha,
+            target_modules="all-linear" if target_modules is None else list(target_modules),
+            exclude_modules=rf".*\.{NAME}(\..*)?",
+            modules_to_save=[],
+            task_type=task,
+        ),
+    )
+
+
+def _check_names(model: nn.Module, names: Sequence[str]) -> None:
+    """Raise an error for a name that is the last part of no linear layer's, which PEFT ignores."""
+    known = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and f".{NAME}." not in name
+    }
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"lora_target_modules names {name!r}, but no linear layer of "
+                f"{type(model).__name__} is called so.{did_you_mean(name, known)} Its layers are "
+                f"{', '.join(sorted(known))}"
+            )

@@ -1,0 +1,83 @@
+"""Reuse of transferred layers: by a run of another plan, and to rank layers after transfer.
+
+Transfer trains every layer on softmax's inputs, so what a layer learned does not depend on which
+other layers are swapped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from attnzoo.errors import SpecError
+from attnzoo.hf.names import NAME
+from attnzoo.spec import AttentionSpec
+from attnzoo.training.loading import load_causal, load_model
+from attnzoo.training.plan import Transferred, options_text, weights_fingerprint
+from attnzoo.training.transfer import swapped_layers, trainable_layers
+
+
+def reuse_transfer(model: PreTrainedModel, folder: Path) -> list[str]:
+    """Copy the extras of a saved model into the layers that have the same backend and options.
+
+    One run over all layers serves every plan.
+
+    Args:
+        model: A swapped model.
+        folder: A saved swap of the same model whose own weights were not trained.
+
+    Returns:
+        The names of the layers.
+
+    Raises:
+        SpecError: The saved model has other weights, or no layer in common.
+    """
+    saved: Any = load_model(folder, None, type(model))
+    if weights_fingerprint(saved) != weights_fingerprint(model):
+        raise SpecError(
+            f"{str(folder)!r} has other weights than the model, whose layers it was trained to "
+            "match; give a run of this model with transfer only (--distil-steps 0, or --train "
+            "extras)"
+        )
+    known = swapped_layers(saved)
+    names = []
+    for name in trainable_layers(model):
+        backend, other = swapped_layers(model)[name], known.get(name)
+        if other is not None and (other.name, other.config) == (backend.name, backend.config):
+            backend.load_state_dict(other.state_dict())
+            names.append(name)
+    if not names:
+        raise SpecError(
+            f"No layer of {str(folder)!r} with parameters to train has the backend and the options "
+            "of this swap; leave transfer_from out"
+        )
+    return names
+
+
+def read_transferred(folder: Path) -> Transferred:
+    """Return the layers of a saved swap that has one attention in all layers.
+
+    Args:
+        folder: A run of ``attnzoo recover`` with transfer only.
+
+    Raises:
+        SpecError: The layers have different attentions, or nothing to train.
+    """
+    model: Any = load_causal(folder, None)
+    layers = swapped_layers(model)
+    spec = AttentionSpec.from_dict(getattr(model.config, NAME))
+    if spec.layers or spec.else_ is not None or set(trainable_layers(model)) != set(layers):
+        raise SpecError(
+            f"{str(folder)!r} does not have one attention with parameters in all layers; transfer "
+            "all layers first: attnzoo recover DIR --attention NAME --distil-steps 0"
+        )
+    entry = spec.default
+    return Transferred(
+        folder=str(folder),
+        name=f"{entry.backend}:{options_text(entry.options)}".rstrip(":"),
+        spec=AttentionSpec.from_dict(entry.to_dict()),
+        weights=weights_fingerprint(model),
+        states={name: backend.state_dict() for name, backend in layers.items()},
+    )
