@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from attnzoo.commands.model_argument import ModelArgument, argument_of
+from attnzoo.commands.model_argument import ModelArgument, argument_of, model_folder
 from attnzoo.commands.spec_options import spec_of
 from attnzoo.commands.terminal import console, problems
 from attnzoo.commands.train_options import (
@@ -55,6 +55,15 @@ CalibrationRows = Annotated[
     int,
     typer.Option(help="training rows whose attention the gates of delta start from; 0: none"),
 ]
+Teacher = Annotated[
+    Path | None,
+    typer.Option(
+        parser=model_folder,
+        metavar="MODEL",
+        help="folder or Hub id of the model that MODEL was converted from by `attnzoo convert "
+        "--recurrent`, in place of a swap (experimental)",
+    ),
+]
 DistilLength = Annotated[
     int | None, typer.Option(help="tokens per row of distillation; default: --length")
 ]
@@ -74,6 +83,20 @@ PlanTarget = Annotated[
         min=8,
         help="tokens for which the swap is meant: candidates that save neither memory nor time "
         "there are left out; default: 4096, or the model's positions",
+    ),
+]
+PlanClass = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CLASS",
+        help="windows of one size, which a stock class holds (attnzoo convert --to CLASS); needs "
+        "--cache-bytes",
+    ),
+]
+RecipeName = Annotated[
+    str | None,
+    typer.Option(
+        help="settings by name: quick, radlads or student; options that are given override"
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="measure and print, but write nothing")]
@@ -104,13 +127,13 @@ def plan(
     length: PlanLength = None,
     target_length: PlanTarget = None,
     window: Annotated[int, typer.Option(min=1, help="report attention beyond so many tokens")] = 32,
+    to: PlanClass = None,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
     column: Column = "text",
 ) -> None:
     """Measure how much each layer needs softmax, and choose an attention for each layer."""
     from attnzoo.report.output_path import check_file
-    from attnzoo.training.budget import CacheBudget, parse_size
     from attnzoo.training.loading import load_rows
     from attnzoo.training.plan import make_plan
     from attnzoo.training.train_config import TrainConfig
@@ -119,10 +142,9 @@ def plan(
         raise SpecError("plan takes either --keep-softmax or --cache-bytes")
     if out is not None and not dry_run:
         check_file(out, overwrite=overwrite)
-    budget = None
-    if cache_bytes is not None:
-        tokens = parse_size(cache_length, "--cache-length")
-        budget = CacheBudget(bytes=parse_size(cache_bytes, "--cache-bytes"), length=tokens)
+    budget = None if cache_bytes is None else _budget(cache_bytes, cache_length)
+    if to is not None:
+        candidate, budget = _for_class(path, to, candidate, budget)
     specs = _candidate_specs(candidate)
     row_length = length or target_length or 512
     train, _ = load_rows(path, data, column, TrainConfig(row_length=row_length, repeat_share=1.0))
@@ -142,6 +164,30 @@ def plan(
         console.print("Nothing was written; give --out FILE to save the plan.")
         return
     _write_plan(made_plan, out, path, rows)
+
+
+def _budget(cache_bytes: str, cache_length: str) -> Any:
+    """Return the limit of ``--cache-bytes`` at ``--cache-length``."""
+    from attnzoo.training.budget import CacheBudget, parse_size
+
+    tokens = parse_size(cache_length, "--cache-length")
+    return CacheBudget(bytes=parse_size(cache_bytes, "--cache-bytes"), length=tokens)
+
+
+def _for_class(
+    path: Path, to: str, candidate: list[str] | None, budget: Any
+) -> tuple[list[str], Any]:
+    """Return the candidates and the budget of a plan that a stock class holds."""
+    from attnzoo.hf.saving.files import read_config
+    from attnzoo.training.class_plan import OneWindow, window_candidates
+
+    if candidate:
+        raise SpecError(
+            "--to plans windows of the sizes that it tries itself; leave --candidate out"
+        )
+    if budget is None:
+        raise SpecError("--to chooses windows and layers within --cache-bytes; give it")
+    return window_candidates(read_config(path).model_type, to), OneWindow(budget=budget)
 
 
 def _candidate_specs(candidates: list[str] | None) -> dict[str, Any]:
@@ -184,6 +230,7 @@ def _write_plan(made_plan: Any, out: Path, path: Path, rows: int) -> None:
 def recover(
     path: ModelArgument,
     plan: Annotated[Path | None, typer.Option(help="plan from `attnzoo plan`")] = None,
+    teacher: Teacher = None,
     transfer_steps: Annotated[
         int, typer.Option(help="steps of transfer, per block of layers")
     ] = 100,
@@ -202,21 +249,18 @@ def recover(
     cross_entropy: CrossEntropy = 0.0,
     hidden_states: HiddenStates = 0.0,
     train: Train = "lora",
-    recipe: Annotated[
-        str | None,
-        typer.Option(help="settings by name, quick or radlads; options that are given override"),
-    ] = None,
+    recipe: RecipeName = None,
     *,
     context: typer.Context,
     options: TrainOptions,
 ) -> None:
-    """Swap a model and recover its quality by attention transfer and distillation."""
-    from attnzoo.training import recover as recovery
-    from attnzoo.training.plan import read_plan
+    """Swap a model and recover its quality by attention transfer and distillation.
 
-    if (options.attention is None) == (plan is None):
-        raise SpecError("recover takes either --attention (with --set, --layers) or --plan FILE")
-    spec, weights = read_plan(plan) if plan else (options.spec(), None)
+    With --teacher, MODEL is a student of a stock class (`attnzoo convert --recurrent`).
+    """
+    from attnzoo.training import recover as recovery
+
+    spec, weights = _spec_of_recovery(options, plan, teacher)
     given = {
         "transfer_steps": transfer_steps,
         "transfer_target": transfer_target,
@@ -239,8 +283,26 @@ def recover(
     )
     steps, distil_steps = config.transfer_steps, config.distil_steps
     stages = {"softmax": distil_steps, "transfer": steps, "distil": distil_steps}
-    start = partial(recovery.recover, path, spec, weights=weights)
+    start = partial(recovery.recover, path, spec, weights=weights, teacher=teacher)
     _run(start, config, stages, options)
+
+
+def _spec_of_recovery(
+    options: TrainOptions, plan: Path | None, teacher: Path | None
+) -> tuple[Any, str | None]:
+    """Return the spec of a recovery and the weights it was planned for; none with a teacher."""
+    from attnzoo.training.plan import read_plan
+
+    if [options.attention, plan, teacher].count(None) != 2:
+        raise SpecError(
+            "recover takes either --attention (with --set, --layers) or --plan FILE, or --teacher "
+            "MODEL for a student of a stock class"
+        )
+    if teacher is not None:
+        if options.option or options.layers or options.else_:
+            raise SpecError("--set, --layers and --else need --attention; leave them out")
+        return None, None
+    return read_plan(plan) if plan else (options.spec(), None)
 
 
 def _with_recipe(name: str, given: dict[str, Any], context: typer.Context) -> Any:
@@ -303,9 +365,10 @@ def _run(start: Any, config: Any, stages: dict[str, int], options: TrainOptions)
         raise SystemExit(INTERRUPTED) from None
     if bar.main:
         print_results(results)
-        console.print(
-            f"Model:  {out} (load it with from_pretrained after `import attnzoo`)", soft_wrap=True
-        )
+        load = "load it with from_pretrained"
+        if "student" not in results:
+            load += " after `import attnzoo`"
+        console.print(f"Model:  {out} ({load})", soft_wrap=True)
 
 
 def print_results(results: dict[str, Any]) -> None:

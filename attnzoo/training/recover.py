@@ -22,6 +22,7 @@ from attnzoo.training.distil import (
     hidden_loss,
     hidden_states,
     model_inputs,
+    other_teacher,
     predictions,
     softmax_teacher,
 )
@@ -32,12 +33,12 @@ from attnzoo.training.plan import weights_fingerprint
 from attnzoo.training.rates import distillation_factor
 from attnzoo.training.results import complete
 from attnzoo.training.runs import Log, Run
+from attnzoo.training.student import StudentRun, transfer_student
 from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import (
     Target,
     Transfer,
     extras,
-    output_extras,
     swapped_layers,
     trainable_layers,
 )
@@ -143,6 +144,21 @@ RECIPES = {
         },
         loop={"batch_size": 8, "precision": "bf16"},
     ),
+    "student": Recipe(
+        about="as quick, for students of stock classes (--teacher), with rates of their layers",
+        options={
+            "transfer_steps": 60,
+            "transfer_lr": 3e-3,
+            "distil_steps": 100,
+            "train": "full",
+            "weights_lr": 1e-4,
+            "extras_lr": 4e-4,
+            "rate_factor": 1.0,
+            "repeat_share": 0.5,
+            "row_length": 512,
+        },
+        loop={"batch_size": 8, "precision": "bf16"},
+    ),
     # 100M tokens of transfer in rows of 512, 600M of distillation in rows of 4,096
     "radlads": Recipe(
         about="700M tokens on GPUs, in stages as RADLADS (arXiv:2505.03005), two learning rates",
@@ -202,11 +218,12 @@ def recipe_config(name: str, **changes: Any) -> RecoverConfig:
 
 def recover(
     path: Path,
-    spec: AttentionSpec,
+    spec: AttentionSpec | None,
     data: list[Path],
     out: Path,
     config: RecoverConfig | None = None,
     *,
+    teacher: Path | None = None,
     column: str = "text",
     resume: bool = False,
     weights: str | None = None,
@@ -220,10 +237,12 @@ def recover(
 
     Args:
         path: Folder of a saved model that is not swapped, a decoder or an encoder.
-        spec: The swap.
+        spec: The swap; ``None`` with ``teacher``.
         data: Text files, JSON lines, parquet, or folders of them.
         out: New folder for the model and the results, ``recovery.json``.
         config: Configuration; defaults when ``None``.
+        teacher: Folder of the original model, if ``path`` holds a student of a stock class
+            (:mod:`attnzoo.training.student`).
         column: Field of JSON and parquet files that holds the text.
         resume: Whether to resume from the last checkpoint in ``out``.
         weights: Fingerprint of the weights that the spec was planned for, if any.
@@ -237,6 +256,16 @@ def recover(
         AttnzooError: An argument is invalid.
     """
     config = config or RecoverConfig()
+    if teacher is not None:
+        options: dict[str, Any] = {"column": column, "resume": resume, "weights": weights}
+        student = StudentRun(
+            *("recover", path, None, data, out, config),
+            **options,
+            teacher=teacher,
+            log=log,
+            on_step=on_step,
+        )
+        return complete(student, partial(_recover_student, config=config))
     encoder = is_encoder(path)
     if encoder:
         _require_hidden_state_loss(config)
@@ -271,6 +300,13 @@ def _recover(run: Run, config: RecoverConfig) -> tuple[PreTrainedModel, dict[str
     # without cross-entropy, softmax is its own teacher: distillation does not change it
     run.baselines.results.setdefault("softmax tuned", run.baselines.results["softmax"])
     return model, {"calibration": calibration} if calibration else {}
+
+
+def _recover_student(run: Any, config: RecoverConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the student of a run, recovered, and what the results say of it."""
+    model = _distil(transfer_student(run, config), run, config)
+    run.baselines.results.setdefault("softmax tuned", run.baselines.results["softmax"])
+    return model, run.about()
 
 
 def _require_hidden_state_loss(config: RecoverConfig) -> None:
@@ -419,12 +455,15 @@ def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
         tokens = (config.distil_length or config.row_length) * rows // config.loop.accumulate
         chunk = chunk_of(model, tokens, run.accelerator, run.log)
     outputs = partial(predictions, with_layers=config.hidden_states > 0, chunk=chunk)
-    teacher = softmax_teacher(
-        model,
-        weights_change=config.train == "full",
-        outputs=hidden_states if run.is_encoder else outputs,
-        context_parallel=config.loop.cp_size > 1,
-    )
+    if run.teacher is not None:
+        teacher = other_teacher(run.teacher, outputs)
+    else:
+        teacher = softmax_teacher(
+            model,
+            weights_change=config.train == "full",
+            outputs=hidden_states if run.is_encoder else outputs,
+            context_parallel=config.loop.cp_size > 1,
+        )
     if run.is_encoder:
         return hidden_loss(teacher)
     return distil_loss(
@@ -439,7 +478,7 @@ def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
 
 def _distil(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrainedModel:
     """Distil softmax into the model; return it with adapters merged."""
-    if not config.distil_steps or (config.train == "extras" and not output_extras(model)):
+    if not config.distil_steps or (config.train == "extras" and not run.output_added(model)):
         reason = (
             "no parameter gets a gradient from the output" if config.distil_steps else "0 steps"
         )
