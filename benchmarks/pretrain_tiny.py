@@ -1,15 +1,18 @@
 """Train the embedded model: a byte-level Llama on the source of the standard library.
 
     python -m benchmarks.pretrain_tiny --minutes 45 --out attnzoo/assets/tiny-llama
+    python -m benchmarks.pretrain_tiny --qk-norm --minutes 7 --lr 1e-3 --out tiny-qwen3
 
 Two CPU cores with bfloat16 products suffice. Half of the rows repeat a segment, so that the model
-learns to recall.
+learns to recall. With ``--qk-norm``, the embedded model continues as a Qwen 3, whose queries and
+keys are normalised, as students of stock classes with Gated DeltaNet need it.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +22,15 @@ import typer
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
-from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    ByT5Tokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from attnzoo.evaluation.corpus import (
     add_repeats,
@@ -29,6 +40,7 @@ from attnzoo.evaluation.corpus import (
     join,
 )
 from attnzoo.evaluation.data import EvalBatch
+from attnzoo.evaluation.models import embedded_model_path
 from attnzoo.evaluation.quality import TextQuality, measure_quality
 from tools.python_text import standard_library_files
 
@@ -51,7 +63,38 @@ def tiny_config(context: int) -> LlamaConfig:
     )
 
 
-def make_optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
+@torch.no_grad()
+def with_qk_norm(source: PreTrainedModel, tokens: Tensor) -> Qwen3ForCausalLM:
+    """Return a Llama as a Qwen 3 to train: norms keep the mean size of queries and keys.
+
+    Args:
+        source: The Llama.
+        tokens: Rows on which the sizes are measured, ``[B, T]``.
+    """
+    data = source.config.to_dict()
+    names = [*tiny_config(0).to_diff_dict(), "rms_norm_eps", "rope_parameters"]
+    kept = {name: data[name] for name in names if name in data and name != "model_type"}
+    model = Qwen3ForCausalLM(Qwen3Config(**kept))
+    model.load_state_dict(source.state_dict(), strict=False)  # without the norms' weights
+
+    def measure(norm: torch.nn.Module, output: Tensor) -> None:
+        heads = output.unflatten(-1, (-1, source.config.head_dim))
+        norm.weight.fill_(heads.square().mean(-1).sqrt().mean())
+
+    handles = []
+    for old, new in zip(source.model.layers, model.model.layers, strict=True):
+        for part in "qk":
+            norm = getattr(new.self_attn, f"{part}_norm")
+            projection = getattr(old.self_attn, f"{part}_proj")
+            hook = partial(lambda norm, module, args, output: measure(norm, output), norm)
+            handles.append(projection.register_forward_hook(hook))
+    source(tokens)
+    for handle in handles:
+        handle.remove()
+    return model
+
+
+def make_optimizers(model: PreTrainedModel, lr: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
     others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and ".layers." in n)]
@@ -63,7 +106,7 @@ def make_optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Opti
     ]
 
 
-def evaluate(model: LlamaForCausalLM, tokens: Tensor, context: int, rows: int) -> TextQuality:
+def evaluate(model: PreTrainedModel, tokens: Tensor, context: int, rows: int) -> TextQuality:
     """Return the bits per byte on held-out rows, and on the second copy of a repeated segment."""
     generator = torch.Generator().manual_seed(1)
     plain = cut_rows(tokens, rows, context, generator)
@@ -75,7 +118,7 @@ def evaluate(model: LlamaForCausalLM, tokens: Tensor, context: int, rows: int) -
     return measure_quality(model, batch)
 
 
-def token_losses(model: LlamaForCausalLM, rows: Tensor) -> Tensor:
+def token_losses(model: PreTrainedModel, rows: Tensor) -> Tensor:
     """Return the cross-entropy in nats of every token but the first, ``[N, T - 1]``."""
     logits = model(rows[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().transpose(1, 2), rows[:, 1:], reduction="none")
@@ -87,15 +130,22 @@ def main(
     context: Annotated[int, typer.Option(help="row length in bytes")] = 512,
     batch: Annotated[int, typer.Option(help="rows per step")] = 24,
     lr: Annotated[float, typer.Option(help="peak learning rate")] = 4e-3,
+    qk_norm: Annotated[
+        bool, typer.Option("--qk-norm", help="train a Qwen 3 from the embedded model, in float32")
+    ] = False,
+    precision: Annotated[str, typer.Option(help="bf16, or no (float32)")] = "bf16",
     seed: int = 0,
 ) -> None:
     """Train for a given time, warming up and then decaying to zero, and save in bfloat16."""
     set_seed(seed)
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
     files = standard_library_files(held_out=False)
     train = byte_tokens(join(path.read_bytes() for path in files))
     held_out = byte_tokens(join(held_out_files()))
-    raw = LlamaForCausalLM(tiny_config(context))
+    raw: PreTrainedModel = LlamaForCausalLM(tiny_config(context))
+    if qk_norm:
+        source = AutoModelForCausalLM.from_pretrained(embedded_model_path(), dtype=torch.float32)
+        raw = with_qk_norm(source.eval(), train[: 8 * 512].view(8, 512))
     optimizers = make_optimizers(raw, lr)
     model = accelerator.prepare(raw)
     sizes = f"{len(train):,} training bytes, {len(held_out):,} held out"
@@ -120,9 +170,10 @@ def main(
             print(f"step {step} {done:.1%} {seen}, {smooth / math.log(2):.3f} bits", flush=True)
         if step % 500 == 0:
             print(f"  {evaluate(raw, held_out, context, rows=64)}", flush=True)
-    raw.to(torch.bfloat16).save_pretrained(out)
+    # Qwen 3.5 stores norm weights as w - 1, for which bfloat16 has too few bits
+    raw.to(torch.float32 if qk_norm else torch.bfloat16).save_pretrained(out)
     ByT5Tokenizer(model_max_length=context).save_pretrained(out)
-    loaded = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     print(f"{step} steps, {step * batch * context / 1e6:.1f}M bytes")
     print(evaluate(loaded, held_out, context, rows=256))
 

@@ -156,6 +156,14 @@ def convert(
         Path | None,
         typer.Option(help="plan or spec in JSON for a model that is not swapped"),
     ] = None,
+    recurrent: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYERS",
+            help="layers that become Gated DeltaNet, such as 1-2, to be trained by recover "
+            "--teacher (experimental; --to qwen3_5_text)",
+        ),
+    ] = None,
 ) -> None:
     """Write a model of exact layers as a stock class, which engines run without attnzoo.
 
@@ -167,7 +175,7 @@ def convert(
 
     check_folder(out)
     spec = None if plan is None else read_plan(plan)[0]
-    layers = convert_files(path, to, out, spec)
+    layers = convert_files(path, to, out, spec, recurrent=recurrent)
     console.print(f"Layers: {', '.join(layers)}.", soft_wrap=True, markup=False)
     console.print(
         f"Written to {out}; README.md there says which engines run it.",

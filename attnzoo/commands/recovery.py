@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnzoo.commands.model_argument import ModelArgument, argument_of
+from attnzoo.commands.model_argument import ModelArgument, argument_of, model_folder
 from attnzoo.commands.spec_options import parse_object, spec_of
 from attnzoo.commands.terminal import console, problems
 from attnzoo.commands.train_options import (
@@ -56,6 +56,15 @@ CalibrationRows = Annotated[
     int,
     typer.Option(help="training rows whose attention the gates of delta start from; 0: none"),
 ]
+Teacher = Annotated[
+    Path | None,
+    typer.Option(
+        parser=model_folder,
+        metavar="MODEL",
+        help="folder or Hub id of the model that MODEL was converted from by `attnzoo convert "
+        "--recurrent`, in place of a swap (experimental)",
+    ),
+]
 DistilLength = Annotated[
     int | None, typer.Option(help="tokens per row of distillation; default: --length")
 ]
@@ -96,6 +105,14 @@ PlanFrom = Annotated[
         help="run of `recover` with transfer only, in all layers: measure its trained layers",
     ),
 ]
+PlanClass = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CLASS",
+        help="windows of one size, which a stock class holds (attnzoo convert --to CLASS); needs "
+        "--cache-bytes",
+    ),
+]
 EqualWindow = Annotated[
     int | None, typer.Option(min=1, help="window of every candidate that has one, in tokens")
 ]
@@ -128,13 +145,13 @@ def plan(
     length: PlanLength = None,
     target_length: PlanTarget = None,
     window: Annotated[int, typer.Option(min=1, help="report attention beyond so many tokens")] = 32,
+    to: PlanClass = None,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
     column: Column = "text",
 ) -> None:
     """Measure how much each layer needs softmax, and choose an attention for each layer."""
     from attnzoo.report.output_path import check_file
-    from attnzoo.training.budget import CacheBudget, parse_size
     from attnzoo.training.loading import load_rows
     from attnzoo.training.plan import make_plan
     from attnzoo.training.reuse import read_transferred
@@ -144,10 +161,10 @@ def plan(
         raise SpecError("plan takes either --keep-softmax or --cache-bytes")
     if out is not None and not dry_run:
         check_file(out, overwrite=overwrite)
-    budget = None
-    if cache_bytes is not None:
-        tokens = parse_size(cache_length, "--cache-length")
-        budget = CacheBudget(bytes=parse_size(cache_bytes, "--cache-bytes"), length=tokens)
+    budget = None if cache_bytes is None else _budget(cache_bytes, cache_length)
+    if to is not None:
+        _refuse_with_class(from_, equal_window)
+        candidate, budget = _for_class(path, to, candidate, budget)
     transferred = None if from_ is None else read_transferred(from_)
     specs = {} if transferred and not candidate else _candidate_specs(candidate, equal_window)
     row_length = length or target_length or 512
@@ -169,6 +186,39 @@ def plan(
         console.print("Nothing was written; give --out FILE to save the plan.")
         return
     _write_plan(made_plan, out, path, rows)
+
+
+def _budget(cache_bytes: str, cache_length: str) -> Any:
+    """Return the limit of ``--cache-bytes`` at ``--cache-length``."""
+    from attnzoo.training.budget import CacheBudget, parse_size
+
+    tokens = parse_size(cache_length, "--cache-length")
+    return CacheBudget(bytes=parse_size(cache_bytes, "--cache-bytes"), length=tokens)
+
+
+def _refuse_with_class(from_: Path | None, equal_window: int | None) -> None:
+    """Raise ``SpecError`` for options of a plan that choose other candidates than ``--to``."""
+    for name, value in (("--from", from_), ("--equal-window", equal_window)):
+        if value is not None:
+            raise SpecError(
+                f"--to plans windows of the sizes that it tries itself; leave {name} out"
+            )
+
+
+def _for_class(
+    path: Path, to: str, candidate: list[str] | None, budget: Any
+) -> tuple[list[str], Any]:
+    """Return the candidates and the budget of a plan that a stock class holds."""
+    from attnzoo.hf.saving.files import read_config
+    from attnzoo.training.class_plan import OneWindow, window_candidates
+
+    if candidate:
+        raise SpecError(
+            "--to plans windows of the sizes that it tries itself; leave --candidate out"
+        )
+    if budget is None:
+        raise SpecError("--to chooses windows and layers within --cache-bytes; give it")
+    return window_candidates(read_config(path).model_type, to), OneWindow(budget=budget)
 
 
 def _candidate_specs(candidates: list[str] | None, window: int | None) -> dict[str, Any]:
@@ -223,6 +273,7 @@ def _write_plan(made_plan: Any, out: Path, path: Path, rows: int) -> None:
 def recover(
     path: ModelArgument,
     plan: Annotated[Path | None, typer.Option(help="plan from `attnzoo plan`")] = None,
+    teacher: Teacher = None,
     transfer_steps: TransferSteps = 100,
     transfer_target: TransferTarget = "output",
     transfer_lr: TransferLR = None,
@@ -245,15 +296,15 @@ def recover(
     context: typer.Context,
     options: TrainOptions,
 ) -> None:
-    """Swap a model and recover its quality by attention transfer and distillation."""
-    from attnzoo.training import recover as recovery
-    from attnzoo.training.plan import read_plan
+    """Swap a model and recover its quality by attention transfer and distillation.
 
-    if plan is None:
+    With --teacher, MODEL is a student of a stock class (`attnzoo convert --recurrent`).
+    """
+    from attnzoo.training import recover as recovery
+
+    if plan is None and teacher is None:
         options = _with_recipe_attention(options)
-    if (options.attention is None) == (plan is None):
-        raise SpecError("recover takes either --attention (with --set, --layers) or --plan FILE")
-    spec, weights = read_plan(plan) if plan else (options.spec(), None)
+    spec, weights = _spec_of_recovery(options, plan, teacher)
     given = {
         "transfer_steps": transfer_steps,
         "transfer_target": transfer_target,
@@ -278,8 +329,26 @@ def recover(
     config = _config("recover", given, options, context)
     steps, distil_steps = config.transfer_steps, config.distil_steps
     stages = {"softmax": distil_steps, "transfer": steps, "distil": distil_steps}
-    start = partial(recovery.recover, path, spec, weights=weights)
+    start = partial(recovery.recover, path, spec, weights=weights, teacher=teacher)
     _run(start, config, stages, options)
+
+
+def _spec_of_recovery(
+    options: TrainOptions, plan: Path | None, teacher: Path | None
+) -> tuple[Any, str | None]:
+    """Return the spec of a recovery and the weights it was planned for; none with a teacher."""
+    from attnzoo.training.plan import read_plan
+
+    if [options.attention, plan, teacher].count(None) != 2:
+        raise SpecError(
+            "recover takes either --attention (with --set, --layers) or --plan FILE, or --teacher "
+            "MODEL for a student of a stock class"
+        )
+    if teacher is not None:
+        if options.option or options.layers or options.else_:
+            raise SpecError("--set, --layers and --else need --attention; leave them out")
+        return None, None
+    return read_plan(plan) if plan else (options.spec(), None)
 
 
 def _with_recipe_attention(options: TrainOptions) -> TrainOptions:
@@ -362,9 +431,10 @@ def _run(start: Any, config: Any, stages: dict[str, int], options: TrainOptions)
         raise SystemExit(INTERRUPTED) from None
     if progress.main:
         print_results(results)
-        console.print(
-            f"Model:  {out} (load it with from_pretrained after `import attnzoo`)", soft_wrap=True
-        )
+        load = "load it with from_pretrained"
+        if "student" not in results:
+            load += " after `import attnzoo`"
+        console.print(f"Model:  {out} ({load})", soft_wrap=True)
     if repo is not None:
         from attnzoo.training.publish import publish
 

@@ -181,6 +181,23 @@ def softmax_teacher(
     return teach
 
 
+def other_teacher(original: Any, outputs: Outputs = predictions) -> Teacher:
+    """Return a function that computes the outputs of a model that teaches another one.
+
+    Args:
+        original: The model, in evaluation mode.
+        outputs: Which outputs to return.
+    """
+
+    @torch.no_grad()
+    def teach(student: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        if original.device != batch["input_ids"].device:
+            original.to(batch["input_ids"].device)
+        return outputs(original, batch)
+
+    return teach
+
+
 def divergence(
     student: Tensor,
     teacher: Tensor,

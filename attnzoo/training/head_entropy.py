@@ -219,6 +219,8 @@ def make_entropy_log(run: Any) -> EntropyLog | None:
     if run.accelerator.distributed_type in SHARDED or run.mesh is not None:
         run.log("the entropy of heads is not measured: weights or rows are split over processes")
         return None
+    if run.teacher is not None:
+        return None  # recurrent layers of stock classes have no weights of keys
     log = EntropyLog(run.checkpoints, _held_out_texts(run), every)
     log.record_original(run.model)
     return log

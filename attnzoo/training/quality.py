@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -94,19 +94,28 @@ def evaluate_rows(
     )
 
 
-def with_original_continuations(model: PreTrainedModel, batch: EvalBatch) -> EvalBatch:
+def with_original_continuations(
+    model: PreTrainedModel, batch: EvalBatch, teacher: PreTrainedModel | None = None
+) -> EvalBatch:
     """Return the batch with the continuations of a swapped model under softmax attention.
 
     Called before the model is trained: other models are compared with them.
+
+    Args:
+        model: The swapped model.
+        batch: The batch.
+        teacher: The original model, where it is another one.
     """
     if batch.generation is None:
         return batch
-    training = model.training
-    with original_attention(model):
-        model.eval()
-        moved = batch.generation.to(next(model.parameters()).device)
-        generation = with_reference(moved, model)
-    model.train(training)
+    original: Any = model if teacher is None else teacher
+    original.to(next(model.parameters()).device)
+    training = original.training
+    with original_attention(model) if teacher is None else nullcontext():
+        original.eval()
+        moved = batch.generation.to(next(original.parameters()).device)
+        generation = with_reference(moved, original)
+    original.train(training)
     return replace(batch, generation=generation)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,19 +40,20 @@ def rate_factor(kl: float) -> float:
 
 
 @torch.no_grad()
-def held_out_divergence(model: Any, tokens: torch.Tensor) -> float:
+def held_out_divergence(model: Any, tokens: torch.Tensor, original: Any = None) -> float:
     """Return the mean KL of a swapped model's predictions from those with softmax, in nats.
 
     Args:
-        model: A swapped causal model.
+        model: A swapped causal model, or any with ``original``.
         tokens: Held-out rows, ``[B, T]``.
+        original: The model with softmax, where it is another one.
     """
     total, device = 0.0, next(model.parameters()).device
     with evaluation_mode(model):
         for row in tokens.split(1):
             row = row.to(device)
-            with original_attention(model):
-                teacher = model(row, use_cache=False).logits
+            with original_attention(model) if original is None else nullcontext():
+                teacher = (original or model)(row, use_cache=False).logits
             total += float(token_divergence(model(row, use_cache=False).logits, teacher).mean())
     return total / len(tokens)
 
@@ -68,7 +70,7 @@ def distillation_factor(run: Any, model: Any) -> float:
     known = json.loads(path.read_text("utf-8")) if main and path.is_file() else None
     (known,) = broadcast_object_list([known])
     if known is None:
-        kl = held_out_divergence(model, run.eval_batch.tokens[:16])
+        kl = held_out_divergence(model, run.eval_batch.tokens[:16], run.teacher)
         known = {"kl": kl, "factor": rate_factor(kl)}
         if main:
             with explain_write_errors(run.checkpoints):

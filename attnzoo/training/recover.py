@@ -22,6 +22,7 @@ from attnzoo.training.distil import (
     hidden_loss,
     hidden_states,
     model_inputs,
+    other_teacher,
     predictions,
     softmax_teacher,
 )
@@ -32,12 +33,12 @@ from attnzoo.training.rates import distillation_factor
 from attnzoo.training.results import complete
 from attnzoo.training.reuse import reuse_transfer
 from attnzoo.training.runs import Log, Run
+from attnzoo.training.student import StudentRun, transfer_student
 from attnzoo.training.train_config import TrainConfig
 from attnzoo.training.transfer import (
     Target,
     Transfer,
     extras,
-    output_extras,
     trainable_layers,
 )
 
@@ -138,11 +139,12 @@ class RecoverConfig(TrainConfig):
 
 def recover(
     path: Path,
-    spec: AttentionSpec,
+    spec: AttentionSpec | None,
     data: list[Path],
     out: Path,
     config: RecoverConfig | None = None,
     *,
+    teacher: Path | None = None,
     column: str = "text",
     resume: bool = False,
     weights: str | None = None,
@@ -156,10 +158,12 @@ def recover(
 
     Args:
         path: Folder of a saved model that is not swapped, a decoder or an encoder.
-        spec: The swap.
+        spec: The swap; ``None`` with ``teacher``.
         data: Text files, JSON lines, parquet, or folders of them.
         out: New folder for the model and the results, ``recovery.json``.
         config: Configuration; defaults when ``None``.
+        teacher: Folder of the original model, if ``path`` holds a student of a stock class
+            (:mod:`attnzoo.training.student`).
         column: Field of JSON and parquet files that holds the text.
         resume: Whether to resume from the last checkpoint in ``out``.
         weights: Fingerprint of the weights that the spec was planned for, if any.
@@ -173,6 +177,16 @@ def recover(
         AttnzooError: An argument is invalid.
     """
     config = config or RecoverConfig()
+    if teacher is not None:
+        options: dict[str, Any] = {"column": column, "resume": resume, "weights": weights}
+        student = StudentRun(
+            *("recover", path, None, data, out, config),
+            **options,
+            teacher=teacher,
+            log=log,
+            on_step=on_step,
+        )
+        return complete(student, partial(_recover_student, config=config))
     encoder = is_encoder(path)
     if encoder:
         _require_hidden_state_loss(config)
@@ -208,6 +222,13 @@ def _recover(run: Run, config: RecoverConfig) -> tuple[PreTrainedModel, dict[str
     # without cross-entropy, softmax is its own teacher: distillation does not change it
     run.baselines.results.setdefault("softmax tuned", run.baselines.results["softmax"])
     return model, {"calibration": calibration} if calibration else {}
+
+
+def _recover_student(run: Any, config: RecoverConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return the student of a run, recovered, and what the results say of it."""
+    model = _distil(transfer_student(run, config), run, config)
+    run.baselines.results.setdefault("softmax tuned", run.baselines.results["softmax"])
+    return model, run.describe_student()
 
 
 def _require_hidden_state_loss(config: RecoverConfig) -> None:
@@ -317,12 +338,15 @@ def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
         tokens = (config.distil_length or config.row_length) * rows // config.loop.accumulate
         chunk = chunk_of(model, tokens, run.accelerator, run.log)
     outputs = partial(predictions, with_layers=config.hidden_states > 0, chunk=chunk)
-    teacher = softmax_teacher(
-        model,
-        weights_change=config.train == "full",
-        outputs=hidden_states if run.is_encoder else outputs,
-        context_parallel=config.loop.cp_size > 1,
-    )
+    if run.teacher is not None:
+        teacher = other_teacher(run.teacher, outputs)
+    else:
+        teacher = softmax_teacher(
+            model,
+            weights_change=config.train == "full",
+            outputs=hidden_states if run.is_encoder else outputs,
+            context_parallel=config.loop.cp_size > 1,
+        )
     if run.is_encoder:
         return hidden_loss(teacher)
     return distil_loss(
@@ -337,7 +361,7 @@ def _distil_loss(model: Any, run: Run, config: RecoverConfig) -> Loss:
 
 def _distil(model: PreTrainedModel, run: Run, config: RecoverConfig) -> PreTrainedModel:
     """Distil softmax into the model; return it with adapters merged."""
-    if not config.distil_steps or (config.train == "extras" and not output_extras(model)):
+    if not config.distil_steps or (config.train == "extras" and not run.output_added(model)):
         reason = (
             "no parameter gets a gradient from the output" if config.distil_steps else "0 steps"
         )

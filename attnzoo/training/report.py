@@ -55,9 +55,9 @@ def write_pages(
         return
     decoding, generation = decoding_table(results), generation_table(results)
     calibration = calibration_table(results)
-    summary = (
-        f"{_summary(results, command)} The swap: {AttentionSpec.from_dict(results['spec'])!r}."
-    )
+    swap = results["spec"]
+    about = "" if swap is None else f" The swap: {AttentionSpec.from_dict(swap)!r}."
+    summary = f"{_summary(results, command)}{about}"
     body = [
         page.heading(results["verdict"], 1),
         page.paragraph(summary, muted=True),
@@ -270,6 +270,22 @@ def _loss_curves(losses: Iterable[Mapping[str, Any]]) -> charts.Plot:
     return charts.Plot(name="losses", title="Training", text=text, figure=figure)
 
 
+def _title(results: Mapping[str, Any], about: Mapping[str, Any], kind: str) -> list[str]:
+    """Return the first paragraphs of a model card: what the model is, and the verdict."""
+    verdict = f"**{results['verdict']}**\n"
+    student = results.get("student")
+    if student is None:
+        return ["# A model with swapped attention\n", verdict, loading_text(about, kind)]
+    return [
+        f"# A student of the class {student['class']}\n",
+        verdict,
+        "**Experimental.** Its recurrent layers were trained to return what softmax attention "
+        "returns; the table has windows of equal memory in the same layers, which need no "
+        "training, for comparison. It runs without attnzoo.\n",
+        f"Layers: {', '.join(student['layer_types'])}.\n",
+    ]
+
+
 def card(results: Mapping[str, Any], command: str, losses: Iterable[Mapping[str, Any]] = ()) -> str:
     """Return the model card in Markdown: the verdict first, then the results."""
     kind = "feature-extraction" if is_encoder(results) else "text-generation"
@@ -278,9 +294,7 @@ def card(results: Mapping[str, Any], command: str, losses: Iterable[Mapping[str,
     calibration, about = calibration_table(results), results.get("about", {})
     parts = [
         metadata_block(about, kind),
-        "# A model with swapped attention\n",
-        f"**{results['verdict']}**\n",
-        loading_text(about, kind),
+        *_title(results, about, kind),
         training_text(about, losses, command),
         "## Results\n",
         _summary(results, command) + "\n",
@@ -292,7 +306,9 @@ def card(results: Mapping[str, Any], command: str, losses: Iterable[Mapping[str,
         ),
         decoding.markdown() if decoding else "",
         calibration.markdown() if calibration else "",
-        f"The swap:\n\n```json\n{json.dumps(results['spec'], indent=2)}\n```\n",
+        f"The swap:\n\n```json\n{json.dumps(results['spec'], indent=2)}\n```\n"
+        if results["spec"] is not None
+        else "",
         f"All settings of the run:\n\n```json\n{json.dumps(results['config'], indent=2)}\n```\n"
         if "config" in results
         else "",

@@ -53,7 +53,7 @@ def _collect(run: Run, model: PreTrainedModel, lines: dict[str, Any]) -> dict[st
         lines: Evaluation results by name: ``softmax``, ``window alone``, ``raw swap``, ``result``
             and any others.
     """
-    decodes = not run.is_encoder and run.accelerator.is_main_process
+    decodes = not run.is_encoder and run.accelerator.is_main_process and run.teacher is None
     return {
         **run.conclude(lines),
         "decoding": decoding_cost(model, run) if decodes else {},

@@ -120,6 +120,9 @@ class Run:
     verdict: Any = staticmethod(verdict)
     as_dicts: Any = staticmethod(as_dicts)
     long_batches: Mapping[int, EvalBatch] = MappingProxyType({})  # by length
+    teacher: Any = None  # another model that teaches; without one, the model with softmax does
+    added: Any = staticmethod(extras)  # parameters that are not the original model's
+    output_added: Any = staticmethod(output_extras)  # those with a gradient from the output
 
     def __init__(
         self,
@@ -154,7 +157,7 @@ class Run:
             check_model(self.model)
         self.provenance = {
             "model": self._fingerprint(weights),
-            "spec": getattr(self.model.config, NAME),
+            "spec": getattr(self.model.config, NAME, None),
             "config": json.loads(json.dumps(asdict(config))),  # as in the file of results
             "data": train.fingerprint,
             "held_out": self.held_out.fingerprint,
@@ -282,7 +285,8 @@ class Run:
             # fine-tuning is meant to change what the model generates
             string_tokenizer(self.path) if self.command == "recover" else None,
         )
-        self.eval_batch: EvalBatch = with_original_continuations(self.model, batch)
+        found = with_original_continuations(self.model, batch, self.teacher)
+        self.eval_batch: EvalBatch = found
         if self.config.train_on == "all":
             self.long_batches = make_long_batches(
                 self.path,
@@ -338,30 +342,30 @@ class Run:
         if BASELINES_DONE in self.baselines.results:
             return
         with original_attention(model):
-            self._evaluate_baseline("softmax", is_original=True)
-        self._evaluate_baseline("raw swap")
+            self.evaluate_baseline("softmax", is_original=True)
+        self.evaluate_baseline("raw swap")
         saved = {n: x.clone() for n, x in model.state_dict().items() if ".attnzoo." in n}
         restore(model)  # swapping would warn that trained extras are lost
         if self.equal is not None and self.equal.saves_memory:
             swap(model, self.equal.spec)
-            self._evaluate_baseline("equal window", self.equal)
+            self.evaluate_baseline("equal window", self.equal)
             restore(model)
         swap(model, "flash", window=self.window)
-        self._evaluate_baseline(BASELINES_DONE)
+        self.evaluate_baseline(BASELINES_DONE)
         swap(model, spec)
         model.load_state_dict(saved, strict=False)
         model.to(self.accelerator.device)
 
-    def _evaluate_baseline(
-        self, name: str, equal: EqualWindow | None = None, *, is_original: bool = False
+    def evaluate_baseline(
+        self, name: str, equal: EqualWindow | None = None, *, model: Any = None, **options: bool
     ) -> None:
-        """Evaluate the model as a baseline, on longer rows too; called by all processes."""
-        model, evaluate = self.model, self.baselines.evaluate
+        """Evaluate the model, or another, as a baseline, on longer rows too; by all processes."""
+        model, evaluate = model or self.model, self.baselines.evaluate
         for length, batch in self.long_batches.items():
             if name != "raw swap" and not is_hidden(equal, length):
                 evaluate(f"{name}{AT}{length}", partial(evaluate_rows, model, batch))
         if not is_hidden(equal, self.config.row_length):
-            evaluate(name, lambda: self.quality(model, is_original=is_original))
+            evaluate(name, lambda: self.quality(model, **options))
 
     def conclude(self, lines: Mapping[str, Any]) -> dict[str, Any]:
         """Return the verdict, the evaluations, and who wins at equal memory, as plain data."""
@@ -470,8 +474,8 @@ class Run:
     def prepare(self, model: PreTrainedModel) -> tuple[Any, list[dict[str, Any]]]:
         """Return a model, with LoRA adapters for ``train="lora"``, and its parameter groups."""
         config = self.config
-        added = list(output_extras(model).values())
-        added_ids = {id(p) for p in extras(model).values()}
+        added = list(self.output_added(model).values())
+        added_ids = {id(p) for p in self.added(model).values()}
         prepared: Any = model
         if config.train == "lora":
             torch.manual_seed(config.loop.seed)  # the same adapters in a resumed run

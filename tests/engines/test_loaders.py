@@ -137,3 +137,19 @@ def test_llama_cpp_generates_the_tokens_of_the_swap(folder):
     assert tokens == generate(swapped, prompts), done.stderr
     original = generate(hf.AutoModelForCausalLM.from_pretrained(folder / "base"), prompts)
     assert sum(a != b for a, b in zip(tokens, original, strict=True)) >= 4  # the windows matter
+
+
+def test_llama_cpp_generates_the_tokens_of_a_student(folder):
+    """Recurrent layers in the period that llama.cpp reads from the config."""
+    out, gguf = folder / "student", folder / "student.gguf"
+    convert_files(folder / "base", "qwen3_5_text", out, recurrent="0,2")
+    done = program(CONVERT, out, "--outfile", gguf, "--outtype", "f32", "--no-mtp")
+    assert done.returncode == 0, done.stderr
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, 126, (n,), generator=generator).tolist() for n in (1, 30, 90)]
+    done = program(GENERATE, gguf, json.dumps(prompts))
+    tokens = [json.loads(x[7:]) for x in done.stdout.splitlines() if x.startswith("TOKENS ")]
+    student = attnzoo.speed_up(hf.AutoModelForCausalLM.from_pretrained(out))
+    assert tokens == generate(student, prompts), done.stderr
+    original = generate(hf.AutoModelForCausalLM.from_pretrained(folder / "base"), prompts)
+    assert tokens != original

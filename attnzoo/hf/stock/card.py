@@ -12,24 +12,33 @@ from attnzoo.hf.stock.classes import ENGINES, stock_class
 
 KEPT = ("license", "license_name", "license_link", "language", "datasets")  # of the source's card
 FILE = "README.md"
+RECURRENT = "recurrent"
+EXPERIMENTAL = (
+    "**Experimental.** The recurrent layers have starting values, and the model predicts badly "
+    "until they are trained: `attnzoo recover NEW --teacher SOURCE`. Sliding windows of equal "
+    "memory in the same layers need no training and may predict better: the results of that "
+    "command compare the two, and `attnzoo convert --to mellum` writes a model with windows.\n"
+)
+Layer = int | str | None  # window in tokens, RECURRENT, or None for all keys
 
 
 def write_card(
-    out: Path, config: Any, windows: Sequence[int | None], *, source: str, source_card: str = ""
+    out: Path, config: Any, layers: Sequence[Layer], *, source: str, source_card: str = ""
 ) -> None:
     """Write the model card of a converted model; it replaces a copy of the source's card.
 
     Args:
         out: Folder of the converted model.
         config: Its config.
-        windows: The window of each layer in tokens, ``None`` where it sees all keys.
+        layers: The window of each layer in tokens, ``None`` where it sees all keys, or
+            ``"recurrent"``.
         source: Name of the model that it was converted from.
         source_card: Text of that model's card, whose licence and language are kept.
     """
-    (out / FILE).write_text(card(config, windows, source, source_card), "utf-8")
+    (out / FILE).write_text(card(config, layers, source, source_card), "utf-8")
 
 
-def card(config: Any, windows: Sequence[int | None], source: str, source_card: str = "") -> str:
+def card(config: Any, layers: Sequence[Layer], source: str, source_card: str = "") -> str:
     """Return the model card in Markdown."""
     given = ModelCard(source_card).data
     kept = {name: given.get(name) for name in KEPT if given.get(name) is not None}
@@ -40,24 +49,31 @@ def card(config: Any, windows: Sequence[int | None], source: str, source_card: s
         f"# {source}, converted to {name}\n",
         f"Written by `attnzoo convert --to {config.model_type}`, which copied all weights and "
         "trained nothing. The model runs without attnzoo.\n",
-        _layers(windows) + "\n",
+        _layers(layers) + "\n",
     ]
-    if any(x is not None for x in windows):
+    if RECURRENT in layers:
+        parts.append(EXPERIMENTAL)
+    if any(isinstance(x, int) for x in layers):
         parts.append(_engines(config.model_type))
     return "\n".join(parts)
 
 
-def _layers(windows: Sequence[int | None]) -> str:
+def _layers(kinds: Sequence[Layer]) -> str:
     """Return the attention of the layers, neighbours with the same one on one line."""
     lines = ["| layers | attention |", "|---|---|"]
     first = 0
-    for number, window in enumerate(windows):
-        if number + 1 == len(windows) or windows[number + 1] != window:
+    for number, kind in enumerate(kinds):
+        if number + 1 == len(kinds) or kinds[number + 1] != kind:
             layers = str(first) if first == number else f"{first}-{number}"
-            kind = "all keys" if window is None else f"the latest {window} keys"
-            lines.append(f"| {layers} | {kind} |")
+            lines.append(f"| {layers} | {_text(kind)} |")
             first = number + 1
     return "\n".join(lines)
+
+
+def _text(kind: Layer) -> str:
+    if kind is None:
+        return "all keys"
+    return "Gated DeltaNet, a state" if kind == RECURRENT else f"the latest {kind} keys"
 
 
 def _engines(family: str) -> str:

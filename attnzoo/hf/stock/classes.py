@@ -35,6 +35,7 @@ class StockClass:
         takes: The other families whose weights it can hold.
         needs_windows: Whether it takes only models with a window; others are faster in a class
             without (``mellum``), and llama.cpp aborts (``granite_swa``).
+        recurrent: Whether layers can be Gated DeltaNet.
         engines: What the engines of ``ENGINES`` do with its windows, by the engine's name.
     """
 
@@ -42,6 +43,7 @@ class StockClass:
     windows: Windows
     takes: frozenset[str] = frozenset()
     needs_windows: bool = False
+    recurrent: bool = False
     engines: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -88,6 +90,12 @@ STOCK_CLASSES = {
             takes=frozenset({"qwen3"}),
             needs_windows=True,
             engines={"vllm": "right", "llama.cpp": "right"},
+        ),
+        StockClass(
+            family="qwen3_5_text",
+            windows=Windows.NONE,
+            takes=frozenset({"qwen3"}),
+            recurrent=True,
         ),
         StockClass(family="gemma2", windows=Windows.SOME),
         StockClass(family="gemma3_text", windows=Windows.SAME),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
@@ -17,9 +18,23 @@ from attnzoo.hf import seam
 from attnzoo.hf.layers import attention_layers
 from attnzoo.hf.names import NAME, PRUNED
 from attnzoo.hf.saving.files import model_class, read_config, require_new_folder, save_copy
-from attnzoo.hf.stock.card import FILE, write_card
-from attnzoo.hf.stock.classes import StockClass, Windows, classes_for, stock_class
+from attnzoo.hf.stock.card import FILE, RECURRENT, Layer, write_card
+from attnzoo.hf.stock.classes import (
+    STOCK_CLASSES,
+    StockClass,
+    Windows,
+    classes_for,
+    stock_class,
+)
 from attnzoo.hf.stock.layer_windows import layer_windows
+from attnzoo.hf.stock.recurrent import (
+    measure_layers,
+    parse_recurrent,
+    recurrent_layers,
+    replaced_outputs,
+    sample_tokens,
+    student_weights,
+)
 from attnzoo.hf.stock.tokens import require_same_tokens
 from attnzoo.hf.stock.weights import other_config, other_weights
 from attnzoo.hf.swap.convert import original_attention, swap
@@ -30,7 +45,13 @@ CHECKED_TOKENS = 16
 TOLERANCE = 32
 
 
-def convert(model: PreTrainedModel, to: str, plan: AttentionSpec | None = None) -> PreTrainedModel:
+def convert(
+    model: PreTrainedModel,
+    to: str,
+    plan: AttentionSpec | None = None,
+    *,
+    recurrent: str | None = None,
+) -> PreTrainedModel:
     """Return a model of a stock class that computes what a model with exact layers does.
 
     Weights are copied, and nothing is trained. The result needs no attnzoo. Before it is returned,
@@ -42,10 +63,13 @@ def convert(model: PreTrainedModel, to: str, plan: AttentionSpec | None = None) 
         to: The family of the class, ``config.model_type``: the model's own one, or one that can
             hold its weights, such as ``"qwen2"`` for a Llama; docs/serving.md has the table.
         plan: The attention of each layer; the model is swapped to it first.
+        recurrent: Layers that become Gated DeltaNet in a class that has such layers, such as
+            ``"1-2"``. They do not compute softmax: they get starting values, and the model is a
+            student to be trained by ``attnzoo recover NEW --teacher DIR``. Experimental.
 
     Raises:
-        UnsupportedError: The class cannot hold the attention of a layer or the weights. The message
-            names a class that can, if there is one.
+        UnsupportedError: The class cannot hold the attention of a layer or the weights, or has no
+            recurrent layers. The message names a class that can, if there is one.
         SpecError: ``to`` is no family, or the model is quantized or has pruned heads.
 
     Example:
@@ -59,15 +83,24 @@ def convert(model: PreTrainedModel, to: str, plan: AttentionSpec | None = None) 
     windows = layer_windows(model)
     family = model.config.model_type
     target = stock_class(to)
+    numbers = [] if recurrent is None else parse_recurrent(recurrent, model.config)
     _require_class(model, target, windows)
+    if numbers:
+        _require_recurrent(target, family)
     same = to == family
-    config = _without_swap(model.config) if same else other_config(model.config, to)
+    config = _without_swap(model.config) if same else other_config(model.config, to, numbers)
     _set_windows(config, target, windows)
     state = {k: x for k, x in model.state_dict().items() if f".{NAME}." not in k}
     if same:
         converted: Any = type(model)._from_config(config, dtype=model.dtype)
     else:
-        state = other_weights(state, to, config)
+        if target.recurrent:
+            with _softmax(model):
+                tokens = sample_tokens(model) if numbers else None
+                inputs = measure_layers(model, numbers, tokens)
+            state = student_weights(state, model.config, inputs)
+        else:
+            state = other_weights(state, to, config)
         converted = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     try:
         converted.load_state_dict(state)
@@ -83,7 +116,14 @@ def convert(model: PreTrainedModel, to: str, plan: AttentionSpec | None = None) 
     return cast(PreTrainedModel, converted)
 
 
-def convert_files(path: Path, to: str, out: Path, plan: AttentionSpec | None = None) -> list[str]:
+def convert_files(
+    path: Path,
+    to: str,
+    out: Path,
+    plan: AttentionSpec | None = None,
+    *,
+    recurrent: str | None = None,
+) -> list[str]:
     """Write a saved model as a stock class, with a model card; see :func:`convert`.
 
     Args:
@@ -91,9 +131,10 @@ def convert_files(path: Path, to: str, out: Path, plan: AttentionSpec | None = N
         to: The family of the class.
         out: New folder. Tokenizer and other files are copied.
         plan: The attention of each layer of a stock model.
+        recurrent: As in :func:`convert`.
 
     Returns:
-        The attention of each layer, ``"full"`` or ``"window 64"``.
+        The attention of each layer, ``"full"``, ``"window 64"`` or ``"recurrent"``.
 
     Raises:
         SpecError: ``out`` is not empty, the model cannot be read, or it is swapped and ``plan`` is
@@ -114,14 +155,16 @@ def convert_files(path: Path, to: str, out: Path, plan: AttentionSpec | None = N
         raise SpecError(
             f"The weights in {str(path)!r} cannot be read ({error}); nothing was written."
         ) from error
-    converted = convert(model, to, plan)
+    converted = convert(model, to, plan, recurrent=recurrent)
     require_same_tokens(path, converted.config)
     save_copy(converted, path, out)
-    windows = layer_windows(converted)
+    layers: list[Layer] = list(layer_windows(converted))
+    for number in recurrent_layers(converted):
+        layers.insert(number, RECURRENT)
     card = path / FILE
     text = card.read_text("utf-8", errors="replace") if card.is_file() else ""
-    write_card(out, converted.config, windows, source=path.name, source_card=text)
-    return ["full" if x is None else f"window {x}" for x in windows]
+    write_card(out, converted.config, layers, source=path.name, source_card=text)
+    return ["full" if x is None else x if isinstance(x, str) else f"window {x}" for x in layers]
 
 
 def _check(model: PreTrainedModel, to: str) -> None:
@@ -171,6 +214,20 @@ def _require_class(model: PreTrainedModel, target: StockClass, windows: list[int
             "after `import attnzoo`"
         )
     raise UnsupportedError(f"{target.family} cannot hold this model: {reason}. {advice}")
+
+
+def _require_recurrent(target: StockClass, family: str) -> None:
+    """Raise if a class has no recurrent layers."""
+    if target.recurrent:
+        return
+    others = [x.family for x in classes_for(family) if x.recurrent]
+    advice = f"Classes that have them: {', '.join(others)}"
+    if not others:
+        known = [x for x in STOCK_CLASSES.values() if x.recurrent]
+        advice = "; ".join(
+            f"{x.family} has them, but takes {', '.join(sorted(x.takes))} only" for x in known
+        )
+    raise UnsupportedError(f"A {target.family} model has no recurrent layers. {advice}")
 
 
 def _window_reason(target: StockClass, model: PreTrainedModel, windows: list[int | None]) -> str:
@@ -227,9 +284,14 @@ def _set_windows(config: Any, target: StockClass, windows: list[int | None]) -> 
 
 
 def _prove(model: PreTrainedModel, converted: PreTrainedModel, windows: list[int | None]) -> None:
-    """Raise if a converted model has other windows, or other logits within the windows."""
+    """Raise if a converted model has other windows, or other logits within the windows.
+
+    Recurrent layers compute something else: they return the model's own outputs in this check.
+    """
     name = type(converted).__name__
     found = layer_windows(converted)
+    others = recurrent_layers(converted)
+    windows = [x for number, x in enumerate(windows) if number not in others]
     if found != windows:
         raise UnsupportedError(
             f"{name} would have the windows {found} instead of {windows}; report this model's "
@@ -240,10 +302,11 @@ def _prove(model: PreTrainedModel, converted: PreTrainedModel, windows: list[int
     length = min(CHECKED_TOKENS, *(x for x in windows if x is not None), CHECKED_TOKENS)
     vocabulary = model.config.get_text_config().vocab_size
     tokens = torch.arange(1, 1 + length, device=model.device)[None] % vocabulary
-    is_swapped = any(config._attn_implementation == NAME for config in seam.all_configs(model))
-    with original_attention(model) if is_swapped else nullcontext():
+    with _softmax(model):
         expected = _logits(model, tokens)
-    error = (_logits(converted, tokens) - expected).abs().max().item()
+        inputs = measure_layers(model, [*recurrent_layers(converted)], tokens)
+    with replaced_outputs(converted, inputs):
+        error = (_logits(converted, tokens) - expected).abs().max().item()
     limit = TOLERANCE * torch.finfo(model.dtype).eps * expected.abs().max().item()
     if not error <= limit:  # NaN too
         raise UnsupportedError(
@@ -251,6 +314,19 @@ def _prove(model: PreTrainedModel, converted: PreTrainedModel, windows: list[int
             f"{error:.2e}, and rounding allows {limit:.2e}. Its config may set positions or "
             "multipliers that are unknown here; report its config.json"
         )
+
+
+@contextmanager
+def _softmax(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which a model runs its original attention, in evaluation mode."""
+    training = model.training
+    is_swapped = any(config._attn_implementation == NAME for config in seam.all_configs(model))
+    try:
+        model.eval()
+        with original_attention(model) if is_swapped else nullcontext():
+            yield
+    finally:
+        model.train(training)
 
 
 @torch.no_grad()

@@ -1,0 +1,352 @@
+r"""Recovery of a student of a stock class, whose teacher is another model.
+
+``attnzoo convert --recurrent`` writes a student: the teacher's softmax layers, and recurrent layers
+with starting values. Student and teacher are two models of the same depth, size and tokens.
+Transfer trains each recurrent layer on the hidden states that the teacher's attention layer gets,
+to return what that layer returns; the loss of a layer is its relative error
+
+.. math:: \ell = \frac{\sum_t |o_t - o^*_t|^2}{\sum_t |o^*_t|^2}.
+
+All layers train in one pass, each independently of the errors of the others. Distillation follows,
+as for a swap. Source of both stages: Zhang et al., 2024, arXiv:2410.10254 (LoLCATs), and Goldstein
+et al., 2025, arXiv:2505.03005 (RADLADS). Other letters: M hidden size, Hkv key heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from attnzoo.errors import ConfigError, SpecError
+from attnzoo.evaluation.data import load_tokenizer
+from attnzoo.evaluation.equal_memory import EqualWindow
+from attnzoo.hf.layers import attention_layers
+from attnzoo.hf.models.speed_up import speed_up
+from attnzoo.hf.names import NAME
+from attnzoo.hf.saving.files import read_config
+from attnzoo.hf.stock.recurrent import recurrent_layers, recurrent_numbers, softmax_layer
+from attnzoo.hf.swap.convert import restore, swap
+from attnzoo.training.distil import model_inputs
+from attnzoo.training.loop import Stage
+from attnzoo.training.plan import weights_fingerprint
+from attnzoo.training.runs import BASELINES_DONE, Run
+from attnzoo.training.sharding import SHARDED
+
+TRANSFER_LR = 3e-3
+
+
+def recurrent_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a student's recurrent layers, by name."""
+    return {
+        f"{number}.{name}": p
+        for number, layer in recurrent_layers(model).items()
+        for name, p in layer.named_parameters()
+    }
+
+
+class StudentRun(Run):
+    """Recovery of a student of a stock class.
+
+    Args:
+        args: As of :class:`Run`.
+        teacher: Folder of the model that the student was converted from.
+        options: As of :class:`Run`.
+
+    Raises:
+        AttnzooError: An argument is invalid, or the two models do not match.
+    """
+
+    added = output_added = staticmethod(recurrent_parameters)
+
+    def __init__(self, *args: Any, teacher: Path, **options: Any) -> None:
+        command, path, spec, data, out, config = args
+        require_student_settings(config)
+        require_pair(path, teacher)
+        self.teacher: Any = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+        self.teacher.requires_grad_(False).eval()
+        super().__init__(command, path, spec, data, out, config, **options)
+        if self.finished is None and self.accelerator.distributed_type in SHARDED:
+            self.close()
+            raise SpecError(
+                "FSDP and DeepSpeed do not shard a student and its teacher; use "
+                "DistributedDataParallel (torchrun without a sharding config)"
+            )
+
+    def _fingerprint(self, planned: str | None) -> str:
+        """Return the fingerprints of the student's and of the teacher's weights."""
+        return f"{super()._fingerprint(planned)}+{weights_fingerprint(self.teacher)}"
+
+    def load_model(self) -> PreTrainedModel:
+        """Return the student, whose recurrent layers run on attnzoo's ops on CPUs."""
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            self.path, dtype=torch.float32
+        )
+        model.register_forward_pre_hook(separate_documents, with_kwargs=True)
+        return speed_up(model)
+
+    def find_equal_window(self) -> EqualWindow:
+        """Return the window that needs as much memory as a recurrent layer."""
+        length = self.config.target_length or self.config.row_length
+        return equal_window(self.model.config, length, self.dtype.itemsize)
+
+    def evaluate_baselines(self) -> None:
+        """Evaluate the teacher, the student before training, and windows in the teacher."""
+        if BASELINES_DONE in self.baselines.results:
+            return
+        teacher = self.teacher.to(self.accelerator.device)
+        self.evaluate_baseline("softmax", model=teacher, is_original=True)
+        self.evaluate_baseline("raw swap")
+        assert self.equal is not None
+        if self.equal.saves_memory:
+            swap(teacher, self.equal.spec)
+            self.evaluate_baseline("equal window", self.equal, model=teacher)
+            restore(teacher)
+        swap(teacher, "flash", window=self.window)
+        self.evaluate_baseline(BASELINES_DONE, model=teacher)
+        restore(teacher)
+
+    def describe_student(self) -> dict[str, Any]:
+        """Return what the results say of the student."""
+        config = self.model.config
+        kinds = config.layer_types
+        return {"student": {"class": config.model_type, "layer_types": kinds}}
+
+
+def require_student_settings(config: Any) -> None:
+    """Raise for a setting that recovery from another model does not have.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    unset = {
+        "transfer_from": (None, "each student has a transfer of its own"),
+        "transfer_target": ("output", "a recurrent layer of a stock class has no weights of keys"),
+        "layers_at_once": (None, "all recurrent layers are transferred at once"),
+        "calibration_rows": (0, "the gates of a student start from `attnzoo convert`"),
+        "cross_entropy": (0.0, "the teacher is not tuned on the text"),
+        "window_dropout": (0.0, "a recurrent layer of a stock class has no window"),
+        "train_on": ("all", "only whole texts are tested"),
+    }
+    for name, (value, reason) in unset.items():
+        if getattr(config, name) != value:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} does not apply to a student with a teacher: "
+                f"{reason}; leave it out"
+            )
+    if config.train == "lora":
+        raise ConfigError(
+            "train='lora' has no adapters for the recurrent layers of a stock class; give "
+            "'full', or 'extras' to train the recurrent layers alone"
+        )
+    if config.loop.cp_size > 1:
+        raise ConfigError(
+            f"cp_size={config.loop.cp_size} splits rows over processes, which a recurrent layer "
+            "of a stock class does not support; leave it out, or give shorter rows"
+        )
+
+
+def require_pair(student: Path, teacher: Path) -> None:
+    """Raise if a student cannot be trained from a teacher.
+
+    Args:
+        student: Folder of the student.
+        teacher: Folder of the teacher.
+
+    Raises:
+        SpecError: One of them is swapped, the student has no recurrent layers, or they differ in
+            vocabulary, depth or size.
+    """
+    one, other = read_config(student), read_config(teacher)
+    for path, config in ((student, one), (teacher, other)):
+        if getattr(config, NAME, None) is not None:
+            raise SpecError(
+                f"{str(path)!r} is a swap of attnzoo, and --teacher trains students of stock "
+                "classes; `attnzoo recover DIR --attention ...` recovers a swap, which is its own "
+                "teacher"
+            )
+    numbers = recurrent_numbers(one)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(one)
+        original = AutoModelForCausalLM.from_config(other)
+    if not recurrent_layers(model):
+        raise SpecError(
+            f"{str(student)!r} holds a {one.model_type} without recurrent layers that a teacher "
+            "could train; `attnzoo convert DIR --to qwen3_5_text --recurrent LAYERS` writes one"
+        )
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        values = [getattr(x, name, None) for x in (one, other)]
+        if values[0] != values[1]:
+            raise SpecError(
+                f"The student has {name}={values[0]}, and the teacher {values[1]}: give the model "
+                "that the student was converted from"
+            )
+    known = {x.geometry.layer: x for x in attention_layers(original)}
+    missing = [n for n in numbers if n not in known]
+    if missing:
+        raise SpecError(
+            f"The teacher, a {other.model_type}, has no softmax attention in layer {missing[0]}, "
+            "which is recurrent in the student; give the model that it was converted from"
+        )
+    tokenizers = [load_tokenizer(x).get_vocab() for x in (student, teacher)]
+    if tokenizers[0] != tokenizers[1]:
+        raise SpecError(
+            "The tokenizers of student and teacher have other vocabularies; give the model that "
+            "the student was converted from"
+        )
+
+
+def equal_window(config: Any, length: int, itemsize: int) -> EqualWindow:
+    """Return the window that needs as much memory as a recurrent layer of a student.
+
+    A recurrent layer keeps a float32 state and the latest tokens of its convolution.
+
+    Args:
+        config: The student's config.
+        length: Tokens of one sequence.
+        itemsize: Bytes of a number of the weights' data type.
+    """
+    c = config
+    keys, values = (
+        c.linear_num_key_heads * c.linear_key_head_dim,
+        c.linear_num_value_heads * c.linear_value_head_dim,
+    )
+    state = 4 * values * c.linear_key_head_dim
+    state += itemsize * (2 * keys + values) * c.linear_conv_kernel_dim
+    token = itemsize * 2 * c.num_key_value_heads * c.head_dim
+    fits = state // token
+    numbers = recurrent_numbers(config)
+    full = token * length * (c.num_hidden_layers - len(numbers))
+    return EqualWindow(
+        length=length,
+        windows={n: None if fits >= length else max(1, fits) for n in numbers},
+        swap_bytes=full + state * len(numbers),
+        exact_bytes=token * length * c.num_hidden_layers,
+    )
+
+
+def separate_documents(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook: end the states of a student's layers where documents end in packed rows.
+
+    The layers get ``seq_idx``, which they support on CPUs after ``speed_up``. On other devices
+    states run on over the borders, as in the stock layers.
+    """
+    positions = kwargs.get("position_ids")
+    if positions is None or positions.ndim != 2 or positions.device.type != "cpu":
+        return None
+    first = positions == 0
+    if not bool(first[:, 1:].any()):
+        return None
+    return args, {**kwargs, "seq_idx": first.cumsum(1).int()}
+
+
+class Attended(NamedTuple):
+    """What an attention layer of the teacher gets and returns, ``[B, T, M]`` each."""
+
+    hidden: Tensor
+    out: Tensor
+
+
+class StudentTransfer:
+    """Context in which recurrent layers of a student run on the teacher's hidden states.
+
+    They return the teacher's outputs, so that the layers after them get these too, and record
+    their own errors.
+
+    Args:
+        model: The student.
+        teacher: The teacher.
+    """
+
+    def __init__(self, model: nn.Module, teacher: nn.Module) -> None:
+        self.model, self.teacher = model, teacher
+        self.attended: dict[int, Attended] = {}
+        self.errors: dict[int, Tensor] = {}
+
+    def __enter__(self) -> Self:
+        """Register the hooks."""
+        self.handles: list[Any] = []
+        for number, layer in recurrent_layers(self.model).items():
+            self.handles += [
+                softmax_layer(self.teacher, number).register_forward_hook(
+                    self._keep(number), with_kwargs=True
+                ),
+                layer.register_forward_pre_hook(self._replace_input(number), with_kwargs=True),
+                layer.register_forward_hook(self._replace_output(number)),
+            ]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+    def _keep(self, number: int) -> Any:
+        def hook(layer: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self.attended[number] = Attended(hidden, output[0])
+
+        return hook
+
+    def _replace_input(self, number: int) -> Any:
+        def hook(layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            hidden = self.attended[number].hidden
+            return (hidden, *args[1:]) if args else args, (
+                kwargs if args else {**kwargs, "hidden_states": hidden}
+            )
+
+        return hook
+
+    def _replace_output(self, number: int) -> Any:
+        def hook(layer: Any, args: Any, output: Tensor) -> Tensor:
+            exact = self.attended[number].out
+            error, norm = (output.float() - exact.float()).square(), exact.float().square()
+            # not in the backward pass, where gradient checkpointing repeats the forward pass
+            if torch._C._current_graph_task_id() == -1:
+                least = torch.finfo(torch.float32).tiny
+                self.errors[number] = error.sum() / norm.sum().clamp(min=least)
+            return exact.to(output.dtype)
+
+        return hook
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the mean relative error of the recurrent layers, for a :class:`Stage`."""
+        inputs = {**model_inputs(batch), "logits_to_keep": 1}
+        device = batch["input_ids"].device
+        if next(self.teacher.parameters()).device != device:
+            self.teacher.to(device)
+        self.errors = {}
+        with torch.no_grad():
+            self.teacher(**inputs)
+        model(**inputs)
+        return torch.stack(list(self.errors.values())).mean()
+
+
+def transfer_student(run: StudentRun, config: Any) -> PreTrainedModel:
+    """Train the recurrent layers of a run's student on its teacher; return the student."""
+    model: PreTrainedModel = run.model
+    if not config.transfer_steps:
+        run.log("transfer is skipped: 0 steps")
+        return model
+    rate = config.transfer_lr or TRANSFER_LR
+    with StudentTransfer(model, run.teacher) as transfer:
+        stage = Stage(
+            name="transfer",
+            steps=config.transfer_steps,
+            groups=[{"params": list(recurrent_parameters(model).values()), "lr": rate}],
+            loss=transfer.loss,
+        )
+        trained: PreTrainedModel = run.loop.run(model, stage, run.load_model)
+    return trained

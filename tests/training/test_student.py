@@ -1,0 +1,227 @@
+"""Recovery of a student of a stock class from another model."""
+
+import inspect
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers as hf
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+import attnzoo
+from attnzoo.errors import ConfigError, SpecError
+from attnzoo.evaluation.models import embedded_model_path
+from attnzoo.hf.models.speed_up import RULES
+from attnzoo.hf.stock.convert import convert_files
+from attnzoo.hf.stock.recurrent import recurrent_layers
+from attnzoo.training import student as module
+from attnzoo.training.loop import LoopConfig
+from attnzoo.training.recover import RecoverConfig, recover
+from attnzoo.training.student import StudentTransfer, equal_window, separate_documents
+
+CONFIG = RecoverConfig(
+    train="full",
+    row_length=64,
+    transfer_steps=12,
+    distil_steps=4,
+    extras_lr=4e-4,
+    judged_rows=4,
+    rate_factor=1.0,
+    loop=LoopConfig(batch_size=4, entropy_every=0),
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folders of a teacher and of its student, whose second layer is recurrent."""
+    place = tmp_path_factory.mktemp("pair")
+    torch.manual_seed(0)
+    config = hf.Qwen3Config(
+        vocab_size=384,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    teacher = hf.Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(3)
+    teacher.save_pretrained(place / "teacher")
+    hf.AutoTokenizer.from_pretrained(embedded_model_path()).save_pretrained(place / "teacher")
+    convert_files(place / "teacher", "qwen3_5_text", place / "student", recurrent="1")
+    return place
+
+
+def load(folder):
+    return hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def losses(out, stage):
+    rows = [json.loads(x) for x in (out / "losses.jsonl").read_text().splitlines()]
+    return [x["loss"] for x in rows if x["stage"] == stage]
+
+
+def test_recovery(folders, text, tmp_path):
+    out = tmp_path / "out"
+    results = recover(folders / "student", None, [text], out, CONFIG, teacher=folders / "teacher")
+    found = losses(out, "transfer")
+    assert found[-1] < 0.8 * found[0]
+    assert len(losses(out, "distil")) == 4
+    lines = results["lines"]
+    assert lines["softmax"]["agreement"] == 1  # the teacher generates its own tokens
+    assert lines["result"]["loss"] < lines["raw swap"]["loss"]
+    assert results["student"]["layer_types"] == ["full_attention", "linear_attention"]
+    model = load(out)
+    assert type(model).__name__ == "Qwen3_5ForCausalLM"
+    assert "attnzoo" not in (out / "config.json").read_text()
+    assert "# A student of the class qwen3_5_text" in (out / "README.md").read_text()
+    teacher, student = load(folders / "teacher"), load(folders / "student")
+    before, after = (x.model.layers[0].self_attn.k_proj.weight for x in (student, model))
+    assert not torch.equal(before, after)  # distillation trains all layers
+    assert torch.equal(before, teacher.model.layers[0].self_attn.k_proj.weight)
+
+
+def test_the_loss_of_transfer(folders):
+    """By hand: the layer on the teacher's hidden states, against the teacher's attention."""
+    teacher, student = load(folders / "teacher"), attnzoo.speed_up(load(folders / "student"))
+    with torch.no_grad():  # other weights elsewhere: the inputs are the teacher's all the same
+        student.model.layers[0].mlp.up_proj.weight.mul_(2)
+    tokens = torch.randint(2, 259, (3, 40), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "labels": tokens}
+    with StudentTransfer(student, teacher) as transfer:
+        loss = transfer.loss(student, batch)
+        loss.backward()
+    with torch.no_grad():
+        states = teacher(tokens, output_hidden_states=True).hidden_states
+        hidden = teacher.model.layers[1].input_layernorm(states[1])
+        positions = torch.arange(40)[None]
+        exact, _ = teacher.model.layers[1].self_attn(
+            hidden,
+            attention_mask=None,
+            position_embeddings=teacher.model.rotary_emb(hidden, positions),
+        )
+        out = recurrent_layers(student)[1](hidden)
+    expected = (out - exact).square().sum() / exact.square().sum()
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-4, atol=0)
+    with_gradient = {n for n, p in student.named_parameters() if p.grad is not None}
+    assert with_gradient == {f"model.layers.1.linear_attn.{n}" for n in recurrent_names(student)}
+    with torch.no_grad():
+        assert not torch.equal(student(tokens).logits, teacher(tokens).logits)  # hooks are gone
+
+
+def recurrent_names(student):
+    return [name for name, _ in recurrent_layers(student)[1].named_parameters()]
+
+
+def test_documents_of_a_packed_row_do_not_see_each_other(folders):
+    student = attnzoo.speed_up(load(folders / "student"))
+    student.register_forward_pre_hook(separate_documents, with_kwargs=True)
+    tokens = torch.randint(2, 259, (1, 50), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(20), torch.arange(30)])[None]
+    with torch.no_grad():
+        packed = student(tokens, position_ids=positions, use_cache=False).logits[:, 20:]
+        alone = student(tokens[:, 20:], use_cache=False).logits
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_distillation_that_makes_it_worse_is_undone(folders, text, tmp_path):
+    config = replace(CONFIG, distil_steps=2, extras_lr=1.0, weights_lr=1.0)
+    pair = {"teacher": folders / "teacher"}
+    recover(folders / "student", None, [text], tmp_path / "out", config, **pair)
+    teacher, model = load(folders / "teacher"), load(tmp_path / "out")
+    assert torch.equal(*(x.model.layers[0].self_attn.k_proj.weight for x in (teacher, model)))
+
+
+def test_a_run_is_resumed(folders, text, tmp_path, interrupt):
+    config = replace(CONFIG, loop=replace(CONFIG.loop, checkpoint_every=2))
+    arguments = (folders / "student", None, [text])
+    pair = {"teacher": folders / "teacher"}
+    interrupt(15, recover, *arguments, tmp_path / "out", config, **pair)
+    recover(*arguments, tmp_path / "out", config, resume=True, **pair)
+    recover(*arguments, tmp_path / "whole", config, **pair)
+    one, other = (load(tmp_path / x).state_dict() for x in ("out", "whole"))
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def test_the_window_of_equal_memory_is_that_of_the_cache(folders):
+    student = attnzoo.speed_up(load(folders / "student"))
+    cache = hf.DynamicCache(config=student.config)
+    with torch.no_grad():
+        student(torch.arange(2, 98)[None], past_key_values=cache)
+    recurrent, full = cache.layers[1], cache.layers[0]
+    state = sum(
+        x.nbytes
+        for found in (recurrent.conv_states, recurrent.recurrent_states)
+        for x in (found.values() if isinstance(found, dict) else [found])
+    )
+    token = (full.keys.nbytes + full.values.nbytes) // 96
+    equal = equal_window(student.config, 1000, 4)
+    assert equal.windows == {1: state // token}
+    assert equal.swap_bytes == state + 1000 * token
+    assert equal_window(student.config, state // token, 4).windows == {1: None}
+
+
+REFUSED = {
+    "lora": ({"train": "lora"}, "has no adapters"),
+    "labels": ({"cross_entropy": 0.5}, "cross_entropy=0.5 does not apply"),
+    "weights": ({"transfer_target": "attention"}, "no weights of keys"),
+    "blocks": ({"layers_at_once": 1}, "all recurrent layers"),
+    "gates": ({"calibration_rows": 2}, "start from `attnzoo convert`"),
+    "window": ({"window_dropout": 0.5}, "has no window"),
+    "split rows": ({"loop": LoopConfig(cp_size=2)}, "cp_size=2 splits rows"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_do_not_apply_are_refused(name):
+    changes, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        module.require_student_settings(replace(CONFIG, **changes))
+
+
+def test_models_that_do_not_match_are_refused(folders, tmp_path):
+    student, teacher = folders / "student", folders / "teacher"
+    with pytest.raises(SpecError, match="without recurrent layers"):
+        module.require_pair(teacher, teacher)
+    with pytest.raises(SpecError, match="no softmax attention in layer 1"):
+        module.require_pair(student, student)
+    attnzoo.swap(load(teacher), "linear").save_pretrained(tmp_path / "swap")
+    with pytest.raises(SpecError, match="is a swap of attnzoo"):
+        module.require_pair(student, tmp_path / "swap")
+    for name, value in (("num_hidden_layers", 3), ("hidden_size", 16), ("vocab_size", 400)):
+        config = hf.AutoConfig.from_pretrained(teacher, layer_types=None, **{name: value})
+        config.save_pretrained(tmp_path / name)
+        with pytest.raises(SpecError, match=f"student has {name}="):
+            module.require_pair(student, tmp_path / name)
+
+
+def test_command(folders, text, tmp_path, attnzoo_command, capsys):
+    pair = (folders / "student", "--teacher", folders / "teacher")
+    given = ("--data", text, "--length", 64, "--batch", 4, "--entropy-every", 0)
+    steps = ("--transfer-steps", 1, "--distil-steps", 1, "--recipe", "student")
+    attnzoo_command("recover", *pair, *given, *steps, "--out", tmp_path / "out")
+    printed = capsys.readouterr().out
+    assert "import attnzoo" not in printed
+    saved = json.loads((tmp_path / "out" / "recovery.json").read_text())
+    assert saved["config"]["transfer_lr"] == 3e-3
+    assert saved["config"]["extras_lr"] == 4e-4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def torch_functions():
+    """Let stock layers run torch's functions where flash-linear-attention is installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        for rule in RULES:
+            if hasattr(modeling_qwen3_5, rule):
+                function = inspect.unwrap(getattr(modeling_qwen3_5, rule))
+                patch.setattr(modeling_qwen3_5, rule, function)
+        yield
