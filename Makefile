@@ -15,7 +15,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
 	then command -v $$name; break; fi; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test exhaustive users engines newest vllm check sanitize format bench site release clean
+.PHONY: help setup demo test exhaustive users engines newest vllm check sanitize format bench site wheels release clean
 
 help: ## Say what can be made
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
@@ -71,7 +71,10 @@ bench: $(READY) ## Time the operations; JSON lines
 site: $(READY) ## Build the site: the pages of docs/, the reference, the notebooks; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 RUN_NOTEBOOKS=$(RUN_NOTEBOOKS) $(BIN)/python -m mkdocs build --strict
 
-release: $(READY) ## Build sdist and wheel, check and try them in a bare environment; uploads nothing
+wheels: $(READY) ## Build wheels that carry compiled kernels, and try one without a compiler
+	$(BIN)/nox --session wheels
+
+release: $(READY) ## Build sdist and wheels, check and try them in a bare environment; uploads nothing
 	$(BIN)/nox --session release
 
 clean: ## Remove what was built and cached, the virtual environment included

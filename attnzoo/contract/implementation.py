@@ -28,6 +28,7 @@ from torch import Tensor
 
 from attnzoo.contract.states import ImplChoice
 from attnzoo.errors import UnsupportedError, did_you_mean
+from attnzoo.runtime.cpp import prebuilt
 
 
 class OpCall(Protocol):
@@ -106,7 +107,7 @@ class Implementation(Generic[Call, Result]):
 
 
 # What implementations of these names have in common, where nothing else is to be said of them
-CPP: dict[str, Any] = {"name": "cpp", "devices": ("cpu",), "automatic": "compiled for this CPU"}
+CPP: dict[str, Any] = {"name": "cpp", "devices": ("cpu",), "automatic": prebuilt.origin()}
 TRITON: dict[str, Any] = {
     "name": "triton",
     "devices": ("cuda",),

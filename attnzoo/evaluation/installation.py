@@ -41,6 +41,7 @@ from attnzoo.ops.flash.varlen import device_reasons as varlen_device_reasons
 from attnzoo.ops.linear.triton.run import device_reasons
 from attnzoo.ops.softmax.api import softmax_attention
 from attnzoo.runtime import cpp
+from attnzoo.runtime.cpp import prebuilt
 from attnzoo.runtime.kernel_groups import KernelGroup, driver_version
 from attnzoo.runtime.verdicts import FAILED, PASSED, Verdict, python_command, run_checks
 
@@ -98,7 +99,10 @@ def check_installation(full: bool = False, fresh: bool = False) -> Iterator[Chec
 
 
 def build_kernels() -> list[CheckResult]:
-    """Compile all C++ kernels that the cache lacks, in parallel; a result for each source."""
+    """Load all C++ kernels, in parallel; compiles those that wheel and cache lack.
+
+    Returns a result for each source.
+    """
     sources = dict.fromkeys(x for kernel in check_cpp.KERNELS for x in kernel.sources)
 
     def build(source: cpp.Source) -> CheckResult:
@@ -107,7 +111,7 @@ def build_kernels() -> list[CheckResult]:
         return CheckResult(
             check=source.path.name,
             status=UNAVAILABLE if reason else OK,
-            detail=reason or "compiled for this CPU",
+            detail=reason or prebuilt.origin(),
             seconds=round(time.monotonic() - start, 1),
         )
 
@@ -216,11 +220,12 @@ def _cpp(kernel: check_cpp.CppKernel) -> str:
     wrong = list(check_cpp.wrong_results(kernel))
     if wrong:
         raise Failed("; ".join(wrong))
-    return f"results and gradients agree with torch ({_instructions()})"
+    return f"results and gradients agree with torch ({_instructions()}, {prebuilt.origin()})"
 
 
 def _cpp_with(flags: str) -> str:
-    environment = {**os.environ, "CXX": f"{os.environ.get('CXX') or 'c++'} {flags}"}
+    compiler = f"{os.environ.get('CXX') or 'c++'} {flags}"
+    environment = {**os.environ, "CXX": compiler, prebuilt.COMPILE: prebuilt.NATIVE}
     command = {"C++": python_command("attnzoo.evaluation.check_cpp")}
     return _of(run_checks(command, SECONDS, environment))
 

@@ -55,6 +55,7 @@ from attnzoo.ops.block_sparse.validation import (
     check_options,
     check_state,
 )
+from attnzoo.runtime.cpp import prebuilt
 
 
 def block_sparse_attention(
@@ -233,7 +234,7 @@ register_implementation(
         devices=("cpu",),
         run=partial(_run, operators=CPP),
         reasons=cpp_reasons,
-        automatic="compiled for this CPU",
+        automatic=prebuilt.origin(),
     ),
     Implementation(
         op="block_sparse_attention",

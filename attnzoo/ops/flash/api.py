@@ -34,6 +34,7 @@ from attnzoo.ops.flash.varlen_kernel import attend_sequences as attend_sequences
 from attnzoo.ops.flash.varlen_kernel import sequences as sequences
 from attnzoo.ops.flash.varlen_verdicts import varlen_verdict as varlen_verdict
 from attnzoo.ops.flash.xformers import auto_reasons, run_xformers, xformers_reasons
+from attnzoo.runtime.cpp import prebuilt
 
 
 def _kernel_note(call: FlashCall) -> str:
@@ -69,7 +70,7 @@ register_implementation(
         run=run_cpp,
         reasons=cpp_reasons,
         auto_reasons=skip_cpp,
-        automatic="causal attention and masks are compiled for this CPU",
+        automatic=f"causal attention and masks are {prebuilt.origin()}",
     ),
     Implementation(
         op="flash_attention",

@@ -26,6 +26,7 @@ from attnzoo.ops.lsh.custom_ops import CPP, TORCH
 from attnzoo.ops.lsh.options import LSHInputs, LSHOptions
 from attnzoo.ops.lsh.reference import reference_attention
 from attnzoo.ops.lsh.validation import check_inputs, check_options
+from attnzoo.runtime.cpp import prebuilt
 
 register_implementation(
     Implementation(
@@ -34,7 +35,7 @@ register_implementation(
         devices=("cpu",),
         run=CPP.run,
         reasons=cpp_reasons,
-        automatic="compiled for this CPU",
+        automatic=prebuilt.origin(),
     ),
     *(
         each

@@ -1,4 +1,7 @@
-"""Compile and load C++ kernels, once per CPU and compiler.
+"""Load C++ kernels; compile them once per CPU and compiler where a wheel carries none.
+
+Wheels for Linux carry compiled libraries (``prebuilt.py``), which need neither a compiler nor a
+cache. Otherwise, and with ``ATTNZOO_COMPILE=native``, the rest of this page holds.
 
 The compiler is ``$CXX`` or ``c++``. Libraries are cached in ``$ATTNZOO_CACHE`` or
 ``~/.cache/attnzoo``; the file name contains a hash of the source, the flags and the compiler's
@@ -42,9 +45,11 @@ from attnzoo.runtime.cache_folder import (
     replace_file,
     unusable,
 )
+from attnzoo.runtime.cpp import prebuilt
 from attnzoo.runtime.cpp.layout import DESCRIBE, Function, declare_functions
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
+HEADERS = Path(__file__).parent  # folder of the headers of all kernels
 COMPILER_SECONDS = 300.0  # time limit of one run of the compiler
 FAILURE_SECONDS = 24 * 3600.0  # for how long a library that cannot be loaded is not compiled again
 UNFINISHED = ".compile-"  # prefix of the folders in which libraries are compiled
@@ -62,25 +67,37 @@ class Source:
     functions: Mapping[str, Function]
 
 
+def read_code(source: Path) -> bytes:
+    """Return the content of a C++ file and of all headers that it may include."""
+    included = (*sorted(HEADERS.glob("*.h")), *sorted(source.parent.glob("*.h")))
+    return b"".join(x.read_bytes() for x in (source, *included))
+
+
 @cache
 def load(source: Source) -> ctypes.CDLL:
-    """Return the shared library of a C++ file; compiles it if the cache does not contain it.
+    """Return the shared library of a C++ file.
+
+    It is the one that the wheel carries for this CPU, or else compiled, if the cache does not
+    contain it.
 
     Raises:
         BuildError: The compiler is missing or fails, or the cache is not writable, or other users
-            can write it.
+            can write it; or the wheel's library does not load, or belongs to another source.
         LayoutError: C++ and Python declare a function or a structure differently.
     """
+    code, verb = read_code(source.path), "loaded"
     try:
-        return _load(source)
+        library = prebuilt.find(source.path, code)
+        if library is not None:
+            return _open(library, source)
+        verb = "compiled"
+        return _load_compiled(source, code)
     except (OSError, ValueError) as error:  # ValueError: CXX has one quote
-        raise BuildError(f"{source.path.name} cannot be compiled: {error}") from error
+        raise BuildError(f"{source.path.name} cannot be {verb}: {error}") from error
 
 
-def _load(source: Source) -> ctypes.CDLL:
-    headers = Path(__file__).parent
-    included = (*sorted(headers.glob("*.h")), *sorted(source.path.parent.glob("*.h")))
-    code = b"".join(x.read_bytes() for x in (source.path, *included))
+def _load_compiled(source: Source, code: bytes) -> ctypes.CDLL:
+    """Return the library of a C++ file that is compiled for this CPU."""
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     macros = _run(*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull)
     key = hashlib.sha256(code + repr((*FLAGS, macros)).encode()).hexdigest()[:16]
@@ -95,7 +112,7 @@ def _load(source: Source) -> ctypes.CDLL:
     _remove_unfinished(folder)
     with _temporary_folder(folder) as temporary:
         compiled, start = Path(temporary, f"{name}.so"), time.monotonic()
-        _run(*compiler, *FLAGS, f"-I{headers}", str(source.path), "-o", str(compiled))
+        _run(*compiler, *FLAGS, f"-I{HEADERS}", str(source.path), "-o", str(compiled))
         compiled.chmod(0o700)
         try:
             opened = _open(compiled, source)  # raises before the library enters the cache
