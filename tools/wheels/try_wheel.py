@@ -42,6 +42,7 @@ def first_call(name: str) -> None:
     with torch.no_grad():
         backend(AttentionInputs(x, x, x, mask, 32**-0.5, hidden_states=hidden))
     seconds = time.perf_counter() - start
+    assert backend.ran is not None
     impl, why = backend.ran
     print(json.dumps({"seconds": seconds, "impl": impl, "why": why}))
 
