@@ -120,6 +120,10 @@ class Checkpoints:
                 (self.out / FOLDER).rmdir()
                 self.out.rmdir()
 
+    def forget_run(self) -> None:
+        """Remove the record of a run that was refused before its first checkpoint."""
+        (self.out / RUN).unlink(missing_ok=True)
+
     def check_identity(self) -> None:
         """Raise an error if the folder has another run.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnzoo.backends.parts.recurrent import RecurrentBackend
-from attnzoo.errors import SpecError
+from attnzoo.errors import ConfigError, SpecError
 from attnzoo.evaluation.data import EvalBatch, load_tokenizer, string_tokenizer
 from attnzoo.evaluation.equal_memory import EqualWindow
 from attnzoo.evaluation.kernel_checks import check_model_kernels
@@ -145,8 +145,7 @@ class Run:
         self.accelerator: Accelerator = make_accelerator(
             loop.seed, tracker=config.report_to, logs=logs, precision=loop.precision, clip=loop.clip
         )
-        main = self.accelerator.is_main_process
-        if main:
+        if main := self.accelerator.is_main_process:
             check_run_folder(out, resume=resume)
         with self.accelerator.local_main_process_first():  # the others find its rows in the cache
             train, self.held_out = self.load_rows(data, column)
@@ -171,7 +170,7 @@ class Run:
             if self.finished is not None:
                 log("The run is finished; these are its results.")
                 return
-            check_folders(self.accelerator, out / FOLDER, progress and Path(progress["path"]))
+            self._check_folders(progress)
             self._log_rows(train, self.held_out)
             self.baselines = Baselines(self.accelerator, self.checkpoints, self.quality_class, log)
             self._find_baselines()
@@ -243,6 +242,20 @@ class Run:
                 f"{str(path)!r} is damaged ({error}); remove it to train the run again with "
                 "--resume"
             ) from None
+
+    def _check_folders(self, progress: dict[str, Any] | None) -> None:
+        """Check the folder of the checkpoints on all processes; a run that is refused leaves none.
+
+        Raises:
+            ConfigError: As :func:`check_folders`.
+        """
+        checkpoint = None if progress is None else Path(progress["path"])
+        try:
+            check_folders(self.accelerator, self.out / FOLDER, checkpoint)
+        except ConfigError:
+            if progress is None and self.accelerator.is_main_process:
+                self.checkpoints.forget_run()
+            raise
 
     def close(self) -> None:
         """Unlock the run's folder."""

@@ -92,7 +92,7 @@ def test_a_baseline_that_is_not_finite_is_an_error(saved, text, spec, tmp_path, 
     def overflow(model, batch, **options):
         raise NonFiniteError("the loss on plain text is nan")
 
-    monkeypatch.setattr("attnzoo.training.runs.quality", overflow)
+    monkeypatch.setattr("attnzoo.training.runs.evaluate_rows", overflow)
     config = RecoverConfig(transfer_steps=2, distil_steps=0, **SHORT)
     with pytest.raises(NonFiniteError, match="The baseline 'softmax' cannot be measured: the loss"):
         recover(saved, spec, [text], tmp_path / "out", config)

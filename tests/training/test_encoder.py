@@ -109,11 +109,11 @@ def test_recovery_raises_the_cosine(encoder, lines, tmp_path):
 
 
 def test_resumed_run_equals_uninterrupted_run(encoder, lines, tmp_path, interrupt):
-    expected = recover(encoder, SPEC, [lines], tmp_path / "expected", config(train="full"))
+    expected = recover(encoder, SPEC, [lines], tmp_path / "expected" / "out", config(train="full"))
     run = encoder, SPEC, [lines], tmp_path / "out", config(train="full")
     interrupt(7, recover, *run)
     assert recover(*run, resume=True) == expected
-    assert read_losses(tmp_path / "out") == read_losses(tmp_path / "expected")
+    assert read_losses(tmp_path / "out") == read_losses(tmp_path / "expected" / "out")
 
 
 def test_dropout_is_disabled(encoder, lines, tmp_path):

@@ -32,7 +32,7 @@ def first_call(name: str) -> None:
     torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
     torch.softmax(x @ x.mT, -1)
     start = time.perf_counter()
-    from attnzoo.contract import AttentionInputs, AttentionMask, Geometry
+    from attnzoo.contract import AttentionMask, Geometry
     from attnzoo.registry import build_backend
 
     geometry = Geometry(num_heads=4, num_key_heads=4, head_dim=32, hidden_size=128, causal=True)
@@ -40,7 +40,7 @@ def first_call(name: str) -> None:
     backend = build_backend(name, window, geometry)
     hidden, mask = torch.randn(1, 512, 128), AttentionMask(causal=True)
     with torch.no_grad():
-        backend(AttentionInputs(x, x, x, mask, 32**-0.5, hidden_states=hidden))
+        backend(x, x, x, mask=mask, hidden_states=hidden)
     seconds = time.perf_counter() - start
     assert backend.ran is not None
     impl, why = backend.ran
