@@ -15,6 +15,7 @@ MODULES = {
     "attnzoo.ops": "Attention as pure functions on tensors.",
     "attnzoo.contract": "What a backend of your own is made of.",
     "attnzoo.testing": "Test a backend of your own.",
+    "attnzoo.training": "Transfer, distillation and evaluation in a training loop of your own.",
     "attnzoo.errors": "Errors and warnings.",
 }
 COMMANDS = "reference/commands.md"
