@@ -15,6 +15,11 @@ from attnzoo.hf.names import NAME
 FILE = "README.md"
 KEPT = ("license", "license_name", "license_link", "language")  # of the base model's card
 HEADING = "## Attention"
+PEFT_HAS = (  # the auto classes of transformers that PEFT has for adapters too
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSequenceClassification",
+)
 
 
 def kept_metadata(folder: Path) -> dict[str, Any]:
@@ -117,4 +122,9 @@ def runs_swap(model: Any) -> bool:
 def _auto_class(model: Any) -> str:
     """Return the auto class that loads a model, or an adapter together with its base model."""
     name = type(model).__name__
-    return f"Auto{name}" if name.startswith("PeftModel") else seam.auto_class_name(name)
+    if not name.startswith("PeftModel"):
+        return seam.auto_class_name(name)
+    if name == "PeftModel":  # the adapter's config names no task: that of the base model
+        base = seam.auto_class_name(type(unwrap_model(model)).__name__)
+        name = base.replace("Auto", "Peft") if base in PEFT_HAS else name
+    return f"Auto{name}"
