@@ -328,8 +328,10 @@ def test_a_config_of_two_nodes_starts_as_many_processes(name, tmp_path, monkeypa
     file.write_text(_for_nodes((LAUNCH / f"{name}.yaml").read_text(), 8, 2))
     given = ["--config_file", str(file), "--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
     arguments = launch_command_parser().parse_args([*given, "-m", "attnzoo", "recover"])
-    arguments, _, _ = _validate_launch_command(arguments)
+    arguments, defaults, _ = _validate_launch_command(arguments)
     if name.startswith("deepspeed"):
+        # as launch_command sets it
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
         command, _ = prepare_deepspeed_cmd_env(arguments)
         assert command is None  # not the `deepspeed` launcher, which needs ssh and a hostfile
     else:
