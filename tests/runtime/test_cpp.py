@@ -196,19 +196,6 @@ def test_a_library_that_cannot_be_loaded_is_compiled_once(cold, library, monkeyp
     assert log.read_text() == "run\n" * 3
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """Compile the smallest kernel once, and return its file."""
-    folder = tmp_path_factory.mktemp("compiled")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CACHE, str(folder))
-        try:
-            cpp.load.__wrapped__(PIVOTS)
-        except cpp.BuildError as error:
-            pytest.skip(str(error))
-    return next(folder.iterdir())
-
-
 @pytest.fixture
 def library(cold, compiled, monkeypatch, tmp_path):
     """Return the kernel in the cold cache; the compiler copies it to where it is asked to."""

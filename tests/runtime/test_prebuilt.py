@@ -26,19 +26,6 @@ def name_of(code: bytes) -> str:
     return prebuilt.file_name(PIVOTS.path, code, ONE)
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """Return a library of the smallest kernel."""
-    folder = tmp_path_factory.mktemp("compiled")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CACHE, str(folder))
-        try:
-            cpp.load.__wrapped__(PIVOTS)
-        except cpp.BuildError as error:
-            pytest.skip(str(error))
-    return next(folder.iterdir())
-
-
 @pytest.fixture
 def installed(compiled, monkeypatch, tmp_path):
     """Install it as a wheel does, where there is neither a compiler nor a usable cache."""

@@ -48,7 +48,7 @@ from attnzoo.runtime.cache_folder import (
 from attnzoo.runtime.cpp import prebuilt
 from attnzoo.runtime.cpp.layout import DESCRIBE, Function, declare_functions
 
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread")
+FLAGS = (*prebuilt.FLAGS, "-march=native")
 HEADERS = Path(__file__).parent  # folder of the headers of all kernels
 COMPILER_SECONDS = 300.0  # time limit of one run of the compiler
 FAILURE_SECONDS = 24 * 3600.0  # for how long a library that cannot be loaded is not compiled again

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).with_name("libraries")
 PACKAGE = Path(__file__).parents[2]
-FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")  # of every level
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")  # of every library
 COMPILE = "ATTNZOO_COMPILE"  # environment variable: NATIVE or nothing
 NATIVE = "native"
 CPU = "ATTNZOO_CPU"  # environment variable: name of a level or nothing

@@ -275,6 +275,19 @@ def run(monkeypatch, *arguments):
     return exit_.value.code
 
 
+def generate_elsewhere(fresh_python, folder, *missing):
+    """Return what a saved model generates after TOKENS in a process that lacks some packages."""
+    program = (
+        f"import sys\nsys.modules |= dict.fromkeys({missing!r})\nimport torch, transformers\n"
+        f"m = transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})\n"
+        f"x = torch.tensor({TOKENS.tolist()})\n"
+        "print(m.generate(x, max_new_tokens=8, do_sample=False).tolist())"
+    )
+    done = fresh_python(program, cwd=folder.parent)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 def test_command(tmp_path, monkeypatch, capsys, fresh_python):
     """The result runs where attnzoo cannot be imported, and its card names the engines."""
     source, plan, out = tmp_path / "source", tmp_path / "plan.json", tmp_path / "out"
@@ -296,15 +309,7 @@ def test_command(tmp_path, monkeypatch, capsys, fresh_python):
     assert "| 0 | the latest 5 keys |" in card
     assert "| llama.cpp b11549 | right |" in card
     expected = attnzoo.swap(model, SOME).generate(TOKENS, max_new_tokens=8, do_sample=False)
-    program = (
-        "import sys\nsys.modules['attnzoo'] = None\nimport torch, transformers\n"
-        f"m = transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})\n"
-        f"x = torch.tensor({TOKENS.tolist()})\n"
-        "print(m.generate(x, max_new_tokens=8, do_sample=False).tolist())"
-    )
-    done = fresh_python(program, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.strip().splitlines()[-1]) == expected.tolist()
+    assert generate_elsewhere(fresh_python, out, "attnzoo") == expected.tolist()
 
 
 def test_a_swapped_folder_has_its_own_plan(tmp_path):

@@ -17,7 +17,15 @@ from attnzoo.hf.models.speed_up import RULES
 from attnzoo.hf.stock import recurrent
 from attnzoo.hf.stock.convert import convert_files
 from attnzoo.ops.delta.api import delta_attention
-from tests.hf.stock.test_convert import SOME, TOKENS, logits, model_of, run, save
+from tests.hf.stock.test_convert import (
+    SOME,
+    TOKENS,
+    generate_elsewhere,
+    logits,
+    model_of,
+    run,
+    save,
+)
 
 CLASS = "qwen3_5_text"
 
@@ -175,16 +183,8 @@ def test_command(tmp_path, monkeypatch, capsys, fresh_python):
     assert "| 1 | Gated DeltaNet, a state |" in card
     student = attnzoo.speed_up(hf.AutoModelForCausalLM.from_pretrained(out))
     expected = student.generate(TOKENS, max_new_tokens=8, do_sample=False)
-    program = (
-        "import sys\nsys.modules['attnzoo'] = sys.modules['fla'] = None  # fla needs a GPU\n"
-        "import torch, transformers\n"
-        f"m = transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})\n"
-        f"x = torch.tensor({TOKENS.tolist()})\n"
-        "print(m.generate(x, max_new_tokens=8, do_sample=False).tolist())"
-    )
-    done = fresh_python(program, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.strip().splitlines()[-1]) == expected.tolist()
+    # fla needs a GPU
+    assert generate_elsewhere(fresh_python, out, "attnzoo", "fla") == expected.tolist()
 
 
 def test_a_folder_of_full_layers_is_no_experiment(tmp_path):
