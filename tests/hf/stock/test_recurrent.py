@@ -106,6 +106,8 @@ def test_starting_values():
     model = model_of("qwen3")
     student = attnzoo.convert(model, CLASS, recurrent="1")
     layer = recurrent.recurrent_layers(student)[1]
+    taps = layer.conv1d.weight
+    assert torch.equal(taps, F.pad(torch.ones_like(taps[..., :1]), (3, 0)))  # the token itself
     rates = layer.A_log.exp() * F.softplus(layer.dt_bias)
     torch.testing.assert_close(rates[[0, -1]], torch.tensor([1 / 512, 1 / 4]))
     assert (rates.diff() > 0).all()
