@@ -6,6 +6,7 @@ import resource
 import sys
 import time
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,8 +31,9 @@ from attnzoo.training.recover import (
 )
 from attnzoo.training.transfer import Transfer
 from tests.helpers import MODEL_SIZES
-from tests.processes import DEVNULL, SECONDS, run, running
+from tests.processes import DEVNULL, SECONDS, running
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = {"transfer_steps": 5, "distil_steps": 6, "row_length": 32, "judged_rows": 2}
 
 
@@ -195,18 +197,24 @@ def test_gradient_accumulation_takes_the_same_steps(saved, text, spec, tmp_path)
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
-def test_two_processes_take_the_steps_of_one(saved, text, tmp_path, attnzoo_command):
+COMMAND = """
+import os
+os.environ.pop("ACCELERATE_USE_CPU", None)
+from attnzoo.cli import main
+main()
+"""
+
+
+def test_two_processes_take_the_steps_of_one(saved, text, tmp_path, attnzoo_command, fresh_python):
+    """The command in two processes; torchrun starts those of tests/users/test_accelerate.py."""
     arguments = [
         *("recover", str(saved), "--data", str(text), "--attention", "performer"),
         *("--set", "window=4", "--length", "32", "--batch", "4"),
         *("--transfer-steps", "2", "--distil-steps", "4", "--train", "full"),
     ]
     attnzoo_command(*arguments, "--out", tmp_path / "one")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *launcher, "-m", "attnzoo", *arguments, "--out", tmp_path / "two"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    env.pop("ACCELERATE_USE_CPU", None)
-    run(command, env=env, check=True)
+    done = fresh_python(COMMAND, *arguments, "--out", tmp_path / "two", path=(ROOT,), processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
     one, two = ([loss for *_, loss in losses(tmp_path / name)] for name in ("one", "two"))
     assert len(one) == 6
     assert two == pytest.approx(one, rel=0.05)

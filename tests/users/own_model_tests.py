@@ -2,7 +2,7 @@
 
 test_transformers_suite.py runs this file in a process of its own; the folder of transformers' tests
 is on its path, and the environment variable BACKEND names the backend. What a backend does not
-support stays exact.
+support stays exact. Classes with other heads on the same layers run in `make exhaustive` only.
 """
 
 import os
@@ -17,11 +17,17 @@ import attnzoo
 from attnzoo.evaluation.presets import preset_options
 
 BACKEND = os.environ["BACKEND"]
+EXHAUSTIVE = os.environ["EXHAUSTIVE"] == "1"
 SIZES = {
     **{"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
     **{"num_attention_heads": 2, "max_position_embeddings": 512},
 }
 GROUPED = {"num_key_value_heads": 1, "pad_token_id": 0}
+
+
+def other_heads(*classes):
+    """Return the classes, if all tests run."""
+    return classes if EXHAUSTIVE else ()
 
 
 class ModelTester:
@@ -67,7 +73,11 @@ class SuiteOfFamily(ModelTesterMixin):
 
 
 class LlamaTest(SuiteOfFamily, unittest.TestCase):
-    all_model_classes = (hf.LlamaModel, hf.LlamaForCausalLM, hf.LlamaForSequenceClassification)
+    all_model_classes = (
+        hf.LlamaModel,
+        hf.LlamaForCausalLM,
+        *other_heads(hf.LlamaForSequenceClassification),
+    )
 
     def make_config(self):
         return hf.LlamaConfig(**SIZES, **GROUPED)
@@ -84,7 +94,11 @@ class Gemma3Test(SuiteOfFamily, unittest.TestCase):
 
 
 class GPT2Test(SuiteOfFamily, unittest.TestCase):
-    all_model_classes = (hf.GPT2Model, hf.GPT2LMHeadModel, hf.GPT2ForSequenceClassification)
+    all_model_classes = (
+        hf.GPT2Model,
+        hf.GPT2LMHeadModel,
+        *other_heads(hf.GPT2ForSequenceClassification),
+    )
 
     def make_config(self):
         tokens = {"bos_token_id": 98, "eos_token_id": 98, "pad_token_id": 97}
@@ -92,7 +106,11 @@ class GPT2Test(SuiteOfFamily, unittest.TestCase):
 
 
 class BertTest(SuiteOfFamily, unittest.TestCase):
-    all_model_classes = (hf.BertModel, hf.BertForMaskedLM, hf.BertForTokenClassification)
+    all_model_classes = (
+        hf.BertModel,
+        hf.BertForMaskedLM,
+        *other_heads(hf.BertForTokenClassification),
+    )
 
     def make_config(self):
         return hf.BertConfig(**SIZES)

@@ -16,64 +16,64 @@ CHILDREN = 2  # at a time
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 
-ENTRIES = (  # each enters transformers by modules in another order
+ENTRIES = (  # each imports the modules that attnzoo patches in another order
     "import transformers.models.llama.modeling_llama",
     "from transformers import AutoConfig",
-    "from transformers import AutoImageProcessor",
     "from transformers import AutoModelForCausalLM",
-    "from transformers import AutoProcessor",
     "from transformers import AutoTokenizer",
-    "from transformers import BitsAndBytesConfig",
-    "from transformers import CLIPModel",
     "from transformers import CLIPProcessor",
-    "from transformers import DataCollatorForLanguageModeling",
     "from transformers import DynamicCache",
     "from transformers import GenerationConfig",
-    "from transformers import PreTrainedConfig",
     "from transformers import PreTrainedModel",
-    "from transformers import TextStreamer",
     "from transformers import Trainer",
     "from transformers import TrainingArguments",
     "from transformers import pipeline",
     "from transformers.masking_utils import create_causal_mask",
-    "from accelerate import Accelerator",
-    "from peft import AutoPeftModelForCausalLM",
     "from peft import LoraConfig",
     "from sentence_transformers import SentenceTransformer",
     "from trl import GRPOTrainer",
     "from trl import SFTTrainer",
 )
-OTHERS = (
+OTHERS = (  # most of them in the order of one of these
     "import transformers",
     "import transformers.modeling_utils",
     "import transformers.processing_utils",
     "from transformers import AutoFeatureExtractor",
+    "from transformers import AutoImageProcessor",
     "from transformers import AutoModel",
     "from transformers import AutoModelForSequenceClassification",
+    "from transformers import AutoProcessor",
     "from transformers import BertModel",
+    "from transformers import BitsAndBytesConfig",
+    "from transformers import CLIPModel",
+    "from transformers import DataCollatorForLanguageModeling",
     "from transformers import LlamaConfig",
     "from transformers import LlamaForCausalLM",
+    "from transformers import PreTrainedConfig",
     "from transformers import PretrainedConfig",
     "from transformers import PreTrainedTokenizerFast",
     "from transformers import ProcessorMixin",
     "from transformers import Seq2SeqTrainer",
+    "from transformers import set_seed",
     "from transformers import StaticCache",
     "from transformers import T5ForConditionalGeneration",
+    "from transformers import TextStreamer",
     "from transformers import ViTModel",
     "from transformers import WhisperProcessor",
-    "from transformers import set_seed",
     "from transformers.cache_utils import Cache",
     "from transformers.configuration_utils import PreTrainedConfig",
     "from transformers.generation.utils import GenerationMixin",
     "from transformers.integrations.sdpa_attention import sdpa_attention_forward",
     "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS",
     "from transformers.models.auto.modeling_auto import AutoModelForCausalLM",
+    "from accelerate import Accelerator",
     "import datasets",
-    "from peft import PeftModel",
+    "import lm_eval.models.huggingface",
+    "from peft import AutoPeftModelForCausalLM",
     "from peft import get_peft_model",
+    "from peft import PeftModel",
     "from trl import DPOTrainer",
     "from trl import SFTConfig",
-    "import lm_eval.models.huggingface",
 )
 FRESH = (
     "from transformers import pipeline",
@@ -225,7 +225,13 @@ def test_imports_before_attnzoo():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", FRESH)
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=[pytest.mark.exhaustive] if line != FRESH[-1] else [])
+        for line in FRESH
+    ],
+)
 def test_attnzoo_first_in_a_fresh_process(line):
     """Without torch loaded before attnzoo, as it is in the forked processes."""
     if not installed(line):

@@ -18,11 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "integrations"
 PAGE = (FOLDER / "README.md").read_text("utf-8")
 COMMANDS = re.search(r"```sh\n(.*?)```", PAGE, re.DOTALL)[1].splitlines()
-MODULES = {
-    "python": [],
-    "attnzoo": ["-m", "attnzoo"],
-    "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
-}
+LAUNCHERS = {"python": [], "accelerate": ["-m", "accelerate.commands.accelerate_cli"]}
+OURS = "from attnzoo.cli import main; main()"
 # what makes a command short, and the file that it writes, if any
 SHORT = {
     "integrations/accelerate": ["--steps", "2", "--length", "32"],
@@ -80,7 +77,7 @@ def test_every_library_has_a_command_a_page_and_an_example():
         for name in SHORT
     ],
 )
-def test_command(name, swapped, tmp_path):
+def test_command(name, swapped, tmp_path, fresh_python):
     (command,) = (line for line in COMMANDS if name in line)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("alpha beta gamma delta. " * 200)
@@ -90,11 +87,14 @@ def test_command(name, swapped, tmp_path):
         x.replace("SWAPPED", str(swapped)).replace("DIR", str(embedded_model_path()))
         for x in arguments
     ]
-    done = run(
-        [sys.executable, *MODULES[program], *arguments, *SHORT[name]],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "cache")},
-    )
+    arguments += SHORT[name]
+    environment = {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    if program == "attnzoo":
+        given = {"cwd": tmp_path, "path": (ROOT,), "environment": environment}
+        done = fresh_python(OURS, *arguments, **given)
+    else:
+        command = [sys.executable, *LAUNCHERS[program], *arguments]
+        done = run(command, cwd=tmp_path, env=os.environ | environment)
     assert done.returncode == 0, done.stderr[-3000:]
     if name in WRITTEN:
         assert (tmp_path / WRITTEN[name]).exists(), done.stdout[-3000:]

@@ -23,6 +23,7 @@ from lm_eval.tasks import TaskManager
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = "last_word"
+COMMAND = "from attnzoo.cli import main; main()"
 
 pytestmark = pytest.mark.slow
 
@@ -70,16 +71,17 @@ def saved(model, tokenizer, tmp_path_factory):
     return folder
 
 
-def test_a_folder_by_name(saved, tmp_path):
+def test_a_folder_by_name(saved, tmp_path, fresh_python):
     """In a process that imports attnzoo only through ``attnzoo run``."""
-    command = [
-        *(sys.executable, "-m", "attnzoo", "run", "-m", "lm_eval", "--model", "hf"),
+    arguments = [
+        *("run", "-m", "lm_eval", "--model", "hf"),
         *("--model_args", f"pretrained={saved},max_length=512,dtype=float32"),
         *("--include_path", "integrations/lm_eval", "--tasks", TASK, "--device", "cpu"),
         *("--output_path", str(tmp_path / "out"), "--log_samples", "--limit", "2"),
     ]
-    env = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    run(command, cwd=ROOT, env=env, check=True)
+    environment = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    done = fresh_python(COMMAND, *arguments, cwd=ROOT, environment=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
     (file,) = (tmp_path / "out").rglob("results_*.json")
     accuracy = json.loads(file.read_text())["results"][TASK]["acc,none"]
     assert accuracy == pytest.approx(round(accuracy * 2) / 2, abs=1e-6)

@@ -1,12 +1,9 @@
 """An adapter of a swapped model in two processes: one trains and saves it, another loads it."""
 
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
-
-from tests import processes
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.slow
@@ -52,6 +49,7 @@ with torch.no_grad():
 """
 WITHOUT = """
 import sys, warnings, peft
+assert "attnzoo" not in sys.modules
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     peft.PeftConfig.from_pretrained(sys.argv[1])
@@ -59,14 +57,10 @@ assert any("'attnzoo'" in str(warning.message) for warning in caught), caught
 """
 
 
-def run(program: str, folder: Path) -> None:
-    processes.run([sys.executable, "-c", program, folder], cwd=ROOT, check=True)
-
-
-def test_adapter_saved_in_one_process_and_loaded_in_another(tmp_path):
-    run(TRAIN, tmp_path)
-    run(LOAD, tmp_path)
-    run(WITHOUT, tmp_path)  # PEFT names the field that it ignores
+def test_adapter_saved_in_one_process_and_loaded_in_another(fresh_python, tmp_path):
+    for program in (TRAIN, LOAD, WITHOUT):  # the last one: PEFT names the field that it ignores
+        done = fresh_python(program, tmp_path, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
 
 
 def test_example(tmp_path, capsys):

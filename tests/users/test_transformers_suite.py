@@ -48,17 +48,18 @@ def suite(tmp_path_factory):
     return folder
 
 
-CASES = [
-    name if name == "softmax" else pytest.param(name, marks=pytest.mark.exhaustive)
-    for name in BUILTIN
-]
-
-
-@pytest.mark.parametrize("backend", CASES)
-def test_own_tests_of_transformers(suite, backend, tmp_path):
+@pytest.mark.parametrize(
+    ("backend", "exhaustive"),
+    [
+        ("softmax", False),
+        *(pytest.param(name, True, marks=pytest.mark.exhaustive) for name in BUILTIN),
+    ],
+)
+def test_own_tests_of_transformers(suite, backend, exhaustive, tmp_path):
     tests, report = HERE / "own_model_tests.py", tmp_path / "report.xml"
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, f"--junitxml={report}"]
-    env = os.environ | {"BACKEND": backend, "PYTHONPATH": f"{suite}:{HERE.parents[1]}"}
+    env = os.environ | {"BACKEND": backend, "EXHAUSTIVE": str(int(exhaustive))}
+    env["PYTHONPATH"] = f"{suite}:{HERE.parents[1]}"
     done = run(
         [sys.executable, "-m", "pytest", *options, tests], cwd=tmp_path, env=env, timeout=1800
     )

@@ -7,7 +7,7 @@ from attnzoo.ops.block_sparse import custom_ops
 from attnzoo.ops.block_sparse.cpu import block_sparse as cpp
 from attnzoo.ops.block_sparse.options import SelectionOptions, SparseCall, SparseOptions
 from attnzoo.ops.block_sparse.selection import MEAN, select_blocks, summarize
-from tests.helpers import assert_within, draw, gradients
+from tests.helpers import assert_within, draw, emulate_amx, gradients
 
 NO_AMX = "" if cpp.has_amx() else "this CPU has no AMX, or the kernel cannot be compiled"
 needs_amx = pytest.mark.skipif(bool(NO_AMX), reason=NO_AMX)
@@ -88,10 +88,7 @@ def test_errors_are_those_of_rounding(name):
 def test_the_algorithm_without_amx(fresh_python, tmp_path):
     if reason := cpp.cpp.unavailable_reason(cpp.BLOCK_SPARSE):
         pytest.skip(reason)
-    cache = tmp_path / "cache"
-    cache.mkdir(0o700)
-    environment = {"CXX": "c++ -DEMULATE_AMX", "ATTNZOO_CACHE": str(cache)}
-    result = fresh_python(EMULATED, environment=environment)
+    result = fresh_python(EMULATED, environment=emulate_amx(tmp_path / "cache"))
     assert result.returncode == 0, result.stderr
 
 

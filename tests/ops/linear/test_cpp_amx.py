@@ -1,7 +1,6 @@
 """Linear attention in C++ on bfloat16 inputs, which the kernel multiplies on AMX tiles."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,10 @@ from attnzoo.ops.linear.api import linear_attention
 from attnzoo.ops.linear.common import MapWeights
 from attnzoo.ops.linear.cpu.call import LINEAR
 from attnzoo.runtime import cpp
-from tests import processes
-from tests.helpers import nan_surrounded
+from tests.helpers import emulate_amx, nan_surrounded
 from tests.ops.linear.test_cpp import PARTS, fill_gaps, make_sequences
 
+ROOT = Path(__file__).resolve().parents[3]
 EMULATED = "-DEMULATE_AMX" in os.environ.get("CXX", "")
 REASON = cpp.unavailable_reason(LINEAR)
 needs_amx = pytest.mark.skipif(
@@ -283,17 +282,12 @@ def test_small_chunks_do_not_use_amx():
 @pytest.mark.skipif(
     torch.cpu._is_amx_tile_supported(), reason="this CPU has AMX, which runs the same algorithm"
 )
-def test_emulated_kernel(tmp_path):
+def test_emulated_kernel(fresh_python, tmp_path):
     """The same tests, in a process that compiles the kernel without AMX instructions."""
-    tmp_path.chmod(0o700)
-    compiler = os.environ.get("CXX", "c++")
-    variables = {"CXX": f"{compiler} -DEMULATE_AMX", "ATTNZOO_CACHE": str(tmp_path)}
     chosen = "errors_are or small_chunks or others_in"
     options = ["-q", "-p", "no:cacheprovider", "-k", chosen, __file__]
-    found = processes.run(
-        [sys.executable, "-m", "pytest", *options],
-        env=os.environ | variables,
-        cwd=Path(__file__).parents[3],
-    )
+    program = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    environment = emulate_amx(tmp_path / "cache")
+    found = fresh_python(program, *options, cwd=ROOT, path=(ROOT,), environment=environment)
     assert found.returncode == 0, found.stdout
     assert f"{len(EMULATED_CASES) + 5} passed" in found.stdout
