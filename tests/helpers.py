@@ -169,7 +169,7 @@ def assert_within(ours: Tensor, plain: Tensor, exact: Tensor, eps: float) -> Non
 def emulate_amx(folder: Path) -> dict[str, str]:
     """Return variables of a process that compiles C++ kernels without AMX instructions.
 
-    With -O1, because -O3 takes twice the time and changes no result by more than rounding.
+    With -O1, which compiles in less time than -O3 and changes no result by more than rounding.
 
     Args:
         folder: Where libraries are compiled; created.
